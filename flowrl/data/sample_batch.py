@@ -1,0 +1,400 @@
+"""SampleBatch: named columns of numpy arrays with one leading dimension, the rows.
+
+What flows from sampling to learning. Operators share batches between branches, so a batch is not
+changed in place: `with_columns()` gives a new one that shares the untouched columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import optree
+
+DEFAULT_POLICY_ID = "default_policy"
+
+_ALIASES = {"next_obs": "new_obs"}
+_PER_SEQUENCE = ("seq_lens", "state_in_")
+
+
+def _leaves(column: Any) -> list[np.ndarray]:
+    return [column] if isinstance(column, np.ndarray) else optree.tree_leaves(column)
+
+
+def _map(fn: Callable[[Any], Any], column: Any) -> Any:
+    return fn(column) if isinstance(column, np.ndarray) else optree.tree_map(fn, column)
+
+
+def _as_column(name: str, value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value
+    if name == "infos":
+        column = np.empty(len(value), dtype=object)
+        column[:] = value
+        return column
+    if isinstance(value, (dict, tuple)):
+        return optree.tree_map(np.asarray, value)
+    return value if hasattr(value, "shape") else np.asarray(value)
+
+
+class SampleBatch(dict[str, Any]):
+    """Columns [count, …] of one policy's experience, numpy arrays or nests of them.
+
+    `dones` is derived: terminated or truncated. `next_obs` reads `new_obs`. `batch[i:j]` gives
+    rows. With `seq_lens` [num sequences] the rows are sequences one after another, `state_in_*`
+    has one row per sequence, and slices keep to whole sequences.
+
+    `sources` says which fragments the rows came from (see `flowrl.iter.Source`).
+
+    Raises:
+        ValueError: columns of different lengths.
+    """
+
+    OBS = CUR_OBS = "obs"
+    NEXT_OBS = "new_obs"
+    ACTIONS = "actions"
+    REWARDS = "rewards"
+    PREV_ACTIONS = "prev_actions"
+    PREV_REWARDS = "prev_rewards"
+    TERMINATEDS = "terminateds"
+    TRUNCATEDS = "truncateds"
+    DONES = "dones"
+    INFOS = "infos"
+    SEQ_LENS = "seq_lens"
+    T = "t"
+    ACTION_DIST_INPUTS = "action_dist_inputs"
+    ACTION_PROB = "action_prob"
+    ACTION_LOGP = "action_logp"
+    VF_PREDS = "vf_preds"
+    ADVANTAGES = "advantages"
+    VALUE_TARGETS = "value_targets"
+    EPS_ID = "eps_id"
+    ENV_ID = "env_id"
+    UNROLL_ID = "unroll_id"
+    AGENT_INDEX = "agent_index"
+
+    def __init__(self, columns: Mapping[str, Any] | None = None, /, **more: Any):
+        super().__init__()
+        self.sources: tuple[Any, ...] = ()
+        self.zero_padded = False
+        self.max_seq_len: int | None = None
+        for name, value in {**(columns or {}), **more}.items():
+            if value is not None:
+                super().__setitem__(name, _as_column(name, value))
+        self._check_lengths()
+
+    @classmethod
+    def _of(cls, columns: dict[str, Any], like: SampleBatch | None = None) -> SampleBatch:
+        """A batch of checked columns, without checking again."""
+        batch = cls.__new__(cls)
+        dict.__init__(batch, columns)
+        batch.sources = like.sources if like is not None else ()
+        batch.zero_padded = like.zero_padded if like is not None else False
+        batch.max_seq_len = like.max_seq_len if like is not None else None
+        return batch
+
+    def _check_lengths(self) -> None:
+        lengths = {
+            name: len(leaf)
+            for name, column in self.items()
+            if not name.startswith(_PER_SEQUENCE)
+            for leaf in _leaves(column)
+        }
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"columns of a SampleBatch differ in length: {lengths}")
+        if self.SEQ_LENS in self and not self.zero_padded and lengths:
+            rows, total = next(iter(lengths.values())), int(np.sum(self[self.SEQ_LENS]))
+            if rows != total:
+                raise ValueError(f"seq_lens add up to {total}, but the columns have {rows} rows")
+
+    # -- size ----------------------------------------------------------------------------------
+
+    @property
+    def count(self) -> int:
+        """Rows, padding not counted."""
+        if self.SEQ_LENS in self:
+            return int(np.sum(self[self.SEQ_LENS]))
+        for column in self.values():
+            for leaf in _leaves(column):
+                return len(leaf)
+        return 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __bool__(self) -> bool:
+        return self.count > 0
+
+    def env_steps(self) -> int:
+        """Steps of the environment in this batch (one agent: its rows)."""
+        return self.count
+
+    def agent_steps(self) -> int:
+        """Steps of agents in this batch: its rows."""
+        return self.count
+
+    def size_bytes(self) -> int:
+        """Bytes of the columns' arrays."""
+        return sum(leaf.nbytes for column in self.values() for leaf in _leaves(column))
+
+    # -- columns -------------------------------------------------------------------------------
+
+    def __getitem__(self, key: str | slice | np.ndarray) -> Any:
+        if isinstance(key, str):
+            return super().__getitem__(key)
+        if isinstance(key, slice):
+            return self._rows(key)
+        return self.take_rows(key)
+
+    def __missing__(self, key: str) -> Any:
+        if key in _ALIASES:
+            return self[_ALIASES[key]]
+        if key == self.DONES and self.TERMINATEDS in self:
+            return np.logical_or(self[self.TERMINATEDS], self[self.TRUNCATEDS])
+        raise KeyError(f"no column {key!r} in this batch; it has {sorted(self)}")
+
+    def __contains__(self, key: object) -> bool:
+        if super().__contains__(key):
+            return True
+        if key == self.DONES:
+            return super().__contains__(self.TERMINATEDS)
+        return isinstance(key, str) and super().__contains__(_ALIASES.get(key, ""))
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        column = _as_column(key, value)
+        if not key.startswith(_PER_SEQUENCE) and self:
+            for leaf in _leaves(column):
+                if len(leaf) != self._padded_count():
+                    raise ValueError(
+                        f"column {key!r} has {len(leaf)} rows, the batch {self._padded_count()}"
+                    )
+        super().__setitem__(key, column)
+
+    def _padded_count(self) -> int:
+        for name, column in self.items():
+            if not name.startswith(_PER_SEQUENCE):
+                return len(_leaves(column)[0])
+        return 0
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key] if key in self else default
+
+    @property
+    def data(self) -> SampleBatch:
+        """The columns as a mapping: the batch itself."""
+        return self
+
+    def columns(self, keys: Sequence[str]) -> list[Any]:
+        """The named columns, in that order."""
+        return [self[key] for key in keys]
+
+    def with_columns(self, **columns: Any) -> SampleBatch:
+        """A new batch with these columns added or replaced; the others are shared."""
+        batch = self.copy(shallow=True)
+        for name, value in columns.items():
+            batch[name] = value
+        return batch
+
+    def without_columns(self, *names: str) -> SampleBatch:
+        """A new batch without these columns; the others are shared."""
+        return SampleBatch._of({k: v for k, v in self.items() if k not in names}, like=self)
+
+    def copy(self, shallow: bool = False) -> SampleBatch:
+        """A new batch; its arrays are copies unless `shallow`."""
+        columns = dict(self) if shallow else {k: _map(np.copy, v) for k, v in self.items()}
+        return SampleBatch._of(columns, like=self)
+
+    # -- rows ----------------------------------------------------------------------------------
+
+    def _rows(self, key: slice) -> SampleBatch:
+        start, stop, step = key.indices(self.count)
+        if step != 1:
+            raise ValueError(f"a SampleBatch is sliced with step 1, got {step}")
+        if self.SEQ_LENS not in self:
+            return self._map_rows(lambda leaf: leaf[start:stop])
+        if self.zero_padded:
+            raise ValueError("a zero-padded batch has no rows to slice: slice before padding")
+        ends = np.cumsum(self[self.SEQ_LENS])
+        begins = ends - self[self.SEQ_LENS]
+        keep = np.flatnonzero((begins >= start) & (ends <= stop))
+        if not len(keep):
+            return self._map_rows(lambda leaf: leaf[:0], slice(0, 0))
+        rows = slice(int(begins[keep[0]]), int(ends[keep[-1]]))
+        return self._map_rows(lambda leaf: leaf[rows], slice(int(keep[0]), int(keep[-1]) + 1))
+
+    def _map_rows(
+        self, fn: Callable[[np.ndarray], np.ndarray], sequences: slice | None = None
+    ) -> SampleBatch:
+        columns = {}
+        for name, column in self.items():
+            per_sequence = sequences is not None and name.startswith(_PER_SEQUENCE)
+            columns[name] = _map((lambda leaf: leaf[sequences]) if per_sequence else fn, column)
+        return SampleBatch._of(columns, like=self)
+
+    def take_rows(self, index: np.ndarray) -> SampleBatch:
+        """The rows at `index` [n], copied, in that order."""
+        if self.SEQ_LENS in self:
+            raise ValueError("rows of a batch with seq_lens belong to sequences: slice it instead")
+        return self._map_rows(lambda leaf: leaf[index])
+
+    def slice(self, start: int, end: int) -> SampleBatch:
+        """Rows start … end-1, sharing memory."""
+        return self[start:end]
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Every row as a dict."""
+        for i in range(self.count):
+            yield {name: _map(lambda leaf, i=i: leaf[i], col) for name, col in self.items()}
+
+    def shuffle(self, rng: np.random.Generator | None = None) -> SampleBatch:
+        """A new batch with the rows in random order, the same for every column.
+
+        Raises:
+            ValueError: the batch has seq_lens.
+        """
+        rng = rng if rng is not None else np.random.default_rng()
+        return self.take_rows(rng.permutation(self.count))
+
+    def split_by_episode(self) -> list[SampleBatch]:
+        """Consecutive rows of equal `eps_id`; without that column, cut after `dones`.
+
+        Raises:
+            KeyError: the batch has neither.
+        """
+        if not self.count:
+            return []
+        if self.EPS_ID in self:
+            cuts = np.flatnonzero(np.diff(self[self.EPS_ID])) + 1
+        else:
+            cuts = np.flatnonzero(self[self.DONES][:-1]) + 1
+        ends = [0, *cuts.tolist(), self.count]
+        return [self[i:j] for i, j in zip(ends, ends[1:], strict=False)]
+
+    def timeslices(
+        self, size: int | None = None, num_slices: int | None = None
+    ) -> list[SampleBatch]:
+        """Pieces of `size` rows (the last shorter), or `num_slices` pieces of near equal size."""
+        if (size is None) == (num_slices is None):
+            raise ValueError("timeslices() takes one of size and num_slices")
+        if size is not None:
+            if size < 1:
+                raise ValueError(f"timeslices: size must be at least 1, got {size}")
+            return [self[i : i + size] for i in range(0, self.count, size)]
+        assert num_slices is not None
+        if num_slices < 1:
+            raise ValueError(f"timeslices: num_slices must be at least 1, got {num_slices}")
+        ends = [self.count * i // num_slices for i in range(num_slices + 1)]
+        return [self[i:j] for i, j in zip(ends, ends[1:], strict=False)]
+
+    def right_zero_pad(self, max_seq_len: int, exclude_states: bool = True) -> SampleBatch:
+        """A new batch whose sequences are all `max_seq_len` rows, zeros at their ends.
+
+        Raises:
+            ValueError: no seq_lens, or a sequence longer than `max_seq_len`.
+        """
+        if self.SEQ_LENS not in self:
+            raise ValueError("right_zero_pad() needs the column seq_lens")
+        lens = self[self.SEQ_LENS]
+        if self.zero_padded:
+            raise ValueError("this batch is zero-padded already")
+        if len(lens) and max(lens) > max_seq_len:
+            raise ValueError(f"a sequence of {max(lens)} rows does not fit {max_seq_len}")
+        ends = np.cumsum(lens)
+        target = np.concatenate(
+            [np.arange(n) + i * max_seq_len for i, n in enumerate(lens)] or [np.zeros(0, int)]
+        )
+        assert len(target) == (ends[-1] if len(ends) else 0)
+
+        def pad(leaf: np.ndarray) -> np.ndarray:
+            padded = np.zeros((len(lens) * max_seq_len, *leaf.shape[1:]), leaf.dtype)
+            padded[target] = leaf
+            return padded
+
+        skip = _PER_SEQUENCE if exclude_states else ("seq_lens",)
+        columns = {k: v if k.startswith(skip) else _map(pad, v) for k, v in self.items()}
+        batch = SampleBatch._of(columns, like=self)
+        batch.zero_padded, batch.max_seq_len = True, max_seq_len
+        return batch
+
+    # -- several batches -----------------------------------------------------------------------
+
+    @staticmethod
+    def concat_samples(batches: Iterable[Any]) -> Any:
+        """One batch of the rows of all; empty ones are skipped, sources are joined.
+
+        Raises:
+            ValueError: the batches differ in their columns or in padding.
+        """
+        given = list(batches)
+        full = [batch for batch in given if batch.count]
+        for batch in full:
+            if not isinstance(batch, SampleBatch):
+                return batch.concat_samples(full)
+        if len(full) < 2:
+            return full[0].copy(shallow=True) if full else SampleBatch()
+        first = full[0]
+        for other in full[1:]:
+            if set(other) != set(first):
+                odd = sorted(set(other) ^ set(first))
+                raise ValueError(f"batches to be concatenated differ in the columns {odd}")
+            if (other.zero_padded, other.max_seq_len) != (first.zero_padded, first.max_seq_len):
+                raise ValueError("batches to be concatenated differ in zero padding")
+        columns = {}
+        for name in first:
+            parts = [batch[name] for batch in full]
+            columns[name] = (
+                np.concatenate(parts)
+                if isinstance(parts[0], np.ndarray)
+                else optree.tree_map(lambda *leaves: np.concatenate(leaves), *parts)
+            )
+        joined = SampleBatch._of(columns, like=first)
+        joined.sources = tuple(source for batch in full for source in batch.sources)
+        return joined
+
+    def concat(self, other: SampleBatch) -> SampleBatch:
+        """The rows of this batch, then those of `other`."""
+        return SampleBatch.concat_samples([self, other])
+
+    @property
+    def policy_batches(self) -> dict[str, SampleBatch]:
+        """This batch as the only policy's, the view it shares with MultiAgentBatch."""
+        return {DEFAULT_POLICY_ID: self}
+
+    def as_multi_agent(self) -> Any:
+        """A MultiAgentBatch with this batch as the default policy's."""
+        from flowrl.data.multi_agent_batch import MultiAgentBatch
+
+        return MultiAgentBatch(self.policy_batches, self.count)
+
+    def __reduce__(self) -> Any:
+        state = (self.sources, self.zero_padded, self.max_seq_len)
+        return _restore, (dict(self), state)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        lines = ",\n  ".join(f"{k!r}: {_summary(self[k])}" for k in sorted(self))
+        return "{ " + lines + "\n}"
+
+
+def _restore(columns: dict[str, Any], state: tuple[Any, ...]) -> SampleBatch:
+    batch = SampleBatch._of(columns)
+    batch.sources, batch.zero_padded, batch.max_seq_len = state
+    return batch
+
+
+def _summary(column: Any) -> str:
+    if not isinstance(column, np.ndarray):
+        return str(optree.tree_map(_summary, column)) if not hasattr(column, "shape") else "tensor"
+    head = f"np.ndarray({column.shape}, dtype={column.dtype}"
+    if column.dtype == object:
+        return f"{head}, head={column[0] if len(column) else None})"
+    if not column.size:
+        return f"{head})"
+    numbers = column.astype(np.float64)
+    low, high, mean = numbers.min(), numbers.max(), numbers.mean()
+    return f"{head}, min={low:.4g}, max={high:.4g}, mean={mean:.4g})"

@@ -1,0 +1,216 @@
+"""Policy: numpy in, numpy out, no framework in the interface."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar, Self
+
+import numpy as np
+from gymnasium import spaces
+
+from flowrl.data import SampleBatch
+from flowrl.policies.config import PolicyConfig
+from flowrl.policies.filters import ObservationFilter, RewardScaler
+from flowrl.seeding import random_stream, restore_stream, stream_state
+
+
+class Policy:
+    """Decides on actions and learns from batches.
+
+    A subclass writes `compute_actions`, `learn_on_batch`, `get_weights`, `set_weights`; the rest
+    has defaults.
+
+    Args:
+        observation_space, action_space: of one agent.
+        config: settings; a mapping is merged over the defaults of `config_class`.
+
+    Attributes:
+        version: grows with every change of the weights.
+        observation_filter, reward_scaler: running normalisation, None where it is off.
+    """
+
+    config_class: ClassVar[type[PolicyConfig]] = PolicyConfig
+
+    def __init__(self, observation_space: spaces.Space, action_space: spaces.Space, config: Any):
+        self.observation_space = observation_space
+        self.action_space = action_space
+        self.config = (
+            config
+            if isinstance(config, self.config_class)
+            else self.config_class(**dict(config.items()))
+        )
+        self.version = 0
+        self.timestep = 0
+        self.rng = random_stream(self.config.seed, "policy", "actions")
+        self.shuffle_rng = random_stream(self.config.seed, "policy", "shuffle")
+        self.observation_filter: ObservationFilter | None = None
+        self.reward_scaler: RewardScaler | None = None
+        if self.config.normalize_observations:
+            if not isinstance(observation_space, spaces.Box):
+                raise ValueError(
+                    f"normalize_observations needs a Box observation space, got {observation_space}"
+                )
+            self.observation_filter = ObservationFilter(observation_space.shape)
+        if self.config.normalize_rewards:
+            self.reward_scaler = RewardScaler(self.config.gamma)
+
+    # -- acting --------------------------------------------------------------------------------
+
+    def compute_actions(
+        self, obs_batch: np.ndarray, explore: bool = True
+    ) -> tuple[np.ndarray, list[np.ndarray], dict[str, np.ndarray]]:
+        """Actions for observations [B, …] as the sampler stores them (normalised).
+
+        Returns:
+            actions [B, …]; recurrent states (none here); extra columns [B, …] to be recorded,
+            such as `action_logp` and `vf_preds`.
+        """
+        raise NotImplementedError
+
+    def compute_values(self, obs_batch: np.ndarray) -> np.ndarray | None:
+        """Values [B] of observations [B, …]; None for a policy without a value function."""
+        return None
+
+    def compute_single_action(self, obs: Any, explore: bool = False) -> Any:
+        """The action to send to an environment that gave the raw observation `obs`."""
+        batch = np.asarray(obs)[None]
+        if self.observation_filter is not None:
+            batch = self.observation_filter(batch)
+        actions, _, _ = self.compute_actions(batch, explore=explore)
+        return self.actions_for_env(actions)[0]
+
+    def actions_for_env(self, actions: np.ndarray) -> np.ndarray:
+        """Actions [B, …] as the environment takes them: stretched and clipped to its bounds."""
+        space = self.action_space
+        if isinstance(space, spaces.Discrete):
+            return actions + space.start if space.start else actions
+        if not isinstance(space, spaces.Box):
+            return actions
+        bounded = np.isfinite(space.low).all() and np.isfinite(space.high).all()
+        if bounded and self.config.normalize_actions:
+            actions = space.low + (actions + 1.0) * (0.5 * (space.high - space.low))
+        if self.config.clip_actions:
+            actions = np.clip(actions, space.low, space.high)
+        return actions.astype(space.dtype, copy=False).reshape(-1, *space.shape)
+
+    # -- learning ------------------------------------------------------------------------------
+
+    def postprocess_fragment(self, fragment: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Columns to add to a fragment of time-major columns [T, N, …], such as advantages.
+
+        Besides the batch columns the fragment has `next_values` [T, N]: the value of the state
+        that each step led to, 0 where it terminated; only if `compute_values` gives values.
+        """
+        return {}
+
+    def learn_on_batch(self, batch: SampleBatch) -> dict[str, float]:
+        """One update from all the rows; returns statistics."""
+        raise NotImplementedError
+
+    def learn_on_minibatches(
+        self, batch: SampleBatch, num_sgd_iter: int = 1, sgd_minibatch_size: int = 0
+    ) -> dict[str, float]:
+        """Several passes over the rows in random order, one update per minibatch.
+
+        The last minibatch of a pass may be smaller. `end_epoch` may stop early.
+
+        Returns:
+            the means of the statistics of the last pass.
+
+        Raises:
+            ValueError: the minibatch is larger than the batch.
+        """
+        size = sgd_minibatch_size or batch.count
+        if size > batch.count:
+            raise ValueError(
+                f"sgd_minibatch_size={size} is larger than the batch of {batch.count} rows: "
+                "make it at most train_batch_size"
+            )
+        means: dict[str, float] = {}
+        for _ in range(num_sgd_iter):
+            stats = [self.learn_on_batch(rows) for rows in self._minibatches(batch, size)]
+            means = {key: float(np.mean([one[key] for one in stats])) for key in stats[0]}
+            if self.end_epoch(means):
+                break
+        return {**means, **self.end_learning(means)}
+
+    def _minibatches(self, batch: SampleBatch, size: int) -> Iterator[SampleBatch]:
+        if size == batch.count:
+            yield batch
+            return
+        shuffled = batch.take_rows(self.shuffle_rng.permutation(batch.count))
+        for start in range(0, batch.count, size):
+            yield shuffled[start : start + size]
+
+    def end_epoch(self, stats: dict[str, float]) -> bool:
+        """Called after each pass with the means of its statistics; True ends learning early."""
+        return False
+
+    def end_learning(self, stats: dict[str, float]) -> dict[str, float]:
+        """Called after the last pass; returns more statistics."""
+        return {}
+
+    def on_global_var_update(self, global_vars: dict[str, Any]) -> None:
+        """Take note of `timestep`, the env steps sampled so far: schedules follow it."""
+        self.timestep = int(global_vars["timestep"])
+
+    # -- state ---------------------------------------------------------------------------------
+
+    def get_weights(self) -> dict[str, np.ndarray]:
+        """Copies of the weights by name."""
+        raise NotImplementedError
+
+    def set_weights(self, weights: dict[str, np.ndarray]) -> None:
+        """Take over weights that `get_weights` gave."""
+        raise NotImplementedError
+
+    def filter_state(self) -> dict[str, Any]:
+        """What the workers need besides the weights: the normalisation in force."""
+        filters = {"observations": self.observation_filter, "rewards": self.reward_scaler}
+        return {k: f.state_dict() for k, f in filters.items() if f is not None}
+
+    def set_filter_state(self, state: dict[str, Any]) -> None:
+        """Take over what `filter_state` gave."""
+        if self.observation_filter is not None:
+            self.observation_filter.load_state_dict(state["observations"])
+        if self.reward_scaler is not None:
+            self.reward_scaler.load_state_dict(state["rewards"])
+
+    def take_fresh_filters(self) -> dict[str, Any]:
+        """What the filters of this process saw since the last call."""
+        filters = {"observations": self.observation_filter, "rewards": self.reward_scaler}
+        return {k: f.take_fresh() for k, f in filters.items() if f is not None}
+
+    def absorb_filters(self, fresh: dict[str, Any]) -> None:
+        """Merge what a worker's filters saw."""
+        if self.observation_filter is not None:
+            self.observation_filter.absorb(fresh["observations"])
+        if self.reward_scaler is not None:
+            self.reward_scaler.absorb(fresh["rewards"])
+        if fresh:
+            self.version += 1
+
+    def get_state(self) -> dict[str, Any]:
+        """Everything that the policy's future depends on."""
+        return {
+            "weights": self.get_weights(),
+            "filters": self.filter_state(),
+            "timestep": self.timestep,
+            "version": self.version,
+            "rng": stream_state(self.rng),
+            "shuffle_rng": stream_state(self.shuffle_rng),
+        }
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Take over what `get_state` gave."""
+        self.set_weights(state["weights"])
+        self.set_filter_state(state["filters"])
+        self.timestep = int(state["timestep"])
+        self.version = int(state["version"])
+        restore_stream(self.rng, state["rng"])
+        restore_stream(self.shuffle_rng, state["shuffle_rng"])
+
+    @classmethod
+    def like(cls, other: Policy) -> Self:
+        """A new policy of this class with another one's spaces and settings."""
+        return cls(other.observation_space, other.action_space, other.config)

@@ -1,0 +1,260 @@
+"""The columnar collector: one fragment at a time, in preallocated time-major arrays.
+
+Each step writes [N, …] rows of the arrays [T+1, N, …]; everything that can be derived (episode
+ids, step numbers, returns, advantages) is computed for the whole fragment afterwards.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flowrl.data import SampleBatch
+from flowrl.policies.config import ConfigError
+from flowrl.policies.policy import Policy
+from flowrl.sampling.envs import Stepper
+
+IDS_PER_WORKER = 1 << 40  # episode and unroll ids of different workers never meet
+
+
+class EpisodeMetrics(NamedTuple):
+    """A finished episode: sum of unscaled rewards, env steps."""
+
+    episode_return: float
+    episode_length: int
+
+
+class ColumnarCollector:
+    """Collects fragments of `length` steps of every environment of a stepper.
+
+    Episodes go on from one fragment into the next. An exception leaves the collector usable: the
+    fragment is dropped and the next one starts new episodes.
+
+    Args:
+        stepper: the environments.
+        policy: acts, and postprocesses fragments.
+        length: env steps of each environment per fragment, T.
+        worker_index: high bits of the episode ids.
+        collect_infos: record the environments' infos, in an object column.
+    """
+
+    def __init__(
+        self,
+        stepper: Stepper,
+        policy: Policy,
+        length: int,
+        worker_index: int = 0,
+        collect_infos: bool = False,
+    ):
+        self.stepper = stepper
+        self.policy = policy
+        self.length = length
+        self.episodes: list[EpisodeMetrics] = []
+        self.env_steps = 0
+        self.timings = {"env_step_s": 0.0, "inference_s": 0.0, "sample_s": 0.0}
+        self._collect_infos = collect_infos
+        self._base = worker_index * IDS_PER_WORKER
+        self._next_episode = self._next_unroll = 0
+        self._open = False
+        space = stepper.observation_space
+        if space.shape is None or space.dtype is None:
+            raise ConfigError(f"env: observations of {space} are no single array")
+        steps, envs = length, stepper.num_envs
+        self._raw = np.empty((steps + 1, envs, *space.shape), space.dtype)
+        self._obs = self._raw
+        if policy.observation_filter is not None:
+            self._obs = np.empty(self._raw.shape, np.float32)
+        self._rewards = np.empty((steps, envs), np.float32)
+        self._terminateds = np.empty((steps, envs), bool)
+        self._truncateds = np.empty((steps, envs), bool)
+        self._extra: dict[str, np.ndarray] = {}
+        self._episode_ids = np.zeros(envs, np.int64)
+        self._carried_return = np.zeros(envs)
+        self._carried_length = np.zeros(envs, np.int64)
+
+    def _start(self) -> None:
+        """Begin an episode in every environment."""
+        try:
+            self.stepper.reset(self._raw[0])
+        except ValueError as error:
+            raise ConfigError(
+                f"env: an observation does not fit the space {self.stepper.observation_space}: "
+                f"{error}"
+            ) from error
+        self._episode_ids = self._base + self._next_episode + np.arange(self.stepper.num_envs)
+        self._next_episode += self.stepper.num_envs
+        self._carried_return[:] = 0.0
+        self._carried_length[:] = 0
+        self._open = True
+
+    def collect(self) -> SampleBatch:
+        """One fragment: length x num_envs rows, environment by environment, in order of time.
+
+        A foreign vector environment that resets in calls of their own gives fewer: its real rows.
+        """
+        started = time.perf_counter()
+        if self._open:
+            self._raw[0] = self._raw[-1]
+        else:
+            self._start()
+        self._open = False  # until the fragment is whole
+        rollout = self._roll()
+        batch = self._finish(*rollout)
+        self._open = True
+        self.env_steps += batch.count
+        self.timings["sample_s"] += time.perf_counter() - started
+        return batch
+
+    def _roll(self) -> tuple[dict[tuple[int, int], Any], np.ndarray | None, list[Any]]:
+        """Act and step T times; returns final observations, real rows, infos."""
+        raw, obs, policy, stepper = self._raw, self._obs, self.policy, self.stepper
+        rewards, terminateds, truncateds = self._rewards, self._terminateds, self._truncateds
+        terminateds[:] = False
+        truncateds[:] = False
+        normalize = policy.observation_filter
+        final: dict[tuple[int, int], Any] = {}
+        real: np.ndarray | None = None
+        infos: list[Any] = []
+        stepping = 0.0
+        clock = time.perf_counter
+        began = clock()
+        for t in range(self.length):
+            if normalize is not None:
+                obs[t] = normalize(raw[t])
+            actions, _, extra = policy.compute_actions(obs[t])
+            if t == 0:
+                self._allocate(actions, extra)
+            columns = self._extra
+            columns["actions"][t] = actions
+            for name, value in extra.items():
+                columns[name][t] = value
+            to_env = policy.actions_for_env(actions)
+            before = clock()
+            try:
+                step = stepper.step(to_env, raw[t + 1], rewards[t], terminateds[t], truncateds[t])
+            except Exception as error:
+                error.add_note(f"at step {t} of a fragment, {self.env_steps} env steps sampled")
+                raise
+            stepping += clock() - before
+            for i, observation in step.final:
+                final[t, i] = observation
+            if len(step.skipped):
+                real = np.ones(rewards.shape, bool) if real is None else real
+                real[t, step.skipped] = False
+            if self._collect_infos:
+                infos.append(step.infos)
+        if normalize is not None:
+            obs[-1] = normalize(raw[-1])
+        self.timings["env_step_s"] += stepping
+        self.timings["inference_s"] += clock() - began - stepping
+        return final, real, infos
+
+    def _allocate(self, actions: np.ndarray, extra: dict[str, np.ndarray]) -> None:
+        for name, value in {"actions": actions, **extra}.items():
+            have = self._extra.get(name)
+            if have is None or have.shape[1:] != value.shape or have.dtype != value.dtype:
+                self._extra[name] = np.empty((self.length, *value.shape), value.dtype)
+
+    def _finish(
+        self, final: dict[tuple[int, int], Any], real: np.ndarray | None, infos: list[Any]
+    ) -> SampleBatch:
+        """Derive the remaining columns and put the rows environment by environment."""
+        policy = self.policy
+        if policy.observation_filter is not None:
+            seen = self._raw[1:] if real is None else self._raw[1:][real]
+            policy.observation_filter.fresh.update(seen.reshape(-1, *self._raw.shape[2:]))
+            final = {k: policy.observation_filter(v[None])[0] for k, v in final.items()}
+        dones = self._terminateds | self._truncateds
+        steps_done = self._derive_steps(dones, real)
+        self._record_episodes(dones, steps_done)
+        columns: dict[str, np.ndarray] = {
+            "obs": self._obs[:-1],
+            **self._extra,
+            "rewards": self._rewards,
+            "terminateds": self._terminateds,
+            "truncateds": self._truncateds,
+            **self._derive_ids(dones),
+            "t": steps_done - 1,
+        }
+        if policy.reward_scaler is not None:
+            columns["rewards"] = policy.reward_scaler(self._rewards, dones)
+        if "vf_preds" in columns:
+            following = {"next_values": self._next_values(final), "dones": dones}
+            columns.update(policy.postprocess_fragment({**columns, **following}))
+        else:
+            columns.update(policy.postprocess_fragment({**columns, "dones": dones}))
+        rows = {name: _by_env(column) for name, column in columns.items()}
+        rows["new_obs"] = _by_env(self._obs[1:])
+        for (t, i), observation in final.items():
+            rows["new_obs"][i * self.length + t] = observation
+        if self._collect_infos:
+            rows["infos"] = np.array(
+                [step[i] if step else {} for i in range(self.stepper.num_envs) for step in infos],
+                dtype=object,
+            )
+        batch = SampleBatch._of(rows)
+        return batch if real is None else batch.take_rows(np.flatnonzero(_by_env(real)))
+
+    def _derive_steps(self, dones: np.ndarray, real: np.ndarray | None) -> np.ndarray:
+        """Env steps that each row's episode has with it, [T, N], from 1."""
+        ones = np.ones(dones.shape, np.int64) if real is None else real.astype(np.int64)
+        total = np.cumsum(ones, 0)
+        ends = np.empty((self.length + 1, dones.shape[1]), np.int64)
+        ends[0] = -self._carried_length
+        ends[1:] = np.where(dones, total, np.iinfo(np.int64).min)
+        np.maximum.accumulate(ends, 0, out=ends)
+        self._carried_length = total[-1] - ends[-1]
+        return total - ends[:-1]
+
+    def _derive_ids(self, dones: np.ndarray) -> dict[str, np.ndarray]:
+        """Episode, unroll, agent and environment ids, [T, N]."""
+        steps, envs = dones.shape
+        ended = np.zeros((steps, envs), np.int64)
+        np.cumsum(dones[:-1], 0, out=ended[1:])  # episodes of this fragment before each row
+        counts = dones.sum(0)
+        first = self._base + self._next_episode + np.cumsum(counts) - counts - 1
+        episode_ids = np.where(ended > 0, first + ended, self._episode_ids)
+        self._episode_ids = np.where(counts > 0, first + counts, self._episode_ids)
+        self._next_episode += int(counts.sum())
+        segments = counts + 1
+        unroll_ids = self._base + self._next_unroll + np.cumsum(segments) - segments + ended
+        self._next_unroll += int(segments.sum())
+        return {
+            "eps_id": episode_ids,
+            "unroll_id": unroll_ids,
+            "agent_index": np.zeros((steps, envs), np.int64),
+            "env_id": np.broadcast_to(np.arange(envs), (steps, envs)),
+        }
+
+    def _record_episodes(self, dones: np.ndarray, steps_done: np.ndarray) -> None:
+        totals = np.cumsum(self._rewards, 0, dtype=np.float64)
+        before = -self._carried_return
+        for t, i in zip(*np.nonzero(dones), strict=True):
+            episode_return = float(totals[t, i] - before[i])
+            self.episodes.append(EpisodeMetrics(episode_return, int(steps_done[t, i])))
+            before[i] = totals[t, i]
+        self._carried_return = totals[-1] - before
+
+    def _next_values(self, final: dict[tuple[int, int], Any]) -> np.ndarray:
+        """Value of the state that each step led to, [T, N]; 0 where it terminated."""
+        values = self._extra["vf_preds"]
+        following = np.empty_like(values)
+        following[:-1] = values[1:]
+        last = self.policy.compute_values(self._obs[-1])
+        assert last is not None
+        following[-1] = last
+        cut = [key for key in final if not self._terminateds[key]]
+        if cut:
+            ends = self.policy.compute_values(np.stack([final[key] for key in cut]))
+            assert ends is not None
+            for key, value in zip(cut, ends, strict=True):
+                following[key] = value
+        following[self._terminateds] = 0.0
+        return following
+
+
+def _by_env(column: np.ndarray) -> np.ndarray:
+    """[T, N, …] -> a new array [N * T, …], environment by environment."""
+    return np.swapaxes(column, 0, 1).copy(order="C").reshape(-1, *column.shape[2:])

@@ -1,0 +1,308 @@
+"""Environments: names and creators, and how many copies of one are stepped at once.
+
+A stepper writes what a step gives straight into the collector's arrays. Whatever the underlying
+vector environment does at an episode's end, a stepper says the same three things: the observation
+to act on next, the final observation of every episode that ended, and which rows were real steps
+(an environment in NEXT_STEP mode spends one call per episode on the reset).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal, Protocol
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, VectorEnv
+
+from flowrl.policies.config import ConfigError, nearest
+from flowrl.seeding import derive_seed
+
+VectorizationMode = Literal["flowrl", "sync", "async", "vector_entry_point"]
+EnvCreator = Callable[["EnvContext"], Any]
+
+_CREATORS: dict[str, EnvCreator] = {}
+
+
+class EnvContext(dict[str, Any]):
+    """The `env_config` given to an env creator, with the place that the environment is for.
+
+    Attributes:
+        worker_index: 0 in process, 1 … num_workers on actors.
+        vector_index: which of the worker's environments, from 0.
+        num_workers: workers on actors.
+    """
+
+    def __init__(
+        self,
+        env_config: dict[str, Any] | None = None,
+        worker_index: int = 0,
+        vector_index: int = 0,
+        num_workers: int = 0,
+    ):
+        super().__init__(env_config or {})
+        self.worker_index = worker_index
+        self.vector_index = vector_index
+        self.num_workers = num_workers
+
+
+def register_env(name: str, creator: EnvCreator) -> None:
+    """Let `env=name` mean the environment that `creator(env_context)` makes."""
+    if not callable(creator):
+        raise ConfigError(f"register_env({name!r}): the creator must be callable, got {creator!r}")
+    _CREATORS[name] = creator
+
+
+def _make_registered(env_id: str, context: EnvContext) -> gym.Env:
+    return gym.make(env_id, disable_env_checker=True, **context)
+
+
+def _make_class(cls: type, context: EnvContext) -> Any:
+    return cls(**context)
+
+
+def env_creator_for(env: str | type | EnvCreator) -> EnvCreator:
+    """The creator for an env id, a registered name, a class (called with `env_config` as keyword
+    arguments) or a creator.
+
+    Raises:
+        ConfigError: unknown name; the nearest is offered.
+    """
+    if isinstance(env, str):
+        if env in _CREATORS:
+            return _CREATORS[env]
+        try:
+            gym.spec(env)
+        except gym.error.Error as error:
+            if ":" not in env:
+                near = nearest(env, [*_CREATORS, *gym.registry])
+                raise ConfigError(f"env: unknown environment {env!r}.{near}") from error
+        except (ImportError, ValueError) as error:
+            raise ConfigError(f"env: cannot find {env!r}: {error}") from error
+        return partial(_make_registered, env)
+    if isinstance(env, type):
+        return partial(_make_class, env)
+    if callable(env):
+        return env
+    raise ConfigError(f"env: an env id, a class or a creator is needed, got {env!r}")
+
+
+class Stepper(Protocol):
+    """N environments stepped together."""
+
+    num_envs: int
+    observation_space: spaces.Space
+    action_space: spaces.Space
+
+    def reset(self, observations: np.ndarray) -> None:
+        """Start all episodes; write the first observations [N, …]."""
+
+    def step(
+        self,
+        actions: np.ndarray,
+        observations: np.ndarray,
+        rewards: np.ndarray,
+        terminateds: np.ndarray,
+        truncateds: np.ndarray,
+    ) -> Step:
+        """Step every environment with actions [N, …].
+
+        Writes the observations to act on next [N, …], the rewards [N] and, where true, the flags
+        [N] (the caller gives them false).
+        """
+
+    def close(self) -> None:
+        """Close the environments."""
+
+
+class Step:
+    """What a step says besides the arrays.
+
+    final: (env index, observation) for every episode that ended.
+    skipped: env indices whose row is no step but a reset.
+    infos: one dict per environment.
+    """
+
+    __slots__ = ("final", "infos", "skipped")
+
+    def __init__(self) -> None:
+        self.final: list[tuple[int, Any]] = []
+        self.skipped: Sequence[int] = ()
+        self.infos: list[dict[str, Any]] = []
+
+
+class DirectStepper:
+    """flowrl's own vectoriser: calls `env.step` of each environment and resets it at once.
+
+    Args:
+        make: environment number i.
+        num_envs: how many.
+        seed: each environment's first reset gets a seed derived from it; None for none.
+    """
+
+    def __init__(self, make: Callable[[int], gym.Env], num_envs: int, seed: int | None):
+        self.envs = [make(0)]
+        self.num_envs = num_envs
+        self.observation_space = self.envs[0].observation_space
+        self.action_space = self.envs[0].action_space
+        self._make = make
+        self._seed = seed
+
+    def reset(self, observations: np.ndarray) -> None:
+        self.envs += [self._make(i) for i in range(len(self.envs), self.num_envs)]
+        for i, env in enumerate(self.envs):
+            try:
+                observation, _ = env.reset(seed=derive_seed(self._seed, "env", i))
+                observations[i] = observation
+            except Exception as error:
+                error.add_note(f"raised by reset() of sub-environment {i}")
+                raise
+        self._seed = None  # a later reset continues the environments' own random streams
+
+    def step(
+        self,
+        actions: np.ndarray,
+        observations: np.ndarray,
+        rewards: np.ndarray,
+        terminateds: np.ndarray,
+        truncateds: np.ndarray,
+    ) -> Step:
+        result = Step()
+        infos = result.infos
+        # Python scalars: environments check and use them faster than numpy's
+        given = actions.tolist() if actions.ndim == 1 else actions
+        i = 0
+        try:
+            for i, env in enumerate(self.envs):
+                observation, reward, terminated, truncated, info = env.step(given[i])
+                infos.append(info)
+                rewards[i] = reward
+                if terminated or truncated:
+                    terminateds[i] = terminated
+                    truncateds[i] = truncated
+                    result.final.append((i, np.array(observation)))
+                    observation, _ = env.reset()
+                observations[i] = observation
+        except Exception as error:
+            error.add_note(f"raised by sub-environment {i}")
+            raise
+        return result
+
+    def close(self) -> None:
+        for env in self.envs:
+            env.close()
+
+
+class VectorStepper:
+    """A gymnasium VectorEnv, in whichever autoreset mode it is.
+
+    Raises:
+        ConfigError: the environment does not say its mode in `metadata["autoreset_mode"]`.
+    """
+
+    def __init__(self, env: VectorEnv, seed: int | None):
+        self.env = env
+        self.num_envs = env.num_envs
+        self.observation_space = env.single_observation_space
+        self.action_space = env.single_action_space
+        self._seed = seed
+        mode = env.metadata.get("autoreset_mode")
+        if not isinstance(mode, AutoresetMode):
+            raise ConfigError(
+                f"env: {type(env).__name__} does not say how it resets: set "
+                'metadata["autoreset_mode"] to a gymnasium.vector.AutoresetMode'
+            )
+        self.mode = mode
+        self._resetting: np.ndarray = np.zeros(self.num_envs, bool)
+
+    def reset(self, observations: np.ndarray) -> None:
+        seeds = [derive_seed(self._seed, "env", i) for i in range(self.num_envs)]
+        observations[:], _ = self.env.reset(seed=None if self._seed is None else seeds)
+        self._seed = None
+        self._resetting[:] = False
+
+    def step(
+        self,
+        actions: np.ndarray,
+        observations: np.ndarray,
+        rewards: np.ndarray,
+        terminateds: np.ndarray,
+        truncateds: np.ndarray,
+    ) -> Step:
+        result = Step()
+        after, rewards[:], terminateds[:], truncateds[:], infos = self.env.step(actions)
+        done = terminateds | truncateds
+        ended = np.flatnonzero(done).tolist() if done.any() else []
+        if self.mode is AutoresetMode.SAME_STEP:
+            result.final = [(i, np.array(infos["final_obs"][i])) for i in ended]
+        else:
+            result.final = [(i, np.array(after[i])) for i in ended]
+        if self.mode is AutoresetMode.DISABLED and ended:
+            observations[:] = after
+            after, _ = self.env.reset(options={"reset_mask": done})
+        if self.mode is AutoresetMode.NEXT_STEP:
+            if self._resetting.any():
+                result.skipped = np.flatnonzero(self._resetting).tolist()
+            self._resetting = done
+        observations[:] = after
+        result.infos = [_info_of(infos, i) for i in range(self.num_envs)] if infos else []
+        return result
+
+    def close(self) -> None:
+        self.env.close()
+
+
+def _info_of(infos: dict[str, Any], index: int) -> dict[str, Any]:
+    """One environment's part of a vector environment's infos."""
+    return {
+        key: value[index]
+        for key, value in infos.items()
+        if not key.startswith("_") and infos.get(f"_{key}", np.ones(index + 1, bool))[index]
+    }
+
+
+def make_stepper(
+    creator: EnvCreator,
+    env_config: dict[str, Any],
+    num_envs: int,
+    worker_index: int = 0,
+    num_workers: int = 0,
+    seed: int | None = None,
+    vectorization_mode: VectorizationMode = "flowrl",
+) -> Stepper:
+    """`num_envs` environments of one worker behind a stepper.
+
+    Raises:
+        ConfigError: the creator gives no gymnasium environment, or has no vectorised form.
+    """
+
+    def make(vector_index: int) -> Any:
+        return creator(EnvContext(env_config, worker_index, vector_index, num_workers))
+
+    seed = derive_seed(seed, "worker", worker_index)
+    if vectorization_mode == "vector_entry_point":
+        env_id = creator.args[0] if isinstance(creator, partial) else None
+        if not isinstance(env_id, str):
+            raise ConfigError('vectorization_mode="vector_entry_point" needs an env id')
+        try:
+            vector = gym.make_vec(
+                env_id, num_envs, vectorization_mode="vector_entry_point", **env_config
+            )
+        except gym.error.Error as error:
+            raise ConfigError(f"env: {env_id!r} has no vector entry point: {error}") from error
+        return VectorStepper(vector, seed)
+    if vectorization_mode in ("sync", "async"):
+        kind = gym.vector.SyncVectorEnv if vectorization_mode == "sync" else None
+        kind = kind or gym.vector.AsyncVectorEnv
+        return VectorStepper(kind([partial(make, i) for i in range(num_envs)]), seed)
+    first = make(0)
+    if isinstance(first, VectorEnv):
+        return VectorStepper(first, seed)
+    if not isinstance(first, gym.Env):
+        raise ConfigError(
+            f"env: the creator gave a {type(first).__name__}, not a gymnasium Env or VectorEnv"
+        )
+    made = [first]
+    return DirectStepper(lambda i: made.pop() if made else make(i), num_envs, seed)

@@ -1,0 +1,217 @@
+"""WorkerSet: one local worker that learns, and remote ones that sample.
+
+A description until a worker is asked for. Weights are pulled, not broadcast: a request for a
+fragment carries the local policy's weights if the worker has not got them yet, so nothing waits
+in a mailbox and a worker is never sent what it already has.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from flowrl.iter import ParallelIterator
+from flowrl.iter.gather import Reply, Shards
+from flowrl.iter.parallel import ActorShards, LocalShards, Step, serve
+from flowrl.policies.config import ConfigError
+from flowrl.policies.policy import Policy
+from flowrl.sampling.envs import EnvCreator, env_creator_for
+from flowrl.sampling.rollout_worker import DEFAULT_FRAGMENT_LENGTH, RolloutWorker
+
+T = TypeVar("T")
+
+BY_VALUE_BYTES = 100_000  # larger weights go through the object store, one object per version
+
+
+class WorkerSet:
+    """A local worker and `num_workers` remote ones with the same policies and environments.
+
+    Args:
+        env_creator: from an EnvContext to an environment; an env id works, too.
+        policy_class: of the default policy.
+        config: settings of the policy, the worker and the set (see RolloutWorker); the set reads
+            `num_workers`, `num_cpus_per_worker`, `address`, `train_batch_size`.
+        num_workers: if not the settings'. 0 samples in this process, without Ray.
+    """
+
+    def __init__(
+        self,
+        env_creator: EnvCreator | str,
+        policy_class: type[Policy],
+        config: Any = None,
+        num_workers: int | None = None,
+    ):
+        self.config = config if config is not None else {}
+        self._creator = env_creator_for(env_creator)
+        self._policy_class = policy_class
+        wanted = self.config.get("num_workers", 0) if num_workers is None else num_workers
+        if wanted < 0:
+            raise ConfigError(f"num_workers: at least 0 is needed, got {wanted}")
+        self.num_workers = wanted
+        self._local: RolloutWorker | None = None
+        self._remote: list[Any] | None = None
+        self._sent: dict[int, dict[str, int]] = {}
+        self._payload: tuple[dict[str, int], Any] | None = None
+        self._owns_ray = False
+        self.global_vars: dict[str, Any] = {"timestep": 0}
+
+    def fragment_length(self) -> int:
+        """Env steps of each environment per fragment: the setting, or for "auto" what makes one
+        round of all workers a train batch (rounded up)."""
+        length = self.config.get("rollout_fragment_length", DEFAULT_FRAGMENT_LENGTH)
+        if length != "auto":
+            return int(length)
+        envs = self.config.get("num_envs_per_worker", 1) * max(1, self.num_workers)
+        return math.ceil(self.config.get("train_batch_size", DEFAULT_FRAGMENT_LENGTH) / envs)
+
+    def _arguments(self, worker_index: int) -> dict[str, Any]:
+        return {
+            "env_creator": self._creator,
+            "policy_spec": self._policy_class,
+            "policy_config": self.config,
+            "worker_index": worker_index,
+            "num_workers": self.num_workers,
+            "fragment_length": self.fragment_length(),
+        }
+
+    def local_worker(self) -> RolloutWorker:
+        """The worker in this process, made when first asked for."""
+        if self._local is None:
+            self._local = RolloutWorker(**self._arguments(0))
+        return self._local
+
+    def remote_workers(self) -> list[Any]:
+        """Ray actor handles of the remote workers, made when first asked for."""
+        if self._remote is None:
+            self._remote = self._make_actors() if self.num_workers else []
+        return self._remote
+
+    def _make_actors(self) -> list[Any]:
+        import ray
+
+        if not ray.is_initialized():
+            address = self.config.get("address")
+            local = {} if address else {"num_cpus": max(os.cpu_count() or 1, self.num_workers)}
+            ray.init(address=address, include_dashboard=False, logging_level="WARNING", **local)
+            self._owns_ray = True
+        cpus = ray.cluster_resources().get("CPU", 0.0)
+        share = math.floor(1000 * cpus / self.num_workers) / 1000
+        actor = ray.remote(
+            num_cpus=min(self.config.get("num_cpus_per_worker", 1.0), share),
+            max_restarts=0,
+            max_task_retries=0,
+        )(RolloutWorker)
+        indices = range(1, self.num_workers + 1)
+        return [actor.remote(**self._arguments(index)) for index in indices]
+
+    # -- weights -------------------------------------------------------------------------------
+
+    def versions(self) -> dict[str, int]:
+        """Versions of the local policies by policy id."""
+        return {pid: policy.version for pid, policy in self.local_worker().policy_map.items()}
+
+    def weights_for(self, index: int) -> Any | None:
+        """What remote worker `index` (from 0) must be sent before it samples: None if nothing."""
+        versions = self.versions()
+        if self._sent.get(index) == versions:
+            return None
+        self._sent[index] = versions
+        if self._payload is None or self._payload[0] != versions:
+            policies = self.local_worker().policy_map
+            weights = {pid: policy.get_weights() for pid, policy in policies.items()}
+            filters = {pid: policy.filter_state() for pid, policy in policies.items()}
+            payload: Any = (weights, versions, filters, dict(self.global_vars))
+            size = sum(array.nbytes for own in weights.values() for array in own.values())
+            if size > BY_VALUE_BYTES:
+                import ray
+
+                payload = ray.put(payload)
+            self._payload = (versions, payload)
+        return self._payload[1]
+
+    def sync_weights(self) -> None:
+        """Send the local policies' weights to every remote worker that has others, and wait.
+
+        Raises:
+            what a worker raised.
+        """
+        if not self.remote_workers():
+            return
+        import ray
+
+        outdated = [(i, self.weights_for(i)) for i in range(self.num_workers)]
+        ray.get(
+            [
+                self.remote_workers()[index].apply.remote(_take_weights, payload)
+                for index, payload in outdated
+                if payload is not None
+            ]
+        )
+
+    # -- use -----------------------------------------------------------------------------------
+
+    def foreach_worker(self, fn: Callable[[RolloutWorker], T]) -> list[T]:
+        """fn(worker) in every worker; results local first, then in the remote ones' order."""
+        results = [fn(self.local_worker())]
+        if self.remote_workers():
+            import ray
+
+            results += ray.get([worker.apply.remote(fn) for worker in self.remote_workers()])
+        return results
+
+    def parallel_iterator(self) -> ParallelIterator[Any]:
+        """The workers' endless fragments: one shard per remote worker, or the local worker's."""
+        return ParallelIterator(self._shards, f"rollouts[workers={self.num_workers}]")
+
+    def _shards(self, steps: Sequence[Step]) -> Shards:
+        if self.num_workers:
+            return RolloutShards(self, steps)
+        return LocalShards(lambda: [self.local_worker()], steps)
+
+    def stop(self) -> None:
+        """End the remote workers, close the environments, shut down a Ray started here."""
+        if self._local is not None:
+            self._local.stop()
+        if self._remote:
+            import ray
+
+            for worker in self._remote:
+                ray.kill(worker)
+            if self._owns_ray:
+                ray.shutdown()
+        self._local, self._remote = None, None
+        self._sent.clear()
+
+    def __enter__(self) -> WorkerSet:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+
+class RolloutShards(ActorShards):
+    """The remote workers of a set; a request carries the weights that the worker lacks."""
+
+    def __init__(self, workers: WorkerSet, steps: Sequence[Step]):
+        super().__init__(workers.remote_workers, steps, owned=False)
+        self._workers = workers
+
+    def request(self, index: int) -> Any:
+        steps = None if index in self._told else self._steps
+        self._told.add(index)
+        payload = self._workers.weights_for(index)
+        return self.actors()[index].apply.remote(_serve_with, payload, self._chain, steps)
+
+
+def _take_weights(worker: RolloutWorker, payload: tuple[Any, ...]) -> None:
+    worker.set_weights(*payload)
+
+
+def _serve_with(
+    worker: RolloutWorker, payload: tuple[Any, ...] | None, chain: int, steps: Any
+) -> Reply:
+    if payload is not None:
+        worker.set_weights(*payload)
+    return serve(worker, chain, steps)
