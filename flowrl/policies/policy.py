@@ -130,9 +130,9 @@ class Policy:
         for _ in range(num_sgd_iter):
             stats = [self.learn_on_batch(rows) for rows in self._minibatches(batch, size)]
             means = {key: float(np.mean([one[key] for one in stats])) for key in stats[0]}
-            if self.end_epoch(means):
+            if self.end_epoch(batch, means):
                 break
-        return {**means, **self.end_learning(means)}
+        return {**means, **self.end_learning(batch, means)}
 
     def _minibatches(self, batch: SampleBatch, size: int) -> Iterator[SampleBatch]:
         if size == batch.count:
@@ -142,11 +142,11 @@ class Policy:
         for start in range(0, batch.count, size):
             yield shuffled[start : start + size]
 
-    def end_epoch(self, stats: dict[str, float]) -> bool:
-        """Called after each pass with the means of its statistics; True ends learning early."""
+    def end_epoch(self, batch: SampleBatch, stats: dict[str, float]) -> bool:
+        """Called after each pass with its statistics' means; True makes it the last."""
         return False
 
-    def end_learning(self, stats: dict[str, float]) -> dict[str, float]:
+    def end_learning(self, batch: SampleBatch, stats: dict[str, float]) -> dict[str, float]:
         """Called after the last pass; returns more statistics."""
         return {}
 

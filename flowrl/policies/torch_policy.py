@@ -144,7 +144,7 @@ class TorchPolicy(Policy):
             FloatingPointError: the loss or its gradient is not finite; the weights are unchanged.
         """
         stats = self._gradients(batch)
-        self._step()
+        self._step(stats["grad_norm"])
         return stats
 
     def _gradients(self, batch: SampleBatch) -> dict[str, float]:
@@ -163,11 +163,10 @@ class TorchPolicy(Policy):
             )
         return stats
 
-    def _step(self) -> None:
+    def _step(self, norm: float) -> None:
         clip = self.config.grad_clip
-        if clip is not None:
-            norm = torch.linalg.vector_norm(self.flat.gradient)
-            self.flat.gradient.mul_(torch.clamp(clip / (norm + 1e-6), max=1.0))
+        if clip is not None and norm > clip:
+            self.flat.gradient.mul_(clip / norm)
         self.optimizer.step()
         self.version += 1
 
@@ -183,7 +182,7 @@ class TorchPolicy(Policy):
                 f"a gradient of shape {gradients.shape} for {len(self.flat.gradient)} parameters"
             )
         self.flat.gradient.copy_(torch.from_numpy(np.asarray(gradients)))
-        self._step()
+        self._step(float(np.linalg.norm(gradients)))
 
     def on_global_var_update(self, global_vars: dict[str, Any]) -> None:
         super().on_global_var_update(global_vars)

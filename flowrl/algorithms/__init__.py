@@ -1,0 +1,19 @@
+"""Algorithms: the maths and the knobs. `flowrl.algorithms.ppo`, `flowrl.algorithms.a2c`."""
+
+from typing import Any
+
+from flowrl.policies.config import ConfigError
+
+__all__ = ["Algorithm", "AlgorithmConfig", "ConfigError"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Algorithm":
+        from flowrl.algorithms.algorithm import Algorithm
+
+        return Algorithm
+    if name == "AlgorithmConfig":
+        from flowrl.algorithms.config import AlgorithmConfig
+
+        return AlgorithmConfig
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

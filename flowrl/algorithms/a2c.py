@@ -1,0 +1,57 @@
+"""A2C: synchronous advantage actor-critic (Mnih et al. 2016, arXiv 1602.01783)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from flowrl.algorithms.advantages import OnPolicyPolicy
+from flowrl.algorithms.algorithm import Algorithm
+from flowrl.algorithms.config import OnPolicyConfig
+from flowrl.policies.config import Count
+from flowrl.policies.torch_policy import TensorBatch
+
+
+class A2CConfig(OnPolicyConfig):
+    """Settings of A2C."""
+
+    algorithm: ClassVar[str] = "flowrl.algorithms.a2c:A2C"
+
+    plan: str | None = "a2c"
+    train_batch_size: Count = 500
+    standardize_advantages: bool = False
+    """Advantages of each batch to mean 0, standard deviation 1."""
+
+
+class A2CTorchPolicy(OnPolicyPolicy):
+    """A policy that learns by the advantage policy gradient."""
+
+    config_class = A2CConfig
+    config: A2CConfig
+
+    def loss(self, batch: TensorBatch) -> torch.Tensor:
+        """Policy gradient, value regression and entropy bonus, means over rows [B]."""
+        inputs, values = self.model(batch["obs"])
+        dist = self.dist_class(inputs, self.model)
+        advantages = batch["advantages"]
+        if self.config.standardize_advantages and len(advantages) > 1:
+            std, mean = torch.std_mean(advantages)
+            advantages = (advantages - mean) / (std + 1e-8)
+        policy_loss = -(dist.logp(batch["actions"]) * advantages).mean()
+        vf_loss = torch.nn.functional.mse_loss(values, batch["value_targets"])
+        entropy = dist.entropy().mean()
+        self.stats |= {"policy_loss": policy_loss, "vf_loss": vf_loss, "entropy": entropy}
+        return (
+            policy_loss + self.config.vf_loss_coeff * vf_loss - self.config.entropy_coeff * entropy
+        )
+
+
+class A2C(Algorithm):
+    """A2C over the plan `a2c`."""
+
+    policy_class = A2CTorchPolicy
+    config_class = A2CConfig
+
+
+DEFAULT_CONFIG = A2CConfig()

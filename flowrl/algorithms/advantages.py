@@ -1,0 +1,31 @@
+"""What the on-policy algorithms share: advantages and value targets for every fragment."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flowrl.algorithms.config import OnPolicyConfig
+from flowrl.policies.returns import discounted_returns, generalized_advantages
+from flowrl.policies.torch_policy import TorchPolicy
+
+
+class OnPolicyPolicy(TorchPolicy):
+    """Adds the columns `advantages` and `value_targets` to what it samples."""
+
+    config_class = OnPolicyConfig
+    config: OnPolicyConfig
+
+    def postprocess_fragment(self, fragment: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """GAE, or discounted returns minus values, over time-major columns [T, N]."""
+        config, values = self.config, fragment["vf_preds"]
+        rewards, dones = fragment["rewards"], fragment["dones"]
+        following = fragment["next_values"]
+        if config.use_gae:
+            advantages = generalized_advantages(
+                rewards, values, following, dones, config.gamma, config.lambda_
+            )
+            return {"advantages": advantages, "value_targets": advantages + values}
+        # a truncated episode's last step earns the value of what it did not live to see
+        cut = np.where(dones, rewards + config.gamma * following, rewards)
+        targets = discounted_returns(cut, dones, following[-1], config.gamma)
+        return {"advantages": targets - values, "value_targets": targets}

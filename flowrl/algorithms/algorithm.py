@@ -1,0 +1,244 @@
+"""Algorithm: the workers, the plan that drives them, and one result at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from pathlib import Path
+from typing import Any, ClassVar
+
+import gymnasium
+import numpy as np
+import torch
+
+import flowrl
+from flowrl.algorithms.checkpoint import CheckpointError, read_checkpoint, write_checkpoint
+from flowrl.algorithms.config import AlgorithmConfig
+from flowrl.algorithms.plans import load_plan, plan_path
+from flowrl.iter import LocalIterator
+from flowrl.policies.config import ConfigError
+from flowrl.policies.policy import Policy
+from flowrl.sampling.collector import EpisodeMetrics
+from flowrl.sampling.rollout_worker import RolloutWorker
+from flowrl.sampling.worker_set import WorkerSet
+from flowrl.seeding import derive_seed
+
+
+class Algorithm:
+    """Trains by pulling results from an execution plan.
+
+    A subclass names its `policy_class` and `config_class`. The plan is the file that
+    `config.plan` names, or a static `execution_plan(workers, config)` of the subclass.
+
+    Args:
+        config: settings; a mapping is merged over the defaults.
+
+    Attributes:
+        workers: the WorkerSet.
+        iteration: results so far.
+    """
+
+    policy_class: ClassVar[type[Policy]]
+    config_class: ClassVar[type[AlgorithmConfig]] = AlgorithmConfig
+    execution_plan: ClassVar[Any] = None
+
+    def __init__(self, config: Any):
+        if not isinstance(config, self.config_class):
+            config = self.config_class(**dict(config.items()))
+        config.check()
+        self.config = config
+        self.iteration = 0
+        self._time_total_s = 0.0
+        self._plan: LocalIterator[dict[str, Any]] | None = None
+        self.setup(config)
+
+    def setup(self, config: AlgorithmConfig) -> None:
+        """Make the WorkerSet (it starts nothing yet) and find the plan."""
+        assert config.env is not None
+        self.workers = WorkerSet(config.env, self.policy_class, config)
+        if self.execution_plan is not None:
+            self._build_plan = self.execution_plan
+        elif config.plan is not None:
+            module = load_plan(config.plan)
+            self._build_plan = module.execution_plan
+            if config.num_workers:
+                import ray
+
+                ray.cloudpickle.register_pickle_by_value(module)
+        else:
+            raise ConfigError("plan: no execution plan is set; shipped plans: `flowrl plans`")
+
+    @property
+    def plan(self) -> LocalIterator[dict[str, Any]]:
+        """The execution plan, built when first asked for."""
+        if self._plan is None:
+            self._plan = self._build_plan(self.workers, self.config)
+        return self._plan
+
+    def train(self) -> dict[str, Any]:
+        """One result of the plan, with `training_iteration` and times [s]."""
+        started = time.perf_counter()
+        result = next(self.plan)
+        elapsed = time.perf_counter() - started
+        self.iteration += 1
+        self._time_total_s += elapsed
+        return {
+            "training_iteration": self.iteration,
+            **result,
+            "time_this_iter_s": elapsed,
+            "time_total_s": self._time_total_s,
+        }
+
+    def get_policy(self) -> Policy:
+        """The default policy of the local worker."""
+        return self.workers.local_worker().policy
+
+    def compute_single_action(self, observation: Any, explore: bool = False) -> Any:
+        """The action for one observation, as the environment takes it."""
+        return self.get_policy().compute_single_action(observation, explore=explore)
+
+    def evaluate(
+        self, episodes: int | None = None, explore: bool = False, num_envs: int = 1
+    ) -> dict[str, Any]:
+        """Whole episodes in new environments with the policy as it is; filters are frozen.
+
+        Args:
+            episodes: how many; `evaluation_num_episodes` if None.
+            explore: sample actions instead of taking the most likely ones.
+            num_envs: environments stepped together; each plays its share, so that short episodes
+                are not preferred.
+
+        Returns:
+            `episode_reward_mean`, `_min`, `_max`, `_std`, `episode_len_mean`, `episodes`.
+        """
+        count = episodes if episodes is not None else self.config.evaluation_num_episodes
+        if count < 1:
+            raise ConfigError(f"episodes: at least 1 is needed, got {count}")
+        finished = evaluate_policy(self.get_policy(), self.config, count, explore, num_envs)
+        returns = np.array([episode.episode_return for episode in finished])
+        lengths = np.array([episode.episode_length for episode in finished])
+        return {
+            "episode_reward_mean": float(returns.mean()),
+            "episode_reward_min": float(returns.min()),
+            "episode_reward_max": float(returns.max()),
+            "episode_reward_std": float(returns.std()),
+            "episode_len_mean": float(lengths.mean()),
+            "episodes": len(finished),
+        }
+
+    # -- checkpoints ---------------------------------------------------------------------------
+
+    def get_state(self) -> dict[str, Any]:
+        """What a checkpoint holds: the learner, the plan's counters and operators, the clock."""
+        return {
+            "worker": self.workers.local_worker().get_state(),
+            "plan": self.plan.state_dict(),
+            "global_vars": dict(self.workers.global_vars),
+            "iteration": self.iteration,
+            "time_total_s": self._time_total_s,
+        }
+
+    def save(self, path: Path | str) -> Path:
+        """Write a checkpoint folder, atomically. See `flowrl.algorithms.checkpoint`."""
+        about = {
+            "flowrl": flowrl.__version__,
+            "torch": torch.__version__,
+            "gymnasium": gymnasium.__version__,
+            "algorithm": f"{type(self).__module__}:{type(self).__qualname__}",
+            "plan": self.config.plan,
+            "plan_sha256": self._plan_hash(),
+        }
+        return write_checkpoint(path, self.get_state(), about)
+
+    def _plan_hash(self) -> str | None:
+        if self.execution_plan is not None or self.config.plan is None:
+            return None
+        return hashlib.sha256(plan_path(self.config.plan).read_bytes()).hexdigest()
+
+    def restore(self, path: Path | str) -> None:
+        """Go on from a checkpoint of the same plan and settings.
+
+        Raises:
+            CheckpointError: it cannot be read, or is of another plan or network; nothing changed.
+        """
+        state, manifest = read_checkpoint(path)
+        if manifest["plan_sha256"] != self._plan_hash():
+            raise CheckpointError(
+                f"{path}: it was written by another plan ({manifest['plan']!r}, or an earlier "
+                f"text of it) than {self.config.plan!r}"
+            )
+        try:
+            self.workers.local_worker().set_state(state["worker"])
+            self.plan.load_state_dict(state["plan"])
+        except (KeyError, ValueError) as error:
+            raise CheckpointError(f"{path}: it does not fit these settings: {error}") from error
+        self.workers.global_vars.update(state["global_vars"])
+        self.iteration = state["iteration"]
+        self._time_total_s = state["time_total_s"]
+
+    def stop(self) -> None:
+        """End the workers and whatever the plan owns."""
+        if self._plan is not None:
+            self._plan.stop()
+        self.workers.stop()
+
+    def __enter__(self) -> Algorithm:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+
+def evaluate_policy(
+    policy: Policy, config: AlgorithmConfig, episodes: int, explore: bool, num_envs: int
+) -> list[EpisodeMetrics]:
+    """Play whole episodes with frozen filters; the first ones of every environment count."""
+    assert config.env is not None
+    envs = min(num_envs, episodes)
+    settings = config.updated(
+        num_envs_per_worker=envs,
+        seed=derive_seed(config.seed, "evaluation"),
+        rollout_fragment_length=64,
+        normalize_rewards=False,
+        collect_infos=False,
+    )
+    worker = RolloutWorker(config.env, _player(policy, explore), settings)
+    share = [episodes // envs + (i < episodes % envs) for i in range(envs)]
+    finished: list[EpisodeMetrics] = []
+    try:
+        while any(share):
+            batch = worker.sample()
+            ended = np.flatnonzero(batch["dones"])
+            order = ended[np.lexsort((batch["env_id"][ended], ended % 64))]
+            for row, episode in zip(order, worker.get_metrics(), strict=True):
+                env = int(batch["env_id"][row])
+                if share[env]:
+                    share[env] -= 1
+                    finished.append(episode)
+    finally:
+        worker.stop()
+    return finished
+
+
+def _player(policy: Policy, explore: bool) -> type[Policy]:
+    """A policy class that acts as `policy` does, records nothing and learns nothing."""
+
+    class Player(Policy):
+        config_class = type(policy.config)
+
+        def __init__(self, observation_space: Any, action_space: Any, config: Any):
+            super().__init__(observation_space, action_space, config)
+            if self.observation_filter is not None and policy.observation_filter is not None:
+                self.observation_filter.load_state_dict(policy.observation_filter.state_dict())
+
+        def compute_actions(
+            self, obs_batch: np.ndarray, explore: bool = explore
+        ) -> tuple[np.ndarray, list[np.ndarray], dict[str, np.ndarray]]:
+            kept, policy.rng = policy.rng, self.rng
+            try:
+                actions, state, _ = policy.compute_actions(obs_batch, explore=explore)
+            finally:
+                policy.rng = kept
+            return actions, state, {}
+
+    return Player

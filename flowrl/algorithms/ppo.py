@@ -1,0 +1,137 @@
+"""PPO: proximal policy optimization (Schulman et al. 2017, arXiv 1707.06347)."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from flowrl.algorithms.advantages import OnPolicyPolicy
+from flowrl.algorithms.algorithm import Algorithm
+from flowrl.algorithms.config import OnPolicyConfig
+from flowrl.policies.config import Count, NotNegative, Positive, Schedule
+from flowrl.policies.schedules import value_at
+from flowrl.policies.torch_policy import TensorBatch
+
+
+class PPOConfig(OnPolicyConfig):
+    """Settings of PPO."""
+
+    algorithm: ClassVar[str] = "flowrl.algorithms.ppo:PPO"
+
+    plan: str | None = "ppo"
+    num_sgd_iter: Count = 10
+    sgd_minibatch_size: int = 128
+    clip_param: Schedule = 0.2
+    """The probability ratio is clipped to 1 ± this: a number, or a schedule over env steps."""
+    vf_clip_param: Positive | None = None
+    """New values are clipped to the old ones ± this; None does not clip."""
+    standardize_advantages: bool = True
+    """Advantages of each minibatch to mean 0, standard deviation 1."""
+    kl_coeff: NotNegative = 0.0
+    """Weight of the KL penalty, which adapts to `kl_target`; 0 switches it off."""
+    kl_target: Positive = 0.01
+    """KL [nats] between the policies before and after learning that the coefficient aims at."""
+    kl_stop: Positive | None = None
+    """No further pass over a batch after one with a mean KL above this; None never stops."""
+
+
+class PPOTorchPolicy(OnPolicyPolicy):
+    """A policy that learns by PPO's clipped surrogate objective."""
+
+    config_class = PPOConfig
+    config: PPOConfig
+
+    def __init__(self, observation_space: Any, action_space: Any, config: Any):
+        super().__init__(observation_space, action_space, config)
+        self.kl_coeff = self.config.kl_coeff
+
+    def loss(self, batch: TensorBatch) -> torch.Tensor:
+        """Equation 9 of the paper, over rows [B], plus the KL penalty of equation 8."""
+        config = self.config
+        inputs, values = self.model(batch["obs"])
+        dist = self.dist_class(inputs, self.model)
+        clip = value_at(config.clip_param, self.timestep)
+
+        advantages = batch["advantages"]
+        if config.standardize_advantages and len(advantages) > 1:
+            std, mean = torch.std_mean(advantages)
+            advantages = (advantages - mean) / (std + 1e-8)
+        ratio = torch.exp(dist.logp(batch["actions"]) - batch["action_logp"])
+        clipped = ratio.clamp(1 - clip, 1 + clip)
+        policy_loss = -torch.minimum(advantages * ratio, advantages * clipped).mean()
+
+        vf_loss = self._value_loss(values, batch)
+        loss = policy_loss + config.vf_loss_coeff * vf_loss
+        if config.entropy_coeff:
+            entropy = dist.entropy().mean()
+            loss = loss - config.entropy_coeff * entropy
+            self.stats["entropy"] = entropy
+        if self.kl_coeff:
+            kl = self.dist_class(batch["action_dist_inputs"]).kl(dist).mean()
+            loss = loss + self.kl_coeff * kl
+            self.stats["kl"] = kl
+        self.stats |= {"policy_loss": policy_loss, "vf_loss": vf_loss}
+        return loss
+
+    def _value_loss(self, values: torch.Tensor, batch: TensorBatch) -> torch.Tensor:
+        targets, limit = batch["value_targets"], self.config.vf_clip_param
+        if limit is None:
+            return torch.nn.functional.mse_loss(values, targets)
+        old = batch["vf_preds"]
+        near = old + (values - old).clamp(-limit, limit)
+        return torch.maximum((values - targets) ** 2, (near - targets) ** 2).mean()
+
+    def end_epoch(self, batch: Any, stats: dict[str, float]) -> bool:
+        """Stop learning from the batch when the policy has moved too far from the one that
+        sampled it."""
+        if self.config.kl_stop is None:
+            return False
+        return self.describe(batch)["kl"] > self.config.kl_stop
+
+    def end_learning(self, batch: Any, stats: dict[str, float]) -> dict[str, float]:
+        """Adapt the KL coefficient (section 4 of the paper); add what the whole batch tells."""
+        told = self.describe(batch)
+        if self.kl_coeff:
+            if told["kl"] > 1.5 * self.config.kl_target:
+                self.kl_coeff = min(2 * self.kl_coeff, 1e6)
+            elif told["kl"] < self.config.kl_target / 1.5:
+                self.kl_coeff = max(0.5 * self.kl_coeff, 1e-6)
+        clip = value_at(self.config.clip_param, self.timestep)
+        return {**told, "cur_kl_coeff": self.kl_coeff, "cur_clip_param": clip}
+
+    def describe(self, batch: Any) -> dict[str, float]:
+        """KL from the sampling policy [nats], entropy [nats], and the share of the value
+        targets' variance that the values explain, over all rows of a batch."""
+        with torch.inference_mode():
+            rows = TensorBatch(batch)
+            inputs, values = self.model(rows["obs"])
+            dist = self.dist_class(inputs, self.model)
+            kl = self.dist_class(rows["action_dist_inputs"]).kl(dist).mean()
+            entropy = dist.entropy().mean()
+        targets = batch["value_targets"]
+        variance = float(np.var(targets))
+        left = float(np.var(targets - values.numpy()))
+        return {
+            "kl": float(kl),
+            "entropy": float(entropy),
+            "vf_explained_var": 1 - left / variance if variance else float("nan"),
+        }
+
+    def get_state(self) -> dict[str, Any]:
+        return {**super().get_state(), "kl_coeff": self.kl_coeff}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        super().set_state(state)
+        self.kl_coeff = float(state["kl_coeff"])
+
+
+class PPO(Algorithm):
+    """PPO over the plan `ppo`."""
+
+    policy_class = PPOTorchPolicy
+    config_class = PPOConfig
+
+
+DEFAULT_CONFIG = PPOConfig()

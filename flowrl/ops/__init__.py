@@ -1,0 +1,22 @@
+"""The operators: what can be done to experience, one file per kind. No torch, no Ray."""
+
+from flowrl.iter import _get_shared_metrics
+from flowrl.ops.report import StandardMetricsReporting
+from flowrl.ops.rollout import (
+    ConcatBatches,
+    ParallelRollouts,
+    SelectExperiences,
+    StandardizeFields,
+)
+from flowrl.ops.train import TrainOneStep, train_one_step
+
+__all__ = [
+    "ConcatBatches",
+    "ParallelRollouts",
+    "SelectExperiences",
+    "StandardMetricsReporting",
+    "StandardizeFields",
+    "TrainOneStep",
+    "_get_shared_metrics",
+    "train_one_step",
+]

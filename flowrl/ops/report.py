@@ -1,0 +1,167 @@
+"""The operator that ends a plan: what happened, as a stream of result dicts."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flowrl.iter import LocalIterator, _get_shared_metrics
+
+if TYPE_CHECKING:
+    from flowrl.sampling.worker_set import WorkerSet
+
+Result = dict[str, Any]
+
+
+class StandardMetricsReporting(LocalIterator[Result]):
+    """One result dict per report, from the last train operator of a plan.
+
+    A report comes with the first item after both `min_sample_timesteps_per_iteration` env steps
+    and `min_time_s_per_iteration` seconds have gone by since the last one (by default with every
+    item; only with the default does a seeded run repeat its reports exactly).
+
+    Args:
+        train_op: the stream to report on.
+        workers: the WorkerSet.
+        config: read for the two settings above and `metrics_num_episodes_for_smoothing`.
+    """
+
+    def __init__(self, train_op: LocalIterator[Any], workers: WorkerSet, config: Any):
+        due = ReportDue(
+            config.get("min_sample_timesteps_per_iteration", 0),
+            config.get("min_time_s_per_iteration"),
+        )
+        collect = CollectMetrics(workers, config.get("metrics_num_episodes_for_smoothing", 100))
+        reports = train_op.filter(due).for_each(collect)
+        super().__init__(reports.stage, "StandardMetricsReporting")
+
+
+class ReportDue:
+    """filter, any item: true when enough env steps and seconds have gone by."""
+
+    def __init__(self, min_steps: int, min_seconds: float | None):
+        self.min_steps = min_steps
+        self.min_seconds = min_seconds
+        self._last_steps = 0
+        self._last_time = time.monotonic()
+
+    def __call__(self, item: Any) -> bool:
+        steps = _get_shared_metrics().counters["num_env_steps_sampled"]
+        now = time.monotonic()
+        if steps - self._last_steps < self.min_steps:
+            return False
+        if self.min_seconds is not None and now - self._last_time < self.min_seconds:
+            return False
+        self._last_steps, self._last_time = steps, now
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_steps": self._last_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._last_steps = state["last_steps"]
+
+    def __repr__(self) -> str:
+        return f"ReportDue(min_steps={self.min_steps}, min_seconds={self.min_seconds})"
+
+
+class CollectMetrics:
+    """for_each, any item -> result dict: counters, episodes, learner statistics, timers.
+
+    The classic names (`episode_reward_mean`, `timesteps_total`, …) and the nested ones
+    (`env_runners/episode_return_mean`, `learners/<policy>/…`) hold the same values. Episode
+    numbers are over the last `window` episodes, NaN before the first has ended.
+    """
+
+    def __init__(self, workers: WorkerSet, window: int = 100):
+        self._workers = workers
+        self._window: deque[tuple[float, int]] = deque(maxlen=window)
+        self._episodes_total = 0
+        self._last: dict[str, int] = {}
+
+    def __call__(self, item: Any) -> Result:
+        metrics = _get_shared_metrics()
+        counters = metrics.counters
+        new = metrics.info.get("new_episodes")
+        finished = len(new) if new else 0
+        if new:
+            self._window.extend(new)
+            new.clear()
+        self._episodes_total += finished
+        steps = counters["num_env_steps_sampled"]
+        since = {name: counters[name] - self._last.get(name, 0) for name in counters}
+        self._last = dict(counters)
+        episodes = self._summary(finished)
+        learner = metrics.info.get("learner", {})
+        return {
+            "timesteps_total": steps,
+            "timesteps_this_iter": since.get("num_env_steps_sampled", 0),
+            "agent_timesteps_total": counters["num_agent_steps_sampled"],
+            **episodes,
+            "num_env_steps_sampled": steps,
+            "num_env_steps_sampled_lifetime": steps,
+            "num_env_steps_trained": counters["num_env_steps_trained"],
+            "num_agent_steps_sampled": counters["num_agent_steps_sampled"],
+            "num_agent_steps_trained": counters["num_agent_steps_trained"],
+            "num_healthy_workers": self._workers.num_workers,
+            "info": {"learner": {policy_id: dict(one) for policy_id, one in learner.items()}},
+            "env_runners": {
+                "episode_return_mean": episodes["episode_reward_mean"],
+                "episode_return_min": episodes["episode_reward_min"],
+                "episode_return_max": episodes["episode_reward_max"],
+                "episode_len_mean": episodes["episode_len_mean"],
+                "num_episodes": finished,
+                "num_episodes_lifetime": self._episodes_total,
+            },
+            "learners": {pid: dict(one["learner_stats"]) for pid, one in learner.items()},
+            "timers": self._timers(),
+        }
+
+    def _summary(self, finished: int) -> Result:
+        returns = np.array([episode[0] for episode in self._window] or [np.nan])
+        lengths = np.array([episode[1] for episode in self._window] or [np.nan])
+        mean, low, high = float(returns.mean()), float(returns.min()), float(returns.max())
+        only = self._workers.local_worker().policy_map
+        per_policy = next(iter(only)) if len(only) == 1 else None
+        return {
+            "episode_reward_mean": mean,
+            "episode_reward_min": low,
+            "episode_reward_max": high,
+            "episode_len_mean": float(lengths.mean()),
+            "episodes_this_iter": finished,
+            "episodes_total": self._episodes_total,
+            "episodes_in_window": len(self._window),
+            "policy_reward_mean": {} if per_policy is None else {per_policy: mean},
+            "policy_reward_min": {} if per_policy is None else {per_policy: low},
+            "policy_reward_max": {} if per_policy is None else {per_policy: high},
+        }
+
+    def _timers(self) -> dict[str, float]:
+        metrics = _get_shared_metrics()
+        timers: dict[str, float] = {}
+        for name, timer in metrics.timers.items():
+            timers[f"{name}_time_ms"] = 1000 * timer.mean
+            if timer.has_units_processed():
+                timers[f"{name}_throughput"] = timer.mean_throughput
+        per_worker = metrics.info.get("sampler", {}).values()
+        for name in {name for one in per_worker for name in one}:
+            timers[f"sampler_{name}"] = sum(one.get(name, 0.0) for one in per_worker)
+        return timers
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "window": [list(episode) for episode in self._window],
+            "episodes_total": self._episodes_total,
+            "last": self._last,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._window.extend((float(r), int(n)) for r, n in state["window"])
+        self._episodes_total = state["episodes_total"]
+        self._last = dict(state["last"])
+
+    def __repr__(self) -> str:
+        return f"CollectMetrics(window={self._window.maxlen})"

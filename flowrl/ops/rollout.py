@@ -1,0 +1,154 @@
+"""Operators that make experience and shape it into train batches."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from flowrl.data import MultiAgentBatch, SampleBatch
+from flowrl.iter import LocalIterator, Source, _get_shared_metrics
+
+if TYPE_CHECKING:
+    from flowrl.sampling.worker_set import WorkerSet
+
+Batch = SampleBatch | MultiAgentBatch
+
+EPISODES_KEPT = 10_000  # of the finished episodes that no report has taken yet
+
+
+class ParallelRollouts(LocalIterator[Any]):
+    """Fragments of experience from all workers, without end.
+
+    Args:
+        workers: the WorkerSet; without remote workers the local one samples.
+        mode: "bulk_sync" joins one fragment of every worker into a batch, all sampled with the
+            newest weights; "async" gives fragments as they come; "raw" gives the ParallelIterator
+            itself, to chain operators that run on the workers (nothing is counted then).
+        num_async: requests in flight per worker in "async" mode.
+
+    Counts `num_env_steps_sampled` and `num_agent_steps_sampled`; batches carry their `sources`.
+    """
+
+    def __new__(cls, workers: WorkerSet, **options: Any) -> Any:
+        if options.get("mode") == "raw":
+            return workers.parallel_iterator()
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        workers: WorkerSet,
+        *,
+        mode: Literal["bulk_sync", "async", "raw"] = "bulk_sync",
+        num_async: int = 1,
+    ):
+        shards = workers.parallel_iterator()
+        if mode == "bulk_sync":
+            gathered: LocalIterator[Any] = shards.batch_across_shards()
+        elif mode == "async":
+            gathered = shards.gather_async(num_async=num_async)
+        else:
+            raise ValueError(f'mode must be "bulk_sync", "async" or "raw", got {mode!r}')
+        counted = gathered.zip_with_source().for_each(CountRollouts(workers))
+        super().__init__(counted.stage, f"ParallelRollouts({mode})")
+
+
+class CountRollouts:
+    """for_each, (sources, fragment or list of them) -> batch: joins, counts, notes the sources."""
+
+    def __init__(self, workers: WorkerSet):
+        self._workers = workers
+
+    def __call__(self, pair: tuple[tuple[Source, ...], Any]) -> Batch:
+        sources, item = pair
+        batch = SampleBatch.concat_samples(item) if isinstance(item, list) else item
+        batch.sources = sources
+        metrics = _get_shared_metrics()
+        metrics.counters["num_env_steps_sampled"] += batch.env_steps()
+        metrics.counters["num_agent_steps_sampled"] += batch.agent_steps()
+        self._workers.global_vars["timestep"] = metrics.counters["num_env_steps_sampled"]
+        episodes = metrics.info.setdefault("new_episodes", deque(maxlen=EPISODES_KEPT))
+        policies = self._workers.local_worker().policy_map
+        for source in sources:
+            episodes.extend(source.tags.get("episodes", ()))
+            metrics.info.setdefault("sampler", {})[source.worker] = source.tags.get("timings", {})
+            for policy_id, fresh in source.tags.get("filters", {}).items():
+                policies[policy_id].absorb_filters(fresh)
+        return batch
+
+    def __repr__(self) -> str:
+        return "CountRollouts"
+
+
+@dataclass
+class ConcatBatches:
+    """combine, batch -> [batch] or []: joins batches until there are `min_batch_size` steps.
+
+    Never splits, so a batch may be larger. Empty batches are dropped.
+    """
+
+    min_batch_size: int
+    count_steps_by: Literal["env_steps", "agent_steps"] = "env_steps"
+    _pending: list[Batch] = field(default_factory=list, repr=False)
+    _steps: int = field(default=0, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.count_steps_by not in ("env_steps", "agent_steps"):
+            raise ValueError(
+                f'count_steps_by must be "env_steps" or "agent_steps", got {self.count_steps_by!r}'
+            )
+        if self.min_batch_size < 1:
+            raise ValueError(f"min_batch_size must be at least 1, got {self.min_batch_size}")
+
+    def __call__(self, batch: Batch) -> list[Batch]:
+        if batch.count:
+            self._pending.append(batch)
+            by_agent = self.count_steps_by == "agent_steps"
+            self._steps += batch.agent_steps() if by_agent else batch.env_steps()
+        if self._steps < self.min_batch_size:
+            return []
+        joined = SampleBatch.concat_samples(self._pending)
+        self._pending, self._steps = [], 0
+        return [joined]
+
+
+@dataclass
+class SelectExperiences:
+    """for_each, batch -> batch: keeps the rows of these policies; env steps stay.
+
+    A SampleBatch, which has one policy, passes.
+    """
+
+    policy_ids: Collection[str]
+
+    def __post_init__(self) -> None:
+        if isinstance(self.policy_ids, str):
+            raise TypeError(f"policy_ids is a collection of ids: [{self.policy_ids!r}]")
+
+    def __call__(self, batch: Batch) -> Batch:
+        return batch.select(self.policy_ids) if isinstance(batch, MultiAgentBatch) else batch
+
+
+@dataclass
+class StandardizeFields:
+    """for_each, batch -> batch: these columns [rows] to mean 0 and standard deviation 1, per
+    policy, over the whole batch (a deviation below 1e-4 counts as 1e-4)."""
+
+    fields: Collection[str]
+
+    def __call__(self, batch: Batch) -> Batch:
+        if isinstance(batch, MultiAgentBatch):
+            return batch.with_batches({p: self._one(b) for p, b in batch.policy_batches.items()})
+        return self._one(batch)
+
+    def _one(self, batch: SampleBatch) -> SampleBatch:
+        changed = {}
+        for name in self.fields:
+            column = batch[name]
+            changed[name] = ((column - column.mean()) / max(1e-4, column.std())).astype(
+                np.float32, copy=False
+            )
+        return batch.with_columns(**changed)

@@ -1,0 +1,88 @@
+"""Operators that improve the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from flowrl.data import MultiAgentBatch, SampleBatch
+from flowrl.iter import MetricsContext, _get_shared_metrics
+
+if TYPE_CHECKING:
+    from flowrl.sampling.worker_set import WorkerSet
+
+Batch = SampleBatch | MultiAgentBatch
+Info = dict[str, Any]  # policy id -> {"learner_stats": …, "num_agent_steps_trained": n}
+
+
+@dataclass(repr=False)
+class TrainOneStep:
+    """for_each, batch -> (batch, info): the local worker's policies learn from the batch.
+
+    Remote workers get the new weights with their next request. `info` maps policy id ->
+    {"learner_stats": {name: mean of the last pass}, "num_agent_steps_trained": rows}.
+    Counts `num_env_steps_trained` and `num_agent_steps_trained`; times `learn`.
+
+    Args:
+        workers: the WorkerSet whose local worker learns.
+        policies: ids of those that learn; None for all in the batch.
+        num_sgd_iter: passes over the batch.
+        sgd_minibatch_size: rows per update, 0 for the whole batch.
+    """
+
+    workers: WorkerSet
+    policies: Collection[str] | None = None
+    num_sgd_iter: int = 1
+    sgd_minibatch_size: int = 0
+
+    def __call__(self, batch: Batch) -> tuple[Batch, Info]:
+        metrics = _get_shared_metrics()
+        info = train_one_step(
+            self.workers,
+            batch,
+            metrics,
+            self.policies,
+            self.num_sgd_iter,
+            self.sgd_minibatch_size,
+        )
+        return batch, info
+
+    def __repr__(self) -> str:
+        only = f"policies={sorted(self.policies)}, " if self.policies is not None else ""
+        return (
+            f"TrainOneStep({only}num_sgd_iter={self.num_sgd_iter}, "
+            f"sgd_minibatch_size={self.sgd_minibatch_size})"
+        )
+
+
+def train_one_step(
+    workers: WorkerSet,
+    batch: Batch,
+    metrics: MetricsContext,
+    policies: Collection[str] | None = None,
+    num_sgd_iter: int = 1,
+    sgd_minibatch_size: int = 0,
+) -> Info:
+    """Let the local worker's policies learn from a batch; see TrainOneStep.
+
+    Raises:
+        KeyError: the batch has rows of a policy that the worker has not got.
+    """
+    policy_map = workers.local_worker().policy_map
+    info: Info = {}
+    with metrics.timers["learn"] as timer:
+        for policy_id, rows in batch.policy_batches.items():
+            if (policies is not None and policy_id not in policies) or not rows.count:
+                continue
+            policy = policy_map[policy_id]
+            policy.on_global_var_update(workers.global_vars)
+            stats = policy.learn_on_minibatches(rows, num_sgd_iter, sgd_minibatch_size)
+            info[policy_id] = {"learner_stats": stats, "num_agent_steps_trained": rows.count}
+    timer.push_units_processed(batch.count)
+    metrics.counters["num_env_steps_trained"] += batch.env_steps()
+    metrics.counters["num_agent_steps_trained"] += sum(
+        one["num_agent_steps_trained"] for one in info.values()
+    )
+    metrics.info.setdefault("learner", {}).update(info)
+    return info

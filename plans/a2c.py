@@ -1,0 +1,14 @@
+"""A2C: every worker samples, one step on the joined batch."""
+
+from flowrl.algorithms.a2c import A2CConfig
+from flowrl.ops import ConcatBatches, ParallelRollouts, StandardMetricsReporting, TrainOneStep
+
+config = A2CConfig(env="CartPole-v1", num_envs_per_worker=8, train_batch_size=128, lr=1e-3)
+
+
+def execution_plan(workers, config):
+    rollouts = ParallelRollouts(workers, mode="bulk_sync")
+    train = rollouts.combine(
+        ConcatBatches(config.train_batch_size, count_steps_by=config.count_steps_by)
+    ).for_each(TrainOneStep(workers))
+    return StandardMetricsReporting(train, workers, config)

@@ -1,0 +1,27 @@
+"""PPO: every worker samples, several passes over the joined batch in minibatches."""
+
+from flowrl.algorithms.ppo import PPOConfig
+from flowrl.ops import ConcatBatches, ParallelRollouts, StandardMetricsReporting, TrainOneStep
+
+config = PPOConfig(
+    env="CartPole-v1",
+    num_envs_per_worker=8,
+    train_batch_size=1024,
+    gamma=0.98,
+    lr=[(0, 1e-3), (100_000, 0.0)],
+    clip_param=[(0, 0.2), (100_000, 0.0)],
+)
+
+
+def execution_plan(workers, config):
+    rollouts = ParallelRollouts(workers, mode="bulk_sync")
+    train = rollouts.combine(
+        ConcatBatches(config.train_batch_size, count_steps_by=config.count_steps_by)
+    ).for_each(
+        TrainOneStep(
+            workers,
+            num_sgd_iter=config.num_sgd_iter,
+            sgd_minibatch_size=config.sgd_minibatch_size,
+        )
+    )
+    return StandardMetricsReporting(train, workers, config)
