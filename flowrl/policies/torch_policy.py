@@ -10,6 +10,7 @@ from gymnasium import spaces
 
 from flowrl.data import SampleBatch
 from flowrl.policies.distributions import ActionDistribution, distribution_for
+from flowrl.policies.flat import FlatAdam, FlatParameters
 from flowrl.policies.models import FullyConnectedNetwork
 from flowrl.policies.policy import Policy
 from flowrl.policies.schedules import value_at
@@ -33,38 +34,6 @@ class TensorBatch(dict[str, torch.Tensor]):
             column = column.copy()  # torch has no read-only tensors (batches from Ray are)
         tensor = self[key] = torch.from_numpy(column)
         return tensor
-
-
-class FlatParameters:
-    """All parameters of a module in one vector, and their gradients in another.
-
-    One optimizer call and one norm for the whole network, and weights that copy in one piece.
-    """
-
-    def __init__(self, module: torch.nn.Module):
-        named = list(module.named_parameters())
-        self.names = [name for name, _ in named]
-        self.parameters = [parameter for _, parameter in named]
-        size = sum(p.numel() for p in self.parameters)
-        self.vector = torch.nn.Parameter(torch.empty(size))
-        self.gradient = torch.zeros(size)
-        self.vector.grad = self.gradient
-        start = 0
-        for parameter in self.parameters:
-            end = start + parameter.numel()
-            piece = self.vector.data[start:end].view_as(parameter)
-            piece.copy_(parameter.data)
-            parameter.data = piece
-            start = end
-
-    def take_gradient(self, loss: torch.Tensor) -> None:
-        """Put d loss / d parameters into `gradient`; a parameter that loss misses gets zeros."""
-        gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
-        pieces = [
-            torch.zeros(p.numel()) if g is None else g.reshape(-1)
-            for g, p in zip(gradients, self.parameters, strict=True)
-        ]
-        torch.cat(pieces, out=self.gradient)
 
 
 class TorchPolicy(Policy):
@@ -100,14 +69,14 @@ class TorchPolicy(Policy):
             rng=random_stream(self.config.seed, "policy", "weights"),
         )
 
-    def make_optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer of `self.flat.vector`, all parameters in one vector."""
-        return torch.optim.Adam(
-            [self.flat.vector],
-            lr=value_at(self.config.lr, 0),
-            eps=self.config.adam_epsilon,
-            fused=True,
-        )
+    def make_optimizer(self) -> Any:
+        """The optimizer of `self.flat.vector`, all parameters in one vector.
+
+        A torch optimizer works, too: its learning rate follows the schedule and its state is
+        saved. (It is not the default because importing torch.optim's machinery takes as long as
+        importing torch.)
+        """
+        return FlatAdam(self.flat, lr=value_at(self.config.lr, 0), eps=self.config.adam_epsilon)
 
     def loss(self, batch: TensorBatch) -> torch.Tensor:
         """The scalar to be made smaller, from columns [B, …] as tensors."""

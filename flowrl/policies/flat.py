@@ -1,0 +1,94 @@
+"""All parameters of a network in one vector, and Adam on it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+
+class FlatParameters:
+    """All parameters of a module in one vector, and their gradients in another.
+
+    One optimizer call and one norm for the whole network, and weights that copy in one piece.
+    """
+
+    def __init__(self, module: torch.nn.Module):
+        named = list(module.named_parameters())
+        self.names = [name for name, _ in named]
+        self.parameters = [parameter for _, parameter in named]
+        size = sum(p.numel() for p in self.parameters)
+        self.vector = torch.nn.Parameter(torch.empty(size))
+        self.gradient = torch.zeros(size)
+        self.vector.grad = self.gradient
+        start = 0
+        for parameter in self.parameters:
+            end = start + parameter.numel()
+            piece = self.vector.data[start:end].view_as(parameter)
+            piece.copy_(parameter.data)
+            parameter.data = piece
+            start = end
+
+    def take_gradient(self, loss: torch.Tensor) -> None:
+        """Put d loss / d parameters into `gradient`; a parameter that loss misses gets zeros."""
+        gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
+        pieces = [
+            torch.zeros(p.numel()) if g is None else g.reshape(-1)
+            for g, p in zip(gradients, self.parameters, strict=True)
+        ]
+        torch.cat(pieces, out=self.gradient)
+
+
+class FlatAdam:
+    """Adam (Kingma & Ba 2015, algorithm 1, in the order of its section 2) on one vector.
+
+    A handful of torch calls per step, whatever the number of layers. `param_groups` and
+    `state_dict()` have the shape of torch.optim's.
+
+    Args:
+        flat: the parameters and their gradient.
+        lr: learning rate.
+        betas: decay of the mean and of the mean square of gradients.
+        eps: added to the root of the mean square.
+    """
+
+    def __init__(
+        self,
+        flat: FlatParameters,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+    ):
+        self.param_groups = [{"lr": lr, "betas": betas, "eps": eps}]
+        self._vector = flat.vector.data
+        self._gradient = flat.gradient
+        self._mean = torch.zeros_like(self._vector)
+        self._square = torch.zeros_like(self._vector)
+        self._steps = 0
+
+    def step(self) -> None:
+        """One update of the vector from its gradient."""
+        group: Any = self.param_groups[0]
+        beta1, beta2 = group["betas"]
+        self._steps += 1
+        self._mean.lerp_(self._gradient, 1 - beta1)
+        self._square.mul_(beta2).addcmul_(self._gradient, self._gradient, value=1 - beta2)
+        correction = math.sqrt(1 - beta2**self._steps)
+        size = group["lr"] * correction / (1 - beta1**self._steps)
+        root = self._square.sqrt().add_(group["eps"] * correction)
+        self._vector.addcdiv_(self._mean, root, value=-size)
+
+    def state_dict(self) -> dict[str, Any]:
+        slot = {
+            "step": torch.tensor(float(self._steps)),
+            "exp_avg": self._mean,
+            "exp_avg_sq": self._square,
+        }
+        return {"state": {0: slot}, "param_groups": self.param_groups}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        slot = state["state"][0]
+        self._steps = int(slot["step"])
+        self._mean.copy_(slot["exp_avg"])
+        self._square.copy_(slot["exp_avg_sq"])

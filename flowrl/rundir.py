@@ -1,0 +1,130 @@
+"""The run directory: what a training run leaves behind, and how it is found again.
+
+config.json, command.txt, plan.txt, versions.json, progress.csv, result.json (a line per
+iteration), TensorBoard events, checkpoint/.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import platform
+import shlex
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from flowrl.policies.config import ConfigError
+
+
+def flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """`a/b/c` -> leaf for every scalar of a nested dict."""
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{prefix}{key}/")
+        elif isinstance(value, (int, float, str, bool)) or value is None:
+            yield f"{prefix}{key}", value
+
+
+def _plain(value: Any) -> Any:
+    """A setting as JSON: code becomes its import path."""
+    if hasattr(value, "items"):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', repr(value))}"
+
+
+class RunDirectory:
+    """Writes a run's files. Rows are flushed as they come.
+
+    Raises:
+        ConfigError: the directory cannot be made or holds another run.
+    """
+
+    def __init__(self, path: Path, resume: bool = False):
+        self.path = path
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            if not resume and (path / "config.json").exists():
+                raise ConfigError(f"run_dir: {path} holds a run already: --resume {path}")
+            self._results = open(path / "result.json", "a")  # noqa: SIM115 (open while it runs)
+            self._progress = open(path / "progress.csv", "a", newline="")  # noqa: SIM115
+        except OSError as error:
+            raise ConfigError(f"run_dir: cannot write {path}: {error.strerror}") from error
+        self._columns: list[str] = []
+        if self._progress.tell():
+            with open(path / "progress.csv", newline="") as old:
+                self._columns = next(csv.reader(old))
+        self._events: Any = None
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.path / "checkpoint"
+
+    def describe(self, config: Any, command: list[str], plan: str) -> None:
+        """Write what repeats the run."""
+        import flowrl
+
+        versions = {"flowrl": flowrl.__version__, "python": platform.python_version()}
+        for name in ("torch", "numpy", "gymnasium"):
+            versions[name] = str(__import__(name).__version__)
+        files = {
+            "config.json": json.dumps(_plain(config), indent=1),
+            "command.txt": shlex.join(command) + "\n",
+            "plan.txt": plan + "\n",
+            "versions.json": json.dumps(versions, indent=1),
+        }
+        for name, text in files.items():
+            (self.path / name).write_text(text)
+
+    def write(self, result: dict[str, Any]) -> None:
+        """Add one iteration's result to result.json, progress.csv and TensorBoard."""
+        if self._events is None:
+            from tensorboardX import SummaryWriter
+
+            self._events = SummaryWriter(str(self.path), write_to_disk=True)
+        self._results.write(json.dumps(result) + "\n")
+        self._results.flush()
+        row = dict(flat(result))
+        writer = csv.writer(self._progress)
+        if not self._columns:
+            self._columns = list(row)
+            writer.writerow(self._columns)
+        writer.writerow([row.get(column, "") for column in self._columns])
+        self._progress.flush()
+        for name, value in row.items():
+            if isinstance(value, (int, float)) and value == value:
+                self._events.add_scalar(name, value, result["timesteps_total"])
+
+    def close(self) -> None:
+        self._results.close()
+        self._progress.close()
+        if self._events is not None:
+            self._events.close()
+
+
+def default_run_dir(plan: str, env: Any) -> Path:
+    """runs/<plan>-<env>-<time>, new."""
+    name = env if isinstance(env, str) else getattr(env, "__name__", "env")
+    stem = f"{Path(plan).stem}-{name.replace('/', '-')}-{time.strftime('%Y%m%d-%H%M%S')}"
+    path, number = Path("runs") / stem, 1
+    while path.exists():
+        number += 1
+        path = Path("runs") / f"{stem}-{number}"
+    return path
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The settings of a run.
+
+    Raises:
+        ConfigError: this is no run directory, or its environment is code.
+    """
+    file = path / "config.json"
+    if not file.is_file():
+        raise ConfigError(f"{path} is no run directory: it has no config.json")
+    return json.loads(file.read_text())

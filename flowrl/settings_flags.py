@@ -1,0 +1,63 @@
+"""Command-line flags from a settings record, by tyro: `--lr 3e-4 --model.fcnet-hiddens 64 64`."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from typing import Any
+
+from flowrl.policies.config import ConfigError, Settings, nearest
+
+
+def flag_names(record: type[Settings], prefix: str = "") -> list[str]:
+    """Every flag of a record."""
+    names = []
+    for name, field in record.model_fields.items():
+        flag = f"{prefix}{name.rstrip('_').replace('_', '-')}"
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, Settings):
+            names += flag_names(inner, f"{flag}.")
+        else:
+            names.append(flag)
+    return names
+
+
+def settings_from_flags(
+    defaults: Settings, flags: list[str], program: str, run_options: dict[str, Any]
+) -> Any:
+    """The defaults with the flags applied.
+
+    Raises:
+        ConfigError: unknown flag (the nearest is offered), or a value of the wrong type or range.
+        SystemExit: 0 after `--help`.
+    """
+    if not flags:
+        return defaults
+    known = flag_names(type(defaults))
+    accepted = {*known, *(f"no-{name}" for name in known), "help"}
+    for flag in flags:
+        if flag.startswith("--"):
+            name = flag[2:].split("=")[0].replace("_", "-")
+            head, dot, last = name.rpartition(".")
+            plain = f"{head}{dot}{last.removeprefix('no-')}"
+            if name not in accepted and plain not in accepted:
+                options = [*known, *(option.replace("_", "-") for option in run_options)]
+                hint = nearest(name, options).replace("'", "").replace("mean ", "mean --")
+                raise ConfigError(f"unknown flag --{name}.{hint}")
+    import tyro
+
+    helping = "--help" in flags or "-h" in flags
+    said = io.StringIO()
+    try:
+        with contextlib.nullcontext() if helping else contextlib.redirect_stderr(said):
+            return tyro.cli(
+                type(defaults), default=defaults, args=flags, prog=program, console_outputs=True
+            )
+    except SystemExit as error:
+        if error.code in (0, None):
+            raise
+        text = re.sub(r"[│╭╮╰╯─]", " ", said.getvalue())
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        short = " ".join(line for line in lines if not line.startswith("For full helptext"))
+        raise ConfigError(f"flags: {short}") from None
