@@ -113,7 +113,7 @@ def _load(plan: str) -> tuple[Any, Any]:
 
 
 def _train(given: list[str]) -> int:
-    from flowrl.training import Stop, train
+    from flowrl.training import train
 
     if given[:1] == ["--resume"] or (given and given[0].startswith("--resume=")):
         return _resume(given)
@@ -122,10 +122,8 @@ def _train(given: list[str]) -> int:
     plan, flags = given[0], given[1:]
     _, defaults = _load(plan)
     options, config = _parse_settings(plan, defaults, flags)
-    stop = Stop(
-        options.stop_reward, options.stop_timesteps, options.stop_iters, options.stop_time_s
-    )
-    return train(config, plan, stop, options.run_dir, ["flowrl", "train", *given])
+    command = ["flowrl", "train", *given]
+    return train(config, plan, _stop_rules(options), options.run_dir, command)
 
 
 def _run_options(parser: argparse.ArgumentParser) -> None:
@@ -134,6 +132,14 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--stop-timesteps", type=_positive(int), help="env steps")
     group.add_argument("--stop-iters", type=_positive(int), help="iterations")
     group.add_argument("--stop-time-s", type=_positive(float), help="seconds")
+
+
+def _stop_rules(options: argparse.Namespace) -> Any:
+    from flowrl.training import Stop
+
+    return Stop(
+        options.stop_reward, options.stop_timesteps, options.stop_iters, options.stop_time_s
+    )
 
 
 def _positive(kind: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -166,18 +172,15 @@ def _parse_settings(plan: str, defaults: Any, flags: list[str]) -> tuple[Any, An
 
 def _resume(given: list[str]) -> int:
     from flowrl.rundir import read_config
-    from flowrl.training import Stop, train
+    from flowrl.training import train
 
     parser = _parser("train --resume", "go on with a run")
     parser.add_argument("--resume", type=Path, required=True, metavar="RUN_DIR")
     _run_options(parser)
     options = parser.parse_args(given)
     config, plan = _config_of_run(read_config(options.resume))
-    stop = Stop(
-        options.stop_reward, options.stop_timesteps, options.stop_iters, options.stop_time_s
-    )
     command = ["flowrl", "train", *given]
-    return train(config, plan, stop, options.resume, command, resume=True)
+    return train(config, plan, _stop_rules(options), options.resume, command, resume=True)
 
 
 def _config_of_run(saved: dict[str, Any]) -> tuple[Any, str]:

@@ -29,7 +29,7 @@ class Stop:
     time_s: float | None = None
 
     def with_defaults(self, env: Any) -> Stop:
-        """The environment's own reward threshold, and a limit of env steps, where nothing is set."""
+        """Where nothing is set: the environment's own reward threshold, or a number of steps."""
         if self.reward is not None or self.timesteps or self.iters or self.time_s:
             return self
         return Stop(reward=_threshold(env), timesteps=DEFAULT_TIMESTEPS)
@@ -37,8 +37,8 @@ class Stop:
     def reached(self, result: dict[str, Any], window: int, seconds: float) -> str | None:
         """What was reached, in words; None while nothing is."""
         mean = result["episode_reward_mean"]
-        if self.reward is not None and result["episodes_in_window"] >= window:
-            if mean >= self.reward:
+        full = result["episodes_in_window"] >= window
+        if self.reward is not None and full and mean >= self.reward:
             return f"mean return {mean:.1f} of the last {window} episodes >= {self.reward:g}"
         if self.timesteps and result["timesteps_total"] >= self.timesteps:
             return f"{result['timesteps_total']:,} env steps"

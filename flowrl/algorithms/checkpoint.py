@@ -48,10 +48,8 @@ def write_checkpoint(path: Path | str, state: dict[str, Any], about: dict[str, A
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
     try:
-        for name, data in {
-            **files,
-            "manifest.json": json.dumps(manifest, indent=1).encode(),
-        }.items():
+        files["manifest.json"] = json.dumps(manifest, indent=1).encode()
+        for name, data in files.items():
             with open(fresh / name, "wb") as file:
                 file.write(data)
                 file.flush()

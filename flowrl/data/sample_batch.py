@@ -6,6 +6,7 @@ changed in place: `with_columns()` gives a new one that shares the untouched col
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -34,7 +35,7 @@ def _as_column(name: str, value: Any) -> Any:
         column[:] = value
         return column
     if isinstance(value, (dict, tuple)):
-        return optree.tree_map(np.asarray, value)
+        return optree.tree_map(np.asarray, value)  # type: ignore[arg-type]
     return value if hasattr(value, "shape") else np.asarray(value)
 
 
@@ -226,10 +227,13 @@ class SampleBatch(dict[str, Any]):
     def _map_rows(
         self, fn: Callable[[np.ndarray], np.ndarray], sequences: slice | None = None
     ) -> SampleBatch:
+        def pick(leaf: np.ndarray) -> np.ndarray:
+            return leaf[sequences]
+
         columns = {}
         for name, column in self.items():
             per_sequence = sequences is not None and name.startswith(_PER_SEQUENCE)
-            columns[name] = _map((lambda leaf: leaf[sequences]) if per_sequence else fn, column)
+            columns[name] = _map(pick if per_sequence else fn, column)
         return SampleBatch._of(columns, like=self)
 
     def take_rows(self, index: np.ndarray) -> SampleBatch:
@@ -269,7 +273,7 @@ class SampleBatch(dict[str, Any]):
         else:
             cuts = np.flatnonzero(self[self.DONES][:-1]) + 1
         ends = [0, *cuts.tolist(), self.count]
-        return [self[i:j] for i, j in zip(ends, ends[1:], strict=False)]
+        return [self[i:j] for i, j in itertools.pairwise(ends)]
 
     def timeslices(
         self, size: int | None = None, num_slices: int | None = None
@@ -285,7 +289,7 @@ class SampleBatch(dict[str, Any]):
         if num_slices < 1:
             raise ValueError(f"timeslices: num_slices must be at least 1, got {num_slices}")
         ends = [self.count * i // num_slices for i in range(num_slices + 1)]
-        return [self[i:j] for i, j in zip(ends, ends[1:], strict=False)]
+        return [self[i:j] for i, j in itertools.pairwise(ends)]
 
     def right_zero_pad(self, max_seq_len: int, exclude_states: bool = True) -> SampleBatch:
         """A new batch whose sequences are all `max_seq_len` rows, zeros at their ends.

@@ -1,8 +1,9 @@
 """The engine: lazy streams and the stages that move items through them. Knows no RL.
 
 `stage.py` what a stage is, and the one-branch stages · `branches.py` union and duplicate ·
-`gather.py` from parallel shards to one stream · `local.py`, `parallel.py` the two iterators users
-chain · `metrics.py` the shared context · `waiting.py` where a plan waits · `explain.py` its picture.
+`gather.py` from parallel shards to one stream · `local.py`, `parallel.py` the iterators that users
+chain · `metrics.py` the shared context · `waiting.py` where a plan waits · `explain.py` its
+picture.
 """
 
 from flowrl.iter.local import LocalIterator

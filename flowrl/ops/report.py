@@ -122,7 +122,7 @@ class CollectMetrics:
 
     def _summary(self, finished: int) -> Result:
         returns = np.array([episode[0] for episode in self._window] or [np.nan])
-        lengths = np.array([episode[1] for episode in self._window] or [np.nan])
+        lengths = np.array([float(episode[1]) for episode in self._window] or [np.nan])
         mean, low, high = float(returns.mean()), float(returns.min()), float(returns.max())
         only = self._workers.local_worker().policy_map
         per_policy = next(iter(only)) if len(only) == 1 else None

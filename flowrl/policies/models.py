@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,13 @@ from flowrl.policies.config import ModelConfig
 
 Layer = tuple[nn.Parameter, nn.Parameter]
 
-_TORCH = {"tanh": torch.tanh, "relu": F.relu, "silu": F.silu, "elu": F.elu, "gelu": F.gelu}
+_TORCH: dict[str, Callable[..., Any]] = {
+    "tanh": torch.tanh,
+    "relu": F.relu,
+    "silu": F.silu,
+    "elu": F.elu,
+    "gelu": F.gelu,
+}
 
 
 def feature_size(space: spaces.Space) -> int:
@@ -72,15 +80,17 @@ class FullyConnectedNetwork(nn.Module):
     ):
         super().__init__()
         self._space = observation_space
-        self._activation = _TORCH[config.fcnet_activation]
-        self._numpy_activation = {"tanh": np.tanh, "relu": _relu}.get(config.fcnet_activation)
+        self._activation: Callable[..., Any] = _TORCH[config.fcnet_activation]
+        self._numpy_activation: Callable[..., Any] | None = {"tanh": np.tanh, "relu": _relu}.get(
+            config.fcnet_activation
+        )
         size = feature_size(observation_space)
         hidden = [size, *config.fcnet_hiddens]
         mean_outputs = num_outputs // 2 if free_log_std else num_outputs
 
         def trunk() -> nn.ModuleList:
             gain = math.sqrt(2.0)
-            pairs = zip(hidden, hidden[1:], strict=False)
+            pairs = itertools.pairwise(hidden)
             return nn.ModuleList(_orthogonal(i, o, gain, rng) for i, o in pairs)
 
         self.hidden = trunk()

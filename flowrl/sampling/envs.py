@@ -218,7 +218,7 @@ class VectorStepper:
         self._resetting: np.ndarray = np.zeros(self.num_envs, bool)
 
     def reset(self, observations: np.ndarray) -> None:
-        seeds = [derive_seed(self._seed, "env", i) for i in range(self.num_envs)]
+        seeds: Any = [derive_seed(self._seed, "env", i) for i in range(self.num_envs)]
         observations[:], _ = self.env.reset(seed=None if self._seed is None else seeds)
         self._seed = None
         self._resetting[:] = False
@@ -294,9 +294,9 @@ def make_stepper(
             raise ConfigError(f"env: {env_id!r} has no vector entry point: {error}") from error
         return VectorStepper(vector, seed)
     if vectorization_mode in ("sync", "async"):
-        kind = gym.vector.SyncVectorEnv if vectorization_mode == "sync" else None
-        kind = kind or gym.vector.AsyncVectorEnv
-        return VectorStepper(kind([partial(make, i) for i in range(num_envs)]), seed)
+        makers = [partial(make, i) for i in range(num_envs)]
+        vector_class: Any = {"sync": gym.vector.SyncVectorEnv, "async": gym.vector.AsyncVectorEnv}
+        return VectorStepper(vector_class[vectorization_mode](makers), seed)
     first = make(0)
     if isinstance(first, VectorEnv):
         return VectorStepper(first, seed)

@@ -7,6 +7,7 @@ in a mailbox and a worker is never sent what it already has.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -93,8 +94,13 @@ class WorkerSet:
 
         if not ray.is_initialized():
             address = self.config.get("address")
-            local = {} if address else {"num_cpus": max(os.cpu_count() or 1, self.num_workers)}
-            ray.init(address=address, include_dashboard=False, logging_level="WARNING", **local)
+            cores = None if address else max(os.cpu_count() or 1, self.num_workers)
+            ray.init(
+                address=address,
+                num_cpus=cores,
+                include_dashboard=False if address is None else None,
+                logging_level=logging.WARNING,
+            )
             self._owns_ray = True
         cpus = ray.cluster_resources().get("CPU", 0.0)
         share = math.floor(1000 * cpus / self.num_workers) / 1000
