@@ -7,6 +7,7 @@ changed in place: `with_columns()` gives a new one that shares the untouched col
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -249,7 +250,8 @@ class SampleBatch(dict[str, Any]):
     def rows(self) -> Iterator[dict[str, Any]]:
         """Every row as a dict."""
         for i in range(self.count):
-            yield {name: _map(lambda leaf, i=i: leaf[i], col) for name, col in self.items()}
+            row = operator.itemgetter(i)
+            yield {name: _map(row, column) for name, column in self.items()}
 
     def shuffle(self, rng: np.random.Generator | None = None) -> SampleBatch:
         """A new batch with the rows in random order, the same for every column.

@@ -83,9 +83,10 @@ class Gather(Stage):
     def _named(self, error: BaseException, index: int) -> BaseException:
         if isinstance(error, StopIteration):
             error = RuntimeError(f"shard {index} raised StopIteration: {error!r}")
-        if not hasattr(error, "_flowrl_stage"):
-            error._flowrl_stage = self  # type: ignore[attr-defined]
-            error.add_note(f"raised by worker {index} of {self.name}")
+        # what the shard's own stream noted stays; the plan's path starts here
+        error._flowrl_stage, error._flowrl_noted = self, False  # type: ignore[attr-defined]
+        error._flowrl_item = None  # type: ignore[attr-defined]
+        error.add_note(f"raised by worker {index} of {self.name}")
         return error
 
     def label(self) -> str:

@@ -35,7 +35,13 @@ def serve(worker: Any, chain: int, steps: Sequence[Step] | None) -> Reply:
         if steps is None:
             raise RuntimeError("this worker was restarted and lost its stream: ask it again")
         chains[chain] = build_chain(worker.items, steps)
-    return answer(chains[chain], worker)
+    try:
+        return answer(chains[chain], worker)
+    except BaseException as error:
+        # the notes travel; the stages that they came from stay here (they may not pickle)
+        for name in [name for name in vars(error) if name.startswith("_flowrl")]:
+            delattr(error, name)
+        raise
 
 
 def answer(stream: LocalIterator[Any], worker: Any) -> Reply:

@@ -26,6 +26,13 @@ _TORCH: dict[str, Callable[..., Any]] = {
 }
 
 
+def _relu(x: np.ndarray, out: np.ndarray) -> np.ndarray:
+    return np.maximum(x, 0.0, out=out)
+
+
+_NUMPY: dict[str, Callable[..., Any]] = {"tanh": np.tanh, "relu": _relu}
+
+
 def feature_size(space: spaces.Space) -> int:
     """Features that one observation of `space` gives to a fully connected network.
 
@@ -81,9 +88,7 @@ class FullyConnectedNetwork(nn.Module):
         super().__init__()
         self._space = observation_space
         self._activation: Callable[..., Any] = _TORCH[config.fcnet_activation]
-        self._numpy_activation: Callable[..., Any] | None = {"tanh": np.tanh, "relu": _relu}.get(
-            config.fcnet_activation
-        )
+        self._numpy_activation = _NUMPY.get(config.fcnet_activation)
         size = feature_size(observation_space)
         hidden = [size, *config.fcnet_hiddens]
         mean_outputs = num_outputs // 2 if free_log_std else num_outputs
@@ -194,10 +199,6 @@ class FullyConnectedNetwork(nn.Module):
         if isinstance(self._space, spaces.Discrete):
             return np.eye(int(self._space.n), dtype=np.float32)[observations - self._space.start]
         return observations.reshape(len(observations), -1).astype(np.float32, copy=False)
-
-
-def _relu(x: np.ndarray, out: np.ndarray) -> np.ndarray:
-    return np.maximum(x, 0.0, out=out)
 
 
 def _layers(modules: list[Any]) -> list[Layer]:

@@ -257,7 +257,7 @@ class VectorStepper:
 def _info_of(infos: dict[str, Any], index: int) -> dict[str, Any]:
     """One environment's part of a vector environment's infos."""
     return {
-        key: value[index]
+        key: _info_of(value, index) if isinstance(value, dict) else value[index]
         for key, value in infos.items()
         if not key.startswith("_") and infos.get(f"_{key}", np.ones(index + 1, bool))[index]
     }

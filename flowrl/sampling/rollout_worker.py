@@ -17,6 +17,27 @@ T = TypeVar("T")
 
 DEFAULT_FRAGMENT_LENGTH = 200
 
+# Settings in a plain mapping that are the worker's or the set's, not the policy's.
+WORKER_SETTINGS = {
+    "address",
+    "collect_infos",
+    "env_config",
+    "num_cpus_per_worker",
+    "num_envs_per_worker",
+    "num_workers",
+    "rollout_fragment_length",
+    "train_batch_size",
+    "vectorization_mode",
+}
+
+
+def _for_policy(policy_class: type[Policy], given: Any) -> Any:
+    """The settings that the policy's record takes."""
+    if isinstance(given, policy_class.config_class):
+        return given
+    known = policy_class.config_class.model_fields
+    return {k: v for k, v in given.items() if k in known or k not in WORKER_SETTINGS}
+
 
 class RolloutWorker:
     """Samples fragments with its policy, and learns from batches.
@@ -57,7 +78,7 @@ class RolloutWorker:
             given.get("vectorization_mode", "flowrl"),
         )
         spaces = self._stepper.observation_space, self._stepper.action_space
-        policy = policy_spec(*spaces, given)
+        policy = policy_spec(*spaces, _for_policy(policy_spec, given))
         policy.rng = random_stream(self._seed, "actions", worker_index)
         self.policy_map: dict[str, Policy] = {DEFAULT_POLICY_ID: policy}
         length = fragment_length or given.get("rollout_fragment_length", DEFAULT_FRAGMENT_LENGTH)

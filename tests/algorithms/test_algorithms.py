@@ -1,0 +1,357 @@
+"""PPO and A2C: losses against plain reference code, whole runs, checkpoints."""
+
+import json
+import os
+import sys
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+
+from flowrl.algorithms.a2c import A2CConfig, A2CTorchPolicy
+from flowrl.algorithms.algorithm import Algorithm
+from flowrl.algorithms.checkpoint import CheckpointError, read_checkpoint, write_checkpoint
+from flowrl.algorithms.config import AlgorithmConfig
+from flowrl.algorithms.ppo import DEFAULT_CONFIG, PPO, PPOConfig, PPOTorchPolicy
+from flowrl.data import SampleBatch
+from flowrl.policies import ConfigError
+from flowrl.sampling import RolloutWorker
+
+CARTPOLE = gym.make("CartPole-v1")
+
+
+def small(**settings):
+    base = {
+        "env": "CartPole-v1",
+        "num_envs_per_worker": 4,
+        "train_batch_size": 64,
+        "sgd_minibatch_size": 32,
+        "num_sgd_iter": 2,
+        "seed": 3,
+        "model": {"fcnet_hiddens": [16, 16]},
+    }
+    return PPOConfig(**{**base, **settings})
+
+
+def a_batch(policy_class, **settings):
+    worker = RolloutWorker(
+        "CartPole-v1", policy_class, {"seed": 1, "rollout_fragment_length": 64, **settings}
+    )
+    batch = worker.sample()
+    rng = np.random.default_rng(0)
+    shift = rng.normal(0, 0.3, batch.count).astype(np.float32)
+    old_inputs = batch["action_dist_inputs"] + rng.normal(0, 0.3, (64, 2)).astype(np.float32)
+    return worker.policy, batch.with_columns(
+        action_logp=batch["action_logp"] + shift, action_dist_inputs=old_inputs
+    )
+
+
+def plain_ppo_loss(policy, batch):
+    """PPO's loss in float64 numpy, row by row, from the paper."""
+    config, total = policy.config, 0.0
+    inputs, values = policy.model.forward_numpy(batch["obs"])
+    advantages = batch["advantages"].astype(np.float64)
+    if config.standardize_advantages:
+        advantages = (advantages - advantages.mean()) / (advantages.std(ddof=1) + 1e-8)
+    for i in range(batch.count):
+        logits = inputs[i].astype(np.float64)
+        logp = logits - np.log(np.exp(logits).sum())
+        ratio = np.exp(logp[batch["actions"][i]] - batch["action_logp"][i])
+        clipped = min(max(ratio, 1 - config.clip_param), 1 + config.clip_param)
+        surrogate = min(ratio * advantages[i], clipped * advantages[i])
+        target, old = batch["value_targets"][i], batch["vf_preds"][i]
+        value_loss = (values[i] - target) ** 2
+        if config.vf_clip_param is not None:
+            near = old + np.clip(values[i] - old, -config.vf_clip_param, config.vf_clip_param)
+            value_loss = max(value_loss, (near - target) ** 2)
+        entropy = -(np.exp(logp) * logp).sum()
+        before = batch["action_dist_inputs"][i].astype(np.float64)
+        before = before - np.log(np.exp(before).sum())
+        kl = (np.exp(before) * (before - logp)).sum()
+        total += -surrogate + config.vf_loss_coeff * value_loss
+        total += -config.entropy_coeff * entropy + config.kl_coeff * kl
+    return total / batch.count
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"vf_clip_param": 0.05, "entropy_coeff": 0.1},
+        {"kl_coeff": 0.7, "standardize_advantages": False},
+    ],
+)
+def test_ppo_loss_is_the_papers(settings):
+    policy, batch = a_batch(PPOTorchPolicy, **settings)
+    policy.learn_on_batch(batch)  # away from the policy that sampled
+    expected = plain_ppo_loss(policy, batch)
+    _, stats = policy.compute_gradients(batch)
+    assert stats["total_loss"] == pytest.approx(expected, abs=2e-5)
+
+
+def test_a2c_loss():
+    policy, batch = a_batch(A2CTorchPolicy, entropy_coeff=0.2)
+    inputs, values = policy.model.forward_numpy(batch["obs"])
+    logp = inputs - np.log(np.exp(inputs).sum(1, keepdims=True))
+    chosen = logp[np.arange(64), batch["actions"]]
+    expected = (
+        -(chosen * batch["advantages"]).mean()
+        + 0.5 * ((values - batch["value_targets"]) ** 2).mean()
+        + 0.2 * (np.exp(logp) * logp).sum(1).mean()
+    )
+    _, stats = policy.compute_gradients(batch)
+    assert stats["total_loss"] == pytest.approx(float(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize("use_gae", [True, False])
+def test_advantages_stand_on_each_other(use_gae):
+    worker = RolloutWorker(
+        "CartPole-v1",
+        PPOTorchPolicy,
+        {
+            "seed": 1,
+            "use_gae": use_gae,
+            "lambda_": 1,
+            "gamma": 0.9,
+            "rollout_fragment_length": 90,
+        },
+    )
+    batch = worker.sample()
+    np.testing.assert_allclose(
+        batch["value_targets"], batch["advantages"] + batch["vf_preds"], rtol=1e-5, atol=1e-5
+    )
+    first = batch.split_by_episode()[0]
+    assert first["terminateds"][-1]
+    returns = 0.0
+    for t in reversed(range(first.count)):
+        returns = 1.0 + 0.9 * returns
+        assert first["value_targets"][t] == pytest.approx(returns, rel=1e-4)
+
+
+def test_kl_coefficient_adapts_and_kl_stops():
+    policy, batch = a_batch(PPOTorchPolicy, kl_coeff=1.0, kl_target=1e-6)
+    told = policy.end_learning(batch, {})
+    assert told["kl"] > 1e-5
+    assert policy.kl_coeff == told["cur_kl_coeff"] == 2.0
+    policy.config.kl_target = 100.0
+    policy.end_learning(batch, {})
+    assert policy.kl_coeff == 1.0
+    assert not policy.end_epoch(batch, {})
+    policy.config.kl_stop = 1e-6
+    version = policy.version
+    policy.learn_on_minibatches(batch, num_sgd_iter=5)
+    assert policy.version == version + 1
+    state = policy.get_state()
+    other = PPOTorchPolicy.like(policy)
+    other.set_state(state)
+    assert other.kl_coeff == policy.kl_coeff
+
+
+def test_clip_schedule_reaches_the_loss():
+    policy, batch = a_batch(PPOTorchPolicy, clip_param=[(0, 10.0), (100, 0.0)])
+    wide = policy.compute_gradients(batch)[1]["policy_loss"]
+    policy.on_global_var_update({"timestep": 99})
+    assert policy.compute_gradients(batch)[1]["policy_loss"] != wide
+
+
+def results(config, n=3, stop=True):
+    """n results without times and with the final weights."""
+    with config.build() as algorithm:
+        out = [without_times(algorithm.train()) for _ in range(n)]
+        return out, algorithm.get_policy().get_weights()
+
+
+def without_times(result):
+    kept = {k: v for k, v in result.items() if not k.startswith("time_") and k != "timers"}
+    return json.loads(json.dumps(kept))
+
+
+@pytest.mark.parametrize("normal", [False, True])
+def test_a_seeded_run_repeats(num_workers, normal):
+    config = small(
+        num_workers=num_workers,
+        num_envs_per_worker=2,
+        normalize_observations=normal,
+        normalize_rewards=normal,
+    )
+    (one, weights), (two, other) = results(config), results(config)
+    assert json.dumps(one) == json.dumps(two)
+    for name, own in weights.items():
+        np.testing.assert_array_equal(own, other[name])
+    assert one[-1]["timesteps_total"] == 192
+
+
+def test_without_workers_there_is_no_ray(tmp_path):
+    import subprocess
+
+    code = (
+        "import sys; from flowrl.cli import main; "
+        f"run_dir = {str(tmp_path / 'r')!r}; "
+        "code = main(['train', 'ppo', '--stop-iters', '2', '--run-dir', run_dir]); "
+        "print(code, 'ray' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[-2] == "0 False"
+
+
+def test_the_founding_example():
+    algo = PPOConfig().environment(env="CartPole-v1").training(train_batch_size=4000).build()
+    result = algo.train()
+    assert result["timesteps_total"] == 4000
+    assert isinstance(algo, PPO)
+    algo.stop()
+
+
+def test_default_config_makes_a_worker():
+    worker = RolloutWorker(
+        env_creator=lambda _: gym.make("CartPole-v1"),
+        policy_config=DEFAULT_CONFIG,
+        policy_spec=PPOTorchPolicy,
+    )
+    batch = worker.sample()
+    assert worker.policy_map["default_policy"] is worker.policy
+    assert batch.data["advantages"].shape == (200,)
+
+
+def test_continuous_actions_train():
+    config = small(env="Pendulum-v1", normalize_observations=True, normalize_rewards=True)
+    with config.build() as algorithm:
+        result = algorithm.train()
+        action = algorithm.compute_single_action(np.zeros(3, np.float32))
+    assert action.shape == (1,)
+    assert np.isfinite(result["learners"]["default_policy"]["total_loss"])
+
+
+def test_a_static_plan_on_a_subclass_replaces_the_file():
+    from flowrl.ops import ParallelRollouts, StandardMetricsReporting
+
+    class JustSample(PPO):
+        @staticmethod
+        def execution_plan(workers, config):
+            return StandardMetricsReporting(ParallelRollouts(workers), workers, config)
+
+    algorithm = JustSample(small())
+    assert algorithm.train()["num_env_steps_trained"] == 0
+
+
+@pytest.mark.parametrize("normal", [False, True])
+def test_a_checkpoint_goes_on(tmp_path, normal):
+    config = small(normalize_observations=normal, normalize_rewards=normal, kl_coeff=0.1)
+    with config.build() as one, config.build() as two:
+        for _ in range(2):
+            last = one.train()
+        one.save(tmp_path / "c")
+        two.restore(tmp_path / "c")
+        assert two.iteration == 2
+        observation = np.ones(4, np.float32)
+        assert one.compute_single_action(observation) == two.compute_single_action(observation)
+        for name, own in one.get_policy().get_weights().items():
+            np.testing.assert_array_equal(own, two.get_policy().get_weights()[name])
+        result = two.train()
+        assert result["timesteps_total"] == last["timesteps_total"] + 64
+        assert result["training_iteration"] == 3
+        assert result["episodes_total"] >= last["episodes_total"]
+
+
+def test_restore_refuses_what_does_not_fit(tmp_path):
+    with small().build() as algorithm, small(model={"fcnet_hiddens": [8]}).build() as other:
+        algorithm.train()
+        path = algorithm.save(tmp_path / "c")
+        with pytest.raises(CheckpointError, match=r"hidden.0.weight: has \(8, 4\), got \(16, 4\)"):
+            other.restore(path)
+        a2c = A2CConfig(env="CartPole-v1", train_batch_size=64).build()
+        with pytest.raises(CheckpointError, match="another plan"):
+            a2c.restore(path)
+
+
+@pytest.mark.parametrize("name", ["state.json", "arrays.safetensors", "manifest.json"])
+def test_an_altered_file_is_named(tmp_path, name):
+    path = write_checkpoint(tmp_path / "c", {"a": np.arange(5), "b": [1, {"c": 2.5}]}, {"x": 1})
+    state, manifest = read_checkpoint(path)
+    assert state["a"].tolist() == [0, 1, 2, 3, 4]
+    assert state["b"] == [1, {"c": 2.5}]
+    assert manifest["x"] == 1
+    data = (path / name).read_bytes()
+    for broken in (data[: len(data) // 2], b"", b"\x80\x04K\x01."):
+        (path / name).write_bytes(broken)
+        with pytest.raises(CheckpointError, match=name):
+            read_checkpoint(path)
+    os.remove(path / name)
+    with pytest.raises(CheckpointError, match=name):
+        read_checkpoint(path)
+
+
+def test_a_failed_write_leaves_the_old_checkpoint(tmp_path):
+    write_checkpoint(tmp_path / "c", {"a": 1}, {})
+    with pytest.raises(TypeError, match="a is a object"):
+        write_checkpoint(tmp_path / "c", {"a": object()}, {})
+    assert read_checkpoint(tmp_path / "c")[0] == {"a": 1}
+    write_checkpoint(tmp_path / "c", {"a": 2}, {})
+    assert read_checkpoint(tmp_path / "c")[0] == {"a": 2}
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
+
+
+def test_evaluation_is_fair_and_changes_nothing():
+    with small(normalize_observations=True).build() as algorithm:
+        algorithm.train()
+        before = json.dumps(algorithm.get_policy().filter_state(), default=str)
+        told = algorithm.evaluate(episodes=7, num_envs=3)
+        assert told["episodes"] == 7
+        assert told["episode_reward_mean"] == told["episode_len_mean"]
+        assert algorithm.evaluate(episodes=7, num_envs=3) == told
+        assert json.dumps(algorithm.get_policy().filter_state(), default=str) == before
+        with pytest.raises(ConfigError, match="episodes"):
+            algorithm.evaluate(episodes=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c.training(lrr=1), "lrr.*lr"),
+        (lambda c: c.training(num_workers=1), r"belongs to .rollouts\(\)"),
+        (lambda c: c.rollouts(gamma=0.9), r"belongs to .training\(\)"),
+        (lambda c: c.rollouts(num_workers=-1), "num_workers"),
+        (lambda c: c.training(train_batch_size=16), "sgd_minibatch_size=32 is larger"),
+        (lambda c: c.environment(env="CartPol-v1").build(), "CartPole-v1"),
+        (lambda c: c.environment(env=7).build(), "env"),
+        (lambda c: PPOConfig().build(), "no environment"),
+        (lambda c: c.training(plan="ppoo").build(), "Did you mean 'ppo'"),
+        (lambda c: c.training(plan="no_such.py").build(), "no file"),
+        (lambda c: c.training(plan=None).build(), "no execution plan"),
+        (lambda c: c.training(clip_param=-0.1), "clip_param"),
+        (lambda c: c.training(kl_target=0), "kl_target"),
+    ],
+)
+def test_bad_configurations(change, message):
+    config = small()
+    with pytest.raises(ConfigError, match=message):
+        change(config)
+    assert config.train_batch_size == 64  # refused, so not half taken over
+    assert config.num_workers == 0
+
+
+def test_bad_environment_spaces():
+    class Odd(gym.Env):
+        observation_space = gym.spaces.Dict({"a": gym.spaces.Discrete(2)})
+        action_space = gym.spaces.Discrete(2)
+
+    with (
+        small(env=lambda context: Odd()).build() as algorithm,
+        pytest.raises(ValueError, match="space"),
+    ):
+        algorithm.train()
+
+
+def test_config_is_a_mapping_and_fluent():
+    config = AlgorithmConfig().environment("CartPole-v1").rollouts(num_workers=1).debugging(seed=1)
+    assert config["num_workers"] == 1
+    assert config.to_dict()["model"]["fcnet_hiddens"] == [64, 64]
+    assert Algorithm.config_class is AlgorithmConfig
+    assert torch.get_num_threads() == 1
+
+
+def test_rows_trained_are_a_sample_batch():
+    with small().build() as algorithm:
+        batch = algorithm.workers.local_worker().sample()
+    assert isinstance(batch, SampleBatch)

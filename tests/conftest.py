@@ -1,0 +1,26 @@
+"""Fixtures: the two execution modes, one Ray for the whole session, small environments."""
+
+import os
+
+import pytest
+
+for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(_variable, "1")
+
+
+@pytest.fixture(scope="session")
+def ray_session():
+    """One Ray on this machine for all tests that ask for actors."""
+    import ray
+
+    ray.init(num_cpus=4, include_dashboard=False, logging_level="WARNING", log_to_driver=False)
+    yield ray
+    ray.shutdown()
+
+
+@pytest.fixture(params=[0, 2], ids=["in_process", "two_actors"])
+def num_workers(request):
+    """Both execution modes; Ray starts only for the second."""
+    if request.param:
+        request.getfixturevalue("ray_session")
+    return request.param

@@ -1,0 +1,140 @@
+"""SampleBatch and MultiAgentBatch."""
+
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowrl.data import MultiAgentBatch, SampleBatch, concat_samples
+
+
+def batch_of(n, start=0):
+    return SampleBatch(
+        obs=np.arange(start, start + n, dtype=np.float32)[:, None].repeat(2, 1),
+        actions=np.arange(start, start + n),
+        terminateds=np.zeros(n, bool),
+        truncateds=np.arange(n) % 3 == 2,
+        infos=[{}] * n,
+    )
+
+
+def test_columns():
+    batch = batch_of(5)
+    assert (batch["dones"] == batch["truncateds"]).all()
+    assert "dones" in batch
+    assert batch.data is batch
+    assert batch["obs"].dtype == np.float32
+    assert batch["infos"].dtype == object
+    with pytest.raises(KeyError, match="no column 'nope'"):
+        batch["nope"]
+    batch["new_obs"] = batch["obs"]
+    assert batch["next_obs"] is batch["new_obs"]
+    with pytest.raises(ValueError, match="rows"):
+        batch["short"] = np.zeros(2)
+    assert batch.get("nope", 3) == 3
+
+
+def test_with_columns_shares_and_leaves_the_original():
+    batch = batch_of(3)
+    other = batch.with_columns(rewards=np.ones(3))
+    assert "rewards" not in batch
+    assert other["obs"] is batch["obs"]
+    assert "obs" not in other.without_columns("obs")
+    deep = batch.copy()
+    deep["obs"][0] = 99
+    assert batch["obs"][0, 0] == 0
+
+
+def test_ragged_columns_are_refused():
+    with pytest.raises(ValueError, match="differ in length"):
+        SampleBatch(obs=np.zeros(3), rewards=np.zeros(2))
+
+
+def test_nested_columns_count_and_slice():
+    batch = SampleBatch(obs={"a": np.arange(4), "b": (np.arange(8).reshape(4, 2),)})
+    assert batch.count == 4
+    assert batch[1:3]["obs"]["b"][0].tolist() == [[2, 3], [4, 5]]
+    assert concat_samples([batch, batch])["obs"]["a"].shape == (8,)
+
+
+@given(st.integers(0, 12), st.integers(-14, 14), st.integers(-14, 14))
+def test_slices_are_those_of_lists(n, i, j):
+    assert batch_of(n)[i:j]["actions"].tolist() == list(range(n))[i:j]
+
+
+@given(st.integers(1, 30), st.integers(1, 12))
+def test_timeslices_cover_all(n, size):
+    for pieces in (batch_of(n).timeslices(size=size), batch_of(n).timeslices(num_slices=size)):
+        assert np.concatenate([p["actions"] for p in pieces]).tolist() == list(range(n))
+
+
+def test_empty_slice_is_empty():
+    assert batch_of(3)[0:0].count == 0
+    assert not batch_of(3)[0:0]
+
+
+def test_split_by_episode():
+    assert [p.count for p in batch_of(7).split_by_episode()] == [3, 3, 1]
+    with_ids = batch_of(4).with_columns(eps_id=np.array([1, 1, 2, 2]))
+    assert [p.count for p in with_ids.split_by_episode()] == [2, 2]
+
+
+def test_concat():
+    joined = concat_samples([batch_of(2), SampleBatch(), batch_of(3, 2)])
+    assert joined["actions"].tolist() == [0, 1, 2, 3, 4]
+    assert concat_samples([]).count == 0
+    with pytest.raises(ValueError, match="rewards"):
+        concat_samples([batch_of(1), batch_of(1).with_columns(rewards=np.ones(1))])
+
+
+def test_shuffle_keeps_rows_together():
+    mixed = batch_of(20).shuffle(np.random.default_rng(1))
+    assert sorted(mixed["actions"]) == list(range(20))
+    assert (mixed["obs"][:, 0] == mixed["actions"]).all()
+
+
+def test_sequences():
+    batch = SampleBatch(obs=np.arange(6), seq_lens=[2, 3, 1], state_in_0=np.arange(3))
+    assert batch[:3]["obs"].tolist() == [0, 1]
+    assert batch[2:6]["state_in_0"].tolist() == [1, 2]
+    assert batch[1:2].count == 0
+    padded = batch.right_zero_pad(4)
+    assert padded["obs"].tolist() == [0, 1, 0, 0, 2, 3, 4, 0, 5, 0, 0, 0]
+    assert padded.count == len(padded) == 6
+    assert padded.copy().zero_padded
+    with pytest.raises(ValueError, match="does not fit"):
+        batch.right_zero_pad(2)
+    with pytest.raises(ValueError, match="seq_lens"):
+        batch_of(3).right_zero_pad(4)
+    with pytest.raises(ValueError, match="add up"):
+        SampleBatch(obs=np.arange(6), seq_lens=[2, 3])
+
+
+def test_pickle_keeps_everything():
+    batch = batch_of(3)
+    batch.sources = ("here",)
+    again = pickle.loads(pickle.dumps(batch))
+    assert again.sources == ("here",)
+    assert (again["obs"] == batch["obs"]).all()
+
+
+def test_repr_summarises():
+    text = repr(batch_of(3))
+    assert "'actions': np.ndarray((3,), dtype=int64, min=0, max=2, mean=1)" in text
+    assert "'infos': np.ndarray((3,), dtype=object, head={})" in text
+
+
+def test_multi_agent():
+    both = MultiAgentBatch({"a": batch_of(3), "b": batch_of(2)}, env_steps=3)
+    assert (both.count, both.agent_steps()) == (3, 5)
+    assert list(both.select(["a"]).policy_batches) == ["a"]
+    assert both.select(["a"]).count == 3
+    joined = concat_samples([both, both.select(["b"])])
+    assert (joined["a"].count, joined["b"].count, joined.env_steps()) == (3, 4, 6)
+    with pytest.raises(KeyError, match="no policy 'c'"):
+        both["c"]
+    alone = batch_of(2).as_multi_agent()
+    assert MultiAgentBatch.wrap_as_needed(alone.policy_batches, 2)["actions"].tolist() == [0, 1]
+    assert isinstance(MultiAgentBatch.wrap_as_needed({"x": batch_of(1)}, 1), MultiAgentBatch)

@@ -1,0 +1,171 @@
+"""The operators, each alone."""
+
+import numpy as np
+import pytest
+
+from flowrl.data import MultiAgentBatch, SampleBatch
+from flowrl.iter import LocalIterator, ParallelIterator, metrics_scope
+from flowrl.iter.metrics import MetricsContext
+from flowrl.ops import (
+    ConcatBatches,
+    ParallelRollouts,
+    SelectExperiences,
+    StandardizeFields,
+    StandardMetricsReporting,
+    TrainOneStep,
+    train_one_step,
+)
+from flowrl.sampling import WorkerSet
+
+from ..sampling.fakes import CountEnv, ObservedValue
+
+
+@pytest.fixture
+def workers(num_workers):
+    config = {"rollout_fragment_length": 10, "num_envs_per_worker": 2}
+    made = WorkerSet(lambda context: CountEnv(), ObservedValue, config, num_workers=num_workers)
+    yield made
+    made.stop()
+
+
+def rows(n):
+    return SampleBatch(x=np.arange(n, dtype=np.float32))
+
+
+def test_bulk_sync_joins_a_fragment_of_every_worker(workers):
+    rollouts = ParallelRollouts(workers, mode="bulk_sync")
+    batch = next(rollouts)
+    shards = max(1, workers.num_workers)
+    assert batch.count == 20 * shards
+    assert [source.worker for source in batch.sources] == list(range(shards))
+    assert rollouts.metrics.counters["num_env_steps_sampled"] == 20 * shards
+    assert rollouts.metrics.counters["num_agent_steps_sampled"] == 20 * shards
+    assert len(rollouts.metrics.info["new_episodes"]) == 6 * shards
+
+
+def test_async_gives_fragments(workers):
+    rollouts = ParallelRollouts(workers, mode="async")
+    batches = rollouts.take(4)
+    assert [batch.count for batch in batches] == [20] * 4
+    assert all(len(batch.sources) == 1 for batch in batches)
+
+
+def test_raw_is_the_parallel_iterator(workers):
+    raw = ParallelRollouts(workers, mode="raw")
+    assert isinstance(raw, ParallelIterator)
+    counts = raw.for_each(lambda batch: batch.count)
+    assert counts.gather_sync().take(2) == [20, 20]
+
+
+def test_unknown_mode(workers):
+    with pytest.raises(ValueError, match="bulk_sync"):
+        ParallelRollouts(workers, mode="sync")
+
+
+def test_workers_get_the_weights_before_they_sample(workers):
+    rollouts = ParallelRollouts(workers, mode="bulk_sync")
+    train = rollouts.for_each(TrainOneStep(workers))
+    for _ in range(3):
+        version = workers.local_worker().policy.version
+        batch, info = next(train)
+        assert {source.tags["weights_version"] for source in batch.sources} == {version}
+        assert info["default_policy"]["num_agent_steps_trained"] == batch.count
+    assert train.metrics.counters["num_env_steps_trained"] == 3 * batch.count
+
+
+def test_concat_batches():
+    concat = ConcatBatches(5)
+    assert concat(rows(3)) == []
+    assert concat(SampleBatch()) == []
+    (joined,) = concat(rows(4))
+    assert joined.count == 7
+    assert concat(rows(1)) == []
+    both = MultiAgentBatch({"a": rows(2), "b": rows(2)}, env_steps=2)
+    assert ConcatBatches(4, count_steps_by="agent_steps")(both)[0].env_steps() == 2
+    assert ConcatBatches(4, count_steps_by="env_steps")(both) == []
+    with pytest.raises(ValueError, match="count_steps_by"):
+        ConcatBatches(4, count_steps_by="steps")
+    with pytest.raises(ValueError, match="min_batch_size"):
+        ConcatBatches(0)
+
+
+def test_select_experiences():
+    both = MultiAgentBatch({"a": rows(2), "b": rows(3)}, env_steps=3)
+    assert list(SelectExperiences(["b"])(both).policy_batches) == ["b"]
+    alone = rows(2)
+    assert SelectExperiences(["b"])(alone) is alone
+    with pytest.raises(TypeError, match="collection"):
+        SelectExperiences("b")
+
+
+def test_standardize_fields_leaves_the_original():
+    batch = rows(5)
+    done = StandardizeFields(["x"])(batch)
+    assert abs(done["x"].mean()) < 1e-6
+    assert abs(done["x"].std() - 1) < 1e-6
+    assert batch["x"][4] == 4
+    constant = SampleBatch(x=np.ones(3, np.float32))
+    assert StandardizeFields(["x"])(constant)["x"].tolist() == [0, 0, 0]
+    both = MultiAgentBatch({"a": rows(3)}, 3)
+    assert abs(StandardizeFields(["x"])(both)["a"]["x"].mean()) < 1e-6
+
+
+def test_train_one_step_only_the_policies_asked_for():
+    workers = WorkerSet(lambda c: CountEnv(), ObservedValue)
+    metrics = MetricsContext()
+    assert train_one_step(workers, rows(4), metrics, policies=["other"]) == {}
+    assert metrics.counters["num_agent_steps_trained"] == 0
+    info = train_one_step(workers, rows(4), metrics)
+    assert info["default_policy"]["learner_stats"] == {"rows": 4.0}
+    assert metrics.timers["learn"].count == 2
+    with pytest.raises(KeyError, match="ghost"):
+        train_one_step(workers, MultiAgentBatch({"ghost": rows(1)}, 1), metrics)
+
+
+def test_reports(workers):
+    rollouts = ParallelRollouts(workers, mode="bulk_sync")
+    config = {"min_sample_timesteps_per_iteration": 50, "metrics_num_episodes_for_smoothing": 4}
+    report = StandardMetricsReporting(rollouts.for_each(TrainOneStep(workers)), workers, config)
+    first, second = report.take(2)
+    round_size = 20 * max(1, workers.num_workers)
+    rounds = -(-50 // round_size)
+    assert first["timesteps_total"] == first["timesteps_this_iter"] == rounds * round_size
+    assert second["timesteps_total"] == 2 * first["timesteps_total"]
+    assert first["episodes_in_window"] == 4
+    assert first["episode_reward_mean"] == first["env_runners"]["episode_return_mean"] == 6.0
+    assert first["policy_reward_mean"] == {"default_policy": 6.0}
+    assert first["episode_len_mean"] == 3.0
+    assert second["episodes_total"] == first["episodes_total"] + second["episodes_this_iter"]
+    assert "rows" in second["learners"]["default_policy"]
+    assert second["timers"]["learn_throughput"] > 0
+    assert second["num_env_steps_trained"] == second["num_env_steps_sampled"]
+
+
+def test_reports_by_time():
+    workers = WorkerSet(lambda c: CountEnv(), ObservedValue, {"rollout_fragment_length": 10})
+    rollouts = ParallelRollouts(workers)
+    report = StandardMetricsReporting(rollouts, workers, {"min_time_s_per_iteration": 0.05})
+    result = next(report)
+    assert result["timesteps_total"] > 10
+
+
+def test_print_operators_see_the_batches_and_only_when_pulled(capsys):
+    def debug_print(item):
+        print("I saw", type(item).__name__)
+        return item
+
+    workers = WorkerSet(lambda c: CountEnv(), ObservedValue, {"rollout_fragment_length": 10})
+    stream = ParallelRollouts(workers).for_each(debug_print)
+    assert capsys.readouterr().out == ""
+    next(stream)
+    assert capsys.readouterr().out == "I saw SampleBatch\n"
+
+
+def test_metrics_scope_for_operators_outside_a_plan():
+    workers = WorkerSet(lambda c: CountEnv(), ObservedValue)
+    with metrics_scope(MetricsContext()) as metrics:
+        TrainOneStep(workers)(rows(3))
+    assert metrics.counters["num_env_steps_trained"] == 3
+    with pytest.raises(ValueError, match="metrics context"):
+        TrainOneStep(workers)(rows(3))
+    assert isinstance(ParallelRollouts(workers), LocalIterator)

@@ -1,0 +1,258 @@
+"""Models, flat parameters, Adam, filters, schedules, TorchPolicy."""
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowrl.data import SampleBatch
+from flowrl.policies import ConfigError, ModelConfig, PolicyConfig, TorchPolicy
+from flowrl.policies.filters import ObservationFilter, RewardScaler, RunningMeanStd
+from flowrl.policies.flat import FlatAdam, FlatParameters
+from flowrl.policies.models import FullyConnectedNetwork
+from flowrl.policies.schedules import value_at
+
+BOX = spaces.Box(-1, 1, (3,), np.float32)
+
+
+class Regress(TorchPolicy):
+    """Learns values; for testing what every TorchPolicy does."""
+
+    def loss(self, batch):
+        inputs, values = self.model(batch["obs"])
+        vf_loss = ((values - batch["rewards"]) ** 2).mean()
+        self.stats["vf_loss"] = vf_loss
+        return vf_loss + 0.0 * inputs.sum()
+
+
+def make_policy(**config):
+    return Regress(BOX, spaces.Discrete(2), {"seed": 1, "model": {"fcnet_hiddens": [8]}, **config})
+
+
+def rows(n=32, seed=0):
+    rng = np.random.default_rng(seed)
+    return SampleBatch(
+        obs=rng.standard_normal((n, 3)).astype(np.float32),
+        rewards=rng.standard_normal(n).astype(np.float32),
+    )
+
+
+@pytest.mark.parametrize("activation", ["tanh", "relu", "silu"])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("space", [BOX, spaces.Discrete(4, start=2), spaces.Box(0, 9, (2, 2))])
+def test_acting_in_numpy_is_the_torch_forward(activation, shared, space):
+    config = ModelConfig(fcnet_hiddens=[8, 6], fcnet_activation=activation, vf_share_layers=shared)
+    net = FullyConnectedNetwork(space, 4, config, True, np.random.default_rng(0))
+    observations = np.stack([space.sample() for _ in range(5)])
+    outputs, values = net(torch.from_numpy(observations))
+    assert outputs.shape == (5, 4)
+    assert net.has_numpy == (activation != "silu")
+    if net.has_numpy:
+        fast_outputs, fast_values = net.forward_numpy(observations)
+        np.testing.assert_allclose(fast_outputs, outputs.detach(), atol=1e-6)
+        np.testing.assert_allclose(fast_values, values.detach(), atol=1e-6)
+        np.testing.assert_allclose(net.values_numpy(observations), fast_values, atol=1e-6)
+
+
+def test_initialisation_is_orthogonal():
+    net = FullyConnectedNetwork(BOX, 2, ModelConfig(), False, np.random.default_rng(0))
+    weight = net.hidden[1].weight.detach().double()
+    torch.testing.assert_close(weight @ weight.T, 2.0 * torch.eye(64).double(), atol=1e-5, rtol=0)
+    assert abs(float(net.policy_head.weight.detach().norm(dim=1)[0]) - 0.01) < 1e-6
+    assert float(net.policy_head.bias.detach().abs().sum()) == 0
+
+
+def test_unfit_spaces_are_named():
+    with pytest.raises(ValueError, match="no model for the observation space"):
+        Regress(spaces.MultiBinary(2), spaces.Discrete(2), {})
+
+
+@pytest.mark.parametrize("eps", [1e-8, 1e-5])
+def test_adam_is_torchs(eps):
+    torch.manual_seed(0)
+    ours, theirs = torch.nn.Linear(5, 3), torch.nn.Linear(5, 3)
+    theirs.load_state_dict(ours.state_dict())
+    flat = FlatParameters(ours)
+    fast, slow = FlatAdam(flat, 1e-2, eps=eps), torch.optim.Adam(theirs.parameters(), 1e-2, eps=eps)
+    for _ in range(30):
+        x = torch.randn(4, 5)
+        flat.take_gradient((ours(x) ** 2).sum())
+        fast.step()
+        slow.zero_grad()
+        (theirs(x) ** 2).sum().backward()
+        slow.step()
+    torch.testing.assert_close(ours.weight, theirs.weight, rtol=1e-5, atol=1e-6)
+
+
+def test_an_update_is_that_of_plain_torch():
+    policy, batch = make_policy(grad_clip=0.1, lr=0.01), rows()
+    net = make_policy().model
+    adam = torch.optim.Adam(net.parameters(), 0.01, eps=policy.config.adam_epsilon)
+    for _ in range(5):
+        policy.learn_on_batch(batch)
+        adam.zero_grad()
+        _, values = net(torch.from_numpy(batch["obs"]))
+        ((values - torch.from_numpy(batch["rewards"])) ** 2).mean().backward()
+        for parameter in net.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        adam.step()
+    for (name, own), other in zip(policy.get_weights().items(), net.parameters(), strict=True):
+        np.testing.assert_allclose(own, other.detach(), atol=1e-6, err_msg=name)
+
+
+def test_gradients_computed_apart_are_the_same_update():
+    one, two, batch = make_policy(), make_policy(), rows()
+    before = one.get_weights()
+    gradient, stats = one.compute_gradients(batch)
+    np.testing.assert_array_equal(
+        before["value_head.weight"], one.get_weights()["value_head.weight"]
+    )
+    assert stats == two.learn_on_batch(batch)
+    one.apply_gradients(gradient)
+    for name, own in one.get_weights().items():
+        np.testing.assert_array_equal(own, two.get_weights()[name])
+    with pytest.raises(ValueError, match="shape"):
+        one.apply_gradients(gradient[:3])
+
+
+def test_a_loss_that_is_not_finite_is_refused():
+    policy, batch = make_policy(), rows()
+    before = policy.get_weights()
+    with pytest.raises(FloatingPointError, match="vf_loss"):
+        policy.learn_on_batch(batch.with_columns(rewards=np.full(32, np.nan, np.float32)))
+    for name, own in policy.get_weights().items():
+        np.testing.assert_array_equal(own, before[name])
+
+
+def test_minibatches_cover_the_batch_every_pass():
+    seen = []
+
+    class Recorder(Regress):
+        def learn_on_batch(self, batch):
+            seen.append(batch["obs"][:, 0])
+            return super().learn_on_batch(batch)
+
+    policy = Recorder(BOX, spaces.Discrete(2), {"seed": 1})
+    policy.learn_on_minibatches(rows(10), num_sgd_iter=2, sgd_minibatch_size=4)
+    assert [len(s) for s in seen] == [4, 4, 2, 4, 4, 2]
+    for epoch in (seen[:3], seen[3:]):
+        assert sorted(np.concatenate(epoch)) == sorted(rows(10)["obs"][:, 0])
+    with pytest.raises(ValueError, match="sgd_minibatch_size=99"):
+        policy.learn_on_minibatches(rows(10), sgd_minibatch_size=99)
+
+
+def test_state_continues_exactly():
+    one = make_policy(normalize_observations=True)
+    one.observation_filter.fresh.update(rows()["obs"])
+    one.absorb_filters(one.take_fresh_filters())
+    one.learn_on_batch(rows())
+    two = make_policy(seed=9, normalize_observations=True)
+    two.set_state(one.get_state())
+    for policy in (one, two):
+        policy.learn_on_minibatches(rows(seed=3), 2, 8)
+    for name, own in one.get_weights().items():
+        np.testing.assert_array_equal(own, two.get_weights()[name])
+    a, b = (p.compute_actions(rows()["obs"])[0] for p in (one, two))
+    assert (a == b).all()
+
+
+def test_weights_of_another_network_are_refused():
+    policy = make_policy()
+    other = make_policy(model={"fcnet_hiddens": [9]}).get_weights()
+    with pytest.raises(ValueError, match=r"hidden.0.weight: has \(8, 3\), got \(9, 3\)"):
+        policy.set_weights(other)
+    with pytest.raises(ValueError, match="unknown"):
+        policy.set_weights({**policy.get_weights(), "odd": np.zeros(1)})
+
+
+def test_read_only_batches_are_learned_from():
+    batch = rows()
+    for column in batch.values():
+        column.setflags(write=False)
+    make_policy().learn_on_batch(batch)
+
+
+def test_actions_reach_the_bounds():
+    box = spaces.Box(np.array([-2.0, 0.0]), np.array([2.0, 10.0]), dtype=np.float32)
+    policy = Regress(BOX, box, {"seed": 1})
+    given = np.array([[-1.0, 1.0], [0.0, 0.0], [5.0, -5.0]], np.float32)
+    assert policy.actions_for_env(given).tolist() == [[-2, 10], [0, 5], [2, 0]]
+    plain = Regress(BOX, box, {"normalize_actions": False})
+    assert plain.actions_for_env(given).tolist() == [[-1, 1], [0, 0], [2, 0]]
+
+
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=6), st.integers(0, 1000))
+def test_merged_statistics_are_those_of_all_rows(sizes, seed):
+    rng = np.random.default_rng(seed)
+    parts = [rng.standard_normal((n, 2)) * 3 + 5 for n in sizes]
+    merged = RunningMeanStd((2,))
+    for part in parts:
+        own = RunningMeanStd((2,))
+        own.update(part)
+        merged.merge(own)
+    everything = np.concatenate(parts)
+    assert merged.count == len(everything)
+    if len(everything) > 1:
+        np.testing.assert_allclose(merged.mean, everything.mean(0))
+        np.testing.assert_allclose(merged.std, everything.std(0))
+
+
+def test_observation_filter_changes_between_fragments_only():
+    normalize = ObservationFilter((2,))
+    data = np.array([[1.0, 10.0], [3.0, 30.0]])
+    normalize.fresh.update(data)
+    assert normalize(data)[0, 0] == 1.0
+    normalize.absorb(normalize.take_fresh())
+    np.testing.assert_allclose(normalize(data), [[-1, -1], [1, 1]], atol=1e-5)
+    assert normalize(np.array([[1e9, 0.0]]))[0, 0] == 10.0
+
+
+def test_reward_scaler_divides_by_the_deviation_of_returns():
+    scale, rewards = RewardScaler(0.5), np.array([[2.0], [4.0], [6.0]], np.float32)
+    dones = np.array([[False], [True], [False]])
+    sums = np.array([2.0, 5.0, 6.0])
+    np.testing.assert_allclose(scale(rewards, dones)[:, 0], rewards[:, 0] / sums.std(), rtol=1e-5)
+
+
+def test_schedules():
+    points = [(10, 1.0), (20, 0.0)]
+    assert [value_at(points, t) for t in (0, 10, 15, 20, 99)] == [1, 1, 0.5, 0, 0]
+    policy = make_policy(lr=[(0, 1e-2), (100, 0.0)])
+    policy.on_global_var_update({"timestep": 50})
+    assert policy.optimizer.param_groups[0]["lr"] == pytest.approx(5e-3)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"lrr": 1}, "unknown setting 'lrr'. Did you mean 'lr'"),
+        ({"gamma": 2}, "gamma: .*less than or equal to 1.*got 2"),
+        ({"lr": -1}, "lr: .*not negative"),
+        ({"lr": "fast"}, "lr: "),
+        ({"lr": [(5, 1.0), (5, 0.0)]}, "rising"),
+        ({"model": {"fcnet_hidden": [3]}}, "fcnet_hidden.*fcnet_hiddens"),
+        ({"model": {"fcnet_activation": "tan"}}, "'tanh'"),
+        ({"grad_clip": 0}, "grad_clip"),
+        ({"seed": -1}, "seed"),
+        ({"num_sgd_iter": 0}, "num_sgd_iter"),
+    ],
+)
+def test_bad_settings(given, message):
+    with pytest.raises(ConfigError, match=message):
+        PolicyConfig(**given)
+
+
+def test_settings_read_as_a_mapping():
+    config = PolicyConfig(gamma=0.5)
+    assert config["gamma"] == 0.5
+    assert dict(config.items())["gamma"] == 0.5
+    assert "gamma" in config
+    assert config.get("nope", 1) == 1
+    with pytest.raises(KeyError, match="Did you mean 'gamma'"):
+        config["gama"]
+    with pytest.raises(ConfigError, match="gamma"):
+        config.gamma = 7

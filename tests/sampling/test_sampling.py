@@ -1,0 +1,228 @@
+"""Fragments: what every column says, at ends, cuts and resets, in every way to step."""
+
+from functools import partial
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowrl.data import SampleBatch
+from flowrl.policies import ConfigError
+from flowrl.sampling import RolloutWorker, WorkerSet, register_env
+
+from .fakes import CountEnv, ObservedValue
+
+
+def worker(length=3, fragment=7, envs=1, creator=None, **config):
+    return RolloutWorker(
+        creator or (lambda context: CountEnv(length, **context)),
+        ObservedValue,
+        {"num_envs_per_worker": envs, "rollout_fragment_length": fragment, **config},
+    )
+
+
+def check_rows(batch, length):
+    """Every row's columns against the environment's rules."""
+    for row in batch.rows():
+        episode, step = row["obs"]
+        end = step + 1 == length
+        assert row["t"] == step
+        assert row["rewards"] == step + 1
+        assert row["new_obs"].tolist() == [episode, step + 1]
+        assert row["terminateds"] == (end and episode % 2 == 0)
+        assert row["truncateds"] == (end and episode % 2 == 1)
+        expected = 0.0 if row["terminateds"] else 100 * episode + step + 1
+        assert row["next_values"] == expected, row
+
+
+@given(st.integers(1, 5), st.integers(1, 9), st.integers(1, 3))
+@settings(max_examples=40, deadline=None)
+def test_fragments_are_one_long_run(length, fragment, envs):
+    w = worker(length, fragment, envs)
+    fragments = [w.sample() for _ in range(4)]
+    unrolls = set()
+    for batch in fragments:
+        assert batch.count == fragment * envs
+        check_rows(batch, length)
+        new = set(batch["unroll_id"].tolist())
+        assert not new & unrolls
+        unrolls |= new
+    joined = SampleBatch.concat_samples(fragments)
+    for env in range(envs):
+        own = joined.take_rows(np.flatnonzero(joined["env_id"] == env))
+        steps = own["obs"][:, 0] * length + own["obs"][:, 1]
+        assert steps.tolist() == list(range(4 * fragment))
+        episodes = own.split_by_episode()
+        assert all(set(e["obs"][:, 0]) == {i} for i, e in enumerate(episodes))
+    assert len(set(joined["eps_id"])) == len(set(zip(joined["env_id"], joined["obs"][:, 0])))  # noqa: B905
+    finished = w.get_metrics()
+    assert len(finished) == envs * (4 * fragment // length)
+    assert all(e == (length * (length + 1) / 2, length) for e in finished)
+    assert w.get_metrics() == []
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+@pytest.mark.parametrize("envs", [1, 3])
+def test_autoreset_modes_give_the_same_episodes(mode, envs):
+    def creator(context):
+        # gymnasium keeps the final observation by reference in SAME_STEP mode
+        makers = [partial(CountEnv, 3 + i, reuse=False) for i in range(envs)]
+        return SyncVectorEnv(makers, autoreset_mode=mode)
+
+    foreign = worker(fragment=24, envs=envs, creator=creator)
+    batches = [foreign.sample() for _ in range(2)]
+    skipped = mode is AutoresetMode.NEXT_STEP
+    assert (batches[0].count < 24 * envs) == skipped
+    joined = SampleBatch.concat_samples(batches)
+    for env in range(envs):
+        check_rows(joined.take_rows(np.flatnonzero(joined["env_id"] == env)), 3 + env)
+    tags = foreign.reply_tags()
+    assert tags["env_steps"] == joined.count
+    assert all(e[1] in range(3, 3 + envs) for e in tags["episodes"])
+
+
+@pytest.mark.parametrize("mode", ["sync", "vector_entry_point"])
+def test_gymnasium_vectorises(mode):
+    w = RolloutWorker(
+        "CartPole-v1",
+        ObservedValue,
+        {"num_envs_per_worker": 4, "vectorization_mode": mode, "rollout_fragment_length": 50},
+    )
+    batch = w.sample()
+    assert 150 < batch.count < 200
+    assert (batch["rewards"] == 1).all()
+
+
+def test_a_vector_env_that_hides_its_mode_is_refused():
+    class Silent(SyncVectorEnv):
+        metadata = {}
+
+        def __init__(self):
+            super().__init__([CountEnv])
+            self.metadata = {}
+
+    with pytest.raises(ConfigError, match="autoreset_mode"):
+        worker(creator=lambda context: Silent())
+
+
+def test_batches_do_not_share_memory_with_later_ones():
+    w = worker()
+    first = w.sample()
+    kept = first.copy()
+    w.sample()
+    for name in first:
+        assert (first[name] == kept[name]).all(), name
+
+
+def test_infos_on_demand():
+    batch = worker(collect_infos=True, envs=2).sample()
+    assert [info["n"] for info in batch["infos"]] == (batch["t"] + 1).tolist()
+    assert "infos" not in worker().sample()
+
+
+@pytest.mark.parametrize("error", [ValueError, StopIteration])
+def test_an_env_error_says_where_and_the_worker_goes_on(error):
+    w = worker(env_config={"fail_at": (1, 2), "fail_with": error})
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        w.sample()
+    cause = caught.value if error is ValueError else caught.value.__cause__
+    notes = " ".join(cause.__notes__)
+    assert "sub-environment 0" in notes
+    assert "step 4" in notes
+    assert "worker 0" in notes
+    again = w.sample()
+    check_rows(again, 3)
+    assert again["t"][0] == 0
+
+
+def test_nothing_is_stepped_before_the_first_sample():
+    env = CountEnv()
+    w = worker(creator=lambda context: env)
+    assert env.episode == -1
+    w.sample()
+    assert env.episode >= 0
+
+
+def test_the_creator_hears_where_the_environment_is_for():
+    seen = []
+
+    def creator(context):
+        seen.append((context.worker_index, context.vector_index, context["x"]))
+        return CountEnv()
+
+    RolloutWorker(
+        creator, ObservedValue, {"num_envs_per_worker": 2, "env_config": {"x": 1}}
+    ).sample()
+    assert seen == [(0, 0, 1), (0, 1, 1)]
+
+
+def test_environments_by_name():
+    register_env("count-env", lambda context: CountEnv(**context))
+    batch = worker(creator="count-env", env_config={"length": 2}).sample()
+    check_rows(batch, 2)
+    check_rows(worker(creator=CountEnv, env_config={"length": 2}).sample(), 2)
+    with pytest.raises(ConfigError, match="Did you mean 'CartPole-v1'"):
+        worker(creator="CartPol-v1")
+    with pytest.raises(ConfigError, match="creator"):
+        register_env("x", 3)
+    with pytest.raises(ConfigError, match="not a gymnasium Env"):
+        worker(creator=lambda context: 5)
+
+
+def test_observations_that_do_not_fit_the_space():
+    class Wrong(CountEnv):
+        observation_space = gym.spaces.Box(-1, 1, (5,), np.float32)
+
+    with pytest.raises(ConfigError, match="does not fit the space"):
+        worker(creator=lambda context: Wrong()).sample()
+
+
+def test_worker_set_is_a_description_until_asked():
+    made = []
+
+    def creator(context):
+        made.append(1)
+        return CountEnv()
+
+    workers = WorkerSet(creator, ObservedValue, num_workers=0)
+    workers.parallel_iterator().gather_sync()
+    assert not made
+    workers.local_worker()
+    assert made
+    with pytest.raises(ConfigError, match="num_workers"):
+        WorkerSet(creator, ObservedValue, num_workers=-1)
+
+
+def test_standalone_workers(ray_session):
+    """The founding example: sample on actors, learn here, send the weights as one object."""
+    env = CountEnv()
+    policy = ObservedValue(env.observation_space, env.action_space, {})
+    workers = WorkerSet(policy_class=ObservedValue, env_creator=lambda c: CountEnv(), num_workers=3)
+    for rounds in (1, 2):
+        batch = SampleBatch.concat_samples(
+            ray_session.get([w.sample.remote() for w in workers.remote_workers()])
+        )
+        assert batch.count == 600
+        assert len(set(batch["eps_id"])) == 3 * (66 + rounds)  # a third of an episode goes on
+        policy.learn_on_batch(batch)
+        weights = ray_session.put({"default_policy": policy.get_weights()})
+        for w in workers.remote_workers():
+            w.set_weights.remote(weights)
+    assert workers.foreach_worker(lambda w: w.worker_index) == [0, 1, 2, 3]
+    versions = workers.foreach_worker(lambda w: w.policy.version)
+    assert versions == [0, 2, 2, 2]
+    workers.sync_weights()
+    assert workers.foreach_worker(lambda w: w.policy.version) == [0, 0, 0, 0]
+    workers.stop()
+
+
+def test_weights_travel_once():
+    workers = WorkerSet("CartPole-v1", ObservedValue, num_workers=2)
+    assert workers.weights_for(0) is not None
+    assert workers.weights_for(0) is None
+    workers.local_worker().policy.version += 1
+    assert workers.weights_for(0) is not None
+    workers.num_workers = 0
