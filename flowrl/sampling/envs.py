@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
 from flowrl.policies.config import ConfigError, nearest
 from flowrl.seeding import derive_seed
@@ -218,8 +218,10 @@ class VectorStepper:
         self._resetting: np.ndarray = np.zeros(self.num_envs, bool)
 
     def reset(self, observations: np.ndarray) -> None:
-        seeds: Any = [derive_seed(self._seed, "env", i) for i in range(self.num_envs)]
-        observations[:], _ = self.env.reset(seed=None if self._seed is None else seeds)
+        seed: Any = derive_seed(self._seed, "env")
+        if self._seed is not None and isinstance(self.env, (SyncVectorEnv, AsyncVectorEnv)):
+            seed = [derive_seed(self._seed, "env", i) for i in range(self.num_envs)]
+        observations[:], _ = self.env.reset(seed=seed)
         self._seed = None
         self._resetting[:] = False
 
@@ -295,8 +297,9 @@ def make_stepper(
         return VectorStepper(vector, seed)
     if vectorization_mode in ("sync", "async"):
         makers = [partial(make, i) for i in range(num_envs)]
-        vector_class: Any = {"sync": gym.vector.SyncVectorEnv, "async": gym.vector.AsyncVectorEnv}
-        return VectorStepper(vector_class[vectorization_mode](makers), seed)
+        if vectorization_mode == "sync":
+            return VectorStepper(SyncVectorEnv(makers), seed)
+        return VectorStepper(AsyncVectorEnv(makers), seed)
     first = make(0)
     if isinstance(first, VectorEnv):
         return VectorStepper(first, seed)

@@ -89,7 +89,12 @@ def test_gymnasium_vectorises(mode):
     w = RolloutWorker(
         "CartPole-v1",
         ObservedValue,
-        {"num_envs_per_worker": 4, "vectorization_mode": mode, "rollout_fragment_length": 50},
+        {
+            "seed": 1,
+            "num_envs_per_worker": 4,
+            "vectorization_mode": mode,
+            "rollout_fragment_length": 50,
+        },
     )
     batch = w.sample()
     assert 150 < batch.count < 200

@@ -1,0 +1,255 @@
+"""PPO on CartPole-v1: flowrl, a plain single file, Stable-Baselines3, in turn, matched settings.
+
+8 environments x 500 steps, minibatch 128, 10 epochs, 2x64 tanh, lr 3e-4, gamma .99, lambda .95,
+clip .2. Two figures: env steps per second over 10 batches, and seconds from the first training
+call until the mean return of the last 100 episodes is 475. Medians over the seeds.
+
+    python benchmarks/train_ppo.py [--seeds 3] [--no-sb3]
+
+The single file is the plain way: SyncVectorEnv, torch.distributions, Adam, one forward for both
+networks per update. Stable-Baselines3 runs in an environment of its own (.peers/).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ[variable] = "1"
+
+import numpy as np
+
+BATCH, ENVS, MINIBATCH, EPOCHS = 4000, 8, 128, 10
+LR, GAMMA, LAMBDA, CLIP, GOAL, LIMIT = 3e-4, 0.99, 0.95, 0.2, 475.0, 300_000
+
+
+def flowrl_run(seed: int, batches: int | None) -> dict[str, float]:
+    """`batches` train batches, or until the goal."""
+    from flowrl.algorithms.ppo import PPOConfig
+
+    config = PPOConfig(
+        env="CartPole-v1",
+        num_envs_per_worker=ENVS,
+        train_batch_size=BATCH,
+        sgd_minibatch_size=MINIBATCH,
+        num_sgd_iter=EPOCHS,
+        lr=LR,
+        gamma=GAMMA,
+        lambda_=LAMBDA,
+        clip_param=CLIP,
+        seed=seed,
+    )
+    algorithm = config.build()
+    started = time.perf_counter()
+    while True:
+        result = algorithm.train()
+        steps, mean = result["timesteps_total"], result["episode_reward_mean"]
+        full = result["episodes_in_window"] >= 100
+        if _ended(steps, mean if full else 0.0, batches):
+            return {"seconds": time.perf_counter() - started, "steps": steps, "mean": mean}
+
+
+def _ended(steps: int, mean: float, batches: int | None) -> bool:
+    if batches is not None:
+        return steps >= batches * BATCH
+    return mean >= GOAL or steps >= LIMIT
+
+
+def single_file_run(seed: int, batches: int | None) -> dict[str, float]:
+    """PPO in one function, the plain way."""
+    import gymnasium as gym
+    import torch
+    from torch import nn
+    from torch.distributions import Categorical
+
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+
+    def layer(i: int, o: int, gain: float) -> nn.Linear:
+        linear = nn.Linear(i, o)
+        nn.init.orthogonal_(linear.weight, gain)
+        nn.init.zeros_(linear.bias)
+        return linear
+
+    def network(outputs: int, gain: float) -> nn.Sequential:
+        root = 2**0.5
+        return nn.Sequential(
+            layer(4, 64, root), nn.Tanh(), layer(64, 64, root), nn.Tanh(), layer(64, outputs, gain)
+        )
+
+    actor, critic = network(2, 0.01), network(1, 1.0)
+    parameters = [*actor.parameters(), *critic.parameters()]
+    adam = torch.optim.Adam(parameters, lr=LR, eps=1e-5)
+    make = lambda: gym.make("CartPole-v1", disable_env_checker=True)  # noqa: E731
+    mode = gym.vector.AutoresetMode.SAME_STEP
+    env = gym.vector.SyncVectorEnv([make] * ENVS, autoreset_mode=mode)
+    horizon = BATCH // ENVS
+    obs = torch.zeros(horizon, ENVS, 4)
+    actions, logps, rewards, values, dones = (torch.zeros(horizon, ENVS) for _ in range(5))
+    observation, _ = env.reset(seed=seed)
+    running, returns, steps = np.zeros(ENVS), deque(maxlen=100), 0
+    started = time.perf_counter()
+    while True:
+        for t in range(horizon):
+            obs[t] = torch.from_numpy(observation)
+            with torch.no_grad():
+                dist = Categorical(logits=actor(obs[t]))
+                action = dist.sample()
+                actions[t], logps[t] = action, dist.log_prob(action)
+                values[t] = critic(obs[t])[:, 0]
+            observation, reward, terminated, truncated, info = env.step(action.numpy())
+            running += reward
+            done = terminated | truncated
+            rewards[t] = torch.from_numpy(reward)
+            if done.any():
+                for i in np.flatnonzero(done):
+                    returns.append(running[i])
+                    running[i] = 0.0
+                    if truncated[i] and not terminated[i]:
+                        with torch.no_grad():
+                            final = torch.from_numpy(info["final_obs"][i])
+                            rewards[t, i] += GAMMA * critic(final[None])[0, 0]
+            dones[t] = torch.from_numpy(done.astype(np.float32))
+        steps += BATCH
+        with torch.no_grad():
+            following = critic(torch.from_numpy(observation))[:, 0]
+        advantages = torch.zeros_like(rewards)
+        last = torch.zeros(ENVS)
+        for t in reversed(range(horizon)):
+            delta = rewards[t] + GAMMA * following * (1 - dones[t]) - values[t]
+            last = delta + GAMMA * LAMBDA * (1 - dones[t]) * last
+            advantages[t], following = last, values[t]
+        flat = (
+            obs.reshape(-1, 4),
+            actions.reshape(-1),
+            logps.reshape(-1),
+            advantages.reshape(-1),
+            (advantages + values).reshape(-1),
+        )
+        for _ in range(EPOCHS):
+            order = torch.randperm(BATCH)
+            for start in range(0, BATCH, MINIBATCH):
+                o, a, old, adv, target = (x[order[start : start + MINIBATCH]] for x in flat)
+                dist = Categorical(logits=actor(o))
+                ratio = (dist.log_prob(a) - old).exp()
+                adv = (adv - adv.mean()) / (adv.std() + 1e-8)
+                policy_loss = -torch.min(adv * ratio, adv * ratio.clamp(1 - CLIP, 1 + CLIP)).mean()
+                value_loss = ((critic(o)[:, 0] - target) ** 2).mean()
+                loss = policy_loss + 0.5 * value_loss
+                adam.zero_grad()
+                loss.backward()
+                nn.utils.clip_grad_norm_(parameters, 0.5)
+                adam.step()
+        mean = float(np.mean(returns)) if len(returns) == 100 else 0.0
+        if _ended(steps, mean, batches):
+            return {"seconds": time.perf_counter() - started, "steps": steps, "mean": mean}
+
+
+def sb3_run(seed: int, batches: int | None) -> dict[str, float]:
+    """Stable-Baselines3 with the same settings; runs inside its own environment."""
+    import torch
+    from stable_baselines3 import PPO
+    from stable_baselines3.common.callbacks import BaseCallback
+    from stable_baselines3.common.env_util import make_vec_env
+
+    torch.set_num_threads(1)
+
+    class Until(BaseCallback):
+        def _on_step(self) -> bool:
+            return True
+
+        def _on_rollout_start(self) -> None:
+            buffer = self.model.ep_info_buffer or []
+            self.mean = float(np.mean([e["r"] for e in buffer])) if len(buffer) == 100 else 0.0
+
+    until = Until()
+    model = PPO(
+        "MlpPolicy",
+        make_vec_env("CartPole-v1", ENVS, seed=seed),
+        learning_rate=LR,
+        n_steps=BATCH // ENVS,
+        batch_size=MINIBATCH,
+        n_epochs=EPOCHS,
+        gamma=GAMMA,
+        gae_lambda=LAMBDA,
+        clip_range=CLIP,
+        ent_coef=0.0,
+        vf_coef=0.5,
+        seed=seed,
+        device="cpu",
+    )
+    started = time.perf_counter()
+    steps = 0
+    while True:
+        model.learn(BATCH, callback=until, reset_num_timesteps=steps == 0)
+        steps += BATCH
+        buffer = model.ep_info_buffer
+        mean = float(np.mean([e["r"] for e in buffer])) if len(buffer) == 100 else 0.0
+        if _ended(steps, mean, batches):
+            return {"seconds": time.perf_counter() - started, "steps": steps, "mean": mean}
+
+
+RUNS = {"flowrl": flowrl_run, "single file": single_file_run, "sb3": sb3_run}
+
+
+def in_process_of_its_own(python: str, name: str, seed: int, batches: int | None) -> Any:
+    """Each run starts fresh, so that none profits from another's warm caches."""
+    command = [python, __file__, "--one", name, "--seed", str(seed), "--batches", str(batches or 0)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--no-sb3", action="store_true")
+    parser.add_argument("--sb3-python", help="an interpreter that has Stable-Baselines3 already")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--batches", type=int, default=0, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(RUNS[options.one](options.seed, options.batches or None)))
+        return
+    pythons = {"flowrl": sys.executable, "single file": sys.executable}
+    if not options.no_sb3:
+        sys.path.insert(0, str(Path(__file__).parent))
+        from peer_env import peer_python
+
+        pythons["sb3"] = options.sb3_python or str(
+            peer_python("sb3", "stable-baselines3==2.9.2", "gymnasium==1.2.2")
+        )
+    speed: dict[str, list[float]] = {name: [] for name in pythons}
+    seconds: dict[str, list[float]] = {name: [] for name in pythons}
+    steps: dict[str, list[float]] = {name: [] for name in pythons}
+    for seed in range(options.seeds):
+        for name, python in pythons.items():
+            told = in_process_of_its_own(python, name, seed, 10)
+            speed[name].append(told["steps"] / told["seconds"])
+        for name, python in pythons.items():
+            told = in_process_of_its_own(python, name, seed, None)
+            reached = told["mean"] >= GOAL
+            seconds[name].append(told["seconds"] if reached else float("inf"))
+            steps[name].append(told["steps"])
+    print("| | env steps/s | flowrl is × | seconds to 475 | flowrl takes × | env steps to 475 |")
+    print("|---|---:|---:|---:|---:|---:|")
+    for name in pythons:
+        print(
+            f"| {name} | {np.median(speed[name]):,.0f} "
+            f"| {np.median(speed['flowrl']) / np.median(speed[name]):.2f} "
+            f"| {np.median(seconds[name]):.1f} "
+            f"| {np.median(seconds['flowrl']) / np.median(seconds[name]):.2f} "
+            f"| {np.median(steps[name]):,.0f} |"
+        )
+
+
+if __name__ == "__main__":
+    main()
