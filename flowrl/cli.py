@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 something failed, 2 wrong usage, 130 interrupted.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import sys
@@ -134,6 +135,13 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--stop-time-s", type=_positive(float), help="seconds")
 
 
+def _mapping(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"a JSON object is needed, got {text}")
+    return value
+
+
 def _stop_rules(options: argparse.Namespace) -> Any:
     from flowrl.training import Stop
 
@@ -164,7 +172,11 @@ def _parse_settings(plan: str, defaults: Any, flags: list[str]) -> tuple[Any, An
     parser = argparse.ArgumentParser(prog=f"flowrl train {plan}", add_help=False)
     _run_options(parser)
     parser.add_argument("--run-dir", type=Path, help="where to write (default: runs/…)")
+    parser.add_argument("--env", help="environment: an id or a registered name")
+    parser.add_argument("--env-config", type=_mapping, help="JSON object given to its creator")
     options, rest = parser.parse_known_args(flags)
+    given = {k: v for k in ("env", "env_config") if (v := getattr(options, k)) is not None}
+    defaults = defaults.updated(**given) if given else defaults
     if "-h" in rest or "--help" in rest:
         print(parser.format_help())
     return options, settings_from_flags(defaults, rest, f"flowrl train {plan}", vars(options))

@@ -1,0 +1,64 @@
+"""What the README shows, runs."""
+
+import re
+import shlex
+from pathlib import Path
+
+import flowrl.ops
+from flowrl.cli import main
+from flowrl.iter import LocalIterator, ParallelIterator
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def test_the_plan_is_a_plan(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_plan.py").write_text(PYTHON[0])
+    assert main(["train", "my_plan.py", "--stop-iters", "2", "--run-dir", "r"]) == 0
+    assert "reached: 2 iterations" in capsys.readouterr().out
+
+
+def test_print_operators_and_laziness(capsys):
+    code, last = PYTHON[1].split("algo.train()")
+    names = {}
+    exec(code, names)
+    said = capsys.readouterr().out
+    assert "I saw" not in said
+    assert "for_each(debug_print)" in said
+    exec("algo.train()" + last, names)
+    assert capsys.readouterr().out == "I saw <class 'flowrl.data.sample_batch.SampleBatch'>\n"
+
+
+def test_from_python(capsys):
+    exec(PYTHON[2], {})
+    assert "'timesteps_total': 4000" in capsys.readouterr().out
+
+
+def test_commands(tmp_path, monkeypatch, capsys, ray_session):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_plan.py").write_text(PYTHON[0])
+    commands = re.findall(r"^\| `(flowrl [^`]*)`", README, re.MULTILINE)
+    assert len(commands) == 9
+    runs = [c for c in commands if c.startswith("flowrl train") and "--resume" not in c]
+    for number, command in enumerate(runs):
+        short = ["--stop-iters", "2", "--run-dir", f"run{number}"]
+        assert main([*shlex.split(command)[1:], *short]) == 0, command
+    for command in commands:
+        if command not in runs:
+            words = shlex.split(command.replace("RUN_DIR", "run0").replace(" 100", " 2"))[1:]
+            extra = ["--stop-iters", "3"] if "--resume" in words else []
+            assert main([*words, *extra]) == 0, command
+
+
+def test_the_operator_table_is_complete():
+    table = README.split("## Operators")[1].split("Streams have")[0]
+    named = set(re.findall(r"`([A-Z]\w+)\(", table))
+    public = {name for name in flowrl.ops.__all__ if name[0].isupper()}
+    assert named == public
+
+
+def test_the_stream_methods_exist():
+    words = README.split("Streams have")[1].split("An exception")[0]
+    for name in re.findall(r"`(\w+)", words):
+        assert hasattr(LocalIterator, name) or hasattr(ParallelIterator, name), name
