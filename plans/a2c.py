@@ -3,7 +3,13 @@
 from flowrl.algorithms.a2c import A2CConfig
 from flowrl.ops import ConcatBatches, ParallelRollouts, StandardMetricsReporting, TrainOneStep
 
-config = A2CConfig(env="CartPole-v1", num_envs_per_worker=8, train_batch_size=128, lr=1e-3)
+config = A2CConfig(
+    env="CartPole-v1",
+    num_envs_per_worker=8,
+    train_batch_size=64,
+    gamma=0.98,
+    lr=[(0, 1e-3), (300_000, 1e-4)],
+)
 
 
 def execution_plan(workers, config):

@@ -31,3 +31,29 @@ def test_ppo_cartpole_two_workers(seed, ray_session):
     steps, told = steps_to("ppo", 475, 75_000, seed=seed, num_workers=2, num_envs_per_worker=4)
     assert steps <= 75_000
     assert told["episode_reward_mean"] >= 475
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_ppo_acrobot(seed):
+    steps, _ = steps_to("ppo", -100, 300_000, env="Acrobot-v1", seed=seed)
+    assert steps <= 300_000
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_ppo_pendulum(seed):
+    settings = {
+        "env": "Pendulum-v1",
+        "gamma": 0.9,
+        "lr": 1e-3,
+        "clip_param": 0.2,
+        "normalize_observations": True,
+        "normalize_rewards": True,
+    }
+    steps, _ = steps_to("ppo", -400, 300_000, seed=seed, **settings)
+    assert steps <= 300_000
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a2c_cartpole(seed):
+    steps, _ = steps_to("a2c", 450, 500_000, seed=seed)
+    assert steps <= 500_000
