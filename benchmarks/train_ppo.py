@@ -234,11 +234,13 @@ def main() -> None:
         for name, python in pythons.items():
             told = in_process_of_its_own(python, name, seed, 10)
             speed[name].append(told["steps"] / told["seconds"])
+            print(f"# seed {seed}, {name}: {speed[name][-1]:,.0f} env steps/s", flush=True)
         for name, python in pythons.items():
             told = in_process_of_its_own(python, name, seed, None)
             reached = told["mean"] >= GOAL
             seconds[name].append(told["seconds"] if reached else float("inf"))
             steps[name].append(told["steps"])
+            print(f"# seed {seed}, {name}: {told}", flush=True)
     print("| | env steps/s | flowrl is × | seconds to 475 | flowrl takes × | env steps to 475 |")
     print("|---|---:|---:|---:|---:|---:|")
     for name in pythons:

@@ -196,7 +196,9 @@ def _resume(given: list[str]) -> int:
 
 
 def _config_of_run(saved: dict[str, Any]) -> tuple[Any, str]:
-    plan = saved["plan"]
+    plan = saved.get("plan")
+    if not isinstance(plan, str):
+        raise ConfigError("config.json names no plan")
     _, defaults = _load(plan)
     return defaults.updated(**saved), plan
 

@@ -17,6 +17,8 @@ from typing import Any
 
 from flowrl.policies.config import ConfigError
 
+_CODE = "code"  # marks a setting that was code: the plan file has it
+
 
 def flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """`a/b/c` -> leaf for every scalar of a nested dict."""
@@ -28,14 +30,15 @@ def flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """A setting as JSON: code becomes its import path."""
+    """A setting as JSON; of code only where it was defined."""
     if hasattr(value, "items"):
         return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(inner) for inner in value]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    return f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', repr(value))}"
+    place = f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', repr(value))}"
+    return {_CODE: place}
 
 
 class RunDirectory:
@@ -119,12 +122,16 @@ def default_run_dir(plan: str, env: Any) -> Path:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The settings of a run.
+    """The settings of a run, but those that were code.
 
     Raises:
-        ConfigError: this is no run directory, or its environment is code.
+        ConfigError: this is no run directory, or config.json was damaged.
     """
     file = path / "config.json"
     if not file.is_file():
         raise ConfigError(f"{path} is no run directory: it has no config.json")
-    return json.loads(file.read_text())
+    try:
+        saved = json.loads(file.read_text())
+        return {k: v for k, v in saved.items() if not (isinstance(v, dict) and set(v) == {_CODE})}
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(f"{file}: not the settings of a run ({error})") from error

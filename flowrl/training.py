@@ -66,8 +66,9 @@ def train(
     resume: bool = False,
 ) -> int:
     """Train until a stop rule holds; returns the exit code. Leaves a checkpoint, come what may."""
-    config = config.updated(plan=plan)
+    config = config.updated(plan=str(Path(plan).resolve()) if plan.endswith(".py") else plan)
     algorithm = config.build()
+    algorithm.workers.local_worker()  # an environment that does not fit shows before any file
     stop = stop.with_defaults(config.env)
     run = RunDirectory(run_dir or default_run_dir(plan, config.env), resume)
     try:

@@ -144,6 +144,95 @@ def test_an_operator_that_raises(capsys, tmp_path):
     assert "SampleBatch of 128 rows" in err
 
 
+OWN_ENV = '''"""A2C on an environment that the plan file makes."""
+import gymnasium as gym
+import numpy as np
+from flowrl.algorithms.a2c import A2CConfig
+from flowrl.ops import ParallelRollouts, StandardMetricsReporting, TrainOneStep
+
+
+class Short(gym.Env):
+    observation_space = gym.spaces.Box(0, 9, (1,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+    fails = False
+
+    def reset(self, *, seed=None, options=None):
+        self.steps = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        self.steps += 1
+        if self.fails and self.steps == 3:
+            raise OSError("the simulator is gone")
+        return np.full(1, self.steps, np.float32), 1.0, self.steps == 5, False, {}
+
+
+config = A2CConfig(env=lambda context: Short(), train_batch_size=20)
+
+
+def execution_plan(workers, config):
+    train = ParallelRollouts(workers).for_each(TrainOneStep(workers))
+    return StandardMetricsReporting(train, workers, config)
+'''
+
+
+def test_a_plan_that_makes_its_environment(capsys, tmp_path, monkeypatch):
+    (tmp_path / "own.py").write_text(OWN_ENV)
+    assert run(capsys, "train", "own.py", "--stop-iters", "2", "--run-dir", "r")[0] == 0
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    code, out, _ = run(capsys, "evaluate", "../r", "--episodes", "4")
+    assert code == 0
+    assert "mean return 5.0" in out
+    assert run(capsys, "train", "--resume", "../r", "--stop-iters", "3")[0] == 0
+
+
+def test_an_env_that_raises_shows_its_own_traceback(capsys, tmp_path):
+    (tmp_path / "own.py").write_text(OWN_ENV.replace("fails = False", "fails = True"))
+    code, _, err = run(capsys, "train", "own.py", "--run-dir", "r")
+    assert code == 1
+    assert "OSError: the simulator is gone" in err
+    assert 'raise OSError("the simulator is gone")' in err
+    for place in ("sub-environment 0", "step 2 of a fragment", "worker 0", "ParallelRollouts"):
+        assert place in err
+    assert "flowrl/iter" not in err
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            "gym.spaces.Box(0, 9, (1,), np.float32)",
+            "gym.spaces.Dict()",
+            "no model for the observation space",
+        ),
+        ("gym.spaces.Discrete(2)", "gym.spaces.MultiBinary(2)", "no action distribution"),
+        ("env=lambda context: Short()", "env=lambda context: 3", "not a gymnasium Env"),
+        ("config = A2CConfig(", "settings = A2CConfig(", "has no `config`"),
+        ("def execution_plan", "def plan", "no function execution_plan"),
+        ("def execution_plan", "def execution_plan(", "line"),
+    ],
+)
+def test_plans_and_environments_that_do_not_fit(capsys, tmp_path, old, new, message):
+    (tmp_path / "own.py").write_text(OWN_ENV.replace(old, new))
+    code, _, err = run(capsys, "train", "own.py", "--run-dir", "r")
+    assert code == 2
+    assert message in err
+    assert "Traceback" not in err
+    assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize("name", ["config.json", "checkpoint/state.json"])
+def test_a_damaged_run_is_refused(capsys, tmp_path, name):
+    run(capsys, "train", "ppo", "--run-dir", "r", *SHORT)
+    (tmp_path / "r" / name).write_text("{")
+    for command in (["evaluate", "r"], ["train", "--resume", "r"]):
+        code, _, err = run(capsys, *command)
+        assert code in (1, 2)
+        assert name.split("/")[-1] in err
+        assert "Traceback" not in err
+
+
 def test_a_run_directory_in_use_is_refused(capsys):
     assert run(capsys, "train", "ppo", "--run-dir", "r", *SHORT)[0] == 0
     code, _, err = run(capsys, "train", "ppo", "--run-dir", "r", *SHORT)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import sys
+import traceback
 from pathlib import Path
 from types import ModuleType
 
@@ -60,7 +61,15 @@ def load_plan(plan: str) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except ConfigError:
+        raise
+    except Exception as error:
+        # the user's own file: its own last frame says more than flowrl's way to it
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        line = getattr(error, "lineno", None) or where.lineno
+        raise ConfigError(f"plan: {path}, line {line}: {type(error).__name__}: {error}") from error
     if not callable(getattr(module, "execution_plan", None)):
         raise ConfigError(f"plan: {path} has no function execution_plan(workers, config)")
     return module

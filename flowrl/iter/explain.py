@@ -26,9 +26,9 @@ def explain(stage: Stage) -> str:
 
     def draw(node: Stage, first: str, rest: str) -> None:
         if id(node) in seen:
-            lines.append(f"{first}{node.label()}  (the same as line {seen[id(node)]})")
+            lines.append(f"{first}{node.shown()}  (the same as line {seen[id(node)]})")
             return
-        lines.append(f"{first}{node.label()}")
+        lines.append(f"{first}{node.shown()}")
         seen[id(node)] = len(lines)
         if len(node.parents) == 1:
             draw(node.parents[0], rest + "└─ ", rest + "   ")
@@ -47,13 +47,13 @@ def path_to(root: Stage, target: Stage) -> str:
 
     def search(node: Stage) -> list[str] | None:
         if node is target:
-            return [node.label()]
+            return [node.shown()]
         for index, parent in enumerate(node.parents):
             found = search(parent)
             if found is not None:
-                own = f"{node.label()}[{index}]" if len(node.parents) > 1 else node.label()
+                own = f"{node.shown()}[{index}]" if len(node.parents) > 1 else node.shown()
                 return [own, *found]
         return None
 
     found = search(root)
-    return " › ".join(found if found is not None else [target.label()])
+    return " › ".join(found if found is not None else [target.shown()])

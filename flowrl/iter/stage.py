@@ -85,6 +85,7 @@ class Stage:
         self.items = 0
         self.line = chained_at()
         self.owner: object | None = None
+        self.title: str | None = None  # set by an operator that is made of several stages
 
     def pull(self, block: bool) -> Any:
         """The next item, NOT_READY, or StopIteration.
@@ -106,6 +107,10 @@ class Stage:
     def label(self) -> str:
         """What `explain()` prints for this stage."""
         return self.kind
+
+    def shown(self) -> str:
+        """The title if it has one, else the label."""
+        return self.title or self.label()
 
     def operator(self) -> Any:
         """The operator whose state is this stage's, if it has one."""

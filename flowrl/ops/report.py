@@ -37,6 +37,7 @@ class StandardMetricsReporting(LocalIterator[Result]):
         collect = CollectMetrics(workers, config.get("metrics_num_episodes_for_smoothing", 100))
         reports = train_op.filter(due).for_each(collect)
         super().__init__(reports.stage, "StandardMetricsReporting")
+        self.stage.title = self.name
 
 
 class ReportDue:

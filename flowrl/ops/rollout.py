@@ -53,7 +53,8 @@ class ParallelRollouts(LocalIterator[Any]):
         else:
             raise ValueError(f'mode must be "bulk_sync", "async" or "raw", got {mode!r}')
         counted = gathered.zip_with_source().for_each(CountRollouts(workers))
-        super().__init__(counted.stage, f"ParallelRollouts({mode})")
+        super().__init__(counted.stage, f"ParallelRollouts(mode={mode!r})")
+        self.stage.title = self.name
 
 
 class CountRollouts:

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from gymnasium import spaces
 
+from flowrl.policies.config import ConfigError
+
 _LOG_2PI = math.log(2 * math.pi)
 
 
@@ -140,13 +142,13 @@ def distribution_for(space: spaces.Space) -> type[ActionDistribution]:
     """The distribution class for an action space.
 
     Raises:
-        ValueError: no distribution for this space.
+        ConfigError: no distribution for this space.
     """
     if isinstance(space, spaces.Discrete):
         return Categorical
     if isinstance(space, spaces.Box) and len(space.shape) == 1:
         return DiagGaussian
-    raise ValueError(
+    raise ConfigError(
         f"no action distribution for the action space {space}: Discrete and one-dimensional Box "
         "spaces are supported"
     )

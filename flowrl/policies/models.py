@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from gymnasium import spaces
 from torch import nn
 
-from flowrl.policies.config import ModelConfig
+from flowrl.policies.config import ConfigError, ModelConfig
 
 Layer = tuple[nn.Parameter, nn.Parameter]
 
@@ -37,13 +37,13 @@ def feature_size(space: spaces.Space) -> int:
     """Features that one observation of `space` gives to a fully connected network.
 
     Raises:
-        ValueError: the space is no Box and no Discrete.
+        ConfigError: the space is no Box and no Discrete.
     """
     if isinstance(space, spaces.Discrete):
         return int(space.n)
     if isinstance(space, spaces.Box):
         return int(np.prod(space.shape))
-    raise ValueError(
+    raise ConfigError(
         f"no model for the observation space {space}: Box and Discrete spaces are supported "
         "(flatten others with gymnasium.wrappers.FlattenObservation)"
     )

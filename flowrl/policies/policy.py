@@ -9,7 +9,7 @@ import numpy as np
 from gymnasium import spaces
 
 from flowrl.data import SampleBatch
-from flowrl.policies.config import PolicyConfig
+from flowrl.policies.config import ConfigError, PolicyConfig
 from flowrl.policies.filters import ObservationFilter, RewardScaler
 from flowrl.seeding import random_stream, restore_stream, stream_state
 
@@ -47,7 +47,7 @@ class Policy:
         self.reward_scaler: RewardScaler | None = None
         if self.config.normalize_observations:
             if not isinstance(observation_space, spaces.Box):
-                raise ValueError(
+                raise ConfigError(
                     f"normalize_observations needs a Box observation space, got {observation_space}"
                 )
             self.observation_filter = ObservationFilter(observation_space.shape)
