@@ -194,26 +194,23 @@ def evaluate_policy(
 ) -> list[EpisodeMetrics]:
     """Play whole episodes with frozen filters; the first ones of every environment count."""
     assert config.env is not None
-    envs = min(num_envs, episodes)
     settings = config.updated(
-        num_envs_per_worker=envs,
+        num_envs_per_worker=min(num_envs, episodes),
         seed=derive_seed(config.seed, "evaluation"),
         rollout_fragment_length=64,
         normalize_rewards=False,
         collect_infos=False,
     )
     worker = RolloutWorker(config.env, _player(policy, explore), settings)
+    envs = worker.num_envs
     share = [episodes // envs + (i < episodes % envs) for i in range(envs)]
     finished: list[EpisodeMetrics] = []
     try:
         while any(share):
-            batch = worker.sample()
-            ended = np.flatnonzero(batch["dones"])
-            order = ended[np.lexsort((batch["env_id"][ended], ended % 64))]
-            for row, episode in zip(order, worker.get_metrics(), strict=True):
-                env = int(batch["env_id"][row])
-                if share[env]:
-                    share[env] -= 1
+            worker.sample()
+            for episode in worker.get_metrics():
+                if share[episode.env_id]:
+                    share[episode.env_id] -= 1
                     finished.append(episode)
     finally:
         worker.stop()

@@ -132,16 +132,24 @@ class LocalIterator(Generic[T]):
         """Claim every stage: a stream read twice would give each reader half of the items."""
         stages = list(_explain.walk(self.stage))
         readers = Counter(parent for stage in stages for parent in stage.parents)
-        for stage in stages:
-            taken = stage.owner is not None and stage.owner is not self
-            if (taken or readers[stage] > 1) and not isinstance(stage, Tee):
-                raise RuntimeError(
-                    f"{stage.label()} (chained at {stage.line}) has two consumers, so each would "
-                    "miss the other's items: split the stream with duplicate() first"
-                )
-        for stage in stages:
-            stage.owner = self
+        self._claim(self.stage, self, readers)
         self._started = True
+
+    def _claim(self, stage: Stage, owner: object, readers: Counter[Stage]) -> None:
+        """Take a stage and those before it; a duplicated stream belongs to its `duplicate`."""
+        if isinstance(stage, Tee):
+            if stage.owner is None:
+                stage.owner = stage
+                self._claim(stage.parents[0], stage, readers)
+            return
+        if stage.owner not in (None, owner) or readers[stage] > 1:
+            raise RuntimeError(
+                f"{stage.shown()} (chained at {stage.line}) has two consumers, so each would "
+                "miss the other's items: split the stream with duplicate() first"
+            )
+        stage.owner = owner
+        for parent in stage.parents:
+            self._claim(parent, owner, readers)
 
     def __iter__(self) -> Iterator[T]:
         return self

@@ -245,9 +245,6 @@ class ParallelIterator(Generic[T]):
         shards = self._make_shards(self._steps)
         return self._gathered(GatherAsync(shards, self.name, num_async), ".gather_async()")
 
-    def num_shards(self) -> int:
-        return len(self._make_shards(self._steps))
-
     def take(self, n: int) -> list[T]:
         """The first n items of `gather_sync()`."""
         with self.gather_sync() as stream:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -79,7 +80,7 @@ class CollectMetrics:
 
     def __init__(self, workers: WorkerSet, window: int = 100):
         self._workers = workers
-        self._window: deque[tuple[float, int]] = deque(maxlen=window)
+        self._window: deque[Sequence[float]] = deque(maxlen=window)
         self._episodes_total = 0
         self._last: dict[str, int] = {}
 
@@ -160,7 +161,7 @@ class CollectMetrics:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._window.extend((float(r), int(n)) for r, n in state["window"])
+        self._window.extend(state["window"])
         self._episodes_total = state["episodes_total"]
         self._last = dict(state["last"])
 

@@ -20,10 +20,11 @@ IDS_PER_WORKER = 1 << 40  # episode and unroll ids of different workers never me
 
 
 class EpisodeMetrics(NamedTuple):
-    """A finished episode: sum of unscaled rewards, env steps."""
+    """A finished episode: sum of unscaled rewards, env steps, which of the worker's envs."""
 
     episode_return: float
     episode_length: int
+    env_id: int
 
 
 class ColumnarCollector:
@@ -233,7 +234,7 @@ class ColumnarCollector:
         before = -self._carried_return
         for t, i in zip(*np.nonzero(dones), strict=True):
             episode_return = float(totals[t, i] - before[i])
-            self.episodes.append(EpisodeMetrics(episode_return, int(steps_done[t, i])))
+            self.episodes.append(EpisodeMetrics(episode_return, int(steps_done[t, i]), int(i)))
             before[i] = totals[t, i]
         self._carried_return = totals[-1] - before
 

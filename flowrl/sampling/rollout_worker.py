@@ -88,6 +88,11 @@ class RolloutWorker:
         self._reported_steps = 0
 
     @property
+    def num_envs(self) -> int:
+        """Environments that this worker steps together."""
+        return self._stepper.num_envs
+
+    @property
     def policy(self) -> Policy:
         """The default policy."""
         return self.policy_map[DEFAULT_POLICY_ID]

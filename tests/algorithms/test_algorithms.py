@@ -300,6 +300,10 @@ def test_evaluation_is_fair_and_changes_nothing():
         assert told["episodes"] == 7
         assert told["episode_reward_mean"] == told["episode_len_mean"]
         assert algorithm.evaluate(episodes=7, num_envs=3) == told
+        algorithm.config = algorithm.config.updated(vectorization_mode="sync")
+        foreign = algorithm.evaluate(episodes=7, num_envs=3)
+        assert foreign["episodes"] == 7
+        assert foreign["episode_reward_mean"] == foreign["episode_len_mean"]
         assert json.dumps(algorithm.get_policy().filter_state(), default=str) == before
         with pytest.raises(ConfigError, match="episodes"):
             algorithm.evaluate(episodes=0)

@@ -70,6 +70,13 @@ def test_duplicate_gives_every_child_everything():
     assert list(a.union(b.for_each(lambda x: -x))) == [1, -1, 2, -2, 3, -3]
 
 
+def test_children_may_be_pulled_by_hand():
+    a, b = stream(1, 2, 3).duplicate(2)
+    assert [next(a), next(b), next(a), next(b)] == [1, 1, 2, 2]
+    c, d = stream(1, 2, 3, 4).duplicate(2, max_buffered=3)
+    assert c.take(3) == d.take(3) == [1, 2, 3]
+
+
 def test_a_child_that_nobody_pulls_is_reported():
     a, _ = stream(1, 2, 3).duplicate(2)
     assert next(a) == 1
