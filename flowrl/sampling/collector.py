@@ -27,6 +27,15 @@ class EpisodeMetrics(NamedTuple):
     env_id: int
 
 
+class Ends(NamedTuple):
+    """The episodes that ended in a fragment: at which step [k], in which environment [k], and
+    their final observations [k, …]."""
+
+    steps: np.ndarray
+    envs: np.ndarray
+    final: np.ndarray
+
+
 class ColumnarCollector:
     """Collects fragments of `length` steps of every environment of a stepper.
 
@@ -108,14 +117,14 @@ class ColumnarCollector:
         self.timings["sample_s"] += time.perf_counter() - started
         return batch
 
-    def _roll(self) -> tuple[dict[tuple[int, int], Any], np.ndarray | None, list[Any]]:
-        """Act and step T times; returns final observations, real rows, infos."""
+    def _roll(self) -> tuple[Ends, np.ndarray | None, list[Any]]:
+        """Act and step T times; returns the ends of episodes, real rows, infos."""
         raw, obs, policy, stepper = self._raw, self._obs, self.policy, self.stepper
         rewards, terminateds, truncateds = self._rewards, self._terminateds, self._truncateds
         terminateds[:] = False
         truncateds[:] = False
         normalize = policy.observation_filter
-        final: dict[tuple[int, int], Any] = {}
+        ends: list[tuple[int, Any, Any]] = []
         real: np.ndarray | None = None
         infos: list[Any] = []
         stepping = 0.0
@@ -139,8 +148,8 @@ class ColumnarCollector:
                 error.add_note(f"at step {t} of a fragment, {self.env_steps} env steps sampled")
                 raise
             stepping += clock() - before
-            for i, observation in step.final:
-                final[t, i] = observation
+            if len(step.ended):
+                ends.append((t, step.ended, step.final))
             if len(step.skipped):
                 real = np.ones(rewards.shape, bool) if real is None else real
                 real[t, step.skipped] = False
@@ -150,7 +159,16 @@ class ColumnarCollector:
             obs[-1] = normalize(raw[-1])
         self.timings["env_step_s"] += stepping
         self.timings["inference_s"] += clock() - began - stepping
-        return final, real, infos
+        return self._joined(ends), real, infos
+
+    def _joined(self, ends: list[tuple[int, Any, Any]]) -> Ends:
+        steps = [np.full(len(envs), t) for t, envs, _ in ends]
+        none = np.zeros(0, np.int64)
+        return Ends(
+            np.concatenate([none, *steps]),
+            np.concatenate([none, *(envs for _, envs, _ in ends)]),
+            np.concatenate([self._raw[:0, 0], *(np.asarray(final) for _, _, final in ends)]),
+        )
 
     def _allocate(self, actions: np.ndarray, extra: dict[str, np.ndarray]) -> None:
         for name, value in {"actions": actions, **extra}.items():
@@ -158,15 +176,13 @@ class ColumnarCollector:
             if have is None or have.shape[1:] != value.shape or have.dtype != value.dtype:
                 self._extra[name] = np.empty((self.length, *value.shape), value.dtype)
 
-    def _finish(
-        self, final: dict[tuple[int, int], Any], real: np.ndarray | None, infos: list[Any]
-    ) -> SampleBatch:
+    def _finish(self, ends: Ends, real: np.ndarray | None, infos: list[Any]) -> SampleBatch:
         """Derive the remaining columns and put the rows environment by environment."""
         policy = self.policy
         if policy.observation_filter is not None:
             seen = self._raw[1:] if real is None else self._raw[1:][real]
             policy.observation_filter.fresh.update(seen.reshape(-1, *self._raw.shape[2:]))
-            final = {k: policy.observation_filter(v[None])[0] for k, v in final.items()}
+            ends = ends._replace(final=policy.observation_filter(ends.final))
         dones = self._terminateds | self._truncateds
         steps_done = self._derive_steps(dones, real)
         self._record_episodes(dones, steps_done)
@@ -182,21 +198,19 @@ class ColumnarCollector:
         if policy.reward_scaler is not None:
             columns["rewards"] = policy.reward_scaler(self._rewards, dones)
         if "vf_preds" in columns:
-            following = {"next_values": self._next_values(final), "dones": dones}
+            following = {"next_values": self._next_values(ends), "dones": dones}
             columns.update(policy.postprocess_fragment({**columns, **following}))
         else:
             columns.update(policy.postprocess_fragment({**columns, "dones": dones}))
-        rows = {name: _by_env(column) for name, column in columns.items()}
-        rows["new_obs"] = _by_env(self._obs[1:])
-        for (t, i), observation in final.items():
-            rows["new_obs"][i * self.length + t] = observation
+        after = self._obs[1:].copy()
+        after[ends.steps, ends.envs] = ends.final
+        columns["new_obs"] = after
+        order = None if real is None else _order_by_env(real)
+        rows = {name: _by_env(column, order) for name, column in columns.items()}
         if self._collect_infos:
-            rows["infos"] = np.array(
-                [step[i] if step else {} for i in range(self.stepper.num_envs) for step in infos],
-                dtype=object,
-            )
-        batch = SampleBatch._of(rows)
-        return batch if real is None else batch.take_rows(np.flatnonzero(_by_env(real)))
+            told = np.array([step or [{}] * dones.shape[1] for step in infos], dtype=object)
+            rows["infos"] = _by_env(told, order)
+        return SampleBatch._of(rows)
 
     def _derive_steps(self, dones: np.ndarray, real: np.ndarray | None) -> np.ndarray:
         """Env steps that each row's episode has with it, [T, N], from 1."""
@@ -231,31 +245,45 @@ class ColumnarCollector:
 
     def _record_episodes(self, dones: np.ndarray, steps_done: np.ndarray) -> None:
         totals = np.cumsum(self._rewards, 0, dtype=np.float64)
-        before = -self._carried_return
-        for t, i in zip(*np.nonzero(dones), strict=True):
-            episode_return = float(totals[t, i] - before[i])
-            self.episodes.append(EpisodeMetrics(episode_return, int(steps_done[t, i]), int(i)))
-            before[i] = totals[t, i]
-        self._carried_return = totals[-1] - before
+        envs, steps = np.nonzero(dones.T)
+        at_end = totals[steps, envs]
+        before = np.empty_like(at_end)
+        before[1:] = at_end[:-1]
+        first = np.ones(len(envs), bool)
+        first[1:] = envs[1:] != envs[:-1]
+        before[first] = -self._carried_return[envs[first]]
+        self._carried_return += totals[-1]
+        last = np.ones(len(envs), bool)
+        last[:-1] = first[1:]
+        self._carried_return[envs[last]] = totals[-1, envs[last]] - at_end[last]
+        order = np.argsort(steps, kind="stable")  # as they ended, not environment by environment
+        returns = (at_end - before)[order].tolist()
+        lengths = steps_done[steps, envs][order].tolist()
+        self.episodes += map(EpisodeMetrics, returns, lengths, envs[order].tolist())
 
-    def _next_values(self, final: dict[tuple[int, int], Any]) -> np.ndarray:
+    def _next_values(self, ends: Ends) -> np.ndarray:
         """Value of the state that each step led to, [T, N]; 0 where it terminated."""
         values = self._extra["vf_preds"]
         following = np.empty_like(values)
         following[:-1] = values[1:]
-        last = self.policy.compute_values(self._obs[-1])
-        assert last is not None
-        following[-1] = last
-        cut = [key for key in final if not self._terminateds[key]]
-        if cut:
-            ends = self.policy.compute_values(np.stack([final[key] for key in cut]))
-            assert ends is not None
-            for key, value in zip(cut, ends, strict=True):
-                following[key] = value
+        following[-1] = self.policy.compute_values(self._obs[-1])
+        cut = ~self._terminateds[ends.steps, ends.envs]
+        if cut.any():
+            final_values = self.policy.compute_values(ends.final[cut])
+            following[ends.steps[cut], ends.envs[cut]] = final_values
         following[self._terminateds] = 0.0
         return following
 
 
-def _by_env(column: np.ndarray) -> np.ndarray:
-    """[T, N, …] -> a new array [N * T, …], environment by environment."""
+def _by_env(column: np.ndarray, order: np.ndarray | None) -> np.ndarray:
+    """[T, N, …] -> a new array [rows, …], environment by environment: all rows, or those at
+    `order` of the rows [T * N]."""
+    if order is not None:
+        return column.reshape(-1, *column.shape[2:])[order]
     return np.swapaxes(column, 0, 1).copy(order="C").reshape(-1, *column.shape[2:])
+
+
+def _order_by_env(real: np.ndarray) -> np.ndarray:
+    """Where the real rows [T, N] are among T * N time-major rows, environment by environment."""
+    envs, steps = np.nonzero(real.T)
+    return steps * real.shape[1] + envs

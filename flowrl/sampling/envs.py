@@ -8,7 +8,7 @@ to act on next, the final observation of every episode that ended, and which row
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, Protocol
 
@@ -120,16 +120,18 @@ class Stepper(Protocol):
 class Step:
     """What a step says besides the arrays.
 
-    final: (env index, observation) for every episode that ended.
+    ended: indices of the environments whose episode ended.
+    final: their final observations.
     skipped: env indices whose row is no step but a reset.
     infos: one dict per environment.
     """
 
-    __slots__ = ("final", "infos", "skipped")
+    __slots__ = ("ended", "final", "infos", "skipped")
 
     def __init__(self) -> None:
-        self.final: list[tuple[int, Any]] = []
-        self.skipped: Sequence[int] = ()
+        self.ended: Any = []
+        self.final: Any = []
+        self.skipped: Any = ()
         self.infos: list[dict[str, Any]] = []
 
 
@@ -170,7 +172,7 @@ class DirectStepper:
         truncateds: np.ndarray,
     ) -> Step:
         result = Step()
-        infos = result.infos
+        infos, ended, final = result.infos, [], []
         # Python scalars: environments check and use them faster than numpy's
         given = actions.tolist() if actions.ndim == 1 else actions
         i = 0
@@ -182,12 +184,14 @@ class DirectStepper:
                 if terminated or truncated:
                     terminateds[i] = terminated
                     truncateds[i] = truncated
-                    result.final.append((i, np.array(observation)))
+                    ended.append(i)
+                    final.append(np.array(observation))
                     observation, _ = env.reset()
                 observations[i] = observation
         except Exception as error:
             error.add_note(f"raised by sub-environment {i}")
             raise
+        result.ended, result.final = ended, final
         return result
 
     def close(self) -> None:
@@ -236,17 +240,15 @@ class VectorStepper:
         result = Step()
         after, rewards[:], terminateds[:], truncateds[:], infos = self.env.step(actions)
         done = terminateds | truncateds
-        ended = np.flatnonzero(done).tolist() if done.any() else []
-        if self.mode is AutoresetMode.SAME_STEP:
-            result.final = [(i, np.array(infos["final_obs"][i])) for i in ended]
-        else:
-            result.final = [(i, np.array(after[i])) for i in ended]
-        if self.mode is AutoresetMode.DISABLED and ended:
-            observations[:] = after
+        if done.any():
+            ended = result.ended = np.flatnonzero(done)
+            same_step = self.mode is AutoresetMode.SAME_STEP
+            result.final = [infos["final_obs"][i] for i in ended] if same_step else after[ended]
+        if self.mode is AutoresetMode.DISABLED and len(result.ended):
             after, _ = self.env.reset(options={"reset_mask": done})
         if self.mode is AutoresetMode.NEXT_STEP:
             if self._resetting.any():
-                result.skipped = np.flatnonzero(self._resetting).tolist()
+                result.skipped = np.flatnonzero(self._resetting)
             self._resetting = done
         observations[:] = after
         result.infos = [_info_of(infos, i) for i in range(self.num_envs)] if infos else []
