@@ -169,7 +169,9 @@ def _parse_settings(plan: str, defaults: Any, flags: list[str]) -> tuple[Any, An
     """
     from flowrl.settings_flags import settings_from_flags
 
-    parser = argparse.ArgumentParser(prog=f"flowrl train {plan}", add_help=False)
+    parser = argparse.ArgumentParser(
+        prog=f"flowrl train {plan}", add_help=False, allow_abbrev=False
+    )
     _run_options(parser)
     parser.add_argument("--run-dir", type=Path, help="where to write (default: runs/…)")
     parser.add_argument("--env", help="environment: an id or a registered name")

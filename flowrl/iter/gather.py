@@ -2,8 +2,8 @@
 
 Whoever serves the shards is a `Shards` object; a gather decides how many requests are in flight
 and in which order replies are handed over. A reply is tagged: an item, or the end of the shard,
-with what the worker says about it. A failed request raises an error that names the worker; the
-shard is asked again at the next pull.
+with what the worker says about it. A failed request raises an error that names the shard, which
+is asked again at the next pull.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Shards(Protocol):
 
 
 class Gather(Stage):
-    """Base of the gathers: asks, counts, names the worker in errors."""
+    """Base of the gathers: asks, counts, names the shard in errors."""
 
     kind = "gather"
 
@@ -82,11 +82,11 @@ class Gather(Stage):
 
     def _named(self, error: BaseException, index: int) -> BaseException:
         if isinstance(error, StopIteration):
-            error = RuntimeError(f"shard {index} raised StopIteration: {error!r}")
+            error = RuntimeError(f"shard {index} raised {error!r}")
         # what the shard's own stream noted stays; the plan's path starts here
         error._flowrl_stage, error._flowrl_noted = self, False  # type: ignore[attr-defined]
         error._flowrl_item = None  # type: ignore[attr-defined]
-        error.add_note(f"raised by worker {index} of {self.name}")
+        error.add_note(f"raised by shard {index} of {self.name}")
         return error
 
     def label(self) -> str:

@@ -1,4 +1,4 @@
-"""ParallelIterator in process and on actors: same items, same order, errors name the worker."""
+"""ParallelIterator in process and on actors: same items, same order, errors name the shard."""
 
 import pytest
 
@@ -35,7 +35,7 @@ def test_steps_run_in_the_shards(in_process):
         assert sorted(stream) == [1, 1, 2, 2, 3, 3]
 
 
-def test_an_error_names_the_worker_and_the_stream_goes_on(in_process):
+def test_an_error_names_the_shard_and_the_stream_goes_on(in_process):
     def bad(x):
         if x == 6:
             raise ValueError("six")
@@ -46,7 +46,7 @@ def test_an_error_names_the_worker_and_the_stream_goes_on(in_process):
         assert next(stream) == [0, 5]
         with pytest.raises(ValueError, match="six") as caught:
             next(stream)
-        assert "worker 1" in "".join(caught.value.__notes__)
+        assert "shard 1" in "".join(caught.value.__notes__)
         assert next(stream) == [1, 7]  # shard 0's item was kept, shard 1 asked again
         assert next(stream) == [2, 8]
 
