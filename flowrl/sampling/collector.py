@@ -279,7 +279,7 @@ def _by_env(column: np.ndarray, order: np.ndarray | None) -> np.ndarray:
     """[T, N, …] -> a new array [rows, …], environment by environment: all rows, or those at
     `order` of the rows [T * N]."""
     if order is not None:
-        return column.reshape(-1, *column.shape[2:])[order]
+        return column.reshape(-1, *column.shape[2:]).take(order, 0)
     return np.swapaxes(column, 0, 1).copy(order="C").reshape(-1, *column.shape[2:])
 
 
