@@ -12,6 +12,8 @@ class FlatParameters:
     """All parameters of a module in one vector, and their gradients in another.
 
     One optimizer call and one norm for the whole network, and weights that copy in one piece.
+    Matrices keep their shape but lie transposed, input by input: the products of the forward pass
+    then read them in order of memory.
     """
 
     def __init__(self, module: torch.nn.Module):
@@ -25,7 +27,9 @@ class FlatParameters:
         start = 0
         for parameter in self.parameters:
             end = start + parameter.numel()
-            piece = self.vector.data[start:end].view_as(parameter)
+            flat = self.vector.data[start:end]
+            matrix = parameter.dim() == 2
+            piece = flat.view(parameter.shape[::-1]).t() if matrix else flat.view_as(parameter)
             piece.copy_(parameter.data)
             parameter.data = piece
             start = end
@@ -34,7 +38,7 @@ class FlatParameters:
         """Put d loss / d parameters into `gradient`; a parameter that loss misses gets zeros."""
         gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
         pieces = [
-            torch.zeros(p.numel()) if g is None else g.reshape(-1)
+            torch.zeros(p.numel()) if g is None else (g.t() if g.dim() == 2 else g).reshape(-1)
             for g, p in zip(gradients, self.parameters, strict=True)
         ]
         torch.cat(pieces, out=self.gradient)

@@ -119,6 +119,8 @@ class FullyConnectedNetwork(nn.Module):
         def views(layers: list[Layer]) -> list[tuple[np.ndarray, np.ndarray]]:
             return [(w.detach().numpy().T, b.detach().numpy()) for w, b in layers]
 
+        self._scratch: list[np.ndarray] = []
+
         self._numpy = {
             "policy": views(self._policy_layers),
             "value": views(self._value_layers),
@@ -187,12 +189,15 @@ class FullyConnectedNetwork(nn.Module):
         return values[:, 0]
 
     def _run_numpy(self, hidden: np.ndarray, layers: list[Any]) -> np.ndarray:
+        """Activations of the last hidden layer, in memory that the next call writes over."""
         activation = self._numpy_activation
         assert activation is not None
-        for weight, bias in layers:
-            hidden = hidden @ weight
-            hidden += bias
-            activation(hidden, out=hidden)
+        if not self._scratch or len(self._scratch[0]) != len(hidden):
+            self._scratch = [np.empty((len(hidden), b.shape[0]), np.float32) for _, b in layers]
+        for (weight, bias), out in zip(layers, self._scratch, strict=True):
+            np.dot(hidden, weight, out)
+            out += bias
+            hidden = activation(out, out)
         return hidden
 
     def _features_numpy(self, observations: np.ndarray) -> np.ndarray:

@@ -7,6 +7,7 @@ ids, step numbers, returns, advantages) is computed for the whole fragment after
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +26,9 @@ class EpisodeMetrics(NamedTuple):
     episode_return: float
     episode_length: int
     env_id: int
+
+
+_episode = partial(tuple.__new__, EpisodeMetrics)  # EpisodeMetrics(*fields), three times as fast
 
 
 class Ends(NamedTuple):
@@ -80,6 +84,9 @@ class ColumnarCollector:
         self._terminateds = np.empty((steps, envs), bool)
         self._truncateds = np.empty((steps, envs), bool)
         self._extra: dict[str, np.ndarray] = {}
+        # glibc maps and unmaps large blocks anew each time, at a page fault per 4 KiB, until one
+        # larger has been freed: a fragment's columns then come from memory that is there already.
+        np.empty(16 << 20, np.uint8)
         self._episode_ids = np.zeros(envs, np.int64)
         self._carried_return = np.zeros(envs)
         self._carried_length = np.zeros(envs, np.int64)
@@ -259,7 +266,7 @@ class ColumnarCollector:
         order = np.argsort(steps, kind="stable")  # as they ended, not environment by environment
         returns = (at_end - before)[order].tolist()
         lengths = steps_done[steps, envs][order].tolist()
-        self.episodes += map(EpisodeMetrics, returns, lengths, envs[order].tolist())
+        self.episodes += map(_episode, zip(returns, lengths, envs[order].tolist(), strict=True))
 
     def _next_values(self, ends: Ends) -> np.ndarray:
         """Value of the state that each step led to, [T, N]; 0 where it terminated."""
@@ -279,11 +286,11 @@ def _by_env(column: np.ndarray, order: np.ndarray | None) -> np.ndarray:
     """[T, N, …] -> a new array [rows, …], environment by environment: all rows, or those at
     `order` of the rows [T * N]."""
     if order is not None:
-        return column.reshape(-1, *column.shape[2:]).take(order, 0)
+        # order is in range by construction: "clip" spares take its check
+        return column.reshape(-1, *column.shape[2:]).take(order, 0, mode="clip")
     return np.swapaxes(column, 0, 1).copy(order="C").reshape(-1, *column.shape[2:])
 
 
 def _order_by_env(real: np.ndarray) -> np.ndarray:
     """Where the real rows [T, N] are among T * N time-major rows, environment by environment."""
-    envs, steps = np.nonzero(real.T)
-    return steps * real.shape[1] + envs
+    return np.arange(real.size).reshape(real.shape).T[real.T]
