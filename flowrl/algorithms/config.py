@@ -7,7 +7,15 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, SkipValidation, model_validator
 
-from flowrl.policies.config import ConfigError, Count, Fraction, NotNegative, PolicyConfig, nearest
+from flowrl.policies.config import (
+    ConfigError,
+    Count,
+    Fraction,
+    NotNegative,
+    PolicyConfig,
+    Positive,
+    nearest,
+)
 from flowrl.sampling.envs import env_creator_for
 
 Env = str | type | Callable[..., Any]
@@ -55,6 +63,16 @@ class AlgorithmConfig(PolicyConfig):
     address: str | None = None
     """Address of a running Ray cluster ("auto" finds it); None starts Ray on this machine."""
 
+    recreate_failed_workers: bool = True
+    """Replace a worker whose process died or hangs; if not, the run goes on with the others after
+    one error."""
+    max_num_worker_restarts: int = Field(default=1000, ge=0)
+    """Of one worker; after that it has failed for good."""
+    delay_between_worker_restarts_s: NotNegative = 0.1
+    """Seconds until a dead worker is made again; doubled at each death in a row, up to 30."""
+    sample_timeout_s: Positive | None = None
+    """A worker that gives no fragment for so many seconds counts as hanging and is replaced."""
+
     min_time_s_per_iteration: NotNegative | None = None
     """Seconds between two reports, at least; None reports by steps alone, so that runs repeat."""
     min_sample_timesteps_per_iteration: int = Field(default=0, ge=0)
@@ -101,6 +119,11 @@ class AlgorithmConfig(PolicyConfig):
     def resources(self, **settings: Any) -> Self:
         """num_cpus_per_worker, address."""
         return self._set("resources", settings)
+
+    def fault_tolerance(self, **settings: Any) -> Self:
+        """recreate_failed_workers, max_num_worker_restarts, delay_between_worker_restarts_s,
+        sample_timeout_s."""
+        return self._set("fault_tolerance", settings)
 
     def reporting(self, **settings: Any) -> Self:
         """min_time_s_per_iteration, min_sample_timesteps_per_iteration,
@@ -165,6 +188,12 @@ _GROUPS: dict[str, set[str]] = {
     "multi_agent": {"count_steps_by"},
     "evaluation": {"evaluation_num_episodes"},
     "resources": {"num_cpus_per_worker", "address"},
+    "fault_tolerance": {
+        "recreate_failed_workers",
+        "max_num_worker_restarts",
+        "delay_between_worker_restarts_s",
+        "sample_timeout_s",
+    },
     "reporting": {
         "min_time_s_per_iteration",
         "min_sample_timesteps_per_iteration",

@@ -1,22 +1,25 @@
 """The engine: lazy streams and the stages that move items through them. Knows no RL.
 
-`stage.py` what a stage is, and the one-branch stages · `branches.py` union and duplicate ·
-`gather.py` from parallel shards to one stream · `local.py`, `parallel.py` the iterators that users
-chain · `metrics.py` the shared context · `waiting.py` where a plan waits · `explain.py` its
-picture.
+`stage.py` what a stage is · `linear.py`, `concurrent.py`, `branches.py`, `gather.py` the stages, by
+their number of parents and sources · `shards.py` who serves the shards · `local.py`, `parallel.py`
+the iterators that users chain · `errors.py` what happens when an operator raises · `waiting.py`
+where a plan waits · `metrics.py` the shared context · `clock.py` where the time goes ·
+`explain.py` the plan's picture · `isolate.py` one item for several readers.
 """
 
+from flowrl.iter.errors import Retry, ShardFailedError, Skip
+from flowrl.iter.gather import Recovery
 from flowrl.iter.local import LocalIterator
 from flowrl.iter.metrics import MetricsContext, Timer, metrics_scope
 from flowrl.iter.metrics import get_metrics as _get_shared_metrics
 from flowrl.iter.parallel import (
     ParallelIterator,
-    ParallelIteratorWorker,
     from_actors,
     from_items,
     from_iterators,
     from_range,
 )
+from flowrl.iter.shards import ParallelIteratorWorker
 from flowrl.iter.stage import NOT_READY, Source, Stage
 
 __all__ = [
@@ -25,6 +28,10 @@ __all__ = [
     "MetricsContext",
     "ParallelIterator",
     "ParallelIteratorWorker",
+    "Recovery",
+    "Retry",
+    "ShardFailedError",
+    "Skip",
     "Source",
     "Stage",
     "Timer",

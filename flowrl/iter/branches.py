@@ -1,30 +1,36 @@
 """Stages with several branches: union joins streams, duplicate splits one.
 
-Both pull their branches with `block=False` only, and wait, when they may, once for all of them.
+They pull their branches with `block=False` only: it is the end of the plan that waits, once for
+all of them.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
-from flowrl.iter.stage import NOT_READY, Source, Stage
-from flowrl.iter.waiting import wait_for_any
+from flowrl.iter.isolate import isolated
+from flowrl.iter.linear import Transform
+from flowrl.iter.stage import NOT_READY, Source, Stage, walk
 
 STAR_PULLS = 100  # items that a "*" branch may give in one turn before the others get theirs
+
+ONE = 1 - 1e-9  # ten times 0.1 falls short of 1 by rounding
+
+WhenFull = Literal["block", "drop_oldest", "drop_newest"]
 
 
 class Union(Stage):
     """Items of several branches.
 
-    Round-robin with weights gives branch i `weights[i]` items a turn: fractions accumulate, and
-    what a branch could not give because it was not ready stays owed to it. "*" gives all that is
-    ready. Without weights a turn takes whatever the branches have ready, one item each.
+    Ordered: branch i gives `weights[i]` items a turn, exactly. Fractions accumulate. A branch
+    that waits for something outside keeps its turn; one that only its siblings can move (they
+    share a `duplicate`) lends its turn and is owed it. "*" gives all that is ready.
+    Not ordered: a turn takes one item of whatever branch has one ready.
 
-    Args:
-        ordered: a branch whose turn it is and that may block is waited for, so that the output
-            order is deterministic.
+    Raises:
+        ValueError: wrong weights, or a `transform` in a branch that must be able to pause.
     """
 
     kind = "union"
@@ -35,24 +41,20 @@ class Union(Stage):
         weights: Sequence[float | str] | None = None,
         ordered: bool = False,
     ):
-        if len(branches) < 2:
-            raise ValueError(f"union needs at least 2 branches, got {len(branches)}")
+        if not branches:
+            raise ValueError("union needs at least one branch")
         if weights is not None:
-            if len(weights) != len(branches):
-                raise ValueError(
-                    f"round_robin_weights has {len(weights)} entries for {len(branches)} branches"
-                )
-            for weight in weights:
-                if weight != "*" and (isinstance(weight, str) or not weight > 0):
-                    raise ValueError(f"a round-robin weight is a number > 0 or '*', got {weight!r}")
-            if all(weight == "*" for weight in weights):
-                raise ValueError("round_robin_weights: at least one weight must be a number")
+            _check_weights(weights, len(branches))
         super().__init__(*branches)
         self._weights = list(weights) if weights is not None else [1.0] * len(branches)
         self._ordered = ordered or weights is not None
+        for index, branch in enumerate(branches):
+            if not self._ordered or self._weights[index] == "*":
+                _refuse_transform(branch, index)
         self._credit = [0.0] * len(branches)
         self._done = [False] * len(branches)
         self._turn = -1
+        self._expecting: int | None = None  # the branch that keeps its turn
         self._last: Stage | None = None
 
     def _next_turn(self) -> None:
@@ -65,49 +67,39 @@ class Union(Stage):
 
     def pull(self, block: bool) -> Any:
         idle = 0  # branches in a row that could not move
-        while not all(self._done):
+        left = self._done.count(False)
+        self._expecting = None
+        while left:
             turn = self._turn
-            if turn < 0 or self._done[turn] or self._credit[turn] < 1:
+            if turn < 0 or self._done[turn] or self._credit[turn] < ONE:
                 self._next_turn()
                 continue
             try:
-                item = self.parents[turn].pull(False)
+                item = self._pulls[turn](False)
             except StopIteration:
                 self._done[turn] = True
+                left -= 1
+                idle = 0
                 continue
             if item is not NOT_READY:
                 self._credit[turn] -= 1
                 self._last = self.parents[turn]
                 self.items += 1
                 return item
+            if self._ordered and self._weights[turn] != "*" and self.parents[turn].waits():
+                self._expecting = turn
+                return NOT_READY
             idle += 1
-            expected = self._expected()
-            if expected or idle >= self._done.count(False):
-                waits = expected or self.waits()
-                if not block or not waits:
-                    return NOT_READY
-                wait_for_any(waits)
-                idle = 0
-            if not expected:
-                if not self._ordered or self._weights[turn] == "*":
-                    self._credit[turn] = 0
-                self._next_turn()
+            if not self._ordered or self._weights[turn] == "*":
+                self._credit[turn] = 0
+            self._next_turn()
+            if idle >= left:
+                return NOT_READY
         raise StopIteration
 
-    def _expected(self) -> list[Any]:
-        """What the branch whose turn it is waits for, where its turn is not given away.
-
-        A branch that waits for nothing (its sibling in `duplicate` must move first) lends its
-        turn to the next one and is owed it.
-        """
-        if not self._ordered or self._weights[self._turn] == "*" or self._done[self._turn]:
-            return []
-        return self.parents[self._turn].waits()
-
     def waits(self) -> list[Any]:
-        expected = self._expected() if self._turn >= 0 else []
-        if expected:
-            return expected
+        if self._expecting is not None:
+            return self.parents[self._expecting].waits()
         return [
             wait
             for parent, done in zip(self.parents, self._done, strict=True)
@@ -125,35 +117,111 @@ class Union(Stage):
         return f"{self.kind}(round_robin_weights={self._weights})"
 
     def state_dict(self) -> dict[str, Any]:
-        return {"items": self.items, "credit": list(self._credit), "turn": self._turn}
+        return {
+            "items": self.items,
+            "credit": list(self._credit),
+            "turn": self._turn,
+            "done": list(self._done),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.items, self._credit, self._turn = state["items"], state["credit"], state["turn"]
+        self.items, self._turn = state["items"], state["turn"]
+        self._credit, self._done = list(state["credit"]), list(state["done"])
+
+
+def _check_weights(weights: Sequence[float | str], branches: int) -> None:
+    if len(weights) != branches:
+        raise ValueError(f"round_robin_weights has {len(weights)} entries for {branches} branches")
+    for weight in weights:
+        number = isinstance(weight, (int, float)) and 0 < weight < float("inf")
+        if weight != "*" and not number:
+            raise ValueError(f"a round-robin weight is a number > 0 or '*', got {weight!r}")
+    if all(weight == "*" for weight in weights):
+        raise ValueError("round_robin_weights: at least one weight must be a number")
+
+
+def _refuse_transform(branch: Stage, index: int) -> None:
+    """A transform's function cannot be paused: it would hold up the other branches."""
+    for stage in walk(branch):
+        if isinstance(stage, Transform) and stage.parents[0].can_wait():
+            raise ValueError(
+                f"branch {index} of an asynchronous union has {stage.label()} (chained at "
+                f"{stage.line}), whose function cannot pause while it waits for its next item "
+                "and would hold up the other branches: write it with for_each or combine, "
+                "apply it on the shards before the gather, or after the union"
+            )
 
 
 class Tee(Stage):
-    """The shared end of `duplicate(n)`: gives every item to n bounded buffers."""
+    """The shared end of `duplicate(n)`: gives every item to n bounded buffers.
+
+    Args:
+        n: children.
+        max_buffered: items that a child may lie ahead of the slowest.
+        when_full: per child, what happens to an item for which its buffer has no room: "block"
+            holds up the others, "drop_oldest" and "drop_newest" lose one, counted.
+    """
 
     kind = "duplicate"
 
-    def __init__(self, parent: Stage, n: int, max_buffered: int):
+    def __init__(self, parent: Stage, n: int, max_buffered: int, when_full: Sequence[WhenFull]):
+        if max_buffered < 1:
+            raise ValueError(f"duplicate: max_buffered must be at least 1, got {max_buffered}")
+        if len(when_full) != n:
+            raise ValueError(f"duplicate: when_full has {len(when_full)} entries for {n} children")
+        for policy in when_full:
+            if policy not in get_args(WhenFull):
+                raise ValueError(f"duplicate: when_full is one of {get_args(WhenFull)}: {policy!r}")
         super().__init__(parent)
         self.max_buffered = max_buffered
+        self.when_full = list(when_full)
         self.buffers: list[deque[tuple[Any, tuple[Source, ...]]]] = [deque() for _ in range(n)]
+        self.children: list[TeeChild] = []
+        self.dropped = [0] * n
+
+    def blocking(self) -> list[int]:
+        """Children whose full buffers hold up the stream."""
+        return [
+            index
+            for index, buffer in enumerate(self.buffers)
+            if len(buffer) >= self.max_buffered and self.when_full[index] == "block"
+        ]
 
     def pull(self, block: bool) -> Any:
         """Move one item from the parent into every buffer."""
-        if any(len(buffer) >= self.max_buffered for buffer in self.buffers):
+        if self.blocking():
             return NOT_READY
-        item = self.parents[0].pull(block)
-        if item is not NOT_READY:
-            self.items += 1
-            for buffer in self.buffers:
-                buffer.append((item, self.parents[0].sources))
+        item = self._pull_up(block)
+        if item is NOT_READY:
+            return item
+        self.items += 1
+        sources = self.parents[0].sources
+        for index, buffer in enumerate(self.buffers):
+            if len(buffer) >= self.max_buffered:
+                self.dropped[index] += 1
+                if self.when_full[index] == "drop_newest":
+                    continue
+                buffer.popleft()
+            buffer.append((isolated(item), sources))
         return item
 
     def label(self) -> str:
         return f"{self.kind}({len(self.buffers)})"
+
+    def numbers(self) -> dict[str, Any]:
+        queued = [len(buffer) for buffer in self.buffers]
+        return {"queued": queued, **({"dropped": self.dropped} if any(self.dropped) else {})}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "items": self.items,
+            "dropped": list(self.dropped),
+            "buffers": [[item for item, _ in buffer] for buffer in self.buffers],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.items, self.dropped = state["items"], list(state["dropped"])
+        self.buffers = [deque((item, ()) for item in items) for items in state["buffers"]]
 
 
 class TeeChild(Stage):
@@ -166,26 +234,29 @@ class TeeChild(Stage):
         self._tee = tee
         self._index = index
         self._sources: tuple[Source, ...] = ()
+        tee.children.append(self)
 
     def pull(self, block: bool) -> Any:
-        buffer = self._tee.buffers[self._index]
-        if not buffer and self._tee.pull(block) is NOT_READY:
-            if block and not self.waits():
-                full = [i for i, other in enumerate(self._tee.buffers) if other]
+        tee = self._tee
+        if not tee.buffers[self._index] and self._pull_up(block) is NOT_READY:
+            abandoned = [i for i in tee.blocking() if tee.children[i].owner is None]
+            if abandoned:
                 raise RuntimeError(
-                    f"child {self._index} of duplicate({len(self._tee.buffers)}) cannot move: "
-                    f"child {full} holds {self._tee.max_buffered} items that nobody takes. "
-                    "Consume all the children, for example with Concurrently([...]), or use fewer."
+                    f"child {self._index} of duplicate({len(tee.buffers)}), chained at "
+                    f"{tee.line}, cannot move: child {abandoned[0]} holds {tee.max_buffered} items "
+                    "and nobody takes them. Consume all the children, for example with "
+                    'Concurrently([...]), use fewer, or set when_full="drop_oldest"'
                 )
             return NOT_READY
-        item, self._sources = buffer.popleft()
+        item, self._sources = tee.buffers[self._index].popleft()
         self.items += 1
         return item
 
     def waits(self) -> list[Any]:
-        tee = self._tee
-        full = any(len(buffer) >= tee.max_buffered for buffer in tee.buffers)
-        return [] if full else tee.waits()
+        return [] if self._tee.blocking() else self._tee.waits()
+
+    def can_wait(self) -> bool:
+        return True
 
     @property
     def sources(self) -> tuple[Source, ...]:

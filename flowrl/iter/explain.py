@@ -1,25 +1,15 @@
-"""The plan as text, and the way from its end to one of its stages. Nothing runs."""
+"""The plan as text: a tree, a mermaid flowchart, JSON; and the way to one of its stages."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from typing import Any
 
-from flowrl.iter.stage import Stage
-
-
-def walk(stage: Stage) -> Iterator[Stage]:
-    """Every stage of the plan that ends in `stage`, each once, end first."""
-    seen: set[int] = set()
-    stack = [stage]
-    while stack:
-        node = stack.pop()
-        if id(node) not in seen:
-            seen.add(id(node))
-            yield node
-            stack.extend(reversed(node.parents))
+from flowrl.iter.clock import Clock
+from flowrl.iter.stage import Stage, walk
 
 
-def explain(stage: Stage) -> str:
+def tree(stage: Stage, clock: Clock | None = None) -> str:
     """An indented tree, the end of the plan first; a shared stage is drawn once."""
     lines: list[str] = []
     seen: dict[int, int] = {}
@@ -28,7 +18,7 @@ def explain(stage: Stage) -> str:
         if id(node) in seen:
             lines.append(f"{first}{node.shown()}  (the same as line {seen[id(node)]})")
             return
-        lines.append(f"{first}{node.shown()}")
+        lines.append(f"{first}{node.shown()}{_live(node, clock)}")
         seen[id(node)] = len(lines)
         if len(node.parents) == 1:
             draw(node.parents[0], rest + "└─ ", rest + "   ")
@@ -40,6 +30,55 @@ def explain(stage: Stage) -> str:
 
     draw(stage, "", "")
     return "\n".join(lines)
+
+
+def _live(stage: Stage, clock: Clock | None) -> str:
+    """What the stage has done so far, once the plan runs."""
+    if clock is None:
+        return ""
+    shares = clock.of(stage)
+    figures = [f"{stage.items:,} items"]
+    figures += [f"{name} {shares[name]:.0%}" for name in ("busy", "waiting", "blocked")]
+    figures += [f"{name} {value}" for name, value in stage.numbers().items()]
+    return f"  [{', '.join(figures)}]"
+
+
+def rows(stage: Stage, clock: Clock | None = None) -> list[dict[str, Any]]:
+    """One dict per stage, end first: `id`, `stage`, `chained_at`, `parents`, `items`, and when
+    the plan runs its times and figures."""
+    ids = {node: index for index, node in enumerate(walk(stage))}
+    return [
+        {
+            "id": index,
+            "stage": node.shown(),
+            "chained_at": node.line,
+            "parents": [ids[parent] for parent in node.parents],
+            "items": node.items,
+            **(clock.of(node) if clock is not None else {}),
+            **node.numbers(),
+        }
+        for node, index in ids.items()
+    ]
+
+
+def mermaid(stage: Stage, clock: Clock | None = None) -> str:
+    """A mermaid flowchart, sources first."""
+    lines = ["flowchart LR"]
+    ids = {node: f"s{index}" for index, node in enumerate(walk(stage))}
+    for node, name in ids.items():
+        text = (node.shown() + _live(node, clock)).replace('"', "#quot;")
+        lines.append(f'  {name}["{text}"]')
+    for node, name in ids.items():
+        lines += [f"  {ids[parent]} --> {name}" for parent in node.parents]
+    return "\n".join(lines)
+
+
+def as_json(stage: Stage, clock: Clock | None = None) -> str:
+    """The rows as JSON."""
+    return json.dumps(rows(stage, clock), indent=1)
+
+
+FORMATS = {"tree": tree, "mermaid": mermaid, "json": as_json}
 
 
 def path_to(root: Stage, target: Stage) -> str:

@@ -1,98 +1,342 @@
 """Gathers: the stages that bring the items of parallel shards to the driver.
 
-Whoever serves the shards is a `Shards` object; a gather decides how many requests are in flight
-and in which order replies are handed over. A reply is tagged: an item, or the end of the shard,
-with what the worker says about it. A failed request raises an error that names the shard, which
-is asked again at the next pull.
+A gather decides how many requests are in flight and in which order replies are handed over.
+End, error and failure of a shard are three things: a shard that has ended is left alone; an error
+of its code is raised here, named, and the shard asked again; a shard whose process died or hangs
+is replaced in place, with the others' items kept.
 """
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import deque
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
 
+from flowrl.iter.errors import OnError, Retry, ShardFailedError, Skip, check_policy, operator_error
+from flowrl.iter.metrics import current_metrics
+from flowrl.iter.shards import Shards
 from flowrl.iter.stage import NOT_READY, Source, Stage
-from flowrl.iter.waiting import ready_refs, wait_for_any
+from flowrl.iter.waiting import Waiter, ready_refs, wait_for_all, wait_for_any
+
+AT_ONCE_S = 0.0001
+
+log = logging.getLogger("flowrl")
 
 
-class Reply(NamedTuple):
-    """What a shard answers to a request: an item with tags, or the end of its stream."""
+@dataclass(frozen=True)
+class Recovery:
+    """How a shard that died or hangs is replaced.
 
-    item: Any = None
-    tags: dict[str, Any] | None = None
-    end: bool = False
+    Args:
+        timeout_s: a shard that answers nothing for so long counts as hanging; None: never.
+        max_restarts: of one shard; after that it has failed for good.
+        backoff_s: seconds until a dead shard is made again; doubled at each death in a row.
+        max_backoff_s: the most that grows to.
+        breaker: identical deaths in a row, without an item in between, after which the shard has
+            failed for good.
+    """
+
+    timeout_s: float | None = None
+    max_restarts: int = 1000
+    backoff_s: float = 0.1
+    max_backoff_s: float = 30.0
+    breaker: int = 3
+
+    def __post_init__(self) -> None:
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise ValueError(f"Recovery: timeout_s must be > 0 or None, got {self.timeout_s}")
+        if self.max_restarts < 0 or self.breaker < 1 or self.backoff_s < 0:
+            raise ValueError(f"Recovery: a number is out of range in {self}")
 
 
-class Shards(Protocol):
-    """Who serves the shards of a ParallelIterator."""
+@dataclass(slots=True)
+class ShardState:
+    """What a gather knows of one shard."""
 
-    remote: bool
+    index: int
+    state: Literal["live", "ended", "failed"] = "live"
+    accepted: int = 0
+    restarts: int = 0
+    errors: int = 0  # in a row
+    deaths: int = 0  # in a row and identical
+    death: str = ""
+    broken: bool = False  # to be replaced before it is asked again
+    not_before: float = 0.0
+    heard: float = 0.0
 
-    def __len__(self) -> int: ...
 
-    def request(self, index: int) -> Any:
-        """Ask shard `index` for its next item: a Ray ref of a Reply; in process a Reply."""
+@dataclass(slots=True)
+class Asked:
+    """A request in flight."""
 
-    def result(self, ref: Any) -> Reply:
-        """The reply of a request that is ready, or the error that the shard raised."""
-
-    def incarnation(self, index: int) -> int:
-        """How often shard `index` was restarted."""
-
-    def handle(self, index: int) -> Any:
-        """The actor that serves shard `index`."""
-
-    def stop(self) -> None:
-        """Release the shards."""
+    shard: ShardState
+    incarnation: int
+    at: float
 
 
 class Gather(Stage):
-    """Base of the gathers: asks, counts, names the shard in errors."""
+    """Base of the gathers.
+
+    Args:
+        shards: who is asked.
+        recovery: how shards that die or hang are replaced.
+        batch_ms: a shard collects items for so many milliseconds before it answers.
+        on_error: what to do when a shard's code raises.
+    """
 
     kind = "gather"
 
-    def __init__(self, shards: Shards, name: str):
+    def __init__(
+        self,
+        shards: Shards,
+        recovery: Recovery | None = None,
+        batch_ms: float = 0,
+        on_error: OnError = "raise",
+    ):
+        if batch_ms < 0:
+            raise ValueError(f"{self.kind}: batch_ms must be at least 0, got {batch_ms}")
         super().__init__()
         self.shards = shards
-        self.name = name
-        self.live: list[int] | None = None
-        self._seq: dict[int, int] = {}
+        self.saved = shards.replayable
+        self.on_error = check_policy(on_error)
+        self.skipped = 0
+        self._recovery = recovery or Recovery()
+        self._batch_ms = batch_ms
+        self.states = [ShardState(index) for index in range(len(shards))]
+        self._flight: dict[Any, Asked] = {}
+        self._queue: deque[tuple[Any, Source]] = deque()
+        self._poll = True
         self._sources: tuple[Source, ...] = ()
+
+    def start(self, seed: str | None) -> None:
+        self.shards.start()
 
     @property
     def sources(self) -> tuple[Source, ...]:
         return self._sources
 
-    def _live(self) -> list[int]:
-        if self.live is None:
-            self.live = list(range(len(self.shards)))
-        return self.live
+    def can_wait(self) -> bool:
+        return self.shards.remote
 
-    def _receive(self, index: int, ref: Any) -> tuple[Reply, Source | None]:
-        """Take the reply of shard `index`; a StopIteration in it is an error, not an end."""
+    def live(self) -> list[ShardState]:
+        """The shards that have neither ended nor failed."""
+        return [shard for shard in self.states if shard.state == "live"]
+
+    # -- asking and receiving ------------------------------------------------------------------
+
+    def _ask(self, shard: ShardState) -> bool:
+        """Ask a shard; False while its back-off lasts."""
+        if shard.broken:
+            if time.monotonic() < shard.not_before:
+                return False
+            if not self.shards.replace(shard.index):
+                self._give_up(shard, "nobody knows how to make it again (recreate=)", None)
+            shard.broken = False
+            shard.restarts += 1
+            _count("num_shard_restarts")
+        ref = self.shards.request(shard.index, self._batch_ms, shard.accepted)
+        incarnation = self.shards.incarnation(shard.index)
+        self._flight[ref] = Asked(shard, incarnation, time.monotonic())
+        return True
+
+    def _receive(self, ref: Any) -> list[tuple[Any, Source]]:
+        """The items of a reply; none if the shard has ended or must be replaced first."""
+        asked = self._flight.pop(ref)
+        shard = asked.shard
+        if shard.state != "live":
+            return []
         try:
-            reply = self.shards.result(ref)
+            reply = self.shards.result(shard.index, ref)
         except BaseException as error:
-            raise self._named(error, index) from error.__cause__
+            if self.shards.remote and _is_death(error):
+                self._lost(shard, asked.incarnation, error)
+                return []
+            return self._failed(shard, error)
+        shard.heard = time.monotonic()
+        shard.errors = 0
+        if reply.items:
+            shard.deaths = 0
+        items = []
+        for item, tags in zip(reply.items, reply.tags, strict=True):
+            seq, origin = shard.accepted, self.shards.chain
+            items.append((item, Source(shard.index, asked.incarnation, seq, tags, origin)))
+            shard.accepted += 1
         if reply.end:
-            self._live().remove(index)
-            return reply, None
-        seq = self._seq[index] = self._seq.get(index, -1) + 1
-        return reply, Source(index, self.shards.incarnation(index), seq, reply.tags or {})
+            shard.state = "ended"
+        return items
 
-    def _named(self, error: BaseException, index: int) -> BaseException:
-        if isinstance(error, StopIteration):
-            error = RuntimeError(f"shard {index} raised {error!r}")
+    def _failed(self, shard: ShardState, error: BaseException) -> list[Any]:
+        """The shard's code raised: as the policy says."""
+        policy = self.on_error
+        shard.errors += 1
+        if isinstance(error, Exception):
+            if isinstance(policy, Skip) and (policy.max is None or self.skipped < policy.max):
+                self.skipped += 1
+                return []
+            if isinstance(policy, Retry) and shard.errors <= policy.times:
+                return []
+        raise self._named(error, shard) from error.__cause__
+
+    def _named(self, error: BaseException, shard: ShardState) -> BaseException:
+        error = operator_error(error)
         # what the shard's own stream noted stays; the plan's path starts here
         error._flowrl_stage, error._flowrl_noted = self, False  # type: ignore[attr-defined]
         error._flowrl_item = None  # type: ignore[attr-defined]
-        error.add_note(f"raised by shard {index} of {self.name}")
+        error.add_note(f"raised by shard {shard.index} of {self.shards.name}")
         return error
 
+    # -- failure -------------------------------------------------------------------------------
+
+    def _lost(self, shard: ShardState, incarnation: int, error: BaseException) -> None:
+        """A shard died or hangs: have it replaced, or give it up.
+
+        Raises:
+            ShardFailedError: it will not come back.
+        """
+        if shard.broken or self.shards.incarnation(shard.index) > incarnation:
+            return  # another request to the same dead worker said so before
+        what = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        shard.deaths = shard.deaths + 1 if what == shard.death else 1
+        shard.death = what
+        recovery = self._recovery
+        if getattr(error, "actor_init_failed", False):
+            self._give_up(shard, "its constructor raised", error)
+        if shard.deaths >= recovery.breaker:
+            self._give_up(shard, f"it died {shard.deaths} times in a row in the same way", error)
+        if shard.restarts >= recovery.max_restarts:
+            self._give_up(shard, f"it was restarted {shard.restarts} times before", error)
+        pause = min(recovery.backoff_s * 2 ** (shard.deaths - 1), recovery.max_backoff_s)
+        shard.broken = True
+        shard.not_before = time.monotonic() + pause
+        log.warning("shard %d of %s died (%s)", shard.index, self.shards.name, what)
+
+    def _give_up(self, shard: ShardState, why: str, error: BaseException | None) -> None:
+        shard.state = "failed"
+        _count("num_shards_failed")
+        left = len(self.live())
+        failed = ShardFailedError(
+            f"shard {shard.index} of {self.shards.name} has failed: {why}. Last seen: "
+            f"{shard.death}. {left} of {len(self.states)} shards are left; the stream goes on "
+            "with them"
+        )
+        failed._flowrl_stage, failed._flowrl_item = self, None  # type: ignore[attr-defined]
+        raise failed from error
+
+    def _check_hanging(self) -> None:
+        limit = self._recovery.timeout_s
+        if limit is None or not self.shards.remote:
+            return
+        for shard, since in list(self._oldest()):
+            if time.monotonic() - since <= limit:
+                continue
+            kept = {r: a for r, a in self._flight.items() if a.shard is not shard}
+            self._unanswered(shard, len(self._flight) - len(kept))
+            self._flight = kept
+            self.shards.kill(shard.index)
+            incarnation = self.shards.incarnation(shard.index)
+            self._lost(shard, incarnation, TimeoutError(f"no answer for {limit} s"))
+
+    def _unanswered(self, shard: ShardState, requests: int) -> None:
+        """Requests of a hanging shard are given up."""
+
+    def _oldest(self) -> Iterator[tuple[ShardState, float]]:
+        """Since when each shard with requests in flight has been silent."""
+        seen = set()
+        for asked in self._flight.values():
+            if asked.shard.index not in seen:
+                seen.add(asked.shard.index)
+                yield asked.shard, max(asked.at, asked.shard.heard)
+
+    def _end(self) -> BaseException:
+        """What to raise when no shard is live."""
+        if any(shard.state == "ended" for shard in self.states):
+            return StopIteration()
+        failed = ShardFailedError(
+            f"all {len(self.states)} shards of {self.shards.name} have failed"
+        )
+        failed._flowrl_stage, failed._flowrl_item = self, None  # type: ignore[attr-defined]
+        return failed
+
+    # -- waiting -------------------------------------------------------------------------------
+
+    def _deadlines(self) -> list[float]:
+        """When something is due though no request is answered: a back-off ends, a shard hangs."""
+        times = [shard.not_before for shard in self.live() if shard.broken]
+        limit = self._recovery.timeout_s
+        if limit is not None and self.shards.remote:
+            times += [since + limit for _, since in self._oldest()]
+        return times
+
+    def waits(self) -> list[Any]:
+        if not self.shards.remote:
+            return []
+        return [*self._flight, *self._deadlines()]
+
+    def _wait(self, for_all: bool = False) -> list[Any]:
+        """Wait here: for one request in flight, or for all. Those that are ready."""
+        started = time.perf_counter()
+        times = self._deadlines()
+        timeout = max(0.0, min(times) - time.monotonic()) if times else None
+        refs, ready = list(self._flight), []
+        if not refs:
+            Waiter().wait(times)  # for nothing but the end of a back-off
+        elif for_all:
+            ready = wait_for_all(refs, timeout)
+        else:
+            ready = wait_for_any(refs, timeout)
+        waited = time.perf_counter() - started
+        self.waited_s += waited
+        # an answer that was there at once is seldom alone
+        self._poll = waited < AT_ONCE_S
+        return ready
+
+    # -- what it says of itself ----------------------------------------------------------------
+
     def label(self) -> str:
-        return f"{self.kind} {self.name}"
+        return f"{self.kind} {self.shards.name}"
+
+    def numbers(self) -> dict[str, Any]:
+        states = [shard.state for shard in self.states]
+        figures = {
+            "shards_live": states.count("live"),
+            "shards_failed": states.count("failed"),
+            "restarts": sum(shard.restarts for shard in self.states),
+            "in_flight": len(self._flight),
+            "queued": len(self._queue),
+            "skipped": self.skipped,
+        }
+        return {name: n for name, n in figures.items() if n or name == "shards_live"}
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many items of each shard were handed over; requests in flight are asked again."""
+        held = [0] * len(self.states)
+        for _, source in self._held():
+            held[source.worker] += 1
+        return {
+            "items": self.items,
+            "accepted": [s.accepted - held[s.index] for s in self.states],
+            "ended": [s.state == "ended" and not held[s.index] for s in self.states],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if not self.saved:
+            return
+        self.items = state["items"]
+        for shard, accepted, ended in zip(
+            self.states, state["accepted"], state["ended"], strict=True
+        ):
+            shard.accepted = accepted
+            shard.state = "ended" if ended else "live"
+
+    def _held(self) -> Iterator[tuple[Any, Source]]:
+        """Items received and not handed over yet."""
+        return iter(self._queue)
 
     def stop(self) -> None:
+        self._flight.clear()
         self.shards.stop()
 
 
@@ -100,107 +344,189 @@ class GatherSync(Gather):
     """Lists of one item per live shard, in shard order; asks for a round when it is pulled.
 
     Nothing is in flight between two pulls, so what the consumer does in between (new weights)
-    reaches every worker before its next item. A shard that failed is asked again for the same
-    round; the items that the others gave are kept.
+    reaches every worker before its next item: the lag is 0. A shard that failed is asked again
+    for the same round; the items that the others gave are kept.
+
+    Args:
+        flat: hand over the items of a round one by one.
     """
 
     kind = "batch_across_shards"
 
-    def __init__(self, shards: Shards, name: str):
-        super().__init__(shards, name)
-        self._refs: dict[int, Any] = {}
+    def __init__(self, shards: Shards, flat: bool = False, **options: Any):
+        super().__init__(shards, **options)
+        if flat:
+            self.kind = "gather_sync"
+        self._flat = flat
         self._round: dict[int, tuple[Any, Source]] = {}
-        self._open = False
 
     def pull(self, block: bool) -> Any:
-        if not self._open:
-            self._open = True
-            self._round = {}
-        for index in list(self._live()):
-            if index not in self._refs and index not in self._round:
-                self._refs[index] = self.shards.request(index)
-        if self.shards.remote and not block:
-            waiting = list(self._refs.values())
-            if len(ready_refs(waiting)) < len(waiting):
-                return NOT_READY
-        for index in list(self._refs):
-            reply, source = self._receive(index, self._refs.pop(index))
-            if source is not None:
-                self._round[index] = (reply.item, source)
-        self._open = False
-        if not self._round:
-            raise StopIteration
-        in_order = [self._round[index] for index in sorted(self._round)]
-        self._round = {}
-        self._sources = tuple(source for _, source in in_order)
-        self.items += 1
-        return [item for item, _ in in_order]
+        while True:
+            if self._queue:
+                item, source = self._queue.popleft()
+                self._sources = (source,)
+                self.items += 1
+                return item
+            if self._complete(block):
+                if not self._round:
+                    raise self._end()
+                in_order = [self._round[index] for index in sorted(self._round)]
+                self._round = {}
+                if self._flat:
+                    self._queue.extend(in_order)
+                    continue
+                self._sources = tuple(source for _, source in in_order)
+                self.items += 1
+                return [item for item, _ in in_order]
+            return NOT_READY
 
-    def waits(self) -> list[Any]:
-        if not self.shards.remote or not self._refs:
-            return []
-        refs = list(self._refs.values())
-        ready = set(ready_refs(refs))
-        return [ref for ref in refs if ref not in ready] or refs
+    def _complete(self, block: bool) -> bool:
+        """Ask and receive until the round has an item of every live shard."""
+        while True:
+            asked = {request.shard.index for request in self._flight.values()}
+            missing = [s for s in self.live() if s.index not in self._round]
+            if not missing and not asked:
+                return True
+            for shard in missing:
+                if shard.index not in asked:
+                    self._ask(shard)
+            refs = list(self._flight)
+            if self.shards.remote:
+                refs = self._wait(for_all=True) if block else ready_refs(refs) if refs else []
+            # in shard order, so that of two errors the same one comes first
+            for ref in sorted(refs, key=lambda r: self._flight[r].shard.index):
+                self._keep(ref)
+            self._check_hanging()
+            if not refs and not block:
+                return False
+
+    def _keep(self, ref: Any) -> None:
+        index = self._flight[ref].shard.index
+        for item in self._receive(ref):
+            self._round[index] = item
+
+    def _held(self) -> Iterator[tuple[Any, Source]]:
+        yield from self._queue
+        yield from self._round.values()
 
 
 class GatherAsync(Gather):
     """Items of any shard as they come, `num_async` requests in flight per shard.
 
-    A shard is asked again when the item after its last one is pulled, so the consumer has
-    finished with an item before the worker that made it starts on the next (the lag in weights
-    is `num_async - 1` of its own items, not more).
+    Args:
+        num_async: requests in flight per shard.
+        ask_again: when a shard is asked for its next item. "after": when the item after the
+            handed over one is pulled; the consumer has then finished with it, and an item is at
+            most `num_async - 1` items of its own shard old. "before" the item is handed over: the
+            shard works meanwhile, and an item is at most `num_async` old.
     """
 
     kind = "gather_async"
 
-    def __init__(self, shards: Shards, name: str, num_async: int = 1):
-        if num_async < 1:
-            raise ValueError(f"gather_async: num_async must be at least 1, got {num_async}")
-        super().__init__(shards, name)
+    def __init__(
+        self,
+        shards: Shards,
+        num_async: int = 1,
+        ask_again: Literal["after", "before"] = "after",
+        **options: Any,
+    ):
+        if not isinstance(num_async, int) or num_async < 1:
+            raise ValueError(f"gather_async: num_async must be an int >= 1, got {num_async!r}")
+        if ask_again not in ("after", "before"):
+            raise ValueError(f'gather_async: ask_again is "after" or "before", got {ask_again!r}')
+        super().__init__(shards, **options)
         self.num_async = num_async
-        self._flight: dict[Any, int] = {}  # request -> shard
+        self.max_lag = num_async - (ask_again == "after")
+        self._before = ask_again == "before"
         self._ready: deque[Any] = deque()
-        self._idle: deque[int] | None = None
+        self._idle: deque[ShardState] | None = None
+
+    def _ask_idle(self) -> None:
+        if self._idle is None:
+            self._idle = deque(self.live() * self.num_async)
+        for _ in range(len(self._idle)):
+            shard = self._idle.popleft()
+            if shard.state == "live" and not self._ask(shard):
+                self._idle.append(shard)
 
     def pull(self, block: bool) -> Any:
-        if self._idle is None:
-            self._idle = deque(list(self._live()) * self.num_async)
-        while self._idle:
-            index = self._idle.popleft()
-            if index in self._live():
-                self._flight[self.shards.request(index)] = index
-        while self._flight:
+        while not self._queue:
+            self._ask_idle()
+            if not self._flight and not self._idle:
+                raise self._end()
             ref = self._next_ready(block)
             if ref is None:
-                return NOT_READY
-            index = self._flight.pop(ref)
-            if index in self._live():
-                try:
-                    reply, source = self._receive(index, ref)
-                except BaseException:
-                    self._idle.append(index)
-                    raise
-                if source is not None:
-                    self._idle.append(index)
-                    self._sources = (source,)
-                    self.items += 1
-                    return reply.item
-        raise StopIteration
+                self._check_hanging()
+                if not block:
+                    return NOT_READY
+                continue
+            shard = self._flight[ref].shard
+            assert self._idle is not None
+            self._idle.append(shard)
+            self._queue.extend(self._receive(ref))
+            if self._before:
+                self._ask_idle()
+        item, source = self._queue.popleft()
+        self._sources = (source,)
+        self.items += 1
+        return item
 
     def _next_ready(self, block: bool) -> Any | None:
-        if not self._ready:
-            if not self.shards.remote:
-                return next(iter(self._flight))
-            refs = list(self._flight)
-            self._ready.extend(ready_refs(refs))
-            if not self._ready and block:
-                wait_for_any(refs)
-                self._ready.extend(ready_refs(refs))
+        """A request that is answered; None if there is none, after waiting if that is allowed."""
+        if not self.shards.remote:
+            return next(iter(self._flight), None)
+        while self._ready:
+            ref = self._ready.popleft()
+            if ref in self._flight:  # not given up since: its shard hung
+                return ref
+        if self._flight and (self._poll or not block):
+            self._ready.extend(ready_refs(list(self._flight)))
+        if not self._ready and block:
+            self._ready.extend(self._wait())
         return self._ready.popleft() if self._ready else None
 
-    def waits(self) -> list[Any]:
-        return list(self._flight) if self.shards.remote else []
+    def _unanswered(self, shard: ShardState, requests: int) -> None:
+        assert self._idle is not None
+        self._idle.extend([shard] * requests)
 
     def label(self) -> str:
-        return f"{self.kind}(num_async={self.num_async}) {self.name}"
+        return f"{self.kind}(num_async={self.num_async}) {self.shards.name}"
+
+    def stop(self) -> None:
+        super().stop()
+        self._ready.clear()
+
+
+class GatherShard(GatherAsync):
+    """The items of one shard in its order, whatever is in flight."""
+
+    kind = "shard"
+
+    def _next_ready(self, block: bool) -> Any | None:
+        oldest = next(iter(self._flight), None)
+        if not self.shards.remote or (oldest is not None and ready_refs([oldest])):
+            return oldest
+        if block:
+            started = time.perf_counter()
+            Waiter().wait(self.waits())
+            self.waited_s += time.perf_counter() - started
+        return None
+
+    def waits(self) -> list[Any]:
+        if not self.shards.remote:
+            return []
+        return [*list(self._flight)[:1], *self._deadlines()]
+
+
+def _is_death(error: BaseException) -> bool:
+    """Whether the process of the shard is gone, not its code at fault."""
+    from ray.exceptions import ObjectLostError, RayActorError, RayTaskError, WorkerCrashedError
+
+    gone = (RayActorError, WorkerCrashedError, ObjectLostError)
+    return isinstance(error, gone) and not isinstance(error, RayTaskError)
+
+
+def _count(name: str) -> None:
+    metrics = current_metrics()
+    if metrics is not None:
+        metrics.counters[name] += 1

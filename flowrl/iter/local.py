@@ -4,24 +4,32 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
-from flowrl.iter import explain as _explain
 from flowrl.iter import metrics as _metrics
-from flowrl.iter.branches import Tee, TeeChild, Union
-from flowrl.iter.metrics import MetricsContext
-from flowrl.iter.stage import (
-    NOT_READY,
+from flowrl.iter.branches import Tee, TeeChild, Union, WhenFull
+from flowrl.iter.clock import Clock
+from flowrl.iter.concurrent import ForEachConcurrent
+from flowrl.iter.errors import OnError, annotate
+from flowrl.iter.explain import FORMATS, rows
+from flowrl.iter.gather import Gather
+from flowrl.iter.linear import (
     Batch,
     Combine,
     Filter,
     Flatten,
     ForEach,
+    ForEachHooked,
     FromIterable,
-    Stage,
+    Mapped,
+    Shuffle,
+    Tap,
     Transform,
     ZipWithSource,
 )
+from flowrl.iter.metrics import MetricsContext
+from flowrl.iter.stage import NOT_READY, Stage, describe, state_names, walk
+from flowrl.iter.waiting import Waiter
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -46,20 +54,41 @@ class LocalIterator(Generic[T]):
         self.stage = stage if isinstance(stage, Stage) else FromIterable(stage, name)
         self.name = name or self.stage.label()
         self.metrics = MetricsContext()
-        self._started = False
+        self._clock: Clock | None = None
+        self._waiter = Waiter()
+        self._stopped = False
 
     # -- building ------------------------------------------------------------------------------
 
     def _then(self, stage: Stage, suffix: str) -> LocalIterator[Any]:
         return LocalIterator(stage, f"{self.name}{suffix}")
 
-    def for_each(self, fn: Callable[[T], U]) -> LocalIterator[U]:
-        """fn(item) for every item."""
-        return self._then(ForEach(self.stage, fn), ".for_each()")
+    def for_each(
+        self,
+        fn: Callable[[T], U],
+        max_concurrency: int = 1,
+        resources: dict[str, Any] | None = None,
+        on_error: OnError = "raise",
+    ) -> LocalIterator[U]:
+        """fn(item) for every item.
 
-    def filter(self, fn: Callable[[T], bool]) -> LocalIterator[T]:
+        Args:
+            fn: the operator. If it has `_on_fetch_start()`, that is called before each item is
+                fetched; if it has `ready()`, nothing is fetched while that is false.
+            max_concurrency: 1 calls fn here; other numbers run it as Ray tasks on copies, so many
+                at a time, results as they are done; 0 sets no bound.
+            resources: of a task (`num_cpus`, `num_gpus`, …); makes it a task even for 1.
+            on_error: "raise", Skip(max) or Retry(times).
+        """
+        if max_concurrency == 1 and resources is None:
+            kind = ForEachHooked if ForEachHooked.wanted(fn) else ForEach
+            return self._then(kind(self.stage, fn, on_error), ".for_each()")
+        stage = ForEachConcurrent(self.stage, fn, max_concurrency, resources, on_error)
+        return self._then(stage, ".for_each()")
+
+    def filter(self, fn: Callable[[T], bool], on_error: OnError = "raise") -> LocalIterator[T]:
         """The items for which fn(item) is true."""
-        return self._then(Filter(self.stage, fn), ".filter()")
+        return self._then(Filter(self.stage, fn, on_error), ".filter()")
 
     def batch(self, n: int) -> LocalIterator[list[T]]:
         """Lists of n items; the last may be shorter."""
@@ -69,13 +98,35 @@ class LocalIterator(Generic[T]):
         """The elements of items that are lists."""
         return self._then(Flatten(self.stage), ".flatten()")
 
-    def combine(self, fn: Callable[[T], Iterable[U]]) -> LocalIterator[U]:
+    def combine(
+        self, fn: Callable[[T], Iterable[U]], on_error: OnError = "raise"
+    ) -> LocalIterator[U]:
         """The elements of fn(item), a list that may be empty, for every item."""
-        return self._then(Combine(self.stage, fn), ".combine()")
+        return self._then(Combine(self.stage, fn, on_error), ".combine()")
+
+    def shuffle(self, shuffle_buffer_size: int, seed: int | None = None) -> LocalIterator[T]:
+        """The items in random order within a sliding window.
+
+        Args:
+            shuffle_buffer_size: items of the window; 1 changes nothing.
+            seed: of the order; None derives one from the plan's seed.
+        """
+        seeded = f", seed={seed}" if seed is not None else ""
+        suffix = f".shuffle(shuffle_buffer_size={shuffle_buffer_size}{seeded})"
+        return self._then(Shuffle(self.stage, shuffle_buffer_size, seed), suffix)
 
     def transform(self, fn: Callable[[Iterator[T]], Iterable[U]]) -> LocalIterator[U]:
         """fn(iterator of the items): for what the other operators cannot say."""
         return self._then(Transform(self.stage, fn), ".transform()")
+
+    def tap(self, name: str, fn: Callable[[T], Any]) -> LocalIterator[T]:
+        """Every item as it is, after fn(item) has seen it."""
+        return self._then(Tap(self.stage, name, fn), f".tap({name})")
+
+    def inspect(self, name: str = "") -> LocalIterator[T]:
+        """Every item as it is, after a line with its type and shapes was printed."""
+        name = name or self.stage.shown()
+        return self.tap(name, lambda item: print(f"{name}: {describe(item)}"))
 
     def zip_with_source(self) -> LocalIterator[tuple[tuple[Any, ...], T]]:
         """(sources, item): the `Source`s that each item came from."""
@@ -93,15 +144,27 @@ class LocalIterator(Generic[T]):
             ".zip_with_source_actor()",
         )
 
-    def duplicate(self, n: int, max_buffered: int = 1) -> list[LocalIterator[T]]:
+    def duplicate(
+        self,
+        n: int,
+        max_buffered: int = 1,
+        when_full: WhenFull | Sequence[WhenFull] = "block",
+    ) -> list[LocalIterator[T]]:
         """n streams of the same items. All must be consumed.
 
-        A child may run ahead of the slowest by `max_buffered` items, then it waits. The items
-        are shared, not copied.
+        Every child gets a shallow copy of an item, with arrays read-only: what one changes in
+        place is not seen by the others.
+
+        Args:
+            n: children.
+            max_buffered: items that a child may run ahead of the slowest.
+            when_full: what happens then, for all children or one word for each: "block" makes the
+                others wait for it, "drop_oldest" and "drop_newest" lose one of its items, counted.
         """
-        if n < 2:
-            raise ValueError(f"duplicate(n): n must be at least 2, got {n}")
-        tee = Tee(self.stage, n, max_buffered)
+        if not isinstance(n, int) or n < 2:
+            raise ValueError(f"duplicate(n): n must be an int of at least 2, got {n!r}")
+        policies = [when_full] * n if isinstance(when_full, str) else list(when_full)
+        tee = Tee(self.stage, n, max_buffered, policies)
         return [self._then(TeeChild(tee, i), f".duplicate[{i}]") for i in range(n)]
 
     def union(
@@ -122,18 +185,32 @@ class LocalIterator(Generic[T]):
                 raise TypeError(f"union() takes LocalIterators, got {type(other).__name__}")
         branches = (self, *others)
         stage = Union([b.stage for b in branches], round_robin_weights, ordered=deterministic)
-        united: LocalIterator[Any] = LocalIterator(stage)
-        united.name = f"LocalUnion[{', '.join(repr(b) for b in branches)}]"
-        return united
+        return LocalIterator(stage, f"LocalUnion[{', '.join(repr(b) for b in branches)}]")
 
     # -- running -------------------------------------------------------------------------------
 
-    def _start(self) -> None:
-        """Claim every stage: a stream read twice would give each reader half of the items."""
-        stages = list(_explain.walk(self.stage))
-        readers = Counter(parent for stage in stages for parent in stage.parents)
+    def start(self, seed: int | None = None) -> None:
+        """Take what the plan needs: its stages, its actors. The first pull does it otherwise.
+
+        Args:
+            seed: of the plan; what is random in it and has no seed of its own is derived from it.
+
+        Raises:
+            RuntimeError: a stage has two consumers, or the plan was stopped.
+        """
+        if self._stopped:
+            raise RuntimeError(f"{self!r} was stopped: build the plan again")
+        if self._clock is not None:
+            return
+        # a stream read twice would give each reader half of the items
+        readers = Counter(parent for stage in walk(self.stage) for parent in stage.parents)
         self._claim(self.stage, self, readers)
-        self._started = True
+        named = state_names(self.stage)
+        operators = {n: s.fn for n, s in named.items() if isinstance(s, Mapped)}
+        self.metrics.name_operators(operators)
+        for name, stage in named.items():
+            stage.start(None if seed is None else f"{seed}/{name}")
+        self._clock = Clock(self.stage)
 
     def _claim(self, stage: Stage, owner: object, readers: Counter[Stage]) -> None:
         """Take a stage and those before it; a duplicated stream belongs to its `duplicate`."""
@@ -155,33 +232,38 @@ class LocalIterator(Generic[T]):
         return self
 
     def __next__(self) -> T:
-        if not self._started:
-            self._start()
+        clock = self._clock
+        if clock is None or self._stopped:
+            self.start()
+            clock = self._clock
+            assert clock is not None
+        clock.next_timed -= 1
         token = _metrics._current.set(self.metrics)
         try:
-            item = self.stage.pull(True)
+            item = self.stage.pull(True) if clock.next_timed else clock.pull(True)
+            return item if item is not NOT_READY else self._wait_for_item(clock)
         except StopIteration:
             raise
         except BaseException as error:
-            self._annotate(error)
+            annotate(error, self.stage)
             raise
         finally:
             _metrics._current.reset(token)
-        if item is NOT_READY:
-            raise RuntimeError(
-                f"{self!r} cannot move: every branch waits for another one. Is there a child of "
-                "duplicate() that nobody consumes?"
-            )
-        return item
 
-    def _annotate(self, error: BaseException) -> None:
-        stage = getattr(error, "_flowrl_stage", None)
-        if stage is None or getattr(error, "_flowrl_noted", False):
-            return
-        error._flowrl_noted = True  # type: ignore[attr-defined]
-        note = f"in the plan at {_explain.path_to(self.stage, stage)}, chained at {stage.line}"
-        item = getattr(error, "_flowrl_item", None)
-        error.add_note(note + (f", on {item}" if item else ""))
+    def _wait_for_item(self, clock: Clock) -> Any:
+        """The one place where a plan with branches waits."""
+        while True:
+            self._waiter.clear()
+            item = clock.pull(True)
+            if item is not NOT_READY:
+                return item
+            waits = self.stage.waits()
+            if not waits:
+                raise RuntimeError(
+                    f"{self!r} cannot move: every branch waits for another one. Is there a child "
+                    "of duplicate() that nobody consumes?"
+                )
+            clock.wait(self._waiter, waits)
 
     def take(self, n: int) -> list[T]:
         """The next n items, fewer if the stream ends."""
@@ -198,33 +280,11 @@ class LocalIterator(Generic[T]):
         for item in self.take(n):
             print(item)
 
-    def explain(self) -> str:
-        """The plan as an indented tree. Nothing runs."""
-        return _explain.explain(self.stage)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Counters, and the state of every stage in the order of `explain()`."""
-        stages = [stage.state_dict() for stage in _explain.walk(self.stage)]
-        return {"metrics": self.metrics.state_dict(), "stages": stages}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict()` of the same plan gave.
-
-        Raises:
-            ValueError: the state is of another plan.
-        """
-        stages = list(_explain.walk(self.stage))
-        if len(stages) != len(state["stages"]):
-            raise ValueError(
-                f"the saved plan has {len(state['stages'])} stages, this one {len(stages)}"
-            )
-        self.metrics.load_state_dict(state["metrics"])
-        for stage, saved in zip(stages, state["stages"], strict=True):
-            stage.load_state_dict(saved)
-
     def stop(self) -> None:
-        """Release what the plan owns: actors that it started, requests in flight."""
-        for stage in _explain.walk(self.stage):
+        """Release what the plan owns: actors that it started, requests in flight. It does not
+        start again."""
+        self._stopped = True
+        for stage in walk(self.stage):
             stage.stop()
 
     def __enter__(self) -> LocalIterator[T]:
@@ -233,23 +293,86 @@ class LocalIterator(Generic[T]):
     def __exit__(self, *exc: object) -> None:
         self.stop()
 
+    # -- seeing --------------------------------------------------------------------------------
+
+    def explain(self, format: Literal["tree", "mermaid", "json"] = "tree") -> str:
+        """The plan as an indented tree, a mermaid flowchart or JSON. Nothing runs; a plan that
+        has run shows items, time shares and queues, too.
+
+        Raises:
+            ValueError: another format.
+        """
+        if format not in FORMATS:
+            raise ValueError(f"explain(format): one of {list(FORMATS)}, got {format!r}")
+        return FORMATS[format](self.stage, self._clock)
+
+    def stats(self) -> list[dict[str, Any]]:
+        """One dict per stage, end first.
+
+        `id`, `stage`, `chained_at`, `parents` (ids), `items` handed on; once the plan runs
+        `busy_s` in its own code, `waiting_s` for what it pulls from, `blocked_s` not asked for
+        anything, and their shares of the time since the start, `busy`, `waiting`, `blocked`,
+        which sum to 1 (quick pulls are sampled: estimates); and figures of its own such as
+        `queued`, `in_flight`, `skipped`, `restarts`.
+        """
+        return rows(self.stage, self._clock)
+
     @staticmethod
     def get_metrics() -> MetricsContext:
         """The context of the plan being pulled; ValueError outside a pull."""
         return _metrics.get_metrics()
 
     def __repr__(self) -> str:
-        return self.name if self.name.startswith("Local") else f"LocalIterator[{self.name}]"
+        return f"LocalIterator[{self.name}]"
+
+    # -- state ---------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters, and the state of every stage by name.
+
+        `restarts` lists the stages that cannot say where they are (transforms, foreign
+        generators, actors that sample): loaded, they start again. Items held by stages are in
+        the state as they are.
+        """
+        named = state_names(self.stage)
+        return {
+            "metrics": self.metrics.state_dict(),
+            "stages": {name: stage.state_dict() for name, stage in named.items()},
+            "restarts": [name for name, stage in named.items() if not stage.saved],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict()` of the same plan gave, before the first pull.
+
+        Raises:
+            ValueError: the state is of another plan; nothing is changed.
+            RuntimeError: the plan has started.
+        """
+        if self._clock is not None:
+            raise RuntimeError("a plan's state is loaded before its first pull: build it again")
+        named = state_names(self.stage)
+        saved = state["stages"]
+        if set(named) != set(saved):
+            lacks, extra = sorted(set(named) - set(saved)), sorted(set(saved) - set(named))
+            raise ValueError(
+                f"the saved state is of another plan: it lacks stages {lacks} and has {extra}"
+            )
+        self.metrics.load_state_dict(state["metrics"])
+        for name, stage in named.items():
+            stage.load_state_dict(saved[name])
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._clock is not None:
+            raise TypeError(f"{self!r} has started: only a plan that has not can be pickled")
+        return self.__dict__
 
 
 def _actor_resolver(stage: Stage) -> Callable[[tuple[Any, ...]], Any]:
-    from flowrl.iter.gather import Gather
-
     def resolve(sources: tuple[Any, ...]) -> Any:
-        if sources:
-            for node in _explain.walk(stage):
-                if isinstance(node, Gather):
-                    return node.shards.handle(sources[-1].worker)
+        for source in sources[-1:]:
+            for node in walk(stage):
+                if isinstance(node, Gather) and node.shards.chain == source.origin:
+                    return node.shards.handle(source.worker)
         raise ValueError(
             "no source actor: zip_with_source_actor() works on streams that were gathered from "
             "actors (gather_sync, gather_async)"

@@ -6,6 +6,7 @@ The outermost pull of a plan makes its context current; operators reach it with
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
@@ -65,19 +66,49 @@ class MetricsContext:
 
     counters: name -> int, only ever grows; timers: name -> Timer; info: name -> anything an
     operator wants in the report (`info["learner"][policy_id]` holds learner statistics).
+    `scope_of(operator)` gives an operator a context of its own, for what another operator of the
+    same kind would write over.
     """
 
     def __init__(self) -> None:
         self.counters: defaultdict[str, int] = defaultdict(int)
         self.timers: defaultdict[str, Timer] = defaultdict(Timer)
         self.info: dict[str, Any] = {}
+        self.scopes: dict[str, MetricsContext] = {}
+        self._names: dict[int, str] = {}
+        self._lock = threading.Lock()
+
+    def count(self, name: str, n: int = 1) -> None:
+        """Add to a counter, from any thread (`counters[name] += n` is for the plan's own)."""
+        with self._lock:
+            self.counters[name] += n
+
+    def scope_of(self, operator: Any) -> MetricsContext:
+        """The context of one operator: by its name in the plan, numbered if there are several."""
+        name = self._names.get(id(operator), type(operator).__name__)
+        if name not in self.scopes:
+            self.scopes[name] = MetricsContext()
+        return self.scopes[name]
+
+    def name_operators(self, names: dict[str, Any]) -> None:
+        """Tell the context the operators of its plan by name."""
+        self._names = {id(operator): name for name, operator in names.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"counters": dict(self.counters)}
+        scopes = {name: scope.state_dict() for name, scope in self.scopes.items()}
+        return {"counters": dict(self.counters), "scopes": scopes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.counters.clear()
         self.counters.update(state["counters"])
+        for name, saved in state["scopes"].items():
+            self.scopes.setdefault(name, MetricsContext()).load_state_dict(saved)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.Lock())
 
 
 def get_metrics() -> MetricsContext:
@@ -93,6 +124,11 @@ def get_metrics() -> MetricsContext:
             "its plan is being pulled, or read `iterator.metrics` of the plan itself"
         )
     return context
+
+
+def current_metrics() -> MetricsContext | None:
+    """The context of the plan that is being pulled, or None outside a pull."""
+    return _current.get()
 
 
 @contextmanager

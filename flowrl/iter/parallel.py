@@ -1,249 +1,221 @@
 """ParallelIterator: a description of parallel shards and of what each does to its items.
 
-Nothing is created before the first pull. The shards are iterators that run in process, or Ray
-actors: any actor with a method `apply(fn, *args)` that returns fn(actor's object, *args).
+Nothing is created before the first pull, `shards()` or pickling. The shards are workers in this
+process, or Ray actors: any actor with a method `apply(fn, *args)` that returns
+fn(actor's object, *args) and whose object has `items()`.
 """
 
 from __future__ import annotations
 
-import itertools
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from functools import partial
+from typing import Any, Generic, Literal, TypeVar
 
-from flowrl.iter.gather import Gather, GatherAsync, GatherSync, Reply, Shards
+from flowrl.iter.errors import OnError
+from flowrl.iter.gather import GatherAsync, GatherShard, GatherSync, Recovery
 from flowrl.iter.local import LocalIterator
+from flowrl.iter.shards import ActorPool, ParallelIteratorWorker, Pool, Shard, Shards
 
 T = TypeVar("T")
 U = TypeVar("U")
-
-Step = tuple[str, tuple[Any, ...]]  # a LocalIterator method and its arguments
-_chain_ids = itertools.count()
-
-
-def build_chain(items: Callable[[], Iterable[Any]], steps: Sequence[Step]) -> LocalIterator[Any]:
-    """The stream of one shard: its items, with the recorded steps chained on."""
-    stream: LocalIterator[Any] = LocalIterator(items, "shard")
-    for method, args in steps:
-        stream = getattr(stream, method)(*args)
-    return stream
-
-
-def serve(worker: Any, chain: int, steps: Sequence[Step] | None) -> Reply:
-    """Runs in the shard actor: the next item of the chain, which the first request carries."""
-    chains = worker.__dict__.setdefault("_flowrl_chains", {})
-    if chain not in chains:
-        if steps is None:
-            raise RuntimeError("this worker was restarted and lost its stream: ask it again")
-        chains[chain] = build_chain(worker.items, steps)
-    try:
-        return answer(chains[chain], worker)
-    except BaseException as error:
-        # the notes travel; the stages that they came from stay here (they may not pickle)
-        for name in [name for name in vars(error) if name.startswith("_flowrl")]:
-            delattr(error, name)
-        raise
-
-
-def answer(stream: LocalIterator[Any], worker: Any) -> Reply:
-    """Pull one item, with what the worker wants to say about it (`worker.reply_tags()`)."""
-    try:
-        item = next(stream)
-    except StopIteration:
-        return Reply(end=True)
-    return Reply(item, worker.reply_tags() if hasattr(worker, "reply_tags") else None)
-
-
-class ParallelIteratorWorker:
-    """Base of shard actors: serves the items of an iterable, or of a callable returning one.
-
-    Args:
-        item_generator: the items.
-        repeat: start again at the end; needs a callable, or an iterable that can be read twice.
-    """
-
-    def __init__(self, item_generator: Any, repeat: bool = False):
-        self._item_generator = item_generator
-        self._repeat = repeat
-
-    def items(self) -> Iterator[Any]:
-        while True:
-            made = self._item_generator
-            yield from made() if callable(made) else made
-            if not self._repeat:
-                return
-
-    def apply(self, fn: Callable[..., U], *args: Any) -> U:
-        return fn(self, *args)
-
-
-class LocalShards:
-    """Shards that run in this process, one request at a time.
-
-    Args:
-        make: returns the objects whose `items()` are the shards; called at the first request.
-        steps: chained on the items of each.
-    """
-
-    remote = False
-
-    def __init__(self, make: Callable[[], Sequence[Any]], steps: Sequence[Step]):
-        self._make = make
-        self._steps = steps
-        self._shards: list[_Deferred] | None = None
-
-    def _opened(self) -> list[_Deferred]:
-        if self._shards is None:
-            self._shards = [
-                _Deferred(build_chain(worker.items, self._steps), worker) for worker in self._make()
-            ]
-        return self._shards
-
-    def __len__(self) -> int:
-        return len(self._opened())
-
-    def request(self, index: int) -> Any:
-        return self._opened()[index]
-
-    def result(self, ref: _Deferred) -> Reply:
-        return answer(ref.stream, ref.worker)
-
-    def incarnation(self, index: int) -> int:
-        return 0
-
-    def handle(self, index: int) -> Any:
-        return self._opened()[index].worker
-
-    def stop(self) -> None:
-        self._shards = None
-
-
-class _Deferred:
-    """A shard in process, which is also a request to it: computed when the result is asked for."""
-
-    def __init__(self, stream: LocalIterator[Any], worker: Any):
-        self.stream = stream
-        self.worker = worker
-
-
-class ActorShards:
-    """Shards served by Ray actors, made by `make()` at the first request.
-
-    Args:
-        make: returns the actor handles.
-        steps: shipped with the first request to each actor.
-        owned: whether `stop()` ends the actors.
-    """
-
-    remote = True
-
-    def __init__(self, make: Callable[[], Sequence[Any]], steps: Sequence[Step], owned: bool):
-        self._make = make
-        self._steps = steps
-        self._owned = owned
-        self._actors: Sequence[Any] | None = None
-        self._chain = next(_chain_ids)
-        self._told: set[int] = set()
-
-    def actors(self) -> Sequence[Any]:
-        if self._actors is None:
-            self._actors = self._make()
-        return self._actors
-
-    def __len__(self) -> int:
-        return len(self.actors())
-
-    def request(self, index: int) -> Any:
-        steps = None if index in self._told else self._steps
-        self._told.add(index)
-        return self.actors()[index].apply.remote(serve, self._chain, steps)
-
-    def result(self, ref: Any) -> Reply:
-        import ray
-
-        return ray.get(ref)
-
-    def incarnation(self, index: int) -> int:
-        return 0
-
-    def handle(self, index: int) -> Any:
-        return self.actors()[index]
-
-    def stop(self) -> None:
-        if self._owned and self._actors is not None:
-            import ray
-
-            for actor in self._actors:
-                ray.kill(actor)
-        self._actors = None
-        self._told.clear()
 
 
 class ParallelIterator(Generic[T]):
     """A set of shards and the steps that each applies to its items, where they are.
 
+    A description: it may be gathered, selected from and united any number of times, and every
+    gather reads the shards from their beginning. Pickled, it carries the handles of its actors.
+
     Args:
-        make_shards: from the steps, who serves them; called when a gather is built, and must
-            create nothing before the first request.
+        shards: the shards.
         name: shown by `repr`.
+        recovery: how shards that die or hang are replaced.
     """
 
-    def __init__(
-        self,
-        make_shards: Callable[[Sequence[Step]], Shards],
-        name: str,
-        steps: tuple[Step, ...] = (),
-    ):
-        self._make_shards = make_shards
-        self._steps = steps
+    def __init__(self, shards: Sequence[Shard], name: str, recovery: Recovery | None = None):
+        self._shards = tuple(shards)
         self.name = name
+        self.recovery = recovery
 
-    def _then(self, method: str, args: tuple[Any, ...], suffix: str) -> ParallelIterator[Any]:
-        return ParallelIterator(
-            self._make_shards, f"{self.name}{suffix}", (*self._steps, (method, args))
-        )
+    def _then(self, method: str, suffix: str, *args: Any, **options: Any) -> ParallelIterator[Any]:
+        step = (method, args, options)
+        shards = [shard._replace(steps=(*shard.steps, step)) for shard in self._shards]
+        return ParallelIterator(shards, f"{self.name}{suffix}", self.recovery)
 
-    def for_each(self, fn: Callable[[T], U]) -> ParallelIterator[U]:
-        """fn(item) for every item, in the shard's process."""
-        return self._then("for_each", (fn,), ".for_each()")
+    # -- what each shard does ------------------------------------------------------------------
 
-    def filter(self, fn: Callable[[T], bool]) -> ParallelIterator[T]:
+    def for_each(
+        self,
+        fn: Callable[[T], U],
+        max_concurrency: int = 1,
+        resources: dict[str, Any] | None = None,
+        on_error: OnError = "raise",
+    ) -> ParallelIterator[U]:
+        """fn(item) for every item, in the shard's process.
+
+        With `max_concurrency` other than 1 as Ray tasks that the shard starts, so many at a time
+        (see LocalIterator.for_each).
+        """
+        options: dict[str, Any] = {"max_concurrency": max_concurrency, "resources": resources}
+        _build(lambda it: it.for_each(fn, on_error=on_error, **options))
+        return self._then("for_each", ".for_each()", fn, on_error=on_error, **options)
+
+    def filter(self, fn: Callable[[T], bool], on_error: OnError = "raise") -> ParallelIterator[T]:
         """The items for which fn(item) is true."""
-        return self._then("filter", (fn,), ".filter()")
+        _build(lambda it: it.filter(fn, on_error))
+        return self._then("filter", ".filter()", fn, on_error=on_error)
 
     def batch(self, n: int) -> ParallelIterator[list[T]]:
         """Lists of n items of one shard; its last may be shorter."""
-        return self._then("batch", (n,), f".batch({n})")
+        _build(lambda it: it.batch(n))
+        return self._then("batch", f".batch({n})", n)
 
     def flatten(self) -> ParallelIterator[Any]:
         """The elements of items that are lists."""
-        return self._then("flatten", (), ".flatten()")
+        return self._then("flatten", ".flatten()")
 
-    def combine(self, fn: Callable[[T], Iterable[U]]) -> ParallelIterator[U]:
+    def combine(
+        self, fn: Callable[[T], Iterable[U]], on_error: OnError = "raise"
+    ) -> ParallelIterator[U]:
         """The elements of fn(item), a list that may be empty, for every item."""
-        return self._then("combine", (fn,), ".combine()")
+        _build(lambda it: it.combine(fn, on_error))
+        return self._then("combine", ".combine()", fn, on_error=on_error)
 
     def transform(self, fn: Callable[[Iterator[T]], Iterable[U]]) -> ParallelIterator[U]:
         """fn(iterator of the items), once per shard."""
-        return self._then("transform", (fn,), ".transform()")
+        _build(lambda it: it.transform(fn))
+        return self._then("transform", ".transform()", fn)
 
-    def _gathered(self, stage: Gather, suffix: str) -> LocalIterator[Any]:
-        return LocalIterator(stage, f"{self!r}{suffix}")
+    def local_shuffle(
+        self, shuffle_buffer_size: int, seed: int | None = None
+    ) -> ParallelIterator[T]:
+        """Each shard's items in random order within a sliding window.
 
-    def batch_across_shards(self) -> LocalIterator[list[T]]:
+        Args:
+            shuffle_buffer_size: items of the window; 1 changes nothing.
+            seed: of every shard's order; None for another one each time.
+        """
+        _build(lambda it: it.shuffle(shuffle_buffer_size, seed))
+        seeded = f", seed={seed}" if seed is not None else ""
+        suffix = f".local_shuffle(shuffle_buffer_size={shuffle_buffer_size}{seeded})"
+        return self._then("shuffle", suffix, shuffle_buffer_size, seed)
+
+    # -- which shards --------------------------------------------------------------------------
+
+    def repartition(self, num_partitions: int, batch_ms: float = 0) -> ParallelIterator[T]:
+        """The same items in another number of shards: partition i gets every
+        `num_partitions`-th item of every shard, from the i-th on.
+
+        Read the partitions at about the same pace: a shard keeps at most 10,000 items for one
+        that lags.
+
+        Args:
+            num_partitions: shards afterwards.
+            batch_ms: a shard collects items for so many milliseconds per request.
+        """
+        if num_partitions < 1:
+            raise ValueError(f"repartition: num_partitions must be >= 1, got {num_partitions}")
+        chain = uuid.uuid4().hex
+        generators = [
+            partial(_partition, self._shards, self.name, chain, (i, num_partitions), batch_ms)
+            for i in range(num_partitions)
+        ]
+        upstream = Shards(self._shards, self.name)
+        pool = _pool(generators, False, not upstream.remote, upstream.pools())
+        name = f"{self.name}.repartition[num_partitions={num_partitions}]"
+        return ParallelIterator(_all_of(pool), name, self.recovery)
+
+    def union(self, other: ParallelIterator[Any]) -> ParallelIterator[Any]:
+        """The shards of both, each with its own steps."""
+        if not isinstance(other, ParallelIterator):
+            raise TypeError(f"union() takes a ParallelIterator, got {type(other).__name__}")
+        name = f"ParallelUnion[{self!r}, {other!r}]"
+        return ParallelIterator((*self._shards, *other._shards), name, self.recovery)
+
+    def select_shards(self, shards_to_keep: Sequence[int]) -> ParallelIterator[T]:
+        """Only these shards.
+
+        Raises:
+            ValueError: none, or one that there is not.
+        """
+        wanted = list(shards_to_keep)
+        if not wanted:
+            raise ValueError("select_shards: at least one shard must be selected")
+        picked = [self._shards[self._checked(index)] for index in wanted]
+        name = f"{self!r}.select_shards({len(picked)} total)"
+        return ParallelIterator(picked, name, self.recovery)
+
+    def num_shards(self) -> int:
+        """How many shards there are."""
+        return len(self._shards)
+
+    def shards(self) -> list[LocalIterator[T]]:
+        """A stream per shard, each to be read by whoever gets it (they pickle); starts the
+        actors."""
+        Shards(self._shards, self.name).start()
+        return [self.get_shard(index) for index in range(self.num_shards())]
+
+    def get_shard(
+        self, shard_index: int, batch_ms: float = 0, num_async: int = 1
+    ) -> LocalIterator[T]:
+        """The items of one shard, in its order.
+
+        Args:
+            shard_index: which one, from 0.
+            batch_ms: it collects items for so many milliseconds per request.
+            num_async: requests in flight.
+        """
+        shards = Shards([self._shards[self._checked(shard_index)]], self.name)
+        stage = GatherShard(shards, num_async, batch_ms=batch_ms, recovery=self.recovery)
+        return LocalIterator(stage, f"{self.name}.shard[{shard_index}]")
+
+    def _checked(self, index: int) -> int:
+        if not 0 <= index < len(self._shards):
+            raise ValueError(f"there is no shard {index} among {len(self._shards)} (from 0)")
+        return index
+
+    # -- gathering -----------------------------------------------------------------------------
+
+    def batch_across_shards(self, on_error: OnError = "raise") -> LocalIterator[list[T]]:
         """Lists of one item per live shard, in shard order; a barrier between rounds."""
-        shards = self._make_shards(self._steps)
-        return self._gathered(GatherSync(shards, self.name), ".batch_across_shards()")
+        shards = Shards(self._shards, self.name)
+        stage = GatherSync(shards, recovery=self.recovery, on_error=on_error)
+        return LocalIterator(stage, f"{self!r}.batch_across_shards()")
 
-    def gather_sync(self) -> LocalIterator[T]:
-        """Round by round, the items in shard order."""
-        flat = self.batch_across_shards().flatten()
-        flat.name = f"{self!r}.gather_sync()"
-        return flat
+    def gather_sync(self, on_error: OnError = "raise") -> LocalIterator[T]:
+        """Round by round, the items in shard order. Nothing is asked for between two rounds."""
+        shards = Shards(self._shards, self.name)
+        stage = GatherSync(shards, flat=True, recovery=self.recovery, on_error=on_error)
+        return LocalIterator(stage, f"{self!r}.gather_sync()")
 
-    def gather_async(self, num_async: int = 1) -> LocalIterator[T]:
-        """Items of any shard as they come, `num_async` requests in flight per shard."""
-        shards = self._make_shards(self._steps)
-        return self._gathered(GatherAsync(shards, self.name, num_async), ".gather_async()")
+    def gather_async(
+        self,
+        batch_ms: float = 0,
+        num_async: int = 1,
+        ask_again: Literal["after", "before"] = "after",
+        on_error: OnError = "raise",
+    ) -> LocalIterator[T]:
+        """Items of any shard as they come.
+
+        Args:
+            batch_ms: a shard collects items for so many milliseconds before it answers.
+            num_async: requests in flight per shard.
+            ask_again: a shard is asked for its next item "after" the consumer has finished with
+                the one handed over (it pulls the next), or "before" it is handed over. An item is
+                at most `num_async - 1` ("after") or `num_async` ("before") items of its own shard
+                old.
+            on_error: what to do when a shard's code raises.
+        """
+        stage = GatherAsync(
+            Shards(self._shards, self.name),
+            num_async,
+            ask_again,
+            recovery=self.recovery,
+            batch_ms=batch_ms,
+            on_error=on_error,
+        )
+        return LocalIterator(stage, f"{self!r}.gather_async()")
 
     def take(self, n: int) -> list[T]:
         """The first n items of `gather_sync()`."""
@@ -264,10 +236,65 @@ class ParallelIterator(Generic[T]):
         return f"ParallelIterator[{self.name}]"
 
 
+def _build(chain: Callable[[LocalIterator[Any]], Any]) -> None:
+    """Chain a step on nothing, so that wrong arguments are refused here and now."""
+    chain(LocalIterator(()))
+
+
+def _partition(
+    shards: Sequence[Shard], name: str, chain: str, part: tuple[int, int], batch_ms: float
+) -> LocalIterator[Any]:
+    """Runs in a partition's worker: its part of the items of all shards, as they come."""
+    stage = GatherAsync(Shards(shards, name, chain, part), ask_again="before", batch_ms=batch_ms)
+    return LocalIterator(stage, f"part {part[0]} of {name}")
+
+
+def _pool(
+    generators: Sequence[Any], repeat: bool, in_process: bool, upstream: Sequence[Pool] = ()
+) -> Pool:
+    """A worker per generator."""
+    if not generators:
+        raise ValueError("at least one shard is needed")
+    for generator in generators:
+        if not callable(generator) and not hasattr(generator, "__iter__"):
+            raise TypeError(
+                "a shard is made of an iterable or a callable that returns one, got "
+                f"{type(generator).__name__}"
+            )
+    once = any(not callable(g) and iter(g) is g for g in generators)
+    replayable = not once and not upstream
+    if in_process:
+
+        def workers() -> list[Any]:
+            return [ParallelIteratorWorker(generator, repeat) for generator in generators]
+
+        return Pool(workers, len(generators), replayable, upstream)
+
+    def actor(index: int) -> Any:
+        import ray
+
+        kind = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)(ParallelIteratorWorker)
+        return kind.remote(generators[index], repeat)
+
+    return ActorPool(actor, len(generators), replayable=replayable, upstream=upstream)
+
+
+def _all_of(pool: Pool) -> list[Shard]:
+    return [Shard(pool, index) for index in range(len(pool))]
+
+
 def from_items(
     items: Sequence[T], num_shards: int = 2, repeat: bool = False, in_process: bool = False
 ) -> ParallelIterator[T]:
-    """The items, dealt to the shards in turn."""
+    """The items, dealt to the shards in turn.
+
+    Args:
+        items: the items.
+        num_shards: Ray actors to deal them to.
+        repeat: start again at the end.
+        in_process: no actors: the shards run in this process.
+    """
+    _check_shards(num_shards)
     shards: list[list[T]] = [list(items[i::num_shards]) for i in range(num_shards)]
     kind = type(items[0]).__name__ if items else "None"
     tail = ", repeat=True" if repeat else ""
@@ -279,6 +306,7 @@ def from_range(
     n: int, num_shards: int = 2, repeat: bool = False, in_process: bool = False
 ) -> ParallelIterator[int]:
     """0 … n-1, a contiguous piece per shard; the last takes the rest."""
+    _check_shards(num_shards)
     size = n // num_shards
     ends = [*(size * i for i in range(1, num_shards)), n]
     shards = [range(size * i, end) for i, end in enumerate(ends)]
@@ -286,37 +314,53 @@ def from_range(
     return from_iterators(shards, repeat, name, in_process)
 
 
+def _check_shards(num_shards: int) -> None:
+    if not isinstance(num_shards, int) or num_shards < 1:
+        raise ValueError(f"num_shards must be an int of at least 1, got {num_shards!r}")
+
+
 def from_iterators(
     generators: Sequence[Any],
     repeat: bool = False,
     name: str | None = None,
     in_process: bool = False,
+    recovery: Recovery | None = None,
 ) -> ParallelIterator[Any]:
-    """One shard per iterable, or per callable that returns one."""
-    name = name or f"from_iterators[shards={len(generators)}{', repeat=True' if repeat else ''}]"
+    """One shard per iterable, or per callable that returns one.
 
-    def make(steps: Sequence[Step]) -> Shards:
-        if in_process:
-            return LocalShards(
-                lambda: [ParallelIteratorWorker(g, repeat) for g in generators], steps
-            )
+    A shard whose actor dies is made again and skips the items that were accepted before, so its
+    generator should give the same items each time.
 
-        def actors() -> list[Any]:
-            import ray
-
-            worker = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)(
-                ParallelIteratorWorker
-            )
-            return [worker.remote(generator, repeat) for generator in generators]
-
-        return ActorShards(actors, steps, owned=True)
-
-    return ParallelIterator(make, name)
-
-
-def from_actors(actors: Sequence[Any], name: str | None = None) -> ParallelIterator[Any]:
-    """Shards served by existing actors that have `apply(fn, *args)` and `items()`."""
+    Args:
+        generators: iterables or callables (a generator object does not pickle: give the callable).
+        repeat: start again at the end.
+        name: shown by `repr`.
+        in_process: no actors: the shards run in this process.
+        recovery: how shards that die or hang are replaced.
+    """
+    pool = _pool(generators, repeat, in_process)
+    tail = ", repeat=True" if repeat else ""
     return ParallelIterator(
-        lambda steps: ActorShards(lambda: actors, steps, owned=False),
-        name or f"from_actors[shards={len(actors)}]",
+        _all_of(pool), name or f"from_iterators[shards={len(generators)}{tail}]", recovery
     )
+
+
+def from_actors(
+    actors: Sequence[Any],
+    name: str | None = None,
+    recreate: Callable[[int], Any] | None = None,
+    recovery: Recovery | None = None,
+) -> ParallelIterator[Any]:
+    """Shards served by existing actors that have `apply(fn, *args)` and `items()`.
+
+    Args:
+        actors: the handles.
+        name: shown by `repr`.
+        recreate: makes the actor of a shard again, from its index, when it has died. Without it a
+            dead shard raises ShardFailedError once, and the others go on.
+        recovery: how shards that die or hang are replaced.
+    """
+    if not actors:
+        raise ValueError("from_actors: at least one actor is needed")
+    pool = ActorPool(recreate, len(actors), handles=actors)
+    return ParallelIterator(_all_of(pool), name or f"from_actors[shards={len(actors)}]", recovery)

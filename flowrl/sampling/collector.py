@@ -17,7 +17,8 @@ from flowrl.policies.config import ConfigError
 from flowrl.policies.policy import Policy
 from flowrl.sampling.envs import Stepper
 
-IDS_PER_WORKER = 1 << 40  # episode and unroll ids of different workers never meet
+IDS_PER_WORKER = 1 << 40  # episode and unroll ids of different workers never meet,
+IDS_PER_INCARNATION = 1 << 30  # nor those of a worker and of the one that replaces it
 
 
 class EpisodeMetrics(NamedTuple):
@@ -50,7 +51,7 @@ class ColumnarCollector:
         stepper: the environments.
         policy: acts, and postprocesses fragments.
         length: env steps of each environment per fragment, T.
-        worker_index: high bits of the episode ids.
+        first_id: the first episode and unroll id.
         collect_infos: record the environments' infos, in an object column.
     """
 
@@ -59,7 +60,7 @@ class ColumnarCollector:
         stepper: Stepper,
         policy: Policy,
         length: int,
-        worker_index: int = 0,
+        first_id: int = 0,
         collect_infos: bool = False,
     ):
         self.stepper = stepper
@@ -69,7 +70,7 @@ class ColumnarCollector:
         self.env_steps = 0
         self.timings = {"env_step_s": 0.0, "inference_s": 0.0, "sample_s": 0.0}
         self._collect_infos = collect_infos
-        self._base = worker_index * IDS_PER_WORKER
+        self._base = first_id
         self._next_episode = self._next_unroll = 0
         self._open = False
         space = stepper.observation_space

@@ -9,9 +9,14 @@ import numpy as np
 
 from flowrl.data import DEFAULT_POLICY_ID, MultiAgentBatch, SampleBatch
 from flowrl.policies.policy import Policy
-from flowrl.sampling.collector import ColumnarCollector, EpisodeMetrics
+from flowrl.sampling.collector import (
+    IDS_PER_INCARNATION,
+    IDS_PER_WORKER,
+    ColumnarCollector,
+    EpisodeMetrics,
+)
 from flowrl.sampling.envs import EnvCreator, env_creator_for, make_stepper
-from flowrl.seeding import random_stream, restore_stream, stream_state
+from flowrl.seeding import derive_seed, random_stream, restore_stream, stream_state
 
 T = TypeVar("T")
 
@@ -21,11 +26,15 @@ DEFAULT_FRAGMENT_LENGTH = 200
 WORKER_SETTINGS = {
     "address",
     "collect_infos",
+    "delay_between_worker_restarts_s",
     "env_config",
+    "max_num_worker_restarts",
     "num_cpus_per_worker",
     "num_envs_per_worker",
     "num_workers",
+    "recreate_failed_workers",
     "rollout_fragment_length",
+    "sample_timeout_s",
     "train_batch_size",
     "vectorization_mode",
 }
@@ -51,6 +60,8 @@ class RolloutWorker:
         worker_index: 0 in process, 1 … num_workers on actors.
         num_workers: how many workers there are on actors.
         fragment_length: env steps of each environment per `sample()`, if not the settings'.
+        incarnation: how many workers before this one had this index and died; its random streams
+            and episode ids are its own.
 
     Attributes:
         policy_map: policy id -> Policy.
@@ -64,10 +75,14 @@ class RolloutWorker:
         worker_index: int = 0,
         num_workers: int = 0,
         fragment_length: int | None = None,
+        incarnation: int = 0,
     ):
         given = policy_config if policy_config is not None else {}
         self.worker_index = worker_index
         self._seed = given.get("seed")
+        if incarnation:
+            self._seed = derive_seed(self._seed, "incarnation", incarnation)
+        self._first_id = worker_index * IDS_PER_WORKER + incarnation * IDS_PER_INCARNATION
         self._stepper = make_stepper(
             env_creator_for(env_creator),
             given.get("env_config") or {},
@@ -112,7 +127,7 @@ class RolloutWorker:
         """
         if self._collector is None:
             self._collector = ColumnarCollector(
-                self._stepper, self.policy, self._length, self.worker_index, self._collect_infos
+                self._stepper, self.policy, self._length, self._first_id, self._collect_infos
             )
         try:
             return self._collector.collect()

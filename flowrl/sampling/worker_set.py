@@ -10,12 +10,12 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from flowrl.iter import ParallelIterator
-from flowrl.iter.gather import Reply, Shards
-from flowrl.iter.parallel import ActorShards, LocalShards, Step, serve
+from flowrl.iter.gather import Recovery
+from flowrl.iter.shards import ActorPool, Order, Pool, Reply, Shard, serve_remote
 from flowrl.policies.config import ConfigError
 from flowrl.policies.policy import Policy
 from flowrl.sampling.envs import EnvCreator, env_creator_for
@@ -53,6 +53,7 @@ class WorkerSet:
         self.num_workers = wanted
         self._local: RolloutWorker | None = None
         self._remote: list[Any] | None = None
+        self._pool: Pool | None = None
         self._sent: dict[int, dict[str, int]] = {}
         self._payload: tuple[dict[str, int], Any] | None = None
         self._owns_ray = False
@@ -86,10 +87,13 @@ class WorkerSet:
     def remote_workers(self) -> list[Any]:
         """Ray actor handles of the remote workers, made when first asked for."""
         if self._remote is None:
-            self._remote = self._make_actors() if self.num_workers else []
+            self._remote = []
+            if self.num_workers:
+                self._start_ray()
+                self._remote += [self.make_remote(i) for i in range(self.num_workers)]
         return self._remote
 
-    def _make_actors(self) -> list[Any]:
+    def _start_ray(self) -> None:
         import ray
 
         if not ray.is_initialized():
@@ -102,6 +106,11 @@ class WorkerSet:
                 logging_level=logging.WARNING,
             )
             self._owns_ray = True
+
+    def make_remote(self, index: int, incarnation: int = 0) -> Any:
+        """A new Ray actor for remote worker `index` (from 0), which has no weights yet."""
+        import ray
+
         cpus = ray.cluster_resources().get("CPU", 0.0)
         share = math.floor(1000 * cpus / self.num_workers) / 1000
         actor = ray.remote(
@@ -109,8 +118,8 @@ class WorkerSet:
             max_restarts=0,
             max_task_retries=0,
         )(RolloutWorker)
-        indices = range(1, self.num_workers + 1)
-        return [actor.remote(**self._arguments(index)) for index in indices]
+        self._sent.pop(index, None)
+        return actor.remote(**self._arguments(index + 1), incarnation=incarnation)
 
     # -- weights -------------------------------------------------------------------------------
 
@@ -169,12 +178,16 @@ class WorkerSet:
 
     def parallel_iterator(self) -> ParallelIterator[Any]:
         """The workers' endless fragments: one shard per remote worker, or the local worker's."""
-        return ParallelIterator(self._shards, f"rollouts[workers={self.num_workers}]")
-
-    def _shards(self, steps: Sequence[Step]) -> Shards:
-        if self.num_workers:
-            return RolloutShards(self, steps)
-        return LocalShards(lambda: [self.local_worker()], steps)
+        if self._pool is None:
+            remote = self.num_workers > 0
+            self._pool = RolloutPool(self) if remote else Pool(lambda: [self.local_worker()], 1)
+        shards = [Shard(self._pool, index) for index in range(len(self._pool))]
+        recovery = Recovery(
+            timeout_s=self.config.get("sample_timeout_s"),
+            max_restarts=self.config.get("max_num_worker_restarts", 1000),
+            backoff_s=self.config.get("delay_between_worker_restarts_s", 0.1),
+        )
+        return ParallelIterator(shards, f"rollouts[workers={self.num_workers}]", recovery)
 
     def stop(self) -> None:
         """End the remote workers, close the environments, shut down a Ray started here."""
@@ -183,11 +196,12 @@ class WorkerSet:
         if self._remote:
             import ray
 
-            for worker in self._remote:
-                ray.kill(worker)
+            if ray.is_initialized():
+                for worker in self._remote:
+                    ray.kill(worker)
             if self._owns_ray:
                 ray.shutdown()
-        self._local, self._remote = None, None
+        self._local, self._remote, self._pool = None, None, None
         self._sent.clear()
 
     def __enter__(self) -> WorkerSet:
@@ -197,27 +211,34 @@ class WorkerSet:
         self.stop()
 
 
-class RolloutShards(ActorShards):
-    """The remote workers of a set; a request carries the weights that the worker lacks."""
+class RolloutPool(ActorPool):
+    """The remote workers of a set, made and ended by it; an order carries the weights that the
+    worker lacks."""
 
-    def __init__(self, workers: WorkerSet, steps: Sequence[Step]):
-        super().__init__(workers.remote_workers, steps, owned=False)
-        self._workers = workers
+    def __init__(self, workers: WorkerSet):
+        recreate = workers.config.get("recreate_failed_workers", True)
+        super().__init__(self._remake if recreate else None, workers.num_workers)
+        self._workers_of = workers
 
-    def request(self, index: int) -> Any:
-        steps = None if index in self._told else self._steps
-        self._told.add(index)
-        payload = self._workers.weights_for(index)
-        return self.actors()[index].apply.remote(_serve_with, payload, self._chain, steps)
+    def start(self) -> None:
+        self._handles = self._workers_of.remote_workers()
+
+    def _remake(self, index: int) -> Any:
+        return self._workers_of.make_remote(index, self._incarnations[index] + 1)
+
+    def ask(self, index: int, order: Order) -> Any:
+        actor = self.handle(index)
+        return actor.apply.remote(_serve_with, self._workers_of.weights_for(index), order)
+
+    def stop(self) -> None:
+        """The set ends its workers."""
 
 
 def _take_weights(worker: RolloutWorker, payload: tuple[Any, ...]) -> None:
     worker.set_weights(*payload)
 
 
-def _serve_with(
-    worker: RolloutWorker, payload: tuple[Any, ...] | None, chain: int, steps: Any
-) -> Reply:
+def _serve_with(worker: RolloutWorker, payload: tuple[Any, ...] | None, order: Order) -> Reply:
     if payload is not None:
         worker.set_weights(*payload)
-    return serve(worker, chain, steps)
+    return serve_remote(worker, order)

@@ -35,7 +35,8 @@ def test_repr_is_the_chain():
     it = stream(1).for_each(str).filter(bool).batch(2)
     assert repr(it) == "LocalIterator[items.for_each().filter().batch(2)]"
     assert (
-        repr(stream(1).union(stream(2))) == "LocalUnion[LocalIterator[items], LocalIterator[items]]"
+        repr(stream(1).union(stream(2)))
+        == "LocalIterator[LocalUnion[LocalIterator[items], LocalIterator[items]]]"
     )
 
 

@@ -55,7 +55,7 @@ def test_provenance(in_process):
     with from_range(4, 2, in_process=in_process).gather_sync().zip_with_source() as stream:
         assert next(stream)[1] == 0
         sources, _ = next(stream)
-    assert [source.worker for source in sources] == [0, 1]
+    assert [source.worker for source in sources] == [1]
     assert {source.seq for source in sources} == {0}
 
 
