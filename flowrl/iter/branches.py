@@ -29,6 +29,12 @@ class Union(Stage):
     share a `duplicate`) lends its turn and is owed it. "*" gives all that is ready.
     Not ordered: a turn takes one item of whatever branch has one ready.
 
+    Args:
+        branches: the stages joined.
+        weights: items of each branch per turn; implies `ordered`.
+        ordered: see above.
+        outputs: branches whose items are handed on; the others' are dropped. None: all.
+
     Raises:
         ValueError: wrong weights, or a `transform` in a branch that must be able to pause.
     """
@@ -40,6 +46,7 @@ class Union(Stage):
         branches: Sequence[Stage],
         weights: Sequence[float | str] | None = None,
         ordered: bool = False,
+        outputs: Sequence[int] | None = None,
     ):
         if not branches:
             raise ValueError("union needs at least one branch")
@@ -48,6 +55,7 @@ class Union(Stage):
         super().__init__(*branches)
         self._weights = list(weights) if weights is not None else [1.0] * len(branches)
         self._ordered = ordered or weights is not None
+        self._emits = [outputs is None or i in outputs for i in range(len(branches))]
         for index, branch in enumerate(branches):
             if not self._ordered or self._weights[index] == "*":
                 _refuse_transform(branch, index)
@@ -83,6 +91,9 @@ class Union(Stage):
                 continue
             if item is not NOT_READY:
                 self._credit[turn] -= 1
+                if not self._emits[turn]:
+                    idle = 0
+                    continue
                 self._last = self.parents[turn]
                 self.items += 1
                 return item

@@ -86,13 +86,13 @@ def path_to(root: Stage, target: Stage) -> str:
 
     def search(node: Stage) -> list[str] | None:
         if node is target:
-            return [node.shown()]
+            return [node.short()]
         for index, parent in enumerate(node.parents):
             found = search(parent)
             if found is not None:
-                own = f"{node.shown()}[{index}]" if len(node.parents) > 1 else node.shown()
+                own = f"{node.short()}[{index}]" if len(node.parents) > 1 else node.short()
                 return [own, *found]
         return None
 
     found = search(root)
-    return " › ".join(found if found is not None else [target.shown()])
+    return " › ".join(found if found is not None else [target.short()])

@@ -11,8 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from flowrl.iter.errors import OnError, Retry, ShardFailedError, Skip, check_policy, operator_error
@@ -66,6 +65,7 @@ class ShardState:
     broken: bool = False  # to be replaced before it is asked again
     not_before: float = 0.0
     heard: float = 0.0
+    requests: deque[Any] = field(default_factory=deque)  # in flight, oldest first
 
 
 @dataclass(slots=True)
@@ -140,12 +140,14 @@ class Gather(Stage):
         ref = self.shards.request(shard.index, self._batch_ms, shard.accepted)
         incarnation = self.shards.incarnation(shard.index)
         self._flight[ref] = Asked(shard, incarnation, time.monotonic())
+        shard.requests.append(ref)
         return True
 
     def _receive(self, ref: Any) -> list[tuple[Any, Source]]:
         """The items of a reply; none if the shard has ended or must be replaced first."""
         asked = self._flight.pop(ref)
         shard = asked.shard
+        shard.requests.remove(ref)
         if shard.state != "live":
             return []
         try:
@@ -229,12 +231,13 @@ class Gather(Stage):
         limit = self._recovery.timeout_s
         if limit is None or not self.shards.remote:
             return
-        for shard, since in list(self._oldest()):
+        for shard, since in self._silent():
             if time.monotonic() - since <= limit:
                 continue
-            kept = {r: a for r, a in self._flight.items() if a.shard is not shard}
-            self._unanswered(shard, len(self._flight) - len(kept))
-            self._flight = kept
+            self._unanswered(shard, len(shard.requests))
+            for ref in shard.requests:
+                del self._flight[ref]
+            shard.requests.clear()
             self.shards.kill(shard.index)
             incarnation = self.shards.incarnation(shard.index)
             self._lost(shard, incarnation, TimeoutError(f"no answer for {limit} s"))
@@ -242,13 +245,13 @@ class Gather(Stage):
     def _unanswered(self, shard: ShardState, requests: int) -> None:
         """Requests of a hanging shard are given up."""
 
-    def _oldest(self) -> Iterator[tuple[ShardState, float]]:
+    def _silent(self) -> list[tuple[ShardState, float]]:
         """Since when each shard with requests in flight has been silent."""
-        seen = set()
-        for asked in self._flight.values():
-            if asked.shard.index not in seen:
-                seen.add(asked.shard.index)
-                yield asked.shard, max(asked.at, asked.shard.heard)
+        return [
+            (shard, max(self._flight[shard.requests[0]].at, shard.heard))
+            for shard in self.states
+            if shard.requests
+        ]
 
     def _end(self) -> BaseException:
         """What to raise when no shard is live."""
@@ -267,7 +270,7 @@ class Gather(Stage):
         times = [shard.not_before for shard in self.live() if shard.broken]
         limit = self._recovery.timeout_s
         if limit is not None and self.shards.remote:
-            times += [since + limit for _, since in self._oldest()]
+            times += [since + limit for _, since in self._silent()]
         return times
 
     def waits(self) -> list[Any]:
@@ -311,29 +314,25 @@ class Gather(Stage):
         return {name: n for name, n in figures.items() if n or name == "shards_live"}
 
     def state_dict(self) -> dict[str, Any]:
-        """How many items of each shard were handed over; requests in flight are asked again."""
-        held = [0] * len(self.states)
-        for _, source in self._held():
-            held[source.worker] += 1
+        """How far each shard is; requests in flight are asked again."""
         return {
             "items": self.items,
-            "accepted": [s.accepted - held[s.index] for s in self.states],
-            "ended": [s.state == "ended" and not held[s.index] for s in self.states],
+            "skipped": self.skipped,
+            "accepted": [shard.accepted for shard in self.states],
+            "ended": [shard.state == "ended" for shard in self.states],
+            "queue": [[item, source.worker, source.seq] for item, source in self._queue],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if not self.saved:
             return
-        self.items = state["items"]
+        self.items, self.skipped = state["items"], state["skipped"]
+        self._queue = deque((item, Source(worker, 0, seq)) for item, worker, seq in state["queue"])
         for shard, accepted, ended in zip(
             self.states, state["accepted"], state["ended"], strict=True
         ):
             shard.accepted = accepted
             shard.state = "ended" if ended else "live"
-
-    def _held(self) -> Iterator[tuple[Any, Source]]:
-        """Items received and not handed over yet."""
-        return iter(self._queue)
 
     def stop(self) -> None:
         self._flight.clear()
@@ -405,9 +404,14 @@ class GatherSync(Gather):
         for item in self._receive(ref):
             self._round[index] = item
 
-    def _held(self) -> Iterator[tuple[Any, Source]]:
-        yield from self._queue
-        yield from self._round.values()
+    def state_dict(self) -> dict[str, Any]:
+        begun = [[item, source.worker, source.seq] for item, source in self._round.values()]
+        return {**super().state_dict(), "round": begun}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        if self.saved:
+            self._round = {w: (item, Source(w, 0, seq)) for item, w, seq in state["round"]}
 
 
 class GatherAsync(Gather):
@@ -477,17 +481,28 @@ class GatherAsync(Gather):
             return next(iter(self._flight), None)
         while self._ready:
             ref = self._ready.popleft()
-            if ref in self._flight:  # not given up since: its shard hung
-                return ref
+            if ref in self._flight:  # not given up since, as those of a shard that hangs are
+                # a shard answers in order, though the news of it may come out of order
+                return self._flight[ref].shard.requests[0]
         if self._flight and (self._poll or not block):
             self._ready.extend(ready_refs(list(self._flight)))
         if not self._ready and block:
             self._ready.extend(self._wait())
-        return self._ready.popleft() if self._ready else None
+        return self._next_ready(block) if self._ready else None
 
     def _unanswered(self, shard: ShardState, requests: int) -> None:
         assert self._idle is not None
         self._idle.extend([shard] * requests)
+
+    def state_dict(self) -> dict[str, Any]:
+        turns = [asked.shard.index for asked in self._flight.values()]
+        turns += [shard.index for shard in self._idle or ()]
+        return {**super().state_dict(), "turns": None if self._idle is None else turns}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        if self.saved and state["turns"] is not None:
+            self._idle = deque(self.states[index] for index in state["turns"])
 
     def label(self) -> str:
         return f"{self.kind}(num_async={self.num_async}) {self.shards.name}"

@@ -133,8 +133,12 @@ class Mapped(Stage):
     def label(self) -> str:
         return f"{self.kind}({function_name(self.fn)})"
 
+    def short(self) -> str:
+        return super().short() if self.title else self.state_name() or self.label()
+
     def numbers(self) -> dict[str, Any]:
-        return {"skipped": self.skipped} if self.skipped else {}
+        own = self.fn.numbers() if hasattr(self.fn, "numbers") else {}
+        return {**own, **({"skipped": self.skipped} if self.skipped else {})}
 
     def state_name(self) -> str:
         fn = self.fn
@@ -191,7 +195,7 @@ class ForEachHooked(ForEach):
 
     @classmethod
     def wanted(cls, fn: Any) -> bool:
-        return hasattr(fn, "ready") or hasattr(fn, "_on_fetch_start")
+        return any(callable(getattr(fn, name, None)) for name in ("ready", "_on_fetch_start"))
 
     def pull(self, block: bool) -> Any:
         while True:

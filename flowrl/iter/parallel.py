@@ -16,6 +16,7 @@ from flowrl.iter.errors import OnError
 from flowrl.iter.gather import GatherAsync, GatherShard, GatherSync, Recovery
 from flowrl.iter.local import LocalIterator
 from flowrl.iter.shards import ActorPool, ParallelIteratorWorker, Pool, Shard, Shards
+from flowrl.iter.stage import chained_at
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -39,7 +40,7 @@ class ParallelIterator(Generic[T]):
         self.recovery = recovery
 
     def _then(self, method: str, suffix: str, *args: Any, **options: Any) -> ParallelIterator[Any]:
-        step = (method, args, options)
+        step = (method, args, options, chained_at())
         shards = [shard._replace(steps=(*shard.steps, step)) for shard in self._shards]
         return ParallelIterator(shards, f"{self.name}{suffix}", self.recovery)
 

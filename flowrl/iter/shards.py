@@ -21,7 +21,8 @@ from flowrl.iter.errors import strip
 
 U = TypeVar("U")
 
-Step = tuple[str, tuple[Any, ...], dict[str, Any]]  # a LocalIterator method and its arguments
+# a LocalIterator method, its arguments, and the line where the step was chained
+Step = tuple[str, tuple[Any, ...], dict[str, Any], str]
 
 _OURS = frozenset(glob.glob(os.path.join(os.path.dirname(__file__), "*.py")))
 
@@ -63,8 +64,9 @@ class Chain:
                 "it from ParallelIteratorWorker"
             )
         stream: Any = LocalIterator(worker.items, "shard")
-        for method, args, options in steps:
+        for method, args, options, line in steps:
             stream = getattr(stream, method)(*args, **options)
+            stream.stage.line = line
         self._stream = stream
         self._worker = worker
         self._error: BaseException | None = None

@@ -111,6 +111,10 @@ class Stage:
         """The title if it has one, else the label."""
         return self.title or self.label()
 
+    def short(self) -> str:
+        """The same without arguments, for error notes."""
+        return (self.title or self.state_name() or self.label()).split("(", 1)[0]
+
     def state_name(self) -> str | None:
         """What the stage is called in a saved plan (numbered where two are called the same);
         None for a stage that keeps nothing and may come and go."""

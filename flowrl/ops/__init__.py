@@ -1,6 +1,7 @@
 """The operators: what can be done to experience, one file per kind. No torch, no Ray."""
 
 from flowrl.iter import _get_shared_metrics
+from flowrl.ops.concurrency import Concurrently, Dequeue, Enqueue
 from flowrl.ops.report import StandardMetricsReporting
 from flowrl.ops.rollout import (
     ConcatBatches,
@@ -12,6 +13,9 @@ from flowrl.ops.train import TrainOneStep, train_one_step
 
 __all__ = [
     "ConcatBatches",
+    "Concurrently",
+    "Dequeue",
+    "Enqueue",
     "ParallelRollouts",
     "SelectExperiences",
     "StandardMetricsReporting",

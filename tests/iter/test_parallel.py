@@ -1,8 +1,19 @@
 """ParallelIterator in process and on actors: same items, same order, errors name the shard."""
 
+import time
+
 import pytest
 
-from flowrl.iter import ParallelIteratorWorker, from_actors, from_items, from_iterators, from_range
+from flowrl.iter import (
+    LocalIterator,
+    ParallelIteratorWorker,
+    Retry,
+    Skip,
+    from_actors,
+    from_items,
+    from_iterators,
+    from_range,
+)
 
 
 @pytest.fixture
@@ -21,9 +32,17 @@ def test_ragged_rounds(in_process):
         assert list(stream) == [[1, 2], [3]]
 
 
-def test_gather_async_gives_all(in_process):
-    with from_items(list(range(20)), 3, in_process=in_process).gather_async(num_async=2) as stream:
-        assert sorted(stream) == list(range(20))
+@pytest.mark.parametrize("ask_again", ["after", "before"])
+@pytest.mark.parametrize("batch_ms", [0, 5])
+def test_gather_async_gives_all(in_process, ask_again, batch_ms):
+    it = from_items(list(range(20)), 3, in_process=in_process)
+    options = {"num_async": 2, "ask_again": ask_again, "batch_ms": batch_ms}
+    with it.gather_async(**options).zip_with_source() as stream:
+        got = list(stream)
+    assert sorted(item for _, item in got) == list(range(20))
+    # the source of every item is right, whatever came together in one answer
+    assert all(sources[0].worker == item % 3 for sources, item in got)
+    assert all(sources[0].seq == item // 3 for sources, item in got)
 
 
 def test_steps_run_in_the_shards(in_process):
@@ -33,6 +52,11 @@ def test_steps_run_in_the_shards(in_process):
     it = from_items([[1, 2], [3]], 2, in_process=in_process).flatten().combine(lambda x: [x, x])
     with it.gather_sync() as stream:
         assert sorted(stream) == [1, 1, 2, 2, 3, 3]
+    it = from_range(6, 2, in_process=in_process).transform(lambda it: (-x for x in it))
+    assert it.take(4) == [0, -3, -1, -4]
+    it = from_range(8, 1, in_process=in_process).local_shuffle(3, seed=5)
+    assert it.take(8) == it.take(8) != list(range(8))
+    assert sorted(it.take(8)) == list(range(8))
 
 
 def test_an_error_names_the_shard_and_the_stream_goes_on(in_process):
@@ -46,9 +70,61 @@ def test_an_error_names_the_shard_and_the_stream_goes_on(in_process):
         assert next(stream) == [0, 5]
         with pytest.raises(ValueError, match="six") as caught:
             next(stream)
-        assert "shard 1" in "".join(caught.value.__notes__)
+        assert type(caught.value) is ValueError
+        assert str(caught.value) == "six"
+        notes = caught.value.__notes__
+        assert any("shard 1" in note for note in notes)
+        assert sum("for_each(bad), chained at" in note for note in notes) == 1
+        assert sum("test_parallel.py:" in note.splitlines()[0] for note in notes) == 2
+        assert in_process or any('raise ValueError("six")' in note for note in notes)
         assert next(stream) == [1, 7]  # shard 0's item was kept, shard 1 asked again
         assert next(stream) == [2, 8]
+
+
+def test_policies_of_a_gather(in_process):
+    def bad(x):
+        if x in (1, 6, 7):
+            raise ValueError(str(x))
+        return x
+
+    it = from_range(10, 2, in_process=in_process).for_each(bad)
+    with it.gather_sync(on_error=Skip()) as stream:
+        assert sorted(stream) == [0, 2, 3, 4, 5, 8, 9]
+        assert stream.stats()[0]["skipped"] == 3
+    with it.gather_async(on_error=Retry(2)) as stream:
+        assert sorted(stream) == [0, 2, 3, 4, 5, 8, 9]
+    with it.gather_sync(on_error=Retry(1)) as stream, pytest.raises(ValueError, match="7"):
+        list(stream)
+    later = it.for_each(lambda x: x, on_error=Skip())  # a policy is of its own stage
+    with later.gather_sync() as stream, pytest.raises(ValueError, match="6"):
+        stream.take(4)
+
+
+def test_a_stop_iteration_in_a_shard_is_an_error(in_process):
+    def ends(x):
+        raise StopIteration
+
+    with from_range(4, 2, in_process=in_process).for_each(ends).gather_async() as stream:
+        with pytest.raises(RuntimeError, match="StopIteration") as caught:
+            next(stream)
+        assert "raised by shard" in "".join(caught.value.__notes__)
+
+
+def test_an_error_in_the_generator_of_a_shard_is_not_its_end(in_process):
+    made = []
+
+    def generator():
+        made.append(1)
+        yield 1
+        if len(made) == 1:
+            raise OSError("once")
+        yield 2
+
+    with from_iterators([generator], in_process=in_process).gather_sync() as stream:
+        assert next(stream) == 1
+        with pytest.raises(OSError, match="once"):
+            next(stream)
+        assert list(stream) == [2]
 
 
 def test_provenance(in_process):
@@ -57,22 +133,192 @@ def test_provenance(in_process):
         sources, _ = next(stream)
     assert [source.worker for source in sources] == [1]
     assert {source.seq for source in sources} == {0}
+    it = from_range(8, 2, in_process=in_process)
+    both = it.gather_sync().union(it.for_each(lambda x: -x).gather_async(), deterministic=True)
+    with both.batch(3).zip_with_source() as stream:
+        for sources, items in stream:
+            assert [source.worker for source in sources] == [abs(x) // 4 for x in items]
 
 
 def test_source_actor(ray_session):
     worker = ray_session.remote(num_cpus=0)(ParallelIteratorWorker)
-    actors = [worker.remote([i] * 3) for i in range(2)]
-    it = from_actors(actors).gather_async()
-    pairs = list(it.zip_with_source_actor())
-    assert len(pairs) == 6
+    actors = [worker.remote([i] * 3) for i in range(4)]
+    a, b = from_actors(actors[:2]).gather_async(), from_actors(actors[2:]).gather_async(num_async=2)
+    pairs = list(a.union(b).zip_with_source_actor())
+    assert len(pairs) == 12
     assert all(actors[item] is actor for actor, item in pairs)
     for actor in actors:
         ray_session.kill(actor)
 
 
+def test_lag_is_what_is_declared(ray_session):
+    """An item is at most max_lag items of its own shard older than the last one handed over."""
+    handed = {"n": 0}
+
+    class Told(ParallelIteratorWorker):
+        """Serves what the driver had handed over when it was asked."""
+
+        def __init__(self):
+            super().__init__(lambda: iter(lambda: self.known, None))
+            self.known = 0
+
+        def tell(self, n):
+            self.known = n
+
+    actor = ray_session.remote(num_cpus=0)(Told).remote()
+    for num_async in (1, 3):
+        for ask_again in ("after", "before"):
+            handed["n"] = 0
+            ray_session.get(actor.tell.remote(0))
+            stream = from_actors([actor]).gather_async(num_async=num_async, ask_again=ask_again)
+            lags = []
+            for known in stream:
+                lags.append(handed["n"] - known)
+                handed["n"] += 1
+                actor.tell.remote(handed["n"])
+                if handed["n"] == 20:
+                    break
+            assert max(lags) == stream.stage.max_lag == num_async - (ask_again == "after")
+            stream.stop()
+    ray_session.kill(actor)
+
+
+def test_shards_one_by_one(in_process):
+    it = from_range(10, 2, in_process=in_process).for_each(lambda x: x + 1)
+    assert it.num_shards() == 2
+    with it.get_shard(1, num_async=3) as stream:
+        assert list(stream) == [6, 7, 8, 9, 10]
+    with it.get_shard(0, batch_ms=5) as stream:
+        assert list(stream) == [1, 2, 3, 4, 5]
+    streams = it.shards()
+    assert [list(stream) for stream in streams] == [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]]
+    for stream in streams:
+        stream.stop()
+
+
+def test_select_and_union(in_process):
+    a, b = from_range(6, 3, in_process=in_process), from_items([7, 8, 9], 1, in_process=in_process)
+    assert a.select_shards([2, 0]).take(9) == [4, 0, 5, 1]
+    united = a.for_each(lambda x: -x).union(b).for_each(lambda x: 10 * x)
+    assert united.num_shards() == 4
+    assert united.take(20) == [0, -20, -40, 70, -10, -30, -50, 80, 90]
+    assert united.select_shards([3]).take(5) == [70, 80, 90]
+
+
+def test_repartition(in_process):
+    it = from_range(12, 3, in_process=in_process).for_each(lambda x: x)
+    two = it.repartition(2)
+    assert two.num_shards() == 2
+    with two.get_shard(0) as even:
+        assert sorted(even) == [0, 2, 4, 6, 8, 10]
+    with two.for_each(lambda x: x + 1).gather_async() as stream:
+        assert sorted(stream) == list(range(1, 13))
+    with two.repartition(3, batch_ms=2).gather_sync() as stream:
+        assert sorted(stream) == list(range(12))
+
+
+def test_a_partition_that_nobody_reads_is_reported(monkeypatch):
+    monkeypatch.setattr("flowrl.iter.shards.BACKLOG", 5)
+    stream = from_range(100, 1, in_process=True).repartition(2).get_shard(0)
+    with pytest.raises(RuntimeError, match="partition 1 is 5 items behind"):
+        list(stream)
+
+
+def test_for_each_as_tasks(ray_session):
+    def slow(x):
+        time.sleep(0.05 * (x == 0))
+        return x + 1
+
+    with LocalIterator(range(8)).for_each(slow, max_concurrency=3) as stream:
+        assert sorted(stream) == list(range(1, 9))
+    with LocalIterator(range(8)).for_each(slow, max_concurrency=0) as stream:
+        got = list(stream)
+        assert sorted(got) == list(range(1, 9))
+    with LocalIterator(range(3)).for_each(slow, resources={"num_cpus": 0.5}) as stream:
+        assert list(stream) == [1, 2, 3]
+    with from_range(6, 2).for_each(slow, max_concurrency=2).gather_sync() as stream:
+        assert sorted(stream) == [1, 2, 3, 4, 5, 6]
+
+    def bad(x):
+        if x == 2:
+            raise ValueError("two")
+        return x
+
+    with LocalIterator(range(5)).for_each(bad, max_concurrency=2) as stream:
+        got, errors = [], []
+        while True:
+            try:
+                got.append(next(stream))
+            except StopIteration:
+                break
+            except ValueError as error:
+                errors.append("".join(error.__notes__))
+        assert sorted(got) == [0, 1, 3, 4]
+        assert len(errors) == 1
+        assert "int 2" in errors[0]
+    first = LocalIterator(range(8)).for_each(slow, max_concurrency=2)
+    begun = first.take(3)
+    second = LocalIterator(range(8)).for_each(slow, max_concurrency=2)
+    second.load_state_dict(first.state_dict())
+    assert sorted(begun + list(second)) == list(range(1, 9))
+    first.stop()
+
+
+def test_streams_pickle_and_run_in_remote_tasks(ray_session):
+    it = from_range(6, 2).for_each(lambda x: 2 * x)
+
+    @ray_session.remote(num_cpus=0)
+    def read(stream):
+        return list(stream)
+
+    assert ray_session.get([read.remote(s) for s in it.shards()]) == [[0, 2, 4], [6, 8, 10]]
+    assert ray_session.get(read.remote(it.gather_sync().batch(2))) == [[0, 6], [2, 8], [4, 10]]
+
+    @ray_session.remote(num_cpus=0)
+    def total(parallel):
+        return sum(parallel.gather_async())
+
+    assert ray_session.get(total.remote(it)) == 30
+
+
+def test_a_plan_saved_in_the_middle_goes_on(in_process):
+    def plan():
+        it = from_range(12, 2, in_process=in_process).for_each(lambda x: x + 1).local_shuffle(3, 1)
+        return it.gather_sync().filter(lambda x: x != 5).batch(2).shuffle(2, seed=4)
+
+    with plan() as whole:
+        expected = list(whole)
+    for taken in range(5):
+        with plan() as first, plan() as second:
+            begun = first.take(taken)
+            second.load_state_dict(first.state_dict())
+            assert begun + list(second) == expected
+
+
+def test_what_cannot_be_saved_is_named(ray_session):
+    worker = ray_session.remote(num_cpus=0)(ParallelIteratorWorker)
+    actor = worker.remote([1, 2, 3])
+    assert from_actors([actor]).gather_sync().state_dict()["restarts"] == ["gather_sync"]
+    assert from_range(3).gather_sync().state_dict()["restarts"] == []
+    ray_session.kill(actor)
+
+
+def test_building_starts_nothing(monkeypatch):
+    import ray
+
+    monkeypatch.setattr(ray, "remote", None)  # whoever makes an actor fails
+    it = from_range(4).for_each(str).repartition(3).union(from_items([1]))
+    plan = it.gather_async().union(it.gather_sync().for_each(str)).batch(2)
+    assert "gather_async" in plan.explain()
+    plan.stop()
+
+
 def test_repeat_and_callables():
     it = from_iterators([lambda: [1, 2]], repeat=True, in_process=True)
     assert it.take(5) == [1, 2, 1, 2, 1]
+    assert from_items([], 1, repeat=True, in_process=True).take(3) == []
+    with pytest.raises(ValueError, match="repeat=True"):
+        from_iterators([iter([1])], repeat=True, in_process=True).take(1)
 
 
 def test_names():
@@ -80,7 +326,39 @@ def test_names():
         repr(from_range(4, 2, in_process=True).for_each(str).filter(bool))
         == "ParallelIterator[from_range[4, shards=2].for_each().filter()]"
     )
+
+
+def test_wrong_arguments_are_refused_at_once():
+    it = from_range(4, in_process=True)
     with pytest.raises(TypeError, match="gather_sync"):
-        iter(from_range(4))
+        iter(it)
     with pytest.raises(ValueError, match="num_async"):
-        from_range(4, in_process=True).gather_async(num_async=0)
+        it.gather_async(num_async=0)
+    with pytest.raises(ValueError, match="batch_ms"):
+        it.gather_async(batch_ms=-1)
+    with pytest.raises(ValueError, match="ask_again"):
+        it.gather_async(ask_again="never")
+    with pytest.raises(TypeError, match="for_each"):
+        it.for_each(3)
+    with pytest.raises(ValueError, match="at least 1"):
+        it.batch(0)
+    with pytest.raises(ValueError, match="shuffle_buffer_size"):
+        it.local_shuffle(0)
+    with pytest.raises(ValueError, match="no shard 2"):
+        it.get_shard(2)
+    with pytest.raises(ValueError, match="at least one"):
+        it.select_shards([])
+    with pytest.raises(ValueError, match="no shard 7"):
+        it.select_shards([0, 7])
+    with pytest.raises(TypeError, match="ParallelIterator"):
+        it.union([1])
+    with pytest.raises(ValueError, match="num_partitions"):
+        it.repartition(0)
+    with pytest.raises(ValueError, match="num_shards"):
+        from_range(4, 0)
+    with pytest.raises(ValueError, match="at least one"):
+        from_actors([])
+    with pytest.raises(TypeError, match="iterable"):
+        from_iterators([3])
+    with pytest.raises(ValueError, match="gather them apart"):
+        it.union(from_range(3)).gather_sync()

@@ -1,10 +1,14 @@
 """Every stage passes one conformance check; chains mean what lists mean."""
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from ray import cloudpickle
 
-from flowrl.iter import NOT_READY, LocalIterator, Stage, from_items
+from flowrl.iter import NOT_READY, LocalIterator, Retry, Skip, Stage, from_items
+from flowrl.iter.stage import walk
 
 
 class Fitful(Stage):
@@ -23,6 +27,9 @@ class Fitful(Stage):
             raise StopIteration
         return self.script.pop(0)
 
+    def can_wait(self):
+        return True
+
 
 def fail_on(bad):
     def fn(x):
@@ -33,14 +40,39 @@ def fail_on(bad):
     return fn
 
 
+class Hooked:
+    def __init__(self):
+        self.fetches = 0
+
+    def ready(self):
+        return True
+
+    def _on_fetch_start(self):
+        self.fetches += 1
+
+    def __call__(self, x):
+        return x + 1
+
+
 STAGES = {
     "for_each": (lambda it: it.for_each(lambda x: x + 1), [2, 3, 4, 5]),
+    "for_each_hooked": (lambda it: it.for_each(Hooked()), [2, 3, 4, 5]),
     "filter": (lambda it: it.filter(lambda x: x % 2 == 0), [2, 4]),
     "combine": (lambda it: it.combine(lambda x: [x] * (x - 1)), [2, 3, 3, 4, 4, 4]),
     "batch": (lambda it: it.batch(3), [[1, 2, 3], [4]]),
     "flatten": (lambda it: it.for_each(lambda x: [x, x]).flatten(), [1, 1, 2, 2, 3, 3, 4, 4]),
+    "shuffle": (lambda it: it.shuffle(3, seed=7), [1, 2, 3, 4]),
+    "tap": (lambda it: it.tap("see", lambda x: None), [1, 2, 3, 4]),
     "zip_with_source": (lambda it: it.zip_with_source(), [((), i) for i in (1, 2, 3, 4)]),
     "union": (lambda it: it.union(LocalIterator([9])), [1, 9, 2, 3, 4]),
+    "round_robin": (
+        lambda it: it.union(LocalIterator([9, 8]), round_robin_weights=[2, 1]),
+        [1, 2, 9, 3, 4, 8],
+    ),
+    "duplicate": (
+        lambda it: (lambda a, b: a.union(b))(*it.duplicate(2)),
+        [1, 1, 2, 2, 3, 3, 4, 4],
+    ),
 }
 
 
@@ -50,10 +82,13 @@ def test_a_stage_is_lazy_passes_not_ready_and_ends(name):
     source = Fitful([1, 2, 3, 4])
     iterator = build(LocalIterator(source))
     assert source.pulls == 0
-    assert iterator.explain()
+    for format in ("tree", "mermaid", "json"):
+        assert iterator.explain(format)
+    assert len(json.loads(iterator.explain("json"))) == len(list(walk(iterator.stage)))
     assert source.pulls == 0
+    iterator.start()
     seen = []
-    for _ in range(50):
+    for _ in range(60):
         try:
             item = iterator.stage.pull(False)
         except StopIteration:
@@ -65,6 +100,65 @@ def test_a_stage_is_lazy_passes_not_ready_and_ends(name):
     assert sorted(map(repr, seen)) == sorted(map(repr, expected))
     with pytest.raises(StopIteration):
         iterator.stage.pull(False)
+
+
+@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize("taken", [0, 1, 2, 3])
+def test_a_plan_saved_in_the_middle_goes_on_the_same(name, taken):
+    build, _ = STAGES[name]
+    items = list(range(1, 9))
+    whole = [repr(item) for item in build(LocalIterator(items))]
+    first = build(LocalIterator(items))
+    begun = [repr(item) for item in first.take(taken)]
+    second = build(LocalIterator(items))
+    second.load_state_dict(first.state_dict())
+    rest = [repr(item) for item in second]
+    assert begun + rest == whole
+    assert [repr(item) for item in first] == rest
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_a_plan_that_has_not_started_pickles(name):
+    build, _ = STAGES[name]
+    plan = build(LocalIterator([1, 2, 3, 4]))
+    copy = cloudpickle.loads(cloudpickle.dumps(plan))
+    assert repr(copy) == repr(plan)
+    assert list(map(repr, copy)) == list(map(repr, plan))
+    with pytest.raises(TypeError, match="has started"):
+        cloudpickle.dumps(plan)
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_an_error_in_the_source_is_not_the_end(name):
+    build, _ = STAGES[name]
+
+    class Moody:
+        """Raises once in the middle; the iteration itself can go on."""
+
+        def __init__(self):
+            self.n = 0
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            self.n += 1
+            if self.n == 3:
+                raise OSError("a bad moment")
+            if self.n > 5:
+                raise StopIteration
+            return self.n
+
+    plan, got, errors = build(LocalIterator(Moody)), [], 0
+    while True:
+        try:
+            got.append(next(plan))
+        except StopIteration:
+            break
+        except OSError:
+            errors += 1
+    assert errors == 1
+    assert sorted(map(repr, got)) == sorted(map(repr, build(LocalIterator([1, 2, 4, 5]))))
 
 
 @pytest.mark.parametrize("name", ["for_each", "filter", "combine"])
@@ -82,52 +176,198 @@ def test_an_error_in_an_operator_leaves_the_stream_usable(name):
     assert list(iterator) == [3]
 
 
+@pytest.mark.parametrize("name", ["for_each", "filter", "combine"])
+def test_skip_drops_what_fails_and_counts(name):
+    fn = fail_on(2)
+    operator = {"for_each": fn, "filter": fn, "combine": lambda x: [fn(x)]}[name]
+    iterator = getattr(LocalIterator([1, 2, 2, 3]), name)(operator, on_error=Skip(max=2))
+    assert list(iterator) == [1, 3]
+    assert iterator.stats()[0]["skipped"] == 2
+    iterator = getattr(LocalIterator([2, 2, 3]), name)(operator, on_error=Skip(max=1))
+    with pytest.raises(ValueError, match="bad item"):
+        next(iterator)
+    assert list(iterator) == [3]
+
+
+@pytest.mark.parametrize("name", ["for_each", "filter", "combine"])
+def test_retry_calls_again_with_the_same_item(name):
+    calls = []
+
+    def fn(x):
+        calls.append(x)
+        if x == 2 and calls.count(2) < 3:
+            raise ValueError("not yet")
+        return [x] if name == "combine" else x
+
+    iterator = getattr(LocalIterator([1, 2, 3]), name)(fn, on_error=Retry(2))
+    assert list(iterator) == [1, 2, 3]
+    assert calls == [1, 2, 2, 2, 3]
+    calls.clear()
+    iterator = getattr(LocalIterator([2, 3]), name)(fn, on_error=Retry(1))
+    with pytest.raises(ValueError, match="not yet") as caught:
+        next(iterator)
+    assert "tried 2 times" in "".join(caught.value.__notes__)
+
+
+def test_bad_policies_are_refused():
+    with pytest.raises(TypeError, match="on_error"):
+        LocalIterator([1]).for_each(str, on_error="ignore")
+    with pytest.raises(ValueError, match="at least 1"):
+        Skip(0)
+    with pytest.raises(ValueError, match="at least 1"):
+        Retry(0)
+
+
 def test_a_stop_iteration_from_an_operator_is_an_error_not_the_end():
     def ends(x):
         raise StopIteration
 
     with pytest.raises(RuntimeError, match="raised StopIteration"):
         next(LocalIterator([1]).for_each(ends))
+    with pytest.raises(RuntimeError, match="raised StopIteration"):
+        next(LocalIterator(lambda: ends(1)))
+
+
+def test_a_generator_that_raised_is_made_again_where_it_was():
+    made = []
+
+    def generator():
+        made.append(1)
+        for i in range(6):
+            if i == 3 and len(made) == 1:
+                raise OSError("once")
+            yield i
+
+    it = LocalIterator(generator)
+    assert it.take(3) == [0, 1, 2]
+    with pytest.raises(OSError, match="once"):
+        next(it)
+    assert list(it) == [3, 4, 5]
+    one_shot = LocalIterator(iter(generator()))  # made[1]: does not raise
+    assert list(one_shot) == list(range(6))
+
+    def always():
+        yield 1
+        raise OSError("for ever")
+
+    it = LocalIterator(always())
+    assert next(it) == 1
+    for _ in range(3):
+        with pytest.raises(OSError, match="for ever"):
+            next(it)
+
+
+class Counter:
+    def __init__(self):
+        self.seen = 0
+
+    def __call__(self, x):
+        self.seen += 1
+        return self.seen
+
+    def state_dict(self):
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state):
+        self.seen = state["seen"]
 
 
 def test_state_goes_into_a_fresh_plan():
-    class Counter:
-        def __init__(self):
-            self.seen = 0
-
-        def __call__(self, x):
-            self.seen += 1
-            return self.seen
-
-        def state_dict(self):
-            return {"seen": self.seen}
-
-        def load_state_dict(self, state):
-            self.seen = state["seen"]
-
     first = LocalIterator(range(10)).for_each(Counter())
     first.take(4)
-    second = LocalIterator(range(10)).for_each(Counter())
+    second = LocalIterator(range(10)).tap("taps come and go", print).for_each(Counter())
     second.load_state_dict(first.state_dict())
     assert next(second) == 5
-    with pytest.raises(ValueError, match="stages"):
+    with pytest.raises(ValueError, match=r"another plan.*Counter"):
         LocalIterator(range(3)).load_state_dict(first.state_dict())
+    with pytest.raises(RuntimeError, match="before its first pull"):
+        first.load_state_dict(first.state_dict())
+
+
+def test_state_says_what_starts_again():
+    plan = LocalIterator(lambda: iter(range(3))).transform(lambda it: it).for_each(str)
+    next(plan)
+    assert plan.state_dict()["restarts"] == ["transform", "from_iterable"]
+    assert LocalIterator([1]).state_dict()["restarts"] == []
+
+
+def test_operators_of_one_kind_keep_their_own_state():
+    def plan():
+        return LocalIterator(range(10)).for_each(Counter()).for_each(Counter()).batch(2)
+
+    first = plan()
+    first.take(2)
+    state = first.state_dict()
+    assert {"for_each(Counter)", "for_each(Counter)#2"} <= set(state["stages"])
+    second = plan()
+    second.load_state_dict(state)
+    assert next(second) == [5, 6]
 
 
 def test_wrong_arguments_are_refused_at_once():
     it = LocalIterator([1])
     with pytest.raises(TypeError, match="for_each"):
         it.for_each(3)
+    with pytest.raises(TypeError, match="transform"):
+        it.transform(3)
     with pytest.raises(ValueError, match="at least 1"):
         it.batch(0)
+    with pytest.raises(ValueError, match="at least 1"):
+        it.shuffle(0)
     with pytest.raises(ValueError, match="at least 2"):
         it.duplicate(1)
+    with pytest.raises(ValueError, match="max_buffered"):
+        it.duplicate(2, max_buffered=0)
+    with pytest.raises(ValueError, match="when_full"):
+        it.duplicate(2, when_full="drop")
     with pytest.raises(TypeError, match="union"):
         it.union([1])
+    with pytest.raises(ValueError, match="max_concurrency"):
+        it.for_each(str, max_concurrency=-1)
+    with pytest.raises(ValueError, match="format"):
+        it.explain("dot")
+
+
+def test_the_fetch_hook_is_called_once_per_item():
+    fn = Hooked()
+    plan = LocalIterator(Fitful([1, 2, 3])).for_each(fn)
+    plan.start()
+    pulled = [plan.stage.pull(False) for _ in range(6)]
+    assert [x for x in pulled if x is not NOT_READY] == [2, 3, 4]
+    assert fn.fetches == 3
+    assert list(plan) == []  # a timed stream ends cleanly, too
+
+
+def test_an_operator_that_is_not_ready_is_fed_nothing():
+    class Full(Hooked):
+        full = False
+
+        def ready(self):
+            return not self.full
+
+    fn, source = Full(), Fitful([1, 2])
+    plan = LocalIterator(source).for_each(fn)
+    plan.start()
+    fn.full = True
+    assert plan.stage.pull(False) is NOT_READY
+    assert source.pulls == 0
+    fn.full = False
+    assert [plan.stage.pull(False) for _ in range(2)] == [NOT_READY, 2]
+
+
+def test_shuffle_is_seeded_by_the_plan():
+    def order(seed):
+        plan = LocalIterator(range(50)).shuffle(10)
+        plan.start(seed=seed)
+        return list(plan)
+
+    assert order(1) == order(1) != order(2)
+    assert sorted(order(1)) == list(range(50))
+    assert list(LocalIterator(range(5)).shuffle(1, seed=3)) == list(range(5))
 
 
 steps = st.lists(
-    st.sampled_from(["double", "even", "repeat", "batch"]),
+    st.sampled_from(["double", "even", "repeat", "batch", "tap", "duplicate", "window"]),
     max_size=5,
 )
 
@@ -147,6 +387,15 @@ def test_chains_mean_what_lists_mean(items, chain):
         elif step == "repeat":
             iterator = iterator.combine(lambda x: [x] * (x % 3))
             expected = [x for y in expected for x in [y] * (y % 3)]
+        elif step == "tap":
+            iterator = iterator.tap("t", lambda x: None)
+        elif step == "window":
+            iterator = iterator.shuffle(1).transform(lambda it: (x + 1 for x in it))
+            expected = [x + 1 for x in expected]
+        elif step == "duplicate":
+            a, b = iterator.duplicate(2)
+            iterator = a.union(b.for_each(lambda x: -x), deterministic=True)
+            expected = [x for y in expected for x in (y, -y)]
         else:
             iterator = iterator.batch(3)
             expected = [expected[i : i + 3] for i in range(0, len(expected), 3)]
@@ -154,8 +403,9 @@ def test_chains_mean_what_lists_mean(items, chain):
     assert list(iterator) == expected
 
 
-@given(st.lists(st.integers(), max_size=20), st.integers(1, 4))
-def test_gathers_lose_nothing(items, shards):
+@given(st.lists(st.integers(), max_size=20), st.integers(1, 4), st.integers(1, 3))
+def test_gathers_lose_nothing(items, shards, others):
     parallel = from_items(items, num_shards=shards, in_process=True)
     assert sorted(parallel.gather_sync()) == sorted(items)
-    assert sorted(parallel.gather_async()) == sorted(items)
+    assert sorted(parallel.gather_async(num_async=others)) == sorted(items)
+    assert sorted(parallel.repartition(others).gather_sync()) == sorted(items)

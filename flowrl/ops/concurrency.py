@@ -1,0 +1,166 @@
+"""Operators that run sub-plans beside each other, and that hand items to threads and back."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from flowrl.iter import NOT_READY, LocalIterator, Stage
+from flowrl.iter.branches import Union
+from flowrl.iter.waiting import Signal, queue_signal
+
+LIVENESS_S = 1.0  # an idle Dequeue asks its `check` again after so many seconds
+
+
+class Concurrently(LocalIterator[Any]):
+    """The items of several sub-plans, all of them driven by pulling this one.
+
+    Args:
+        ops: the sub-plans, at least two.
+        mode: "round_robin" takes items in turn, in a fixed order and ratio, waiting for the branch
+            whose turn it is; "async" takes whatever is ready.
+        output_indexes: which branches' items come out; all are driven. None: all.
+        round_robin_weights: items of each branch per turn; fractions accumulate; "*" takes all
+            that is ready. Only for "round_robin".
+
+    Raises:
+        ValueError: fewer than two branches, an index out of range, wrong weights, a `transform`
+            in an "async" branch.
+    """
+
+    def __init__(
+        self,
+        ops: Sequence[LocalIterator[Any]],
+        *,
+        mode: Literal["round_robin", "async"] = "round_robin",
+        output_indexes: Sequence[int] | None = None,
+        round_robin_weights: Sequence[float | str] | None = None,
+    ):
+        if len(ops) < 2:
+            raise ValueError(f"Concurrently needs at least 2 sub-plans, got {len(ops)}")
+        for op in ops:
+            if not isinstance(op, LocalIterator):
+                raise TypeError(f"Concurrently takes LocalIterators, got {type(op).__name__}")
+        if mode not in ("round_robin", "async"):
+            raise ValueError(f'Concurrently: mode is "round_robin" or "async", got {mode!r}')
+        if mode == "async" and round_robin_weights is not None:
+            raise ValueError('Concurrently: round_robin_weights need mode="round_robin"')
+        for index in output_indexes or ():
+            if not 0 <= index < len(ops):
+                raise ValueError(f"Concurrently: no branch {index} among {len(ops)} (from 0)")
+        stage = Union(
+            [op.stage for op in ops],
+            round_robin_weights,
+            ordered=mode == "round_robin",
+            outputs=output_indexes,
+        )
+        stage.title = f"Concurrently(mode={mode!r}"
+        if round_robin_weights is not None:
+            stage.title += f", round_robin_weights={list(round_robin_weights)}"
+        if output_indexes is not None:
+            stage.title += f", output_indexes={list(output_indexes)}"
+        stage.title += ")"
+        super().__init__(stage, f"Concurrently[{', '.join(repr(op) for op in ops)}]")
+
+
+class Enqueue:
+    """for_each, item -> item: puts it into a bounded queue that another thread reads.
+
+    While the queue is full nothing is fetched, so no item waits in between.
+
+    Args:
+        output_queue: a `queue.Queue` (or LifoQueue, PriorityQueue).
+
+    Raises:
+        ValueError: another kind of queue.
+    """
+
+    def __init__(self, output_queue: queue.Queue[Any]):
+        self.queue = _checked(output_queue, "Enqueue")
+
+    def ready(self) -> bool:
+        """Whether the queue has room."""
+        return not self.queue.full()
+
+    def waits(self) -> list[Any]:
+        """What fires when it may have room again."""
+        return [queue_signal(self.queue)]
+
+    def __call__(self, item: Any) -> Any:
+        self.queue.put(item)
+        return item
+
+    def numbers(self) -> dict[str, Any]:
+        """For `stats()`."""
+        return {"queue_size": self.queue.qsize()}
+
+    def __repr__(self) -> str:
+        return f"Enqueue(maxsize={self.queue.maxsize})"
+
+
+class Dequeue(LocalIterator[Any]):
+    """The items of a queue that another thread fills.
+
+    An exception in the queue is raised here: that is how a learner's thread says what ended it.
+
+    Args:
+        input_queue: a `queue.Queue`.
+        check: whether the other side still lives; asked when the queue is empty.
+
+    Raises:
+        ValueError: another kind of queue.
+        RuntimeError (when pulled): the queue is empty and `check` is false.
+    """
+
+    def __init__(self, input_queue: queue.Queue[Any], check: Callable[[], bool] | None = None):
+        stage = DequeueStage(_checked(input_queue, "Dequeue"), check)
+        super().__init__(stage, "Dequeue")
+
+
+class DequeueStage(Stage):
+    """The stage of Dequeue."""
+
+    kind = "Dequeue"
+    saved = False
+
+    def __init__(self, input_queue: queue.Queue[Any], check: Callable[[], bool] | None):
+        super().__init__()
+        self.queue = input_queue
+        self._check = check
+        self._signal: Signal | None = None
+
+    def start(self, seed: str | None) -> None:
+        self._signal = queue_signal(self.queue)
+
+    def pull(self, block: bool) -> Any:
+        try:
+            item = self.queue.get_nowait()
+        except queue.Empty:
+            if self._check is not None and not self._check():
+                raise RuntimeError(
+                    "Dequeue: the queue is empty and check() says that nothing will fill it"
+                ) from None
+            return NOT_READY
+        if isinstance(item, BaseException):
+            item.add_note("raised in the thread that fills the queue of Dequeue")
+            raise item
+        self.items += 1
+        return item
+
+    def waits(self) -> list[Any]:
+        alive = [] if self._check is None else [time.monotonic() + LIVENESS_S]
+        return [self._signal, *alive]
+
+    def can_wait(self) -> bool:
+        return True
+
+    def numbers(self) -> dict[str, Any]:
+        return {"queue_size": self.queue.qsize()}
+
+
+def _checked(given: Any, operator: str) -> queue.Queue[Any]:
+    if not isinstance(given, queue.Queue):
+        raise ValueError(f"{operator} takes a queue.Queue, got {type(given).__name__}")
+    return given
