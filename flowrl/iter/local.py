@@ -111,8 +111,7 @@ class LocalIterator(Generic[T]):
             shuffle_buffer_size: items of the window; 1 changes nothing.
             seed: of the order; None derives one from the plan's seed.
         """
-        seeded = f", seed={seed}" if seed is not None else ""
-        suffix = f".shuffle(shuffle_buffer_size={shuffle_buffer_size}{seeded})"
+        suffix = f".shuffle(shuffle_buffer_size={shuffle_buffer_size}, seed={seed})"
         return self._then(Shuffle(self.stage, shuffle_buffer_size, seed), suffix)
 
     def transform(self, fn: Callable[[Iterator[T]], Iterable[U]]) -> LocalIterator[U]:

@@ -98,8 +98,7 @@ class ParallelIterator(Generic[T]):
             seed: of every shard's order; None for another one each time.
         """
         _build(lambda it: it.shuffle(shuffle_buffer_size, seed))
-        seeded = f", seed={seed}" if seed is not None else ""
-        suffix = f".local_shuffle(shuffle_buffer_size={shuffle_buffer_size}{seeded})"
+        suffix = f".local_shuffle(shuffle_buffer_size={shuffle_buffer_size}, seed={seed})"
         return self._then("shuffle", suffix, shuffle_buffer_size, seed)
 
     # -- which shards --------------------------------------------------------------------------
@@ -135,7 +134,7 @@ class ParallelIterator(Generic[T]):
         return ParallelIterator((*self._shards, *other._shards), name, self.recovery)
 
     def select_shards(self, shards_to_keep: Sequence[int]) -> ParallelIterator[T]:
-        """Only these shards.
+        """Only these shards, in the order in which they are.
 
         Raises:
             ValueError: none, or one that there is not.
@@ -143,7 +142,7 @@ class ParallelIterator(Generic[T]):
         wanted = list(shards_to_keep)
         if not wanted:
             raise ValueError("select_shards: at least one shard must be selected")
-        picked = [self._shards[self._checked(index)] for index in wanted]
+        picked = [self._shards[index] for index in sorted({self._checked(i) for i in wanted})]
         name = f"{self!r}.select_shards({len(picked)} total)"
         return ParallelIterator(picked, name, self.recovery)
 

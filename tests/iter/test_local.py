@@ -1,4 +1,8 @@
-"""LocalIterator: unions, duplicates, the metrics context, one consumer per stream."""
+"""LocalIterator: running, the metrics context, one consumer per stream, what a plan shows."""
+
+import json
+import threading
+import time
 
 import pytest
 
@@ -48,43 +52,6 @@ def test_union_order():
     assert list(weighted) == [1, 1, 1, 2, 3, 3, 1, 2, 3]
 
 
-def test_fractional_weights_are_exact():
-    ones, twos = (
-        LocalIterator(lambda: iter(lambda: 1, 0)),
-        LocalIterator(lambda: iter(lambda: 2, 0)),
-    )
-    got = ones.union(twos, round_robin_weights=[0.25, 1]).take(1000)
-    assert got.count(1) == 200
-
-
-@pytest.mark.parametrize(
-    ("weights", "message"),
-    [([1], "entries"), ([0, 1], "> 0"), (["*", "*"], "at least one"), (["x", 1], "number")],
-)
-def test_bad_weights(weights, message):
-    with pytest.raises(ValueError, match=message):
-        stream(1).union(stream(2), round_robin_weights=weights)
-
-
-def test_duplicate_gives_every_child_everything():
-    a, b = stream(1, 2, 3).duplicate(2)
-    assert list(a.union(b.for_each(lambda x: -x))) == [1, -1, 2, -2, 3, -3]
-
-
-def test_children_may_be_pulled_by_hand():
-    a, b = stream(1, 2, 3).duplicate(2)
-    assert [next(a), next(b), next(a), next(b)] == [1, 1, 2, 2]
-    c, d = stream(1, 2, 3, 4).duplicate(2, max_buffered=3)
-    assert c.take(3) == d.take(3) == [1, 2, 3]
-
-
-def test_a_child_that_nobody_pulls_is_reported():
-    a, _ = stream(1, 2, 3).duplicate(2)
-    assert next(a) == 1
-    with pytest.raises(RuntimeError, match="nobody takes"):
-        next(a)
-
-
 def test_a_stream_used_twice_is_refused():
     source = stream(1, 2)
     with pytest.raises(RuntimeError, match=r"duplicate\(\) first"):
@@ -94,6 +61,34 @@ def test_a_stream_used_twice_is_refused():
     assert next(first) == "1"
     with pytest.raises(RuntimeError, match="two consumers"):
         next(second)
+    same = stream(1, 2)
+    with pytest.raises(RuntimeError, match="two consumers"):
+        next(same.union(same))
+
+
+def test_a_stopped_plan_says_so():
+    plan = stream(1, 2)
+    with plan:
+        next(plan)
+    with pytest.raises(RuntimeError, match="was stopped"):
+        next(plan)
+
+
+def test_taps_and_inspect(capsys):
+    seen = []
+    plan = stream(1, [2, 3]).tap("watch", seen.append).inspect("here")
+    assert list(plan) == [1, [2, 3]]
+    assert seen == [1, [2, 3]]
+    assert capsys.readouterr().out == "here: int 1\nhere: list [2, 3]\n"
+    assert "tap(watch)" in plan.explain()
+
+    def bad(item):
+        raise KeyError("tap")
+
+    plan = stream(1, 2).tap("bad", bad)
+    with pytest.raises(KeyError) as caught:
+        next(plan)
+    assert "tap(bad)" in "".join(caught.value.__notes__)
 
 
 def test_metrics_belong_to_the_pull():
@@ -104,14 +99,76 @@ def test_metrics_belong_to_the_pull():
     with pytest.raises(ValueError, match="outside an iterator"):
         _get_shared_metrics()
     a, b = stream(1, 2).for_each(count), stream(3).for_each(count)
-    union = a.union(b)
+    union = a.union(b).union(stream(4).for_each(count).union(stream(5).for_each(count)))
     list(union)
-    assert union.metrics.counters["seen"] == 3
+    assert union.metrics.counters["seen"] == 5
     with pytest.raises(ValueError, match="outside an iterator"):
         LocalIterator.get_metrics()
     with metrics_scope(MetricsContext()) as context:
         count(1)
     assert context.counters["seen"] == 1
+
+
+def test_a_plan_inside_an_operator_has_its_own_metrics():
+    def count(x):
+        _get_shared_metrics().counters["seen"] += x
+        return x
+
+    inner = LocalIterator(lambda: iter(int, 1)).for_each(lambda _: count(10))
+
+    def outer(x):
+        next(inner)
+        return count(x)
+
+    plan = stream(1, 2).for_each(outer)
+    list(plan)
+    assert plan.metrics.counters["seen"] == 3
+    assert inner.metrics.counters["seen"] == 20
+
+
+def test_a_thread_counts_in_the_context_it_was_given():
+    context = MetricsContext()
+
+    def work():
+        with metrics_scope(context):
+            for _ in range(10_000):
+                _get_shared_metrics().count("done")
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert context.counters["done"] == 40_000
+
+
+class Every:
+    """Counts in a scope of its own how often it acted."""
+
+    def __init__(self, n):
+        self.n = n
+
+    def __call__(self, x):
+        mine = _get_shared_metrics().scope_of(self)
+        mine.counters["calls"] += 1
+        mine.counters["acted"] += mine.counters["calls"] % self.n == 0
+        return x
+
+
+def test_two_operators_of_a_kind_do_not_overwrite_each_other():
+    def plan():
+        return stream(*range(12)).for_each(Every(2)).for_each(Every(3))
+
+    first = plan()
+    list(first)
+    scopes = first.metrics.scopes
+    assert {name: dict(s.counters) for name, s in scopes.items()} == {
+        "for_each(Every)#2": {"calls": 12, "acted": 6},
+        "for_each(Every)": {"calls": 12, "acted": 4},
+    }
+    second = plan()
+    second.load_state_dict(first.state_dict())
+    assert second.metrics.scopes["for_each(Every)"].counters["acted"] == 4
 
 
 def test_timer():
@@ -125,7 +182,67 @@ def test_timer():
         pass
 
 
-def test_transform_and_source_actor_without_actors():
-    assert list(stream(1, 2).transform(lambda it: (x * 3 for x in it))) == [3, 6]
+def test_source_actor_without_actors():
     with pytest.raises(ValueError, match="no source actor"):
         next(stream(1).zip_with_source_actor())
+
+
+def test_an_error_names_the_path_without_arguments():
+    class Breaks:
+        def __init__(self, lr):
+            self.lr = lr
+
+        def __call__(self, x):
+            raise ValueError("broken")
+
+        def __repr__(self):
+            return f"Breaks(lr={self.lr})"
+
+    plan = stream(1).union(stream(2).for_each(Breaks(3)), deterministic=True).for_each(str)
+    next(plan)
+    with pytest.raises(ValueError, match="broken") as caught:
+        next(plan)
+    (note,) = caught.value.__notes__
+    assert note.startswith("in the plan at for_each(str) › union[1] › for_each(Breaks), chained at")
+    assert "for_each(Breaks(lr=3))" in plan.explain()
+
+
+def test_times_and_items_of_every_stage():
+    def work(x):
+        until = time.perf_counter() + 0.002
+        while time.perf_counter() < until:
+            pass
+        return x
+
+    def source():
+        for i in range(100):
+            time.sleep(0.001)
+            yield i
+
+    plan = LocalIterator(source, "slow").for_each(work).filter(lambda x: x % 2)
+    before = plan.stats()
+    assert [row["items"] for row in before] == [0, 0, 0]
+    assert "busy" not in before[0]
+    for _ in plan:
+        time.sleep(0.001)  # the consumer's own time
+    rows = plan.stats()
+    assert [row["stage"] for row in rows] == ["filter(<lambda>)", "for_each(work)", "slow"]
+    assert [row["items"] for row in rows] == [50, 100, 100]
+    for row in rows:
+        assert row["busy"] + row["waiting"] + row["blocked"] == pytest.approx(1)
+        assert row["busy_s"] + row["waiting_s"] + row["blocked_s"] > 0.3
+    busiest = max(rows, key=lambda row: row["busy"])
+    assert busiest["stage"] == "for_each(work)"
+    assert rows[0]["busy"] < 0.05
+    assert rows[0]["waiting"] > rows[1]["waiting"]
+    assert "busy" in plan.explain()
+    assert [row["stage"] for row in json.loads(plan.explain("json"))] == [r["stage"] for r in rows]
+    assert plan.explain("mermaid").startswith("flowchart LR\n  s0[")
+    assert "s1 --> s0" in plan.explain("mermaid")
+
+
+def test_quick_pulls_are_sampled_and_counts_are_exact():
+    plan = LocalIterator(range(10_000)).for_each(lambda x: x).for_each(lambda x: x)
+    for _ in plan:
+        pass
+    assert [row["items"] for row in plan.stats()] == [10_000] * 3

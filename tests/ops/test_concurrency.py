@@ -1,0 +1,124 @@
+"""Concurrently, Enqueue, Dequeue: sub-plans beside each other, and threads."""
+
+import queue
+import threading
+from collections import Counter
+
+import pytest
+
+from flowrl.iter import NOT_READY, LocalIterator
+from flowrl.ops import Concurrently, Dequeue, Enqueue
+
+
+def endless(value):
+    return LocalIterator(lambda: iter(lambda: value, None), str(value))
+
+
+def test_round_robin_and_weights():
+    plan = Concurrently([endless("a"), endless("b")], mode="round_robin")
+    assert plan.take(4) == ["a", "b", "a", "b"]
+    plan = Concurrently([endless("a"), endless("b")], round_robin_weights=[1, 0.5])
+    assert Counter(plan.take(300)) == {"a": 200, "b": 100}
+    assert "Concurrently(mode='round_robin', round_robin_weights=[1, 0.5])" in plan.explain()
+
+
+def test_all_branches_are_driven_and_only_the_wanted_come_out():
+    driven = LocalIterator([1, 2, 3])
+    plan = Concurrently([driven, LocalIterator(["x", "y"])], output_indexes=[1])
+    assert list(plan) == ["x", "y"]
+    assert driven.stage.items == 3
+    plan = Concurrently([LocalIterator([1]), LocalIterator([2])], mode="async", output_indexes=[])
+    assert list(plan) == []
+
+
+def test_the_path_of_an_error_goes_through_the_branch():
+    def train(x):
+        raise ValueError("diverged")
+
+    plan = Concurrently([endless(1), endless(2).for_each(train)]).for_each(str)
+    next(plan)
+    with pytest.raises(ValueError, match="diverged") as caught:
+        next(plan)
+    assert "for_each(str) › Concurrently[1] › for_each(train)" in "".join(caught.value.__notes__)
+
+
+def test_a_learner_thread_between_two_queues():
+    inqueue, outqueue = queue.Queue(maxsize=2), queue.Queue()
+
+    def learn():
+        while (item := inqueue.get()) is not None:
+            outqueue.put(item * 10)
+
+    learner = threading.Thread(target=learn)
+    learner.start()
+    feed = LocalIterator(range(50)).for_each(Enqueue(inqueue))
+    plan = Concurrently(
+        [feed, Dequeue(outqueue, check=learner.is_alive)], mode="async", output_indexes=[1]
+    )
+    assert plan.take(50) == [10 * i for i in range(50)]
+    inqueue.put(None)
+    learner.join()
+    with pytest.raises(RuntimeError, match="check"):
+        next(plan)
+
+
+def test_a_full_queue_loses_no_item_and_fetches_none():
+    full = queue.Queue(maxsize=1)
+    source = LocalIterator([1, 2, 3])
+    plan = source.for_each(Enqueue(full))
+    plan.start()
+    assert plan.stage.pull(False) == 1
+    assert plan.stage.pull(False) is NOT_READY
+    assert source.stage.items == 1
+    assert plan.stats()[0]["queue_size"] == 1
+    assert full.get() == 1
+    assert plan.stage.pull(False) == 2
+
+
+def test_a_lone_plan_waits_for_room():
+    small = queue.Queue(maxsize=1)
+    plan = LocalIterator(range(5)).for_each(Enqueue(small))
+    assert next(plan) == 0
+    threading.Timer(0.2, small.get).start()
+    assert next(plan) == 1
+
+
+def test_the_exception_of_a_learner_is_raised_in_the_plan():
+    outqueue = queue.Queue()
+    outqueue.put(1)
+    outqueue.put(FloatingPointError("loss is nan"))
+    plan = Dequeue(outqueue, check=lambda: False).for_each(str)
+    assert next(plan) == "1"  # what is queued comes first
+    with pytest.raises(FloatingPointError, match="loss is nan") as caught:
+        next(plan)
+    assert "fills the queue" in "".join(caught.value.__notes__)
+    with pytest.raises(RuntimeError, match="nothing will fill it"):
+        next(plan)
+
+
+def test_building_starts_nothing():
+    one = queue.Queue()
+    before = threading.active_count()
+    Concurrently([Dequeue(one), endless(1).for_each(Enqueue(one))], mode="async")
+    assert threading.active_count() == before
+    assert "_put" not in vars(one)
+
+
+def test_bad_arguments_are_refused_at_once():
+    a, b = endless(1), endless(2)
+    with pytest.raises(ValueError, match="at least 2"):
+        Concurrently([a])
+    with pytest.raises(TypeError, match="LocalIterators"):
+        Concurrently([a, 3])
+    with pytest.raises(ValueError, match="mode"):
+        Concurrently([a, b], mode="sync")
+    with pytest.raises(ValueError, match="round_robin_weights need"):
+        Concurrently([a, b], mode="async", round_robin_weights=[1, 1])
+    with pytest.raises(ValueError, match="no branch 2"):
+        Concurrently([a, b], output_indexes=[2])
+    with pytest.raises(ValueError, match="at least one weight"):
+        Concurrently([a, b], round_robin_weights=["*", "*"])
+    with pytest.raises(ValueError, match=r"queue\.Queue"):
+        Enqueue([])
+    with pytest.raises(ValueError, match=r"queue\.Queue"):
+        Dequeue(queue.SimpleQueue())
