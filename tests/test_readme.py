@@ -35,6 +35,16 @@ def test_from_python(capsys):
     assert "'timesteps_total': 4000" in capsys.readouterr().out
 
 
+def test_the_engine(capsys, ray_session):
+    exec(PYTHON[3], {})
+    said = capsys.readouterr().out
+    assert "[0, 16, 1, 25]\n[-10, -5, -4, 2, 3, 5, 10]\n" in said
+    assert "gather_async" in said
+    assert "busy" in said
+    exec(PYTHON[4], {})
+    assert capsys.readouterr().out == "[0, 2, 4]\n"
+
+
 def test_commands(tmp_path, monkeypatch, capsys, ray_session):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_plan.py").write_text(PYTHON[0])

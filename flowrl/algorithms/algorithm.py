@@ -167,11 +167,16 @@ class Algorithm:
                 f"{path}: it was written by another plan ({manifest['plan']!r}, or an earlier "
                 f"text of it) than {self.config.plan!r}"
             )
+        plan = self._build_plan(self.workers, self.config)  # the one that runs cannot go back
         try:
             self.workers.local_worker().set_state(state["worker"])
-            self.plan.load_state_dict(state["plan"])
+            plan.load_state_dict(state["plan"])
         except (KeyError, ValueError) as error:
             raise CheckpointError(f"{path}: it does not fit these settings: {error}") from error
+        if self._plan is not None:
+            self._plan.stop()
+        self._plan = plan
+        self.workers.forget_sent()
         self.workers.global_vars.update(state["global_vars"])
         self.iteration = state["iteration"]
         self._time_total_s = state["time_total_s"]

@@ -1,7 +1,7 @@
 """Checkpoints: a folder of state.json, arrays.safetensors and a manifest of their hashes.
 
-State is a tree of dicts and lists whose leaves are JSON values or numpy arrays. Nothing is ever
-unpickled. A checkpoint is written beside its place and renamed into it, so a reader finds the
+State is a tree of dicts and lists whose leaves are JSON values, numpy arrays or batches. Nothing is
+ever unpickled. A checkpoint is written beside its place and renamed into it, so a reader finds the
 previous one or the new one, never half of one.
 """
 
@@ -18,8 +18,13 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load, save
 
+from flowrl.data import MultiAgentBatch, SampleBatch
+
 FORMAT = 1
 _ARRAY = "__array__"
+_OBJECTS = "__objects__"
+_BATCH = "__batch__"
+_POLICIES = "__policies__"
 
 
 class CheckpointError(ValueError):
@@ -112,9 +117,16 @@ def _json(data: bytes, path: Path) -> Any:
 
 
 def _encode(value: Any, path: str, arrays: dict[str, np.ndarray]) -> Any:
-    if isinstance(value, np.ndarray) and value.dtype != object:
+    if isinstance(value, np.ndarray):
+        if value.dtype == object:
+            return {_OBJECTS: _encode(value.tolist(), path, arrays)}
         arrays[path] = value
         return {_ARRAY: path}
+    if isinstance(value, SampleBatch):
+        return {_BATCH: _encode(dict(value), path, arrays)}
+    if isinstance(value, MultiAgentBatch):
+        policies = _encode(dict(value.policy_batches), path, arrays)
+        return {_POLICIES: policies, "env_steps": value.env_steps()}
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, dict):
@@ -133,6 +145,15 @@ def _decode(tree: Any, arrays: dict[str, np.ndarray]) -> Any:
     if isinstance(tree, dict):
         if set(tree) == {_ARRAY}:
             return arrays[tree[_ARRAY]]
+        if set(tree) == {_OBJECTS}:
+            items = _decode(tree[_OBJECTS], arrays)
+            column = np.empty(len(items), object)
+            column[:] = items
+            return column
+        if set(tree) == {_BATCH}:
+            return SampleBatch(_decode(tree[_BATCH], arrays))
+        if set(tree) == {_POLICIES, "env_steps"}:
+            return MultiAgentBatch(_decode(tree[_POLICIES], arrays), tree["env_steps"])
         return {key: _decode(value, arrays) for key, value in tree.items()}
     if isinstance(tree, list):
         return [_decode(value, arrays) for value in tree]

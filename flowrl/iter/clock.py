@@ -12,7 +12,7 @@ from typing import Any
 from flowrl.iter.stage import NOT_READY, Pull, Stage, walk
 from flowrl.iter.waiting import Waiter
 
-SLOW_S = 0.0002
+SLOW_S = 0.002
 EVERY = 64  # quick pulls per timed one
 
 

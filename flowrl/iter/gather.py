@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from flowrl.iter.errors import OnError, Retry, ShardFailedError, Skip, check_policy, operator_error
 from flowrl.iter.metrics import current_metrics
-from flowrl.iter.shards import Shards
+from flowrl.iter.shards import Reply, Shards
 from flowrl.iter.stage import NOT_READY, Source, Stage
 from flowrl.iter.waiting import Waiter, ready_refs, wait_for_all, wait_for_any
 
@@ -143,15 +143,17 @@ class Gather(Stage):
         shard.requests.append(ref)
         return True
 
-    def _receive(self, ref: Any) -> list[tuple[Any, Source]]:
-        """The items of a reply; none if the shard has ended or must be replaced first."""
+    def _receive(self, ref: Any, reply: Reply | None = None) -> list[tuple[Any, Source]]:
+        """The items of a reply, fetched if it is not given; none if the shard has ended or must be
+        replaced first."""
         asked = self._flight.pop(ref)
         shard = asked.shard
         shard.requests.remove(ref)
         if shard.state != "live":
             return []
         try:
-            reply = self.shards.result(shard.index, ref)
+            if reply is None:
+                reply = self.shards.result(shard.index, ref)
         except BaseException as error:
             if self.shards.remote and _is_death(error):
                 self._lost(shard, asked.incarnation, error)
@@ -389,20 +391,36 @@ class GatherSync(Gather):
             for shard in missing:
                 if shard.index not in asked:
                     self._ask(shard)
-            refs = list(self._flight)
-            if self.shards.remote:
-                refs = self._wait(for_all=True) if block else ready_refs(refs) if refs else []
             # in shard order, so that of two errors the same one comes first
-            for ref in sorted(refs, key=lambda r: self._flight[r].shard.index):
-                self._keep(ref)
+            refs = sorted(self._flight, key=lambda ref: self._flight[ref].shard.index)
+            replies: list[Reply | None] = [None] * len(refs)
+            if self.shards.remote:
+                together = self._fetch(refs) if block else None
+                if together is not None:
+                    replies = list(together)
+                else:
+                    ready = self._wait(for_all=True) if block else ready_refs(refs) if refs else []
+                    refs = [ref for ref in refs if ref in set(ready)]
+            for ref, reply in zip(refs, replies, strict=False):
+                index = self._flight[ref].shard.index
+                for item in self._receive(ref, reply):
+                    self._round[index] = item
             self._check_hanging()
             if not refs and not block:
                 return False
 
-    def _keep(self, ref: Any) -> None:
-        index = self._flight[ref].shard.index
-        for item in self._receive(ref):
-            self._round[index] = item
+    def _fetch(self, refs: list[Any]) -> list[Reply] | None:
+        """All replies in one request to Ray; None where they must be looked at one by one: one
+        raised, or something else is due before they come."""
+        if not refs or self._deadlines():
+            return None
+        started = time.perf_counter()
+        try:
+            return self.shards.results({ref: self._flight[ref].shard.index for ref in refs})
+        except Exception:
+            return None
+        finally:
+            self.waited_s += time.perf_counter() - started
 
     def state_dict(self) -> dict[str, Any]:
         begun = [[item, source.worker, source.seq] for item, source in self._round.values()]

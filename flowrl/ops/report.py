@@ -98,6 +98,8 @@ class CollectMetrics:
         self._last = dict(counters)
         episodes = self._summary(finished)
         learner = metrics.info.get("learner", {})
+        lags = list(metrics.info.get("policy_lag", ()))
+        metrics.info.get("policy_lag", deque()).clear()
         return {
             "timesteps_total": steps,
             "timesteps_this_iter": since.get("num_env_steps_sampled", 0),
@@ -108,7 +110,8 @@ class CollectMetrics:
             "num_env_steps_trained": counters["num_env_steps_trained"],
             "num_agent_steps_sampled": counters["num_agent_steps_sampled"],
             "num_agent_steps_trained": counters["num_agent_steps_trained"],
-            "num_healthy_workers": self._workers.num_workers,
+            "num_healthy_workers": self._workers.num_workers - counters["num_shards_failed"],
+            "num_remote_worker_restarts": counters["num_shard_restarts"],
             "info": {"learner": {policy_id: dict(one) for policy_id, one in learner.items()}},
             "env_runners": {
                 "episode_return_mean": episodes["episode_reward_mean"],
@@ -117,6 +120,8 @@ class CollectMetrics:
                 "episode_len_mean": episodes["episode_len_mean"],
                 "num_episodes": finished,
                 "num_episodes_lifetime": self._episodes_total,
+                "policy_lag_mean": float(np.mean(lags)) if lags else 0.0,
+                "policy_lag_max": max(lags, default=0),
             },
             "learners": {pid: dict(one["learner_stats"]) for pid, one in learner.items()},
             "timers": self._timers(),

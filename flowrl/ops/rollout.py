@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from flowrl.data import MultiAgentBatch, SampleBatch
+from flowrl.data import DEFAULT_POLICY_ID, MultiAgentBatch, SampleBatch
 from flowrl.iter import LocalIterator, Source, _get_shared_metrics
 
 if TYPE_CHECKING:
@@ -29,6 +29,9 @@ class ParallelRollouts(LocalIterator[Any]):
             newest weights; "async" gives fragments as they come; "raw" gives the ParallelIterator
             itself, to chain operators that run on the workers (nothing is counted then).
         num_async: requests in flight per worker in "async" mode.
+        max_policy_lag: in "async" mode, drop fragments whose weights are more than so many updates
+            older than the newest; their steps count as `num_env_steps_dropped`, too. None: keep
+            all.
 
     Counts `num_env_steps_sampled` and `num_agent_steps_sampled`; batches carry their `sources`.
     """
@@ -44,7 +47,13 @@ class ParallelRollouts(LocalIterator[Any]):
         *,
         mode: Literal["bulk_sync", "async", "raw"] = "bulk_sync",
         num_async: int = 1,
+        max_policy_lag: int | None = None,
     ):
+        if max_policy_lag is not None and (mode != "async" or max_policy_lag < 0):
+            raise ValueError(
+                'max_policy_lag is a number >= 0 for mode="async" (the others have no lag), got '
+                f"{max_policy_lag} for mode={mode!r}"
+            )
         shards = workers.parallel_iterator()
         if mode == "bulk_sync":
             gathered: LocalIterator[Any] = shards.batch_across_shards()
@@ -53,6 +62,8 @@ class ParallelRollouts(LocalIterator[Any]):
         else:
             raise ValueError(f'mode must be "bulk_sync", "async" or "raw", got {mode!r}')
         counted = gathered.zip_with_source().for_each(CountRollouts(workers))
+        if max_policy_lag is not None:
+            counted = counted.filter(DropStale(max_policy_lag))
         super().__init__(counted.stage, f"ParallelRollouts(mode={mode!r})")
         self.stage.title = self.name
 
@@ -76,12 +87,28 @@ class CountRollouts:
         for source in sources:
             episodes.extend(source.tags.get("episodes", ()))
             metrics.info.setdefault("sampler", {})[source.worker] = source.tags.get("timings", {})
+            lag = policies[DEFAULT_POLICY_ID].version - source.tags["weights_version"]
+            metrics.info.setdefault("policy_lag", deque(maxlen=EPISODES_KEPT)).append(lag)
             for policy_id, fresh in source.tags.get("filters", {}).items():
                 policies[policy_id].absorb_filters(fresh)
         return batch
 
     def __repr__(self) -> str:
         return "CountRollouts"
+
+
+@dataclass
+class DropStale:
+    """filter, batch: false for one whose weights are more than `max_policy_lag` updates old."""
+
+    max_policy_lag: int
+
+    def __call__(self, batch: Batch) -> bool:
+        metrics = _get_shared_metrics()
+        fresh = metrics.info["policy_lag"][-1] <= self.max_policy_lag
+        if not fresh:
+            metrics.counters["num_env_steps_dropped"] += batch.env_steps()
+        return fresh
 
 
 @dataclass
@@ -114,6 +141,12 @@ class ConcatBatches:
         joined = SampleBatch.concat_samples(self._pending)
         self._pending, self._steps = [], 0
         return [joined]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"pending": list(self._pending), "steps": self._steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._pending, self._steps = list(state["pending"]), state["steps"]
 
 
 @dataclass

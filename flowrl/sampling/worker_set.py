@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from flowrl.iter import ParallelIterator
 from flowrl.iter.gather import Recovery
-from flowrl.iter.shards import ActorPool, Order, Pool, Reply, Shard, serve_remote
+from flowrl.iter.shards import ActorPool, Order, Pool, Shard, serve_remote, serve_ticket
 from flowrl.policies.config import ConfigError
 from flowrl.policies.policy import Policy
 from flowrl.sampling.envs import EnvCreator, env_creator_for
@@ -146,6 +146,11 @@ class WorkerSet:
             self._payload = (versions, payload)
         return self._payload[1]
 
+    def forget_sent(self) -> None:
+        """Send every worker the weights again: they changed without a new version."""
+        self._sent.clear()
+        self._payload = None
+
     def sync_weights(self) -> None:
         """Send the local policies' weights to every remote worker that has others, and wait.
 
@@ -218,6 +223,7 @@ class RolloutPool(ActorPool):
     def __init__(self, workers: WorkerSet):
         recreate = workers.config.get("recreate_failed_workers", True)
         super().__init__(self._remake if recreate else None, workers.num_workers)
+        self._owned = [False] * workers.num_workers
         self._workers_of = workers
 
     def start(self) -> None:
@@ -230,6 +236,10 @@ class RolloutPool(ActorPool):
         actor = self.handle(index)
         return actor.apply.remote(_serve_with, self._workers_of.weights_for(index), order)
 
+    def ask_next(self, index: int, ticket: int) -> Any:
+        actor = self.handle(index)
+        return actor.apply.remote(_next_with, self._workers_of.weights_for(index), ticket)
+
     def stop(self) -> None:
         """The set ends its workers."""
 
@@ -238,7 +248,13 @@ def _take_weights(worker: RolloutWorker, payload: tuple[Any, ...]) -> None:
     worker.set_weights(*payload)
 
 
-def _serve_with(worker: RolloutWorker, payload: tuple[Any, ...] | None, order: Order) -> Reply:
+def _serve_with(worker: RolloutWorker, payload: tuple[Any, ...] | None, order: Order) -> list[Any]:
     if payload is not None:
         worker.set_weights(*payload)
     return serve_remote(worker, order)
+
+
+def _next_with(worker: RolloutWorker, payload: tuple[Any, ...] | None, ticket: int) -> list[Any]:
+    if payload is not None:
+        worker.set_weights(*payload)
+    return serve_ticket(worker, ticket)

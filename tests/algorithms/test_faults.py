@@ -1,0 +1,204 @@
+"""Training goes on when workers die, hang or raise; what was held is saved; lag is measured."""
+
+import os
+import signal
+
+import gymnasium as gym
+import numpy as np
+import pytest
+
+from flowrl.algorithms.a2c import A2CConfig
+from flowrl.algorithms.checkpoint import read_checkpoint, write_checkpoint
+from flowrl.algorithms.ppo import PPO, PPOConfig
+from flowrl.data import MultiAgentBatch, SampleBatch
+from flowrl.iter import ShardFailedError
+from flowrl.ops import ConcatBatches, ParallelRollouts, StandardMetricsReporting, TrainOneStep
+
+
+def small(**settings):
+    return PPOConfig(
+        **{
+            "env": "CartPole-v1",
+            "train_batch_size": 128,
+            "sgd_minibatch_size": 64,
+            "num_sgd_iter": 1,
+            "num_envs_per_worker": 2,
+            "model": {"fcnet_hiddens": [8]},
+            "seed": 1,
+            "delay_between_worker_restarts_s": 0.01,
+            **settings,
+        }
+    )
+
+
+def pids(algorithm, ray):
+    remote = algorithm.workers.remote_workers()
+    return ray.get([worker.apply.remote(lambda w: os.getpid()) for worker in remote])
+
+
+def test_a_killed_worker_is_replaced_and_nothing_is_counted_twice(ray_session):
+    with small(num_workers=2).build() as algorithm:
+        first = algorithm.train()
+        assert first["num_remote_worker_restarts"] == 0
+        victim, survivor = pids(algorithm, ray_session)
+        os.kill(victim, signal.SIGKILL)
+        result = algorithm.train()
+        assert result["num_env_steps_sampled"] == result["num_env_steps_trained"] == 256
+        assert result["num_remote_worker_restarts"] == 1
+        assert result["num_healthy_workers"] == 2
+        again = pids(algorithm, ray_session)
+        assert again[1] == survivor
+        assert again[0] != victim
+        # the new one has the newest weights, and other random streams than the dead one had
+        versions = algorithm.workers.foreach_worker(lambda w: w.policy.version)
+        assert versions[1] == versions[2]
+        assert algorithm.train()["num_env_steps_sampled"] == 384
+
+
+def test_without_recreation_the_run_goes_on_with_the_others(ray_session):
+    config = small(num_workers=2, recreate_failed_workers=False)
+    with config.build() as algorithm:
+        algorithm.train()
+        os.kill(pids(algorithm, ray_session)[0], signal.SIGKILL)
+        with pytest.raises(ShardFailedError, match="shard 0 of rollouts"):
+            algorithm.train()
+        result = algorithm.train()
+        assert result["num_healthy_workers"] == 1
+        assert result["num_env_steps_sampled"] == 128 + 128
+
+
+class Sticky(gym.Env):
+    """Hangs at its 40th step in the first process that gets there."""
+
+    observation_space = gym.spaces.Box(-1, 1, (2,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, sign):
+        self.sign, self.steps = sign, 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        import time
+
+        self.steps += 1
+        if self.steps == 40 and not os.path.exists(self.sign):
+            open(self.sign, "w").close()
+            time.sleep(600)
+        return np.zeros(2, np.float32), 1.0, self.steps % 10 == 0, False, {}
+
+
+def test_a_worker_that_hangs_is_replaced(ray_session, tmp_path):
+    sign = str(tmp_path / "hung")
+    config = small(
+        env=lambda context: Sticky(sign), num_workers=2, sample_timeout_s=8.0, train_batch_size=64
+    )
+    with config.build() as algorithm:
+        for _ in range(4):
+            result = algorithm.train()
+        assert os.path.exists(sign)
+        assert result["num_remote_worker_restarts"] == 1
+        assert result["num_env_steps_sampled"] == 256
+
+
+class Asynchronous(PPO):
+    @staticmethod
+    def execution_plan(workers, config):
+        rollouts = ParallelRollouts(workers, mode="async", num_async=2, max_policy_lag=1)
+        train = rollouts.for_each(TrainOneStep(workers))
+        return StandardMetricsReporting(train, workers, config)
+
+
+def test_lag_is_measured_bounded_and_nil_in_bulk_sync(ray_session):
+    with small(num_workers=2).build() as algorithm:
+        for _ in range(2):
+            result = algorithm.train()
+            assert result["env_runners"]["policy_lag_max"] == 0
+    with Asynchronous(small(num_workers=2, rollout_fragment_length=16)) as algorithm:
+        results = [algorithm.train() for _ in range(8)]
+        assert any(r["env_runners"]["policy_lag_max"] > 0 for r in results)
+        last = results[-1]
+        counters = algorithm.plan.metrics.counters
+        assert last["num_env_steps_sampled"] == (
+            last["num_env_steps_trained"] + counters["num_env_steps_dropped"]
+        )
+
+
+def test_lag_limits_are_checked():
+    with pytest.raises(ValueError, match="max_policy_lag"), small().build() as algorithm:
+        ParallelRollouts(algorithm.workers, mode="bulk_sync", max_policy_lag=1)
+
+
+def test_a_checkpoint_restores_into_a_live_algorithm(tmp_path):
+    with small().build() as algorithm:
+        algorithm.train()
+        algorithm.save(tmp_path / "c")
+        weights = algorithm.get_policy().get_weights()
+        for _ in range(2):
+            algorithm.train()
+        algorithm.restore(tmp_path / "c")
+        for name, own in algorithm.get_policy().get_weights().items():
+            np.testing.assert_array_equal(own, weights[name])
+        result = algorithm.train()
+        assert result["timesteps_total"] == 256
+        assert result["training_iteration"] == 2
+
+
+def test_what_operators_hold_is_saved(tmp_path):
+    class Halfway(PPO):
+        @staticmethod
+        def execution_plan(workers, config):
+            rollouts = ParallelRollouts(workers, mode="bulk_sync")
+            early, late = rollouts.duplicate(2, max_buffered=4)
+            held = late.combine(ConcatBatches(10_000))
+            both = early.union(held, deterministic=True)
+            return StandardMetricsReporting(both, workers, config)
+
+    with Halfway(small()) as one, Halfway(small()) as two:
+        for _ in range(3):
+            one.train()
+        one.save(tmp_path / "c")
+        two.restore(tmp_path / "c")
+        concat = "combine(ConcatBatches)"
+        saved = one.plan.state_dict()["stages"][concat]["operator"]
+        loaded = two.plan.state_dict()["stages"][concat]["operator"]
+        assert saved["steps"] == loaded["steps"] > 0
+        for mine, yours in zip(saved["pending"], loaded["pending"], strict=True):
+            for name, column in mine.items():
+                np.testing.assert_array_equal(column, yours[name])
+
+
+def test_batches_in_checkpoints(tmp_path):
+    rows = SampleBatch(obs=np.ones((2, 3)), t=np.arange(2))
+    infos = np.empty(2, object)
+    infos[:] = [{"a": 1, "b": np.float32(2)}, {}]
+    state = {
+        "one": rows.with_columns(infos=infos),
+        "many": [MultiAgentBatch({"p": rows}, env_steps=2)],
+    }
+    write_checkpoint(tmp_path / "c", state, {})
+    read, _ = read_checkpoint(tmp_path / "c")
+    np.testing.assert_array_equal(read["one"]["obs"], rows["obs"])
+    assert read["one"]["infos"].tolist() == [{"a": 1, "b": 2.0}, {}]
+    assert read["many"][0].env_steps() == 2
+    np.testing.assert_array_equal(read["many"][0].policy_batches["p"]["t"], rows["t"])
+
+
+def test_a2c_trains_through_the_death_of_every_worker(ray_session):
+    config = A2CConfig(
+        env="CartPole-v1",
+        num_workers=2,
+        train_batch_size=64,
+        seed=3,
+        delay_between_worker_restarts_s=0.01,
+    )
+    with config.build() as algorithm:
+        algorithm.train()
+        for pid in pids(algorithm, ray_session):
+            os.kill(pid, signal.SIGKILL)
+        for _ in range(3):
+            result = algorithm.train()
+        assert result["num_remote_worker_restarts"] == 2
+        assert result["num_env_steps_trained"] == result["num_env_steps_sampled"]
