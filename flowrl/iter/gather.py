@@ -11,70 +11,19 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from flowrl.iter.errors import OnError, Retry, ShardFailedError, Skip, check_policy, operator_error
 from flowrl.iter.metrics import current_metrics
-from flowrl.iter.shards import Reply, Shards
+from flowrl.iter.recovery import Asked, Recovery, ShardState, is_death
+from flowrl.iter.serving import Reply
+from flowrl.iter.shards import Shards
 from flowrl.iter.stage import NOT_READY, Source, Stage
 from flowrl.iter.waiting import Waiter, ready_refs, wait_for_all, wait_for_any
 
 AT_ONCE_S = 0.0001
 
 log = logging.getLogger("flowrl")
-
-
-@dataclass(frozen=True)
-class Recovery:
-    """How a shard that died or hangs is replaced.
-
-    Args:
-        timeout_s: a shard that answers nothing for so long counts as hanging; None: never.
-        max_restarts: of one shard; after that it has failed for good.
-        backoff_s: seconds until a dead shard is made again; doubled at each death in a row.
-        max_backoff_s: the most that grows to.
-        breaker: identical deaths in a row, without an item in between, after which the shard has
-            failed for good.
-    """
-
-    timeout_s: float | None = None
-    max_restarts: int = 1000
-    backoff_s: float = 0.1
-    max_backoff_s: float = 30.0
-    breaker: int = 3
-
-    def __post_init__(self) -> None:
-        if self.timeout_s is not None and not self.timeout_s > 0:
-            raise ValueError(f"Recovery: timeout_s must be > 0 or None, got {self.timeout_s}")
-        if self.max_restarts < 0 or self.breaker < 1 or self.backoff_s < 0:
-            raise ValueError(f"Recovery: a number is out of range in {self}")
-
-
-@dataclass(slots=True)
-class ShardState:
-    """What a gather knows of one shard."""
-
-    index: int
-    state: Literal["live", "ended", "failed"] = "live"
-    accepted: int = 0
-    restarts: int = 0
-    errors: int = 0  # in a row
-    deaths: int = 0  # in a row and identical
-    death: str = ""
-    broken: bool = False  # to be replaced before it is asked again
-    not_before: float = 0.0
-    heard: float = 0.0
-    requests: deque[Any] = field(default_factory=deque)  # in flight, oldest first
-
-
-@dataclass(slots=True)
-class Asked:
-    """A request in flight."""
-
-    shard: ShardState
-    incarnation: int
-    at: float
 
 
 class Gather(Stage):
@@ -155,7 +104,7 @@ class Gather(Stage):
             if reply is None:
                 reply = self.shards.result(shard.index, ref)
         except BaseException as error:
-            if self.shards.remote and _is_death(error):
+            if self.shards.remote and is_death(error):
                 self._lost(shard, asked.incarnation, error)
                 return []
             return self._failed(shard, error)
@@ -202,11 +151,13 @@ class Gather(Stage):
         """
         if shard.broken or self.shards.incarnation(shard.index) > incarnation:
             return  # another request to the same dead worker said so before
-        what = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        said = [line for line in str(error).splitlines() if line.strip()] or [""]
+        built = not getattr(error, "actor_init_failed", False)
+        what = f"{type(error).__name__}: {said[0].strip()}" if built else said[-1].strip()
         shard.deaths = shard.deaths + 1 if what == shard.death else 1
         shard.death = what
         recovery = self._recovery
-        if getattr(error, "actor_init_failed", False):
+        if not built:
             self._give_up(shard, "its constructor raised", error)
         if shard.deaths >= recovery.breaker:
             self._give_up(shard, f"it died {shard.deaths} times in a row in the same way", error)
@@ -549,14 +500,6 @@ class GatherShard(GatherAsync):
         if not self.shards.remote:
             return []
         return [*list(self._flight)[:1], *self._deadlines()]
-
-
-def _is_death(error: BaseException) -> bool:
-    """Whether the process of the shard is gone, not its code at fault."""
-    from ray.exceptions import ObjectLostError, RayActorError, RayTaskError, WorkerCrashedError
-
-    gone = (RayActorError, WorkerCrashedError, ObjectLostError)
-    return isinstance(error, gone) and not isinstance(error, RayTaskError)
 
 
 def _count(name: str) -> None:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import itertools
-import os
-import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from flowrl.iter.errors import OnError, Retry, Skip, blame, check_policy, operator_error
@@ -16,81 +13,6 @@ from flowrl.iter.stage import NOT_READY, Source, Stage, describe, function_name
 from flowrl.iter.waiting import Waiter
 
 _DROPPED = object()  # what a policy gives instead of the result of an item that it skips
-
-
-class FromIterable(Stage):
-    """Source stage over a Python iterable, or a callable that returns one at the first pull.
-
-    A generator that raised is over for Python; it is made again from the callable and the items
-    that it gave before are skipped. Over a sequence the position is saved with a plan.
-    """
-
-    kind = "from_iterable"
-
-    def __init__(self, make: Iterable[Any] | Callable[[], Iterable[Any]], name: str = ""):
-        super().__init__()
-        self._make = make
-        self._name = name or self.kind
-        self._iterator: Iterator[Any] | None = None
-        self._skip = 0
-        self.saved = isinstance(make, Sequence)
-
-    def _open(self) -> Iterator[Any]:
-        try:
-            made = self._make() if callable(self._make) else self._make
-            if isinstance(made, Sequence):
-                return iter(made[self._skip :] if self._skip else made)
-            return itertools.islice(made, self._skip, None) if self._skip else iter(made)
-        except BaseException as error:
-            blame(error, self, None)
-            raise operator_error(error) from error.__cause__
-
-    def pull(self, block: bool) -> Any:
-        if self._iterator is None:
-            self._iterator = self._open()
-        try:
-            item = next(self._iterator)
-        except StopIteration:
-            raise
-        except BaseException as error:
-            self._after(error)
-            raise
-        self.items += 1
-        return item
-
-    def _after(self, error: BaseException) -> None:
-        blame(error, self, None)
-        iterator = self._iterator
-        if inspect.isgenerator(iterator) and iterator.gi_frame is None:
-            if callable(self._make):
-                self._iterator, self._skip = None, self.items
-            else:
-                error.add_note("this generator cannot go on: give a callable that makes it")
-                self._iterator = _Over(error)
-
-    def can_wait(self) -> bool:
-        return False
-
-    def label(self) -> str:
-        return self._name
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.saved:
-            super().load_state_dict(state)
-            self._iterator, self._skip = None, self.items
-
-
-class _Over:
-    """Raises what ended a generator, again and again: an error is not the end of a stream."""
-
-    def __init__(self, error: BaseException):
-        self._error = error
-
-    def __iter__(self) -> _Over:
-        return self
-
-    def __next__(self) -> Any:
-        raise self._error
 
 
 class Mapped(Stage):
@@ -356,126 +278,6 @@ class Flatten(Combine):
 
     def state_name(self) -> str:
         return self.kind
-
-
-class Batch(Stage):
-    """Lists of `size` items; the last one may be shorter."""
-
-    kind = "batch"
-
-    def __init__(self, parent: Stage, size: int):
-        if not isinstance(size, int) or size < 1:
-            raise ValueError(f"batch(n): n must be an int of at least 1, got {size!r}")
-        super().__init__(parent)
-        self.size = size
-        self._pending: list[Any] = []
-        self._sources: list[Source] = []
-        self._emitted: tuple[Source, ...] = ()
-
-    def pull(self, block: bool) -> Any:
-        parent = self.parents[0]
-        while len(self._pending) < self.size:
-            try:
-                item = self._pull_up(block)
-            except StopIteration:
-                if not self._pending:
-                    raise
-                break
-            if item is NOT_READY:
-                return item
-            self._pending.append(item)
-            self._sources.extend(parent.sources)
-        batch, self._pending = self._pending, []
-        self._emitted, self._sources = tuple(self._sources), []
-        self.items += 1
-        return batch
-
-    @property
-    def sources(self) -> tuple[Source, ...]:
-        return self._emitted
-
-    def label(self) -> str:
-        return f"batch({self.size})"
-
-    def numbers(self) -> dict[str, Any]:
-        return {"queued": len(self._pending)}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "pending": list(self._pending)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._pending = list(state["pending"])
-
-
-class Shuffle(Stage):
-    """The items in random order within a sliding window of `size` items.
-
-    Args:
-        seed: of the order; None derives it from the plan's seed.
-    """
-
-    kind = "shuffle"
-
-    def __init__(self, parent: Stage, size: int, seed: int | None):
-        if not isinstance(size, int) or size < 1:
-            raise ValueError(
-                f"shuffle(shuffle_buffer_size): an int of at least 1 is needed, got {size!r}"
-            )
-        super().__init__(parent)
-        self.size = size
-        self.seed = seed
-        self._random = random.Random(os.urandom(16) if seed is None else seed)
-        self._window: list[tuple[Any, tuple[Source, ...]]] = []
-        self._loaded = False
-        self._ended = False
-        self._emitted: tuple[Source, ...] = ()
-
-    def start(self, seed: str | None) -> None:
-        if self.seed is None and seed is not None and not self._loaded:
-            self._random.seed(seed)
-
-    def pull(self, block: bool) -> Any:
-        window = self._window
-        while not self._ended and len(window) < self.size:
-            try:
-                item = self._pull_up(block)
-            except StopIteration:
-                self._ended = True
-                break
-            if item is NOT_READY:
-                return item
-            window.append((item, self.parents[0].sources))
-        if not window:
-            raise StopIteration
-        item, self._emitted = window.pop(self._random.randint(0, len(window) - 1))
-        self.items += 1
-        return item
-
-    @property
-    def sources(self) -> tuple[Source, ...]:
-        return self._emitted
-
-    def label(self) -> str:
-        return f"shuffle({self.size}, seed={self.seed})"
-
-    def numbers(self) -> dict[str, Any]:
-        return {"queued": len(self._window)}
-
-    def state_dict(self) -> dict[str, Any]:
-        version, numbers, gauss = self._random.getstate()
-        return {
-            **super().state_dict(),
-            "window": [item for item, _ in self._window],
-            "random": [version, list(numbers), gauss],
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._window = [(item, ()) for item in state["window"]]
-        version, numbers, gauss = state["random"]
-        self._random.setstate((version, tuple(numbers), gauss))
-        self._loaded = True
 
 
 class Transform(Stage):

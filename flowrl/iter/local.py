@@ -8,26 +8,25 @@ from typing import Any, Generic, Literal, TypeVar
 
 from flowrl.iter import metrics as _metrics
 from flowrl.iter.branches import Tee, TeeChild, Union, WhenFull
+from flowrl.iter.buffers import Batch, Shuffle
 from flowrl.iter.clock import Clock
 from flowrl.iter.concurrent import ForEachConcurrent
 from flowrl.iter.errors import OnError, annotate
 from flowrl.iter.explain import FORMATS, rows
 from flowrl.iter.gather import Gather
 from flowrl.iter.linear import (
-    Batch,
     Combine,
     Filter,
     Flatten,
     ForEach,
     ForEachHooked,
-    FromIterable,
     Mapped,
-    Shuffle,
     Tap,
     Transform,
     ZipWithSource,
 )
 from flowrl.iter.metrics import MetricsContext
+from flowrl.iter.source import FromIterable
 from flowrl.iter.stage import NOT_READY, Stage, describe, state_names, walk
 from flowrl.iter.waiting import Waiter
 

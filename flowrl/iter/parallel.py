@@ -13,9 +13,11 @@ from functools import partial
 from typing import Any, Generic, Literal, TypeVar
 
 from flowrl.iter.errors import OnError
-from flowrl.iter.gather import GatherAsync, GatherShard, GatherSync, Recovery
+from flowrl.iter.gather import GatherAsync, GatherShard, GatherSync
 from flowrl.iter.local import LocalIterator
-from flowrl.iter.shards import ActorPool, ParallelIteratorWorker, Pool, Shard, Shards
+from flowrl.iter.recovery import Recovery
+from flowrl.iter.serving import ParallelIteratorWorker
+from flowrl.iter.shards import ActorPool, Pool, Shard, Shards
 from flowrl.iter.stage import chained_at
 
 T = TypeVar("T")

@@ -14,8 +14,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from flowrl.iter import ParallelIterator
-from flowrl.iter.gather import Recovery
-from flowrl.iter.shards import ActorPool, Order, Pool, Shard, serve_remote, serve_ticket
+from flowrl.iter.recovery import Recovery
+from flowrl.iter.serving import Order, serve_remote, serve_ticket
+from flowrl.iter.shards import ActorPool, Pool, Shard
 from flowrl.policies.config import ConfigError
 from flowrl.policies.policy import Policy
 from flowrl.sampling.envs import EnvCreator, env_creator_for

@@ -1,0 +1,129 @@
+"""Stages that hold items back: batch and shuffle."""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+from flowrl.iter.stage import NOT_READY, Source, Stage
+
+
+class Batch(Stage):
+    """Lists of `size` items; the last one may be shorter."""
+
+    kind = "batch"
+
+    def __init__(self, parent: Stage, size: int):
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"batch(n): n must be an int of at least 1, got {size!r}")
+        super().__init__(parent)
+        self.size = size
+        self._pending: list[Any] = []
+        self._sources: list[Source] = []
+        self._emitted: tuple[Source, ...] = ()
+
+    def pull(self, block: bool) -> Any:
+        parent = self.parents[0]
+        while len(self._pending) < self.size:
+            try:
+                item = self._pull_up(block)
+            except StopIteration:
+                if not self._pending:
+                    raise
+                break
+            if item is NOT_READY:
+                return item
+            self._pending.append(item)
+            self._sources.extend(parent.sources)
+        batch, self._pending = self._pending, []
+        self._emitted, self._sources = tuple(self._sources), []
+        self.items += 1
+        return batch
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        return self._emitted
+
+    def label(self) -> str:
+        return f"batch({self.size})"
+
+    def numbers(self) -> dict[str, Any]:
+        return {"queued": len(self._pending)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "pending": list(self._pending)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._pending = list(state["pending"])
+
+
+class Shuffle(Stage):
+    """The items in random order within a sliding window of `size` items.
+
+    Args:
+        seed: of the order; None derives it from the plan's seed.
+    """
+
+    kind = "shuffle"
+
+    def __init__(self, parent: Stage, size: int, seed: int | None):
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(
+                f"shuffle(shuffle_buffer_size): an int of at least 1 is needed, got {size!r}"
+            )
+        super().__init__(parent)
+        self.size = size
+        self.seed = seed
+        self._random = random.Random(os.urandom(16) if seed is None else seed)
+        self._window: list[tuple[Any, tuple[Source, ...]]] = []
+        self._loaded = False
+        self._ended = False
+        self._emitted: tuple[Source, ...] = ()
+
+    def start(self, seed: str | None) -> None:
+        if self.seed is None and seed is not None and not self._loaded:
+            self._random.seed(seed)
+
+    def pull(self, block: bool) -> Any:
+        window = self._window
+        while not self._ended and len(window) < self.size:
+            try:
+                item = self._pull_up(block)
+            except StopIteration:
+                self._ended = True
+                break
+            if item is NOT_READY:
+                return item
+            window.append((item, self.parents[0].sources))
+        if not window:
+            raise StopIteration
+        item, self._emitted = window.pop(self._random.randint(0, len(window) - 1))
+        self.items += 1
+        return item
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        return self._emitted
+
+    def label(self) -> str:
+        return f"shuffle({self.size}, seed={self.seed})"
+
+    def numbers(self) -> dict[str, Any]:
+        return {"queued": len(self._window)}
+
+    def state_dict(self) -> dict[str, Any]:
+        version, numbers, gauss = self._random.getstate()
+        return {
+            **super().state_dict(),
+            "window": [item for item, _ in self._window],
+            "random": [version, list(numbers), gauss],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._window = [(item, ()) for item in state["window"]]
+        version, numbers, gauss = state["random"]
+        self._random.setstate((version, tuple(numbers), gauss))
+        self._loaded = True

@@ -1,0 +1,67 @@
+"""How a shard that dies or hangs is told from one that raises, and replaced."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """How a shard that died or hangs is replaced.
+
+    Args:
+        timeout_s: a shard that answers nothing for so long counts as hanging; None: never.
+        max_restarts: of one shard; after that it has failed for good.
+        backoff_s: seconds until a dead shard is made again; doubled at each death in a row.
+        max_backoff_s: the most that grows to.
+        breaker: identical deaths in a row, without an item in between, after which the shard has
+            failed for good.
+    """
+
+    timeout_s: float | None = None
+    max_restarts: int = 1000
+    backoff_s: float = 0.1
+    max_backoff_s: float = 30.0
+    breaker: int = 3
+
+    def __post_init__(self) -> None:
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise ValueError(f"Recovery: timeout_s must be > 0 or None, got {self.timeout_s}")
+        if self.max_restarts < 0 or self.breaker < 1 or self.backoff_s < 0:
+            raise ValueError(f"Recovery: a number is out of range in {self}")
+
+
+@dataclass(slots=True)
+class ShardState:
+    """What a gather knows of one shard."""
+
+    index: int
+    state: Literal["live", "ended", "failed"] = "live"
+    accepted: int = 0
+    restarts: int = 0
+    errors: int = 0  # in a row
+    deaths: int = 0  # in a row and identical
+    death: str = ""
+    broken: bool = False  # to be replaced before it is asked again
+    not_before: float = 0.0
+    heard: float = 0.0
+    requests: deque[Any] = field(default_factory=deque)  # in flight, oldest first
+
+
+@dataclass(slots=True)
+class Asked:
+    """A request in flight."""
+
+    shard: ShardState
+    incarnation: int
+    at: float
+
+
+def is_death(error: BaseException) -> bool:
+    """Whether the process of the shard is gone, not its code at fault."""
+    from ray.exceptions import ObjectLostError, RayActorError, RayTaskError, WorkerCrashedError
+
+    gone = (RayActorError, WorkerCrashedError, ObjectLostError)
+    return isinstance(error, gone) and not isinstance(error, RayTaskError)
