@@ -28,14 +28,18 @@ def test_plan_runs(name, num_workers):
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_building_has_no_effects(name):
+@pytest.mark.parametrize("workers", [0, 2])
+def test_building_has_no_effects(name, workers):
     threads = threading.active_count()
     had_ray = "ray" in sys.modules
-    algorithm = tiny(name).build(plan=name)
+    started = had_ray and sys.modules["ray"].is_initialized()
+    algorithm = tiny(name, workers).build(plan=name)
     algorithm.plan.explain()
     assert algorithm.workers._local is None
+    assert algorithm.workers._remote is None
     assert threading.active_count() == threads
-    assert ("ray" in sys.modules) == had_ray
+    assert workers or ("ray" in sys.modules) == had_ray
+    assert ("ray" in sys.modules and sys.modules["ray"].is_initialized()) == started
 
 
 @pytest.mark.parametrize("name", PLANS)

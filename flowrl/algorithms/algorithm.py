@@ -78,6 +78,7 @@ class Algorithm:
     def train(self) -> dict[str, Any]:
         """One result of the plan, with `training_iteration` and times [s]."""
         started = time.perf_counter()
+        self.plan.start(self.config.seed)
         result = next(self.plan)
         elapsed = time.perf_counter() - started
         self.iteration += 1

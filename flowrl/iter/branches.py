@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 from flowrl.iter.isolate import isolated
 from flowrl.iter.linear import Transform
 from flowrl.iter.stage import NOT_READY, Source, Stage, walk
+from flowrl.iter.waiting import Signal
 
 STAR_PULLS = 100  # items that a "*" branch may give in one turn before the others get theirs
 
@@ -25,8 +26,9 @@ class Union(Stage):
     """Items of several branches.
 
     Ordered: branch i gives `weights[i]` items a turn, exactly. Fractions accumulate. A branch
-    that waits for something outside keeps its turn; one that only its siblings can move (they
-    share a `duplicate`) lends its turn and is owed it. "*" gives all that is ready.
+    that waits for a worker keeps its turn; one that its siblings may have to move (they share a
+    `duplicate`, or a thread between two queues) lends its turn and is owed it. "*" gives all that
+    is ready.
     Not ordered: a turn takes one item of whatever branch has one ready.
 
     Args:
@@ -97,7 +99,7 @@ class Union(Stage):
                 self._last = self.parents[turn]
                 self.items += 1
                 return item
-            if self._ordered and self._weights[turn] != "*" and self.parents[turn].waits():
+            if self._ordered and self._weights[turn] != "*" and self._keeps_turn(turn):
                 self._expecting = turn
                 return NOT_READY
             idle += 1
@@ -107,6 +109,11 @@ class Union(Stage):
             if idle >= left:
                 return NOT_READY
         raise StopIteration
+
+    def _keeps_turn(self, turn: int) -> bool:
+        """Whether a branch that is not ready waits for nothing that its siblings could bring."""
+        waits = self.parents[turn].waits()
+        return bool(waits) and not any(isinstance(wait, Signal) for wait in waits)
 
     def waits(self) -> list[Any]:
         if self._expecting is not None:

@@ -12,6 +12,8 @@ from flowrl.iter.errors import OnError, Retry, Skip, blame, check_policy, operat
 from flowrl.iter.stage import NOT_READY, Source, Stage, describe, function_name
 from flowrl.iter.waiting import Waiter
 
+SOURCES_KEPT = 10_000
+
 _DROPPED = object()  # what a policy gives instead of the result of an item that it skips
 
 
@@ -228,7 +230,8 @@ class Combine(Mapped):
     ):
         super().__init__(parent, fn, on_error)
         self._pending: deque[Any] = deque()
-        self._sources: list[Source] = []
+        # of an item that is made of very many, the last ones
+        self._sources: deque[Source] = deque(maxlen=SOURCES_KEPT)
         self._emitted: tuple[Source, ...] = ()
 
     def pull(self, block: bool) -> Any:
@@ -246,7 +249,8 @@ class Combine(Mapped):
                 made = deque(made)
             if made:
                 self._pending = made
-                self._emitted, self._sources = tuple(self._sources), []
+                self._emitted = tuple(self._sources)
+                self._sources.clear()
         self.items += 1
         return self._pending.popleft()
 

@@ -83,6 +83,25 @@ def test_a_lone_plan_waits_for_room():
     assert next(plan) == 1
 
 
+@pytest.mark.parametrize("first", ["feed", "results"])
+def test_a_round_robin_over_a_thread_does_not_lock_up(first):
+    inqueue, outqueue = queue.Queue(maxsize=1), queue.Queue(maxsize=1)
+
+    def learn():
+        while (item := inqueue.get()) is not None:
+            outqueue.put(item)
+
+    learner = threading.Thread(target=learn)
+    learner.start()
+    feed = LocalIterator(range(20)).for_each(Enqueue(inqueue))
+    results = Dequeue(outqueue, check=learner.is_alive).for_each(lambda x: -x)
+    branches = [feed, results] if first == "feed" else [results, feed]
+    plan = Concurrently(branches, output_indexes=[branches.index(results)])
+    assert plan.take(20) == [-i for i in range(20)]
+    inqueue.put(None)
+    learner.join()
+
+
 def test_the_exception_of_a_learner_is_raised_in_the_plan():
     outqueue = queue.Queue()
     outqueue.put(1)
