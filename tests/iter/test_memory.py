@@ -42,11 +42,14 @@ def test_ten_million_items_through_the_local_stages():
 
 @pytest.mark.slow
 def test_three_hundred_thousand_items_through_actors(ray_session):
-    with from_iterators([itertools.count] * 2).gather_async(num_async=4) as stream:
-        stream.take(20_000)
-        warm = rss_mb()
-        for _ in itertools.islice(stream, 300_000):
-            pass
-        assert rss_mb() - warm < 20
-        used = ray_session.cluster_resources()["object_store_memory"]
-        assert ray_session.available_resources()["object_store_memory"] > 0.99 * used
+    parallel = from_iterators([itertools.count] * 2)
+    for options, items in (({"num_async": 4}, 30_000), ({"batch_ms": 1}, 270_000)):
+        with parallel.gather_async(**options) as stream:
+            for _ in itertools.islice(stream, items // 10):
+                pass
+            warm = rss_mb()
+            for _ in itertools.islice(stream, items):
+                pass
+            assert rss_mb() - warm < 20
+    whole = ray_session.cluster_resources()["object_store_memory"]
+    assert ray_session.available_resources()["object_store_memory"] > 0.99 * whole
