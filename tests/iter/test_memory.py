@@ -30,6 +30,7 @@ def local_plan():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_ten_million_items_through_the_local_stages():
     plan = local_plan()
     for _ in itertools.islice(plan, 200_000):
