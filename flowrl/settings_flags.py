@@ -60,4 +60,5 @@ def settings_from_flags(
         text = re.sub(r"[│╭╮╰╯─]", " ", said.getvalue())
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         short = " ".join(line for line in lines if not line.startswith("For full helptext"))
-        raise ConfigError(f"flags: {short}") from None
+        short = re.sub(r"^Value error Error parsing (\w+: |(?=--))|^Invalid choice ", "", short)
+        raise ConfigError(short.split(" Argument helptext:")[0]) from None

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import shlex
+import signal
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flowrl.policies.config import ConfigError
 from flowrl.rundir import RunDirectory, default_run_dir
 
 LIVE_SECONDS = 0.25  # between two redraws on a terminal
@@ -68,7 +71,14 @@ def train(
     """Train until a stop rule holds; returns the exit code. Leaves a checkpoint, come what may."""
     config = config.updated(plan=str(Path(plan).resolve()) if plan.endswith(".py") else plan)
     algorithm = config.build()
-    algorithm.workers.local_worker()  # an environment that does not fit shows before any file
+    try:  # an environment or a plan that does not fit shows before any file
+        algorithm.workers.local_worker()
+        tree = algorithm.plan.explain()
+    except ConfigError:
+        raise
+    except Exception as error:
+        _tell_failure(error)
+        return 1
     stop = stop.with_defaults(config.env)
     run = RunDirectory(run_dir or default_run_dir(plan, config.env), resume)
     try:
@@ -81,7 +91,7 @@ def train(
                 print(f"flowrl: {error}", file=sys.stderr)
                 return 1
         else:
-            run.describe(config, command, algorithm.plan.explain())
+            run.describe(config, command, tree)
         return _loop(algorithm, stop, run, command)
     finally:
         algorithm.stop()
@@ -93,6 +103,8 @@ def _loop(algorithm: Any, stop: Stop, run: RunDirectory, command: list[str]) -> 
     live = LiveLine(stop)
     started = time.perf_counter()
     reached, code, result = None, 0, None
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _terminated)  # (Ray's own handler exits in the same way)
     try:
         while reached is None:
             result = algorithm.train()
@@ -101,11 +113,16 @@ def _loop(algorithm: Any, stop: Stop, run: RunDirectory, command: list[str]) -> 
             reached = stop.reached(result, window, time.perf_counter() - started)
     except KeyboardInterrupt:
         reached, code = "interrupted", 130
+    except SystemExit:
+        reached, code = "terminated", 143
     except Exception as error:
         live.finish()
         if result is not None:
             algorithm.save(run.checkpoint)
-        _tell_failure(error)
+        if isinstance(error, ConfigError):
+            print(f"flowrl: {error}", file=sys.stderr)
+        else:
+            _tell_failure(error)
         print(f"run directory: {run.path}", file=sys.stderr)
         return 1
     algorithm.save(run.checkpoint)
@@ -117,6 +134,10 @@ def _loop(algorithm: Any, stop: Stop, run: RunDirectory, command: list[str]) -> 
     print(f"go on:         flowrl train --resume {shlex.quote(str(run.path))}")
     print(f"repeat:        {shlex.join(command)}")
     return code
+
+
+def _terminated(*_: Any) -> None:
+    raise SystemExit(143)
 
 
 def _tell_failure(error: Exception) -> None:

@@ -240,7 +240,11 @@ def test_a_run_directory_in_use_is_refused(capsys):
     assert "holds a run already" in err
 
 
-def test_interrupt_leaves_a_checkpoint(tmp_path):
+@pytest.mark.parametrize(
+    ("sent", "code", "said"),
+    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],
+)
+def test_interrupt_leaves_a_checkpoint(tmp_path, sent, code, said):
     process = subprocess.Popen(
         [sys.executable, "-m", "flowrl.cli", "train", "ppo", "--run-dir", "r"],
         stdout=subprocess.PIPE,
@@ -251,8 +255,8 @@ def test_interrupt_leaves_a_checkpoint(tmp_path):
     deadline = time.monotonic() + 60
     while not (results.exists() and results.stat().st_size) and time.monotonic() < deadline:
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(sent)
     out, _ = process.communicate(timeout=30)
-    assert process.returncode == 130
-    assert "stopped: interrupted" in out
+    assert process.returncode == code
+    assert f"stopped: {said}" in out
     assert (tmp_path / "r/checkpoint/manifest.json").is_file()

@@ -72,14 +72,30 @@ class Algorithm:
     def plan(self) -> LocalIterator[dict[str, Any]]:
         """The execution plan, built when first asked for."""
         if self._plan is None:
-            self._plan = self._build_plan(self.workers, self.config)
+            self._plan = self._new_plan()
         return self._plan
+
+    def _new_plan(self) -> LocalIterator[dict[str, Any]]:
+        plan = self._build_plan(self.workers, self.config)
+        if not isinstance(plan, LocalIterator):
+            raise ConfigError(
+                "plan: execution_plan(workers, config) must return the stream that ends in "
+                f"StandardMetricsReporting, it returned a {type(plan).__name__}"
+            )
+        return plan
 
     def train(self) -> dict[str, Any]:
         """One result of the plan, with `training_iteration` and times [s]."""
         started = time.perf_counter()
         self.plan.start(self.config.seed)
-        result = next(self.plan)
+        try:
+            result = next(self.plan)
+        except StopIteration:
+            raise RuntimeError("the plan has ended: it gives no more results") from None
+        if type(result) is not dict:
+            raise ConfigError(
+                f"plan: it must end in StandardMetricsReporting, it gave a {type(result).__name__}"
+            )
         elapsed = time.perf_counter() - started
         self.iteration += 1
         self._time_total_s += elapsed
@@ -168,7 +184,7 @@ class Algorithm:
                 f"{path}: it was written by another plan ({manifest['plan']!r}, or an earlier "
                 f"text of it) than {self.config.plan!r}"
             )
-        plan = self._build_plan(self.workers, self.config)  # the one that runs cannot go back
+        plan = self._new_plan()  # the one that runs cannot go back
         try:
             self.workers.local_worker().set_state(state["worker"])
             plan.load_state_dict(state["plan"])

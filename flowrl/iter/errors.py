@@ -52,10 +52,10 @@ def check_policy(policy: Any) -> OnError:
 
 
 def blame(error: BaseException, stage: Stage, item: Any) -> None:
-    """Note on an error where it happened, once: the stage and the item."""
+    """Note on an error where it happened, once: the stage and the item, if there was one."""
     if not hasattr(error, "_flowrl_stage"):
         error._flowrl_stage = stage  # type: ignore[attr-defined]
-        error._flowrl_item = describe(item)  # type: ignore[attr-defined]
+        error._flowrl_item = describe(item) if item is not None else None  # type: ignore
 
 
 def operator_error(error: BaseException) -> BaseException:
@@ -75,6 +75,8 @@ def annotate(error: BaseException, root: Stage) -> None:
     stage = getattr(error, "_flowrl_stage", None)
     if stage is None or getattr(error, "_flowrl_noted", False):
         return
+    if stage is root and stage.kind == "from_iterable":
+        return  # a bare source: the error's own traceback says it all
     error._flowrl_noted = True  # type: ignore[attr-defined]
     note = f"in the plan at {path_to(root, stage)}, chained at {stage.line}"
     item = getattr(error, "_flowrl_item", None)

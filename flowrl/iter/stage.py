@@ -155,11 +155,14 @@ def state_names(stage: Stage) -> dict[str, Stage]:
     return named
 
 
+_ROOM = os.path.dirname(__file__)
+_INNER = tuple(os.path.join(os.path.dirname(_ROOM), room) + os.sep for room in ("iter", "ops"))
+
+
 def chained_at() -> str:
-    """`file:line` of the nearest caller outside the engine, for error notes."""
-    here = os.path.dirname(__file__) + os.sep
+    """`file:line` of the nearest caller outside the engine and the operators, for error notes."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(here):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INNER):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 

@@ -126,9 +126,15 @@ class TorchPolicy(Policy):
         stats = dict(zip(named, values, strict=True))
         if not np.isfinite(stats["grad_norm"]):
             odd = [name for name, value in stats.items() if not np.isfinite(value)]
+            columns = [
+                name
+                for name, column in batch.items()
+                if column.dtype.kind == "f" and not np.isfinite(column).all()
+            ]
+            cause = f" (not finite in it: {', '.join(columns)})" if columns else ""
             raise FloatingPointError(
                 f"{', '.join(odd)} of {type(self).__name__} not finite on a batch of "
-                f"{batch.count} rows: the update was refused and the weights are unchanged"
+                f"{batch.count} rows{cause}: the update was refused and the weights are unchanged"
             )
         return stats
 

@@ -283,7 +283,11 @@ def make_stepper(
     """
 
     def make(vector_index: int) -> Any:
-        return creator(EnvContext(env_config, worker_index, vector_index, num_workers))
+        try:
+            return creator(EnvContext(env_config, worker_index, vector_index, num_workers))
+        except Exception as error:
+            error.add_note(f"while making sub-environment {vector_index} of worker {worker_index}")
+            raise
 
     seed = derive_seed(seed, "worker", worker_index)
     if vectorization_mode == "vector_entry_point":

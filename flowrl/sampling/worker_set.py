@@ -100,12 +100,17 @@ class WorkerSet:
         if not ray.is_initialized():
             address = self.config.get("address")
             cores = None if address else max(os.cpu_count() or 1, self.num_workers)
-            ray.init(
-                address=address,
-                num_cpus=cores,
-                include_dashboard=False if address is None else None,
-                logging_level=logging.WARNING,
-            )
+            try:
+                ray.init(
+                    address=address,
+                    num_cpus=cores,
+                    include_dashboard=False if address is None else None,
+                    logging_level=logging.WARNING,
+                )
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                if address is None:
+                    raise
+                raise ConfigError(f"address: no Ray cluster at {address!r}: {error}") from error
             self._owns_ray = True
 
     def make_remote(self, index: int, incarnation: int = 0) -> Any:
