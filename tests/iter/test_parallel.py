@@ -264,6 +264,28 @@ def test_for_each_as_tasks(ray_session):
     first.stop()
 
 
+def test_tasks_do_not_hold_up_an_async_sibling(ray_session, tmp_path):
+    gate = tmp_path / "open"
+
+    def wait(x):
+        while not gate.exists():
+            time.sleep(0.01)
+        return x
+
+    tasks = LocalIterator(range(3)).for_each(wait, max_concurrency=2)
+    plan = tasks.union(LocalIterator(lambda: iter(str, 1)))
+    assert plan.take(100) == [""] * 100
+    gate.touch()
+    got = []
+    deadline = time.monotonic() + 30
+    while len(got) < 3 and time.monotonic() < deadline:
+        item = next(plan)
+        if item != "":
+            got.append(item)
+    assert sorted(got) == [0, 1, 2]
+    plan.stop()
+
+
 def test_streams_pickle_and_run_in_remote_tasks(ray_session):
     it = from_range(6, 2).for_each(lambda x: 2 * x)
 
