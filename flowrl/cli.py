@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import sys
@@ -97,8 +98,18 @@ def _explain(given: list[str]) -> int:
     plan = parser.parse_args(given).plan
     _, config = _load(plan)
     with config.build(plan=plan) as algorithm:
-        print(algorithm.plan.explain())
+        try:
+            print(algorithm.plan.explain())
+        except Exception as error:
+            return _tell(error)
     return 0
+
+
+def _tell(error: Exception) -> int:
+    from flowrl.training import tell_failure
+
+    tell_failure(error)
+    return 1
 
 
 def _load(plan: str) -> tuple[Any, Any]:
@@ -129,7 +140,7 @@ def _train(given: list[str]) -> int:
 
 def _run_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("run")
-    group.add_argument("--stop-reward", type=float, help="mean return of the last 100 episodes")
+    group.add_argument("--stop-reward", type=_finite, help="mean return of the last 100 episodes")
     group.add_argument("--stop-timesteps", type=_positive(int), help="env steps")
     group.add_argument("--stop-iters", type=_positive(int), help="iterations")
     group.add_argument("--stop-time-s", type=_positive(float), help="seconds")
@@ -150,11 +161,18 @@ def _stop_rules(options: argparse.Namespace) -> Any:
     )
 
 
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"must be a number, got {text}")
+    return value
+
+
 def _positive(kind: Callable[[str], Any]) -> Callable[[str], Any]:
     def convert(text: str) -> Any:
         value = kind(text)
-        if not value > 0:
-            raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError(f"must be above 0 and finite, got {text}")
         return value
 
     convert.__name__ = kind.__name__
@@ -222,7 +240,10 @@ def _evaluate(given: list[str]) -> int:
             print(f"flowrl: {error}", file=sys.stderr)
             return 1
         for name, explore in (("greedy", False), ("sampled", True)):
-            told = algorithm.evaluate(options.episodes, explore, num_envs=16)
+            try:
+                told = algorithm.evaluate(options.episodes, explore, num_envs=16)
+            except Exception as error:
+                return _tell(error)
             print(
                 f"{name:8} mean return {told['episode_reward_mean']:.1f} "
                 f"(min {told['episode_reward_min']:.1f}, max {told['episode_reward_max']:.1f}, "

@@ -6,8 +6,11 @@ iteration), TensorBoard events, checkpoint/.
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import fcntl
 import json
+import os
 import platform
 import shlex
 import time
@@ -42,27 +45,52 @@ def _plain(value: Any) -> Any:
 
 
 class RunDirectory:
-    """Writes a run's files. Rows are flushed as they come.
+    """Writes a run's files. Rows are flushed as they come; one process at a time.
 
     Raises:
-        ConfigError: the directory cannot be made or holds another run.
+        ConfigError: the directory cannot be made, is in use, or holds something else.
     """
 
     def __init__(self, path: Path, resume: bool = False):
         self.path = path
         try:
             path.mkdir(parents=True, exist_ok=True)
-            if not resume and (path / "config.json").exists():
-                raise ConfigError(f"run_dir: {path} holds a run already: --resume {path}")
-            self._results = open(path / "result.json", "a")  # noqa: SIM115 (open while it runs)
-            self._progress = open(path / "progress.csv", "a", newline="")  # noqa: SIM115
+            if not resume:
+                self._check_free()
+            self._lock = os.open(path, os.O_RDONLY)  # held while the run lasts
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            before = self._rows() if resume else []
+            self._results = open(path / ".result.json", "w")  # noqa: SIM115
+            self._progress = open(path / ".progress.csv", "w", newline="")  # noqa: SIM115
+        except BlockingIOError as error:
+            raise ConfigError(f"run_dir: {path} is in use by another process") from error
         except OSError as error:
             raise ConfigError(f"run_dir: cannot write {path}: {error.strerror}") from error
         self._columns: list[str] = []
-        if self._progress.tell():
-            with open(path / "progress.csv", newline="") as old:
-                self._columns = next(csv.reader(old))
         self._events: Any = None
+        for result in before:
+            self._write_files(result)
+        for name in ("result.json", "progress.csv"):
+            os.replace(path / f".{name}", path / name)
+
+    def _check_free(self) -> None:
+        """A run that got nowhere may be written over; anything else is left alone."""
+        if (self.path / "config.json").exists():
+            if self.checkpoint.exists():
+                raise ConfigError(f"run_dir: {self.path} holds a run already: --resume {self.path}")
+        elif any(self.path.iterdir()):
+            raise ConfigError(f"run_dir: {self.path} is not empty and holds no run: take another")
+
+    def _rows(self) -> list[dict[str, Any]]:
+        """The results so far; a line that was cut short by a crash is left out."""
+        rows = []
+        file = self.path / "result.json"
+        for line in file.read_text(errors="replace").splitlines() if file.exists() else []:
+            with contextlib.suppress(ValueError):
+                row = json.loads(line)
+                if isinstance(row, dict):
+                    rows.append(row)
+        return rows
 
     @property
     def checkpoint(self) -> Path:
@@ -90,6 +118,11 @@ class RunDirectory:
             from tensorboardX import SummaryWriter
 
             self._events = SummaryWriter(str(self.path), write_to_disk=True)
+        for name, value in self._write_files(result).items():
+            if isinstance(value, (int, float)) and value == value:
+                self._events.add_scalar(name, value, result["timesteps_total"])
+
+    def _write_files(self, result: dict[str, Any]) -> dict[str, Any]:
         self._results.write(json.dumps(result) + "\n")
         self._results.flush()
         row = dict(flat(result))
@@ -99,13 +132,12 @@ class RunDirectory:
             writer.writerow(self._columns)
         writer.writerow([row.get(column, "") for column in self._columns])
         self._progress.flush()
-        for name, value in row.items():
-            if isinstance(value, (int, float)) and value == value:
-                self._events.add_scalar(name, value, result["timesteps_total"])
+        return row
 
     def close(self) -> None:
         self._results.close()
         self._progress.close()
+        os.close(self._lock)
         if self._events is not None:
             self._events.close()
 

@@ -38,7 +38,9 @@ def settings_from_flags(
     accepted = {*known, *(f"no-{name}" for name in known), "help"}
     for flag in flags:
         if flag.startswith("--"):
-            name = flag[2:].split("=")[0].replace("_", "-")
+            name = flag[2:].split("=")[0].replace("_", "-").rstrip("-")
+            if name == "plan":
+                raise ConfigError("--plan: name the plan after the command, `flowrl train PLAN`")
             head, dot, last = name.rpartition(".")
             plain = f"{head}{dot}{last.removeprefix('no-')}"
             if name not in accepted and plain not in accepted:
@@ -47,6 +49,14 @@ def settings_from_flags(
                 raise ConfigError(f"unknown flag --{name}.{hint}")
     import tyro
 
+    # a field such as lambda_ has its underscore from Python: the flag goes with or without it
+    for name in type(defaults).model_fields:
+        if name.endswith("_"):
+            bare = f"--{name.rstrip('_')}"
+            flags = [
+                f"--{name}{flag[len(bare) :]}" if re.fullmatch(f"{bare}(=.*)?", flag) else flag
+                for flag in flags
+            ]
     helping = "--help" in flags or "-h" in flags
     said = io.StringIO()
     try:

@@ -76,8 +76,8 @@ def train(
         tree = algorithm.plan.explain()
     except ConfigError:
         raise
-    except Exception as error:
-        _tell_failure(error)
+    except (Exception, SystemExit) as error:
+        tell_failure(error)
         return 1
     stop = stop.with_defaults(config.env)
     run = RunDirectory(run_dir or default_run_dir(plan, config.env), resume)
@@ -113,18 +113,12 @@ def _loop(algorithm: Any, stop: Stop, run: RunDirectory, command: list[str]) -> 
             reached = stop.reached(result, window, time.perf_counter() - started)
     except KeyboardInterrupt:
         reached, code = "interrupted", 130
-    except SystemExit:
-        reached, code = "terminated", 143
-    except Exception as error:
-        live.finish()
-        if result is not None:
-            algorithm.save(run.checkpoint)
-        if isinstance(error, ConfigError):
-            print(f"flowrl: {error}", file=sys.stderr)
+    except (Exception, SystemExit) as error:
+        # Ray's own handler of SIGTERM exits with the signal's number
+        if isinstance(error, SystemExit) and error.code in (143, signal.SIGTERM):
+            reached, code = "terminated", 143
         else:
-            _tell_failure(error)
-        print(f"run directory: {run.path}", file=sys.stderr)
-        return 1
+            return _failed(error, algorithm, run, live, result)
     algorithm.save(run.checkpoint)
     live.finish(result)
     seconds = time.perf_counter() - started
@@ -136,12 +130,26 @@ def _loop(algorithm: Any, stop: Stop, run: RunDirectory, command: list[str]) -> 
     return code
 
 
+def _failed(
+    error: BaseException, algorithm: Any, run: RunDirectory, live: LiveLine, result: Any
+) -> int:
+    live.finish()
+    if result is not None:
+        algorithm.save(run.checkpoint)
+    tell_failure(error)
+    print(f"run directory: {run.path}", file=sys.stderr)
+    return 1
+
+
 def _terminated(*_: Any) -> None:
     raise SystemExit(143)
 
 
-def _tell_failure(error: Exception) -> None:
+def tell_failure(error: BaseException) -> None:
     """The error with its own traceback from the user's code on, and flowrl's notes."""
+    if isinstance(error, ConfigError):
+        print(f"flowrl: {error}", file=sys.stderr)
+        return
     import traceback
 
     frames = traceback.extract_tb(error.__traceback__)

@@ -260,3 +260,107 @@ def test_interrupt_leaves_a_checkpoint(tmp_path, sent, code, said):
     assert process.returncode == code
     assert f"stopped: {said}" in out
     assert (tmp_path / "r/checkpoint/manifest.json").is_file()
+
+
+def test_every_setting_can_be_given(capsys, tmp_path):
+    for number, flag in enumerate(("--lambda", "--lambda_")):
+        code, _, err = run(capsys, "train", "ppo", flag, "0.9", "--run-dir", f"r{number}", *SHORT)
+        assert code == 0, err
+        assert json.loads((tmp_path / f"r{number}/config.json").read_text())["lambda_"] == 0.9
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--plan", "a2c"], "name the plan after the command"),
+        (["--sgd-minibatch-size", "-5"], "sgd_minibatch_size"),
+        (["--stop-reward", "nan"], "must be a number"),
+        (["--stop-time-s", "inf"], "finite"),
+        (["--env-config", '{"nope": 1}'], "env_config: CartPole-v1 does not take it"),
+        (["--metrics-num-episodes-for-smoothing", "9999999999999"], "metrics_num_episodes"),
+    ],
+)
+def test_more_wrong_flags(capsys, tmp_path, flags, said):
+    code, _, err = run(capsys, "train", "ppo", *flags, "--run-dir", "r")
+    assert code == 2
+    assert said in err
+    assert not (tmp_path / "r").exists()
+
+
+def test_a_run_directory_is_ours_alone(capsys, tmp_path):
+    from flowrl.rundir import RunDirectory
+
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/thesis.txt").write_text("precious")
+    code, _, err = run(capsys, "train", "ppo", "--run-dir", "mine", *SHORT)
+    assert code == 2
+    assert "not empty and holds no run" in err
+    assert [p.name for p in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
+
+    assert run(capsys, "train", "ppo", "--run-dir", "r", *SHORT)[0] == 0
+    held = RunDirectory(tmp_path / "r", resume=True)
+    code, _, err = run(capsys, "train", "--resume", "r", "--stop-iters", "3")
+    held.close()
+    assert code == 2
+    assert "in use by another process" in err
+    assert run(capsys, "train", "--resume", "r", "--stop-iters", "3")[0] == 0
+
+
+def test_a_run_that_got_nowhere_may_be_repeated(capsys, tmp_path):
+    (tmp_path / "fails.py").write_text(
+        '"""Fails until the file is there."""\n'
+        "import os\n"
+        "from flowrl.algorithms.a2c import A2CConfig\n"
+        "from flowrl.ops import ParallelRollouts, StandardMetricsReporting\n"
+        'config = A2CConfig(env="CartPole-v1", train_batch_size=64)\n'
+        "def check(batch):\n"
+        '    if not os.path.exists("ok"): raise OSError("not yet")\n'
+        "    return batch\n"
+        "def execution_plan(workers, config):\n"
+        "    rollouts = ParallelRollouts(workers).for_each(check)\n"
+        "    return StandardMetricsReporting(rollouts, workers, config)\n"
+    )
+    code, _, err = run(capsys, "train", "fails.py", "--run-dir", "r", "--stop-iters", "1")
+    assert code == 1
+    assert "OSError: not yet" in err
+    (tmp_path / "ok").touch()
+    assert run(capsys, "train", "fails.py", "--run-dir", "r", "--stop-iters", "1")[0] == 0
+
+
+def test_logs_that_were_cut_short_are_mended(capsys, tmp_path):
+    assert run(capsys, "train", "ppo", "--run-dir", "r", *SHORT)[0] == 0
+    with open(tmp_path / "r/result.json", "a") as file:
+        file.write('{"training_it')
+    (tmp_path / "r/progress.csv").write_bytes(b"\xff\n3,40")
+    assert run(capsys, "train", "--resume", "r", "--stop-iters", "3")[0] == 0
+    rows = [json.loads(line) for line in (tmp_path / "r/result.json").read_text().splitlines()]
+    assert [row["training_iteration"] for row in rows] == [1, 2, 3]
+    lines = (tmp_path / "r/progress.csv").read_text().splitlines()
+    assert len(lines) == 4
+    assert len({line.count(",") for line in lines}) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("    return 3\n", "it returned a int"),
+        ("    return ParallelRollouts(workers)\n", "must end in StandardMetricsReporting"),
+        ("    import sys; sys.exit(3)\n", "SystemExit: 3"),
+        (
+            "    return StandardMetricsReporting(\n"
+            "        ParallelRollouts(workers).for_each(lambda b: exit(0)), workers, config)\n",
+            "SystemExit: 0",
+        ),
+    ],
+)
+def test_plans_that_do_the_wrong_thing(capsys, tmp_path, body, said):
+    (tmp_path / "odd.py").write_text(
+        '"""Odd."""\n'
+        "from flowrl.algorithms.a2c import A2CConfig\n"
+        "from flowrl.ops import ParallelRollouts, StandardMetricsReporting\n"
+        'config = A2CConfig(env="CartPole-v1", train_batch_size=64)\n'
+        "def execution_plan(workers, config):\n" + body
+    )
+    code, _, err = run(capsys, "train", "odd.py", "--run-dir", "r", "--stop-iters", "1")
+    assert code in (1, 2)
+    assert said in err

@@ -23,6 +23,8 @@ from flowrl.sampling.rollout_worker import RolloutWorker
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.seeding import derive_seed
 
+ENDLESS_STEPS = 200_000  # of an evaluation in which no episode ends
+
 
 class Algorithm:
     """Trains by pulling results from an execution plan.
@@ -92,7 +94,7 @@ class Algorithm:
             result = next(self.plan)
         except StopIteration:
             raise RuntimeError("the plan has ended: it gives no more results") from None
-        if type(result) is not dict:
+        if type(result) is not dict or "timesteps_total" not in result:
             raise ConfigError(
                 f"plan: it must end in StandardMetricsReporting, it gave a {type(result).__name__}"
             )
@@ -111,7 +113,14 @@ class Algorithm:
         return self.workers.local_worker().policy
 
     def compute_single_action(self, observation: Any, explore: bool = False) -> Any:
-        """The action for one observation, as the environment takes it."""
+        """The action for one observation, as the environment takes it.
+
+        Raises:
+            ValueError: the observation is not finite.
+        """
+        array = np.asarray(observation)
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            raise ValueError(f"the observation is not finite: {array}")
         return self.get_policy().compute_single_action(observation, explore=explore)
 
     def evaluate(
@@ -179,24 +188,27 @@ class Algorithm:
             CheckpointError: it cannot be read, or is of another plan or network; nothing changed.
         """
         state, manifest = read_checkpoint(path)
-        if manifest["plan_sha256"] != self._plan_hash():
+        if manifest.get("plan_sha256") != self._plan_hash():
             raise CheckpointError(
-                f"{path}: it was written by another plan ({manifest['plan']!r}, or an earlier "
+                f"{path}: it was written by another plan ({manifest.get('plan')!r}, or an earlier "
                 f"text of it) than {self.config.plan!r}"
             )
         plan = self._new_plan()  # the one that runs cannot go back
         try:
-            self.workers.local_worker().set_state(state["worker"])
+            iteration, seconds = int(state["iteration"]), float(state["time_total_s"])
+            global_vars = dict(state["global_vars"])
             plan.load_state_dict(state["plan"])
-        except (KeyError, ValueError) as error:
-            raise CheckpointError(f"{path}: it does not fit these settings: {error}") from error
+            self.workers.local_worker().set_state(state["worker"])
+        except (KeyError, ValueError, TypeError, AttributeError, IndexError) as error:
+            raise CheckpointError(
+                f"{path}: it does not fit these settings: {type(error).__name__}: {error}"
+            ) from error
         if self._plan is not None:
             self._plan.stop()
         self._plan = plan
         self.workers.forget_sent()
-        self.workers.global_vars.update(state["global_vars"])
-        self.iteration = state["iteration"]
-        self._time_total_s = state["time_total_s"]
+        self.workers.global_vars.update(global_vars)
+        self.iteration, self._time_total_s = iteration, seconds
 
     def stop(self) -> None:
         """End the workers and whatever the plan owns."""
@@ -230,6 +242,11 @@ def evaluate_policy(
     try:
         while any(share):
             worker.sample()
+            if not finished and worker.env_steps > ENDLESS_STEPS:
+                raise RuntimeError(
+                    f"no episode ended in {worker.env_steps:,} env steps: give the environment "
+                    "a limit (gymnasium.wrappers.TimeLimit)"
+                )
             for episode in worker.get_metrics():
                 if share[episode.env_id]:
                     share[episode.env_id] -= 1

@@ -94,10 +94,13 @@ def read_checkpoint(path: Path | str) -> tuple[dict[str, Any], dict[str, Any]]:
     manifest = _json(_read(path / "manifest.json"), path / "manifest.json")
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointError(f"{path / 'manifest.json'}: not a checkpoint of format {FORMAT}")
+    hashes = manifest.get("sha256")
+    if not isinstance(hashes, dict):
+        raise CheckpointError(f"{path / 'manifest.json'}: it has no hashes")
     files = {}
     for name in ("state.json", "arrays.safetensors"):
         files[name] = _read(path / name)
-        if hashlib.sha256(files[name]).hexdigest() != manifest.get("sha256", {}).get(name):
+        if hashlib.sha256(files[name]).hexdigest() != hashes.get(name):
             raise CheckpointError(f"{path / name}: the file was altered (its hash is another)")
     tree = _json(files["state.json"], path / "state.json")
     return _decode(tree, load(files["arrays.safetensors"])), manifest

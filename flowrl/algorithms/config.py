@@ -77,7 +77,7 @@ class AlgorithmConfig(PolicyConfig):
     """Seconds between two reports, at least; None reports by steps alone, so that runs repeat."""
     min_sample_timesteps_per_iteration: int = Field(default=0, ge=0)
     """Env steps between two reports, at least."""
-    metrics_num_episodes_for_smoothing: Count = 100
+    metrics_num_episodes_for_smoothing: int = Field(default=100, ge=1, le=1_000_000)
     """Episodes that the reported means are over, the last ones."""
 
     # -- fluent groups -------------------------------------------------------------------------

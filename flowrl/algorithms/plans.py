@@ -65,7 +65,7 @@ def load_plan(plan: str) -> ModuleType:
         spec.loader.exec_module(module)
     except ConfigError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         # the user's own file: its own last frame says more than flowrl's way to it
         where = traceback.extract_tb(error.__traceback__)[-1]
         line = getattr(error, "lineno", None) or where.lineno

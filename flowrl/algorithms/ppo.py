@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from pydantic import Field
 
 from flowrl.algorithms.advantages import OnPolicyPolicy
 from flowrl.algorithms.algorithm import Algorithm
@@ -22,7 +23,7 @@ class PPOConfig(OnPolicyConfig):
 
     plan: str | None = "ppo"
     num_sgd_iter: Count = 10
-    sgd_minibatch_size: int = 128
+    sgd_minibatch_size: int = Field(default=128, ge=0)
     clip_param: Schedule = 0.2
     """The probability ratio is clipped to 1 ± this: a number, or a schedule over env steps."""
     vf_clip_param: Positive | None = None

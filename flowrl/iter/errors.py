@@ -18,8 +18,8 @@ class Skip:
     max: int | None = None
 
     def __post_init__(self) -> None:
-        if self.max is not None and self.max < 1:
-            raise ValueError(f"Skip(max): at least 1, or None for no limit, got {self.max}")
+        if self.max is not None and (not isinstance(self.max, int) or self.max < 1):
+            raise ValueError(f"Skip(max): an int of at least 1, or None for no limit: {self.max!r}")
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Retry:
     times: int
 
     def __post_init__(self) -> None:
-        if self.times < 1:
-            raise ValueError(f"Retry(times): at least 1, got {self.times}")
+        if not isinstance(self.times, int) or self.times < 1:
+            raise ValueError(f"Retry(times): an int of at least 1, got {self.times!r}")
 
 
 OnError = Literal["raise"] | Skip | Retry

@@ -45,7 +45,7 @@ class Gather(Stage):
         batch_ms: float = 0,
         on_error: OnError = "raise",
     ):
-        if batch_ms < 0:
+        if not 0 <= batch_ms < float("inf"):
             raise ValueError(f"{self.kind}: batch_ms must be at least 0, got {batch_ms}")
         super().__init__()
         self.shards = shards

@@ -265,6 +265,8 @@ class LocalIterator(Generic[T]):
 
     def take(self, n: int) -> list[T]:
         """The next n items, fewer if the stream ends."""
+        if n < 0:
+            raise ValueError(f"take(n): n must be at least 0, got {n}")
         items: list[T] = []
         while len(items) < n:
             try:
@@ -349,6 +351,8 @@ class LocalIterator(Generic[T]):
         if self._clock is not None:
             raise RuntimeError("a plan's state is loaded before its first pull: build it again")
         named = state_names(self.stage)
+        if not isinstance(state, dict) or not {"metrics", "stages"} <= set(state):
+            raise ValueError("this is not what state_dict() of a plan gives")
         saved = state["stages"]
         if set(named) != set(saved):
             lacks, extra = sorted(set(named) - set(saved)), sorted(set(saved) - set(named))

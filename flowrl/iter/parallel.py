@@ -297,6 +297,8 @@ def from_items(
         in_process: no actors: the shards run in this process.
     """
     _check_shards(num_shards)
+    if not isinstance(items, Sequence):
+        items = list(items)
     shards: list[list[T]] = [list(items[i::num_shards]) for i in range(num_shards)]
     kind = type(items[0]).__name__ if items else "None"
     tail = ", repeat=True" if repeat else ""

@@ -21,6 +21,11 @@ class FromIterable(Stage):
     kind = "from_iterable"
 
     def __init__(self, make: Iterable[Any] | Callable[[], Iterable[Any]], name: str = ""):
+        if not callable(make) and not hasattr(make, "__iter__"):
+            raise TypeError(
+                "a stream is made of an iterable, or a callable that returns one, got "
+                f"{type(make).__name__}"
+            )
         super().__init__()
         self._make = make
         self._name = name or self.kind

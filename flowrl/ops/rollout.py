@@ -38,6 +38,8 @@ class ParallelRollouts(LocalIterator[Any]):
 
     def __new__(cls, workers: WorkerSet, **options: Any) -> Any:
         if options.get("mode") == "raw":
+            if options.get("max_policy_lag") is not None:
+                raise ValueError('max_policy_lag is for mode="async"')
             return workers.parallel_iterator()
         return super().__new__(cls)
 
@@ -128,7 +130,7 @@ class ConcatBatches:
             raise ValueError(
                 f'count_steps_by must be "env_steps" or "agent_steps", got {self.count_steps_by!r}'
             )
-        if self.min_batch_size < 1:
+        if not isinstance(self.min_batch_size, int) or self.min_batch_size < 1:
             raise ValueError(f"min_batch_size must be at least 1, got {self.min_batch_size}")
 
     def __call__(self, batch: Batch) -> list[Batch]:
@@ -159,7 +161,7 @@ class SelectExperiences:
     policy_ids: Collection[str]
 
     def __post_init__(self) -> None:
-        if isinstance(self.policy_ids, str):
+        if isinstance(self.policy_ids, str) or not isinstance(self.policy_ids, Collection):
             raise TypeError(f"policy_ids is a collection of ids: [{self.policy_ids!r}]")
 
     def __call__(self, batch: Batch) -> Batch:
@@ -172,6 +174,10 @@ class StandardizeFields:
     policy, over the whole batch (a deviation below 1e-4 counts as 1e-4)."""
 
     fields: Collection[str]
+
+    def __post_init__(self) -> None:
+        if isinstance(self.fields, str) or not isinstance(self.fields, Collection):
+            raise TypeError(f"fields is a collection of column names: [{self.fields!r}]")
 
     def __call__(self, batch: Batch) -> Batch:
         if isinstance(batch, MultiAgentBatch):

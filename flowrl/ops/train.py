@@ -36,6 +36,16 @@ class TrainOneStep:
     num_sgd_iter: int = 1
     sgd_minibatch_size: int = 0
 
+    def __post_init__(self) -> None:
+        if isinstance(self.policies, str):
+            raise TypeError(f"policies is a collection of ids: [{self.policies!r}]")
+        if self.num_sgd_iter < 1:
+            raise ValueError(f"num_sgd_iter must be at least 1, got {self.num_sgd_iter}")
+        if self.sgd_minibatch_size < 0:
+            raise ValueError(
+                f"sgd_minibatch_size must be at least 0, got {self.sgd_minibatch_size}"
+            )
+
     def __call__(self, batch: Batch) -> tuple[Batch, Info]:
         metrics = _get_shared_metrics()
         info = train_one_step(
@@ -67,9 +77,13 @@ def train_one_step(
     """Let the local worker's policies learn from a batch; see TrainOneStep.
 
     Raises:
-        KeyError: the batch has rows of a policy that the worker has not got.
+        KeyError: `policies` names one, or the batch has rows of one, that the worker has not got.
     """
     policy_map = workers.local_worker().policy_map
+    asked = batch.policy_batches if policies is None else policies
+    unknown = sorted(set(asked) - set(policy_map))
+    if unknown:
+        raise KeyError(f"no policies {unknown} here: there are {sorted(policy_map)}")
     info: Info = {}
     with metrics.timers["learn"] as timer:
         for policy_id, rows in batch.policy_batches.items():

@@ -187,6 +187,7 @@ class ColumnarCollector:
     def _finish(self, ends: Ends, real: np.ndarray | None, infos: list[Any]) -> SampleBatch:
         """Derive the remaining columns and put the rows environment by environment."""
         policy = self.policy
+        self._check_finite(ends)
         if policy.observation_filter is not None:
             seen = self._raw[1:] if real is None else self._raw[1:][real]
             policy.observation_filter.fresh.update(seen.reshape(-1, *self._raw.shape[2:]))
@@ -219,6 +220,19 @@ class ColumnarCollector:
             told = np.array([step or [{}] * dones.shape[1] for step in infos], dtype=object)
             rows["infos"] = _by_env(told, order)
         return SampleBatch._of(rows)
+
+    def _check_finite(self, ends: Ends) -> None:
+        """One that is not finite would spread: into filters, advantages, weights."""
+        made = {"observation": self._raw, "reward": self._rewards}
+        for what, array in made.items():
+            if array.dtype.kind == "f" and not np.isfinite(array).all():
+                step, env = np.argwhere(~np.isfinite(array))[0][:2]
+                raise ValueError(
+                    f"sub-environment {env} gave a {what} that is not finite, at step {step} of a "
+                    "fragment; the fragment is dropped"
+                )
+        if ends.final.dtype.kind == "f" and not np.isfinite(ends.final).all():
+            raise ValueError("a final observation is not finite; the fragment is dropped")
 
     def _derive_steps(self, dones: np.ndarray, real: np.ndarray | None) -> np.ndarray:
         """Env steps that each row's episode has with it, [T, N], from 1."""

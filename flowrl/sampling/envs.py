@@ -8,6 +8,7 @@ to act on next, the final observation of every episode that ended, and which row
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -24,6 +25,8 @@ VectorizationMode = Literal["flowrl", "sync", "async", "vector_entry_point"]
 EnvCreator = Callable[["EnvContext"], Any]
 
 _CREATORS: dict[str, EnvCreator] = {}
+
+log = logging.getLogger("flowrl")
 
 
 class EnvContext(dict[str, Any]):
@@ -56,7 +59,12 @@ def register_env(name: str, creator: EnvCreator) -> None:
 
 
 def _make_registered(env_id: str, context: EnvContext) -> gym.Env:
-    return gym.make(env_id, disable_env_checker=True, **context)
+    try:
+        return gym.make(env_id, disable_env_checker=True, **context)
+    except TypeError as error:
+        if context and "unexpected keyword" in str(error):
+            raise ConfigError(f"env_config: {env_id} does not take it: {error}") from error
+        raise
 
 
 def _make_class(cls: type, context: EnvContext) -> Any:
@@ -77,7 +85,7 @@ def env_creator_for(env: str | type | EnvCreator) -> EnvCreator:
             gym.spec(env)
         except gym.error.Error as error:
             if ":" not in env:
-                near = nearest(env, [*_CREATORS, *gym.registry])
+                near = nearest(env, [*map(str, _CREATORS), *gym.registry])
                 raise ConfigError(f"env: unknown environment {env!r}.{near}") from error
         except (ImportError, ValueError) as error:
             raise ConfigError(f"env: cannot find {env!r}: {error}") from error
@@ -151,12 +159,22 @@ class DirectStepper:
         self.action_space = self.envs[0].action_space
         self._make = make
         self._seed = seed
+        self._checked = False
 
     def reset(self, observations: np.ndarray) -> None:
-        self.envs += [self._make(i) for i in range(len(self.envs), self.num_envs)]
+        for i in range(len(self.envs), self.num_envs):
+            self.envs.append(self._make(i))
+            spaces_of = self.envs[i].observation_space, self.envs[i].action_space
+            if spaces_of != (self.observation_space, self.action_space):
+                raise ConfigError(
+                    f"env: sub-environment {i} has the spaces {spaces_of}, sub-environment 0 has "
+                    f"{(self.observation_space, self.action_space)}"
+                )
+        self._checked = False
         for i, env in enumerate(self.envs):
             try:
                 observation, _ = env.reset(seed=derive_seed(self._seed, "env", i))
+                self._check_observation(observation)
                 observations[i] = observation
             except Exception as error:
                 error.add_note(f"raised by reset() of sub-environment {i}")
@@ -179,6 +197,8 @@ class DirectStepper:
         try:
             for i, env in enumerate(self.envs):
                 observation, reward, terminated, truncated, info = env.step(given[i])
+                if not self._checked:
+                    self._check_step(observation, reward, terminated, truncated)
                 infos.append(info)
                 rewards[i] = reward
                 if terminated or truncated:
@@ -192,11 +212,34 @@ class DirectStepper:
             error.add_note(f"raised by sub-environment {i}")
             raise
         result.ended, result.final = ended, final
+        self._checked = True
         return result
 
+    def _check_observation(self, observation: Any) -> None:
+        """Once per reset of all: numpy would broadcast and cast what does not fit."""
+        space, array = self.observation_space, np.asarray(observation)
+        dtype: Any = space.dtype
+        if array.shape != space.shape or not np.can_cast(array.dtype, dtype, "same_kind"):
+            raise ConfigError(
+                f"env: an observation does not fit the space {space}: it has shape {array.shape} "
+                f"and dtype {array.dtype}"
+            )
+
+    def _check_step(self, observation: Any, reward: Any, *flags: Any) -> None:
+        """Of the first step of every environment."""
+        self._check_observation(observation)
+        for flag in flags:
+            if not isinstance(flag, (bool, np.bool_)):
+                raise ConfigError(f"env: terminated and truncated are bools, step() gave {flag!r}")
+        if isinstance(reward, str) or np.ndim(reward) != 0:
+            raise ConfigError(f"env: the reward is one number, step() gave {reward!r}")
+
     def close(self) -> None:
-        for env in self.envs:
-            env.close()
+        for i, env in enumerate(self.envs):
+            try:
+                env.close()
+            except Exception as error:
+                log.warning("close() of sub-environment %d raised %r", i, error)
 
 
 class VectorStepper:

@@ -108,6 +108,11 @@ class RolloutWorker:
         return self._stepper.num_envs
 
     @property
+    def env_steps(self) -> int:
+        """Env steps sampled so far."""
+        return 0 if self._collector is None else self._collector.env_steps
+
+    @property
     def policy(self) -> Policy:
         """The default policy."""
         return self.policy_map[DEFAULT_POLICY_ID]

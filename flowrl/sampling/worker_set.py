@@ -49,8 +49,8 @@ class WorkerSet:
         self._creator = env_creator_for(env_creator)
         self._policy_class = policy_class
         wanted = self.config.get("num_workers", 0) if num_workers is None else num_workers
-        if wanted < 0:
-            raise ConfigError(f"num_workers: at least 0 is needed, got {wanted}")
+        if not isinstance(wanted, int) or wanted < 0:
+            raise ConfigError(f"num_workers: an int of at least 0 is needed, got {wanted!r}")
         self.num_workers = wanted
         self._local: RolloutWorker | None = None
         self._remote: list[Any] | None = None

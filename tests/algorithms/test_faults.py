@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flowrl.algorithms.a2c import A2CConfig
-from flowrl.algorithms.checkpoint import read_checkpoint, write_checkpoint
+from flowrl.algorithms.checkpoint import CheckpointError, read_checkpoint, write_checkpoint
 from flowrl.algorithms.ppo import PPO, PPOConfig
 from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.iter import ShardFailedError
@@ -202,3 +202,45 @@ def test_a2c_trains_through_the_death_of_every_worker(ray_session):
             result = algorithm.train()
         assert result["num_remote_worker_restarts"] == 2
         assert result["num_env_steps_trained"] == result["num_env_steps_sampled"]
+
+
+@pytest.mark.parametrize("missing", ["plan", "worker", "iteration", "global_vars", "time_total_s"])
+def test_a_damaged_state_is_refused_and_changes_nothing(tmp_path, missing):
+    with small().build() as algorithm:
+        algorithm.train()
+        algorithm.save(tmp_path / "c")
+        state, manifest = read_checkpoint(tmp_path / "c")
+        for broken in ({k: v for k, v in state.items() if k != missing}, {**state, missing: []}):
+            about = {k: v for k, v in manifest.items() if k not in ("format", "sha256")}
+            write_checkpoint(tmp_path / "broken", broken, about)
+            weights = algorithm.get_policy().get_weights()
+            if missing == "global_vars" and broken.get(missing) == []:
+                continue  # an empty list is an empty mapping
+            with pytest.raises(CheckpointError, match="does not fit"):
+                algorithm.restore(tmp_path / "broken")
+            for name, own in algorithm.get_policy().get_weights().items():
+                np.testing.assert_array_equal(own, weights[name])
+        assert algorithm.train()["training_iteration"] == 2
+
+
+def test_an_observation_that_is_not_finite_gets_no_action():
+    with small().build() as algorithm, pytest.raises(ValueError, match="not finite"):
+        algorithm.compute_single_action(np.full(4, np.nan))
+
+
+def test_an_evaluation_that_would_not_end_says_so(monkeypatch):
+    monkeypatch.setattr("flowrl.algorithms.algorithm.ENDLESS_STEPS", 1000)
+
+    class Endless(gym.Env):
+        observation_space = gym.spaces.Box(-1, 1, (2,), np.float32)
+        action_space = gym.spaces.Discrete(2)
+
+        def reset(self, *, seed=None, options=None):
+            return np.zeros(2, np.float32), {}
+
+        def step(self, action):
+            return np.zeros(2, np.float32), 0.0, False, False, {}
+
+    endless = small(env=lambda c: Endless()).build()
+    with endless as algorithm, pytest.raises(RuntimeError, match="no episode ended"):
+        algorithm.evaluate(2)

@@ -246,3 +246,12 @@ def test_quick_pulls_are_sampled_and_counts_are_exact():
     for _ in plan:
         pass
     assert [row["items"] for row in plan.stats()] == [10_000] * 3
+
+
+def test_more_wrong_arguments():
+    with pytest.raises(TypeError, match="iterable"):
+        LocalIterator(3)
+    with pytest.raises(ValueError, match="take"):
+        stream(1).take(-1)
+    with pytest.raises(ValueError, match="state_dict"):
+        stream(1).load_state_dict({})

@@ -113,7 +113,9 @@ def test_standardize_fields_leaves_the_original():
 def test_train_one_step_only_the_policies_asked_for():
     workers = WorkerSet(lambda c: CountEnv(), ObservedValue)
     metrics = MetricsContext()
-    assert train_one_step(workers, rows(4), metrics, policies=["other"]) == {}
+    assert train_one_step(workers, rows(4), metrics, policies=[]) == {}
+    with pytest.raises(KeyError, match=r"no policies \['other'\] here"):
+        train_one_step(workers, rows(4), metrics, policies=["other"])
     assert metrics.counters["num_agent_steps_trained"] == 0
     info = train_one_step(workers, rows(4), metrics)
     assert info["default_policy"]["learner_stats"] == {"rows": 4.0}
@@ -169,3 +171,21 @@ def test_metrics_scope_for_operators_outside_a_plan():
     with pytest.raises(ValueError, match="metrics context"):
         TrainOneStep(workers)(rows(3))
     assert isinstance(ParallelRollouts(workers), LocalIterator)
+
+
+def test_operators_refuse_wrong_settings():
+    workers = WorkerSet(lambda c: CountEnv(), ObservedValue)
+    with pytest.raises(ValueError, match="num_sgd_iter"):
+        TrainOneStep(workers, num_sgd_iter=0)
+    with pytest.raises(ValueError, match="sgd_minibatch_size"):
+        TrainOneStep(workers, sgd_minibatch_size=-1)
+    with pytest.raises(TypeError, match="policies"):
+        TrainOneStep(workers, policies="ppo")
+    with pytest.raises(TypeError, match="fields"):
+        StandardizeFields("rewards")
+    with pytest.raises(TypeError, match="policy_ids"):
+        SelectExperiences(3)
+    with pytest.raises(ValueError, match="min_batch_size"):
+        ConcatBatches(float("nan"))
+    with pytest.raises(ValueError, match="max_policy_lag"):
+        ParallelRollouts(workers, mode="raw", max_policy_lag=2)

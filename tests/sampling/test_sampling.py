@@ -231,3 +231,77 @@ def test_weights_travel_once():
     workers.local_worker().policy.version += 1
     assert workers.weights_for(0) is not None
     workers.num_workers = 0
+
+
+class Wrong(CountEnv):
+    """Gives `wrong` as its n-th step's observation, reward or flag."""
+
+    def __init__(self, at=4, **wrong):
+        super().__init__(reuse=False)
+        self.at, self.wrong, self.count = at, wrong, 0
+
+    def step(self, action):
+        obs, reward, terminated, truncated, info = super().step(action)
+        self.count += 1
+        if self.count == self.at:
+            obs = self.wrong.get("obs", obs)
+            reward = self.wrong.get("reward", reward)
+            terminated = self.wrong.get("terminated", terminated)
+        return obs, reward, terminated, truncated, info
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"obs": np.array([1, np.nan], np.float32)}, {"reward": float("nan")}, {"reward": np.inf}],
+)
+def test_what_is_not_finite_is_refused_and_spreads_nowhere(wrong):
+    w = worker(creator=lambda c: Wrong(**wrong), normalize_observations=True)
+    with pytest.raises(ValueError, match=r"not finite, at step [34] of a fragment") as caught:
+        w.sample()
+    assert "worker 0" in "".join(caught.value.__notes__)
+    for key, value in w.policy.observation_filter.state_dict().items():
+        assert np.isfinite(value).all(), key
+    assert w.sample().count == 7
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"obs": np.zeros(5, np.float32)}, "shape"),
+        ({"obs": np.array(["a", "b"])}, "dtype"),
+        ({"obs": 1.0}, "shape"),
+        ({"reward": "3.5"}, "reward is one number"),
+        ({"reward": [1.0]}, "reward is one number"),
+        ({"terminated": "False"}, "are bools"),
+        ({"terminated": float("nan")}, "are bools"),
+    ],
+)
+def test_what_numpy_would_have_coerced_is_refused(wrong, message):
+    with pytest.raises(ConfigError, match=message):
+        worker(creator=lambda c: Wrong(at=1, **wrong)).sample()
+
+
+def test_sub_environments_have_the_same_spaces():
+    def creator(context):
+        env = CountEnv()
+        if context.vector_index == 1:
+            env.action_space = gym.spaces.Discrete(5)
+        return env
+
+    with pytest.raises(ConfigError, match="sub-environment 1 has the spaces"):
+        worker(creator=creator, envs=2).sample()
+
+
+def test_every_environment_is_closed(caplog):
+    closed = []
+
+    class Leaves(CountEnv):
+        def close(self):
+            closed.append(1)
+            raise OSError("the door is stuck")
+
+    w = worker(creator=lambda c: Leaves(), envs=2)
+    w.sample()
+    w.stop()
+    assert len(closed) == 2
+    assert "the door is stuck" in caplog.text
