@@ -70,7 +70,7 @@ class Chain:
             stream = getattr(stream, method)(*args, **options)
             stream.stage.line = line
         self._stream = stream
-        self._worker = worker
+        self._tags = getattr(worker, "reply_tags", None)
         self._error: BaseException | None = None
         self._given = 0
         self._backlog: dict[int, deque[Any]] = {}
@@ -84,7 +84,7 @@ class Chain:
             raise error
         items: list[Any] = []
         tags: list[dict[str, Any]] = []
-        until = time.monotonic() + order.batch_ms / 1000
+        until = time.monotonic() + order.batch_ms / 1000 if order.batch_ms else 0.0
         while True:
             try:
                 items.append(self._next(order))
@@ -95,9 +95,8 @@ class Chain:
                     raise
                 self._error = error  # the items come first
                 return Reply(items, tags)
-            worker = self._worker
-            tags.append(worker.reply_tags() if hasattr(worker, "reply_tags") else {})
-            if time.monotonic() >= until:
+            tags.append(self._tags() if self._tags is not None else {})
+            if not order.batch_ms or time.monotonic() >= until:
                 return Reply(items, tags)
 
     def _next(self, order: Order) -> Any:
