@@ -53,6 +53,8 @@ class EnvContext(dict[str, Any]):
 
 def register_env(name: str, creator: EnvCreator) -> None:
     """Let `env=name` mean the environment that `creator(env_context)` makes."""
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"register_env: the name is a string, got {name!r}")
     if not callable(creator):
         raise ConfigError(f"register_env({name!r}): the creator must be callable, got {creator!r}")
     _CREATORS[name] = creator
@@ -85,7 +87,7 @@ def env_creator_for(env: str | type | EnvCreator) -> EnvCreator:
             gym.spec(env)
         except gym.error.Error as error:
             if ":" not in env:
-                near = nearest(env, [*map(str, _CREATORS), *gym.registry])
+                near = nearest(env, [*_CREATORS, *gym.registry])
                 raise ConfigError(f"env: unknown environment {env!r}.{near}") from error
         except (ImportError, ValueError) as error:
             raise ConfigError(f"env: cannot find {env!r}: {error}") from error

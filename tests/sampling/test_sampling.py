@@ -173,6 +173,8 @@ def test_environments_by_name():
         worker(creator="CartPol-v1")
     with pytest.raises(ConfigError, match="creator"):
         register_env("x", 3)
+    with pytest.raises(ConfigError, match="name is a string"):
+        register_env(3, CountEnv)
     with pytest.raises(ConfigError, match="not a gymnasium Env"):
         worker(creator=lambda context: 5)
 
