@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from flowrl.iter.errors import OnError, Retry, ShardFailedError, Skip, check_policy, operator_error
 from flowrl.iter.metrics import current_metrics
-from flowrl.iter.recovery import Asked, Recovery, ShardState, is_death
+from flowrl.iter.recovery import STARTING_S, Asked, Recovery, ShardState, is_death
 from flowrl.iter.serving import Reply
 from flowrl.iter.shards import Shards
 from flowrl.iter.stage import NOT_READY, Source, Stage
@@ -83,7 +83,7 @@ class Gather(Stage):
                 return False
             if not self.shards.replace(shard.index):
                 self._give_up(shard, "nobody knows how to make it again (recreate=)", None)
-            shard.broken = False
+            shard.broken, shard.fresh = False, True
             shard.restarts += 1
             _count("num_shard_restarts")
         ref = self.shards.request(shard.index, self._batch_ms, shard.accepted)
@@ -108,7 +108,7 @@ class Gather(Stage):
                 self._lost(shard, asked.incarnation, error)
                 return []
             return self._failed(shard, error)
-        shard.heard = time.monotonic()
+        shard.heard, shard.fresh = time.monotonic(), False
         shard.errors = 0
         if reply.items:
             shard.deaths = 0
@@ -201,7 +201,7 @@ class Gather(Stage):
     def _silent(self) -> list[tuple[ShardState, float]]:
         """Since when each shard with requests in flight has been silent."""
         return [
-            (shard, max(self._flight[shard.requests[0]].at, shard.heard))
+            (shard, max(self._flight[shard.requests[0]].at, shard.heard) + STARTING_S * shard.fresh)
             for shard in self.states
             if shard.requests
         ]

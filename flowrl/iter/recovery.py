@@ -6,13 +6,16 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+STARTING_S = 60.0  # a process that imports torch on a loaded machine took 20 s
+
 
 @dataclass(frozen=True)
 class Recovery:
     """How a shard that died or hangs is replaced.
 
     Args:
-        timeout_s: a shard that answers nothing for so long counts as hanging; None: never.
+        timeout_s: a shard that answers nothing for so long counts as hanging; None: never. Until
+            its first answer it gets STARTING_S more, for its process to start.
         max_restarts: of one shard; after that it has failed for good.
         backoff_s: seconds until a dead shard is made again; doubled at each death in a row.
         max_backoff_s: the most that grows to.
@@ -47,6 +50,7 @@ class ShardState:
     broken: bool = False  # to be replaced before it is asked again
     not_before: float = 0.0
     heard: float = 0.0
+    fresh: bool = True  # has not answered since it was made
     requests: deque[Any] = field(default_factory=deque)  # in flight, oldest first
 
 
