@@ -20,6 +20,7 @@ def tree(stage: Stage, clock: Clock | None = None) -> str:
             return
         lines.append(f"{first}{node.shown()}{_live(node, clock)}")
         seen[id(node)] = len(lines)
+        lines.extend(rest + line for line in _on_shards(node))
         if len(node.parents) == 1:
             draw(node.parents[0], rest + "└─ ", rest + "   ")
             return
@@ -43,9 +44,24 @@ def _live(stage: Stage, clock: Clock | None) -> str:
     return f"  [{', '.join(figures)}]"
 
 
+def _on_shards(stage: Stage) -> list[str]:
+    """A line per step on the shards, with the sum of its items and its mean time shares."""
+    kinds: dict[tuple[str, ...], list[list[dict[str, Any]]]] = {}
+    for steps in stage.inside().values():
+        kinds.setdefault(tuple(row["stage"] for row in steps), []).append(steps)
+    lines = []
+    for names, shards in kinds.items():
+        for name, step in zip(names, zip(*shards, strict=True), strict=True):
+            items = sum(row["items"] for row in step)
+            busy = sum(row["busy"] for row in step) / len(step)
+            where = f"on {len(step)} shards" if len(step) > 1 else "on 1 shard"
+            lines.append(f"   ({where}: {name}  [{items:,} items, busy {busy:.0%}])")
+    return lines
+
+
 def rows(stage: Stage, clock: Clock | None = None) -> list[dict[str, Any]]:
     """One dict per stage, end first: `id`, `stage`, `chained_at`, `parents`, `items`, and when
-    the plan runs its times and figures."""
+    the plan runs its times and figures; `shards` holds the rows of the steps on each shard."""
     ids = {node: index for index, node in enumerate(walk(stage))}
     return [
         {
@@ -56,6 +72,7 @@ def rows(stage: Stage, clock: Clock | None = None) -> list[dict[str, Any]]:
             "items": node.items,
             **(clock.of(node) if clock is not None else {}),
             **node.numbers(),
+            **({"shards": node.inside()} if node.inside() else {}),
         }
         for node, index in ids.items()
     ]

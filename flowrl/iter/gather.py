@@ -117,6 +117,8 @@ class Gather(Stage):
             seq, origin = shard.accepted, self.shards.chain
             items.append((item, Source(shard.index, asked.incarnation, seq, tags, origin)))
             shard.accepted += 1
+        if reply.stages is not None:
+            shard.stages = reply.stages
         if reply.end:
             shard.state = "ended"
         return items
@@ -265,6 +267,9 @@ class Gather(Stage):
             "skipped": self.skipped,
         }
         return {name: n for name, n in figures.items() if n or name == "shards_live"}
+
+    def inside(self) -> dict[int, list[dict[str, Any]]]:
+        return {shard.index: shard.stages for shard in self.states if shard.stages}
 
     def state_dict(self) -> dict[str, Any]:
         """How far each shard is; requests in flight are asked again."""

@@ -313,7 +313,8 @@ class LocalIterator(Generic[T]):
         `busy_s` in its own code, `waiting_s` for what it pulls from, `blocked_s` not asked for
         anything, and their shares of the time since the start, `busy`, `waiting`, `blocked`,
         which sum to 1 (quick pulls are sampled: estimates); and figures of its own such as
-        `queued`, `in_flight`, `skipped`, `restarts`.
+        `queued`, `in_flight`, `skipped`, `restarts`. A gather has `shards`, too: shard -> the
+        rows of its steps, as it told them last (once a second, and at its end).
         """
         return rows(self.stage, self._clock)
 

@@ -52,6 +52,7 @@ class ShardState:
     heard: float = 0.0
     fresh: bool = True  # has not answered since it was made
     requests: deque[Any] = field(default_factory=deque)  # in flight, oldest first
+    stages: list[dict[str, Any]] = field(default_factory=list)  # what its steps said last
 
 
 @dataclass(slots=True)

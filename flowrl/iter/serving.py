@@ -23,6 +23,7 @@ U = TypeVar("U")
 Step = tuple[str, tuple[Any, ...], dict[str, Any], str]
 
 BACKLOG = 10_000  # items that one partition of a `repartition` may lag behind another
+STATS_EVERY_S = 1.0  # how often a shard says what its steps have done
 
 _OURS = frozenset(glob.glob(os.path.join(os.path.dirname(__file__), "*.py")))
 
@@ -34,6 +35,7 @@ class Reply(NamedTuple):
     tags: list[dict[str, Any]]
     end: bool = False
     ticket: int | None = None  # a short name of the chain, for the requests to come
+    stages: list[dict[str, Any]] | None = None  # now and then, `stats()` of the shard's steps
 
 
 class Order(NamedTuple):
@@ -71,6 +73,7 @@ class Chain:
             stream.stage.line = line
         self._stream = stream
         self._tags = getattr(worker, "reply_tags", None)
+        self._stats_due = time.monotonic() + STATS_EVERY_S if steps else float("inf")
         self._error: BaseException | None = None
         self._given = 0
         self._backlog: dict[int, deque[Any]] = {}
@@ -89,15 +92,19 @@ class Chain:
             try:
                 items.append(self._next(order))
             except StopIteration:
-                return Reply(items, tags, end=True)
+                return Reply(items, tags, end=True, stages=self._stream.stats()[:-1] or None)
             except BaseException as error:
                 if not items:
                     raise
                 self._error = error  # the items come first
                 return Reply(items, tags)
             tags.append(self._tags() if self._tags is not None else {})
-            if not order.batch_ms or time.monotonic() >= until:
-                return Reply(items, tags)
+            now = time.monotonic()
+            if not order.batch_ms or now >= until:
+                if now < self._stats_due:
+                    return Reply(items, tags)
+                self._stats_due = now + STATS_EVERY_S
+                return Reply(items, tags, stages=self._stream.stats()[:-1])
 
     def _next(self, order: Order) -> Any:
         if order.part is None:

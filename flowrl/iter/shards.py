@@ -139,8 +139,9 @@ class ActorPool(Pool):
 
     def ask_next(self, index: int, ticket: int) -> Any:
         handle = self.handle(index)
-        if hasattr(handle, "next_item"):
-            return handle.next_item.remote(ticket) if ticket else handle.next_item.remote()
+        method = getattr(handle, "next_item", None)
+        if method is not None:
+            return method.remote(ticket) if ticket else method.remote()
         return handle.apply.remote(serve_ticket, ticket)
 
     def result(self, ref: Any) -> Reply:

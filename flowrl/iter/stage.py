@@ -124,6 +124,10 @@ class Stage:
         """Figures of its own for `stats()`, such as the depth of its queue."""
         return {}
 
+    def inside(self) -> dict[int, list[dict[str, Any]]]:
+        """What the steps on each shard said of themselves last, if this stage reads shards."""
+        return {}
+
     def state_dict(self) -> dict[str, Any]:
         return {"items": self.items}
 

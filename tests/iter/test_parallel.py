@@ -340,6 +340,18 @@ def test_building_starts_nothing(monkeypatch):
     plan.stop()
 
 
+def test_the_steps_on_the_shards_are_reported(in_process):
+    it = from_range(9, 2, in_process=in_process).for_each(str).filter(lambda text: text != "0")
+    with it.gather_sync() as stream:
+        assert "shards" not in stream.stats()[0]
+        assert len(list(stream)) == 8
+        shards = stream.stats()[0]["shards"]
+        assert [[row["items"] for row in shards[index]] for index in (0, 1)] == [[3, 4], [5, 5]]  # filter, for_each
+        assert all(0 <= row["busy"] <= 1 for row in shards[0])
+        assert "(on 2 shards: for_each(str)  [9 items" in stream.explain()
+        assert "(on 2 shards: filter(" in stream.explain()
+
+
 def test_repeat_and_callables():
     it = from_iterators([lambda: [1, 2]], repeat=True, in_process=True)
     assert it.take(5) == [1, 2, 1, 2, 1]
