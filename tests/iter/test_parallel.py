@@ -346,7 +346,8 @@ def test_the_steps_on_the_shards_are_reported(in_process):
         assert "shards" not in stream.stats()[0]
         assert len(list(stream)) == 8
         shards = stream.stats()[0]["shards"]
-        assert [[row["items"] for row in shards[index]] for index in (0, 1)] == [[3, 4], [5, 5]]  # filter, for_each
+        filter_and_for_each = [[row["items"] for row in shards[index]] for index in (0, 1)]
+        assert filter_and_for_each == [[3, 4], [5, 5]]
         assert all(0 <= row["busy"] <= 1 for row in shards[0])
         assert "(on 2 shards: for_each(str)  [9 items" in stream.explain()
         assert "(on 2 shards: filter(" in stream.explain()
