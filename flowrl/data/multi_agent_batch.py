@@ -72,6 +72,10 @@ class MultiAgentBatch:
         """A new batch; arrays are copies unless `shallow`."""
         return self.with_batches({p: b.copy(shallow) for p, b in self.policy_batches.items()})
 
+    def isolated(self) -> MultiAgentBatch:
+        """A shallow copy whose arrays are read-only views: a reader's own."""
+        return self.with_batches({p: b.isolated() for p, b in self.policy_batches.items()})
+
     def as_multi_agent(self) -> MultiAgentBatch:
         return self
 

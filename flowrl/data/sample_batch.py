@@ -28,6 +28,14 @@ def _map(fn: Callable[[Any], Any], column: Any) -> Any:
     return fn(column) if isinstance(column, np.ndarray) else optree.tree_map(fn, column)
 
 
+def _read_only(leaf: Any) -> Any:
+    if not isinstance(leaf, np.ndarray):
+        return leaf.clone() if hasattr(leaf, "clone") else leaf
+    view = leaf.view()
+    view.flags.writeable = False
+    return view
+
+
 def _as_column(name: str, value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value
@@ -206,6 +214,10 @@ class SampleBatch(dict[str, Any]):
         """A new batch; its arrays are copies unless `shallow`."""
         columns = dict(self) if shallow else {k: _map(np.copy, v) for k, v in self.items()}
         return SampleBatch._of(columns, like=self)
+
+    def isolated(self) -> SampleBatch:
+        """A shallow copy whose arrays are read-only views: a reader's own."""
+        return SampleBatch._of({k: _map(_read_only, v) for k, v in self.items()}, like=self)
 
     # -- rows ----------------------------------------------------------------------------------
 

@@ -12,10 +12,11 @@ from typing import Any, Literal, get_args
 
 from flowrl.iter.isolate import isolated
 from flowrl.iter.linear import Transform
-from flowrl.iter.stage import NOT_READY, Source, Stage, walk
+from flowrl.iter.stage import NOT_READY, Source, Stage, pack, unpack, walk
 from flowrl.iter.waiting import Signal
 
 STAR_PULLS = 100  # items that a "*" branch may give in one turn before the others get theirs
+DROPPED_AT_ONCE = 100  # items of branches that are not handed on, before others get their chance
 
 ONE = 1 - 1e-9  # ten times 0.1 falls short of 1 by rounding
 
@@ -55,67 +56,114 @@ class Union(Stage):
         if weights is not None:
             _check_weights(weights, len(branches))
         super().__init__(*branches)
-        self._weights = list(weights) if weights is not None else [1.0] * len(branches)
         self._ordered = ordered or weights is not None
+        self._shown = list(weights) if weights is not None else [1.0] * len(branches)
+        self._stars = [weight == "*" for weight in self._shown]
+        self._weights = [0.0 if weight == "*" else float(weight) for weight in self._shown]
         self._emits = [outputs is None or i in outputs for i in range(len(branches))]
         for index, branch in enumerate(branches):
-            if not self._ordered or self._weights[index] == "*":
-                _refuse_transform(branch, index)
-        self._credit = [0.0] * len(branches)
+            _refuse_transform(branch, index, self._ordered and not self._stars[index])
+        self._children = [
+            [stage for stage in walk(branch) if isinstance(stage, TeeChild)] for branch in branches
+        ]
+        self._taken = [0] * len(branches)
+        self._credit = [0.0] * len(branches)  # items that a branch may give; negative: that it owes
         self._done = [False] * len(branches)
         self._turn = -1
         self._expecting: int | None = None  # the branch that keeps its turn
+        self._hurried = False  # it made way though it could go on
         self._last: Stage | None = None
 
-    def _next_turn(self) -> None:
-        self._turn = (self._turn + 1) % len(self.parents)
-        weight = self._weights[self._turn]
-        if weight == "*":
-            self._credit[self._turn] = STAR_PULLS
-        else:
-            self._credit[self._turn] += float(weight)
-
     def pull(self, block: bool) -> Any:
-        idle = 0  # branches in a row that could not move
-        left = self._done.count(False)
-        self._expecting = None
-        while left:
-            turn = self._turn
-            if turn < 0 or self._done[turn] or self._credit[turn] < ONE:
-                self._next_turn()
-                continue
+        idle: set[int] = set()  # branches that could not move since another one has
+        dropped = 0
+        self._expecting, self._hurried = None, False
+        while not all(self._done):
+            turn = self._next_turn(idle) if self._ordered else None
+            index = turn if turn is not None and turn not in idle else self._lent(idle)
+            if index is None:
+                return NOT_READY
             try:
-                item = self._pulls[turn](False)
+                item = self._pulls[index](False)
             except StopIteration:
-                self._done[turn] = True
-                left -= 1
-                idle = 0
+                self._end(index)
+                idle.clear()
                 continue
-            if item is not NOT_READY:
-                self._credit[turn] -= 1
-                if not self._emits[turn]:
-                    idle = 0
-                    continue
-                self._last = self.parents[turn]
+            if item is NOT_READY:
+                if index == turn and self._keeps_turn(turn):
+                    self._expecting = turn
+                    return NOT_READY
+                if self._has_moved(index):
+                    idle.clear()  # it took items that others waited for it to take
+                idle.add(index)
+                continue
+            if self._ordered:
+                self._credit[index] -= 1
+            else:
+                self._turn = index
+            if self._emits[index]:
+                self._last = self.parents[index]
                 self.items += 1
                 return item
-            if self._ordered and self._weights[turn] != "*" and self._keeps_turn(turn):
-                self._expecting = turn
-                return NOT_READY
-            idle += 1
-            if not self._ordered or self._weights[turn] == "*":
-                self._credit[turn] = 0
-            self._next_turn()
-            if idle >= left:
+            idle.clear()
+            dropped += 1
+            if dropped >= DROPPED_AT_ONCE and not block:
+                self._hurried = True  # siblings of this union have waited long enough
                 return NOT_READY
         raise StopIteration
 
+    def _next_turn(self, idle: set[int]) -> int:
+        """The branch whose turn it is; a "*" that had nothing has had its turn."""
+        while True:
+            for _ in range(len(self.parents) + 1):
+                turn = self._turn
+                starved = turn >= 0 and self._stars[turn] and turn in idle
+                if turn >= 0 and not self._done[turn] and not starved:
+                    if self._credit[turn] >= ONE:
+                        return turn
+                if turn >= 0 and self._stars[turn]:
+                    self._credit[turn] = 0
+                self._turn = (turn + 1) % len(self.parents)
+                grant = STAR_PULLS if self._stars[self._turn] else self._weights[self._turn]
+                self._credit[self._turn] += grant
+            # nobody has enough for an item yet: so many rounds until somebody has
+            live = [i for i, done in enumerate(self._done) if not done and not self._stars[i]]
+            if not live:
+                return self._done.index(False)
+            rounds = min((ONE - self._credit[i]) // self._weights[i] for i in live)
+            for i in live:
+                self._credit[i] += max(rounds, 0) * self._weights[i]
+
+    def _lent(self, idle: set[int]) -> int | None:
+        """The branch that goes first where the one whose turn it is cannot move."""
+        count = len(self.parents)
+        others = [(self._turn + 1 + i) % count for i in range(count)]
+        others = [i for i in others if i not in idle and not self._done[i]]
+        if not self._ordered:
+            return others[0] if others else None
+        return max(others, key=self._credit.__getitem__, default=None)
+
+    def _has_moved(self, index: int) -> bool:
+        """Whether a branch has taken items from a stream that it shares with others, since this
+        was asked last."""
+        taken, self._taken[index] = self._taken[index], sum(c.items for c in self._children[index])
+        return taken != self._taken[index]
+
     def _keeps_turn(self, turn: int) -> bool:
         """Whether a branch that is not ready waits for nothing that its siblings could bring."""
+        if self._stars[turn]:
+            return False
         waits = self.parents[turn].waits()
         return bool(waits) and not any(isinstance(wait, Signal) for wait in waits)
 
+    def _end(self, index: int) -> None:
+        self._done[index] = True
+        for child in self._children[index]:
+            child.leave()
+
     def waits(self) -> list[Any]:
+        if self._hurried:
+            return [0.0]  # a time that has come
         if self._expecting is not None:
             return self.parents[self._expecting].waits()
         return [
@@ -132,7 +180,7 @@ class Union(Stage):
     def label(self) -> str:
         if not self._ordered:
             return self.kind
-        return f"{self.kind}(round_robin_weights={self._weights})"
+        return f"{self.kind}(round_robin_weights={self._shown})"
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -158,12 +206,17 @@ def _check_weights(weights: Sequence[float | str], branches: int) -> None:
         raise ValueError("round_robin_weights: at least one weight must be a number")
 
 
-def _refuse_transform(branch: Stage, index: int) -> None:
-    """A transform's function cannot be paused: it would hold up the other branches."""
+def _refuse_transform(branch: Stage, index: int, ordered: bool) -> None:
+    """A transform's function cannot be paused: it would hold up the other branches, which in an
+    ordered union matters where it waits for what they bring."""
     for stage in walk(branch):
-        if isinstance(stage, Transform) and stage.parents[0].can_wait():
+        if not isinstance(stage, Transform):
+            continue
+        upstream = stage.parents[0]
+        if upstream.leans_on_others() if ordered else upstream.can_wait():
+            kind = "a round-robin" if ordered else "an asynchronous"
             raise ValueError(
-                f"branch {index} of an asynchronous union has {stage.label()} (chained at "
+                f"branch {index} of {kind} union has {stage.label()} (chained at "
                 f"{stage.line}), whose function cannot pause while it waits for its next item "
                 "and would hold up the other branches: write it with for_each or combine, "
                 "apply it on the shards before the gather, or after the union"
@@ -196,6 +249,7 @@ class Tee(Stage):
         self.buffers: list[deque[tuple[Any, tuple[Source, ...]]]] = [deque() for _ in range(n)]
         self.children: list[TeeChild] = []
         self.dropped = [0] * n
+        self._left = [False] * n
 
     def blocking(self) -> list[int]:
         """Children whose full buffers hold up the stream."""
@@ -204,6 +258,11 @@ class Tee(Stage):
             for index, buffer in enumerate(self.buffers)
             if len(buffer) >= self.max_buffered and self.when_full[index] == "block"
         ]
+
+    def leave(self, index: int) -> None:
+        """A child's reader has ended: nothing is kept for it any more."""
+        self._left[index] = True
+        self.buffers[index].clear()
 
     def pull(self, block: bool) -> Any:
         """Move one item from the parent into every buffer."""
@@ -215,6 +274,8 @@ class Tee(Stage):
         self.items += 1
         sources = self.parents[0].sources
         for index, buffer in enumerate(self.buffers):
+            if self._left[index]:
+                continue
             if len(buffer) >= self.max_buffered:
                 self.dropped[index] += 1
                 if self.when_full[index] == "drop_newest":
@@ -234,12 +295,17 @@ class Tee(Stage):
         return {
             "items": self.items,
             "dropped": list(self.dropped),
-            "buffers": [[item for item, _ in buffer] for buffer in self.buffers],
+            "buffers": [[[item, pack(s)] for item, s in buffer] for buffer in self.buffers],
+            "left": list(self._left),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.items, self.dropped = state["items"], list(state["dropped"])
-        self.buffers = [deque((item, ()) for item in items) for items in state["buffers"]]
+        self.buffers = [
+            deque((item, unpack(sources)) for item, sources in buffer)
+            for buffer in state["buffers"]
+        ]
+        self._left = list(state["left"])
 
 
 class TeeChild(Stage):
@@ -273,7 +339,14 @@ class TeeChild(Stage):
     def waits(self) -> list[Any]:
         return [] if self._tee.blocking() else self._tee.waits()
 
+    def leave(self) -> None:
+        """Say that nobody will pull this child again."""
+        self._tee.leave(self._index)
+
     def can_wait(self) -> bool:
+        return True
+
+    def leans_on_others(self) -> bool:
         return True
 
     @property

@@ -6,13 +6,14 @@ import os
 import random
 from typing import Any
 
-from flowrl.iter.stage import NOT_READY, Source, Stage
+from flowrl.iter.stage import NOT_READY, Source, Stage, pack, unpack
 
 
 class Batch(Stage):
     """Lists of `size` items; the last one may be shorter."""
 
     kind = "batch"
+    lists = True  # unless an item has several sources, or none
 
     def __init__(self, parent: Stage, size: int):
         if not isinstance(size, int) or size < 1:
@@ -52,11 +53,13 @@ class Batch(Stage):
         return {"queued": len(self._pending)}
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "pending": list(self._pending)}
+        sources = pack(self._sources)
+        return {**super().state_dict(), "pending": list(self._pending), "sources": sources}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._pending = list(state["pending"])
+        self._sources = list(unpack(state["sources"]))
 
 
 class Shuffle(Stage):
@@ -117,13 +120,13 @@ class Shuffle(Stage):
         version, numbers, gauss = self._random.getstate()
         return {
             **super().state_dict(),
-            "window": [item for item, _ in self._window],
+            "window": [[item, pack(sources)] for item, sources in self._window],
             "random": [version, list(numbers), gauss],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self._window = [(item, ()) for item in state["window"]]
+        self._window = [(item, unpack(sources)) for item, sources in state["window"]]
         version, numbers, gauss = state["random"]
         self._random.setstate((version, tuple(numbers), gauss))
         self._loaded = True

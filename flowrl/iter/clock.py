@@ -1,19 +1,22 @@
 """Where the time of a plan goes: seconds busy, waiting and blocked, stage by stage.
 
 Some pulls of the plan are timed, in all stages at once, by pulling through timing wrappers; the
-others cost nothing extra. Quick pulls are sampled, slow ones (SLOW_S and more) are all timed.
+others cost nothing extra. Where a pull takes long compared with its timing all are timed; in a
+stream of quick ones each timed pull stands for up to EVERY.
 """
 
 from __future__ import annotations
 
+import random
 import time
 from typing import Any
 
 from flowrl.iter.stage import NOT_READY, Pull, Stage, walk
 from flowrl.iter.waiting import Waiter
 
-SLOW_S = 0.002
-EVERY = 64  # quick pulls per timed one
+EVERY = 64  # pulls that a timed one stands for, at most
+TIMING_S = 1e-6  # what timing a pull costs per stage
+COST = 0.01  # of the time since the start that timing may cost
 
 
 class Cell:
@@ -40,6 +43,9 @@ class Clock:
         self.started = time.perf_counter()
         self.next_timed = 1
         self._interval = 1
+        self._weight = 1
+        self._pulls = 0
+        self._random = random.Random(0)
         self._inner = 0.0
         timed = {stage: self._wrap(stage) for stage in self.stages}
         self._root = timed[root]
@@ -66,7 +72,7 @@ class Clock:
                 return item
             finally:
                 inside = clock() - began
-                weight = self._interval
+                weight = self._weight
                 cell.inside_s += inside * weight
                 cell.busy_s += (inside - self._inner - (stage.waited_s - waited)) * weight
                 self._inner = outer + inside
@@ -74,16 +80,20 @@ class Clock:
         return timed
 
     def pull(self, block: bool) -> Any:
-        """Pull the plan once, timed."""
+        """Pull the plan once, timed; it stands for the pulls since the last one that was."""
         self._inner = 0.0
+        self._weight = max(self._interval - self.next_timed, 1)
         for stage, _, timed in self._wirings:
             stage.wire(timed)
-        began = time.perf_counter()
         try:
             return self._root(block)
         finally:
-            slow = time.perf_counter() - began > SLOW_S
-            self._interval = self.next_timed = 1 if slow else EVERY
+            self._pulls += self._weight
+            mean = (time.perf_counter() - self.started) / self._pulls
+            affordable = min(int(TIMING_S * len(self.stages) / (COST * mean)), EVERY)
+            # at random, so that it does not keep time with something in the plan that recurs
+            interval = self._random.randrange(1, 2 * affordable) if affordable > 1 else 1
+            self._interval = self.next_timed = interval
             for stage, plain, _ in self._wirings:
                 stage.wire(plain)
 

@@ -5,14 +5,20 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-from flowrl.iter.errors import OnError
+from flowrl.iter.errors import OnError, Retry, blame
 from flowrl.iter.linear import _DROPPED, Mapped
-from flowrl.iter.stage import NOT_READY, Source, Stage
+from flowrl.iter.stage import NOT_READY, Source, Stage, pack, unpack
 from flowrl.iter.waiting import ready_refs, wait_for_any
 
 NO_BOUND = 1000  # tasks in flight where the user set no bound: a stream may have no end
+
+
+class _Item(NamedTuple):
+    item: Any
+    sources: tuple[Source, ...]
+    tries: int = 0
 
 
 class ForEachConcurrent(Mapped):
@@ -41,26 +47,29 @@ class ForEachConcurrent(Mapped):
         self.max_concurrency = max_concurrency or NO_BOUND
         self._resources = dict(resources or {})
         self._task: Any = None
-        self._flight: dict[Any, tuple[Any, tuple[Source, ...]]] = {}
-        self._again: deque[tuple[Any, tuple[Source, ...]]] = deque()
+        self._flight: dict[Any, _Item] = {}
+        self._again: deque[_Item] = deque()  # to be put in flight
         self._done: deque[Any] = deque()
         self._ended = False
         self._emitted: tuple[Source, ...] = ()
 
-    def _submit(self, item: Any, sources: tuple[Source, ...]) -> None:
+    def _submit(self, item: _Item) -> None:
         import ray
 
         if self._task is None:
             function: Any = ray.remote(_call)
-            self._task = function.options(max_retries=0, **self._resources)
             self._shipped = ray.put(self.fn)
-        self._flight[self._task.remote(self._shipped, item)] = (item, sources)
+            self._task = function.options(max_retries=0, **self._resources)
+        self._flight[self._task.remote(self._shipped, item.item)] = item
 
     def _fill(self, block: bool) -> None:
         """Put items in flight, as many as there are and may be."""
-        while self._again:
-            self._submit(*self._again.popleft())
-        while not self._ended and len(self._flight) < self.max_concurrency:
+        while True:
+            while self._again:
+                self._submit(self._again[0])
+                self._again.popleft()  # not lost if it could not be submitted
+            if self._ended or len(self._flight) >= self.max_concurrency:
+                return
             try:
                 item = self._pull_up(block and not self._flight)
             except StopIteration:
@@ -68,7 +77,7 @@ class ForEachConcurrent(Mapped):
                 return
             if item is NOT_READY:
                 return
-            self._submit(item, self.parents[0].sources)
+            self._again.append(_Item(item, self.parents[0].sources))
 
     def pull(self, block: bool) -> Any:
         import ray
@@ -91,14 +100,21 @@ class ForEachConcurrent(Mapped):
                     self.waited_s += time.perf_counter() - started
                     self._done.extend(ready_refs(refs))
             ref = self._done.popleft()
-            item, sources = self._flight.pop(ref)
+            item = self._flight.pop(ref)
             try:
                 result = ray.get(ref)
             except BaseException as error:
-                result = self._failed(error, item)
-                if result is _DROPPED:
+                cause = getattr(error, "cause", None)  # a RayTaskError's
+                raised = cause if isinstance(cause, Exception) else error
+                policy = self.on_error
+                if isinstance(policy, Retry) and isinstance(raised, Exception):
+                    if item.tries < policy.times:
+                        self._again.append(_Item(item.item, item.sources, item.tries + 1))
+                        continue
+                blame(raised, self, item.item)
+                if self._give_up(raised) is _DROPPED:
                     continue
-            self._emitted = sources
+            self._emitted = item.sources
             self.items += 1
             return result
 
@@ -122,17 +138,20 @@ class ForEachConcurrent(Mapped):
     def state_dict(self) -> dict[str, Any]:
         """Items in flight are saved as items: they are computed again."""
         waiting = [*self._flight.values(), *self._again]
-        return {**super().state_dict(), "in_flight": [item for item, _ in waiting]}
+        in_flight = [[one.item, pack(one.sources), one.tries] for one in waiting]
+        return {**super().state_dict(), "in_flight": in_flight}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self._again = deque((item, ()) for item in state["in_flight"])
+        self._again = deque(
+            _Item(item, unpack(sources), tries) for item, sources, tries in state["in_flight"]
+        )
 
     def stop(self) -> None:
         if self._flight:
             import ray
 
-            for ref in self._flight:
+            for ref in self._flight if ray.is_initialized() else ():
                 ray.cancel(ref, force=True)
         self._flight.clear()
         self._done.clear()

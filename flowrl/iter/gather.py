@@ -15,13 +15,14 @@ from typing import Any, Literal
 
 from flowrl.iter.errors import OnError, Retry, ShardFailedError, Skip, check_policy, operator_error
 from flowrl.iter.metrics import current_metrics
-from flowrl.iter.recovery import STARTING_S, Asked, Recovery, ShardState, is_death
+from flowrl.iter.recovery import STARTING_S, Asked, ShardState, is_death
 from flowrl.iter.serving import Reply
 from flowrl.iter.shards import Shards
-from flowrl.iter.stage import NOT_READY, Source, Stage
+from flowrl.iter.stage import NOT_READY, Source, Stage, pack, unpack
 from flowrl.iter.waiting import Waiter, ready_refs, wait_for_all, wait_for_any
 
 AT_ONCE_S = 0.0001
+CHECK_S = 0.2  # between two looks for shards that hang
 
 log = logging.getLogger("flowrl")
 
@@ -31,7 +32,6 @@ class Gather(Stage):
 
     Args:
         shards: who is asked.
-        recovery: how shards that die or hang are replaced.
         batch_ms: a shard collects items for so many milliseconds before it answers.
         on_error: what to do when a shard's code raises.
     """
@@ -41,7 +41,6 @@ class Gather(Stage):
     def __init__(
         self,
         shards: Shards,
-        recovery: Recovery | None = None,
         batch_ms: float = 0,
         on_error: OnError = "raise",
     ):
@@ -52,15 +51,19 @@ class Gather(Stage):
         self.saved = shards.replayable
         self.on_error = check_policy(on_error)
         self.skipped = 0
-        self._recovery = recovery or Recovery()
         self._batch_ms = batch_ms
-        self.states = [ShardState(index) for index in range(len(shards))]
+        self.states = [ShardState(index, shards.recovery(index)) for index in range(len(shards))]
+        self._hurried = any(shard.recovery.timeout_s is not None for shard in self.states)
+        self._next_check = 0.0
         self._flight: dict[Any, Asked] = {}
         self._queue: deque[tuple[Any, Source]] = deque()
         self._poll = True
+        self._loaded = False
         self._sources: tuple[Source, ...] = ()
 
     def start(self, seed: str | None) -> None:
+        if seed is not None and not self._loaded:
+            self.shards.seed = seed
         self.shards.start()
 
     @property
@@ -78,18 +81,30 @@ class Gather(Stage):
 
     def _ask(self, shard: ShardState) -> bool:
         """Ask a shard; False while its back-off lasts."""
-        if shard.broken:
-            if time.monotonic() < shard.not_before:
-                return False
-            if not self.shards.replace(shard.index):
-                self._give_up(shard, "nobody knows how to make it again (recreate=)", None)
-            shard.broken, shard.fresh = False, True
-            shard.restarts += 1
-            _count("num_shard_restarts")
+        if shard.broken is not None and not self._replace(shard):
+            return False
         ref = self.shards.request(shard.index, self._batch_ms, shard.accepted)
         incarnation = self.shards.incarnation(shard.index)
         self._flight[ref] = Asked(shard, incarnation, time.monotonic())
         shard.requests.append(ref)
+        return True
+
+    def _replace(self, shard: ShardState) -> bool:
+        """Have a shard made again, unless its back-off lasts, or another gather has done it."""
+        if self.shards.incarnation(shard.index) == shard.broken:
+            if time.monotonic() < shard.not_before:
+                return False
+            incarnation, shard.broken = shard.broken, None
+            try:
+                replaced = self.shards.replace(shard.index)
+            except Exception as error:
+                self._lost(shard, incarnation, error)
+                return False
+            if not replaced:
+                self._give_up(shard, "nobody knows how to make it again (recreate=)", None)
+            shard.restarts += 1
+            _count("num_shard_restarts")
+        shard.broken, shard.fresh = None, True
         return True
 
     def _receive(self, ref: Any, reply: Reply | None = None) -> list[tuple[Any, Source]]:
@@ -102,7 +117,7 @@ class Gather(Stage):
             return []
         try:
             if reply is None:
-                reply = self.shards.result(shard.index, ref)
+                reply = self.shards.result(asked, ref)
         except BaseException as error:
             if self.shards.remote and is_death(error):
                 self._lost(shard, asked.incarnation, error)
@@ -114,8 +129,8 @@ class Gather(Stage):
             shard.deaths = 0
         items = []
         for item, tags in zip(reply.items, reply.tags, strict=True):
-            seq, origin = shard.accepted, self.shards.chain
-            items.append((item, Source(shard.index, asked.incarnation, seq, tags, origin)))
+            source = Source(shard.index, asked.incarnation, shard.accepted, tags, self.name)
+            items.append((item, source))
             shard.accepted += 1
         if reply.stages is not None:
             shard.stages = reply.stages
@@ -151,14 +166,14 @@ class Gather(Stage):
         Raises:
             ShardFailedError: it will not come back.
         """
-        if shard.broken or self.shards.incarnation(shard.index) > incarnation:
+        if shard.broken is not None or self.shards.incarnation(shard.index) > incarnation:
             return  # another request to the same dead worker said so before
         said = [line for line in str(error).splitlines() if line.strip()] or [""]
         built = not getattr(error, "actor_init_failed", False)
         what = f"{type(error).__name__}: {said[0].strip()}" if built else said[-1].strip()
         shard.deaths = shard.deaths + 1 if what == shard.death else 1
         shard.death = what
-        recovery = self._recovery
+        recovery = shard.recovery
         if not built:
             self._give_up(shard, "its constructor raised", error)
         if shard.deaths >= recovery.breaker:
@@ -166,7 +181,7 @@ class Gather(Stage):
         if shard.restarts >= recovery.max_restarts:
             self._give_up(shard, f"it was restarted {shard.restarts} times before", error)
         pause = min(recovery.backoff_s * 2 ** (shard.deaths - 1), recovery.max_backoff_s)
-        shard.broken = True
+        shard.broken = incarnation
         shard.not_before = time.monotonic() + pause
         log.warning("shard %d of %s died (%s)", shard.index, self.shards.name, what)
 
@@ -183,12 +198,16 @@ class Gather(Stage):
         raise failed from error
 
     def _check_hanging(self) -> None:
-        limit = self._recovery.timeout_s
-        if limit is None or not self.shards.remote:
+        """Give up the shards that have not answered for too long: their answers are not there,
+        not merely unread."""
+        now = time.monotonic()
+        if not self._hurried or not self.shards.remote:
             return
-        for shard, since in self._silent():
-            if time.monotonic() - since <= limit:
+        self._next_check = now + CHECK_S
+        for shard, until in self._answers_due():
+            if now <= until or ready_refs([shard.requests[0]]):
                 continue
+            limit = shard.recovery.timeout_s
             self._unanswered(shard, len(shard.requests))
             for ref in shard.requests:
                 del self._flight[ref]
@@ -200,13 +219,15 @@ class Gather(Stage):
     def _unanswered(self, shard: ShardState, requests: int) -> None:
         """Requests of a hanging shard are given up."""
 
-    def _silent(self) -> list[tuple[ShardState, float]]:
-        """Since when each shard with requests in flight has been silent."""
-        return [
-            (shard, max(self._flight[shard.requests[0]].at, shard.heard) + STARTING_S * shard.fresh)
-            for shard in self.states
-            if shard.requests
-        ]
+    def _answers_due(self) -> list[tuple[ShardState, float]]:
+        """Until when each shard with requests in flight must answer, where that is limited."""
+        due = []
+        for shard in self.states:
+            limit = shard.recovery.timeout_s
+            if shard.requests and limit is not None:
+                since = max(self._flight[shard.requests[0]].at, shard.heard)
+                due.append((shard, since + limit + STARTING_S * shard.fresh))
+        return due
 
     def _end(self) -> BaseException:
         """What to raise when no shard is live."""
@@ -222,10 +243,9 @@ class Gather(Stage):
 
     def _deadlines(self) -> list[float]:
         """When something is due though no request is answered: a back-off ends, a shard hangs."""
-        times = [shard.not_before for shard in self.live() if shard.broken]
-        limit = self._recovery.timeout_s
-        if limit is not None and self.shards.remote:
-            times += [since + limit for _, since in self._silent()]
+        times = [shard.not_before for shard in self.live() if shard.broken is not None]
+        if self._hurried and self.shards.remote:
+            times += [until for _, until in self._answers_due()]
         return times
 
     def waits(self) -> list[Any]:
@@ -278,14 +298,16 @@ class Gather(Stage):
             "skipped": self.skipped,
             "accepted": [shard.accepted for shard in self.states],
             "ended": [shard.state == "ended" for shard in self.states],
-            "queue": [[item, source.worker, source.seq] for item, source in self._queue],
+            "queue": [[item, pack([source])] for item, source in self._queue],
+            "seed": self.shards.seed,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if not self.saved:
             return
         self.items, self.skipped = state["items"], state["skipped"]
-        self._queue = deque((item, Source(worker, 0, seq)) for item, worker, seq in state["queue"])
+        self._queue = deque((item, unpack(source)[0]) for item, source in state["queue"])
+        self.shards.seed, self._loaded = state["seed"], True
         for shard, accepted, ended in zip(
             self.states, state["accepted"], state["ended"], strict=True
         ):
@@ -312,6 +334,7 @@ class GatherSync(Gather):
 
     def __init__(self, shards: Shards, flat: bool = False, **options: Any):
         super().__init__(shards, **options)
+        self.lists = not flat
         if flat:
             self.kind = "gather_sync"
         self._flat = flat
@@ -356,7 +379,8 @@ class GatherSync(Gather):
                     replies = list(together)
                 else:
                     ready = self._wait(for_all=True) if block else ready_refs(refs) if refs else []
-                    refs = [ref for ref in refs if ref in set(ready)]
+                    there = set(ready)
+                    refs = [ref for ref in refs if ref in there]
             for ref, reply in zip(refs, replies, strict=False):
                 index = self._flight[ref].shard.index
                 for item in self._receive(ref, reply):
@@ -372,20 +396,21 @@ class GatherSync(Gather):
             return None
         started = time.perf_counter()
         try:
-            return self.shards.results({ref: self._flight[ref].shard.index for ref in refs})
+            return self.shards.results({ref: self._flight[ref] for ref in refs})
         except Exception:
             return None
         finally:
             self.waited_s += time.perf_counter() - started
 
     def state_dict(self) -> dict[str, Any]:
-        begun = [[item, source.worker, source.seq] for item, source in self._round.values()]
+        begun = [[i, item, pack([source])] for i, (item, source) in self._round.items()]
         return {**super().state_dict(), "round": begun}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         if self.saved:
-            self._round = {w: (item, Source(w, 0, seq)) for item, w, seq in state["round"]}
+            begun = state["round"]
+            self._round = {i: (item, unpack(source)[0]) for i, item, source in begun}
 
 
 class GatherAsync(Gather):
@@ -396,7 +421,8 @@ class GatherAsync(Gather):
         ask_again: when a shard is asked for its next item. "after": when the item after the
             handed over one is pulled; the consumer has then finished with it, and an item is at
             most `num_async - 1` items of its own shard old. "before" the item is handed over: the
-            shard works meanwhile, and an item is at most `num_async` old.
+            shard works meanwhile, and an item is at most `num_async` old. With `batch_ms` these
+            are replies, of as many items as come in that time: `max_lag` is None.
     """
 
     kind = "gather_async"
@@ -414,7 +440,7 @@ class GatherAsync(Gather):
             raise ValueError(f'gather_async: ask_again is "after" or "before", got {ask_again!r}')
         super().__init__(shards, **options)
         self.num_async = num_async
-        self.max_lag = num_async - (ask_again == "after")
+        self.max_lag = None if self._batch_ms else num_async - (ask_again == "after")
         self._before = ask_again == "before"
         self._ready: deque[Any] = deque()
         self._idle: deque[ShardState] | None = None
@@ -424,11 +450,18 @@ class GatherAsync(Gather):
             self._idle = deque(self.live() * self.num_async)
         for _ in range(len(self._idle)):
             shard = self._idle.popleft()
-            if shard.state == "live" and not self._ask(shard):
+            try:
+                asked = shard.state != "live" or self._ask(shard)
+            except BaseException:
+                self._idle.appendleft(shard)
+                raise
+            if not asked:
                 self._idle.append(shard)
 
     def pull(self, block: bool) -> Any:
         while not self._queue:
+            if self._hurried and time.monotonic() > self._next_check:
+                self._check_hanging()  # though others may always have something ready
             self._ask_idle()
             if not self._flight and not self._idle:
                 raise self._end()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from flowrl.iter.errors import OnError, Retry, Skip, blame, check_policy, operator_error
-from flowrl.iter.stage import NOT_READY, Source, Stage, describe, function_name
+from flowrl.iter.stage import NOT_READY, Source, Stage, describe, function_name, pack, unpack
 from flowrl.iter.waiting import Waiter
 
 SOURCES_KEPT = 10_000
@@ -34,18 +34,26 @@ class Mapped(Stage):
         self.on_error = check_policy(on_error)
         self.skipped = 0
 
+    def _call(self, item: Any) -> Any:
+        return self.fn(item)
+
     def _failed(self, error: BaseException, item: Any) -> Any:
         """The result after all, _DROPPED, or the error raised, as the policy says."""
         blame(error, self, item)
+        if isinstance(self.on_error, Retry) and isinstance(error, Exception):
+            for _ in range(self.on_error.times):
+                try:
+                    return self._call(item)
+                except Exception as again:
+                    error = again
+                    blame(error, self, item)
+        return self._give_up(error)
+
+    def _give_up(self, error: BaseException) -> Any:
+        """_DROPPED, or the error raised."""
         policy = self.on_error
         if isinstance(error, Exception):
             if isinstance(policy, Retry):
-                for _ in range(policy.times):
-                    try:
-                        return self.fn(item)
-                    except Exception as again:
-                        error = again
-                        blame(error, self, item)
                 error.add_note(f"tried {policy.times + 1} times")
             elif isinstance(policy, Skip):
                 if policy.max is None or self.skipped < policy.max:
@@ -115,26 +123,37 @@ class ForEachHooked(ForEach):
         self._fetching = False
         self._full = False
         self._held: Any = NOT_READY  # an item that came while the operator got full
-        self._held_sources: tuple[Source, ...] = ()
+        self._item_sources: tuple[Source, ...] = ()
 
     @classmethod
     def wanted(cls, fn: Any) -> bool:
         return any(callable(getattr(fn, name, None)) for name in ("ready", "_on_fetch_start"))
 
+    def _ask(self, hook: Callable[[], Any]) -> Any:
+        try:
+            return hook()
+        except BaseException as error:
+            blame(error, self, None)
+            raise operator_error(error) from error.__cause__
+
+    def _has_room(self) -> bool:
+        return self._ready is None or bool(self._ask(self._ready))
+
     def pull(self, block: bool) -> Any:
         while True:
-            self._full = self._ready is not None and not self._ready()
+            self._full = not self._has_room()
             if self._full:
                 return NOT_READY
             if self._on_fetch_start is not None and not self._fetching:
+                self._ask(self._on_fetch_start)
                 self._fetching = True
-                self._on_fetch_start()
             if self._held is NOT_READY:
                 item = self._pull_up(block)
                 if item is NOT_READY:
                     return item
-                if self._ready is not None and not self._ready():
-                    self._held, self._held_sources, self._full = item, super().sources, True
+                self._item_sources = super().sources
+                if not self._has_room():
+                    self._held, self._full = item, True
                     return NOT_READY
             else:
                 item, self._held = self._held, NOT_READY
@@ -150,7 +169,7 @@ class ForEachHooked(ForEach):
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        return self._held_sources or super().sources
+        return self._item_sources
 
     def waits(self) -> list[Any]:
         if self._full:
@@ -160,13 +179,17 @@ class ForEachHooked(ForEach):
     def can_wait(self) -> bool:
         return self._ready is not None or super().can_wait()
 
+    def leans_on_others(self) -> bool:
+        return self._ready is not None or super().leans_on_others()
+
     def state_dict(self) -> dict[str, Any]:
-        held = [] if self._held is NOT_READY else [self._held]
+        held = [] if self._held is NOT_READY else [[self._held, pack(self._item_sources)]]
         return {**super().state_dict(), "held": held}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self._held = state["held"][0] if state["held"] else NOT_READY
+        for item, sources in state["held"]:
+            self._held, self._item_sources = item, unpack(sources)
 
 
 class Tap(Mapped):
@@ -234,19 +257,21 @@ class Combine(Mapped):
         self._sources: deque[Source] = deque(maxlen=SOURCES_KEPT)
         self._emitted: tuple[Source, ...] = ()
 
+    def _call(self, item: Any) -> Any:
+        return deque(self.fn(item))  # all of it here: a generator raises when it is read
+
     def pull(self, block: bool) -> Any:
         while not self._pending:
             item = self._pull_up(block)
             if item is NOT_READY:
                 return item
-            self._sources.extend(self.parents[0].sources)
             try:
-                made = deque(self.fn(item))
+                made = self._call(item)
             except BaseException as error:
                 made = self._failed(error, item)
                 if made is _DROPPED:
                     continue
-                made = deque(made)
+            self._sources.extend(self.parents[0].sources)
             if made:
                 self._pending = made
                 self._emitted = tuple(self._sources)
@@ -262,11 +287,18 @@ class Combine(Mapped):
         return {**super().numbers(), "queued": len(self._pending)}
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "pending": list(self._pending)}
+        return {
+            **super().state_dict(),
+            "pending": list(self._pending),
+            "emitted": pack(self._emitted),
+            "sources": pack(self._sources),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._pending = deque(state["pending"])
+        self._emitted = unpack(state["emitted"])
+        self._sources.extend(unpack(state["sources"]))
 
 
 class Flatten(Combine):
@@ -276,12 +308,32 @@ class Flatten(Combine):
 
     def __init__(self, parent: Stage):
         super().__init__(parent, iter)
+        self._each: tuple[Source, ...] = ()  # one per element, where that is known
+
+    def pull(self, block: bool) -> Any:
+        fresh = not self._pending
+        element = super().pull(block)
+        if fresh and element is not NOT_READY:
+            told = self.parents[0].lists and len(self._emitted) == len(self._pending) + 1
+            self._each = self._emitted if told else ()
+        return element
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        return (self._each[-len(self._pending) - 1],) if self._each else self._emitted
 
     def label(self) -> str:
         return self.kind
 
     def state_name(self) -> str:
         return self.kind
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "each": pack(self._each)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._each = unpack(state["each"])
 
 
 class Transform(Stage):
@@ -302,16 +354,13 @@ class Transform(Stage):
         self._iterator: Iterator[Any] | None = None
         self._waiter = Waiter()
 
-    def _upstream(self) -> Iterator[Any]:
+    def next_item(self) -> Any:
+        """The next item of the stage before, waited for."""
         while True:
             self._waiter.clear()
-            try:
-                item = self._pull_up(True)
-            except StopIteration:
-                return
+            item = self._pull_up(True)
             if item is not NOT_READY:
-                yield item
-                continue
+                return item
             waits = self.parents[0].waits()
             if not waits:
                 raise RuntimeError(f"{self.shown()} cannot move: nothing upstream can")
@@ -322,7 +371,7 @@ class Transform(Stage):
     def pull(self, block: bool) -> Any:
         try:
             if self._iterator is None:
-                self._iterator = iter(self.fn(self._upstream()))
+                self._iterator = iter(self.fn(_Upstream(self)))
             item = next(self._iterator)
         except StopIteration:
             raise
@@ -345,6 +394,19 @@ class Transform(Stage):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         pass
+
+
+class _Upstream:
+    """What the function of a transform reads. An error in it does not end it."""
+
+    def __init__(self, stage: Transform):
+        self._stage = stage
+
+    def __iter__(self) -> _Upstream:
+        return self
+
+    def __next__(self) -> Any:
+        return self._stage.next_item()
 
 
 class ZipWithSource(Stage):

@@ -202,29 +202,37 @@ class LocalIterator(Generic[T]):
             return
         # a stream read twice would give each reader half of the items
         readers = Counter(parent for stage in walk(self.stage) for parent in stage.parents)
-        self._claim(self.stage, self, readers)
+        owners: dict[Stage, object] = {}
+        self._claim(self.stage, self, readers, owners)
+        for stage, owner in owners.items():
+            stage.owner = owner
         named = state_names(self.stage)
         operators = {n: s.fn for n, s in named.items() if isinstance(s, Mapped)}
         self.metrics.name_operators(operators)
         for name, stage in named.items():
-            stage.start(None if seed is None else f"{seed}/{name}")
+            if not stage.name:  # else another child of a duplicate has started it
+                stage.start(None if seed is None else f"{seed}/{name}")
+                stage.name = name
         self._clock = Clock(self.stage)
 
-    def _claim(self, stage: Stage, owner: object, readers: Counter[Stage]) -> None:
-        """Take a stage and those before it; a duplicated stream belongs to its `duplicate`."""
+    def _claim(
+        self, stage: Stage, owner: object, readers: Counter[Stage], owners: dict[Stage, object]
+    ) -> None:
+        """Note whose a stage and those before it shall be; a duplicated stream belongs to its
+        `duplicate`."""
         if isinstance(stage, Tee):
-            if stage.owner is None:
-                stage.owner = stage
-                self._claim(stage.parents[0], stage, readers)
+            if stage.owner is None and stage not in owners:
+                owners[stage] = stage
+                self._claim(stage.parents[0], stage, readers, owners)
             return
         if stage.owner not in (None, owner) or readers[stage] > 1:
             raise RuntimeError(
                 f"{stage.shown()} (chained at {stage.line}) has two consumers, so each would "
                 "miss the other's items: split the stream with duplicate() first"
             )
-        stage.owner = owner
+        owners[stage] = owner
         for parent in stage.parents:
-            self._claim(parent, owner, readers)
+            self._claim(parent, owner, readers, owners)
 
     def __iter__(self) -> Iterator[T]:
         return self
@@ -250,18 +258,22 @@ class LocalIterator(Generic[T]):
 
     def _wait_for_item(self, clock: Clock) -> Any:
         """The one place where a plan with branches waits."""
+        moved = -1
         while True:
             self._waiter.clear()
             item = clock.pull(True)
             if item is not NOT_READY:
                 return item
             waits = self.stage.waits()
-            if not waits:
+            if waits:
+                clock.wait(self._waiter, waits)
+                continue
+            before, moved = moved, sum(stage.items for stage in clock.stages)
+            if moved == before:
                 raise RuntimeError(
                     f"{self!r} cannot move: every branch waits for another one. Is there a child "
                     "of duplicate() that nobody consumes?"
                 )
-            clock.wait(self._waiter, waits)
 
     def take(self, n: int) -> list[T]:
         """The next n items, fewer if the stream ends."""
@@ -284,8 +296,14 @@ class LocalIterator(Generic[T]):
         """Release what the plan owns: actors that it started, requests in flight. It does not
         start again."""
         self._stopped = True
+        errors = []
         for stage in walk(self.stage):
-            stage.stop()
+            try:
+                stage.stop()
+            except Exception as error:  # the others are to be released all the same
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def __enter__(self) -> LocalIterator[T]:
         return self
@@ -374,7 +392,7 @@ def _actor_resolver(stage: Stage) -> Callable[[tuple[Any, ...]], Any]:
     def resolve(sources: tuple[Any, ...]) -> Any:
         for source in sources[-1:]:
             for node in walk(stage):
-                if isinstance(node, Gather) and node.shards.chain == source.origin:
+                if isinstance(node, Gather) and node.name == source.origin:
                     return node.shards.handle(source.worker)
         raise ValueError(
             "no source actor: zip_with_source_actor() works on streams that were gathered from "

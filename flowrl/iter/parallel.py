@@ -7,7 +7,6 @@ fn(actor's object, *args) and whose object has `items()`.
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Generic, Literal, TypeVar
@@ -16,7 +15,7 @@ from flowrl.iter.errors import OnError
 from flowrl.iter.gather import GatherAsync, GatherShard, GatherSync
 from flowrl.iter.local import LocalIterator
 from flowrl.iter.recovery import Recovery
-from flowrl.iter.serving import ParallelIteratorWorker
+from flowrl.iter.serving import ParallelIteratorWorker, PartitionWorker
 from flowrl.iter.shards import ActorPool, Pool, Shard, Shards
 from flowrl.iter.stage import chained_at
 
@@ -33,18 +32,19 @@ class ParallelIterator(Generic[T]):
     Args:
         shards: the shards.
         name: shown by `repr`.
-        recovery: how shards that die or hang are replaced.
+        recovery: how shards that die or hang are replaced, if not as each says itself.
     """
 
     def __init__(self, shards: Sequence[Shard], name: str, recovery: Recovery | None = None):
+        if recovery is not None:
+            shards = [shard._replace(recovery=recovery) for shard in shards]
         self._shards = tuple(shards)
         self.name = name
-        self.recovery = recovery
 
     def _then(self, method: str, suffix: str, *args: Any, **options: Any) -> ParallelIterator[Any]:
         step = (method, args, options, chained_at())
         shards = [shard._replace(steps=(*shard.steps, step)) for shard in self._shards]
-        return ParallelIterator(shards, f"{self.name}{suffix}", self.recovery)
+        return ParallelIterator(shards, f"{self.name}{suffix}")
 
     # -- what each shard does ------------------------------------------------------------------
 
@@ -118,22 +118,21 @@ class ParallelIterator(Generic[T]):
         """
         if num_partitions < 1:
             raise ValueError(f"repartition: num_partitions must be >= 1, got {num_partitions}")
-        chain = uuid.uuid4().hex
         generators = [
-            partial(_partition, self._shards, self.name, chain, (i, num_partitions), batch_ms)
+            partial(_partition, self._shards, self.name, (i, num_partitions), batch_ms)
             for i in range(num_partitions)
         ]
         upstream = Shards(self._shards, self.name)
         pool = _pool(generators, False, not upstream.remote, upstream.pools())
         name = f"{self.name}.repartition[num_partitions={num_partitions}]"
-        return ParallelIterator(_all_of(pool), name, self.recovery)
+        return ParallelIterator(_all_of(pool), name, self._shards[0].recovery)
 
     def union(self, other: ParallelIterator[Any]) -> ParallelIterator[Any]:
         """The shards of both, each with its own steps."""
         if not isinstance(other, ParallelIterator):
             raise TypeError(f"union() takes a ParallelIterator, got {type(other).__name__}")
         name = f"ParallelUnion[{self!r}, {other!r}]"
-        return ParallelIterator((*self._shards, *other._shards), name, self.recovery)
+        return ParallelIterator((*self._shards, *other._shards), name)
 
     def select_shards(self, shards_to_keep: Sequence[int]) -> ParallelIterator[T]:
         """Only these shards, in the order in which they are.
@@ -146,7 +145,7 @@ class ParallelIterator(Generic[T]):
             raise ValueError("select_shards: at least one shard must be selected")
         picked = [self._shards[index] for index in sorted({self._checked(i) for i in wanted})]
         name = f"{self!r}.select_shards({len(picked)} total)"
-        return ParallelIterator(picked, name, self.recovery)
+        return ParallelIterator(picked, name)
 
     def num_shards(self) -> int:
         """How many shards there are."""
@@ -155,7 +154,8 @@ class ParallelIterator(Generic[T]):
     def shards(self) -> list[LocalIterator[T]]:
         """A stream per shard, each to be read by whoever gets it (they pickle); starts the
         actors."""
-        Shards(self._shards, self.name).start()
+        for pool in Shards(self._shards, self.name).pools():
+            pool.start()
         return [self.get_shard(index) for index in range(self.num_shards())]
 
     def get_shard(
@@ -169,7 +169,7 @@ class ParallelIterator(Generic[T]):
             num_async: requests in flight.
         """
         shards = Shards([self._shards[self._checked(shard_index)]], self.name)
-        stage = GatherShard(shards, num_async, batch_ms=batch_ms, recovery=self.recovery)
+        stage = GatherShard(shards, num_async, batch_ms=batch_ms)
         return LocalIterator(stage, f"{self.name}.shard[{shard_index}]")
 
     def _checked(self, index: int) -> int:
@@ -182,13 +182,13 @@ class ParallelIterator(Generic[T]):
     def batch_across_shards(self, on_error: OnError = "raise") -> LocalIterator[list[T]]:
         """Lists of one item per live shard, in shard order; a barrier between rounds."""
         shards = Shards(self._shards, self.name)
-        stage = GatherSync(shards, recovery=self.recovery, on_error=on_error)
+        stage = GatherSync(shards, on_error=on_error)
         return LocalIterator(stage, f"{self!r}.batch_across_shards()")
 
     def gather_sync(self, on_error: OnError = "raise") -> LocalIterator[T]:
         """Round by round, the items in shard order. Nothing is asked for between two rounds."""
         shards = Shards(self._shards, self.name)
-        stage = GatherSync(shards, flat=True, recovery=self.recovery, on_error=on_error)
+        stage = GatherSync(shards, flat=True, on_error=on_error)
         return LocalIterator(stage, f"{self!r}.gather_sync()")
 
     def gather_async(
@@ -206,14 +206,13 @@ class ParallelIterator(Generic[T]):
             ask_again: a shard is asked for its next item "after" the consumer has finished with
                 the one handed over (it pulls the next), or "before" it is handed over. An item is
                 at most `num_async - 1` ("after") or `num_async` ("before") items of its own shard
-                old.
+                old (with `batch_ms` so many replies, of as many items as come in that time).
             on_error: what to do when a shard's code raises.
         """
         stage = GatherAsync(
             Shards(self._shards, self.name),
             num_async,
             ask_again,
-            recovery=self.recovery,
             batch_ms=batch_ms,
             on_error=on_error,
         )
@@ -244,10 +243,11 @@ def _build(chain: Callable[[LocalIterator[Any]], Any]) -> None:
 
 
 def _partition(
-    shards: Sequence[Shard], name: str, chain: str, part: tuple[int, int], batch_ms: float
+    shards: Sequence[Shard], name: str, part: tuple[int, int], batch_ms: float, chain: str
 ) -> LocalIterator[Any]:
     """Runs in a partition's worker: its part of the items of all shards, as they come."""
-    stage = GatherAsync(Shards(shards, name, chain, part), ask_again="before", batch_ms=batch_ms)
+    read = Shards(shards, name, f"{chain}/parts", part)
+    stage = GatherAsync(read, ask_again="before", batch_ms=batch_ms)
     return LocalIterator(stage, f"part {part[0]} of {name}")
 
 
@@ -263,19 +263,20 @@ def _pool(
                 "a shard is made of an iterable or a callable that returns one, got "
                 f"{type(generator).__name__}"
             )
+    worker = PartitionWorker if upstream else ParallelIteratorWorker
     once = any(not callable(g) and iter(g) is g for g in generators)
     replayable = not once and not upstream
     if in_process:
 
         def workers() -> list[Any]:
-            return [ParallelIteratorWorker(generator, repeat) for generator in generators]
+            return [worker(generator, repeat) for generator in generators]
 
         return Pool(workers, len(generators), replayable, upstream)
 
     def actor(index: int) -> Any:
         import ray
 
-        kind = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)(ParallelIteratorWorker)
+        kind = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)(worker)
         return kind.remote(generators[index], repeat)
 
     return ActorPool(actor, len(generators), replayable=replayable, upstream=upstream)

@@ -41,13 +41,14 @@ class ShardState:
     """What a gather knows of one shard."""
 
     index: int
+    recovery: Recovery
     state: Literal["live", "ended", "failed"] = "live"
     accepted: int = 0
     restarts: int = 0
     errors: int = 0  # in a row
     deaths: int = 0  # in a row and identical
     death: str = ""
-    broken: bool = False  # to be replaced before it is asked again
+    broken: int | None = None  # the incarnation that is to be replaced before it is asked again
     not_before: float = 0.0
     heard: float = 0.0
     fresh: bool = True  # has not answered since it was made

@@ -13,6 +13,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from flowrl.iter.errors import strip
@@ -22,6 +23,7 @@ U = TypeVar("U")
 # a LocalIterator method, its arguments, and the line where the step was chained
 Step = tuple[str, tuple[Any, ...], dict[str, Any], str]
 
+ERRORS_SKIPPED = 1000  # in a row, of a stream that is made again
 BACKLOG = 10_000  # items that one partition of a `repartition` may lag behind another
 STATS_EVERY_S = 1.0  # how often a shard says what its steps have done
 
@@ -43,7 +45,7 @@ class Order(NamedTuple):
 
     chain: which stream; steps: how to make it, None if the worker has it; skip: items to leave
     out of a stream made again; batch_ms: collect items for so long; part: (partition, of how many)
-    of a repartition.
+    of a repartition; seed: of what is random in the steps.
     """
 
     chain: str
@@ -51,6 +53,7 @@ class Order(NamedTuple):
     skip: int = 0
     batch_ms: float = 0
     part: tuple[int, int] | None = None
+    seed: str | None = None
 
 
 _NEXT = Order("", None)
@@ -59,7 +62,7 @@ _NEXT = Order("", None)
 class Chain:
     """The stream of one shard, where its worker is."""
 
-    def __init__(self, worker: Any, steps: Sequence[Step], skip: int):
+    def __init__(self, worker: Any, chain: str, steps: Sequence[Step], skip: int, seed: Any):
         from flowrl.iter.local import LocalIterator
 
         if not hasattr(worker, "items"):
@@ -67,7 +70,9 @@ class Chain:
                 f"{type(worker).__name__} has no items() that gives what the shard serves: derive "
                 "it from ParallelIteratorWorker"
             )
-        stream: Any = LocalIterator(worker.items, "shard")
+        made_for = getattr(worker, "items_for", None)
+        items = worker.items if made_for is None else partial(made_for, chain)
+        stream: Any = LocalIterator(items, "shard")
         for method, args, options, line in steps:
             stream = getattr(stream, method)(*args, **options)
             stream.stage.line = line
@@ -77,8 +82,8 @@ class Chain:
         self._error: BaseException | None = None
         self._given = 0
         self._backlog: dict[int, deque[Any]] = {}
-        if getattr(worker, "replayable", False):
-            stream.take(skip)
+        self._skip = skip if getattr(worker, "replayable", False) else 0
+        stream.start(seed)
 
     def answer(self, order: Order) -> Reply:
         """The next item, or those of the next `batch_ms` milliseconds."""
@@ -106,7 +111,28 @@ class Chain:
                 self._stats_due = now + STATS_EVERY_S
                 return Reply(items, tags, stages=self._stream.stats()[:-1])
 
+    def stop(self) -> None:
+        """Release what the stream has taken."""
+        self._stream.stop()
+
+    def _skip_accepted(self) -> None:
+        """Leave out what was given before; the errors in between were raised then."""
+        failed = 0
+        while self._skip:
+            try:
+                next(self._stream)
+            except StopIteration:
+                raise
+            except Exception:
+                failed += 1
+                if failed > ERRORS_SKIPPED:
+                    raise
+            else:
+                failed = 0
+                self._skip -= 1
+
     def _next(self, order: Order) -> Any:
+        self._skip_accepted()
         if order.part is None:
             return next(self._stream)
         mine, parts = order.part
@@ -130,7 +156,7 @@ def serve(worker: Any, order: Order) -> Reply:
     if order.chain not in chains:
         if order.steps is None:
             raise RuntimeError("this worker has lost its stream: it is not the one asked before")
-        chains[order.chain] = Chain(worker, order.steps, order.skip)
+        chains[order.chain] = Chain(worker, order.chain, order.steps, order.skip, order.seed)
     try:
         return chains[order.chain].answer(order)
     except BaseException as error:
@@ -173,6 +199,8 @@ def _with_traceback(answer: Callable[..., Reply], *args: Any) -> Reply:
 def forget(worker: Any, chain: str) -> None:
     """Runs where the worker is: drop a stream that nobody will read on."""
     dropped = worker.__dict__.get("_flowrl_chains", {}).pop(chain, None)
+    if dropped is not None:
+        dropped.stop()
     tickets = worker.__dict__.get("_flowrl_tickets", [])
     if dropped in tickets:
         tickets[tickets.index(dropped)] = None
@@ -205,9 +233,19 @@ class ParallelIteratorWorker:
         """fn(this object, *args), here."""
         return fn(self, *args)
 
-    def next_item(self, ticket: int = 0) -> list[Any]:
+    def flowrl_next_item(self, ticket: int = 0) -> list[Any]:
         """A reply with the next item of the stream of this ticket."""
         return serve_ticket(self, ticket)
+
+
+class PartitionWorker(ParallelIteratorWorker):
+    """Serves a partition of other shards, which have gone on when it is made again."""
+
+    replayable = False
+
+    def items_for(self, chain: str) -> Iterable[Any]:
+        """The items for one reader, whose partitions share the other shards' streams."""
+        return self._item_generator(chain)
 
 
 class _Repeated:

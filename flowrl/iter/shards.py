@@ -6,7 +6,11 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from flowrl.iter.recovery import Asked, Recovery, is_death
 from flowrl.iter.serving import Order, Reply, Step, forget, serve, serve_remote, serve_ticket
+
+
+NOT_YET = -1  # a shard was told its steps and has not answered
 
 
 class Pool:
@@ -16,7 +20,7 @@ class Pool:
         make: returns them; called at the first request.
         count: how many.
         replayable: whether a worker made again gives the same items.
-        upstream: pools that the workers read from, stopped with this one.
+        upstream: pools that the workers read from, kept while this one has readers.
     """
 
     remote = False
@@ -32,10 +36,27 @@ class Pool:
         self._upstream = list(upstream)
         self._count = count
         self._workers: Sequence[Any] | None = None
+        self._readers = 0
         self.replayable = replayable
 
     def __len__(self) -> int:
         return self._count
+
+    def acquire(self) -> None:
+        """A reader has come."""
+        self.start()
+        if not self._readers:
+            for pool in self._upstream:
+                pool.acquire()
+        self._readers += 1
+
+    def release(self) -> None:
+        """A reader has gone; the last one ends the workers."""
+        self._readers -= 1
+        if not self._readers:
+            self.stop()
+            for pool in self._upstream:
+                pool.release()
 
     def start(self) -> None:
         """Make the workers, if they are not there yet."""
@@ -78,10 +99,8 @@ class Pool:
             forget(self._workers[index], chain)
 
     def stop(self) -> None:
-        """Release the workers."""
+        """End the workers."""
         self._workers = None
-        for pool in self._upstream:
-            pool.stop()
 
 
 class _Deferred:
@@ -121,6 +140,7 @@ class ActorPool(Pool):
         self._handles = list(handles) if handles is not None else None
         self._owned = [handles is None] * count
         self._incarnations = [0] * count
+        self._readers = 0
         self.replayable = replayable
 
     def start(self) -> None:
@@ -139,7 +159,7 @@ class ActorPool(Pool):
 
     def ask_next(self, index: int, ticket: int) -> Any:
         handle = self.handle(index)
-        method = getattr(handle, "next_item", None)
+        method = getattr(handle, "flowrl_next_item", None)
         if method is not None:
             return method.remote(ticket) if ticket else method.remote()
         return handle.apply.remote(serve_ticket, ticket)
@@ -152,13 +172,12 @@ class ActorPool(Pool):
         except ray.exceptions.RayTaskError as error:
             if type(error.cause) in (ray.exceptions.RayTaskError, str):
                 raise  # the error itself could not be pickled
+            if is_death(error.cause):
+                raise  # of another actor, that the shard's code has asked
             raise error.cause from None  # with its own type; the notes say what happened there
 
     def incarnation(self, index: int) -> int:
         return self._incarnations[index]
-
-    def can_replace(self) -> bool:
-        return self._make_one is not None
 
     def replace(self, index: int) -> bool:
         if self._make_one is None:
@@ -176,7 +195,9 @@ class ActorPool(Pool):
         ray.kill(self.handle(index))
 
     def forget(self, index: int, chain: str) -> None:
-        if self._handles is not None and not self._owned[index]:
+        import ray
+
+        if self._handles is not None and ray.is_initialized():
             self._handles[index].apply.remote(forget, chain)
 
     def stop(self) -> None:
@@ -188,12 +209,15 @@ class ActorPool(Pool):
                     if owned:
                         ray.kill(self._handles[index])
             self._handles = None if all(self._owned) else self._handles
-        for pool in self._upstream:
-            pool.stop()
 
     def __getstate__(self) -> dict[str, Any]:
         self.start()
-        passive = {"_make_one": None, "_owned": [False] * self._count, "_upstream": []}
+        passive = {
+            "_make_one": None,
+            "_owned": [False] * self._count,
+            "_readers": 0,
+            "_upstream": [],
+        }
         return {**self.__dict__, **passive}
 
 
@@ -203,6 +227,7 @@ class Shard(NamedTuple):
     pool: Pool
     worker: int
     steps: tuple[Step, ...] = ()
+    recovery: Recovery = Recovery()
 
 
 class Shards:
@@ -225,12 +250,14 @@ class Shards:
             )
         self.name = name
         self.remote = remote.pop()
-        self.replayable = part is None and all(shard.pool.replayable for shard in shards)
+        self.replayable = part is None and all(map(_replayable, shards))
+        self.seed = uuid.uuid4().hex  # of what is random in the steps
         self._shards = list(shards)
         self._part = part
         self.chain = chain or uuid.uuid4().hex
         self._told: dict[int, int] = {}
         self._tickets: dict[int, int] = {}
+        self._reading = False
 
     def __len__(self) -> int:
         return len(self._shards)
@@ -239,38 +266,49 @@ class Shards:
         """The pools, each once."""
         return list({id(shard.pool): shard.pool for shard in self._shards}.values())
 
+    def recovery(self, index: int) -> Recovery:
+        return self._shards[index].recovery
+
     def start(self) -> None:
-        for pool in self.pools():
-            pool.start()
+        """Start the workers, and keep them until `stop()`."""
+        if self._part is None and not self._reading:
+            for pool in self.pools():
+                pool.acquire()
+            self._reading = True
 
     def request(self, index: int, batch_ms: float = 0, skip: int = 0) -> Any:
         """Ask a shard; `skip` items are left out if its stream must be made again."""
-        pool, worker, steps = self._shards[index]
+        pool, worker, steps, _ = self._shards[index]
         incarnation = pool.incarnation(worker)
         told = self._told.get(index) == incarnation
         if told and not batch_ms and index in self._tickets:
             return pool.ask_next(worker, self._tickets[index])
         self._tickets.pop(index, None)
-        self._told[index] = incarnation
+        self._told.setdefault(index, NOT_YET)
         # partitions share a chain that another may have made: each of them brings the steps
-        order = Order(self.chain, None if told else steps, skip, batch_ms, self._part)
+        seed = f"{self.seed}/{index}"
+        order = Order(self.chain, None if told else steps, skip, batch_ms, self._part, seed)
         return pool.ask(worker, order)
 
-    def result(self, index: int, ref: Any) -> Reply:
-        reply = self._shards[index].pool.result(ref)
-        self._note_ticket(index, reply)
+    def result(self, asked: Asked, ref: Any) -> Reply:
+        """The answer to a request."""
+        reply = self._shards[asked.shard.index].pool.result(ref)
+        self._note(asked, reply)
         return reply
 
-    def results(self, refs: dict[Any, int]) -> list[Reply]:
-        """The answers to requests to actors (ref -> shard), fetched together; raises if one did."""
+    def results(self, flight: dict[Any, Asked]) -> list[Reply]:
+        """The answers to requests to actors, fetched together; raises if one did."""
         import ray
 
-        replies = [Reply(*fields) for fields in ray.get(list(refs))]
-        for index, reply in zip(refs.values(), replies, strict=True):
-            self._note_ticket(index, reply)
+        replies = [Reply(*fields) for fields in ray.get(list(flight))]
+        for asked, reply in zip(flight.values(), replies, strict=True):
+            self._note(asked, reply)
         return replies
 
-    def _note_ticket(self, index: int, reply: Reply) -> None:
+    def _note(self, asked: Asked, reply: Reply) -> None:
+        """The worker has the stream, and may have a ticket for it."""
+        index = asked.shard.index
+        self._told[index] = asked.incarnation
         if reply.ticket is not None and self._part is None:
             self._tickets[index] = reply.ticket
 
@@ -289,12 +327,24 @@ class Shards:
     def __getstate__(self) -> dict[str, Any]:
         # a copy in another process reads a stream of its own
         chain = self.chain if self._part is not None else uuid.uuid4().hex
-        return {**self.__dict__, "chain": chain, "_told": {}, "_tickets": {}}
+        return {**self.__dict__, "chain": chain, "_told": {}, "_tickets": {}, "_reading": False}
 
     def stop(self) -> None:
-        for pool, worker, _ in self._shards:
-            pool.forget(worker, self.chain)
-        for pool in self.pools():
-            pool.stop()
+        for index in self._told:
+            shard = self._shards[index]
+            shard.pool.forget(shard.worker, self.chain)
         self._told.clear()
         self._tickets.clear()
+        if self._reading:
+            self._reading = False
+            for pool in self.pools():
+                pool.release()
+
+
+def _replayable(shard: Shard) -> bool:
+    """Whether the shard, made again, gives the same items in the same order."""
+    in_order = all(
+        options.get("max_concurrency", 1) == 1 and options.get("resources") is None
+        for _, _, options, _ in shard.steps
+    )
+    return in_order and shard.pool.replayable

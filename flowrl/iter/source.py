@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -30,15 +29,15 @@ class FromIterable(Stage):
         self._make = make
         self._name = name or self.kind
         self._iterator: Iterator[Any] | None = None
-        self._skip = 0
+        self._skip = 0  # items to leave out of an iterator made again
         self.saved = isinstance(make, Sequence)
 
     def _open(self) -> Iterator[Any]:
         try:
             made = self._make() if callable(self._make) else self._make
-            if isinstance(made, Sequence):
-                return iter(made[self._skip :] if self._skip else made)
-            return itertools.islice(made, self._skip, None) if self._skip else iter(made)
+            if isinstance(made, Sequence) and self._skip:
+                made, self._skip = made[self._skip :], 0
+            return iter(made)
         except BaseException as error:
             blame(error, self, None)
             raise operator_error(error) from error.__cause__
@@ -47,6 +46,9 @@ class FromIterable(Stage):
         if self._iterator is None:
             self._iterator = self._open()
         try:
+            while self._skip:
+                next(self._iterator)
+                self._skip -= 1
             item = next(self._iterator)
         except StopIteration:
             raise

@@ -37,7 +37,7 @@ class Source:
     """Where an item came from: worker index, incarnation (restarts so far), sequence number.
 
     `tags` is what the worker said about the item (sampling: weights version, step counts, …);
-    `origin` tells the gathers of a plan apart.
+    `origin` is the name of the gather, which tells those of a plan apart.
     """
 
     worker: int
@@ -45,6 +45,16 @@ class Source:
     seq: int = 0
     tags: dict[str, Any] = field(default_factory=dict, compare=False)
     origin: str = field(default="", compare=False, repr=False)
+
+
+def pack(sources: Sequence[Source]) -> list[list[Any]]:
+    """Sources as a saved plan holds them."""
+    return [[s.worker, s.incarnation, s.seq, s.tags, s.origin] for s in sources]
+
+
+def unpack(saved: Sequence[Sequence[Any]]) -> tuple[Source, ...]:
+    """What `pack` gave, as sources again."""
+    return tuple(Source(*fields) for fields in saved)
 
 
 class Stage:
@@ -56,6 +66,7 @@ class Stage:
     """
 
     kind = "stage"
+    lists = False  # True where items are lists with an element for each of `sources`
     saved = True  # False where a saved plan cannot say where this stage was: it starts again
 
     def __init__(self, *parents: Stage):
@@ -63,6 +74,7 @@ class Stage:
         self.items = 0
         self.waited_s = 0.0
         self.line = chained_at()
+        self.name = ""  # what the stage is called in its plan, once that has started
         self.owner: object | None = None
         self.title: str | None = None  # set by an operator that is made of several stages
         self.wire([parent.pull for parent in parents])
@@ -89,6 +101,10 @@ class Stage:
     def can_wait(self) -> bool:
         """Whether `pull` may ever return NOT_READY."""
         return any(parent.can_wait() for parent in self.parents)
+
+    def leans_on_others(self) -> bool:
+        """Whether what this stage waits for may be for another branch of the plan to bring."""
+        return any(parent.leans_on_others() for parent in self.parents)
 
     def start(self, seed: str | None) -> None:
         """Called once, before the first pull. `seed` is this stage's own, from the plan's."""
@@ -184,7 +200,10 @@ def describe(item: Any) -> str:
         return f"{type(item).__name__} of shape {shape}"
     if isinstance(item, (list, tuple)) and len(item) > 4:
         return f"{type(item).__name__} of {len(item)}, the first a {describe(item[0])}"
-    text = repr(item)
+    try:
+        text = repr(item)
+    except Exception as error:
+        text = f"whose repr() raises {type(error).__name__}"
     return f"{type(item).__name__} {text if len(text) < 80 else text[:77] + '...'}"
 
 

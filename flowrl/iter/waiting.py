@@ -19,12 +19,19 @@ class Signal:
 
     def __init__(self) -> None:
         self._events: weakref.WeakSet[threading.Event] = weakref.WeakSet()
+        self._lock = threading.Lock()  # threads fire it while plans subscribe
 
-    def subscribe(self, event: threading.Event) -> None:
-        self._events.add(event)
+    def subscribe(self, event: threading.Event) -> bool:
+        """True if the event was not subscribed before."""
+        with self._lock:
+            fresh = event not in self._events
+            self._events.add(event)
+        return fresh
 
     def fire(self) -> None:
-        for event in list(self._events):
+        with self._lock:
+            events = list(self._events)
+        for event in events:
             event.set()
 
 
@@ -77,9 +84,7 @@ class Waiter:
             wait_for_any(refs, timeout)
             return
         # the first time a signal is met it may have fired before it was subscribed to: look again
-        fresh = [signal for signal in signals if self._event not in signal._events]
-        for signal in fresh:
-            signal.subscribe(self._event)
+        fresh = [signal for signal in signals if signal.subscribe(self._event)]
         for ref in set(refs) - self._watched:
             self._watched.add(ref)
             self._wake_on(ref)

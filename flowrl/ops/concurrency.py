@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from flowrl.iter import NOT_READY, LocalIterator, Stage
 from flowrl.iter.branches import Union
+from flowrl.iter.errors import blame, operator_error
 from flowrl.iter.waiting import Signal, queue_signal
 
 LIVENESS_S = 1.0  # an idle Dequeue asks its `check` again after so many seconds
@@ -136,24 +137,41 @@ class DequeueStage(Stage):
 
     def pull(self, block: bool) -> Any:
         try:
-            item = self.queue.get_nowait()
-        except queue.Empty:
-            if self._check is not None and not self._check():
+            item = self._next()
+        except BaseException as error:
+            blame(error, self, None)
+            raise operator_error(error) from error.__cause__
+        if item is not NOT_READY:
+            self.items += 1
+        return item
+
+    def _next(self) -> Any:
+        item = self._get()
+        if item is NOT_READY and self._check is not None and not self._check():
+            item = self._get()  # its last words may have come in between
+            if item is NOT_READY:
                 raise RuntimeError(
                     "Dequeue: the queue is empty and check() says that nothing will fill it"
-                ) from None
-            return NOT_READY
+                )
         if isinstance(item, BaseException):
             item.add_note("raised in the thread that fills the queue of Dequeue")
             raise item
-        self.items += 1
         return item
+
+    def _get(self) -> Any:
+        try:
+            return self.queue.get_nowait()
+        except queue.Empty:
+            return NOT_READY
 
     def waits(self) -> list[Any]:
         alive = [] if self._check is None else [time.monotonic() + LIVENESS_S]
         return [self._signal, *alive]
 
     def can_wait(self) -> bool:
+        return True
+
+    def leans_on_others(self) -> bool:
         return True
 
     def numbers(self) -> dict[str, Any]:
