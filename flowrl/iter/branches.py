@@ -117,15 +117,13 @@ class Union(Stage):
         while True:
             for _ in range(len(self.parents) + 1):
                 turn = self._turn
-                starved = turn >= 0 and self._stars[turn] and turn in idle
-                if turn >= 0 and not self._done[turn] and not starved:
-                    if self._credit[turn] >= ONE:
-                        return turn
-                if turn >= 0 and self._stars[turn]:
+                starved = self._stars[turn] and turn in idle
+                if self._credit[turn] >= ONE and not self._done[turn] and not starved:
+                    return turn
+                if self._stars[turn]:
                     self._credit[turn] = 0
-                self._turn = (turn + 1) % len(self.parents)
-                grant = STAR_PULLS if self._stars[self._turn] else self._weights[self._turn]
-                self._credit[self._turn] += grant
+                turn = self._turn = (turn + 1) % len(self.parents)
+                self._credit[turn] += STAR_PULLS if self._stars[turn] else self._weights[turn]
             # nobody has enough for an item yet: so many rounds until somebody has
             live = [i for i, done in enumerate(self._done) if not done and not self._stars[i]]
             if not live:

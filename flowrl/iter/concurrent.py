@@ -106,11 +106,10 @@ class ForEachConcurrent(Mapped):
             except BaseException as error:
                 cause = getattr(error, "cause", None)  # a RayTaskError's
                 raised = cause if isinstance(cause, Exception) else error
-                policy = self.on_error
-                if isinstance(policy, Retry) and isinstance(raised, Exception):
-                    if item.tries < policy.times:
-                        self._again.append(_Item(item.item, item.sources, item.tries + 1))
-                        continue
+                tries = self.on_error.times if isinstance(self.on_error, Retry) else 0
+                if item.tries < tries and isinstance(raised, Exception):
+                    self._again.append(_Item(item.item, item.sources, item.tries + 1))
+                    continue
                 blame(raised, self, item.item)
                 if self._give_up(raised) is _DROPPED:
                     continue

@@ -1,13 +1,15 @@
 """Unions and duplicates: exact ratios, bounded buffers, nobody held up, nobody forgotten."""
 
-from collections import Counter
+from collections import Counter, OrderedDict, deque, namedtuple
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl.iter import NOT_READY, LocalIterator, Stage, from_range
+from flowrl.ops import Concurrently
 
 
 class Now(Stage):
@@ -222,3 +224,90 @@ def test_outputs_of_a_union_may_be_dropped():
 def test_bad_weights(weights, message):
     with pytest.raises(ValueError, match=message):
         LocalIterator([1]).union(LocalIterator([2]), round_robin_weights=weights)
+
+
+@pytest.mark.parametrize("weights", [[1, 0.1], [1, 1e-3], [0.25, 1]])
+def test_no_weight_is_too_small_for_branches_that_need_each_other(weights):
+    a, b = LocalIterator(range(4)).duplicate(2)
+    plan = a.union(b, round_robin_weights=weights)
+    assert sorted(plan.take(8)) == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_a_tiny_weight_costs_no_time():
+    plan = LocalIterator([7, 8]).union(LocalIterator([1]), round_robin_weights=[1e-9, 1])
+    assert list(plan) == [1, 7, 8]
+
+
+def test_pulls_in_which_nothing_moves_change_no_ratio():
+    there = []
+    late = [endless(i, ready=lambda n: bool(there)) for i in range(2)]
+    plan = late[0].union(late[1], round_robin_weights=[1, 1])
+    plan.start()
+    for _ in range(50):
+        assert plan.stage.pull(False) is NOT_READY
+    there.append(True)
+    assert plan.take(6) == [0, 1, 0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("size", [3, 50])
+def test_branches_that_collect_before_they_give_do_not_lock_up(size):
+    a, b = LocalIterator(range(100)).duplicate(2)
+    plan = a.batch(size).union(b.batch(size + 1), deterministic=True)
+    items = [x for batch in plan for x in batch]
+    assert sorted(items) == sorted([*range(100)] * 2)
+
+
+def test_a_branch_that_ends_early_holds_up_nobody():
+    class Two(Stage):
+        """The first two items of its parent."""
+
+        def pull(self, block):
+            if self.items == 2:
+                raise StopIteration
+            item = self._pull_up(block)
+            self.items += item is not NOT_READY
+            return item
+
+    a, b = LocalIterator(range(6)).duplicate(2)
+    plan = LocalIterator(Two(a.stage)).union(b, deterministic=True)
+    assert sorted(plan) == [0, 0, 1, 1, 2, 3, 4, 5]
+
+
+def test_items_that_are_not_handed_on_do_not_starve_the_siblings():
+    inner = Concurrently(
+        [endless("dropped"), endless(0, ready=lambda n: False)], output_indexes=[1]
+    )
+    plan = inner.union(endless("given"))
+    assert plan.take(3) == ["given"] * 3
+
+
+def test_a_transform_over_what_siblings_bring_is_refused():
+    a, b = LocalIterator(range(4)).duplicate(2)
+    with pytest.raises(ValueError, match="cannot pause"):
+        a.transform(iter).union(b, deterministic=True)
+    plan = LocalIterator([1]).transform(iter).union(LocalIterator([2]), deterministic=True)
+    assert list(plan) == [1, 2]
+
+
+def test_containers_of_any_kind_are_the_readers_own():
+    Pair = namedtuple("Pair", "x y")
+    item = {
+        "ordered": OrderedDict(x=[1]),
+        "set": {1},
+        "pair": Pair([1], 2),
+        "tensor": torch.zeros(2),
+        "deque": deque([[1]]),
+    }
+    a, b = LocalIterator([item]).duplicate(2)
+    mine, yours = next(a), next(b)
+    mine["ordered"]["x"].append(2)
+    mine["set"].add(2)
+    mine["pair"].x.append(2)
+    mine["tensor"] += 1
+    mine["deque"][0].append(2)
+    assert yours["ordered"] == {"x": [1]}
+    assert yours["set"] == {1}
+    assert yours["pair"] == Pair([1], 2)
+    assert yours["tensor"].sum() == 0
+    assert yours["deque"] == deque([[1]])
+    assert type(yours["pair"]) is Pair

@@ -11,6 +11,7 @@ from flowrl.iter import (
     ParallelIteratorWorker,
     Recovery,
     ShardFailedError,
+    Skip,
     from_actors,
     from_iterators,
 )
@@ -202,3 +203,99 @@ def _alive(pid):
             return file.read().split()[2] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_a_recreation_that_fails_is_tried_again(ray_session):
+    import ray
+
+    actor = ray.remote(num_cpus=0)(ParallelIteratorWorker)
+    made = [actor.remote(lambda: iter(range(4)))]
+    tries = []
+
+    def recreate(index):
+        tries.append(index)
+        if len(tries) == 1:
+            raise OSError("the cluster is busy")
+        made.append(actor.remote(lambda: iter(range(4))))
+        return made[-1]
+
+    with from_actors(made[:1], recreate=recreate, recovery=QUICK).gather_async() as stream:
+        assert next(stream) == 0
+        ray.kill(made[0])
+        rest = list(stream)
+        assert stream.stats()[0]["restarts"] == 1
+    # one item was perhaps on its way
+    assert rest in ([1, 2, 3], [2, 3])
+    assert tries == [0, 0]
+
+
+def test_a_dead_actor_that_the_code_of_a_shard_asks_is_not_the_death_of_the_shard(ray_session):
+    import ray
+
+    helper = ray.remote(num_cpus=0)(ParallelIteratorWorker).remote([])
+    ray.kill(helper)
+
+    def ask(x):
+        if x == 1:
+            ray.get(helper.apply.remote(len))
+        return x
+
+    it = from_iterators([lambda: iter(range(3))], recovery=QUICK).for_each(ask)
+    with it.gather_sync(on_error=Skip()) as stream:
+        assert list(stream) == [0, 2]
+        assert stream.stats()[0]["skipped"] == 1
+        assert "restarts" not in stream.stats()[0]
+
+
+def test_a_shard_that_hangs_is_found_though_another_is_always_ready(ray_session, tmp_path):
+    sign = str(tmp_path / "hung")
+
+    class Hangs:
+        def __call__(self):
+            if not os.path.exists(sign):
+                open(sign, "w").close()
+                time.sleep(600)
+            yield "back"
+
+    it = from_iterators([lambda: iter(int, 1), Hangs()], recovery=Recovery(1.0, backoff_s=0.01))
+    with it.gather_async(num_async=2) as stream:
+        stream.stage.states[1].fresh = False  # as if it had started long ago
+        until = time.monotonic() + 60
+        while "back" not in {next(stream) for _ in range(20)}:
+            assert time.monotonic() < until
+        assert stream.stats()[0]["restarts"] == 1
+
+
+def test_a_partition_that_dies_goes_on_where_the_others_are(ray_session):
+    import ray
+
+    it = from_iterators([lambda: iter(range(20))], recovery=QUICK).repartition(1)
+    with it.gather_sync() as stream:
+        begun = stream.take(5)
+        ray.kill(stream.stage.shards.handle(0))
+        rest = list(stream)
+    # what the dead partition had in its hands is lost, nothing else, and nothing comes twice
+    assert begun == list(range(5))
+    assert rest == list(range(rest[0], 20))
+    assert 5 <= rest[0] <= 8
+
+
+def test_two_gathers_of_one_pool_replace_a_dead_actor_once(ray_session):
+    import ray
+
+    actor = ray.remote(num_cpus=0)(ParallelIteratorWorker)
+    made = []
+
+    def recreate(index):
+        made.append(actor.remote(lambda: iter(range(50))))
+        return made[-1]
+
+    it = from_actors([recreate(0)], recreate=recreate, recovery=QUICK)
+    with it.gather_async() as one, it.gather_async() as two:
+        one.take(2), two.take(2)
+        ray.kill(made[0])
+        while len(made) < 2:
+            next(one)
+        assert len(two.take(40)) == 40
+        assert len(one.take(40)) == 40
+    assert len(made) == 2

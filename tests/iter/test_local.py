@@ -255,3 +255,16 @@ def test_more_wrong_arguments():
         stream(1).take(-1)
     with pytest.raises(ValueError, match="state_dict"):
         stream(1).load_state_dict({})
+
+
+def test_rare_slow_pulls_are_seen():
+    """One slow pull among many quick ones takes most of the time, whatever the sampling."""
+
+    def work(i):
+        if i % 64 == 5:
+            time.sleep(0.01)
+        return i
+
+    plan = LocalIterator(range(1280)).for_each(work)
+    assert len(list(plan)) == 1280
+    assert plan.stats()[0]["busy"] > 0.5

@@ -402,3 +402,117 @@ def test_wrong_arguments_are_refused_at_once():
         from_iterators([3])
     with pytest.raises(ValueError, match="gather them apart"):
         it.union(from_range(3)).gather_sync()
+
+
+def test_readers_of_one_description_do_not_disturb_each_other(in_process):
+    it = from_range(8, 2, in_process=in_process)
+    with it.gather_sync() as stream:
+        assert next(stream) == 0
+        assert it.take(2) == [0, 4]
+        first, second = it.shards()
+        assert next(first) == 0
+        first.stop()
+        assert next(second) == 4
+        second.stop()
+        assert list(stream) == [4, 1, 5, 2, 6, 3, 7]
+
+
+def test_two_readers_of_one_repartition():
+    parts = from_range(8, 2, in_process=True).repartition(3)
+    one, two = parts.gather_sync(), parts.gather_sync()
+    pairs = list(zip(one, two, strict=True))
+    assert sorted(a for a, _ in pairs) == sorted(b for _, b in pairs) == list(range(8))
+
+
+def test_a_stream_that_raised_is_replayed_without_its_error():
+    def build():
+        it = from_range(8, 1, in_process=True)
+        return it.for_each(lambda x: 1 // (x - 2) or x).gather_sync()
+
+    def rest(stream):
+        got = []
+        while True:
+            try:
+                got.append(next(stream))
+            except ZeroDivisionError:
+                got.append("error")
+            except StopIteration:
+                return got
+
+    whole = rest(build())
+    assert whole.count("error") == 1
+    first, second = build(), build()
+    begun = []
+    for _ in range(4):
+        try:
+            begun.append(next(first))
+        except ZeroDivisionError:
+            begun.append("error")
+    assert "error" in begun
+    second.load_state_dict(first.state_dict())
+    assert begun + rest(second) == whole
+
+
+def test_what_is_random_on_a_shard_follows_the_seed_and_is_replayed(in_process):
+    def build():
+        return from_range(20, 2, in_process=in_process).local_shuffle(5).gather_sync()
+
+    def whole(seed):
+        with build() as stream:
+            stream.start(seed)
+            return list(stream)
+
+    assert whole(1) == whole(1) != whole(2)
+    with build() as first, build() as second:
+        begun = first.take(7)
+        second.load_state_dict(first.state_dict())
+        assert sorted(begun + list(second)) == list(range(20))
+
+
+def test_tasks_on_a_shard_are_not_replayed(ray_session):
+    it = from_range(4, 1).for_each(str, max_concurrency=2).gather_sync()
+    assert it.state_dict()["restarts"] == ["gather_sync"]
+
+
+def test_lag_is_not_declared_where_replies_hold_many_items():
+    it = from_range(4, 1, in_process=True)
+    assert it.gather_async(num_async=2).stage.max_lag == 1
+    assert it.gather_async(num_async=2, batch_ms=5).stage.max_lag is None
+
+
+def test_an_actor_may_have_methods_of_any_name(ray_session):
+    import ray
+
+    class Mine:
+        def apply(self, fn, *args):
+            return fn(self, *args)
+
+        def items(self):
+            return range(3)
+
+        def next_item(self, *args):
+            return ["m"]
+
+    actor = ray.remote(num_cpus=0)(Mine).remote()
+    with from_actors([actor]).gather_sync() as stream:
+        assert list(stream) == [0, 1, 2]
+    ray.kill(actor)
+
+
+def test_a_failed_task_is_tried_again_as_a_task(ray_session):
+    import os
+    import threading
+
+    def moody(x):
+        raise KeyError(os.getpid())
+
+    with LocalIterator([1, 2]).for_each(moody, max_concurrency=2, on_error=Retry(1)) as stream:
+        for _ in range(2):
+            with pytest.raises(KeyError) as caught:
+                next(stream)
+            assert caught.value.args[0] != os.getpid()
+        assert list(stream) == []
+    unpicklable = LocalIterator([1]).for_each(threading.Lock().locked, max_concurrency=2)
+    for _ in range(2):
+        with pytest.raises(TypeError):
+            next(unpicklable)

@@ -114,3 +114,23 @@ def test_an_idle_plan_uses_no_cpu(ray_session, tmp_path):
     assert share < 0.02
     for actor in actors:
         ray_session.kill(actor)
+
+
+def test_signals_may_be_fired_while_plans_subscribe():
+    signal, stop, errors = Signal(), threading.Event(), []
+
+    def fire():
+        while not stop.is_set():
+            try:
+                signal.fire()
+            except RuntimeError as error:
+                errors.append(error)
+
+    thread = threading.Thread(target=fire)
+    thread.start()
+    kept = [threading.Event() for _ in range(2000)]
+    for event in kept:
+        signal.subscribe(event)
+    stop.set()
+    thread.join()
+    assert errors == []

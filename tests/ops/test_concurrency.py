@@ -141,3 +141,34 @@ def test_bad_arguments_are_refused_at_once():
         Enqueue([])
     with pytest.raises(ValueError, match=r"queue\.Queue"):
         Dequeue(queue.SimpleQueue())
+
+
+def test_the_last_words_of_a_thread_are_heard():
+    """It posts its error and dies between the look into the queue and the question."""
+    q = queue.Queue()
+
+    def check():
+        q.put(ValueError("what ended it"))
+        return False
+
+    with pytest.raises(ValueError, match="what ended it") as caught:
+        next(Dequeue(q, check))
+    assert "Dequeue" in "".join(caught.value.__notes__)
+
+
+def test_a_stop_iteration_in_a_queue_is_no_end():
+    q = queue.Queue()
+    for item in (1, StopIteration(), 2):
+        q.put(item)
+    plan = Dequeue(q).for_each(str)
+    assert next(plan) == "1"
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        next(plan)
+    assert next(plan) == "2"
+
+
+def test_a_transform_over_a_queue_is_refused_beside_what_fills_it():
+    q = queue.Queue(1)
+    filling = LocalIterator([1, 2]).for_each(Enqueue(q))
+    with pytest.raises(ValueError, match="cannot pause"):
+        Concurrently([filling, Dequeue(q).transform(iter)])
