@@ -211,7 +211,7 @@ def _refuse_transform(branch: Stage, index: int, ordered: bool) -> None:
         if not isinstance(stage, Transform):
             continue
         upstream = stage.parents[0]
-        if upstream.leans_on_others() if ordered else upstream.can_wait():
+        if _leans_on_others(upstream) if ordered else upstream.can_wait():
             kind = "a round-robin" if ordered else "an asynchronous"
             raise ValueError(
                 f"branch {index} of {kind} union has {stage.label()} (chained at "
@@ -219,6 +219,14 @@ def _refuse_transform(branch: Stage, index: int, ordered: bool) -> None:
                 "and would hold up the other branches: write it with for_each or combine, "
                 "apply it on the shards before the gather, or after the union"
             )
+
+
+def _leans_on_others(stage: Stage) -> bool:
+    """Whether what a stage waits for may be for a stage outside of its own stream to bring."""
+    own = set(walk(stage))
+    return any(
+        not own.issuperset(one.siblings) if isinstance(one, TeeChild) else one.leans for one in own
+    )
 
 
 class Tee(Stage):
@@ -337,14 +345,16 @@ class TeeChild(Stage):
     def waits(self) -> list[Any]:
         return [] if self._tee.blocking() else self._tee.waits()
 
+    @property
+    def siblings(self) -> list[TeeChild]:
+        """All the children of the duplicate."""
+        return self._tee.children
+
     def leave(self) -> None:
         """Say that nobody will pull this child again."""
         self._tee.leave(self._index)
 
     def can_wait(self) -> bool:
-        return True
-
-    def leans_on_others(self) -> bool:
         return True
 
     @property

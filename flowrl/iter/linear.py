@@ -119,6 +119,7 @@ class ForEachHooked(ForEach):
     def __init__(self, parent: Stage, fn: Any, on_error: OnError = "raise"):
         super().__init__(parent, fn, on_error)
         self._ready = getattr(fn, "ready", None)
+        self.leans = self._ready is not None
         self._on_fetch_start = getattr(fn, "_on_fetch_start", None)
         self._fetching = False
         self._full = False
@@ -178,9 +179,6 @@ class ForEachHooked(ForEach):
 
     def can_wait(self) -> bool:
         return self._ready is not None or super().can_wait()
-
-    def leans_on_others(self) -> bool:
-        return self._ready is not None or super().leans_on_others()
 
     def state_dict(self) -> dict[str, Any]:
         held = [] if self._held is NOT_READY else [[self._held, pack(self._item_sources)]]

@@ -66,6 +66,7 @@ class Stage:
     """
 
     kind = "stage"
+    leans = False  # True where what it waits for may be for another branch of the plan to bring
     lists = False  # True where items are lists with an element for each of `sources`
     saved = True  # False where a saved plan cannot say where this stage was: it starts again
 
@@ -101,10 +102,6 @@ class Stage:
     def can_wait(self) -> bool:
         """Whether `pull` may ever return NOT_READY."""
         return any(parent.can_wait() for parent in self.parents)
-
-    def leans_on_others(self) -> bool:
-        """Whether what this stage waits for may be for another branch of the plan to bring."""
-        return any(parent.leans_on_others() for parent in self.parents)
 
     def start(self, seed: str | None) -> None:
         """Called once, before the first pull. `seed` is this stage's own, from the plan's."""

@@ -124,6 +124,7 @@ class DequeueStage(Stage):
     """The stage of Dequeue."""
 
     kind = "Dequeue"
+    leans = True
     saved = False
 
     def __init__(self, input_queue: queue.Queue[Any], check: Callable[[], bool] | None):
@@ -169,9 +170,6 @@ class DequeueStage(Stage):
         return [self._signal, *alive]
 
     def can_wait(self) -> bool:
-        return True
-
-    def leans_on_others(self) -> bool:
         return True
 
     def numbers(self) -> dict[str, Any]:

@@ -274,9 +274,8 @@ def test_a_branch_that_ends_early_holds_up_nobody():
 
 
 def test_items_that_are_not_handed_on_do_not_starve_the_siblings():
-    inner = Concurrently(
-        [endless("dropped"), endless(0, ready=lambda n: False)], output_indexes=[1]
-    )
+    never = endless(0, ready=lambda n: False)
+    inner = Concurrently([endless("dropped"), never], output_indexes=[1])
     plan = inner.union(endless("given"))
     assert plan.take(3) == ["given"] * 3
 
