@@ -110,8 +110,8 @@ class ParallelIterator(Generic[T]):
         `num_partitions`-th item of every shard, from the i-th on.
 
         A partition that dies loses what it has in its hands and goes on; a shard under it that
-        dies is not made again. Read the partitions at about the same pace: a shard keeps at most 10,000 items for one
-        that lags.
+        dies is not made again. Read the partitions at about the same pace: a shard keeps at most
+        10,000 items for one that lags.
 
         Args:
             num_partitions: shards afterwards.
