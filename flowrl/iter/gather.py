@@ -125,17 +125,18 @@ class Gather(Stage):
             return self._failed(shard, error)
         shard.heard, shard.fresh = time.monotonic(), False
         shard.errors = 0
-        if reply.items:
+        given, tags, end, _, stages = reply
+        if stages is not None:
+            shard.stages = stages
+        if end:
+            shard.state = "ended"
+        if given:
             shard.deaths = 0
         items = []
-        for item, tags in zip(reply.items, reply.tags, strict=True):
-            source = Source(shard.index, asked.incarnation, shard.accepted, tags, self.name)
+        for item, tag in zip(given, tags, strict=True):
+            source = Source(shard.index, asked.incarnation, shard.accepted, tag, self.name)
             items.append((item, source))
             shard.accepted += 1
-        if reply.stages is not None:
-            shard.stages = reply.stages
-        if reply.end:
-            shard.state = "ended"
         return items
 
     def _failed(self, shard: ShardState, error: BaseException) -> list[Any]:
@@ -243,7 +244,11 @@ class Gather(Stage):
 
     def _deadlines(self) -> list[float]:
         """When something is due though no request is answered: a back-off ends, a shard hangs."""
-        times = [shard.not_before for shard in self.live() if shard.broken is not None]
+        times = [
+            shard.not_before
+            for shard in self.states
+            if shard.broken is not None and shard.state == "live"
+        ]
         if self._hurried and self.shards.remote:
             times += [until for _, until in self._answers_due()]
         return times
@@ -362,41 +367,42 @@ class GatherSync(Gather):
 
     def _complete(self, block: bool) -> bool:
         """Ask and receive until the round has an item of every live shard."""
+        round_, remote = self._round, self.shards.remote
         while True:
-            asked = {request.shard.index for request in self._flight.values()}
-            missing = [s for s in self.live() if s.index not in self._round]
-            if not missing and not asked:
+            missing = False
+            for shard in self.states:
+                if shard.state == "live" and shard.index not in round_:
+                    missing = True
+                    if not shard.requests:
+                        self._ask(shard)
+            if not missing and not self._flight:
                 return True
-            for shard in missing:
-                if shard.index not in asked:
-                    self._ask(shard)
             # in shard order, so that of two errors the same one comes first
-            refs = sorted(self._flight, key=lambda ref: self._flight[ref].shard.index)
-            replies: list[Reply | None] = [None] * len(refs)
-            if self.shards.remote:
-                together = self._fetch(refs) if block else None
-                if together is not None:
-                    replies = list(together)
-                else:
+            refs = [ref for shard in self.states for ref in shard.requests]
+            replies = self._fetch(refs) if remote and block else None
+            if replies is None:
+                replies = [None] * len(refs)
+                if remote:
                     ready = self._wait(for_all=True) if block else ready_refs(refs) if refs else []
                     there = set(ready)
                     refs = [ref for ref in refs if ref in there]
             for ref, reply in zip(refs, replies, strict=False):
                 index = self._flight[ref].shard.index
                 for item in self._receive(ref, reply):
-                    self._round[index] = item
-            self._check_hanging()
+                    round_[index] = item
+            if self._hurried:
+                self._check_hanging()
             if not refs and not block:
                 return False
 
-    def _fetch(self, refs: list[Any]) -> list[Reply] | None:
+    def _fetch(self, refs: list[Any]) -> list[Reply | None] | None:
         """All replies in one request to Ray; None where they must be looked at one by one: one
         raised, or something else is due before they come."""
         if not refs or self._deadlines():
             return None
         started = time.perf_counter()
         try:
-            return self.shards.results({ref: self._flight[ref] for ref in refs})
+            return self.shards.results([self._flight[ref] for ref in refs], refs)
         except Exception:
             return None
         finally:

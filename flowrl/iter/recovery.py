@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 STARTING_S = 60.0  # a process that imports torch on a loaded machine took 20 s
 
@@ -56,8 +56,7 @@ class ShardState:
     stages: list[dict[str, Any]] = field(default_factory=list)  # what its steps said last
 
 
-@dataclass(slots=True)
-class Asked:
+class Asked(NamedTuple):
     """A request in flight."""
 
     shard: ShardState

@@ -295,13 +295,15 @@ class Shards:
         self._note(asked, reply)
         return reply
 
-    def results(self, flight: dict[Any, Asked]) -> list[Reply]:
+    def results(self, asked: Sequence[Asked], refs: list[Any]) -> list[Reply | None]:
         """The answers to requests to actors, fetched together; raises if one did."""
         import ray
 
-        replies = [Reply(*fields) for fields in ray.get(list(flight))]
-        for asked, reply in zip(flight.values(), replies, strict=True):
-            self._note(asked, reply)
+        replies: list[Reply | None] = []
+        for request, fields in zip(asked, ray.get(refs), strict=True):
+            reply = Reply(*fields)
+            self._note(request, reply)
+            replies.append(reply)
         return replies
 
     def _note(self, asked: Asked, reply: Reply) -> None:
