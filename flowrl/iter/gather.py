@@ -480,9 +480,9 @@ class GatherAsync(Gather):
             shard = self._flight[ref].shard
             assert self._idle is not None
             self._idle.append(shard)
-            self._queue.extend(self._receive(ref))
             if self._before:
-                self._ask_idle()
+                self._ask_idle()  # the shard works while its answer is fetched
+            self._queue.extend(self._receive(ref))
         item, source = self._queue.popleft()
         self._sources = (source,)
         self.items += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from flowrl.iter.recovery import Asked, Recovery, is_death
@@ -73,8 +74,8 @@ class Pool:
         `result` asks for it.)"""
         return _Deferred(self.handle(index), order)
 
-    def ask_next(self, index: int, ticket: int) -> Any:
-        """Ask for the next item of a stream that a reply gave a ticket for."""
+    def asker(self, index: int, ticket: int) -> Callable[[], Any]:
+        """What asks for the next item of a stream that a reply gave a ticket for."""
         raise NotImplementedError(f"{type(self).__name__} gives no tickets")
 
     def result(self, ref: Any) -> Reply:
@@ -156,12 +157,11 @@ class ActorPool(Pool):
     def ask(self, index: int, order: Order) -> Any:
         return self.handle(index).apply.remote(serve_remote, order)
 
-    def ask_next(self, index: int, ticket: int) -> Any:
+    def asker(self, index: int, ticket: int) -> Callable[[], Any]:
         handle = self.handle(index)
-        method = getattr(handle, "flowrl_next_item", None)
-        if method is not None:
-            return method.remote(ticket) if ticket else method.remote()
-        return handle.apply.remote(serve_ticket, ticket)
+        if ticket == 0 and hasattr(handle, "flowrl_next_item"):
+            return handle.flowrl_next_item.remote
+        return partial(handle.apply.remote, serve_ticket, ticket)
 
     def result(self, ref: Any) -> Reply:
         import ray
@@ -255,7 +255,7 @@ class Shards:
         self._part = part
         self.chain = chain or uuid.uuid4().hex
         self._told: dict[int, int] = {}
-        self._tickets: dict[int, int] = {}
+        self._askers: dict[int, Callable[[], Any]] = {}
         self._reading = False
 
     def __len__(self) -> int:
@@ -280,9 +280,9 @@ class Shards:
         pool, worker, steps, _ = self._shards[index]
         incarnation = pool.incarnation(worker)
         told = self._told.get(index) == incarnation
-        if told and not batch_ms and index in self._tickets:
-            return pool.ask_next(worker, self._tickets[index])
-        self._tickets.pop(index, None)
+        if told and not batch_ms and index in self._askers:
+            return self._askers[index]()
+        self._askers.pop(index, None)
         self._told.setdefault(index, NOT_YET)
         # partitions share a chain that another may have made: each of them brings the steps
         seed = f"{self.seed}/{index}"
@@ -311,7 +311,8 @@ class Shards:
         index = asked.shard.index
         self._told[index] = asked.incarnation
         if reply.ticket is not None and self._part is None:
-            self._tickets[index] = reply.ticket
+            shard = self._shards[index]
+            self._askers[index] = shard.pool.asker(shard.worker, reply.ticket)
 
     def incarnation(self, index: int) -> int:
         return self._shards[index].pool.incarnation(self._shards[index].worker)
@@ -328,14 +329,14 @@ class Shards:
     def __getstate__(self) -> dict[str, Any]:
         # a copy in another process reads a stream of its own
         chain = self.chain if self._part is not None else uuid.uuid4().hex
-        return {**self.__dict__, "chain": chain, "_told": {}, "_tickets": {}, "_reading": False}
+        return {**self.__dict__, "chain": chain, "_told": {}, "_askers": {}, "_reading": False}
 
     def stop(self) -> None:
         for index in self._told:
             shard = self._shards[index]
             shard.pool.forget(shard.worker, self.chain)
         self._told.clear()
-        self._tickets.clear()
+        self._askers.clear()
         if self._reading:
             self._reading = False
             for pool in self.pools():

@@ -242,9 +242,9 @@ class RolloutPool(ActorPool):
         actor = self.handle(index)
         return actor.apply.remote(_serve_with, self._workers_of.weights_for(index), order)
 
-    def ask_next(self, index: int, ticket: int) -> Any:
+    def asker(self, index: int, ticket: int) -> Callable[[], Any]:
         actor = self.handle(index)
-        return actor.apply.remote(_next_with, self._workers_of.weights_for(index), ticket)
+        return lambda: actor.apply.remote(_next_with, self._workers_of.weights_for(index), ticket)
 
     def stop(self) -> None:
         """The set ends its workers."""
