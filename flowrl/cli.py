@@ -53,6 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever read the output has gone
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        return 141
 
 
 def _parser(name: str, about: str) -> argparse.ArgumentParser:
@@ -129,6 +132,14 @@ def _train(given: list[str]) -> int:
 
     if given[:1] == ["--resume"] or (given and given[0].startswith("--resume=")):
         return _resume(given)
+    if given[:1] in (["-h"], ["--help"]):
+        parser = argparse.ArgumentParser(
+            prog="flowrl train",
+            usage="flowrl train PLAN [--setting value …] | --resume RUN_DIR",
+            epilog="`flowrl train PLAN --help` lists the settings of a plan; plans: `flowrl plans`",
+        )
+        _run_options(parser)
+        parser.parse_args(given)
     if not given or given[0].startswith("-"):
         raise ConfigError("train: name a plan first, e.g. `flowrl train ppo`")
     plan, flags = given[0], given[1:]
@@ -139,7 +150,11 @@ def _train(given: list[str]) -> int:
 
 
 def _run_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("run")
+    group = parser.add_argument_group(
+        "run",
+        "It ends by the first of these rules that holds; where none is given, at the environment's "
+        "own reward threshold or after 500,000 env steps.",
+    )
     group.add_argument("--stop-reward", type=_finite, help="mean return of the last 100 episodes")
     group.add_argument("--stop-timesteps", type=_positive(int), help="env steps")
     group.add_argument("--stop-iters", type=_positive(int), help="iterations")
@@ -226,7 +241,7 @@ def _config_of_run(saved: dict[str, Any]) -> tuple[Any, str]:
 def _evaluate(given: list[str]) -> int:
     parser = _parser("evaluate", "play episodes with a trained policy, greedy and sampled")
     parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--episodes", type=_positive(int), default=100)
+    parser.add_argument("--episodes", type=_positive(int), default=100, help="of each (100)")
     options = parser.parse_args(given)
 
     from flowrl.algorithms.checkpoint import CheckpointError
@@ -235,7 +250,7 @@ def _evaluate(given: list[str]) -> int:
     config, plan = _config_of_run(read_config(options.run_dir))
     with config.updated(num_workers=0).build(plan=plan) as algorithm:
         try:
-            algorithm.restore(options.run_dir / "checkpoint")
+            algorithm.restore_policies(options.run_dir / "checkpoint")
         except CheckpointError as error:
             print(f"flowrl: {error}", file=sys.stderr)
             return 1

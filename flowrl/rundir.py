@@ -1,7 +1,7 @@
 """The run directory: what a training run leaves behind, and how it is found again.
 
-config.json, command.txt, plan.txt, versions.json, progress.csv, result.json (a line per
-iteration), TensorBoard events, checkpoint/.
+config.json, stop.json, command.txt, plan.txt (the tree), plan.py (the text), versions.json,
+progress.csv, result.json (a line per iteration), TensorBoard events, checkpoint/.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import csv
 import fcntl
 import json
+import math
 import os
 import platform
 import shlex
@@ -44,6 +45,15 @@ def _plain(value: Any) -> Any:
     return {_CODE: place}
 
 
+def _finite(value: Any) -> Any:
+    """The value with null for what JSON has no number for."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 class RunDirectory:
     """Writes a run's files. Rows are flushed as they come; one process at a time.
 
@@ -60,6 +70,7 @@ class RunDirectory:
             self._lock = os.open(path, os.O_RDONLY)  # held while the run lasts
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             before = self._rows() if resume else []
+            self.last = before[-1] if before else None  # the last result of a resumed run
             self._results = open(path / ".result.json", "w")  # noqa: SIM115
             self._progress = open(path / ".progress.csv", "w", newline="")  # noqa: SIM115
         except BlockingIOError as error:
@@ -96,7 +107,9 @@ class RunDirectory:
     def checkpoint(self) -> Path:
         return self.path / "checkpoint"
 
-    def describe(self, config: Any, command: list[str], plan: str) -> None:
+    def describe(
+        self, config: Any, command: list[str], tree: str, plan: Path, stop: dict[str, Any]
+    ) -> None:
         """Write what repeats the run."""
         import flowrl
 
@@ -106,7 +119,9 @@ class RunDirectory:
         files = {
             "config.json": json.dumps(_plain(config), indent=1),
             "command.txt": shlex.join(command) + "\n",
-            "plan.txt": plan + "\n",
+            "stop.json": json.dumps(stop, indent=1),
+            "plan.txt": tree + "\n",
+            "plan.py": plan.read_text(),
             "versions.json": json.dumps(versions, indent=1),
         }
         for name, text in files.items():
@@ -123,7 +138,7 @@ class RunDirectory:
                 self._events.add_scalar(name, value, result["timesteps_total"])
 
     def _write_files(self, result: dict[str, Any]) -> dict[str, Any]:
-        self._results.write(json.dumps(result) + "\n")
+        self._results.write(json.dumps(_finite(result), allow_nan=False) + "\n")
         self._results.flush()
         row = dict(flat(result))
         writer = csv.writer(self._progress)
@@ -151,6 +166,21 @@ def default_run_dir(plan: str, env: Any) -> Path:
         number += 1
         path = Path("runs") / f"{stem}-{number}"
     return path
+
+
+def read_goal(path: Path) -> tuple[list[str], dict[str, Any]]:
+    """The command that started a run, and its stop rules.
+
+    Raises:
+        ConfigError: the files are not there or were damaged.
+    """
+    try:
+        command = shlex.split((path / "command.txt").read_text())
+        return command, dict(json.loads((path / "stop.json").read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"{path}: its command or its stop rules cannot be read: {error}"
+        ) from None
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import re
 from typing import Any
 
@@ -21,6 +22,16 @@ def flag_names(record: type[Settings], prefix: str = "") -> list[str]:
         else:
             names.append(flag)
     return names
+
+
+def _flat_schedule(flag: str) -> list[str]:
+    """`[[0, 1e-3], [100, 0]]` as the four numbers that a schedule's flag takes."""
+    if not flag.startswith("[["):
+        return [flag]
+    try:
+        return [str(number) for point in json.loads(flag) for number in point]
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{flag}: not a schedule [[env step, value], …]: {error}") from error
 
 
 def settings_from_flags(
@@ -47,6 +58,7 @@ def settings_from_flags(
                 options = [*known, *(option.replace("_", "-") for option in run_options)]
                 hint = nearest(name, options).replace("'", "").replace("mean ", "mean --")
                 raise ConfigError(f"unknown flag --{name}.{hint}")
+    flags = [part for flag in flags for part in _flat_schedule(flag)]
     import tyro
 
     # a field such as lambda_ has its underscore from Python: the flag goes with or without it

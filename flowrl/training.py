@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import secrets
 import shlex
+import shutil
 import signal
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from flowrl.algorithms.plans import plan_path
 from flowrl.policies.config import ConfigError
-from flowrl.rundir import RunDirectory, default_run_dir
+from flowrl.rundir import RunDirectory, default_run_dir, read_goal
 
+CHECKPOINT_S = 60.0  # between two checkpoints of a run that goes on
+HURRIED_S = 1.0  # a second Ctrl-C so soon after the first is the same one
 LIVE_SECONDS = 0.25  # between two redraws on a terminal
 PLAIN_SECONDS = 5.0  # between two lines elsewhere
+RECENT = 50  # iterations that the shown steps/s are over
 DEFAULT_TIMESTEPS = 500_000  # goal of a run that was given none
 
 
@@ -31,9 +40,13 @@ class Stop:
     iters: int | None = None
     time_s: float | None = None
 
+    def is_set(self) -> bool:
+        """Whether any rule is given."""
+        return self.reward is not None or bool(self.timesteps or self.iters or self.time_s)
+
     def with_defaults(self, env: Any) -> Stop:
         """Where nothing is set: the environment's own reward threshold, or a number of steps."""
-        if self.reward is not None or self.timesteps or self.iters or self.time_s:
+        if self.is_set():
             return self
         return Stop(reward=_threshold(env), timesteps=DEFAULT_TIMESTEPS)
 
@@ -46,7 +59,8 @@ class Stop:
         if self.timesteps and result["timesteps_total"] >= self.timesteps:
             return f"{result['timesteps_total']:,} env steps"
         if self.iters and result["training_iteration"] >= self.iters:
-            return f"{result['training_iteration']} iterations"
+            number = result["training_iteration"]
+            return f"{number} iteration{'s' if number > 1 else ''}"
         if self.time_s and seconds >= self.time_s:
             return f"{seconds:.0f} s"
         return None
@@ -68,7 +82,16 @@ def train(
     command: list[str],
     resume: bool = False,
 ) -> int:
-    """Train until a stop rule holds; returns the exit code. Leaves a checkpoint, come what may."""
+    """Train until a stop rule holds; returns the exit code. Leaves a checkpoint, come what may.
+
+    Of a run that is resumed the stop rules hold that it was given, unless it gets others.
+    """
+    if resume:
+        command, saved = read_goal(run_dir)  # type: ignore[arg-type]
+        stop = stop if stop.is_set() else Stop(**saved)
+    elif config.seed is None:  # drawn here, so that the run can be repeated
+        config = config.updated(seed=secrets.randbits(31))
+        command = [*command, "--seed", str(config.seed)]
     config = config.updated(plan=str(Path(plan).resolve()) if plan.endswith(".py") else plan)
     algorithm = config.build()
     try:  # an environment or a plan that does not fit shows before any file
@@ -80,6 +103,11 @@ def train(
         tell_failure(error)
         return 1
     stop = stop.with_defaults(config.env)
+    if resume and not (run_dir / "checkpoint").exists():  # type: ignore[operator]
+        raise ConfigError(
+            f"{run_dir}: this run has left no checkpoint to go on from: start it again (it may be "
+            "written over)"
+        )
     run = RunDirectory(run_dir or default_run_dir(plan, config.env), resume)
     try:
         if resume:
@@ -91,8 +119,9 @@ def train(
                 print(f"flowrl: {error}", file=sys.stderr)
                 return 1
         else:
-            run.describe(config, command, tree)
-        return _loop(algorithm, stop, run, command)
+            run.describe(config, command, tree, plan_path(config.plan), asdict(stop))
+        with stopped_by_signals():
+            return _loop(algorithm, stop, run, command)
     finally:
         algorithm.stop()
         run.close()
@@ -101,16 +130,24 @@ def train(
 def _loop(algorithm: Any, stop: Stop, run: RunDirectory, command: list[str]) -> int:
     window = algorithm.config.metrics_num_episodes_for_smoothing
     live = LiveLine(stop)
-    started = time.perf_counter()
-    reached, code, result = None, 0, None
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _terminated)  # (Ray's own handler exits in the same way)
+    started = saved = time.perf_counter()
+    code, result = 0, None
+    reached = stop.reached(run.last, window, 0.0) if run.last is not None else None
+    if reached is not None:
+        print(f"reached already: {reached}. Give another goal: --stop-reward, --stop-timesteps, …")
+        return 0
+    if algorithm.config.num_workers:
+        print(f"starting {algorithm.config.num_workers} workers …", flush=True)
     try:
         while reached is None:
             result = algorithm.train()
             run.write(result)
             live.show(result)
-            reached = stop.reached(result, window, time.perf_counter() - started)
+            now = time.perf_counter()
+            reached = stop.reached(result, window, now - started)
+            if now - saved > CHECKPOINT_S:
+                algorithm.save(run.checkpoint)
+                saved = now
     except KeyboardInterrupt:
         reached, code = "interrupted", 130
     except (Exception, SystemExit) as error:
@@ -124,9 +161,10 @@ def _loop(algorithm: Any, stop: Stop, run: RunDirectory, command: list[str]) -> 
     seconds = time.perf_counter() - started
     print(f"{'stopped' if code else 'reached'}: {reached}, after {seconds:.1f} s")
     print(f"run directory: {run.path} (checkpoint in {run.checkpoint.name}/)")
-    print(f"evaluate:      flowrl evaluate {shlex.quote(str(run.path))} --episodes 100")
-    print(f"go on:         flowrl train --resume {shlex.quote(str(run.path))}")
-    print(f"repeat:        {shlex.join(command)}")
+    here, name = shlex.quote(str(run.path)), program()
+    print(f"evaluate:      {name} evaluate {here} --episodes 100")
+    print(f"go on:         {name} train --resume {here}{'' if code else ' --stop-timesteps …'}")
+    print(f"repeat:        {name} {shlex.join(command[1:])}")
     return code
 
 
@@ -141,8 +179,40 @@ def _failed(
     return 1
 
 
-def _terminated(*_: Any) -> None:
-    raise SystemExit(143)
+@contextmanager
+def stopped_by_signals() -> Iterator[None]:
+    """SIGTERM and the first Ctrl-C stop the run, which leaves a checkpoint; a later Ctrl-C leaves
+    at once."""
+    first: list[float] = []
+
+    def interrupted(*_: Any) -> None:
+        if first and time.monotonic() - first[0] < HURRIED_S:
+            return
+        first.append(time.monotonic())
+        raise KeyboardInterrupt
+
+    def terminated(*_: Any) -> None:
+        raise SystemExit(143)  # Ray's own handler exits in the same way
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers = {signal.SIGINT: interrupted, signal.SIGTERM: terminated}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def program() -> str:
+    """How the user calls flowrl: by its name where that is on the PATH, else by its path."""
+    called, found = Path(sys.argv[0]), shutil.which("flowrl")
+    if called.name != "flowrl" or (found and Path(found).resolve() == called.resolve()):
+        return "flowrl"
+    here = Path.cwd()
+    return str(called.relative_to(here) if called.is_relative_to(here) else called)
 
 
 def tell_failure(error: BaseException) -> None:
@@ -150,11 +220,14 @@ def tell_failure(error: BaseException) -> None:
     if isinstance(error, ConfigError):
         print(f"flowrl: {error}", file=sys.stderr)
         return
+    if type(error).__name__ == "DependencyNotInstalled":  # gymnasium's: it says what to install
+        print(f"flowrl: env: {error}", file=sys.stderr)
+        return
     import traceback
 
     frames = traceback.extract_tb(error.__traceback__)
     own = str(Path(__file__).parent)
-    foreign = [frame for frame in frames if not frame.filename.startswith(own)]
+    foreign = [f for f in frames if not f.filename.startswith((own, "<frozen importlib"))]
     print("Traceback (flowrl's own frames left out):", file=sys.stderr)
     print("".join(traceback.format_list(foreign)), end="", file=sys.stderr)
     print("".join(traceback.format_exception_only(error)), end="", file=sys.stderr)
@@ -167,19 +240,18 @@ class LiveLine:
         self._stop = stop
         self._terminal = sys.stdout.isatty()
         self._shown = 0.0
-        self._rate: tuple[float, int] | None = None
+        self._last = ""
+        self._recent: deque[tuple[float, int]] = deque(maxlen=RECENT)
         self._status: Any = None
 
     def show(self, result: dict[str, Any]) -> None:
         now = time.perf_counter()
-        if self._rate is None:
-            self._rate = (now - result["time_this_iter_s"], 0)
-            self._first = result["timesteps_total"] - result["timesteps_this_iter"]
+        self._recent.append((now, result["timesteps_total"]))
         pause = LIVE_SECONDS if self._terminal else PLAIN_SECONDS
         if now - self._shown < pause:
             return
         self._shown = now
-        text = self._line(result, now)
+        text = self._last = self._line(result)
         if not self._terminal:
             print(text, flush=True)
             return
@@ -190,18 +262,21 @@ class LiveLine:
             self._status.start()
         self._status.update(text)
 
-    def _line(self, result: dict[str, Any], now: float) -> str:
-        assert self._rate is not None
+    def _line(self, result: dict[str, Any]) -> str:
         steps = result["timesteps_total"]
-        rate = (steps - self._first) / max(now - self._rate[0], 1e-9)
+        # from the end of the first iteration on, in which workers and environments start
+        (since, before), (now, _) = self._recent[0], self._recent[-1]
+        rate = (steps - before) / max(now - since, 1e-9)
         goal = self._stop.timesteps
         parts = [
             f"iter {result['training_iteration']}",
             f"{steps:,}{f' of {goal:,}' if goal else ''} env steps",
-            f"{rate:,.0f} steps/s",
-            f"return {result['episode_reward_mean']:.1f}"
-            + (f" (goal {self._stop.reward:g})" if self._stop.reward is not None else ""),
         ]
+        if rate:
+            parts.append(f"{rate:,.0f} steps/s")
+        if result["episodes_in_window"]:
+            wanted = f" (goal {self._stop.reward:g})" if self._stop.reward is not None else ""
+            parts.append(f"return {result['episode_reward_mean']:.1f}{wanted}")
         for stats in result["learners"].values():
             losses = ("policy_loss", "vf_loss", "entropy")
             parts += [f"{name} {stats[name]:.3g}" for name in losses if name in stats]
@@ -212,5 +287,5 @@ class LiveLine:
     def finish(self, result: dict[str, Any] | None = None) -> None:
         if self._status is not None:
             self._status.stop()
-        if result is not None and self._rate is not None:
-            print(self._line(result, time.perf_counter()))
+        if result is not None and (text := self._line(result)) != self._last:
+            print(text)

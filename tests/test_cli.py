@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -40,9 +41,11 @@ def test_train_evaluate_resume(capsys, tmp_path):
         "command.txt",
         "config.json",
         "events",
+        "plan.py",
         "plan.txt",
         "progress.csv",
         "result.json",
+        "stop.json",
         "versions.json",
     }
     lines = [json.loads(line) for line in (tmp_path / "r/result.json").read_text().splitlines()]
@@ -52,9 +55,91 @@ def test_train_evaluate_resume(capsys, tmp_path):
     assert code == 0
     assert out.startswith("greedy")
     assert "3 episodes" in out
+    code, out, _ = run(capsys, "train", "--resume", "r")
+    assert code == 0
+    assert "reached already: 2 iterations" in out
     code, out, _ = run(capsys, "train", "--resume", "r", "--stop-iters", "3")
     assert code == 0
+    assert "repeat:        flowrl train ppo --seed 1" in out
     assert len((tmp_path / "r/progress.csv").read_text().splitlines()) == 4
+
+
+def test_a_run_without_a_seed_can_be_repeated(capsys, tmp_path):
+    code, out, _ = run(capsys, "train", "ppo", "--run-dir", "r", *SHORT)
+    assert code == 0
+    seed = json.loads((tmp_path / "r/config.json").read_text())["seed"]
+    assert f"--seed {seed}" in (tmp_path / "r/command.txt").read_text()
+    run(capsys, "train", "ppo", "--run-dir", "s", "--seed", str(seed), *SHORT)
+
+    def losses(name):
+        rows = (tmp_path / name / "result.json").read_text().splitlines()
+        return [json.loads(row)["learners"] for row in rows]
+
+    assert losses("r") == losses("s")
+    for line in (tmp_path / "r/result.json").read_text().splitlines():
+        json.loads(line, parse_constant=pytest.fail)  # no NaN, which is no JSON
+
+
+def test_a_plan_may_import_what_lies_beside_it(capsys, tmp_path):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "beside_env.py").write_text(
+        "import gymnasium as gym\n\n\ndef make(context):\n    return gym.make('CartPole-v1')\n"
+    )
+    run(capsys, "copy", "a2c", "mine/plan_with_env.py")
+    plan = folder / "plan_with_env.py"
+    text = plan.read_text().replace('env="CartPole-v1"', "env=make")
+    plan.write_text("from beside_env import make\n\n" + text)
+    for workers in ("0", "1"):
+        flags = ["--num-workers", workers, "--stop-iters", "1", "--run-dir", f"r{workers}"]
+        code, _, err = run(capsys, "train", "mine/plan_with_env.py", *flags)
+        assert code == 0, err
+    # played though the text of the plan has changed since; gone on with it is not
+    plan.write_text(plan.read_text() + "\n# another thought\n")
+    assert run(capsys, "evaluate", "r0", "--episodes", "2")[0] == 0
+    code, _, err = run(capsys, "train", "--resume", "r0", "--stop-iters", "2")
+    assert code == 1
+    assert "plan.py" in err
+
+
+def test_a_schedule_as_a_list_or_as_numbers(capsys, tmp_path):
+    for name, given in (("a", ["[[0, 0.001], [1000, 0]]"]), ("b", ["0", "0.001", "1000", "0"])):
+        code, _, err = run(capsys, "train", "ppo", "--run-dir", name, "--lr", *given, *SHORT)
+        assert code == 0, err
+        saved = json.loads((tmp_path / name / "config.json").read_text())
+        assert saved["lr"] == [[0, 0.001], [1000, 0.0]]
+    code, _, err = run(capsys, "train", "ppo", "--lr", "[[0, 0.001]")
+    assert code == 2
+    assert "not a schedule" in err
+
+
+def test_a_run_that_left_no_checkpoint_cannot_go_on(capsys, tmp_path):
+    run(capsys, "train", "ppo", "--run-dir", "r", *SHORT)
+    shutil.rmtree(tmp_path / "r/checkpoint")
+    code, _, err = run(capsys, "train", "--resume", "r")
+    assert code == 2
+    assert "left no checkpoint" in err
+    assert run(capsys, "train", "ppo", "--run-dir", "r", *SHORT)[0] == 0
+
+
+def test_a_reader_that_leaves_is_no_failure():
+    command = f"{sys.executable} -m flowrl.cli train ppo --help | head -1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert "Traceback" not in done.stderr
+
+
+def test_what_an_environment_needs_is_said_in_one_line(capsys, tmp_path):
+    run(capsys, "copy", "a2c", "mine.py")
+    plan = tmp_path / "mine.py"
+    body = (
+        "def make(context):\n    import gymnasium\n"
+        "    raise gymnasium.error.DependencyNotInstalled('install the thing')\n\n\n"
+    )
+    text = plan.read_text().replace('env="CartPole-v1"', "env=make")
+    plan.write_text(text.replace("config = ", body + "config = "))
+    code, _, err = run(capsys, "train", "mine.py", "--stop-iters", "1")
+    assert code == 1
+    assert err.strip() == "flowrl: env: install the thing"
 
 
 def test_settings_from_flags(capsys, tmp_path):
@@ -86,6 +171,9 @@ def test_small_commands(capsys):
     assert code == 0
     assert "--stop-reward" in out
     assert "--clip-param" in out
+    code, out, _ = run(capsys, "train", "--help")
+    assert code == 0
+    assert "500,000 env steps" in out
 
 
 @pytest.mark.parametrize(
@@ -242,7 +330,11 @@ def test_a_run_directory_in_use_is_refused(capsys):
 
 @pytest.mark.parametrize(
     ("sent", "code", "said"),
-    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],
+    [
+        ([signal.SIGINT], 130, "interrupted"),
+        ([signal.SIGINT, signal.SIGINT], 130, "interrupted"),  # as `timeout -s INT` does
+        ([signal.SIGTERM], 143, "terminated"),
+    ],
 )
 def test_interrupt_leaves_a_checkpoint(tmp_path, sent, code, said):
     process = subprocess.Popen(
@@ -255,7 +347,9 @@ def test_interrupt_leaves_a_checkpoint(tmp_path, sent, code, said):
     deadline = time.monotonic() + 60
     while not (results.exists() and results.stat().st_size) and time.monotonic() < deadline:
         time.sleep(0.05)
-    process.send_signal(sent)
+    for number in sent:
+        process.send_signal(number)
+        time.sleep(0.002)
     out, _ = process.communicate(timeout=30)
     assert process.returncode == code
     assert f"stopped: {said}" in out

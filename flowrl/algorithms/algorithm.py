@@ -14,7 +14,7 @@ import torch
 import flowrl
 from flowrl.algorithms.checkpoint import CheckpointError, read_checkpoint, write_checkpoint
 from flowrl.algorithms.config import AlgorithmConfig
-from flowrl.algorithms.plans import load_plan, plan_path
+from flowrl.algorithms.plans import load_plan, modules_of, plan_path
 from flowrl.iter import LocalIterator
 from flowrl.policies.config import ConfigError
 from flowrl.policies.policy import Policy
@@ -66,7 +66,8 @@ class Algorithm:
             if config.num_workers:
                 import ray
 
-                ray.cloudpickle.register_pickle_by_value(module)
+                for part in modules_of(module):
+                    ray.cloudpickle.register_pickle_by_value(part)
         else:
             raise ConfigError("plan: no execution plan is set; shipped plans: `flowrl plans`")
 
@@ -191,7 +192,7 @@ class Algorithm:
         if manifest.get("plan_sha256") != self._plan_hash():
             raise CheckpointError(
                 f"{path}: it was written by another plan ({manifest.get('plan')!r}, or an earlier "
-                f"text of it) than {self.config.plan!r}"
+                f"text of it, which a run directory keeps as plan.py) than {self.config.plan!r}"
             )
         plan = self._new_plan()  # the one that runs cannot go back
         try:
@@ -209,6 +210,21 @@ class Algorithm:
         self.workers.forget_sent()
         self.workers.global_vars.update(global_vars)
         self.iteration, self._time_total_s = iteration, seconds
+
+    def restore_policies(self, path: Path | str) -> None:
+        """Take only the policies from a checkpoint, whatever the plan: to play, or to start from.
+
+        Raises:
+            CheckpointError: it cannot be read, or is of another network.
+        """
+        state, _ = read_checkpoint(path)
+        try:
+            self.workers.local_worker().set_state(state["worker"])
+        except (KeyError, ValueError, TypeError, AttributeError, IndexError) as error:
+            raise CheckpointError(
+                f"{path}: it does not fit these settings: {type(error).__name__}: {error}"
+            ) from error
+        self.workers.forget_sent()
 
     def stop(self) -> None:
         """End the workers and whatever the plan owns."""

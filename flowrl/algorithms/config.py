@@ -11,6 +11,7 @@ from flowrl.policies.config import (
     ConfigError,
     Count,
     Fraction,
+    ModelConfig,
     NotNegative,
     PolicyConfig,
     Positive,
@@ -89,6 +90,8 @@ class AlgorithmConfig(PolicyConfig):
                 place = next((g for g, names in _GROUPS.items() if name in names), None)
                 place = place or ("training" if name in type(self).model_fields else None)
                 hint = f" It belongs to .{place}()." if place else nearest(name, sorted(known))
+                if name in ModelConfig.model_fields:
+                    hint = f' It is the network\'s: .training(model={{"{name}": …}}).'
                 raise ConfigError(f".{group}() has no setting {name!r}.{hint}")
         changed = self.updated(**values)
         for name in values:

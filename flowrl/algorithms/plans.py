@@ -51,7 +51,7 @@ def plan_path(plan: str) -> Path:
 
 
 def load_plan(plan: str) -> ModuleType:
-    """The module of a plan file, loaded afresh; its functions travel to Ray workers by value.
+    """The module of a plan file, loaded afresh. It may import modules that lie beside it.
 
     Raises:
         ConfigError: it does not exist, or lacks `execution_plan(workers, config)`.
@@ -61,6 +61,8 @@ def load_plan(plan: str) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
+    if str(path.parent) not in sys.path and path.parent != plans_folder():
+        sys.path.append(str(path.parent))
     try:
         spec.loader.exec_module(module)
     except ConfigError:
@@ -73,3 +75,16 @@ def load_plan(plan: str) -> ModuleType:
     if not callable(getattr(module, "execution_plan", None)):
         raise ConfigError(f"plan: {path} has no function execution_plan(workers, config)")
     return module
+
+
+def modules_of(plan: ModuleType) -> list[ModuleType]:
+    """The plan and the loaded modules that lie beside it: Ray workers get them by value."""
+    folder = Path(str(plan.__file__)).parent
+
+    def beside(module: ModuleType) -> bool:
+        file = Path(str(getattr(module, "__file__", None) or "/"))
+        ours = module.__name__.split(".")[0] in ("flowrl", "__main__")
+        return folder in file.parents and "site-packages" not in file.parts and not ours
+
+    own = [module for module in list(sys.modules.values()) if beside(module)]
+    return list({id(module): module for module in (plan, *own)}.values())

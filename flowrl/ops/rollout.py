@@ -134,6 +134,11 @@ class ConcatBatches:
             raise ValueError(f"min_batch_size must be at least 1, got {self.min_batch_size}")
 
     def __call__(self, batch: Batch) -> list[Batch]:
+        if not isinstance(batch, (SampleBatch, MultiAgentBatch)):
+            raise TypeError(
+                f"ConcatBatches takes batches, got {type(batch).__name__}: does the operator "
+                "before it return what it was given?"
+            )
         if batch.count:
             self._pending.append(batch)
             by_agent = self.count_steps_by == "agent_steps"

@@ -27,21 +27,22 @@ class TrainOneStep:
     Args:
         workers: the WorkerSet whose local worker learns.
         policies: ids of those that learn; None for all in the batch.
-        num_sgd_iter: passes over the batch.
-        sgd_minibatch_size: rows per update, 0 for the whole batch.
+        num_sgd_iter: passes over the batch; None: each policy's own setting.
+        sgd_minibatch_size: rows per update, 0 for the whole batch; None: each policy's own
+            setting, or the whole batch where that is smaller.
     """
 
     workers: WorkerSet
     policies: Collection[str] | None = None
-    num_sgd_iter: int = 1
-    sgd_minibatch_size: int = 0
+    num_sgd_iter: int | None = None
+    sgd_minibatch_size: int | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.policies, str):
             raise TypeError(f"policies is a collection of ids: [{self.policies!r}]")
-        if self.num_sgd_iter < 1:
+        if self.num_sgd_iter is not None and self.num_sgd_iter < 1:
             raise ValueError(f"num_sgd_iter must be at least 1, got {self.num_sgd_iter}")
-        if self.sgd_minibatch_size < 0:
+        if self.sgd_minibatch_size is not None and self.sgd_minibatch_size < 0:
             raise ValueError(
                 f"sgd_minibatch_size must be at least 0, got {self.sgd_minibatch_size}"
             )
@@ -59,11 +60,13 @@ class TrainOneStep:
         return batch, info
 
     def __repr__(self) -> str:
-        only = f"policies={sorted(self.policies)}, " if self.policies is not None else ""
-        return (
-            f"TrainOneStep({only}num_sgd_iter={self.num_sgd_iter}, "
-            f"sgd_minibatch_size={self.sgd_minibatch_size})"
-        )
+        given = {
+            "policies": None if self.policies is None else sorted(self.policies),
+            "num_sgd_iter": self.num_sgd_iter,
+            "sgd_minibatch_size": self.sgd_minibatch_size,
+        }
+        told = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
+        return f"TrainOneStep({told})"
 
 
 def train_one_step(
@@ -71,14 +74,19 @@ def train_one_step(
     batch: Batch,
     metrics: MetricsContext,
     policies: Collection[str] | None = None,
-    num_sgd_iter: int = 1,
-    sgd_minibatch_size: int = 0,
+    num_sgd_iter: int | None = None,
+    sgd_minibatch_size: int | None = None,
 ) -> Info:
     """Let the local worker's policies learn from a batch; see TrainOneStep.
 
     Raises:
         KeyError: `policies` names one, or the batch has rows of one, that the worker has not got.
     """
+    if not isinstance(batch, (SampleBatch, MultiAgentBatch)):
+        raise TypeError(
+            f"TrainOneStep takes a batch, got {type(batch).__name__}: does the operator before it "
+            "return what it was given?"
+        )
     policy_map = workers.local_worker().policy_map
     asked = batch.policy_batches if policies is None else policies
     unknown = sorted(set(asked) - set(policy_map))
@@ -91,7 +99,11 @@ def train_one_step(
                 continue
             policy = policy_map[policy_id]
             policy.on_global_var_update(workers.global_vars)
-            stats = policy.learn_on_minibatches(rows, num_sgd_iter, sgd_minibatch_size)
+            passes = policy.config.num_sgd_iter if num_sgd_iter is None else num_sgd_iter
+            size = sgd_minibatch_size
+            if size is None:
+                size = min(policy.config.sgd_minibatch_size, rows.count)
+            stats = policy.learn_on_minibatches(rows, passes, size)
             info[policy_id] = {"learner_stats": stats, "num_agent_steps_trained": rows.count}
     timer.push_units_processed(batch.count)
     metrics.counters["num_env_steps_trained"] += batch.env_steps()

@@ -147,7 +147,8 @@ class PolicyConfig(Settings):
     gamma: Fraction = 0.99
     """Discount per env step."""
     lr: Schedule = 3e-4
-    """Learning rate: a number, or a schedule [[env step, value], …], linear in between."""
+    """Learning rate: a number, or a schedule [[env step, value], …], linear in between (as a flag:
+    env step, value, env step, value …)."""
     adam_epsilon: Positive = 1e-5
     """Epsilon of the Adam optimizer."""
     grad_clip: Positive | None = 0.5

@@ -88,6 +88,10 @@ def env_creator_for(env: str | type | EnvCreator) -> EnvCreator:
         except gym.error.Error as error:
             if ":" not in env:
                 near = nearest(env, [*_CREATORS, *gym.registry])
+                near = near or (
+                    " One of your own is made known by flowrl.sampling.register_env(name, "
+                    "creator), for example in the plan file."
+                )
                 raise ConfigError(f"env: unknown environment {env!r}.{near}") from error
         except (ImportError, ValueError) as error:
             raise ConfigError(f"env: cannot find {env!r}: {error}") from error

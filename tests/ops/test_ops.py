@@ -189,3 +189,30 @@ def test_operators_refuse_wrong_settings():
         ConcatBatches(float("nan"))
     with pytest.raises(ValueError, match="max_policy_lag"):
         ParallelRollouts(workers, mode="raw", max_policy_lag=2)
+
+
+def test_passes_and_minibatches_are_the_policys_own_unless_given(workers, monkeypatch):
+    policy = workers.local_worker().policy
+    policy.config = policy.config.updated(num_sgd_iter=3, sgd_minibatch_size=4)
+    calls = []
+    monkeypatch.setattr(
+        policy,
+        "learn_on_minibatches",
+        lambda rows, passes, size: calls.append((passes, size)) or {},
+    )
+    with metrics_scope(MetricsContext()):
+        TrainOneStep(workers)(rows(10))
+        TrainOneStep(workers)(rows(2))  # smaller than the setting: one update of the whole
+        TrainOneStep(workers, num_sgd_iter=1, sgd_minibatch_size=0)(rows(10))
+    assert calls == [(3, 4), (3, 2), (1, 0)]
+    assert repr(TrainOneStep(workers)) == "TrainOneStep()"
+    assert repr(TrainOneStep(workers, num_sgd_iter=2)) == "TrainOneStep(num_sgd_iter=2)"
+
+
+def test_an_operator_that_forgot_to_return_is_spoken_of(workers):
+    for operator in (ConcatBatches(10), TrainOneStep(workers)):
+        with (
+            pytest.raises(TypeError, match="return what it was given"),
+            metrics_scope(MetricsContext()),
+        ):
+            operator(None)
