@@ -65,7 +65,7 @@ def test_train_evaluate_resume(capsys, tmp_path):
 
 
 def test_a_run_without_a_seed_can_be_repeated(capsys, tmp_path):
-    code, out, _ = run(capsys, "train", "ppo", "--run-dir", "r", *SHORT)
+    code, _, _ = run(capsys, "train", "ppo", "--run-dir", "r", *SHORT)
     assert code == 0
     seed = json.loads((tmp_path / "r/config.json").read_text())["seed"]
     assert f"--seed {seed}" in (tmp_path / "r/command.txt").read_text()

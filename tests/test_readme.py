@@ -30,18 +30,25 @@ def test_print_operators_and_laziness(capsys):
     assert capsys.readouterr().out == "I saw <class 'flowrl.data.sample_batch.SampleBatch'>\n"
 
 
-def test_from_python(capsys):
+def test_from_python(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     exec(PYTHON[2], {})
-    assert "'timesteps_total': 4000" in capsys.readouterr().out
+    assert "'training_iteration': 1" in capsys.readouterr().out
+    assert (tmp_path / "my_checkpoint/manifest.json").is_file()
+
+
+def test_an_environment_of_ones_own(capsys):
+    exec(PYTHON[3], {})
+    assert 0 < float(capsys.readouterr().out) <= 50
 
 
 def test_the_engine(capsys, ray_session):
-    exec(PYTHON[3], {})
+    exec(PYTHON[4], {})
     said = capsys.readouterr().out
     assert "[0, 16, 1, 25]\n[-10, -5, -4, 2, 3, 5, 10]\n" in said
     assert "gather_async" in said
     assert "busy" in said
-    exec(PYTHON[4], {})
+    exec(PYTHON[5], {})
     assert capsys.readouterr().out == "[0, 2, 4]\n"
 
 
