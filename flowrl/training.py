@@ -10,8 +10,6 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -120,14 +118,16 @@ def train(
                 return 1
         else:
             run.describe(config, command, tree, plan_path(config.plan), asdict(stop))
-        with stopped_by_signals():
-            return _loop(algorithm, stop, run, command)
+        with Signals() as signals:
+            return _loop(algorithm, stop, run, command, signals)
     finally:
         algorithm.stop()
         run.close()
 
 
-def _loop(algorithm: Any, stop: Stop, run: RunDirectory, command: list[str]) -> int:
+def _loop(
+    algorithm: Any, stop: Stop, run: RunDirectory, command: list[str], signals: Signals
+) -> int:
     window = algorithm.config.metrics_num_episodes_for_smoothing
     live = LiveLine(stop)
     started = saved = time.perf_counter()
@@ -140,7 +140,13 @@ def _loop(algorithm: Any, stop: Stop, run: RunDirectory, command: list[str]) -> 
         print(f"starting {algorithm.config.num_workers} workers …", flush=True)
     try:
         while reached is None:
-            result = algorithm.train()
+            signals.raise_what_came()
+            signals.armed = True
+            try:
+                result = algorithm.train()
+            finally:
+                signals.armed = False
+            live.add(result)
             run.write(result)
             live.show(result)
             now = time.perf_counter()
@@ -179,30 +185,42 @@ def _failed(
     return 1
 
 
-@contextmanager
-def stopped_by_signals() -> Iterator[None]:
+class Signals:
     """SIGTERM and the first Ctrl-C stop the run, which leaves a checkpoint; a later Ctrl-C leaves
-    at once."""
-    first: list[float] = []
+    at once.
 
-    def interrupted(*_: Any) -> None:
-        if first and time.monotonic() - first[0] < HURRIED_S:
+    They raise while `armed`, in training alone: raised in the middle of writing a file, or of a
+    thread's lock, they could leave either in half.
+    """
+
+    def __init__(self) -> None:
+        self.armed = False
+        self._came: list[tuple[int, float]] = []
+        self._before: dict[int, Any] = {}
+
+    def _handle(self, number: int, _: Any) -> None:
+        now = time.monotonic()
+        if self._came and now - self._came[0][1] < HURRIED_S:
             return
-        first.append(time.monotonic())
-        raise KeyboardInterrupt
+        self._came.append((number, now))
+        if self.armed or len(self._came) > 1:
+            self.raise_what_came()
 
-    def terminated(*_: Any) -> None:
-        raise SystemExit(143)  # Ray's own handler exits in the same way
+    def raise_what_came(self) -> None:
+        """Stop if a signal came: what it raised may have been lost, as in a destructor."""
+        if self._came:
+            # Ray's own handler of SIGTERM exits in the same way
+            terminated = self._came[0][0] == signal.SIGTERM
+            raise SystemExit(143) if terminated else KeyboardInterrupt
 
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handlers = {signal.SIGINT: interrupted, signal.SIGTERM: terminated}
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
+    def __enter__(self) -> Signals:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._before.items():
             signal.signal(number, handler)
 
 
@@ -244,9 +262,13 @@ class LiveLine:
         self._recent: deque[tuple[float, int]] = deque(maxlen=RECENT)
         self._status: Any = None
 
+    def add(self, result: dict[str, Any]) -> None:
+        """Take note of a result."""
+        self._recent.append((time.perf_counter(), result["timesteps_total"]))
+
     def show(self, result: dict[str, Any]) -> None:
+        """Draw the line again, if it is time."""
         now = time.perf_counter()
-        self._recent.append((now, result["timesteps_total"]))
         pause = LIVE_SECONDS if self._terminal else PLAIN_SECONDS
         if now - self._shown < pause:
             return
@@ -287,5 +309,5 @@ class LiveLine:
     def finish(self, result: dict[str, Any] | None = None) -> None:
         if self._status is not None:
             self._status.stop()
-        if result is not None and (text := self._line(result)) != self._last:
+        if result is not None and self._recent and (text := self._line(result)) != self._last:
             print(text)
