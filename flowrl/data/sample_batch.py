@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import optree
 
+from flowrl.data.windows import Windows
+
 DEFAULT_POLICY_ID = "default_policy"
 
 _ALIASES = {"next_obs": "new_obs"}
@@ -107,7 +109,7 @@ class SampleBatch(dict[str, Any]):
     def _check_lengths(self) -> None:
         lengths = {
             name: len(leaf)
-            for name, column in self.items()
+            for name, column in self.stored()
             if not name.startswith(_PER_SEQUENCE)
             for leaf in _leaves(column)
         }
@@ -125,7 +127,7 @@ class SampleBatch(dict[str, Any]):
         """Rows, padding not counted."""
         if self.SEQ_LENS in self:
             return int(np.sum(self[self.SEQ_LENS]))
-        for column in self.values():
+        for _, column in self.stored():
             for leaf in _leaves(column):
                 return len(leaf)
         return 0
@@ -146,13 +148,14 @@ class SampleBatch(dict[str, Any]):
 
     def size_bytes(self) -> int:
         """Bytes of the columns' arrays."""
-        return sum(leaf.nbytes for column in self.values() for leaf in _leaves(column))
+        return sum(leaf.nbytes for _, column in self.stored() for leaf in _leaves(column))
 
     # -- columns -------------------------------------------------------------------------------
 
     def __getitem__(self, key: str | slice | np.ndarray) -> Any:
         if isinstance(key, str):
-            return super().__getitem__(key)
+            column = super().__getitem__(key)
+            return np.asarray(column) if isinstance(column, Windows) else column
         if isinstance(key, slice):
             return self._rows(key)
         return self.take_rows(key)
@@ -182,10 +185,30 @@ class SampleBatch(dict[str, Any]):
         super().__setitem__(key, column)
 
     def _padded_count(self) -> int:
-        for name, column in self.items():
+        for name, column in self.stored():
             if not name.startswith(_PER_SEQUENCE):
                 return len(_leaves(column)[0])
         return 0
+
+    def stored(self) -> Iterator[tuple[str, Any]]:
+        """The columns as they lie in memory: some may be `Windows`, which read as arrays."""
+        return iter(super().items())
+
+    def __iter__(self) -> Iterator[str]:
+        return super().__iter__()  # with one of its own, dict(batch) reads columns as we do
+
+    def items(self) -> Any:
+        """(name, column) pairs."""
+        return [(name, self[name]) for name in self]
+
+    def values(self) -> Any:
+        """The columns."""
+        return [self[name] for name in self]
+
+    def pop(self, key: str, *default: Any) -> Any:
+        """The column, taken out of the batch."""
+        column = super().pop(key, *default)
+        return np.asarray(column) if isinstance(column, Windows) else column
 
     def get(self, key: str, default: Any = None) -> Any:
         return self[key] if key in self else default
@@ -208,16 +231,17 @@ class SampleBatch(dict[str, Any]):
 
     def without_columns(self, *names: str) -> SampleBatch:
         """A new batch without these columns; the others are shared."""
-        return SampleBatch._of({k: v for k, v in self.items() if k not in names}, like=self)
+        return SampleBatch._of({k: v for k, v in self.stored() if k not in names}, like=self)
 
     def copy(self, shallow: bool = False) -> SampleBatch:
         """A new batch; its arrays are copies unless `shallow`."""
-        columns = dict(self) if shallow else {k: _map(np.copy, v) for k, v in self.items()}
+        shared = dict(self.stored())
+        columns = shared if shallow else {k: _map(np.copy, v) for k, v in self.items()}
         return SampleBatch._of(columns, like=self)
 
     def isolated(self) -> SampleBatch:
         """A shallow copy whose arrays are read-only views: a reader's own."""
-        return SampleBatch._of({k: _map(_read_only, v) for k, v in self.items()}, like=self)
+        return SampleBatch._of({k: _map(_read_only, v) for k, v in self.stored()}, like=self)
 
     # -- rows ----------------------------------------------------------------------------------
 
@@ -244,7 +268,7 @@ class SampleBatch(dict[str, Any]):
             return leaf[sequences]
 
         columns = {}
-        for name, column in self.items():
+        for name, column in self.stored():
             per_sequence = sequences is not None and name.startswith(_PER_SEQUENCE)
             columns[name] = _map(pick if per_sequence else fn, column)
         return SampleBatch._of(columns, like=self)
@@ -261,9 +285,10 @@ class SampleBatch(dict[str, Any]):
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Every row as a dict."""
+        columns = self.items()
         for i in range(self.count):
             row = operator.itemgetter(i)
-            yield {name: _map(row, column) for name, column in self.items()}
+            yield {name: _map(row, column) for name, column in columns}
 
     def shuffle(self, rng: np.random.Generator | None = None) -> SampleBatch:
         """A new batch with the rows in random order, the same for every column.
@@ -358,9 +383,13 @@ class SampleBatch(dict[str, Any]):
                 raise ValueError(f"batches to be concatenated differ in the columns {odd}")
             if (other.zero_padded, other.max_seq_len) != (first.zero_padded, first.max_seq_len):
                 raise ValueError("batches to be concatenated differ in zero padding")
-        columns = {}
+        columns: dict[str, Any] = {}
         for name in first:
-            parts = [batch[name] for batch in full]
+            stored = [dict.__getitem__(batch, name) for batch in full]
+            if all(isinstance(part, Windows) for part in stored):
+                columns[name] = Windows.concat(stored)
+                continue
+            parts: list[Any] = [batch[name] for batch in full]
             columns[name] = (
                 np.concatenate(parts)
                 if isinstance(parts[0], np.ndarray)
@@ -387,7 +416,7 @@ class SampleBatch(dict[str, Any]):
 
     def __reduce__(self) -> Any:
         state = (self.sources, self.zero_padded, self.max_seq_len)
-        return _restore, (dict(self), state)
+        return _restore, (_parted(dict(self.stored())), state)
 
     def __eq__(self, other: object) -> bool:
         return self is other
@@ -399,7 +428,33 @@ class SampleBatch(dict[str, Any]):
         return "{ " + lines + "\n}"
 
 
+class _Lead:
+    """In a pickle, for a column that is the first rows of another one's base."""
+
+    def __init__(self, of: str, rows: int):
+        self.of = of
+        self.rows = rows
+
+
+def _parted(columns: dict[str, Any]) -> dict[str, Any]:
+    """The columns with none stored twice."""
+    bases = {name: c.base for name, c in columns.items() if isinstance(c, Windows)}
+    for name, column in columns.items():
+        for of, base in bases.items():
+            if isinstance(column, np.ndarray) and column.base is base and _leads(column, base):
+                columns[name] = _Lead(of, len(column))
+    return columns
+
+
+def _leads(column: np.ndarray, base: np.ndarray) -> bool:
+    same_start = column.__array_interface__["data"] == base.__array_interface__["data"]
+    return same_start and column.shape[1:] == base.shape[1:] and column.strides == base.strides
+
+
 def _restore(columns: dict[str, Any], state: tuple[Any, ...]) -> SampleBatch:
+    for name, column in columns.items():
+        if isinstance(column, _Lead):
+            columns[name] = columns[column.of].base[: column.rows]
     batch = SampleBatch._of(columns)
     batch.sources, batch.zero_padded, batch.max_seq_len = state
     return batch

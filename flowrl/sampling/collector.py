@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flowrl.data import SampleBatch
+from flowrl.data.windows import Windows
 from flowrl.policies.config import ConfigError
 from flowrl.policies.policy import Policy
 from flowrl.sampling.envs import Stepper
@@ -195,8 +196,7 @@ class ColumnarCollector:
         dones = self._terminateds | self._truncateds
         steps_done = self._derive_steps(dones, real)
         self._record_episodes(dones, steps_done)
-        columns: dict[str, np.ndarray] = {
-            "obs": self._obs[:-1],
+        made: dict[str, np.ndarray] = {
             **self._extra,
             "rewards": self._rewards,
             "terminateds": self._terminateds,
@@ -205,21 +205,42 @@ class ColumnarCollector:
             "t": steps_done - 1,
         }
         if policy.reward_scaler is not None:
-            columns["rewards"] = policy.reward_scaler(self._rewards, dones)
-        if "vf_preds" in columns:
-            following = {"next_values": self._next_values(ends), "dones": dones}
-            columns.update(policy.postprocess_fragment({**columns, **following}))
-        else:
-            columns.update(policy.postprocess_fragment({**columns, "dones": dones}))
-        after = self._obs[1:].copy()
-        after[ends.steps, ends.envs] = ends.final
-        columns["new_obs"] = after
+            made["rewards"] = policy.reward_scaler(self._rewards, dones)
+        told = {"obs": self._obs[:-1], **made, "dones": dones}
+        if "vf_preds" in made:
+            told["next_values"] = self._next_values(ends)
+        made.update(policy.postprocess_fragment(told))
         order = None if real is None else _order_by_env(real)
-        rows = {name: _by_env(column, order) for name, column in columns.items()}
+        rows: dict[str, Any] = self._observations(ends, dones, order)
+        rows.update({name: _by_env(column, order) for name, column in made.items()})
         if self._collect_infos:
-            told = np.array([step or [{}] * dones.shape[1] for step in infos], dtype=object)
-            rows["infos"] = _by_env(told, order)
+            each = [step or [{}] * dones.shape[1] for step in infos]
+            rows["infos"] = _by_env(np.array(each, dtype=object), order)
         return SampleBatch._of(rows)
+
+    def _observations(
+        self, ends: Ends, dones: np.ndarray, order: np.ndarray | None
+    ) -> dict[str, Any]:
+        """`obs` and `new_obs`, which repeats it but for the last observation of each segment: each
+        is stored once, and `new_obs` made when it is read."""
+        if order is not None:
+            after = self._obs[1:].copy()
+            after[ends.steps, ends.envs] = ends.final
+            return {"obs": _by_env(self._obs[:-1], order), "new_obs": _by_env(after, order)}
+        steps, envs = dones.shape
+        last = dones.T.copy()
+        last[:, -1] = True
+        cuts = np.flatnonzero(last)  # rows, environment by environment, that end a segment
+        count = steps * envs
+        base = np.empty((count + len(cuts), *self._obs.shape[2:]), self._obs.dtype)
+        base[:count].reshape(envs, steps, *base.shape[1:])[:] = np.swapaxes(self._obs[:-1], 0, 1)
+        tail = base[count:]
+        tail[np.searchsorted(cuts, np.arange(1, envs + 1) * steps - 1)] = self._obs[-1]
+        tail[np.searchsorted(cuts, ends.envs * steps + ends.steps)] = ends.final
+        base.flags.writeable = False  # two columns share it
+        following = np.arange(1, count + 1)
+        following[cuts] = np.arange(count, count + len(cuts))
+        return {"obs": base[:count], "new_obs": Windows(base, following)}
 
     def _check_finite(self, ends: Ends) -> None:
         """One that is not finite would spread: into filters, advantages, weights."""

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
 from flowrl.data import MultiAgentBatch, SampleBatch, concat_samples
+from flowrl.data.windows import NOTHING, Windows
 
 
 def batch_of(n, start=0):
@@ -138,3 +140,66 @@ def test_multi_agent():
     alone = batch_of(2).as_multi_agent()
     assert MultiAgentBatch.wrap_as_needed(alone.policy_batches, 2)["actions"].tolist() == [0, 1]
     assert isinstance(MultiAgentBatch.wrap_as_needed({"x": batch_of(1)}, 1), MultiAgentBatch)
+
+
+@given(st.data())
+def test_windows_read_as_the_array_that_they_stand_for(data):
+    base = np.arange(24.0).reshape(8, 3)
+    shape = data.draw(st.sampled_from([(5,), (5, 2)]))
+    index = data.draw(arrays(np.int64, shape, elements=st.integers(-1, 7)))
+    plain = np.where((index == NOTHING)[..., None], 0.0, base[index])
+    windows = Windows(base, index)
+    assert windows.shape == plain.shape
+    assert np.array_equal(windows, plain)
+    assert np.array_equal(windows[1:4], plain[1:4])
+    assert np.array_equal(windows[2], plain[2])
+    assert np.array_equal(windows[-1], plain[-1])
+    rows = np.array([3, 0, 3])
+    assert np.array_equal(windows[rows], plain[rows])
+    both = Windows.concat([windows, Windows(base + 100, index)[rows]])
+    expected = np.where((index == NOTHING)[..., None], 0.0, (base + 100)[index])[rows]
+    assert np.array_equal(both, np.concatenate([plain, expected]))
+    assert np.array_equal(both[rows], plain[rows])
+
+
+def shifted(n=6):
+    base = np.arange(n + 1.0)
+    base.flags.writeable = False
+    return SampleBatch(obs=base[:n], new_obs=Windows(base, np.arange(1, n + 1)), x=np.zeros(n))
+
+
+def test_a_batch_reads_windows_as_arrays():
+    batch = shifted()
+    for columns in (dict(batch), dict(batch.items()), {**batch}):
+        assert all(type(column) is np.ndarray for column in columns.values())
+    assert batch["new_obs"].tolist() == [1, 2, 3, 4, 5, 6]
+    assert batch["next_obs"].tolist() == [1, 2, 3, 4, 5, 6]
+    assert batch[2:4]["new_obs"].tolist() == [3, 4]
+    assert batch.take_rows(np.array([5, 0]))["new_obs"].tolist() == [6, 1]
+    joined = SampleBatch.concat_samples([batch, batch[:2]])
+    assert joined["new_obs"].tolist() == [1, 2, 3, 4, 5, 6, 1, 2]
+    assert [row["new_obs"] for row in batch.rows()] == [1, 2, 3, 4, 5, 6]
+    assert type(batch.pop("new_obs")) is np.ndarray
+    assert "new_obs" not in batch
+    assert "new_obs" in repr(shifted())
+
+
+def test_what_is_read_from_windows_is_the_readers_own():
+    batch = shifted()
+    batch["new_obs"][:] = -1
+    assert batch["new_obs"].tolist() == [1, 2, 3, 4, 5, 6]
+    assert batch["obs"].tolist() == [0, 1, 2, 3, 4, 5]
+    with pytest.raises(ValueError, match="read-only"):
+        batch["obs"][0] = 7
+
+
+def test_a_pickled_batch_holds_shared_rows_once():
+    big = np.zeros((100, 1000))
+    big.flags.writeable = False
+    batch = SampleBatch(obs=big[:99], new_obs=Windows(big, np.arange(1, 100)))
+    data = pickle.dumps(batch)
+    assert len(data) < 1.1 * big.nbytes
+    back = pickle.loads(data)
+    assert back["obs"].shape == back["new_obs"].shape == (99, 1000)
+    assert pickle.loads(pickle.dumps(shifted()[1:3]))["new_obs"].tolist() == [2, 3]
+    assert pickle.loads(pickle.dumps(shifted()[1:3]))["obs"].tolist() == [1, 2]

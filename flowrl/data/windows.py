@@ -1,0 +1,93 @@
+"""Windows: a column that is stored as positions in another array, and read as an array.
+
+Views of a trajectory (the next observation, the last four frames) repeat what is stored already.
+A Windows column keeps each stored row once and makes the array when somebody reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+NOTHING = -1  # the position that stands for zeros
+
+
+class Windows:
+    """Rows of an array by position: `np.asarray(windows)` is base[index], zeros at NOTHING.
+
+    Slices and arrays of row numbers give Windows on the same base; every reading a new array.
+
+    Args:
+        base: the stored rows [m, …]. Not copied: it must not change any more.
+        index: positions [rows] or [rows, k] in it, or NOTHING.
+    """
+
+    def __init__(self, base: np.ndarray, index: np.ndarray):
+        self._bases: list[np.ndarray] = [base]
+        self.index = index
+
+    @property
+    def base(self) -> np.ndarray:
+        """The stored rows."""
+        if len(self._bases) > 1:
+            self._bases = [np.concatenate(self._bases)]
+        return self._bases[0]
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self._bases[0].dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.index.shape, *self._bases[0].shape[1:])
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are stored, not those of the array that is read."""
+        return self.index.nbytes + sum(base.nbytes for base in self._bases)
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, rows: Any) -> Any:
+        if isinstance(rows, (int, np.integer)):
+            return np.asarray(self[rows : rows + 1 or None])[0]
+        part = Windows(self._bases[0], self.index[rows])
+        part._bases = self._bases
+        return part
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        if copy is False:
+            raise ValueError("Windows are copied when they are read")
+        nothing = self.index == NOTHING
+        array = self.base.take(self.index, 0, mode="clip")
+        if nothing.any():
+            array[nothing] = 0
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def __reduce__(self) -> Any:
+        return Windows, (self.base, self.index)
+
+    def __repr__(self) -> str:
+        return f"Windows(shape={self.shape}, dtype={self.dtype})"
+
+    @staticmethod
+    def concat(parts: Sequence[Windows]) -> Windows:
+        """The rows of all; nothing is copied but positions."""
+        bases: list[np.ndarray] = []
+        indices = []
+        offset = 0
+        for part in parts:
+            shifted = part.index + offset
+            indices.append(np.where(part.index == NOTHING, NOTHING, shifted))
+            bases += part._bases
+            offset += sum(len(base) for base in part._bases)
+        joined = Windows(bases[0], np.concatenate(indices))
+        joined._bases = bases
+        return joined
