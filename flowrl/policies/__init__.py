@@ -7,8 +7,16 @@ from typing import Any
 
 from flowrl.policies.config import ConfigError, ModelConfig, PolicyConfig
 from flowrl.policies.policy import Policy
+from flowrl.policies.view_requirement import ViewRequirement
 
-__all__ = ["ConfigError", "ModelConfig", "Policy", "PolicyConfig", "TorchPolicy"]
+__all__ = [
+    "ConfigError",
+    "ModelConfig",
+    "Policy",
+    "PolicyConfig",
+    "TorchPolicy",
+    "ViewRequirement",
+]
 
 
 def __getattr__(name: str) -> Any:

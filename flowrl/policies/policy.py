@@ -11,6 +11,7 @@ from gymnasium import spaces
 from flowrl.data import SampleBatch
 from flowrl.policies.config import ConfigError, PolicyConfig
 from flowrl.policies.filters import ObservationFilter, RewardScaler
+from flowrl.policies.view_requirement import ViewRequirement
 from flowrl.seeding import random_stream, restore_stream, stream_state
 
 
@@ -25,6 +26,8 @@ class Policy:
         config: settings; a mapping is merged over the defaults of `config_class`.
 
     Attributes:
+        view_requirements: view name -> ViewRequirement. What batches show of the trajectory
+            besides the columns as they are; may be changed, from the next fragment on.
         version: grows with every change of the weights.
         observation_filter, reward_scaler: running normalisation, None where it is off.
     """
@@ -39,6 +42,9 @@ class Policy:
             if isinstance(config, self.config_class)
             else self.config_class(**dict(config.items()))
         )
+        self.view_requirements: dict[str, ViewRequirement] = {
+            "obs": ViewRequirement(space=observation_space)
+        }
         self.version = 0
         self.timestep = 0
         self.rng = random_stream(self.config.seed, "policy", "actions")
@@ -66,6 +72,16 @@ class Policy:
             such as `action_logp` and `vf_preds`.
         """
         raise NotImplementedError
+
+    def compute_actions_from_input_dict(
+        self, input_dict: dict[str, Any], explore: bool = True
+    ) -> tuple[np.ndarray, list[np.ndarray], dict[str, np.ndarray]]:
+        """Like `compute_actions`, from every view that is known by then, [B, …] each."""
+        return self.compute_actions(input_dict["obs"], explore=explore)
+
+    def compute_values_from_input_dict(self, input_dict: dict[str, Any]) -> np.ndarray | None:
+        """Like `compute_values`, from every view that is known by then, [B, …] each."""
+        return self.compute_values(input_dict["obs"])
 
     def compute_values(self, obs_batch: np.ndarray) -> np.ndarray | None:
         """Values [B] of observations [B, …]; None for a policy without a value function."""
@@ -102,6 +118,33 @@ class Policy:
         that each step led to, 0 where it terminated; only if `compute_values` gives values.
         """
         return {}
+
+    def postprocess_trajectory(
+        self,
+        sample_batch: SampleBatch,
+        other_agent_batches: dict[Any, Any] | None = None,
+        episode: Any = None,
+    ) -> SampleBatch:
+        """The rows of one episode's part of a fragment, as they shall be trained on.
+
+        Called at the end of each fragment and of each episode, never with rows of two. By default
+        it adds what `postprocess_fragment` gives. Where a subclass overrides it, each part is
+        handed to it apart (`super()` adds the columns); it gives a new batch, with the same new
+        columns each time. The batch also has the column `next_values` (see
+        `postprocess_fragment`), which is taken off afterwards.
+
+        Args:
+            sample_batch: columns [rows, …], in order of time; arrays are read-only.
+            other_agent_batches: of the other agents in the episode; None where there are none.
+            episode: the episode, where the sampler keeps a record of it.
+        """
+        columns = {
+            name: column[:, None]
+            for name, column in sample_batch.items()
+            if isinstance(column, np.ndarray) and len(column) == sample_batch.count
+        }
+        made = self.postprocess_fragment({**columns, "dones": sample_batch["dones"][:, None]})
+        return sample_batch.with_columns(**{name: column[:, 0] for name, column in made.items()})
 
     def learn_on_batch(self, batch: SampleBatch) -> dict[str, float]:
         """One update from all the rows; returns statistics."""

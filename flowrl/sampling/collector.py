@@ -6,6 +6,7 @@ ids, step numbers, returns, advantages) is computed for the whole fragment after
 
 from __future__ import annotations
 
+import itertools
 import time
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,7 +18,9 @@ from flowrl.data.windows import Windows
 from flowrl.policies.config import ConfigError
 from flowrl.policies.policy import Policy
 from flowrl.sampling.envs import Stepper
+from flowrl.sampling.views import TrajectoryViews, wanted_views
 
+ALWAYS = ("rewards", "dones", "terminateds", "truncateds")  # in every train batch
 IDS_PER_WORKER = 1 << 40  # episode and unroll ids of different workers never meet,
 IDS_PER_INCARNATION = 1 << 30  # nor those of a worker and of the one that replaces it
 
@@ -89,6 +92,7 @@ class ColumnarCollector:
         # glibc maps and unmaps large blocks anew each time, at a page fault per 4 KiB, until one
         # larger has been freed: a fragment's columns then come from memory that is there already.
         np.empty(16 << 20, np.uint8)
+        self._views: TrajectoryViews | None = None  # where the policy wants more than columns
         self._episode_ids = np.zeros(envs, np.int64)
         self._carried_return = np.zeros(envs)
         self._carried_length = np.zeros(envs, np.int64)
@@ -106,7 +110,25 @@ class ColumnarCollector:
         self._next_episode += self.stepper.num_envs
         self._carried_return[:] = 0.0
         self._carried_length[:] = 0
+        if self._views is not None:
+            self._views.forget()
         self._open = True
+
+    def _prepare_views(self) -> None:
+        """The views as the policy wants them now: they may have changed since the last fragment."""
+        wanted = self.policy.view_requirements
+        if self._views is not None and self._views.requirements == wanted:
+            return
+        acting = [name for name, view in wanted.items() if view.known_for_actions(name)]
+        if acting == ["obs"] and not wanted_views(wanted):
+            self._views = None
+            return
+        space = self.policy.action_space
+        zeros = {name: np.zeros((), bool) for name in ("terminateds", "truncateds", "dones")}
+        zeros["rewards"] = np.zeros((), np.float32)
+        if space.shape is not None and space.dtype is not None:
+            zeros["actions"] = np.zeros(space.shape, space.dtype)
+        self._views = TrajectoryViews(wanted, self.length, self.stepper.num_envs, zeros)
 
     def collect(self) -> SampleBatch:
         """One fragment: length x num_envs rows, environment by environment, in order of time.
@@ -114,6 +136,7 @@ class ColumnarCollector:
         A foreign vector environment that resets in calls of their own gives fewer: its real rows.
         """
         started = time.perf_counter()
+        self._prepare_views()
         if self._open:
             self._raw[0] = self._raw[-1]
         else:
@@ -132,7 +155,9 @@ class ColumnarCollector:
         rewards, terminateds, truncateds = self._rewards, self._terminateds, self._truncateds
         terminateds[:] = False
         truncateds[:] = False
-        normalize = policy.observation_filter
+        normalize, views = policy.observation_filter, self._views
+        if views is not None:
+            views.begin(self._carried_length)
         ends: list[tuple[int, Any, Any]] = []
         real: np.ndarray | None = None
         infos: list[Any] = []
@@ -142,7 +167,12 @@ class ColumnarCollector:
         for t in range(self.length):
             if normalize is not None:
                 obs[t] = normalize(raw[t])
-            actions, _, extra = policy.compute_actions(obs[t])
+            if views is None:
+                actions, _, extra = policy.compute_actions(obs[t])
+            else:
+                views.record("obs", t, obs[t])
+                inputs = views.inputs_now(t, obs[t])
+                actions, _, extra = policy.compute_actions_from_input_dict(inputs)
             if t == 0:
                 self._allocate(actions, extra)
             columns = self._extra
@@ -164,11 +194,28 @@ class ColumnarCollector:
                 real[t, step.skipped] = False
             if self._collect_infos:
                 infos.append(step.infos)
+            if views is not None:
+                self._record_step(views, t)
+                views.step(step.ended, step.skipped)
         if normalize is not None:
             obs[-1] = normalize(raw[-1])
         self.timings["env_step_s"] += stepping
         self.timings["inference_s"] += clock() - began - stepping
         return self._joined(ends), real, infos
+
+    def _record_step(self, views: TrajectoryViews, t: int) -> None:
+        """Take down what a timestep gave, where a view shows it."""
+        given = {
+            **self._extra,
+            "rewards": self._rewards,
+            "terminateds": self._terminateds,
+            "truncateds": self._truncateds,
+        }
+        for name in views.sources:
+            if name in given:
+                views.record(name, t, given[name][t])
+            elif name == "dones":
+                views.record(name, t, self._terminateds[t] | self._truncateds[t])
 
     def _joined(self, ends: list[tuple[int, Any, Any]]) -> Ends:
         steps = [np.full(len(envs), t) for t, envs, _ in ends]
@@ -208,15 +255,42 @@ class ColumnarCollector:
             made["rewards"] = policy.reward_scaler(self._rewards, dones)
         told = {"obs": self._obs[:-1], **made, "dones": dones}
         if "vf_preds" in made:
-            told["next_values"] = self._next_values(ends)
-        made.update(policy.postprocess_fragment(told))
+            told["next_values"] = self._next_values(ends, steps_done)
+        apart = type(policy).postprocess_trajectory is not Policy.postprocess_trajectory
+        if not apart:
+            made.update(policy.postprocess_fragment(told))
+        elif "next_values" in told:
+            made["next_values"] = told["next_values"]
         order = None if real is None else _order_by_env(real)
         rows: dict[str, Any] = self._observations(ends, dones, order)
         rows.update({name: _by_env(column, order) for name, column in made.items()})
+        if self._views is not None:
+            last = self._last_observations(ends, dones)
+            columns = self._views.columns(last, steps_done - 1, dones)
+            kept = slice(None) if real is None else np.flatnonzero(real.T)
+            rows.update({name: column[kept] for name, column in columns.items()})
+            for name, view in self._views.requirements.items():
+                if not view.used_for_training and name not in ALWAYS:
+                    rows.pop(name, None)
         if self._collect_infos:
             each = [step or [{}] * dones.shape[1] for step in infos]
             rows["infos"] = _by_env(np.array(each, dtype=object), order)
-        return SampleBatch._of(rows)
+        batch = SampleBatch._of(rows)
+        return self._postprocess(batch) if apart else batch
+
+    def _postprocess(self, batch: SampleBatch) -> SampleBatch:
+        """Hand the rows of each segment to the policy."""
+        cuts = np.flatnonzero(np.diff(batch["unroll_id"])) + 1
+        parts = []
+        for begin, end in itertools.pairwise([0, *cuts.tolist(), batch.count]):
+            part = self.policy.postprocess_trajectory(batch[begin:end].isolated())
+            if not isinstance(part, SampleBatch):
+                raise TypeError(
+                    f"{type(self.policy).__name__}.postprocess_trajectory() must return the batch, "
+                    f"it returned a {type(part).__name__}"
+                )
+            parts.append(part)
+        return SampleBatch.concat_samples(parts).without_columns("next_values")
 
     def _observations(
         self, ends: Ends, dones: np.ndarray, order: np.ndarray | None
@@ -228,19 +302,23 @@ class ColumnarCollector:
             after[ends.steps, ends.envs] = ends.final
             return {"obs": _by_env(self._obs[:-1], order), "new_obs": _by_env(after, order)}
         steps, envs = dones.shape
-        last = dones.T.copy()
-        last[:, -1] = True
-        cuts = np.flatnonzero(last)  # rows, environment by environment, that end a segment
-        count = steps * envs
+        count, cuts = steps * envs, _cuts(dones)
         base = np.empty((count + len(cuts), *self._obs.shape[2:]), self._obs.dtype)
         base[:count].reshape(envs, steps, *base.shape[1:])[:] = np.swapaxes(self._obs[:-1], 0, 1)
-        tail = base[count:]
-        tail[np.searchsorted(cuts, np.arange(1, envs + 1) * steps - 1)] = self._obs[-1]
-        tail[np.searchsorted(cuts, ends.envs * steps + ends.steps)] = ends.final
+        base[count:] = self._last_observations(ends, dones)
         base.flags.writeable = False  # two columns share it
         following = np.arange(1, count + 1)
         following[cuts] = np.arange(count, count + len(cuts))
         return {"obs": base[:count], "new_obs": Windows(base, following)}
+
+    def _last_observations(self, ends: Ends, dones: np.ndarray) -> np.ndarray:
+        """What each segment led to, [segments, …], in the order of the rows."""
+        steps, envs = dones.shape
+        cuts = _cuts(dones)
+        last = np.empty((len(cuts), *self._obs.shape[2:]), self._obs.dtype)
+        last[np.searchsorted(cuts, np.arange(1, envs + 1) * steps - 1)] = self._obs[-1]
+        last[np.searchsorted(cuts, ends.envs * steps + ends.steps)] = ends.final
+        return last
 
     def _check_finite(self, ends: Ends) -> None:
         """One that is not finite would spread: into filters, advantages, weights."""
@@ -304,18 +382,34 @@ class ColumnarCollector:
         lengths = steps_done[steps, envs][order].tolist()
         self.episodes += map(_episode, zip(returns, lengths, envs[order].tolist(), strict=True))
 
-    def _next_values(self, ends: Ends) -> np.ndarray:
+    def _next_values(self, ends: Ends, steps_done: np.ndarray) -> np.ndarray:
         """Value of the state that each step led to, [T, N]; 0 where it terminated."""
         values = self._extra["vf_preds"]
         following = np.empty_like(values)
         following[:-1] = values[1:]
-        following[-1] = self.policy.compute_values(self._obs[-1])
+        if self._views is None:
+            following[-1] = self.policy.compute_values(self._obs[-1])
+        else:
+            inputs = self._views.inputs_now(self.length, self._obs[-1])
+            following[-1] = self.policy.compute_values_from_input_dict(inputs)
         cut = ~self._terminateds[ends.steps, ends.envs]
         if cut.any():
-            final_values = self.policy.compute_values(ends.final[cut])
-            following[ends.steps[cut], ends.envs[cut]] = final_values
+            steps, envs, final = ends.steps[cut], ends.envs[cut], ends.final[cut]
+            if self._views is None:
+                final_values = self.policy.compute_values(final)
+            else:
+                inputs = self._views.inputs(steps + 1, envs, steps_done[steps, envs], final)
+                final_values = self.policy.compute_values_from_input_dict(inputs)
+            following[steps, envs] = final_values
         following[self._terminateds] = 0.0
         return following
+
+
+def _cuts(dones: np.ndarray) -> np.ndarray:
+    """The rows, environment by environment, that end an episode or the fragment."""
+    last = dones.T.copy()
+    last[:, -1] = True
+    return np.flatnonzero(last)
 
 
 def _by_env(column: np.ndarray, order: np.ndarray | None) -> np.ndarray:

@@ -1,0 +1,227 @@
+"""Views of trajectories: the same at acting and at training, right at starts, cuts and ends."""
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium.spaces import Discrete
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowrl.algorithms import ppo
+from flowrl.data import SampleBatch
+from flowrl.data.windows import Windows
+from flowrl.policies import ConfigError, ViewRequirement
+from flowrl.sampling import RolloutWorker
+
+from .fakes import CountEnv, ObservedValue
+
+
+class Seeing(ObservedValue):
+    """Keeps what it is given to act on; its actions differ from step to step."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.seen = []
+
+    def compute_actions_from_input_dict(self, input_dict, explore=True):
+        self.seen.append({name: value.copy() for name, value in input_dict.items()})
+        n = len(next(iter(input_dict.values())))
+        actions = (len(self.seen) + np.arange(n)) % 2
+        return actions, [], {"vf_preds": np.arange(n, dtype=np.float32) + len(self.seen)}
+
+    def compute_values_from_input_dict(self, input_dict):
+        return np.zeros(len(next(iter(input_dict.values()))), np.float32)
+
+
+def worker(views, length=3, fragment=5, envs=2, **config):
+    made = RolloutWorker(
+        lambda context: CountEnv(length),
+        Seeing,
+        {"num_envs_per_worker": envs, "rollout_fragment_length": fragment, **config},
+    )
+    made.policy.view_requirements.update(views)
+    return made
+
+
+def expected(run, row, column, shift):
+    """What a view shows, found by looking through all rows of one environment's run."""
+    shape = run[0][column].shape
+    zero = np.zeros(shape, run[0][column].dtype)
+    mine = {r["t"]: r for r in run if r["eps_id"] == row["eps_id"]}
+    t = row["t"] + shift
+    if t < 0:
+        return mine[0]["obs"] if column == "obs" else zero
+    if shift <= 0:
+        return mine[t][column]
+    last = max(r["t"] for r in mine.values() if r["unroll_id"] == row["unroll_id"])
+    if t <= last:
+        return mine[t][column]
+    if column == "obs" and t == last + 1:
+        return mine[last]["new_obs"]
+    return zero
+
+
+SHIFTS = st.one_of(
+    st.integers(-4, 3),
+    st.lists(st.integers(-4, 3), min_size=1, max_size=3),
+    st.tuples(st.integers(-5, 0), st.integers(0, 3)).map(lambda ab: f"{ab[0]}:{ab[1]}"),
+)
+
+
+@given(
+    SHIFTS,
+    st.sampled_from(["obs", "actions", "rewards", "terminateds", "vf_preds"]),
+    st.integers(1, 6),
+    st.integers(1, 7),
+    st.integers(1, 2),
+)
+@settings(max_examples=60, deadline=None)
+def test_views_show_what_a_look_through_all_rows_finds(shift, column, length, fragment, envs):
+    w = worker({"view": ViewRequirement(column, shift=shift)}, length, fragment, envs)
+    if column == "vf_preds":
+        w.policy.view_requirements["view"].space = gym.spaces.Box(-1, 1, (), np.float32)
+    batches = [w.sample() for _ in range(4)]
+    joined = SampleBatch.concat_samples(batches)
+    view = w.policy.view_requirements["view"]
+    for env in range(envs):
+        run = [row for row in joined.rows() if row["env_id"] == env]
+        for row in run:
+            values = [expected(run, row, column, s) for s in view.shifts]
+            wanted = np.stack(values) if view.is_window else values[0]
+            assert np.array_equal(row["view"], wanted), (row, wanted)
+    assert joined["view"].dtype == joined[column].dtype
+
+
+@given(st.integers(-4, 0), st.integers(1, 6), st.integers(1, 7), st.integers(1, 3))
+@settings(max_examples=40, deadline=None)
+def test_acting_sees_what_training_sees(first, length, fragment, envs):
+    views = {
+        "obs": ViewRequirement("obs", shift=f"{first}:0"),
+        "prev_actions": ViewRequirement("actions", shift=-1),
+        "prev_rewards": ViewRequirement("rewards", shift=[-2, -1]),
+    }
+    w = worker(views, length, fragment, envs)
+    for number in range(3):
+        batch = w.sample()
+        seen = w.policy.seen[number * fragment : (number + 1) * fragment]
+        for name in views:
+            told = np.stack([inputs[name] for inputs in seen], 1)  # [N, T, …]
+            assert np.array_equal(told.reshape(-1, *told.shape[2:]), batch[name]), name
+        assert batch["new_obs"].shape == batch["obs"].shape
+        assert np.array_equal(batch["new_obs"][:, -1], batch["obs"][:, -1] + [0, 1])
+
+
+def test_the_example_of_a_view_added_after_construction():
+    action_space = Discrete(2)
+    rollout_worker = RolloutWorker(
+        env_creator=lambda _: gym.make("CartPole-v1"),
+        policy_config=ppo.DEFAULT_CONFIG,
+        policy_spec=ppo.PPOTorchPolicy,
+    )
+    policy = rollout_worker.policy_map["default_policy"]
+    policy.view_requirements["next_actions"] = ViewRequirement(
+        SampleBatch.ACTIONS, shift=1, space=action_space
+    )
+    batch = rollout_worker.sample()
+    assert "next_actions" in batch.data
+    following = np.append(batch["actions"][1:], 0)
+    ends = np.append(batch["eps_id"][1:] != batch["eps_id"][:-1], True)
+    assert np.array_equal(batch["next_actions"], np.where(ends, 0, following))
+    policy.learn_on_batch(batch)
+
+
+def test_views_may_come_change_and_go():
+    w = worker({}, length=10, fragment=4, envs=1)
+    plain = w.sample()
+    assert "view" not in plain
+    w.policy.view_requirements["view"] = ViewRequirement("rewards", shift="-2:-1")
+    # what was before the view is not known: zeros
+    assert w.sample()["view"].tolist() == [[0, 0], [0, 5], [5, 6], [6, 7]]
+    w.policy.view_requirements["view"] = ViewRequirement("rewards", shift=1)
+    assert w.sample()["view"].tolist() == [10, 0, 2, 0]
+    del w.policy.view_requirements["view"]
+    assert "view" not in w.sample()
+
+
+def test_what_is_not_for_training_stays_away():
+    views = {
+        "new_obs": ViewRequirement("obs", shift=1, used_for_training=False),
+        "rewards": ViewRequirement(used_for_training=False),  # these always stay
+    }
+    batch = worker(views).sample()
+    assert "new_obs" not in batch
+    assert "rewards" in batch
+
+
+def test_no_window_reaches_into_another_episode_or_shares_memory():
+    views = {"window": ViewRequirement("obs", shift="-6:6")}
+    w = worker(views, length=4, fragment=11, envs=3)
+    for _ in range(3):
+        batch = w.sample()
+        for row in batch.rows():
+            episodes = set(row["window"][row["window"].any(1)][:, 0].tolist())
+            assert episodes <= {row["obs"][0], 0.0}
+        window = batch["window"]
+        window[:] = -1
+        assert not (batch["window"] == -1).all()
+        assert not (batch["obs"] == -1).any()
+
+
+def test_a_stored_frame_is_stored_once():
+    class Frames(gym.Env):
+        observation_space = gym.spaces.Box(0, 255, (84, 84), np.uint8)
+        action_space = Discrete(2)
+
+        def reset(self, *, seed=None, options=None):
+            super().reset(seed=seed)
+            return np.zeros((84, 84), np.uint8), {}
+
+        def step(self, action):
+            return np.full((84, 84), 1, np.uint8), 0.0, False, False, {}
+
+    w = RolloutWorker(lambda context: Frames(), Seeing, {"rollout_fragment_length": 50})
+    w.policy.view_requirements["obs"] = ViewRequirement("obs", shift="-3:0")
+    batch = w.sample()
+    assert batch["obs"].shape == batch["new_obs"].shape == (50, 4, 84, 84)
+    stored = dict(batch.stored())
+    assert isinstance(stored["obs"], Windows)
+    assert stored["obs"].base is stored["new_obs"].base
+    # 50 frames, the final one, and the lookback of 3
+    assert len(stored["obs"].base) == 50 + 1 + 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"shift": "5"}, "range"),
+        ({"shift": "3:1"}, "range"),
+        ({"shift": "0:4:0"}, "range"),
+        ({"shift": []}, "list of ints"),
+        ({"shift": [0.5]}, "list of ints"),
+        ({"shift": True}, "shift"),
+        ({"shift": 1.5}, "shift"),
+        ({"data_col": 3}, "column's name"),
+    ],
+)
+def test_malformed_views_are_refused(arguments, said):
+    with pytest.raises(ConfigError, match=said):
+        ViewRequirement(**arguments)
+
+
+def test_views_that_cannot_be_are_refused_by_name():
+    with pytest.raises(ConfigError, match=r"'next'.*not known when"):
+        worker(
+            {"next": ViewRequirement("actions", shift=1, used_for_compute_actions=True)}
+        ).sample()
+    with pytest.raises(ConfigError, match="'nothing'"):
+        worker({"odd": ViewRequirement("nothing", shift=1)}).sample()
+
+
+def test_a_view_says_what_it_is():
+    view = ViewRequirement("actions", Discrete(2), shift="-5:-1:2", used_for_training=False)
+    assert view.shifts == (-5, -3, -1)
+    assert repr(view) == (
+        "ViewRequirement(data_col='actions', shift='-5:-1:2', space=Discrete(2), "
+        "used_for_training=False)"
+    )
+    assert repr(ViewRequirement.from_dict(view.to_dict(), Discrete(2))) == repr(view)
