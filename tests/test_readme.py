@@ -42,13 +42,18 @@ def test_an_environment_of_ones_own(capsys):
     assert 0 < float(capsys.readouterr().out) <= 50
 
 
-def test_the_engine(capsys, ray_session):
+def test_views(capsys):
     exec(PYTHON[4], {})
+    assert capsys.readouterr().out == "(200,) (200, 4, 4)\n"
+
+
+def test_the_engine(capsys, ray_session):
+    exec(PYTHON[5], {})
     said = capsys.readouterr().out
     assert "[0, 16, 1, 25]\n[-10, -5, -4, 2, 3, 5, 10]\n" in said
     assert "gather_async" in said
     assert "busy" in said
-    exec(PYTHON[5], {})
+    exec(PYTHON[6], {})
     assert capsys.readouterr().out == "[0, 2, 4]\n"
 
 
