@@ -262,7 +262,9 @@ class ColumnarCollector:
         elif "next_values" in told:
             made["next_values"] = told["next_values"]
         order = None if real is None else _order_by_env(real)
-        rows: dict[str, Any] = self._observations(ends, dones, order)
+        rows: dict[str, Any] = {}
+        if self._views is None or not self._views.replace_observations:
+            rows = self._observations(ends, dones, order)
         rows.update({name: _by_env(column, order) for name, column in made.items()})
         if self._views is not None:
             last = self._last_observations(ends, dones)

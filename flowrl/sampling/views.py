@@ -6,6 +6,7 @@ the end of the fragment before. A position may stand for nothing: see `ViewRequi
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -98,7 +99,22 @@ class TrajectoryViews:
 
     def inputs_now(self, t: int, current: np.ndarray) -> dict[str, Any]:
         """The input of action computation at timestep t, for all environments: [N, …]."""
-        return self.inputs(np.full(len(self._envs), t), self._envs, self._age, current)
+        made: dict[str, Any] = {}
+        for name, view in self._for_actions.items():
+            history = self._history.get(view.source)
+            if history is None or t == self._length:
+                return self.inputs(np.full(len(self._envs), t), self._envs, self._age, current)
+            shown = history[view.rows(self.lookback + t)]  # [k, N, …]
+            made[name] = array = shown.swapaxes(0, 1).copy()
+            reach = np.minimum(self._age, t + self._known[view.source])
+            for env in np.flatnonzero(reach < -min(view.shifts)).tolist():
+                first = history[self.lookback + t - reach[env], env]
+                for i, shift in enumerate(view.shifts):
+                    if -shift > reach[env]:
+                        array[env, i] = first if view.source == "obs" else 0
+            if not view.is_window:
+                made[name] = array[:, 0]
+        return made
 
     def inputs(
         self, times: np.ndarray, envs: np.ndarray, ages: np.ndarray, current: np.ndarray
@@ -153,6 +169,11 @@ class TrajectoryViews:
 
     # -- when it is whole --------------------------------------------------------------------------
 
+    @property
+    def replace_observations(self) -> bool:
+        """Whether views stand for both `obs` and `new_obs`."""
+        return {"obs", "new_obs"} <= set(self._for_training)
+
     def columns(self, observed: np.ndarray, t: np.ndarray, dones: np.ndarray) -> dict[str, Any]:
         """The views for training, rows environment by environment: Windows [N * T, …].
 
@@ -201,10 +222,13 @@ class TrajectoryViews:
         the segments after them."""
         if source not in self._history:
             raise ConfigError(f"no column {source!r} to make a view of: it is not collected")
-        rows = self.lookback + self._length
-        history = self._history[source][:rows]
-        flat = np.swapaxes(history, 0, 1).reshape(-1, *history.shape[2:])
-        base = np.concatenate([flat, observed]) if source == "obs" else np.array(flat)
+        history = self._history[source]
+        rows, envs = history.shape[:2]
+        extra = len(observed) if source == "obs" else 0
+        base = np.empty((envs * rows + extra, *history.shape[2:]), history.dtype)
+        base[: envs * rows].reshape(envs, rows, *history.shape[2:])[:] = history.swapaxes(0, 1)
+        if extra:
+            base[envs * rows :] = observed
         base.flags.writeable = False
         return base
 
@@ -219,6 +243,14 @@ class _View:
         self.source = column
         self.shifts = shifts
         self.is_window = view.is_window
+        steps = {after - before for before, after in itertools.pairwise(shifts)}
+        self._even = steps.pop() if len(steps) == 1 and min(steps) > 0 else None
         space = view.space
         known = space is not None and space.shape is not None and space.dtype is not None
         self.zero = np.zeros(space.shape, space.dtype) if known else None  # type: ignore
+
+    def rows(self, at: int) -> Any:
+        """The rows of a history that the view shows at row `at`: a slice where they are even."""
+        if self._even is None:
+            return [at + shift for shift in self.shifts]
+        return slice(at + self.shifts[0], at + self.shifts[-1] + 1, self._even)
