@@ -10,6 +10,8 @@ import time
 
 import pytest
 
+from flowrl import training
+from flowrl.algorithms.ppo import PPO
 from flowrl.cli import main
 
 SHORT = ["--stop-iters", "2", "--train-batch-size", "64", "--sgd-minibatch-size", "32"]
@@ -458,3 +460,34 @@ def test_plans_that_do_the_wrong_thing(capsys, tmp_path, body, said):
     code, _, err = run(capsys, "train", "odd.py", "--run-dir", "r", "--stop-iters", "1")
     assert code in (1, 2)
     assert said in err
+
+
+def test_a_run_is_saved_while_it_goes_on(capsys, monkeypatch):
+    saved = []
+    save = PPO.save
+    monkeypatch.setattr(PPO, "save", lambda self, path: saved.append(save(self, path)))
+    assert run(capsys, "train", "ppo", "--run-dir", "r", *SHORT)[0] == 0
+    assert len(saved) == 1  # at the end: a minute has not gone by
+    monkeypatch.setattr(training, "CHECKPOINT_S", -1.0)
+    assert run(capsys, "train", "ppo", "--run-dir", "s", *SHORT)[0] == 0
+    assert len(saved) == 1 + 3  # after each of the two iterations, and at the end
+
+
+def test_signals_raise_in_training_alone_and_a_late_second_one_anywhere(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(training.time, "monotonic", lambda: now[0])
+    before = signal.getsignal(signal.SIGINT)
+    with training.Signals() as signals:
+        signal.raise_signal(signal.SIGINT)  # not armed: noted
+        signal.raise_signal(signal.SIGINT)  # the same one
+        with pytest.raises(KeyboardInterrupt):
+            signals.raise_what_came()
+        now[0] = 5.0
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+    with training.Signals() as signals:
+        signals.armed = True
+        with pytest.raises(SystemExit) as caught:
+            signal.raise_signal(signal.SIGTERM)
+        assert caught.value.code == 143

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -195,15 +197,11 @@ class Algorithm:
                 f"text of it, which a run directory keeps as plan.py) than {self.config.plan!r}"
             )
         plan = self._new_plan()  # the one that runs cannot go back
-        try:
+        with _fitting(path):
             iteration, seconds = int(state["iteration"]), float(state["time_total_s"])
             global_vars = dict(state["global_vars"])
             plan.load_state_dict(state["plan"])
             self.workers.local_worker().set_state(state["worker"])
-        except (KeyError, ValueError, TypeError, AttributeError, IndexError) as error:
-            raise CheckpointError(
-                f"{path}: it does not fit these settings: {type(error).__name__}: {error}"
-            ) from error
         if self._plan is not None:
             self._plan.stop()
         self._plan = plan
@@ -218,12 +216,8 @@ class Algorithm:
             CheckpointError: it cannot be read, or is of another network.
         """
         state, _ = read_checkpoint(path)
-        try:
+        with _fitting(path):
             self.workers.local_worker().set_state(state["worker"])
-        except (KeyError, ValueError, TypeError, AttributeError, IndexError) as error:
-            raise CheckpointError(
-                f"{path}: it does not fit these settings: {type(error).__name__}: {error}"
-            ) from error
         self.workers.forget_sent()
 
     def stop(self) -> None:
@@ -237,6 +231,17 @@ class Algorithm:
 
     def __exit__(self, *exc: object) -> None:
         self.stop()
+
+
+@contextmanager
+def _fitting(path: Path | str) -> Iterator[None]:
+    """What goes wrong when a state is taken over is the checkpoint's fault."""
+    try:
+        yield
+    except (KeyError, ValueError, TypeError, AttributeError, IndexError) as error:
+        raise CheckpointError(
+            f"{path}: it does not fit these settings: {type(error).__name__}: {error}"
+        ) from error
 
 
 def evaluate_policy(

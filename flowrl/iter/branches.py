@@ -71,13 +71,13 @@ class Union(Stage):
         self._done = [False] * len(branches)
         self._turn = -1
         self._expecting: int | None = None  # the branch that keeps its turn
-        self._hurried = False  # it made way though it could go on
+        self._made_way = False  # though it could go on
         self._last: Stage | None = None
 
     def pull(self, block: bool) -> Any:
         idle: set[int] = set()  # branches that could not move since another one has
         dropped = 0
-        self._expecting, self._hurried = None, False
+        self._expecting, self._made_way = None, False
         while not all(self._done):
             turn = self._next_turn(idle) if self._ordered else None
             index = turn if turn is not None and turn not in idle else self._lent(idle)
@@ -108,7 +108,7 @@ class Union(Stage):
             idle.clear()
             dropped += 1
             if dropped >= DROPPED_AT_ONCE and not block:
-                self._hurried = True  # siblings of this union have waited long enough
+                self._made_way = True  # siblings of this union have waited long enough
                 return NOT_READY
         raise StopIteration
 
@@ -160,7 +160,7 @@ class Union(Stage):
             child.leave()
 
     def waits(self) -> list[Any]:
-        if self._hurried:
+        if self._made_way:
             return [0.0]  # a time that has come
         if self._expecting is not None:
             return self.parents[self._expecting].waits()

@@ -55,7 +55,8 @@ def blame(error: BaseException, stage: Stage, item: Any) -> None:
     """Note on an error where it happened, once: the stage and the item, if there was one."""
     if not hasattr(error, "_flowrl_stage"):
         error._flowrl_stage = stage  # type: ignore[attr-defined]
-        error._flowrl_item = describe(item) if item is not None else None  # type: ignore
+        told = describe(item) if item is not None else None
+        error._flowrl_item = told  # type: ignore[attr-defined]
 
 
 def operator_error(error: BaseException) -> BaseException:

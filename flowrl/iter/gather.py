@@ -13,7 +13,15 @@ import time
 from collections import deque
 from typing import Any, Literal
 
-from flowrl.iter.errors import OnError, Retry, ShardFailedError, Skip, check_policy, operator_error
+from flowrl.iter.errors import (
+    OnError,
+    Retry,
+    ShardFailedError,
+    Skip,
+    blame,
+    check_policy,
+    operator_error,
+)
 from flowrl.iter.metrics import current_metrics
 from flowrl.iter.recovery import STARTING_S, Asked, ShardState, is_death
 from flowrl.iter.serving import Reply
@@ -53,7 +61,8 @@ class Gather(Stage):
         self.skipped = 0
         self._batch_ms = batch_ms
         self.states = [ShardState(index, shards.recovery(index)) for index in range(len(shards))]
-        self._hurried = any(shard.recovery.timeout_s is not None for shard in self.states)
+        # whether shards must answer in time
+        self._limited = any(shard.recovery.timeout_s is not None for shard in self.states)
         self._next_check = 0.0
         self._flight: dict[Any, Asked] = {}
         self._queue: deque[tuple[Any, Source]] = deque()
@@ -195,14 +204,14 @@ class Gather(Stage):
             f"{shard.death}. {left} of {len(self.states)} shards are left; the stream goes on "
             "with them"
         )
-        failed._flowrl_stage, failed._flowrl_item = self, None  # type: ignore[attr-defined]
+        blame(failed, self, None)
         raise failed from error
 
     def _check_hanging(self) -> None:
         """Give up the shards that have not answered for too long: their answers are not there,
         not merely unread."""
         now = time.monotonic()
-        if not self._hurried or not self.shards.remote:
+        if not self._limited or not self.shards.remote:
             return
         self._next_check = now + CHECK_S
         for shard, until in self._answers_due():
@@ -237,7 +246,7 @@ class Gather(Stage):
         failed = ShardFailedError(
             f"all {len(self.states)} shards of {self.shards.name} have failed"
         )
-        failed._flowrl_stage, failed._flowrl_item = self, None  # type: ignore[attr-defined]
+        blame(failed, self, None)
         return failed
 
     # -- waiting -------------------------------------------------------------------------------
@@ -249,7 +258,7 @@ class Gather(Stage):
             for shard in self.states
             if shard.broken is not None and shard.state == "live"
         ]
-        if self._hurried and self.shards.remote:
+        if self._limited and self.shards.remote:
             times += [until for _, until in self._answers_due()]
         return times
 
@@ -390,7 +399,7 @@ class GatherSync(Gather):
                 index = self._flight[ref].shard.index
                 for item in self._receive(ref, reply):
                     round_[index] = item
-            if self._hurried:
+            if self._limited:
                 self._check_hanging()
             if not refs and not block:
                 return False
@@ -466,7 +475,7 @@ class GatherAsync(Gather):
 
     def pull(self, block: bool) -> Any:
         while not self._queue:
-            if self._hurried and time.monotonic() > self._next_check:
+            if self._limited and time.monotonic() > self._next_check:
                 self._check_hanging()  # though others may always have something ready
             self._ask_idle()
             if not self._flight and not self._idle:
@@ -480,9 +489,11 @@ class GatherAsync(Gather):
             shard = self._flight[ref].shard
             assert self._idle is not None
             self._idle.append(shard)
-            if self._before:
-                self._ask_idle()  # the shard works while its answer is fetched
-            self._queue.extend(self._receive(ref))
+            try:
+                if self._before:
+                    self._ask_idle()  # the shard works while its answer is fetched
+            finally:  # whatever asking raises, this turn is used up
+                self._queue.extend(self._receive(ref))
         item, source = self._queue.popleft()
         self._sources = (source,)
         self.items += 1

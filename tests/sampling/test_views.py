@@ -143,6 +143,17 @@ def test_views_may_come_change_and_go():
     assert "view" not in w.sample()
 
 
+def test_what_is_not_for_acting_stays_away():
+    views = {
+        "known": ViewRequirement("rewards", shift=-1),
+        "unwanted": ViewRequirement("rewards", shift=-1, used_for_compute_actions=False),
+        "unknown": ViewRequirement("actions", shift=1),
+    }
+    w = worker(views)
+    assert set(views) <= set(w.sample())
+    assert set(w.policy.seen[0]) == {"obs", "known"}
+
+
 def test_what_is_not_for_training_stays_away():
     views = {
         "new_obs": ViewRequirement("obs", shift=1, used_for_training=False),
