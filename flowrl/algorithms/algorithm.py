@@ -20,7 +20,7 @@ from flowrl.algorithms.plans import load_plan, modules_of, plan_path
 from flowrl.iter import LocalIterator
 from flowrl.policies.config import ConfigError
 from flowrl.policies.policy import Policy
-from flowrl.sampling.collector import EpisodeMetrics
+from flowrl.sampling.episode import EpisodeMetrics
 from flowrl.sampling.rollout_worker import RolloutWorker
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.seeding import derive_seed

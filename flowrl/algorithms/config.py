@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, SkipValidation, model_validator
 
+from flowrl.data import DEFAULT_POLICY_ID
 from flowrl.policies.config import (
     ConfigError,
     Count,
@@ -17,9 +19,11 @@ from flowrl.policies.config import (
     Positive,
     nearest,
 )
+from flowrl.policies.policy_spec import PolicyMapping, multi_agent_settings, specs_of
 from flowrl.sampling.envs import env_creator_for
 
 Env = str | type | Callable[..., Any]
+BatchMode = Literal["truncate_episodes", "complete_episodes"]
 
 
 class AlgorithmConfig(PolicyConfig):
@@ -36,8 +40,10 @@ class AlgorithmConfig(PolicyConfig):
     """Environment: an id of gymnasium's, a registered name, a class, or a creator."""
     env_config: dict[str, Any] = {}
     """Given to the environment's creator; keyword arguments for an id or a class."""
-    vectorization_mode: Literal["flowrl", "sync", "async", "vector_entry_point"] = "flowrl"
-    """How a worker steps several environments: flowrl's own way, or one of gymnasium's."""
+    vectorization_mode: Literal["flowrl", "sync", "async", "vector_entry_point", "envpool"] = (
+        "flowrl"
+    )
+    """How a worker steps several environments: flowrl's own way, one of gymnasium's, or EnvPool."""
 
     num_workers: int = Field(default=0, ge=0)
     """Workers on Ray actors; 0 samples in this process, without Ray."""
@@ -46,6 +52,25 @@ class AlgorithmConfig(PolicyConfig):
     rollout_fragment_length: Count | Literal["auto"] = "auto"
     """Env steps of each environment per fragment; "auto" makes one round of all workers a train
     batch."""
+    batch_mode: BatchMode = "truncate_episodes"
+    """Fragments of an exact length, which may begin and end within episodes; or whole episodes, as
+    many as have at least that length."""
+    horizon: Count | None = None
+    """Env steps after which an episode is truncated; an environment's own limit is set to it."""
+    soft_horizon: bool = False
+    """At the horizon another episode begins without a reset: no flag is set, states and windows
+    reach back."""
+    no_done_at_end: bool = False
+    """No row says that its episode ended, so values are bootstrapped there; environments are
+    reset as always."""
+    sample_async: bool = False
+    """Workers sample ahead in a thread, up to two fragments."""
+    sample_collector: Annotated[type | None, SkipValidation] = None
+    """A SampleCollector class of one's own, for rows one by one; None takes flowrl's."""
+    on_bad_values: Literal["raise", "drop", "replace"] = "raise"
+    """Observations and rewards that are not finite, or outside their space: stop; drop the
+    episode's rows since the fragment's start and make the environment anew; or put 0 for what is
+    not finite and clip the rest into the space."""
     collect_infos: bool = False
     """Record the environments' infos in the column `infos`."""
 
@@ -54,7 +79,15 @@ class AlgorithmConfig(PolicyConfig):
     train_batch_size: Count = 4000
     """Env steps per train batch, at least."""
     count_steps_by: Literal["env_steps", "agent_steps"] = "env_steps"
-    """Unit of the train batch size."""
+    """Unit of the train batch size, and of fragments of several agents."""
+    policies: Annotated[Any, SkipValidation] = None
+    """Policy id -> PolicySpec, or a collection of ids; None is the default policy alone."""
+    policy_mapping_fn: Annotated[Callable[..., str] | None, SkipValidation] = None
+    """fn(agent_id, episode, worker, **kwargs) -> policy id, asked once per agent and episode."""
+    policies_to_train: Annotated[Any, SkipValidation] = None
+    """Ids of the policies that learn, or fn(policy_id, batch) -> bool; None for all."""
+    callbacks_class: Annotated[type | None, SkipValidation] = None
+    """A DefaultCallbacks class of one's own."""
 
     evaluation_num_episodes: Count = 10
     """Episodes of one evaluation."""
@@ -67,6 +100,8 @@ class AlgorithmConfig(PolicyConfig):
     recreate_failed_workers: bool = True
     """Replace a worker whose process died or hangs; if not, the run goes on with the others after
     one error."""
+    max_num_env_restarts: int = Field(default=5, ge=0)
+    """Of one environment that raises, in a row, before its error stops the run."""
     max_num_worker_restarts: int = Field(default=1000, ge=0)
     """Of one worker; after that it has failed for good."""
     delay_between_worker_restarts_s: NotNegative = 0.1
@@ -103,16 +138,19 @@ class AlgorithmConfig(PolicyConfig):
         return self._set("environment", {**({} if env is None else {"env": env}), **settings})
 
     def rollouts(self, **settings: Any) -> Self:
-        """num_workers, num_envs_per_worker, rollout_fragment_length, collect_infos, and how
-        observations, rewards and actions are normalised."""
+        """num_workers, num_envs_per_worker, rollout_fragment_length, batch_mode, horizon,
+        soft_horizon, no_done_at_end, sample_async, sample_collector, on_bad_values, collect_infos,
+        and how observations, rewards and actions are normalised."""
         return self._set("rollouts", settings)
+
+    rollout = rollouts
 
     def training(self, **settings: Any) -> Self:
         """plan, train_batch_size, gamma, lr, model, and the algorithm's own settings."""
         return self._set("training", settings)
 
     def multi_agent(self, **settings: Any) -> Self:
-        """count_steps_by."""
+        """policies, policy_mapping_fn, policies_to_train, count_steps_by."""
         return self._set("multi_agent", settings)
 
     def evaluation(self, **settings: Any) -> Self:
@@ -125,8 +163,12 @@ class AlgorithmConfig(PolicyConfig):
 
     def fault_tolerance(self, **settings: Any) -> Self:
         """recreate_failed_workers, max_num_worker_restarts, delay_between_worker_restarts_s,
-        sample_timeout_s."""
+        sample_timeout_s, max_num_env_restarts."""
         return self._set("fault_tolerance", settings)
+
+    def callbacks(self, callbacks_class: type) -> Self:
+        """A DefaultCallbacks class of one's own."""
+        return self._set("callbacks", {"callbacks_class": callbacks_class})
 
     def reporting(self, **settings: Any) -> Self:
         """min_time_s_per_iteration, min_sample_timesteps_per_iteration,
@@ -143,8 +185,69 @@ class AlgorithmConfig(PolicyConfig):
         """The settings as plain values; code (an env creator) as it is."""
         return {k: v.to_dict() if hasattr(v, "to_dict") else v for k, v in self.items()}
 
+    def for_policy(self, policy_id: str) -> Any:
+        """The settings of one policy: its own ones over these.
+
+        Raises:
+            ConfigError: there is no such policy.
+        """
+        if self.policies is None and policy_id == DEFAULT_POLICY_ID:
+            return self
+        specs = specs_of(self.policies or {DEFAULT_POLICY_ID: None})
+        if policy_id not in specs:
+            raise ConfigError(f"no policy {policy_id!r}.{nearest(policy_id, list(specs))}")
+        own = specs[policy_id].config
+        if isinstance(own, PolicyConfig):
+            return own
+        return self.updated(**own) if own else self
+
+    @property
+    def policy_class(self) -> Any:
+        """The policy class of this config's algorithm; None where it is not said."""
+        return getattr(self._algorithm_class(), "policy_class", None)
+
+    def _algorithm_class(self) -> Any:
+        module, name = self.algorithm.split(":")
+        return getattr(import_module(module), name)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _other_names(cls, values: Any) -> Any:
+        """Settings under the names that plain mappings have for them."""
+        if not isinstance(values, dict):
+            return values
+        values = dict(values)
+        if values.get("batch_mode") == "truncated_episodes":
+            values["batch_mode"] = "truncate_episodes"
+        if "callbacks" in values:
+            values["callbacks_class"] = values.pop("callbacks")
+        if not values.pop("_use_trajectory_view_api", True):
+            raise ValueError("_use_trajectory_view_api: there is no other way any more")
+        if "multiagent" in values:
+            shared = multi_agent_settings(values)
+            del values["multiagent"]
+            values |= {name: value for name, value in shared.items() if value is not None}
+        return values
+
     @model_validator(mode="after")
     def _combinations(self) -> Self:
+        if self.soft_horizon and self.horizon is None:
+            raise ValueError("soft_horizon needs a horizon: .rollouts(horizon=…)")
+        if self.policies is not None:
+            ids = list(specs_of(self.policies))
+            PolicyMapping(self.policy_mapping_fn, ids)
+            wanted = self.policies_to_train
+            if isinstance(wanted, str) or not (
+                wanted is None or callable(wanted) or hasattr(wanted, "__iter__")
+            ):
+                raise ValueError(
+                    f"policies_to_train: a collection of policy ids or a function, got {wanted!r}"
+                )
+            unknown = [] if wanted is None or callable(wanted) else sorted(set(wanted) - set(ids))
+            if unknown:
+                raise ValueError(
+                    f"policies_to_train: there is no policy {unknown[0]!r}, only {ids}"
+                )
         if self.sgd_minibatch_size > self.train_batch_size:
             raise ValueError(
                 f"sgd_minibatch_size={self.sgd_minibatch_size} is larger than "
@@ -168,12 +271,9 @@ class AlgorithmConfig(PolicyConfig):
         Raises:
             ConfigError: settings that cannot work; nothing was started.
         """
-        from importlib import import_module
-
-        module, name = self.algorithm.split(":")
         config = self.updated() if plan is None else self.updated(plan=plan)
         config.check()
-        return getattr(import_module(module), name)(config)
+        return self._algorithm_class()(config)
 
 
 _GROUPS: dict[str, set[str]] = {
@@ -182,17 +282,26 @@ _GROUPS: dict[str, set[str]] = {
         "num_workers",
         "num_envs_per_worker",
         "rollout_fragment_length",
+        "batch_mode",
+        "horizon",
+        "soft_horizon",
+        "no_done_at_end",
+        "sample_async",
+        "sample_collector",
+        "on_bad_values",
         "collect_infos",
         "normalize_observations",
         "normalize_rewards",
         "normalize_actions",
         "clip_actions",
     },
-    "multi_agent": {"count_steps_by"},
+    "multi_agent": {"policies", "policy_mapping_fn", "policies_to_train", "count_steps_by"},
+    "callbacks": {"callbacks_class"},
     "evaluation": {"evaluation_num_episodes"},
     "resources": {"num_cpus_per_worker", "address"},
     "fault_tolerance": {
         "recreate_failed_workers",
+        "max_num_env_restarts",
         "max_num_worker_restarts",
         "delay_between_worker_restarts_s",
         "sample_timeout_s",

@@ -7,6 +7,11 @@ from typing import Any
 
 from flowrl.data.sample_batch import DEFAULT_POLICY_ID, SampleBatch
 
+AgentID = Any  # whatever the environment calls its agents: a str or an int, mostly
+EpisodeID = int
+PolicyID = str
+TensorType = Any  # a numpy array, or a framework's tensor
+
 
 class MultiAgentBatch:
     """Batches by policy id.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from flowrl.data import DEFAULT_POLICY_ID, MultiAgentBatch, SampleBatch
+from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.iter import LocalIterator, Source, _get_shared_metrics
 
 if TYPE_CHECKING:
@@ -89,10 +89,16 @@ class CountRollouts:
         for source in sources:
             episodes.extend(source.tags.get("episodes", ()))
             metrics.info.setdefault("sampler", {})[source.worker] = source.tags.get("timings", {})
-            lag = policies[DEFAULT_POLICY_ID].version - source.tags["weights_version"]
+            told = source.tags["weights_versions"]
+            lag = max(policies[pid].version - version for pid, version in told.items())
             metrics.info.setdefault("policy_lag", deque(maxlen=EPISODES_KEPT)).append(lag)
-            for policy_id, fresh in source.tags.get("filters", {}).items():
-                policies[policy_id].absorb_filters(fresh)
+            for fresh in source.tags.get("filters", ()):
+                for policy_id, seen in fresh.items():
+                    policies[policy_id].absorb_filters(seen)
+            health = ("faulty_episodes", "env_restarts")
+            metrics.info.setdefault("health", {})[source.worker, source.incarnation] = {
+                name: source.tags.get(name, 0) for name in health
+            }
         return batch
 
     def __repr__(self) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from flowrl.policies.config import ConfigError, ModelConfig, PolicyConfig
 from flowrl.policies.policy import Policy
+from flowrl.policies.policy_spec import PolicySpec
 from flowrl.policies.view_requirement import ViewRequirement
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "ModelConfig",
     "Policy",
     "PolicyConfig",
+    "PolicySpec",
     "TorchPolicy",
     "ViewRequirement",
 ]

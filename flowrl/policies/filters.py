@@ -118,14 +118,25 @@ class RewardScaler:
 
     def __call__(self, rewards: np.ndarray, dones: np.ndarray) -> np.ndarray:
         """Scaled float32 rewards [T, N]; learns from them first."""
-        running = self._running if self._running is not None else np.zeros(rewards.shape[1])
+        self._running = self.observe(rewards, self._running, dones)
+        return self.scaled(rewards)
+
+    def observe(
+        self, rewards: np.ndarray, running: np.ndarray | None, dones: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Learn from rewards [T, N] that follow on the sums `running` [N]; the sums after them."""
+        running = running if running is not None else np.zeros(rewards.shape[1])
         sums = np.empty(rewards.shape)
         for t in range(len(rewards)):
             running = running * self.gamma + rewards[t]
             sums[t] = running
-            running = running * (1.0 - dones[t])
-        self._running = running
+            if dones is not None:
+                running = running * (1.0 - dones[t])
         self.fresh.update(sums.reshape(-1))
+        return running
+
+    def scaled(self, rewards: np.ndarray) -> np.ndarray:
+        """Rewards as they are learned from, float32."""
         known = RunningMeanStd.of(self.seen.state_dict())
         known.merge(self.fresh)
         scaled = rewards / (float(known.std) + 1e-8)

@@ -68,8 +68,8 @@ class Policy:
         """Actions for observations [B, …] as the sampler stores them (normalised).
 
         Returns:
-            actions [B, …]; recurrent states (none here); extra columns [B, …] to be recorded,
-            such as `action_logp` and `vf_preds`.
+            actions [B, …]; states after the step, [B, …] each (see `get_initial_state`); extra
+            columns [B, …] to be recorded, such as `action_logp` and `vf_preds`.
         """
         raise NotImplementedError
 
@@ -86,6 +86,30 @@ class Policy:
     def compute_values(self, obs_batch: np.ndarray) -> np.ndarray | None:
         """Values [B] of observations [B, …]; None for a policy without a value function."""
         return None
+
+    def get_initial_state(self) -> list[np.ndarray]:
+        """What a recurrent policy remembers at an episode's start, one array per state (without
+        the batch axis). Empty for one that remembers nothing.
+
+        A policy with states has for each i the view `state_in_i` (see `recurrent_views`), and
+        its `compute_actions_from_input_dict` gives the states after the step.
+        """
+        return []
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether the policy has states."""
+        return bool(self.get_initial_state())
+
+    def recurrent_views(self, max_seq_len: int) -> dict[str, ViewRequirement]:
+        """The views of a recurrent policy's states: what each step before gave, once per
+        `max_seq_len` rows for training."""
+        return {
+            f"state_in_{i}": ViewRequirement(
+                f"state_out_{i}", shift=-1, batch_repeat_value=max_seq_len
+            )
+            for i, _ in enumerate(self.get_initial_state())
+        }
 
     def compute_single_action(self, obs: Any, explore: bool = False) -> Any:
         """The action to send to an environment that gave the raw observation `obs`."""
@@ -180,6 +204,9 @@ class Policy:
     def _minibatches(self, batch: SampleBatch, size: int) -> Iterator[SampleBatch]:
         if size == batch.count:
             yield batch
+            return
+        if "seq_lens" in batch:
+            yield from batch.sequence_minibatches(size, self.shuffle_rng)
             return
         shuffled = batch.take_rows(self.shuffle_rng.permutation(batch.count))
         for start in range(0, batch.count, size):

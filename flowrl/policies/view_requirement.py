@@ -27,6 +27,13 @@ class ViewRequirement:
         shift: 0 the timestep itself, 1 the next, -1 the one before. A list, or a range
             "first:last" or "first:last:step" (both ends included), gives a window: values
             [rows, k, …] in the order given.
+        batch_repeat_value: one value for every so many rows, counted from the start of each
+            trajectory's part of a fragment: a recurrent state is needed once per sequence. For
+            views named `state_in_…` only.
+        agents: ids of agents of the episode, whatever their policies, instead of the row's own:
+            values [rows, agents, …] as they were in the same env step (plus shift), zeros for an
+            agent that has none then; the column `<name>_mask`, bool [rows, agents, …], says who
+            has. `"others"`: all of the environment's `possible_agents` but the row's own.
         used_for_compute_actions: part of the input of action computation. None: wherever it is
             known by then (nothing later than the observation of the timestep).
         used_for_training: part of the train batch.
@@ -40,8 +47,10 @@ class ViewRequirement:
         data_col: str | None = None,
         space: spaces.Space | None = None,
         shift: int | Sequence[int] | str = 0,
+        batch_repeat_value: int = 1,
         used_for_compute_actions: bool | None = None,
         used_for_training: bool = True,
+        agents: Sequence[Any] | str | None = None,
     ):
         if data_col is not None and not isinstance(data_col, str):
             raise ConfigError(f"ViewRequirement: data_col is a column's name, got {data_col!r}")
@@ -49,6 +58,16 @@ class ViewRequirement:
         self.space = space
         self.shifts = _offsets(shift)
         self.shift = shift if isinstance(shift, (int, str)) else list(shift)
+        if not isinstance(batch_repeat_value, int) or batch_repeat_value < 1:
+            raise ConfigError(
+                f"ViewRequirement: batch_repeat_value is an int from 1, got {batch_repeat_value!r}"
+            )
+        if agents is not None and agents != "others" and not isinstance(agents, (list, tuple)):
+            raise ConfigError(
+                f'ViewRequirement: agents is a list of agent ids or "others", got {agents!r}'
+            )
+        self.batch_repeat_value = batch_repeat_value
+        self.agents = agents
         self.used_for_compute_actions = used_for_compute_actions
         self.used_for_training = used_for_training
 
@@ -85,6 +104,8 @@ class ViewRequirement:
         return {
             "data_col": self.data_col,
             "shift": self.shift,
+            "batch_repeat_value": self.batch_repeat_value,
+            "agents": self.agents if isinstance(self.agents, str | None) else list(self.agents),
             "used_for_compute_actions": self.used_for_compute_actions,
             "used_for_training": self.used_for_training,
         }
@@ -97,6 +118,10 @@ class ViewRequirement:
     def __repr__(self) -> str:
         parts = [] if self.data_col is None else [f"data_col={self.data_col!r}"]
         parts += [f"shift={self.shift!r}", f"space={self.space}"]
+        if self.batch_repeat_value != 1:
+            parts.append(f"batch_repeat_value={self.batch_repeat_value}")
+        if self.agents is not None:
+            parts.append(f"agents={self.agents!r}")
         if self.used_for_compute_actions is not None:
             parts.append(f"used_for_compute_actions={self.used_for_compute_actions}")
         if not self.used_for_training:

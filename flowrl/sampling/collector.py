@@ -8,32 +8,18 @@ from __future__ import annotations
 
 import itertools
 import time
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from flowrl.data import SampleBatch
 from flowrl.data.windows import Windows
-from flowrl.policies.config import ConfigError
 from flowrl.policies.policy import Policy
-from flowrl.sampling.envs import Stepper
-from flowrl.sampling.views import TrajectoryViews, wanted_views
-
-ALWAYS = ("rewards", "dones", "terminateds", "truncateds")  # in every train batch
-IDS_PER_WORKER = 1 << 40  # episode and unroll ids of different workers never meet,
-IDS_PER_INCARNATION = 1 << 30  # nor those of a worker and of the one that replaces it
-
-
-class EpisodeMetrics(NamedTuple):
-    """A finished episode: sum of unscaled rewards, env steps, which of the worker's envs."""
-
-    episode_return: float
-    episode_length: int
-    env_id: int
-
-
-_episode = partial(tuple.__new__, EpisodeMetrics)  # EpisodeMetrics(*fields), three times as fast
+from flowrl.sampling.agent_loop import SamplingSettings
+from flowrl.sampling.checks import BadValue, ObservationCheck
+from flowrl.sampling.episode import EpisodeMetrics, fast_metrics
+from flowrl.sampling.steppers import DirectStepper, Step, Stepper
+from flowrl.sampling.views import ALWAYS, TrajectoryViews, wanted_views
 
 
 class Ends(NamedTuple):
@@ -45,41 +31,71 @@ class Ends(NamedTuple):
     final: np.ndarray
 
 
+class Cuts:
+    """Where the rows [T, N] of a fragment are cut into segments, and which count.
+
+    soft: a soft horizon lies after the row. lost: the environment broke there. real: rows that are
+    steps and whose segment is whole; None: all.
+    """
+
+    __slots__ = ("lost", "real", "shape", "soft")
+
+    def __init__(self, shape: tuple[int, int]):
+        self.shape = shape
+        self.soft: np.ndarray | None = None
+        self.lost: np.ndarray | None = None
+        self.real: np.ndarray | None = None
+
+    def after(self, dones: np.ndarray) -> np.ndarray:
+        """Rows after which a new segment begins, [T, N]."""
+        for more in (self.soft, self.lost):
+            dones = dones if more is None else dones | more
+        return dones
+
+    def skip(self, step: int, envs: Any) -> None:
+        """These rows are no steps."""
+        self.real = np.ones(self.shape, bool) if self.real is None else self.real
+        self.real[step, envs] = False
+
+    def lose(self, step: int, env: int, dones: np.ndarray) -> None:
+        """The segment of row `step` is not to count, of what there is up to that row."""
+        cuts = self.after(dones)[:step, env].nonzero()[0]
+        self.skip(slice(cuts[-1] + 1 if len(cuts) else 0, step + 1), env)  # type: ignore[arg-type]
+        self.lost = np.zeros(self.shape, bool) if self.lost is None else self.lost
+        self.lost[step, env] = True
+
+
 class ColumnarCollector:
     """Collects fragments of `length` steps of every environment of a stepper.
 
-    Episodes go on from one fragment into the next. An exception leaves the collector usable: the
-    fragment is dropped and the next one starts new episodes.
+    Episodes go on from one fragment into the next. An environment that breaks costs the rows of its
+    episode since the fragment's start. An exception leaves the collector usable: the fragment is
+    dropped and the next one starts new episodes.
 
     Args:
         stepper: the environments.
         policy: acts, and postprocesses fragments.
-        length: env steps of each environment per fragment, T.
+        settings: of sampling; `length` is T, env steps of each environment per fragment.
         first_id: the first episode and unroll id.
-        collect_infos: record the environments' infos, in an object column.
     """
 
     def __init__(
-        self,
-        stepper: Stepper,
-        policy: Policy,
-        length: int,
-        first_id: int = 0,
-        collect_infos: bool = False,
+        self, stepper: Stepper, policy: Policy, settings: SamplingSettings, first_id: int = 0
     ):
         self.stepper = stepper
         self.policy = policy
-        self.length = length
+        self.settings = settings
+        self.length = length = settings.length
         self.episodes: list[EpisodeMetrics] = []
-        self.env_steps = 0
-        self.timings = {"env_step_s": 0.0, "inference_s": 0.0, "sample_s": 0.0}
-        self._collect_infos = collect_infos
+        self.env_steps = self.faulty_episodes = 0
+        self.timings = {
+            name: 0.0 for name in ("env_step_s", "inference_s", "postprocess_s", "sample_s")
+        }
+        self._check = ObservationCheck(stepper.observation_space)
         self._base = first_id
         self._next_episode = self._next_unroll = 0
         self._open = False
-        space = stepper.observation_space
-        if space.shape is None or space.dtype is None:
-            raise ConfigError(f"env: observations of {space} are no single array")
+        space: Any = stepper.observation_space
         steps, envs = length, stepper.num_envs
         self._raw = np.empty((steps + 1, envs, *space.shape), space.dtype)
         self._obs = self._raw
@@ -96,20 +112,19 @@ class ColumnarCollector:
         self._episode_ids = np.zeros(envs, np.int64)
         self._carried_return = np.zeros(envs)
         self._carried_length = np.zeros(envs, np.int64)
+        # env steps of each environment since its last reset: what views look back on
+        self._age = np.zeros(envs, np.int64)
 
     def _start(self) -> None:
         """Begin an episode in every environment."""
-        try:
-            self.stepper.reset(self._raw[0])
-        except ValueError as error:
-            raise ConfigError(
-                f"env: an observation does not fit the space {self.stepper.observation_space}: "
-                f"{error}"
-            ) from error
+        self.stepper.reset(self._raw[0])
+        if self.settings.on_bad_values == "replace":
+            self._raw[0] = self._check.repaired(self._raw[0])
         self._episode_ids = self._base + self._next_episode + np.arange(self.stepper.num_envs)
         self._next_episode += self.stepper.num_envs
         self._carried_return[:] = 0.0
         self._carried_length[:] = 0
+        self._age[:] = 0
         if self._views is not None:
             self._views.forget()
         self._open = True
@@ -142,24 +157,33 @@ class ColumnarCollector:
         else:
             self._start()
         self._open = False  # until the fragment is whole
-        rollout = self._roll()
-        batch = self._finish(*rollout)
+        ends, cuts, infos = self._roll()
+        rolled = time.perf_counter()
+        batch = self._finish(ends, cuts, infos)
         self._open = True
         self.env_steps += batch.count
-        self.timings["sample_s"] += time.perf_counter() - started
+        broken = set() if cuts.lost is None else set(cuts.lost.nonzero()[1].tolist())
+        self.stepper.settle(set(range(self.stepper.num_envs)) - broken)
+        finished = time.perf_counter()
+        self.timings["postprocess_s"] += finished - rolled
+        self.timings["sample_s"] += finished - started
         return batch
 
-    def _roll(self) -> tuple[Ends, np.ndarray | None, list[Any]]:
-        """Act and step T times; returns the ends of episodes, real rows, infos."""
+    def _roll(self) -> tuple[Ends, Cuts, list[Any]]:
+        """Act and step T times; returns the ends of episodes, how rows are cut, infos."""
         raw, obs, policy, stepper = self._raw, self._obs, self.policy, self.stepper
         rewards, terminateds, truncateds = self._rewards, self._terminateds, self._truncateds
         terminateds[:] = False
         truncateds[:] = False
+        settings = self.settings
         normalize, views = policy.observation_filter, self._views
         if views is not None:
-            views.begin(self._carried_length)
+            views.begin(self._age)
         ends: list[tuple[int, Any, Any]] = []
-        real: np.ndarray | None = None
+        cuts = Cuts(rewards.shape)  # type: ignore[arg-type]
+        if settings.soft_horizon:
+            cuts.soft = np.zeros(rewards.shape, bool)
+            since = self._carried_length.copy()
         infos: list[Any] = []
         stepping = 0.0
         clock = time.perf_counter
@@ -187,21 +211,38 @@ class ColumnarCollector:
                 error.add_note(f"at step {t} of a fragment, {self.env_steps} env steps sampled")
                 raise
             stepping += clock() - before
+            if settings.on_bad_values == "replace":
+                self._repair(t, step)
             if len(step.ended):
                 ends.append((t, step.ended, step.final))
             if len(step.skipped):
-                real = np.ones(rewards.shape, bool) if real is None else real
-                real[t, step.skipped] = False
-            if self._collect_infos:
+                cuts.skip(t, step.skipped)
+            failed = [env for env, _ in step.failed]
+            for env in failed:
+                cuts.lose(t, env, terminateds | truncateds)
+            if settings.collect_infos:
                 infos.append(step.infos)
+            if cuts.soft is not None:
+                since += 1
+                for envs in (step.ended, step.skipped, failed):
+                    since[list(envs)] = 0
+                cuts.soft[t] = since == settings.horizon
+                since[cuts.soft[t]] = 0
             if views is not None:
                 self._record_step(views, t)
-                views.step(step.ended, step.skipped)
+                views.step(step.ended, step.skipped, failed)
         if normalize is not None:
             obs[-1] = normalize(raw[-1])
         self.timings["env_step_s"] += stepping
         self.timings["inference_s"] += clock() - began - stepping
-        return self._joined(ends), real, infos
+        return self._joined(ends), cuts, infos
+
+    def _repair(self, t: int, step: Step) -> None:
+        """Put numbers that can be used for those that cannot."""
+        self._raw[t + 1] = self._check.repaired(self._raw[t + 1])
+        np.nan_to_num(self._rewards[t], copy=False, posinf=0.0, neginf=0.0)
+        if len(step.ended):
+            step.final = [self._check.repaired(np.asarray(final)) for final in step.final]
 
     def _record_step(self, views: TrajectoryViews, t: int) -> None:
         """Take down what a timestep gave, where a view shows it."""
@@ -232,17 +273,27 @@ class ColumnarCollector:
             if have is None or have.shape[1:] != value.shape or have.dtype != value.dtype:
                 self._extra[name] = np.empty((self.length, *value.shape), value.dtype)
 
-    def _finish(self, ends: Ends, real: np.ndarray | None, infos: list[Any]) -> SampleBatch:
+    def _finish(self, ends: Ends, cuts: Cuts, infos: list[Any]) -> SampleBatch:
         """Derive the remaining columns and put the rows environment by environment."""
         policy = self.policy
-        self._check_finite(ends)
+        self._check_values(ends, cuts)
+        real = cuts.real
+        self.faulty_episodes += 0 if cuts.lost is None else int(cuts.lost.sum())
         if policy.observation_filter is not None:
             seen = self._raw[1:] if real is None else self._raw[1:][real]
             policy.observation_filter.fresh.update(seen.reshape(-1, *self._raw.shape[2:]))
             ends = ends._replace(final=policy.observation_filter(ends.final))
-        dones = self._terminateds | self._truncateds
-        steps_done = self._derive_steps(dones, real)
-        self._record_episodes(dones, steps_done)
+        resets = self._terminateds | self._truncateds
+        resets = resets if cuts.lost is None else resets | cuts.lost
+        dones = cuts.after(resets)  # where a segment ends, whatever the columns say
+        steps_done, self._carried_length = self._derive_steps(dones, real, self._carried_length)
+        if cuts.soft is None:
+            age, self._age = steps_done, self._carried_length
+        else:
+            age, self._age = self._derive_steps(resets, real, self._age)
+        self._record_episodes(dones, steps_done, cuts.lost)
+        if self.settings.no_done_at_end:
+            self._terminateds[:] = self._truncateds[:] = False
         made: dict[str, np.ndarray] = {
             **self._extra,
             "rewards": self._rewards,
@@ -252,10 +303,10 @@ class ColumnarCollector:
             "t": steps_done - 1,
         }
         if policy.reward_scaler is not None:
-            made["rewards"] = policy.reward_scaler(self._rewards, dones)
+            made["rewards"] = policy.reward_scaler(self._rewards, resets)
         told = {"obs": self._obs[:-1], **made, "dones": dones}
         if "vf_preds" in made:
-            told["next_values"] = self._next_values(ends, steps_done)
+            told["next_values"] = self._next_values(ends, age)
         apart = type(policy).postprocess_trajectory is not Policy.postprocess_trajectory
         if not apart:
             made.update(policy.postprocess_fragment(told))
@@ -268,13 +319,13 @@ class ColumnarCollector:
         rows.update({name: _by_env(column, order) for name, column in made.items()})
         if self._views is not None:
             last = self._last_observations(ends, dones)
-            columns = self._views.columns(last, steps_done - 1, dones)
+            columns = self._views.columns(last, age - 1, dones)
             kept = slice(None) if real is None else np.flatnonzero(real.T)
             rows.update({name: column[kept] for name, column in columns.items()})
             for name, view in self._views.requirements.items():
                 if not view.used_for_training and name not in ALWAYS:
                     rows.pop(name, None)
-        if self._collect_infos:
+        if self.settings.collect_infos:
             each = [step or [{}] * dones.shape[1] for step in infos]
             rows["infos"] = _by_env(np.array(each, dtype=object), order)
         batch = SampleBatch._of(rows)
@@ -315,36 +366,86 @@ class ColumnarCollector:
 
     def _last_observations(self, ends: Ends, dones: np.ndarray) -> np.ndarray:
         """What each segment led to, [segments, …], in the order of the rows."""
-        steps, envs = dones.shape
         cuts = _cuts(dones)
-        last = np.empty((len(cuts), *self._obs.shape[2:]), self._obs.dtype)
-        last[np.searchsorted(cuts, np.arange(1, envs + 1) * steps - 1)] = self._obs[-1]
-        last[np.searchsorted(cuts, ends.envs * steps + ends.steps)] = ends.final
+        envs, steps = np.divmod(cuts, len(dones))
+        last = self._obs[steps + 1, envs]
+        last[np.searchsorted(cuts, ends.envs * len(dones) + ends.steps)] = ends.final
         return last
 
-    def _check_finite(self, ends: Ends) -> None:
-        """One that is not finite would spread: into filters, advantages, weights."""
-        made = {"observation": self._raw, "reward": self._rewards}
-        for what, array in made.items():
-            if array.dtype.kind == "f" and not np.isfinite(array).all():
-                step, env = np.argwhere(~np.isfinite(array))[0][:2]
-                raise ValueError(
-                    f"sub-environment {env} gave a {what} that is not finite, at step {step} of a "
-                    "fragment; the fragment is dropped"
-                )
-        if ends.final.dtype.kind == "f" and not np.isfinite(ends.final).all():
-            raise ValueError("a final observation is not finite; the fragment is dropped")
+    def _check_values(self, ends: Ends, cuts: Cuts) -> None:
+        """What is not finite would spread: into filters, advantages, weights."""
+        final = self._check.outside(ends.final)
+        checked = {
+            "an observation": self._check.outside(self._raw),
+            "a reward": ~np.isfinite(self._rewards),
+            "a final observation": final,
+        }
+        if not any(odd.any() for odd in checked.values()):
+            return
+        cut = cuts.after(self._terminateds | self._truncateds)
+        problems: list[tuple[int, int, str, int]] = []  # step, environment, what; row, or -1
+        for what, odd in checked.items():
+            array = {"a reward": self._rewards, "an observation": self._raw}.get(what, ends.final)
+            axes = tuple(range(2 if what != "a final observation" else 1, odd.ndim))
+            for at in np.argwhere(odd.any(axes)):
+                if what == "a final observation":
+                    step, env = int(ends.steps[at[0]]), int(ends.envs[at[0]])
+                else:
+                    step, env = int(at[0]), int(at[1])
+                fits = np.isfinite(array[tuple(at)]).all()
+                why = f"outside its space {self._check.space}" if fits else "that is not finite"
+                row = step
+                if what == "an observation":  # that of row t was given by step t - 1
+                    step = max(step - 1, 0)
+                    if row == self.length:
+                        row = -1 if cut[step, env] else step
+                problems.append((step, env, f"{what} {why}", row))
+        problems.sort()
+        step, env, what, _ = problems[0]
+        error = BadValue(f"sub-environment {env} gave {what}, at step {step} of a fragment")
+        if self.settings.on_bad_values == "raise" or not isinstance(self.stepper, DirectStepper):
+            raise error
+        self._drop_segments(problems, cuts)
 
-    def _derive_steps(self, dones: np.ndarray, real: np.ndarray | None) -> np.ndarray:
-        """Env steps that each row's episode has with it, [T, N], from 1."""
-        ones = np.ones(dones.shape, np.int64) if real is None else real.astype(np.int64)
+    def _drop_segments(self, problems: list[tuple[int, int, str, int]], cuts: Cuts) -> None:
+        """Take the segments out in which something bad was given; what is still open goes on
+        with another environment."""
+        assert isinstance(self.stepper, DirectStepper)
+        dones = self._terminateds | self._truncateds
+        for step, env, what, row in problems:
+            closed = False
+            if row >= 0:
+                if cuts.real is not None and not cuts.real[row, env]:
+                    continue
+                later = cuts.after(dones)[row:, env].nonzero()[0]
+                closed = len(later) > 0
+                cuts.lose(row + int(later[0]) if closed else self.length - 1, env, dones)
+            if not closed:
+                error = BadValue(f"sub-environment {env} gave {what}, at step {step}")
+                self._raw[-1, env] = self.stepper.restart(env, error)
+                if self.policy.observation_filter is not None:
+                    self._obs[-1, env] = self.policy.observation_filter(self._raw[-1, env])
+            if cuts.real is None:
+                continue
+            lost = ~cuts.real[:, env]
+            self._rewards[lost, env] = 0.0  # the next sums would not be numbers
+            self._raw[:-1][lost, env] = 0
+            self._obs[:-1][lost, env] = 0
+            for column in self._extra.values():
+                column[lost, env] = 0
+
+    def _derive_steps(
+        self, cuts: np.ndarray, real: np.ndarray | None, carried: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Env steps since the last cut that each row has with it, [T, N], from 1; those that the
+        next fragment starts with, [N]."""
+        ones = np.ones(cuts.shape, np.int64) if real is None else real.astype(np.int64)
         total = np.cumsum(ones, 0)
-        ends = np.empty((self.length + 1, dones.shape[1]), np.int64)
-        ends[0] = -self._carried_length
-        ends[1:] = np.where(dones, total, np.iinfo(np.int64).min)
+        ends = np.empty((self.length + 1, cuts.shape[1]), np.int64)
+        ends[0] = -carried
+        ends[1:] = np.where(cuts, total, np.iinfo(np.int64).min)
         np.maximum.accumulate(ends, 0, out=ends)
-        self._carried_length = total[-1] - ends[-1]
-        return total - ends[:-1]
+        return total - ends[:-1], total[-1] - ends[-1]
 
     def _derive_ids(self, dones: np.ndarray) -> dict[str, np.ndarray]:
         """Episode, unroll, agent and environment ids, [T, N]."""
@@ -366,7 +467,9 @@ class ColumnarCollector:
             "env_id": np.broadcast_to(np.arange(envs), (steps, envs)),
         }
 
-    def _record_episodes(self, dones: np.ndarray, steps_done: np.ndarray) -> None:
+    def _record_episodes(
+        self, dones: np.ndarray, steps_done: np.ndarray, lost: np.ndarray | None
+    ) -> None:
         totals = np.cumsum(self._rewards, 0, dtype=np.float64)
         envs, steps = np.nonzero(dones.T)
         at_end = totals[steps, envs]
@@ -380,9 +483,13 @@ class ColumnarCollector:
         last[:-1] = first[1:]
         self._carried_return[envs[last]] = totals[-1, envs[last]] - at_end[last]
         order = np.argsort(steps, kind="stable")  # as they ended, not environment by environment
+        if lost is not None:
+            order = order[~lost[steps[order], envs[order]]]
         returns = (at_end - before)[order].tolist()
         lengths = steps_done[steps, envs][order].tolist()
-        self.episodes += map(_episode, zip(returns, lengths, envs[order].tolist(), strict=True))
+        nothing = itertools.repeat(None)
+        told = zip(returns, lengths, envs[order].tolist(), nothing, nothing, nothing)  # noqa: B905
+        self.episodes += map(fast_metrics, told)
 
     def _next_values(self, ends: Ends, steps_done: np.ndarray) -> np.ndarray:
         """Value of the state that each step led to, [T, N]; 0 where it terminated."""
@@ -394,7 +501,7 @@ class ColumnarCollector:
         else:
             inputs = self._views.inputs_now(self.length, self._obs[-1])
             following[-1] = self.policy.compute_values_from_input_dict(inputs)
-        cut = ~self._terminateds[ends.steps, ends.envs]
+        cut = ~self._terminateds[ends.steps, ends.envs]  # none is, if the columns hide ends
         if cut.any():
             steps, envs, final = ends.steps[cut], ends.envs[cut], ends.final[cut]
             if self._views is None:

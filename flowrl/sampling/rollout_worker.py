@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
+from gymnasium import spaces
 
 from flowrl.data import DEFAULT_POLICY_ID, MultiAgentBatch, SampleBatch
+from flowrl.policies.config import ConfigError, PolicyConfig
 from flowrl.policies.policy import Policy
-from flowrl.sampling.collector import (
+from flowrl.policies.policy_spec import PolicyMapping, PolicySpec, multi_agent_settings, specs_of
+from flowrl.sampling.agent_loop import AgentLoop, SamplingSettings
+from flowrl.sampling.agent_slots import AgentSlots, MultiAgentSlots, SingleAgentSlots
+from flowrl.sampling.callbacks import DefaultCallbacks, overrides
+from flowrl.sampling.collector import ColumnarCollector
+from flowrl.sampling.envs import EnvCreator, env_creator_for
+from flowrl.sampling.episode import (
     IDS_PER_INCARNATION,
     IDS_PER_WORKER,
-    ColumnarCollector,
     EpisodeMetrics,
+    MultiAgentEpisode,
 )
-from flowrl.sampling.envs import EnvCreator, env_creator_for, make_stepper
-from flowrl.seeding import derive_seed, random_stream, restore_stream, stream_state
+from flowrl.sampling.list_collector import SimpleListCollector
+from flowrl.sampling.sample_collector import SampleCollector
+from flowrl.sampling.sampler import AsyncSampler, Collected, SamplerInput, SyncSampler
+from flowrl.sampling.steppers import EnvSlots, Stepper, WorkerEnvs
+from flowrl.seeding import derive_seed, random_stream
 
 T = TypeVar("T")
 
@@ -25,19 +39,40 @@ DEFAULT_FRAGMENT_LENGTH = 200
 # Settings in a plain mapping that are the worker's or the set's, not the policy's.
 WORKER_SETTINGS = {
     "address",
+    "batch_mode",
+    "callbacks_class",
     "collect_infos",
+    "count_steps_by",
     "delay_between_worker_restarts_s",
     "env_config",
+    "horizon",
+    "max_num_env_restarts",
     "max_num_worker_restarts",
+    "multiagent",
+    "no_done_at_end",
     "num_cpus_per_worker",
     "num_envs_per_worker",
     "num_workers",
+    "on_bad_values",
+    "policies",
+    "policies_to_train",
+    "policy_mapping_fn",
     "recreate_failed_workers",
     "rollout_fragment_length",
+    "sample_async",
+    "sample_collector",
     "sample_timeout_s",
+    "soft_horizon",
     "train_batch_size",
     "vectorization_mode",
 }
+BATCH_MODES = {"truncated_episodes": "truncate_episodes"}  # as one of the documents spells it
+EPISODE_EVENTS = (
+    "on_episode_start",
+    "on_episode_step",
+    "on_episode_end",
+    "on_postprocess_trajectory",
+)
 
 
 def _for_policy(policy_class: type[Policy], given: Any) -> Any:
@@ -49,14 +84,20 @@ def _for_policy(policy_class: type[Policy], given: Any) -> Any:
 
 
 class RolloutWorker:
-    """Samples fragments with its policy, and learns from batches.
+    """Samples fragments with its policies, and learns from batches.
+
+    One agent with array observations is sampled in columns, all environments at once; everything
+    else (several agents, whole episodes, callbacks of episodes, recurrent policies, nested spaces,
+    a collector of one's own) row by row, which is slower and gives the same rows.
 
     Args:
-        env_creator: from an EnvContext to a gymnasium Env or VectorEnv; an env id works, too.
-        policy_spec: the policy's class.
-        policy_config: its settings, a mapping or a record. Of an algorithm's settings the worker
-            reads `rollout_fragment_length` (200 where it is absent or "auto"),
-            `num_envs_per_worker`, `env_config`, `seed`, `vectorization_mode`, `collect_infos`.
+        env_creator: from an EnvContext to a gymnasium Env or VectorEnv, or a MultiAgentEnv; an env
+            id works, too.
+        policy_spec: the policy's class; or a mapping from policy id to PolicySpec.
+        policy_config: settings, a mapping or a record. Of an algorithm's settings the worker reads
+            `rollout_fragment_length` (200 where it is absent or "auto"), `num_envs_per_worker`,
+            `env_config`, `seed`, `batch_mode`, `horizon`, `callbacks_class`,
+            `policy_mapping_fn` and what else is about sampling.
         worker_index: 0 in process, 1 … num_workers on actors.
         num_workers: how many workers there are on actors.
         fragment_length: env steps of each environment per `sample()`, if not the settings'.
@@ -65,12 +106,18 @@ class RolloutWorker:
 
     Attributes:
         policy_map: policy id -> Policy.
+        callbacks: the DefaultCallbacks.
+        is_multi_agent: whether the environment speaks of several agents, or there are policies
+            besides the default one.
+        possible_agents: ids of the agents that may come.
+        unroll_ids: where the column `unroll_id` comes from.
+        hides_ends: `no_done_at_end`.
     """
 
     def __init__(
         self,
         env_creator: EnvCreator | str,
-        policy_spec: type[Policy],
+        policy_spec: type[Policy] | Mapping[str, Any],
         policy_config: Any = None,
         worker_index: int = 0,
         num_workers: int = 0,
@@ -78,44 +125,143 @@ class RolloutWorker:
         incarnation: int = 0,
     ):
         given = policy_config if policy_config is not None else {}
+        self.config = given
         self.worker_index = worker_index
         self._seed = given.get("seed")
         if incarnation:
             self._seed = derive_seed(self._seed, "incarnation", incarnation)
         self._first_id = worker_index * IDS_PER_WORKER + incarnation * IDS_PER_INCARNATION
-        self._stepper = make_stepper(
-            env_creator_for(env_creator),
+        self.unroll_ids = itertools.count(self._first_id)
+        self._shared = multi_agent_settings(given)
+        self._settings = self._sampling_settings(given, fragment_length)
+        self.hides_ends = self._settings.no_done_at_end
+        self.callbacks: DefaultCallbacks = (given.get("callbacks_class") or DefaultCallbacks)()
+        creator = env_creator_for(env_creator)
+        if overrides(self.callbacks, "on_sub_environment_created"):
+            creator = _Announced(creator, self)
+        self._envs = WorkerEnvs(
+            creator,
             given.get("env_config") or {},
             given.get("num_envs_per_worker", 1),
             worker_index,
             num_workers,
             self._seed,
             given.get("vectorization_mode", "flowrl"),
+            self._settings.horizon,
+            self._settings.soft_horizon,
+            given.get("max_num_env_restarts", 5),
         )
-        spaces = self._stepper.observation_space, self._stepper.action_space
-        policy = policy_spec(*spaces, _for_policy(policy_spec, given))
-        policy.rng = random_stream(self._seed, "actions", worker_index)
-        self.policy_map: dict[str, Policy] = {DEFAULT_POLICY_ID: policy}
-        length = fragment_length or given.get("rollout_fragment_length", DEFAULT_FRAGMENT_LENGTH)
-        self._length = DEFAULT_FRAGMENT_LENGTH if length == "auto" else int(length)
-        self._collect_infos = bool(given.get("collect_infos", False))
-        self._collector: ColumnarCollector | None = None
-        self._reported_steps = 0
+        opened = self._envs.open()
+        self._stepper: Stepper | None = None
+        if isinstance(opened, EnvSlots):
+            horizon = None if self._settings.soft_horizon else self._settings.horizon
+            self._agents: AgentSlots = MultiAgentSlots(opened, horizon)
+        else:
+            self._stepper = opened
+            self._agents = SingleAgentSlots(opened)
+        self.possible_agents = self._agents.possible_agents
+        self.policy_map = self._make_policies(policy_spec, given)
+        mapping_fn = self._shared["policy_mapping_fn"]
+        self.policy_for = PolicyMapping(mapping_fn, list(self.policy_map), self)
+        single = self._stepper is not None and list(self.policy_map) == [DEFAULT_POLICY_ID]
+        self.is_multi_agent = not single
+        self._sample_async = bool(given.get("sample_async", False))
+        self._lock: Any = threading.Lock() if self._sample_async else contextlib.nullcontext()
+        self._source: ColumnarCollector | AgentLoop | None = None
+        self._sampler: SamplerInput | None = None
+        self._given_steps = [0, 0]
+        self._reported_steps = [0, 0]
+
+    def _sampling_settings(self, given: Any, length: int | None) -> SamplingSettings:
+        wanted = length or given.get("rollout_fragment_length", DEFAULT_FRAGMENT_LENGTH)
+        mode = given.get("batch_mode", "truncate_episodes")
+        mode = BATCH_MODES.get(mode, mode)
+        by = self._shared["count_steps_by"] or "env_steps"
+        for name, value, allowed in (
+            ("batch_mode", mode, ("truncate_episodes", "complete_episodes")),
+            ("count_steps_by", by, ("env_steps", "agent_steps")),
+            ("on_bad_values", given.get("on_bad_values", "raise"), ("raise", "drop", "replace")),
+        ):
+            if value not in allowed:
+                raise ConfigError(f"{name}: one of {', '.join(allowed)} is needed, got {value!r}")
+        horizon = given.get("horizon")
+        if horizon is not None and (not isinstance(horizon, int) or horizon < 1):
+            raise ConfigError(f"horizon: env steps, an int from 1, got {horizon!r}")
+        if given.get("soft_horizon") and horizon is None:
+            raise ConfigError("soft_horizon needs a horizon")
+        collector = given.get("sample_collector") or SimpleListCollector
+        if not (isinstance(collector, type) and issubclass(collector, SampleCollector)):
+            raise ConfigError(
+                f"sample_collector: a subclass of SampleCollector is needed, got {collector!r}"
+            )
+        return SamplingSettings(
+            length=DEFAULT_FRAGMENT_LENGTH if wanted == "auto" else int(wanted),
+            batch_mode=mode,
+            count_steps_by=by,
+            horizon=horizon,
+            soft_horizon=bool(given.get("soft_horizon", False)),
+            no_done_at_end=bool(given.get("no_done_at_end", False)),
+            on_bad_values=given.get("on_bad_values", "raise"),
+            collect_infos=bool(given.get("collect_infos", False)),
+            sample_collector=collector,
+        )
+
+    # -- policies ------------------------------------------------------------------------------
+
+    def _make_policies(self, policy_spec: Any, given: Any) -> dict[str, Policy]:
+        """The policies by id, each with its own random stream."""
+        default = None
+        if isinstance(policy_spec, type):
+            default = policy_spec
+            specs = specs_of(self._shared["policies"] or {DEFAULT_POLICY_ID: None})
+        else:
+            specs = specs_of(policy_spec)
+        mapping = PolicyMapping(self._shared["policy_mapping_fn"], list(specs), self)
+        made = {}
+        for policy_id, spec in specs.items():
+            policy_class, config = policy_class_and_config(policy_id, spec, default, given)
+            own = self._spaces_for(policy_id, spec, mapping, len(specs))
+            policy = policy_class(*own, config)
+            purpose = () if policy_id == DEFAULT_POLICY_ID else (policy_id,)
+            policy.rng = random_stream(self._seed, "actions", self.worker_index, *purpose)
+            made[policy_id] = policy
+        return made
+
+    def _spaces_for(
+        self, policy_id: str, spec: PolicySpec, mapping: PolicyMapping, policies: int
+    ) -> tuple[spaces.Space, spaces.Space]:
+        if spec.observation_space is not None and spec.action_space is not None:
+            return spec.observation_space, spec.action_space
+        agents = list(self.possible_agents)
+        own = []
+        if policies == 1:
+            own = agents
+        else:
+            # a mapping that draws lots, or looks at the episode, cannot be asked beforehand
+            with contextlib.suppress(Exception):
+                own = [agent for agent in agents if mapping(agent) == policy_id]
+        for agent in own or agents or [None]:
+            return (
+                spec.observation_space or self._agents.observation_space(agent),
+                spec.action_space or self._agents.action_space(agent),
+            )
+        raise AssertionError
 
     @property
     def num_envs(self) -> int:
         """Environments that this worker steps together."""
-        return self._stepper.num_envs
+        return self._agents.num_envs
 
     @property
     def env_steps(self) -> int:
-        """Env steps sampled so far."""
-        return 0 if self._collector is None else self._collector.env_steps
+        """Env steps given so far."""
+        return self._given_steps[0]
 
     @property
     def policy(self) -> Policy:
-        """The default policy."""
-        return self.policy_map[DEFAULT_POLICY_ID]
+        """The default policy; the first one where none is called so."""
+        first = next(iter(self.policy_map))
+        return self.policy_map.get(DEFAULT_POLICY_ID, self.policy_map[first])
 
     def get_policy(self, policy_id: str = DEFAULT_POLICY_ID) -> Policy:
         """The policy of this id; KeyError if there is none."""
@@ -123,49 +269,120 @@ class RolloutWorker:
 
     # -- sampling ------------------------------------------------------------------------------
 
-    def sample(self) -> SampleBatch:
+    @property
+    def sampler(self) -> SamplerInput:
+        """What this worker's samples come from; made when first asked for."""
+        if self._sampler is None:
+            kind = AsyncSampler if self._sample_async else SyncSampler
+            self._sampler = kind(self._collect)
+        return self._sampler
+
+    def _collect(self) -> Collected:
+        """One item, and what is to be told of it; in the sampler's thread, if it has one."""
+        with self._lock:
+            if self._source is None:
+                self._source = self._make_source()
+            batch = self._source.collect()
+            episodes, self._source.episodes = self._source.episodes, []
+            return Collected(
+                batch,
+                episodes,
+                {pid: policy.version for pid, policy in self.policy_map.items()},
+                {pid: policy.take_fresh_filters() for pid, policy in self.policy_map.items()},
+            )
+
+    def _make_source(self) -> ColumnarCollector | AgentLoop:
+        settings = self._settings
+        if self._needs_rows() or self._stepper is None:
+            return AgentLoop(self._agents, self, settings, self._first_id)
+        return ColumnarCollector(self._stepper, self.policy, settings, self._first_id)
+
+    def _needs_rows(self) -> bool:
+        """Whether the columnar way cannot give what is asked for."""
+        if self.is_multi_agent or self._settings.batch_mode == "complete_episodes":
+            return True
+        if self.config.get("sample_collector") is not None:
+            return True
+        policy = self.policy
+        nested = any(
+            space.shape is None or space.dtype is None
+            for space in (policy.observation_space, policy.action_space)
+        )
+        views = policy.view_requirements.values()
+        apart = any(view.agents is not None or view.batch_repeat_value > 1 for view in views)
+        return nested or apart or policy.is_recurrent or overrides(self.callbacks, *EPISODE_EVENTS)
+
+    def sample(self) -> SampleBatch | MultiAgentBatch:
         """One fragment of experience; the environments are made and reset at the first call.
 
+        With `batch_mode="complete_episodes"` as many whole episodes as have at least
+        `rollout_fragment_length` x number of environments steps.
+
         Raises:
-            whatever the environment raises, noting worker, sub-environment and step. The
-            fragment is dropped and the next call starts new episodes.
+            whatever the environment raises too often, and a policy or callback raises at all,
+            noting worker, sub-environment and step. What was not given yet is dropped and the
+            next call starts new episodes.
         """
-        if self._collector is None:
-            self._collector = ColumnarCollector(
-                self._stepper, self.policy, self._length, self._first_id, self._collect_infos
-            )
         try:
-            return self._collector.collect()
+            samples = self._sample_enough()
+            if overrides(self.callbacks, "on_sample_end"):
+                self.callbacks.on_sample_end(worker=self, samples=samples)
         except Exception as error:
             error.add_note(f"while worker {self.worker_index} was sampling")
             if isinstance(error, StopIteration):
                 raise RuntimeError("the environment raised StopIteration") from error
             raise
+        self._given_steps[0] += samples.env_steps()
+        self._given_steps[1] += samples.agent_steps()
+        return samples
 
-    def items(self) -> Iterator[SampleBatch]:
+    def _sample_enough(self) -> SampleBatch | MultiAgentBatch:
+        sampler = self.sampler
+        if self._settings.batch_mode == "truncate_episodes":
+            return sampler.get_data()
+        by_agent = self._settings.count_steps_by == "agent_steps"
+        items: list[Any] = []
+        steps, wanted = 0, self._settings.length * self.num_envs
+        while steps < wanted:
+            item = sampler.get_data()
+            items.append(item)
+            steps += item.agent_steps() if by_agent else item.env_steps()
+        return items[0] if len(items) == 1 else SampleBatch.concat_samples(items)
+
+    def shaped(self, batch: MultiAgentBatch) -> SampleBatch | MultiAgentBatch:
+        """A batch as this worker gives it: of its only policy, or by policy id."""
+        if self.is_multi_agent:
+            return batch
+        return batch.policy_batches.get(DEFAULT_POLICY_ID, SampleBatch())
+
+    def episode(self, episode_id: int) -> MultiAgentEpisode | None:
+        """The record of a running episode, where rows are collected one by one."""
+        return self._source.episode(episode_id) if isinstance(self._source, AgentLoop) else None
+
+    def items(self) -> Iterator[SampleBatch | MultiAgentBatch]:
         """Endless fragments; an exception does not end them."""
         return iter(self.sample, None)
 
     def get_metrics(self) -> list[EpisodeMetrics]:
         """The episodes finished since the last call."""
-        if self._collector is None:
-            return []
-        episodes, self._collector.episodes = self._collector.episodes, []
-        return episodes
+        return [] if self._sampler is None else self._sampler.get_metrics()
 
     def reply_tags(self) -> dict[str, Any]:
         """What rides along with a fragment: steps, episodes, timings, what the filters saw."""
-        if self._collector is None:
+        if self._sampler is None or self._source is None:
             return {}
-        steps = self._collector.env_steps
-        sampled, self._reported_steps = steps - self._reported_steps, steps
+        filters, self._sampler.fresh_filters = self._sampler.fresh_filters, []
+        new = [now - told for now, told in zip(self._given_steps, self._reported_steps, strict=True)]
+        self._reported_steps = list(self._given_steps)
         return {
-            "env_steps": sampled,
-            "agent_steps": sampled,
-            "weights_version": self.policy.version,
+            "env_steps": new[0],
+            "agent_steps": new[1],
+            "weights_versions": self._sampler.weights_versions,
             "episodes": [tuple(episode) for episode in self.get_metrics()],
-            "timings": dict(self._collector.timings),
-            "filters": {pid: p.take_fresh_filters() for pid, p in self.policy_map.items()},
+            "timings": dict(self._source.timings),
+            "filters": filters,
+            "faulty_episodes": self._source.faulty_episodes,
+            "env_restarts": self._agents.num_restarts,
         }
 
     # -- learning ------------------------------------------------------------------------------
@@ -196,16 +413,20 @@ class RolloutWorker:
         filters: dict[str, Any] | None = None,
         global_vars: dict[str, Any] | None = None,
     ) -> None:
-        """Take over weights by policy id, with their versions, filters and the step count."""
-        for policy_id, own in weights.items():
-            policy = self.policy_map[policy_id]
-            policy.set_weights(own)
-            if filters:
-                policy.set_filter_state(filters[policy_id])
-            if versions:
-                policy.version = versions[policy_id]
-            if global_vars:
-                policy.on_global_var_update(global_vars)
+        """Take over weights by policy id, with their versions, filters and the step count.
+
+        A sampler that samples ahead finishes its item first: no item is by two versions.
+        """
+        with self._lock:
+            for policy_id, own in weights.items():
+                policy = self.policy_map[policy_id]
+                policy.set_weights(own)
+                if filters:
+                    policy.set_filter_state(filters[policy_id])
+                if versions:
+                    policy.version = versions[policy_id]
+                if global_vars:
+                    policy.on_global_var_update(global_vars)
 
     # -- the rest ------------------------------------------------------------------------------
 
@@ -214,16 +435,55 @@ class RolloutWorker:
         return fn(self, *args)
 
     def get_state(self) -> dict[str, Any]:
-        """The policies' states and the worker's random stream."""
-        states = {policy_id: policy.get_state() for policy_id, policy in self.policy_map.items()}
-        return {"policies": states, "rng": stream_state(self.policy.rng)}
+        """The policies' states, with their random streams."""
+        return {"policies": {pid: policy.get_state() for pid, policy in self.policy_map.items()}}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Take over what `get_state` gave."""
         for policy_id, own in state["policies"].items():
             self.policy_map[policy_id].set_state(own)
-        restore_stream(self.policy.rng, state["rng"])
 
     def stop(self) -> None:
-        """Close the environments."""
-        self._stepper.close()
+        """Sample no more; close the environments."""
+        if self._sampler is not None:
+            self._sampler.stop()
+        self._agents.close()
+
+
+class _Announced:
+    """A creator that tells the callbacks of every environment that it makes."""
+
+    def __init__(self, creator: EnvCreator, worker: RolloutWorker):
+        self.args = getattr(creator, "args", ())
+        self._creator = creator
+        self._worker = worker
+
+    def __call__(self, context: Any) -> Any:
+        env = self._creator(context)
+        self._worker.callbacks.on_sub_environment_created(
+            worker=self._worker, sub_environment=env, env_context=context
+        )
+        return env
+
+
+def policy_class_and_config(
+    policy_id: str, spec: PolicySpec, default: type[Policy] | None, given: Any
+) -> tuple[type[Policy], Any]:
+    """A policy's class and settings: the spec's over the run's.
+
+    Raises:
+        ConfigError: there is no class.
+    """
+    policy_class, seed = spec.policy_class, given.get("seed")
+    own = spec.config or {}
+    if isinstance(own, PolicyConfig):
+        policy_class = policy_class or getattr(own, "policy_class", None) or default
+        given, own = own, {} if own.seed is None else {"seed": own.seed}
+    policy_class = policy_class or default
+    if policy_class is None:
+        raise ConfigError(f"policies: {policy_id!r} needs a policy_class")
+    if policy_id != DEFAULT_POLICY_ID and "seed" not in own:
+        own = {**own, "seed": derive_seed(seed, "policy", policy_id)}
+    if isinstance(given, policy_class.config_class):
+        return policy_class, given.updated(**own) if own else given
+    return policy_class, _for_policy(policy_class, {**dict(given.items()), **own})

@@ -17,12 +17,15 @@ from flowrl.policies.config import ConfigError
 from flowrl.policies.view_requirement import ViewRequirement
 
 
+ALWAYS = ("rewards", "dones", "terminateds", "truncateds")  # in every train batch
+
+
 def wanted_views(requirements: Mapping[str, ViewRequirement]) -> dict[str, ViewRequirement]:
     """The views that are more than a column as it is."""
     return {
         name: view
         for name, view in requirements.items()
-        if view.shift != 0 or (view.data_col or name) != name
+        if view.shift != 0 or (view.data_col or name) != name or view.agents is not None
     }
 
 
@@ -55,9 +58,9 @@ class TrajectoryViews:
             shifts = [shift + 1 for shift in wanted["obs"].shifts]
             shift = shifts if wanted["obs"].is_window else shifts[0]
             wanted["new_obs"] = ViewRequirement("obs", wanted["obs"].space, shift)
-        self._for_training = {n: _View(n, v) for n, v in wanted.items() if v.used_for_training}
+        self._for_training = {n: View(n, v) for n, v in wanted.items() if v.used_for_training}
         self._for_actions = {
-            name: _View(name, view)
+            name: View(name, view)
             for name, view in requirements.items()
             if view.known_for_actions(name)
         }
@@ -138,7 +141,7 @@ class TrajectoryViews:
 
     def _at(
         self,
-        view: _View,
+        view: View,
         times: np.ndarray,
         envs: np.ndarray,
         ages: np.ndarray,
@@ -233,7 +236,7 @@ class TrajectoryViews:
         return base
 
 
-class _View:
+class View:
     """A view by what it reads: a column and shifts. The next observations are observations."""
 
     def __init__(self, name: str, view: ViewRequirement):
@@ -243,6 +246,9 @@ class _View:
         self.source = column
         self.shifts = shifts
         self.is_window = view.is_window
+        self.repeat = view.batch_repeat_value
+        self.agents = view.agents
+        self.space = view.space
         steps = {after - before for before, after in itertools.pairwise(shifts)}
         self._even = steps.pop() if len(steps) == 1 and min(steps) > 0 else None
         space = view.space

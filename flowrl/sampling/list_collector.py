@@ -1,0 +1,766 @@
+"""SimpleListCollector: rows in lists, agent by agent; the general way to collect.
+
+A trajectory keeps an observation more than rows, and of the rows that were given away as many as
+the views look back. Rows are cut into segments at each episode's end and before a batch is taken;
+the columns of a policy's segments are made together, and postprocessed together unless the policy
+or the callbacks want each segment apart.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import optree
+
+from flowrl.data import MultiAgentBatch, SampleBatch
+from flowrl.data.multi_agent_batch import AgentID, EpisodeID, PolicyID
+from flowrl.data.windows import Windows
+from flowrl.policies.config import ConfigError
+from flowrl.policies.policy import Policy
+from flowrl.policies.view_requirement import ViewRequirement
+from flowrl.sampling.callbacks import overrides
+from flowrl.sampling.checks import stacked, zeros_of
+from flowrl.sampling.episode import MultiAgentEpisode
+from flowrl.sampling.sample_collector import SampleCollector
+from flowrl.sampling.views import ALWAYS, View, wanted_views
+
+log = logging.getLogger("flowrl")
+
+_ALIASES = {
+    "action": "actions",
+    "reward": "rewards",
+    "obs": "new_obs",
+    "next_obs": "new_obs",
+    "terminated": "terminateds",
+    "truncated": "truncateds",
+}
+_IDS = ("t", "env_id", "agent_index")
+_DTYPES = {"rewards": np.float32, "terminateds": bool, "truncateds": bool}
+
+
+class Trajectory:
+    """One agent's rows in one episode.
+
+    rows: so far, those that were let go counted; begin: the first that no segment has; dropped:
+    how many were let go; times: env step in which each row's action was taken, and that of the
+    next; sums: the running discounted sum of rewards, for the reward scaler.
+    """
+
+    __slots__ = (
+        "agent_id", "begin", "columns", "dropped", "episode_id", "policy_id", "rows", "sums",
+        "times",
+    )  # fmt: skip
+
+    def __init__(self, episode_id: EpisodeID, agent_id: AgentID, policy_id: PolicyID):
+        self.episode_id = episode_id
+        self.agent_id = agent_id
+        self.policy_id = policy_id
+        self.columns: dict[str, list[Any]] = {}
+        self.rows = self.begin = self.dropped = 0
+        self.times: list[int] = []
+        self.sums: Any = None
+
+    def part(self, name: str, begin: int, end: int) -> list[Any]:
+        """A column's values of rows begin … end-1."""
+        return self.columns[name][begin - self.dropped : end - self.dropped]
+
+    def forget(self, lookback: int) -> None:
+        """Let rows go that are in a segment, but the last ones."""
+        count = max(0, self.begin - lookback) - self.dropped
+        if count > 0:
+            for column in self.columns.values():
+                del column[:count]
+            del self.times[:count]
+            self.dropped += count
+
+
+class Segment:
+    """Rows begin … end-1 of a trajectory."""
+
+    __slots__ = ("begin", "end", "episode", "trajectory", "unroll_id")
+
+    def __init__(
+        self, trajectory: Trajectory, unroll_id: int, episode: MultiAgentEpisode | None
+    ):
+        self.trajectory = trajectory
+        self.begin = trajectory.begin
+        self.end = trajectory.rows
+        self.unroll_id = unroll_id
+        self.episode = episode
+        trajectory.begin = self.end
+
+    def __len__(self) -> int:
+        return self.end - self.begin
+
+
+class SimpleListCollector(SampleCollector):
+    """Rows in lists, agent by agent."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._unroll_ids = getattr(self.worker, "unroll_ids", None) or itertools.count()
+        # trajectories of an agent in an episode; the last one may be open
+        self._trajectories: dict[EpisodeID, dict[AgentID, list[Trajectory]]] = {}
+        self._waiting: dict[PolicyID, list[Trajectory]] = {pid: [] for pid in self.policy_map}
+        self._closed: dict[PolicyID, list[Segment]] = {}
+        self._made: dict[PolicyID, list[SampleBatch]] = {}
+        self._steps: dict[EpisodeID, set[int]] = {}  # of the open segments
+        self._steps_closed = 0
+        self._rows_closed = 0
+        self._times: dict[EpisodeID, int] = {}  # env steps so far, soft horizons counted through
+        self._offsets: dict[EpisodeID, int] = {}
+        self._views: dict[PolicyID, _PolicyViews] = {}
+        self._apart = {pid: self._wants_apart(p) for pid, p in self.policy_map.items()}
+        self._over: set[EpisodeID] = set()  # nothing more will come of these
+        self._warned = False
+
+    def _wants_apart(self, policy: Policy) -> bool:
+        own = type(policy).postprocess_trajectory is not Policy.postprocess_trajectory
+        return own or overrides(self.callbacks, "on_postprocess_trajectory")
+
+    # -- rows in -----------------------------------------------------------------------------------
+
+    def add_init_obs(
+        self, episode_id: EpisodeID, agent_id: AgentID, policy_id: PolicyID, init_obs: Any
+    ) -> None:
+        if policy_id not in self.policy_map:
+            raise ConfigError(
+                f"agent {agent_id!r}: there is no policy {policy_id!r}, only "
+                f"{sorted(self.policy_map)}"
+            )
+        agents = self._trajectories.setdefault(episode_id, {})
+        own = agents.setdefault(agent_id, [])
+        if own and not self._ended(own[-1]):
+            raise ValueError(
+                f"add_init_obs: agent {agent_id!r} of episode {episode_id} has begun already"
+            )
+        trajectory = Trajectory(episode_id, agent_id, policy_id)
+        trajectory.columns["obs"] = [init_obs]
+        trajectory.times.append(self._times.setdefault(episode_id, 0))
+        self._steps.setdefault(episode_id, set())
+        own.append(trajectory)
+        self._waiting[policy_id].append(trajectory)
+
+    @staticmethod
+    def _ended(trajectory: Trajectory) -> bool:
+        last = trajectory.rows - 1 - trajectory.dropped
+        if last < 0:
+            return False
+        columns = trajectory.columns
+        return bool(columns["terminateds"][last] or columns["truncateds"][last])
+
+    def add_action_reward_next_obs(
+        self,
+        episode_id: EpisodeID,
+        agent_id: AgentID,
+        policy_id: PolicyID,
+        values: dict[str, Any],
+    ) -> None:
+        own = self._trajectories.get(episode_id, {}).get(agent_id)
+        if not own:
+            raise ValueError(
+                f"add_action_reward_next_obs: agent {agent_id!r} of episode {episode_id} has no "
+                "first observation: call add_init_obs first"
+            )
+        trajectory = own[-1]
+        if self._ended(trajectory):
+            raise ValueError(
+                f"add_action_reward_next_obs: agent {agent_id!r} of episode {episode_id} has ended"
+            )
+        if "new_obs" not in values or "terminateds" not in values:
+            values = _spelled(values)
+        columns = trajectory.columns
+        for name, value in values.items():
+            if name == "new_obs":
+                columns["obs"].append(value)
+            elif name != "dones":
+                column = columns.get(name)
+                if column is None or len(column) < trajectory.rows - trajectory.dropped:
+                    column = columns.setdefault(name, [])
+                    late = trajectory.rows - trajectory.dropped - len(column)
+                    column += [optree.tree_map(np.zeros_like, value)] * late
+                column.append(value)
+        trajectory.rows += 1
+        t = values.get("t")
+        if t is None:
+            t = trajectory.rows - 1
+            columns.setdefault("t", []).append(t)
+        self._steps[episode_id].add(t)
+        time = t + 1 + self._offsets.get(episode_id, 0)
+        trajectory.times.append(time)
+        self._times[episode_id] = max(time, self._times[episode_id])
+        if not (values["terminateds"] or values["truncateds"]):
+            self._waiting[trajectory.policy_id].append(trajectory)
+
+    def env_stepped(self, episode_id: EpisodeID, t: int) -> None:
+        self._steps.setdefault(episode_id, set()).add(t)
+        self._times[episode_id] = t + 1 + self._offsets.get(episode_id, 0)
+
+    def total_env_steps(self) -> int:
+        return self._steps_closed + sum(map(len, self._steps.values()))
+
+    def total_agent_steps(self) -> int:
+        return self._rows_closed + sum(t.rows - t.begin for t in self._all())
+
+    def _all(self) -> Iterable[Trajectory]:
+        for agents in self._trajectories.values():
+            for own in agents.values():
+                yield from own
+
+    def drop_episode(self, episode_id: EpisodeID) -> None:
+        gone = self._trajectories.pop(episode_id, {})
+        dropped = {id(trajectory) for own in gone.values() for trajectory in own}
+        for pid, waiting in self._waiting.items():
+            self._waiting[pid] = [t for t in waiting if id(t) not in dropped]
+        for state in (self._steps, self._times, self._offsets):
+            state.pop(episode_id, None)  # type: ignore[attr-defined]
+
+    def continue_episode(self, episode: MultiAgentEpisode, new_episode_id: EpisodeID) -> None:
+        old_id = episode.episode_id
+        self.postprocess_trajectories_so_far(episode)
+        agents = self._trajectories.setdefault(new_episode_id, {})
+        for agent_id, own in self._trajectories[old_id].items():
+            if self._ended(own[-1]):
+                continue
+            old, waiting = own[-1], self._waiting[own[-1].policy_id]
+            new = Trajectory(new_episode_id, agent_id, old.policy_id)
+            lookback = max(0, old.rows - self._lookback())
+            first = max(lookback, old.dropped)
+            new.columns = {
+                name: column[first - old.dropped :] for name, column in old.columns.items()
+            }
+            new.times = old.times[first - old.dropped :]
+            new.rows = new.begin = old.rows
+            new.dropped, new.sums = first, old.sums
+            agents[agent_id] = [new]
+            waiting[:] = [new if t is old else t for t in waiting]
+        self._offsets[new_episode_id] = self._times[old_id]
+        self._times[new_episode_id] = self._times[old_id]
+        self._steps[new_episode_id] = set()
+        self._over.add(old_id)
+
+    # -- what policies see -------------------------------------------------------------------------
+
+    def _lookback(self) -> int:
+        return max((self._views_of(pid).lookback for pid in self.policy_map), default=0)
+
+    def _views_of(self, policy_id: PolicyID) -> _PolicyViews:
+        policy = self.policy_map[policy_id]
+        views = self._views.get(policy_id)
+        if views is None or views.requirements != policy.view_requirements:
+            views = self._views[policy_id] = _PolicyViews(policy)
+        return views
+
+    def get_inference_input_dict(self, model: Any) -> dict[str, Any]:
+        for policy_id, policy in self.policy_map.items():
+            if policy is model or getattr(policy, "model", None) is model:
+                break
+        else:
+            raise ConfigError(f"no policy here has the model {model!r}")
+        waiting, self._waiting[policy_id] = self._waiting[policy_id], []
+        return self._inputs(self._views_of(policy_id), waiting)
+
+    def _inputs(self, views: _PolicyViews, given: list[Trajectory]) -> dict[str, Any]:
+        """What the acting views show after the last row of each trajectory, [B, …]."""
+        made: dict[str, Any] = {}
+        for name, view in views.acting.items():
+            if view.agents is not None:
+                made[name], made[f"{name}_mask"] = self._of_agents(
+                    views, view, [(t, t.rows) for t in given]
+                )
+            elif view.source == "obs" and view.shifts == (0,) and not view.is_window:
+                made[name] = stacked([t.columns["obs"][-1] for t in given])
+            else:
+                shown = [[views.before(view, t, t.rows + s) for s in view.shifts] for t in given]
+                made[name] = stacked([stacked(w) if view.is_window else w[0] for w in shown])
+        return made
+
+    def _of_agents(
+        self, views: _PolicyViews, view: View, rows: list[tuple[Trajectory, int]]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """A view on other agents for rows of trajectories: values and mask [B, agents, …]."""
+        found = []
+        for trajectory, row in rows:
+            time = trajectory.times[row - trajectory.dropped]
+            everybody = self._trajectories[trajectory.episode_id]
+            ids = view.agents
+            if ids == "others":
+                ids = [a for a in views.possible_agents(self.worker) if a != trajectory.agent_id]
+            own: list[Any] = []
+            for agent in ids or ():
+                them = everybody.get(agent, ())
+                window = [_at_time(them, view.source, time + shift) for shift in view.shifts]
+                own.append(window if view.is_window else window[0])
+            found.append(own)
+        shape = (len(found), len(found[0]) if found else 0)
+        if view.is_window:
+            shape = (*shape, len(view.shifts))
+        flat = list(_flattened(found, len(shape)))
+        known = next((v for v in flat if v is not None), None)
+        zero = views.zero(view) if known is None else np.zeros_like(known)
+        values = np.array([zero if v is None else v for v in flat])
+        mask = np.array([v is not None for v in flat], bool)
+        return values.reshape(*shape, *np.shape(zero)), mask.reshape(shape)
+
+    # -- batches out -------------------------------------------------------------------------------
+
+    def has_non_postprocessed_data(self) -> bool:
+        return any(t.rows > t.begin for t in self._all())
+
+    def postprocess_trajectories_so_far(self, episode: MultiAgentEpisode | None = None) -> None:
+        ids = list(self._trajectories) if episode is None else [episode.episode_id]
+        for episode_id in ids:
+            record = episode or self._record_of(episode_id)
+            segments = [
+                Segment(trajectory, next(self._unroll_ids), record)
+                for own in self._trajectories.get(episode_id, {}).values()
+                for trajectory in own
+                if trajectory.rows > trajectory.begin
+            ]
+            self._steps_closed += len(self._steps[episode_id]) if episode_id in self._steps else 0
+            self._steps[episode_id] = set()
+            self._rows_closed += sum(map(len, segments))
+            if any(self._apart[s.trajectory.policy_id] for s in segments):
+                self._postprocess_apart(segments, record)
+            else:
+                for segment in segments:
+                    self._closed.setdefault(segment.trajectory.policy_id, []).append(segment)
+
+    def _hides_ends(self) -> bool:
+        """Whether no row is to say that its episode ended (`no_done_at_end`)."""
+        return bool(getattr(self.worker, "hides_ends", False))
+
+    def _record_of(self, episode_id: EpisodeID) -> MultiAgentEpisode | None:
+        find = getattr(self.worker, "episode", None)
+        return None if find is None else find(episode_id)
+
+    def _postprocess_apart(
+        self, segments: list[Segment], episode: MultiAgentEpisode | None
+    ) -> None:
+        """Hand every segment of an episode to its policy and to the callbacks."""
+        originals: list[tuple[AgentID, PolicyID, SampleBatch]] = []
+        for policy_id, own in _by_policy(segments).items():
+            whole = self._build(policy_id, own)
+            begin = 0
+            for segment in own:
+                part = whole[begin : begin + len(segment)]
+                originals.append((segment.trajectory.agent_id, policy_id, part))
+                begin += len(segment)
+        told = {
+            agent: (self.policy_map[pid], batch.without_columns("next_values").isolated())
+            for agent, pid, batch in originals
+        }
+        for agent, policy_id, batch in originals:
+            policy = self.policy_map[policy_id]
+            others = {a: both for a, both in told.items() if a != agent}
+            made = policy.postprocess_trajectory(batch.isolated(), others or None, episode)
+            if not isinstance(made, SampleBatch):
+                raise TypeError(
+                    f"{type(policy).__name__}.postprocess_trajectory() must return the batch, "
+                    f"it returned a {type(made).__name__}"
+                )
+            made = made.without_columns("next_values").isolated()
+            self.callbacks.on_postprocess_trajectory(
+                worker=self.worker,
+                episode=episode,
+                agent_id=agent,
+                policy_id=policy_id,
+                policies=dict(self.policy_map),
+                postprocessed_batch=made,
+                original_batches=told,
+            )
+            self._made.setdefault(policy_id, []).append(made)
+
+    def get_multi_agent_batch_and_reset(self) -> MultiAgentBatch:
+        self.postprocess_trajectories_so_far()
+        batches: dict[PolicyID, SampleBatch] = {}
+        for policy_id in self.policy_map:
+            parts = self._made.get(policy_id, [])
+            closed = self._closed.get(policy_id)
+            if closed:
+                closed.sort(key=_env_id)
+                parts = [*parts, self._postprocess_together(policy_id, closed)]
+            if parts:
+                parts.sort(key=lambda part: part["env_id"][0] if "env_id" in part else 0)
+                batches[policy_id] = self._joined(parts)
+        whole = MultiAgentBatch(batches, self._steps_closed)
+        self._made, self._closed = {}, {}
+        self._steps_closed = self._rows_closed = 0
+        lookback = self._lookback()
+        for episode_id, agents in list(self._trajectories.items()):
+            if episode_id in self._over or all(self._ended(own[-1]) for own in agents.values()):
+                for state in (self._trajectories, self._steps, self._times, self._offsets):
+                    state.pop(episode_id, None)  # type: ignore[attr-defined]
+                continue
+            for own in agents.values():
+                for trajectory in own:
+                    trajectory.forget(lookback)
+        self._over.clear()
+        return whole
+
+    def check_missing_dones(self, episode_id: EpisodeID) -> None:
+        self._over.add(episode_id)
+        for agent_id, own in self._trajectories.get(episode_id, {}).items():
+            if own[-1].rows and not self._ended(own[-1]):
+                raise ValueError(
+                    f"episode {episode_id} is over, but the last row of agent {agent_id!r} is "
+                    "neither terminated nor truncated"
+                )
+
+    def _joined(self, parts: list[SampleBatch]) -> SampleBatch:
+        """The rows of all; a column that only some have is zeros in the others."""
+        names = {name: part[name] for part in reversed(parts) for name in part}
+        whole = []
+        for part in parts:
+            lacking = [name for name in names if name not in part]
+            if lacking and not self._warned:
+                self._warned = True
+                log.warning("postprocessing adds the columns %s to some segments only", lacking)
+            zeros = {
+                name: np.zeros((part.count, *names[name].shape[1:]), names[name].dtype)
+                for name in lacking
+            }
+            whole.append(part.with_columns(**zeros) if zeros else part)
+        return SampleBatch.concat_samples(whole)
+
+    # -- columns of segments -----------------------------------------------------------------------
+
+    def _build(self, policy_id: PolicyID, segments: list[Segment]) -> SampleBatch:
+        """The columns of a policy's segments, one after another; `next_values` besides."""
+        policy, views = self.policy_map[policy_id], self._views_of(policy_id)
+        lengths = [len(segment) for segment in segments]
+        count, ends = sum(lengths), np.cumsum(lengths)
+        rows: dict[str, Any] = {}
+        if not views.replace_observations:
+            rows = self._observations(segments, count, ends)
+        names = [n for n in segments[0].trajectory.columns if n not in ("obs", *_IDS)]
+        for name in names:
+            rows[name] = _column(name, _chained(segments, name))
+        if self._hides_ends():
+            for name in ("terminateds", "truncateds"):
+                rows[name] = np.zeros(count, bool)
+        if policy.reward_scaler is not None:
+            rows["rewards"] = self._scaled(policy, segments, rows)
+        ids = segments[0].trajectory.columns
+        for name in _IDS:
+            if name in ids:
+                rows[name] = np.array(_chained(segments, name), np.int64)
+        rows["eps_id"] = np.repeat([s.trajectory.episode_id for s in segments], lengths)
+        rows["unroll_id"] = np.repeat([s.unroll_id for s in segments], lengths)
+        if "vf_preds" in rows:
+            rows["next_values"] = self._next_values(policy, views, segments, rows, ends)
+        self._add_views(views, segments, rows)
+        return SampleBatch._of(rows)
+
+    def _observations(
+        self, segments: list[Segment], count: int, ends: np.ndarray
+    ) -> dict[str, Any]:
+        finals = [s.trajectory.part("obs", s.end, s.end + 1)[0] for s in segments]
+        observations = _chained(segments, "obs")
+        if isinstance(finals[0], (dict, tuple)):
+            following = [
+                value
+                for s in segments
+                for value in s.trajectory.part("obs", s.begin + 1, s.end + 1)
+            ]
+            return {"obs": stacked(observations), "new_obs": stacked(following)}
+        base = np.array(observations + finals)
+        base.flags.writeable = False  # two columns share it
+        following = np.arange(1, count + 1)
+        following[ends - 1] = np.arange(count, count + len(segments))
+        return {"obs": base[:count], "new_obs": Windows(base, following)}
+
+    def _scaled(self, policy: Policy, segments: list[Segment], rows: dict[str, Any]) -> np.ndarray:
+        scaler = policy.reward_scaler
+        assert scaler is not None
+        begin = 0
+        for segment in segments:
+            own = slice(begin, begin + len(segment))
+            trajectory = segment.trajectory
+            trajectory.sums = scaler.observe(rows["rewards"][own, None], trajectory.sums)
+            begin += len(segment)
+        return scaler.scaled(rows["rewards"])
+
+    def _next_values(
+        self,
+        policy: Policy,
+        views: _PolicyViews,
+        segments: list[Segment],
+        rows: dict[str, Any],
+        ends: np.ndarray,
+    ) -> np.ndarray:
+        """Value of the state that each row led to; 0 where it terminated."""
+        values = rows["vf_preds"]
+        following = np.empty_like(values)
+        following[:-1] = values[1:]
+        following[ends - 1] = 0.0
+        cut = np.flatnonzero(~rows["terminateds"][ends - 1])
+        if len(cut):
+            last = [segments[i].trajectory for i in cut.tolist()]
+            found = policy.compute_values_from_input_dict(self._inputs(views, last))
+            following[ends[cut] - 1] = found
+        return following
+
+    def _add_views(
+        self, views: _PolicyViews, segments: list[Segment], rows: dict[str, Any]
+    ) -> None:
+        """The views for training, and what is not for it taken away."""
+        bases: dict[str, tuple[np.ndarray, list[int]]] = {}
+        per_sequence = 0
+        for name, view in views.training.items():
+            if view.agents is not None:
+                each = [(s.trajectory, row) for s in segments for row in range(s.begin, s.end)]
+                rows[name], rows[f"{name}_mask"] = self._of_agents(views, view, each)
+                continue
+            if view.source not in bases:
+                bases[view.source] = views.base(view, segments)
+            base, starts = bases[view.source]
+            index = [
+                views.positions(view, segment, start, len(base))
+                for segment, start in zip(segments, starts, strict=True)
+            ]
+            rows[name] = Windows(base, np.concatenate(index))
+            per_sequence = max(per_sequence, view.repeat if view.repeat > 1 else 0)
+        if per_sequence:
+            rows["seq_lens"] = np.array(
+                [
+                    min(per_sequence, s.end - begin)
+                    for s in segments
+                    for begin in range(s.begin, s.end, per_sequence)
+                ],
+                np.int32,
+            )
+        for name in views.not_for_training(rows):
+            rows.pop(name, None)
+
+    def _postprocess_together(self, policy_id: PolicyID, segments: list[Segment]) -> SampleBatch:
+        """What each segment's postprocessing alone would give, computed over all at once."""
+        batch = self._build(policy_id, segments)
+        policy = self.policy_map[policy_id]
+        if type(policy).postprocess_fragment is Policy.postprocess_fragment:
+            return batch.without_columns("next_values")
+        lengths = np.array([len(segment) for segment in segments])
+        longest, count = int(lengths.max()), int(lengths.sum())
+        segment = np.repeat(np.arange(len(segments)), lengths)
+        step = np.arange(count) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        fragment = {}
+        for name, column in batch.stored():
+            if isinstance(column, np.ndarray) and len(column) == count:
+                shape = (longest, len(segments), *column.shape[1:])
+                fragment[name] = np.zeros(shape, column.dtype)
+                fragment[name][step, segment] = column
+        # a segment's end is an end to the estimates, whether the episode goes on or not
+        fragment["dones"] = np.ones((longest, len(segments)), bool)
+        fragment["dones"][step, segment] = False
+        fragment["dones"][lengths - 1, np.arange(len(segments))] = True
+        made = policy.postprocess_fragment(fragment)
+        columns = {name: column[step, segment] for name, column in made.items()}
+        kept = batch if "next_values" in columns else batch.without_columns("next_values")
+        return kept.with_columns(**columns)
+
+
+class _PolicyViews:
+    """The views of one policy, over trajectories in lists."""
+
+    def __init__(self, policy: Policy):
+        self.policy = policy
+        self.requirements = dict(policy.view_requirements)
+        wanted: dict[str, ViewRequirement] = wanted_views(self.requirements)
+        self.training = {n: View(n, v) for n, v in wanted.items() if v.used_for_training}
+        self.acting = {
+            name: View(name, view)
+            for name, view in self.requirements.items()
+            if view.known_for_actions(name)
+        }
+        for name, view in self.training.items():
+            if view.repeat > 1 and not name.startswith("state_in_"):
+                raise ConfigError(
+                    f"view {name!r}: batch_repeat_value is for views named state_in_…: the others "
+                    "have a value for each row"
+                )
+        everything = [*self.training.values(), *self.acting.values()]
+        self.lookback = max((-min(view.shifts) for view in everything), default=0)
+        self.lookback = max(self.lookback, 0)
+        self.initial = policy.get_initial_state()
+
+    @property
+    def replace_observations(self) -> bool:
+        """Whether views stand for both `obs` and `new_obs`."""
+        return {"obs", "new_obs"} <= set(self.training)
+
+    def possible_agents(self, worker: Any) -> list[Any]:
+        agents = getattr(worker, "possible_agents", None)
+        if not agents:
+            raise ConfigError(
+                'a view of agents="others" needs an environment that says its possible_agents'
+            )
+        return agents
+
+    def zero(self, view: View) -> Any:
+        """What a view shows where there is nothing."""
+        source = view.source
+        if source.startswith("state_out_"):
+            return np.asarray(self.initial[int(source.removeprefix("state_out_"))])
+        if view.space is not None:
+            return zeros_of(view.space)
+        if source in _DTYPES or source == "dones":
+            return np.zeros((), _DTYPES.get(source, bool))
+        if source == "actions":
+            return zeros_of(self.policy.action_space)
+        if source == "obs":
+            return zeros_of(self.policy.observation_space)
+        raise ConfigError(f"view of {source!r}: give it a space, to know what is not there")
+
+    def before(self, view: View, trajectory: Trajectory, row: int) -> Any:
+        """A column's value at a row; `row` may be the one that is to come, for observations."""
+        column = trajectory.columns.get(view.source)
+        if view.source == "obs":
+            return trajectory.columns["obs"][max(row, trajectory.dropped) - trajectory.dropped]
+        if view.source == "dones" and trajectory.rows > trajectory.dropped:
+            column = [
+                a or b
+                for a, b in zip(
+                    trajectory.columns["terminateds"],
+                    trajectory.columns["truncateds"],
+                    strict=True,
+                )
+            ]
+        if column is None or not trajectory.dropped <= row < trajectory.rows:
+            zero = self.zero(view)
+            if column and not view.source.startswith("state_out_"):
+                return optree.tree_map(np.zeros_like, column[0])
+            return zero
+        value = column[row - trajectory.dropped]
+        dtype = _DTYPES.get(view.source)
+        return value if dtype is None else dtype(value)
+
+    def base(self, view: View, segments: list[Segment]) -> tuple[np.ndarray, list[int]]:
+        """The values of a column that views of the segments may show, and where those of each
+        segment begin. The last one is what stands for nothing, where that is not zeros."""
+        values: list[Any] = []
+        starts = []
+        more = 1 if view.source == "obs" else 0
+        for segment in segments:
+            trajectory = segment.trajectory
+            first = max(segment.begin - self.lookback, trajectory.dropped)
+            starts.append(len(values) - first)
+            if view.source == "dones":
+                flags = ("terminateds", "truncateds")
+                pairs = (trajectory.part(name, first, segment.end) for name in flags)
+                values += [a or b for a, b in zip(*pairs, strict=True)]
+            elif view.source in trajectory.columns:
+                values += trajectory.part(view.source, first, segment.end + more)
+            else:
+                raise ConfigError(
+                    f"no column {view.source!r} to make a view of: it is not collected"
+                )
+        if view.source.startswith("state_out_"):
+            values.append(self.zero(view))
+        if isinstance(values[0], (dict, tuple)):
+            raise ConfigError(f"view of {view.source!r}: nested values cannot be shifted")
+        base = _column(view.source, values)
+        base.flags.writeable = False
+        return base, starts
+
+    def positions(self, view: View, segment: Segment, start: int, size: int) -> np.ndarray:
+        """Where in the base a view's rows of a segment are: [rows] or [rows, shifts]."""
+        rows = np.arange(segment.begin, segment.end, view.repeat)
+        first = max(segment.begin - self.lookback, segment.trajectory.dropped)
+        nothing = size - 1 if view.source.startswith("state_out_") else -1
+        parts = []
+        for shift in view.shifts:
+            at = rows + shift
+            if view.source == "obs":
+                part = np.where(at <= segment.end, start + np.maximum(at, first), nothing)
+            else:
+                there = (at >= first) & (at < segment.end)
+                part = np.where(there, start + at, nothing)
+            parts.append(part)
+        return np.stack(parts, 1) if view.is_window else parts[0]
+
+    def not_for_training(self, rows: dict[str, Any]) -> list[str]:
+        """Columns that a train batch is not to have."""
+        unwanted = [
+            name
+            for name, view in self.requirements.items()
+            if not view.used_for_training and name not in ALWAYS
+        ]
+        states = [n for n in rows if n.startswith("state_out_") and n not in self.requirements]
+        return unwanted + states
+
+
+def _spelled(values: dict[str, Any]) -> dict[str, Any]:
+    """The row with the columns' names, and both flags."""
+    row = {}
+    for name, value in values.items():
+        if not (name in ("obs", "next_obs") and "new_obs" in values):
+            row[_ALIASES.get(name, name)] = value
+    done = row.pop("dones", row.pop("done", None))
+    if "terminateds" not in row and done is not None:
+        row["terminateds"], row["truncateds"] = bool(done), False
+    row.setdefault("truncateds", False)
+    lacking = [n for n in ("actions", "rewards", "new_obs", "terminateds") if n not in row]
+    if lacking:
+        raise ValueError(f"add_action_reward_next_obs: the row lacks {lacking}")
+    return row
+
+
+def _by_policy(segments: list[Segment]) -> dict[PolicyID, list[Segment]]:
+    groups: dict[PolicyID, list[Segment]] = {}
+    for segment in segments:
+        groups.setdefault(segment.trajectory.policy_id, []).append(segment)
+    return groups
+
+
+def _env_id(segment: Segment) -> int:
+    column = segment.trajectory.columns.get("env_id")
+    return column[0] if column else 0
+
+
+def _chained(segments: list[Segment], name: str) -> list[Any]:
+    values: list[Any] = []
+    for s in segments:
+        values += s.trajectory.part(name, s.begin, s.end)
+    return values
+
+
+def _column(name: str, values: list[Any]) -> Any:
+    if name == "infos":
+        column = np.empty(len(values), object)
+        column[:] = values
+        return column
+    if name in _DTYPES:
+        return np.array(values, _DTYPES[name])
+    return stacked(values)
+
+
+def _at_time(trajectories: Iterable[Trajectory], source: str, time: int) -> Any:
+    """What a column of an agent was in an env step; None if it had none."""
+    for trajectory in trajectories:
+        times = trajectory.times
+        last = len(times) if source == "obs" else len(times) - 1
+        # an observation after the end is not acted on
+        if source == "obs" and SimpleListCollector._ended(trajectory):
+            last -= 1
+        row = _find(times, time, last)
+        if row is not None and source in trajectory.columns:
+            return trajectory.columns[source][row]
+    return None
+
+
+def _find(times: list[int], time: int, last: int) -> int | None:
+    row = bisect.bisect_left(times, time, 0, last)
+    return row if row < last and times[row] == time else None
+
+
+def _flattened(nested: Any, depth: int) -> Iterable[Any]:
+    if depth == 0:
+        yield nested
+        return
+    for part in nested:
+        yield from _flattened(part, depth - 1)

@@ -1,0 +1,486 @@
+"""How many copies of an environment are stepped at once.
+
+A stepper writes what a step gives straight into the collector's arrays. Whatever the underlying
+vector environment does at an episode's end, a stepper says the same things: the observation to act
+on next, the final observation of every episode that ended, which rows were real steps (an
+environment in NEXT_STEP mode spends one call per episode on the reset), and which environments
+broke and were made anew.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, Protocol
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector.utils import concatenate, create_empty_array, iterate
+
+from flowrl.policies.config import ConfigError
+from flowrl.sampling.checks import ObservationCheck, check_reward
+from flowrl.sampling.envs import EnvContext, EnvCreator, env_id_of, with_horizon
+from flowrl.seeding import derive_seed
+
+VectorizationMode = Literal["flowrl", "sync", "async", "vector_entry_point", "envpool"]
+
+log = logging.getLogger("flowrl")
+
+
+class Stepper(Protocol):
+    """N environments stepped together."""
+
+    num_envs: int
+    num_restarts: int
+    observation_space: spaces.Space
+    action_space: spaces.Space
+
+    def reset(self, observations: Any) -> None:
+        """Start all episodes; write the first observations [N, …]."""
+
+    def step(
+        self, actions: Any, observations: Any, rewards: Any, terminateds: Any, truncateds: Any
+    ) -> Step:
+        """Step every environment with actions [N, …].
+
+        Writes the observations to act on next [N, …], the rewards [N] and, where true, the flags
+        [N] (the caller gives them false). Arrays, or lists of N.
+        """
+
+    def settle(self, slots: Any) -> None:
+        """These environments got through a fragment: earlier failures are forgotten."""
+
+    def close(self) -> None:
+        """Close the environments."""
+
+
+class Step:
+    """What a step says besides the arrays.
+
+    ended: indices of the environments whose episode ended.
+    final: their final observations.
+    skipped: env indices whose row is no step but a reset.
+    failed: env indices whose step raised, with the error; their next observation starts an
+        episode of a new environment.
+    infos: one dict per environment.
+    """
+
+    __slots__ = ("ended", "failed", "final", "infos", "skipped")
+
+    def __init__(self) -> None:
+        self.ended: Any = []
+        self.final: Any = []
+        self.skipped: Any = ()
+        self.failed: list[tuple[int, Exception]] = []
+        self.infos: list[dict[str, Any]] = []
+
+
+class EnvSlots:
+    """Environments that are made when they are needed, and anew when they break.
+
+    Args:
+        make: environment number i.
+        num_envs: how many.
+        seed: each environment's first reset gets a seed derived from it; None for none.
+        max_restarts: of one environment in a row, without an episode or a fragment in between that
+            it got through; then its error is raised.
+    """
+
+    def __init__(
+        self, make: Callable[[int], Any], num_envs: int, seed: int | None, max_restarts: int
+    ):
+        self.num_restarts = 0
+        self._make = make
+        self._seed = seed
+        self._max_restarts = max_restarts
+        self._failures = [0] * num_envs
+        self._seeded = [False] * num_envs
+        self.envs: list[Any] = [None] * num_envs
+        self.at(0)
+
+    def at(self, index: int) -> Any:
+        """Environment number `index`, made if it is not there."""
+        while self.envs[index] is None:
+            try:
+                self.envs[index] = self._make(index)
+            except ConfigError:
+                raise
+            except Exception as error:
+                self.blame(index, error, "while being made")
+        return self.envs[index]
+
+    def reset(self, index: int) -> tuple[Any, dict[str, Any]]:
+        """Start an episode; an environment that cannot is made anew."""
+        while True:
+            env, seed = self.at(index), None
+            if not self._seeded[index]:
+                purpose = ("restart", self._failures[index]) if self._failures[index] else ()
+                seed = derive_seed(self._seed, "env", index, *purpose)
+                self._seeded[index] = True
+            try:
+                observation, info = env.reset() if seed is None else env.reset(seed=seed)
+                return observation, info
+            except ConfigError:
+                raise
+            except Exception as error:
+                self.blame(index, error, "by reset()")
+
+    def blame(self, index: int, error: Exception, where: str) -> None:
+        """Environment `index` broke: close it, so that it is made anew.
+
+        Raises:
+            error: it has done so too often.
+        """
+        self._failures[index] += 1
+        self.num_restarts += 1
+        if self._failures[index] > self._max_restarts:
+            times = self._failures[index]
+            error.add_note(
+                f"raised {where} of sub-environment {index}, which failed {times} times in a row"
+                if times > 1
+                else f"raised {where} of sub-environment {index}"
+            )
+            self._failures[index] = 0
+            self._drop(index)
+            raise error
+        log.warning(
+            "sub-environment %d raised %r %s: it is made anew (%d of at most %d times in a row), "
+            "what its episode gave since the last fragment is dropped",
+            index, error, where, self._failures[index], self._max_restarts,
+        )  # fmt: skip
+        self._drop(index)
+
+    def _drop(self, index: int) -> None:
+        env, self.envs[index] = self.envs[index], None
+        self._seeded[index] = False
+        _close(env, index)
+
+    def settle(self, slots: Any) -> None:
+        for index in slots:
+            self._failures[index] = 0
+
+    def close(self) -> None:
+        for index, env in enumerate(self.envs):
+            _close(env, index)
+
+
+def _close(env: Any, index: int) -> None:
+    try:
+        if env is not None:
+            env.close()
+    except Exception as error:
+        log.warning("close() of sub-environment %d raised %r", index, error)
+
+
+class DirectStepper:
+    """flowrl's own vectoriser: calls `env.step` of each environment and resets it at once.
+
+    An environment that raises costs its own episode: it is made anew, the others go on.
+    """
+
+    def __init__(self, slots: EnvSlots):
+        self._slots = slots
+        self.num_envs = len(slots.envs)
+        self.observation_space = slots.at(0).observation_space
+        self.action_space = slots.at(0).action_space
+        self.check = ObservationCheck(self.observation_space)
+        self._unchecked = [True] * self.num_envs
+        discrete = isinstance(self.action_space, spaces.Discrete)
+        self._range = (
+            (int(self.action_space.start), int(self.action_space.start + self.action_space.n))  # type: ignore[attr-defined]
+            if discrete
+            else None
+        )
+
+    @property
+    def envs(self) -> list[Any]:
+        """The environments."""
+        return self._slots.envs
+
+    @property
+    def num_restarts(self) -> int:
+        return self._slots.num_restarts
+
+    def reset(self, observations: Any) -> None:
+        for i in range(self.num_envs):
+            observations[i] = self._start(i)
+
+    def _start(self, index: int) -> Any:
+        """A first observation, of this environment or of the one that replaces it."""
+        observation, _ = self._slots.reset(index)
+        env = self._slots.at(index)
+        spaces_of = env.observation_space, env.action_space
+        if self._unchecked[index]:
+            if spaces_of != (self.observation_space, self.action_space):
+                raise ConfigError(
+                    f"env: sub-environment {index} has the spaces {spaces_of}, sub-environment 0 "
+                    f"has {(self.observation_space, self.action_space)}"
+                )
+            self.check.first(observation)
+        return observation
+
+    def step(
+        self, actions: Any, observations: Any, rewards: Any, terminateds: Any, truncateds: Any
+    ) -> Step:
+        result = Step()
+        infos, ended, final, unchecked = result.infos, [], [], self._unchecked
+        # Python scalars: environments check and use them faster than numpy's
+        given = actions.tolist() if getattr(actions, "ndim", 0) == 1 else actions
+        if self._range is not None:
+            low, end = self._range
+            if min(given) < low or max(given) >= end:
+                raise _out_of_range(given, low, end)
+        for i, env in enumerate(self._slots.envs):
+            try:
+                observation, reward, terminated, truncated, info = env.step(given[i])
+                if unchecked[i]:
+                    self._check_step(observation, reward, terminated, truncated)
+                    unchecked[i] = False
+                rewards[i] = reward
+            except ConfigError as error:
+                error.add_note(f"raised by sub-environment {i}")
+                raise
+            except Exception as error:
+                self._slots.blame(i, error, "by step()")
+                result.failed.append((i, error))
+                unchecked[i] = True
+                infos.append({})
+                rewards[i] = 0.0
+                observations[i] = self._start(i)
+                continue
+            infos.append(info)
+            if terminated or truncated:
+                terminateds[i] = terminated
+                truncateds[i] = truncated
+                ended.append(i)
+                final.append(self.check.taken(observation))
+                self._slots.settle((i,))
+                observation = self._start(i)
+            try:
+                observations[i] = observation
+            except (TypeError, ValueError) as error:
+                raise ConfigError(
+                    f"env: sub-environment {i} gave an observation that does not fit the space "
+                    f"{self.observation_space}: {error}"
+                ) from error
+        result.ended, result.final = ended, final
+        return result
+
+    def restart(self, index: int, error: Exception) -> Any:
+        """Environment `index` gave what cannot be used: make it anew; its first observation."""
+        self._slots.blame(index, error, "by step()")
+        self._unchecked[index] = True
+        return self._start(index)
+
+    def settle(self, slots: Any) -> None:
+        self._slots.settle(slots)
+
+    def _check_step(self, observation: Any, reward: Any, *flags: Any) -> None:
+        """Of the first step of every environment: numpy would broadcast and cast what does not
+        fit."""
+        self.check.first(observation)
+        for flag in flags:
+            if not isinstance(flag, (bool, np.bool_)):
+                raise ConfigError(f"env: terminated and truncated are bools, step() gave {flag!r}")
+        check_reward(reward)
+
+    def close(self) -> None:
+        self._slots.close()
+
+
+def _out_of_range(actions: Any, low: int, end: int) -> ValueError:
+    odd = next(i for i, action in enumerate(actions) if not low <= action < end)
+    return ValueError(
+        f"the policy gave the action {actions[odd]!r} for sub-environment {odd}, which takes "
+        f"{low} … {end - 1}"
+    )
+
+
+class VectorStepper:
+    """A gymnasium VectorEnv, in whichever autoreset mode it is.
+
+    Raises:
+        ConfigError: the environment does not say its mode in `metadata["autoreset_mode"]`.
+    """
+
+    num_restarts = 0
+
+    def __init__(self, env: VectorEnv, seed: int | None):
+        self.env = env
+        self.num_envs = env.num_envs
+        self.observation_space = env.single_observation_space
+        self.action_space = env.single_action_space
+        self.check = ObservationCheck(self.observation_space)
+        self._seed = seed
+        mode = env.metadata.get("autoreset_mode")
+        if not isinstance(mode, AutoresetMode):
+            raise ConfigError(
+                f"env: {type(env).__name__} does not say how it resets: set "
+                'metadata["autoreset_mode"] to a gymnasium.vector.AutoresetMode'
+            )
+        self.mode = mode
+        self._resetting: np.ndarray = np.zeros(self.num_envs, bool)
+
+    def reset(self, observations: Any) -> None:
+        seed: Any = derive_seed(self._seed, "env")
+        if self._seed is not None and isinstance(self.env, (SyncVectorEnv, AsyncVectorEnv)):
+            seed = [derive_seed(self._seed, "env", i) for i in range(self.num_envs)]
+        first, _ = self.env.reset() if seed is None else self.env.reset(seed=seed)
+        observations[:] = self._each(first)
+        self._seed = None
+        self._resetting[:] = False
+
+    def _each(self, observations: Any) -> Any:
+        """By environment: the array, or a list where observations are nested."""
+        if self.check.is_array:
+            return observations
+        return list(iterate(self.env.observation_space, observations))
+
+    def step(
+        self, actions: Any, observations: Any, rewards: Any, terminateds: Any, truncateds: Any
+    ) -> Step:
+        result = Step()
+        given: Any = actions
+        if isinstance(actions, list):
+            given = concatenate(
+                self.action_space, actions, create_empty_array(self.action_space, self.num_envs)
+            )
+        after, rewards[:], terminateds[:], truncateds[:], infos = self.env.step(given)
+        after = self._each(after)
+        done = np.logical_or(terminateds, truncateds)
+        if done.any():
+            ended = result.ended = np.flatnonzero(done)
+            same_step = self.mode is AutoresetMode.SAME_STEP
+            last = infos["final_obs"] if same_step else after
+            result.final = [self.check.taken(last[i]) for i in ended]
+        if self.mode is AutoresetMode.DISABLED and len(result.ended):
+            after, _ = self.env.reset(options={"reset_mask": done})
+            after = self._each(after)
+        if self.mode is AutoresetMode.NEXT_STEP:
+            if self._resetting.any():
+                result.skipped = np.flatnonzero(self._resetting)
+            self._resetting = done
+        observations[:] = after
+        result.infos = [_info_of(infos, i) for i in range(self.num_envs)] if infos else []
+        return result
+
+    def settle(self, slots: Any) -> None:
+        pass
+
+    def close(self) -> None:
+        self.env.close()
+
+
+def _info_of(infos: dict[str, Any], index: int) -> dict[str, Any]:
+    """One environment's part of a vector environment's infos."""
+    return {
+        key: _info_of(value, index) if isinstance(value, dict) else value[index]
+        for key, value in infos.items()
+        if not key.startswith("_") and infos.get(f"_{key}", np.ones(index + 1, bool))[index]
+    }
+
+
+class WorkerEnvs:
+    """What a worker's environments are, before they are stepped.
+
+    Args:
+        creator, env_config: of one environment.
+        num_envs: how many the worker steps together.
+        worker_index, num_workers: given to the creator.
+        seed: of every environment's first episode.
+        vectorization_mode: "flowrl", "sync", "async", "vector_entry_point" or "envpool".
+        horizon, soft_horizon: see AlgorithmConfig.
+        max_restarts: see EnvSlots.
+    """
+
+    def __init__(
+        self,
+        creator: EnvCreator,
+        env_config: dict[str, Any],
+        num_envs: int,
+        worker_index: int = 0,
+        num_workers: int = 0,
+        seed: int | None = None,
+        vectorization_mode: VectorizationMode = "flowrl",
+        horizon: int | None = None,
+        soft_horizon: bool = False,
+        max_restarts: int = 5,
+    ):
+        self._creator = creator
+        self._env_config = env_config
+        self.num_envs = num_envs
+        self._place = worker_index, num_workers
+        self._horizon = horizon, soft_horizon
+        self.seed = derive_seed(seed, "worker", worker_index)
+        self._mode = vectorization_mode
+        self._max_restarts = max_restarts
+
+    def make(self, vector_index: int) -> Any:
+        """Environment number `vector_index`."""
+        worker_index, num_workers = self._place
+        try:
+            env = self._creator(
+                EnvContext(self._env_config, worker_index, vector_index, num_workers)
+            )
+        except Exception as error:
+            error.add_note(f"while making sub-environment {vector_index} of worker {worker_index}")
+            raise
+        return with_horizon(env, *self._horizon) if isinstance(env, gym.Env) else env
+
+    def open(self) -> Stepper | EnvSlots:
+        """The environments as a stepper; those that are no gymnasium ones as they are, in slots.
+
+        Raises:
+            ConfigError: the creator gives no environment, or has no vectorised form.
+        """
+        if self._mode in ("vector_entry_point", "envpool"):
+            return self._vectorised()
+        if self._mode in ("sync", "async"):
+            makers = [partial(self.make, i) for i in range(self.num_envs)]
+            vector = SyncVectorEnv if self._mode == "sync" else AsyncVectorEnv
+            return VectorStepper(vector(makers), self.seed)
+        slots = EnvSlots(self.make, self.num_envs, self.seed, self._max_restarts)
+        first = slots.at(0)
+        if isinstance(first, VectorEnv):
+            self._refuse_horizon()
+            return VectorStepper(first, self.seed)
+        return DirectStepper(slots) if isinstance(first, gym.Env) else slots
+
+    def _refuse_horizon(self) -> None:
+        horizon, soft = self._horizon
+        if horizon is not None and not soft:
+            raise ConfigError(
+                f"horizon={horizon} cannot end the episodes of an environment that is vectorised "
+                "elsewhere: give the limit to that one, or use soft_horizon=True"
+            )
+
+    def _vectorised(self) -> Stepper:
+        env_id = env_id_of(self._creator)
+        if env_id is None:
+            raise ConfigError(f'vectorization_mode="{self._mode}" needs an env id')
+        self._refuse_horizon()
+        if self._mode == "vector_entry_point":
+            try:
+                vector = gym.make_vec(
+                    env_id, self.num_envs, vectorization_mode=self._mode, **self._env_config
+                )
+            except gym.error.Error as error:
+                raise ConfigError(f"env: {env_id!r} has no vector entry point: {error}") from error
+            return VectorStepper(vector, self.seed)
+        try:
+            import envpool
+        except ImportError as error:
+            raise ConfigError(
+                'vectorization_mode="envpool" needs EnvPool: pip install "flowrl[envpool]"'
+            ) from error
+        if env_id not in envpool.list_all_envs():
+            raise ConfigError(f"env: EnvPool has no environment {env_id!r}")
+        settings = {"num_threads": 1, **self._env_config}
+        seed = derive_seed(self.seed, "envpool")
+        pool = envpool.make_gymnasium(
+            env_id, num_envs=self.num_envs, seed=0 if seed is None else seed % 2**31, **settings
+        )
+        return VectorStepper(pool, None)  # it has its seed
