@@ -44,38 +44,60 @@ _DTYPES = {"rewards": np.float32, "terminateds": bool, "truncateds": bool}
 
 
 class Trajectory:
-    """One agent's rows in one episode.
+    """One agent's rows in one episode, as the dicts that they came in.
 
-    rows: so far, those that were let go counted; begin: the first that no segment has; dropped:
+    observations: one more than there are values. rows: so far, those that were let go counted; begin: the first that no segment has; dropped:
     how many were let go; times: env step in which each row's action was taken, and that of the
-    next; sums: the running discounted sum of rewards, for the reward scaler.
+    next; sums: the running discounted sum of rewards, for the reward scaler; before: the trajectory
+    that this one goes on from over a soft horizon.
     """
 
     __slots__ = (
-        "agent_id", "begin", "columns", "dropped", "episode_id", "policy_id", "rows", "sums",
-        "times",
+        "agent_id", "before", "begin", "dropped", "ended", "episode_id", "observations",
+        "policy_id", "rows", "sums", "times", "values",
     )  # fmt: skip
 
     def __init__(self, episode_id: EpisodeID, agent_id: AgentID, policy_id: PolicyID):
         self.episode_id = episode_id
         self.agent_id = agent_id
         self.policy_id = policy_id
-        self.columns: dict[str, list[Any]] = {}
+        self.observations: list[Any] = []
+        self.values: list[dict[str, Any]] = []
         self.rows = self.begin = self.dropped = 0
         self.times: list[int] = []
+        self.ended = False
         self.sums: Any = None
+        self.before: Trajectory | None = None
 
     def part(self, name: str, begin: int, end: int) -> list[Any]:
-        """A column's values of rows begin … end-1."""
-        return self.columns[name][begin - self.dropped : end - self.dropped]
+        """A column's values of rows begin … end-1; zeros where a row came without."""
+        begin, end = begin - self.dropped, end - self.dropped
+        if name == "obs":
+            return self.observations[begin:end]
+        rows = self.values[begin:end]
+        if name == "dones":
+            return [row["terminateds"] or row["truncateds"] for row in rows]
+        try:
+            return [row[name] for row in rows]
+        except KeyError:
+            known = next((row[name] for row in rows if name in row), None)
+            if known is None:
+                raise ConfigError(
+                    f"no column {name!r} to make a view of: it is not collected"
+                ) from None
+            zero = optree.tree_map(np.zeros_like, known)
+            return [row.get(name, zero) for row in rows]
+
+    def take_sums(self) -> None:
+        """Go on with the sums of the trajectory before, whose rows are all in batches."""
+        if self.before is not None:
+            self.sums, self.before = self.before.sums, None
 
     def forget(self, lookback: int) -> None:
         """Let rows go that are in a segment, but the last ones."""
         count = max(0, self.begin - lookback) - self.dropped
         if count > 0:
-            for column in self.columns.values():
-                del column[:count]
-            del self.times[:count]
+            del self.values[:count], self.observations[:count], self.times[:count]
             self.dropped += count
 
 
@@ -96,6 +118,10 @@ class Segment:
 
     def __len__(self) -> int:
         return self.end - self.begin
+
+    def names(self) -> list[str]:
+        """The columns that its last row came with."""
+        return list(self.trajectory.values[self.end - 1 - self.trajectory.dropped])
 
 
 class SimpleListCollector(SampleCollector):
@@ -135,24 +161,16 @@ class SimpleListCollector(SampleCollector):
             )
         agents = self._trajectories.setdefault(episode_id, {})
         own = agents.setdefault(agent_id, [])
-        if own and not self._ended(own[-1]):
+        if own and not own[-1].ended:
             raise ValueError(
                 f"add_init_obs: agent {agent_id!r} of episode {episode_id} has begun already"
             )
         trajectory = Trajectory(episode_id, agent_id, policy_id)
-        trajectory.columns["obs"] = [init_obs]
+        trajectory.observations.append(init_obs)
         trajectory.times.append(self._times.setdefault(episode_id, 0))
         self._steps.setdefault(episode_id, set())
         own.append(trajectory)
         self._waiting[policy_id].append(trajectory)
-
-    @staticmethod
-    def _ended(trajectory: Trajectory) -> bool:
-        last = trajectory.rows - 1 - trajectory.dropped
-        if last < 0:
-            return False
-        columns = trajectory.columns
-        return bool(columns["terminateds"][last] or columns["truncateds"][last])
 
     def add_action_reward_next_obs(
         self,
@@ -168,33 +186,23 @@ class SimpleListCollector(SampleCollector):
                 "first observation: call add_init_obs first"
             )
         trajectory = own[-1]
-        if self._ended(trajectory):
+        if trajectory.ended:
             raise ValueError(
                 f"add_action_reward_next_obs: agent {agent_id!r} of episode {episode_id} has ended"
             )
-        if "new_obs" not in values or "terminateds" not in values:
-            values = _spelled(values)
-        columns = trajectory.columns
-        for name, value in values.items():
-            if name == "new_obs":
-                columns["obs"].append(value)
-            elif name != "dones":
-                column = columns.get(name)
-                if column is None or len(column) < trajectory.rows - trajectory.dropped:
-                    column = columns.setdefault(name, [])
-                    late = trajectory.rows - trajectory.dropped - len(column)
-                    column += [optree.tree_map(np.zeros_like, value)] * late
-                column.append(value)
+        row = values.copy()
+        if "new_obs" not in row or "terminateds" not in row or "truncateds" not in row:
+            row = _spelled(row)
+        trajectory.observations.append(row.pop("new_obs"))
+        trajectory.values.append(row)
+        t = row.setdefault("t", trajectory.rows)
         trajectory.rows += 1
-        t = values.get("t")
-        if t is None:
-            t = trajectory.rows - 1
-            columns.setdefault("t", []).append(t)
         self._steps[episode_id].add(t)
         time = t + 1 + self._offsets.get(episode_id, 0)
         trajectory.times.append(time)
         self._times[episode_id] = max(time, self._times[episode_id])
-        if not (values["terminateds"] or values["truncateds"]):
+        trajectory.ended = bool(row["terminateds"] or row["truncateds"])
+        if not trajectory.ended:
             self._waiting[trajectory.policy_id].append(trajectory)
 
     def env_stepped(self, episode_id: EpisodeID, t: int) -> None:
@@ -225,18 +233,17 @@ class SimpleListCollector(SampleCollector):
         self.postprocess_trajectories_so_far(episode)
         agents = self._trajectories.setdefault(new_episode_id, {})
         for agent_id, own in self._trajectories[old_id].items():
-            if self._ended(own[-1]):
+            if own[-1].ended:
                 continue
             old, waiting = own[-1], self._waiting[own[-1].policy_id]
             new = Trajectory(new_episode_id, agent_id, old.policy_id)
             lookback = max(0, old.rows - self._lookback())
             first = max(lookback, old.dropped)
-            new.columns = {
-                name: column[first - old.dropped :] for name, column in old.columns.items()
-            }
+            new.values = old.values[first - old.dropped :]
+            new.observations = old.observations[first - old.dropped :]
             new.times = old.times[first - old.dropped :]
             new.rows = new.begin = old.rows
-            new.dropped, new.sums = first, old.sums
+            new.dropped, new.before = first, old
             agents[agent_id] = [new]
             waiting[:] = [new if t is old else t for t in waiting]
         self._offsets[new_episode_id] = self._times[old_id]
@@ -274,7 +281,7 @@ class SimpleListCollector(SampleCollector):
                     views, view, [(t, t.rows) for t in given]
                 )
             elif view.source == "obs" and view.shifts == (0,) and not view.is_window:
-                made[name] = stacked([t.columns["obs"][-1] for t in given])
+                made[name] = stacked([t.observations[-1] for t in given])
             else:
                 shown = [[views.before(view, t, t.rows + s) for s in view.shifts] for t in given]
                 made[name] = stacked([stacked(w) if view.is_window else w[0] for w in shown])
@@ -393,20 +400,21 @@ class SimpleListCollector(SampleCollector):
         self._steps_closed = self._rows_closed = 0
         lookback = self._lookback()
         for episode_id, agents in list(self._trajectories.items()):
-            if episode_id in self._over or all(self._ended(own[-1]) for own in agents.values()):
+            if episode_id in self._over or all(own[-1].ended for own in agents.values()):
                 for state in (self._trajectories, self._steps, self._times, self._offsets):
                     state.pop(episode_id, None)  # type: ignore[attr-defined]
                 continue
             for own in agents.values():
                 for trajectory in own:
                     trajectory.forget(lookback)
+                    trajectory.take_sums()
         self._over.clear()
         return whole
 
     def check_missing_dones(self, episode_id: EpisodeID) -> None:
         self._over.add(episode_id)
         for agent_id, own in self._trajectories.get(episode_id, {}).items():
-            if own[-1].rows and not self._ended(own[-1]):
+            if own[-1].rows and not own[-1].ended:
                 raise ValueError(
                     f"episode {episode_id} is over, but the last row of agent {agent_id!r} is "
                     "neither terminated nor truncated"
@@ -438,17 +446,17 @@ class SimpleListCollector(SampleCollector):
         rows: dict[str, Any] = {}
         if not views.replace_observations:
             rows = self._observations(segments, count, ends)
-        names = [n for n in segments[0].trajectory.columns if n not in ("obs", *_IDS)]
+        names = segments[0].names()
         for name in names:
-            rows[name] = _column(name, _chained(segments, name))
+            if name not in _IDS:
+                rows[name] = _column(name, _chained(segments, name))
         if self._hides_ends():
             for name in ("terminateds", "truncateds"):
                 rows[name] = np.zeros(count, bool)
         if policy.reward_scaler is not None:
             rows["rewards"] = self._scaled(policy, segments, rows)
-        ids = segments[0].trajectory.columns
         for name in _IDS:
-            if name in ids:
+            if name in names:
                 rows[name] = np.array(_chained(segments, name), np.int64)
         rows["eps_id"] = np.repeat([s.trajectory.episode_id for s in segments], lengths)
         rows["unroll_id"] = np.repeat([s.unroll_id for s in segments], lengths)
@@ -482,6 +490,7 @@ class SimpleListCollector(SampleCollector):
         for segment in segments:
             own = slice(begin, begin + len(segment))
             trajectory = segment.trajectory
+            trajectory.take_sums()
             trajectory.sums = scaler.observe(rows["rewards"][own, None], trajectory.sums)
             begin += len(segment)
         return scaler.scaled(rows["rewards"])
@@ -618,24 +627,15 @@ class _PolicyViews:
 
     def before(self, view: View, trajectory: Trajectory, row: int) -> Any:
         """A column's value at a row; `row` may be the one that is to come, for observations."""
-        column = trajectory.columns.get(view.source)
         if view.source == "obs":
-            return trajectory.columns["obs"][max(row, trajectory.dropped) - trajectory.dropped]
-        if view.source == "dones" and trajectory.rows > trajectory.dropped:
-            column = [
-                a or b
-                for a, b in zip(
-                    trajectory.columns["terminateds"],
-                    trajectory.columns["truncateds"],
-                    strict=True,
-                )
-            ]
-        if column is None or not trajectory.dropped <= row < trajectory.rows:
+            return trajectory.observations[max(row - trajectory.dropped, 0)]
+        if not trajectory.dropped <= row < trajectory.rows:
             zero = self.zero(view)
-            if column and not view.source.startswith("state_out_"):
-                return optree.tree_map(np.zeros_like, column[0])
+            values = trajectory.values
+            if values and view.source in values[-1] and not view.source.startswith("state_out_"):
+                return optree.tree_map(np.zeros_like, values[-1][view.source])
             return zero
-        value = column[row - trajectory.dropped]
+        value = trajectory.part(view.source, row, row + 1)[0]
         dtype = _DTYPES.get(view.source)
         return value if dtype is None else dtype(value)
 
@@ -649,16 +649,7 @@ class _PolicyViews:
             trajectory = segment.trajectory
             first = max(segment.begin - self.lookback, trajectory.dropped)
             starts.append(len(values) - first)
-            if view.source == "dones":
-                flags = ("terminateds", "truncateds")
-                pairs = (trajectory.part(name, first, segment.end) for name in flags)
-                values += [a or b for a, b in zip(*pairs, strict=True)]
-            elif view.source in trajectory.columns:
-                values += trajectory.part(view.source, first, segment.end + more)
-            else:
-                raise ConfigError(
-                    f"no column {view.source!r} to make a view of: it is not collected"
-                )
+            values += trajectory.part(view.source, first, segment.end + more)
         if view.source.startswith("state_out_"):
             values.append(self.zero(view))
         if isinstance(values[0], (dict, tuple)):
@@ -718,8 +709,7 @@ def _by_policy(segments: list[Segment]) -> dict[PolicyID, list[Segment]]:
 
 
 def _env_id(segment: Segment) -> int:
-    column = segment.trajectory.columns.get("env_id")
-    return column[0] if column else 0
+    return segment.trajectory.values[-1].get("env_id", 0)
 
 
 def _chained(segments: list[Segment], name: str) -> list[Any]:
@@ -745,11 +735,12 @@ def _at_time(trajectories: Iterable[Trajectory], source: str, time: int) -> Any:
         times = trajectory.times
         last = len(times) if source == "obs" else len(times) - 1
         # an observation after the end is not acted on
-        if source == "obs" and SimpleListCollector._ended(trajectory):
+        if source == "obs" and trajectory.ended:
             last -= 1
         row = _find(times, time, last)
-        if row is not None and source in trajectory.columns:
-            return trajectory.columns[source][row]
+        if row is not None:
+            row += trajectory.dropped
+            return trajectory.part(source, row, row + 1)[0]
     return None
 
 
