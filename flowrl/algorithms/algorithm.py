@@ -104,12 +104,14 @@ class Algorithm:
         elapsed = time.perf_counter() - started
         self.iteration += 1
         self._time_total_s += elapsed
-        return {
+        whole = {
             "training_iteration": self.iteration,
             **result,
             "time_this_iter_s": elapsed,
             "time_total_s": self._time_total_s,
         }
+        self.workers.local_worker().callbacks.on_train_result(algorithm=self, result=whole)
+        return whole
 
     def get_policy(self) -> Policy:
         """The default policy of the local worker."""

@@ -80,7 +80,7 @@ class CollectMetrics:
 
     def __init__(self, workers: WorkerSet, window: int = 100):
         self._workers = workers
-        self._window: deque[Sequence[float]] = deque(maxlen=window)
+        self._window: deque[Sequence[Any]] = deque(maxlen=window)
         self._episodes_total = 0
         self._last: dict[str, int] = {}
 
@@ -93,6 +93,9 @@ class CollectMetrics:
             self._window.extend(new)
             new.clear()
         self._episodes_total += finished
+        health = metrics.info.get("health", {}).values()
+        restarts = sum(one["env_restarts"] for one in health)
+        faulty = sum(one["faulty_episodes"] for one in health)
         steps = counters["num_env_steps_sampled"]
         since = {name: counters[name] - self._last.get(name, 0) for name in counters}
         self._last = dict(counters)
@@ -112,6 +115,8 @@ class CollectMetrics:
             "num_agent_steps_trained": counters["num_agent_steps_trained"],
             "num_healthy_workers": self._workers.num_workers - counters["num_shards_failed"],
             "num_remote_worker_restarts": counters["num_shard_restarts"],
+            "num_env_restarts": restarts,
+            "num_faulty_episodes": faulty,
             "info": {"learner": {policy_id: dict(one) for policy_id, one in learner.items()}},
             "env_runners": {
                 "episode_return_mean": episodes["episode_reward_mean"],
@@ -120,6 +125,8 @@ class CollectMetrics:
                 "episode_len_mean": episodes["episode_len_mean"],
                 "num_episodes": finished,
                 "num_episodes_lifetime": self._episodes_total,
+                "agent_episode_returns_mean": episodes["agent_reward_mean"],
+                "module_episode_returns_mean": episodes["policy_reward_mean"],
                 "policy_lag_mean": float(np.mean(lags)) if lags else 0.0,
                 "policy_lag_max": max(lags, default=0),
             },
@@ -130,20 +137,41 @@ class CollectMetrics:
     def _summary(self, finished: int) -> Result:
         returns = np.array([episode[0] for episode in self._window] or [np.nan])
         lengths = np.array([float(episode[1]) for episode in self._window] or [np.nan])
-        mean, low, high = float(returns.mean()), float(returns.min()), float(returns.max())
+        by_agent: dict[str, list[float]] = {}
+        by_policy: dict[str, list[float]] = {}
+        custom: dict[str, list[float]] = {}
+        histograms: dict[str, list[float]] = {}
+        for _, _, _, agent_returns, metrics, hist_data in map(_whole, self._window):
+            for agent_id, policy_id, value in agent_returns or ():
+                by_agent.setdefault(agent_id, []).append(value)
+                by_policy.setdefault(policy_id, []).append(value)
+            for name, value in (metrics or {}).items():
+                custom.setdefault(name, []).append(value)
+            for name, values in (hist_data or {}).items():
+                histograms.setdefault(name, []).extend(values)
         only = self._workers.local_worker().policy_map
-        per_policy = next(iter(only)) if len(only) == 1 else None
+        if not by_policy and len(only) == 1:
+            by_policy = {next(iter(only)): returns.tolist()}
         return {
-            "episode_reward_mean": mean,
-            "episode_reward_min": low,
-            "episode_reward_max": high,
+            **_spread("episode_reward", returns),
             "episode_len_mean": float(lengths.mean()),
             "episodes_this_iter": finished,
             "episodes_total": self._episodes_total,
             "episodes_in_window": len(self._window),
-            "policy_reward_mean": {} if per_policy is None else {per_policy: mean},
-            "policy_reward_min": {} if per_policy is None else {per_policy: low},
-            "policy_reward_max": {} if per_policy is None else {per_policy: high},
+            **{
+                f"policy_reward_{kind}": {
+                    pid: _spread("", np.array(values))[f"_{kind}"]
+                    for pid, values in by_policy.items()
+                }
+                for kind in ("mean", "min", "max")
+            },
+            "agent_reward_mean": {a: float(np.mean(values)) for a, values in by_agent.items()},
+            "custom_metrics": {
+                key: number
+                for name, values in custom.items()
+                for key, number in _spread(name, np.array(values)).items()
+            },
+            "hist_stats": histograms,
         }
 
     def _timers(self) -> dict[str, float]:
@@ -172,3 +200,16 @@ class CollectMetrics:
 
     def __repr__(self) -> str:
         return f"CollectMetrics(window={self._window.maxlen})"
+
+
+def _whole(episode: Sequence[Any]) -> Sequence[Any]:
+    """The fields of an EpisodeMetrics, which may have lost its empty ones."""
+    return [*episode, None, None, None][:6]
+
+
+def _spread(name: str, values: np.ndarray) -> dict[str, float]:
+    return {
+        f"{name}_mean": float(values.mean()),
+        f"{name}_min": float(values.min()),
+        f"{name}_max": float(values.max()),
+    }

@@ -26,7 +26,8 @@ class TrainOneStep:
 
     Args:
         workers: the WorkerSet whose local worker learns.
-        policies: ids of those that learn; None for all in the batch.
+        policies: ids of those that learn; None for all in the batch that are to (the setting
+            `policies_to_train`).
         num_sgd_iter: passes over the batch; None: each policy's own setting.
         sgd_minibatch_size: rows per update, 0 for the whole batch; None: each policy's own
             setting, or the whole batch where that is smaller.
@@ -87,7 +88,8 @@ def train_one_step(
             f"TrainOneStep takes a batch, got {type(batch).__name__}: does the operator before it "
             "return what it was given?"
         )
-    policy_map = workers.local_worker().policy_map
+    worker = workers.local_worker()
+    policy_map = worker.policy_map
     asked = batch.policy_batches if policies is None else policies
     unknown = sorted(set(asked) - set(policy_map))
     if unknown:
@@ -97,13 +99,17 @@ def train_one_step(
         for policy_id, rows in batch.policy_batches.items():
             if (policies is not None and policy_id not in policies) or not rows.count:
                 continue
+            if policies is None and not worker.is_policy_to_train(policy_id, rows):
+                continue
             policy = policy_map[policy_id]
             policy.on_global_var_update(workers.global_vars)
             passes = policy.config.num_sgd_iter if num_sgd_iter is None else num_sgd_iter
             size = sgd_minibatch_size
             if size is None:
                 size = min(policy.config.sgd_minibatch_size, rows.count)
-            stats = policy.learn_on_minibatches(rows, passes, size)
+            told: dict[str, float] = {}
+            worker.callbacks.on_learn_on_batch(policy=policy, train_batch=rows, result=told)
+            stats = {**policy.learn_on_minibatches(rows, passes, size), **told}
             info[policy_id] = {"learner_stats": stats, "num_agent_steps_trained": rows.count}
     timer.push_units_processed(batch.count)
     metrics.counters["num_env_steps_trained"] += batch.env_steps()

@@ -82,9 +82,9 @@ class ObservationCheck:
     def repaired(self, observation: Any) -> Any:
         """The observation with 0 for what is not finite, clipped into the bounds."""
         if self.is_array:
-            return _repair(observation, self._bounds[0])
-        parts = zip(leaves_of(self.space, observation), self._bounds, strict=True)
-        fixed = iter([_repair(np.asarray(part), bounds) for part, bounds in parts])
+            return _repair(observation, self.space)
+        parts = zip(leaves_of(self.space, observation), self.leaves, strict=True)
+        fixed = iter([_repair(np.asarray(part), space) for part, space in parts])
         return optree.tree_map(lambda _: next(fixed), observation)
 
     def describe(self, observation: Any) -> str:
@@ -123,11 +123,13 @@ def _within(array: np.ndarray, bounds: tuple[Any, Any] | None) -> bool:
     return bounds is None or bool(((array >= bounds[0]) & (array <= bounds[1])).all())
 
 
-def _repair(array: np.ndarray, bounds: tuple[Any, Any] | None) -> np.ndarray:
+def _repair(array: np.ndarray, space: spaces.Space) -> np.ndarray:
+    bounds = _bounds(space)
     if bounds is None:
         return array
+    low, high = (space.low, space.high) if isinstance(space, spaces.Box) else bounds
     finite = np.where(np.isfinite(array), array, 0)
-    return np.clip(finite, bounds[0], bounds[1]).astype(array.dtype)
+    return np.clip(finite, low, high).astype(array.dtype)
 
 
 def check_reward(reward: Any) -> None:

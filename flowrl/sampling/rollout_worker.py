@@ -14,7 +14,13 @@ from gymnasium import spaces
 from flowrl.data import DEFAULT_POLICY_ID, MultiAgentBatch, SampleBatch
 from flowrl.policies.config import ConfigError, PolicyConfig
 from flowrl.policies.policy import Policy
-from flowrl.policies.policy_spec import PolicyMapping, PolicySpec, multi_agent_settings, specs_of
+from flowrl.policies.policy_spec import (
+    PolicyMapping,
+    PolicySpec,
+    multi_agent_settings,
+    specs_of,
+    to_train,
+)
 from flowrl.sampling.agent_loop import AgentLoop, SamplingSettings
 from flowrl.sampling.agent_slots import AgentSlots, MultiAgentSlots, SingleAgentSlots
 from flowrl.sampling.callbacks import DefaultCallbacks, overrides
@@ -266,6 +272,10 @@ class RolloutWorker:
     def get_policy(self, policy_id: str = DEFAULT_POLICY_ID) -> Policy:
         """The policy of this id; KeyError if there is none."""
         return self.policy_map[policy_id]
+
+    def is_policy_to_train(self, policy_id: str, batch: Any = None) -> bool:
+        """Whether a policy is to learn, by the setting `policies_to_train`."""
+        return to_train(self._shared["policies_to_train"], policy_id, batch)
 
     # -- sampling ------------------------------------------------------------------------------
 

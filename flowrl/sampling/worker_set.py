@@ -32,7 +32,7 @@ class WorkerSet:
 
     Args:
         env_creator: from an EnvContext to an environment; an env id works, too.
-        policy_class: of the default policy.
+        policy_class: of the policies that do not say theirs.
         config: settings of the policy, the worker and the set (see RolloutWorker); the set reads
             `num_workers`, `num_cpus_per_worker`, `address`, `train_batch_size`.
         num_workers: if not the settings'. 0 samples in this process, without Ray.

@@ -46,6 +46,23 @@ class CountEnv(gym.Env):
         )
 
 
+class WrongEnv(CountEnv):
+    """Gives `wrong` as its n-th step's observation, reward or flag."""
+
+    def __init__(self, at=4, **wrong):
+        super().__init__(reuse=False)
+        self.at, self.wrong, self.count = at, wrong, 0
+
+    def step(self, action):
+        obs, reward, terminated, truncated, info = super().step(action)
+        self.count += 1
+        if self.count == self.at:
+            obs = self.wrong.get("obs", obs)
+            reward = self.wrong.get("reward", reward)
+            terminated = self.wrong.get("terminated", terminated)
+        return obs, reward, terminated, truncated, info
+
+
 class ObservedValue(Policy):
     """Acts 0; values an observation 100 * episode + step, so tests can tell whose value it is."""
 

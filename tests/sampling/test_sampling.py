@@ -13,7 +13,7 @@ from flowrl.data import SampleBatch
 from flowrl.policies import ConfigError
 from flowrl.sampling import RolloutWorker, WorkerSet, register_env
 
-from .fakes import CountEnv, ObservedValue
+from .fakes import CountEnv, ObservedValue, WrongEnv
 
 
 def worker(length=3, fragment=7, envs=1, creator=None, **config):
@@ -128,21 +128,6 @@ def test_infos_on_demand():
     assert "infos" not in worker().sample()
 
 
-@pytest.mark.parametrize("error", [ValueError, StopIteration])
-def test_an_env_error_says_where_and_the_worker_goes_on(error):
-    w = worker(env_config={"fail_at": (1, 2), "fail_with": error})
-    with pytest.raises((ValueError, RuntimeError)) as caught:
-        w.sample()
-    cause = caught.value if error is ValueError else caught.value.__cause__
-    notes = " ".join(cause.__notes__)
-    assert "sub-environment 0" in notes
-    assert "step 4" in notes
-    assert "worker 0" in notes
-    again = w.sample()
-    check_rows(again, 3)
-    assert again["t"][0] == 0
-
-
 def test_nothing_is_stepped_before_the_first_sample():
     env = CountEnv()
     w = worker(creator=lambda context: env)
@@ -235,37 +220,6 @@ def test_weights_travel_once():
     workers.num_workers = 0
 
 
-class Wrong(CountEnv):
-    """Gives `wrong` as its n-th step's observation, reward or flag."""
-
-    def __init__(self, at=4, **wrong):
-        super().__init__(reuse=False)
-        self.at, self.wrong, self.count = at, wrong, 0
-
-    def step(self, action):
-        obs, reward, terminated, truncated, info = super().step(action)
-        self.count += 1
-        if self.count == self.at:
-            obs = self.wrong.get("obs", obs)
-            reward = self.wrong.get("reward", reward)
-            terminated = self.wrong.get("terminated", terminated)
-        return obs, reward, terminated, truncated, info
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [{"obs": np.array([1, np.nan], np.float32)}, {"reward": float("nan")}, {"reward": np.inf}],
-)
-def test_what_is_not_finite_is_refused_and_spreads_nowhere(wrong):
-    w = worker(creator=lambda c: Wrong(**wrong), normalize_observations=True)
-    with pytest.raises(ValueError, match=r"not finite, at step [34] of a fragment") as caught:
-        w.sample()
-    assert "worker 0" in "".join(caught.value.__notes__)
-    for key, value in w.policy.observation_filter.state_dict().items():
-        assert np.isfinite(value).all(), key
-    assert w.sample().count == 7
-
-
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -280,7 +234,7 @@ def test_what_is_not_finite_is_refused_and_spreads_nowhere(wrong):
 )
 def test_what_numpy_would_have_coerced_is_refused(wrong, message):
     with pytest.raises(ConfigError, match=message):
-        worker(creator=lambda c: Wrong(at=1, **wrong)).sample()
+        worker(creator=lambda c: WrongEnv(at=1, **wrong)).sample()
 
 
 def test_sub_environments_have_the_same_spaces():
