@@ -129,8 +129,7 @@ class AlgorithmConfig(PolicyConfig):
                     hint = f' It is the network\'s: .training(model={{"{name}": …}}).'
                 raise ConfigError(f".{group}() has no setting {name!r}.{hint}")
         changed = self.updated(**values)
-        for name in values:
-            setattr(self, name, getattr(changed, name))
+        self.__dict__ |= {name: getattr(changed, name) for name in values}  # checked together
         return self
 
     def environment(self, env: Env | None = None, **settings: Any) -> Self:

@@ -344,12 +344,15 @@ class AgentLoop:
             check.first(obs)
             self._checked.add((slot, agent))
         try:
-            return check.taken(obs)
+            taken = check.taken(obs)
         except (TypeError, ValueError, KeyError, IndexError) as error:
             raise ConfigError(
                 f"env: an observation of agent {agent!r} does not fit the space {check.space}: "
                 f"{error}"
             ) from error
+        if check.is_array and taken.shape != check.space.shape:
+            check.first(obs)
+        return taken
 
     def _credit(self, episode: MultiAgentEpisode, step: SlotStep) -> None:
         """Rewards count for each agent's last action, whenever they come."""

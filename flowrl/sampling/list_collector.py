@@ -93,9 +93,11 @@ class Trajectory:
         if self.before is not None:
             self.sums, self.before = self.before.sums, None
 
-    def forget(self, lookback: int) -> None:
-        """Let rows go that are in a segment, but the last ones."""
+    def forget(self, lookback: int, since: int | None = None) -> None:
+        """Let rows go that are in a segment, but the last ones, and those `since` an env step."""
         count = max(0, self.begin - lookback) - self.dropped
+        if since is not None:
+            count = min(count, bisect.bisect_left(self.times, since))
         if count > 0:
             del self.values[:count], self.observations[:count], self.times[:count]
             self.dropped += count
@@ -301,7 +303,7 @@ class SimpleListCollector(SampleCollector):
             own: list[Any] = []
             for agent in ids or ():
                 them = everybody.get(agent, ())
-                window = [_at_time(them, view.source, time + shift) for shift in view.shifts]
+                window = [_at_time(them, view.source, time, shift) for shift in view.shifts]
                 own.append(window if view.is_window else window[0])
             found.append(own)
         shape = (len(found), len(found[0]) if found else 0)
@@ -320,7 +322,7 @@ class SimpleListCollector(SampleCollector):
         return any(t.rows > t.begin for t in self._all())
 
     def postprocess_trajectories_so_far(self, episode: MultiAgentEpisode | None = None) -> None:
-        ids = list(self._trajectories) if episode is None else [episode.episode_id]
+        ids = list(self._steps) if episode is None else [episode.episode_id]
         for episode_id in ids:
             record = episode or self._record_of(episode_id)
             segments = [
@@ -399,15 +401,22 @@ class SimpleListCollector(SampleCollector):
         self._made, self._closed = {}, {}
         self._steps_closed = self._rows_closed = 0
         lookback = self._lookback()
-        for episode_id, agents in list(self._trajectories.items()):
-            if episode_id in self._over or all(own[-1].ended for own in agents.values()):
-                for state in (self._trajectories, self._steps, self._times, self._offsets):
-                    state.pop(episode_id, None)  # type: ignore[attr-defined]
-                continue
+        for episode_id, agents in self._trajectories.items():
+            if all(own[-1].ended for own in agents.values()):
+                self._over.add(episode_id)
+        for episode_id in self._over:
+            for state in (self._trajectories, self._steps, self._times, self._offsets):
+                state.pop(episode_id, None)  # type: ignore[attr-defined]
+        asked = any(self._views_of(pid).of_agents for pid in self.policy_map)
+        for agents in self._trajectories.values():
+            live = [own[-1] for own in agents.values() if not own[-1].ended]
+            # what somebody else's row that is not complete yet will look back on
+            since = min((t.times[t.begin - t.dropped] for t in live), default=0) - lookback
             for own in agents.values():
                 for trajectory in own:
-                    trajectory.forget(lookback)
+                    trajectory.forget(lookback, since if asked else None)
                     trajectory.take_sums()
+                own[:-1] = [t for t in own[:-1] if t.values]
         self._over.clear()
         return whole
 
@@ -595,6 +604,7 @@ class _PolicyViews:
         everything = [*self.training.values(), *self.acting.values()]
         self.lookback = max((-min(view.shifts) for view in everything), default=0)
         self.lookback = max(self.lookback, 0)
+        self.of_agents = any(view.agents is not None for view in everything)
         self.initial = policy.get_initial_state()
 
     @property
@@ -729,18 +739,20 @@ def _column(name: str, values: list[Any]) -> Any:
     return stacked(values)
 
 
-def _at_time(trajectories: Iterable[Trajectory], source: str, time: int) -> Any:
-    """What a column of an agent was in an env step; None if it had none."""
+def _at_time(trajectories: Iterable[Trajectory], source: str, now: int, shift: int) -> Any:
+    """What a column of an agent was `shift` steps from the env step `now`; None if it had none, or
+    if what came of its action was not observed by `now`."""
     for trajectory in trajectories:
         times = trajectory.times
         last = len(times) if source == "obs" else len(times) - 1
         # an observation after the end is not acted on
         if source == "obs" and trajectory.ended:
             last -= 1
-        row = _find(times, time, last)
-        if row is not None:
-            row += trajectory.dropped
-            return trajectory.part(source, row, row + 1)[0]
+        row = _find(times, now + shift, last)
+        if row is None or (source != "obs" and shift < 0 and times[row + 1] > now):
+            continue
+        row += trajectory.dropped
+        return trajectory.part(source, row, row + 1)[0]
     return None
 
 

@@ -99,7 +99,8 @@ class RolloutWorker:
     Args:
         env_creator: from an EnvContext to a gymnasium Env or VectorEnv, or a MultiAgentEnv; an env
             id works, too.
-        policy_spec: the policy's class; or a mapping from policy id to PolicySpec.
+        policy_spec: the class of policies that do not say theirs (see the setting `policies`); or
+            a mapping from policy id to PolicySpec.
         policy_config: settings, a mapping or a record. Of an algorithm's settings the worker reads
             `rollout_fragment_length` (200 where it is absent or "auto"), `num_envs_per_worker`,
             `env_config`, `seed`, `batch_mode`, `horizon`, `callbacks_class`,
@@ -123,7 +124,7 @@ class RolloutWorker:
     def __init__(
         self,
         env_creator: EnvCreator | str,
-        policy_spec: type[Policy] | Mapping[str, Any],
+        policy_spec: type[Policy] | Mapping[str, Any] | None,
         policy_config: Any = None,
         worker_index: int = 0,
         num_workers: int = 0,
@@ -217,7 +218,7 @@ class RolloutWorker:
     def _make_policies(self, policy_spec: Any, given: Any) -> dict[str, Policy]:
         """The policies by id, each with its own random stream."""
         default = None
-        if isinstance(policy_spec, type):
+        if policy_spec is None or isinstance(policy_spec, type):
             default = policy_spec
             specs = specs_of(self._shared["policies"] or {DEFAULT_POLICY_ID: None})
         else:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from flowrl.iter import ParallelIterator
@@ -32,7 +32,8 @@ class WorkerSet:
 
     Args:
         env_creator: from an EnvContext to an environment; an env id works, too.
-        policy_class: of the policies that do not say theirs.
+        policy_class: of the policies that do not say theirs, or a mapping from policy id to
+            PolicySpec.
         config: settings of the policy, the worker and the set (see RolloutWorker); the set reads
             `num_workers`, `num_cpus_per_worker`, `address`, `train_batch_size`.
         num_workers: if not the settings'. 0 samples in this process, without Ray.
@@ -41,7 +42,7 @@ class WorkerSet:
     def __init__(
         self,
         env_creator: EnvCreator | str,
-        policy_class: type[Policy],
+        policy_class: type[Policy] | Mapping[str, Any] | None,
         config: Any = None,
         num_workers: int | None = None,
     ):

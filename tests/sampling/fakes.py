@@ -63,6 +63,19 @@ class WrongEnv(CountEnv):
         return obs, reward, terminated, truncated, info
 
 
+class Idle(Policy):
+    """Acts 0 and knows nothing."""
+
+    def compute_actions(self, obs_batch, explore=True):
+        return np.zeros(len(obs_batch), np.int64), [], {}
+
+    def get_weights(self):
+        return {}
+
+    def set_weights(self, weights):
+        self.version += 1
+
+
 class ObservedValue(Policy):
     """Acts 0; values an observation 100 * episode + step, so tests can tell whose value it is."""
 
