@@ -20,7 +20,9 @@ from flowrl.policies.config import (
     nearest,
 )
 from flowrl.policies.policy_spec import PolicyMapping, multi_agent_settings, specs_of
+from flowrl.sampling.callbacks import DefaultCallbacks
 from flowrl.sampling.envs import env_creator_for
+from flowrl.sampling.sample_collector import SampleCollector
 
 Env = str | type | Callable[..., Any]
 BatchMode = Literal["truncate_episodes", "complete_episodes"]
@@ -232,6 +234,13 @@ class AlgorithmConfig(PolicyConfig):
     def _combinations(self) -> Self:
         if self.soft_horizon and self.horizon is None:
             raise ValueError("soft_horizon needs a horizon: .rollouts(horizon=…)")
+        for name, base in (
+            ("sample_collector", SampleCollector),
+            ("callbacks_class", DefaultCallbacks),
+        ):
+            own = getattr(self, name)
+            if own is not None and not (isinstance(own, type) and issubclass(own, base)):
+                raise ValueError(f"{name}: a subclass of {base.__name__} is needed, got {own!r}")
         if self.policies is not None:
             ids = list(specs_of(self.policies))
             PolicyMapping(self.policy_mapping_fn, ids)

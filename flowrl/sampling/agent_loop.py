@@ -89,7 +89,7 @@ class AgentLoop:
         self._by_id: dict[EpisodeID, MultiAgentEpisode] = {}
         # by policy, and by collector, who waits for an action, in the collector's order
         self._waiting: dict[PolicyID, list[list[tuple[int, AgentID]]]] = {}
-        self._finished: deque[MultiAgentBatch] = deque()
+        self._finished: deque[tuple[MultiAgentBatch, EpisodeMetrics]] = deque()
         self._checks: dict[AgentID, ObservationCheck] = {}
         self._checked: set[tuple[Any, AgentID]] = set()
         self._seen: dict[PolicyID, list[np.ndarray]] = {}
@@ -148,7 +148,9 @@ class AgentLoop:
             self._advance(steps)
             steps += 1
             self._look_out_for_nothing(steps, 0, "finished episode")
-        return self._finished.popleft()
+        batch, told = self._finished.popleft()
+        self.episodes.append(told)
+        return batch
 
     def _look_out_for_nothing(self, steps: int, found: int, what: str) -> None:
         if not found and steps * self.slots.num_envs == ENDLESS_STEPS // 10:
@@ -498,11 +500,8 @@ class AgentLoop:
         collector.check_missing_dones(episode.episode_id)
         self.timings["postprocess_s"] += time.perf_counter() - started
         self._call("on_episode_end", slot, episode)
-        self._tell(episode)
-        del self._by_id[episode.episode_id]
+        self._tell(episode, collector)
         self._running[slot] = None
-        if self._complete:
-            self._finished.append(self._batch_of(collector))
         if step.start is not None:
             self._begin(slot, step.start, step.start_infos)
 
@@ -513,15 +512,12 @@ class AgentLoop:
         following = MultiAgentEpisode(next(self._ids), slot, self.worker, self.worker.policy_for)
         collector.continue_episode(episode, following.episode_id)
         self._call("on_episode_end", slot, episode)
-        self._tell(episode)
+        self._tell(episode, collector)
         for agent, record in episode.records.items():
             if record.alive:
                 record.total_reward = 0.0
                 following.records[agent] = record
-        del self._by_id[episode.episode_id]
         self._running[slot] = self._by_id[following.episode_id] = following
-        if self._complete:
-            self._finished.append(self._batch_of(collector))
         self._call("on_episode_start", slot, following)
 
     def _drop(self, slot: int, episode: MultiAgentEpisode, step: SlotStep) -> None:
@@ -539,22 +535,25 @@ class AgentLoop:
         del self._by_id[episode.episode_id]
         self._begin(slot, step.start, step.start_infos)
 
-    def _tell(self, episode: MultiAgentEpisode) -> None:
-        """What is reported of a finished episode."""
+    def _tell(self, episode: MultiAgentEpisode, collector: SampleCollector) -> None:
+        """What is reported of a finished episode; its rows, where an item is one."""
         returns = [
             (str(agent), record.policy_id, float(record.total_reward))
             for agent, record in episode.records.items()
         ]
-        self.episodes.append(
-            EpisodeMetrics(
-                float(episode.total_reward),
-                episode.length,
-                episode.env_id,
-                returns if self.worker.is_multi_agent else None,
-                dict(episode.custom_metrics) or None,
-                {name: list(values) for name, values in episode.hist_data.items()} or None,
-            )
+        told = EpisodeMetrics(
+            float(episode.total_reward),
+            episode.length,
+            episode.env_id,
+            returns if self.worker.is_multi_agent else None,
+            dict(episode.custom_metrics) or None,
+            {name: list(values) for name, values in episode.hist_data.items()} or None,
         )
+        if self._complete:
+            self._finished.append((self._batch_of(collector), told))
+        else:
+            self.episodes.append(told)
+        del self._by_id[episode.episode_id]
 
     def _call(self, name: str, slot: int, episode: MultiAgentEpisode) -> None:
         method = self._calls.get(name)

@@ -1,0 +1,525 @@
+"""Samplers, batch modes, horizons, units: what an item is, and how many steps it has."""
+
+import threading
+import time
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowrl.algorithms.ppo import PPOConfig, PPOTorchPolicy
+from flowrl.data import MultiAgentBatch, SampleBatch
+from flowrl.policies import ConfigError
+from flowrl.sampling import (
+    AsyncSampler,
+    MultiAgentEnv,
+    RolloutWorker,
+    SamplerInput,
+    SimpleListCollector,
+    SyncSampler,
+)
+from flowrl.sampling.sampler import Collected
+
+from .fakes import CountEnv, ObservedValue
+
+WAYS = {"columns": None, "rows": SimpleListCollector}
+
+
+@pytest.fixture(params=list(WAYS))
+def way(request):
+    return WAYS[request.param]
+
+
+def worker(length=3, fragment=7, envs=1, policy=ObservedValue, **config):
+    settings = {"num_envs_per_worker": envs, "rollout_fragment_length": fragment, **config}
+    return RolloutWorker(lambda context: CountEnv(length), policy, settings)
+
+
+# -- complete episodes -----------------------------------------------------------------------------
+
+
+def test_the_documents_example_of_complete_episodes():
+    w = worker(98, 100, batch_mode="complete_episodes")
+    assert [w.sample().count for _ in range(3)] == [196, 196, 196]
+    assert w.sampler.get_data().count == 98  # a sampler's item is one episode
+
+
+@given(st.integers(1, 9), st.integers(1, 12), st.integers(1, 3))
+@settings(max_examples=40, deadline=None)
+def test_episodes_are_whole_and_none_is_lost(length, fragment, envs):
+    w = worker(length, fragment, envs, batch_mode="complete_episodes")
+    batches = [w.sample() for _ in range(4)]
+    for batch in batches:
+        assert fragment * envs <= batch.count < fragment * envs + length
+        for episode in batch.split_by_episode():
+            assert episode["t"].tolist() == list(range(length))
+            assert episode["dones"].tolist() == [False] * (length - 1) + [True]
+            assert len(set(episode["unroll_id"])) == 1
+    whole = SampleBatch.concat_samples(batches)
+    for env in range(envs):
+        own = whole["obs"][whole["env_id"] == env]
+        played = list(dict.fromkeys(own[:, 0].tolist()))
+        assert played == list(range(len(played)))  # in order, without a gap
+    assert len(w.get_metrics()) == len(set(whole["eps_id"]))
+
+
+def test_an_environment_that_does_not_end_is_told_of(caplog):
+    w = worker(20_000, 5, batch_mode="complete_episodes")
+    assert w.sample().count == 20_000
+    assert "10000 env steps without a finished episode" in caplog.text
+
+
+def test_both_spellings_of_the_mode():
+    assert worker(batch_mode="truncated_episodes").sample().count == 7
+    assert PPOConfig(batch_mode="truncated_episodes").batch_mode == "truncate_episodes"
+    with pytest.raises(ConfigError, match="batch_mode"):
+        worker(batch_mode="complete")
+    with pytest.raises(ConfigError, match="batch_mode"):
+        PPOConfig(batch_mode="complete")
+
+
+# -- horizons --------------------------------------------------------------------------------------
+
+
+def episodes_of(batch):
+    return [
+        (part["t"].tolist(), part["terminateds"].tolist(), part["truncateds"].tolist())
+        for part in batch.split_by_episode()
+    ]
+
+
+F, T = False, True
+
+
+def test_the_table_of_horizons(way):
+    """Episodes of 5 steps, which terminate, then truncate, …; horizon 3, fragments of 10."""
+
+    def flags(**config):
+        batch = worker(5, 10, sample_collector=way, **config).sample()
+        return [(len(t), term[-1], trunc[-1]) for t, term, trunc in episodes_of(batch)]
+
+    assert flags() == [(5, T, F), (5, F, T)]
+    assert flags(horizon=3) == [(3, F, T)] * 3 + [(1, F, F)]
+    assert flags(horizon=3, soft_horizon=True) == [(3, F, F), (2, T, F), (3, F, F), (2, F, T)]
+    assert flags(no_done_at_end=True) == [(5, F, F), (5, F, F)]
+    assert flags(horizon=3, no_done_at_end=True) == [(3, F, F)] * 3 + [(1, F, F)]
+    assert flags(horizon=3, soft_horizon=True, no_done_at_end=True) == [
+        (3, F, F),
+        (2, F, F),
+        (3, F, F),
+        (2, F, F),
+    ]
+    # the environment ends at the very step of the horizon: both are true, as TimeLimit says it
+    assert flags(horizon=5) == [(5, T, T), (5, F, T)]
+
+
+def test_values_at_every_kind_of_end(way):
+    def following(**config):
+        batch = worker(5, 6, sample_collector=way, **config).sample()
+        return batch["next_values"].tolist()
+
+    # the observed value is 100 * episode + step
+    assert following() == [1, 2, 3, 4, 0, 101]
+    assert following(no_done_at_end=True) == [1, 2, 3, 4, 5, 101]
+    assert following(horizon=2) == [1, 2, 101, 102, 201, 202]
+    assert following(horizon=2, soft_horizon=True) == [1, 2, 3, 4, 0, 101]
+
+
+class Limited(gym.Env):
+    """Never ends by itself."""
+
+    observation_space = gym.spaces.Box(0, 1e6, (1,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        self.n = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        self.n += 1
+        return np.full(1, self.n, np.float32), 1.0, False, False, {}
+
+
+gym.register("FlowrlLimited-v0", entry_point=Limited, max_episode_steps=3)
+
+
+@pytest.mark.parametrize("mode", ["flowrl", "sync"])
+def test_a_horizon_above_the_environments_limit_raises_it_everywhere(way, mode):
+    def lengths(**config):
+        w = RolloutWorker(
+            "FlowrlLimited-v0",
+            PPOTorchPolicy,
+            {
+                "num_envs_per_worker": 2,
+                "rollout_fragment_length": 24,
+                "vectorization_mode": mode,
+                "sample_collector": way,
+                "seed": 1,
+                **config,
+            },
+        )
+        w.sample()
+        return [(e.env_id, e.episode_length) for e in w.get_metrics()]
+
+    assert set(lengths()) == {(0, 3), (1, 3)}
+    assert set(lengths(horizon=6)) == {(0, 6), (1, 6)}
+    assert set(lengths(horizon=2)) == {(0, 2), (1, 2)}
+    assert set(lengths(horizon=6, soft_horizon=True)) == {(0, 6), (1, 6)}
+    w = RolloutWorker("FlowrlLimited-v0", PPOTorchPolicy, {"horizon": 6, "seed": 1})
+    assert w._stepper.envs[0].unwrapped.spec.max_episode_steps == 6
+    assert w._stepper.envs[0].spec.max_episode_steps == 6
+
+
+def test_a_horizon_cannot_end_what_others_step():
+    with pytest.raises(ConfigError, match="vectorised elsewhere"):
+        RolloutWorker(
+            "CartPole-v1",
+            PPOTorchPolicy,
+            {"vectorization_mode": "vector_entry_point", "horizon": 5},
+        )
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"horizon": 0}, "horizon"),
+        ({"horizon": 2.5}, "horizon"),
+        ({"soft_horizon": True}, "needs a horizon"),
+        ({"count_steps_by": "steps"}, "count_steps_by"),
+        ({"on_bad_values": "ignore"}, "on_bad_values"),
+        ({"sample_collector": dict}, "subclass of SampleCollector"),
+    ],
+)
+def test_wrong_settings_are_refused(config, message):
+    with pytest.raises(ConfigError, match=message):
+        worker(**config)
+    with pytest.raises(ConfigError, match=message):
+        PPOConfig(env="CartPole-v1", **config).build()
+
+
+# -- units -----------------------------------------------------------------------------------------
+
+
+class Several(MultiAgentEnv):
+    """`agents` agents that all act for `length` steps."""
+
+    observation_space = CountEnv.observation_space
+    action_space = CountEnv.action_space
+
+    def __init__(self, agents=2, length=10):
+        self.possible_agents, self.length = list(range(agents)), length
+
+    def observe(self):
+        return {a: np.array([a, self.now], np.float32) for a in self.possible_agents}
+
+    def reset(self, *, seed=None, options=None):
+        self.now = 0
+        return self.observe(), {}
+
+    def step(self, action_dict):
+        self.now += 1
+        flags = {"__all__": self.now == self.length}
+        return self.observe(), dict.fromkeys(self.possible_agents, 1.0), flags, {"__all__": F}, {}
+
+
+@pytest.mark.parametrize(
+    ("agents", "fragment", "by", "env_steps", "agent_steps"),
+    [
+        (2, 3, "env_steps", 3, 6),
+        (2, 3, "agent_steps", 2, 4),
+        (2, 5, "agent_steps", 3, 6),
+        (3, 9, "agent_steps", 3, 9),
+        (1, 5, "agent_steps", 5, 5),
+    ],
+)
+def test_fragments_count_in_either_unit(agents, fragment, by, env_steps, agent_steps):
+    w = RolloutWorker(
+        lambda context: Several(agents),
+        ObservedValue,
+        {"rollout_fragment_length": fragment, "count_steps_by": by},
+    )
+    for _ in range(4):
+        batch = w.sample()
+        assert isinstance(batch, MultiAgentBatch)
+        assert (batch.env_steps(), batch.agent_steps()) == (env_steps, agent_steps)
+    tags = w.reply_tags()
+    assert (tags["env_steps"], tags["agent_steps"]) == (4 * env_steps, 4 * agent_steps)
+
+
+def test_complete_episodes_count_in_either_unit():
+    def sampled(by):
+        w = RolloutWorker(
+            lambda context: Several(2, 5),
+            ObservedValue,
+            {"rollout_fragment_length": 12, "count_steps_by": by, "batch_mode": "complete_episodes"},
+        )
+        return w.sample().env_steps()
+
+    assert sampled("env_steps") == 15
+    assert sampled("agent_steps") == 10
+
+
+def test_train_batches_count_in_either_unit():
+    def trained(by):
+        config = PPOConfig(
+            env=lambda context: Several(2),
+            train_batch_size=40,
+            rollout_fragment_length=10,
+            count_steps_by=by,
+            sgd_minibatch_size=0,
+            seed=1,
+        )
+        with config.build() as algorithm:
+            return algorithm.train()["num_env_steps_trained"]
+
+    assert trained("env_steps") == 40
+    assert trained("agent_steps") == 20
+
+
+# -- samplers --------------------------------------------------------------------------------------
+
+
+def test_a_workers_sampler():
+    env = CountEnv()
+    w = RolloutWorker(lambda context: env, ObservedValue, {"rollout_fragment_length": 7})
+    assert isinstance(w.sampler, SyncSampler)
+    assert isinstance(w.sampler, SamplerInput)
+    assert env.episode == -1  # nothing was stepped
+    batch = w.sampler.next()
+    assert batch.count == 7
+    assert len(w.sampler.get_metrics()) == 2
+    assert w.sampler.get_metrics() == []
+    assert w.sampler.get_extra_batches() == []
+
+
+def test_an_asynchronous_sampler_gives_the_same_rows():
+    ahead, sync = worker(sample_async=True), worker()
+    assert isinstance(ahead.sampler, AsyncSampler)
+    for _ in range(10):
+        a, b = ahead.sample(), sync.sample()
+        for name in b:
+            assert np.array_equal(a[name], b[name]), name
+    assert ahead.env_steps == sync.env_steps
+    ahead.stop()
+
+
+def test_it_starts_with_the_first_call_and_stays_bounded():
+    env = CountEnv()
+    w = RolloutWorker(
+        lambda context: env, ObservedValue, {"rollout_fragment_length": 5, "sample_async": True}
+    )
+    before = threading.active_count()
+    assert w.sampler.items_ahead == 0
+    assert env.episode == -1
+    w.sample()
+    deadline = time.monotonic() + 10
+    while w.sampler.items_ahead < 2 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    # one given, two that lie ready, one in the thread's hands
+    time.sleep(0.05)
+    assert w._source.env_steps == 20
+    w.stop()
+    assert threading.active_count() == before
+    with pytest.raises(RuntimeError, match="stopped"):
+        w.sample()
+
+
+def test_weights_change_between_items_only():
+    class Versioned(ObservedValue):
+        def compute_actions(self, obs_batch, explore=True):
+            time.sleep(0.0005)
+            zeros = np.zeros(len(obs_batch), np.int64)
+            return zeros, [], {"version": np.full(len(obs_batch), self.version)}
+
+        def postprocess_fragment(self, fragment):
+            return {}
+
+    w = worker(fragment=20, policy=Versioned, sample_async=True)
+    for version in range(1, 20):
+        batch = w.sample()
+        assert len(set(batch["version"])) == 1
+        assert w.reply_tags()["weights_versions"] == {"default_policy": batch["version"][0]}
+        assert version - 1 - batch["version"][0] <= 3  # two ready, one in the making
+        w.set_weights({"default_policy": {}}, {"default_policy": version})
+    w.stop()
+
+
+def test_an_error_in_the_thread_is_told_once():
+    environments = iter([CountEnv(fail_at=(3, 2)), CountEnv()])
+    w = RolloutWorker(
+        lambda context: next(environments),
+        ObservedValue,
+        {"rollout_fragment_length": 6, "sample_async": True, "max_num_env_restarts": 0},
+    )
+    assert w.sample().count == 6
+    with pytest.raises(ValueError, match="the environment broke"):
+        w.sample()
+    assert [w.sample().count for _ in range(3)] == [6, 6, 6]
+    w.stop()
+
+
+def test_samplers_join_what_lies_ready():
+    items = iter(range(100))
+
+    def collect():
+        n = next(items)
+        return Collected(SampleBatch(x=np.array([n])), [], {"p": n}, {})
+
+    sampler = AsyncSampler(collect, max_ahead=3)
+    first = sampler.next()["x"].tolist()
+    assert first == list(range(len(first)))
+    deadline = time.monotonic() + 10
+    while sampler.items_ahead < 3 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    joined = sampler.next()["x"].tolist()
+    assert joined == list(range(len(first), len(first) + len(joined)))
+    assert len(joined) >= 3
+    sampler.stop()
+    with pytest.raises(ValueError, match="max_ahead"):
+        AsyncSampler(collect, 0)
+
+
+# -- environments ----------------------------------------------------------------------------------
+
+
+def test_envpool_is_sampled():
+    pytest.importorskip("envpool")
+    w = RolloutWorker(
+        "CartPole-v1",
+        PPOTorchPolicy,
+        {
+            "vectorization_mode": "envpool",
+            "num_envs_per_worker": 4,
+            "rollout_fragment_length": 100,
+            "seed": 1,
+        },
+    )
+    batch = w.sample()
+    assert 300 < batch.count < 400  # a call per episode is spent on its reset
+    assert (batch["rewards"] == 1).all()
+    for episode in batch.split_by_episode():
+        assert np.array_equal(episode["new_obs"][:-1], episode["obs"][1:])
+    with pytest.raises(ConfigError, match="EnvPool has no environment"):
+        RolloutWorker("FlowrlLimited-v0", PPOTorchPolicy, {"vectorization_mode": "envpool"})
+
+
+class Nested(gym.Env):
+    """Observes and acts in nested spaces; `reuse` gives the same arrays each time."""
+
+    observation_space = gym.spaces.Dict(
+        {
+            "image": gym.spaces.Box(0, 255, (2, 2), np.uint8),
+            "state": gym.spaces.Tuple(
+                [gym.spaces.Discrete(100, start=-1), gym.spaces.Box(-1, 1000, (1,), np.float64)]
+            ),
+        }
+    )
+    action_space = gym.spaces.Dict(
+        {"move": gym.spaces.Discrete(3), "aim": gym.spaces.Box(-1, 1, (2,), np.float32)}
+    )
+
+    def __init__(self):
+        self.image, self.box = np.zeros((2, 2), np.uint8), np.zeros(1)
+
+    def observe(self):
+        self.image[:], self.box[:] = self.n, self.n
+        return {"state": (self.n - 1, self.box), "image": self.image}
+
+    def reset(self, *, seed=None, options=None):
+        self.n = 0
+        return self.observe(), {}
+
+    def step(self, action):
+        assert self.action_space.contains(action), action
+        self.n += 1
+        return self.observe(), float(action["move"]), self.n == 4, False, {}
+
+
+class NestedPolicy(ObservedValue):
+    def compute_actions(self, obs_batch, explore=True):
+        n = len(obs_batch["image"])
+        move = obs_batch["image"][:, 0, 0].astype(np.int64) % 3
+        return {"move": move, "aim": np.zeros((n, 2), np.float32)}, [], {}
+
+    def postprocess_fragment(self, fragment):
+        return {}
+
+    def actions_for_env(self, actions):
+        return actions
+
+
+@pytest.mark.parametrize("mode", ["flowrl", "sync"])
+def test_nested_spaces(mode):
+    w = RolloutWorker(
+        lambda context: Nested(),
+        NestedPolicy,
+        {"num_envs_per_worker": 2, "rollout_fragment_length": 10, "vectorization_mode": mode},
+    )
+    batch = w.sample()
+    image, (number, box) = batch["obs"]["image"], batch["obs"]["state"]
+    assert (image.dtype, number.dtype, box.dtype) == (np.uint8, np.int64, np.float64)
+    assert image[:, 0, 0].tolist() == batch["t"].tolist()
+    assert (number + 1).tolist() == box[:, 0].tolist() == batch["t"].tolist()
+    assert (batch["new_obs"]["image"][:, 0, 0] == batch["t"] + 1).all()
+    assert batch["actions"]["move"].tolist() == (batch["t"] % 3).tolist()
+    assert batch["rewards"].tolist() == (batch["t"] % 3).tolist()
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        gym.spaces.Discrete(5, start=2),
+        gym.spaces.MultiDiscrete([3, 4]),
+        gym.spaces.MultiBinary(3),
+        gym.spaces.Box(-3, 3, (2, 2), np.int16),
+        gym.spaces.Box(-1, 1, (3,), np.float64),
+    ],
+    ids=str,
+)
+def test_spaces_keep_their_dtypes(space, way):
+    class Sampled(gym.Env):
+        observation_space = action_space = space
+
+        def reset(self, *, seed=None, options=None):
+            return space.sample(), {}
+
+        def step(self, action):
+            assert space.contains(action), action
+            return space.sample(), 0.0, False, False, {}
+
+    class Random(ObservedValue):
+        def compute_actions(self, obs_batch, explore=True):
+            drawn = np.array([space.sample() for _ in obs_batch])
+            if isinstance(space, gym.spaces.Discrete):
+                drawn -= space.start
+            return drawn, [], {}
+
+        def postprocess_fragment(self, fragment):
+            return {}
+
+    space.seed(1)
+    w = RolloutWorker(
+        lambda context: Sampled(),
+        Random,
+        {
+            "num_envs_per_worker": 2,
+            "rollout_fragment_length": 5,
+            "sample_collector": way,
+            "normalize_actions": False,
+        },
+    )
+    batch = w.sample()
+    assert batch["obs"].dtype == batch["new_obs"].dtype == space.dtype
+    assert batch["obs"].shape == (10, *space.shape)
+
+
+def test_an_action_out_of_range_is_named(way):
+    class Wild(ObservedValue):
+        def compute_actions(self, obs_batch, explore=True):
+            actions, state, extra = super().compute_actions(obs_batch)
+            return actions + 7, state, extra
+
+    with pytest.raises(ValueError, match="the action"):
+        worker(policy=Wild, sample_collector=way).sample()
