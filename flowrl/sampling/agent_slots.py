@@ -63,8 +63,8 @@ class AgentSlots(Protocol):
     def restart(self, index: int, error: Exception) -> SlotStep:
         """Environment `index` gave what cannot be used: replace it; a step with its start."""
 
-    def env(self, index: int) -> Any:
-        """Environment `index` itself; a vector environment is everybody's."""
+    def get_sub_environments(self) -> list[Any]:
+        """The environments themselves; of a vector environment the one that it is."""
 
     def settle(self, slots: Any) -> None:
         """These environments got through a fragment."""
@@ -150,9 +150,9 @@ class SingleAgentSlots:
         one.failed, one.start = error, {SINGLE_AGENT: self.stepper.restart(index, error)}
         return one
 
-    def env(self, index: int) -> Any:
+    def get_sub_environments(self) -> list[Any]:
         stepper: Any = self.stepper
-        return stepper.envs[index] if isinstance(stepper, DirectStepper) else stepper.env
+        return list(stepper.envs) if isinstance(stepper, DirectStepper) else [stepper.env]
 
     def settle(self, slots: Any) -> None:
         self.stepper.settle(slots)
@@ -241,8 +241,8 @@ class MultiAgentSlots:
         one.start, one.start_infos = self._start(index)
         return one
 
-    def env(self, index: int) -> Any:
-        return self._slots.envs[index]
+    def get_sub_environments(self) -> list[Any]:
+        return list(self._slots.envs)
 
     def settle(self, slots: Any) -> None:
         self._slots.settle(slots)

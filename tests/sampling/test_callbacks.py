@@ -1,0 +1,221 @@
+"""Callbacks: in which order, with what, and what they leave behind."""
+
+import numpy as np
+import pytest
+
+from flowrl.algorithms.a2c import A2CConfig
+from flowrl.algorithms.ppo import PPOTorchPolicy
+from flowrl.policies import ConfigError
+from flowrl.sampling import DefaultCallbacks, MultiAgentEpisode, RolloutWorker, override
+
+from .fakes import CountEnv, ObservedValue
+
+EVENTS = []
+
+
+class Recorder(DefaultCallbacks):
+    def on_sub_environment_created(self, *, worker, sub_environment, env_context, **kwargs):
+        EVENTS.append(("created", env_context.vector_index))
+
+    def on_episode_start(self, *, worker, base_env, policies, episode, env_index, **kwargs):
+        assert isinstance(episode, MultiAgentEpisode)
+        assert base_env.get_sub_environments()[env_index].steps == 0
+        assert set(policies) == {"default_policy"}
+        assert episode.length == 0
+        assert episode.last_observation_for().tolist()[1] == 0
+        episode.user_data["steps"] = []
+        EVENTS.append(("start", env_index, episode.episode_id))
+
+    def on_episode_step(self, *, worker, base_env, policies, episode, env_index, **kwargs):
+        assert episode.last_action_for() == 0
+        assert episode.last_reward_for() == episode.length
+        assert episode.prev_reward_for() == episode.length - 1
+        assert episode.last_info_for() == {"n": episode.length}
+        episode.user_data["steps"].append(episode.length)
+        EVENTS.append(("step", env_index, episode.episode_id))
+
+    def on_episode_end(self, *, worker, base_env, policies, episode, env_index, **kwargs):
+        assert episode.is_done()
+        assert episode.total_reward == 6
+        assert episode.agent_rewards == {("agent0", "default_policy"): 6.0}
+        episode.custom_metrics["steps"] = len(episode.user_data["steps"])
+        episode.hist_data["lengths"] = episode.user_data["steps"]
+        EVENTS.append(("end", env_index, episode.episode_id))
+
+    def on_postprocess_trajectory(
+        self, *, episode, agent_id, policy_id, postprocessed_batch, original_batches, **kwargs
+    ):
+        assert (agent_id, policy_id) == ("agent0", "default_policy")
+        assert set(original_batches) == {"agent0"}
+        assert episode.episode_id == postprocessed_batch["eps_id"][0]
+        postprocessed_batch["mine"] = np.arange(postprocessed_batch.count)
+        EVENTS.append(("post", episode.env_id, episode.episode_id))
+
+    def on_sample_end(self, *, worker, samples, **kwargs):
+        EVENTS.append(("sample", samples.count))
+
+
+def test_the_sequence():
+    EVENTS.clear()
+    worker = RolloutWorker(
+        lambda context: CountEnv(3),
+        ObservedValue,
+        {"callbacks_class": Recorder, "rollout_fragment_length": 4},
+    )
+    assert EVENTS == [("created", 0)]
+    batch = worker.sample()
+    assert batch["mine"].tolist() == [0, 1, 2, 0]
+    step = ("step", 0, 0)
+    assert EVENTS[1:] == [
+        ("start", 0, 0),
+        step,
+        step,
+        step,
+        ("post", 0, 0),
+        ("end", 0, 0),
+        ("start", 0, 1),
+        ("step", 0, 1),
+        ("post", 0, 1),
+        ("sample", 4),
+    ]
+    (episode,) = worker.get_metrics()
+    assert episode.custom_metrics == {"steps": 3}
+    assert episode.hist_data == {"lengths": [1, 2, 3]}
+
+
+def test_a_soft_horizon_ends_and_starts_an_episode():
+    class Counter(DefaultCallbacks):
+        def on_episode_start(self, *, episode, **kwargs):
+            EVENTS.append(("start", episode.episode_id))
+
+        def on_episode_end(self, *, episode, **kwargs):
+            EVENTS.append(("end", episode.episode_id))
+
+    EVENTS.clear()
+    RolloutWorker(
+        lambda context: CountEnv(6),
+        ObservedValue,
+        {
+            "callbacks_class": Counter,
+            "rollout_fragment_length": 5,
+            "horizon": 2,
+            "soft_horizon": True,
+        },
+    ).sample()
+    assert EVENTS == [("start", 0), ("end", 0), ("start", 1), ("end", 1), ("start", 2)]
+
+
+def test_an_environment_that_is_made_anew_is_announced_and_its_episode_marked():
+    class Marked(DefaultCallbacks):
+        def on_sub_environment_created(self, *, env_context, **kwargs):
+            EVENTS.append("created")
+
+        def on_episode_end(self, *, episode, **kwargs):
+            EVENTS.append("broken" if episode.is_faulty else "end")
+
+    EVENTS.clear()
+    environments = iter([CountEnv(3, fail_at=(1, 2)), CountEnv(3)])
+    worker = RolloutWorker(
+        lambda context: next(environments),
+        ObservedValue,
+        {"callbacks_class": Marked, "rollout_fragment_length": 8},
+    )
+    worker.sample()
+    assert EVENTS == ["created", "end", "created", "broken", "end"]
+
+
+class NextActions(DefaultCallbacks):
+    """As in the documents."""
+
+    @override(DefaultCallbacks)
+    def on_postprocess_trajectory(
+        self,
+        worker,
+        episode,
+        agent_id,
+        policy_id,
+        policies,
+        postprocessed_batch,
+        original_batches,
+        **kwargs,
+    ):
+        postprocessed_batch["next_actions"] = np.concatenate(
+            [
+                postprocessed_batch["actions"][1:],
+                np.zeros_like([policies[policy_id].action_space.sample()]),
+            ]
+        )
+
+
+def test_the_documents_callback():
+    worker = RolloutWorker(
+        "CartPole-v1", PPOTorchPolicy, {"callbacks_class": NextActions, "seed": 1}
+    )
+    batch = worker.sample()
+    following = np.append(batch["actions"][1:], 0)
+    ends = np.append(np.diff(batch["unroll_id"]) != 0, True)
+    assert np.array_equal(batch["next_actions"], np.where(ends, 0, following))
+    assert "advantages" in batch
+    worker.policy.learn_on_batch(batch)
+
+
+def test_a_column_that_comes_only_sometimes(caplog):
+    class Sometimes(DefaultCallbacks):
+        def on_postprocess_trajectory(self, *, postprocessed_batch, **kwargs):
+            if postprocessed_batch["obs"][0, 0] == 1:
+                postprocessed_batch["rare"] = np.ones(postprocessed_batch.count, np.float32)
+
+    worker = RolloutWorker(
+        lambda context: CountEnv(3),
+        ObservedValue,
+        {"callbacks_class": Sometimes, "rollout_fragment_length": 9},
+    )
+    assert worker.sample()["rare"].tolist() == [0, 0, 0, 1, 1, 1, 0, 0, 0]
+    assert "rare" in caplog.text
+
+
+class Trained(DefaultCallbacks):
+    def on_learn_on_batch(self, *, policy, train_batch, result, **kwargs):
+        result["rows"] = float(train_batch.count)
+
+    def on_train_result(self, *, algorithm, result, **kwargs):
+        result["mine"] = algorithm.iteration
+
+    def on_episode_end(self, *, episode, **kwargs):
+        episode.custom_metrics["double"] = 2 * episode.length
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_in_a_whole_run(workers, ray_session):
+    config = (
+        A2CConfig(env="CartPole-v1", train_batch_size=100, seed=1, num_workers=workers)
+        .callbacks(Trained)
+        .rollouts(rollout_fragment_length=100)
+    )
+    with config.build() as algorithm:
+        result = algorithm.train()
+        assert result["mine"] == 1
+        assert result["info"]["learner"]["default_policy"]["learner_stats"]["rows"] == 100
+        metrics = result["custom_metrics"]
+        assert metrics["double_mean"] == 2 * result["episode_len_mean"]
+        assert metrics["double_min"] <= metrics["double_mean"] <= metrics["double_max"]
+
+
+def test_overriding_what_is_not_there():
+    with pytest.raises(NameError, match="on_episod_start"):
+
+        class Wrong(DefaultCallbacks):
+            @override(DefaultCallbacks)
+            def on_episod_start(self, **kwargs):
+                pass
+
+    with pytest.raises(ConfigError, match="subclass of DefaultCallbacks"):
+        A2CConfig().callbacks(dict)
+
+
+def test_an_agent_that_was_never_seen_is_named():
+    episode = MultiAgentEpisode(1, 0, None, lambda agent, episode: "p")
+    with pytest.raises(ConfigError, match="no agent 'x'"):
+        episode.last_reward_for("x")
+    assert episode.policy_for("x") == "p"
+    assert episode.get_agents() == ["x"]
