@@ -1,4 +1,4 @@
-"""Agent steps per second: CartPole of 4 agents and 2 policies, 8 environments, one worker in process.
+"""Agent steps per second: CartPole of 4 agents and 2 policies, 8 environments, in process.
 
 flowrl's RolloutWorker.sample() (with GAE and every column) beside RLlib 2.60's
 MultiAgentEnvRunner.sample(), which runs in a virtual environment of its own as a subprocess. Both

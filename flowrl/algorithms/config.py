@@ -131,7 +131,7 @@ class AlgorithmConfig(PolicyConfig):
                     hint = f' It is the network\'s: .training(model={{"{name}": …}}).'
                 raise ConfigError(f".{group}() has no setting {name!r}.{hint}")
         changed = self.updated(**values)
-        self.__dict__ |= {name: getattr(changed, name) for name in values}  # checked together
+        vars(self).update({name: getattr(changed, name) for name in values})  # checked together
         return self
 
     def environment(self, env: Env | None = None, **settings: Any) -> Self:
@@ -144,7 +144,9 @@ class AlgorithmConfig(PolicyConfig):
         and how observations, rewards and actions are normalised."""
         return self._set("rollouts", settings)
 
-    rollout = rollouts
+    def rollout(self, **settings: Any) -> Self:
+        """Another name of `rollouts`."""
+        return self.rollouts(**settings)
 
     def training(self, **settings: Any) -> Self:
         """plan, train_batch_size, gamma, lr, model, and the algorithm's own settings."""

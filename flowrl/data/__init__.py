@@ -8,6 +8,11 @@ from flowrl.data.multi_agent_batch import (
     TensorType,
 )
 from flowrl.data.sample_batch import DEFAULT_POLICY_ID, SampleBatch
+from flowrl.data.sequences import (
+    add_time_dimension,
+    chop_into_sequences,
+    pad_batch_to_sequences_of_same_size,
+)
 
 concat_samples = SampleBatch.concat_samples
 
@@ -19,5 +24,8 @@ __all__ = [
     "PolicyID",
     "SampleBatch",
     "TensorType",
+    "add_time_dimension",
+    "chop_into_sequences",
     "concat_samples",
+    "pad_batch_to_sequences_of_same_size",
 ]

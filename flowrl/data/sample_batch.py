@@ -262,7 +262,9 @@ class SampleBatch(dict[str, Any]):
         return self._map_rows(lambda leaf: leaf[rows], slice(int(keep[0]), int(keep[-1]) + 1))
 
     def _map_rows(
-        self, fn: Callable[[np.ndarray], np.ndarray], sequences: slice | None = None
+        self,
+        fn: Callable[[np.ndarray], np.ndarray],
+        sequences: slice | np.ndarray | None = None,
     ) -> SampleBatch:
         def pick(leaf: np.ndarray) -> np.ndarray:
             return leaf[sequences]
@@ -329,6 +331,25 @@ class SampleBatch(dict[str, Any]):
             raise ValueError(f"timeslices: num_slices must be at least 1, got {num_slices}")
         ends = [self.count * i // num_slices for i in range(num_slices + 1)]
         return [self[i:j] for i, j in itertools.pairwise(ends)]
+
+    def sequence_minibatches(
+        self, size: int, rng: np.random.Generator | None = None
+    ) -> Iterator[SampleBatch]:
+        """Whole sequences in random order, in batches of at least `size` rows (the last may have
+        fewer)."""
+        rng = rng if rng is not None else np.random.default_rng()
+        lens = self[self.SEQ_LENS]
+        begins = np.cumsum(lens) - lens
+        chosen: list[int] = []
+        rows = 0
+        order = rng.permutation(len(lens)).tolist()
+        for number, sequence in enumerate(order, 1):
+            chosen.append(sequence)
+            rows += int(lens[sequence])
+            if rows >= size or number == len(order):
+                at = np.concatenate([np.arange(begins[i], begins[i] + lens[i]) for i in chosen])
+                yield self._map_rows(operator.itemgetter(at), np.array(chosen))
+                chosen, rows = [], 0
 
     def right_zero_pad(self, max_seq_len: int, exclude_states: bool = True) -> SampleBatch:
         """A new batch whose sequences are all `max_seq_len` rows, zeros at their ends.

@@ -137,6 +137,8 @@ class ModelConfig(Settings):
     """Activation of the hidden layers."""
     vf_share_layers: bool = False
     """One trunk for the policy and the value, instead of two networks."""
+    max_seq_len: Count = 20
+    """Recurrent networks: rows per sequence, at most."""
     free_log_std: bool = True
     """Continuous actions: the log standard deviation is a parameter, not a network output."""
 

@@ -165,7 +165,8 @@ class Policy:
         columns = {
             name: column[:, None]
             for name, column in sample_batch.items()
-            if isinstance(column, np.ndarray) and len(column) == sample_batch.count
+            if isinstance(column, np.ndarray)
+            and not name.startswith(("state_in_", "seq_lens", "infos"))
         }
         made = self.postprocess_fragment({**columns, "dones": sample_batch["dones"][:, None]})
         return sample_batch.with_columns(**{name: column[:, 0] for name, column in made.items()})

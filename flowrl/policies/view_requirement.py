@@ -33,7 +33,8 @@ class ViewRequirement:
         agents: ids of agents of the episode, whatever their policies, instead of the row's own:
             values [rows, agents, …] as they were in the same env step (plus shift), zeros for an
             agent that has none then, or (but for observations) has not seen by now what came of
-            its action; the column `<name>_mask`, bool [rows, agents, …], says who has. `"others"`: all of the environment's `possible_agents` but the row's own.
+            its action; the column `<name>_mask`, bool [rows, agents, …], says who has. `"others"`:
+            all of the environment's `possible_agents` but the row's own.
         used_for_compute_actions: part of the input of action computation. None: wherever it is
             known by then (nothing later than the observation of the timestep).
         used_for_training: part of the train batch.

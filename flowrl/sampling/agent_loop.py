@@ -24,7 +24,7 @@ from flowrl.policies.config import ConfigError
 from flowrl.policies.policy import Policy
 from flowrl.sampling.agent_slots import AgentSlots, SlotStep
 from flowrl.sampling.callbacks import overrides
-from flowrl.sampling.checks import BadValue, ObservationCheck, OnBadValues, check_reward
+from flowrl.sampling.checks import BadValueError, ObservationCheck, OnBadValues, check_reward
 from flowrl.sampling.episode import AgentRecord, EpisodeMetrics, MultiAgentEpisode
 from flowrl.sampling.list_collector import SimpleListCollector
 from flowrl.sampling.sample_collector import SampleCollector
@@ -77,9 +77,9 @@ class AgentLoop:
         self.settings = settings
         self.episodes: list[EpisodeMetrics] = []
         self.env_steps = self.agent_steps = self.faulty_episodes = 0
-        self.timings = {
-            name: 0.0 for name in ("env_step_s", "inference_s", "postprocess_s", "sample_s")
-        }
+        self.timings = dict.fromkeys(
+            ("env_step_s", "inference_s", "postprocess_s", "sample_s"), 0.0
+        )
         self._policies: dict[PolicyID, Policy] = worker.policy_map
         self._complete = settings.batch_mode == "complete_episodes"
         self._ids = itertools.count(first_id)
@@ -225,9 +225,9 @@ class AgentLoop:
                     waiting.clear()
             if not who:
                 continue
-            inputs = parts[0]
+            inputs: Any = parts[0]
             if len(parts) > 1:
-                inputs = optree.tree_map(lambda *leaves: np.concatenate(leaves), *parts)
+                inputs = optree.tree_map(lambda *leaves: np.concatenate(leaves), *parts)  # type: ignore[arg-type]
             chosen, states, extra = policy.compute_actions_from_input_dict(inputs)
             columns = {name: _rows(value) for name, value in extra.items()}
             columns |= {f"state_out_{i}": _rows(state) for i, state in enumerate(states)}
@@ -329,7 +329,7 @@ class AgentLoop:
         if problem is None or mode == "replace":
             return step
         agent, what, field = problem
-        error = BadValue(
+        error = BadValueError(
             f"sub-environment {slot} gave agent {agent!r} {what} ({field}), at step "
             f"{episode.length} of its episode"
         )
@@ -441,9 +441,7 @@ class AgentLoop:
         }
         if self.settings.collect_infos:
             values["infos"] = info or {}
-        collector.add_action_reward_next_obs(
-            episode.episode_id, agent, record.policy_id, values
-        )
+        collector.add_action_reward_next_obs(episode.episode_id, agent, record.policy_id, values)
         record.prev_action, record.last_action = record.last_action, record.action
         record.prev_reward, record.last_reward = record.last_reward, record.pending_reward
         record.action, record.pending_reward = None, 0.0
@@ -482,7 +480,7 @@ class AgentLoop:
             if mode == "replace":
                 return {a: self._checks[a].repaired(obs) for a, obs in taken.items()}, infos
             what = self._checks[odd[0]].describe(taken[odd[0]])
-            error = BadValue(
+            error = BadValueError(
                 f"sub-environment {slot} gave agent {odd[0]!r} {what} (obs) at its reset"
             )
             if mode == "raise":
@@ -589,6 +587,7 @@ def _rows(value: Any, numbers: bool = False) -> list[Any]:
     if isinstance(value, np.ndarray):
         return value.tolist() if numbers and value.ndim == 1 else list(value)
     if isinstance(value, (dict, tuple)):
-        count = len(optree.tree_leaves(value)[0])
-        return [optree.tree_map(lambda leaf, i=i: leaf[i], value) for i in range(count)]
+        nest: Any = value
+        count = len(optree.tree_leaves(nest)[0])
+        return [optree.tree_map(lambda leaf, i=i: leaf[i], nest) for i in range(count)]
     return list(value)

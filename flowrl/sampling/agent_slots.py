@@ -45,8 +45,12 @@ class AgentSlots(Protocol):
     """N environments that speak of agents."""
 
     num_envs: int
-    num_restarts: int
     possible_agents: list[Any]
+
+    @property
+    def num_restarts(self) -> int:
+        """Environments made in the place of broken ones."""
+        return 0
 
     def observation_space(self, agent_id: Any) -> spaces.Space:
         """An agent's observation space."""
@@ -107,9 +111,7 @@ class SingleAgentSlots:
         n = self.num_envs
         given = [agents.get(SINGLE_AGENT, self._idle) for agents in actions]
         terminateds, truncateds = [False] * n, [False] * n
-        step = self.stepper.step(
-            given, self._observations, self._rewards, terminateds, truncateds
-        )
+        step = self.stepper.step(given, self._observations, self._rewards, terminateds, truncateds)
         results = []
         final = dict(zip((int(i) for i in step.ended), step.final, strict=True))
         failed = dict(step.failed)

@@ -15,7 +15,7 @@ OnBadValues = Literal["raise", "drop", "replace"]
 TOLERANCE = 1e-4  # of a bound's size: environments compute in floats
 
 
-class BadValue(ValueError):
+class BadValueError(ValueError):
     """A value that no policy may learn from: not finite, or outside its space."""
 
 
@@ -175,7 +175,7 @@ def zeros_of(space: spaces.Space) -> Any:
         return {key: zeros_of(space[key]) for key in sorted(space)}
     if isinstance(space, spaces.Tuple):
         return tuple(zeros_of(part) for part in space)
-    return np.zeros(space.shape or (), space.dtype)  # type: ignore[arg-type]
+    return np.zeros(space.shape or (), space.dtype)
 
 
 def stacked(values: list[Any]) -> Any:

@@ -16,7 +16,7 @@ from flowrl.data import SampleBatch
 from flowrl.data.windows import Windows
 from flowrl.policies.policy import Policy
 from flowrl.sampling.agent_loop import SamplingSettings
-from flowrl.sampling.checks import BadValue, ObservationCheck
+from flowrl.sampling.checks import BadValueError, ObservationCheck
 from flowrl.sampling.episode import EpisodeMetrics, fast_metrics
 from flowrl.sampling.steppers import DirectStepper, Step, Stepper
 from flowrl.sampling.views import ALWAYS, TrajectoryViews, wanted_views
@@ -52,7 +52,7 @@ class Cuts:
             dones = dones if more is None else dones | more
         return dones
 
-    def skip(self, step: int, envs: Any) -> None:
+    def skip(self, step: int | slice, envs: Any) -> None:
         """These rows are no steps."""
         self.real = np.ones(self.shape, bool) if self.real is None else self.real
         self.real[step, envs] = False
@@ -60,7 +60,7 @@ class Cuts:
     def lose(self, step: int, env: int, dones: np.ndarray) -> None:
         """The segment of row `step` is not to count, of what there is up to that row."""
         cuts = self.after(dones)[:step, env].nonzero()[0]
-        self.skip(slice(cuts[-1] + 1 if len(cuts) else 0, step + 1), env)  # type: ignore[arg-type]
+        self.skip(slice(cuts[-1] + 1 if len(cuts) else 0, step + 1), env)
         self.lost = np.zeros(self.shape, bool) if self.lost is None else self.lost
         self.lost[step, env] = True
 
@@ -88,9 +88,9 @@ class ColumnarCollector:
         self.length = length = settings.length
         self.episodes: list[EpisodeMetrics] = []
         self.env_steps = self.faulty_episodes = 0
-        self.timings = {
-            name: 0.0 for name in ("env_step_s", "inference_s", "postprocess_s", "sample_s")
-        }
+        self.timings = dict.fromkeys(
+            ("env_step_s", "inference_s", "postprocess_s", "sample_s"), 0.0
+        )
         self._check = ObservationCheck(stepper.observation_space)
         self._base = first_id
         self._next_episode = self._next_unroll = 0
@@ -180,7 +180,7 @@ class ColumnarCollector:
         if views is not None:
             views.begin(self._age)
         ends: list[tuple[int, Any, Any]] = []
-        cuts = Cuts(rewards.shape)  # type: ignore[arg-type]
+        cuts = Cuts(rewards.shape)
         if settings.soft_horizon:
             cuts.soft = np.zeros(rewards.shape, bool)
             since = self._carried_length.copy()
@@ -402,7 +402,7 @@ class ColumnarCollector:
                 problems.append((step, env, f"{what} {why}", row))
         problems.sort()
         step, env, what, _ = problems[0]
-        error = BadValue(f"sub-environment {env} gave {what}, at step {step} of a fragment")
+        error = BadValueError(f"sub-environment {env} gave {what}, at step {step} of a fragment")
         if self.settings.on_bad_values == "raise" or not isinstance(self.stepper, DirectStepper):
             raise error
         self._drop_segments(problems, cuts)
@@ -421,7 +421,7 @@ class ColumnarCollector:
                 closed = len(later) > 0
                 cuts.lose(row + int(later[0]) if closed else self.length - 1, env, dones)
             if not closed:
-                error = BadValue(f"sub-environment {env} gave {what}, at step {step}")
+                error = BadValueError(f"sub-environment {env} gave {what}, at step {step}")
                 self._raw[-1, env] = self.stepper.restart(env, error)
                 if self.policy.observation_filter is not None:
                     self._obs[-1, env] = self.policy.observation_filter(self._raw[-1, env])

@@ -1,6 +1,4 @@
-"""Episodes: the record of one in progress, which callbacks are given, and what is told of a finished
-one."""
-
+"""Episodes: the record of one in progress, which callbacks get; what is told of a finished one."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -9,7 +7,6 @@ from typing import Any, NamedTuple
 
 from flowrl.data.multi_agent_batch import AgentID, EpisodeID, PolicyID
 from flowrl.policies.config import ConfigError
-
 
 IDS_PER_WORKER = 1 << 40  # episode and unroll ids of different workers never meet,
 IDS_PER_INCARNATION = 1 << 30  # nor those of a worker and of the one that replaces it

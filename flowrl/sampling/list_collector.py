@@ -46,10 +46,11 @@ _DTYPES = {"rewards": np.float32, "terminateds": bool, "truncateds": bool}
 class Trajectory:
     """One agent's rows in one episode, as the dicts that they came in.
 
-    observations: one more than there are values. rows: so far, those that were let go counted; begin: the first that no segment has; dropped:
-    how many were let go; times: env step in which each row's action was taken, and that of the
-    next; sums: the running discounted sum of rewards, for the reward scaler; before: the trajectory
-    that this one goes on from over a soft horizon.
+    observations: one more than there are values. rows: so far, those that were let go counted;
+    begin: the first that no segment has; dropped: how many were let go; times: env step in which
+    each row's action was taken, and that of the next; ended: its last row says so; sums: the
+    running discounted sum of rewards, for the reward scaler; before: the trajectory that this one
+    goes on from over a soft horizon.
     """
 
     __slots__ = (
@@ -108,9 +109,7 @@ class Segment:
 
     __slots__ = ("begin", "end", "episode", "trajectory", "unroll_id")
 
-    def __init__(
-        self, trajectory: Trajectory, unroll_id: int, episode: MultiAgentEpisode | None
-    ):
+    def __init__(self, trajectory: Trajectory, unroll_id: int, episode: MultiAgentEpisode | None):
         self.trajectory = trajectory
         self.begin = trajectory.begin
         self.end = trajectory.rows
@@ -228,7 +227,7 @@ class SimpleListCollector(SampleCollector):
         for pid, waiting in self._waiting.items():
             self._waiting[pid] = [t for t in waiting if id(t) not in dropped]
         for state in (self._steps, self._times, self._offsets):
-            state.pop(episode_id, None)  # type: ignore[attr-defined]
+            state.pop(episode_id, None)
 
     def continue_episode(self, episode: MultiAgentEpisode, new_episode_id: EpisodeID) -> None:
         old_id = episode.episode_id
@@ -266,11 +265,14 @@ class SimpleListCollector(SampleCollector):
         return views
 
     def get_inference_input_dict(self, model: Any) -> dict[str, Any]:
-        for policy_id, policy in self.policy_map.items():
-            if policy is model or getattr(policy, "model", None) is model:
-                break
-        else:
+        asked = [
+            policy_id
+            for policy_id, policy in self.policy_map.items()
+            if policy is model or getattr(policy, "model", None) is model
+        ]
+        if not asked:
             raise ConfigError(f"no policy here has the model {model!r}")
+        policy_id = asked[0]
         waiting, self._waiting[policy_id] = self._waiting[policy_id], []
         return self._inputs(self._views_of(policy_id), waiting)
 
@@ -306,7 +308,7 @@ class SimpleListCollector(SampleCollector):
                 window = [_at_time(them, view.source, time, shift) for shift in view.shifts]
                 own.append(window if view.is_window else window[0])
             found.append(own)
-        shape = (len(found), len(found[0]) if found else 0)
+        shape: tuple[int, ...] = (len(found), len(found[0]) if found else 0)
         if view.is_window:
             shape = (*shape, len(view.shifts))
         flat = list(_flattened(found, len(shape)))
@@ -406,7 +408,7 @@ class SimpleListCollector(SampleCollector):
                 self._over.add(episode_id)
         for episode_id in self._over:
             for state in (self._trajectories, self._steps, self._times, self._offsets):
-                state.pop(episode_id, None)  # type: ignore[attr-defined]
+                state.pop(episode_id, None)
         asked = any(self._views_of(pid).of_agents for pid in self.policy_map)
         for agents in self._trajectories.values():
             live = [own[-1] for own in agents.values() if not own[-1].ended]
@@ -480,12 +482,12 @@ class SimpleListCollector(SampleCollector):
         finals = [s.trajectory.part("obs", s.end, s.end + 1)[0] for s in segments]
         observations = _chained(segments, "obs")
         if isinstance(finals[0], (dict, tuple)):
-            following = [
+            after = [
                 value
                 for s in segments
                 for value in s.trajectory.part("obs", s.begin + 1, s.end + 1)
             ]
-            return {"obs": stacked(observations), "new_obs": stacked(following)}
+            return {"obs": stacked(observations), "new_obs": stacked(after)}
         base = np.array(observations + finals)
         base.flags.writeable = False  # two columns share it
         following = np.arange(1, count + 1)
@@ -568,7 +570,7 @@ class SimpleListCollector(SampleCollector):
         step = np.arange(count) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         fragment = {}
         for name, column in batch.stored():
-            if isinstance(column, np.ndarray) and len(column) == count:
+            if isinstance(column, np.ndarray) and name not in ("infos", "seq_lens"):
                 shape = (longest, len(segments), *column.shape[1:])
                 fragment[name] = np.zeros(shape, column.dtype)
                 fragment[name][step, segment] = column

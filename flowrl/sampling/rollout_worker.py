@@ -383,7 +383,9 @@ class RolloutWorker:
         if self._sampler is None or self._source is None:
             return {}
         filters, self._sampler.fresh_filters = self._sampler.fresh_filters, []
-        new = [now - told for now, told in zip(self._given_steps, self._reported_steps, strict=True)]
+        new = [
+            now - told for now, told in zip(self._given_steps, self._reported_steps, strict=True)
+        ]
         self._reported_steps = list(self._given_steps)
         return {
             "env_steps": new[0],

@@ -115,7 +115,7 @@ class SampleCollector(ABC):
 
     # -- what a simple collector may leave as it is ------------------------------------------------
 
-    def env_stepped(self, episode_id: EpisodeID, t: int) -> None:
+    def env_stepped(self, episode_id: EpisodeID, t: int) -> None:  # noqa: B027
         """The episode's environment made its step number `t`; what was observed in it follows."""
 
     def drop_episode(self, episode_id: EpisodeID) -> None:

@@ -62,7 +62,7 @@ class SamplerInput(ABC):
         items = [self.get_data(), *self.get_extra_batches()]
         return items[0] if len(items) == 1 else SampleBatch.concat_samples(items)
 
-    def stop(self) -> None:
+    def stop(self) -> None:  # noqa: B027
         """Sample no more."""
 
     def _take(self, collected: Collected) -> Batch:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 import gymnasium as gym
 import numpy as np
@@ -34,9 +34,13 @@ class Stepper(Protocol):
     """N environments stepped together."""
 
     num_envs: int
-    num_restarts: int
     observation_space: spaces.Space
     action_space: spaces.Space
+
+    @property
+    def num_restarts(self) -> int:
+        """Environments made in the place of broken ones."""
+        return 0
 
     def reset(self, observations: Any) -> None:
         """Start all episodes; write the first observations [N, …]."""
@@ -191,7 +195,7 @@ class DirectStepper:
         self._shape = self.observation_space.shape or None
         discrete = isinstance(self.action_space, spaces.Discrete)
         self._range = (
-            (int(self.action_space.start), int(self.action_space.start + self.action_space.n))  # type: ignore[attr-defined]
+            (int(self.action_space.start), int(self.action_space.start + self.action_space.n))
             if discrete
             else None
         )
@@ -343,9 +347,8 @@ class VectorStepper:
         result = Step()
         given: Any = actions
         if isinstance(actions, list):
-            given = concatenate(
-                self.action_space, actions, create_empty_array(self.action_space, self.num_envs)
-            )
+            room: Any = create_empty_array(self.action_space, self.num_envs)
+            given = concatenate(self.action_space, actions, room)
         after, rewards[:], terminateds[:], truncateds[:], infos = self.env.step(given)
         after = self._each(after)
         done = np.logical_or(terminateds, truncateds)
@@ -481,4 +484,4 @@ class WorkerEnvs:
         pool = envpool.make_gymnasium(
             env_id, num_envs=self.num_envs, seed=0 if seed is None else seed % 2**31, **settings
         )
-        return VectorStepper(pool, None)  # it has its seed
+        return VectorStepper(cast(VectorEnv, pool), None)  # it has its seed

@@ -16,7 +16,6 @@ from flowrl.data.windows import NOTHING, Windows
 from flowrl.policies.config import ConfigError
 from flowrl.policies.view_requirement import ViewRequirement
 
-
 ALWAYS = ("rewards", "dones", "terminateds", "truncateds")  # in every train batch
 
 

@@ -68,7 +68,9 @@ def test_workers_get_the_weights_before_they_sample(workers):
     for _ in range(3):
         version = workers.local_worker().policy.version
         batch, info = next(train)
-        assert {source.tags["weights_versions"]["default_policy"] for source in batch.sources} == {version}
+        assert {source.tags["weights_versions"]["default_policy"] for source in batch.sources} == {
+            version
+        }
         assert info["default_policy"]["num_agent_steps_trained"] == batch.count
     assert train.metrics.counters["num_env_steps_trained"] == 3 * batch.count
 

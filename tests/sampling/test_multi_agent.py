@@ -223,7 +223,9 @@ class Arena(MultiAgentEnv):
         self.action_spaces = dict.fromkeys(agents, gym.spaces.Discrete(3))
 
     def observe(self):
-        return {a: np.full(s.shape, self.now, np.float32) for a, s in self.observation_spaces.items()}
+        return {
+            a: np.full(s.shape, self.now, np.float32) for a, s in self.observation_spaces.items()
+        }
 
     def reset(self, *, seed=None, options=None):
         self.now = 0
@@ -252,7 +254,7 @@ def test_policies_take_their_agents_spaces():
     }
     assert "advantages" in batch["a"]
     # the same class and seed, but networks of their own
-    same = [RolloutWorker("CartPole-v1", {p: PPOTorchPolicy for p in "xy"},
+    same = [RolloutWorker("CartPole-v1", dict.fromkeys("xy", PPOTorchPolicy),
                           {"seed": 1, "policy_mapping_fn": lambda a: "x"}).policy_map]  # fmt: skip
     weights = [p.get_weights()["hidden.0.weight"] for p in same[0].values()]
     assert not np.array_equal(*weights)
@@ -335,8 +337,8 @@ def test_what_cannot_be_mapped_is_refused(settings, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda given: given[:2] + ({},) + given[3:], r'terminateds\["__all__"\]'),
-        (lambda given: given[:3] + ({},) + given[4:], r'truncateds\["__all__"\]'),
+        (lambda given: (*given[:2], {}, *given[3:]), r'terminateds\["__all__"\]'),
+        (lambda given: (*given[:3], {}, *given[4:]), r'truncateds\["__all__"\]'),
         (lambda given: ([1, 2], *given[1:]), "observations as a dict by agent id"),
         (lambda given: (given[0], 1.0, *given[2:]), "rewards as a dict by agent id"),
         (lambda given: (given[0], {"a": "1"}, *given[2:]), "reward is one number"),
@@ -458,7 +460,7 @@ def test_workers_on_actors(ray_session):
             "num_workers": 2,
         },
     )
-    batches = list(workers.parallel_iterator().batch_across_shards().take(1))[0]
+    batches = next(iter(workers.parallel_iterator().batch_across_shards().take(1)))
     assert [batch.agent_steps() for batch in batches] == [24, 24]
     workers.stop()
 
@@ -528,12 +530,10 @@ def test_settings_that_contradict_each_other(settings, message):
 
 def test_the_mapping_of_plain_dicts():
     config = PPOConfig(
-        **{
-            "multiagent": {
-                "policies": {"a": (None, None, None, {"lr": 0.5})},
-                "policy_mapping_fn": lambda agent_id: "a",
-                "count_steps_by": "agent_steps",
-            }
+        multiagent={
+            "policies": {"a": (None, None, None, {"lr": 0.5})},
+            "policy_mapping_fn": lambda agent_id: "a",
+            "count_steps_by": "agent_steps",
         }
     )
     assert config.count_steps_by == "agent_steps"

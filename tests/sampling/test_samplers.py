@@ -253,7 +253,11 @@ def test_complete_episodes_count_in_either_unit():
         w = RolloutWorker(
             lambda context: Several(2, 5),
             ObservedValue,
-            {"rollout_fragment_length": 12, "count_steps_by": by, "batch_mode": "complete_episodes"},
+            {
+                "rollout_fragment_length": 12,
+                "count_steps_by": by,
+                "batch_mode": "complete_episodes",
+            },
         )
         return w.sample().env_steps()
 

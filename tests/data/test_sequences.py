@@ -1,0 +1,135 @@
+"""Sequences: where they begin, what is padded, what a mask says."""
+
+import functools
+import operator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowrl.data import (
+    SampleBatch,
+    add_time_dimension,
+    chop_into_sequences,
+    pad_batch_to_sequences_of_same_size,
+)
+from flowrl.data.sequences import sequence_lengths
+
+
+def test_numbers_of_old():
+    features, states, lens = chop_into_sequences(
+        feature_columns=[[101, 102, 103, 201, 202, 203, 204, 205]],
+        state_columns=[[209, 208, 207, 109, 108, 107, 106, 105]],
+        max_seq_len=4,
+        episode_ids=[1, 1, 1, 5, 5, 5, 5, 5],
+        agent_indices=[0] * 8,
+    )
+    assert lens.tolist() == [3, 4, 1]
+    assert features[0].tolist() == [101, 102, 103, 0, 201, 202, 203, 204, 205, 0, 0, 0]
+    assert states[0].tolist() == [209, 109, 105]
+
+
+@pytest.mark.parametrize(
+    ("keys", "lens"),
+    [
+        (([1] * 8, [1, 1, 2, 2, 3, 3, 4, 4], [1, 1, 2, 3, 4, 4, 5, 5]), [2, 1, 1, 2, 2]),
+        (([1] * 8, None, [1, 1, 2, 1, 1, 2, 2, 3]), [2, 1, 2, 2, 1]),
+        # a sum of the keys would be the same in both rows
+        (([5, 6], None, [1, 0]), [1, 1]),
+        (([], None, None), []),
+    ],
+)
+def test_keys_are_compared_one_by_one(keys, lens):
+    assert sequence_lengths(4, *keys).tolist() == lens
+
+
+def test_padding_to_the_longest_or_to_the_limit():
+    def padded(dynamic):
+        return chop_into_sequences(
+            feature_columns=[[1, 2, 3]],
+            state_columns=[],
+            max_seq_len=4,
+            episode_ids=[5, 2, 2],
+            dynamic_max=dynamic,
+        )[0][0].tolist()
+
+    assert padded(True) == [1, 0, 2, 3]
+    assert padded(False) == [1, 0, 0, 0, 2, 3, 0, 0]
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.integers(1, 5), st.booleans())
+@settings(max_examples=60)
+def test_rows_come_back_from_a_padded_batch(episodes, longest, shuffle):
+    rows = np.arange(len(episodes))
+    (features,), (states,), lens = chop_into_sequences(
+        feature_columns=[rows],
+        state_columns=[rows * 10],
+        max_seq_len=longest,
+        episode_ids=episodes,
+        shuffle=shuffle,
+        rng=np.random.default_rng(1),
+    )
+    sequences = add_time_dimension(features, int(lens.max()))
+    back = [sequence[:n].tolist() for sequence, n in zip(sequences, lens, strict=True)]
+    assert sorted(functools.reduce(operator.iadd, back, [])) == rows.tolist()
+    for sequence, state in zip(back, states, strict=True):
+        assert sequence == list(range(sequence[0], sequence[0] + len(sequence)))
+        assert state == 10 * sequence[0]
+        assert len({episodes[i] for i in sequence}) == 1
+        assert len(sequence) <= longest
+
+
+def test_a_batch_with_a_mask():
+    batch = SampleBatch(
+        obs=np.arange(1, 6),
+        seq_lens=np.array([2, 3], np.int32),
+        state_in_0=np.array([[1.0], [2.0]]),
+        infos=[{}] * 5,
+    )
+    padded = pad_batch_to_sequences_of_same_size(batch.without_columns("infos"), 4)
+    assert padded["obs"].tolist() == [1, 2, 0, 0, 3, 4, 5, 0]
+    assert padded["loss_mask"].tolist() == [True, True, False, False, True, True, True, False]
+    assert padded["state_in_0"].tolist() == [[1.0], [2.0]]
+    assert padded.count == 5
+    assert pad_batch_to_sequences_of_same_size(padded) is padded
+    assert pad_batch_to_sequences_of_same_size(batch)["obs"].tolist() == [1, 2, 0, 3, 4, 5]
+    chopped = pad_batch_to_sequences_of_same_size(SampleBatch(obs=[1, 2, 3], eps_id=[1, 2, 2]))
+    assert chopped["obs"].tolist() == [1, 0, 2, 3]
+    assert "loss_mask" not in batch
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: sequence_lengths(0, [1]), "max_seq_len"),
+        (lambda: sequence_lengths(2, [1], [1, 2]), "different lengths"),
+        (lambda: pad_batch_to_sequences_of_same_size(SampleBatch(obs=[1])), "cannot be chopped"),
+        (
+            lambda: pad_batch_to_sequences_of_same_size(SampleBatch(obs=[1, 2], seq_lens=[2]), 1),
+            "does not fit",
+        ),
+        (
+            lambda: chop_into_sequences(feature_columns=[], state_columns=[], max_seq_len=2),
+            "episode_ids",
+        ),
+    ],
+)
+def test_what_cannot_be_chopped(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=12), st.integers(1, 12))
+@settings(max_examples=60)
+def test_minibatches_of_whole_sequences(lens, size):
+    rows = np.arange(sum(lens))
+    starts = np.cumsum(lens) - lens
+    batch = SampleBatch(x=rows, seq_lens=np.array(lens, np.int32), state_in_0=starts)
+    parts = list(batch.sequence_minibatches(size, np.random.default_rng(2)))
+    assert sorted(np.concatenate([part["x"] for part in parts]).tolist()) == rows.tolist()
+    for part in parts:
+        begins = np.cumsum(part["seq_lens"]) - part["seq_lens"]
+        assert part["x"][begins].tolist() == part["state_in_0"].tolist()
+    assert all(part.count >= size for part in parts[:-1])
+    assert all(part.count < size + 5 for part in parts)

@@ -1,0 +1,244 @@
+"""SampleCollectors by hand, as the documents describe them, and one's own by the setting."""
+
+import numpy as np
+import pytest
+from gymnasium.spaces import Box, Discrete
+
+from flowrl.data import MultiAgentBatch, SampleBatch
+from flowrl.policies import ConfigError, ViewRequirement
+from flowrl.sampling import MultiAgentEpisode, RolloutWorker, SampleCollector, SimpleListCollector
+
+from .fakes import CountEnv, Idle, ObservedValue
+
+
+def policy(cls=ObservedValue):
+    return cls(Box(-1, 1e6, (2,), np.float32), Discrete(2), {})
+
+
+def obs(t, agent=0):
+    return np.array([agent, t], np.float32)
+
+
+def row(t, agent=0, end=False, **more):
+    return {
+        "actions": t % 2,
+        "rewards": 1.0,
+        "new_obs": obs(t + 1, agent),
+        "terminateds": end,
+        "truncateds": False,
+        "vf_preds": np.float32(t),
+        **more,
+    }
+
+
+def test_the_documents_example():
+    mine = policy(Idle)
+    collector = SimpleListCollector({"pol0": mine})
+    collector.add_init_obs(12345, 0, "pol0", obs(0))
+    input_dict = collector.get_inference_input_dict(mine)
+    action = mine.compute_actions_from_input_dict(input_dict)[0][0]
+    given = {"action": action, "obs": obs(1), "reward": 1.0, "done": False}
+    kept = dict(given)
+    collector.add_action_reward_next_obs(12345, 0, "pol0", given)
+    assert given == kept
+    assert collector.get_inference_input_dict(mine)["obs"].tolist() == [[0, 1]]
+    collector.add_action_reward_next_obs(12345, 0, "pol0", {**given, "obs": obs(2), "done": True})
+    collector.check_missing_dones(12345)
+    batch = collector.get_multi_agent_batch_and_reset()
+    assert isinstance(batch, MultiAgentBatch)
+    rows = batch["pol0"]
+    assert rows["obs"].tolist() == [[0, 0], [0, 1]]
+    assert rows["new_obs"].tolist() == [[0, 1], [0, 2]]
+    assert rows["terminateds"].tolist() == [False, True]
+    assert (rows["rewards"].dtype, rows["t"].tolist()) == (np.float32, [0, 1])
+
+
+def test_inference_gives_those_who_wait_in_order():
+    mine, other = policy(), policy()
+    collector = SimpleListCollector({"a": mine, "b": other})
+    for agent, pid in ((3, "a"), (1, "b"), (2, "a")):
+        collector.add_init_obs(1, agent, pid, obs(0, agent))
+    assert collector.get_inference_input_dict(mine)["obs"][:, 0].tolist() == [3, 2]
+    assert collector.get_inference_input_dict(other)["obs"][:, 0].tolist() == [1]
+    collector.add_action_reward_next_obs(1, 2, "a", row(0, 2))
+    collector.add_action_reward_next_obs(1, 3, "a", row(0, 3, end=True))
+    assert collector.get_inference_input_dict(mine)["obs"].tolist() == [[2, 1]]
+    with pytest.raises(ConfigError, match="no policy here"):
+        collector.get_inference_input_dict(object())
+
+
+def test_what_is_counted():
+    mine = policy()
+    collector = SimpleListCollector({"a": mine})
+    assert not collector.has_non_postprocessed_data()
+    for agent in range(3):
+        collector.add_init_obs(1, agent, "a", obs(0, agent))
+    assert (collector.total_env_steps(), collector.total_agent_steps()) == (0, 0)
+    for t in range(2):
+        for agent in range(3):
+            collector.add_action_reward_next_obs(1, agent, "a", row(t, agent))
+    assert (collector.total_env_steps(), collector.total_agent_steps()) == (2, 6)
+    assert collector.has_non_postprocessed_data()
+    collector.postprocess_trajectories_so_far()
+    assert not collector.has_non_postprocessed_data()
+    assert (collector.total_env_steps(), collector.total_agent_steps()) == (2, 6)
+    collector.add_action_reward_next_obs(1, 0, "a", row(2, 0))
+    batch = collector.get_multi_agent_batch_and_reset()
+    assert (batch.env_steps(), batch.agent_steps()) == (3, 7)
+    # the row that came after the first postprocessing is a segment of its own
+    own = batch["a"].take_rows(np.flatnonzero(batch["a"]["obs"][:, 0] == 0))
+    assert len(set(own["unroll_id"])) == 2
+    assert (collector.total_env_steps(), collector.total_agent_steps()) == (0, 0)
+
+
+def test_trajectories_go_on_after_a_batch():
+    mine = policy()
+    mine.view_requirements["before"] = ViewRequirement("rewards", shift="-3:-1")
+    collector = SimpleListCollector({"a": mine})
+    collector.add_init_obs(1, 0, "a", obs(0))
+    seen = []
+    for t in range(9):
+        collector.add_action_reward_next_obs(1, 0, "a", row(t, rewards=float(t + 1)))
+        if t % 2:
+            seen += collector.get_multi_agent_batch_and_reset()["a"]["before"].tolist()
+    padded = [0, 0, 0, *range(1, 9)]
+    assert seen == [padded[t : t + 3] for t in range(8)]
+
+
+def test_wrong_orders_are_refused():
+    mine = policy()
+    collector = SimpleListCollector({"a": mine})
+    with pytest.raises(ValueError, match="call add_init_obs first"):
+        collector.add_action_reward_next_obs(1, 0, "a", row(0))
+    collector.add_init_obs(1, 0, "a", obs(0))
+    with pytest.raises(ValueError, match="has begun already"):
+        collector.add_init_obs(1, 0, "a", obs(0))
+    with pytest.raises(ConfigError, match="no policy 'b'"):
+        collector.add_init_obs(1, 1, "b", obs(0))
+    with pytest.raises(ValueError, match=r"lacks \['rewards'\]"):
+        collector.add_action_reward_next_obs(1, 0, "a", {"action": 0, "obs": obs(1), "done": False})
+    collector.add_action_reward_next_obs(1, 0, "a", row(0))
+    with pytest.raises(ValueError, match="neither terminated nor truncated"):
+        collector.check_missing_dones(1)
+    collector.add_action_reward_next_obs(1, 0, "a", row(1, end=True))
+    with pytest.raises(ValueError, match="has ended"):
+        collector.add_action_reward_next_obs(1, 0, "a", row(2))
+
+
+def test_postprocessing_one_episode():
+    mine = policy()
+    collector = SimpleListCollector({"a": mine})
+    for episode_id in (1, 2):
+        collector.add_init_obs(episode_id, 0, "a", obs(0))
+        collector.add_action_reward_next_obs(episode_id, 0, "a", row(0))
+    episode = MultiAgentEpisode(1, 0, None, lambda agent, episode: "a")
+    collector.postprocess_trajectories_so_far(episode)
+    assert collector.has_non_postprocessed_data()
+    assert collector.get_multi_agent_batch_and_reset()["a"]["eps_id"].tolist() == [1, 2]
+
+
+def test_what_is_abstract():
+    with pytest.raises(TypeError, match="abstract"):
+        SampleCollector({})
+    assert SampleCollector.__abstractmethods__ == {
+        "add_init_obs",
+        "add_action_reward_next_obs",
+        "total_env_steps",
+        "get_inference_input_dict",
+        "has_non_postprocessed_data",
+        "postprocess_trajectories_so_far",
+        "get_multi_agent_batch_and_reset",
+        "check_missing_dones",
+    }
+
+
+class Mine(SampleCollector):
+    """The eight methods, as simply as can be: one agent, no views."""
+
+    made = 0
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        Mine.made += 1
+        self.obs, self.rows, self.waiting = {}, [], []
+
+    def add_init_obs(self, episode_id, agent_id, policy_id, init_obs):
+        self.obs[episode_id, agent_id] = init_obs
+        self.waiting.append((episode_id, agent_id))
+
+    def add_action_reward_next_obs(self, episode_id, agent_id, policy_id, values):
+        key = episode_id, agent_id
+        self.rows.append({"obs": self.obs[key], "eps_id": episode_id, **values})
+        self.obs[key] = values["new_obs"]
+        if not (values["terminateds"] or values["truncateds"]):
+            self.waiting.append(key)
+
+    def total_env_steps(self):
+        return len(self.rows)
+
+    def get_inference_input_dict(self, model):
+        waiting, self.waiting = self.waiting, []
+        return {"obs": np.stack([self.obs[key] for key in waiting])}
+
+    def has_non_postprocessed_data(self):
+        return bool(self.rows)
+
+    def postprocess_trajectories_so_far(self, episode=None):
+        pass
+
+    def get_multi_agent_batch_and_reset(self):
+        rows, self.rows = self.rows, []
+        columns = {name: np.array([row[name] for row in rows]) for name in rows[0]}
+        columns["mine"] = np.ones(len(rows))
+        return MultiAgentBatch({"default_policy": SampleBatch(columns)}, len(rows))
+
+    def check_missing_dones(self, episode_id):
+        assert self.rows[-1]["terminateds"] or self.rows[-1]["truncateds"]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_collector_of_ones_own(ahead):
+    Mine.made = 0
+    worker = RolloutWorker(
+        lambda context: CountEnv(3),
+        ObservedValue,
+        {"sample_collector": Mine, "rollout_fragment_length": 7, "sample_async": ahead},
+    )
+    batches = [worker.sample() for _ in range(2)]
+    worker.stop()
+    assert Mine.made == 1
+    whole = SampleBatch.concat_samples(batches)
+    assert whole["mine"].sum() == 14
+    assert whole["obs"][:, 1].tolist() == [0, 1, 2] * 4 + [0, 1]
+    assert whole["t"].tolist() == whole["obs"][:, 1].tolist()
+    assert "vf_preds" in whole
+
+
+def test_a_collector_of_ones_own_for_whole_episodes():
+    Mine.made = 0
+    worker = RolloutWorker(
+        lambda context: CountEnv(3),
+        ObservedValue,
+        {
+            "sample_collector": Mine,
+            "rollout_fragment_length": 4,
+            "num_envs_per_worker": 2,
+            "batch_mode": "complete_episodes",
+        },
+    )
+    assert worker.sample().count == 9
+    assert Mine.made == 2  # one for each environment
+
+
+def test_what_a_simple_collector_cannot_do_is_said():
+    def worker(**config):
+        return RolloutWorker(
+            lambda context: CountEnv(3, fail_at=(1, 1)),
+            ObservedValue,
+            {"sample_collector": Mine, **config},
+        )
+
+    with pytest.raises(ConfigError, match="Mine has no continue_episode"):
+        worker(horizon=2, soft_horizon=True).sample()
+    with pytest.raises(ValueError, match="the environment broke"):
+        worker().sample()
