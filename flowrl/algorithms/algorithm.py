@@ -20,6 +20,7 @@ from flowrl.algorithms.plans import load_plan, modules_of, plan_path
 from flowrl.iter import LocalIterator
 from flowrl.policies.config import ConfigError
 from flowrl.policies.policy import Policy
+from flowrl.policies.policy_spec import PolicySpec
 from flowrl.sampling.episode import EpisodeMetrics
 from flowrl.sampling.rollout_worker import RolloutWorker
 from flowrl.sampling.worker_set import WorkerSet
@@ -113,12 +114,26 @@ class Algorithm:
         self.workers.local_worker().callbacks.on_train_result(algorithm=self, result=whole)
         return whole
 
-    def get_policy(self) -> Policy:
-        """The default policy of the local worker."""
-        return self.workers.local_worker().policy
+    def get_policy(self, policy_id: str | None = None) -> Policy:
+        """A policy of the local worker; the default one, or the first, if none is named.
 
-    def compute_single_action(self, observation: Any, explore: bool = False) -> Any:
+        Raises:
+            ConfigError: there is no such policy.
+        """
+        worker = self.workers.local_worker()
+        if policy_id is None:
+            return worker.policy
+        if policy_id not in worker.policy_map:
+            raise ConfigError(f"no policy {policy_id!r} here: there are {list(worker.policy_map)}")
+        return worker.policy_map[policy_id]
+
+    def compute_single_action(
+        self, observation: Any, explore: bool = False, policy_id: str | None = None
+    ) -> Any:
         """The action for one observation, as the environment takes it.
+
+        Args:
+            policy_id: of the policy that acts; see `get_policy`.
 
         Raises:
             ValueError: the observation is not finite.
@@ -126,12 +141,13 @@ class Algorithm:
         array = np.asarray(observation)
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise ValueError(f"the observation is not finite: {array}")
-        return self.get_policy().compute_single_action(observation, explore=explore)
+        return self.get_policy(policy_id).compute_single_action(observation, explore=explore)
 
     def evaluate(
         self, episodes: int | None = None, explore: bool = False, num_envs: int = 1
     ) -> dict[str, Any]:
-        """Whole episodes in new environments with the policy as it is; filters are frozen.
+        """Whole episodes in new environments with the policies as they are; filters are frozen,
+        callbacks are not called.
 
         Args:
             episodes: how many; `evaluation_num_episodes` if None.
@@ -145,7 +161,8 @@ class Algorithm:
         count = episodes if episodes is not None else self.config.evaluation_num_episodes
         if count < 1:
             raise ConfigError(f"episodes: at least 1 is needed, got {count}")
-        finished = evaluate_policy(self.get_policy(), self.config, count, explore, num_envs)
+        policies = self.workers.local_worker().policy_map
+        finished = evaluate_policies(policies, self.config, count, explore, num_envs)
         returns = np.array([episode.episode_return for episode in finished])
         lengths = np.array([episode.episode_length for episode in finished])
         return {
@@ -246,8 +263,12 @@ def _fitting(path: Path | str) -> Iterator[None]:
         ) from error
 
 
-def evaluate_policy(
-    policy: Policy, config: AlgorithmConfig, episodes: int, explore: bool, num_envs: int
+def evaluate_policies(
+    policies: dict[str, Policy],
+    config: AlgorithmConfig,
+    episodes: int,
+    explore: bool,
+    num_envs: int,
 ) -> list[EpisodeMetrics]:
     """Play whole episodes with frozen filters; the first ones of every environment count."""
     assert config.env is not None
@@ -255,10 +276,25 @@ def evaluate_policy(
         num_envs_per_worker=min(num_envs, episodes),
         seed=derive_seed(config.seed, "evaluation"),
         rollout_fragment_length=64,
+        batch_mode="truncate_episodes",
+        count_steps_by="env_steps",
+        horizon=None if config.soft_horizon else config.horizon,
+        soft_horizon=False,
+        sample_async=False,
+        sample_collector=None,
+        callbacks_class=None,
         normalize_rewards=False,
         collect_infos=False,
+        policies=None,
+        policies_to_train=None,
     )
-    worker = RolloutWorker(config.env, _player(policy, explore), settings)
+    players = {
+        policy_id: PolicySpec(
+            _player(policy, explore), policy.observation_space, policy.action_space, policy.config
+        )
+        for policy_id, policy in policies.items()
+    }
+    worker = RolloutWorker(config.env, players, settings)
     envs = worker.num_envs
     share = [episodes // envs + (i < episodes % envs) for i in range(envs)]
     finished: list[EpisodeMetrics] = []
@@ -287,17 +323,33 @@ def _player(policy: Policy, explore: bool) -> type[Policy]:
 
         def __init__(self, observation_space: Any, action_space: Any, config: Any):
             super().__init__(observation_space, action_space, config)
+            self.reward_scaler = None
+            self.view_requirements = dict(policy.view_requirements)
             if self.observation_filter is not None and policy.observation_filter is not None:
                 self.observation_filter.load_state_dict(policy.observation_filter.state_dict())
 
         def compute_actions(
-            self, obs_batch: np.ndarray, explore: bool = explore
+            self, obs_batch: Any, explore: bool = explore
         ) -> tuple[np.ndarray, list[np.ndarray], dict[str, np.ndarray]]:
+            return self._played(policy.compute_actions, obs_batch, explore)
+
+        def compute_actions_from_input_dict(
+            self, input_dict: dict[str, Any], explore: bool = explore
+        ) -> tuple[np.ndarray, list[np.ndarray], dict[str, np.ndarray]]:
+            return self._played(policy.compute_actions_from_input_dict, input_dict, explore)
+
+        def _played(self, act: Any, inputs: Any, explore: bool) -> Any:
             kept, policy.rng = policy.rng, self.rng
             try:
-                actions, state, _ = policy.compute_actions(obs_batch, explore=explore)
+                actions, states, _ = act(inputs, explore=explore)
             finally:
                 policy.rng = kept
-            return actions, state, {}
+            return actions, states, {}
+
+        def get_initial_state(self) -> list[np.ndarray]:
+            return policy.get_initial_state()
+
+        def actions_for_env(self, actions: np.ndarray) -> np.ndarray:
+            return policy.actions_for_env(actions)
 
     return Player

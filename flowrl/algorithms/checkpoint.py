@@ -126,7 +126,7 @@ def _encode(value: Any, path: str, arrays: dict[str, np.ndarray]) -> Any:
         arrays[path] = value
         return {_ARRAY: path}
     if isinstance(value, SampleBatch):
-        return {_BATCH: _encode(dict(value), path, arrays)}
+        return {_BATCH: _encode(dict(value.without_unread()), path, arrays)}
     if isinstance(value, MultiAgentBatch):
         policies = _encode(dict(value.policy_batches), path, arrays)
         return {_POLICIES: policies, "env_steps": value.env_steps()}

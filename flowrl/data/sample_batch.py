@@ -194,6 +194,15 @@ class SampleBatch(dict[str, Any]):
         """The columns as they lie in memory: some may be `Windows`, which read as arrays."""
         return iter(super().items())
 
+    def _unread(self, name: str) -> bool:
+        """Whether a column is there, but still to be made or fetched."""
+        column = dict.get(self, name)
+        return isinstance(column, Windows) and column.unread
+
+    def without_unread(self) -> SampleBatch:
+        """A new batch without the columns that nobody has read yet and the loss does not read."""
+        return self.without_columns(*(name for name in self if self._unread(name)))
+
     def __iter__(self) -> Iterator[str]:
         return super().__iter__()  # with one of its own, dict(batch) reads columns as we do
 
@@ -399,13 +408,16 @@ class SampleBatch(dict[str, Any]):
             return full[0].copy(shallow=True) if full else SampleBatch()
         first = full[0]
         for other in full[1:]:
-            if set(other) != set(first):
-                odd = sorted(set(other) ^ set(first))
+            odd = sorted(set(other) ^ set(first))
+            odd = [name for name in odd if not (other._unread(name) or first._unread(name))]
+            if odd:
                 raise ValueError(f"batches to be concatenated differ in the columns {odd}")
             if (other.zero_padded, other.max_seq_len) != (first.zero_padded, first.max_seq_len):
                 raise ValueError("batches to be concatenated differ in zero padding")
         columns: dict[str, Any] = {}
         for name in first:
+            if not all(dict.__contains__(batch, name) for batch in full):
+                continue  # nobody was seen to read it, and a checkpoint left it out
             stored = [dict.__getitem__(batch, name) for batch in full]
             if all(isinstance(part, Windows) for part in stored):
                 columns[name] = Windows.concat(stored)
@@ -445,7 +457,8 @@ class SampleBatch(dict[str, Any]):
     __hash__ = object.__hash__  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        lines = ",\n  ".join(f"{k!r}: {_summary(self[k])}" for k in sorted(self))
+        stored = dict(self.stored())
+        lines = ",\n  ".join(f"{k!r}: {_summary(stored[k])}" for k in sorted(self))
         return "{ " + lines + "\n}"
 
 
@@ -459,7 +472,8 @@ class _Lead:
 
 def _parted(columns: dict[str, Any]) -> dict[str, Any]:
     """The columns with none stored twice."""
-    bases = {name: c.base for name, c in columns.items() if isinstance(c, Windows)}
+    windows = {name: c for name, c in columns.items() if isinstance(c, Windows)}
+    bases = {name: c.base for name, c in windows.items() if not c.unread}
     for name, column in columns.items():
         for of, base in bases.items():
             if isinstance(column, np.ndarray) and column.base is base and _leads(column, base):
@@ -482,6 +496,10 @@ def _restore(columns: dict[str, Any], state: tuple[Any, ...]) -> SampleBatch:
 
 
 def _summary(column: Any) -> str:
+    if isinstance(column, Windows):
+        if column.unread:
+            return f"np.ndarray({column.shape}, dtype={column.dtype}, not read yet)"
+        column = np.asarray(column)
     if not isinstance(column, np.ndarray):
         return str(optree.tree_map(_summary, column)) if not hasattr(column, "shape") else "tensor"
     head = f"np.ndarray({column.shape}, dtype={column.dtype}"

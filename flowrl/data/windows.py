@@ -6,10 +6,12 @@ A Windows column keeps each stored row once and makes the array when somebody re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+
+from flowrl.data.unread import Unread
 
 NOTHING = -1  # the position that stands for zeros
 
@@ -20,20 +22,35 @@ class Windows:
     Slices and arrays of row numbers give Windows on the same base; every reading a new array.
 
     Args:
-        base: the stored rows [m, …]. Not copied: it must not change any more.
+        base: the stored rows [m, …]. Not copied: it must not change any more. Unread rows are
+            made when they are read.
         index: positions [rows] or [rows, k] in it, or NOTHING.
     """
 
-    def __init__(self, base: np.ndarray, index: np.ndarray):
-        self._bases: list[np.ndarray] = [base]
+    def __init__(self, base: np.ndarray | Unread, index: np.ndarray):
+        self._bases: list[np.ndarray | Unread] = [base]
         self.index = index
 
     @property
     def base(self) -> np.ndarray:
         """The stored rows."""
-        if len(self._bases) > 1:
-            self._bases = [np.concatenate(self._bases)]
-        return self._bases[0]
+        if len(self._bases) > 1 or isinstance(self._bases[0], Unread):
+            made = [b.array() if isinstance(b, Unread) else b for b in self._bases]
+            self._bases = [np.concatenate(made) if len(made) > 1 else made[0]]
+        return self._bases[0]  # type: ignore[return-value]
+
+    @property
+    def unread(self) -> bool:
+        """Whether rows are still to be made or fetched."""
+        return any(isinstance(base, Unread) for base in self._bases)
+
+    def left_behind(self, put: Callable[[Any], Any], get: Callable[[Any], Any]) -> Windows:
+        """The column for another process; see `Unread.left_behind`."""
+        moved = Windows(self._bases[0], self.index)
+        moved._bases = [
+            base.left_behind(put, get) if isinstance(base, Unread) else base for base in self._bases
+        ]
+        return moved
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -72,6 +89,8 @@ class Windows:
         return array if dtype is None else array.astype(dtype, copy=False)
 
     def __reduce__(self) -> Any:
+        if self.unread:
+            return _rebuilt, (self._bases, self.index)
         return Windows, (self.base, self.index)
 
     def __repr__(self) -> str:
@@ -80,7 +99,7 @@ class Windows:
     @staticmethod
     def concat(parts: Sequence[Windows]) -> Windows:
         """The rows of all; nothing is copied but positions."""
-        bases: list[np.ndarray] = []
+        bases: list[np.ndarray | Unread] = []
         indices = []
         offset = 0
         for part in parts:
@@ -91,3 +110,9 @@ class Windows:
         joined = Windows(bases[0], np.concatenate(indices))
         joined._bases = bases
         return joined
+
+
+def _rebuilt(bases: list[np.ndarray | Unread], index: np.ndarray) -> Windows:
+    windows = Windows(bases[0], index)
+    windows._bases = bases
+    return windows

@@ -14,6 +14,7 @@ from gymnasium import spaces
 from torch import nn
 
 from flowrl.policies.config import ConfigError, ModelConfig
+from flowrl.policies.view_requirement import ViewRequirement
 
 Layer = tuple[nn.Parameter, nn.Parameter]
 
@@ -86,6 +87,7 @@ class FullyConnectedNetwork(nn.Module):
         rng: np.random.Generator,
     ):
         super().__init__()
+        self.view_requirements = {"obs": ViewRequirement(space=observation_space)}
         self._space = observation_space
         self._activation: Callable[..., Any] = _TORCH[config.fcnet_activation]
         self._numpy_activation = _NUMPY.get(config.fcnet_activation)

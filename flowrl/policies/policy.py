@@ -171,6 +171,14 @@ class Policy:
         made = self.postprocess_fragment({**columns, "dones": sample_batch["dones"][:, None]})
         return sample_batch.with_columns(**{name: column[:, 0] for name, column in made.items()})
 
+    def columns_read(self, batch: SampleBatch) -> set[str] | None:
+        """The columns that learning from a batch reads; None where that cannot be tried.
+
+        Nothing is changed by the trial. It only says what workers on actors ship with every batch:
+        a column that is not read here can be read all the same, and is fetched then.
+        """
+        return None
+
     def learn_on_batch(self, batch: SampleBatch) -> dict[str, float]:
         """One update from all the rows; returns statistics."""
         raise NotImplementedError

@@ -36,6 +36,37 @@ class TensorBatch(dict[str, torch.Tensor]):
         return tensor
 
 
+class TrackedBatch(SampleBatch):
+    """A batch that notes which of its columns are read."""
+
+    read: set[str]
+
+    def __init__(self, batch: SampleBatch):
+        dict.__init__(self, batch.stored())
+        vars(self).update(vars(batch))
+        self._rows_there = batch.count
+        self.read = set()
+
+    @property
+    def count(self) -> int:
+        return self._rows_there
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, str):
+            self.read.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        if isinstance(key, str):
+            self.read.add(key)
+        return super().__contains__(key)
+
+    def stored(self) -> Any:
+        """All columns: they count as read."""
+        self.read |= set(dict.keys(self))
+        return super().stored()
+
+
 class TorchPolicy(Policy):
     """A policy with a torch model and a loss.
 
@@ -47,6 +78,9 @@ class TorchPolicy(Policy):
         super().__init__(observation_space, action_space, config)
         self.dist_class = self.make_distribution()
         self.model = self.make_model()
+        # what the model declares is the policy's, and the other way round
+        self.view_requirements |= getattr(self.model, "view_requirements", {})
+        self.model.view_requirements = self.view_requirements
         self.flat = FlatParameters(self.model)
         self.model.link()
         self.optimizer = self.make_optimizer()
@@ -59,7 +93,10 @@ class TorchPolicy(Policy):
         return distribution_for(self.action_space)
 
     def make_model(self) -> FullyConnectedNetwork:
-        """The network: observations [B, …] -> (distribution inputs [B, k], values [B])."""
+        """The network: observations [B, …] -> (distribution inputs [B, k], values [B]).
+
+        One that wants to see more of the trajectory sets `view_requirements` in its constructor.
+        """
         continuous = isinstance(self.action_space, spaces.Box)
         return FullyConnectedNetwork(
             self.observation_space,
@@ -105,6 +142,25 @@ class TorchPolicy(Policy):
             return inputs.numpy(), values.numpy()
 
     # -- learning ------------------------------------------------------------------------------
+
+    def columns_read(self, batch: SampleBatch) -> set[str] | None:
+        """What the loss and the hooks after a pass read, found by calling them once."""
+        tracked = TrackedBatch(batch)
+        state, torch_rng = self.get_state(), torch.get_rng_state()
+        buffers = [buffer.clone() for buffer in self.model.buffers()]
+        try:
+            self.loss(TensorBatch(tracked))
+            self.end_epoch(tracked, {})
+            self.end_learning(tracked, {})
+        except Exception:
+            return None  # learning from it will tell; until then everything is shipped
+        finally:
+            self.set_state(state)
+            torch.set_rng_state(torch_rng)
+            for buffer, before in zip(self.model.buffers(), buffers, strict=True):
+                buffer.copy_(before)
+            self.stats = {}
+        return tracked.read
 
     def learn_on_batch(self, batch: SampleBatch) -> dict[str, float]:
         """One gradient step.

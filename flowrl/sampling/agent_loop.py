@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("flowrl")
 
+# seconds in environments, in policies that act, in storing rows, in postprocessing, in all of it
+TIMINGS = ("env_step_s", "inference_s", "collection_s", "postprocess_s", "sample_s")
 ENDLESS_STEPS = 100_000  # of env steps without a finished episode, where whole ones are asked for
 
 
@@ -48,7 +50,6 @@ class SamplingSettings:
     soft_horizon: bool = False
     no_done_at_end: bool = False
     on_bad_values: OnBadValues = "raise"
-    collect_infos: bool = False
     sample_collector: type[SampleCollector] = SimpleListCollector
 
 
@@ -77,9 +78,7 @@ class AgentLoop:
         self.settings = settings
         self.episodes: list[EpisodeMetrics] = []
         self.env_steps = self.agent_steps = self.faulty_episodes = 0
-        self.timings = dict.fromkeys(
-            ("env_step_s", "inference_s", "postprocess_s", "sample_s"), 0.0
-        )
+        self.timings = dict.fromkeys(TIMINGS, 0.0)
         self._policies: dict[PolicyID, Policy] = worker.policy_map
         self._complete = settings.batch_mode == "complete_episodes"
         self._ids = itertools.count(first_id)
@@ -205,12 +204,15 @@ class AgentLoop:
         stepped = clock()
         self.timings["inference_s"] += acted - began
         self.timings["env_step_s"] += stepped - acted
+        earlier = self.timings["postprocess_s"]  # of episodes that end in this step
         for slot, result in enumerate(results):
             try:
                 self._take(slot, result)
             except Exception as error:
                 error.add_note(f"at step {step} of a fragment, in sub-environment {slot}")
                 raise
+        postprocessed = self.timings["postprocess_s"] - earlier
+        self.timings["collection_s"] += clock() - stepped - postprocessed
 
     def _act(self) -> list[dict[AgentID, Any]]:
         """Actions as the environments take them, by agent."""
@@ -437,10 +439,9 @@ class AgentLoop:
             "t": episode.length - 1,
             "env_id": slot,
             "agent_index": record.agent_index,
+            "infos": info or {},
             **record.extra,
         }
-        if self.settings.collect_infos:
-            values["infos"] = info or {}
         collector.add_action_reward_next_obs(episode.episode_id, agent, record.policy_id, values)
         record.prev_action, record.last_action = record.last_action, record.action
         record.prev_reward, record.last_reward = record.last_reward, record.pending_reward

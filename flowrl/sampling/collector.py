@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import itertools
 import time
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from flowrl.data import SampleBatch
+from flowrl.data.unread import Unread
 from flowrl.data.windows import Windows
 from flowrl.policies.policy import Policy
-from flowrl.sampling.agent_loop import SamplingSettings
+from flowrl.sampling.agent_loop import TIMINGS, SamplingSettings
 from flowrl.sampling.checks import BadValueError, ObservationCheck
 from flowrl.sampling.episode import EpisodeMetrics, fast_metrics
 from flowrl.sampling.steppers import DirectStepper, Step, Stepper
 from flowrl.sampling.views import ALWAYS, TrajectoryViews, wanted_views
+
+_OBJECT = np.dtype(object)
 
 
 class Ends(NamedTuple):
@@ -88,9 +92,7 @@ class ColumnarCollector:
         self.length = length = settings.length
         self.episodes: list[EpisodeMetrics] = []
         self.env_steps = self.faulty_episodes = 0
-        self.timings = dict.fromkeys(
-            ("env_step_s", "inference_s", "postprocess_s", "sample_s"), 0.0
-        )
+        self.timings = dict.fromkeys(TIMINGS, 0.0)
         self._check = ObservationCheck(stepper.observation_space)
         self._base = first_id
         self._next_episode = self._next_unroll = 0
@@ -185,18 +187,20 @@ class ColumnarCollector:
             cuts.soft = np.zeros(rewards.shape, bool)
             since = self._carried_length.copy()
         infos: list[Any] = []
-        stepping = 0.0
+        stepping = acting = 0.0
         clock = time.perf_counter
         began = clock()
         for t in range(self.length):
             if normalize is not None:
                 obs[t] = normalize(raw[t])
+            asked = clock()
             if views is None:
                 actions, _, extra = policy.compute_actions(obs[t])
             else:
                 views.record("obs", t, obs[t])
                 inputs = views.inputs_now(t, obs[t])
                 actions, _, extra = policy.compute_actions_from_input_dict(inputs)
+            acted = clock()
             if t == 0:
                 self._allocate(actions, extra)
             columns = self._extra
@@ -205,6 +209,7 @@ class ColumnarCollector:
                 columns[name][t] = value
             to_env = policy.actions_for_env(actions)
             before = clock()
+            acting += acted - asked
             try:
                 step = stepper.step(to_env, raw[t + 1], rewards[t], terminateds[t], truncateds[t])
             except Exception as error:
@@ -220,8 +225,7 @@ class ColumnarCollector:
             failed = [env for env, _ in step.failed]
             for env in failed:
                 cuts.lose(t, env, terminateds | truncateds)
-            if settings.collect_infos:
-                infos.append(step.infos)
+            infos.append(step.infos)
             if cuts.soft is not None:
                 since += 1
                 for envs in (step.ended, step.skipped, failed):
@@ -234,7 +238,8 @@ class ColumnarCollector:
         if normalize is not None:
             obs[-1] = normalize(raw[-1])
         self.timings["env_step_s"] += stepping
-        self.timings["inference_s"] += clock() - began - stepping
+        self.timings["inference_s"] += acting
+        self.timings["collection_s"] += clock() - began - stepping - acting
         return self._joined(ends), cuts, infos
 
     def _repair(self, t: int, step: Step) -> None:
@@ -325,9 +330,9 @@ class ColumnarCollector:
             for name, view in self._views.requirements.items():
                 if not view.used_for_training and name not in ALWAYS:
                     rows.pop(name, None)
-        if self.settings.collect_infos:
-            each = [step or [{}] * dones.shape[1] for step in infos]
-            rows["infos"] = _by_env(np.array(each, dtype=object), order)
+        count = len(rows["rewards"])
+        make = partial(_infos, infos, dones.shape, order)
+        rows["infos"] = Windows(Unread("infos", make, (count,), _OBJECT), np.arange(count))
         batch = SampleBatch._of(rows)
         return self._postprocess(batch) if apart else batch
 
@@ -512,6 +517,15 @@ class ColumnarCollector:
             following[steps, envs] = final_values
         following[self._terminateds] = 0.0
         return following
+
+
+def _infos(infos: list[Any], shape: tuple[int, int], order: np.ndarray | None) -> np.ndarray:
+    """What every step's environments told, [rows], environment by environment."""
+    array = np.empty(shape, object)
+    for t, step in enumerate(infos):
+        for env in range(shape[1]):
+            array[t, env] = step[env] if len(step) else {}
+    return _by_env(array, order)
 
 
 def _cuts(dones: np.ndarray) -> np.ndarray:

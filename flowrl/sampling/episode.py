@@ -1,4 +1,5 @@
 """Episodes: the record of one in progress, which callbacks get; what is told of a finished one."""
+
 from __future__ import annotations
 
 from collections.abc import Callable

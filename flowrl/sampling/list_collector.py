@@ -12,6 +12,7 @@ import bisect
 import itertools
 import logging
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ import optree
 
 from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.data.multi_agent_batch import AgentID, EpisodeID, PolicyID
+from flowrl.data.unread import Unread
 from flowrl.data.windows import Windows
 from flowrl.policies.config import ConfigError
 from flowrl.policies.policy import Policy
@@ -459,7 +461,11 @@ class SimpleListCollector(SampleCollector):
             rows = self._observations(segments, count, ends)
         names = segments[0].names()
         for name in names:
-            if name not in _IDS:
+            if name == "infos":
+                made = partial(_column, name, _chained(segments, name))
+                infos = Unread(name, made, (count,), np.dtype(object))
+                rows[name] = Windows(infos, np.arange(count))
+            elif name not in _IDS:
                 rows[name] = _column(name, _chained(segments, name))
         if self._hides_ends():
             for name in ("terminateds", "truncateds"):

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 from gymnasium import spaces
 
 from flowrl.data import DEFAULT_POLICY_ID, MultiAgentBatch, SampleBatch
+from flowrl.data.unread import Unread
+from flowrl.data.windows import Windows
 from flowrl.policies.config import ConfigError, PolicyConfig
 from flowrl.policies.policy import Policy
 from flowrl.policies.policy_spec import (
@@ -73,6 +77,20 @@ WORKER_SETTINGS = {
     "vectorization_mode",
 }
 BATCH_MODES = {"truncated_episodes": "truncate_episodes"}  # as one of the documents spells it
+ALWAYS_THERE = {
+    "obs",
+    "new_obs",
+    "actions",
+    "rewards",
+    "terminateds",
+    "truncateds",
+    "t",
+    "eps_id",
+    "unroll_id",
+    "agent_index",
+    "env_id",
+    "seq_lens",
+}
 EPISODE_EVENTS = (
     "on_episode_start",
     "on_episode_step",
@@ -176,6 +194,8 @@ class RolloutWorker:
         self._lock: Any = threading.Lock() if self._sample_async else contextlib.nullcontext()
         self._source: ColumnarCollector | AgentLoop | None = None
         self._sampler: SamplerInput | None = None
+        self._read: dict[str, set[str] | None] = {}
+        self._asked_for = {"infos"} if given.get("collect_infos", False) else set()
         self._given_steps = [0, 0]
         self._reported_steps = [0, 0]
 
@@ -209,7 +229,6 @@ class RolloutWorker:
             soft_horizon=bool(given.get("soft_horizon", False)),
             no_done_at_end=bool(given.get("no_done_at_end", False)),
             on_bad_values=given.get("on_bad_values", "raise"),
-            collect_infos=bool(given.get("collect_infos", False)),
             sample_collector=collector,
         )
 
@@ -293,7 +312,7 @@ class RolloutWorker:
         with self._lock:
             if self._source is None:
                 self._source = self._make_source()
-            batch = self._source.collect()
+            batch = self._with_what_is_read(self._source.collect())
             episodes, self._source.episodes = self._source.episodes, []
             return Collected(
                 batch,
@@ -301,6 +320,44 @@ class RolloutWorker:
                 {pid: policy.version for pid, policy in self.policy_map.items()},
                 {pid: policy.take_fresh_filters() for pid, policy in self.policy_map.items()},
             )
+
+    def _with_what_is_read(self, batch: SampleBatch | MultiAgentBatch) -> Any:
+        """The batch with what policies read in full; on an actor the rest stays there until
+        somebody asks for it."""
+        ray: Any = sys.modules.get("ray") if self.worker_index else None
+        away = ray is not None and ray.is_initialized()
+        made = {}
+        for policy_id, rows in batch.policy_batches.items():
+            if rows.count and policy_id not in self._read:
+                self._read[policy_id] = self._try_reading(policy_id, rows)
+            read = self._read.get(policy_id)
+            columns: dict[str, Any] = {}
+            for name, column in rows.stored():
+                wanted = name in ALWAYS_THERE or name.startswith("state_in_")
+                wanted |= name != "infos" and (read is None or not away)
+                if wanted or (read is not None and name in read):
+                    if isinstance(column, Windows) and column.unread:
+                        column = np.asarray(column)
+                elif away and isinstance(column, (np.ndarray, Windows)):
+                    if not isinstance(column, Windows) or not column.unread:
+                        array = np.asarray(column)
+                        unread = Unread(name, partial(_given, array), array.shape, array.dtype)
+                        column = Windows(unread, np.arange(len(array)))
+                    column = column.left_behind(ray.put, ray.get)
+                columns[name] = column
+            made[policy_id] = SampleBatch._of(columns, like=rows)
+        if isinstance(batch, SampleBatch):
+            return made[DEFAULT_POLICY_ID]
+        return batch.with_batches(made)
+
+    def _try_reading(self, policy_id: str, rows: SampleBatch) -> set[str] | None:
+        """The columns that a policy reads of its first rows, or asks for by a view."""
+        policy = self.policy_map[policy_id]
+        read = policy.columns_read(rows)
+        if read is None and not self.config.get("collect_infos", False):
+            return None
+        views = {n for n, view in policy.view_requirements.items() if view.used_for_training}
+        return (set(rows) if read is None else read) | views | self._asked_for
 
     def _make_source(self) -> ColumnarCollector | AgentLoop:
         settings = self._settings
@@ -461,6 +518,10 @@ class RolloutWorker:
         if self._sampler is not None:
             self._sampler.stop()
         self._agents.close()
+
+
+def _given(array: np.ndarray) -> np.ndarray:
+    return array
 
 
 class _Announced:

@@ -10,7 +10,7 @@ broke and were made anew.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, Protocol, cast
 
@@ -79,7 +79,7 @@ class Step:
         self.final: Any = []
         self.skipped: Any = ()
         self.failed: list[tuple[int, Exception]] = []
-        self.infos: list[dict[str, Any]] = []
+        self.infos: Sequence[dict[str, Any]] = []
 
 
 class EnvSlots:
@@ -231,7 +231,8 @@ class DirectStepper:
         self, actions: Any, observations: Any, rewards: Any, terminateds: Any, truncateds: Any
     ) -> Step:
         result = Step()
-        infos, ended, final, unchecked = result.infos, [], [], self._unchecked
+        infos: list[dict[str, Any]] = []
+        ended, final, unchecked = [], [], self._unchecked
         shape = self._shape
         # Python scalars: environments check and use them faster than numpy's
         given = actions.tolist() if getattr(actions, "ndim", 0) == 1 else actions
@@ -268,7 +269,7 @@ class DirectStepper:
                 self._slots.settle((i,))
                 observation = self._start(i)
             observations[i] = observation
-        result.ended, result.final = ended, final
+        result.ended, result.final, result.infos = ended, final, infos
         return result
 
     def restart(self, index: int, error: Exception) -> Any:
@@ -365,7 +366,7 @@ class VectorStepper:
                 result.skipped = np.flatnonzero(self._resetting)
             self._resetting = done
         observations[:] = after
-        result.infos = [_info_of(infos, i) for i in range(self.num_envs)] if infos else []
+        result.infos = _Infos(infos, self.num_envs) if infos else []
         return result
 
     def settle(self, slots: Any) -> None:
@@ -373,6 +374,20 @@ class VectorStepper:
 
     def close(self) -> None:
         self.env.close()
+
+
+class _Infos(Sequence[dict[str, Any]]):
+    """A vector environment's infos by environment, taken apart when they are read."""
+
+    def __init__(self, infos: dict[str, Any], num_envs: int):
+        self._infos = infos
+        self._num_envs = num_envs
+
+    def __len__(self) -> int:
+        return self._num_envs
+
+    def __getitem__(self, index: Any) -> Any:
+        return _info_of(self._infos, index)
 
 
 def _info_of(infos: dict[str, Any], index: int) -> dict[str, Any]:

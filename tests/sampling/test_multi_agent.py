@@ -500,6 +500,15 @@ def test_a_run_of_several_policies():
         assert policies["c"].config.lr == 2e-3
 
 
+def test_an_evaluation_of_several_policies():
+    with config_for_three().build() as algorithm:
+        told = algorithm.evaluate(episodes=3, num_envs=2)
+        assert (told["episodes"], told["episode_reward_mean"]) == (3, 12.0)
+        assert algorithm.compute_single_action(np.zeros(2, np.float32), policy_id="b") in range(3)
+        with pytest.raises(ConfigError, match="no policy 'd'"):
+            algorithm.compute_single_action(np.zeros(2, np.float32), policy_id="d")
+
+
 def test_a_checkpoint_of_several_policies(tmp_path):
     with config_for_three().build() as algorithm:
         algorithm.train()

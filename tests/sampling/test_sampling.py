@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrl.data import SampleBatch
+from flowrl.data.windows import Windows
 from flowrl.policies import ConfigError
 from flowrl.sampling import RolloutWorker, WorkerSet, register_env
 
@@ -122,10 +123,19 @@ def test_batches_do_not_share_memory_with_later_ones():
         assert (first[name] == kept[name]).all(), name
 
 
-def test_infos_on_demand():
-    batch = worker(collect_infos=True, envs=2).sample()
+@pytest.mark.parametrize("settings", [{}, {"collect_infos": True}])
+def test_infos(settings):
+    batch = worker(envs=2, **settings).sample()
+    assert dict(batch.stored())["infos"].__class__ is (np.ndarray if settings else Windows)
+    assert batch["infos"].dtype == object
     assert [info["n"] for info in batch["infos"]] == (batch["t"] + 1).tolist()
-    assert "infos" not in worker().sample()
+    plain = RolloutWorker("CartPole-v1", ObservedCartPole, {}).sample()
+    assert plain["infos"].tolist() == [{}] * plain.count
+
+
+class ObservedCartPole(ObservedValue):
+    def postprocess_fragment(self, fragment):
+        return {}
 
 
 def test_nothing_is_stepped_before_the_first_sample():

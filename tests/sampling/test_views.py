@@ -11,6 +11,7 @@ from flowrl.algorithms import ppo
 from flowrl.data import SampleBatch
 from flowrl.data.windows import Windows
 from flowrl.policies import ConfigError, ViewRequirement
+from flowrl.policies.models import FullyConnectedNetwork
 from flowrl.sampling import RolloutWorker
 
 from .fakes import CountEnv, ObservedValue
@@ -128,6 +129,34 @@ def test_the_example_of_a_view_added_after_construction():
     ends = np.append(batch["eps_id"][1:] != batch["eps_id"][:-1], True)
     assert np.array_equal(batch["next_actions"], np.where(ends, 0, following))
     policy.learn_on_batch(batch)
+
+
+def test_a_model_declares_its_views():
+    class Model(FullyConnectedNetwork):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.view_requirements["prev_actions"] = ViewRequirement(
+                "actions", shift=-1, space=Discrete(2)
+            )
+
+    class Declared(ppo.PPOTorchPolicy):
+        def make_model(self):
+            rng = np.random.default_rng(0)
+            return Model(self.observation_space, 2, self.config.model, False, rng)
+
+        def compute_actions_from_input_dict(self, input_dict, explore=True):
+            assert set(input_dict) == {"obs", "prev_actions"}
+            return super().compute_actions_from_input_dict(input_dict, explore)
+
+    w = RolloutWorker("CartPole-v1", Declared, {"rollout_fragment_length": 30, "seed": 1})
+    batch = w.sample()
+    before = np.append(0, batch["actions"][:-1])
+    assert np.array_equal(batch["prev_actions"], np.where(batch["t"] == 0, 0, before))
+    views = w.policy.model.view_requirements
+    assert views is w.policy.view_requirements
+    assert repr(views["prev_actions"]) == (
+        "ViewRequirement(data_col='actions', shift=-1, space=Discrete(2))"
+    )
 
 
 def test_views_may_come_change_and_go():
