@@ -47,13 +47,20 @@ def test_views(capsys):
     assert capsys.readouterr().out == "(200,) (200, 4, 4)\n"
 
 
-def test_the_engine(capsys, ray_session):
+def test_several_agents(capsys):
     exec(PYTHON[5], {})
+    told = capsys.readouterr().out
+    assert told.startswith("{'left': ")
+    assert float(told.split()[-1]) > 1
+
+
+def test_the_engine(capsys, ray_session):
+    exec(PYTHON[6], {})
     said = capsys.readouterr().out
     assert "[0, 16, 1, 25]\n[-10, -5, -4, 2, 3, 5, 10]\n" in said
     assert "gather_async" in said
     assert "busy" in said
-    exec(PYTHON[6], {})
+    exec(PYTHON[7], {})
     assert capsys.readouterr().out == "[0, 2, 4]\n"
 
 
