@@ -85,7 +85,8 @@ class CountRollouts:
         metrics.counters["num_agent_steps_sampled"] += batch.agent_steps()
         self._workers.global_vars["timestep"] = metrics.counters["num_env_steps_sampled"]
         episodes = metrics.info.setdefault("new_episodes", deque(maxlen=EPISODES_KEPT))
-        policies = self._workers.local_worker().policy_map
+        worker = self._workers.local_worker()
+        policies = worker.policy_map
         for source in sources:
             episodes.extend(source.tags.get("episodes", ()))
             metrics.info.setdefault("sampler", {})[source.worker] = source.tags.get("timings", {})
@@ -93,8 +94,9 @@ class CountRollouts:
             lag = max(policies[pid].version - version for pid, version in told.items())
             metrics.info.setdefault("policy_lag", deque(maxlen=EPISODES_KEPT)).append(lag)
             for fresh in source.tags.get("filters", ()):
-                for policy_id, seen in fresh.items():
-                    policies[policy_id].absorb_filters(seen)
+                with worker.lock:
+                    for policy_id, seen in fresh.items():
+                        policies[policy_id].absorb_filters(seen)
             health = ("faulty_episodes", "env_restarts")
             metrics.info.setdefault("health", {})[source.worker, source.incarnation] = {
                 name: source.tags.get(name, 0) for name in health

@@ -95,7 +95,7 @@ def train_one_step(
     if unknown:
         raise KeyError(f"no policies {unknown} here: there are {sorted(policy_map)}")
     info: Info = {}
-    with metrics.timers["learn"] as timer:
+    with worker.lock, metrics.timers["learn"] as timer:
         for policy_id, rows in batch.policy_batches.items():
             if (policies is not None and policy_id not in policies) or not rows.count:
                 continue

@@ -18,8 +18,8 @@ from flowrl.seeding import random_stream, restore_stream, stream_state
 class Policy:
     """Decides on actions and learns from batches.
 
-    A subclass writes `compute_actions`, `learn_on_batch`, `get_weights`, `set_weights`; the rest
-    has defaults.
+    A subclass writes `compute_actions`; one that learns also `learn_on_batch`, `get_weights` and
+    `set_weights`. The rest has defaults.
 
     Args:
         observation_space, action_space: of one agent.
@@ -181,7 +181,10 @@ class Policy:
 
     def learn_on_batch(self, batch: SampleBatch) -> dict[str, float]:
         """One update from all the rows; returns statistics."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} has no learn_on_batch(): leave it out of policies_to_train, or "
+            "write one"
+        )
 
     def learn_on_minibatches(
         self, batch: SampleBatch, num_sgd_iter: int = 1, sgd_minibatch_size: int = 0
@@ -236,12 +239,17 @@ class Policy:
     # -- state ---------------------------------------------------------------------------------
 
     def get_weights(self) -> dict[str, np.ndarray]:
-        """Copies of the weights by name."""
-        raise NotImplementedError
+        """Copies of the weights by name; none for a policy that does not learn."""
+        return {}
 
     def set_weights(self, weights: dict[str, np.ndarray]) -> None:
-        """Take over weights that `get_weights` gave."""
-        raise NotImplementedError
+        """Take over weights that `get_weights` gave.
+
+        Raises:
+            ValueError: there are some, and this policy has none.
+        """
+        if weights:
+            raise ValueError(f"{type(self).__name__} has no weights, got {sorted(weights)}")
 
     def filter_state(self) -> dict[str, Any]:
         """What the workers need besides the weights: the normalisation in force."""

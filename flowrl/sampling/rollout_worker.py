@@ -137,6 +137,7 @@ class RolloutWorker:
         possible_agents: ids of the agents that may come.
         unroll_ids: where the column `unroll_id` comes from.
         hides_ends: `no_done_at_end`.
+        lock: held while a sampler that samples ahead makes an item, and while policies change.
     """
 
     def __init__(
@@ -191,7 +192,7 @@ class RolloutWorker:
         single = self._stepper is not None and list(self.policy_map) == [DEFAULT_POLICY_ID]
         self.is_multi_agent = not single
         self._sample_async = bool(given.get("sample_async", False))
-        self._lock: Any = threading.Lock() if self._sample_async else contextlib.nullcontext()
+        self.lock: Any = threading.RLock() if self._sample_async else contextlib.nullcontext()
         self._source: ColumnarCollector | AgentLoop | None = None
         self._sampler: SamplerInput | None = None
         self._read: dict[str, set[str] | None] = {}
@@ -309,7 +310,7 @@ class RolloutWorker:
 
     def _collect(self) -> Collected:
         """One item, and what is to be told of it; in the sampler's thread, if it has one."""
-        with self._lock:
+        with self.lock:
             if self._source is None:
                 self._source = self._make_source()
             batch = self._with_what_is_read(self._source.collect())
@@ -487,7 +488,7 @@ class RolloutWorker:
 
         A sampler that samples ahead finishes its item first: no item is by two versions.
         """
-        with self._lock:
+        with self.lock:
             for policy_id, own in weights.items():
                 policy = self.policy_map[policy_id]
                 policy.set_weights(own)

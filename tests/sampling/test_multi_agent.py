@@ -500,6 +500,27 @@ def test_a_run_of_several_policies():
         assert policies["c"].config.lr == 2e-3
 
 
+class Heuristic(Policy):
+    """Does not learn."""
+
+    def compute_actions(self, obs_batch, explore=True):
+        return np.ones(len(obs_batch), np.int64), [], {}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_policy_that_does_not_learn(workers, ray_session, tmp_path):
+    config = config_for_three().rollouts(num_workers=workers)
+    config.multi_agent(policies={**config.policies, "c": PolicySpec(Heuristic)})
+    with config.build() as algorithm:
+        assert set(algorithm.train()["info"]["learner"]) == {"a", "b"}
+        algorithm.save(tmp_path / "c")
+        algorithm.restore(tmp_path / "c")
+        with pytest.raises(NotImplementedError, match="Heuristic has no learn_on_batch"):
+            algorithm.get_policy("c").learn_on_batch(None)
+        with pytest.raises(ValueError, match="has no weights"):
+            algorithm.get_policy("c").set_weights({"w": np.zeros(1)})
+
+
 def test_an_evaluation_of_several_policies():
     with config_for_three().build() as algorithm:
         told = algorithm.evaluate(episodes=3, num_envs=2)

@@ -350,6 +350,25 @@ def test_weights_change_between_items_only():
     w.stop()
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_training_while_a_thread_samples(workers, ray_session):
+    config = PPOConfig(
+        env="CartPole-v1",
+        train_batch_size=200,
+        rollout_fragment_length=50,
+        num_workers=workers,
+        sample_async=True,
+        normalize_observations=True,
+        seed=1,
+    )
+    with config.build() as algorithm:
+        for _ in range(3):
+            result = algorithm.train()
+        assert result["num_env_steps_trained"] == 600
+        assert result["env_runners"]["policy_lag_max"] <= 2 * 16 * 10 * 3  # three items of updates
+        assert np.isfinite(result["episode_reward_mean"])
+
+
 def test_an_error_in_the_thread_is_told_once():
     environments = iter([CountEnv(fail_at=(3, 2)), CountEnv()])
     w = RolloutWorker(
