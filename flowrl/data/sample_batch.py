@@ -7,14 +7,20 @@ changed in place: `with_columns()` gives a new one that shares the untouched col
 from __future__ import annotations
 
 import itertools
+import logging
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import optree
 
 from flowrl.data.windows import Windows
+
+log = logging.getLogger("flowrl")
+
+_warned_of: set[str] = set()  # columns, each once
 
 DEFAULT_POLICY_ID = "default_policy"
 
@@ -396,8 +402,10 @@ class SampleBatch(dict[str, Any]):
     def concat_samples(batches: Iterable[Any]) -> Any:
         """One batch of the rows of all; empty ones are skipped, sources are joined.
 
+        A column that only some have is zeros in the others, with a warning.
+
         Raises:
-            ValueError: the batches differ in their columns or in padding.
+            ValueError: the batches differ in padding, or in having sequences.
         """
         given = list(batches)
         full = [batch for batch in given if batch.count]
@@ -409,15 +417,13 @@ class SampleBatch(dict[str, Any]):
         first = full[0]
         for other in full[1:]:
             odd = sorted(set(other) ^ set(first))
-            odd = [name for name in odd if not (other._unread(name) or first._unread(name))]
-            if odd:
+            if any(name.startswith(_PER_SEQUENCE) for name in odd):
                 raise ValueError(f"batches to be concatenated differ in the columns {odd}")
             if (other.zero_padded, other.max_seq_len) != (first.zero_padded, first.max_seq_len):
                 raise ValueError("batches to be concatenated differ in zero padding")
+        full = _evened(full)
         columns: dict[str, Any] = {}
-        for name in first:
-            if not all(dict.__contains__(batch, name) for batch in full):
-                continue  # nobody was seen to read it, and a checkpoint left it out
+        for name in full[0]:
             stored = [dict.__getitem__(batch, name) for batch in full]
             if all(isinstance(part, Windows) for part in stored):
                 columns[name] = Windows.concat(stored)
@@ -460,6 +466,33 @@ class SampleBatch(dict[str, Any]):
         stored = dict(self.stored())
         lines = ",\n  ".join(f"{k!r}: {_summary(stored[k])}" for k in sorted(self))
         return "{ " + lines + "\n}"
+
+
+def _evened(batches: list[SampleBatch]) -> list[SampleBatch]:
+    """The batches with the same columns. What nobody was seen to read is left out where one of
+    them lacks it (a checkpoint leaves it out), anything else is filled with zeros."""
+    names = dict.fromkeys(name for batch in batches for name in batch)
+    odd = [name for name in names if not all(dict.__contains__(batch, name) for batch in batches)]
+    if not odd:
+        return batches
+    unread = {name for name in odd if any(batch._unread(name) for batch in batches)}
+    filled = [name for name in odd if name not in unread]
+    if filled and not _warned_of.issuperset(filled):
+        _warned_of.update(filled)
+        log.warning("the columns %s are in some batches only: zeros stand in the others", filled)
+    evened = []
+    for batch in batches:
+        zeros: dict[str, Any] = {}
+        for name in filled:
+            if not dict.__contains__(batch, name):
+                like = next(b[name] for b in batches if dict.__contains__(b, name))
+                zeros[name] = _map(partial(_zeros, batch.count), like)
+        evened.append(batch.with_columns(**zeros).without_columns(*unread))
+    return evened
+
+
+def _zeros(rows: int, leaf: np.ndarray) -> np.ndarray:
+    return np.zeros((rows, *leaf.shape[1:]), leaf.dtype)
 
 
 class _Lead:

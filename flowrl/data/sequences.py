@@ -75,7 +75,7 @@ def chop_into_sequences(
         [sequences], int32.
 
     Raises:
-        ValueError: neither lengths nor episode ids.
+        ValueError: neither lengths nor episode ids; a sequence is longer than `max_seq_len`.
     """
     if seq_lens is None:
         if episode_ids is None:
@@ -83,6 +83,8 @@ def chop_into_sequences(
         seq_lens = sequence_lengths(max_seq_len, episode_ids, unroll_ids, agent_indices)
     lens = np.asarray(seq_lens, np.int32)
     length = int(lens.max()) if dynamic_max and len(lens) else max_seq_len
+    if len(lens) and lens.max() > length:
+        raise ValueError(f"a sequence of {lens.max()} rows does not fit max_seq_len={max_seq_len}")
     begins = np.cumsum(lens) - lens
     order = np.arange(len(lens))
     if shuffle:

@@ -116,13 +116,23 @@ class RewardScaler:
         self.fresh = RunningMeanStd()
         self._running: np.ndarray | None = None
 
-    def __call__(self, rewards: np.ndarray, dones: np.ndarray) -> np.ndarray:
-        """Scaled float32 rewards [T, N]; learns from them first."""
-        self._running = self.observe(rewards, self._running, dones)
+    def restart(self) -> None:
+        """New episodes begin everywhere."""
+        self._running = None
+
+    def __call__(
+        self, rewards: np.ndarray, dones: np.ndarray, real: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Scaled float32 rewards [T, N]; learns first from those that are `real`, [T, N]."""
+        self._running = self.observe(rewards, self._running, dones, real)
         return self.scaled(rewards)
 
     def observe(
-        self, rewards: np.ndarray, running: np.ndarray | None, dones: np.ndarray | None = None
+        self,
+        rewards: np.ndarray,
+        running: np.ndarray | None,
+        dones: np.ndarray | None = None,
+        real: np.ndarray | None = None,
     ) -> np.ndarray:
         """Learn from rewards [T, N] that follow on the sums `running` [N]; the sums after them."""
         running = running if running is not None else np.zeros(rewards.shape[1])
@@ -132,7 +142,7 @@ class RewardScaler:
             sums[t] = running
             if dones is not None:
                 running = running * (1.0 - dones[t])
-        self.fresh.update(sums.reshape(-1))
+        self.fresh.update(sums.reshape(-1) if real is None else sums[real])
         return running
 
     def scaled(self, rewards: np.ndarray) -> np.ndarray:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import optree
-from gymnasium import spaces
 
 from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.data.multi_agent_batch import AgentID, EpisodeID, PolicyID
@@ -24,7 +23,13 @@ from flowrl.policies.config import ConfigError
 from flowrl.policies.policy import Policy
 from flowrl.sampling.agent_slots import AgentSlots, SlotStep
 from flowrl.sampling.callbacks import overrides
-from flowrl.sampling.checks import BadValueError, ObservationCheck, OnBadValues, check_reward
+from flowrl.sampling.checks import (
+    BadValueError,
+    ObservationCheck,
+    OnBadValues,
+    check_reward,
+    odd_actions,
+)
 from flowrl.sampling.episode import AgentRecord, EpisodeMetrics, MultiAgentEpisode
 from flowrl.sampling.list_collector import SimpleListCollector
 from flowrl.sampling.sample_collector import SampleCollector
@@ -36,7 +41,8 @@ log = logging.getLogger("flowrl")
 
 # seconds in environments, in policies that act, in storing rows, in postprocessing, in all of it
 TIMINGS = ("env_step_s", "inference_s", "collection_s", "postprocess_s", "sample_s")
-ENDLESS_STEPS = 100_000  # of env steps without a finished episode, where whole ones are asked for
+ENDLESS_STEPS = 10_000  # env steps without what was asked for, after which that is said
+AGENTS_REMEMBERED = 10_000  # whose first observations were checked
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,7 @@ class SamplingSettings:
     soft_horizon: bool = False
     no_done_at_end: bool = False
     on_bad_values: OnBadValues = "raise"
+    max_env_restarts: int = 5
     sample_collector: type[SampleCollector] = SimpleListCollector
 
 
@@ -91,8 +98,9 @@ class AgentLoop:
         self._finished: deque[tuple[MultiAgentBatch, EpisodeMetrics]] = deque()
         self._checks: dict[AgentID, ObservationCheck] = {}
         self._checked: set[tuple[Any, AgentID]] = set()
-        self._seen: dict[PolicyID, list[np.ndarray]] = {}
+        self._seen: dict[PolicyID, list[tuple[EpisodeID, np.ndarray]]] = {}
         self._failed: set[int] = set()
+        self._dropped = [0] * slots.num_envs  # episodes in a row that gave what cannot be used
         self._warned: set[str] = set()
         callbacks = worker.callbacks
         self._calls = {
@@ -120,7 +128,10 @@ class AgentLoop:
         batch = self._collect_episode() if self._complete else self._collect_fragment()
         self._open = True
         self._update_filters()
-        self.slots.settle(set(range(self.slots.num_envs)) - self._failed)
+        well = set(range(self.slots.num_envs)) - self._failed
+        self.slots.settle(well)
+        for slot in well:
+            self._dropped[slot] = 0
         self._failed.clear()
         self.env_steps += batch.env_steps()
         self.agent_steps += batch.agent_steps()
@@ -152,8 +163,9 @@ class AgentLoop:
         return batch
 
     def _look_out_for_nothing(self, steps: int, found: int, what: str) -> None:
-        if not found and steps * self.slots.num_envs == ENDLESS_STEPS // 10:
-            log.warning("%d env steps without a %s; they are all kept", ENDLESS_STEPS // 10, what)
+        envs = self.slots.num_envs
+        if not found and (steps - 1) * envs < ENDLESS_STEPS <= steps * envs:
+            log.warning("%d env steps without a %s; they are all kept", ENDLESS_STEPS, what)
 
     def _batch_of(self, collector: SampleCollector) -> MultiAgentBatch:
         started = time.perf_counter()
@@ -235,7 +247,11 @@ class AgentLoop:
             columns |= {f"state_out_{i}": _rows(state) for i, state in enumerate(states)}
             names, values = list(columns), list(columns.values())
             self._check_actions(policy_id, policy, chosen, who)
-            own, given = _rows(chosen), _rows(policy.actions_for_env(chosen), numbers=True)
+            to_env: Any = policy.actions_for_env(chosen)
+            if to_env is chosen:  # an environment may write into what it is given
+                stored: Any = chosen
+                to_env = optree.tree_map(np.copy, stored)
+            own, given = _rows(chosen), _rows(to_env, numbers=True)
             for j, (slot, agent) in enumerate(who):
                 record = self._running[slot].records[agent]  # type: ignore[union-attr]
                 record.action = own[j]
@@ -246,25 +262,16 @@ class AgentLoop:
     def _check_actions(
         self, policy_id: PolicyID, policy: Policy, chosen: Any, who: list[tuple[int, AgentID]]
     ) -> None:
-        space = policy.action_space
-        if isinstance(chosen, np.ndarray):
-            if len(chosen) != len(who):
-                raise ValueError(
-                    f"policy {policy_id!r} gave {len(chosen)} actions for {len(who)} agents"
-                )
-            if isinstance(space, spaces.Discrete):
-                odd = (chosen < 0) | (chosen >= space.n)
-            elif chosen.dtype.kind == "f":
-                odd = ~np.isfinite(chosen)
-            else:
-                return
-            if odd.any():
-                first = int(np.argwhere(odd)[0][0])
-                slot, agent = who[first]
-                raise ValueError(
-                    f"policy {policy_id!r} gave the action {chosen[first]!r} for agent {agent!r} "
-                    f"of sub-environment {slot}; its action space is {space}"
-                )
+        count = len(optree.tree_leaves(chosen)[0])
+        if count != len(who):
+            raise ValueError(f"policy {policy_id!r} gave {count} actions for {len(who)} agents")
+        odd = odd_actions(policy.action_space, chosen)
+        if odd is not None:
+            slot, agent = who[odd]
+            raise ValueError(
+                f"policy {policy_id!r} gave the action {_rows(chosen)[odd]!r} for agent {agent!r} "
+                f"of sub-environment {slot}; its action space is {policy.action_space}"
+            )
 
     # -- what an environment gave ------------------------------------------------------------------
 
@@ -314,7 +321,9 @@ class AgentLoop:
         cannot be used."""
         mode = self.settings.on_bad_values
         problem = None
-        for agent, obs in step.obs.items():
+        given, step.obs = step.obs, {}  # the environment's own dicts are not ours to change
+        step.rewards = dict(step.rewards)
+        for agent, obs in given.items():
             taken = self._taken(slot, agent, obs)
             check = self._checks[agent]
             if not check.fits(taken):
@@ -325,7 +334,12 @@ class AgentLoop:
             if ("reward", agent) not in self._checked:
                 check_reward(reward)
                 self._checked.add(("reward", agent))
-            if not -np.inf < reward < np.inf:
+            try:
+                finite = -np.inf < reward < np.inf
+            except TypeError:
+                check_reward(reward)
+                raise
+            if not finite:
                 problem = problem or (agent, "a reward that is not finite", "rewards")
                 step.rewards[agent] = 0.0
         if problem is None or mode == "replace":
@@ -337,12 +351,19 @@ class AgentLoop:
         )
         if mode == "raise":
             raise error
+        self._dropped[slot] += 1
+        if self._dropped[slot] > self.settings.max_env_restarts:
+            error.add_note(f"so did {self._dropped[slot]} episodes of it in a row")
+            raise error
         return self.slots.restart(slot, error)
 
     def _taken(self, slot: int, agent: AgentID, obs: Any) -> Any:
         """The observation, copied; the first one of each agent is compared with its space."""
         check = self._checks.get(agent)
         if check is None:
+            if len(self._checks) >= AGENTS_REMEMBERED:
+                self._checks.clear()
+                self._checked.clear()
             check = self._checks[agent] = ObservationCheck(self.slots.observation_space(agent))
         if (slot, agent) not in self._checked:
             check.first(obs)
@@ -354,8 +375,10 @@ class AgentLoop:
                 f"env: an observation of agent {agent!r} does not fit the space {check.space}: "
                 f"{error}"
             ) from error
-        if check.is_array and taken.shape != check.space.shape:
+        if not check.is_array or taken.shape != check.space.shape:
             check.first(obs)
+        if check.is_array:
+            taken.flags.writeable = False  # it is stored, and callbacks are given it
         return taken
 
     def _credit(self, episode: MultiAgentEpisode, step: SlotStep) -> None:
@@ -394,9 +417,12 @@ class AgentLoop:
         final = any(ends)
         policy = self._policies[record.policy_id]
         normalize = policy.observation_filter
-        obs = raw if normalize is None else normalize(raw[None])[0]
+        obs = raw
+        if normalize is not None:
+            obs = normalize(raw[None])[0]
+            obs.flags.writeable = False
         if normalize is not None and not final:
-            self._seen.setdefault(record.policy_id, []).append(raw)
+            self._seen.setdefault(record.policy_id, []).append((episode.episode_id, raw))
         record.raw_obs = raw
         if record.alive:
             self._complete_row(slot, episode, collector, agent, record, obs, info, ends)
@@ -412,7 +438,10 @@ class AgentLoop:
         for kind in ("observation", "action"):
             own = getattr(self.slots, f"{kind}_space")(agent)
             policys = getattr(policy, f"{kind}_space")
-            if own.shape != policys.shape or type(own) is not type(policys):
+            # the bounds of observations may differ, actions must be what the agent takes
+            near = own.shape == policys.shape and type(own) is type(policys)
+            nested = own.shape is None or own.dtype is None
+            if own != policys and (kind == "action" or nested or not near):
                 raise ConfigError(
                     f"agent {agent!r} is mapped to policy {record.policy_id!r}, whose {kind} "
                     f"space {policys} is not the agent's, {own}"
@@ -464,7 +493,7 @@ class AgentLoop:
                 slot, episode, collector, agent, obs, (infos or {}).get(agent), (False, False)
             )
         if not count:
-            self._seen.clear()
+            self._forget_seen(episode)
         self._call("on_episode_start", slot, episode)
 
     def _checked_start(
@@ -495,6 +524,7 @@ class AgentLoop:
     ) -> None:
         """The environment says that the episode is over."""
         started = time.perf_counter()
+        self._dropped[slot] = 0
         collector.postprocess_trajectories_so_far(episode)
         collector.check_missing_dones(episode.episode_id)
         self.timings["postprocess_s"] += time.perf_counter() - started
@@ -512,10 +542,7 @@ class AgentLoop:
         collector.continue_episode(episode, following.episode_id)
         self._call("on_episode_end", slot, episode)
         self._tell(episode, collector)
-        for agent, record in episode.records.items():
-            if record.alive:
-                record.total_reward = 0.0
-                following.records[agent] = record
+        following.take_over(episode)
         self._running[slot] = self._by_id[following.episode_id] = following
         self._call("on_episode_start", slot, following)
 
@@ -530,9 +557,15 @@ class AgentLoop:
         episode.is_faulty = True
         self._collectors[slot if self._complete else 0].drop_episode(episode.episode_id)
         self._checked = {pair for pair in self._checked if pair[0] != slot}
+        self._forget_seen(episode)
         self._call("on_episode_end", slot, episode)
         del self._by_id[episode.episode_id]
-        self._begin(slot, step.start, step.start_infos)
+        self._begin(slot, step.start, step.start_infos, count=False)
+
+    def _forget_seen(self, episode: MultiAgentEpisode) -> None:
+        """The filters are not to learn from what an episode gave so far."""
+        for policy_id, rows in self._seen.items():
+            self._seen[policy_id] = [row for row in rows if row[0] != episode.episode_id]
 
     def _tell(self, episode: MultiAgentEpisode, collector: SampleCollector) -> None:
         """What is reported of a finished episode; its rows, where an item is one."""
@@ -574,7 +607,7 @@ class AgentLoop:
         for policy_id, rows in self._seen.items():
             filter_ = self._policies[policy_id].observation_filter
             assert filter_ is not None
-            filter_.fresh.update(np.array(rows))
+            filter_.fresh.update(np.array([raw for _, raw in rows]))
         self._seen.clear()
 
     def _warn(self, text: str, *values: Any) -> None:

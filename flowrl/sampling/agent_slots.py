@@ -87,7 +87,6 @@ class SingleAgentSlots:
         self.num_envs = n = stepper.num_envs
         self._observations: list[Any] = [None] * n
         self._rewards: list[Any] = [0.0] * n
-        self._resetting = [False] * n
         # what an environment gets that is busy with a reset
         self._idle = zeros_of(stepper.action_space)
         if isinstance(stepper.action_space, spaces.Discrete):
@@ -215,8 +214,8 @@ class MultiAgentSlots:
             raise
         except Exception as error:
             return self.restart(index, error)
-        for name, value in (("observations", one.obs), ("rewards", one.rewards)):
-            _check_dict("step", name, value)
+        for name in ("obs", "rewards", "terminateds", "truncateds", "infos"):
+            _check_dict("step", "observations" if name == "obs" else name, getattr(one, name))
         if "__all__" not in one.terminateds or "__all__" not in one.truncateds:
             lacking = "truncateds" if "__all__" in one.terminateds else "terminateds"
             raise ConfigError(

@@ -134,8 +134,35 @@ def _repair(array: np.ndarray, space: spaces.Space) -> np.ndarray:
 
 def check_reward(reward: Any) -> None:
     """Refuse what is not one number."""
-    if isinstance(reward, str) or np.ndim(reward) != 0:
+    if reward is None or isinstance(reward, (str, bytes)) or np.ndim(reward) != 0:
         raise ConfigError(f"env: the reward is one number, step() gave {reward!r}")
+
+
+def odd_actions(space: spaces.Space, actions: Any) -> int | None:
+    """The first row of actions [B, …], as a policy gives them, that no environment can take.
+
+    Numbers of a Discrete space count from 0; a Box's may be out of bounds, but must be finite.
+    """
+    if isinstance(space, spaces.Dict):
+        rows = (odd_actions(space[key], actions[key]) for key in space)
+    elif isinstance(space, spaces.Tuple):
+        rows = (odd_actions(part, own) for part, own in zip(space, actions, strict=True))
+    else:
+        return _odd_rows(space, np.asarray(actions))
+    return next((row for row in rows if row is not None), None)
+
+
+def _odd_rows(space: spaces.Space, actions: np.ndarray) -> int | None:
+    if isinstance(space, spaces.Discrete):
+        odd = (actions < 0) | (actions >= space.n)
+    elif isinstance(space, (spaces.MultiDiscrete, spaces.MultiBinary)):
+        low, high = _bounds(space) or (0, 1)
+        odd = (actions < low) | (actions > high)
+    elif actions.dtype.kind == "f":
+        odd = ~np.isfinite(actions)
+    else:
+        return None
+    return int(np.argwhere(odd)[0][0]) if odd.any() else None
 
 
 # -- nested spaces ---------------------------------------------------------------------------------

@@ -12,16 +12,22 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+from gymnasium import spaces
 
 from flowrl.data import SampleBatch
 from flowrl.data.unread import Unread
 from flowrl.data.windows import Windows
 from flowrl.policies.policy import Policy
 from flowrl.sampling.agent_loop import TIMINGS, SamplingSettings
-from flowrl.sampling.checks import BadValueError, ObservationCheck
+from flowrl.sampling.checks import BadValueError, ObservationCheck, odd_actions
 from flowrl.sampling.episode import EpisodeMetrics, fast_metrics
 from flowrl.sampling.steppers import DirectStepper, Step, Stepper
-from flowrl.sampling.views import ALWAYS, TrajectoryViews, wanted_views
+from flowrl.sampling.views import (
+    TrajectoryViews,
+    not_for_training,
+    signature_of,
+    wanted_views,
+)
 
 _OBJECT = np.dtype(object)
 
@@ -113,6 +119,7 @@ class ColumnarCollector:
         self._views: TrajectoryViews | None = None  # where the policy wants more than columns
         self._episode_ids = np.zeros(envs, np.int64)
         self._carried_return = np.zeros(envs)
+        self._dropped = np.zeros(envs, np.int64)  # fragments in a row that were dropped whole
         self._carried_length = np.zeros(envs, np.int64)
         # env steps of each environment since its last reset: what views look back on
         self._age = np.zeros(envs, np.int64)
@@ -127,6 +134,8 @@ class ColumnarCollector:
         self._carried_return[:] = 0.0
         self._carried_length[:] = 0
         self._age[:] = 0
+        if self.policy.reward_scaler is not None:
+            self.policy.reward_scaler.restart()
         if self._views is not None:
             self._views.forget()
         self._open = True
@@ -134,7 +143,7 @@ class ColumnarCollector:
     def _prepare_views(self) -> None:
         """The views as the policy wants them now: they may have changed since the last fragment."""
         wanted = self.policy.view_requirements
-        if self._views is not None and self._views.requirements == wanted:
+        if self._views is not None and self._views.signature == signature_of(wanted):
             return
         acting = [name for name, view in wanted.items() if view.known_for_actions(name)]
         if acting == ["obs"] and not wanted_views(wanted):
@@ -165,7 +174,9 @@ class ColumnarCollector:
         self._open = True
         self.env_steps += batch.count
         broken = set() if cuts.lost is None else set(cuts.lost.nonzero()[1].tolist())
-        self.stepper.settle(set(range(self.stepper.num_envs)) - broken)
+        well = list(set(range(self.stepper.num_envs)) - broken)
+        self.stepper.settle(well)
+        self._dropped[well] = 0
         finished = time.perf_counter()
         self.timings["postprocess_s"] += finished - rolled
         self.timings["sample_s"] += finished - started
@@ -179,6 +190,9 @@ class ColumnarCollector:
         truncateds[:] = False
         settings = self.settings
         normalize, views = policy.observation_filter, self._views
+        # flowrl's own vectoriser looks at the numbers of a Discrete space itself
+        direct = isinstance(stepper, DirectStepper)
+        check_actions = not (direct and isinstance(policy.action_space, spaces.Discrete))
         if views is not None:
             views.begin(self._age)
         ends: list[tuple[int, Any, Any]] = []
@@ -207,6 +221,8 @@ class ColumnarCollector:
             columns["actions"][t] = actions
             for name, value in extra.items():
                 columns[name][t] = value
+            if check_actions:
+                self._check_actions(actions)
             to_env = policy.actions_for_env(actions)
             before = clock()
             acting += acted - asked
@@ -241,6 +257,14 @@ class ColumnarCollector:
         self.timings["inference_s"] += acting
         self.timings["collection_s"] += clock() - began - stepping - acting
         return self._joined(ends), cuts, infos
+
+    def _check_actions(self, actions: np.ndarray) -> None:
+        odd = odd_actions(self.policy.action_space, actions)
+        if odd is not None:
+            raise ValueError(
+                f"the policy gave the action {actions[odd]!r} for sub-environment {odd}; the "
+                f"action space is {self.policy.action_space}"
+            )
 
     def _repair(self, t: int, step: Step) -> None:
         """Put numbers that can be used for those that cannot."""
@@ -308,7 +332,7 @@ class ColumnarCollector:
             "t": steps_done - 1,
         }
         if policy.reward_scaler is not None:
-            made["rewards"] = policy.reward_scaler(self._rewards, resets)
+            made["rewards"] = policy.reward_scaler(self._rewards, resets, real)
         told = {"obs": self._obs[:-1], **made, "dones": dones}
         if "vf_preds" in made:
             told["next_values"] = self._next_values(ends, age)
@@ -327,9 +351,8 @@ class ColumnarCollector:
             columns = self._views.columns(last, age - 1, dones)
             kept = slice(None) if real is None else np.flatnonzero(real.T)
             rows.update({name: column[kept] for name, column in columns.items()})
-            for name, view in self._views.requirements.items():
-                if not view.used_for_training and name not in ALWAYS:
-                    rows.pop(name, None)
+        for name in not_for_training(policy.view_requirements, rows):
+            rows.pop(name, None)
         count = len(rows["rewards"])
         make = partial(_infos, infos, dones.shape, order)
         rows["infos"] = Windows(Unread("infos", make, (count,), _OBJECT), np.arange(count))
@@ -433,6 +456,13 @@ class ColumnarCollector:
             if cuts.real is None:
                 continue
             lost = ~cuts.real[:, env]
+            if lost.all():
+                self._dropped[env] += 1
+                if self._dropped[env] > self.settings.max_env_restarts:
+                    raise BadValueError(
+                        f"sub-environment {env} gave {what}, at step {step} of a fragment; it has "
+                        f"given nothing that can be used in {self._dropped[env]} fragments"
+                    )
             self._rewards[lost, env] = 0.0  # the next sums would not be numbers
             self._raw[:-1][lost, env] = 0
             self._obs[:-1][lost, env] = 0

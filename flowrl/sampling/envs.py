@@ -105,21 +105,21 @@ def with_horizon(env: gym.Env, horizon: int | None, soft: bool) -> gym.Env:
     """
     if horizon is None:
         return env
-    limit = None
+    limits: list[TimeLimit] = []
     layer: Any = env
     while isinstance(layer, gym.Wrapper):
         if isinstance(layer, TimeLimit):
-            limit = layer
-            break
+            limits.append(layer)
         layer = layer.env
-    if soft:
-        if limit is not None and limit._max_episode_steps < horizon:
+    for limit in limits:
+        if not soft:
+            limit._max_episode_steps = horizon
+        elif limit._max_episode_steps < horizon:
             limit._max_episode_steps = sys.maxsize
+    if soft:
         return env
-    if limit is None:
+    if not limits:
         env = TimeLimit(env, horizon)
-    else:
-        limit._max_episode_steps = horizon
     spec = env.unwrapped.spec
     if spec is not None:
         spec.max_episode_steps = horizon

@@ -95,6 +95,8 @@ class MultiAgentEpisode:
         self.is_faulty = False
         self.records: dict[AgentID, AgentRecord] = {}
         self._policy_for = policy_for
+        self._chosen: dict[AgentID, PolicyID] = {}  # for those who are still to come
+        self._next_index = 0
 
     @property
     def agent_rewards(self) -> dict[tuple[AgentID, PolicyID], float]:
@@ -105,14 +107,27 @@ class MultiAgentEpisode:
         """An agent's record; a new agent is given its policy, for the whole episode."""
         record = self.records.get(agent_id)
         if record is None:
-            policy_id = self._policy_for(agent_id, self)
-            index = 1 + max((r.agent_index for r in self.records.values()), default=-1)
-            record = self.records[agent_id] = AgentRecord(policy_id, index)
+            policy_id = self.policy_for(agent_id)
+            record = self.records[agent_id] = AgentRecord(policy_id, self._next_index)
+            self._next_index += 1
         return record
 
     def policy_for(self, agent_id: AgentID) -> PolicyID:
         """The id of the policy that acts for an agent in this episode."""
-        return self.record(agent_id).policy_id
+        record = self.records.get(agent_id)
+        if record is not None:
+            return record.policy_id
+        if agent_id not in self._chosen:
+            self._chosen[agent_id] = self._policy_for(agent_id, self)
+        return self._chosen[agent_id]
+
+    def take_over(self, before: MultiAgentEpisode) -> None:
+        """Go on with the agents that are there, over a soft horizon."""
+        self._next_index = before._next_index
+        for agent_id, record in before.records.items():
+            if record.alive:
+                record.total_reward = 0.0
+                self.records[agent_id] = record
 
     def get_agents(self) -> list[AgentID]:
         """Ids of the agents seen so far."""

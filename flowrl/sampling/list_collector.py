@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import logging
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -21,7 +20,7 @@ import optree
 from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.data.multi_agent_batch import AgentID, EpisodeID, PolicyID
 from flowrl.data.unread import Unread
-from flowrl.data.windows import Windows
+from flowrl.data.windows import NOTHING, Windows
 from flowrl.policies.config import ConfigError
 from flowrl.policies.policy import Policy
 from flowrl.policies.view_requirement import ViewRequirement
@@ -29,9 +28,7 @@ from flowrl.sampling.callbacks import overrides
 from flowrl.sampling.checks import stacked, zeros_of
 from flowrl.sampling.episode import MultiAgentEpisode
 from flowrl.sampling.sample_collector import SampleCollector
-from flowrl.sampling.views import ALWAYS, View, wanted_views
-
-log = logging.getLogger("flowrl")
+from flowrl.sampling.views import View, not_for_training, signature_of, wanted_views
 
 _ALIASES = {
     "action": "actions",
@@ -41,6 +38,7 @@ _ALIASES = {
     "terminated": "terminateds",
     "truncated": "truncateds",
 }
+_NEEDED = {"actions", "rewards", "new_obs", "terminateds", "truncateds"}
 _IDS = ("t", "env_id", "agent_index")
 _DTYPES = {"rewards": np.float32, "terminateds": bool, "truncateds": bool}
 
@@ -52,12 +50,23 @@ class Trajectory:
     begin: the first that no segment has; dropped: how many were let go; times: env step in which
     each row's action was taken, and that of the next; ended: its last row says so; sums: the
     running discounted sum of rewards, for the reward scaler; before: the trajectory that this one
-    goes on from over a soft horizon.
+    goes on from over a soft horizon; initial: the states that it began with.
     """
 
     __slots__ = (
-        "agent_id", "before", "begin", "dropped", "ended", "episode_id", "observations",
-        "policy_id", "rows", "sums", "times", "values",
+        "agent_id",
+        "before",
+        "begin",
+        "dropped",
+        "ended",
+        "episode_id",
+        "initial",
+        "observations",
+        "policy_id",
+        "rows",
+        "sums",
+        "times",
+        "values",
     )  # fmt: skip
 
     def __init__(self, episode_id: EpisodeID, agent_id: AgentID, policy_id: PolicyID):
@@ -69,6 +78,7 @@ class Trajectory:
         self.rows = self.begin = self.dropped = 0
         self.times: list[int] = []
         self.ended = False
+        self.initial: list[Any] = []
         self.sums: Any = None
         self.before: Trajectory | None = None
 
@@ -94,6 +104,7 @@ class Trajectory:
     def take_sums(self) -> None:
         """Go on with the sums of the trajectory before, whose rows are all in batches."""
         if self.before is not None:
+            self.before.take_sums()
             self.sums, self.before = self.before.sums, None
 
     def forget(self, lookback: int, since: int | None = None) -> None:
@@ -146,7 +157,6 @@ class SimpleListCollector(SampleCollector):
         self._views: dict[PolicyID, _PolicyViews] = {}
         self._apart = {pid: self._wants_apart(p) for pid, p in self.policy_map.items()}
         self._over: set[EpisodeID] = set()  # nothing more will come of these
-        self._warned = False
 
     def _wants_apart(self, policy: Policy) -> bool:
         own = type(policy).postprocess_trajectory is not Policy.postprocess_trajectory
@@ -169,7 +179,8 @@ class SimpleListCollector(SampleCollector):
                 f"add_init_obs: agent {agent_id!r} of episode {episode_id} has begun already"
             )
         trajectory = Trajectory(episode_id, agent_id, policy_id)
-        trajectory.observations.append(init_obs)
+        trajectory.observations.append(_own(init_obs))
+        trajectory.initial = self.policy_map[policy_id].get_initial_state()
         trajectory.times.append(self._times.setdefault(episode_id, 0))
         self._steps.setdefault(episode_id, set())
         own.append(trajectory)
@@ -194,9 +205,9 @@ class SimpleListCollector(SampleCollector):
                 f"add_action_reward_next_obs: agent {agent_id!r} of episode {episode_id} has ended"
             )
         row = values.copy()
-        if "new_obs" not in row or "terminateds" not in row or "truncateds" not in row:
+        if not row.keys() >= _NEEDED:
             row = _spelled(row)
-        trajectory.observations.append(row.pop("new_obs"))
+        trajectory.observations.append(_own(row.pop("new_obs")))
         trajectory.values.append(row)
         t = row.setdefault("t", trajectory.rows)
         trajectory.rows += 1
@@ -235,20 +246,24 @@ class SimpleListCollector(SampleCollector):
         old_id = episode.episode_id
         self.postprocess_trajectories_so_far(episode)
         agents = self._trajectories.setdefault(new_episode_id, {})
-        for agent_id, own in self._trajectories[old_id].items():
-            if own[-1].ended:
+        asked = self._of_agents_asked()
+        for agent_id, own in self._trajectories.get(old_id, {}).items():
+            old = own[-1]
+            if old.ended:
+                if asked:  # somebody may look back on it
+                    agents[agent_id] = list(own)
                 continue
-            old, waiting = own[-1], self._waiting[own[-1].policy_id]
+            waiting = self._waiting[old.policy_id]
             new = Trajectory(new_episode_id, agent_id, old.policy_id)
-            lookback = max(0, old.rows - self._lookback())
-            first = max(lookback, old.dropped)
+            first = old.dropped if asked else max(old.rows - self._lookback(), old.dropped)
             new.values = old.values[first - old.dropped :]
             new.observations = old.observations[first - old.dropped :]
             new.times = old.times[first - old.dropped :]
             new.rows = new.begin = old.rows
-            new.dropped, new.before = first, old
-            agents[agent_id] = [new]
+            new.dropped, new.before, new.initial = first, old, old.initial
+            agents[agent_id] = [*(own[:-1] if asked else ()), new]
             waiting[:] = [new if t is old else t for t in waiting]
+        self._times.setdefault(old_id, self._offsets.get(old_id, 0))
         self._offsets[new_episode_id] = self._times[old_id]
         self._times[new_episode_id] = self._times[old_id]
         self._steps[new_episode_id] = set()
@@ -262,9 +277,13 @@ class SimpleListCollector(SampleCollector):
     def _views_of(self, policy_id: PolicyID) -> _PolicyViews:
         policy = self.policy_map[policy_id]
         views = self._views.get(policy_id)
-        if views is None or views.requirements != policy.view_requirements:
+        if views is None or views.signature != signature_of(policy.view_requirements):
             views = self._views[policy_id] = _PolicyViews(policy)
         return views
+
+    def _of_agents_asked(self) -> bool:
+        """Whether a view shows other agents."""
+        return any(self._views_of(pid).of_agents for pid in self.policy_map)
 
     def get_inference_input_dict(self, model: Any) -> dict[str, Any]:
         asked = [
@@ -276,20 +295,20 @@ class SimpleListCollector(SampleCollector):
             raise ConfigError(f"no policy here has the model {model!r}")
         policy_id = asked[0]
         waiting, self._waiting[policy_id] = self._waiting[policy_id], []
-        return self._inputs(self._views_of(policy_id), waiting)
+        return self._inputs(self._views_of(policy_id), [(t, t.rows) for t in waiting])
 
-    def _inputs(self, views: _PolicyViews, given: list[Trajectory]) -> dict[str, Any]:
-        """What the acting views show after the last row of each trajectory, [B, …]."""
+    def _inputs(self, views: _PolicyViews, given: list[tuple[Trajectory, int]]) -> dict[str, Any]:
+        """What the acting views show at rows of trajectories, which may be to come, [B, …]."""
         made: dict[str, Any] = {}
+        if not given:
+            return made
         for name, view in views.acting.items():
             if view.agents is not None:
-                made[name], made[f"{name}_mask"] = self._of_agents(
-                    views, view, [(t, t.rows) for t in given]
-                )
+                made[name], made[f"{name}_mask"] = self._of_agents(views, view, given)
             elif view.source == "obs" and view.shifts == (0,) and not view.is_window:
-                made[name] = stacked([t.observations[-1] for t in given])
+                made[name] = stacked([t.observations[row - t.dropped] for t, row in given])
             else:
-                shown = [[views.before(view, t, t.rows + s) for s in view.shifts] for t in given]
+                shown = [[views.before(view, t, row + s) for s in view.shifts] for t, row in given]
                 made[name] = stacked([stacked(w) if view.is_window else w[0] for w in shown])
         return made
 
@@ -297,28 +316,34 @@ class SimpleListCollector(SampleCollector):
         self, views: _PolicyViews, view: View, rows: list[tuple[Trajectory, int]]
     ) -> tuple[np.ndarray, np.ndarray]:
         """A view on other agents for rows of trajectories: values and mask [B, agents, …]."""
-        found = []
+        found: list[Any] = []  # by row, agent and shift
+        mask: list[bool] = []
+        count = 0
         for trajectory, row in rows:
             time = trajectory.times[row - trajectory.dropped]
             everybody = self._trajectories[trajectory.episode_id]
             ids = view.agents
             if ids == "others":
                 ids = [a for a in views.possible_agents(self.worker) if a != trajectory.agent_id]
-            own: list[Any] = []
+            count = len(ids or ())
             for agent in ids or ():
-                them = everybody.get(agent, ())
-                window = [_at_time(them, view.source, time, shift) for shift in view.shifts]
-                own.append(window if view.is_window else window[0])
-            found.append(own)
-        shape: tuple[int, ...] = (len(found), len(found[0]) if found else 0)
+                for shift in view.shifts:
+                    value = _at_time(everybody.get(agent, ()), view.source, time, shift)
+                    mask.append(value is not None)
+                    found.append(
+                        views.zero_of_agent(view, agent, self.worker) if value is None else value
+                    )
+        shapes = {np.shape(value) for value in found}
+        if len(shapes) > 1:
+            raise ConfigError(
+                f"view of {view.source!r} of the agents {view.agents}: their values have different "
+                f"shapes, {sorted(shapes)}"
+            )
+        shape: tuple[int, ...] = (len(rows), count)
         if view.is_window:
             shape = (*shape, len(view.shifts))
-        flat = list(_flattened(found, len(shape)))
-        known = next((v for v in flat if v is not None), None)
-        zero = views.zero(view) if known is None else np.zeros_like(known)
-        values = np.array([zero if v is None else v for v in flat])
-        mask = np.array([v is not None for v in flat], bool)
-        return values.reshape(*shape, *np.shape(zero)), mask.reshape(shape)
+        values = _column(view.source, found)
+        return values.reshape(*shape, *values.shape[1:]), np.array(mask, bool).reshape(shape)
 
     # -- batches out -------------------------------------------------------------------------------
 
@@ -385,7 +410,7 @@ class SimpleListCollector(SampleCollector):
                 policy_id=policy_id,
                 policies=dict(self.policy_map),
                 postprocessed_batch=made,
-                original_batches=told,
+                original_batches={**told, agent: (policy, batch.without_columns("next_values"))},
             )
             self._made.setdefault(policy_id, []).append(made)
 
@@ -400,27 +425,27 @@ class SimpleListCollector(SampleCollector):
                 parts = [*parts, self._postprocess_together(policy_id, closed)]
             if parts:
                 parts.sort(key=lambda part: part["env_id"][0] if "env_id" in part else 0)
-                batches[policy_id] = self._joined(parts)
+                batches[policy_id] = SampleBatch.concat_samples(parts)
         whole = MultiAgentBatch(batches, self._steps_closed)
         self._made, self._closed = {}, {}
         self._steps_closed = self._rows_closed = 0
         lookback = self._lookback()
-        for episode_id, agents in self._trajectories.items():
-            if all(own[-1].ended for own in agents.values()):
-                self._over.add(episode_id)
         for episode_id in self._over:
             for state in (self._trajectories, self._steps, self._times, self._offsets):
                 state.pop(episode_id, None)
-        asked = any(self._views_of(pid).of_agents for pid in self.policy_map)
+        asked = self._of_agents_asked()
         for agents in self._trajectories.values():
             live = [own[-1] for own in agents.values() if not own[-1].ended]
             # what somebody else's row that is not complete yet will look back on
             since = min((t.times[t.begin - t.dropped] for t in live), default=0) - lookback
-            for own in agents.values():
+            for agent_id, own in list(agents.items()):
                 for trajectory in own:
-                    trajectory.forget(lookback, since if asked else None)
+                    kept = 0 if trajectory.ended else lookback
+                    trajectory.forget(kept, since if asked else None)
                     trajectory.take_sums()
-                own[:-1] = [t for t in own[:-1] if t.values]
+                own[:] = [t for t in own if t.values or not t.ended]
+                if not own:
+                    del agents[agent_id]
         self._over.clear()
         return whole
 
@@ -432,22 +457,6 @@ class SimpleListCollector(SampleCollector):
                     f"episode {episode_id} is over, but the last row of agent {agent_id!r} is "
                     "neither terminated nor truncated"
                 )
-
-    def _joined(self, parts: list[SampleBatch]) -> SampleBatch:
-        """The rows of all; a column that only some have is zeros in the others."""
-        names = {name: part[name] for part in reversed(parts) for name in part}
-        whole = []
-        for part in parts:
-            lacking = [name for name in names if name not in part]
-            if lacking and not self._warned:
-                self._warned = True
-                log.warning("postprocessing adds the columns %s to some segments only", lacking)
-            zeros = {
-                name: np.zeros((part.count, *names[name].shape[1:]), names[name].dtype)
-                for name in lacking
-            }
-            whole.append(part.with_columns(**zeros) if zeros else part)
-        return SampleBatch.concat_samples(whole)
 
     # -- columns of segments -----------------------------------------------------------------------
 
@@ -527,7 +536,7 @@ class SimpleListCollector(SampleCollector):
         following[ends - 1] = 0.0
         cut = np.flatnonzero(~rows["terminateds"][ends - 1])
         if len(cut):
-            last = [segments[i].trajectory for i in cut.tolist()]
+            last = [(segments[i].trajectory, segments[i].end) for i in cut.tolist()]
             found = policy.compute_values_from_input_dict(self._inputs(views, last))
             following[ends[cut] - 1] = found
         return following
@@ -547,7 +556,7 @@ class SimpleListCollector(SampleCollector):
                 bases[view.source] = views.base(view, segments)
             base, starts = bases[view.source]
             index = [
-                views.positions(view, segment, start, len(base))
+                views.positions(view, segment, start)
                 for segment, start in zip(segments, starts, strict=True)
             ]
             rows[name] = Windows(base, np.concatenate(index))
@@ -561,7 +570,7 @@ class SimpleListCollector(SampleCollector):
                 ],
                 np.int32,
             )
-        for name in views.not_for_training(rows):
+        for name in not_for_training(views.requirements, rows):
             rows.pop(name, None)
 
     def _postprocess_together(self, policy_id: PolicyID, segments: list[Segment]) -> SampleBatch:
@@ -596,6 +605,7 @@ class _PolicyViews:
     def __init__(self, policy: Policy):
         self.policy = policy
         self.requirements = dict(policy.view_requirements)
+        self.signature = signature_of(self.requirements)
         wanted: dict[str, ViewRequirement] = wanted_views(self.requirements)
         self.training = {n: View(n, v) for n, v in wanted.items() if v.used_for_training}
         self.acting = {
@@ -613,7 +623,6 @@ class _PolicyViews:
         self.lookback = max((-min(view.shifts) for view in everything), default=0)
         self.lookback = max(self.lookback, 0)
         self.of_agents = any(view.agents is not None for view in everything)
-        self.initial = policy.get_initial_state()
 
     @property
     def replace_observations(self) -> bool:
@@ -632,7 +641,9 @@ class _PolicyViews:
         """What a view shows where there is nothing."""
         source = view.source
         if source.startswith("state_out_"):
-            return np.asarray(self.initial[int(source.removeprefix("state_out_"))])
+            return np.asarray(
+                self.policy.get_initial_state()[int(source.removeprefix("state_out_"))]
+            )
         if view.space is not None:
             return zeros_of(view.space)
         if source in _DTYPES or source == "dones":
@@ -643,23 +654,30 @@ class _PolicyViews:
             return zeros_of(self.policy.observation_space)
         raise ConfigError(f"view of {source!r}: give it a space, to know what is not there")
 
+    def zero_of_agent(self, view: View, agent: AgentID, worker: Any) -> Any:
+        """What a view shows of an agent that has nothing."""
+        if view.space is None and view.source in ("obs", "actions") and worker is not None:
+            return zeros_of(worker.space_of(agent, view.source))
+        return self.zero(view)
+
     def before(self, view: View, trajectory: Trajectory, row: int) -> Any:
         """A column's value at a row; `row` may be the one that is to come, for observations."""
         if view.source == "obs":
             return trajectory.observations[max(row - trajectory.dropped, 0)]
         if not trajectory.dropped <= row < trajectory.rows:
-            zero = self.zero(view)
+            if view.source.startswith("state_out_"):
+                return np.asarray(trajectory.initial[int(view.source.removeprefix("state_out_"))])
             values = trajectory.values
-            if values and view.source in values[-1] and not view.source.startswith("state_out_"):
+            if values and view.source in values[-1] and view.source not in _DTYPES:
                 return optree.tree_map(np.zeros_like, values[-1][view.source])
-            return zero
+            return self.zero(view)
         value = trajectory.part(view.source, row, row + 1)[0]
         dtype = _DTYPES.get(view.source)
         return value if dtype is None else dtype(value)
 
     def base(self, view: View, segments: list[Segment]) -> tuple[np.ndarray, list[int]]:
         """The values of a column that views of the segments may show, and where those of each
-        segment begin. The last one is what stands for nothing, where that is not zeros."""
+        segment begin. States are followed by the one that the trajectory began with."""
         values: list[Any] = []
         starts = []
         more = 1 if view.source == "obs" else 0
@@ -668,19 +686,19 @@ class _PolicyViews:
             first = max(segment.begin - self.lookback, trajectory.dropped)
             starts.append(len(values) - first)
             values += trajectory.part(view.source, first, segment.end + more)
-        if view.source.startswith("state_out_"):
-            values.append(self.zero(view))
+            if view.source.startswith("state_out_"):
+                values.append(self.before(view, trajectory, trajectory.dropped - 1))
         if isinstance(values[0], (dict, tuple)):
             raise ConfigError(f"view of {view.source!r}: nested values cannot be shifted")
         base = _column(view.source, values)
         base.flags.writeable = False
         return base, starts
 
-    def positions(self, view: View, segment: Segment, start: int, size: int) -> np.ndarray:
+    def positions(self, view: View, segment: Segment, start: int) -> np.ndarray:
         """Where in the base a view's rows of a segment are: [rows] or [rows, shifts]."""
         rows = np.arange(segment.begin, segment.end, view.repeat)
         first = max(segment.begin - self.lookback, segment.trajectory.dropped)
-        nothing = size - 1 if view.source.startswith("state_out_") else -1
+        nothing = start + segment.end if view.source.startswith("state_out_") else NOTHING
         parts = []
         for shift in view.shifts:
             at = rows + shift
@@ -692,23 +710,13 @@ class _PolicyViews:
             parts.append(part)
         return np.stack(parts, 1) if view.is_window else parts[0]
 
-    def not_for_training(self, rows: dict[str, Any]) -> list[str]:
-        """Columns that a train batch is not to have."""
-        unwanted = [
-            name
-            for name, view in self.requirements.items()
-            if not view.used_for_training and name not in ALWAYS
-        ]
-        states = [n for n in rows if n.startswith("state_out_") and n not in self.requirements]
-        return unwanted + states
-
 
 def _spelled(values: dict[str, Any]) -> dict[str, Any]:
     """The row with the columns' names, and both flags."""
-    row = {}
-    for name, value in values.items():
-        if not (name in ("obs", "next_obs") and "new_obs" in values):
-            row[_ALIASES.get(name, name)] = value
+    # of several names for the observation after the step the plainest counts
+    after = next((n for n in ("new_obs", "next_obs", "obs") if n in values), None)
+    others = {"new_obs", "next_obs", "obs"} - {after}
+    row = {_ALIASES.get(n, n): value for n, value in values.items() if n not in others}
     done = row.pop("dones", row.pop("done", None))
     if "terminateds" not in row and done is not None:
         row["terminateds"], row["truncateds"] = bool(done), False
@@ -717,6 +725,16 @@ def _spelled(values: dict[str, Any]) -> dict[str, Any]:
     if lacking:
         raise ValueError(f"add_action_reward_next_obs: the row lacks {lacking}")
     return row
+
+
+def _own(observation: Any) -> Any:
+    """The observation, copied if somebody may write into it."""
+    if isinstance(observation, np.ndarray):
+        return observation.copy() if observation.flags.writeable else observation
+    if isinstance(observation, (dict, tuple)):
+        nest: Any = observation
+        return optree.tree_map(np.array, nest)
+    return observation
 
 
 def _by_policy(segments: list[Segment]) -> dict[PolicyID, list[Segment]]:
@@ -767,11 +785,3 @@ def _at_time(trajectories: Iterable[Trajectory], source: str, now: int, shift: i
 def _find(times: list[int], time: int, last: int) -> int | None:
     row = bisect.bisect_left(times, time, 0, last)
     return row if row < last and times[row] == time else None
-
-
-def _flattened(nested: Any, depth: int) -> Iterable[Any]:
-    if depth == 0:
-        yield nested
-        return
-    for part in nested:
-        yield from _flattened(part, depth - 1)

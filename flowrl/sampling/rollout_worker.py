@@ -162,11 +162,8 @@ class RolloutWorker:
         self._settings = self._sampling_settings(given, fragment_length)
         self.hides_ends = self._settings.no_done_at_end
         self.callbacks: DefaultCallbacks = (given.get("callbacks_class") or DefaultCallbacks)()
-        creator = env_creator_for(env_creator)
-        if overrides(self.callbacks, "on_sub_environment_created"):
-            creator = _Announced(creator, self)
         self._envs = WorkerEnvs(
-            creator,
+            env_creator_for(env_creator),
             given.get("env_config") or {},
             given.get("num_envs_per_worker", 1),
             worker_index,
@@ -175,7 +172,8 @@ class RolloutWorker:
             given.get("vectorization_mode", "flowrl"),
             self._settings.horizon,
             self._settings.soft_horizon,
-            given.get("max_num_env_restarts", 5),
+            self._settings.max_env_restarts,
+            self._announce,
         )
         opened = self._envs.open()
         self._stepper: Stepper | None = None
@@ -197,6 +195,7 @@ class RolloutWorker:
         self._sampler: SamplerInput | None = None
         self._read: dict[str, set[str] | None] = {}
         self._asked_for = {"infos"} if given.get("collect_infos", False) else set()
+        self._episodes_ready: list[Any] = []
         self._given_steps = [0, 0]
         self._reported_steps = [0, 0]
 
@@ -230,7 +229,13 @@ class RolloutWorker:
             soft_horizon=bool(given.get("soft_horizon", False)),
             no_done_at_end=bool(given.get("no_done_at_end", False)),
             on_bad_values=given.get("on_bad_values", "raise"),
+            max_env_restarts=given.get("max_num_env_restarts", 5),
             sample_collector=collector,
+        )
+
+    def _announce(self, vector_index: int, env: Any) -> None:
+        self.callbacks.on_sub_environment_created(
+            worker=self, sub_environment=env, env_context=self._envs.context(vector_index)
         )
 
     # -- policies ------------------------------------------------------------------------------
@@ -274,6 +279,12 @@ class RolloutWorker:
             )
         raise AssertionError
 
+    def space_of(self, agent_id: Any, column: str) -> spaces.Space:
+        """The space of an agent's `obs` or `actions`, as the environment says it."""
+        if column == "obs":
+            return self._agents.observation_space(agent_id)
+        return self._agents.action_space(agent_id)
+
     @property
     def num_envs(self) -> int:
         """Environments that this worker steps together."""
@@ -315,11 +326,12 @@ class RolloutWorker:
                 self._source = self._make_source()
             batch = self._with_what_is_read(self._source.collect())
             episodes, self._source.episodes = self._source.episodes, []
+            fresh = {pid: policy.take_fresh_filters() for pid, policy in self.policy_map.items()}
             return Collected(
                 batch,
                 episodes,
                 {pid: policy.version for pid, policy in self.policy_map.items()},
-                {pid: policy.take_fresh_filters() for pid, policy in self.policy_map.items()},
+                {p: f for p, f in fresh.items() if f},
             )
 
     def _with_what_is_read(self, batch: SampleBatch | MultiAgentBatch) -> Any:
@@ -410,12 +422,11 @@ class RolloutWorker:
         if self._settings.batch_mode == "truncate_episodes":
             return sampler.get_data()
         by_agent = self._settings.count_steps_by == "agent_steps"
-        items: list[Any] = []
-        steps, wanted = 0, self._settings.length * self.num_envs
-        while steps < wanted:
-            item = sampler.get_data()
-            items.append(item)
-            steps += item.agent_steps() if by_agent else item.env_steps()
+        items = self._episodes_ready  # those before an error are given with the next ones
+        wanted = self._settings.length * self.num_envs
+        while sum(i.agent_steps() if by_agent else i.env_steps() for i in items) < wanted:
+            items.append(sampler.get_data())
+        self._episodes_ready = []
         return items[0] if len(items) == 1 else SampleBatch.concat_samples(items)
 
     def shaped(self, batch: MultiAgentBatch) -> SampleBatch | MultiAgentBatch:
@@ -460,10 +471,11 @@ class RolloutWorker:
 
     def learn_on_batch(self, batch: SampleBatch | MultiAgentBatch) -> dict[str, dict[str, float]]:
         """One update of every policy in the batch; statistics by policy id."""
-        return {
-            policy_id: self.policy_map[policy_id].learn_on_batch(rows)
-            for policy_id, rows in batch.policy_batches.items()
-        }
+        with self.lock:
+            return {
+                policy_id: self.policy_map[policy_id].learn_on_batch(rows)
+                for policy_id, rows in batch.policy_batches.items()
+            }
 
     def compute_gradients(self, batch: SampleBatch) -> tuple[np.ndarray, dict[str, float]]:
         """The default policy's gradient on a batch, and statistics. Changes nothing."""
@@ -471,7 +483,8 @@ class RolloutWorker:
 
     def apply_gradients(self, gradients: np.ndarray) -> None:
         """One optimizer step of the default policy."""
-        self.policy.apply_gradients(gradients)  # type: ignore[attr-defined]
+        with self.lock:
+            self.policy.apply_gradients(gradients)  # type: ignore[attr-defined]
 
     def get_weights(self) -> dict[str, dict[str, np.ndarray]]:
         """Copies of the weights by policy id."""
@@ -507,12 +520,15 @@ class RolloutWorker:
 
     def get_state(self) -> dict[str, Any]:
         """The policies' states, with their random streams."""
-        return {"policies": {pid: policy.get_state() for pid, policy in self.policy_map.items()}}
+        with self.lock:
+            policies = {pid: policy.get_state() for pid, policy in self.policy_map.items()}
+        return {"policies": policies}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Take over what `get_state` gave."""
-        for policy_id, own in state["policies"].items():
-            self.policy_map[policy_id].set_state(own)
+        with self.lock:
+            for policy_id, own in state["policies"].items():
+                self.policy_map[policy_id].set_state(own)
 
     def stop(self) -> None:
         """Sample no more; close the environments."""
@@ -523,22 +539,6 @@ class RolloutWorker:
 
 def _given(array: np.ndarray) -> np.ndarray:
     return array
-
-
-class _Announced:
-    """A creator that tells the callbacks of every environment that it makes."""
-
-    def __init__(self, creator: EnvCreator, worker: RolloutWorker):
-        self.args = getattr(creator, "args", ())
-        self._creator = creator
-        self._worker = worker
-
-    def __call__(self, context: Any) -> Any:
-        env = self._creator(context)
-        self._worker.callbacks.on_sub_environment_created(
-            worker=self._worker, sub_environment=env, env_context=context
-        )
-        return env
 
 
 def policy_class_and_config(

@@ -68,7 +68,8 @@ class SamplerInput(ABC):
     def _take(self, collected: Collected) -> Batch:
         self._episodes += collected.episodes
         self.weights_versions = collected.versions
-        self.fresh_filters.append(collected.filters)
+        if collected.filters:
+            self.fresh_filters.append(collected.filters)
         return collected.batch
 
 

@@ -23,6 +23,7 @@ from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 from flowrl.policies.config import ConfigError
 from flowrl.sampling.checks import ObservationCheck, check_reward
 from flowrl.sampling.envs import EnvContext, EnvCreator, env_id_of, with_horizon
+from flowrl.sampling.multi_agent_env import is_multi_agent
 from flowrl.seeding import derive_seed
 
 VectorizationMode = Literal["flowrl", "sync", "async", "vector_entry_point", "envpool"]
@@ -91,16 +92,24 @@ class EnvSlots:
         seed: each environment's first reset gets a seed derived from it; None for none.
         max_restarts: of one environment in a row, without an episode or a fragment in between that
             it got through; then its error is raised.
+        on_made: told of every environment that was made.
     """
 
     def __init__(
-        self, make: Callable[[int], Any], num_envs: int, seed: int | None, max_restarts: int
+        self,
+        make: Callable[[int], Any],
+        num_envs: int,
+        seed: int | None,
+        max_restarts: int,
+        on_made: Callable[[int, Any], None] | None = None,
     ):
         self.num_restarts = 0
+        self._on_made = on_made
         self._make = make
         self._seed = seed
         self._max_restarts = max_restarts
         self._failures = [0] * num_envs
+        self._made = [0] * num_envs  # environments so far, of each number
         self._seeded = [False] * num_envs
         self.envs: list[Any] = [None] * num_envs
         self.at(0)
@@ -114,6 +123,10 @@ class EnvSlots:
                 raise
             except Exception as error:
                 self.blame(index, error, "while being made")
+                continue
+            self._made[index] += 1
+            if self._on_made is not None:
+                self._on_made(index, self.envs[index])
         return self.envs[index]
 
     def reset(self, index: int) -> tuple[Any, dict[str, Any]]:
@@ -121,7 +134,7 @@ class EnvSlots:
         while True:
             env, seed = self.at(index), None
             if not self._seeded[index]:
-                purpose = ("restart", self._failures[index]) if self._failures[index] else ()
+                purpose = ("restart", self._made[index]) if self._made[index] > 1 else ()
                 seed = derive_seed(self._seed, "env", index, *purpose)
                 self._seeded[index] = True
             try:
@@ -260,7 +273,7 @@ class DirectStepper:
                 rewards[i] = 0.0
                 observations[i] = self._start(i)
                 continue
-            infos.append(info)
+            infos.append(info.copy() if info else info)  # an environment may keep one dict
             if terminated or truncated:
                 terminateds[i] = terminated
                 truncateds[i] = truncated
@@ -311,8 +324,12 @@ class VectorStepper:
 
     num_restarts = 0
 
-    def __init__(self, env: VectorEnv, seed: int | None):
+    def __init__(
+        self, env: VectorEnv, seed: int | None, make: Callable[[], VectorEnv] | None = None
+    ):
         self.env = env
+        self._make = make
+        self._broken = False
         self.num_envs = env.num_envs
         self.observation_space = env.single_observation_space
         self.action_space = env.single_action_space
@@ -328,6 +345,10 @@ class VectorStepper:
         self._resetting: np.ndarray = np.zeros(self.num_envs, bool)
 
     def reset(self, observations: Any) -> None:
+        if self._broken and self._make is not None:  # it may not survive an error of its own
+            _close(self.env, 0)
+            self.env = self._make()
+        self._broken = False
         seed: Any = derive_seed(self._seed, "env")
         if self._seed is not None and isinstance(self.env, (SyncVectorEnv, AsyncVectorEnv)):
             seed = [derive_seed(self._seed, "env", i) for i in range(self.num_envs)]
@@ -350,7 +371,9 @@ class VectorStepper:
         if isinstance(actions, list):
             room: Any = create_empty_array(self.action_space, self.num_envs)
             given = concatenate(self.action_space, actions, room)
+        self._broken = True
         after, rewards[:], terminateds[:], truncateds[:], infos = self.env.step(given)
+        self._broken = False
         after = self._each(after)
         done = np.logical_or(terminateds, truncateds)
         if done.any():
@@ -366,7 +389,7 @@ class VectorStepper:
                 result.skipped = np.flatnonzero(self._resetting)
             self._resetting = done
         observations[:] = after
-        result.infos = _Infos(infos, self.num_envs) if infos else []
+        result.infos = _Infos(infos, self.num_envs, set(map(int, result.ended))) if infos else []
         return result
 
     def settle(self, slots: Any) -> None:
@@ -376,24 +399,34 @@ class VectorStepper:
         self.env.close()
 
 
+_FINAL = ("final_obs", "_final_obs", "final_info", "_final_info")
+
+
 class _Infos(Sequence[dict[str, Any]]):
     """A vector environment's infos by environment, taken apart when they are read."""
 
-    def __init__(self, infos: dict[str, Any], num_envs: int):
-        self._infos = infos
+    def __init__(self, infos: dict[str, Any], num_envs: int, ended: set[int]):
+        self._infos = {k: v for k, v in infos.items() if k not in _FINAL}
         self._num_envs = num_envs
+        # of an episode that ended in SAME_STEP mode the infos of its own last step
+        self._ended = ended if "final_info" in infos else set()
+        self._final = infos.get("final_info")
 
     def __len__(self) -> int:
         return self._num_envs
 
     def __getitem__(self, index: Any) -> Any:
+        if index in self._ended and isinstance(self._final, dict):
+            return _info_of(self._final, index)
         return _info_of(self._infos, index)
 
 
 def _info_of(infos: dict[str, Any], index: int) -> dict[str, Any]:
     """One environment's part of a vector environment's infos."""
     return {
-        key: _info_of(value, index) if isinstance(value, dict) else value[index]
+        key: _info_of(value, index)
+        if isinstance(value, dict)
+        else (value[index] if isinstance(value, (np.ndarray, list, tuple)) else value)
         for key, value in infos.items()
         if not key.startswith("_") and infos.get(f"_{key}", np.ones(index + 1, bool))[index]
     }
@@ -409,7 +442,7 @@ class WorkerEnvs:
         seed: of every environment's first episode.
         vectorization_mode: "flowrl", "sync", "async", "vector_entry_point" or "envpool".
         horizon, soft_horizon: see AlgorithmConfig.
-        max_restarts: see EnvSlots.
+        max_restarts, on_made: see EnvSlots.
     """
 
     def __init__(
@@ -424,8 +457,10 @@ class WorkerEnvs:
         horizon: int | None = None,
         soft_horizon: bool = False,
         max_restarts: int = 5,
+        on_made: Callable[[int, Any], None] | None = None,
     ):
         self._creator = creator
+        self._on_made = on_made
         self._env_config = env_config
         self.num_envs = num_envs
         self._place = worker_index, num_workers
@@ -436,15 +471,19 @@ class WorkerEnvs:
 
     def make(self, vector_index: int) -> Any:
         """Environment number `vector_index`."""
-        worker_index, num_workers = self._place
         try:
-            env = self._creator(
-                EnvContext(self._env_config, worker_index, vector_index, num_workers)
-            )
+            env = self._creator(self.context(vector_index))
         except Exception as error:
+            worker_index = self._place[0]
             error.add_note(f"while making sub-environment {vector_index} of worker {worker_index}")
             raise
-        return with_horizon(env, *self._horizon) if isinstance(env, gym.Env) else env
+        single = isinstance(env, gym.Env) and not is_multi_agent(env)
+        return with_horizon(env, *self._horizon) if single else env
+
+    def context(self, vector_index: int) -> EnvContext:
+        """What the creator is told of environment number `vector_index`."""
+        worker_index, num_workers = self._place
+        return EnvContext(self._env_config, worker_index, vector_index, num_workers)
 
     def open(self) -> Stepper | EnvSlots:
         """The environments as a stepper; those that are no gymnasium ones as they are, in slots.
@@ -455,15 +494,27 @@ class WorkerEnvs:
         if self._mode in ("vector_entry_point", "envpool"):
             return self._vectorised()
         if self._mode in ("sync", "async"):
-            makers = [partial(self.make, i) for i in range(self.num_envs)]
-            vector = SyncVectorEnv if self._mode == "sync" else AsyncVectorEnv
-            return VectorStepper(vector(makers), self.seed)
-        slots = EnvSlots(self.make, self.num_envs, self.seed, self._max_restarts)
+            makers = [partial(self._make_gymnasium, i) for i in range(self.num_envs)]
+            vector = partial(SyncVectorEnv if self._mode == "sync" else AsyncVectorEnv, makers)
+            return VectorStepper(vector(), self.seed, vector)
+        slots = EnvSlots(self.make, self.num_envs, self.seed, self._max_restarts, self._on_made)
         first = slots.at(0)
         if isinstance(first, VectorEnv):
             self._refuse_horizon()
-            return VectorStepper(first, self.seed)
-        return DirectStepper(slots) if isinstance(first, gym.Env) else slots
+            return VectorStepper(first, self.seed, partial(self.make, 0))
+        single = isinstance(first, gym.Env) and not is_multi_agent(first)
+        return DirectStepper(slots) if single else slots
+
+    def _make_gymnasium(self, vector_index: int) -> gym.Env:
+        env = self.make(vector_index)
+        if not isinstance(env, gym.Env) or is_multi_agent(env):
+            raise ConfigError(
+                f'vectorization_mode="{self._mode}" is for gymnasium environments, the creator '
+                f"gave a {type(env).__name__}"
+            )
+        if self._on_made is not None:
+            self._on_made(vector_index, env)
+        return env
 
     def _refuse_horizon(self) -> None:
         horizon, soft = self._horizon

@@ -28,6 +28,34 @@ def wanted_views(requirements: Mapping[str, ViewRequirement]) -> dict[str, ViewR
     }
 
 
+def signature_of(requirements: Mapping[str, ViewRequirement]) -> dict[str, Any]:
+    """What views ask for: equal if they ask for the same."""
+    return {
+        name: (
+            view.data_col,
+            view.shifts,
+            view.is_window,
+            view.batch_repeat_value,
+            view.agents,
+            view.used_for_compute_actions,
+            view.used_for_training,
+            id(view.space),
+        )
+        for name, view in requirements.items()
+    }
+
+
+def not_for_training(requirements: Mapping[str, ViewRequirement], columns: Any) -> list[str]:
+    """The columns that a train batch is not to have."""
+    unwanted = [
+        name
+        for name, view in requirements.items()
+        if not view.used_for_training and name not in ALWAYS
+    ]
+    states = [n for n in columns if n.startswith("state_out_") and n not in requirements]
+    return unwanted + states
+
+
 class TrajectoryViews:
     """The views of one collector.
 
@@ -48,7 +76,14 @@ class TrajectoryViews:
         num_envs: int,
         zeros: Mapping[str, np.ndarray],
     ):
+        for name, view in requirements.items():
+            if view.agents is not None or view.batch_repeat_value > 1:
+                raise ConfigError(
+                    f"view {name!r}: agents and batch_repeat_value must be asked for before the "
+                    "first fragment, which decides how rows are collected"
+                )
         self.requirements = dict(requirements)
+        self.signature = signature_of(requirements)
         self._length = length
         self._zeros = dict(zeros)
         self._envs = np.arange(num_envs)

@@ -87,8 +87,17 @@ def test_concat():
     joined = concat_samples([batch_of(2), SampleBatch(), batch_of(3, 2)])
     assert joined["actions"].tolist() == [0, 1, 2, 3, 4]
     assert concat_samples([]).count == 0
-    with pytest.raises(ValueError, match="rewards"):
-        concat_samples([batch_of(1), batch_of(1).with_columns(rewards=np.ones(1))])
+
+
+def test_concat_of_different_columns(caplog):
+    more = batch_of(2).with_columns(odd_one=np.ones(2, np.float32))
+    joined = concat_samples([batch_of(1), more])
+    assert joined["odd_one"].tolist() == [0, 1, 1]
+    assert joined["odd_one"].dtype == np.float32
+    assert "['odd_one'] are in some batches only" in caplog.text
+    sequences = SampleBatch(actions=np.arange(2), seq_lens=np.array([2]))
+    with pytest.raises(ValueError, match="seq_lens"):
+        concat_samples([batch_of(1), sequences])
 
 
 def test_shuffle_keeps_rows_together():
