@@ -21,6 +21,7 @@ from flowrl.iter import LocalIterator
 from flowrl.policies.config import ConfigError
 from flowrl.policies.policy import Policy
 from flowrl.policies.policy_spec import PolicySpec
+from flowrl.sampling.callbacks import call
 from flowrl.sampling.episode import EpisodeMetrics
 from flowrl.sampling.rollout_worker import RolloutWorker
 from flowrl.sampling.worker_set import WorkerSet
@@ -111,7 +112,7 @@ class Algorithm:
             "time_this_iter_s": elapsed,
             "time_total_s": self._time_total_s,
         }
-        self.workers.local_worker().callbacks.on_train_result(algorithm=self, result=whole)
+        call(self.workers.local_worker().callbacks.on_train_result, algorithm=self, result=whole)
         return whole
 
     def get_policy(self, policy_id: str | None = None) -> Policy:

@@ -243,17 +243,15 @@ class AlgorithmConfig(PolicyConfig):
             own = getattr(self, name)
             if own is not None and not (isinstance(own, type) and issubclass(own, base)):
                 raise ValueError(f"{name}: a subclass of {base.__name__} is needed, got {own!r}")
-        if self.policies is not None:
-            ids = list(specs_of(self.policies))
-            PolicyMapping(self.policy_mapping_fn, ids)
-            wanted = self.policies_to_train
-            if isinstance(wanted, str) or not (
-                wanted is None or callable(wanted) or hasattr(wanted, "__iter__")
-            ):
+        ids = list(specs_of(self.policies or {DEFAULT_POLICY_ID: None}))
+        wanted = self.policies_to_train
+        if wanted is not None and not callable(wanted):
+            if isinstance(wanted, str) or not hasattr(wanted, "__iter__"):
                 raise ValueError(
                     f"policies_to_train: a collection of policy ids or a function, got {wanted!r}"
                 )
-            unknown = [] if wanted is None or callable(wanted) else sorted(set(wanted) - set(ids))
+            wanted = vars(self)["policies_to_train"] = list(wanted)
+            unknown = [policy_id for policy_id in wanted if policy_id not in ids]
             if unknown:
                 raise ValueError(
                     f"policies_to_train: there is no policy {unknown[0]!r}, only {ids}"
@@ -274,6 +272,9 @@ class AlgorithmConfig(PolicyConfig):
         if self.env is None:
             raise ConfigError('env: no environment is set: .environment(env="CartPole-v1")')
         env_creator_for(self.env)
+        PolicyMapping(
+            self.policy_mapping_fn, list(specs_of(self.policies or {DEFAULT_POLICY_ID: None}))
+        )
 
     def build(self, plan: str | None = None) -> Any:
         """The algorithm, ready to train. `plan` overrides the setting.

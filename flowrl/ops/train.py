@@ -30,7 +30,8 @@ class TrainOneStep:
             `policies_to_train`).
         num_sgd_iter: passes over the batch; None: each policy's own setting.
         sgd_minibatch_size: rows per update, 0 for the whole batch; None: each policy's own
-            setting, or the whole batch where that is smaller.
+            setting, or the whole batch where that is smaller. Of several policies each makes at
+            least one update.
     """
 
     workers: WorkerSet
@@ -107,8 +108,10 @@ def train_one_step(
             size = sgd_minibatch_size
             if size is None:
                 size = min(policy.config.sgd_minibatch_size, rows.count)
+            elif isinstance(batch, MultiAgentBatch):
+                size = min(size, rows.count)  # one of several policies may have few rows
             told: dict[str, float] = {}
-            worker.callbacks.on_learn_on_batch(policy=policy, train_batch=rows, result=told)
+            worker.on_learn_on_batch(policy, rows, told)
             stats = {**policy.learn_on_minibatches(rows, passes, size), **told}
             info[policy_id] = {"learner_stats": stats, "num_agent_steps_trained": rows.count}
     timer.push_units_processed(batch.count)

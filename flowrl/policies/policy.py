@@ -112,7 +112,16 @@ class Policy:
         }
 
     def compute_single_action(self, obs: Any, explore: bool = False) -> Any:
-        """The action to send to an environment that gave the raw observation `obs`."""
+        """The action to send to an environment that gave the raw observation `obs`.
+
+        Raises:
+            ConfigError: it is not of the observation space's shape.
+        """
+        shape = self.observation_space.shape
+        if shape is not None and np.shape(obs) != shape:
+            raise ConfigError(
+                f"an observation of the shape {np.shape(obs)}, not of {self.observation_space}"
+            )
         batch = np.asarray(obs)[None]
         if self.observation_filter is not None:
             batch = self.observation_filter(batch)

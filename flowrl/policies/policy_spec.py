@@ -99,7 +99,9 @@ class PolicyMapping:
         self._policy_ids = policy_ids
         self._worker = worker
         self._fn = fn
-        self._takes: set[str] = set()
+        self._takes_by_name = ("episode", "worker")
+        self._args: list[str] = []
+        self._keywords: list[str] = []
         if fn is None:
             if len(policy_ids) > 1 and DEFAULT_POLICY_ID not in policy_ids:
                 raise ConfigError(
@@ -109,9 +111,24 @@ class PolicyMapping:
             return
         if not callable(fn):
             raise ConfigError(f"policy_mapping_fn: a function is needed, got {fn!r}")
-        parameters = inspect.signature(fn).parameters
-        anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        self._takes = {n for n in ("episode", "worker") if anything or n in parameters}
+        try:
+            parameters = list(inspect.signature(fn).parameters.values())
+        except ValueError:  # some builtins do not say
+            return
+        positional = [
+            p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
+        # by their names, or else by their places: (agent_id, episode, worker)
+        for place, parameter in enumerate(positional[1:3]):
+            named = parameter.name in self._takes_by_name
+            self._args.append(parameter.name if named else ("episode", "worker")[place])
+        anything = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        keywords = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+        self._keywords = [
+            name
+            for name in self._takes_by_name
+            if name not in self._args and (anything or name in keywords)
+        ]
 
     def __call__(self, agent_id: Any, episode: Any = None) -> str:
         """The policy's id.
@@ -123,8 +140,16 @@ class PolicyMapping:
             only = len(self._policy_ids) == 1
             return self._policy_ids[0] if only else DEFAULT_POLICY_ID
         given = {"episode": episode, "worker": self._worker}
-        policy_id = self._fn(agent_id, **{name: given[name] for name in self._takes})
-        if policy_id not in self._policy_ids:
+        try:
+            policy_id = self._fn(
+                agent_id,
+                *(given[name] for name in self._args),
+                **{name: given[name] for name in self._keywords},
+            )
+        except Exception as error:
+            error.add_note(f"raised by policy_mapping_fn for agent {agent_id!r}")
+            raise
+        if not isinstance(policy_id, str) or policy_id not in self._policy_ids:
             raise ConfigError(
                 f"policy_mapping_fn: it maps agent {agent_id!r} to {policy_id!r}; the policies "
                 f"are {self._policy_ids}"

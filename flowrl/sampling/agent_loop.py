@@ -22,11 +22,13 @@ from flowrl.data.multi_agent_batch import AgentID, EpisodeID, PolicyID
 from flowrl.policies.config import ConfigError
 from flowrl.policies.policy import Policy
 from flowrl.sampling.agent_slots import AgentSlots, SlotStep
-from flowrl.sampling.callbacks import overrides
+from flowrl.sampling.callbacks import call, overrides
 from flowrl.sampling.checks import (
+    LARGEST_REWARD,
     BadValueError,
     ObservationCheck,
     OnBadValues,
+    check_columns,
     check_reward,
     odd_actions,
 )
@@ -149,7 +151,12 @@ class AgentLoop:
             while collector.total_agent_steps() < wanted:
                 self._advance(steps)
                 steps += 1
-                self._look_out_for_nothing(steps, collector.total_agent_steps(), "agent steps")
+                self._look_out_for_nothing(steps, collector.total_agent_steps(), "row of an agent")
+                if steps > ENDLESS_STEPS and not collector.total_agent_steps():
+                    raise RuntimeError(
+                        f"nobody acted in {steps} steps of every environment, so there are no "
+                        'agent steps to count: use count_steps_by="env_steps"'
+                    )
         return self._batch_of(collector)
 
     def _collect_episode(self) -> MultiAgentBatch:
@@ -246,6 +253,7 @@ class AgentLoop:
             columns = {name: _rows(value) for name, value in extra.items()}
             columns |= {f"state_out_{i}": _rows(state) for i, state in enumerate(states)}
             names, values = list(columns), list(columns.values())
+            check_columns(policy_id, extra, len(who))
             self._check_actions(policy_id, policy, chosen, who)
             to_env: Any = policy.actions_for_env(chosen)
             if to_env is chosen:  # an environment may write into what it is given
@@ -335,10 +343,10 @@ class AgentLoop:
                 check_reward(reward)
                 self._checked.add(("reward", agent))
             try:
-                finite = -np.inf < reward < np.inf
-            except TypeError:
+                finite = bool(-LARGEST_REWARD <= reward <= LARGEST_REWARD)
+            except (TypeError, ValueError):
+                finite = False
                 check_reward(reward)
-                raise
             if not finite:
                 problem = problem or (agent, "a reward that is not finite", "rewards")
                 step.rewards[agent] = 0.0
@@ -365,18 +373,19 @@ class AgentLoop:
                 self._checks.clear()
                 self._checked.clear()
             check = self._checks[agent] = ObservationCheck(self.slots.observation_space(agent))
-        if (slot, agent) not in self._checked:
-            check.first(obs)
-            self._checked.add((slot, agent))
         try:
+            if (slot, agent) not in self._checked or not check.looks_right(obs):
+                check.first(obs)
+                self._checked.add((slot, agent))
             taken = check.taken(obs)
+        except ConfigError as error:
+            error.add_note(f"given for agent {agent!r} by sub-environment {slot}")
+            raise
         except (TypeError, ValueError, KeyError, IndexError) as error:
             raise ConfigError(
                 f"env: an observation of agent {agent!r} does not fit the space {check.space}: "
                 f"{error}"
             ) from error
-        if not check.is_array or taken.shape != check.space.shape:
-            check.first(obs)
         if check.is_array:
             taken.flags.writeable = False  # it is stored, and callbacks are given it
         return taken
@@ -591,17 +600,14 @@ class AgentLoop:
         method = self._calls.get(name)
         if method is None:
             return
-        try:
-            method(
-                worker=self.worker,
-                base_env=self.slots,
-                policies=self._policies,
-                episode=episode,
-                env_index=slot,
-            )
-        except Exception as error:
-            error.add_note(f"raised by {type(self.worker.callbacks).__name__}.{name}()")
-            raise
+        call(
+            method,
+            worker=self.worker,
+            base_env=self.slots,
+            policies=dict(self._policies),
+            episode=episode,
+            env_index=slot,
+        )
 
     def _update_filters(self) -> None:
         for policy_id, rows in self._seen.items():

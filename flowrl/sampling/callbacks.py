@@ -113,6 +113,25 @@ class DefaultCallbacks:
         """`Algorithm.train()` is about to return `result`, which may be added to."""
 
 
+def call(method: Callable[..., None], **arguments: Any) -> None:
+    """Call a callback; what it raises says so.
+
+    Raises:
+        RuntimeError: it raised StopIteration, which would end a stream.
+    """
+    try:
+        method(**arguments)
+    except StopIteration as error:
+        raise RuntimeError(f"{_name(method)}() raised StopIteration") from error
+    except Exception as error:
+        error.add_note(f"raised by {_name(method)}()")
+        raise
+
+
+def _name(method: Any) -> str:
+    return f"{type(method.__self__).__name__}.{method.__name__}"
+
+
 def overrides(callbacks: DefaultCallbacks, *names: str) -> bool:
     """Whether the callbacks' class has its own version of one of these methods."""
     return any(

@@ -12,6 +12,7 @@ from flowrl.policies.config import ConfigError
 
 OnBadValues = Literal["raise", "drop", "replace"]
 
+LARGEST_REWARD = float(np.finfo(np.float32).max)  # rewards are stored as float32
 TOLERANCE = 1e-4  # of a bound's size: environments compute in floats
 
 
@@ -50,6 +51,13 @@ class ObservationCheck:
                     f"env: an observation does not fit the space {self.space}: it has shape "
                     f"{array.shape} and dtype {array.dtype}, not {space.shape} and {dtype}"
                 )
+
+    def looks_right(self, observation: Any) -> bool:
+        """Whether an observation needs no closer look at its shape and dtype."""
+        if not self.is_array:
+            return False
+        dtype = getattr(observation, "dtype", None)
+        return dtype == self.dtype and observation.shape == self.space.shape
 
     def _parts(self, observation: Any) -> list[Any]:
         try:
@@ -138,6 +146,41 @@ def check_reward(reward: Any) -> None:
         raise ConfigError(f"env: the reward is one number, step() gave {reward!r}")
 
 
+RESERVED = {
+    "obs",
+    "new_obs",
+    "actions",
+    "rewards",
+    "terminateds",
+    "truncateds",
+    "dones",
+    "infos",
+    "t",
+    "eps_id",
+    "unroll_id",
+    "agent_index",
+    "env_id",
+    "seq_lens",
+}
+
+
+def check_columns(policy_id: str, extra: dict[str, Any], count: int) -> None:
+    """Refuse columns from a policy that are the sampler's own, or not one row for each agent.
+
+    Raises:
+        ValueError: naming policy and column.
+    """
+    for name, column in extra.items():
+        if name in RESERVED:
+            raise ValueError(f"policy {policy_id!r} gave a column {name!r}, which is the sampler's")
+        leaf = optree.tree_leaves(column)[0]
+        if len(leaf) != count:
+            raise ValueError(
+                f"policy {policy_id!r} gave the column {name!r} with {len(leaf)} rows for {count} "
+                "observations"
+            )
+
+
 def odd_actions(space: spaces.Space, actions: Any) -> int | None:
     """The first row of actions [B, …], as a policy gives them, that no environment can take.
 
@@ -154,6 +197,8 @@ def odd_actions(space: spaces.Space, actions: Any) -> int | None:
 
 def _odd_rows(space: spaces.Space, actions: np.ndarray) -> int | None:
     if isinstance(space, spaces.Discrete):
+        if actions.ndim != 1 or actions.dtype.kind not in "iu":
+            return 0
         odd = (actions < 0) | (actions >= space.n)
     elif isinstance(space, (spaces.MultiDiscrete, spaces.MultiBinary)):
         low, high = _bounds(space) or (0, 1)

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from gymnasium import spaces
 
-from flowrl.data import SampleBatch
+from flowrl.data import DEFAULT_POLICY_ID, SampleBatch
 from flowrl.data.unread import Unread
 from flowrl.data.windows import Windows
 from flowrl.policies.policy import Policy
 from flowrl.sampling.agent_loop import TIMINGS, SamplingSettings
-from flowrl.sampling.checks import BadValueError, ObservationCheck, odd_actions
+from flowrl.sampling.checks import BadValueError, ObservationCheck, check_columns, odd_actions
 from flowrl.sampling.episode import EpisodeMetrics, fast_metrics
 from flowrl.sampling.steppers import DirectStepper, Step, Stepper
 from flowrl.sampling.views import (
@@ -297,6 +297,12 @@ class ColumnarCollector:
         )
 
     def _allocate(self, actions: np.ndarray, extra: dict[str, np.ndarray]) -> None:
+        check_columns(DEFAULT_POLICY_ID, extra, self.stepper.num_envs)
+        if len(actions) != self.stepper.num_envs:
+            raise ValueError(
+                f"the policy gave {len(actions)} actions for {self.stepper.num_envs} observations"
+            )
+        self._check_actions(actions)
         for name, value in {"actions": actions, **extra}.items():
             have = self._extra.get(name)
             if have is None or have.shape[1:] != value.shape or have.dtype != value.dtype:

@@ -24,7 +24,7 @@ from flowrl.data.windows import NOTHING, Windows
 from flowrl.policies.config import ConfigError
 from flowrl.policies.policy import Policy
 from flowrl.policies.view_requirement import ViewRequirement
-from flowrl.sampling.callbacks import overrides
+from flowrl.sampling.callbacks import call, overrides
 from flowrl.sampling.checks import stacked, zeros_of
 from flowrl.sampling.episode import MultiAgentEpisode
 from flowrl.sampling.sample_collector import SampleCollector
@@ -403,7 +403,8 @@ class SimpleListCollector(SampleCollector):
                     f"it returned a {type(made).__name__}"
                 )
             made = made.without_columns("next_values").isolated()
-            self.callbacks.on_postprocess_trajectory(
+            call(
+                self.callbacks.on_postprocess_trajectory,
                 worker=self.worker,
                 episode=episode,
                 agent_id=agent,

@@ -27,7 +27,7 @@ from flowrl.policies.policy_spec import (
 )
 from flowrl.sampling.agent_loop import AgentLoop, SamplingSettings
 from flowrl.sampling.agent_slots import AgentSlots, MultiAgentSlots, SingleAgentSlots
-from flowrl.sampling.callbacks import DefaultCallbacks, overrides
+from flowrl.sampling.callbacks import DefaultCallbacks, call, overrides
 from flowrl.sampling.collector import ColumnarCollector
 from flowrl.sampling.envs import EnvCreator, env_creator_for
 from flowrl.sampling.episode import (
@@ -200,7 +200,9 @@ class RolloutWorker:
         self._reported_steps = [0, 0]
 
     def _sampling_settings(self, given: Any, length: int | None) -> SamplingSettings:
-        wanted = length or given.get("rollout_fragment_length", DEFAULT_FRAGMENT_LENGTH)
+        wanted = length
+        if wanted is None:
+            wanted = given.get("rollout_fragment_length", DEFAULT_FRAGMENT_LENGTH)
         mode = given.get("batch_mode", "truncate_episodes")
         mode = BATCH_MODES.get(mode, mode)
         by = self._shared["count_steps_by"] or "env_steps"
@@ -212,8 +214,22 @@ class RolloutWorker:
             if value not in allowed:
                 raise ConfigError(f"{name}: one of {', '.join(allowed)} is needed, got {value!r}")
         horizon = given.get("horizon")
-        if horizon is not None and (not isinstance(horizon, int) or horizon < 1):
-            raise ConfigError(f"horizon: env steps, an int from 1, got {horizon!r}")
+        _check_whole("horizon", horizon, 1, True)
+        _check_whole("num_envs_per_worker", given.get("num_envs_per_worker", 1), 1)
+        _check_whole("max_num_env_restarts", given.get("max_num_env_restarts", 5), 0)
+        _check_whole("seed", given.get("seed"), 0, True)
+        if wanted != "auto":
+            _check_whole("rollout_fragment_length", wanted, 1)
+        for name in ("soft_horizon", "no_done_at_end", "sample_async", "collect_infos"):
+            if not isinstance(given.get(name, False), bool):
+                raise ConfigError(f"{name}: True or False is needed, got {given.get(name)!r}")
+        if not isinstance(given.get("env_config") or {}, Mapping):
+            raise ConfigError(f"env_config: a mapping is needed, got {given.get('env_config')!r}")
+        callbacks = given.get("callbacks_class") or DefaultCallbacks
+        if not (isinstance(callbacks, type) and issubclass(callbacks, DefaultCallbacks)):
+            raise ConfigError(
+                f"callbacks_class: a subclass of DefaultCallbacks is needed, got {callbacks!r}"
+            )
         if given.get("soft_horizon") and horizon is None:
             raise ConfigError("soft_horizon needs a horizon")
         collector = given.get("sample_collector") or SimpleListCollector
@@ -234,8 +250,11 @@ class RolloutWorker:
         )
 
     def _announce(self, vector_index: int, env: Any) -> None:
-        self.callbacks.on_sub_environment_created(
-            worker=self, sub_environment=env, env_context=self._envs.context(vector_index)
+        call(
+            self.callbacks.on_sub_environment_created,
+            worker=self,
+            sub_environment=env,
+            env_context=self._envs.context(vector_index),
         )
 
     # -- policies ------------------------------------------------------------------------------
@@ -251,9 +270,14 @@ class RolloutWorker:
         mapping = PolicyMapping(self._shared["policy_mapping_fn"], list(specs), self)
         made = {}
         for policy_id, spec in specs.items():
-            policy_class, config = policy_class_and_config(policy_id, spec, default, given)
             own = self._spaces_for(policy_id, spec, mapping, len(specs))
-            policy = policy_class(*own, config)
+            try:
+                policy_class, config = policy_class_and_config(policy_id, spec, default, given)
+                policy = policy_class(*own, config)
+            except ConfigError as error:
+                if len(specs) > 1:
+                    error.add_note(f"the settings of policy {policy_id!r}")
+                raise
             purpose = () if policy_id == DEFAULT_POLICY_ID else (policy_id,)
             policy.rng = random_stream(self._seed, "actions", self.worker_index, *purpose)
             made[policy_id] = policy
@@ -407,7 +431,7 @@ class RolloutWorker:
         try:
             samples = self._sample_enough()
             if overrides(self.callbacks, "on_sample_end"):
-                self.callbacks.on_sample_end(worker=self, samples=samples)
+                call(self.callbacks.on_sample_end, worker=self, samples=samples)
         except Exception as error:
             error.add_note(f"while worker {self.worker_index} was sampling")
             if isinstance(error, StopIteration):
@@ -469,6 +493,11 @@ class RolloutWorker:
 
     # -- learning ------------------------------------------------------------------------------
 
+    def on_learn_on_batch(self, policy: Policy, rows: SampleBatch, told: dict[str, float]) -> None:
+        """Tell the callbacks that a policy is about to learn; what they put into `told` is
+        reported."""
+        call(self.callbacks.on_learn_on_batch, policy=policy, train_batch=rows, result=told)
+
     def learn_on_batch(self, batch: SampleBatch | MultiAgentBatch) -> dict[str, dict[str, float]]:
         """One update of every policy in the batch; statistics by policy id."""
         with self.lock:
@@ -525,10 +554,25 @@ class RolloutWorker:
         return {"policies": policies}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Take over what `get_state` gave."""
+        """Take over what `get_state` gave.
+
+        Raises:
+            ValueError: it is of other policies, or does not fit one; nothing is changed.
+        """
+        given = state["policies"]
+        if set(given) != set(self.policy_map):
+            raise ValueError(
+                f"a state of the policies {sorted(given)}, but here are {sorted(self.policy_map)}"
+            )
         with self.lock:
-            for policy_id, own in state["policies"].items():
-                self.policy_map[policy_id].set_state(own)
+            before = {pid: policy.get_state() for pid, policy in self.policy_map.items()}
+            try:
+                for policy_id, own in given.items():
+                    self.policy_map[policy_id].set_state(own)
+            except Exception:
+                for policy_id, own in before.items():
+                    self.policy_map[policy_id].set_state(own)
+                raise
 
     def stop(self) -> None:
         """Sample no more; close the environments."""
@@ -541,6 +585,13 @@ def _given(array: np.ndarray) -> np.ndarray:
     return array
 
 
+def _check_whole(name: str, value: Any, least: int, may_be_none: bool = False) -> None:
+    if may_be_none and value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+        raise ConfigError(f"{name}: an int from {least} is needed, got {value!r}")
+
+
 def policy_class_and_config(
     policy_id: str, spec: PolicySpec, default: type[Policy] | None, given: Any
 ) -> tuple[type[Policy], Any]:
@@ -550,13 +601,25 @@ def policy_class_and_config(
         ConfigError: there is no class.
     """
     policy_class, seed = spec.policy_class, given.get("seed")
-    own = spec.config or {}
+    own = {} if spec.config is None else spec.config
+    if not isinstance(own, (Mapping, PolicyConfig)):
+        raise ConfigError(f"policies: the config of {policy_id!r} is a mapping, got {own!r}")
+    foreign = sorted(set(own) & WORKER_SETTINGS) if isinstance(own, Mapping) else []
+    if foreign:
+        raise ConfigError(
+            f"policies: {foreign[0]!r} of {policy_id!r} is the run's setting, not a policy's"
+        )
     if isinstance(own, PolicyConfig):
         policy_class = policy_class or getattr(own, "policy_class", None) or default
         given, own = own, {} if own.seed is None else {"seed": own.seed}
     policy_class = policy_class or default
     if policy_class is None:
         raise ConfigError(f"policies: {policy_id!r} needs a policy_class")
+    if not (isinstance(policy_class, type) and issubclass(policy_class, Policy)):
+        raise ConfigError(
+            f"policies: the policy_class of {policy_id!r} is a subclass of Policy, got "
+            f"{policy_class!r}"
+        )
     if policy_id != DEFAULT_POLICY_ID and "seed" not in own:
         own = {**own, "seed": derive_seed(seed, "policy", policy_id)}
     if isinstance(given, policy_class.config_class):

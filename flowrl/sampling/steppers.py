@@ -124,6 +124,8 @@ class EnvSlots:
             except Exception as error:
                 self.blame(index, error, "while being made")
                 continue
+            if self.envs[index] is None:
+                raise ConfigError("env: the creator gave None: does it return the environment?")
             self._made[index] += 1
             if self._on_made is not None:
                 self._on_made(index, self.envs[index])
@@ -151,6 +153,11 @@ class EnvSlots:
         Raises:
             error: it has done so too often.
         """
+        if isinstance(error, ValueError) and "values to unpack" in str(error):
+            raise ConfigError(
+                f"env: sub-environment {index}: reset() gives (observation, info), step() gives "
+                f"(observation, reward, terminated, truncated, info): {error}"
+            ) from error
         self._failures[index] += 1
         self.num_restarts += 1
         if self._failures[index] > self._max_restarts:
@@ -206,6 +213,8 @@ class DirectStepper:
         self.check = ObservationCheck(self.observation_space)
         self._unchecked = [True] * self.num_envs
         self._shape = self.observation_space.shape or None
+        # what needs no look at its shape and dtype: numbers of a Discrete space
+        self._plain = (int, np.integer) if self.check.is_array else ()
         discrete = isinstance(self.action_space, spaces.Discrete)
         self._range = (
             (int(self.action_space.start), int(self.action_space.start + self.action_space.n))
@@ -246,7 +255,7 @@ class DirectStepper:
         result = Step()
         infos: list[dict[str, Any]] = []
         ended, final, unchecked = [], [], self._unchecked
-        shape = self._shape
+        shape, dtype, plain = self._shape, self.check.dtype, self._plain
         # Python scalars: environments check and use them faster than numpy's
         given = actions.tolist() if getattr(actions, "ndim", 0) == 1 else actions
         if self._range is not None:
@@ -259,8 +268,11 @@ class DirectStepper:
                 if unchecked[i]:
                     self._check_step(observation, reward, terminated, truncated)
                     unchecked[i] = False
-                elif shape is not None and getattr(observation, "shape", shape) != shape:
-                    self.check.first(observation)  # numpy would broadcast it
+                elif shape is None:
+                    if not isinstance(observation, plain):
+                        self.check.first(observation)
+                elif getattr(observation, "shape", None) != shape or observation.dtype != dtype:
+                    self.check.first(observation)  # numpy would broadcast and cast it
                 rewards[i] = reward
             except ConfigError as error:
                 error.add_note(f"raised by sub-environment {i}")

@@ -456,3 +456,151 @@ def test_agents_that_come_and_go_leave_nothing_behind():
     (collector,) = w._source._collectors
     (agents,) = collector._trajectories.values()
     assert len(agents) <= 2
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"rewards": np.ones(2)}, "column 'rewards', which is the sampler's"),
+        ({"x": np.ones(3)}, "column 'x' with 3 rows for 2"),
+    ],
+)
+def test_columns_that_a_policy_may_not_give(way, extra, message):
+    class Gives(Idle):
+        def compute_actions(self, obs_batch, explore=True):
+            return np.zeros(len(obs_batch), np.int64), [], extra
+
+    with pytest.raises(ValueError, match=message):
+        worker(CountEnv, Gives, sample_collector=way, num_envs_per_worker=2).sample()
+
+
+@pytest.mark.parametrize(
+    "actions", [np.full(2, np.nan), np.full(2, 0.7), np.zeros((2, 1), np.int64), np.zeros(3, int)]
+)
+def test_actions_of_the_wrong_kind(way, actions):
+    class Odd(Idle):
+        def compute_actions(self, obs_batch, explore=True):
+            return actions, [], {}
+
+    with pytest.raises(ValueError, match="gave"):
+        worker(CountEnv, Odd, sample_collector=way, num_envs_per_worker=2).sample()
+
+
+@pytest.mark.parametrize(
+    ("space", "wrong"),
+    [
+        (gym.spaces.Box(0, 255, (2,), np.uint8), np.array([300, 1])),
+        (gym.spaces.Box(0, 255, (2,), np.uint8), np.array([0.5, 1.0])),
+        (gym.spaces.Box(0, 9, (2,), np.float32), 0.5),
+        (gym.spaces.Box(0, 9, (2,), np.float32), "ab"),
+        (gym.spaces.Discrete(5), 2.7),
+        (gym.spaces.Discrete(5), "2"),
+    ],
+    ids=str,
+)
+def test_observations_are_not_cast(way, space, wrong):
+    class Odd(CountEnv):
+        observation_space = space
+
+        def observe(self):
+            return wrong if self.steps == 3 else np.zeros(space.shape, space.dtype)
+
+    with pytest.raises(ConfigError, match="does not fit the space"):
+        worker(lambda: Odd(5), sample_collector=way).sample()
+
+
+def test_rewards_must_fit_their_column(way):
+    class Rich(CountEnv):
+        def step(self, action):
+            observation, _, *rest = super().step(action)
+            return (observation, 1e300, *rest)
+
+    with np.errstate(over="ignore"), pytest.raises(ValueError, match="reward that is not finite"):
+        worker(Rich, sample_collector=way).sample()
+
+
+def test_a_creator_that_forgets_to_return():
+    with pytest.raises(ConfigError, match="does it return the environment"):
+        worker(lambda: None)
+
+
+def test_a_step_of_the_old_kind_is_named(way):
+    class Old(CountEnv):
+        def step(self, action):
+            return super().step(action)[:4]
+
+    with pytest.raises(ConfigError, match=r"step\(\) gives \(observation"):
+        worker(Old, sample_collector=way).sample()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_envs_per_worker": 0}, "num_envs_per_worker: an int from 1"),
+        ({"num_envs_per_worker": True}, "num_envs_per_worker"),
+        ({"rollout_fragment_length": "x"}, "rollout_fragment_length"),
+        ({"seed": -1}, "seed"),
+        ({"no_done_at_end": "no"}, "no_done_at_end: True or False"),
+        ({"sample_async": "false"}, "sample_async"),
+        ({"env_config": 5}, "env_config: a mapping"),
+        ({"callbacks_class": 5}, "callbacks_class"),
+    ],
+)
+def test_plain_settings_are_checked(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        worker(CountEnv, **settings)
+
+
+def test_agent_steps_that_never_come():
+    w = worker(lambda: Slow(()), {"p": Idle}, count_steps_by="agent_steps")
+    with pytest.raises(RuntimeError, match="nobody acted"):
+        w.sample()
+
+
+@pytest.mark.parametrize("mode", ["truncate_episodes", "complete_episodes"])
+def test_greedy_is_greedy_however_rows_are_collected(mode):
+    from flowrl.algorithms.ppo import PPOConfig
+
+    class Zeros(gym.Env):
+        """A reward for every 0."""
+
+        observation_space = gym.spaces.Box(-1, 1, (1,), np.float32)
+        action_space = gym.spaces.Discrete(2)
+
+        def reset(self, *, seed=None, options=None):
+            self.n = 0
+            return np.ones(1, np.float32), {}
+
+        def step(self, action):
+            self.n += 1
+            return np.ones(1, np.float32), float(action == 0), self.n == 50, False, {}
+
+    config = PPOConfig(
+        env=lambda context: Zeros(),
+        seed=1,
+        batch_mode=mode,
+        train_batch_size=100,
+        sgd_minibatch_size=0,
+    )
+    config.rollouts(rollout_fragment_length=50).callbacks(Ends)
+    with config.build() as algorithm:
+        algorithm.train()
+        greedy = algorithm.evaluate(episodes=2)
+        assert greedy["episode_reward_mean"] in (0, 50)
+        assert 0 < algorithm.evaluate(episodes=2, explore=True)["episode_reward_mean"] < 50
+        assert algorithm.compute_single_action(np.ones(1, np.float32)) in (0, 1)
+        with pytest.raises(ConfigError, match="an observation of the shape"):
+            algorithm.compute_single_action(np.ones(2, np.float32))
+
+
+class Ends(DefaultCallbacks):
+    def on_episode_end(self, **kwargs):
+        pass
+
+
+def test_an_evaluation_plays_whole_episodes_over_soft_horizons():
+    from flowrl.algorithms.ppo import PPOConfig
+
+    config = PPOConfig(env="CartPole-v1", seed=1, horizon=5, soft_horizon=True)
+    with config.build() as algorithm:
+        assert algorithm.evaluate(episodes=3)["episode_len_mean"] > 5

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flowrl.algorithms.checkpoint import CheckpointError
 from flowrl.algorithms.ppo import PPOConfig, PPOTorchPolicy
 from flowrl.data import MultiAgentBatch
 from flowrl.policies import ConfigError, Policy, PolicySpec, ViewRequirement
@@ -500,6 +501,94 @@ def test_a_run_of_several_policies():
         assert policies["c"].config.lr == 2e-3
 
 
+@pytest.mark.parametrize(
+    "mapping",
+    [
+        lambda aid, ep, worker: aid if ep is None or ep.length >= 0 else worker.x,
+        lambda agent_id, worker, episode: aid_of(agent_id, worker, episode),
+        lambda agent_id, *, episode: agent_id if episode is None else str(agent_id),
+        lambda agent_id, **kwargs: agent_id if set(kwargs) == {"episode", "worker"} else "",
+        str,
+        {agent: agent for agent in "abc"}.__getitem__,
+    ],
+)
+def test_mappings_of_any_signature(mapping):
+    w = RolloutWorker(
+        lambda context: Arena(), dict.fromkeys("abc", Idle), {"policy_mapping_fn": mapping}
+    )
+    assert set(w.sample().policy_batches) == set("abc")
+
+
+def aid_of(agent_id, worker, episode):
+    assert isinstance(worker, RolloutWorker)
+    assert episode is None or episode.worker is worker
+    return agent_id
+
+
+def test_a_mapping_that_raises_is_named():
+    def broken(agent_id):
+        raise KeyError(agent_id)
+
+    w = RolloutWorker(
+        lambda context: Arena(), dict.fromkeys("ab", Idle), {"policy_mapping_fn": broken}
+    )
+    with pytest.raises(KeyError) as caught:
+        w.sample()
+    assert "policy_mapping_fn for agent 'a'" in "".join(caught.value.__notes__)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (PolicySpec(int), "policy_class of 'p'"),
+        (PolicySpec("PPO"), "policy_class of 'p'"),
+        (PolicySpec(Idle, config=5), "config of 'p' is a mapping"),
+        (PolicySpec(Idle, config={"num_workers": 2}), "'num_workers' of 'p' is the run's"),
+        (PolicySpec(Idle, config={"gama": 0.5}), "gama"),
+    ],
+)
+def test_wrong_specs_are_refused(spec, message):
+    with pytest.raises(ConfigError, match=message):
+        RolloutWorker(lambda context: Arena("a"), {"p": spec}, {})
+
+
+class Apart(MultiAgentEnv):
+    """Two agents; what one should do the other should not."""
+
+    observation_space = gym.spaces.Box(-1, 1, (1,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+    possible_agents = ["zero", "one"]
+
+    def reset(self, *, seed=None, options=None):
+        self.n = 0
+        return self.observe(), {}
+
+    def observe(self):
+        # the second is seen every fifth step only
+        there = self.possible_agents if self.n % 5 == 0 else ["zero"]
+        return {agent: np.zeros(1, np.float32) for agent in there}
+
+    def step(self, action_dict):
+        self.n += 1
+        rewards = {a: float(self.possible_agents[x] == a) for a, x in action_dict.items()}
+        return self.observe(), rewards, {"__all__": self.n == 20}, {"__all__": False}, {}
+
+
+def test_each_policy_learns_and_plays_its_own():
+    config = (
+        PPOConfig(env=lambda context: Apart(), train_batch_size=400, seed=1, lr=3e-3)
+        .rollouts(num_envs_per_worker=2)
+        .multi_agent(policies=["zero", "one"])
+        .multi_agent(policy_mapping_fn=lambda agent_id: agent_id)
+    )
+    with config.build() as algorithm:
+        for _ in range(12):
+            result = algorithm.train()
+        # 80 rows of the second policy are fewer than a minibatch
+        assert result["info"]["learner"]["one"]["num_agent_steps_trained"] < 128
+        assert algorithm.evaluate(episodes=3)["episode_reward_mean"] == 24
+
+
 class Heuristic(Policy):
     """Does not learn."""
 
@@ -519,6 +608,23 @@ def test_a_policy_that_does_not_learn(workers, ray_session, tmp_path):
             algorithm.get_policy("c").learn_on_batch(None)
         with pytest.raises(ValueError, match="has no weights"):
             algorithm.get_policy("c").set_weights({"w": np.zeros(1)})
+
+
+def test_a_checkpoint_of_other_policies_changes_nothing(tmp_path):
+    with config_for_three().build() as algorithm:
+        algorithm.train()
+        algorithm.save(tmp_path / "c")
+    other = config_for_three()
+    other.multi_agent(
+        policies={**other.policies, "c": PolicySpec(config={"model": {"fcnet_hiddens": [8]}})}
+    )
+    with other.build() as again:
+        before = again.workers.local_worker().get_weights()
+        with pytest.raises(CheckpointError, match="does not fit"):
+            again.restore(tmp_path / "c")
+        after = again.workers.local_worker().get_weights()
+        for policy_id, own in before.items():
+            assert all(np.array_equal(own[name], after[policy_id][name]) for name in own)
 
 
 def test_an_evaluation_of_several_policies():
@@ -555,7 +661,7 @@ def test_a_checkpoint_of_several_policies(tmp_path):
 )
 def test_settings_that_contradict_each_other(settings, message):
     with pytest.raises(ConfigError, match=message):
-        PPOConfig().multi_agent(**settings)
+        PPOConfig(env="CartPole-v1").multi_agent(**settings).build()
 
 
 def test_the_mapping_of_plain_dicts():
