@@ -408,14 +408,14 @@ class ColumnarCollector:
 
     def _check_values(self, ends: Ends, cuts: Cuts) -> None:
         """What is not finite would spread: into filters, advantages, weights."""
-        final = self._check.outside(ends.final)
+        fits = self._check.fits(self._raw) and self._check.fits(ends.final)
+        if fits and np.isfinite(self._rewards).all():
+            return
         checked = {
             "an observation": self._check.outside(self._raw),
             "a reward": ~np.isfinite(self._rewards),
-            "a final observation": final,
+            "a final observation": self._check.outside(ends.final),
         }
-        if not any(odd.any() for odd in checked.values()):
-            return
         cut = cuts.after(self._terminateds | self._truncateds)
         problems: list[tuple[int, int, str, int]] = []  # step, environment, what; row, or -1
         for what, odd in checked.items():

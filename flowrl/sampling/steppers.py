@@ -391,8 +391,11 @@ class VectorStepper:
         if done.any():
             ended = result.ended = np.flatnonzero(done)
             same_step = self.mode is AutoresetMode.SAME_STEP
-            last = infos["final_obs"] if same_step else after
-            result.final = [self.check.taken(last[i]) for i in ended]
+            if self.check.is_array and not same_step:
+                result.final = after[ended]
+            else:
+                last = infos["final_obs"] if same_step else after
+                result.final = [self.check.taken(last[i]) for i in ended]
         if self.mode is AutoresetMode.DISABLED and len(result.ended):
             after, _ = self.env.reset(options={"reset_mask": done})
             after = self._each(after)
