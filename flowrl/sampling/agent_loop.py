@@ -11,7 +11,6 @@ import itertools
 import logging
 import time
 from collections import deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,39 +26,21 @@ from flowrl.sampling.checks import (
     LARGEST_REWARD,
     BadValueError,
     ObservationCheck,
-    OnBadValues,
     check_columns,
     check_reward,
     odd_actions,
 )
 from flowrl.sampling.episode import AgentRecord, EpisodeMetrics, MultiAgentEpisode
-from flowrl.sampling.list_collector import SimpleListCollector
 from flowrl.sampling.sample_collector import SampleCollector
+from flowrl.sampling.settings import TIMINGS, SamplingSettings
 
 if TYPE_CHECKING:
     from flowrl.sampling.rollout_worker import RolloutWorker
 
 log = logging.getLogger("flowrl")
 
-# seconds in environments, in policies that act, in storing rows, in postprocessing, in all of it
-TIMINGS = ("env_step_s", "inference_s", "collection_s", "postprocess_s", "sample_s")
 ENDLESS_STEPS = 10_000  # env steps without what was asked for, after which that is said
 AGENTS_REMEMBERED = 10_000  # whose first observations were checked
-
-
-@dataclass(frozen=True)
-class SamplingSettings:
-    """What a worker's settings say about sampling; see AlgorithmConfig."""
-
-    length: int
-    batch_mode: str = "truncate_episodes"
-    count_steps_by: str = "env_steps"
-    horizon: int | None = None
-    soft_horizon: bool = False
-    no_done_at_end: bool = False
-    on_bad_values: OnBadValues = "raise"
-    max_env_restarts: int = 5
-    sample_collector: type[SampleCollector] = SimpleListCollector
 
 
 class AgentLoop:

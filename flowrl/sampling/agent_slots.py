@@ -9,8 +9,9 @@ from gymnasium import spaces
 
 from flowrl.policies.config import ConfigError
 from flowrl.sampling.checks import copied, zeros_of
+from flowrl.sampling.env_slots import EnvSlots
 from flowrl.sampling.multi_agent_env import is_multi_agent
-from flowrl.sampling.steppers import DirectStepper, EnvSlots, Stepper
+from flowrl.sampling.steppers import DirectStepper, Stepper
 
 SINGLE_AGENT = "agent0"
 

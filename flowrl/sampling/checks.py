@@ -146,6 +146,7 @@ def check_reward(reward: Any) -> None:
         raise ConfigError(f"env: the reward is one number, step() gave {reward!r}")
 
 
+# columns that the sampler makes: in every batch, and no policy's to give
 RESERVED = {
     "obs",
     "new_obs",

@@ -18,9 +18,9 @@ from flowrl.data import DEFAULT_POLICY_ID, SampleBatch
 from flowrl.data.unread import Unread
 from flowrl.data.windows import Windows
 from flowrl.policies.policy import Policy
-from flowrl.sampling.agent_loop import TIMINGS, SamplingSettings
 from flowrl.sampling.checks import BadValueError, ObservationCheck, check_columns, odd_actions
 from flowrl.sampling.episode import EpisodeMetrics, fast_metrics
+from flowrl.sampling.settings import TIMINGS, SamplingSettings
 from flowrl.sampling.steppers import DirectStepper, Step, Stepper
 from flowrl.sampling.views import (
     TrajectoryViews,

@@ -20,15 +20,15 @@ import optree
 from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.data.multi_agent_batch import AgentID, EpisodeID, PolicyID
 from flowrl.data.unread import Unread
-from flowrl.data.windows import NOTHING, Windows
+from flowrl.data.windows import Windows
 from flowrl.policies.config import ConfigError
 from flowrl.policies.policy import Policy
-from flowrl.policies.view_requirement import ViewRequirement
 from flowrl.sampling.callbacks import call, overrides
-from flowrl.sampling.checks import stacked, zeros_of
+from flowrl.sampling.checks import stacked
 from flowrl.sampling.episode import MultiAgentEpisode
 from flowrl.sampling.sample_collector import SampleCollector
-from flowrl.sampling.views import View, not_for_training, signature_of, wanted_views
+from flowrl.sampling.trajectories import RowViews, Segment, Trajectory, column_of
+from flowrl.sampling.views import View, not_for_training, signature_of
 
 _ALIASES = {
     "action": "actions",
@@ -40,102 +40,6 @@ _ALIASES = {
 }
 _NEEDED = {"actions", "rewards", "new_obs", "terminateds", "truncateds"}
 _IDS = ("t", "env_id", "agent_index")
-_DTYPES = {"rewards": np.float32, "terminateds": bool, "truncateds": bool}
-
-
-class Trajectory:
-    """One agent's rows in one episode, as the dicts that they came in.
-
-    observations: one more than there are values. rows: so far, those that were let go counted;
-    begin: the first that no segment has; dropped: how many were let go; times: env step in which
-    each row's action was taken, and that of the next; ended: its last row says so; sums: the
-    running discounted sum of rewards, for the reward scaler; before: the trajectory that this one
-    goes on from over a soft horizon; initial: the states that it began with.
-    """
-
-    __slots__ = (
-        "agent_id",
-        "before",
-        "begin",
-        "dropped",
-        "ended",
-        "episode_id",
-        "initial",
-        "observations",
-        "policy_id",
-        "rows",
-        "sums",
-        "times",
-        "values",
-    )  # fmt: skip
-
-    def __init__(self, episode_id: EpisodeID, agent_id: AgentID, policy_id: PolicyID):
-        self.episode_id = episode_id
-        self.agent_id = agent_id
-        self.policy_id = policy_id
-        self.observations: list[Any] = []
-        self.values: list[dict[str, Any]] = []
-        self.rows = self.begin = self.dropped = 0
-        self.times: list[int] = []
-        self.ended = False
-        self.initial: list[Any] = []
-        self.sums: Any = None
-        self.before: Trajectory | None = None
-
-    def part(self, name: str, begin: int, end: int) -> list[Any]:
-        """A column's values of rows begin … end-1; zeros where a row came without."""
-        begin, end = begin - self.dropped, end - self.dropped
-        if name == "obs":
-            return self.observations[begin:end]
-        rows = self.values[begin:end]
-        if name == "dones":
-            return [row["terminateds"] or row["truncateds"] for row in rows]
-        try:
-            return [row[name] for row in rows]
-        except KeyError:
-            known = next((row[name] for row in rows if name in row), None)
-            if known is None:
-                raise ConfigError(
-                    f"no column {name!r} to make a view of: it is not collected"
-                ) from None
-            zero = optree.tree_map(np.zeros_like, known)
-            return [row.get(name, zero) for row in rows]
-
-    def take_sums(self) -> None:
-        """Go on with the sums of the trajectory before, whose rows are all in batches."""
-        if self.before is not None:
-            self.before.take_sums()
-            self.sums, self.before = self.before.sums, None
-
-    def forget(self, lookback: int, since: int | None = None) -> None:
-        """Let rows go that are in a segment, but the last ones, and those `since` an env step."""
-        count = max(0, self.begin - lookback) - self.dropped
-        if since is not None:
-            count = min(count, bisect.bisect_left(self.times, since))
-        if count > 0:
-            del self.values[:count], self.observations[:count], self.times[:count]
-            self.dropped += count
-
-
-class Segment:
-    """Rows begin … end-1 of a trajectory."""
-
-    __slots__ = ("begin", "end", "episode", "trajectory", "unroll_id")
-
-    def __init__(self, trajectory: Trajectory, unroll_id: int, episode: MultiAgentEpisode | None):
-        self.trajectory = trajectory
-        self.begin = trajectory.begin
-        self.end = trajectory.rows
-        self.unroll_id = unroll_id
-        self.episode = episode
-        trajectory.begin = self.end
-
-    def __len__(self) -> int:
-        return self.end - self.begin
-
-    def names(self) -> list[str]:
-        """The columns that its last row came with."""
-        return list(self.trajectory.values[self.end - 1 - self.trajectory.dropped])
 
 
 class SimpleListCollector(SampleCollector):
@@ -154,7 +58,7 @@ class SimpleListCollector(SampleCollector):
         self._rows_closed = 0
         self._times: dict[EpisodeID, int] = {}  # env steps so far, soft horizons counted through
         self._offsets: dict[EpisodeID, int] = {}
-        self._views: dict[PolicyID, _PolicyViews] = {}
+        self._views: dict[PolicyID, RowViews] = {}
         self._apart = {pid: self._wants_apart(p) for pid, p in self.policy_map.items()}
         self._over: set[EpisodeID] = set()  # nothing more will come of these
 
@@ -274,11 +178,11 @@ class SimpleListCollector(SampleCollector):
     def _lookback(self) -> int:
         return max((self._views_of(pid).lookback for pid in self.policy_map), default=0)
 
-    def _views_of(self, policy_id: PolicyID) -> _PolicyViews:
+    def _views_of(self, policy_id: PolicyID) -> RowViews:
         policy = self.policy_map[policy_id]
         views = self._views.get(policy_id)
         if views is None or views.signature != signature_of(policy.view_requirements):
-            views = self._views[policy_id] = _PolicyViews(policy)
+            views = self._views[policy_id] = RowViews(policy)
         return views
 
     def _of_agents_asked(self) -> bool:
@@ -297,7 +201,7 @@ class SimpleListCollector(SampleCollector):
         waiting, self._waiting[policy_id] = self._waiting[policy_id], []
         return self._inputs(self._views_of(policy_id), [(t, t.rows) for t in waiting])
 
-    def _inputs(self, views: _PolicyViews, given: list[tuple[Trajectory, int]]) -> dict[str, Any]:
+    def _inputs(self, views: RowViews, given: list[tuple[Trajectory, int]]) -> dict[str, Any]:
         """What the acting views show at rows of trajectories, which may be to come, [B, …]."""
         made: dict[str, Any] = {}
         if not given:
@@ -313,7 +217,7 @@ class SimpleListCollector(SampleCollector):
         return made
 
     def _of_agents(
-        self, views: _PolicyViews, view: View, rows: list[tuple[Trajectory, int]]
+        self, views: RowViews, view: View, rows: list[tuple[Trajectory, int]]
     ) -> tuple[np.ndarray, np.ndarray]:
         """A view on other agents for rows of trajectories: values and mask [B, agents, …]."""
         found: list[Any] = []  # by row, agent and shift
@@ -342,7 +246,7 @@ class SimpleListCollector(SampleCollector):
         shape: tuple[int, ...] = (len(rows), count)
         if view.is_window:
             shape = (*shape, len(view.shifts))
-        values = _column(view.source, found)
+        values = column_of(view.source, found)
         return values.reshape(*shape, *values.shape[1:]), np.array(mask, bool).reshape(shape)
 
     # -- batches out -------------------------------------------------------------------------------
@@ -472,11 +376,11 @@ class SimpleListCollector(SampleCollector):
         names = segments[0].names()
         for name in names:
             if name == "infos":
-                made = partial(_column, name, _chained(segments, name))
+                made = partial(column_of, name, _chained(segments, name))
                 infos = Unread(name, made, (count,), np.dtype(object))
                 rows[name] = Windows(infos, np.arange(count))
             elif name not in _IDS:
-                rows[name] = _column(name, _chained(segments, name))
+                rows[name] = column_of(name, _chained(segments, name))
         if self._hides_ends():
             for name in ("terminateds", "truncateds"):
                 rows[name] = np.zeros(count, bool)
@@ -525,7 +429,7 @@ class SimpleListCollector(SampleCollector):
     def _next_values(
         self,
         policy: Policy,
-        views: _PolicyViews,
+        views: RowViews,
         segments: list[Segment],
         rows: dict[str, Any],
         ends: np.ndarray,
@@ -542,9 +446,7 @@ class SimpleListCollector(SampleCollector):
             following[ends[cut] - 1] = found
         return following
 
-    def _add_views(
-        self, views: _PolicyViews, segments: list[Segment], rows: dict[str, Any]
-    ) -> None:
+    def _add_views(self, views: RowViews, segments: list[Segment], rows: dict[str, Any]) -> None:
         """The views for training, and what is not for it taken away."""
         bases: dict[str, tuple[np.ndarray, list[int]]] = {}
         per_sequence = 0
@@ -600,118 +502,6 @@ class SimpleListCollector(SampleCollector):
         return kept.with_columns(**columns)
 
 
-class _PolicyViews:
-    """The views of one policy, over trajectories in lists."""
-
-    def __init__(self, policy: Policy):
-        self.policy = policy
-        self.requirements = dict(policy.view_requirements)
-        self.signature = signature_of(self.requirements)
-        wanted: dict[str, ViewRequirement] = wanted_views(self.requirements)
-        self.training = {n: View(n, v) for n, v in wanted.items() if v.used_for_training}
-        self.acting = {
-            name: View(name, view)
-            for name, view in self.requirements.items()
-            if view.known_for_actions(name)
-        }
-        for name, view in self.training.items():
-            if view.repeat > 1 and not name.startswith("state_in_"):
-                raise ConfigError(
-                    f"view {name!r}: batch_repeat_value is for views named state_in_…: the others "
-                    "have a value for each row"
-                )
-        everything = [*self.training.values(), *self.acting.values()]
-        self.lookback = max((-min(view.shifts) for view in everything), default=0)
-        self.lookback = max(self.lookback, 0)
-        self.of_agents = any(view.agents is not None for view in everything)
-
-    @property
-    def replace_observations(self) -> bool:
-        """Whether views stand for both `obs` and `new_obs`."""
-        return {"obs", "new_obs"} <= set(self.training)
-
-    def possible_agents(self, worker: Any) -> list[Any]:
-        agents = getattr(worker, "possible_agents", None)
-        if not agents:
-            raise ConfigError(
-                'a view of agents="others" needs an environment that says its possible_agents'
-            )
-        return agents
-
-    def zero(self, view: View) -> Any:
-        """What a view shows where there is nothing."""
-        source = view.source
-        if source.startswith("state_out_"):
-            return np.asarray(
-                self.policy.get_initial_state()[int(source.removeprefix("state_out_"))]
-            )
-        if view.space is not None:
-            return zeros_of(view.space)
-        if source in _DTYPES or source == "dones":
-            return np.zeros((), _DTYPES.get(source, bool))
-        if source == "actions":
-            return zeros_of(self.policy.action_space)
-        if source == "obs":
-            return zeros_of(self.policy.observation_space)
-        raise ConfigError(f"view of {source!r}: give it a space, to know what is not there")
-
-    def zero_of_agent(self, view: View, agent: AgentID, worker: Any) -> Any:
-        """What a view shows of an agent that has nothing."""
-        if view.space is None and view.source in ("obs", "actions") and worker is not None:
-            return zeros_of(worker.space_of(agent, view.source))
-        return self.zero(view)
-
-    def before(self, view: View, trajectory: Trajectory, row: int) -> Any:
-        """A column's value at a row; `row` may be the one that is to come, for observations."""
-        if view.source == "obs":
-            return trajectory.observations[max(row - trajectory.dropped, 0)]
-        if not trajectory.dropped <= row < trajectory.rows:
-            if view.source.startswith("state_out_"):
-                return np.asarray(trajectory.initial[int(view.source.removeprefix("state_out_"))])
-            values = trajectory.values
-            if values and view.source in values[-1] and view.source not in _DTYPES:
-                return optree.tree_map(np.zeros_like, values[-1][view.source])
-            return self.zero(view)
-        value = trajectory.part(view.source, row, row + 1)[0]
-        dtype = _DTYPES.get(view.source)
-        return value if dtype is None else dtype(value)
-
-    def base(self, view: View, segments: list[Segment]) -> tuple[np.ndarray, list[int]]:
-        """The values of a column that views of the segments may show, and where those of each
-        segment begin. States are followed by the one that the trajectory began with."""
-        values: list[Any] = []
-        starts = []
-        more = 1 if view.source == "obs" else 0
-        for segment in segments:
-            trajectory = segment.trajectory
-            first = max(segment.begin - self.lookback, trajectory.dropped)
-            starts.append(len(values) - first)
-            values += trajectory.part(view.source, first, segment.end + more)
-            if view.source.startswith("state_out_"):
-                values.append(self.before(view, trajectory, trajectory.dropped - 1))
-        if isinstance(values[0], (dict, tuple)):
-            raise ConfigError(f"view of {view.source!r}: nested values cannot be shifted")
-        base = _column(view.source, values)
-        base.flags.writeable = False
-        return base, starts
-
-    def positions(self, view: View, segment: Segment, start: int) -> np.ndarray:
-        """Where in the base a view's rows of a segment are: [rows] or [rows, shifts]."""
-        rows = np.arange(segment.begin, segment.end, view.repeat)
-        first = max(segment.begin - self.lookback, segment.trajectory.dropped)
-        nothing = start + segment.end if view.source.startswith("state_out_") else NOTHING
-        parts = []
-        for shift in view.shifts:
-            at = rows + shift
-            if view.source == "obs":
-                part = np.where(at <= segment.end, start + np.maximum(at, first), nothing)
-            else:
-                there = (at >= first) & (at < segment.end)
-                part = np.where(there, start + at, nothing)
-            parts.append(part)
-        return np.stack(parts, 1) if view.is_window else parts[0]
-
-
 def _spelled(values: dict[str, Any]) -> dict[str, Any]:
     """The row with the columns' names, and both flags."""
     # of several names for the observation after the step the plainest counts
@@ -754,16 +544,6 @@ def _chained(segments: list[Segment], name: str) -> list[Any]:
     for s in segments:
         values += s.trajectory.part(name, s.begin, s.end)
     return values
-
-
-def _column(name: str, values: list[Any]) -> Any:
-    if name == "infos":
-        column = np.empty(len(values), object)
-        column[:] = values
-        return column
-    if name in _DTYPES:
-        return np.array(values, _DTYPES[name])
-    return stacked(values)
 
 
 def _at_time(trajectories: Iterable[Trajectory], source: str, now: int, shift: int) -> Any:

@@ -16,7 +16,7 @@ from gymnasium import spaces
 from flowrl.data import DEFAULT_POLICY_ID, MultiAgentBatch, SampleBatch
 from flowrl.data.unread import Unread
 from flowrl.data.windows import Windows
-from flowrl.policies.config import ConfigError, PolicyConfig
+from flowrl.policies.config import ConfigError
 from flowrl.policies.policy import Policy
 from flowrl.policies.policy_spec import (
     PolicyMapping,
@@ -25,10 +25,12 @@ from flowrl.policies.policy_spec import (
     specs_of,
     to_train,
 )
-from flowrl.sampling.agent_loop import AgentLoop, SamplingSettings
+from flowrl.sampling.agent_loop import AgentLoop
 from flowrl.sampling.agent_slots import AgentSlots, MultiAgentSlots, SingleAgentSlots
 from flowrl.sampling.callbacks import DefaultCallbacks, call, overrides
+from flowrl.sampling.checks import RESERVED
 from flowrl.sampling.collector import ColumnarCollector
+from flowrl.sampling.env_slots import EnvSlots
 from flowrl.sampling.envs import EnvCreator, env_creator_for
 from flowrl.sampling.episode import (
     IDS_PER_INCARNATION,
@@ -36,75 +38,20 @@ from flowrl.sampling.episode import (
     EpisodeMetrics,
     MultiAgentEpisode,
 )
-from flowrl.sampling.list_collector import SimpleListCollector
-from flowrl.sampling.sample_collector import SampleCollector
 from flowrl.sampling.sampler import AsyncSampler, Collected, SamplerInput, SyncSampler
-from flowrl.sampling.steppers import EnvSlots, Stepper, WorkerEnvs
+from flowrl.sampling.settings import SamplingSettings
+from flowrl.sampling.steppers import Stepper, WorkerEnvs
+from flowrl.sampling.worker_policies import policy_class_and_config
 from flowrl.seeding import derive_seed, random_stream
 
 T = TypeVar("T")
 
-DEFAULT_FRAGMENT_LENGTH = 200
-
-# Settings in a plain mapping that are the worker's or the set's, not the policy's.
-WORKER_SETTINGS = {
-    "address",
-    "batch_mode",
-    "callbacks_class",
-    "collect_infos",
-    "count_steps_by",
-    "delay_between_worker_restarts_s",
-    "env_config",
-    "horizon",
-    "max_num_env_restarts",
-    "max_num_worker_restarts",
-    "multiagent",
-    "no_done_at_end",
-    "num_cpus_per_worker",
-    "num_envs_per_worker",
-    "num_workers",
-    "on_bad_values",
-    "policies",
-    "policies_to_train",
-    "policy_mapping_fn",
-    "recreate_failed_workers",
-    "rollout_fragment_length",
-    "sample_async",
-    "sample_collector",
-    "sample_timeout_s",
-    "soft_horizon",
-    "train_batch_size",
-    "vectorization_mode",
-}
-BATCH_MODES = {"truncated_episodes": "truncate_episodes"}  # as one of the documents spells it
-ALWAYS_THERE = {
-    "obs",
-    "new_obs",
-    "actions",
-    "rewards",
-    "terminateds",
-    "truncateds",
-    "t",
-    "eps_id",
-    "unroll_id",
-    "agent_index",
-    "env_id",
-    "seq_lens",
-}
 EPISODE_EVENTS = (
     "on_episode_start",
     "on_episode_step",
     "on_episode_end",
     "on_postprocess_trajectory",
 )
-
-
-def _for_policy(policy_class: type[Policy], given: Any) -> Any:
-    """The settings that the policy's record takes."""
-    if isinstance(given, policy_class.config_class):
-        return given
-    known = policy_class.config_class.model_fields
-    return {k: v for k, v in given.items() if k in known or k not in WORKER_SETTINGS}
 
 
 class RolloutWorker:
@@ -159,7 +106,7 @@ class RolloutWorker:
         self._first_id = worker_index * IDS_PER_WORKER + incarnation * IDS_PER_INCARNATION
         self.unroll_ids = itertools.count(self._first_id)
         self._shared = multi_agent_settings(given)
-        self._settings = self._sampling_settings(given, fragment_length)
+        self._settings = SamplingSettings.of(given, fragment_length, self._shared["count_steps_by"])
         self.hides_ends = self._settings.no_done_at_end
         self.callbacks: DefaultCallbacks = (given.get("callbacks_class") or DefaultCallbacks)()
         self._envs = WorkerEnvs(
@@ -198,56 +145,6 @@ class RolloutWorker:
         self._episodes_ready: list[Any] = []
         self._given_steps = [0, 0]
         self._reported_steps = [0, 0]
-
-    def _sampling_settings(self, given: Any, length: int | None) -> SamplingSettings:
-        wanted = length
-        if wanted is None:
-            wanted = given.get("rollout_fragment_length", DEFAULT_FRAGMENT_LENGTH)
-        mode = given.get("batch_mode", "truncate_episodes")
-        mode = BATCH_MODES.get(mode, mode)
-        by = self._shared["count_steps_by"] or "env_steps"
-        for name, value, allowed in (
-            ("batch_mode", mode, ("truncate_episodes", "complete_episodes")),
-            ("count_steps_by", by, ("env_steps", "agent_steps")),
-            ("on_bad_values", given.get("on_bad_values", "raise"), ("raise", "drop", "replace")),
-        ):
-            if value not in allowed:
-                raise ConfigError(f"{name}: one of {', '.join(allowed)} is needed, got {value!r}")
-        horizon = given.get("horizon")
-        _check_whole("horizon", horizon, 1, True)
-        _check_whole("num_envs_per_worker", given.get("num_envs_per_worker", 1), 1)
-        _check_whole("max_num_env_restarts", given.get("max_num_env_restarts", 5), 0)
-        _check_whole("seed", given.get("seed"), 0, True)
-        if wanted != "auto":
-            _check_whole("rollout_fragment_length", wanted, 1)
-        for name in ("soft_horizon", "no_done_at_end", "sample_async", "collect_infos"):
-            if not isinstance(given.get(name, False), bool):
-                raise ConfigError(f"{name}: True or False is needed, got {given.get(name)!r}")
-        if not isinstance(given.get("env_config") or {}, Mapping):
-            raise ConfigError(f"env_config: a mapping is needed, got {given.get('env_config')!r}")
-        callbacks = given.get("callbacks_class") or DefaultCallbacks
-        if not (isinstance(callbacks, type) and issubclass(callbacks, DefaultCallbacks)):
-            raise ConfigError(
-                f"callbacks_class: a subclass of DefaultCallbacks is needed, got {callbacks!r}"
-            )
-        if given.get("soft_horizon") and horizon is None:
-            raise ConfigError("soft_horizon needs a horizon")
-        collector = given.get("sample_collector") or SimpleListCollector
-        if not (isinstance(collector, type) and issubclass(collector, SampleCollector)):
-            raise ConfigError(
-                f"sample_collector: a subclass of SampleCollector is needed, got {collector!r}"
-            )
-        return SamplingSettings(
-            length=DEFAULT_FRAGMENT_LENGTH if wanted == "auto" else int(wanted),
-            batch_mode=mode,
-            count_steps_by=by,
-            horizon=horizon,
-            soft_horizon=bool(given.get("soft_horizon", False)),
-            no_done_at_end=bool(given.get("no_done_at_end", False)),
-            on_bad_values=given.get("on_bad_values", "raise"),
-            max_env_restarts=given.get("max_num_env_restarts", 5),
-            sample_collector=collector,
-        )
 
     def _announce(self, vector_index: int, env: Any) -> None:
         call(
@@ -370,7 +267,7 @@ class RolloutWorker:
             read = self._read.get(policy_id)
             columns: dict[str, Any] = {}
             for name, column in rows.stored():
-                wanted = name in ALWAYS_THERE or name.startswith("state_in_")
+                wanted = name in RESERVED - {"infos"} or name.startswith("state_in_")
                 wanted |= name != "infos" and (read is None or not away)
                 if wanted or (read is not None and name in read):
                     if isinstance(column, Windows) and column.unread:
@@ -583,45 +480,3 @@ class RolloutWorker:
 
 def _given(array: np.ndarray) -> np.ndarray:
     return array
-
-
-def _check_whole(name: str, value: Any, least: int, may_be_none: bool = False) -> None:
-    if may_be_none and value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-        raise ConfigError(f"{name}: an int from {least} is needed, got {value!r}")
-
-
-def policy_class_and_config(
-    policy_id: str, spec: PolicySpec, default: type[Policy] | None, given: Any
-) -> tuple[type[Policy], Any]:
-    """A policy's class and settings: the spec's over the run's.
-
-    Raises:
-        ConfigError: there is no class.
-    """
-    policy_class, seed = spec.policy_class, given.get("seed")
-    own = {} if spec.config is None else spec.config
-    if not isinstance(own, (Mapping, PolicyConfig)):
-        raise ConfigError(f"policies: the config of {policy_id!r} is a mapping, got {own!r}")
-    foreign = sorted(set(own) & WORKER_SETTINGS) if isinstance(own, Mapping) else []
-    if foreign:
-        raise ConfigError(
-            f"policies: {foreign[0]!r} of {policy_id!r} is the run's setting, not a policy's"
-        )
-    if isinstance(own, PolicyConfig):
-        policy_class = policy_class or getattr(own, "policy_class", None) or default
-        given, own = own, {} if own.seed is None else {"seed": own.seed}
-    policy_class = policy_class or default
-    if policy_class is None:
-        raise ConfigError(f"policies: {policy_id!r} needs a policy_class")
-    if not (isinstance(policy_class, type) and issubclass(policy_class, Policy)):
-        raise ConfigError(
-            f"policies: the policy_class of {policy_id!r} is a subclass of Policy, got "
-            f"{policy_class!r}"
-        )
-    if policy_id != DEFAULT_POLICY_ID and "seed" not in own:
-        own = {**own, "seed": derive_seed(seed, "policy", policy_id)}
-    if isinstance(given, policy_class.config_class):
-        return policy_class, given.updated(**own) if own else given
-    return policy_class, _for_policy(policy_class, {**dict(given.items()), **own})

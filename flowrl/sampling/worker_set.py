@@ -20,7 +20,8 @@ from flowrl.iter.shards import ActorPool, Pool, Shard
 from flowrl.policies.config import ConfigError
 from flowrl.policies.policy import Policy
 from flowrl.sampling.envs import EnvCreator, env_creator_for
-from flowrl.sampling.rollout_worker import DEFAULT_FRAGMENT_LENGTH, RolloutWorker
+from flowrl.sampling.rollout_worker import RolloutWorker
+from flowrl.sampling.settings import DEFAULT_FRAGMENT_LENGTH
 
 T = TypeVar("T")
 

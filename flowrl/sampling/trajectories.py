@@ -1,0 +1,237 @@
+"""Trajectories of single agents as rows in lists, and the views of one policy over them."""
+
+from __future__ import annotations
+
+import bisect
+from typing import Any
+
+import numpy as np
+import optree
+
+from flowrl.data.multi_agent_batch import AgentID, EpisodeID, PolicyID
+from flowrl.data.windows import NOTHING
+from flowrl.policies.config import ConfigError
+from flowrl.policies.policy import Policy
+from flowrl.policies.view_requirement import ViewRequirement
+from flowrl.sampling.checks import stacked, zeros_of
+from flowrl.sampling.episode import MultiAgentEpisode
+from flowrl.sampling.views import View, signature_of, wanted_views
+
+DTYPES = {"rewards": np.float32, "terminateds": bool, "truncateds": bool}
+
+
+class Trajectory:
+    """One agent's rows in one episode, as the dicts that they came in.
+
+    observations: one more than there are values. rows: so far, those that were let go counted;
+    begin: the first that no segment has; dropped: how many were let go; times: env step in which
+    each row's action was taken, and that of the next; ended: its last row says so; sums: the
+    running discounted sum of rewards, for the reward scaler; before: the trajectory that this one
+    goes on from over a soft horizon; initial: the states that it began with.
+    """
+
+    __slots__ = (
+        "agent_id",
+        "before",
+        "begin",
+        "dropped",
+        "ended",
+        "episode_id",
+        "initial",
+        "observations",
+        "policy_id",
+        "rows",
+        "sums",
+        "times",
+        "values",
+    )  # fmt: skip
+
+    def __init__(self, episode_id: EpisodeID, agent_id: AgentID, policy_id: PolicyID):
+        self.episode_id = episode_id
+        self.agent_id = agent_id
+        self.policy_id = policy_id
+        self.observations: list[Any] = []
+        self.values: list[dict[str, Any]] = []
+        self.rows = self.begin = self.dropped = 0
+        self.times: list[int] = []
+        self.ended = False
+        self.initial: list[Any] = []
+        self.sums: Any = None
+        self.before: Trajectory | None = None
+
+    def part(self, name: str, begin: int, end: int) -> list[Any]:
+        """A column's values of rows begin … end-1; zeros where a row came without."""
+        begin, end = begin - self.dropped, end - self.dropped
+        if name == "obs":
+            return self.observations[begin:end]
+        rows = self.values[begin:end]
+        if name == "dones":
+            return [row["terminateds"] or row["truncateds"] for row in rows]
+        try:
+            return [row[name] for row in rows]
+        except KeyError:
+            known = next((row[name] for row in rows if name in row), None)
+            if known is None:
+                raise ConfigError(
+                    f"no column {name!r} to make a view of: it is not collected"
+                ) from None
+            zero = optree.tree_map(np.zeros_like, known)
+            return [row.get(name, zero) for row in rows]
+
+    def take_sums(self) -> None:
+        """Go on with the sums of the trajectory before, whose rows are all in batches."""
+        if self.before is not None:
+            self.before.take_sums()
+            self.sums, self.before = self.before.sums, None
+
+    def forget(self, lookback: int, since: int | None = None) -> None:
+        """Let rows go that are in a segment, but the last ones, and those `since` an env step."""
+        count = max(0, self.begin - lookback) - self.dropped
+        if since is not None:
+            count = min(count, bisect.bisect_left(self.times, since))
+        if count > 0:
+            del self.values[:count], self.observations[:count], self.times[:count]
+            self.dropped += count
+
+
+class Segment:
+    """Rows begin … end-1 of a trajectory."""
+
+    __slots__ = ("begin", "end", "episode", "trajectory", "unroll_id")
+
+    def __init__(self, trajectory: Trajectory, unroll_id: int, episode: MultiAgentEpisode | None):
+        self.trajectory = trajectory
+        self.begin = trajectory.begin
+        self.end = trajectory.rows
+        self.unroll_id = unroll_id
+        self.episode = episode
+        trajectory.begin = self.end
+
+    def __len__(self) -> int:
+        return self.end - self.begin
+
+    def names(self) -> list[str]:
+        """The columns that its last row came with."""
+        return list(self.trajectory.values[self.end - 1 - self.trajectory.dropped])
+
+
+class RowViews:
+    """The views of one policy, over trajectories in lists."""
+
+    def __init__(self, policy: Policy):
+        self.policy = policy
+        self.requirements = dict(policy.view_requirements)
+        self.signature = signature_of(self.requirements)
+        wanted: dict[str, ViewRequirement] = wanted_views(self.requirements)
+        self.training = {n: View(n, v) for n, v in wanted.items() if v.used_for_training}
+        self.acting = {
+            name: View(name, view)
+            for name, view in self.requirements.items()
+            if view.known_for_actions(name)
+        }
+        for name, view in self.training.items():
+            if view.repeat > 1 and not name.startswith("state_in_"):
+                raise ConfigError(
+                    f"view {name!r}: batch_repeat_value is for views named state_in_…: the others "
+                    "have a value for each row"
+                )
+        everything = [*self.training.values(), *self.acting.values()]
+        self.lookback = max((-min(view.shifts) for view in everything), default=0)
+        self.lookback = max(self.lookback, 0)
+        self.of_agents = any(view.agents is not None for view in everything)
+
+    @property
+    def replace_observations(self) -> bool:
+        """Whether views stand for both `obs` and `new_obs`."""
+        return {"obs", "new_obs"} <= set(self.training)
+
+    def possible_agents(self, worker: Any) -> list[Any]:
+        agents = getattr(worker, "possible_agents", None)
+        if not agents:
+            raise ConfigError(
+                'a view of agents="others" needs an environment that says its possible_agents'
+            )
+        return agents
+
+    def zero(self, view: View) -> Any:
+        """What a view shows where there is nothing."""
+        source = view.source
+        if source.startswith("state_out_"):
+            return np.asarray(
+                self.policy.get_initial_state()[int(source.removeprefix("state_out_"))]
+            )
+        if view.space is not None:
+            return zeros_of(view.space)
+        if source in DTYPES or source == "dones":
+            return np.zeros((), DTYPES.get(source, bool))
+        if source == "actions":
+            return zeros_of(self.policy.action_space)
+        if source == "obs":
+            return zeros_of(self.policy.observation_space)
+        raise ConfigError(f"view of {source!r}: give it a space, to know what is not there")
+
+    def zero_of_agent(self, view: View, agent: AgentID, worker: Any) -> Any:
+        """What a view shows of an agent that has nothing."""
+        if view.space is None and view.source in ("obs", "actions") and worker is not None:
+            return zeros_of(worker.space_of(agent, view.source))
+        return self.zero(view)
+
+    def before(self, view: View, trajectory: Trajectory, row: int) -> Any:
+        """A column's value at a row; `row` may be the one that is to come, for observations."""
+        if view.source == "obs":
+            return trajectory.observations[max(row - trajectory.dropped, 0)]
+        if not trajectory.dropped <= row < trajectory.rows:
+            if view.source.startswith("state_out_"):
+                return np.asarray(trajectory.initial[int(view.source.removeprefix("state_out_"))])
+            values = trajectory.values
+            if values and view.source in values[-1] and view.source not in DTYPES:
+                return optree.tree_map(np.zeros_like, values[-1][view.source])
+            return self.zero(view)
+        value = trajectory.part(view.source, row, row + 1)[0]
+        dtype = DTYPES.get(view.source)
+        return value if dtype is None else dtype(value)
+
+    def base(self, view: View, segments: list[Segment]) -> tuple[np.ndarray, list[int]]:
+        """The values of a column that views of the segments may show, and where those of each
+        segment begin. States are followed by the one that the trajectory began with."""
+        values: list[Any] = []
+        starts = []
+        more = 1 if view.source == "obs" else 0
+        for segment in segments:
+            trajectory = segment.trajectory
+            first = max(segment.begin - self.lookback, trajectory.dropped)
+            starts.append(len(values) - first)
+            values += trajectory.part(view.source, first, segment.end + more)
+            if view.source.startswith("state_out_"):
+                values.append(self.before(view, trajectory, trajectory.dropped - 1))
+        if isinstance(values[0], (dict, tuple)):
+            raise ConfigError(f"view of {view.source!r}: nested values cannot be shifted")
+        base = column_of(view.source, values)
+        base.flags.writeable = False
+        return base, starts
+
+    def positions(self, view: View, segment: Segment, start: int) -> np.ndarray:
+        """Where in the base a view's rows of a segment are: [rows] or [rows, shifts]."""
+        rows = np.arange(segment.begin, segment.end, view.repeat)
+        first = max(segment.begin - self.lookback, segment.trajectory.dropped)
+        nothing = start + segment.end if view.source.startswith("state_out_") else NOTHING
+        parts = []
+        for shift in view.shifts:
+            at = rows + shift
+            if view.source == "obs":
+                part = np.where(at <= segment.end, start + np.maximum(at, first), nothing)
+            else:
+                there = (at >= first) & (at < segment.end)
+                part = np.where(there, start + at, nothing)
+            parts.append(part)
+        return np.stack(parts, 1) if view.is_window else parts[0]
+
+
+def column_of(name: str, values: list[Any]) -> Any:
+    if name == "infos":
+        column = np.empty(len(values), object)
+        column[:] = values
+        return column
+    if name in DTYPES:
+        return np.array(values, DTYPES[name])
+    return stacked(values)
