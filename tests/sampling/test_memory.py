@@ -83,7 +83,7 @@ def measure(mode, steps):
         gc.collect()
         return megabytes(), len(gc.get_objects())
 
-    before = sample(max(steps // 20, 12_000))
+    before = sample(max(steps // 20, 8_000))
     after = sample(steps)
     worker.stop()
     return after[0] - before[0], after[1] - before[1]
@@ -92,7 +92,7 @@ def measure(mode, steps):
 @pytest.mark.parametrize("mode", MODES)
 def test_nothing_is_kept(mode, caplog):
     caplog.set_level("ERROR")
-    _, objects = measure(mode, 16_000)
+    _, objects = measure(mode, 8_000)
     # what a fragment holds at its cut differs a little from one to the next
     assert objects < 2_000
 

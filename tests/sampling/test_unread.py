@@ -125,12 +125,21 @@ def test_what_is_left_behind_is_fetched_when_it_is_asked_for(ray_session, caplog
     assert batch["infos"][0] == {"n": 1}  # it was fetched before
 
 
-def test_what_a_view_or_a_setting_asks_for_is_shipped(ray_session):
-    workers = sets(Late, collect_infos=True)
-    batch = first_of(workers)
+def on_an_actor(policy, **config):
+    """A worker as it is on an actor, where Ray runs, but in this process."""
+    return RolloutWorker(
+        lambda context: CountEnv(3),
+        policy,
+        {"rollout_fragment_length": 20_000, "seed": 1, **config},
+        worker_index=1,
+        num_workers=1,
+    )
+
+
+def test_what_a_setting_asks_for_is_shipped(ray_session):
+    batch = on_an_actor(Late, collect_infos=True).sample()
     assert not batch._unread("infos")
     assert batch._unread("vf_preds")
-    workers.stop()
 
 
 class Asking(PPOTorchPolicy):
@@ -140,10 +149,7 @@ class Asking(PPOTorchPolicy):
 
 
 def test_a_policy_that_asks_for_a_column(ray_session):
-    workers = sets(Asking)
-    batch = first_of(workers)
-    assert not batch._unread("vf_preds")
-    workers.stop()
+    assert not on_an_actor(Asking).sample()._unread("vf_preds")
 
 
 def test_a_column_of_a_worker_that_is_gone():
