@@ -424,6 +424,9 @@ class AgentLoop:
             self._waiting[record.policy_id][index].append((slot, agent))
 
     def _check_policy(self, agent: AgentID, record: AgentRecord) -> None:
+        if ("policy", (agent, record.policy_id)) in self._checked:
+            return
+        self._checked.add(("policy", (agent, record.policy_id)))
         policy = self._policies[record.policy_id]
         for kind in ("observation", "action"):
             own = getattr(self.slots, f"{kind}_space")(agent)
