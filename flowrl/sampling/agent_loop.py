@@ -80,6 +80,7 @@ class AgentLoop:
         self._waiting: dict[PolicyID, list[list[tuple[int, AgentID]]]] = {}
         self._finished: deque[tuple[MultiAgentBatch, EpisodeMetrics]] = deque()
         self._checks: dict[AgentID, ObservationCheck] = {}
+        self._latest_check: ObservationCheck | None = None
         self._checked: set[tuple[Any, AgentID]] = set()
         self._seen: dict[PolicyID, list[tuple[EpisodeID, np.ndarray]]] = {}
         self._failed: set[int] = set()
@@ -204,6 +205,7 @@ class AgentLoop:
         stepped = clock()
         self.timings["inference_s"] += acted - began
         self.timings["env_step_s"] += stepped - acted
+        self._take_together(results)
         earlier = self.timings["postprocess_s"]  # of episodes that end in this step
         for slot, result in enumerate(results):
             try:
@@ -233,7 +235,6 @@ class AgentLoop:
             chosen, states, extra = policy.compute_actions_from_input_dict(inputs)
             columns = {name: _rows(value) for name, value in extra.items()}
             columns |= {f"state_out_{i}": _rows(state) for i, state in enumerate(states)}
-            names, values = list(columns), list(columns.values())
             check_columns(policy_id, extra, len(who))
             self._check_actions(policy_id, policy, chosen, who)
             to_env: Any = policy.actions_for_env(chosen)
@@ -241,11 +242,14 @@ class AgentLoop:
                 stored: Any = chosen
                 to_env = optree.tree_map(np.copy, stored)
             own, given = _rows(chosen), _rows(to_env, numbers=True)
-            for j, (slot, agent) in enumerate(who):
+            extras: Any = zip(*columns.values(), strict=True) if columns else [()] * len(who)
+            for (slot, agent), action, extra_row, to_give in zip(
+                who, own, extras, given, strict=True
+            ):
                 record = self._running[slot].records[agent]  # type: ignore[union-attr]
-                record.action = own[j]
-                record.extra = {n: v[j] for n, v in zip(names, values, strict=True)}
-                actions[slot][agent] = given[j]
+                record.action = action
+                record.extra = dict(zip(columns, extra_row, strict=True))
+                actions[slot][agent] = to_give
         return actions
 
     def _check_actions(
@@ -305,6 +309,42 @@ class AgentLoop:
         elif self.settings.soft_horizon and episode.length == self.settings.horizon:
             self._pass_horizon(slot, episode, collector)
 
+    def _take_together(self, results: list[SlotStep]) -> None:
+        """Copy the array observations of a step that look right, and look at their numbers, all of
+        one space at once; what is found odd, new or nested is left to `_checked_step`."""
+        groups: dict[int, tuple[ObservationCheck, list[Any], list[tuple[SlotStep, AgentID]]]] = {}
+        checks, seen = self._checks, self._checked
+        for slot, step in enumerate(results):
+            for agent, obs in step.obs.items():
+                check = checks.get(agent)
+                if check is None or (slot, agent) not in seen or not check.looks_right(obs):
+                    continue
+                group = groups.get(id(check))
+                if group is None:
+                    group = groups[id(check)] = (check, [], [])
+                group[1].append(obs)
+                group[2].append((step, agent))
+        for check, observations, whose in groups.values():
+            taken = np.array(observations)
+            if check.fits(taken):
+                taken.flags.writeable = False  # stored, and callbacks are given it
+                for (step, agent), row in zip(whose, taken, strict=True):
+                    step.taken[agent] = row
+
+    def _check_of(self, agent: AgentID) -> ObservationCheck:
+        """The check of an agent's observations, which agents of one space have in common."""
+        check = self._checks.get(agent)
+        if check is None:
+            if len(self._checks) >= AGENTS_REMEMBERED:
+                self._checks.clear()
+                self._checked.clear()
+            space = self.slots.observation_space(agent)
+            check = self._latest_check
+            if check is None or check.space != space:
+                check = self._latest_check = ObservationCheck(space)
+            self._checks[agent] = check
+        return check
+
     def _checked_step(self, slot: int, episode: MultiAgentEpisode, step: SlotStep) -> SlotStep:
         """The step with arrays of our own, normalised nowhere yet; a failed one if it gave what
         cannot be used."""
@@ -313,6 +353,9 @@ class AgentLoop:
         given, step.obs = step.obs, {}  # the environment's own dicts are not ours to change
         step.rewards = dict(step.rewards)
         for agent, obs in given.items():
+            if agent in step.taken:
+                step.obs[agent] = step.taken[agent]
+                continue
             taken = self._taken(slot, agent, obs)
             check = self._checks[agent]
             if not check.fits(taken):
@@ -348,12 +391,7 @@ class AgentLoop:
 
     def _taken(self, slot: int, agent: AgentID, obs: Any) -> Any:
         """The observation, copied; the first one of each agent is compared with its space."""
-        check = self._checks.get(agent)
-        if check is None:
-            if len(self._checks) >= AGENTS_REMEMBERED:
-                self._checks.clear()
-                self._checked.clear()
-            check = self._checks[agent] = ObservationCheck(self.slots.observation_space(agent))
+        check = self._check_of(agent)
         try:
             if (slot, agent) not in self._checked or not check.looks_right(obs):
                 check.first(obs)

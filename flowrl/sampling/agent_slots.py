@@ -15,6 +15,8 @@ from flowrl.sampling.steppers import DirectStepper, Stepper
 
 SINGLE_AGENT = "agent0"
 
+_GOES_ON = {"__all__": False}
+
 
 class SlotStep:
     """What one environment gave in one step, by agent id.
@@ -23,23 +25,25 @@ class SlotStep:
     start, start_infos: the first observations of the next episode, where one begins now.
     failed: the error of an environment that broke; `start` is that of the one that replaced it.
     skipped: nothing was stepped (a vector environment was busy with a reset).
+    taken: copies of observations that were found right together with those of other environments.
     """
 
     __slots__ = (
-        "failed", "infos", "obs", "rewards", "skipped", "start", "start_infos", "terminateds",
-        "truncateds",
+        "failed", "infos", "obs", "rewards", "skipped", "start", "start_infos", "taken",
+        "terminateds", "truncateds",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.obs: dict[Any, Any] = {}
         self.rewards: dict[Any, float] = {}
-        self.terminateds: dict[Any, bool] = {"__all__": False}
-        self.truncateds: dict[Any, bool] = {"__all__": False}
+        self.terminateds: dict[Any, bool] = _GOES_ON
+        self.truncateds: dict[Any, bool] = _GOES_ON
         self.infos: dict[Any, dict[str, Any]] = {}
         self.start: dict[Any, Any] | None = None
         self.start_infos: dict[Any, dict[str, Any]] = {}
         self.failed: Exception | None = None
         self.skipped = False
+        self.taken: dict[Any, Any] = {}
 
 
 class AgentSlots(Protocol):
@@ -128,8 +132,8 @@ class SingleAgentSlots:
                 one.skipped, one.start = True, {SINGLE_AGENT: obs}
                 continue
             if i in final:
-                one.terminateds["__all__"] = bool(terminateds[i])
-                one.truncateds["__all__"] = bool(truncateds[i])
+                one.terminateds = {"__all__": bool(terminateds[i])}
+                one.truncateds = {"__all__": bool(truncateds[i])}
                 one.obs = {SINGLE_AGENT: final[i]}
                 one.start = None if i in resets_later else {SINGLE_AGENT: obs}
             else:
@@ -161,6 +165,9 @@ class SingleAgentSlots:
 
     def close(self) -> None:
         self.stepper.close()
+
+
+_STEP_GIVES = ("observations", "rewards", "terminateds", "truncateds", "infos")
 
 
 class MultiAgentSlots:
@@ -215,8 +222,9 @@ class MultiAgentSlots:
             raise
         except Exception as error:
             return self.restart(index, error)
-        for name in ("obs", "rewards", "terminateds", "truncateds", "infos"):
-            _check_dict("step", "observations" if name == "obs" else name, getattr(one, name))
+        for name, value in zip(_STEP_GIVES, given, strict=True):
+            if not isinstance(value, dict):
+                _check_dict("step", name, value)
         if "__all__" not in one.terminateds or "__all__" not in one.truncateds:
             lacking = "truncateds" if "__all__" in one.terminateds else "terminateds"
             raise ConfigError(
