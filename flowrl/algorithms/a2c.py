@@ -32,7 +32,8 @@ class A2CTorchPolicy(OnPolicyPolicy):
 
     def loss(self, batch: TensorBatch) -> torch.Tensor:
         """Policy gradient, value regression and entropy bonus, means over rows [B]."""
-        inputs, values = self.model(batch["obs"])
+        inputs, _ = self.model.from_batch(batch)
+        values = self.model.value_function()
         dist = self.dist_class(inputs, self.model)
         advantages = batch["advantages"]
         if self.config.standardize_advantages and len(advantages) > 1:

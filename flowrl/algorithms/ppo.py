@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from pydantic import Field
 
@@ -51,7 +50,8 @@ class PPOTorchPolicy(OnPolicyPolicy):
     def loss(self, batch: TensorBatch) -> torch.Tensor:
         """Equation 9 of the paper, over rows [B], plus the KL penalty of equation 8."""
         config = self.config
-        inputs, values = self.model(batch["obs"])
+        inputs, _ = self.model.from_batch(batch)
+        values = self.model.value_function()
         dist = self.dist_class(inputs, self.model)
         clip = value_at(config.clip_param, self.timestep)
 
@@ -106,14 +106,15 @@ class PPOTorchPolicy(OnPolicyPolicy):
         """KL from the sampling policy [nats], entropy [nats], and the share of the value
         targets' variance that the values explain, over all rows of a batch."""
         with torch.inference_mode():
-            rows = TensorBatch(batch)
-            inputs, values = self.model(rows["obs"])
+            rows = self.tensors(batch)
+            inputs, _ = self.model.from_batch(rows)
+            values = self.model.value_function()
             dist = self.dist_class(inputs, self.model)
             kl = self.dist_class(rows["action_dist_inputs"]).kl(dist).mean()
             entropy = dist.entropy().mean()
-        targets = batch["value_targets"]
-        variance = float(np.var(targets))
-        left = float(np.var(targets - values.numpy()))
+            targets = rows["value_targets"]
+            variance = float(targets.var(correction=0))
+            left = float((targets - values).var(correction=0))
         return {
             "kl": float(kl),
             "entropy": float(entropy),

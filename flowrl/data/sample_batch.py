@@ -348,16 +348,16 @@ class SampleBatch(dict[str, Any]):
         return [self[i:j] for i, j in itertools.pairwise(ends)]
 
     def sequence_minibatches(
-        self, size: int, rng: np.random.Generator | None = None
+        self, size: int, rng: np.random.Generator | None = None, shuffle: bool = True
     ) -> Iterator[SampleBatch]:
-        """Whole sequences in random order, in batches of at least `size` rows (the last may have
-        fewer)."""
+        """Whole sequences, in random order if they are to be shuffled, in batches of at least
+        `size` rows (the last may have fewer)."""
         rng = rng if rng is not None else np.random.default_rng()
         lens = self[self.SEQ_LENS]
         begins = np.cumsum(lens) - lens
         chosen: list[int] = []
         rows = 0
-        order = rng.permutation(len(lens)).tolist()
+        order = rng.permutation(len(lens)).tolist() if shuffle else list(range(len(lens)))
         for number, sequence in enumerate(order, 1):
             chosen.append(sequence)
             rows += int(lens[sequence])
@@ -395,6 +395,37 @@ class SampleBatch(dict[str, Any]):
         batch = SampleBatch._of(columns, like=self)
         batch.zero_padded, batch.max_seq_len = True, max_seq_len
         return batch
+
+    def without_masked_rows(self) -> tuple[SampleBatch, SampleBatch | None]:
+        """The rows whose `loss_mask` is True, and those before them in their sequences.
+
+        Returns:
+            the rows to learn from, with the sequences' lengths so; the rows that lie before the
+            first of each sequence (its burn-in) with the same sequences, of which some may have
+            none, or None where there are none at all. Padding is in neither. `state_in_…` of both
+            are as they were before the burn-in.
+
+        Raises:
+            KeyError: no column `loss_mask` or `seq_lens`.
+        """
+        mask, lens = self["loss_mask"], self[self.SEQ_LENS]
+        width = np.full(len(lens), self.max_seq_len) if self.zero_padded else lens
+        sequence = np.repeat(np.arange(len(lens)), width)
+        real = np.bincount(sequence[mask], minlength=len(lens))
+        seen = np.cumsum(mask)
+        before = seen - mask - np.repeat((seen - mask)[np.cumsum(width) - width], width)
+        head = ~mask & (before == 0) & (real > 0)[sequence]
+        kept = np.flatnonzero(real > 0)
+        rows = self._map_rows(lambda leaf: leaf[mask], kept).without_columns("loss_mask")
+        rows = rows.with_columns(seq_lens=real[kept].astype(np.int32))
+        rows.zero_padded = False
+        if not head.any():
+            return rows, None
+        warmup = self._map_rows(lambda leaf: leaf[head], kept).without_columns("loss_mask")
+        count = np.bincount(sequence[head], minlength=len(lens))[kept].astype(np.int32)
+        warmup = warmup.with_columns(seq_lens=count)
+        warmup.zero_padded = False
+        return rows, warmup
 
     # -- several batches -----------------------------------------------------------------------
 

@@ -129,6 +129,34 @@ def pad_batch_to_sequences_of_same_size(
     return batch.with_columns(**{MASK: np.ones(batch.count, bool)}).right_zero_pad(length)
 
 
+def with_burn_in(batch: SampleBatch, max_seq_len: int, burn_in: int) -> SampleBatch:
+    """The batch in sequences, each after the `burn_in` rows that lie before it.
+
+    Args:
+        batch: rows with `eps_id` and `unroll_id`; columns `state_in_…` have a row for each row.
+        max_seq_len: rows per sequence without its burn-in, at most.
+        burn_in: rows before each, fewer where the trajectory's part of the fragment begins.
+
+    Returns:
+        a batch with `seq_lens`, states as they were before each burn-in, and the column
+        `loss_mask`, bool [rows], which is False for burn-in rows.
+    """
+    keys = [batch.get(name) for name in ("eps_id", "unroll_id", "agent_index")]
+    lens = sequence_lengths(max_seq_len, *keys)
+    begins = np.cumsum(lens) - lens
+    parts = sequence_lengths(max(batch.count, 1), *keys)
+    part_begins = np.repeat(np.cumsum(parts) - parts, parts)[begins]
+    heads = np.minimum(burn_in, begins - part_begins)
+    starts, total = begins - heads, lens + heads
+    ends = np.cumsum(total)
+    within = np.arange(int(total.sum())) - np.repeat(ends - total, total)
+    index = np.repeat(starts, total) + within
+    states = {n: np.asarray(c)[starts] for n, c in batch.items() if n.startswith("state_in_")}
+    rows = batch.without_columns(*states).take_rows(index)
+    mask = within >= np.repeat(heads, total)
+    return rows.with_columns(**states, seq_lens=total.astype(np.int32), **{MASK: mask})
+
+
 def add_time_dimension(padded: Any, max_seq_len: int, time_major: bool = False) -> Any:
     """Rows [sequences * length, …] as [sequences, length, …], or [length, sequences, …]."""
     array = padded.reshape(-1, max_seq_len, *padded.shape[1:])

@@ -3,27 +3,44 @@
 Importing a policy by name from here loads torch only where it is needed.
 """
 
+from importlib import import_module
 from typing import Any
 
-from flowrl.policies.config import ConfigError, ModelConfig, PolicyConfig
+from flowrl.policies.config import ConfigError, ExplorationConfig, ModelConfig, PolicyConfig
 from flowrl.policies.policy import Policy
 from flowrl.policies.policy_spec import PolicySpec
+from flowrl.policies.session import PolicySession
 from flowrl.policies.view_requirement import ViewRequirement
 
 __all__ = [
     "ConfigError",
+    "ExplorationConfig",
     "ModelConfig",
+    "ModelV2",
     "Policy",
     "PolicyConfig",
+    "PolicySession",
     "PolicySpec",
+    "RecurrentNetwork",
     "TorchPolicy",
     "ViewRequirement",
+    "build_tf_policy",
+    "build_torch_policy",
+    "register_model",
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "TorchPolicy":
-        from flowrl.policies.torch_policy import TorchPolicy
+_WITH_TORCH = {
+    "ModelV2": "flowrl.policies.models",
+    "RecurrentNetwork": "flowrl.policies.models",
+    "TorchPolicy": "flowrl.policies.torch_policy",
+    "build_tf_policy": "flowrl.policies.build",
+    "build_torch_policy": "flowrl.policies.build",
+    "register_model": "flowrl.policies.models",
+}
 
-        return TorchPolicy
+
+def __getattr__(name: str) -> Any:
+    if name in _WITH_TORCH:
+        return getattr(import_module(_WITH_TORCH[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,7 +6,14 @@ import difflib
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SkipValidation,
+    ValidationError,
+    model_validator,
+)
 from pydantic.functional_validators import AfterValidator
 
 from flowrl.policies.schedules import Scheduled
@@ -115,7 +122,13 @@ def _rising(schedule: Scheduled) -> Scheduled:
         steps = [point[0] for point in schedule]
         if not steps or steps != sorted(set(steps)) or steps[0] < 0:
             raise ValueError("a schedule is a list of (env step, value), the steps rising from 0")
-    values = [v for _, v in schedule] if isinstance(schedule, list) else [schedule]
+        values = [v for _, v in schedule]
+    elif isinstance(schedule, dict):
+        values = [schedule["initial"], schedule.get("final", 0.0)]
+        if not (0 < schedule["decay"] <= 1 and schedule["steps"] >= 1):
+            raise ValueError("an exponential schedule has a decay in (0, 1] and steps from 1")
+    else:
+        values = [schedule]
     if not all(0 <= value < float("inf") for value in values):
         raise ValueError("values must be finite and not negative")
     return schedule
@@ -128,19 +141,116 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 
 
+Activation = Literal["tanh", "relu", "silu", "elu", "gelu"]
+
+
 class ModelConfig(Settings):
     """The network."""
 
     fcnet_hiddens: list[Count] = [64, 64]
-    """Sizes of the hidden layers."""
-    fcnet_activation: Literal["tanh", "relu", "silu", "elu", "gelu"] = "tanh"
+    """Sizes of the hidden layers (but for a lone image: `post_fcnet_hiddens`)."""
+    fcnet_activation: Activation = "tanh"
     """Activation of the hidden layers."""
-    vf_share_layers: bool = False
-    """One trunk for the policy and the value, instead of two networks."""
-    max_seq_len: Count = 20
-    """Recurrent networks: rows per sequence, at most."""
+    vf_share_layers: bool | None = None
+    """One network for the policy and the value up to their heads. None: shared for images, nested
+    observations and networks with memory, two networks else."""
     free_log_std: bool = True
     """Continuous actions: the log standard deviation is a parameter, not a network output."""
+    num_framestacks: Count = 1
+    """Observations that the network sees at once, the latest ones of the episode."""
+
+    conv_type: Literal["plain", "resnet"] = "plain"
+    """Images: convolutions one after another, or IMPALA's small residual network."""
+    conv_filters: list[tuple[Count, Count, Count]] | None = None
+    """Plain convolutions: [channels, kernel, stride] each. None: the Nature CNN's, or two small
+    ones below 36 pixels."""
+    conv_activation: Activation = "relu"
+    """Activation of the convolutions and of `post_fcnet_hiddens`."""
+    post_fcnet_hiddens: list[Count] = [512]
+    """Sizes of the layers after convolutions."""
+
+    use_lstm: bool = False
+    """A recurrent cell after the hidden layers."""
+    lstm_cell_type: Literal["lstm", "gru"] = "lstm"
+    """Its kind."""
+    lstm_cell_size: Count = 64
+    """Its size."""
+    lstm_use_prev_action: bool = False
+    """The cell also sees the action before."""
+    lstm_use_prev_reward: bool = False
+    """The cell also sees the reward before."""
+    max_seq_len: Count = 20
+    """Networks with memory: rows per training sequence, at most."""
+    burn_in: int = Field(default=0, ge=0)
+    """Recurrent networks: so many rows before each training sequence are computed to have fresh
+    states, and not learned from."""
+
+    use_attention: bool = False
+    """Gated transformer units (GTrXL) after the hidden layers."""
+    attention_num_transformer_units: Count = 1
+    """How many."""
+    attention_dim: Count = 64
+    """Size of what they work on."""
+    attention_num_heads: Count = 2
+    """Heads of each."""
+    attention_head_dim: Count = 32
+    """Size of a head."""
+    attention_memory: Count = 50
+    """Earlier rows that each row looks back on."""
+    attention_position_wise_mlp_dim: Count = 64
+    """Size of the hidden layer after attention."""
+    attention_init_gru_gate_bias: float = 2.0
+    """How far the gates are closed at first."""
+
+    custom_model: Annotated[Any, SkipValidation] = None
+    """A ModelV2 or torch.nn.Module class, a function that makes one, the name of a registered one,
+    or a path "module:Class"."""
+    custom_model_config: dict[str, Any] = {}
+    """Keyword arguments for it."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.use_lstm and self.use_attention:
+            raise ValueError("use_lstm and use_attention: one of them")
+        if self.custom_model is not None and (self.use_lstm or self.use_attention):
+            raise ValueError("custom_model: a model of one's own brings its memory itself")
+        memory = self.use_lstm or self.use_attention
+        if memory and self.vf_share_layers is False:
+            raise ValueError("vf_share_layers=False: networks with memory share it")
+        for name in ("lstm_use_prev_action", "lstm_use_prev_reward", "burn_in"):
+            if getattr(self, name) and not self.use_lstm:
+                raise ValueError(f"{name} needs use_lstm=True")
+        if self.custom_model_config and self.custom_model is None:
+            raise ValueError("custom_model_config needs a custom_model")
+        return self
+
+
+class ExplorationConfig(Settings):
+    """How a policy explores."""
+
+    type: Literal[
+        "StochasticSampling",
+        "EpsilonGreedy",
+        "PerWorkerEpsilonGreedy",
+        "GaussianNoise",
+        "OrnsteinUhlenbeckNoise",
+        "Random",
+    ] = "StochasticSampling"
+    """Draw from the distribution; the best action but for a share of random ones; that with a share
+    of each worker's own; the best action plus noise (independent, or drifting); random actions."""
+    random_timesteps: int = Field(default=0, ge=0)
+    """Env steps of random actions before anything else."""
+    epsilon: Schedule = Field(default=[(0, 1.0), (10_000, 0.05)])
+    """EpsilonGreedy: share of random actions."""
+    epsilon_base: Fraction = 0.4
+    """PerWorkerEpsilonGreedy: worker i of N explores with epsilon_base ** (1 + i / (N - 1) *
+    epsilon_exponent) (Horgan et al. 2018)."""
+    epsilon_exponent: NotNegative = 7.0
+    """PerWorkerEpsilonGreedy: how far the workers differ."""
+    scale: Schedule = 0.1
+    """Noise: its standard deviation, in actions stretched to [-1, 1]."""
+    ou_theta: NotNegative = 0.15
+    """OrnsteinUhlenbeckNoise: how fast it goes back to 0, per step."""
 
 
 class PolicyConfig(Settings):
@@ -154,9 +264,26 @@ class PolicyConfig(Settings):
     adam_epsilon: Positive = 1e-5
     """Epsilon of the Adam optimizer."""
     grad_clip: Positive | None = 0.5
-    """Gradients are scaled down to this global norm; None leaves them."""
+    """Gradients are clipped to this; None leaves them."""
+    grad_clip_by: Literal["global_norm", "norm", "value"] = "global_norm"
+    """What is clipped: the norm of all gradients together, that of each parameter, or each
+    number."""
+    accumulate_rows: int = Field(default=0, ge=0)
+    """Rows whose gradient is computed at once; an update of more adds up those of parts. 0: all."""
+    on_bad_update: Literal["raise", "skip"] = "raise"
+    """A loss or gradient that is not finite: stop, or leave the update out and count it in
+    `num_skipped_updates`. The weights stay as they were."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Of the network's arithmetic while learning; weights are float32."""
+    compile: bool = False
+    """Compile the network for learning with torch.compile."""
+    device: str = "auto"
+    """Where a process that learns keeps the network: "cpu", "cuda", "cuda:1"; "auto" takes the GPU
+    if there is one. Workers that only sample act on the CPU."""
     model: ModelConfig = ModelConfig()
     """The network."""
+    exploration_config: ExplorationConfig = ExplorationConfig()
+    """How the policy explores."""
     normalize_observations: bool = False
     """Observations minus their running mean, over their standard deviation."""
     normalize_rewards: bool = False
@@ -174,9 +301,14 @@ class PolicyConfig(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _as_model(cls, values: Any) -> Any:
-        if isinstance(values, dict) and isinstance(values.get("model"), dict):
-            default = cls.model_fields["model"].default
-            if set(values["model"]) <= set(ModelConfig.model_fields):
-                values = {**values, "model": {**dict(default.items()), **values["model"]}}
+    def _over_defaults(cls, values: Any) -> Any:
+        """Mappings for nested settings change only what they name."""
+        if not isinstance(values, dict):
+            return values
+        values = dict(values)
+        for name in ("model", "exploration_config"):
+            default: Any = cls.model_fields[name].default
+            known = set(type(default).model_fields)
+            if isinstance(values.get(name), dict) and set(values[name]) <= known:
+                values[name] = {**dict(default.items()), **values[name]}
         return values

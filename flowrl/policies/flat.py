@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ class FlatParameters:
 
     One optimizer call and one norm for the whole network, and weights that copy in one piece.
     Matrices keep their shape but lie transposed, input by input: the products of the forward pass
-    then read them in order of memory.
+    then read them in order of memory. The parameters' `grad` share the memory of `gradient`, so
+    optimizers of some of them work, too.
     """
 
     def __init__(self, module: torch.nn.Module):
@@ -21,27 +23,48 @@ class FlatParameters:
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         size = sum(p.numel() for p in self.parameters)
-        self.vector = torch.nn.Parameter(torch.empty(size))
-        self.gradient = torch.zeros(size)
+        device = self.parameters[0].device if named else torch.device("cpu")
+        self.vector = torch.nn.Parameter(torch.empty(size, device=device))
+        self.gradient = torch.zeros(size, device=device)
         self.vector.grad = self.gradient
         start = 0
         for parameter in self.parameters:
             end = start + parameter.numel()
-            flat = self.vector.data[start:end]
-            matrix = parameter.dim() == 2
-            piece = flat.view(parameter.shape[::-1]).t() if matrix else flat.view_as(parameter)
+            piece = _piece(self.vector.data[start:end], parameter)
             piece.copy_(parameter.data)
             parameter.data = piece
+            parameter.grad = _piece(self.gradient[start:end], parameter)
             start = end
 
     def take_gradient(self, loss: torch.Tensor) -> None:
         """Put d loss / d parameters into `gradient`; a parameter that loss misses gets zeros."""
         gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
         pieces = [
-            torch.zeros(p.numel()) if g is None else (g.t() if g.dim() == 2 else g).reshape(-1)
+            torch.zeros_like(p).reshape(-1)
+            if g is None
+            else (g.t() if g.dim() == 2 else g).reshape(-1)
             for g, p in zip(gradients, self.parameters, strict=True)
         ]
         torch.cat(pieces, out=self.gradient)
+
+    def take_gradients(
+        self, losses: Sequence[torch.Tensor], groups: Sequence[Sequence[torch.Tensor]]
+    ) -> None:
+        """Put the gradient of each loss with respect to its group of parameters into `gradient`,
+        zeros elsewhere."""
+        self.gradient.zero_()
+        for loss, group in zip(losses, groups, strict=True):
+            found = torch.autograd.grad(loss, list(group), allow_unused=True, retain_graph=True)
+            for parameter, gradient in zip(group, found, strict=True):
+                if gradient is not None:
+                    assert parameter.grad is not None
+                    parameter.grad.add_(gradient)
+
+
+def _piece(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    if parameter.dim() == 2:
+        return flat.view(parameter.shape[::-1]).t()
+    return flat.view_as(parameter)
 
 
 class FlatAdam:

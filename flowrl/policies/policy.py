@@ -11,6 +11,7 @@ from gymnasium import spaces
 from flowrl.data import SampleBatch
 from flowrl.policies.config import ConfigError, PolicyConfig
 from flowrl.policies.filters import ObservationFilter, RewardScaler
+from flowrl.policies.session import PolicySession
 from flowrl.policies.view_requirement import ViewRequirement
 from flowrl.seeding import random_stream, restore_stream, stream_state
 
@@ -115,24 +116,42 @@ class Policy:
         """The action to send to an environment that gave the raw observation `obs`.
 
         Raises:
-            ConfigError: it is not of the observation space's shape.
+            ConfigError: it is not of the observation space's shape; the policy wants to see more
+                than an observation (then a `session()` remembers it).
         """
-        shape = self.observation_space.shape
-        if shape is not None and np.shape(obs) != shape:
+        wanted = [n for n, view in self.view_requirements.items() if view.known_for_actions(n)]
+        if wanted != ["obs"] or self.view_requirements["obs"].shift != 0:
             raise ConfigError(
-                f"an observation of the shape {np.shape(obs)}, not of {self.observation_space}"
+                f"{type(self).__name__} sees {wanted}, not the observation alone: use "
+                "policy.session(), which remembers what came before"
             )
-        batch = np.asarray(obs)[None]
-        if self.observation_filter is not None:
-            batch = self.observation_filter(batch)
-        actions, _, _ = self.compute_actions(batch, explore=explore)
-        return self.actions_for_env(actions)[0]
+        return self.session().compute_single_action(obs, explore=explore)
 
-    def actions_for_env(self, actions: np.ndarray) -> np.ndarray:
-        """Actions [B, …] as the environment takes them: stretched and clipped to its bounds."""
-        space = self.action_space
+    def session(self) -> PolicySession:
+        """Somebody who plays an episode with the policy, without a worker: see PolicySession."""
+        return PolicySession(self)
+
+    def compute_log_likelihoods(
+        self, actions: Any, obs_batch: Any = None, input_dict: dict[str, Any] | None = None
+    ) -> np.ndarray:
+        """Log-probabilities [B] of actions [B, …] at observations, or at all views of
+        `input_dict`."""
+        raise NotImplementedError(f"{type(self).__name__} has no compute_log_likelihoods()")
+
+    def actions_for_env(self, actions: Any) -> Any:
+        """Actions [B, …] as the environment takes them: stretched and clipped to its bounds, whole
+        numbers counted from the space's start."""
+        return self._for_env(self.action_space, actions)
+
+    def _for_env(self, space: spaces.Space, actions: Any) -> Any:
         if isinstance(space, spaces.Discrete):
             return actions + space.start if space.start else actions
+        if isinstance(space, spaces.MultiDiscrete):
+            return actions + space.start if space.start.any() else actions
+        if isinstance(space, spaces.Dict):
+            return {key: self._for_env(space[key], actions[key]) for key in sorted(space)}
+        if isinstance(space, spaces.Tuple):
+            return tuple(self._for_env(s, a) for s, a in zip(space, actions, strict=True))
         if not isinstance(space, spaces.Box):
             return actions
         bounded = np.isfinite(space.low).all() and np.isfinite(space.high).all()
@@ -216,8 +235,10 @@ class Policy:
             )
         means: dict[str, float] = {}
         for _ in range(num_sgd_iter):
-            stats = [self.learn_on_batch(rows) for rows in self._minibatches(batch, size)]
-            means = {key: float(np.mean([one[key] for one in stats])) for key in stats[0]}
+            told = [self.learn_on_batch(rows) for rows in self._minibatches(batch, size)]
+            stats = [one for one in told if one]  # an update that was left out says nothing
+            names = stats[0] if stats else {}
+            means = {key: float(np.mean([one[key] for one in stats])) for key in names}
             if self.end_epoch(batch, means):
                 break
         return {**means, **self.end_learning(batch, means)}
@@ -233,6 +254,14 @@ class Policy:
         for start in range(0, batch.count, size):
             yield shuffled[start : start + size]
 
+    def compute_gradients(self, batch: SampleBatch) -> tuple[Any, dict[str, float]]:
+        """The gradient of one update, which another policy of this class can apply; statistics."""
+        raise NotImplementedError(f"{type(self).__name__} has no compute_gradients(): write one")
+
+    def apply_gradients(self, gradients: Any) -> None:
+        """One update by what `compute_gradients` gave."""
+        raise NotImplementedError(f"{type(self).__name__} has no apply_gradients(): write one")
+
     def end_epoch(self, batch: SampleBatch, stats: dict[str, float]) -> bool:
         """Called after each pass with its statistics' means; True makes it the last."""
         return False
@@ -246,6 +275,10 @@ class Policy:
         self.timestep = int(global_vars["timestep"])
 
     # -- state ---------------------------------------------------------------------------------
+
+    def export(self, path: Any, format: str = "torch") -> None:
+        """Write the acting part to a file that needs no flowrl."""
+        raise NotImplementedError(f"{type(self).__name__} has no export(): write one")
 
     def get_weights(self) -> dict[str, np.ndarray]:
         """Copies of the weights by name; none for a policy that does not learn."""

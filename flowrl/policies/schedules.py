@@ -3,24 +3,45 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-Scheduled = float | list[tuple[int, float]]
+from typing_extensions import NotRequired, TypedDict  # noqa: UP035  (pydantic wants them from here)
 
 
-def value_at(schedule: float | Sequence[Sequence[float]], timestep: int) -> float:
-    """A constant, or the value at `timestep` [env steps] of a piecewise linear schedule.
+class Exponential(TypedDict):
+    """initial * decay ** (env steps / steps), never below `final`."""
 
-    The schedule is a list of (env step, value) in rising order; before the first point its value
-    holds, after the last one that value.
+    initial: float
+    decay: float
+    steps: int
+    final: NotRequired[float]
+
+
+Scheduled = float | list[tuple[int, float]] | Exponential
+
+
+def value_at(
+    schedule: float | Sequence[Sequence[float]] | Mapping[str, Any], timestep: int
+) -> float:
+    """The value of a schedule at `timestep` [env steps].
+
+    A number is constant. A list of (env step, value) in rising order is linear in between; before
+    the first point its value holds, after the last one that value. A mapping is an exponential
+    decay: initial * decay ** (timestep / steps), not below `final`.
 
     >>> value_at([(0, 1.0), (100, 0.0)], 25)
     0.75
     >>> value_at(0.2, 25)
     0.2
+    >>> value_at({"initial": 1.0, "decay": 0.5, "steps": 100, "final": 0.1}, 200)
+    0.25
     """
     if isinstance(schedule, (int, float)):
         return float(schedule)
+    if isinstance(schedule, Mapping):
+        value = schedule["initial"] * schedule["decay"] ** (timestep / schedule["steps"])
+        return float(max(value, schedule.get("final", 0.0)))
     index = bisect_right([point[0] for point in schedule], timestep)
     if index == 0:
         return float(schedule[0][1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,31 +10,22 @@ import torch
 from gymnasium import spaces
 
 from flowrl.data import SampleBatch
-from flowrl.policies.distributions import ActionDistribution, distribution_for
+from flowrl.data.sequences import with_burn_in
+from flowrl.policies.config import ConfigError
+from flowrl.policies.distributions import ActionDistribution, DiagGaussian, distribution_for
+from flowrl.policies.exploration import Exploration
 from flowrl.policies.flat import FlatAdam, FlatParameters
-from flowrl.policies.models import FullyConnectedNetwork
+from flowrl.policies.models.base import ModelV2, ModuleModel, TensorBatch
+from flowrl.policies.models.catalog import make_model
 from flowrl.policies.policy import Policy
 from flowrl.policies.schedules import value_at
 from flowrl.seeding import random_stream
 
+__all__ = ["TensorBatch", "TorchPolicy", "TrackedBatch"]
+
 # Small networks lose more to the hand-over between threads than they win, and the workers of one
 # machine share its cores.
 torch.set_num_threads(1)
-
-
-class TensorBatch(dict[str, torch.Tensor]):
-    """Columns of a SampleBatch as tensors that share its memory, made when first read."""
-
-    def __init__(self, batch: SampleBatch):
-        super().__init__()
-        self._batch = batch
-
-    def __missing__(self, key: str) -> torch.Tensor:
-        column = self._batch[key]
-        if not column.flags.writeable:
-            column = column.copy()  # torch has no read-only tensors (batches from Ray are)
-        tensor = self[key] = torch.from_numpy(column)
-        return tensor
 
 
 class TrackedBatch(SampleBatch):
@@ -70,21 +62,65 @@ class TrackedBatch(SampleBatch):
 class TorchPolicy(Policy):
     """A policy with a torch model and a loss.
 
-    A subclass writes `loss`. In it `self.model(batch["obs"])` gives distribution inputs and
-    values, `self.dist_class` interprets the former, and `self.stats` takes what to report.
+    A subclass writes `loss`. In it `self.model.from_batch(batch)` gives distribution inputs (and
+    states), `self.model.value_function()` the values, `self.dist_class` interprets the former, and
+    `self.stats` takes what to report.
     """
 
     def __init__(self, observation_space: spaces.Space, action_space: spaces.Space, config: Any):
         super().__init__(observation_space, action_space, config)
+        self.device = self._find_device()
         self.dist_class = self.make_distribution()
-        self.model = self.make_model()
+        model: Any = self.make_model()
+        if not isinstance(model, ModelV2):
+            model = ModuleModel(
+                model,
+                observation_space,
+                action_space,
+                self.dist_class.num_inputs(action_space),
+                self.config.model,
+            )
+        self.model: ModelV2 = model.to(self.device)
         # what the model declares is the policy's, and the other way round
-        self.view_requirements |= getattr(self.model, "view_requirements", {})
+        self.view_requirements |= self.model.view_requirements
         self.model.view_requirements = self.view_requirements
+        self.exploration = self.make_exploration()
         self.flat = FlatParameters(self.model)
         self.model.link()
-        self.optimizer = self.make_optimizer()
+        made = self.make_optimizer()
+        self.optimizers: list[Any] = list(made) if isinstance(made, (list, tuple)) else [made]
+        self._groups = [self._parameters_of(optimizer) for optimizer in self.optimizers]
+        self._rates = [[group["lr"] for group in o.param_groups] for o in self.optimizers]
+        if self.config.compile:
+            self.model.compile_for_learning()
         self.stats: dict[str, torch.Tensor] = {}
+        self.num_skipped_updates = 0
+
+    def _find_device(self) -> torch.device:
+        wanted = self.config.device
+        if wanted == "auto":
+            wanted = "cuda" if torch.cuda.is_available() else "cpu"
+        try:
+            device = torch.device(wanted)
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError) as error:
+            raise ConfigError(f"device: {wanted!r} is not there: {error}") from error
+        return device
+
+    def _parameters_of(self, optimizer: Any) -> list[torch.Tensor]:
+        groups = optimizer.param_groups
+        own = [p for group in groups for p in group.get("params", ())]
+        if not own or any(p is self.flat.vector for p in own):
+            return list(self.flat.parameters)
+        known = {id(p) for p in self.flat.parameters}
+        if not all(id(p) in known for p in own):
+            raise ConfigError("an optimizer has parameters that are not the model's")
+        return own
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer; the first one of several."""
+        return self.optimizers[0]
 
     # -- parts that a subclass may replace -------------------------------------------------------
 
@@ -92,56 +128,125 @@ class TorchPolicy(Policy):
         """The action distribution for the action space."""
         return distribution_for(self.action_space)
 
-    def make_model(self) -> FullyConnectedNetwork:
-        """The network: observations [B, …] -> (distribution inputs [B, k], values [B]).
+    def make_model(self) -> torch.nn.Module:
+        """The network: a ModelV2, or any module that gives (distribution inputs, values).
 
         One that wants to see more of the trajectory sets `view_requirements` in its constructor.
         """
-        continuous = isinstance(self.action_space, spaces.Box)
-        return FullyConnectedNetwork(
+        gaussian = issubclass(self.dist_class, DiagGaussian)
+        return make_model(
             self.observation_space,
+            self.action_space,
             self.dist_class.num_inputs(self.action_space),
             self.config.model,
-            free_log_std=continuous and self.config.model.free_log_std,
+            free_log_std=gaussian and self.config.model.free_log_std,
             rng=random_stream(self.config.seed, "policy", "weights"),
         )
 
-    def make_optimizer(self) -> Any:
-        """The optimizer of `self.flat.vector`, all parameters in one vector.
+    def make_exploration(self) -> Exploration:
+        """How actions are taken while sampling."""
+        space, bounded = self.action_space, False
+        if isinstance(space, spaces.Box) and self.config.normalize_actions:
+            bounded = bool(np.isfinite(space.low).all() and np.isfinite(space.high).all())
+        return Exploration(self.config.exploration_config, space, self.dist_class, bounded)
 
-        A torch optimizer works, too: its learning rate follows the schedule and its state is
-        saved. (It is not the default because importing torch.optim's machinery takes as long as
-        importing torch.)
+    def make_optimizer(self) -> Any:
+        """The optimizer, or several (then `loss` gives as many).
+
+        By default one of `self.flat.vector`, all parameters in one vector. torch.optim's work, too,
+        of that vector or of parameters of `self.model`: their learning rates follow the schedule
+        `lr`, if they began with its first value, and their states are saved. (They are not the
+        default because importing torch.optim's machinery takes as long as importing torch.)
         """
         return FlatAdam(self.flat, lr=value_at(self.config.lr, 0), eps=self.config.adam_epsilon)
 
-    def loss(self, batch: TensorBatch) -> torch.Tensor:
-        """The scalar to be made smaller, from columns [B, …] as tensors."""
+    def loss(self, batch: TensorBatch) -> torch.Tensor | Sequence[torch.Tensor]:
+        """The scalar to be made smaller, from columns [B, …] as tensors; a list of as many as there
+        are optimizers, each for the parameters of its own."""
         raise NotImplementedError(f"{type(self).__name__} has no loss(batch): write one to learn")
+
+    def extra_action_out(
+        self, input_dict: dict[str, Any], states: list[np.ndarray], outputs: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        """More columns [B, …] to be recorded with the actions."""
+        return {}
+
+    def extra_grad_process(self) -> dict[str, torch.Tensor]:
+        """Called before gradients are clipped, with them in `self.flat.gradient`; statistics."""
+        return {}
 
     # -- acting --------------------------------------------------------------------------------
 
+    def get_initial_state(self) -> list[np.ndarray]:
+        return self.model.get_initial_state()
+
     def compute_actions(
-        self, obs_batch: np.ndarray, explore: bool = True
-    ) -> tuple[np.ndarray, list[np.ndarray], dict[str, np.ndarray]]:
-        inputs, values = self._forward(obs_batch)
-        actions, logp = self.dist_class.act(inputs, self.rng, explore)
-        extra = {"action_logp": logp, "action_dist_inputs": inputs, "vf_preds": values}
-        return actions, [], extra
+        self,
+        obs_batch: Any,
+        explore: bool = True,
+        state_batches: Sequence[np.ndarray] | None = None,
+    ) -> tuple[Any, list[np.ndarray], dict[str, np.ndarray]]:
+        inputs = {"obs": obs_batch}
+        for i, state in enumerate(state_batches or ()):
+            inputs[f"state_in_{i}"] = state
+        return self._act(inputs, explore)
 
-    def compute_values(self, obs_batch: np.ndarray) -> np.ndarray:
-        if self.model.has_numpy:
-            return self.model.values_numpy(obs_batch)
-        return self._forward(obs_batch)[1]
+    def compute_actions_from_input_dict(
+        self, input_dict: dict[str, Any], explore: bool = True
+    ) -> tuple[Any, list[np.ndarray], dict[str, np.ndarray]]:
+        if len(input_dict) == 1:  # the way of a subclass, if it has one
+            return self.compute_actions(input_dict["obs"], explore=explore)
+        return self._act(input_dict, explore)
 
-    def _forward(self, obs_batch: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        if self.model.has_numpy:
-            return self.model.forward_numpy(obs_batch)
+    def _act(
+        self, input_dict: dict[str, Any], explore: bool
+    ) -> tuple[Any, list[np.ndarray], dict[str, np.ndarray]]:
+        outputs, values, states = self.model.act(input_dict)
+        actions, logp = self.exploration.act(outputs, self.rng, explore, self.timestep)
+        extra = {"action_logp": logp, "action_dist_inputs": outputs}
+        if values is not None:
+            extra["vf_preds"] = values
+        more = self.extra_action_out(input_dict, states, outputs)
+        return actions, states, {**extra, **more} if more else extra
+
+    def compute_values(self, obs_batch: Any) -> np.ndarray | None:
+        return self.model.values({"obs": obs_batch})
+
+    def compute_values_from_input_dict(self, input_dict: dict[str, Any]) -> np.ndarray | None:
+        if len(input_dict) == 1:
+            return self.compute_values(input_dict["obs"])
+        return self.model.values(input_dict)
+
+    def compute_log_likelihoods(
+        self, actions: Any, obs_batch: Any = None, input_dict: dict[str, Any] | None = None
+    ) -> np.ndarray:
+        """Log-probabilities [B] of actions [B, …] as the policy gives them (before they are
+        stretched to the environment's bounds).
+
+        Args:
+            actions: arrays of the action space's structure.
+            obs_batch: observations [B, …] as the sampler stores them.
+            input_dict: instead, every view that the model wants, [B, …] each.
+        """
+        inputs = {"obs": obs_batch} if input_dict is None else input_dict
+        outputs, _, _ = self.model.act(inputs)
         with torch.inference_mode():
-            inputs, values = self.model(torch.from_numpy(np.ascontiguousarray(obs_batch)))
-            return inputs.numpy(), values.numpy()
+            dist = self.dist_class(torch.from_numpy(outputs), self.model)
+            tensors = TensorBatch(SampleBatch({"actions": actions}))["actions"]
+            return dist.logp(tensors).numpy()
 
     # -- learning ------------------------------------------------------------------------------
+
+    def tensors(self, batch: SampleBatch) -> TensorBatch:
+        """The batch as `loss` is given it."""
+        return TensorBatch(batch, self.device)
+
+    def prepared(self, batch: SampleBatch) -> SampleBatch:
+        """The batch as it is cut into minibatches: with the burn-in of its sequences."""
+        burn_in = self.config.model.burn_in
+        if not burn_in or not self.is_recurrent or "loss_mask" in batch:
+            return batch
+        return with_burn_in(batch, self.config.model.max_seq_len, burn_in)
 
     def columns_read(self, batch: SampleBatch) -> set[str] | None:
         """What the loss and the hooks after a pass read, found by calling them once."""
@@ -149,7 +254,9 @@ class TorchPolicy(Policy):
         state, torch_rng = self.get_state(), torch.get_rng_state()
         buffers = [buffer.clone() for buffer in self.model.buffers()]
         try:
-            self.loss(TensorBatch(tracked))
+            if self.config.model.burn_in:
+                return None
+            self.loss(self.tensors(tracked))
             self.end_epoch(tracked, {})
             self.end_learning(tracked, {})
         except Exception:
@@ -162,49 +269,135 @@ class TorchPolicy(Policy):
             self.stats = {}
         return tracked.read
 
+    def learn_on_minibatches(
+        self, batch: SampleBatch, num_sgd_iter: int = 1, sgd_minibatch_size: int = 0
+    ) -> dict[str, float]:
+        skipped = self.num_skipped_updates
+        stats = super().learn_on_minibatches(self.prepared(batch), num_sgd_iter, sgd_minibatch_size)
+        if self.config.on_bad_update == "skip":
+            stats["num_skipped_updates"] = float(self.num_skipped_updates - skipped)
+        return stats
+
     def learn_on_batch(self, batch: SampleBatch) -> dict[str, float]:
         """One gradient step.
 
         Raises:
             FloatingPointError: the loss or its gradient is not finite; the weights are unchanged.
         """
-        stats = self._gradients(batch)
+        try:
+            stats = self._gradients(self.prepared(batch))
+        except FloatingPointError:
+            if self.config.on_bad_update == "raise":
+                raise
+            self.num_skipped_updates += 1
+            return {}
         self._step(stats["grad_norm"])
         return stats
 
     def _gradients(self, batch: SampleBatch) -> dict[str, float]:
-        self.stats = {}
-        loss = self.loss(TensorBatch(batch))
-        self.flat.take_gradient(loss)
-        norm = torch.linalg.vector_norm(self.flat.gradient)
-        named = {"total_loss": loss.detach(), **self.stats, "grad_norm": norm}
-        values = torch.stack([value.detach() for value in named.values()]).tolist()
-        stats = dict(zip(named, values, strict=True))
-        if not np.isfinite(stats["grad_norm"]):
-            odd = [name for name, value in stats.items() if not np.isfinite(value)]
-            columns = [
-                name
-                for name, column in batch.items()
-                if column.dtype.kind == "f" and not np.isfinite(column).all()
-            ]
-            cause = f" (not finite in it: {', '.join(columns)})" if columns else ""
-            raise FloatingPointError(
-                f"{', '.join(odd)} of {type(self).__name__} not finite on a batch of "
-                f"{batch.count} rows{cause}: the update was refused and the weights are unchanged"
-            )
+        rows = self.config.accumulate_rows
+        if rows and batch.count > rows:
+            return self._accumulated(batch, rows)
+        stats = self._gradient_of(batch)
+        self._refuse_odd(stats, batch)
         return stats
 
+    def _gradient_of(self, batch: SampleBatch) -> dict[str, float]:
+        """Put the gradient of the loss on a batch into `self.flat.gradient`."""
+        self.stats = {}
+        half = self.config.precision == "bfloat16"
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=half):
+            losses = self.loss(self.tensors(batch))
+        named: dict[str, torch.Tensor] = {}
+        if isinstance(losses, torch.Tensor):
+            if len(self.optimizers) > 1:
+                raise ConfigError(
+                    f"{type(self).__name__} has {len(self.optimizers)} optimizers, but its loss "
+                    "is one: give a list of as many"
+                )
+            named["total_loss"] = losses
+            if len(self._groups[0]) == len(self.flat.parameters):
+                self.flat.take_gradient(losses)
+            else:
+                self.flat.take_gradients([losses], self._groups)
+        else:
+            losses = list(losses)
+            if len(losses) != len(self.optimizers):
+                raise ConfigError(
+                    f"{type(self).__name__} gave {len(losses)} losses for {len(self.optimizers)} "
+                    "optimizers: one for each"
+                )
+            named["total_loss"] = torch.stack([loss.detach() for loss in losses]).sum()
+            named |= {f"loss_{i}": loss for i, loss in enumerate(losses)}
+            self.flat.take_gradients(losses, self._groups)
+        named |= self.stats
+        named |= self.extra_grad_process()
+        named["grad_norm"] = torch.linalg.vector_norm(self.flat.gradient)
+        values = torch.stack([torch.as_tensor(v).detach().float() for v in named.values()])
+        return dict(zip(named, values.tolist(), strict=True))
+
+    def _accumulated(self, batch: SampleBatch, rows: int) -> dict[str, float]:
+        """The gradient of a large batch as the mean of those of its parts."""
+        total = torch.zeros_like(self.flat.gradient)
+        sums: dict[str, float] = {}
+        parts = list(self._parts(batch, rows))
+        count = sum(part.count for part in parts)
+        for part in parts:
+            stats = self._gradient_of(part)
+            self._refuse_odd(stats, part)
+            weight = part.count / count
+            total.add_(self.flat.gradient, alpha=weight)
+            for name, value in stats.items():
+                sums[name] = sums.get(name, 0.0) + weight * value
+        self.flat.gradient.copy_(total)
+        return {**sums, "grad_norm": float(torch.linalg.vector_norm(total))}
+
+    def _parts(self, batch: SampleBatch, rows: int) -> Any:
+        if "seq_lens" not in batch:
+            return batch.timeslices(size=rows)
+        return batch.sequence_minibatches(rows, shuffle=False)
+
+    def _refuse_odd(self, stats: dict[str, float], batch: SampleBatch) -> None:
+        if np.isfinite(stats["grad_norm"]):
+            return
+        odd = [name for name, value in stats.items() if not np.isfinite(value)]
+        columns = [
+            name
+            for name, column in batch.items()
+            if hasattr(column, "dtype") and column.dtype.kind == "f"
+            if not np.isfinite(column).all()
+        ]
+        cause = f" (not finite in it: {', '.join(columns)})" if columns else ""
+        raise FloatingPointError(
+            f"{', '.join(odd)} of {type(self).__name__} not finite on a batch of "
+            f"{batch.count} rows{cause}: the update was refused and the weights are unchanged"
+        )
+
     def _step(self, norm: float) -> None:
-        clip = self.config.grad_clip
-        if clip is not None and norm > clip:
-            self.flat.gradient.mul_(clip / norm)
-        self.optimizer.step()
+        self._clip(norm)
+        for optimizer in self.optimizers:
+            optimizer.step()
         self.version += 1
+
+    def _clip(self, norm: float) -> None:
+        clip = self.config.grad_clip
+        if clip is None:
+            return
+        if self.config.grad_clip_by == "value":
+            self.flat.gradient.clamp_(-clip, clip)
+        elif self.config.grad_clip_by == "norm":
+            for parameter in self.flat.parameters:
+                assert parameter.grad is not None
+                own = float(torch.linalg.vector_norm(parameter.grad))
+                if own > clip:
+                    parameter.grad.mul_(clip / own)
+        elif norm > clip:
+            self.flat.gradient.mul_(clip / norm)
 
     def compute_gradients(self, batch: SampleBatch) -> tuple[np.ndarray, dict[str, float]]:
         """The gradient [parameters] of the loss on a batch, and statistics. Changes nothing."""
-        stats = self._gradients(batch)
-        return self.flat.gradient.numpy().copy(), stats
+        stats = self._gradients(self.prepared(batch))
+        return self.flat.gradient.cpu().numpy().copy(), stats
 
     def apply_gradients(self, gradients: np.ndarray) -> None:
         """One optimizer step with a gradient that `compute_gradients` gave."""
@@ -217,16 +410,23 @@ class TorchPolicy(Policy):
 
     def on_global_var_update(self, global_vars: dict[str, Any]) -> None:
         super().on_global_var_update(global_vars)
-        for group in self.optimizer.param_groups:
-            group["lr"] = value_at(self.config.lr, self.timestep)
+        first, now = value_at(self.config.lr, 0), value_at(self.config.lr, self.timestep)
+        for optimizer, rates in zip(self.optimizers, self._rates, strict=True):
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                if rate == first:  # another one is the optimizer's own
+                    group["lr"] = now
 
     # -- state ---------------------------------------------------------------------------------
 
+    def _tensors_by_name(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers."""
+        own: dict[str, torch.Tensor] = dict(zip(self.flat.names, self.flat.parameters, strict=True))
+        saved = self.model.state_dict()
+        own |= {name: b for name, b in self.model.named_buffers() if name in saved}
+        return own
+
     def get_weights(self) -> dict[str, np.ndarray]:
-        return {
-            name: parameter.detach().numpy().copy()
-            for name, parameter in zip(self.flat.names, self.flat.parameters, strict=True)
-        }
+        return {n: t.detach().cpu().numpy().copy() for n, t in self._tensors_by_name().items()}
 
     def set_weights(self, weights: dict[str, np.ndarray]) -> None:
         """Take over weights.
@@ -234,7 +434,7 @@ class TorchPolicy(Policy):
         Raises:
             ValueError: names or shapes are not this network's; nothing is changed.
         """
-        own = dict(zip(self.flat.names, self.flat.parameters, strict=True))
+        own = self._tensors_by_name()
         wrong = {name: (None if name not in weights else np.shape(weights[name])) for name in own}
         wrong = {n: s for n, s in wrong.items() if s != tuple(own[n].shape)}
         extra = sorted(set(weights) - set(own))
@@ -245,24 +445,33 @@ class TorchPolicy(Policy):
                 + "; ".join(lines + [f"{name}: unknown" for name in extra])
             )
         with torch.no_grad():
-            for name, parameter in own.items():
-                parameter.copy_(torch.from_numpy(np.array(weights[name])))
+            for name, tensor in own.items():
+                tensor.copy_(torch.from_numpy(np.array(weights[name])))
         self.version += 1
 
     def get_state(self) -> dict[str, Any]:
         state = super().get_state()
-        optimizer = self.optimizer.state_dict()
+        states = [optimizer.state_dict()["state"] for optimizer in self.optimizers]
         state["optimizer"] = {
-            str(index): {k: v.numpy().copy() for k, v in slot.items()}
-            for index, slot in optimizer["state"].items()
+            f"{i}.{index}" if i else str(index): {
+                k: v.cpu().numpy().copy() if isinstance(v, torch.Tensor) else v
+                for k, v in slot.items()
+            }
+            for i, slots in enumerate(states)
+            for index, slot in slots.items()
         }
         return state
 
     def set_state(self, state: dict[str, Any]) -> None:
         super().set_state(state)
-        optimizer = self.optimizer.state_dict()
-        optimizer["state"] = {
-            int(index): {k: torch.from_numpy(np.array(v)) for k, v in slot.items()}
-            for index, slot in state["optimizer"].items()
-        }
-        self.optimizer.load_state_dict(optimizer)
+        for i, optimizer in enumerate(self.optimizers):
+            whole = optimizer.state_dict()
+            whole["state"] = {}
+            for key, slot in state["optimizer"].items():
+                number, _, index = key.rpartition(".")
+                if int(number or 0) == i:
+                    whole["state"][int(index)] = {
+                        k: torch.from_numpy(np.array(v)) if isinstance(v, np.ndarray) else v
+                        for k, v in slot.items()
+                    }
+            optimizer.load_state_dict(whole)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from gymnasium import spaces
 
 from flowrl.policies.config import ConfigError
@@ -148,3 +149,12 @@ def _offsets(shift: Any) -> tuple[int, ...]:
     if not offsets or not all(isinstance(o, int) and not isinstance(o, bool) for o in offsets):
         raise ConfigError(f"ViewRequirement: shift is an int, a list of ints or a range: {shift!r}")
     return tuple(offsets)
+
+
+def zeros_of(space: spaces.Space) -> Any:
+    """Zeros in the shape of one value of the space."""
+    if isinstance(space, spaces.Dict):
+        return {key: zeros_of(space[key]) for key in sorted(space)}
+    if isinstance(space, spaces.Tuple):
+        return tuple(zeros_of(part) for part in space)
+    return np.zeros(space.shape or (), space.dtype)

@@ -8,7 +8,8 @@ import numpy as np
 from gymnasium import spaces
 
 from flowrl.policies.config import ConfigError
-from flowrl.sampling.checks import copied, zeros_of
+from flowrl.policies.view_requirement import zeros_of
+from flowrl.sampling.checks import copied
 from flowrl.sampling.env_slots import EnvSlots
 from flowrl.sampling.multi_agent_env import is_multi_agent
 from flowrl.sampling.steppers import DirectStepper, Stepper

@@ -185,7 +185,8 @@ def check_columns(policy_id: str, extra: dict[str, Any], count: int) -> None:
 def odd_actions(space: spaces.Space, actions: Any) -> int | None:
     """The first row of actions [B, …], as a policy gives them, that no environment can take.
 
-    Numbers of a Discrete space count from 0; a Box's may be out of bounds, but must be finite.
+    Numbers of Discrete and MultiDiscrete spaces count from 0; a Box's may be out of bounds, but
+    must be finite.
     """
     if isinstance(space, spaces.Dict):
         rows = (odd_actions(space[key], actions[key]) for key in space)
@@ -201,9 +202,10 @@ def _odd_rows(space: spaces.Space, actions: np.ndarray) -> int | None:
         if actions.ndim != 1 or actions.dtype.kind not in "iu":
             return 0
         odd = (actions < 0) | (actions >= space.n)
-    elif isinstance(space, (spaces.MultiDiscrete, spaces.MultiBinary)):
-        low, high = _bounds(space) or (0, 1)
-        odd = (actions < low) | (actions > high)
+    elif isinstance(space, spaces.MultiDiscrete):
+        odd = (actions < 0) | (actions >= space.nvec)
+    elif isinstance(space, spaces.MultiBinary):
+        odd = (actions < 0) | (actions > 1)
     elif actions.dtype.kind == "f":
         odd = ~np.isfinite(actions)
     else:
@@ -240,15 +242,6 @@ def copied(space: spaces.Space, value: Any) -> Any:
     if isinstance(space, spaces.Tuple):
         return tuple(copied(part, v) for part, v in zip(space, value, strict=True))
     return np.array(value, space.dtype) if space.dtype is not None else value
-
-
-def zeros_of(space: spaces.Space) -> Any:
-    """Zeros in the shape of one value of the space."""
-    if isinstance(space, spaces.Dict):
-        return {key: zeros_of(space[key]) for key in sorted(space)}
-    if isinstance(space, spaces.Tuple):
-        return tuple(zeros_of(part) for part in space)
-    return np.zeros(space.shape or (), space.dtype)
 
 
 def stacked(values: list[Any]) -> Any:

@@ -405,12 +405,12 @@ class RolloutWorker:
 
     def compute_gradients(self, batch: SampleBatch) -> tuple[np.ndarray, dict[str, float]]:
         """The default policy's gradient on a batch, and statistics. Changes nothing."""
-        return self.policy.compute_gradients(batch)  # type: ignore[attr-defined]
+        return self.policy.compute_gradients(batch)
 
     def apply_gradients(self, gradients: np.ndarray) -> None:
         """One optimizer step of the default policy."""
         with self.lock:
-            self.policy.apply_gradients(gradients)  # type: ignore[attr-defined]
+            self.policy.apply_gradients(gradients)
 
     def get_weights(self) -> dict[str, dict[str, np.ndarray]]:
         """Copies of the weights by policy id."""

@@ -12,8 +12,8 @@ from flowrl.data.multi_agent_batch import AgentID, EpisodeID, PolicyID
 from flowrl.data.windows import NOTHING
 from flowrl.policies.config import ConfigError
 from flowrl.policies.policy import Policy
-from flowrl.policies.view_requirement import ViewRequirement
-from flowrl.sampling.checks import stacked, zeros_of
+from flowrl.policies.view_requirement import ViewRequirement, zeros_of
+from flowrl.sampling.checks import stacked
 from flowrl.sampling.episode import MultiAgentEpisode
 from flowrl.sampling.views import View, signature_of, wanted_views
 

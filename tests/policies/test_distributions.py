@@ -63,4 +63,4 @@ def test_spaces():
     assert Categorical.num_inputs(spaces.Discrete(4)) == 4
     assert DiagGaussian.num_inputs(spaces.Box(-1, 1, (3,))) == 6
     with pytest.raises(ValueError, match="no action distribution"):
-        distribution_for(spaces.MultiBinary(3))
+        distribution_for(spaces.Text(3))

@@ -21,7 +21,8 @@ class Regress(TorchPolicy):
     """Learns values; for testing what every TorchPolicy does."""
 
     def loss(self, batch):
-        inputs, values = self.model(batch["obs"])
+        inputs, _ = self.model.from_batch(batch)
+        values = self.model.value_function()
         vf_loss = ((values - batch["rewards"]) ** 2).mean()
         self.stats["vf_loss"] = vf_loss
         return vf_loss + 0.0 * inputs.sum()
@@ -44,9 +45,13 @@ def rows(n=32, seed=0):
 @pytest.mark.parametrize("space", [BOX, spaces.Discrete(4, start=2), spaces.Box(0, 9, (2, 2))])
 def test_acting_in_numpy_is_the_torch_forward(activation, shared, space):
     config = ModelConfig(fcnet_hiddens=[8, 6], fcnet_activation=activation, vf_share_layers=shared)
-    net = FullyConnectedNetwork(space, 4, config, True, np.random.default_rng(0))
+    rng = np.random.default_rng(0)
+    net = FullyConnectedNetwork(
+        space, spaces.Box(-1, 1, (2,)), 4, config, free_log_std=True, rng=rng
+    )
     observations = np.stack([space.sample() for _ in range(5)])
-    outputs, values = net(torch.from_numpy(observations))
+    outputs, _ = net({"obs": torch.from_numpy(observations)}, [], None)
+    values = net.value_function()
     assert outputs.shape == (5, 4)
     assert net.has_numpy == (activation != "silu")
     if net.has_numpy:
@@ -57,7 +62,8 @@ def test_acting_in_numpy_is_the_torch_forward(activation, shared, space):
 
 
 def test_initialisation_is_orthogonal():
-    net = FullyConnectedNetwork(BOX, 2, ModelConfig(), False, np.random.default_rng(0))
+    rng = np.random.default_rng(0)
+    net = FullyConnectedNetwork(BOX, spaces.Discrete(2), 2, ModelConfig(), rng=rng)
     weight = net.hidden[1].weight.detach().double()
     torch.testing.assert_close(weight @ weight.T, 2.0 * torch.eye(64).double(), atol=1e-5, rtol=0)
     assert abs(float(net.policy_head.weight.detach().norm(dim=1)[0]) - 0.01) < 1e-6
@@ -65,8 +71,8 @@ def test_initialisation_is_orthogonal():
 
 
 def test_unfit_spaces_are_named():
-    with pytest.raises(ValueError, match="no model for the observation space"):
-        Regress(spaces.MultiBinary(2), spaces.Discrete(2), {})
+    with pytest.raises(ValueError, match="no model for the space"):
+        Regress(spaces.Text(2), spaces.Discrete(2), {})
 
 
 @pytest.mark.parametrize("eps", [1e-8, 1e-5])

@@ -142,7 +142,8 @@ def test_a_model_declares_its_views():
     class Declared(ppo.PPOTorchPolicy):
         def make_model(self):
             rng = np.random.default_rng(0)
-            return Model(self.observation_space, 2, self.config.model, False, rng)
+            given = self.observation_space, self.action_space, 2, self.config.model
+            return Model(*given, rng=rng)
 
         def compute_actions_from_input_dict(self, input_dict, explore=True):
             assert set(input_dict) == {"obs", "prev_actions"}

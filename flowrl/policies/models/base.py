@@ -1,0 +1,293 @@
+"""ModelV2: what a policy asks of a network."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import optree
+import torch
+from gymnasium import spaces
+from torch import nn
+
+from flowrl.data import SampleBatch
+from flowrl.policies.config import ConfigError, ModelConfig
+from flowrl.policies.view_requirement import ViewRequirement
+
+State = list[torch.Tensor]
+
+
+class Inputs(dict[str, Any]):
+    """Columns as tensors [rows, …]; `obs_flat` [rows, features] is made when it is asked for."""
+
+    def __missing__(self, key: str) -> Any:
+        if key != "obs_flat":
+            raise KeyError(f"no column {key!r} in the model's input, only {sorted(self)}")
+        leaves: Any = optree.tree_leaves(self["obs"])
+        flat = [leaf.reshape(len(leaf), -1).to(torch.float32) for leaf in leaves]
+        self[key] = made = flat[0] if len(flat) == 1 else torch.cat(flat, 1)
+        return made
+
+
+class TensorBatch(Inputs):
+    """Columns of a SampleBatch as tensors that share its memory, made when first read.
+
+    Rows that are not to be learned from (`loss_mask` False: padding, the burn-in of sequences) are
+    left out of every column, and sequences are as long as what is left of them.
+
+    Args:
+        batch: the rows.
+        device: where the tensors are.
+
+    Attributes:
+        warmup: the burn-in of the sequences as a batch of its own, or None.
+    """
+
+    def __init__(self, batch: SampleBatch, device: torch.device | str = "cpu"):
+        super().__init__()
+        self.warmup: TensorBatch | None = None
+        self.device = torch.device(device)
+        if "loss_mask" in batch and "seq_lens" in batch:
+            batch, before = batch.without_masked_rows()
+            if before is not None:
+                self.warmup = TensorBatch(before, device)
+        self._batch = batch
+
+    @property
+    def count(self) -> int:
+        """Rows to learn from."""
+        return self._batch.count
+
+    def __missing__(self, key: str) -> Any:
+        if key == "obs_flat":
+            return super().__missing__(key)
+        column: Any = self._batch[key]
+        self[key] = made = optree.tree_map(lambda leaf: _tensor(leaf).to(self.device), column)
+        return made
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._batch
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key] if key in self else default
+
+
+class ModelV2(nn.Module):
+    """A network that a TorchPolicy acts and learns with.
+
+    A subclass writes `forward` and, if it has values, `value_function`. What it wants to see of the
+    trajectory besides the observation it puts into `view_requirements` in its constructor; one that
+    remembers writes `get_initial_state`, too (see RecurrentNetwork).
+
+    Args:
+        obs_space, action_space: of one agent.
+        num_outputs: inputs of the action distribution.
+        model_config: the settings.
+        name: of the model.
+    """
+
+    _learning: Any
+
+    def __init__(
+        self,
+        obs_space: spaces.Space,
+        action_space: spaces.Space,
+        num_outputs: int,
+        model_config: ModelConfig,
+        name: str = "model",
+    ):
+        super().__init__()
+        self.obs_space = obs_space
+        self.action_space = action_space
+        self.num_outputs = num_outputs
+        self.model_config = model_config
+        self.name = name
+        object.__setattr__(self, "_learning", self)  # no submodule of its own
+        self.view_requirements: dict[str, ViewRequirement] = {
+            "obs": ViewRequirement(space=obs_space)
+        }
+
+    def forward(
+        self, input_dict: Mapping[str, Any], state: State, seq_lens: torch.Tensor | None
+    ) -> tuple[torch.Tensor, State]:
+        """Distribution inputs of rows.
+
+        Args:
+            input_dict: the views, tensors [rows, …] each (nested ones of nested spaces), by name;
+                `obs_flat` is the observation flattened to [rows, features].
+            state: `state_in_0`, … as they were before each sequence, [sequences, …] each.
+            seq_lens: rows of each sequence [sequences], int; one after another, they are all the
+                rows, without padding. None for a model without states.
+
+        Returns:
+            distribution inputs [rows, num_outputs]; the states: after each sequence's last row
+            [sequences, …]; or, of a model whose views look back on several, after each row.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no forward(): write one")
+
+    def value_function(self) -> torch.Tensor:
+        """Values [rows] of the rows that `forward` was last called with."""
+        raise NotImplementedError(f"{type(self).__name__} has no value_function(): write one")
+
+    def get_initial_state(self) -> list[np.ndarray]:
+        """What the model remembers at an episode's start, without the batch axis."""
+        return []
+
+    @property
+    def has_values(self) -> bool:
+        """Whether there is a value function."""
+        return type(self).value_function is not ModelV2.value_function
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return next((p.device for p in self.parameters()), torch.device("cpu"))
+
+    def link(self) -> None:
+        """The parameters' memory has moved."""
+
+    # -- learning ----------------------------------------------------------------------------------
+
+    def compile_for_learning(self) -> None:
+        """Let `from_batch` call a compiled forward."""
+        object.__setattr__(self, "_learning", torch.compile(self.forward))
+
+    def from_batch(self, train_batch: Any, is_training: bool = True) -> tuple[torch.Tensor, State]:
+        """`forward` on all rows of a train batch, the states of its sequences included.
+
+        Args:
+            train_batch: the batch that a loss is given, or a SampleBatch.
+            is_training: whether dropout and the like are on.
+
+        Raises:
+            ConfigError: the outputs are not [rows, num_outputs]; states or seq_lens are missing.
+        """
+        batch = train_batch
+        if isinstance(batch, SampleBatch):
+            batch = TensorBatch(batch, self.device)
+        if is_training is not self.training:
+            self.train(is_training)
+        count = len(self.get_initial_state())
+        if not count:
+            outputs, state = self._learning(batch, [], None)
+            return self._checked(outputs, batch.count), state
+        missing = [n for n in (*_state_names(count), "seq_lens") if n not in batch]
+        if missing:
+            raise ConfigError(
+                f"{type(self).__name__} remembers, but the batch has no column {missing[0]!r}"
+            )
+        state = [batch[name] for name in _state_names(count)]
+        warmup = getattr(batch, "warmup", None)
+        if warmup is not None:
+            state = self._warmed_up(warmup, state)
+        outputs, state = self._learning(batch, state, batch["seq_lens"])
+        return self._checked(outputs, batch.count), state
+
+    def _warmed_up(self, warmup: TensorBatch, state: State) -> State:
+        """The states after the burn-in rows; sequences may have none."""
+        lens = warmup["seq_lens"]
+        some = lens > 0
+        state = [part.clone() for part in state]
+        with torch.no_grad():
+            _, after = self(warmup, [part[some] for part in state], lens[some])
+        for part, own in zip(state, after, strict=True):
+            part[some] = own
+        return state
+
+    def _checked(self, outputs: torch.Tensor, rows: int) -> torch.Tensor:
+        if outputs.shape != (rows, self.num_outputs):
+            raise ConfigError(
+                f"model {self.name!r} ({type(self).__name__}) gave outputs of shape "
+                f"{list(outputs.shape)} for {rows} rows; the action space {self.action_space} "
+                f"needs [{rows}, {self.num_outputs}]"
+            )
+        return outputs.float()
+
+    # -- acting ------------------------------------------------------------------------------------
+
+    def act(
+        self, inputs: Mapping[str, Any]
+    ) -> tuple[np.ndarray, np.ndarray | None, list[np.ndarray]]:
+        """Distribution inputs [B, num_outputs], values [B] and states [B, …] of one step each.
+
+        Args:
+            inputs: the views as arrays [B, …].
+        """
+        tensors, state, lens = self.tensors(inputs)
+        with torch.inference_mode():
+            if self.training:
+                self.eval()
+            outputs, state = self(tensors, state, lens)
+            self._checked(outputs, len(optree.tree_leaves(tensors["obs"])[0]))
+            values = self.value_function().cpu().numpy() if self.has_values else None
+        return outputs.cpu().numpy(), values, [part.cpu().numpy() for part in state]
+
+    def values(self, inputs: Mapping[str, Any]) -> np.ndarray | None:
+        """Values [B] alone; None if there is no value function."""
+        return self.act(inputs)[1] if self.has_values else None
+
+    def tensors(self, inputs: Mapping[str, Any]) -> tuple[Inputs, State, torch.Tensor | None]:
+        """What `forward` is given for one step of each of B rows, from views as arrays [B, …]."""
+        device = self.device
+        tensors = Inputs()
+        for name, column in inputs.items():
+            tensors[name] = optree.tree_map(lambda leaf: _tensor(leaf).to(device), column)
+        count = len(self.get_initial_state())
+        state = [tensors[name] for name in _state_names(count)]
+        lens = torch.ones(len(state[0]), dtype=torch.int32) if count else None
+        return tensors, state, lens
+
+
+def _tensor(column: Any) -> torch.Tensor:
+    column = np.asarray(column)
+    if not column.flags.writeable:
+        column = column.copy()  # torch has no read-only tensors (batches from Ray are)
+    return torch.from_numpy(column)
+
+
+def _state_names(count: int) -> list[str]:
+    return [f"state_in_{i}" for i in range(count)]
+
+
+class ModuleModel(ModelV2):
+    """Any torch.nn.Module as a model.
+
+    Its forward gets the observations [rows, …]; if it has `view_requirements`, a dict of all its
+    views. It gives distribution inputs [rows, num_outputs], or those and values [rows].
+    """
+
+    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.module = module
+        own = getattr(module, "view_requirements", None)
+        self._wants_views = own is not None
+        self.view_requirements |= own or {}
+        self._values: torch.Tensor | None = None
+        self._gives_values: bool | None = None
+
+    def forward(
+        self, input_dict: Mapping[str, Any], state: State, seq_lens: torch.Tensor | None
+    ) -> tuple[torch.Tensor, State]:
+        made = self.module(input_dict if self._wants_views else input_dict["obs"])
+        if isinstance(made, tuple):
+            outputs, self._values = made
+            assert self._values is not None
+            if self._values.dim() == 2:
+                self._values = self._values.squeeze(-1)
+        else:
+            outputs, self._values = made, None
+        self._gives_values = self._values is not None
+        return outputs, state
+
+    @property
+    def has_values(self) -> bool:
+        return bool(self._gives_values)
+
+    def value_function(self) -> torch.Tensor:
+        if self._values is None:
+            raise ConfigError(
+                f"{type(self.module).__name__} gives no values: its forward must give (outputs, "
+                "values) to learn with a value function"
+            )
+        return self._values

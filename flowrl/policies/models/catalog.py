@@ -1,0 +1,136 @@
+"""The model for a pair of spaces and settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from torch import nn
+
+from flowrl.policies.config import ConfigError, ModelConfig, nearest
+from flowrl.policies.models.attention import AttentionNetwork
+from flowrl.policies.models.base import ModelV2, ModuleModel
+from flowrl.policies.models.encoders import has_image, is_image
+from flowrl.policies.models.fcnet import FullyConnectedNetwork
+from flowrl.policies.models.masked import MASK, MaskedModel
+from flowrl.policies.models.recurrent import RecurrentNetwork
+from flowrl.policies.models.torso import TorsoNetwork
+from flowrl.policies.view_requirement import ViewRequirement
+
+_CUSTOM: dict[str, Callable[..., Any]] = {}
+
+
+def register_model(name: str, maker: Callable[..., Any]) -> None:
+    """Make a model known by a name, for `custom_model`. On Ray's actors it is known where the
+    module that registers it is imported: there the class itself, or its path, is better."""
+    _CUSTOM[name] = maker
+
+
+def make_model(
+    obs_space: spaces.Space,
+    action_space: spaces.Space,
+    num_outputs: int,
+    config: ModelConfig,
+    free_log_std: bool = False,
+    rng: np.random.Generator | None = None,
+) -> ModelV2:
+    """A model as the settings say, and as the observation space needs.
+
+    `custom_model` if there is one; a GTrXL with `use_attention`, an LSTM or GRU with `use_lstm`;
+    for images and nested spaces an encoder of each leaf; else two networks of linear layers. A Dict
+    observation with a leaf `action_mask` masks the outputs.
+
+    Args:
+        obs_space, action_space: of one agent.
+        num_outputs: inputs of the action distribution.
+        config: the settings.
+        free_log_std: the second half of the outputs is a parameter, not the network's.
+        rng: what the initial weights are drawn from.
+
+    Raises:
+        ConfigError: a space that no encoder is for; settings that do not fit the space.
+    """
+    rng = np.random.default_rng() if rng is None else rng
+    if config.custom_model is None and isinstance(obs_space, spaces.Dict) and MASK in obs_space:
+        rest = {key: space for key, space in obs_space.items() if key != MASK}
+        if not rest:
+            raise ConfigError(f"observation space {obs_space}: there is nothing but an action_mask")
+        seen = next(iter(rest.values())) if len(rest) == 1 else spaces.Dict(rest)
+        inner = make_model(seen, action_space, num_outputs, config, free_log_std, rng)
+        return MaskedModel(inner, obs_space, action_space, num_outputs, config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int(rng.integers(2**63)) if _draws_from_torch(obs_space, config) else 0)
+        model = _make(obs_space, action_space, num_outputs, config, free_log_std, rng)
+    if config.num_framestacks > 1:
+        shift = f"-{config.num_framestacks - 1}:0"
+        model.view_requirements["obs"] = ViewRequirement("obs", obs_space, shift)
+    return model
+
+
+def _draws_from_torch(obs_space: spaces.Space, config: ModelConfig) -> bool:
+    return config.custom_model is not None or not _is_flat(obs_space, config)
+
+
+def _is_flat(space: spaces.Space, config: ModelConfig) -> bool:
+    nested = isinstance(space, (spaces.Dict, spaces.Tuple))
+    return not (nested or is_image(space) or config.use_lstm or config.use_attention)
+
+
+def _make(
+    obs_space: spaces.Space,
+    action_space: spaces.Space,
+    num_outputs: int,
+    config: ModelConfig,
+    free_log_std: bool,
+    rng: np.random.Generator,
+) -> ModelV2:
+    given = (obs_space, action_space, num_outputs, config)
+    if config.custom_model is not None:
+        return _custom(config, *given)
+    if not has_image(obs_space):
+        for name in ("conv_filters", "conv_type"):
+            if getattr(config, name) != ModelConfig.model_fields[name].default:
+                raise ConfigError(f"model: {name} is for images, {obs_space} has none")
+    if config.num_framestacks > 1 and isinstance(obs_space, (spaces.Dict, spaces.Tuple)):
+        raise ConfigError(f"model: num_framestacks is not for nested spaces such as {obs_space}")
+    if _is_flat(obs_space, config):
+        return FullyConnectedNetwork(*given, rng=rng, name="model", free_log_std=free_log_std)
+    kind: Any = TorsoNetwork
+    if config.use_attention or config.use_lstm:
+        kind = AttentionNetwork if config.use_attention else RecurrentNetwork
+    model: ModelV2 = kind(*given, "model", free_log_std)
+    return model
+
+
+def _custom(config: ModelConfig, *given: Any) -> ModelV2:
+    maker: Any = config.custom_model
+    if isinstance(maker, str):
+        if maker in _CUSTOM:
+            maker = _CUSTOM[maker]
+        elif ":" in maker:
+            module, _, name = maker.partition(":")
+            try:
+                maker = getattr(import_module(module), name)
+            except (ImportError, AttributeError) as error:
+                raise ConfigError(f"custom_model: {maker!r} cannot be imported: {error}") from error
+        else:
+            raise ConfigError(
+                f"custom_model: no model {maker!r}.{nearest(maker, sorted(_CUSTOM))} Register one "
+                'with register_model(), or give a class, or its path "module:Class"'
+            )
+    settings: Mapping[str, Any] = config.custom_model_config
+    made: Any
+    if isinstance(maker, type) and not issubclass(maker, ModelV2):
+        plain: Any = maker
+        made = plain(given[0], given[1], given[2], **settings)
+    else:
+        made = maker(*given, "custom_model", **settings)
+    if isinstance(made, nn.Module) and not isinstance(made, ModelV2):
+        made = ModuleModel(made, *given, name=type(made).__name__)
+    if not isinstance(made, ModelV2):
+        raise ConfigError(f"custom_model: a torch.nn.Module is needed, got {made!r}")
+    return made
