@@ -124,6 +124,11 @@ def _rising(schedule: Scheduled) -> Scheduled:
             raise ValueError("a schedule is a list of (env step, value), the steps rising from 0")
         values = [v for _, v in schedule]
     elif isinstance(schedule, dict):
+        names = {"initial", "decay", "steps"}
+        if not names <= set(schedule) <= names | {"final"}:
+            raise ValueError(
+                f"an exponential schedule has {', '.join(sorted(names))} and maybe final"
+            )
         values = [schedule["initial"], schedule.get("final", 0.0)]
         if not (0 < schedule["decay"] <= 1 and schedule["steps"] >= 1):
             raise ValueError("an exponential schedule has a decay in (0, 1] and steps from 1")

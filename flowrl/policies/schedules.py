@@ -4,31 +4,18 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from typing_extensions import NotRequired, TypedDict  # noqa: UP035  (pydantic wants them from here)
-
-
-class Exponential(TypedDict):
-    """initial * decay ** (env steps / steps), never below `final`."""
-
-    initial: float
-    decay: float
-    steps: int
-    final: NotRequired[float]
-
-
-Scheduled = float | list[tuple[int, float]] | Exponential
+Scheduled = float | list[tuple[int, float]] | dict[str, float]
 
 
 def value_at(
-    schedule: float | Sequence[Sequence[float]] | Mapping[str, Any], timestep: int
+    schedule: float | Sequence[Sequence[float]] | Mapping[str, float], timestep: int
 ) -> float:
     """The value of a schedule at `timestep` [env steps].
 
     A number is constant. A list of (env step, value) in rising order is linear in between; before
     the first point its value holds, after the last one that value. A mapping is an exponential
-    decay: initial * decay ** (timestep / steps), not below `final`.
+    decay: initial * decay ** (timestep / steps), not below `final` (0 if that is left out).
 
     >>> value_at([(0, 1.0), (100, 0.0)], 25)
     0.75

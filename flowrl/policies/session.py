@@ -89,7 +89,7 @@ class PolicySession:
             raise ConfigError(f"an observation that is not of {space}: {obs!r}")
         if self.policy.observation_filter is not None:
             return self.policy.observation_filter(np.asarray(obs)[None])[0]
-        return obs
+        return obs if space.shape is None else np.asarray(obs, space.dtype)
 
     def _note(self, column: str, t: int, value: Any) -> None:
         lookback = max((v.lookback for v in self._views.values()), default=0)

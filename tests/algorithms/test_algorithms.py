@@ -339,7 +339,7 @@ def test_bad_configurations(change, message):
 
 def test_bad_environment_spaces():
     class Odd(gym.Env):
-        observation_space = gym.spaces.Dict({"a": gym.spaces.Discrete(2)})
+        observation_space = gym.spaces.Text(3)
         action_space = gym.spaces.Discrete(2)
 
     with (

@@ -99,7 +99,8 @@ def test_an_update_is_that_of_plain_torch():
     for _ in range(5):
         policy.learn_on_batch(batch)
         adam.zero_grad()
-        _, values = net(torch.from_numpy(batch["obs"]))
+        net.from_batch(batch)
+        values = net.value_function()
         ((values - torch.from_numpy(batch["rewards"])) ** 2).mean().backward()
         for parameter in net.parameters():
             if parameter.grad is None:

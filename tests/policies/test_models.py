@@ -1,5 +1,6 @@
 """Models: the catalog, images, nested spaces, memory, masks, models of one's own."""
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -14,10 +15,12 @@ from flowrl.data.sequences import pad_batch_to_sequences_of_same_size, with_burn
 from flowrl.policies import ConfigError, ModelConfig, ModelV2, ViewRequirement, register_model
 from flowrl.policies.models import make_model
 from flowrl.policies.models.attention import AttentionNetwork
-from flowrl.policies.models.encoders import ImageEncoder
+from flowrl.policies.models.encoders import ImageEncoder, flat
 from flowrl.policies.models.fcnet import FullyConnectedNetwork, flat_numpy
 from flowrl.policies.models.recurrent import RecurrentNetwork, packed_order
 from flowrl.policies.models.torso import TorsoNetwork
+from flowrl.policies.torch_policy import TensorBatch
+from flowrl.sampling import RolloutWorker
 
 BOX = spaces.Box(-1, 1, (3,), np.float32)
 TWO = spaces.Discrete(2)
@@ -101,8 +104,6 @@ def test_seeds():
 
 
 def test_one_hot_by_numpy_is_torchs():
-    from flowrl.policies.models.encoders import flat
-
     for space in (
         spaces.Discrete(4, start=2),
         spaces.MultiDiscrete([3, 2], start=[1, 5]),
@@ -140,9 +141,9 @@ def test_images_are_scaled_and_channels_found():
         (BOX, {"custom_model": "not there"}, "no model 'not there'"),
         (BOX, {"custom_model": "no.module:Model"}, "cannot be imported"),
         (BOX, {"custom_model": lambda *given: 5}, "torch.nn.Module is needed"),
-        (spaces.Dict(action_mask=spaces.MultiBinary(2)), {}, "nothing but an action_mask"),
+        (spaces.Dict({"action_mask": spaces.MultiBinary(2)}), {}, "nothing but an action_mask"),
         (
-            spaces.Dict(action_mask=spaces.MultiBinary(3), obs=BOX),
+            spaces.Dict({"action_mask": spaces.MultiBinary(3), "obs": BOX}),
             {},
             r"needs a mask of shape \(2,\)",
         ),
@@ -243,23 +244,16 @@ def test_the_padded_gradient_is_the_unpadded_one():
     batch = sequences(lens)
     targets = np.random.default_rng(1).standard_normal(10).astype(np.float32)
     batch = batch.with_columns(targets=targets)
-    model = recurrent(lstm_cell_size=5).double()
+    model = recurrent(lstm_cell_size=5)
 
     def gradient(loss):
         found = torch.autograd.grad(loss, list(model.parameters()))
         return torch.cat([part.reshape(-1) for part in found])
 
     def loss_of(rows):
-        from flowrl.policies.torch_policy import TensorBatch
-
         tensors = TensorBatch(rows)
-        for name in ("state_in_0", "state_in_1"):
-            tensors[name] = tensors[name].double()
-        outputs, _ = model(
-            _Double(tensors), [tensors["state_in_0"], tensors["state_in_1"]], tensors["seq_lens"]
-        )
-        model.value_function()
-        left = outputs.sum(1) + model.value_function() - tensors["targets"].double()
+        outputs, _ = model.from_batch(tensors)
+        left = outputs.sum(1) + model.value_function() - tensors["targets"]
         assert len(left) == len(tensors["targets"])
         return (left**2).sum() / 10
 
@@ -275,13 +269,6 @@ def test_the_padded_gradient_is_the_unpadded_one():
         alone.append(loss_of(SampleBatch({**part, **states, "seq_lens": np.array([length])})))
         begin += length
     torch.testing.assert_close(gradient(sum(alone)), whole, atol=1e-6, rtol=0)
-
-
-class _Double(dict):
-    """Observations in float64, whatever the torso makes of them."""
-
-    def __init__(self, tensors):
-        super().__init__(obs=tensors["obs"])
 
 
 def test_burn_in():
@@ -466,13 +453,10 @@ class Seeing(Plain):
 
 @pytest.mark.parametrize("maker", [Own, Plain, Seeing, "own", f"{__name__}:Own"])
 def test_custom_models_learn(maker):
-    from flowrl.sampling import RolloutWorker
-    from tests.sampling.fakes import CountEnv  # noqa: F401
-
     register_model("own", Own)
     model = {"custom_model": maker, "custom_model_config": {"hidden": 6}}
     w = RolloutWorker(
-        "MountainCar-v0" if maker is None else lambda context: _Three(),
+        lambda context: Three(),
         PPOTorchPolicy,
         {"model": model, "seed": 0, "rollout_fragment_length": 40, "num_envs_per_worker": 2},
     )
@@ -484,26 +468,20 @@ def test_custom_models_learn(maker):
     np.testing.assert_allclose(inputs.detach(), batch["action_dist_inputs"], atol=1e-5)
 
 
-class _Three:
-    """Three numbers; ends after 7 steps."""
+class Three(gym.Env):
+    """Three random numbers; an episode is 7 steps."""
 
-    def __new__(cls):
-        import gymnasium as gym
+    observation_space, action_space = BOX, TWO
 
-        class Env(gym.Env):
-            observation_space, action_space = BOX, TWO
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        return self.np_random.uniform(-1, 1, 3).astype(np.float32), {}
 
-            def reset(self, *, seed=None, options=None):
-                super().reset(seed=seed)
-                self.t = 0
-                return self.np_random.uniform(-1, 1, 3).astype(np.float32), {}
-
-            def step(self, action):
-                self.t += 1
-                obs = self.np_random.uniform(-1, 1, 3).astype(np.float32)
-                return obs, float(action), self.t == 7, False, {}
-
-        return Env()
+    def step(self, action):
+        self.t += 1
+        obs = self.np_random.uniform(-1, 1, 3).astype(np.float32)
+        return obs, float(action), self.t == 7, False, {}
 
 
 def test_outputs_of_the_wrong_size_are_named():

@@ -48,7 +48,7 @@ class TensorBatch(Inputs):
         super().__init__()
         self.warmup: TensorBatch | None = None
         self.device = torch.device(device)
-        if "loss_mask" in batch and "seq_lens" in batch:
+        if dict.__contains__(batch, "loss_mask") and "seq_lens" in batch:
             batch, before = batch.without_masked_rows()
             if before is not None:
                 self.warmup = TensorBatch(before, device)

@@ -55,7 +55,11 @@ def make_model(
         ConfigError: a space that no encoder is for; settings that do not fit the space.
     """
     rng = np.random.default_rng() if rng is None else rng
-    if config.custom_model is None and isinstance(obs_space, spaces.Dict) and MASK in obs_space:
+    if (
+        config.custom_model is None
+        and isinstance(obs_space, spaces.Dict)
+        and MASK in obs_space.spaces
+    ):
         rest = {key: space for key, space in obs_space.items() if key != MASK}
         if not rest:
             raise ConfigError(f"observation space {obs_space}: there is nothing but an action_mask")
