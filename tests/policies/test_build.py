@@ -1,0 +1,280 @@
+"""build_torch_policy: the founding documents' example, every hook, pickling, updates."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+from flowrl.data import SampleBatch
+from flowrl.policies import ConfigError, build_tf_policy, build_torch_policy
+from flowrl.policies.distributions import Categorical
+from flowrl.sampling import RolloutWorker, WorkerSet
+
+BOX = spaces.Box(-1, 1, (3,), np.float32)
+TWO = spaces.Discrete(2)
+
+
+def policy_gradient_loss(policy, model, dist_class, train_batch):
+    logits, _ = model.from_batch(train_batch)
+    action_dist = dist_class(logits, model)
+    return -torch.mean(action_dist.logp(train_batch["actions"]) * train_batch["rewards"])
+
+
+# <class 'MyTorchPolicy'>
+MyTorchPolicy = build_torch_policy(name="MyTorchPolicy", loss_fn=policy_gradient_loss)
+
+
+def rows(n=32, seed=0):
+    rng = np.random.default_rng(seed)
+    return SampleBatch(
+        obs=rng.standard_normal((n, 3)).astype(np.float32),
+        actions=rng.integers(0, 2, n),
+        rewards=rng.standard_normal(n).astype(np.float32),
+    )
+
+
+def test_the_example():
+    policy = MyTorchPolicy(BOX, TWO, {})
+    batch = rows()
+    logits, _ = policy.model.from_batch(batch)
+    logp = torch.log_softmax(logits, 1)[torch.arange(32), torch.from_numpy(batch["actions"])]
+    expected = -(logp * torch.from_numpy(batch["rewards"])).mean()
+    stats = policy.learn_on_batch(batch)
+    assert stats["total_loss"] == pytest.approx(float(expected.detach()), abs=1e-6)
+    later = policy.learn_on_batch(batch)
+    assert later["total_loss"] < stats["total_loss"]
+    assert MyTorchPolicy.__name__ == "MyTorchPolicy"
+    assert MyTorchPolicy.__module__ == __name__
+
+
+def test_the_class_is_pickled_by_its_name():
+    assert pickle.loads(pickle.dumps(MyTorchPolicy)) is MyTorchPolicy
+
+
+def test_workers_sample_with_it_and_it_learns():
+    with WorkerSet(
+        policy_class=MyTorchPolicy,
+        env_creator=lambda c: __import__("gymnasium").make("CartPole-v1"),
+        num_workers=0,
+    ) as workers:
+        batch = SampleBatch.concat_samples([workers.local_worker().sample()])
+        assert np.isfinite(workers.local_worker().policy.learn_on_batch(batch)["total_loss"])
+
+
+def test_there_is_no_tensorflow():
+    with pytest.raises(ConfigError, match=r"torch only.*build_torch_policy"):
+        build_tf_policy(name="MyTFPolicy", loss_fn=policy_gradient_loss)
+
+
+class Mixin:
+    def __init__(self, *args):
+        raise AssertionError("a mixin's constructor is a hook's business")
+
+    def doubled(self):
+        return 2 * self.config["beta"]
+
+
+def test_every_hook():
+    calls = []
+
+    def note(name, result=None):
+        def hook(*args, **kwargs):
+            calls.append(name)
+            return result
+
+        return hook
+
+    def before_init(policy, observation_space, action_space, config):
+        assert config["beta"] == 0.5 and config is policy.config
+        assert not hasattr(policy, "model")
+        calls.append("before_init")
+
+    def before_loss_init(policy, observation_space, action_space, config):
+        assert policy.model is not None and not hasattr(policy, "optimizers")
+        calls.append("before_loss_init")
+
+    def loss(policy, model, dist_class, train_batch):
+        assert policy.doubled() == 1.0
+        return policy_gradient_loss(policy, model, dist_class, train_batch)
+
+    def optimizer(policy, config):
+        return torch.optim.SGD(policy.model.parameters(), lr=config["lr"])
+
+    def extra_out(policy, input_dict, state_batches, model, action_dist):
+        return {"likely": torch.exp(action_dist.logits).max(1).values}
+
+    def process(policy, optimizer, loss):
+        assert isinstance(optimizer, torch.optim.SGD)
+        total = sum(float((p.grad**2).sum()) for p in policy.model.parameters())
+        return {"squares": total, "the_loss": loss}
+
+    def postprocess(policy, sample_batch, other_agent_batches, episode):
+        calls.append("postprocess")
+        return sample_batch.with_columns(rewards=sample_batch["rewards"] * 0.5)
+
+    made = build_torch_policy(
+        "Hooked",
+        loss,
+        get_default_config=lambda: {"beta": 0.5, "lr": 0.25},
+        stats_fn=lambda policy, batch: {"mean_reward": batch["rewards"].mean()},
+        postprocess_fn=postprocess,
+        extra_action_out_fn=extra_out,
+        extra_grad_process_fn=process,
+        extra_learn_fetches_fn=lambda policy: {"fetched": 7},
+        optimizer_fn=optimizer,
+        validate_spaces=note("validate_spaces"),
+        before_init=before_init,
+        before_loss_init=before_loss_init,
+        after_init=note("after_init"),
+        mixins=[Mixin],
+    )
+    w = RolloutWorker("CartPole-v1", made, {"rollout_fragment_length": 50, "seed": 0})
+    assert calls == ["validate_spaces", "before_init", "before_loss_init", "after_init"]
+    batch = w.sample()
+    assert (batch["rewards"] == 0.5).all()
+    assert batch["likely"].shape == (50,)
+    assert ((batch["likely"] >= 0.5) & (batch["likely"] <= 1)).all()
+    before = w.policy.get_weights()["hidden.0.weight"]
+    gradient, _ = w.policy.compute_gradients(batch)
+    stats = w.policy.learn_on_batch(batch)
+    assert stats["fetched"] == 7
+    assert stats["mean_reward"] == pytest.approx(0.5)
+    assert stats["the_loss"] == pytest.approx(stats["total_loss"])
+    assert stats["squares"] == pytest.approx(float((gradient**2).sum()), rel=1e-4)
+    # plain gradient descent, as the hook said
+    flat = w.policy.flat
+    index = flat.names.index("hidden.0.weight")
+    begin = sum(p.numel() for p in flat.parameters[:index])
+    own = gradient[begin : begin + before.size].reshape(before.shape[::-1]).T
+    norm = np.linalg.norm(gradient)
+    own = own * min(1.0, 0.5 / norm)
+    after = w.policy.get_weights()["hidden.0.weight"]
+    np.testing.assert_allclose(after, before - 0.25 * own, atol=1e-6)
+
+
+def test_own_models_distributions_and_samplers():
+    def model_and_dist(policy, observation_space, action_space, config):
+        class Net(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.out = torch.nn.Linear(3, 2)
+
+            def forward(self, obs):
+                return self.out(obs)
+
+        return Net(), Categorical
+
+    made = build_torch_policy(
+        "Own", policy_gradient_loss, make_model_and_action_dist=model_and_dist
+    )
+    policy = made(BOX, TWO, {})
+    actions, _, extra = policy.compute_actions(rows()["obs"])
+    assert "vf_preds" not in extra
+    assert np.isfinite(policy.learn_on_batch(rows())["total_loss"])
+
+    def sampler(policy, model, input_dict, state_batches, *, explore, timestep):
+        count = len(input_dict["obs"])
+        return torch.full((count,), int(explore)), torch.zeros(count), None, []
+
+    sampling = made.with_updates(action_sampler_fn=sampler)
+    assert sampling.__name__ == "Own"
+    policy = sampling(BOX, TWO, {})
+    actions, _, extra = policy.compute_actions(rows()["obs"])
+    assert (actions == 1).all() and set(extra) == {"action_logp"}
+    assert (policy.compute_actions(rows()["obs"], explore=False)[0] == 0).all()
+
+    def distribution(policy, model, input_dict, *, state_batches, explore, timestep):
+        logits = torch.tensor([[-50.0, 50.0]]).repeat(len(input_dict["obs"]), 1)
+        return logits, Categorical, []
+
+    policy = made.with_updates(action_distribution_fn=distribution, name="Two")(BOX, TWO, {})
+    actions, _, extra = policy.compute_actions(rows()["obs"])
+    assert (actions == 1).all()
+    np.testing.assert_allclose(extra["action_logp"], 0, atol=1e-6)
+
+
+def test_own_gradients():
+    def compute(policy, batch):
+        return np.ones(len(policy.flat.gradient), np.float32), {"made_up": 1.0}
+
+    def apply(policy, gradients):
+        with torch.no_grad():
+            policy.flat.vector.sub_(torch.from_numpy(gradients))
+
+    made = build_torch_policy("Ones", compute_gradients_fn=compute, apply_gradients_fn=apply)
+    policy = made(BOX, TWO, {})
+    before, version = policy.get_weights(), policy.version
+    assert policy.learn_on_batch(rows()) == {"made_up": 1.0}
+    for name, weight in policy.get_weights().items():
+        np.testing.assert_allclose(weight, before[name] - 1)
+    assert policy.version == version + 1
+
+
+def test_several_losses_and_optimizers():
+    """Each optimizer's parameters follow their own loss alone."""
+
+    def losses(policy, model, dist_class, train_batch):
+        model.from_batch(train_batch)
+        inputs, _ = model.from_batch(train_batch)
+        policy_loss = policy_gradient_loss(policy, model, dist_class, train_batch)
+        value_loss = ((model.value_function() - train_batch["rewards"]) ** 2).mean()
+        return [policy_loss + 0 * value_loss, value_loss + 5 * inputs.sum()]
+
+    def optimizers(policy, config):
+        named = dict(policy.model.named_parameters())
+        values = [p for n, p in named.items() if n.startswith("value")]
+        others = [p for n, p in named.items() if not n.startswith("value")]
+        return [torch.optim.Adam(others, 1e-2), torch.optim.SGD(values, 1e-2)]
+
+    made = build_torch_policy("Two", losses, optimizer_fn=optimizers)
+    config = {"seed": 0, "grad_clip": None}
+    both = made(BOX, TWO, config)
+    alone = build_torch_policy(
+        "One", policy_gradient_loss, optimizer_fn=lambda p, c: optimizers(p, c)[0]
+    )(BOX, TWO, config)
+    for _ in range(3):
+        stats = both.learn_on_batch(rows())
+        alone.learn_on_batch(rows())
+    assert set(stats) >= {"loss_0", "loss_1", "total_loss", "grad_norm"}
+    weights, expected = both.get_weights(), alone.get_weights()
+    start = made(BOX, TWO, config).get_weights()
+    for name, weight in weights.items():
+        if name.startswith("value"):
+            assert (weight != start[name]).any()
+        else:
+            np.testing.assert_allclose(weight, expected[name], atol=1e-6)
+    # both optimizers' states are saved
+    state = both.get_state()
+    other = made(BOX, TWO, config)
+    other.set_state(state)
+    both.learn_on_batch(rows())
+    other.learn_on_batch(rows())
+    for name, weight in both.get_weights().items():
+        np.testing.assert_array_equal(weight, other.get_weights()[name])
+    one = made.with_updates(loss_fn=policy_gradient_loss)(BOX, TWO, config)
+    with pytest.raises(ConfigError, match="2 optimizers, but its loss is one"):
+        one.learn_on_batch(rows())
+    three = made.with_updates(optimizer_fn=None)(BOX, TWO, config)
+    with pytest.raises(ConfigError, match="2 losses for 1 optimizers"):
+        three.learn_on_batch(rows())
+
+
+def test_mistakes():
+    with pytest.raises(ConfigError, match="a loss_fn is needed"):
+        build_torch_policy("Nothing")
+    with pytest.raises(ConfigError, match="stats_fn is a function"):
+        build_torch_policy("Odd", policy_gradient_loss, stats_fn={"a": 1})
+    with pytest.raises(TypeError, match="no hook 'loss_function'"):
+        MyTorchPolicy.with_updates(loss_function=policy_gradient_loss)
+    with pytest.raises(ConfigError, match=r"torch.nn.Module is needed"):
+        MyTorchPolicy.with_updates(make_model=lambda *given: 5)(BOX, TWO, {})
+    with pytest.raises(ConfigError, match="unknown setting 'betta'"):
+        MyTorchPolicy(BOX, TWO, {"betta": 1})
+
+    def missing(policy, model, dist_class, train_batch):
+        return train_batch["advantages"].mean()
+
+    with pytest.raises(KeyError, match="advantages"):
+        MyTorchPolicy.with_updates(loss_fn=missing)(BOX, TWO, {}).learn_on_batch(rows())

@@ -1,0 +1,149 @@
+"""Exploration and schedules."""
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from flowrl.algorithms.ppo import PPOTorchPolicy
+from flowrl.policies import ConfigError, ExplorationConfig, PolicyConfig
+from flowrl.policies.distributions import distribution_for
+from flowrl.policies.exploration import Exploration
+from flowrl.policies.schedules import value_at
+
+FOUR = spaces.Discrete(4)
+BOX = spaces.Box(-2, 3, (2,), np.float32)
+
+
+def exploration(space=FOUR, bounded=False, **config):
+    return Exploration(ExplorationConfig(**config), space, distribution_for(space), bounded)
+
+
+def act(one, count=20_000, size=4, explore=True, timestep=0, best=1):
+    inputs = np.zeros((count, size), np.float32)
+    inputs[:, best] = 5.0
+    return one.act(inputs, np.random.default_rng(0), explore, timestep)
+
+
+def test_a_share_of_random_actions():
+    one = exploration(type="EpsilonGreedy", epsilon=[(0, 1.0), (100, 0.2)])
+    for timestep, epsilon in ((0, 1.0), (50, 0.6), (1000, 0.2)):
+        actions, logp = act(one, timestep=timestep)
+        shares = np.bincount(actions, minlength=4) / len(actions)
+        expected = np.full(4, epsilon / 4)
+        expected[1] += 1 - epsilon
+        np.testing.assert_allclose(shares, expected, atol=0.015)
+        np.testing.assert_allclose(np.exp(logp), expected[actions], rtol=1e-5)
+    actions, _ = act(one, explore=False)
+    assert (actions == 1).all()
+
+
+def test_random_actions_obey_masks():
+    one = exploration(type="EpsilonGreedy", epsilon=1.0)
+    inputs = np.tile(np.array([[0, -1e9, 3, -1e9]], np.float32), (1000, 1))
+    actions, logp = one.act(inputs, np.random.default_rng(0), True, 0)
+    assert set(actions) == {0, 2}
+    np.testing.assert_allclose(logp, np.log(0.5), atol=1e-6)
+
+
+def test_each_worker_has_its_share():
+    """Horgan et al. 2018, section 4: 0.4 ** (1 + 7 i / (N - 1))."""
+    shares = []
+    for index in range(1, 5):
+        one = exploration(type="PerWorkerEpsilonGreedy")
+        one.worker_index, one.num_workers = index, 4
+        shares.append(one.epsilon(0))
+    np.testing.assert_allclose(shares, [0.4 ** (1 + 7 * i / 3) for i in range(4)])
+    local = exploration(type="PerWorkerEpsilonGreedy")
+    assert local.epsilon(0) == pytest.approx(0.4)  # it samples itself
+    local.num_workers = 4
+    assert local.epsilon(0) == 0.0
+
+
+def test_workers_tell_their_policies_who_they_are():
+    from flowrl.sampling import WorkerSet
+
+    config = {"exploration_config": {"type": "PerWorkerEpsilonGreedy"}, "num_workers": 0}
+    with WorkerSet("CartPole-v1", PPOTorchPolicy, config) as workers:
+        assert workers.local_worker().policy.exploration.num_workers == 0
+
+
+@pytest.mark.parametrize("kind", ["StochasticSampling", "EpsilonGreedy"])
+def test_random_warm_up(kind):
+    one = exploration(type=kind, random_timesteps=10, epsilon=0.0)
+    actions, logp = act(one, timestep=9)
+    np.testing.assert_allclose(np.bincount(actions) / len(actions), 0.25, atol=0.015)
+    np.testing.assert_allclose(logp, np.log(0.25), atol=1e-5)
+    actions, _ = act(one, timestep=10)
+    assert (actions == 1).mean() > 0.9
+
+
+@pytest.mark.parametrize("bounded", [True, False])
+def test_random_continuous_actions_fill_their_bounds(bounded):
+    one = exploration(BOX, bounded, type="Random")
+    actions, logp = act(one)
+    low, high = (-1, 1) if bounded else (-2, 3)
+    assert actions.dtype == np.float32
+    assert low <= actions.min() < low + 0.1
+    assert high - 0.1 < actions.max() <= high
+    np.testing.assert_allclose(logp, -2 * np.log(high - low), rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["GaussianNoise", "OrnsteinUhlenbeckNoise"])
+def test_noise(kind):
+    one = exploration(BOX, True, type=kind, scale=0.2, ou_theta=0.3)
+    inputs = np.zeros((1, 4), np.float32)
+    rng = np.random.default_rng(0)
+    noise = np.array([one.act(inputs, rng, True, 0)[0][0, 0] for _ in range(5000)])
+    together = np.corrcoef(noise[:-1], noise[1:])[0, 1]
+    if kind == "GaussianNoise":
+        assert abs(noise.std() - 0.2) < 0.01
+        assert abs(together) < 0.05
+    else:
+        # x' = (1 - theta) x + noise: lag-one correlation 0.7, variance 0.2² / (1 - 0.7²)
+        assert abs(together - 0.7) < 0.05
+        assert abs(noise.std() - 0.2 / np.sqrt(1 - 0.49)) < 0.03
+    assert (np.abs(noise) <= 1).all()
+    assert (one.act(inputs, rng, False, 0)[0] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("space", "config", "match"),
+    [
+        (FOUR, {"type": "GaussianNoise"}, "is for Box actions"),
+        (BOX, {"type": "EpsilonGreedy"}, "is for Discrete"),
+        (FOUR, {"type": "Epsilon"}, "type"),
+        (FOUR, {"scale": -1.0}, "scale"),
+        (FOUR, {"epsilon": [(5, 1.0), (3, 0.1)]}, "rising"),
+        (FOUR, {"epsilonn": 1.0}, "epsilon"),
+    ],
+)
+def test_what_cannot_be_explored_so(space, config, match):
+    with pytest.raises(ConfigError, match=match):
+        exploration(space, **config)
+
+
+def test_policies_explore_as_they_are_told():
+    config = {"exploration_config": {"type": "Random"}, "seed": 0}
+    policy = PPOTorchPolicy(spaces.Box(-1, 1, (2,), np.float32), FOUR, config)
+    assert policy.config.exploration_config.epsilon_base == 0.4
+    obs = np.ones((8000, 2), np.float32)
+    shares = np.bincount(policy.compute_actions(obs)[0]) / 8000
+    np.testing.assert_allclose(shares, 0.25, atol=0.02)
+    assert len(set(policy.compute_actions(obs, explore=False)[0])) == 1
+
+
+def test_schedules():
+    halving = {"initial": 1.0, "decay": 0.5, "steps": 100, "final": 0.1}
+    values = [value_at(halving, t) for t in (0, 100, 150, 1000)]
+    np.testing.assert_allclose(values, [1.0, 0.5, 0.5**1.5, 0.1])
+    assert value_at({"initial": 2.0, "decay": 0.1, "steps": 1}, 5) == pytest.approx(2e-5)
+    assert PolicyConfig(lr=halving).lr == halving
+    for wrong in (
+        {"initial": 1.0},
+        {**halving, "decay": 1.5},
+        {**halving, "steps": 0},
+        {**halving, "start": 1},
+        {**halving, "initial": -1.0},
+    ):
+        with pytest.raises(ConfigError, match="lr"):
+            PolicyConfig(lr=wrong)

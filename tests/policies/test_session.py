@@ -1,0 +1,108 @@
+"""Policies without worker, environment or Ray: sessions, single actions, log-likelihoods."""
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from flowrl.algorithms.ppo import PPOTorchPolicy
+from flowrl.data import SampleBatch
+from flowrl.policies import ConfigError, ViewRequirement
+from flowrl.sampling import RolloutWorker
+
+from .test_models import Three
+
+BOX = spaces.Box(-1, 1, (3,), np.float32)
+TWO = spaces.Discrete(2)
+
+MODELS = {
+    "plain": {},
+    "lstm": {"use_lstm": True, "lstm_use_prev_action": True, "lstm_use_prev_reward": True},
+    "gru": {"use_lstm": True, "lstm_cell_type": "gru"},
+    "attention": {"use_attention": True, "attention_memory": 3},
+    "frames": {"num_framestacks": 3},
+}
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("normalize", [False, True])
+def test_a_session_sees_what_the_sampler_sees(name, normalize):
+    """Replaying an episode gives the distribution that was sampled from, step by step."""
+    config = {"model": MODELS[name], "seed": 0, "normalize_observations": normalize}
+    settings = {**config, "rollout_fragment_length": 21, "batch_mode": "truncate_episodes"}
+    w = RolloutWorker(lambda context: Three(), PPOTorchPolicy, settings)
+    batch = w.sample()
+    told = []
+
+    class Listening(PPOTorchPolicy):
+        def compute_actions_from_input_dict(self, input_dict, explore=True):
+            made = super().compute_actions_from_input_dict(input_dict, explore)
+            told.append(made[2]["action_dist_inputs"][0])
+            # act as was acted then
+            actions = batch["actions"][len(told) - 1 : len(told)]
+            return actions, made[1], made[2]
+
+    policy = Listening(BOX, TWO, config)
+    session = policy.session()
+    reward = 0.0
+    for i in range(batch.count):
+        if batch["t"][i] == 0:
+            session.reset()
+        obs = batch["obs"][i]
+        obs = obs if obs.ndim == 1 else obs[-1]  # the latest frame
+        assert session.compute_single_action(obs, prev_reward=reward) == batch["actions"][i]
+        reward = batch["rewards"][i]
+    np.testing.assert_allclose(told, batch["action_dist_inputs"], atol=1e-5)
+
+
+def test_single_actions_want_the_observation_alone():
+    policy = PPOTorchPolicy(BOX, TWO, {"model": {"use_lstm": True}})
+    with pytest.raises(ConfigError, match=r"use policy.session\(\)"):
+        policy.compute_single_action(np.zeros(3, np.float32))
+    plain = PPOTorchPolicy(BOX, TWO, {})
+    assert plain.compute_single_action([0.0, 0.0, 0.0]) in (0, 1)
+    with pytest.raises(ConfigError, match="of the shape"):
+        plain.compute_single_action(np.zeros(4, np.float32))
+    nested = PPOTorchPolicy(spaces.Dict(a=BOX), TWO, {})
+    assert nested.compute_single_action({"a": np.zeros(3, np.float32)}) in (0, 1)
+    with pytest.raises(ConfigError, match="is not of"):
+        nested.compute_single_action({"b": np.zeros(3, np.float32)})
+
+
+def test_views_that_a_session_cannot_show():
+    policy = PPOTorchPolicy(BOX, TWO, {})
+    policy.view_requirements["others"] = ViewRequirement("obs", agents=["x"])
+    with pytest.raises(ConfigError, match="shows other agents"):
+        policy.session()
+    policy = PPOTorchPolicy(BOX, TWO, {})
+    policy.view_requirements["vf"] = ViewRequirement("vf_preds", shift=-1)
+    with pytest.raises(ConfigError, match="give it a space"):
+        policy.session().compute_single_action(np.zeros(3, np.float32))
+
+
+@pytest.mark.parametrize(
+    "space", [TWO, spaces.MultiDiscrete([2, 3]), spaces.Box(-1, 1, (2,), np.float32)]
+)
+def test_log_likelihoods(space):
+    policy = PPOTorchPolicy(BOX, space, {"seed": 1})
+    obs = np.random.default_rng(0).standard_normal((20, 3)).astype(np.float32)
+    actions, _, extra = policy.compute_actions(obs)
+    found = policy.compute_log_likelihoods(actions, obs)
+    np.testing.assert_allclose(found, extra["action_logp"], atol=1e-5)
+
+
+def test_log_likelihoods_of_policies_that_remember():
+    policy = PPOTorchPolicy(BOX, TWO, {"seed": 1, "model": {"use_lstm": True}})
+    obs = np.random.default_rng(0).standard_normal((4, 3)).astype(np.float32)
+    states = [np.ones((4, 64), np.float32)] * 2
+    actions, after, extra = policy.compute_actions(obs, state_batches=states)
+    assert [part.shape for part in after] == [(4, 64)] * 2
+    views = {"obs": obs, "state_in_0": states[0], "state_in_1": states[1]}
+    found = policy.compute_log_likelihoods(actions, input_dict=views)
+    np.testing.assert_allclose(found, extra["action_logp"], atol=1e-5)
+
+
+def test_a_session_does_not_touch_the_batch():
+    obs = np.zeros(3, np.float32)
+    PPOTorchPolicy(BOX, TWO, {}).session().compute_single_action(obs)
+    obs[0] = 1  # still the caller's
+    assert SampleBatch(obs=obs[None]).count == 1
