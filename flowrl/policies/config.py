@@ -157,8 +157,8 @@ class ModelConfig(Settings):
     fcnet_activation: Activation = "tanh"
     """Activation of the hidden layers."""
     vf_share_layers: bool | None = None
-    """One network for the policy and the value up to their heads. None: shared for images, nested
-    observations and networks with memory, two networks else."""
+    """One network for the policy and the value up to their heads. None: one where there are images,
+    two else."""
     free_log_std: bool = True
     """Continuous actions: the log standard deviation is a parameter, not a network output."""
     num_framestacks: Count = 1
@@ -219,9 +219,6 @@ class ModelConfig(Settings):
             raise ValueError("use_lstm and use_attention: one of them")
         if self.custom_model is not None and (self.use_lstm or self.use_attention):
             raise ValueError("custom_model: a model of one's own brings its memory itself")
-        memory = self.use_lstm or self.use_attention
-        if memory and self.vf_share_layers is False:
-            raise ValueError("vf_share_layers=False: networks with memory share it")
         for name in ("lstm_use_prev_action", "lstm_use_prev_reward", "burn_in"):
             if getattr(self, name) and not self.use_lstm:
                 raise ValueError(f"{name} needs use_lstm=True")

@@ -161,7 +161,6 @@ def test_what_a_model_cannot_take(space, config, match):
         ({"lstm_use_prev_action": True}, "needs use_lstm"),
         ({"burn_in": 3}, "needs use_lstm"),
         ({"use_attention": True, "burn_in": 3}, "needs use_lstm"),
-        ({"use_lstm": True, "vf_share_layers": False}, "share it"),
         ({"custom_model_config": {"a": 1}}, "needs a custom_model"),
         ({"fcnet_hidden": [3]}, "fcnet_hiddens"),
         ({"lstm_cell_type": "rnn"}, "lstm_cell_type"),
@@ -190,8 +189,9 @@ def test_packed_order(lens):
     assert [lens[i] for i in order.tolist()] == sorted(lens, reverse=True)
 
 
-def recurrent(**config):
-    return model_for(BOX, 3, spaces.Discrete(3), use_lstm=True, fcnet_hiddens=[7], **config)
+def recurrent(shared=True, **config):
+    config = {"use_lstm": True, "fcnet_hiddens": [7], "vf_share_layers": shared, **config}
+    return model_for(BOX, 3, spaces.Discrete(3), **config)
 
 
 def sequences(lens, cell=5, states=2, seed=0, reward=False):
@@ -208,19 +208,21 @@ def sequences(lens, cell=5, states=2, seed=0, reward=False):
     return SampleBatch(columns)
 
 
+@pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("kind", ["lstm", "gru"])
 @given(lens=st.lists(st.integers(1, 5), min_size=1, max_size=5))
 @settings(max_examples=15, deadline=None)
-def test_sequences_are_steps_one_after_another(kind, lens):
+def test_sequences_are_steps_one_after_another(kind, shared, lens):
     """Learning from sequences of any lengths gives what acting gave, step by step."""
     model = recurrent(
+        shared,
         lstm_cell_type=kind,
         lstm_cell_size=5,
         lstm_use_prev_action=True,
         lstm_use_prev_reward=True,
     )
     count = len(model.get_initial_state())
-    assert count == (2 if kind == "lstm" else 1)
+    assert count == (2 if kind == "lstm" else 1) * (1 if shared else 2)
     batch = sequences(lens, states=count)
     outputs, after = model.from_batch(batch)
     values = model.value_function()
@@ -298,7 +300,9 @@ def test_burn_in():
     expected, _ = model.from_batch(part)
     torch.testing.assert_close(outputs[4:6], expected[3:])
     # no gradient goes into the burn-in: that of rows 4 and 5 is that from a constant state
-    grad = torch.autograd.grad(outputs[4:6].sum(), model.rnn.weight_hh_l0, retain_graph=True)[0]
+    grad = torch.autograd.grad(outputs[4:6].sum(), model.tower.rnn.weight_hh_l0, retain_graph=True)[
+        0
+    ]
     before = SampleBatch(
         obs=rows["obs"][1:4],
         seq_lens=np.array([3]),
@@ -313,7 +317,7 @@ def test_burn_in():
         state_in_1=state[1].detach().numpy(),
     )
     own, _ = model.from_batch(last)
-    expected = torch.autograd.grad(own.sum(), model.rnn.weight_hh_l0)[0]
+    expected = torch.autograd.grad(own.sum(), model.tower.rnn.weight_hh_l0)[0]
     torch.testing.assert_close(grad, expected)
 
 
@@ -323,14 +327,15 @@ def test_a_batch_without_states_is_refused():
         model.from_batch(SampleBatch(obs=np.zeros((2, 3), np.float32)))
 
 
-@pytest.mark.parametrize("units", [1, 2])
-def test_attention_sees_the_same_when_it_acts_and_when_it_learns(units):
+@pytest.mark.parametrize(("units", "shared"), [(1, True), (2, True), (1, False)])
+def test_attention_sees_the_same_when_it_acts_and_when_it_learns(units, shared):
     memory, size = 4, 6
     model = model_for(
         BOX,
         3,
         spaces.Discrete(3),
         use_attention=True,
+        vf_share_layers=shared,
         attention_num_transformer_units=units,
         attention_dim=size,
         attention_head_dim=5,
@@ -338,7 +343,8 @@ def test_attention_sees_the_same_when_it_acts_and_when_it_learns(units):
         max_seq_len=3,
     )
     observations = np.random.default_rng(0).standard_normal((10, 3)).astype(np.float32)
-    past = [[np.zeros((1, size + 1), np.float32)] * memory for _ in range(units)]
+    count = len(model.get_initial_state())
+    past = [[np.zeros((1, size + 1), np.float32)] * memory for _ in range(count)]
     acted, windows = [], []
     for t in range(10):
         inputs = {f"state_in_{i}": np.stack(rows[-memory:], 1) for i, rows in enumerate(past)}

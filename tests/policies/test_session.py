@@ -93,10 +93,10 @@ def test_log_likelihoods(space):
 def test_log_likelihoods_of_policies_that_remember():
     policy = PPOTorchPolicy(BOX, TWO, {"seed": 1, "model": {"use_lstm": True}})
     obs = np.random.default_rng(0).standard_normal((4, 3)).astype(np.float32)
-    states = [np.ones((4, 64), np.float32)] * 2
+    states = [np.ones((4, 64), np.float32)] * 4
     actions, after, extra = policy.compute_actions(obs, state_batches=states)
-    assert [part.shape for part in after] == [(4, 64)] * 2
-    views = {"obs": obs, "state_in_0": states[0], "state_in_1": states[1]}
+    assert [part.shape for part in after] == [(4, 64)] * 4
+    views = {"obs": obs, **{f"state_in_{i}": part for i, part in enumerate(states)}}
     found = policy.compute_log_likelihoods(actions, input_dict=views)
     np.testing.assert_allclose(found, extra["action_logp"], atol=1e-5)
 

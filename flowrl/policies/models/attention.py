@@ -13,7 +13,7 @@ from torch import nn
 
 from flowrl.policies.config import ModelConfig
 from flowrl.policies.models.base import ModelV2, State
-from flowrl.policies.models.torso import Heads, Torso
+from flowrl.policies.models.torso import Heads, Torso, shares_layers
 from flowrl.policies.view_requirement import ViewRequirement
 
 
@@ -110,8 +110,50 @@ class TransformerUnit(nn.Module):
         return made
 
 
+class Tower(nn.Module):
+    """A torso and transformer units: rows of sequences to features."""
+
+    def __init__(self, obs_space: spaces.Space, config: ModelConfig):
+        super().__init__()
+        torso: Any = Torso(obs_space, config)
+        self.torso = torso
+        self.embed = nn.Linear(torso.size, config.attention_dim)
+        count = config.attention_num_transformer_units
+        self.units = nn.ModuleList(TransformerUnit(config) for _ in range(count))
+
+    def forward(
+        self,
+        observations: Any,
+        memory: State,
+        there: torch.Tensor,
+        distance: torch.Tensor,
+        near: torch.Tensor,
+    ) -> tuple[torch.Tensor, State]:
+        """Features [rows, size], and what went into each unit [rows, size + 1].
+
+        Args:
+            observations: of all rows.
+            memory: what went into each unit in the rows before the sequences.
+            there: which places of [sequences, longest] are rows.
+            distance, near: how far back each place of memory and sequence lies from each of the
+                sequence, and whether that is in reach, [longest, memory + longest].
+        """
+        embedded = self.embed(self.torso(observations))
+        rows = embedded.new_zeros(*there.shape, embedded.shape[1])
+        rows[there] = embedded
+        after = []
+        for unit, remembered in zip(self.units, memory, strict=True):
+            known = torch.cat([remembered[..., -1] > 0, there], 1)
+            mask = near[None] & known[:, None, :]
+            mask = mask | (~there)[..., None]  # padding may look anywhere: it is not used
+            after.append(torch.cat([rows[there], embedded.new_ones(len(embedded), 1)], 1).detach())
+            rows = unit(rows, remembered[..., :-1], distance, mask)
+        return rows[there], after
+
+
 class AttentionNetwork(ModelV2):
-    """A torso, transformer units that look back on `attention_memory` rows, and heads.
+    """A torso, transformer units that look back on `attention_memory` rows, and heads for policy
+    and value; or one such tower for each.
 
     The memory of unit i is the view `state_in_i` of what went into it in the rows before; the last
     number of each says whether there was a row (zeros before an episode's start are not looked at).
@@ -135,13 +177,12 @@ class AttentionNetwork(ModelV2):
         super().__init__(obs_space, action_space, num_outputs, model_config, name)
         config = model_config
         self._memory, self._size = config.attention_memory, config.attention_dim
-        self.torso: Any = Torso(obs_space, config)
-        self.embed = nn.Linear(self.torso.size, self._size)
-        units = range(config.attention_num_transformer_units)
-        self.units = nn.ModuleList(TransformerUnit(config) for _ in units)
+        self.tower = Tower(obs_space, config)
+        shared = shares_layers(config, obs_space)
+        self.value_tower = None if shared else Tower(obs_space, config)
         self.heads = Heads(self._size, num_outputs, free_log_std)
         box = spaces.Box(-np.inf, np.inf, (self._size + 1,), np.float32)
-        for i in units:
+        for i in range(len(self.get_initial_state())):
             self.view_requirements[f"state_in_{i}"] = ViewRequirement(
                 f"state_out_{i}",
                 box,
@@ -151,35 +192,29 @@ class AttentionNetwork(ModelV2):
         self._features: torch.Tensor | None = None
 
     def get_initial_state(self) -> list[np.ndarray]:
-        return [np.zeros(self._size + 1, np.float32) for _ in self.units]
+        count = len(self.tower.units) * (1 if self.value_tower is None else 2)
+        return [np.zeros(self._size + 1, np.float32) for _ in range(count)]
 
     def forward(
         self, input_dict: Mapping[str, Any], state: State, seq_lens: torch.Tensor | None
     ) -> tuple[torch.Tensor, State]:
         assert seq_lens is not None
-        embedded = self.embed(self.torso(input_dict["obs"]))
-        device = embedded.device
+        device, memory = state[0].device, self._memory
         lens = seq_lens.to(device).long()
-        sequences, longest, memory = len(lens), int(lens.max()), self._memory
-        # rows of sequences one after another -> [sequences, longest]
+        longest = int(lens.max())
         steps = torch.arange(longest, device=device)
         there = steps[None, :] < lens[:, None]
-        rows = embedded.new_zeros(sequences, longest, self._size)
-        rows[there] = embedded
-        # how far back each row of the memory and of the sequence lies from each row
         places = torch.arange(memory + longest, device=device)
         distance = memory + steps[:, None] - places[None, :]
         near = (distance >= 0) & (distance <= memory)
-        distance = distance.clamp(0, memory)
-        after = []
-        for unit, remembered in zip(self.units, state, strict=True):
-            known = torch.cat([remembered[..., -1] > 0, there], 1)  # [sequences, memory + longest]
-            mask = near[None] & known[:, None, :]
-            mask = mask | (~there)[..., None]  # padding may look anywhere: it is not used
-            after.append(torch.cat([rows[there], embedded.new_ones(len(embedded), 1)], 1).detach())
-            rows = unit(rows, remembered[..., :-1], distance, mask)
-        self._features = rows[there]
-        return self.heads.outputs(self._features), after
+        where = there, distance.clamp(0, memory), near
+        count, observations = len(self.tower.units), input_dict["obs"]
+        features, after = self.tower(observations, state[:count], *where)
+        self._features = features
+        if self.value_tower is not None:
+            self._features, own = self.value_tower(observations, state[count:], *where)
+            after = after + own
+        return self.heads.outputs(features), after
 
     def value_function(self) -> torch.Tensor:
         assert self._features is not None

@@ -33,7 +33,7 @@ def _relu(x: np.ndarray, out: np.ndarray) -> np.ndarray:
     return np.maximum(x, 0.0, out=out)
 
 
-_NUMPY: dict[str, Callable[..., Any]] = {"tanh": np.tanh, "relu": _relu}
+NUMPY_ACTIVATIONS: dict[str, Callable[..., Any]] = {"tanh": np.tanh, "relu": _relu}
 
 
 def orthogonal(size_in: int, size_out: int, gain: float, rng: np.random.Generator) -> nn.Linear:
@@ -80,7 +80,7 @@ class FullyConnectedNetwork(ModelV2):
         rng = np.random.default_rng() if rng is None else rng
         activation = model_config.fcnet_activation
         self._activation: Callable[..., Any] = _TORCH[activation]
-        self._numpy_activation = _NUMPY.get(activation)
+        self._numpy_activation = NUMPY_ACTIVATIONS.get(activation)
         self._frames = frames = model_config.num_framestacks
         hidden = [flat_size(obs_space) * frames, *model_config.fcnet_hiddens]
         mean_outputs = num_outputs // 2 if free_log_std else num_outputs

@@ -15,8 +15,8 @@ from torch.nn.utils.rnn import PackedSequence
 from flowrl.policies.config import ModelConfig
 from flowrl.policies.models.base import ModelV2, State
 from flowrl.policies.models.encoders import FlatEncoder, flat, nested_size
-from flowrl.policies.models.fcnet import _NUMPY, flat_numpy, numpy_layers
-from flowrl.policies.models.torso import Heads, Torso
+from flowrl.policies.models.fcnet import NUMPY_ACTIVATIONS, flat_numpy, numpy_layers
+from flowrl.policies.models.torso import Heads, Torso, shares_layers
 from flowrl.policies.view_requirement import ViewRequirement
 
 
@@ -39,19 +39,110 @@ def packed_order(lens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.
     return rows, there.sum(1), order
 
 
-def use_previous(
-    views: dict[str, ViewRequirement], action_space: spaces.Space, action: bool, reward: bool
-) -> int:
-    """Add views of the action and reward before; gives the features that they are."""
-    if action:
-        views["prev_actions"] = ViewRequirement("actions", action_space, shift=-1)
-    if reward:
-        views["prev_rewards"] = ViewRequirement("rewards", shift=-1)
-    return action * nested_size(action_space) + int(reward)
+class Tower(nn.Module):
+    """A torso and a recurrent cell: rows of sequences to features.
+
+    Args:
+        obs_space: what the torso is for.
+        config: the settings.
+        more: features besides the torso's.
+    """
+
+    def __init__(self, obs_space: spaces.Space, config: ModelConfig, more: int):
+        super().__init__()
+        torso: Any = Torso(obs_space, config)
+        self.torso = torso
+        self.size = config.lstm_cell_size
+        self.is_lstm = config.lstm_cell_type == "lstm"
+        kind: Any = nn.LSTM if self.is_lstm else nn.GRU
+        rnn: Any = kind(torso.size + more, self.size)
+        for parameter in (rnn.weight_ih_l0, rnn.weight_hh_l0):
+            for gate in parameter.data.split(self.size):
+                nn.init.orthogonal_(gate)
+        nn.init.zeros_(rnn.bias_ih_l0)
+        nn.init.zeros_(rnn.bias_hh_l0)
+        self.rnn = rnn
+        self.num_states = 2 if self.is_lstm else 1
+        self._activation = NUMPY_ACTIVATIONS.get(config.fcnet_activation)
+
+    def forward(
+        self,
+        observations: Any,
+        more: list[torch.Tensor],
+        state: State,
+        order: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    ) -> tuple[torch.Tensor, State]:
+        """Features [rows, size] and the states after each sequence.
+
+        Args:
+            observations: of all rows.
+            more: features [rows, …] besides the torso's.
+            state: before each sequence.
+            order: of the rows, see `packed_order`.
+        """
+        rows, sizes, sequences = order
+        features = torch.cat([self.torso(observations), *more], 1)
+        first: Any = [part[sequences].unsqueeze(0) for part in state]
+        first = tuple(first) if self.is_lstm else first[0]
+        packed, last = self.rnn(PackedSequence(features[rows], sizes), first)
+        hidden = torch.empty_like(packed.data).index_copy(0, rows, packed.data)
+        back = torch.argsort(sequences)
+        return hidden, [part.squeeze(0)[back] for part in (last if self.is_lstm else (last,))]
+
+    # -- acting ------------------------------------------------------------------------------------
+
+    def link(self) -> bool:
+        """Make the numpy side read the parameters' memory; whether there is one."""
+        on_cpu = all(p.device.type == "cpu" and p.dtype == torch.float32 for p in self.parameters())
+        if self._activation is None or not on_cpu:
+            return False
+        if not isinstance(self.torso.encoder, FlatEncoder):
+            return False
+        linear: list[Any] = [m for m in self.torso.hidden if isinstance(m, nn.Linear)]
+        rnn: Any = self.rnn
+        self._hidden = numpy_layers([(m.weight, m.bias) for m in linear])
+        self._given = numpy_layers([(rnn.weight_ih_l0, rnn.bias_ih_l0)])[0]
+        self._held = numpy_layers([(rnn.weight_hh_l0, rnn.bias_hh_l0)])[0]
+        return True
+
+    def step(
+        self, observations: np.ndarray, more: list[np.ndarray], state: list[np.ndarray]
+    ) -> list[np.ndarray]:
+        """The states after one step of each of B rows by numpy; the first are the features."""
+        assert self._activation is not None
+        hidden = observations
+        for weight, bias in self._hidden:
+            hidden = hidden @ weight
+            hidden += bias
+            hidden = self._activation(hidden, hidden)
+        features = np.concatenate([hidden, *more], 1) if more else hidden
+        return self._lstm(features, *state) if self.is_lstm else self._gru(features, *state)
+
+    def _lstm(self, x: np.ndarray, h: np.ndarray, c: np.ndarray) -> list[np.ndarray]:
+        """Hochreiter & Schmidhuber 1997 with forget gates; gates in torch's order i, f, g, o."""
+        size = self.size
+        gates = x @ self._given[0]
+        gates += h @ self._held[0]
+        gates += self._given[1] + self._held[1]
+        new = np.tanh(gates[:, 2 * size : 3 * size])
+        opened = _sigmoid(gates)
+        cell = opened[:, size : 2 * size] * c + opened[:, :size] * new
+        return [opened[:, 3 * size :] * np.tanh(cell), cell]
+
+    def _gru(self, x: np.ndarray, h: np.ndarray) -> list[np.ndarray]:
+        """Cho et al. 2014 as torch has it: gates in the order r, z, n."""
+        size = self.size
+        given = x @ self._given[0] + self._given[1]
+        held = h @ self._held[0] + self._held[1]
+        reset = _sigmoid(given[:, :size] + held[:, :size])
+        update = _sigmoid(given[:, size : 2 * size] + held[:, size : 2 * size])
+        new = np.tanh(given[:, 2 * size :] + reset * held[:, 2 * size :])
+        return [(1 - update) * new + update * h]
 
 
 class RecurrentNetwork(ModelV2):
-    """A torso, a recurrent cell, and heads for policy and value on the cell's output.
+    """A torso, a recurrent cell, and heads for policy and value on the cell's output; or one such
+    tower for each, which learn apart (large value losses do not disturb the policy's memory).
 
     Sequences are computed without padding: a row that is not there costs nothing and cannot leak.
 
@@ -73,23 +164,19 @@ class RecurrentNetwork(ModelV2):
     ):
         super().__init__(obs_space, action_space, num_outputs, model_config, name)
         config = model_config
-        self.torso: Any = Torso(obs_space, config)
-        more = use_previous(
-            self.view_requirements,
-            action_space,
-            config.lstm_use_prev_action,
-            config.lstm_use_prev_reward,
-        )
-        self.cell_size = config.lstm_cell_size
-        self._is_lstm = config.lstm_cell_type == "lstm"
-        kind: Any = nn.LSTM if self._is_lstm else nn.GRU
-        self.rnn: Any = kind(self.torso.size + more, self.cell_size)
-        for parameter in (self.rnn.weight_ih_l0, self.rnn.weight_hh_l0):
-            for gate in parameter.data.split(self.cell_size):
-                nn.init.orthogonal_(gate)
-        nn.init.zeros_(self.rnn.bias_ih_l0)
-        nn.init.zeros_(self.rnn.bias_hh_l0)
-        self.heads = Heads(self.cell_size, num_outputs, free_log_std)
+        more = 0
+        if config.lstm_use_prev_action:
+            self.view_requirements["prev_actions"] = ViewRequirement(
+                "actions", action_space, shift=-1
+            )
+            more += nested_size(action_space)
+        if config.lstm_use_prev_reward:
+            self.view_requirements["prev_rewards"] = ViewRequirement("rewards", shift=-1)
+            more += 1
+        self.tower = Tower(obs_space, config, more)
+        shared = shares_layers(config, obs_space)
+        self.value_tower = None if shared else Tower(obs_space, config, more)
+        self.heads = Heads(config.lstm_cell_size, num_outputs, free_log_std)
         # burn-in begins anywhere, so the states of all rows are kept
         repeat = 1 if config.burn_in else config.max_seq_len
         for i in range(len(self.get_initial_state())):
@@ -100,7 +187,8 @@ class RecurrentNetwork(ModelV2):
         self.link()
 
     def get_initial_state(self) -> list[np.ndarray]:
-        return [np.zeros(self.cell_size, np.float32) for _ in range(1 + self._is_lstm)]
+        count = self.tower.num_states * (1 if self.value_tower is None else 2)
+        return [np.zeros(self.tower.size, np.float32) for _ in range(count)]
 
     # -- learning ----------------------------------------------------------------------------------
 
@@ -108,29 +196,20 @@ class RecurrentNetwork(ModelV2):
         self, input_dict: Mapping[str, Any], state: State, seq_lens: torch.Tensor | None
     ) -> tuple[torch.Tensor, State]:
         assert seq_lens is not None
-        features = [self.torso(input_dict["obs"])]
+        more = []
         if self.model_config.lstm_use_prev_action:
-            features.append(flat(self.action_space, input_dict["prev_actions"], True))
+            more.append(flat(self.action_space, input_dict["prev_actions"], True))
         if self.model_config.lstm_use_prev_reward:
-            features.append(input_dict["prev_rewards"].reshape(-1, 1).to(torch.float32))
-        hidden, state = self._run(torch.cat(features, 1), state, seq_lens)
+            more.append(input_dict["prev_rewards"].reshape(-1, 1).to(torch.float32))
+        rows, sizes, sequences = packed_order(seq_lens.cpu())
+        order = rows.to(state[0].device), sizes, sequences.to(state[0].device)
+        count = self.tower.num_states
+        hidden, after = self.tower(input_dict["obs"], more, state[:count], order)
         self._features = hidden
-        return self.heads.outputs(hidden), state
-
-    def _run(
-        self, features: torch.Tensor, state: State, seq_lens: torch.Tensor
-    ) -> tuple[torch.Tensor, State]:
-        rows, sizes, order = packed_order(seq_lens.cpu())
-        device = features.device
-        rows, order = rows.to(device), order.to(device)
-        first: Any = [part[order].unsqueeze(0) for part in state]
-        first = tuple(first) if self._is_lstm else first[0]
-        packed, last = self.rnn(PackedSequence(features[rows], sizes), first)
-        hidden = torch.empty_like(packed.data)
-        hidden = hidden.index_copy(0, rows, packed.data)
-        back = torch.argsort(order)
-        after = last if self._is_lstm else (last,)
-        return hidden, [part.squeeze(0)[back] for part in after]
+        if self.value_tower is not None:
+            self._features, own = self.value_tower(input_dict["obs"], more, state[count:], order)
+            after = after + own
+        return self.heads.outputs(hidden), after
 
     def value_function(self) -> torch.Tensor:
         assert self._features is not None
@@ -141,22 +220,14 @@ class RecurrentNetwork(ModelV2):
     def link(self) -> None:
         """Make the numpy side read the parameters' memory."""
         self._numpy: dict[str, Any] | None = None
-        activation = _NUMPY.get(self.model_config.fcnet_activation)
-        on_cpu = all(p.device.type == "cpu" and p.dtype == torch.float32 for p in self.parameters())
         own = RecurrentNetwork
-        same = type(self).forward is own.forward and type(self)._run is own._run
+        same = type(self).forward is own.forward
         same &= type(self).value_function is own.value_function
-        plain = isinstance(self.torso.encoder, FlatEncoder)
-        if not (activation and on_cpu and plain and same):
+        towers = [self.tower] + ([] if self.value_tower is None else [self.value_tower])
+        if not (same and all(tower.link() for tower in towers)):
             return
-        linear: list[Any] = [m for m in self.torso.hidden if isinstance(m, nn.Linear)]
         heads: Any = self.heads
-        rnn = self.rnn
         self._numpy = {
-            "activation": activation,
-            "hidden": numpy_layers([(m.weight, m.bias) for m in linear]),
-            "input": numpy_layers([(rnn.weight_ih_l0, rnn.bias_ih_l0)])[0],
-            "state": numpy_layers([(rnn.weight_hh_l0, rnn.bias_hh_l0)])[0],
             "policy": numpy_layers([(heads.policy.weight, heads.policy.bias)])[0],
             "value": numpy_layers([(heads.value.weight, heads.value.bias)])[0],
             "log_std": None if heads.log_std is None else heads.log_std.detach().numpy(),
@@ -170,50 +241,25 @@ class RecurrentNetwork(ModelV2):
         parts = self._numpy
         if parts is None:
             return super().act(inputs)
-        hidden = flat_numpy(self.obs_space, inputs["obs"])
-        for weight, bias in parts["hidden"]:
-            hidden = hidden @ weight
-            hidden += bias
-            hidden = parts["activation"](hidden, hidden)
-        more = [hidden]
+        observations = flat_numpy(self.obs_space, inputs["obs"])
+        more = []
         if self.model_config.lstm_use_prev_action:
             more.append(_previous_numpy(self.action_space, inputs["prev_actions"]))
         if self.model_config.lstm_use_prev_reward:
             more.append(inputs["prev_rewards"].reshape(-1, 1).astype(np.float32))
-        features = np.concatenate(more, 1) if len(more) > 1 else hidden
-        state = [inputs[f"state_in_{i}"] for i in range(1 + self._is_lstm)]
-        state = (
-            self._step_lstm(features, *state) if self._is_lstm else self._step_gru(features, *state)
-        )
-        outputs = state[0] @ parts["policy"][0] + parts["policy"][1]
+        count = self.tower.num_states
+        state = [inputs[f"state_in_{i}"] for i in range(len(self.get_initial_state()))]
+        after = self.tower.step(observations, more, state[:count])
+        hidden = value_hidden = after[0]
+        if self.value_tower is not None:
+            own = self.value_tower.step(observations, more, state[count:])
+            value_hidden, after = own[0], after + own
+        outputs = hidden @ parts["policy"][0] + parts["policy"][1]
         if parts["log_std"] is not None:
             free = np.broadcast_to(parts["log_std"], outputs.shape)
             outputs = np.concatenate([outputs, free], 1)
-        values = state[0] @ parts["value"][0] + parts["value"][1]
-        return outputs, values[:, 0], state
-
-    def _step_lstm(self, x: np.ndarray, h: np.ndarray, c: np.ndarray) -> list[np.ndarray]:
-        """Hochreiter & Schmidhuber 1997 with forget gates; gates in torch's order i, f, g, o."""
-        parts, size = self._numpy, self.cell_size
-        assert parts is not None
-        gates = x @ parts["input"][0]
-        gates += h @ parts["state"][0]
-        gates += parts["input"][1] + parts["state"][1]
-        new = np.tanh(gates[:, 2 * size : 3 * size])
-        open_ = _sigmoid(gates)
-        cell = open_[:, size : 2 * size] * c + open_[:, :size] * new
-        return [open_[:, 3 * size :] * np.tanh(cell), cell]
-
-    def _step_gru(self, x: np.ndarray, h: np.ndarray) -> list[np.ndarray]:
-        """Cho et al. 2014 as torch has it: gates in the order r, z, n."""
-        parts, size = self._numpy, self.cell_size
-        assert parts is not None
-        given = x @ parts["input"][0] + parts["input"][1]
-        held = h @ parts["state"][0] + parts["state"][1]
-        reset = _sigmoid(given[:, :size] + held[:, :size])
-        update = _sigmoid(given[:, size : 2 * size] + held[:, size : 2 * size])
-        new = np.tanh(given[:, 2 * size :] + reset * held[:, 2 * size :])
-        return [(1 - update) * new + update * h]
+        values = value_hidden @ parts["value"][0] + parts["value"][1]
+        return outputs, values[:, 0], after
 
 
 def _sigmoid(x: np.ndarray) -> np.ndarray:

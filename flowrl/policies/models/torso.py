@@ -14,9 +14,16 @@ from flowrl.policies.models.base import ModelV2, State
 from flowrl.policies.models.encoders import (
     NestedEncoder,
     encoder_for,
+    has_image,
     initialised,
     layers,
 )
+
+
+def shares_layers(config: ModelConfig, obs_space: spaces.Space) -> bool:
+    """Whether policy and value have one network, as the settings say or the space suggests."""
+    chosen = config.vf_share_layers
+    return has_image(obs_space) if chosen is None else chosen
 
 
 class Torso(nn.Module):
@@ -86,7 +93,7 @@ class TorsoNetwork(ModelV2):
     ):
         super().__init__(obs_space, action_space, num_outputs, model_config, name)
         self.torso: Any = Torso(obs_space, model_config)
-        shared = model_config.vf_share_layers is not False
+        shared = shares_layers(model_config, obs_space)
         self.value_torso = None if shared else Torso(obs_space, model_config)
         self.heads = Heads(self.torso.size, num_outputs, free_log_std)
         self._features: torch.Tensor | None = None
