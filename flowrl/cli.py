@@ -244,7 +244,7 @@ def _evaluate(given: list[str]) -> int:
     parser.add_argument("--episodes", type=_positive(int), default=100, help="of each (100)")
     options = parser.parse_args(given)
 
-    from flowrl.algorithms.checkpoint import CheckpointError
+    from flowrl.data.checkpoint import CheckpointError
     from flowrl.rundir import read_config
 
     config, plan = _config_of_run(read_config(options.run_dir))

@@ -109,7 +109,7 @@ def train(
     run = RunDirectory(run_dir or default_run_dir(plan, config.env), resume)
     try:
         if resume:
-            from flowrl.algorithms.checkpoint import CheckpointError
+            from flowrl.data.checkpoint import CheckpointError
 
             try:
                 algorithm.restore(run.checkpoint)

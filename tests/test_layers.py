@@ -31,7 +31,7 @@ def imported_rooms(path):
 
 @pytest.mark.parametrize("room", MAY_IMPORT)
 def test_a_room_imports_only_what_it_may(room):
-    files = list((PACKAGE / room).glob("*.py"))
+    files = list((PACKAGE / room).rglob("*.py"))
     assert files
     for path in files:
         foreign = set(imported_rooms(path)) - {room, "seeding"} - MAY_IMPORT[room]

@@ -14,13 +14,14 @@ import numpy as np
 import torch
 
 import flowrl
-from flowrl.algorithms.checkpoint import CheckpointError, read_checkpoint, write_checkpoint
 from flowrl.algorithms.config import AlgorithmConfig
 from flowrl.algorithms.plans import load_plan, modules_of, plan_path
+from flowrl.data.checkpoint import CheckpointError, read_checkpoint, write_checkpoint
 from flowrl.iter import LocalIterator
 from flowrl.policies.config import ConfigError
 from flowrl.policies.policy import Policy
 from flowrl.policies.policy_spec import PolicySpec
+from flowrl.policies.saved import describe
 from flowrl.sampling.callbacks import call
 from flowrl.sampling.episode import EpisodeMetrics
 from flowrl.sampling.rollout_worker import RolloutWorker
@@ -188,7 +189,8 @@ class Algorithm:
         }
 
     def save(self, path: Path | str) -> Path:
-        """Write a checkpoint folder, atomically. See `flowrl.algorithms.checkpoint`."""
+        """Write a checkpoint folder, atomically. See `flowrl.data.checkpoint`."""
+        policies = self.workers.local_worker().policy_map
         about = {
             "flowrl": flowrl.__version__,
             "torch": torch.__version__,
@@ -196,6 +198,7 @@ class Algorithm:
             "algorithm": f"{type(self).__module__}:{type(self).__qualname__}",
             "plan": self.config.plan,
             "plan_sha256": self._plan_hash(),
+            "policies": {pid: describe(policy) for pid, policy in policies.items()},
         }
         return write_checkpoint(path, self.get_state(), about)
 

@@ -179,7 +179,7 @@ class MultiCategorical(_Parts):
         return torch.stack(parts, 1).reshape(-1, *self.space.nvec.shape)
 
     def _apart(self, actions: torch.Tensor) -> list[torch.Tensor]:
-        return list(actions.reshape(len(actions), -1).unbind(1))
+        return list(actions.reshape(actions.shape[0], -1).unbind(1))
 
 
 class Bernoulli(ActionDistribution):
@@ -211,7 +211,7 @@ class Bernoulli(ActionDistribution):
         return actions.to(torch.int8).reshape(-1, *self.space.shape)
 
     def logp(self, actions: torch.Tensor) -> torch.Tensor:
-        flat = actions.reshape(len(actions), -1).to(self.inputs.dtype)
+        flat = actions.reshape(actions.shape[0], -1).to(self.inputs.dtype)
         return -F.binary_cross_entropy_with_logits(self.inputs, flat, reduction="none").sum(-1)
 
     def entropy(self) -> torch.Tensor:
@@ -239,7 +239,7 @@ class _OfBox(ActionDistribution):
 
     @staticmethod
     def _flat(actions: torch.Tensor) -> torch.Tensor:
-        return actions if actions.dim() == 2 else actions.reshape(len(actions), -1)
+        return actions if actions.dim() == 2 else actions.reshape(actions.shape[0], -1)
 
 
 class DiagGaussian(_OfBox):

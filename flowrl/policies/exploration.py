@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from gymnasium import spaces
 
 from flowrl.policies.config import ConfigError, ExplorationConfig
 from flowrl.policies.schedules import value_at
+
+if TYPE_CHECKING:
+    from flowrl.policies.policy import Policy
 
 _FORBIDDEN = -1e8  # logits below are of actions that an action mask forbids
 
@@ -22,9 +25,6 @@ class Exploration:
         dist_class: the policy's distribution class.
         bounded: whether continuous actions are in [-1, 1] for the policy.
 
-    Attributes:
-        worker_index, num_workers: of the process, for `PerWorkerEpsilonGreedy`.
-
     Raises:
         ConfigError: noise for actions that are not continuous; a share of random actions for a
             policy over a nested action space.
@@ -34,7 +34,6 @@ class Exploration:
         self, config: ExplorationConfig, action_space: spaces.Space, dist_class: Any, bounded: bool
     ):
         self.config = config
-        self.worker_index = self.num_workers = 0
         self._space = action_space
         self._dist_class = dist_class
         self._bounded = bounded
@@ -51,9 +50,7 @@ class Exploration:
                 f"{action_space}"
             )
 
-    def act(
-        self, inputs: np.ndarray, rng: np.random.Generator, explore: bool, timestep: int
-    ) -> tuple[Any, Any]:
+    def act(self, inputs: np.ndarray, policy: Policy, explore: bool) -> tuple[Any, Any]:
         """Actions [B, …] and log-probabilities [B].
 
         The latter are of what was drawn: exact for StochasticSampling, Random and shares of random
@@ -61,11 +58,11 @@ class Exploration:
 
         Args:
             inputs: of the distribution, [B, k].
-            rng: what is drawn from.
+            policy: whose random stream is drawn from, and which says the env steps sampled so far
+                and the worker.
             explore: False takes the best action.
-            timestep: env steps sampled so far.
         """
-        kind = self.config.type
+        kind, rng, timestep = self.config.type, policy.rng, policy.timestep
         if not explore or (kind == "StochasticSampling" and not self.config.random_timesteps):
             return self._dist_class.act(inputs, rng, explore)
         if kind == "Random" or timestep < self.config.random_timesteps:
@@ -74,17 +71,17 @@ class Exploration:
             return self._dist_class.act(inputs, rng, True)
         actions, logp = self._dist_class.act(inputs, rng, False)
         if kind in ("EpsilonGreedy", "PerWorkerEpsilonGreedy"):
-            return self._mostly(actions, inputs, rng, self.epsilon(timestep))
+            return self._mostly(actions, inputs, rng, self.epsilon(policy))
         return self._noisy(actions, rng, value_at(self.config.scale, timestep)), logp
 
-    def epsilon(self, timestep: int) -> float:
+    def epsilon(self, policy: Policy) -> float:
         """The share of random actions."""
         config = self.config
         if config.type == "EpsilonGreedy":
-            return min(1.0, value_at(config.epsilon, timestep))
-        if self.num_workers and not self.worker_index:
+            return min(1.0, value_at(config.epsilon, policy.timestep))
+        if policy.num_workers and not policy.worker_index:
             return 0.0  # the local worker of others that sample
-        first, others = max(self.worker_index - 1, 0), max(self.num_workers - 1, 1)
+        first, others = max(policy.worker_index - 1, 0), max(policy.num_workers - 1, 1)
         return float(config.epsilon_base ** (1 + first / others * config.epsilon_exponent))
 
     def _random(self, inputs: np.ndarray, rng: np.random.Generator) -> tuple[Any, Any]:

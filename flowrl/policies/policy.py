@@ -30,6 +30,7 @@ class Policy:
         view_requirements: view name -> ViewRequirement. What batches show of the trajectory
             besides the columns as they are; may be changed, from the next fragment on.
         version: grows with every change of the weights.
+        worker_index, num_workers: of the process, 0 and 0 where nobody samples on actors.
         observation_filter, reward_scaler: running normalisation, None where it is off.
     """
 
@@ -48,6 +49,7 @@ class Policy:
         }
         self.version = 0
         self.timestep = 0
+        self.worker_index = self.num_workers = 0
         self.rng = random_stream(self.config.seed, "policy", "actions")
         self.shuffle_rng = random_stream(self.config.seed, "policy", "shuffle")
         self.observation_filter: ObservationFilter | None = None
@@ -276,7 +278,7 @@ class Policy:
 
     # -- state ---------------------------------------------------------------------------------
 
-    def export(self, path: Any, format: str = "torch") -> None:
+    def export(self, path: Any, format: str = "torch") -> Any:
         """Write the acting part to a file that needs no flowrl."""
         raise NotImplementedError(f"{type(self).__name__} has no export(): write one")
 
@@ -338,6 +340,28 @@ class Policy:
         self.version = int(state["version"])
         restore_stream(self.rng, state["rng"])
         restore_stream(self.shuffle_rng, state["shuffle_rng"])
+
+    @classmethod
+    def from_checkpoint(
+        cls, path: Any, policy_id: str | None = None, config: dict[str, Any] | None = None
+    ) -> Policy:
+        """The policy of a checkpoint: without environment, Ray or plan.
+
+        It imports the modules that the checkpoint names: open those that you trust.
+
+        Args:
+            path: of the checkpoint's folder.
+            policy_id: which one; None for the only one.
+            config: settings that are to be others, or that could not be saved (such as a
+                `custom_model` that is defined in a function: `{"model": {"custom_model": …}}`).
+
+        Raises:
+            CheckpointError: it cannot be read, has no such policy, or its class or model cannot be
+                made again.
+        """
+        from flowrl.policies.saved import policy_from_checkpoint
+
+        return policy_from_checkpoint(path, policy_id, config)
 
     @classmethod
     def like(cls, other: Policy) -> Self:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -202,7 +203,7 @@ class TorchPolicy(Policy):
         self, input_dict: dict[str, Any], explore: bool
     ) -> tuple[Any, list[np.ndarray], dict[str, np.ndarray]]:
         outputs, values, states = self.model.act(input_dict)
-        actions, logp = self.exploration.act(outputs, self.rng, explore, self.timestep)
+        actions, logp = self.exploration.act(outputs, self, explore)
         extra = {"action_logp": logp, "action_dist_inputs": outputs}
         if values is not None:
             extra["vf_preds"] = values
@@ -415,6 +416,27 @@ class TorchPolicy(Policy):
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 if rate == first:  # another one is the optimizer's own
                     group["lr"] = now
+
+    # -- elsewhere -----------------------------------------------------------------------------
+
+    def export(self, path: Path | str, format: str = "torch") -> Path:
+        """Write the acting part, best actions and all normalisation, to a file without flowrl.
+
+        The program takes a dict of the views that the policy acts on, [B, …] each: `obs` (raw),
+        and of one that remembers `state_in_0`, …; zeros at an episode's start. It gives a dict of
+        `actions` as the environment takes them, and `state_out_0`, ….
+
+        Args:
+            path: of the file.
+            format: "torch" (a torch.export program: `torch.export.load(path).module()`) or "onnx"
+                (its inputs and outputs have the same names; needs the extra `onnx`).
+
+        Raises:
+            ConfigError: another format; the extra is missing; a view that only flowrl can show.
+        """
+        from flowrl.policies.export import export
+
+        return export(self, path, format)
 
     # -- state ---------------------------------------------------------------------------------
 

@@ -100,6 +100,7 @@ class RolloutWorker:
         given = policy_config if policy_config is not None else {}
         self.config = given
         self.worker_index = worker_index
+        self._num_workers = num_workers
         self._seed = given.get("seed")
         if incarnation:
             self._seed = derive_seed(self._seed, "incarnation", incarnation)
@@ -177,6 +178,7 @@ class RolloutWorker:
                 raise
             purpose = () if policy_id == DEFAULT_POLICY_ID else (policy_id,)
             policy.rng = random_stream(self._seed, "actions", self.worker_index, *purpose)
+            policy.worker_index, policy.num_workers = self.worker_index, self._num_workers
             made[policy_id] = policy
         return made
 

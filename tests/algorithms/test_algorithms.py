@@ -11,10 +11,10 @@ import torch
 
 from flowrl.algorithms.a2c import A2CConfig, A2CTorchPolicy
 from flowrl.algorithms.algorithm import Algorithm
-from flowrl.algorithms.checkpoint import CheckpointError, read_checkpoint, write_checkpoint
 from flowrl.algorithms.config import AlgorithmConfig
 from flowrl.algorithms.ppo import DEFAULT_CONFIG, PPO, PPOConfig, PPOTorchPolicy
 from flowrl.data import SampleBatch
+from flowrl.data.checkpoint import CheckpointError, read_checkpoint, write_checkpoint
 from flowrl.policies import ConfigError
 from flowrl.sampling import RolloutWorker
 

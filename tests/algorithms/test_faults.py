@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from flowrl.algorithms.a2c import A2CConfig
-from flowrl.algorithms.checkpoint import CheckpointError, read_checkpoint, write_checkpoint
 from flowrl.algorithms.ppo import PPO, PPOConfig
 from flowrl.data import MultiAgentBatch, SampleBatch
+from flowrl.data.checkpoint import CheckpointError, read_checkpoint, write_checkpoint
 from flowrl.iter import ShardFailedError
 from flowrl.ops import ConcatBatches, ParallelRollouts, StandardMetricsReporting, TrainOneStep
 

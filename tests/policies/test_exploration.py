@@ -1,5 +1,7 @@
 """Exploration and schedules."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from gymnasium import spaces
@@ -9,6 +11,7 @@ from flowrl.policies import ConfigError, ExplorationConfig, PolicyConfig
 from flowrl.policies.distributions import distribution_for
 from flowrl.policies.exploration import Exploration
 from flowrl.policies.schedules import value_at
+from flowrl.sampling import RolloutWorker
 
 FOUR = spaces.Discrete(4)
 BOX = spaces.Box(-2, 3, (2,), np.float32)
@@ -18,10 +21,18 @@ def exploration(space=FOUR, bounded=False, **config):
     return Exploration(ExplorationConfig(**config), space, distribution_for(space), bounded)
 
 
+def who(timestep=0, worker_index=0, num_workers=0):
+    """What exploration asks a policy for."""
+    rng = np.random.default_rng(0)
+    return SimpleNamespace(
+        rng=rng, timestep=timestep, worker_index=worker_index, num_workers=num_workers
+    )
+
+
 def act(one, count=20_000, size=4, explore=True, timestep=0, best=1):
     inputs = np.zeros((count, size), np.float32)
     inputs[:, best] = 5.0
-    return one.act(inputs, np.random.default_rng(0), explore, timestep)
+    return one.act(inputs, who(timestep), explore)
 
 
 def test_a_share_of_random_actions():
@@ -40,7 +51,7 @@ def test_a_share_of_random_actions():
 def test_random_actions_obey_masks():
     one = exploration(type="EpsilonGreedy", epsilon=1.0)
     inputs = np.tile(np.array([[0, -1e9, 3, -1e9]], np.float32), (1000, 1))
-    actions, logp = one.act(inputs, np.random.default_rng(0), True, 0)
+    actions, logp = one.act(inputs, who(), True)
     assert set(actions) == {0, 2}
     np.testing.assert_allclose(logp, np.log(0.5), atol=1e-6)
 
@@ -50,21 +61,16 @@ def test_each_worker_has_its_share():
     shares = []
     for index in range(1, 5):
         one = exploration(type="PerWorkerEpsilonGreedy")
-        one.worker_index, one.num_workers = index, 4
-        shares.append(one.epsilon(0))
+        shares.append(one.epsilon(who(0, index, 4)))
     np.testing.assert_allclose(shares, [0.4 ** (1 + 7 * i / 3) for i in range(4)])
     local = exploration(type="PerWorkerEpsilonGreedy")
-    assert local.epsilon(0) == pytest.approx(0.4)  # it samples itself
-    local.num_workers = 4
-    assert local.epsilon(0) == 0.0
+    assert local.epsilon(who()) == pytest.approx(0.4)  # it samples itself
+    assert local.epsilon(who(0, 0, 4)) == 0.0
 
 
 def test_workers_tell_their_policies_who_they_are():
-    from flowrl.sampling import WorkerSet
-
-    config = {"exploration_config": {"type": "PerWorkerEpsilonGreedy"}, "num_workers": 0}
-    with WorkerSet("CartPole-v1", PPOTorchPolicy, config) as workers:
-        assert workers.local_worker().policy.exploration.num_workers == 0
+    w = RolloutWorker("CartPole-v1", PPOTorchPolicy, {}, worker_index=2, num_workers=3)
+    assert (w.policy.worker_index, w.policy.num_workers) == (2, 3)
 
 
 @pytest.mark.parametrize("kind", ["StochasticSampling", "EpsilonGreedy"])
@@ -92,8 +98,8 @@ def test_random_continuous_actions_fill_their_bounds(bounded):
 def test_noise(kind):
     one = exploration(BOX, True, type=kind, scale=0.2, ou_theta=0.3)
     inputs = np.zeros((1, 4), np.float32)
-    rng = np.random.default_rng(0)
-    noise = np.array([one.act(inputs, rng, True, 0)[0][0, 0] for _ in range(5000)])
+    somebody = who()
+    noise = np.array([one.act(inputs, somebody, True)[0][0, 0] for _ in range(5000)])
     together = np.corrcoef(noise[:-1], noise[1:])[0, 1]
     if kind == "GaussianNoise":
         assert abs(noise.std() - 0.2) < 0.01
@@ -103,7 +109,7 @@ def test_noise(kind):
         assert abs(together - 0.7) < 0.05
         assert abs(noise.std() - 0.2 / np.sqrt(1 - 0.49)) < 0.03
     assert (np.abs(noise) <= 1).all()
-    assert (one.act(inputs, rng, False, 0)[0] == 0).all()
+    assert (one.act(inputs, somebody, False)[0] == 0).all()
 
 
 @pytest.mark.parametrize(

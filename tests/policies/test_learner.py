@@ -1,5 +1,7 @@
 """Models, flat parameters, Adam, filters, schedules, TorchPolicy."""
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -7,8 +9,9 @@ from gymnasium import spaces
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flowrl.algorithms.a2c import A2C, A2CConfig
 from flowrl.data import SampleBatch
-from flowrl.policies import ConfigError, ModelConfig, PolicyConfig, TorchPolicy
+from flowrl.policies import ConfigError, ModelConfig, Policy, PolicyConfig, TorchPolicy
 from flowrl.policies.filters import ObservationFilter, RewardScaler, RunningMeanStd
 from flowrl.policies.flat import FlatAdam, FlatParameters
 from flowrl.policies.models import FullyConnectedNetwork
@@ -263,3 +266,168 @@ def test_settings_read_as_a_mapping():
         config["gama"]
     with pytest.raises(ConfigError, match="gamma"):
         config.gamma = 7
+
+
+# -- ways to train ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by", ["global_norm", "norm", "value"])
+def test_gradients_are_clipped(by):
+    policy, batch = make_policy(grad_clip=0.01, grad_clip_by=by), rows()
+    gradient, _ = policy.compute_gradients(batch)
+    pieces = dict(zip(policy.flat.names, (p.grad for p in policy.flat.parameters), strict=True))
+    before = {name: piece.clone() for name, piece in pieces.items()}
+    policy._clip(float(np.linalg.norm(gradient)))
+    for name, piece in pieces.items():
+        if by == "value":
+            expected = before[name].clamp(-0.01, 0.01)
+        else:
+            norm = before[name].norm() if by == "norm" else np.linalg.norm(gradient)
+            expected = before[name] * min(1.0, 0.01 / max(float(norm), 1e-12))
+        torch.testing.assert_close(piece, expected, rtol=1e-5, atol=1e-8)
+
+
+def test_accumulated_gradients_are_those_of_the_whole_batch():
+    whole, parts, batch = make_policy(), make_policy(accumulate_rows=5), rows()
+    expected, stats = whole.compute_gradients(batch)
+    gradient, told = parts.compute_gradients(batch)
+    np.testing.assert_allclose(gradient, expected, atol=1e-6)
+    assert told["vf_loss"] == pytest.approx(stats["vf_loss"], rel=1e-5)
+    assert told["grad_norm"] == pytest.approx(stats["grad_norm"], rel=1e-5)
+
+
+def test_accumulated_gradients_of_sequences():
+    model = {"use_lstm": True, "fcnet_hiddens": [8], "lstm_cell_size": 4}
+    batch = rows().with_columns(seq_lens=np.array([10, 3, 12, 7], np.int32))
+    states = {
+        f"state_in_{i}": np.random.default_rng(i).standard_normal((4, 4)).astype(np.float32)
+        for i in range(4)
+    }
+    batch = batch.with_columns(**states)
+    expected, _ = make_policy(model=model).compute_gradients(batch)
+    gradient, _ = make_policy(model=model, accumulate_rows=6).compute_gradients(batch)
+    np.testing.assert_allclose(gradient, expected, atol=1e-6)
+
+
+def test_half_precision_is_near():
+    exact, half, batch = make_policy(), make_policy(precision="bfloat16"), rows()
+    expected, _ = exact.compute_gradients(batch)
+    gradient, _ = half.compute_gradients(batch)
+    assert gradient.dtype == np.float32
+    assert 0 < np.abs(gradient - expected).max() < 0.02
+    before = half.learn_on_batch(batch)["total_loss"]
+    for _ in range(50):
+        after = half.learn_on_batch(batch)["total_loss"]
+    assert after < before
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_compiled_networks_learn_the_same():
+    plain, compiled, batch = make_policy(), make_policy(compile=True), rows()
+    for _ in range(3):
+        expected, stats = plain.learn_on_batch(batch), compiled.learn_on_batch(batch)
+    assert stats["total_loss"] == pytest.approx(expected["total_loss"], rel=1e-4)
+    for name, weight in compiled.get_weights().items():
+        np.testing.assert_allclose(weight, plain.get_weights()[name], atol=1e-5)
+    actions, _, _ = compiled.compute_actions(batch["obs"], explore=False)
+    np.testing.assert_array_equal(actions, plain.compute_actions(batch["obs"], explore=False)[0])
+
+
+def test_bad_updates_may_be_left_out():
+    policy, batch = make_policy(on_bad_update="skip"), rows()
+    before = policy.get_weights()
+    rewards = batch["rewards"].copy()
+    rewards[3] = np.nan
+    odd = batch.with_columns(rewards=rewards)
+    stats = policy.learn_on_minibatches(odd, 1, 8)
+    assert stats["num_skipped_updates"] == 1
+    assert np.isfinite(stats["total_loss"])
+    stats = policy.learn_on_minibatches(odd, 2)
+    assert stats == {"num_skipped_updates": 2.0}
+    assert policy.num_skipped_updates == 3
+    assert any((before[n] != w).any() for n, w in policy.get_weights().items())
+    with pytest.raises(FloatingPointError, match=r"not finite in it: rewards"):
+        make_policy().learn_on_batch(odd)
+
+
+def test_devices():
+    assert make_policy().device.type in ("cpu", "cuda")
+    with pytest.raises(ConfigError, match="'cuda:99' is not there"):
+        make_policy(device="cuda:99")
+    with pytest.raises(ConfigError, match="'abacus' is not there"):
+        make_policy(device="abacus")
+
+
+def test_learning_rates_of_torchs_optimizers_follow_the_schedule():
+    class Two(Regress):
+        def make_optimizer(self):
+            parameters = list(self.model.parameters())
+            return torch.optim.Adam(
+                [{"params": parameters[:2]}, {"params": parameters[2:], "lr": 7.0}], 1.0
+            )
+
+    policy = Two(BOX, spaces.Discrete(2), {"lr": [(0, 1.0), (10, 0.5)]})
+    policy.on_global_var_update({"timestep": 10})
+    assert [group["lr"] for group in policy.optimizer.param_groups] == [0.5, 7.0]
+
+
+class Softmax(Policy):
+    """Linear softmax by REINFORCE, numpy alone."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.weights = np.zeros((self.observation_space.shape[0], self.action_space.n))
+
+    def compute_actions(self, obs_batch, explore=True):
+        logits = obs_batch @ self.weights
+        chances = np.exp(logits - logits.max(1, keepdims=True))
+        chances /= chances.sum(1, keepdims=True)
+        if not explore:
+            return chances.argmax(1), [], {}
+        return (chances.cumsum(1) > self.rng.random((len(obs_batch), 1))).argmax(1), [], {}
+
+    def postprocess_trajectory(self, sample_batch, other_agent_batches=None, episode=None):
+        returns = np.cumsum(sample_batch["rewards"][::-1])[::-1]
+        return sample_batch.with_columns(returns=returns.astype(np.float32))
+
+    def learn_on_batch(self, batch):
+        obs, actions = batch["obs"], batch["actions"]
+        logits = obs @ self.weights
+        chances = np.exp(logits - logits.max(1, keepdims=True))
+        chances /= chances.sum(1, keepdims=True)
+        advantages = batch["returns"] - batch["returns"].mean()
+        advantages /= advantages.std() + 1e-8
+        pull = np.eye(self.action_space.n)[actions] - chances
+        self.weights += 10 * obs.T @ (pull * advantages[:, None]) / len(obs)
+        self.version += 1
+        return {"mean_return": float(batch["returns"].mean())}
+
+    def get_weights(self):
+        return {"weights": self.weights.copy()}
+
+    def set_weights(self, weights):
+        self.weights = weights["weights"].copy()
+        self.version += 1
+
+
+def test_any_framework_learns_through_an_unchanged_plan():
+    """A policy of numpy alone reaches 150 on CartPole in the plan of A2C."""
+
+    class Reinforce(A2C):
+        policy_class = Softmax
+
+    config = A2CConfig(
+        env="CartPole-v1",
+        train_batch_size=1000,
+        batch_mode="complete_episodes",
+        num_envs_per_worker=4,
+        seed=0,
+    )
+    with Reinforce(config) as algorithm:
+        best = 0.0
+        for _ in range(60):
+            best = max(best, algorithm.train()["episode_reward_mean"])
+            if best > 150:
+                break
+    assert best > 150

@@ -85,7 +85,7 @@ def test_the_catalog(space, config, kind):
         inputs[f"state_in_{i}"] = np.broadcast_to(state, (*shape, *state.shape)).copy()
     outputs, values, states = model.act(inputs)
     assert (outputs.shape, values.shape) == ((6, 5), (6,))
-    expected, after = model(*model.tensors(inputs))
+    expected, after = model(*model.tensors(inputs), None)
     np.testing.assert_allclose(outputs, expected.detach(), atol=1e-5)
     np.testing.assert_allclose(values, model.value_function().detach(), atol=1e-5)
     np.testing.assert_allclose(values, model.values(inputs), atol=1e-6)

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrl.algorithms.checkpoint import CheckpointError
 from flowrl.algorithms.ppo import PPOConfig, PPOTorchPolicy
 from flowrl.data import MultiAgentBatch
+from flowrl.data.checkpoint import CheckpointError
 from flowrl.policies import ConfigError, Policy, PolicySpec, ViewRequirement
 from flowrl.sampling import (
     MultiAgentEnv,

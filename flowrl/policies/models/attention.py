@@ -125,7 +125,7 @@ class Tower(nn.Module):
         self,
         observations: Any,
         memory: State,
-        there: torch.Tensor,
+        there: torch.Tensor | None,
         distance: torch.Tensor,
         near: torch.Tensor,
     ) -> tuple[torch.Tensor, State]:
@@ -134,21 +134,26 @@ class Tower(nn.Module):
         Args:
             observations: of all rows.
             memory: what went into each unit in the rows before the sequences.
-            there: which places of [sequences, longest] are rows.
+            there: which places of [sequences, longest] are rows; None if each row is a sequence.
             distance, near: how far back each place of memory and sequence lies from each of the
                 sequence, and whether that is in reach, [longest, memory + longest].
         """
         embedded = self.embed(self.torso(observations))
-        rows = embedded.new_zeros(*there.shape, embedded.shape[1])
-        rows[there] = embedded
+        if there is None:
+            rows = embedded.unsqueeze(1)
+        else:
+            rows = embedded.new_zeros(*there.shape, embedded.shape[1])
+            rows[there] = embedded
         after = []
         for unit, remembered in zip(self.units, memory, strict=True):
-            known = torch.cat([remembered[..., -1] > 0, there], 1)
+            here = torch.ones_like(rows[..., 0], dtype=torch.bool) if there is None else there
+            known = torch.cat([remembered[..., -1] > 0, here], 1)
             mask = near[None] & known[:, None, :]
-            mask = mask | (~there)[..., None]  # padding may look anywhere: it is not used
-            after.append(torch.cat([rows[there], embedded.new_ones(len(embedded), 1)], 1).detach())
+            mask = mask | (~here)[..., None]  # padding may look anywhere: it is not used
+            own = rows[:, 0] if there is None else rows[there]
+            after.append(torch.cat([own, torch.ones_like(own[:, :1])], 1).detach())
             rows = unit(rows, remembered[..., :-1], distance, mask)
-        return rows[there], after
+        return rows[:, 0] if there is None else rows[there], after
 
 
 class AttentionNetwork(ModelV2):
@@ -198,12 +203,13 @@ class AttentionNetwork(ModelV2):
     def forward(
         self, input_dict: Mapping[str, Any], state: State, seq_lens: torch.Tensor | None
     ) -> tuple[torch.Tensor, State]:
-        assert seq_lens is not None
         device, memory = state[0].device, self._memory
-        lens = seq_lens.to(device).long()
-        longest = int(lens.max())
+        longest, there = 1, None
+        if seq_lens is not None:
+            lens = seq_lens.to(device).long()
+            longest = int(lens.max())
+            there = torch.arange(longest, device=device)[None, :] < lens[:, None]
         steps = torch.arange(longest, device=device)
-        there = steps[None, :] < lens[:, None]
         places = torch.arange(memory + longest, device=device)
         distance = memory + steps[:, None] - places[None, :]
         near = (distance >= 0) & (distance <= memory)

@@ -25,7 +25,7 @@ class Inputs(dict[str, Any]):
         if key != "obs_flat":
             raise KeyError(f"no column {key!r} in the model's input, only {sorted(self)}")
         leaves: Any = optree.tree_leaves(self["obs"])
-        flat = [leaf.reshape(len(leaf), -1).to(torch.float32) for leaf in leaves]
+        flat = [leaf.reshape(leaf.shape[0], -1).to(torch.float32) for leaf in leaves]
         self[key] = made = flat[0] if len(flat) == 1 else torch.cat(flat, 1)
         return made
 
@@ -118,7 +118,8 @@ class ModelV2(nn.Module):
                 `obs_flat` is the observation flattened to [rows, features].
             state: `state_in_0`, … as they were before each sequence, [sequences, …] each.
             seq_lens: rows of each sequence [sequences], int; one after another, they are all the
-                rows, without padding. None for a model without states.
+                rows, without padding. None if each row is a sequence of its own, as when acting, or
+                the model has no states.
 
         Returns:
             distribution inputs [rows, num_outputs]; the states: after each sequence's last row
@@ -214,11 +215,11 @@ class ModelV2(nn.Module):
         Args:
             inputs: the views as arrays [B, …].
         """
-        tensors, state, lens = self.tensors(inputs)
+        tensors, state = self.tensors(inputs)
         with torch.inference_mode():
             if self.training:
                 self.eval()
-            outputs, state = self(tensors, state, lens)
+            outputs, state = self(tensors, state, None)
             self._checked(outputs, len(optree.tree_leaves(tensors["obs"])[0]))
             values = self.value_function().cpu().numpy() if self.has_values else None
         return outputs.cpu().numpy(), values, [part.cpu().numpy() for part in state]
@@ -227,16 +228,14 @@ class ModelV2(nn.Module):
         """Values [B] alone; None if there is no value function."""
         return self.act(inputs)[1] if self.has_values else None
 
-    def tensors(self, inputs: Mapping[str, Any]) -> tuple[Inputs, State, torch.Tensor | None]:
+    def tensors(self, inputs: Mapping[str, Any]) -> tuple[Inputs, State]:
         """What `forward` is given for one step of each of B rows, from views as arrays [B, …]."""
         device = self.device
         tensors = Inputs()
         for name, column in inputs.items():
             tensors[name] = optree.tree_map(lambda leaf: _tensor(leaf).to(device), column)
         count = len(self.get_initial_state())
-        state = [tensors[name] for name in _state_names(count)]
-        lens = torch.ones(len(state[0]), dtype=torch.int32) if count else None
-        return tensors, state, lens
+        return tensors, [tensors[name] for name in _state_names(count)]
 
 
 def _tensor(column: Any) -> torch.Tensor:

@@ -89,12 +89,12 @@ def flat(space: spaces.Space, values: Any, counted_from_0: bool = False) -> torc
         start = 0 if counted_from_0 else int(space.start)
         return F.one_hot(values.reshape(-1).long() - start, int(space.n)).to(torch.float32)
     if isinstance(space, spaces.MultiDiscrete):
-        numbers = values.reshape(len(values), -1).long()
+        numbers = values.reshape(values.shape[0], -1).long()
         if not counted_from_0:
             numbers = numbers - torch.as_tensor(space.start.reshape(-1), device=numbers.device)
         parts = zip(numbers.unbind(1), space.nvec.reshape(-1).tolist(), strict=True)
         return torch.cat([F.one_hot(v, n) for v, n in parts], 1).to(torch.float32)
-    return values.reshape(len(values), -1).to(torch.float32)
+    return values.reshape(values.shape[0], -1).to(torch.float32)
 
 
 def nested_size(space: spaces.Space) -> int:
@@ -117,8 +117,8 @@ class FlatEncoder(nn.Module):
 
     def forward(self, values: Any) -> torch.Tensor:
         if self._frames > 1 and isinstance(values, torch.Tensor):
-            rows = len(values)
-            return flat(self.space, values.flatten(0, 1)).reshape(rows, -1)
+            every = flat(self.space, values.flatten(0, 1))
+            return every.reshape(values.shape[0], -1)
         return flat(self.space, values)
 
 

@@ -149,8 +149,8 @@ class FullyConnectedNetwork(ModelV2):
     def _flattened(self, observations: torch.Tensor) -> torch.Tensor:
         if isinstance(self.obs_space, (spaces.Discrete, spaces.MultiDiscrete)):
             every = observations.flatten(0, 1) if self._frames > 1 else observations
-            return flat(self.obs_space, every).reshape(len(observations), -1)
-        return observations.reshape(len(observations), -1).to(torch.float32)
+            return flat(self.obs_space, every).reshape(observations.shape[0], -1)
+        return observations.reshape(observations.shape[0], -1).to(torch.float32)
 
     # -- acting ------------------------------------------------------------------------------------
 
@@ -222,14 +222,14 @@ def flat_numpy(space: spaces.Space, values: np.ndarray) -> np.ndarray:
     """`flat` by numpy: features [rows, size], float32."""
     if isinstance(space, spaces.Discrete):
         one_hot = np.eye(int(space.n), dtype=np.float32)[values.reshape(-1) - int(space.start)]
-        return one_hot.reshape(len(values), -1)
+        return one_hot.reshape(values.shape[0], -1)
     if isinstance(space, spaces.MultiDiscrete):
         nvec, start = space.nvec.reshape(-1), space.start.reshape(-1)
         numbers = values.reshape(len(values), -1, len(nvec)) - start + np.cumsum(nvec) - nvec
         rows = np.zeros((*numbers.shape[:2], int(nvec.sum())), np.float32)
         np.put_along_axis(rows, numbers, 1.0, axis=2)
-        return rows.reshape(len(values), -1)
-    return values.reshape(len(values), -1).astype(np.float32, copy=False)
+        return rows.reshape(values.shape[0], -1)
+    return values.reshape(values.shape[0], -1).astype(np.float32, copy=False)
 
 
 def _layers(modules: list[Any]) -> list[Layer]:

@@ -70,7 +70,7 @@ class Tower(nn.Module):
         observations: Any,
         more: list[torch.Tensor],
         state: State,
-        order: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        order: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
     ) -> tuple[torch.Tensor, State]:
         """Features [rows, size] and the states after each sequence.
 
@@ -78,10 +78,14 @@ class Tower(nn.Module):
             observations: of all rows.
             more: features [rows, …] besides the torso's.
             state: before each sequence.
-            order: of the rows, see `packed_order`.
+            order: of the rows, see `packed_order`; None if each row is a sequence.
         """
-        rows, sizes, sequences = order
         features = torch.cat([self.torso(observations), *more], 1)
+        if order is None:
+            each: Any = [part.unsqueeze(0) for part in state]
+            hidden, last = self.rnn(features.unsqueeze(0), tuple(each) if self.is_lstm else each[0])
+            return hidden[0], [part[0] for part in (last if self.is_lstm else (last,))]
+        rows, sizes, sequences = order
         first: Any = [part[sequences].unsqueeze(0) for part in state]
         first = tuple(first) if self.is_lstm else first[0]
         packed, last = self.rnn(PackedSequence(features[rows], sizes), first)
@@ -195,14 +199,15 @@ class RecurrentNetwork(ModelV2):
     def forward(
         self, input_dict: Mapping[str, Any], state: State, seq_lens: torch.Tensor | None
     ) -> tuple[torch.Tensor, State]:
-        assert seq_lens is not None
         more = []
         if self.model_config.lstm_use_prev_action:
             more.append(flat(self.action_space, input_dict["prev_actions"], True))
         if self.model_config.lstm_use_prev_reward:
             more.append(input_dict["prev_rewards"].reshape(-1, 1).to(torch.float32))
-        rows, sizes, sequences = packed_order(seq_lens.cpu())
-        order = rows.to(state[0].device), sizes, sequences.to(state[0].device)
+        order = None
+        if seq_lens is not None:
+            rows, sizes, sequences = packed_order(seq_lens.cpu())
+            order = rows.to(state[0].device), sizes, sequences.to(state[0].device)
         count = self.tower.num_states
         hidden, after = self.tower(input_dict["obs"], more, state[:count], order)
         self._features = hidden

@@ -1,0 +1,196 @@
+"""What a checkpoint says of a policy besides its state: class, spaces and settings, as JSON."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from gymnasium import spaces
+
+from flowrl.data.checkpoint import CheckpointError, read_checkpoint
+from flowrl.policies.config import PolicyConfig, Settings
+
+if TYPE_CHECKING:
+    from flowrl.policies.policy import Policy
+
+_CODE = "__code__"
+
+
+def describe(policy: Policy) -> dict[str, Any]:
+    """A policy's class, spaces and settings as JSON.
+
+    Settings that are code are kept as a path, where they can be imported; what cannot be kept is
+    named in `left_out`.
+    """
+    kept, left_out = {}, []
+    for name, value in policy.config.items():
+        try:
+            kept[name] = _plain(value)
+        except TypeError:
+            left_out.append(name)
+    return {
+        "class": _path(type(policy)),
+        "config_class": _path(type(policy.config)),
+        "observation_space": _space(policy.observation_space),
+        "action_space": _space(policy.action_space),
+        "config": kept,
+        "left_out": left_out,
+    }
+
+
+def _space(space: spaces.Space) -> dict[str, Any] | None:
+    try:
+        return space_to_json(space)
+    except TypeError:
+        return None
+
+
+def policy_from_checkpoint(path: Path | str, policy_id: str | None, changes: Any) -> Policy:
+    """See Policy.from_checkpoint."""
+    state, manifest = read_checkpoint(path)
+    told, states = manifest.get("policies") or {}, state["worker"]["policies"]
+    if not told:
+        raise CheckpointError(f"{path}: it was written before checkpoints described their policies")
+    if policy_id is None:
+        if len(told) > 1:
+            raise CheckpointError(f"{path}: it has the policies {sorted(told)}: say which one")
+        (policy_id,) = told
+    if policy_id not in told:
+        raise CheckpointError(f"{path}: it has no policy {policy_id!r}, only {sorted(told)}")
+    about = told[policy_id]
+    try:
+        policy_class = _imported(about["class"])
+        config_class = _imported(about["config_class"])
+        for found, base in ((policy_class, _policy()), (config_class, PolicyConfig)):
+            if not (isinstance(found, type) and issubclass(found, base)):
+                raise TypeError(f"{found!r} is no {base.__name__}")
+        own_spaces = [space_from_json(about[f"{kind}_space"]) for kind in ("observation", "action")]
+    except (ImportError, AttributeError, TypeError, KeyError) as error:
+        raise CheckpointError(
+            f"{path}: policy {policy_id!r} cannot be made from what is there: {error}"
+        ) from error
+    settings = {name: _coded(value) for name, value in about["config"].items()}
+    model = {**settings.get("model", {}), **dict((changes or {}).get("model", {}))}
+    settings |= {**dict(changes or {}), "model": model}
+    known = config_class.model_fields
+    policy: Policy = policy_class(
+        *own_spaces, config_class(**{k: v for k, v in settings.items() if k in known})
+    )
+    try:
+        policy.set_state(states[policy_id])
+    except (ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"{path}: the state of policy {policy_id!r} does not fit it: {error}"
+            + (f" (settings that were left out: {about['left_out']})" if about["left_out"] else "")
+        ) from error
+    return policy
+
+
+def _policy() -> type[Policy]:
+    from flowrl.policies.policy import Policy
+
+    return Policy
+
+
+def _path(thing: Any) -> str:
+    return f"{thing.__module__}:{thing.__qualname__}"
+
+
+def _imported(path: str) -> Any:
+    module, _, name = path.partition(":")
+    found = import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """A setting as JSON.
+
+    Raises:
+        TypeError: it is code that cannot be imported, or an object.
+    """
+    if isinstance(value, Settings):
+        return {name: _plain(part) for name, part in value.items()}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_plain(part) for part in value]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: _plain(part) for key, part in value.items()}
+    path = _path(value) if hasattr(value, "__qualname__") else ""
+    try:
+        if not path or _imported(path) is not value:
+            raise TypeError(f"{value!r} is no setting that can be saved")
+    except (ImportError, AttributeError) as error:
+        raise TypeError(f"{value!r} cannot be imported") from error
+    return {_CODE: path}
+
+
+def _coded(value: Any) -> Any:
+    if isinstance(value, dict):
+        if set(value) == {_CODE}:
+            return _imported(value[_CODE])
+        return {key: _coded(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_coded(part) for part in value]
+    return value
+
+
+# -- spaces ----------------------------------------------------------------------------------------
+
+
+def space_to_json(space: spaces.Space) -> dict[str, Any]:
+    """A space as JSON.
+
+    Raises:
+        TypeError: it is none of gymnasium's fundamental spaces, or a Dict or Tuple of those.
+    """
+    if isinstance(space, spaces.Dict):
+        return {"Dict": {key: space_to_json(part) for key, part in space.items()}}
+    if isinstance(space, spaces.Tuple):
+        return {"Tuple": [space_to_json(part) for part in space]}
+    if isinstance(space, spaces.Discrete):
+        return {"Discrete": int(space.n), "start": int(space.start)}
+    if isinstance(space, spaces.MultiDiscrete):
+        return {"MultiDiscrete": space.nvec.tolist(), "start": space.start.tolist()}
+    if isinstance(space, spaces.MultiBinary):
+        return {"MultiBinary": list(space.shape)}
+    if isinstance(space, spaces.Box):
+        bounds = [_bound(bound) for bound in (space.low, space.high)]
+        return {"Box": bounds, "shape": list(space.shape), "dtype": str(space.dtype)}
+    raise TypeError(f"{space} cannot be saved")
+
+
+def _bound(bound: np.ndarray) -> Any:
+    """One number if they are all the same; strings, as JSON knows no infinity."""
+    first = str(bound.flat[0]) if bound.size else "0"
+    if bound.size and (bound == bound.flat[0]).all():
+        return first
+    return [str(number) for number in bound.reshape(-1)]
+
+
+def space_from_json(saved: dict[str, Any]) -> spaces.Space:
+    """What `space_to_json` gave, as a space again."""
+    if "Dict" in saved:
+        return spaces.Dict({key: space_from_json(part) for key, part in saved["Dict"].items()})
+    if "Tuple" in saved:
+        return spaces.Tuple([space_from_json(part) for part in saved["Tuple"]])
+    if "Discrete" in saved:
+        return spaces.Discrete(saved["Discrete"], start=saved["start"])
+    if "MultiDiscrete" in saved:
+        return spaces.MultiDiscrete(saved["MultiDiscrete"], start=saved["start"])
+    if "MultiBinary" in saved:
+        return spaces.MultiBinary(saved["MultiBinary"])
+    dtype: Any = np.dtype(saved["dtype"])
+    shape = tuple(saved["shape"])
+    low, high = (_bound_from(bound, shape, dtype) for bound in saved["Box"])
+    return spaces.Box(low, high, shape, dtype.type)
+
+
+def _bound_from(bound: Any, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    if isinstance(bound, str):
+        return np.full(shape, dtype.type(bound), dtype)
+    return np.array([dtype.type(number) for number in bound], dtype).reshape(shape)

@@ -1,0 +1,226 @@
+"""Policies elsewhere: exported programs, and policies from checkpoints."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import optree
+import pytest
+import torch
+from gymnasium import spaces
+
+from flowrl.algorithms.ppo import PPOConfig, PPOTorchPolicy
+from flowrl.data.checkpoint import CheckpointError
+from flowrl.policies import ConfigError, Policy, ViewRequirement
+from flowrl.policies.export import example_inputs
+from flowrl.policies.saved import space_from_json, space_to_json
+
+from .test_models import Plain
+
+BOX = spaces.Box(-1, 1, (4,), np.float32)
+NESTED = spaces.Dict(a=BOX, eye=spaces.Box(0, 255, (12, 12, 3), np.uint8))
+CASES = {
+    "plain": (BOX, spaces.Discrete(3, start=1), {}),
+    "bounds": (BOX, spaces.Box(-2, 3, (2,), np.float32), {"normalize_observations": True}),
+    "lstm": (
+        BOX,
+        spaces.MultiDiscrete([2, 3], start=[1, 0]),
+        {"model": {"use_lstm": True, "lstm_use_prev_action": True, "lstm_use_prev_reward": True}},
+    ),
+    "attention": (
+        BOX,
+        spaces.Discrete(3),
+        {"model": {"use_attention": True, "attention_memory": 4}},
+    ),
+    "frames": (BOX, spaces.Discrete(3), {"model": {"num_framestacks": 3}}),
+    "nested": (NESTED, spaces.Dict(x=spaces.Discrete(2), y=spaces.MultiBinary(2)), {}),
+    "mask": (
+        spaces.Dict({"action_mask": spaces.MultiBinary(3), "at": BOX}),
+        spaces.Discrete(3),
+        {},
+    ),
+}
+
+
+def a_policy(name, seed=0):
+    obs_space, action_space, config = CASES[name]
+    policy = PPOTorchPolicy(obs_space, action_space, {**config, "seed": seed})
+    with torch.no_grad():  # heads as if it had learned something
+        policy.flat.vector.add_(0.3 * torch.randn(len(policy.flat.vector)))
+    if policy.observation_filter is not None:
+        policy.observation_filter.fresh.update(np.random.default_rng(0).normal(2, 3, (50, 4)))
+        policy.observation_filter.absorb(policy.observation_filter.take_fresh())
+    return policy
+
+
+def random_inputs(policy, rows):
+    rng = np.random.default_rng(1)
+
+    def draw(leaf):
+        if leaf.dtype == torch.uint8:
+            return torch.from_numpy(rng.integers(0, 255, leaf.shape, np.uint8))
+        if leaf.dtype.is_floating_point:
+            return torch.from_numpy(rng.standard_normal(leaf.shape).astype(np.float32))
+        return torch.from_numpy(rng.integers(0, 2, leaf.shape)).to(leaf.dtype)
+
+    inputs = optree.tree_map(draw, example_inputs(policy, rows))
+    if isinstance(inputs["obs"], dict) and "action_mask" in inputs["obs"]:
+        inputs["obs"]["action_mask"][:, 0] = 1
+    return inputs
+
+
+def expected_of(policy, inputs):
+    arrays = optree.tree_map(lambda leaf: leaf.numpy(), inputs)
+    if policy.observation_filter is not None:
+        arrays["obs"] = policy.observation_filter(arrays["obs"])
+    actions, states, _ = policy.compute_actions_from_input_dict(arrays, explore=False)
+    return policy.actions_for_env(actions), states
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_exported_programs_act_like_the_policy(name, tmp_path):
+    torch.manual_seed(0)
+    policy = a_policy(name)
+    path = policy.export(tmp_path / "deep" / "policy.pt2")
+    program = torch.export.load(path).module()
+    for rows in (1, 7):
+        inputs = random_inputs(policy, rows)
+        actions, states = expected_of(policy, inputs)
+        with torch.no_grad():
+            made = program(inputs)
+        optree.tree_map(
+            lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), made["actions"], actions
+        )
+        for i, state in enumerate(states):
+            np.testing.assert_allclose(made[f"state_out_{i}"], state, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["plain", "bounds", "lstm", "nested"])
+def test_onnx(name, tmp_path):
+    import onnxruntime
+
+    torch.manual_seed(0)
+    policy = a_policy(name)
+    path = policy.export(tmp_path / "policy.onnx", format="onnx")
+    session = onnxruntime.InferenceSession(str(path))
+    for rows in (1, 5):
+        inputs = random_inputs(policy, rows)
+        actions, states = expected_of(policy, inputs)
+        leaves = optree.tree_leaves(inputs)
+        given = {i.name: leaf.numpy() for i, leaf in zip(session.get_inputs(), leaves, strict=True)}
+        made = session.run(None, given)
+        expected = [*optree.tree_leaves(actions), *states]
+        for own, other in zip(made, expected, strict=True):
+            np.testing.assert_allclose(own, other, atol=1e-4)
+
+
+def test_what_cannot_be_exported(tmp_path):
+    policy = a_policy("plain")
+    with pytest.raises(ConfigError, match="one of torch, onnx"):
+        policy.export(tmp_path / "x", format="tf")
+    policy.view_requirements["others"] = ViewRequirement("obs", agents=["x"])
+    with pytest.raises(ConfigError, match="shows other agents"):
+        policy.export(tmp_path / "x")
+    with pytest.raises(NotImplementedError, match="no export"):
+        Policy(BOX, spaces.Discrete(2), {}).export(tmp_path / "x")
+
+
+# -- from checkpoints ------------------------------------------------------------------------------
+
+
+def trained(tmp_path, **settings):
+    config = PPOConfig(env="CartPole-v1", train_batch_size=200, seed=3, **settings)
+    with config.build() as algorithm:
+        algorithm.train()
+        path = algorithm.save(tmp_path / "checkpoint")
+        policies = dict(algorithm.workers.local_worker().policy_map)
+    return path, policies
+
+
+def test_a_policy_from_a_checkpoint(tmp_path):
+    path, policies = trained(tmp_path, normalize_observations=True, model={"fcnet_hiddens": [8]})
+    policy = Policy.from_checkpoint(path)
+    original = policies["default_policy"]
+    assert type(policy) is PPOTorchPolicy
+    assert policy.observation_space == original.observation_space
+    assert policy.config.model.fcnet_hiddens == [8]
+    for _ in range(20):
+        obs = original.observation_space.sample()
+        assert policy.compute_single_action(obs) == original.compute_single_action(obs)
+
+
+def test_it_needs_no_environment_and_no_ray(tmp_path):
+    path, policies = trained(tmp_path, model={"use_lstm": True})
+    code = f"""
+import sys
+from flowrl.policies import Policy
+session = Policy.from_checkpoint({str(path)!r}).session()
+print([int(session.compute_single_action([0.1 * t, 0.0, 0.05, 0.0], 1.0)) for t in range(10)])
+assert "ray" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    session = policies["default_policy"].session()
+    expected = [
+        int(session.compute_single_action([0.1 * t, 0.0, 0.05, 0.0], 1.0)) for t in range(10)
+    ]
+    assert json.loads(done.stdout) == expected
+
+
+def test_what_is_wrong_with_a_checkpoint_is_said(tmp_path):
+    path, _ = trained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"no policy 'x', only \['default_policy'\]"):
+        Policy.from_checkpoint(path, "x")
+    with pytest.raises(CheckpointError, match="does not fit it"):
+        Policy.from_checkpoint(path, config={"model": {"fcnet_hiddens": [3]}})
+    manifest = json.loads((path / "manifest.json").read_text())
+    for change, match in (
+        ({"class": "os:system"}, "is no Policy"),
+        ({"class": "no.such:Thing"}, "cannot be made"),
+        ({"observation_space": None}, "cannot be made"),
+    ):
+        told = {"default_policy": {**manifest["policies"]["default_policy"], **change}}
+        (path / "manifest.json").write_text(json.dumps({**manifest, "policies": told}))
+        with pytest.raises(CheckpointError, match=match):
+            Policy.from_checkpoint(path)
+    del manifest["policies"]
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="before checkpoints described"):
+        Policy.from_checkpoint(path)
+
+
+def test_settings_that_are_code(tmp_path):
+    class Local(Plain):
+        def __init__(self, *given):
+            super().__init__(*given)
+            self.out, self.value = torch.nn.Linear(4, 2), torch.nn.Linear(4, 1)
+
+    path, policies = trained(tmp_path, model={"custom_model": Local})
+    with pytest.raises(CheckpointError, match=r"does not fit it.*left out.*model"):
+        Policy.from_checkpoint(path)
+    policy = Policy.from_checkpoint(path, config={"model": {"custom_model": Local}})
+    obs = np.ones((3, 4), np.float32)
+    expected = policies["default_policy"].model.act({"obs": obs})[0]
+    np.testing.assert_array_equal(policy.model.act({"obs": obs})[0], expected)
+
+
+SPACES = [
+    BOX,
+    spaces.Box(np.array([-1.0, -np.inf]), np.array([np.inf, 2.5]), dtype=np.float64),
+    spaces.Box(0, 255, (2, 3), np.uint8),
+    spaces.Discrete(3, start=-1),
+    spaces.MultiDiscrete([[2, 3], [4, 5]], start=[[1, 0], [0, 2]]),
+    spaces.MultiBinary((2, 3)),
+    NESTED,
+    spaces.Tuple((BOX, spaces.Dict(b=spaces.Discrete(2)))),
+]
+
+
+@pytest.mark.parametrize("space", SPACES, ids=str)
+def test_spaces_as_json(space):
+    assert space_from_json(json.loads(json.dumps(space_to_json(space), allow_nan=False))) == space
+
+
+def test_spaces_that_are_no_json():
+    with pytest.raises(TypeError, match="cannot be saved"):
+        space_to_json(spaces.Text(3))
