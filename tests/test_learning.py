@@ -1,8 +1,12 @@
 """Learning to thresholds, several seeds each. `pytest -m slow`."""
 
 import pytest
+import torch
 
 from flowrl.algorithms.plans import load_plan
+from flowrl.algorithms.ppo import PPO, PPOConfig, PPOTorchPolicy
+
+from .envs import Catch, HiddenVelocities, RepeatPast
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -57,3 +61,124 @@ def test_ppo_pendulum(seed):
 def test_a2c_cartpole(seed):
     steps, _ = steps_to("a2c", 450, 500_000, seed=seed)
     assert steps <= 500_000
+
+
+# -- networks that remember or see -----------------------------------------------------------------
+
+
+def returns_of(algorithm, goal, limit):
+    """Env steps until the mean return is `goal`, None if that takes more than `limit`; the best."""
+    best = -float("inf")
+    with algorithm:
+        while True:
+            result = algorithm.train()
+            if result["episodes_in_window"] >= 100:
+                best = max(best, result["episode_reward_mean"])
+            if best >= goal:
+                return result["timesteps_total"], best
+            if result["timesteps_total"] >= limit:
+                return None, best
+
+
+def hidden_velocities(seed, **model):
+    return PPOConfig(
+        env=HiddenVelocities,
+        num_envs_per_worker=16,
+        train_batch_size=1024,
+        num_sgd_iter=8,
+        sgd_minibatch_size=256,
+        lr=[(0, 1e-3), (400_000, 1e-4)],
+        gamma=0.98,
+        lambda_=0.9,
+        normalize_rewards=True,
+        seed=seed,
+        model={"fcnet_hiddens": [64], "vf_share_layers": True, **model},
+    ).build()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_lstm_ppo_without_velocities(seed):
+    algorithm = hidden_velocities(seed, use_lstm=True, max_seq_len=32)
+    steps, best = returns_of(algorithm, 400, 500_000)
+    assert steps is not None, best
+
+
+def test_without_memory_velocities_cannot_be_made_up_for():
+    steps, best = returns_of(hidden_velocities(0), 400, 200_000)
+    assert steps is None
+    assert best <= 200
+
+
+def repeat_past(seed, **model):
+    """31 - 4 + 1 answers can be right; guessing gets a third of them."""
+    return PPOConfig(
+        env=RepeatPast,
+        num_envs_per_worker=16,
+        train_batch_size=2048,
+        num_sgd_iter=4,
+        sgd_minibatch_size=256,
+        lr=1e-3,
+        gamma=0.3,
+        lambda_=0.9,
+        entropy_coeff=0.001,
+        seed=seed,
+        model={"fcnet_hiddens": [32], **model},
+    ).build()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_attention_ppo_repeats_what_was_shown(seed):
+    memory = {"attention_memory": 8, "attention_dim": 32, "attention_head_dim": 16}
+    algorithm = repeat_past(seed, use_attention=True, max_seq_len=16, **memory)
+    steps, best = returns_of(algorithm, 26, 100_000)
+    assert steps is not None, best
+
+
+def test_without_memory_nothing_is_repeated():
+    steps, best = returns_of(repeat_past(0), 26, 100_000)
+    assert steps is None
+    assert best <= 14
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_cnn_ppo_catches(seed):
+    config = PPOConfig(
+        env=Catch,
+        num_envs_per_worker=16,
+        train_batch_size=1024,
+        num_sgd_iter=4,
+        sgd_minibatch_size=128,
+        lr=1e-3,
+        entropy_coeff=0.01,
+        seed=seed,
+        model={"post_fcnet_hiddens": [64]},
+    )
+    steps, best = returns_of(config.build(), 0.9, 150_000)
+    assert steps is not None, best
+
+
+class TwoOptimizers(PPOTorchPolicy):
+    """PPO whose policy and value networks have an optimizer and a loss each."""
+
+    def make_optimizer(self):
+        named = dict(self.model.named_parameters())
+        values = [p for name, p in named.items() if name.startswith("value")]
+        others = [p for name, p in named.items() if not name.startswith("value")]
+        return [torch.optim.Adam(others, 3e-4), torch.optim.Adam(values, 1e-3)]
+
+    def loss(self, batch):
+        super().loss(batch)
+        return [self.stats["policy_loss"], self.stats["vf_loss"]]
+
+
+class TwoOptimizersPPO(PPO):
+    policy_class = TwoOptimizers
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_two_optimizers(seed):
+    config = PPOConfig(
+        env="CartPole-v1", num_envs_per_worker=8, train_batch_size=2048, lr=3e-4, seed=seed
+    )
+    steps, best = returns_of(TwoOptimizersPPO(config), 450, 150_000)
+    assert steps is not None, best

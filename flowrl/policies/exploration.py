@@ -38,6 +38,8 @@ class Exploration:
         self._dist_class = dist_class
         self._bounded = bounded
         self._drift = np.zeros(0)
+        # what most policies do, found out once
+        self._draws = config.type == "StochasticSampling" and not config.random_timesteps
         continuous = isinstance(action_space, spaces.Box)
         if config.type in ("GaussianNoise", "OrnsteinUhlenbeckNoise") and not continuous:
             raise ConfigError(
@@ -62,9 +64,9 @@ class Exploration:
                 and the worker.
             explore: False takes the best action.
         """
+        if self._draws or not explore:
+            return self._dist_class.act(inputs, policy.rng, explore)
         kind, rng, timestep = self.config.type, policy.rng, policy.timestep
-        if not explore or (kind == "StochasticSampling" and not self.config.random_timesteps):
-            return self._dist_class.act(inputs, rng, explore)
         if kind == "Random" or timestep < self.config.random_timesteps:
             return self._random(inputs, rng)
         if kind == "StochasticSampling":

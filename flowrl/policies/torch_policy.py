@@ -207,8 +207,9 @@ class TorchPolicy(Policy):
         extra = {"action_logp": logp, "action_dist_inputs": outputs}
         if values is not None:
             extra["vf_preds"] = values
-        more = self.extra_action_out(input_dict, states, outputs)
-        return actions, states, {**extra, **more} if more else extra
+        if type(self).extra_action_out is not TorchPolicy.extra_action_out:
+            extra |= self.extra_action_out(input_dict, states, outputs)
+        return actions, states, extra
 
     def compute_values(self, obs_batch: Any) -> np.ndarray | None:
         return self.model.values({"obs": obs_batch})

@@ -16,7 +16,9 @@ from flowrl.policies.config import ConfigError, ModelConfig
 
 NATURE_FILTERS = [[32, 8, 4], [64, 4, 2], [64, 3, 1]]  # Mnih et al. 2015
 SMALL_FILTERS = [[16, 3, 1], [32, 3, 2]]
+TINY_FILTERS = [[16, 3, 1], [32, 3, 1]]  # a stride would lose where things are
 NATURE_SIDE = 36  # pixels that the Nature CNN needs
+SMALL_SIDE = 16
 IMAGE_SIDE = 7  # pixels that make an array of three axes an image
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
@@ -164,7 +166,9 @@ class ImageEncoder(nn.Module):
         else:
             filters: Any = config.conv_filters
             if filters is None:
-                filters = NATURE_FILTERS if min(sides) >= NATURE_SIDE else SMALL_FILTERS
+                filters = SMALL_FILTERS if min(sides) >= SMALL_SIDE else TINY_FILTERS
+                if min(sides) >= NATURE_SIDE:
+                    filters = NATURE_FILTERS
             self.convs = self._plain(channels, sides, filters, config.conv_activation)
         with torch.no_grad():
             found = self.convs(torch.zeros(1, channels, *sides)).numel()

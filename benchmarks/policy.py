@@ -1,0 +1,222 @@
+"""Actions per second: a policy beside plain loops with the same network.
+
+For 1, 8, 32 and 256 observations of CartPole, 2x64 tanh networks for policy and value: flowrl's
+compute_actions; the plain way, a torch module with torch.distributions; a lean torch loop without
+the latter; and the same arithmetic in numpy with nothing else. Then sampling with an LSTM policy beside a bare loop that steps the
+same environments with torch.nn.LSTM. One torch thread; rounds in turn, medians.
+
+    python benchmarks/policy.py [--seconds 0.5] [--rounds 7]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ[variable] = "1"
+
+import gymnasium as gym
+import numpy as np
+import torch
+from torch import nn
+
+from flowrl.algorithms.ppo import PPOTorchPolicy
+from flowrl.sampling import RolloutWorker
+
+torch.set_num_threads(1)
+CELL, ENVS, FRAGMENT = 64, 8, 64
+
+
+def plain(count: int) -> Callable[[], Any]:
+    """A module and torch.distributions."""
+
+    def net(outputs: int) -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, outputs)
+        )
+
+    actor, critic = net(2), net(1)
+    observations = np.random.default_rng(0).standard_normal((count, 4)).astype(np.float32)
+
+    def act() -> Any:
+        with torch.no_grad():
+            obs = torch.as_tensor(observations)
+            dist = torch.distributions.Categorical(logits=actor(obs))
+            actions = dist.sample()
+            return actions.numpy(), dist.log_prob(actions).numpy(), critic(obs).squeeze(1).numpy()
+
+    return act
+
+
+def lean(count: int) -> Callable[[], Any]:
+    """A torch module, and what the distribution is used for by hand."""
+
+    def net(outputs: int) -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, outputs)
+        )
+
+    actor, critic = net(2), net(1)
+    observations = np.random.default_rng(0).standard_normal((count, 4)).astype(np.float32)
+
+    @torch.inference_mode()
+    def act() -> Any:
+        obs = torch.from_numpy(observations)
+        logits = torch.log_softmax(actor(obs), 1)
+        actions = torch.multinomial(logits.exp(), 1)
+        logp = logits.gather(1, actions)
+        return actions.numpy()[:, 0], logp.numpy()[:, 0], critic(obs).numpy()[:, 0]
+
+    return act
+
+
+def bare(count: int) -> Callable[[], Any]:
+    """The arithmetic in numpy."""
+    rng = np.random.default_rng(0)
+    observations = rng.standard_normal((count, 4)).astype(np.float32)
+
+    def net(outputs: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        sizes = [4, 64, 64, outputs]
+        return [
+            (rng.standard_normal((i, o)).astype(np.float32) * 0.1, np.zeros(o, np.float32))
+            for i, o in zip(sizes, sizes[1:], strict=False)
+        ]
+
+    actor, critic = net(2), net(1)
+
+    def run(layers: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
+        hidden = observations
+        for weight, bias in layers[:-1]:
+            hidden = np.tanh(hidden @ weight + bias)
+        return hidden @ layers[-1][0] + layers[-1][1]
+
+    def act() -> Any:
+        logits = run(actor)
+        logits = logits - logits.max(1, keepdims=True)
+        cumulative = np.exp(logits).cumsum(1)
+        draws = rng.random((count, 1), dtype=np.float32) * cumulative[:, -1:]
+        actions = np.minimum((cumulative <= draws).sum(1), 1)
+        logp = logits[np.arange(count), actions] - np.log(cumulative[:, -1])
+        return actions, logp, run(critic)[:, 0]
+
+    return act
+
+
+def ours(count: int) -> Callable[[], Any]:
+    space = gym.spaces.Box(-np.inf, np.inf, (4,), np.float32)
+    policy = PPOTorchPolicy(space, gym.spaces.Discrete(2), {"seed": 0})
+    observations = np.random.default_rng(0).standard_normal((count, 4)).astype(np.float32)
+    return lambda: policy.compute_actions(observations)
+
+
+class LstmLoop:
+    """Steps environments with torch.nn.LSTM, a policy and a value head; keeps the columns."""
+
+    def __init__(self) -> None:
+        make = lambda: gym.make("CartPole-v1", disable_env_checker=True)  # noqa: E731
+        self.envs = gym.vector.SyncVectorEnv(
+            [make] * ENVS, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP
+        )
+        self.obs, _ = self.envs.reset(seed=0)
+        self.torso = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
+        self.lstm = nn.LSTM(64, CELL)
+        self.actor, self.critic = nn.Linear(CELL, 2), nn.Linear(CELL, 1)
+        self.state = (torch.zeros(1, ENVS, CELL), torch.zeros(1, ENVS, CELL))
+
+    def sample(self) -> int:
+        shape = (FRAGMENT, ENVS)
+        columns = {
+            "obs": np.empty((*shape, 4), np.float32),
+            "actions": np.empty(shape, np.int64),
+            "logp": np.empty(shape, np.float32),
+            "values": np.empty(shape, np.float32),
+            "rewards": np.empty(shape, np.float32),
+            "dones": np.empty(shape, bool),
+            "h": np.empty((*shape, CELL), np.float32),
+            "c": np.empty((*shape, CELL), np.float32),
+        }
+        for t in range(FRAGMENT):
+            columns["obs"][t] = self.obs
+            columns["h"][t], columns["c"][t] = self.state[0][0], self.state[1][0]
+            with torch.no_grad():
+                hidden = self.torso(torch.from_numpy(self.obs)).unsqueeze(0)
+                hidden, self.state = self.lstm(hidden, self.state)
+                logits = torch.log_softmax(self.actor(hidden[0]), 1)
+                actions = torch.multinomial(logits.exp(), 1)
+                columns["logp"][t] = logits.gather(1, actions)[:, 0]
+                columns["values"][t] = self.critic(hidden[0])[:, 0]
+            columns["actions"][t] = actions[:, 0]
+            self.obs, rewards, ends, cuts, _ = self.envs.step(columns["actions"][t])
+            columns["rewards"][t] = rewards
+            columns["dones"][t] = over = ends | cuts
+            if over.any():
+                for part in self.state:
+                    part[:, torch.from_numpy(over)] = 0
+        return FRAGMENT * ENVS
+
+
+class LstmWorker:
+    def __init__(self) -> None:
+        model = {"use_lstm": True, "lstm_cell_size": CELL, "vf_share_layers": True}
+        self.worker = RolloutWorker(
+            "CartPole-v1",
+            PPOTorchPolicy,
+            {
+                "model": model,
+                "seed": 0,
+                "num_envs_per_worker": ENVS,
+                "rollout_fragment_length": FRAGMENT,
+            },
+        )
+
+    def sample(self) -> int:
+        return self.worker.sample().count
+
+
+def rate(act: Callable[[], Any], seconds: float) -> float:
+    calls, started = 0, time.perf_counter()
+    while time.perf_counter() - started < seconds:
+        act()
+        calls += 1
+    return calls / (time.perf_counter() - started)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=0.5)
+    parser.add_argument("--rounds", type=int, default=7)
+    given = parser.parse_args()
+
+    print("| observations | plain | lean torch | numpy | flowrl | / plain | / lean | / numpy |")
+    print("|---:|---:|---:|---:|---:|---:|---:|---:|")
+    for count in (1, 8, 32, 256):
+        entries = [plain(count), lean(count), bare(count), ours(count)]
+        found: list[list[float]] = [[] for _ in entries]
+        for _ in range(given.rounds):
+            for entry, rates in zip(entries, found, strict=True):
+                rates.append(rate(entry, given.seconds))
+        *others, own = map(statistics.median, found)
+        cells = [f"{one:,.0f}" for one in (*others, own)] + [f"{own / one:.2f}" for one in others]
+        print(f"| {count} | {' | '.join(cells)} |")
+
+    loop, worker = LstmLoop(), LstmWorker()
+    for entry in (loop, worker):
+        entry.sample()
+    rates = [[], []]  # type: ignore[var-annotated]
+    for _ in range(given.rounds):
+        for one, own_rates in zip((loop, worker), rates, strict=True):
+            own_rates.append(rate(one.sample, 2 * given.seconds) * FRAGMENT * ENVS)
+    alone, sampled = map(statistics.median, rates)
+    print(f"\n| LSTM policy, {ENVS} environments | env steps/s | / loop |")
+    print("|---|---:|---:|")
+    print(f"| loop | {alone:,.0f} | 1.00 |")
+    print(f"| flowrl | {sampled:,.0f} | {sampled / alone:.2f} |")
+
+
+if __name__ == "__main__":
+    main()
