@@ -2,8 +2,9 @@
 
 For 1, 8, 32 and 256 observations of CartPole, 2x64 tanh networks for policy and value: flowrl's
 compute_actions; the plain way, a torch module with torch.distributions; a lean torch loop without
-the latter; and the same arithmetic in numpy with nothing else. Then sampling with an LSTM policy beside a bare loop that steps the
-same environments with torch.nn.LSTM. One torch thread; rounds in turn, medians.
+the latter; and the same arithmetic in numpy with nothing else. Then sampling with an LSTM policy
+beside a bare loop that steps the same environments with torch.nn.LSTM. One torch thread; rounds in
+turn, medians.
 
     python benchmarks/policy.py [--seconds 0.5] [--rounds 7]
 """
@@ -11,6 +12,7 @@ same environments with torch.nn.LSTM. One torch thread; rounds in turn, medians.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import statistics
 import time
@@ -84,7 +86,7 @@ def bare(count: int) -> Callable[[], Any]:
         sizes = [4, 64, 64, outputs]
         return [
             (rng.standard_normal((i, o)).astype(np.float32) * 0.1, np.zeros(o, np.float32))
-            for i, o in zip(sizes, sizes[1:], strict=False)
+            for i, o in itertools.pairwise(sizes)
         ]
 
     actor, critic = net(2), net(1)

@@ -1,5 +1,7 @@
 """What the README shows, runs."""
 
+import importlib
+import json
 import re
 import shlex
 from pathlib import Path
@@ -47,20 +49,42 @@ def test_views(capsys):
     assert capsys.readouterr().out == "(200,) (200, 4, 4)\n"
 
 
+def test_a_policy_from_functions(capsys):
+    exec(PYTHON[5], {"__name__": "__main__"})
+    assert abs(float(capsys.readouterr().out)) < 10
+
+
+def test_a_policy_of_numpy_learns(capsys):
+    exec(PYTHON[6], {})
+    returns = json.loads(capsys.readouterr().out)
+    assert len(returns) == 15
+    assert max(returns) > 2 * returns[0]
+
+
+def test_a_model_of_ones_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    # the checkpoint names the model by its module, so it has to be in one
+    (tmp_path / "with_a_model.py").write_text(PYTHON[7])
+    monkeypatch.syspath_prepend(tmp_path)
+    made = importlib.import_module("with_a_model")
+    assert made.action in (0, 1)
+    assert (tmp_path / "policy.pt2").is_file()
+
+
 def test_several_agents(capsys):
-    exec(PYTHON[5], {})
+    exec(PYTHON[8], {})
     told = capsys.readouterr().out
     assert told.startswith("{'left': ")
     assert float(told.split()[-1]) > 1
 
 
 def test_the_engine(capsys, ray_session):
-    exec(PYTHON[6], {})
+    exec(PYTHON[9], {})
     said = capsys.readouterr().out
     assert "[0, 16, 1, 25]\n[-10, -5, -4, 2, 3, 5, 10]\n" in said
     assert "gather_async" in said
     assert "busy" in said
-    exec(PYTHON[7], {})
+    exec(PYTHON[10], {})
     assert capsys.readouterr().out == "[0, 2, 4]\n"
 
 

@@ -10,6 +10,7 @@ from flowrl.algorithms.advantages import OnPolicyPolicy
 from flowrl.algorithms.algorithm import Algorithm
 from flowrl.algorithms.config import OnPolicyConfig
 from flowrl.policies.config import Count
+from flowrl.policies.schedules import value_at
 from flowrl.policies.torch_policy import TensorBatch
 
 
@@ -43,9 +44,9 @@ class A2CTorchPolicy(OnPolicyPolicy):
         vf_loss = torch.nn.functional.mse_loss(values, batch["value_targets"])
         entropy = dist.entropy().mean()
         self.stats |= {"policy_loss": policy_loss, "vf_loss": vf_loss, "entropy": entropy}
-        return (
-            policy_loss + self.config.vf_loss_coeff * vf_loss - self.config.entropy_coeff * entropy
-        )
+        weight = value_at(self.config.vf_loss_coeff, self.timestep)
+        bonus = value_at(self.config.entropy_coeff, self.timestep)
+        return policy_loss + weight * vf_loss - bonus * entropy
 
 
 class A2C(Algorithm):

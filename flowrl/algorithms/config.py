@@ -17,6 +17,7 @@ from flowrl.policies.config import (
     NotNegative,
     PolicyConfig,
     Positive,
+    Schedule,
     nearest,
 )
 from flowrl.policies.policy_spec import PolicyMapping, multi_agent_settings, specs_of
@@ -337,7 +338,7 @@ class OnPolicyConfig(AlgorithmConfig):
     """Generalized advantage estimation; without, advantages are returns minus values."""
     lambda_: Fraction = 0.95
     """GAE's lambda: 0 trusts the values, 1 the returns."""
-    entropy_coeff: NotNegative = 0.0
-    """Weight of the entropy bonus."""
-    vf_loss_coeff: NotNegative = 0.5
-    """Weight of the value loss."""
+    entropy_coeff: Schedule = 0.0
+    """Weight of the entropy bonus: a number, or a schedule over env steps."""
+    vf_loss_coeff: Schedule = 0.5
+    """Weight of the value loss: a number, or a schedule over env steps."""

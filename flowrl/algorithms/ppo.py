@@ -64,10 +64,11 @@ class PPOTorchPolicy(OnPolicyPolicy):
         policy_loss = -torch.minimum(advantages * ratio, advantages * clipped).mean()
 
         vf_loss = self._value_loss(values, batch)
-        loss = policy_loss + config.vf_loss_coeff * vf_loss
-        if config.entropy_coeff:
+        loss = policy_loss + value_at(config.vf_loss_coeff, self.timestep) * vf_loss
+        bonus = value_at(config.entropy_coeff, self.timestep)
+        if bonus:
             entropy = dist.entropy().mean()
-            loss = loss - config.entropy_coeff * entropy
+            loss = loss - bonus * entropy
             self.stats["entropy"] = entropy
         if self.kl_coeff:
             kl = self.dist_class(batch["action_dist_inputs"]).kl(dist).mean()

@@ -204,7 +204,7 @@ class BuiltTorchPolicy(TorchPolicy):
         distribution = self.hooks.get("action_distribution_fn")
         if sampler is None and distribution is None:
             return super()._act(input_dict, explore)
-        tensors, state = self.model.tensors(input_dict)
+        tensors, state = self.model.as_tensors(input_dict)
         how = {"explore": explore, "timestep": self.timestep}
         extra: dict[str, np.ndarray] = {}
         with torch.inference_mode():

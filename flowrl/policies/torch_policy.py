@@ -87,7 +87,7 @@ class TorchPolicy(Policy):
         self.model.view_requirements = self.view_requirements
         self.exploration = self.make_exploration()
         self.flat = FlatParameters(self.model)
-        self.model.link()
+        self.model.link_numpy()
         made = self.make_optimizer()
         self.optimizers: list[Any] = list(made) if isinstance(made, (list, tuple)) else [made]
         self._groups = [self._parameters_of(optimizer) for optimizer in self.optimizers]
@@ -202,7 +202,7 @@ class TorchPolicy(Policy):
     def _act(
         self, input_dict: dict[str, Any], explore: bool
     ) -> tuple[Any, list[np.ndarray], dict[str, np.ndarray]]:
-        outputs, values, states = self.model.act(input_dict)
+        outputs, values, states = self.model.compute_outputs(input_dict)
         actions, logp = self.exploration.act(outputs, self, explore)
         extra = {"action_logp": logp, "action_dist_inputs": outputs}
         if values is not None:
@@ -212,12 +212,12 @@ class TorchPolicy(Policy):
         return actions, states, extra
 
     def compute_values(self, obs_batch: Any) -> np.ndarray | None:
-        return self.model.values({"obs": obs_batch})
+        return self.model.compute_values({"obs": obs_batch})
 
     def compute_values_from_input_dict(self, input_dict: dict[str, Any]) -> np.ndarray | None:
         if len(input_dict) == 1:
             return self.compute_values(input_dict["obs"])
-        return self.model.values(input_dict)
+        return self.model.compute_values(input_dict)
 
     def compute_log_likelihoods(
         self, actions: Any, obs_batch: Any = None, input_dict: dict[str, Any] | None = None
@@ -231,7 +231,7 @@ class TorchPolicy(Policy):
             input_dict: instead, every view that the model wants, [B, …] each.
         """
         inputs = {"obs": obs_batch} if input_dict is None else input_dict
-        outputs, _, _ = self.model.act(inputs)
+        outputs, _, _ = self.model.compute_outputs(inputs)
         with torch.inference_mode():
             dist = self.dist_class(torch.from_numpy(outputs), self.model)
             tensors = TensorBatch(SampleBatch({"actions": actions}))["actions"]

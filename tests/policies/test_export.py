@@ -200,8 +200,8 @@ def test_settings_that_are_code(tmp_path):
         Policy.from_checkpoint(path)
     policy = Policy.from_checkpoint(path, config={"model": {"custom_model": Local}})
     obs = np.ones((3, 4), np.float32)
-    expected = policies["default_policy"].model.act({"obs": obs})[0]
-    np.testing.assert_array_equal(policy.model.act({"obs": obs})[0], expected)
+    expected = policies["default_policy"].model.compute_outputs({"obs": obs})[0]
+    np.testing.assert_array_equal(policy.model.compute_outputs({"obs": obs})[0], expected)
 
 
 SPACES = [

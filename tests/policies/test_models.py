@@ -15,6 +15,7 @@ from flowrl.data.sequences import pad_batch_to_sequences_of_same_size, with_burn
 from flowrl.policies import ConfigError, ModelConfig, ModelV2, ViewRequirement, register_model
 from flowrl.policies.models import make_model
 from flowrl.policies.models.attention import AttentionNetwork
+from flowrl.policies.models.base import device_of
 from flowrl.policies.models.encoders import ImageEncoder, flat
 from flowrl.policies.models.fcnet import FullyConnectedNetwork, flat_numpy
 from flowrl.policies.models.recurrent import RecurrentNetwork, packed_order
@@ -74,7 +75,7 @@ def test_the_catalog(space, config, kind):
     """Every space gets a model, whose way to act gives what its forward gives."""
     model = model_for(space, 5, spaces.Discrete(5), **config)
     assert type(model) is kind
-    assert (model.device.type, model.has_values) == ("cpu", True)
+    assert (device_of(model).type, model.has_value_function) == ("cpu", True)
     inputs = {"obs": stack(space, 6)}
     frames = config.get("num_framestacks", 1)
     if frames > 1:
@@ -83,12 +84,12 @@ def test_the_catalog(space, config, kind):
     for i, state in enumerate(model.get_initial_state()):
         shape = (6, 50) if kind is AttentionNetwork else (6,)
         inputs[f"state_in_{i}"] = np.broadcast_to(state, (*shape, *state.shape)).copy()
-    outputs, values, states = model.act(inputs)
+    outputs, values, states = model.compute_outputs(inputs)
     assert (outputs.shape, values.shape) == ((6, 5), (6,))
-    expected, after = model(*model.tensors(inputs), None)
+    expected, after = model(*model.as_tensors(inputs), None)
     np.testing.assert_allclose(outputs, expected.detach(), atol=1e-5)
     np.testing.assert_allclose(values, model.value_function().detach(), atol=1e-5)
-    np.testing.assert_allclose(values, model.values(inputs), atol=1e-6)
+    np.testing.assert_allclose(values, model.compute_values(inputs), atol=1e-6)
     for own, other in zip(states, after, strict=True):
         np.testing.assert_allclose(own, other.detach(), atol=1e-5)
 
@@ -232,7 +233,7 @@ def test_sequences_are_steps_one_after_another(kind, shared, lens):
         for row in range(begin, begin + length):
             inputs = {n: batch[n][row : row + 1] for n in ("obs", "prev_actions", "prev_rewards")}
             inputs |= {f"state_in_{k}": state for k, state in enumerate(states)}
-            own, value, states = model.act(inputs)
+            own, value, states = model.compute_outputs(inputs)
             np.testing.assert_allclose(own[0], outputs[row].detach(), atol=1e-5)
             np.testing.assert_allclose(value[0], values[row].detach(), atol=1e-5)
         for k in range(count):
@@ -349,7 +350,7 @@ def test_attention_sees_the_same_when_it_acts_and_when_it_learns(units, shared):
     for t in range(10):
         inputs = {f"state_in_{i}": np.stack(rows[-memory:], 1) for i, rows in enumerate(past)}
         windows.append(inputs)
-        outputs, _, states = model.act({"obs": observations[t : t + 1], **inputs})
+        outputs, _, states = model.compute_outputs({"obs": observations[t : t + 1], **inputs})
         acted.append(outputs[0])
         for rows, state in zip(past, states, strict=True):
             rows.append(state)
@@ -516,4 +517,6 @@ def test_batch_norm_travels_with_the_weights():
     assert "module.norm.running_mean" in weights
     other.set_weights(weights)
     obs = stack(BOX, 5)
-    np.testing.assert_array_equal(one.model.act({"obs": obs})[0], other.model.act({"obs": obs})[0])
+    np.testing.assert_array_equal(
+        one.model.compute_outputs({"obs": obs})[0], other.model.compute_outputs({"obs": obs})[0]
+    )

@@ -73,6 +73,11 @@ class TensorBatch(Inputs):
         return self[key] if key in self else default
 
 
+def device_of(module: nn.Module) -> torch.device:
+    """Where a module's parameters are."""
+    return next((p.device for p in module.parameters()), torch.device("cpu"))
+
+
 class ModelV2(nn.Module):
     """A network that a TorchPolicy acts and learns with.
 
@@ -136,16 +141,11 @@ class ModelV2(nn.Module):
         return []
 
     @property
-    def has_values(self) -> bool:
+    def has_value_function(self) -> bool:
         """Whether there is a value function."""
         return type(self).value_function is not ModelV2.value_function
 
-    @property
-    def device(self) -> torch.device:
-        """Where the parameters are."""
-        return next((p.device for p in self.parameters()), torch.device("cpu"))
-
-    def link(self) -> None:
+    def link_numpy(self) -> None:
         """The parameters' memory has moved."""
 
     # -- learning ----------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ class ModelV2(nn.Module):
         """
         batch = train_batch
         if isinstance(batch, SampleBatch):
-            batch = TensorBatch(batch, self.device)
+            batch = TensorBatch(batch, device_of(self))
         if is_training is not self.training:
             self.train(is_training)
         count = len(self.get_initial_state())
@@ -207,7 +207,7 @@ class ModelV2(nn.Module):
 
     # -- acting ------------------------------------------------------------------------------------
 
-    def act(
+    def compute_outputs(
         self, inputs: Mapping[str, Any]
     ) -> tuple[np.ndarray, np.ndarray | None, list[np.ndarray]]:
         """Distribution inputs [B, num_outputs], values [B] and states [B, …] of one step each.
@@ -215,22 +215,22 @@ class ModelV2(nn.Module):
         Args:
             inputs: the views as arrays [B, …].
         """
-        tensors, state = self.tensors(inputs)
+        tensors, state = self.as_tensors(inputs)
         with torch.inference_mode():
             if self.training:
                 self.eval()
             outputs, state = self(tensors, state, None)
             self._checked(outputs, len(optree.tree_leaves(tensors["obs"])[0]))
-            values = self.value_function().cpu().numpy() if self.has_values else None
+            values = self.value_function().cpu().numpy() if self.has_value_function else None
         return outputs.cpu().numpy(), values, [part.cpu().numpy() for part in state]
 
-    def values(self, inputs: Mapping[str, Any]) -> np.ndarray | None:
+    def compute_values(self, inputs: Mapping[str, Any]) -> np.ndarray | None:
         """Values [B] alone; None if there is no value function."""
-        return self.act(inputs)[1] if self.has_values else None
+        return self.compute_outputs(inputs)[1] if self.has_value_function else None
 
-    def tensors(self, inputs: Mapping[str, Any]) -> tuple[Inputs, State]:
+    def as_tensors(self, inputs: Mapping[str, Any]) -> tuple[Inputs, State]:
         """What `forward` is given for one step of each of B rows, from views as arrays [B, …]."""
-        device = self.device
+        device = device_of(self)
         tensors = Inputs()
         for name, column in inputs.items():
             tensors[name] = optree.tree_map(lambda leaf: _tensor(leaf).to(device), column)
@@ -280,7 +280,7 @@ class ModuleModel(ModelV2):
         return outputs, state
 
     @property
-    def has_values(self) -> bool:
+    def has_value_function(self) -> bool:
         return bool(self._gives_values)
 
     def value_function(self) -> torch.Tensor:

@@ -100,9 +100,9 @@ class FullyConnectedNetwork(ModelV2):
         self._policy_layers = _layers([*self.hidden, self.policy_head])
         self._value_layers = _layers([*self.value_hidden, self.value_head])
         self._features: torch.Tensor | None = None
-        self.link()
+        self.link_numpy()
 
-    def link(self) -> None:
+    def link_numpy(self) -> None:
         """Make the numpy side read the parameters' memory; call again when that has moved."""
         self._numpy: dict[str, list[NumpyLayer]] | None = None
         on_cpu = all(p.device.type == "cpu" and p.dtype == torch.float32 for p in self.parameters())
@@ -159,16 +159,20 @@ class FullyConnectedNetwork(ModelV2):
         """Whether `forward_numpy` and `values_numpy` work for this network as it is now."""
         return self._numpy is not None
 
-    def act(
+    def compute_outputs(
         self, inputs: Mapping[str, Any]
     ) -> tuple[np.ndarray, np.ndarray | None, list[np.ndarray]]:
         if self._numpy is None:
-            return super().act(inputs)
+            return super().compute_outputs(inputs)
         outputs, values = self.forward_numpy(inputs["obs"])
         return outputs, values, []
 
-    def values(self, inputs: Mapping[str, Any]) -> np.ndarray | None:
-        return super().values(inputs) if self._numpy is None else self.values_numpy(inputs["obs"])
+    def compute_values(self, inputs: Mapping[str, Any]) -> np.ndarray | None:
+        return (
+            super().compute_values(inputs)
+            if self._numpy is None
+            else self.values_numpy(inputs["obs"])
+        )
 
     def forward_numpy(self, observations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Outputs and values, computed by numpy on the same memory, for acting.

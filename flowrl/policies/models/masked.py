@@ -69,11 +69,11 @@ class MaskedModel(ModelV2):
         return self.model.get_initial_state()
 
     @property
-    def has_values(self) -> bool:
-        return self.model.has_values
+    def has_value_function(self) -> bool:
+        return self.model.has_value_function
 
-    def link(self) -> None:
-        self.model.link()
+    def link_numpy(self) -> None:
+        self.model.link_numpy()
 
     def _seen(self, observations: Any) -> Any:
         if self._only is not None:
@@ -94,11 +94,13 @@ class MaskedModel(ModelV2):
     def value_function(self) -> torch.Tensor:
         return self.model.value_function()
 
-    def act(
+    def compute_outputs(
         self, inputs: Mapping[str, Any]
     ) -> tuple[np.ndarray, np.ndarray | None, list[np.ndarray]]:
         observations = inputs["obs"]
-        outputs, values, state = self.model.act({**inputs, "obs": self._seen(observations)})
+        outputs, values, state = self.model.compute_outputs(
+            {**inputs, "obs": self._seen(observations)}
+        )
         allowed = np.asarray(observations[MASK]) != 0
         first = 0
         for size in self._parts:
@@ -111,5 +113,5 @@ class MaskedModel(ModelV2):
             first += size
         return np.where(allowed, outputs, np.float32(FORBIDDEN)), values, state
 
-    def values(self, inputs: Mapping[str, Any]) -> np.ndarray | None:
-        return self.model.values({**inputs, "obs": self._seen(inputs["obs"])})
+    def compute_values(self, inputs: Mapping[str, Any]) -> np.ndarray | None:
+        return self.model.compute_values({**inputs, "obs": self._seen(inputs["obs"])})

@@ -95,7 +95,7 @@ class Tower(nn.Module):
 
     # -- acting ------------------------------------------------------------------------------------
 
-    def link(self) -> bool:
+    def link_numpy(self) -> bool:
         """Make the numpy side read the parameters' memory; whether there is one."""
         on_cpu = all(p.device.type == "cpu" and p.dtype == torch.float32 for p in self.parameters())
         if self._activation is None or not on_cpu:
@@ -188,7 +188,7 @@ class RecurrentNetwork(ModelV2):
                 f"state_out_{i}", shift=-1, batch_repeat_value=repeat
             )
         self._features: torch.Tensor | None = None
-        self.link()
+        self.link_numpy()
 
     def get_initial_state(self) -> list[np.ndarray]:
         count = self.tower.num_states * (1 if self.value_tower is None else 2)
@@ -222,14 +222,14 @@ class RecurrentNetwork(ModelV2):
 
     # -- acting ------------------------------------------------------------------------------------
 
-    def link(self) -> None:
+    def link_numpy(self) -> None:
         """Make the numpy side read the parameters' memory."""
         self._numpy: dict[str, Any] | None = None
         own = RecurrentNetwork
         same = type(self).forward is own.forward
         same &= type(self).value_function is own.value_function
         towers = [self.tower] + ([] if self.value_tower is None else [self.value_tower])
-        if not (same and all(tower.link() for tower in towers)):
+        if not (same and all(tower.link_numpy() for tower in towers)):
             return
         heads: Any = self.heads
         self._numpy = {
@@ -238,14 +238,14 @@ class RecurrentNetwork(ModelV2):
             "log_std": None if heads.log_std is None else heads.log_std.detach().numpy(),
         }
 
-    def act(
+    def compute_outputs(
         self, inputs: Mapping[str, Any]
     ) -> tuple[np.ndarray, np.ndarray | None, list[np.ndarray]]:
         """One step by numpy, where the torso is of linear layers: torch's dispatch would take
         most of the time."""
         parts = self._numpy
         if parts is None:
-            return super().act(inputs)
+            return super().compute_outputs(inputs)
         observations = flat_numpy(self.obs_space, inputs["obs"])
         more = []
         if self.model_config.lstm_use_prev_action:
