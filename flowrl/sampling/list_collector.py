@@ -448,7 +448,7 @@ class SimpleListCollector(SampleCollector):
 
     def _add_views(self, views: RowViews, segments: list[Segment], rows: dict[str, Any]) -> None:
         """The views for training, and what is not for it taken away."""
-        bases: dict[str, tuple[np.ndarray, list[int]]] = {}
+        bases: dict[str, tuple[Any, list[int]]] = {}
         per_sequence = 0
         for name, view in views.training.items():
             if view.agents is not None:
@@ -462,7 +462,8 @@ class SimpleListCollector(SampleCollector):
                 views.positions(view, segment, start)
                 for segment, start in zip(segments, starts, strict=True)
             ]
-            rows[name] = Windows(base, np.concatenate(index))
+            at = np.concatenate(index)
+            rows[name] = optree.tree_map(lambda leaf, at=at: Windows(leaf, at), base)
             per_sequence = max(per_sequence, view.repeat if view.repeat > 1 else 0)
         if per_sequence:
             rows["seq_lens"] = np.array(

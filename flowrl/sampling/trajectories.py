@@ -191,7 +191,7 @@ class RowViews:
         dtype = DTYPES.get(view.source)
         return value if dtype is None else dtype(value)
 
-    def base(self, view: View, segments: list[Segment]) -> tuple[np.ndarray, list[int]]:
+    def base(self, view: View, segments: list[Segment]) -> tuple[Any, list[int]]:
         """The values of a column that views of the segments may show, and where those of each
         segment begin. States are followed by the one that the trajectory began with."""
         values: list[Any] = []
@@ -204,10 +204,9 @@ class RowViews:
             values += trajectory.part(view.source, first, segment.end + more)
             if view.source.startswith("state_out_"):
                 values.append(self.before(view, trajectory, trajectory.dropped - 1))
-        if isinstance(values[0], (dict, tuple)):
-            raise ConfigError(f"view of {view.source!r}: nested values cannot be shifted")
         base = column_of(view.source, values)
-        base.flags.writeable = False
+        for leaf in optree.tree_leaves(base):
+            leaf.flags.writeable = False
         return base, starts
 
     def positions(self, view: View, segment: Segment, start: int) -> np.ndarray:
