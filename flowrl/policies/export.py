@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,13 +110,18 @@ def export(policy: TorchPolicy, path: Path | str, format: str) -> Path:
     if format not in FORMATS:
         raise ConfigError(f"export: a format is one of {', '.join(FORMATS)}, got {format!r}")
     path = Path(path)
-    acting = Acting(policy).cpu().eval()
+    acting = Acting(policy)
+    if policy.device.type != "cpu":
+        acting = copy.deepcopy(acting).cpu()
+    was_training = acting.training
+    acting.eval()
     inputs = example_inputs(policy, 2)
     batch = torch.export.Dim("batch", min=1)
     every: Any = inputs
     dynamic = optree.tree_map(lambda leaf: {0: batch}, every)
     with torch.no_grad():
         program = torch.export.export(acting, (inputs,), dynamic_shapes=(dynamic,))
+    acting.train(was_training)
     path.parent.mkdir(parents=True, exist_ok=True)
     if format == "torch":
         torch.export.save(program, path)

@@ -335,7 +335,8 @@ class TorchPolicy(Policy):
         named |= self.stats
         named |= self.extra_grad_process()
         named["grad_norm"] = torch.linalg.vector_norm(self.flat.gradient)
-        values = torch.stack([torch.as_tensor(v).detach().float() for v in named.values()])
+        numbers = [torch.as_tensor(v).detach().float().to(self.device) for v in named.values()]
+        values = torch.stack(numbers)
         return dict(zip(named, values.tolist(), strict=True))
 
     def _accumulated(self, batch: SampleBatch, rows: int) -> dict[str, float]:
