@@ -295,9 +295,9 @@ def test_an_env_that_raises_shows_its_own_traceback(capsys, tmp_path):
         (
             "gym.spaces.Box(0, 9, (1,), np.float32)",
             "gym.spaces.Dict()",
-            "no model for the observation space",
+            "no model for the space",
         ),
-        ("gym.spaces.Discrete(2)", "gym.spaces.MultiBinary(2)", "no action distribution"),
+        ("gym.spaces.Discrete(2)", "gym.spaces.Text(2)", "no action distribution"),
         ("env=lambda context: Short()", "env=lambda context: 3", "not a gymnasium Env"),
         ("config = A2CConfig(", "settings = A2CConfig(", "has no `config`"),
         ("def execution_plan", "def plan", "no function execution_plan"),

@@ -239,7 +239,13 @@ class NestedEncoder(nn.Module):
 
 
 def encoder_for(space: spaces.Space, config: ModelConfig, frames: int = 1) -> nn.Module:
-    """The encoder for a space: its attribute `size` says how many features it gives."""
+    """The encoder for a space: its attribute `size` says how many features it gives.
+
+    Raises:
+        ConfigError: there is nothing to see in it, or no encoder for it.
+    """
+    if nested_size(space) == 0:
+        raise ConfigError(f"no model for the space {space}: there is nothing in it")
     if isinstance(space, (spaces.Dict, spaces.Tuple)):
         return NestedEncoder(space, config, frames)
     if is_image(space):
