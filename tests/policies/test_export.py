@@ -78,7 +78,12 @@ def expected_of(policy, inputs):
     return policy.actions_for_env(actions), states
 
 
-@pytest.mark.parametrize("name", list(CASES))
+def quick(name):
+    """The others are tried in the slow suite."""
+    return pytest.param(name, marks=() if name in ("bounds", "lstm") else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", map(quick, CASES))
 def test_exported_programs_act_like_the_policy(name, tmp_path):
     torch.manual_seed(0)
     policy = a_policy(name)
@@ -96,7 +101,7 @@ def test_exported_programs_act_like_the_policy(name, tmp_path):
             np.testing.assert_allclose(made[f"state_out_{i}"], state, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["plain", "bounds", "lstm", "nested"])
+@pytest.mark.parametrize("name", map(quick, ["plain", "bounds", "lstm", "nested"]))
 def test_onnx(name, tmp_path):
     import onnxruntime
 
