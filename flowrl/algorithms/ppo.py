@@ -108,7 +108,7 @@ class PPOTorchPolicy(OnPolicyPolicy):
         targets' variance that the values explain, over all rows of a batch."""
         with torch.inference_mode():
             rows = self.tensors(batch)
-            inputs, _ = self.model.from_batch(rows)
+            inputs, _ = self.model.from_batch(rows, is_training=False)
             values = self.model.value_function()
             dist = self.dist_class(inputs, self.model)
             kl = self.dist_class(rows["action_dist_inputs"]).kl(dist).mean()

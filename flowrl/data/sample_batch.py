@@ -351,16 +351,26 @@ class SampleBatch(dict[str, Any]):
         self, size: int, rng: np.random.Generator | None = None, shuffle: bool = True
     ) -> Iterator[SampleBatch]:
         """Whole sequences, in random order if they are to be shuffled, in batches of at least
-        `size` rows (the last may have fewer)."""
+        `size` rows whose `loss_mask` is not False (the last may have fewer).
+
+        Raises:
+            ValueError: the batch is zero-padded.
+        """
+        if self.zero_padded:
+            raise ValueError("a zero-padded batch has no minibatches: take without_padding()")
         rng = rng if rng is not None else np.random.default_rng()
         lens = self[self.SEQ_LENS]
         begins = np.cumsum(lens) - lens
+        counted = lens
+        if "loss_mask" in self:
+            real = np.concatenate([[0], np.cumsum(self["loss_mask"])])
+            counted = real[begins + lens] - real[begins]
         chosen: list[int] = []
         rows = 0
         order = rng.permutation(len(lens)).tolist() if shuffle else list(range(len(lens)))
         for number, sequence in enumerate(order, 1):
             chosen.append(sequence)
-            rows += int(lens[sequence])
+            rows += int(counted[sequence])
             if rows >= size or number == len(order):
                 at = np.concatenate([np.arange(begins[i], begins[i] + lens[i]) for i in chosen])
                 yield self._map_rows(operator.itemgetter(at), np.array(chosen))
@@ -406,26 +416,46 @@ class SampleBatch(dict[str, Any]):
             are as they were before the burn-in.
 
         Raises:
-            KeyError: no column `loss_mask` or `seq_lens`.
+            KeyError: no column `loss_mask`.
         """
-        mask, lens = self["loss_mask"], self[self.SEQ_LENS]
+        mask = np.asarray(self["loss_mask"]).astype(bool)
+        if self.SEQ_LENS not in self:
+            rows = self._map_rows(lambda leaf: leaf[mask])
+            return rows.without_columns("loss_mask"), None
+        lens = self[self.SEQ_LENS]
         width = np.full(len(lens), self.max_seq_len) if self.zero_padded else lens
         sequence = np.repeat(np.arange(len(lens)), width)
         real = np.bincount(sequence[mask], minlength=len(lens))
-        seen = np.cumsum(mask)
-        before = seen - mask - np.repeat((seen - mask)[np.cumsum(width) - width], width)
+        seen = np.concatenate([[0], np.cumsum(mask)])
+        before = seen[:-1] - np.repeat(seen[np.cumsum(width) - width], width)
         head = ~mask & (before == 0) & (real > 0)[sequence]
         kept = np.flatnonzero(real > 0)
-        rows = self._map_rows(lambda leaf: leaf[mask], kept).without_columns("loss_mask")
-        rows = rows.with_columns(seq_lens=real[kept].astype(np.int32))
-        rows.zero_padded = False
+        rows = self._sequences_of(mask, kept, real[kept])
         if not head.any():
             return rows, None
-        warmup = self._map_rows(lambda leaf: leaf[head], kept).without_columns("loss_mask")
-        count = np.bincount(sequence[head], minlength=len(lens))[kept].astype(np.int32)
-        warmup = warmup.with_columns(seq_lens=count)
-        warmup.zero_padded = False
-        return rows, warmup
+        return rows, self._sequences_of(
+            head, kept, np.bincount(sequence[head], minlength=len(lens))[kept]
+        )
+
+    def without_padding(self) -> SampleBatch:
+        """The batch without the rows that only fill sequences up to one length."""
+        if not self.zero_padded:
+            return self
+        lens = self[self.SEQ_LENS]
+        real = (np.arange(self.max_seq_len or 0) < lens[:, None]).reshape(-1)
+        return self._sequences_of(real, np.arange(len(lens)), lens, keep_mask=True)
+
+    def _sequences_of(
+        self, rows: np.ndarray, sequences: np.ndarray, lens: np.ndarray, keep_mask: bool = False
+    ) -> SampleBatch:
+        """Only these rows and sequences, of these lengths."""
+        batch = self._map_rows(lambda leaf: leaf[rows], sequences)
+        batch.zero_padded = False
+        if not keep_mask:
+            batch = batch.without_columns("loss_mask")
+        columns = dict(batch.stored())
+        columns[self.SEQ_LENS] = np.asarray(lens).astype(np.int32)
+        return SampleBatch._of(columns, like=batch)
 
     # -- several batches -----------------------------------------------------------------------
 

@@ -140,7 +140,15 @@ def with_burn_in(batch: SampleBatch, max_seq_len: int, burn_in: int) -> SampleBa
     Returns:
         a batch with `seq_lens`, states as they were before each burn-in, and the column
         `loss_mask`, bool [rows], which is False for burn-in rows.
+
+    Raises:
+        ValueError: no column `eps_id`; the batch is in sequences already.
     """
+    if "eps_id" not in batch or "seq_lens" in batch:
+        raise ValueError(
+            "burn-in needs the column eps_id, and states of every row (not of sequences): a batch "
+            "as workers of a policy with burn_in sample it"
+        )
     keys = [batch.get(name) for name in ("eps_id", "unroll_id", "agent_index")]
     lens = sequence_lengths(max_seq_len, *keys)
     begins = np.cumsum(lens) - lens

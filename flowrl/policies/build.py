@@ -5,14 +5,15 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NoReturn
+from typing import Annotated, Any, ClassVar, NoReturn
 
 import numpy as np
 import torch
 from pydantic import create_model
 
 from flowrl.data import SampleBatch
-from flowrl.policies.config import ConfigError, PolicyConfig
+from flowrl.policies.config import ConfigError, ExplorationConfig, PolicyConfig
+from flowrl.policies.exploration import Exploration
 from flowrl.policies.torch_policy import TensorBatch, TorchPolicy
 
 
@@ -107,21 +108,33 @@ def _build(
         "mixins": mixins,
     }
     if "get_default_config" in hooks:
-        members["config_class"] = _config_class(name, hooks["get_default_config"]())
+        members["config_class"] = _config_class(name, hooks["get_default_config"](), module)
     if "postprocess_fn" in hooks:
         members["postprocess_trajectory"] = _postprocess
     return type(name, (*mixins, BuiltTorchPolicy), members)
 
 
-def _config_class(name: str, default: Any) -> type[PolicyConfig]:
+def _config_class(name: str, default: Any, module: str) -> type[PolicyConfig]:
     """A record of the default settings; what no policy knows is a setting of its own."""
+    if not isinstance(default, (Mapping, PolicyConfig)):
+        raise ConfigError(
+            f"build_torch_policy({name!r}): get_default_config gives a mapping, got {default!r}"
+        )
     base = type(default) if isinstance(default, PolicyConfig) else PolicyConfig
     known = base.model_fields
     values = dict(default.items())
     checked = base(**{k: v for k, v in values.items() if k in known})
-    fields: dict[str, Any] = {k: (known[k].annotation, checked[k]) for k in values if k in known}
-    fields |= {k: (Any, v) for k, v in values.items() if k not in known}
-    return create_model(f"{name}Config", __base__=base, **fields)
+    fields: dict[str, Any] = {}
+    for key, value in values.items():
+        if not isinstance(key, str) or key.startswith("_") or hasattr(base, key):
+            raise ConfigError(f"build_torch_policy({name!r}): {key!r} cannot be a setting's name")
+        kind: Any = Any
+        if key in known:
+            kind, value = known[key].annotation, checked[key]
+            for limit in known[key].metadata:
+                kind = Annotated[kind, limit]
+        fields[key] = (kind, value)
+    return create_model(f"{name}Config", __base__=base, __module__=module, **fields)
 
 
 def _postprocess(
@@ -199,33 +212,74 @@ class BuiltTorchPolicy(TorchPolicy):
 
     # -- acting ------------------------------------------------------------------------------------
 
+    def make_exploration(self) -> Exploration:
+        acting = {"action_sampler_fn", "action_distribution_fn"} & set(self.hooks)
+        if acting and self.config.exploration_config != ExplorationConfig():
+            raise ConfigError(
+                f"exploration_config: {type(self).__name__} explores by its {acting.pop()}"
+            )
+        return super().make_exploration()
+
+    def compute_log_likelihoods(
+        self, actions: Any, obs_batch: Any = None, input_dict: dict[str, Any] | None = None
+    ) -> np.ndarray:
+        if "action_sampler_fn" in self.hooks:
+            raise ConfigError(
+                f"{type(self).__name__} acts by its action_sampler_fn, which has no log-likelihoods"
+            )
+        if "action_distribution_fn" not in self.hooks:
+            return super().compute_log_likelihoods(actions, obs_batch, input_dict)
+        outputs, kind, _ = self._distribution(input_dict or {"obs": obs_batch}, explore=False)
+        with torch.inference_mode():
+            logp: np.ndarray = kind(outputs, self.model).logp(torch.as_tensor(actions)).numpy()
+        return logp
+
+    def export(self, path: Any, format: str = "torch") -> Any:
+        acting = {"action_sampler_fn", "action_distribution_fn"} & set(self.hooks)
+        if acting:
+            raise ConfigError(f"export: {type(self).__name__} acts by its {acting.pop()}")
+        return super().export(path, format)
+
+    def _distribution(self, input_dict: dict[str, Any], explore: bool) -> tuple[Any, Any, Any]:
+        tensors, state = self.model.as_tensors(input_dict)
+        self.model.eval()
+        with torch.inference_mode():
+            made: tuple[Any, Any, Any] = self.hooks["action_distribution_fn"](
+                self,
+                self.model,
+                tensors,
+                state_batches=state,
+                explore=explore,
+                timestep=self.timestep,
+            )
+        return made
+
     def _act(self, input_dict: dict[str, Any], explore: bool) -> Any:
         sampler = self.hooks.get("action_sampler_fn")
         distribution = self.hooks.get("action_distribution_fn")
         if sampler is None and distribution is None:
             return super()._act(input_dict, explore)
-        tensors, state = self.model.as_tensors(input_dict)
-        how = {"explore": explore, "timestep": self.timestep}
         extra: dict[str, np.ndarray] = {}
-        with torch.inference_mode():
-            if sampler is not None:
-                actions, logp, outputs, state = sampler(self, self.model, tensors, state, **how)
-                dist = None
-            else:
-                assert distribution is not None
-                outputs, kind, state = distribution(
-                    self, self.model, tensors, state_batches=state, **how
+        if sampler is not None:
+            tensors, state = self.model.as_tensors(input_dict)
+            self.model.eval()
+            with torch.inference_mode(), torch.random.fork_rng():
+                torch.manual_seed(int(self.rng.integers(2**63)))
+                actions, logp, outputs, state = sampler(
+                    self, self.model, tensors, state, explore=explore, timestep=self.timestep
                 )
-                dist = kind(outputs, self.model)
-                actions = dist.sample() if explore else dist.deterministic_sample()
-                logp = dist.logp(actions)
+            actions, dist = _array(actions), None
+        else:
+            outputs, kind, state = self._distribution(input_dict, explore)
+            actions, logp = kind.act(_array(outputs), self.rng, explore)
+            dist = kind(outputs, self.model)
         if logp is not None:
             extra["action_logp"] = _array(logp)
         if outputs is not None:
             extra["action_dist_inputs"] = _array(outputs)
         states = [_array(part) for part in state]
         extra |= self._extra_of(input_dict, states, dist)
-        return _array(actions), states, extra
+        return actions, states, extra
 
     def extra_action_out(
         self, input_dict: dict[str, Any], states: list[np.ndarray], outputs: np.ndarray
@@ -278,7 +332,7 @@ class BuiltTorchPolicy(TorchPolicy):
     def compute_gradients(self, batch: SampleBatch) -> tuple[Any, dict[str, float]]:
         if "compute_gradients_fn" not in self.hooks:
             return super().compute_gradients(batch)
-        gradients, stats = self.hooks["compute_gradients_fn"](self, batch)
+        gradients, stats = self.hooks["compute_gradients_fn"](self, self.prepared(batch))
         return gradients, dict(stats)
 
     def apply_gradients(self, gradients: Any) -> None:
@@ -291,6 +345,9 @@ class BuiltTorchPolicy(TorchPolicy):
     def learn_on_batch(self, batch: SampleBatch) -> dict[str, float]:
         if not {"compute_gradients_fn", "apply_gradients_fn"} & set(self.hooks):
             return super().learn_on_batch(batch)
+        return self._unless_odd(batch, self._learn_by_hooks)
+
+    def _learn_by_hooks(self, batch: SampleBatch) -> dict[str, float]:
         gradients, stats = self.compute_gradients(batch)
         self.apply_gradients(gradients)
         return stats

@@ -219,9 +219,17 @@ class ModelConfig(Settings):
             raise ValueError("use_lstm and use_attention: one of them")
         if self.custom_model is not None and (self.use_lstm or self.use_attention):
             raise ValueError("custom_model: a model of one's own brings its memory itself")
-        for name in ("lstm_use_prev_action", "lstm_use_prev_reward", "burn_in"):
-            if getattr(self, name) and not self.use_lstm:
+        if self.burn_in and not self.use_lstm:
+            raise ValueError("burn_in needs use_lstm=True")
+        if self.conv_type == "resnet" and self.conv_filters is not None:
+            raise ValueError("conv_filters: the resnet has its own")
+        for name, field in type(self).model_fields.items():
+            if getattr(self, name) == field.default:
+                continue
+            if name.startswith("lstm_") and not self.use_lstm:
                 raise ValueError(f"{name} needs use_lstm=True")
+            if name.startswith("attention_") and not self.use_attention:
+                raise ValueError(f"{name} needs use_attention=True")
         if self.custom_model_config and self.custom_model is None:
             raise ValueError("custom_model_config needs a custom_model")
         return self

@@ -8,6 +8,7 @@ action space has, says `distribution_for`.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -397,10 +398,15 @@ class Product(_Parts):
 
     @classmethod
     def act(cls, inputs: np.ndarray, rng: np.random.Generator, explore: bool) -> tuple[Any, Any]:
+        return cls.act_apart(inputs, lambda part, own: part.act(own, rng, explore))
+
+    @classmethod
+    def act_apart(
+        cls, inputs: np.ndarray, act: Callable[[Any, np.ndarray], tuple[Any, Any]]
+    ) -> tuple[Any, Any]:
+        """Joined actions and log-probabilities of act(class, inputs) of each part."""
         split = np.split(inputs, np.cumsum(cls._sizes())[:-1], 1)
-        made = [
-            d.act(own, rng, explore) for d, own in zip(cls.classes.values(), split, strict=True)
-        ]
+        made = [act(part, own) for part, own in zip(cls.classes.values(), split, strict=True)]
         return cls._joined([actions for actions, _ in made]), np.stack([p for _, p in made]).sum(0)
 
     @classmethod

@@ -8,6 +8,7 @@ import numpy as np
 from gymnasium import spaces
 
 from flowrl.policies.config import ConfigError, ExplorationConfig
+from flowrl.policies.distributions import Product
 from flowrl.policies.schedules import value_at
 
 if TYPE_CHECKING:
@@ -23,21 +24,31 @@ class Exploration:
         config: the settings.
         action_space: of one agent.
         dist_class: the policy's distribution class.
-        bounded: whether continuous actions are in [-1, 1] for the policy.
+        stretched: whether actions within bounds are in [-1, 1] for the policy.
+
+    An Ornstein-Uhlenbeck drift belongs to a row of a call, and goes on over episodes.
 
     Raises:
-        ConfigError: noise for actions that are not continuous; a share of random actions for a
-            policy over a nested action space.
+        ConfigError: noise for actions that are not continuous; a share of random actions where they
+            are not Discrete or MultiDiscrete.
     """
 
     def __init__(
-        self, config: ExplorationConfig, action_space: spaces.Space, dist_class: Any, bounded: bool
+        self,
+        config: ExplorationConfig,
+        action_space: spaces.Space,
+        dist_class: Any,
+        stretched: bool,
     ):
         self.config = config
         self._space = action_space
         self._dist_class = dist_class
-        self._bounded = bounded
-        self._drift = np.zeros(0)
+        self._stretched = stretched
+        self._bounded = stretched and isinstance(action_space, spaces.Box)
+        if isinstance(action_space, spaces.Box):
+            finite = np.isfinite(action_space.low).all() and np.isfinite(action_space.high).all()
+            self._bounded = self._bounded and bool(finite)
+        self._drifts: dict[str, np.ndarray] = {}  # by the number of rows
         # what most policies do, found out once
         self._draws = config.type == "StochasticSampling" and not config.random_timesteps
         continuous = isinstance(action_space, spaces.Box)
@@ -76,6 +87,14 @@ class Exploration:
             return self._mostly(actions, inputs, rng, self.epsilon(policy))
         return self._noisy(actions, rng, value_at(self.config.scale, timestep)), logp
 
+    def get_state(self) -> dict[str, np.ndarray]:
+        """The drifts."""
+        return {rows: drift.copy() for rows, drift in self._drifts.items()}
+
+    def set_state(self, state: dict[str, np.ndarray]) -> None:
+        """Take over what `get_state` gave."""
+        self._drifts = {rows: np.array(drift) for rows, drift in state.items()}
+
     def epsilon(self, policy: Policy) -> float:
         """The share of random actions."""
         config = self.config
@@ -88,21 +107,28 @@ class Exploration:
 
     def _random(self, inputs: np.ndarray, rng: np.random.Generator) -> tuple[Any, Any]:
         """Uniform actions, of those that are allowed."""
-        space = self._space
+        return self._uniform(self._space, self._dist_class, inputs, rng)
+
+    def _uniform(
+        self, space: Any, dist_class: Any, inputs: np.ndarray, rng: np.random.Generator
+    ) -> tuple[Any, Any]:
+        if issubclass(dist_class, Product):
+            return dist_class.act_apart(
+                inputs, lambda part, own: self._uniform(part.space, part, own, rng)
+            )
         if not isinstance(space, spaces.Box):
             level = np.where(inputs < _FORBIDDEN, inputs, np.float32(0))
-            return self._dist_class.act(level, rng, True)
-        shape = (len(inputs), *space.shape)
-        if self._bounded:
-            actions, volume = rng.uniform(-1, 1, shape), np.full(space.shape, 2.0)
-        elif np.isfinite(space.low).all() and np.isfinite(space.high).all():
-            actions, volume = rng.uniform(space.low, space.high, shape), space.high - space.low
-        else:
+            return dist_class.act(level, rng, True)
+        shape, count = (len(inputs), *space.shape), len(inputs)
+        if not (np.isfinite(space.low).all() and np.isfinite(space.high).all()):
             actions = rng.standard_normal(shape)
-            logp = -0.5 * (actions**2 + np.log(2 * np.pi)).reshape(len(inputs), -1).sum(1)
+            logp = -0.5 * (actions**2 + np.log(2 * np.pi)).reshape(count, -1).sum(1)
             return actions.astype(np.float32), logp.astype(np.float32)
-        logp = np.full(len(inputs), -np.log(volume).sum(), np.float32)
-        return actions.astype(np.float32), logp
+        low: Any = -1.0 if self._stretched else space.low
+        high: Any = 1.0 if self._stretched else space.high
+        volume = np.broadcast_to(np.subtract(high, low), space.shape)
+        logp = np.full(count, -np.log(volume.astype(np.float64)).sum(), np.float32)
+        return rng.uniform(low, high, shape).astype(np.float32), logp
 
     def _mostly(
         self, best: np.ndarray, inputs: np.ndarray, rng: np.random.Generator, epsilon: float
@@ -118,10 +144,9 @@ class Exploration:
     def _noisy(self, actions: np.ndarray, rng: np.random.Generator, scale: float) -> np.ndarray:
         noise = rng.standard_normal(actions.shape) * scale
         if self.config.type == "OrnsteinUhlenbeckNoise":
-            if self._drift.shape != actions.shape:
-                self._drift = np.zeros(actions.shape)
-            self._drift += noise - self.config.ou_theta * self._drift
-            noise = self._drift
+            drift = self._drifts.get(str(len(actions)), np.zeros(actions.shape))
+            noise = drift + noise - self.config.ou_theta * drift
+            self._drifts[str(len(actions))] = noise
         noisy = actions + noise
         if self._bounded:
             noisy = noisy.clip(-1, 1)

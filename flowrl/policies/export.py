@@ -12,6 +12,7 @@ import torch
 from gymnasium import spaces
 
 from flowrl.policies.config import ConfigError
+from flowrl.policies.models.base import Inputs
 from flowrl.policies.view_requirement import zeros_of
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class Acting(torch.nn.Module):
 
     def forward(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Actions and states after the step, of views [B, …] with raw observations."""
-        inputs = dict(inputs)
+        inputs = Inputs(inputs)
         if self._clip is not None:
             mean: Any = self.mean
             scale: Any = self.scale
@@ -105,23 +106,28 @@ def _repeated(leaf: Any, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.from_numpy(np.broadcast_to(leaf, (*shape, *leaf.shape)).copy())
 
 
+def _plain() -> type[TorchPolicy]:
+    from flowrl.policies.torch_policy import TorchPolicy
+
+    return TorchPolicy
+
+
 def export(policy: TorchPolicy, path: Path | str, format: str) -> Path:
     """See TorchPolicy.export."""
     if format not in FORMATS:
         raise ConfigError(f"export: a format is one of {', '.join(FORMATS)}, got {format!r}")
+    acts = type(policy)
+    for name in ("compute_actions", "compute_actions_from_input_dict", "actions_for_env"):
+        if getattr(acts, name) is not getattr(_plain(), name):
+            raise ConfigError(f"export: {acts.__name__} acts by a {name}() of its own")
     path = Path(path)
-    acting = Acting(policy)
-    if policy.device.type != "cpu":
-        acting = copy.deepcopy(acting).cpu()
-    was_training = acting.training
-    acting.eval()
+    acting = copy.deepcopy(Acting(policy)).cpu().eval()
     inputs = example_inputs(policy, 2)
     batch = torch.export.Dim("batch", min=1)
     every: Any = inputs
     dynamic = optree.tree_map(lambda leaf: {0: batch}, every)
     with torch.no_grad():
         program = torch.export.export(acting, (inputs,), dynamic_shapes=(dynamic,))
-    acting.train(was_training)
     path.parent.mkdir(parents=True, exist_ok=True)
     if format == "torch":
         torch.export.save(program, path)

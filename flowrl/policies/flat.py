@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from flowrl.policies.config import ConfigError
+
 
 class FlatParameters:
     """All parameters of a module in one vector, and their gradients in another.
@@ -16,12 +18,18 @@ class FlatParameters:
     Matrices keep their shape but lie transposed, input by input: the products of the forward pass
     then read them in order of memory. The parameters' `grad` share the memory of `gradient`, so
     optimizers of some of them work, too.
+
+    Raises:
+        ConfigError: a parameter is not float32.
     """
 
     def __init__(self, module: torch.nn.Module):
         named = list(module.named_parameters())
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
+        other = [name for name, p in named if p.dtype != torch.float32]
+        if other:
+            raise ConfigError(f"model: the parameter {other[0]!r} is not float32")
         size = sum(p.numel() for p in self.parameters)
         device = self.parameters[0].device if named else torch.device("cpu")
         self.vector = torch.nn.Parameter(torch.empty(size, device=device))
@@ -38,7 +46,9 @@ class FlatParameters:
 
     def take_gradient(self, loss: torch.Tensor) -> None:
         """Put d loss / d parameters into `gradient`; a parameter that loss misses gets zeros."""
-        gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
+        wanted = [p for p in self.parameters if p.requires_grad]
+        found = iter(torch.autograd.grad(loss, wanted, allow_unused=True))
+        gradients = [next(found) if p.requires_grad else None for p in self.parameters]
         pieces = [
             torch.zeros_like(p).reshape(-1)
             if g is None
@@ -54,8 +64,9 @@ class FlatParameters:
         zeros elsewhere."""
         self.gradient.zero_()
         for loss, group in zip(losses, groups, strict=True):
-            found = torch.autograd.grad(loss, list(group), allow_unused=True, retain_graph=True)
-            for parameter, gradient in zip(group, found, strict=True):
+            wanted = [p for p in group if p.requires_grad]
+            found = torch.autograd.grad(loss, wanted, allow_unused=True, retain_graph=True)
+            for parameter, gradient in zip(wanted, found, strict=True):
                 if gradient is not None:
                     assert parameter.grad is not None
                     parameter.grad.add_(gradient)

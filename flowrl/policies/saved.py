@@ -30,14 +30,28 @@ def describe(policy: Policy) -> dict[str, Any]:
             kept[name] = _plain(value)
         except TypeError:
             left_out.append(name)
+    own = type(policy).config_class
     return {
         "class": _path(type(policy)),
-        "config_class": _path(type(policy.config)),
+        "config_class": None if type(policy.config) is own else _path(type(policy.config)),
         "observation_space": _space(policy.observation_space),
         "action_space": _space(policy.action_space),
         "config": kept,
         "left_out": left_out,
     }
+
+
+def _merged(saved: Any, changes: Any) -> dict[str, Any]:
+    """Saved settings with some changed; nested ones change only what they name."""
+    made = {}
+    for name, value in {**saved, **dict(changes)}.items():
+        if name not in changes:
+            made[name] = _coded(value)
+        elif isinstance(value, dict) and isinstance(saved.get(name), dict):
+            made[name] = _merged(saved[name], value)
+        else:
+            made[name] = value
+    return made
 
 
 def _space(space: spaces.Space) -> dict[str, Any] | None:
@@ -62,7 +76,8 @@ def policy_from_checkpoint(path: Path | str, policy_id: str | None, changes: Any
     about = told[policy_id]
     try:
         policy_class = _imported(about["class"])
-        config_class = _imported(about["config_class"])
+        own = about["config_class"]
+        config_class: Any = _imported(own) if own else getattr(policy_class, "config_class", None)
         for found, base in ((policy_class, _policy()), (config_class, PolicyConfig)):
             if not (isinstance(found, type) and issubclass(found, base)):
                 raise TypeError(f"{found!r} is no {base.__name__}")
@@ -71,9 +86,13 @@ def policy_from_checkpoint(path: Path | str, policy_id: str | None, changes: Any
         raise CheckpointError(
             f"{path}: policy {policy_id!r} cannot be made from what is there: {error}"
         ) from error
-    settings = {name: _coded(value) for name, value in about["config"].items()}
-    model = {**settings.get("model", {}), **dict((changes or {}).get("model", {}))}
-    settings |= {**dict(changes or {}), "model": model}
+    try:
+        settings = _merged(about["config"], changes or {})
+    except (ImportError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path}: a setting of policy {policy_id!r} cannot be imported: {error}; give another "
+            "by config=…"
+        ) from error
     known = config_class.model_fields
     policy: Policy = policy_class(
         *own_spaces, config_class(**{k: v for k, v in settings.items() if k in known})

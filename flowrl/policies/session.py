@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import optree
+from gymnasium import spaces
 
 from flowrl.policies.config import ConfigError
 from flowrl.policies.view_requirement import zeros_of
@@ -64,6 +65,8 @@ class PolicySession:
         """
         policy, t = self.policy, self._t
         self._note("obs", t, self._prepared(obs))
+        if not np.isfinite(prev_reward):
+            raise ConfigError(f"a prev_reward that is not finite: {prev_reward!r}")
         if t:
             self._note("rewards", t - 1, np.float32(prev_reward))
         inputs = {}
@@ -85,8 +88,10 @@ class PolicySession:
         space = self.policy.observation_space
         if space.shape is not None and np.shape(obs) != space.shape:
             raise ConfigError(f"an observation of the shape {np.shape(obs)}, not of {space}")
-        if space.shape is None and not space.contains(obs):
+        if not isinstance(space, spaces.Box) and not space.contains(obs):
             raise ConfigError(f"an observation that is not of {space}: {obs!r}")
+        if isinstance(space, spaces.Box) and not np.isfinite(np.asarray(obs)).all():
+            raise ConfigError(f"an observation that is not finite: {obs!r}")
         if self.policy.observation_filter is not None:
             return self.policy.observation_filter(np.asarray(obs)[None])[0]
         return obs if space.shape is None else np.asarray(obs, space.dtype)

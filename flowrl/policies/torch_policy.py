@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,12 @@ class TorchPolicy(Policy):
                 self.config.model,
             )
         self.model: ModelV2 = model.to(self.device)
+        self._torch_draws = any("Dropout" in type(m).__name__ for m in self.model.modules())
+        if not {f"state_in_{i}" for i, _ in enumerate(self.model.get_initial_state())} <= set(
+            self.model.view_requirements
+        ):
+            own = self.recurrent_views(self.config.model.max_seq_len)
+            self.model.view_requirements = {**own, **self.model.view_requirements}
         # what the model declares is the policy's, and the other way round
         self.view_requirements |= self.model.view_requirements
         self.model.view_requirements = self.view_requirements
@@ -91,6 +98,9 @@ class TorchPolicy(Policy):
         made = self.make_optimizer()
         self.optimizers: list[Any] = list(made) if isinstance(made, (list, tuple)) else [made]
         self._groups = [self._parameters_of(optimizer) for optimizer in self.optimizers]
+        owners = [id(p) for group in self._groups for p in group]
+        if len(set(owners)) < len(owners):
+            raise ConfigError(f"{type(self).__name__}: two optimizers have the same parameters")
         self._rates = [[group["lr"] for group in o.param_groups] for o in self.optimizers]
         if self.config.compile:
             self.model.compile_for_learning()
@@ -146,10 +156,10 @@ class TorchPolicy(Policy):
 
     def make_exploration(self) -> Exploration:
         """How actions are taken while sampling."""
-        space, bounded = self.action_space, False
-        if isinstance(space, spaces.Box) and self.config.normalize_actions:
-            bounded = bool(np.isfinite(space.low).all() and np.isfinite(space.high).all())
-        return Exploration(self.config.exploration_config, space, self.dist_class, bounded)
+        config = self.config
+        return Exploration(
+            config.exploration_config, self.action_space, self.dist_class, config.normalize_actions
+        )
 
     def make_optimizer(self) -> Any:
         """The optimizer, or several (then `loss` gives as many).
@@ -244,8 +254,10 @@ class TorchPolicy(Policy):
         return TensorBatch(batch, self.device)
 
     def prepared(self, batch: SampleBatch) -> SampleBatch:
-        """The batch as it is cut into minibatches: with the burn-in of its sequences."""
+        """The batch as it is cut into minibatches: without padding, with the burn-in of its
+        sequences."""
         burn_in = self.config.model.burn_in
+        batch = batch.without_padding()
         if not burn_in or not self.is_recurrent or "loss_mask" in batch:
             return batch
         return with_burn_in(batch, self.config.model.max_seq_len, burn_in)
@@ -286,15 +298,37 @@ class TorchPolicy(Policy):
         Raises:
             FloatingPointError: the loss or its gradient is not finite; the weights are unchanged.
         """
+        return self._unless_odd(batch, self._learn)
+
+    def _learn(self, batch: SampleBatch) -> dict[str, float]:
+        stats = self._gradients(batch)
+        self._step(stats["grad_norm"])
+        return stats
+
+    def _unless_odd(
+        self, batch: SampleBatch, learn: Callable[[SampleBatch], dict[str, float]]
+    ) -> dict[str, float]:
+        """An update, refused or left out if it is not finite; then nothing has changed."""
+        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         try:
-            stats = self._gradients(self.prepared(batch))
+            with self._seeded():
+                return learn(self.prepared(batch))
         except FloatingPointError:
+            _put_back(buffers)
             if self.config.on_bad_update == "raise":
                 raise
             self.num_skipped_updates += 1
             return {}
-        self._step(stats["grad_norm"])
-        return stats
+
+    @contextlib.contextmanager
+    def _seeded(self) -> Iterator[None]:
+        """What torch draws in here, for dropout, follows the policy's seed."""
+        if not self._torch_draws:
+            yield
+            return
+        with torch.random.fork_rng():
+            torch.manual_seed(int(self.shuffle_rng.integers(2**63)))
+            yield
 
     def _gradients(self, batch: SampleBatch) -> dict[str, float]:
         rows = self.config.accumulate_rows
@@ -344,11 +378,11 @@ class TorchPolicy(Policy):
         total = torch.zeros_like(self.flat.gradient)
         sums: dict[str, float] = {}
         parts = list(self._parts(batch, rows))
-        count = sum(part.count for part in parts)
-        for part in parts:
+        counts = [self.tensors(part).count for part in parts]
+        for part, own in zip(parts, counts, strict=True):
             stats = self._gradient_of(part)
             self._refuse_odd(stats, part)
-            weight = part.count / count
+            weight = own / sum(counts)
             total.add_(self.flat.gradient, alpha=weight)
             for name, value in stats.items():
                 sums[name] = sums.get(name, 0.0) + weight * value
@@ -361,7 +395,7 @@ class TorchPolicy(Policy):
         return batch.sequence_minibatches(rows, shuffle=False)
 
     def _refuse_odd(self, stats: dict[str, float], batch: SampleBatch) -> None:
-        if np.isfinite(stats["grad_norm"]):
+        if np.isfinite(stats["grad_norm"]) and np.isfinite(stats["total_loss"]):
             return
         odd = [name for name, value in stats.items() if not np.isfinite(value)]
         columns = [
@@ -399,20 +433,38 @@ class TorchPolicy(Policy):
 
     def compute_gradients(self, batch: SampleBatch) -> tuple[np.ndarray, dict[str, float]]:
         """The gradient [parameters] of the loss on a batch, and statistics. Changes nothing."""
-        stats = self._gradients(self.prepared(batch))
+        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        try:
+            with self._seeded():
+                stats = self._gradients(self.prepared(batch))
+        finally:
+            _put_back(buffers)
         return self.flat.gradient.cpu().numpy().copy(), stats
 
     def apply_gradients(self, gradients: np.ndarray) -> None:
-        """One optimizer step with a gradient that `compute_gradients` gave."""
+        """One optimizer step with a gradient that `compute_gradients` gave.
+
+        Raises:
+            FloatingPointError: it is not finite; the weights are unchanged.
+        """
         if gradients.shape != tuple(self.flat.gradient.shape):
             raise ValueError(
                 f"a gradient of shape {gradients.shape} for {len(self.flat.gradient)} parameters"
             )
+        norm = float(np.linalg.norm(gradients))
+        if not np.isfinite(norm):
+            if self.config.on_bad_update == "raise":
+                raise FloatingPointError("a gradient that is not finite: the weights are unchanged")
+            self.num_skipped_updates += 1
+            return
         self.flat.gradient.copy_(torch.from_numpy(np.asarray(gradients)))
-        self._step(float(np.linalg.norm(gradients)))
+        self._step(norm)
 
     def on_global_var_update(self, global_vars: dict[str, Any]) -> None:
         super().on_global_var_update(global_vars)
+        self._follow_schedule()
+
+    def _follow_schedule(self) -> None:
         first, now = value_at(self.config.lr, 0), value_at(self.config.lr, self.timestep)
         for optimizer, rates in zip(self.optimizers, self._rates, strict=True):
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -484,6 +536,9 @@ class TorchPolicy(Policy):
             for i, slots in enumerate(states)
             for index, slot in slots.items()
         }
+        state["rates"] = [[group["lr"] for group in o.param_groups] for o in self.optimizers]
+        state["num_skipped_updates"] = self.num_skipped_updates
+        state["exploration"] = self.exploration.get_state()
         return state
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -499,3 +554,14 @@ class TorchPolicy(Policy):
                         for k, v in slot.items()
                     }
             optimizer.load_state_dict(whole)
+        for optimizer, rates in zip(self.optimizers, state.get("rates", self._rates), strict=True):
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+        self._follow_schedule()
+        self.num_skipped_updates = int(state.get("num_skipped_updates", 0))
+        self.exploration.set_state(state.get("exploration", {}))
+
+
+def _put_back(buffers: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for buffer, before in buffers:
+        buffer.copy_(before)

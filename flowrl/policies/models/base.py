@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,7 @@ class TensorBatch(Inputs):
         super().__init__()
         self.warmup: TensorBatch | None = None
         self.device = torch.device(device)
-        if dict.__contains__(batch, "loss_mask") and "seq_lens" in batch:
+        if dict.__contains__(batch, "loss_mask"):
             batch, before = batch.without_masked_rows()
             if before is not None:
                 self.warmup = TensorBatch(before, device)
@@ -67,10 +68,32 @@ class TensorBatch(Inputs):
         return made
 
     def __contains__(self, key: object) -> bool:
-        return key in self._batch
+        return super().__contains__(key) or key in self._batch
+
+    def keys(self) -> Any:
+        """The columns' names, whether they have been read or not."""
+        return dict.fromkeys([*self._batch, *super().keys()]).keys()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __len__(self) -> int:
+        return len(self.keys())
+
+    def __bool__(self) -> bool:
+        return True
 
     def get(self, key: str, default: Any = None) -> Any:
         return self[key] if key in self else default
+
+
+def exact(features: torch.Tensor) -> Any:
+    """In this context arithmetic is float32 though the network's is not: bfloat16 has three digits,
+    too few for values."""
+    kind = features.device.type
+    if not torch.is_autocast_enabled(kind):
+        return contextlib.nullcontext()
+    return torch.autocast(kind, enabled=False)
 
 
 def device_of(module: nn.Module) -> torch.device:
@@ -193,7 +216,7 @@ class ModelV2(nn.Module):
         with torch.no_grad():
             _, after = self(warmup, [part[some] for part in state], lens[some])
         for part, own in zip(state, after, strict=True):
-            part[some] = own
+            part[some] = own.to(part.dtype)
         return state
 
     def _checked(self, outputs: torch.Tensor, rows: int) -> torch.Tensor:
@@ -282,6 +305,9 @@ class ModuleModel(ModelV2):
     @property
     def has_value_function(self) -> bool:
         return bool(self._gives_values)
+
+    def compute_values(self, inputs: Mapping[str, Any]) -> np.ndarray | None:
+        return self.compute_outputs(inputs)[1]  # which tells whether there are any
 
     def value_function(self) -> torch.Tensor:
         if self._values is None:

@@ -61,6 +61,10 @@ def make_model(
         and MASK in obs_space.spaces
     ):
         rest = {key: space for key, space in obs_space.items() if key != MASK}
+        if config.num_framestacks > 1:
+            raise ConfigError(
+                f"model: num_framestacks is not for nested spaces such as {obs_space}"
+            )
         if not rest:
             raise ConfigError(f"observation space {obs_space}: there is nothing but an action_mask")
         seen = next(iter(rest.values())) if len(rest) == 1 else spaces.Dict(rest)
@@ -96,7 +100,7 @@ def _make(
     if config.custom_model is not None:
         return _custom(config, *given)
     if not has_image(obs_space):
-        for name in ("conv_filters", "conv_type"):
+        for name in ("conv_filters", "conv_type", "conv_activation", "post_fcnet_hiddens"):
             if getattr(config, name) != ModelConfig.model_fields[name].default:
                 raise ConfigError(f"model: {name} is for images, {obs_space} has none")
     if config.num_framestacks > 1 and isinstance(obs_space, (spaces.Dict, spaces.Tuple)):

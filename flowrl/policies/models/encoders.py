@@ -154,7 +154,6 @@ class ImageEncoder(nn.Module):
     def __init__(self, space: spaces.Box, config: ModelConfig, frames: int = 1):
         super().__init__()
         shape = list(space.shape) if len(space.shape) == 3 else [*space.shape, 1]
-        self._scale = 1 / 255 if space.dtype == np.uint8 else 1.0
         self._add_channel = len(space.shape) == 2
         self._channels_last = shape[2] <= shape[0]
         channels = shape[2] if self._channels_last else shape[0]
@@ -213,7 +212,8 @@ class ImageEncoder(nn.Module):
             images = images.movedim(-1, -3)  # [rows, (frames,) channels, height, width]
         if self._frames > 1:
             images = images.flatten(1, 2)
-        made: torch.Tensor = self.head(self.convs(images.to(torch.float32) * self._scale))
+        scale = 1 / 255 if images.dtype == torch.uint8 else 1.0  # normalised ones are floats
+        made: torch.Tensor = self.head(self.convs(images.to(torch.float32) * scale))
         return made
 
 

@@ -14,7 +14,7 @@ from gymnasium import spaces
 from torch import nn
 
 from flowrl.policies.config import ModelConfig
-from flowrl.policies.models.base import ModelV2, State
+from flowrl.policies.models.base import ModelV2, State, exact
 from flowrl.policies.models.encoders import flat, flat_size
 
 Layer = tuple[nn.Parameter, nn.Parameter]
@@ -129,7 +129,8 @@ class FullyConnectedNetwork(ModelV2):
         features = self._flattened(input_dict["obs"])
         hidden = self._run(features, self._policy_layers[:-1])
         self._features = hidden if self._shared else features
-        outputs = F.linear(hidden, *self._policy_layers[-1])
+        with exact(hidden):
+            outputs = F.linear(hidden.float(), *self._policy_layers[-1])
         if self.log_std is not None:
             outputs = torch.cat([outputs, self.log_std.expand_as(outputs)], -1)
         return outputs, state
@@ -139,7 +140,8 @@ class FullyConnectedNetwork(ModelV2):
         hidden = self._features
         if not self._shared:
             hidden = self._run(hidden, self._value_layers[:-1])
-        return F.linear(hidden, *self._value_layers[-1]).squeeze(-1)
+        with exact(hidden):
+            return F.linear(hidden.float(), *self._value_layers[-1]).squeeze(-1)
 
     def _run(self, hidden: torch.Tensor, layers: list[Layer]) -> torch.Tensor:
         for weight, bias in layers:

@@ -10,7 +10,7 @@ from gymnasium import spaces
 from torch import nn
 
 from flowrl.policies.config import ModelConfig
-from flowrl.policies.models.base import ModelV2, State
+from flowrl.policies.models.base import ModelV2, State, exact
 from flowrl.policies.models.encoders import (
     NestedEncoder,
     encoder_for,
@@ -62,13 +62,15 @@ class Heads(nn.Module):
         self.log_std = nn.Parameter(torch.zeros(outputs)) if free_log_std else None
 
     def outputs(self, features: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = self.policy(features)
+        with exact(features):
+            made: torch.Tensor = self.policy(features.float())
         if self.log_std is not None:
             made = torch.cat([made, self.log_std.expand_as(made)], -1)
         return made
 
     def values(self, features: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = self.value(features).squeeze(-1)
+        with exact(features):
+            made: torch.Tensor = self.value(features.float()).squeeze(-1)
         return made
 
 
