@@ -81,9 +81,11 @@ class Settings(BaseModel):
             raise ConfigError(_explain(type(self), error)) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
+        before = dict(vars(self))
         try:
             super().__setattr__(name, value)
         except ValidationError as error:
+            vars(self).update(before)  # a check of several settings comes after the assignment
             raise ConfigError(_explain(type(self), error)) from None
 
     def __getitem__(self, name: str) -> Any:
@@ -261,6 +263,21 @@ class ExplorationConfig(Settings):
     """Noise: its standard deviation, in actions stretched to [-1, 1]."""
     ou_theta: NotNegative = 0.15
     """OrnsteinUhlenbeckNoise: how fast it goes back to 0, per step."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        of = {
+            "epsilon": ("EpsilonGreedy",),
+            "epsilon_base": ("PerWorkerEpsilonGreedy",),
+            "epsilon_exponent": ("PerWorkerEpsilonGreedy",),
+            "scale": ("GaussianNoise", "OrnsteinUhlenbeckNoise"),
+            "ou_theta": ("OrnsteinUhlenbeckNoise",),
+        }
+        for name, types in of.items():
+            default = type(self).model_fields[name].default
+            if self.type not in types and getattr(self, name) != default:
+                raise ValueError(f"{name} is for the type {' or '.join(types)}")
+        return self
 
 
 class PolicyConfig(Settings):

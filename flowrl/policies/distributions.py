@@ -441,7 +441,7 @@ def distribution_for(space: spaces.Space) -> type[ActionDistribution]:
         return MultiCategorical.over(space)
     if isinstance(space, spaces.MultiBinary):
         return Bernoulli.over(space)
-    if isinstance(space, spaces.Box) and space.shape and space.dtype.kind == "f":
+    if isinstance(space, spaces.Box) and np.prod(space.shape) and space.dtype.kind == "f":
         return DiagGaussian.over(space)
     if isinstance(space, (spaces.Dict, spaces.Tuple)) and len(space.spaces):
         return Product.over(space)

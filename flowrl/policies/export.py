@@ -35,6 +35,8 @@ class Acting(torch.nn.Module):
         self._space = policy.action_space
         self._config = policy.config
         self._count = len(policy.get_initial_state())
+        views = policy.view_requirements.items()
+        self._shows_actions = any((view.data_col or name) == "actions" for name, view in views)
         filter_ = policy.observation_filter
         self._clip = None if filter_ is None else filter_.clip
         if filter_ is not None:
@@ -53,6 +55,8 @@ class Acting(torch.nn.Module):
         outputs, state = self.model(inputs, state, None)
         actions = self._dist_class(outputs, self.model).deterministic_sample()
         made = {f"state_out_{i}": part for i, part in enumerate(state)}
+        if self._shows_actions:
+            made["policy_actions"] = actions
         return {"actions": self._for_env(self._space, actions), **made}
 
     def _for_env(self, space: Any, actions: Any) -> Any:

@@ -43,6 +43,11 @@ class FlatParameters:
             parameter.data = piece
             parameter.grad = _piece(self.gradient[start:end], parameter)
             start = end
+        self._places = [p.data_ptr() for p in self.parameters]
+
+    def is_intact(self) -> bool:
+        """Whether the parameters still lie in the vector."""
+        return all(p.data_ptr() == at for p, at in zip(self.parameters, self._places, strict=True))
 
     def take_gradient(self, loss: torch.Tensor) -> None:
         """Put d loss / d parameters into `gradient`; a parameter that loss misses gets zeros."""

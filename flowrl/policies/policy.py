@@ -361,7 +361,7 @@ class Policy:
         """
         from flowrl.policies.saved import policy_from_checkpoint
 
-        return policy_from_checkpoint(path, policy_id, config)
+        return policy_from_checkpoint(cls, path, policy_id, config)
 
     @classmethod
     def like(cls, other: Policy) -> Self:

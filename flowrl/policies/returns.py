@@ -5,6 +5,21 @@ from __future__ import annotations
 import numpy as np
 
 
+def _floats(**arrays: np.ndarray) -> list[np.ndarray]:
+    """The arrays as floats, all of the first one's shape.
+
+    Raises:
+        ValueError: one has another shape.
+    """
+    made = [np.asarray(array) for array in arrays.values()]
+    for name, array in zip(arrays, made, strict=True):
+        if array.shape != made[0].shape:
+            raise ValueError(
+                f"{name} has the shape {array.shape}, {next(iter(arrays))} has {made[0].shape}"
+            )
+    return [a if a.dtype.kind == "f" else a.astype(np.float64) for a in made]
+
+
 def discounted_returns(
     rewards: np.ndarray, dones: np.ndarray, last_values: np.ndarray, gamma: float
 ) -> np.ndarray:
@@ -12,9 +27,10 @@ def discounted_returns(
 
     G_t = r_t + gamma (1 - done_t) G_{t+1}, with G_T = `last_values` [N].
     """
+    rewards, ends = _floats(rewards=rewards, dones=dones)
     returns = np.empty_like(rewards)
-    running = last_values.astype(rewards.dtype)
-    keep = gamma * (1.0 - dones.astype(rewards.dtype))
+    running = np.asarray(last_values).astype(rewards.dtype)
+    keep = gamma * (1.0 - ends.astype(rewards.dtype))
     for t in range(len(rewards) - 1, -1, -1):
         running = rewards[t] + keep[t] * running
         returns[t] = running
@@ -41,8 +57,11 @@ def generalized_advantages(
         gamma: discount per env step.
         lambda_: weight of longer estimates, 0 (one step) to 1 (Monte Carlo).
     """
+    rewards, values, next_values, ends = _floats(
+        rewards=rewards, values=values, next_values=next_values, dones=dones
+    )
     advantages = rewards + gamma * next_values - values
-    decay = (gamma * lambda_) * (1.0 - dones.astype(advantages.dtype))
+    decay = (gamma * lambda_) * (1.0 - ends.astype(advantages.dtype))
     for t in range(len(advantages) - 2, -1, -1):
         advantages[t] += decay[t] * advantages[t + 1]
     return advantages
@@ -64,8 +83,9 @@ def lambda_returns(
         rewards, dones, gamma, lambda_: as in `generalized_advantages`.
         next_values: V of the state that the step led to, 0 where it terminated, [T, N].
     """
+    rewards, next_values, ends = _floats(rewards=rewards, next_values=next_values, dones=dones)
     returns = rewards + gamma * next_values
-    keep = (gamma * lambda_) * (1.0 - dones.astype(returns.dtype))
+    keep = (gamma * lambda_) * (1.0 - ends.astype(returns.dtype))
     for t in range(len(returns) - 2, -1, -1):
         returns[t] += keep[t] * (returns[t + 1] - next_values[t])
     return returns
@@ -90,18 +110,20 @@ def n_step_returns(
     Returns:
         R [T, N]; k [T, N], int64.
     """
-    if n < 1:
-        raise ValueError(f"n_step_returns: n is at least 1, got {n}")
+    if not isinstance(n, (int, np.integer)) or n < 1:
+        raise ValueError(f"n_step_returns: n is an int, at least 1, got {n}")
+    rewards, ends = _floats(rewards=rewards, dones=dones)
+    dones = ends.astype(bool)
     steps = np.ones(rewards.shape, np.int64)
     returns = rewards * 1.0
-    going = ~dones.astype(bool)  # the sum of each row goes on after its j-th step
+    going = ~dones  # the sum of each row goes on after its j-th step
     discount = 1.0
     for j in range(1, min(n, len(rewards))):
         discount *= gamma
         here = going[: len(rewards) - j]
         returns[:-j] += np.where(here, discount * rewards[j:], 0)
         steps[:-j] += here
-        going = here & ~dones[j:].astype(bool)
+        going = here & ~dones[j:]
     return returns, steps
 
 
@@ -136,15 +158,23 @@ def vtrace(
     Returns:
         v [T, N] and the advantages [T, N].
     """
+    rewards, behaviour_logp, target_logp, values, next_values, ends = _floats(
+        rewards=rewards,
+        behaviour_logp=behaviour_logp,
+        target_logp=target_logp,
+        values=values,
+        next_values=next_values,
+        dones=dones,
+    )
     ratios = np.exp(target_logp - behaviour_logp)
     deltas = np.minimum(clip_rho, ratios) * (rewards + gamma * next_values - values)
-    keep = gamma * lambda_ * np.minimum(clip_c, ratios) * (1.0 - dones.astype(ratios.dtype))
+    keep = gamma * lambda_ * np.minimum(clip_c, ratios) * (1.0 - ends.astype(ratios.dtype))
     excess = deltas.copy()  # v_t - V(s_t)
     for t in range(len(excess) - 2, -1, -1):
         excess[t] += keep[t] * excess[t + 1]
     targets = values + excess
     following = next_values.copy()  # v_{t+1}: within an episode the target, else the value
-    inside = ~dones[:-1].astype(bool)
+    inside = ends[:-1] == 0
     following[:-1] = np.where(inside, targets[1:], next_values[:-1])
     advantages = np.minimum(clip_pg_rho, ratios) * (rewards + gamma * following - values)
     return targets, advantages

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ import numpy as np
 from gymnasium import spaces
 
 from flowrl.data.checkpoint import CheckpointError, read_checkpoint
-from flowrl.policies.config import PolicyConfig, Settings
+from flowrl.policies.config import ConfigError, PolicyConfig, Settings, nearest
 
 if TYPE_CHECKING:
     from flowrl.policies.policy import Policy
@@ -61,8 +62,12 @@ def _space(space: spaces.Space) -> dict[str, Any] | None:
         return None
 
 
-def policy_from_checkpoint(path: Path | str, policy_id: str | None, changes: Any) -> Policy:
+def policy_from_checkpoint(
+    wanted: type[Policy], path: Path | str, policy_id: str | None, changes: Any
+) -> Policy:
     """See Policy.from_checkpoint."""
+    if not isinstance(changes or {}, Mapping):
+        raise ConfigError(f"from_checkpoint: config is a mapping of changes, got {changes!r}")
     state, manifest = read_checkpoint(path)
     told, states = manifest.get("policies") or {}, state["worker"]["policies"]
     if not told:
@@ -81,8 +86,10 @@ def policy_from_checkpoint(path: Path | str, policy_id: str | None, changes: Any
         for found, base in ((policy_class, _policy()), (config_class, PolicyConfig)):
             if not (isinstance(found, type) and issubclass(found, base)):
                 raise TypeError(f"{found!r} is no {base.__name__}")
+        if not issubclass(policy_class, wanted):
+            raise TypeError(f"it is a {policy_class.__name__}, not a {wanted.__name__}")
         own_spaces = [space_from_json(about[f"{kind}_space"]) for kind in ("observation", "action")]
-    except (ImportError, AttributeError, TypeError, KeyError) as error:
+    except (ImportError, AttributeError, TypeError, KeyError, ValueError) as error:
         raise CheckpointError(
             f"{path}: policy {policy_id!r} cannot be made from what is there: {error}"
         ) from error
@@ -94,6 +101,10 @@ def policy_from_checkpoint(path: Path | str, policy_id: str | None, changes: Any
             "by config=…"
         ) from error
     known = config_class.model_fields
+    unknown = [str(name) for name in changes or {} if name not in known]
+    if unknown:
+        hint = nearest(unknown[0], list(known))
+        raise ConfigError(f"from_checkpoint: unknown setting {unknown[0]!r}.{hint}")
     policy: Policy = policy_class(
         *own_spaces, config_class(**{k: v for k, v in settings.items() if k in known})
     )

@@ -90,6 +90,11 @@ class PolicySession:
             raise ConfigError(f"an observation of the shape {np.shape(obs)}, not of {space}")
         if not isinstance(space, spaces.Box) and not space.contains(obs):
             raise ConfigError(f"an observation that is not of {space}: {obs!r}")
+        if isinstance(space, spaces.Box) and not np.can_cast(
+            np.asarray(obs).dtype, space.dtype, "same_kind"
+        ):
+            kind = np.asarray(obs).dtype
+            raise ConfigError(f"an observation of dtype {kind}, not of {space}: {obs!r}")
         if isinstance(space, spaces.Box) and not np.isfinite(np.asarray(obs)).all():
             raise ConfigError(f"an observation that is not finite: {obs!r}")
         if self.policy.observation_filter is not None:

@@ -74,6 +74,8 @@ class TorchPolicy(Policy):
         self.device = self._find_device()
         self.dist_class = self.make_distribution()
         model: Any = self.make_model()
+        if not isinstance(model, torch.nn.Module):
+            raise ConfigError(f"make_model: a torch.nn.Module is needed, got {model!r}")
         if not isinstance(model, ModelV2):
             model = ModuleModel(
                 model,
@@ -94,9 +96,13 @@ class TorchPolicy(Policy):
         self.model.view_requirements = self.view_requirements
         self.exploration = self.make_exploration()
         self.flat = FlatParameters(self.model)
+        self._linked = self.model
         self.model.link_numpy()
         made = self.make_optimizer()
         self.optimizers: list[Any] = list(made) if isinstance(made, (list, tuple)) else [made]
+        odd = [o for o in self.optimizers if not hasattr(o, "param_groups")]
+        if odd or not self.optimizers:
+            raise ConfigError(f"make_optimizer: an optimizer, or several, are needed, got {made!r}")
         self._groups = [self._parameters_of(optimizer) for optimizer in self.optimizers]
         owners = [id(p) for group in self._groups for p in group]
         if len(set(owners)) < len(owners):
@@ -341,10 +347,12 @@ class TorchPolicy(Policy):
     def _gradient_of(self, batch: SampleBatch) -> dict[str, float]:
         """Put the gradient of the loss on a batch into `self.flat.gradient`."""
         self.stats = {}
+        self._check_links()
         half = self.config.precision == "bfloat16"
         with torch.autocast(self.device.type, torch.bfloat16, enabled=half):
             losses = self.loss(self.tensors(batch))
         named: dict[str, torch.Tensor] = {}
+        self._check_losses(losses)
         if isinstance(losses, torch.Tensor):
             if len(self.optimizers) > 1:
                 raise ConfigError(
@@ -372,6 +380,25 @@ class TorchPolicy(Policy):
         numbers = [torch.as_tensor(v).detach().float().to(self.device) for v in named.values()]
         values = torch.stack(numbers)
         return dict(zip(named, values.tolist(), strict=True))
+
+    def _check_links(self) -> None:
+        """Refuse to learn where nothing would come of it."""
+        if self.flat.is_intact() and self._linked is self.model:
+            return
+        raise ConfigError(
+            f"{type(self).__name__}: the model or the memory of its parameters was replaced after "
+            "the policy was made, so learning would not reach it: make the model, with its initial "
+            "weights, in make_model(), or use set_weights()"
+        )
+
+    def _check_losses(self, losses: Any) -> None:
+        for loss in losses if isinstance(losses, (list, tuple)) else [losses]:
+            if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+                told = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
+                raise ConfigError(
+                    f"{type(self).__name__}: a loss is a tensor of one number that depends on the "
+                    f"model's parameters, or a list of such, got {told}"
+                )
 
     def _accumulated(self, batch: SampleBatch, rows: int) -> dict[str, float]:
         """The gradient of a large batch as the mean of those of its parts."""
@@ -478,7 +505,8 @@ class TorchPolicy(Policy):
 
         The program takes a dict of the views that the policy acts on, [B, …] each: `obs` (raw),
         and of one that remembers `state_in_0`, …; zeros at an episode's start. It gives a dict of
-        `actions` as the environment takes them, and `state_out_0`, ….
+        `actions` as the environment takes them, and `state_out_0`, …; where a view shows earlier
+        actions also `policy_actions`, which are those that it is to show.
 
         Args:
             path: of the file.
@@ -504,12 +532,19 @@ class TorchPolicy(Policy):
     def get_weights(self) -> dict[str, np.ndarray]:
         return {n: t.detach().cpu().numpy().copy() for n, t in self._tensors_by_name().items()}
 
+    def __reduce__(self) -> Any:
+        # a copy is made anew: memory that is shared within the policy must be shared within it
+        views = dict(self.view_requirements)
+        given = self.observation_space, self.action_space, self.config
+        return _remade, (type(self), *given, self.get_state(), views)
+
     def set_weights(self, weights: dict[str, np.ndarray]) -> None:
         """Take over weights.
 
         Raises:
             ValueError: names or shapes are not this network's; nothing is changed.
         """
+        self._check_links()
         own = self._tensors_by_name()
         wrong = {name: (None if name not in weights else np.shape(weights[name])) for name in own}
         wrong = {n: s for n, s in wrong.items() if s != tuple(own[n].shape)}
@@ -560,6 +595,21 @@ class TorchPolicy(Policy):
         self._follow_schedule()
         self.num_skipped_updates = int(state.get("num_skipped_updates", 0))
         self.exploration.set_state(state.get("exploration", {}))
+
+
+def _remade(
+    cls: type[TorchPolicy],
+    observation_space: spaces.Space,
+    action_space: spaces.Space,
+    config: Any,
+    state: dict[str, Any],
+    views: dict[str, Any],
+) -> TorchPolicy:
+    policy = cls(observation_space, action_space, config)
+    policy.set_state(state)
+    policy.view_requirements.clear()
+    policy.view_requirements.update(views)
+    return policy
 
 
 def _put_back(buffers: list[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -75,7 +75,8 @@ def test_workers_tell_their_policies_who_they_are():
 
 @pytest.mark.parametrize("kind", ["StochasticSampling", "EpsilonGreedy"])
 def test_random_warm_up(kind):
-    one = exploration(type=kind, random_timesteps=10, epsilon=0.0)
+    more = {"epsilon": 0.0} if kind == "EpsilonGreedy" else {}
+    one = exploration(type=kind, random_timesteps=10, **more)
     actions, logp = act(one, timestep=9)
     np.testing.assert_allclose(np.bincount(actions) / len(actions), 0.25, atol=0.015)
     np.testing.assert_allclose(logp, np.log(0.25), atol=1e-5)
@@ -96,7 +97,8 @@ def test_random_continuous_actions_fill_their_bounds(bounded):
 
 @pytest.mark.parametrize("kind", ["GaussianNoise", "OrnsteinUhlenbeckNoise"])
 def test_noise(kind):
-    one = exploration(BOX, True, type=kind, scale=0.2, ou_theta=0.3)
+    more = {"ou_theta": 0.3} if kind == "OrnsteinUhlenbeckNoise" else {}
+    one = exploration(BOX, True, type=kind, scale=0.2, **more)
     inputs = np.zeros((1, 4), np.float32)
     somebody = who()
     noise = np.array([one.act(inputs, somebody, True)[0][0, 0] for _ in range(5000)])
@@ -118,8 +120,8 @@ def test_noise(kind):
         (FOUR, {"type": "GaussianNoise"}, "is for Box actions"),
         (BOX, {"type": "EpsilonGreedy"}, "is for Discrete"),
         (FOUR, {"type": "Epsilon"}, "type"),
-        (FOUR, {"scale": -1.0}, "scale"),
-        (FOUR, {"epsilon": [(5, 1.0), (3, 0.1)]}, "rising"),
+        (BOX, {"type": "GaussianNoise", "scale": -1.0}, "scale"),
+        (FOUR, {"type": "EpsilonGreedy", "epsilon": [(5, 1.0), (3, 0.1)]}, "rising"),
         (FOUR, {"epsilonn": 1.0}, "epsilon"),
     ],
 )

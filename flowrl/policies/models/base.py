@@ -194,19 +194,24 @@ class ModelV2(nn.Module):
             self.train(is_training)
         count = len(self.get_initial_state())
         if not count:
-            outputs, state = self._learning(batch, [], None)
-            return self._checked(outputs, batch.count), state
-        missing = [n for n in (*_state_names(count), "seq_lens") if n not in batch]
+            return self._checked(self._learning(batch, [], None), batch.count)
+        missing = [n for n in _state_names(count) if n not in batch]
         if missing:
             raise ConfigError(
                 f"{type(self).__name__} remembers, but the batch has no column {missing[0]!r}"
             )
         state = [batch[name] for name in _state_names(count)]
+        lens = batch.get("seq_lens")
+        sequences, rows = (batch.count,) * 2 if lens is None else (len(lens), int(lens.sum()))
+        if any(len(part) != sequences for part in state) or rows != batch.count:
+            raise ConfigError(
+                f"{type(self).__name__}: {sequences} sequences of {rows} rows in all, but there "
+                f"are states for {[len(part) for part in state]} and {batch.count} rows"
+            )
         warmup = getattr(batch, "warmup", None)
         if warmup is not None:
             state = self._warmed_up(warmup, state)
-        outputs, state = self._learning(batch, state, batch["seq_lens"])
-        return self._checked(outputs, batch.count), state
+        return self._checked(self._learning(batch, state, lens), batch.count)
 
     def _warmed_up(self, warmup: TensorBatch, state: State) -> State:
         """The states after the burn-in rows; sequences may have none."""
@@ -219,14 +224,20 @@ class ModelV2(nn.Module):
             part[some] = own.to(part.dtype)
         return state
 
-    def _checked(self, outputs: torch.Tensor, rows: int) -> torch.Tensor:
+    def _checked(self, made: Any, rows: int) -> tuple[torch.Tensor, State]:
+        """What `forward` gave, if it can be used."""
+        who = f"model {self.name!r} ({type(self).__name__})"
+        if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], (list, tuple))):
+            raise ConfigError(f"{who}: forward gives (outputs, list of states), it gave {made!r}")
+        outputs, state = made
+        if not isinstance(outputs, torch.Tensor) or not outputs.is_floating_point():
+            raise ConfigError(f"{who}: outputs are a tensor of floats, forward gave {outputs!r}")
         if outputs.shape != (rows, self.num_outputs):
             raise ConfigError(
-                f"model {self.name!r} ({type(self).__name__}) gave outputs of shape "
-                f"{list(outputs.shape)} for {rows} rows; the action space {self.action_space} "
-                f"needs [{rows}, {self.num_outputs}]"
+                f"{who} gave outputs of shape {list(outputs.shape)} for {rows} rows; the action "
+                f"space {self.action_space} needs [{rows}, {self.num_outputs}]"
             )
-        return outputs.float()
+        return outputs.float(), list(state)
 
     # -- acting ------------------------------------------------------------------------------------
 
@@ -242,10 +253,20 @@ class ModelV2(nn.Module):
         with torch.inference_mode():
             if self.training:
                 self.eval()
-            outputs, state = self(tensors, state, None)
-            self._checked(outputs, len(optree.tree_leaves(tensors["obs"])[0]))
-            values = self.value_function().cpu().numpy() if self.has_value_function else None
+            rows = len(optree.tree_leaves(tensors["obs"])[0])
+            outputs, state = self._checked(self(tensors, state, None), rows)
+            values = self._checked_values(rows) if self.has_value_function else None
         return outputs.cpu().numpy(), values, [part.cpu().numpy() for part in state]
+
+    def _checked_values(self, rows: int) -> np.ndarray:
+        values = self.value_function()
+        if not isinstance(values, torch.Tensor) or values.shape != (rows,):
+            told = list(values.shape) if isinstance(values, torch.Tensor) else repr(values)
+            raise ConfigError(
+                f"model {self.name!r} ({type(self).__name__}): value_function gives values [rows], "
+                f"it gave {told} for {rows} rows"
+            )
+        return values.float().cpu().numpy()
 
     def compute_values(self, inputs: Mapping[str, Any]) -> np.ndarray | None:
         """Values [B] alone; None if there is no value function."""
@@ -257,8 +278,17 @@ class ModelV2(nn.Module):
         tensors = Inputs()
         for name, column in inputs.items():
             tensors[name] = optree.tree_map(lambda leaf: _tensor(leaf).to(device), column)
-        count = len(self.get_initial_state())
-        return tensors, [tensors[name] for name in _state_names(count)]
+        return tensors, [tensors[name] for name in self._states_in(inputs)]
+
+    def _states_in(self, inputs: Mapping[str, Any]) -> list[str]:
+        names = _state_names(len(self.get_initial_state()))
+        if not all(name in inputs for name in names):
+            raise ConfigError(
+                f"{type(self).__name__} remembers: give it {', '.join(names)} (state_batches of "
+                "compute_actions; at an episode's start get_initial_state()), or use "
+                "policy.session()"
+            )
+        return names
 
 
 def _tensor(column: Any) -> torch.Tensor:
@@ -292,9 +322,8 @@ class ModuleModel(ModelV2):
         self, input_dict: Mapping[str, Any], state: State, seq_lens: torch.Tensor | None
     ) -> tuple[torch.Tensor, State]:
         made = self.module(input_dict if self._wants_views else input_dict["obs"])
-        if isinstance(made, tuple):
+        if isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], torch.Tensor):
             outputs, self._values = made
-            assert self._values is not None
             if self._values.dim() == 2:
                 self._values = self._values.squeeze(-1)
         else:

@@ -131,12 +131,19 @@ def _custom(config: ModelConfig, *given: Any) -> ModelV2:
                 'with register_model(), or give a class, or its path "module:Class"'
             )
     settings: Mapping[str, Any] = config.custom_model_config
+    if isinstance(maker, nn.Module) or not callable(maker):
+        raise ConfigError(f"custom_model: a class, or a function that makes a model, got {maker!r}")
+    plain = isinstance(maker, type) and not issubclass(maker, ModelV2)
+    own = given[:3] if plain else (*given, "custom_model")
     made: Any
-    if isinstance(maker, type) and not issubclass(maker, ModelV2):
-        plain: Any = maker
-        made = plain(given[0], given[1], given[2], **settings)
-    else:
-        made = maker(*given, "custom_model", **settings)
+    try:
+        made = maker(*own, **settings)
+    except (TypeError, AttributeError) as error:
+        names = "obs_space, action_space, num_outputs" + ("" if plain else ", model_config, name")
+        more = "".join(f", {name}=…" for name in settings)
+        raise ConfigError(
+            f"custom_model: {getattr(maker, '__name__', maker)}({names}{more}) failed: {error}"
+        ) from error
     if isinstance(made, nn.Module) and not isinstance(made, ModelV2):
         made = ModuleModel(made, *given, name=type(made).__name__)
     if not isinstance(made, ModelV2):

@@ -227,11 +227,17 @@ class FullyConnectedNetwork(ModelV2):
 def flat_numpy(space: spaces.Space, values: np.ndarray) -> np.ndarray:
     """`flat` by numpy: features [rows, size], float32."""
     if isinstance(space, spaces.Discrete):
-        one_hot = np.eye(int(space.n), dtype=np.float32)[values.reshape(-1) - int(space.start)]
+        numbers = values.reshape(-1) - int(space.start)
+        if numbers.size and not (numbers.min() >= 0 and numbers.max() < space.n):
+            raise ValueError(f"observations {values} are not of {space}")
+        one_hot = np.eye(int(space.n), dtype=np.float32)[numbers]
         return one_hot.reshape(values.shape[0], -1)
     if isinstance(space, spaces.MultiDiscrete):
         nvec, start = space.nvec.reshape(-1), space.start.reshape(-1)
-        numbers = values.reshape(len(values), -1, len(nvec)) - start + np.cumsum(nvec) - nvec
+        numbers = values.reshape(len(values), -1, len(nvec)) - start
+        if ((numbers < 0) | (numbers >= nvec)).any():
+            raise ValueError(f"observations {values} are not of {space}")
+        numbers = numbers + np.cumsum(nvec) - nvec
         rows = np.zeros((*numbers.shape[:2], int(nvec.sum())), np.float32)
         np.put_along_axis(rows, numbers, 1.0, axis=2)
         return rows.reshape(values.shape[0], -1)

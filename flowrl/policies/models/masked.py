@@ -102,6 +102,8 @@ class MaskedModel(ModelV2):
             {**inputs, "obs": self._seen(observations)}
         )
         allowed = np.asarray(observations[MASK]) != 0
+        if allowed.shape != outputs.shape:
+            raise ValueError(f"action_mask: of shape {allowed.shape} for outputs {outputs.shape}")
         first = 0
         for size in self._parts:
             nothing = np.flatnonzero(~allowed[:, first : first + size].any(1))

@@ -253,7 +253,7 @@ class RecurrentNetwork(ModelV2):
         if self.model_config.lstm_use_prev_reward:
             more.append(inputs["prev_rewards"].reshape(-1, 1).astype(np.float32))
         count = self.tower.num_states
-        state = [inputs[f"state_in_{i}"] for i in range(len(self.get_initial_state()))]
+        state = [inputs[name] for name in self._states_in(inputs)]
         after = self.tower.step(observations, more, state[:count])
         hidden = value_hidden = after[0]
         if self.value_tower is not None:
