@@ -26,6 +26,7 @@ lint: $(BIN)/flowrl
 bench: $(BIN)/flowrl
 	$(BIN)/python benchmarks/sampling.py
 	$(BIN)/python benchmarks/multi_agent.py
+	$(BIN)/python benchmarks/policy.py
 	$(BIN)/python benchmarks/train_ppo.py
 	$(BIN)/python benchmarks/iterators.py
 

@@ -97,6 +97,7 @@ class TorchPolicy(Policy):
         self.exploration = self.make_exploration()
         self.flat = FlatParameters(self.model)
         self._linked = self.model
+        self._buffers = list(self.model.buffers())
         self.model.link_numpy()
         made = self.make_optimizer()
         self.optimizers: list[Any] = list(made) if isinstance(made, (list, tuple)) else [made]
@@ -272,7 +273,7 @@ class TorchPolicy(Policy):
         """What the loss and the hooks after a pass read, found by calling them once."""
         tracked = TrackedBatch(batch)
         state, torch_rng = self.get_state(), torch.get_rng_state()
-        buffers = [buffer.clone() for buffer in self.model.buffers()]
+        buffers = [(buffer, buffer.clone()) for buffer in self._buffers]
         try:
             if self.config.model.burn_in:
                 return None
@@ -284,8 +285,7 @@ class TorchPolicy(Policy):
         finally:
             self.set_state(state)
             torch.set_rng_state(torch_rng)
-            for buffer, before in zip(self.model.buffers(), buffers, strict=True):
-                buffer.copy_(before)
+            _put_back(buffers)
             self.stats = {}
         return tracked.read
 
@@ -315,7 +315,7 @@ class TorchPolicy(Policy):
         self, batch: SampleBatch, learn: Callable[[SampleBatch], dict[str, float]]
     ) -> dict[str, float]:
         """An update, refused or left out if it is not finite; then nothing has changed."""
-        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        buffers = [(buffer, buffer.clone()) for buffer in self._buffers]
         try:
             with self._seeded():
                 return learn(self.prepared(batch))
@@ -348,8 +348,10 @@ class TorchPolicy(Policy):
         """Put the gradient of the loss on a batch into `self.flat.gradient`."""
         self.stats = {}
         self._check_links()
-        half = self.config.precision == "bfloat16"
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=half):
+        if self.config.precision == "bfloat16":
+            with torch.autocast(self.device.type, torch.bfloat16):
+                losses = self.loss(self.tensors(batch))
+        else:
             losses = self.loss(self.tensors(batch))
         named: dict[str, torch.Tensor] = {}
         self._check_losses(losses)
@@ -377,9 +379,14 @@ class TorchPolicy(Policy):
         named |= self.stats
         named |= self.extra_grad_process()
         named["grad_norm"] = torch.linalg.vector_norm(self.flat.gradient)
-        numbers = [torch.as_tensor(v).detach().float().to(self.device) for v in named.values()]
-        values = torch.stack(numbers)
+        values = torch.stack([self._number(value) for value in named.values()])
         return dict(zip(named, values.tolist(), strict=True))
+
+    def _number(self, value: Any) -> torch.Tensor:
+        if isinstance(value, torch.Tensor) and value.dtype == torch.float32:
+            value = value.detach()
+            return value if self.device.type == "cpu" else value.to(self.device)
+        return torch.as_tensor(value, dtype=torch.float32, device=self.device).detach()
 
     def _check_links(self) -> None:
         """Refuse to learn where nothing would come of it."""
@@ -460,7 +467,7 @@ class TorchPolicy(Policy):
 
     def compute_gradients(self, batch: SampleBatch) -> tuple[np.ndarray, dict[str, float]]:
         """The gradient [parameters] of the loss on a batch, and statistics. Changes nothing."""
-        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        buffers = [(buffer, buffer.clone()) for buffer in self._buffers]
         try:
             with self._seeded():
                 stats = self._gradients(self.prepared(batch))

@@ -49,6 +49,7 @@ class TensorBatch(Inputs):
         super().__init__()
         self.warmup: TensorBatch | None = None
         self.device = torch.device(device)
+        self._on_cpu = self.device.type == "cpu"
         if dict.__contains__(batch, "loss_mask"):
             batch, before = batch.without_masked_rows()
             if before is not None:
@@ -64,8 +65,17 @@ class TensorBatch(Inputs):
         if key == "obs_flat":
             return super().__missing__(key)
         column: Any = self._batch[key]
-        self[key] = made = optree.tree_map(lambda leaf: _tensor(leaf).to(self.device), column)
+        made: Any
+        if isinstance(column, np.ndarray):
+            made = self._placed(column)
+        else:
+            made = optree.tree_map(self._placed, column)
+        self[key] = made
         return made
+
+    def _placed(self, leaf: Any) -> torch.Tensor:
+        made = _tensor(leaf)
+        return made if self._on_cpu else made.to(self.device)
 
     def __contains__(self, key: object) -> bool:
         return super().__contains__(key) or key in self._batch
