@@ -234,7 +234,7 @@ class BuiltTorchPolicy(TorchPolicy):
             logp: np.ndarray = kind(outputs, self.model).logp(torch.as_tensor(actions)).numpy()
         return logp
 
-    def export(self, path: Any, format: str = "torch") -> Any:
+    def export(self, path: Any, format: str | None = None) -> Any:
         acting = {"action_sampler_fn", "action_distribution_fn"} & set(self.hooks)
         if acting:
             raise ConfigError(f"export: {type(self).__name__} acts by its {acting.pop()}")
@@ -297,6 +297,8 @@ class BuiltTorchPolicy(TorchPolicy):
             return {}
         with torch.inference_mode():
             made = own(self, input_dict, states, self.model, dist)
+        if not isinstance(made, Mapping):
+            raise ConfigError(f"extra_action_out_fn gives a dict of columns, it gave {made!r}")
         return {name: _array(value) for name, value in made.items()}
 
     # -- learning ----------------------------------------------------------------------------------
@@ -312,11 +314,10 @@ class BuiltTorchPolicy(TorchPolicy):
         stats = super()._gradient_of(batch)
         _, tensors = self._latest
         told: dict[str, Any] = {}
-        if "stats_fn" in self.hooks:
-            told |= self.hooks["stats_fn"](self, tensors)
-        if "extra_learn_fetches_fn" in self.hooks:
-            told |= self.hooks["extra_learn_fetches_fn"](self)
-        return stats | {name: float(value) for name, value in told.items()}
+        for hook, given in (("stats_fn", (self, tensors)), ("extra_learn_fetches_fn", (self,))):
+            if hook in self.hooks:
+                told |= _numbers(hook, self.hooks[hook](*given))
+        return stats | told
 
     def extra_grad_process(self) -> dict[str, torch.Tensor]:
         own = self.hooks.get("extra_grad_process_fn")
@@ -325,7 +326,7 @@ class BuiltTorchPolicy(TorchPolicy):
             losses, _ = self._latest
             losses = [losses] if isinstance(losses, torch.Tensor) else losses
             for optimizer, loss in zip(self.optimizers, losses, strict=True):
-                told = own(self, optimizer, loss) or {}
+                told = _numbers("extra_grad_process_fn", own(self, optimizer, loss) or {})
                 made |= {name: torch.as_tensor(value) for name, value in told.items()}
         return made
 
@@ -351,6 +352,13 @@ class BuiltTorchPolicy(TorchPolicy):
         gradients, stats = self.compute_gradients(batch)
         self.apply_gradients(gradients)
         return stats
+
+
+def _numbers(hook: str, made: Any) -> dict[str, float]:
+    try:
+        return {name: float(value) for name, value in made.items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f"{hook} gives a dict of numbers, it gave {made!r}") from error
 
 
 def _array(value: Any) -> Any:

@@ -273,6 +273,10 @@ class ExplorationConfig(Settings):
             "scale": ("GaussianNoise", "OrnsteinUhlenbeckNoise"),
             "ou_theta": ("OrnsteinUhlenbeckNoise",),
         }
+        if isinstance(self.epsilon, list) and any(value > 1 for _, value in self.epsilon):
+            raise ValueError("epsilon is a share of the actions: at most 1")
+        if isinstance(self.epsilon, (int, float)) and self.epsilon > 1:
+            raise ValueError("epsilon is a share of the actions: at most 1")
         for name, types in of.items():
             default = type(self).model_fields[name].default
             if self.type not in types and getattr(self, name) != default:

@@ -72,7 +72,7 @@ class Acting(torch.nn.Module):
         low, high = torch.from_numpy(space.low), torch.from_numpy(space.high)
         bounded = np.isfinite(space.low).all() and np.isfinite(space.high).all()
         if bounded and self._config.normalize_actions:
-            actions = low + (actions + 1.0) * (0.5 * (high - low))
+            actions = (0.5 * high + 0.5 * low) + actions * (0.5 * high - 0.5 * low)
         if self._config.clip_actions:
             actions = torch.minimum(torch.maximum(actions, low), high)
         return actions.to(low.dtype)
@@ -116,8 +116,10 @@ def _plain() -> type[TorchPolicy]:
     return TorchPolicy
 
 
-def export(policy: TorchPolicy, path: Path | str, format: str) -> Path:
+def export(policy: TorchPolicy, path: Path | str, format: str | None) -> Path:
     """See TorchPolicy.export."""
+    if format is None:
+        format = "onnx" if Path(path).suffix == ".onnx" else "torch"
     if format not in FORMATS:
         raise ConfigError(f"export: a format is one of {', '.join(FORMATS)}, got {format!r}")
     acts = type(policy)
@@ -125,7 +127,7 @@ def export(policy: TorchPolicy, path: Path | str, format: str) -> Path:
         if getattr(acts, name) is not getattr(_plain(), name):
             raise ConfigError(f"export: {acts.__name__} acts by a {name}() of its own")
     path = Path(path)
-    acting = copy.deepcopy(Acting(policy)).cpu().eval()
+    acting = copy.deepcopy(Acting(policy)).cpu().eval().requires_grad_(False)
     inputs = example_inputs(policy, 2)
     batch = torch.export.Dim("batch", min=1)
     every: Any = inputs

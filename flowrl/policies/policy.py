@@ -158,7 +158,8 @@ class Policy:
             return actions
         bounded = np.isfinite(space.low).all() and np.isfinite(space.high).all()
         if bounded and self.config.normalize_actions:
-            actions = space.low + (actions + 1.0) * (0.5 * (space.high - space.low))
+            low, high = 0.5 * space.low, 0.5 * space.high  # halves: the whole may be too wide
+            actions = (high + low) + actions * (high - low)
         if self.config.clip_actions:
             actions = np.clip(actions, space.low, space.high)
         return actions.astype(space.dtype, copy=False).reshape(-1, *space.shape)
@@ -278,7 +279,7 @@ class Policy:
 
     # -- state ---------------------------------------------------------------------------------
 
-    def export(self, path: Any, format: str = "torch") -> Any:
+    def export(self, path: Any, format: str | None = None) -> Any:
         """Write the acting part to a file that needs no flowrl."""
         raise NotImplementedError(f"{type(self).__name__} has no export(): write one")
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import optree
 import torch
 from gymnasium import spaces
 
@@ -249,6 +250,9 @@ class TorchPolicy(Policy):
         """
         inputs = {"obs": obs_batch} if input_dict is None else input_dict
         outputs, _, _ = self.model.compute_outputs(inputs)
+        counts = {len(np.atleast_1d(leaf)) for leaf in optree.tree_leaves(actions)}
+        if counts != {len(outputs)}:
+            raise ValueError(f"{sorted(counts)} actions for {len(outputs)} observations")
         with torch.inference_mode():
             dist = self.dist_class(torch.from_numpy(outputs), self.model)
             tensors = TensorBatch(SampleBatch({"actions": actions}))["actions"]
@@ -507,7 +511,7 @@ class TorchPolicy(Policy):
 
     # -- elsewhere -----------------------------------------------------------------------------
 
-    def export(self, path: Path | str, format: str = "torch") -> Path:
+    def export(self, path: Path | str, format: str | None = None) -> Path:
         """Write the acting part, best actions and all normalisation, to a file without flowrl.
 
         The program takes a dict of the views that the policy acts on, [B, …] each: `obs` (raw),
@@ -518,7 +522,8 @@ class TorchPolicy(Policy):
         Args:
             path: of the file.
             format: "torch" (a torch.export program: `torch.export.load(path).module()`) or "onnx"
-                (its inputs and outputs have the same names; needs the extra `onnx`).
+                (its inputs and outputs have the same names; needs the extra `onnx`). None: by the
+                file's ending, `.onnx` or any other.
 
         Raises:
             ConfigError: another format; the extra is missing; a view that only flowrl can show.

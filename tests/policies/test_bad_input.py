@@ -415,6 +415,8 @@ def test_rewards_that_are_not_finite_do_not_reach_a_memory():
         (ModelConfig, {"lstm_cell_size": 5}, "needs use_lstm"),
         (ModelConfig, {"attention_dim": 5}, "needs use_attention"),
         (ExplorationConfig, {"epsilon": 0.3}, "is for the type EpsilonGreedy"),
+        (ExplorationConfig, {"type": "EpsilonGreedy", "epsilon": 2.0}, "at most 1"),
+        (ExplorationConfig, {"type": "EpsilonGreedy", "epsilon": [(0, 5.0)]}, "at most 1"),
         (ExplorationConfig, {"type": "EpsilonGreedy", "scale": 0.3}, "is for the type Gaussian"),
     ],
 )
@@ -446,6 +448,42 @@ def test_default_settings_are_checked():
     for default in (None, [], {"_hidden": 1}, {"items": 1}):
         with pytest.raises(ConfigError, match=r"get_default_config|setting's name"):
             build_torch_policy("Odd", lambda *a: None, get_default_config=lambda d=default: d)
+
+
+@pytest.mark.parametrize("hook", ["stats_fn", "extra_learn_fetches_fn", "extra_grad_process_fn"])
+@pytest.mark.parametrize("result", [5, {"a": "x"}, {"a": np.ones(3)}])
+def test_hooks_give_numbers(hook, result):
+    def loss(policy, model, dist_class, batch):
+        return model.from_batch(batch)[0].sum()
+
+    policy = build_torch_policy("Odd", loss, **{hook: lambda *args: result})(BOX, TWO, {})
+    with pytest.raises(ConfigError, match=f"{hook} gives a dict of numbers"):
+        policy.learn_on_batch(rows())
+
+
+def test_columns_of_a_hook_are_a_dict():
+    made = build_torch_policy("Odd", lambda *a: None, extra_action_out_fn=lambda *args: None)
+    with pytest.raises(ConfigError, match="gives a dict of columns"):
+        made(BOX, TWO, {}).compute_actions(rows()["obs"])
+
+
+def test_a_mask_deeper_down_is_refused():
+    space = spaces.Dict({"a": spaces.Dict({"action_mask": spaces.MultiBinary(2), "at": BOX})})
+    with pytest.raises(ConfigError, match="from the top of a Dict"):
+        PPOTorchPolicy(space, TWO, {})
+
+
+def test_very_wide_bounds():
+    space = spaces.Box(-3e38, 3e38, (1,), np.float32)
+    actions = PPOTorchPolicy(BOX, space, {}).actions_for_env(np.array([[-1.0], [0.0], [0.5]]))
+    np.testing.assert_allclose(actions, np.float32([[-3e38], [0], [1.5e38]]))
+
+
+def test_as_many_actions_as_observations():
+    policy = PPOTorchPolicy(BOX, TWO, {})
+    for actions in (np.zeros(3, np.int64), 0):
+        with pytest.raises(ValueError, match="actions for 12 observations"):
+            policy.compute_log_likelihoods(actions, rows()["obs"])
 
 
 # -- returns ---------------------------------------------------------------------------------------

@@ -224,6 +224,10 @@ class NestedEncoder(nn.Module):
         super().__init__()
         self._keys: list[Any]
         if isinstance(space, spaces.Dict):
+            if "action_mask" in space.spaces:
+                raise ConfigError(
+                    "action_mask: it is taken from the top of a Dict observation, not from within"
+                )
             self._keys = sorted(space)
         else:
             assert isinstance(space, spaces.Tuple)
