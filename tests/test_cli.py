@@ -334,7 +334,7 @@ def test_a_run_directory_in_use_is_refused(capsys):
 @pytest.mark.parametrize(
     ("sent", "code", "said"),
     [
-        ([signal.SIGINT], 130, "interrupted"),
+        pytest.param([signal.SIGINT], 130, "interrupted", marks=pytest.mark.slow),
         ([signal.SIGINT, signal.SIGINT], 130, "interrupted"),  # as `timeout -s INT` does
         ([signal.SIGTERM], 143, "terminated"),
     ],

@@ -91,6 +91,7 @@ class Sticky(gym.Env):
         return np.zeros(2, np.float32), 1.0, self.steps % 10 == 0, False, {}
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_is_replaced(ray_session, tmp_path):
     sign = str(tmp_path / "hung")
     config = small(
@@ -187,6 +188,7 @@ def test_batches_in_checkpoints(tmp_path):
     np.testing.assert_array_equal(read["many"][0].policy_batches["p"]["t"], rows["t"])
 
 
+@pytest.mark.slow
 def test_a2c_trains_through_the_death_of_every_worker(ray_session):
     config = A2CConfig(
         env="CartPole-v1",

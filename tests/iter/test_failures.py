@@ -136,7 +136,7 @@ def test_a_foreign_actor_is_recreated_or_reported(ray_session):
     ray_session.kill(handles[0])
 
 
-@pytest.mark.parametrize("num_async", [1, 3])
+@pytest.mark.parametrize("num_async", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_shard_that_hangs_is_replaced(ray_session, tmp_path, num_async):
     sign = tmp_path / "hung"
 

@@ -101,7 +101,10 @@ def test_exported_programs_act_like_the_policy(name, tmp_path):
             np.testing.assert_allclose(made[f"state_out_{i}"], state, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", map(quick, ["plain", "bounds", "lstm", "nested"]))
+@pytest.mark.parametrize(
+    "name",
+    ["bounds", *(pytest.param(n, marks=pytest.mark.slow) for n in ("plain", "lstm", "nested"))],
+)
 def test_onnx(name, tmp_path):
     import onnxruntime
 

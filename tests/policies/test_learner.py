@@ -9,9 +9,8 @@ from gymnasium import spaces
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.algorithms.a2c import A2C, A2CConfig
 from flowrl.data import SampleBatch
-from flowrl.policies import ConfigError, ModelConfig, Policy, PolicyConfig, TorchPolicy
+from flowrl.policies import ConfigError, ModelConfig, PolicyConfig, TorchPolicy
 from flowrl.policies.filters import ObservationFilter, RewardScaler, RunningMeanStd
 from flowrl.policies.flat import FlatAdam, FlatParameters
 from flowrl.policies.models import FullyConnectedNetwork
@@ -370,64 +369,3 @@ def test_learning_rates_of_torchs_optimizers_follow_the_schedule():
     policy = Two(BOX, spaces.Discrete(2), {"lr": [(0, 1.0), (10, 0.5)]})
     policy.on_global_var_update({"timestep": 10})
     assert [group["lr"] for group in policy.optimizer.param_groups] == [0.5, 7.0]
-
-
-class Softmax(Policy):
-    """Linear softmax by REINFORCE, numpy alone."""
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.weights = np.zeros((self.observation_space.shape[0], self.action_space.n))
-
-    def compute_actions(self, obs_batch, explore=True):
-        logits = obs_batch @ self.weights
-        chances = np.exp(logits - logits.max(1, keepdims=True))
-        chances /= chances.sum(1, keepdims=True)
-        if not explore:
-            return chances.argmax(1), [], {}
-        return (chances.cumsum(1) > self.rng.random((len(obs_batch), 1))).argmax(1), [], {}
-
-    def postprocess_trajectory(self, sample_batch, other_agent_batches=None, episode=None):
-        returns = np.cumsum(sample_batch["rewards"][::-1])[::-1]
-        return sample_batch.with_columns(returns=returns.astype(np.float32))
-
-    def learn_on_batch(self, batch):
-        obs, actions = batch["obs"], batch["actions"]
-        logits = obs @ self.weights
-        chances = np.exp(logits - logits.max(1, keepdims=True))
-        chances /= chances.sum(1, keepdims=True)
-        advantages = batch["returns"] - batch["returns"].mean()
-        advantages /= advantages.std() + 1e-8
-        pull = np.eye(self.action_space.n)[actions] - chances
-        self.weights += 10 * obs.T @ (pull * advantages[:, None]) / len(obs)
-        self.version += 1
-        return {"mean_return": float(batch["returns"].mean())}
-
-    def get_weights(self):
-        return {"weights": self.weights.copy()}
-
-    def set_weights(self, weights):
-        self.weights = weights["weights"].copy()
-        self.version += 1
-
-
-def test_any_framework_learns_through_an_unchanged_plan():
-    """A policy of numpy alone reaches 150 on CartPole in the plan of A2C."""
-
-    class Reinforce(A2C):
-        policy_class = Softmax
-
-    config = A2CConfig(
-        env="CartPole-v1",
-        train_batch_size=1000,
-        batch_mode="complete_episodes",
-        num_envs_per_worker=4,
-        seed=0,
-    )
-    with Reinforce(config) as algorithm:
-        best = 0.0
-        for _ in range(60):
-            best = max(best, algorithm.train()["episode_reward_mean"])
-            if best > 150:
-                break
-    assert best > 150
