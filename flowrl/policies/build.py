@@ -310,25 +310,18 @@ class BuiltTorchPolicy(TorchPolicy):
         self._latest = loss, batch
         return loss
 
-    def _gradient_of(self, batch: SampleBatch) -> dict[str, float]:
-        stats = super()._gradient_of(batch)
-        _, tensors = self._latest
-        told: dict[str, Any] = {}
-        for hook, given in (("stats_fn", (self, tensors)), ("extra_learn_fetches_fn", (self,))):
-            if hook in self.hooks:
-                told |= _numbers(hook, self.hooks[hook](*given))
-        return stats | told
-
     def extra_grad_process(self) -> dict[str, torch.Tensor]:
-        own = self.hooks.get("extra_grad_process_fn")
-        made: dict[str, torch.Tensor] = {}
-        if own is not None:
-            losses, _ = self._latest
+        losses, batch = self._latest
+        told: dict[str, float] = {}
+        if "extra_grad_process_fn" in self.hooks:
             losses = [losses] if isinstance(losses, torch.Tensor) else losses
             for optimizer, loss in zip(self.optimizers, losses, strict=True):
-                told = _numbers("extra_grad_process_fn", own(self, optimizer, loss) or {})
-                made |= {name: torch.as_tensor(value) for name, value in told.items()}
-        return made
+                own = self.hooks["extra_grad_process_fn"](self, optimizer, loss)
+                told |= _numbers("extra_grad_process_fn", own or {})
+        for hook, given in (("stats_fn", (self, batch)), ("extra_learn_fetches_fn", (self,))):
+            if hook in self.hooks:
+                told |= _numbers(hook, self.hooks[hook](*given))
+        return {name: torch.as_tensor(value) for name, value in told.items()}
 
     def compute_gradients(self, batch: SampleBatch) -> tuple[Any, dict[str, float]]:
         if "compute_gradients_fn" not in self.hooks:

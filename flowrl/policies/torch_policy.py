@@ -18,6 +18,7 @@ from flowrl.policies.config import ConfigError
 from flowrl.policies.distributions import ActionDistribution, DiagGaussian, distribution_for
 from flowrl.policies.exploration import Exploration
 from flowrl.policies.flat import FlatAdam, FlatParameters
+from flowrl.policies.gradients import clip_gradient, take_gradient
 from flowrl.policies.models.base import ModelV2, ModuleModel, TensorBatch
 from flowrl.policies.models.catalog import make_model
 from flowrl.policies.policy import Policy
@@ -105,8 +106,8 @@ class TorchPolicy(Policy):
         odd = [o for o in self.optimizers if not hasattr(o, "param_groups")]
         if odd or not self.optimizers:
             raise ConfigError(f"make_optimizer: an optimizer, or several, are needed, got {made!r}")
-        self._groups = [self._parameters_of(optimizer) for optimizer in self.optimizers]
-        owners = [id(p) for group in self._groups for p in group]
+        self.groups = [self._parameters_of(optimizer) for optimizer in self.optimizers]
+        owners = [id(p) for group in self.groups for p in group]
         if len(set(owners)) < len(owners):
             raise ConfigError(f"{type(self).__name__}: two optimizers have the same parameters")
         self._rates = [[group["lr"] for group in o.param_groups] for o in self.optimizers]
@@ -311,7 +312,8 @@ class TorchPolicy(Policy):
         return self._unless_odd(batch, self._learn)
 
     def _learn(self, batch: SampleBatch) -> dict[str, float]:
-        stats = self._gradients(batch)
+        self._check_links()
+        stats = take_gradient(self, batch)
         self._step(stats["grad_norm"])
         return stats
 
@@ -340,58 +342,6 @@ class TorchPolicy(Policy):
             torch.manual_seed(int(self.shuffle_rng.integers(2**63)))
             yield
 
-    def _gradients(self, batch: SampleBatch) -> dict[str, float]:
-        rows = self.config.accumulate_rows
-        if rows and batch.count > rows:
-            return self._accumulated(batch, rows)
-        stats = self._gradient_of(batch)
-        self._refuse_odd(stats, batch)
-        return stats
-
-    def _gradient_of(self, batch: SampleBatch) -> dict[str, float]:
-        """Put the gradient of the loss on a batch into `self.flat.gradient`."""
-        self.stats = {}
-        self._check_links()
-        if self.config.precision == "bfloat16":
-            with torch.autocast(self.device.type, torch.bfloat16):
-                losses = self.loss(self.tensors(batch))
-        else:
-            losses = self.loss(self.tensors(batch))
-        named: dict[str, torch.Tensor] = {}
-        self._check_losses(losses)
-        if isinstance(losses, torch.Tensor):
-            if len(self.optimizers) > 1:
-                raise ConfigError(
-                    f"{type(self).__name__} has {len(self.optimizers)} optimizers, but its loss "
-                    "is one: give a list of as many"
-                )
-            named["total_loss"] = losses
-            if len(self._groups[0]) == len(self.flat.parameters):
-                self.flat.take_gradient(losses)
-            else:
-                self.flat.take_gradients([losses], self._groups)
-        else:
-            losses = list(losses)
-            if len(losses) != len(self.optimizers):
-                raise ConfigError(
-                    f"{type(self).__name__} gave {len(losses)} losses for {len(self.optimizers)} "
-                    "optimizers: one for each"
-                )
-            named["total_loss"] = torch.stack([loss.detach() for loss in losses]).sum()
-            named |= {f"loss_{i}": loss for i, loss in enumerate(losses)}
-            self.flat.take_gradients(losses, self._groups)
-        named |= self.stats
-        named |= self.extra_grad_process()
-        named["grad_norm"] = torch.linalg.vector_norm(self.flat.gradient)
-        values = torch.stack([self._number(value) for value in named.values()])
-        return dict(zip(named, values.tolist(), strict=True))
-
-    def _number(self, value: Any) -> torch.Tensor:
-        if isinstance(value, torch.Tensor) and value.dtype == torch.float32:
-            value = value.detach()
-            return value if self.device.type == "cpu" else value.to(self.device)
-        return torch.as_tensor(value, dtype=torch.float32, device=self.device).detach()
-
     def _check_links(self) -> None:
         """Refuse to learn where nothing would come of it."""
         if self.flat.is_intact() and self._linked is self.model:
@@ -402,79 +352,19 @@ class TorchPolicy(Policy):
             "weights, in make_model(), or use set_weights()"
         )
 
-    def _check_losses(self, losses: Any) -> None:
-        for loss in losses if isinstance(losses, (list, tuple)) else [losses]:
-            if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-                told = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
-                raise ConfigError(
-                    f"{type(self).__name__}: a loss is a tensor of one number that depends on the "
-                    f"model's parameters, or a list of such, got {told}"
-                )
-
-    def _accumulated(self, batch: SampleBatch, rows: int) -> dict[str, float]:
-        """The gradient of a large batch as the mean of those of its parts."""
-        total = torch.zeros_like(self.flat.gradient)
-        sums: dict[str, float] = {}
-        parts = list(self._parts(batch, rows))
-        counts = [self.tensors(part).count for part in parts]
-        for part, own in zip(parts, counts, strict=True):
-            stats = self._gradient_of(part)
-            self._refuse_odd(stats, part)
-            weight = own / sum(counts)
-            total.add_(self.flat.gradient, alpha=weight)
-            for name, value in stats.items():
-                sums[name] = sums.get(name, 0.0) + weight * value
-        self.flat.gradient.copy_(total)
-        return {**sums, "grad_norm": float(torch.linalg.vector_norm(total))}
-
-    def _parts(self, batch: SampleBatch, rows: int) -> Any:
-        if "seq_lens" not in batch:
-            return batch.timeslices(size=rows)
-        return batch.sequence_minibatches(rows, shuffle=False)
-
-    def _refuse_odd(self, stats: dict[str, float], batch: SampleBatch) -> None:
-        if np.isfinite(stats["grad_norm"]) and np.isfinite(stats["total_loss"]):
-            return
-        odd = [name for name, value in stats.items() if not np.isfinite(value)]
-        columns = [
-            name
-            for name, column in batch.items()
-            if hasattr(column, "dtype") and column.dtype.kind == "f"
-            if not np.isfinite(column).all()
-        ]
-        cause = f" (not finite in it: {', '.join(columns)})" if columns else ""
-        raise FloatingPointError(
-            f"{', '.join(odd)} of {type(self).__name__} not finite on a batch of "
-            f"{batch.count} rows{cause}: the update was refused and the weights are unchanged"
-        )
-
     def _step(self, norm: float) -> None:
-        self._clip(norm)
+        clip_gradient(self, norm)
         for optimizer in self.optimizers:
             optimizer.step()
         self.version += 1
-
-    def _clip(self, norm: float) -> None:
-        clip = self.config.grad_clip
-        if clip is None:
-            return
-        if self.config.grad_clip_by == "value":
-            self.flat.gradient.clamp_(-clip, clip)
-        elif self.config.grad_clip_by == "norm":
-            for parameter in self.flat.parameters:
-                assert parameter.grad is not None
-                own = float(torch.linalg.vector_norm(parameter.grad))
-                if own > clip:
-                    parameter.grad.mul_(clip / own)
-        elif norm > clip:
-            self.flat.gradient.mul_(clip / norm)
 
     def compute_gradients(self, batch: SampleBatch) -> tuple[np.ndarray, dict[str, float]]:
         """The gradient [parameters] of the loss on a batch, and statistics. Changes nothing."""
         buffers = [(buffer, buffer.clone()) for buffer in self._buffers]
         try:
             with self._seeded():
-                stats = self._gradients(self.prepared(batch))
+                self._check_links()
+                stats = take_gradient(self, self.prepared(batch))
         finally:
             _put_back(buffers)
         return self.flat.gradient.cpu().numpy().copy(), stats

@@ -13,6 +13,7 @@ from flowrl.data import SampleBatch
 from flowrl.policies import ConfigError, ModelConfig, PolicyConfig, TorchPolicy
 from flowrl.policies.filters import ObservationFilter, RewardScaler, RunningMeanStd
 from flowrl.policies.flat import FlatAdam, FlatParameters
+from flowrl.policies.gradients import clip_gradient
 from flowrl.policies.models import FullyConnectedNetwork
 from flowrl.policies.schedules import value_at
 
@@ -276,7 +277,7 @@ def test_gradients_are_clipped(by):
     gradient, _ = policy.compute_gradients(batch)
     pieces = dict(zip(policy.flat.names, (p.grad for p in policy.flat.parameters), strict=True))
     before = {name: piece.clone() for name, piece in pieces.items()}
-    policy._clip(float(np.linalg.norm(gradient)))
+    clip_gradient(policy, float(np.linalg.norm(gradient)))
     for name, piece in pieces.items():
         if by == "value":
             expected = before[name].clamp(-0.01, 0.01)
