@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, SkipValidation, model_validator
@@ -18,6 +17,7 @@ from flowrl.policies.config import (
     PolicyConfig,
     Positive,
     Schedule,
+    imported,
     nearest,
 )
 from flowrl.policies.policy_spec import PolicyMapping, multi_agent_settings, specs_of
@@ -211,8 +211,7 @@ class AlgorithmConfig(PolicyConfig):
         return getattr(self._algorithm_class(), "policy_class", None)
 
     def _algorithm_class(self) -> Any:
-        module, name = self.algorithm.split(":")
-        return getattr(import_module(module), name)
+        return imported(self.algorithm)
 
     @model_validator(mode="before")
     @classmethod

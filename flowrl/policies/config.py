@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -21,6 +22,19 @@ from flowrl.policies.schedules import Scheduled
 
 class ConfigError(ValueError):
     """A setting that flowrl refuses: names the field, what is allowed, and the nearest name."""
+
+
+def imported(path: str) -> Any:
+    """What lies at "module:name".
+
+    Raises:
+        ImportError, AttributeError: there is no such module, or nothing of that name in it.
+    """
+    module, _, name = path.partition(":")
+    found = import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
 
 
 def nearest(name: str, known: list[str]) -> str:

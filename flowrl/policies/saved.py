@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ import numpy as np
 from gymnasium import spaces
 
 from flowrl.data.checkpoint import CheckpointError, read_checkpoint
-from flowrl.policies.config import ConfigError, PolicyConfig, Settings, nearest
+from flowrl.policies.config import ConfigError, PolicyConfig, Settings, imported, nearest
 
 if TYPE_CHECKING:
     from flowrl.policies.policy import Policy
@@ -80,9 +79,9 @@ def policy_from_checkpoint(
         raise CheckpointError(f"{path}: it has no policy {policy_id!r}, only {sorted(told)}")
     about = told[policy_id]
     try:
-        policy_class = _imported(about["class"])
+        policy_class = imported(about["class"])
         own = about["config_class"]
-        config_class: Any = _imported(own) if own else getattr(policy_class, "config_class", None)
+        config_class: Any = imported(own) if own else getattr(policy_class, "config_class", None)
         for found, base in ((policy_class, _policy()), (config_class, PolicyConfig)):
             if not (isinstance(found, type) and issubclass(found, base)):
                 raise TypeError(f"{found!r} is no {base.__name__}")
@@ -128,14 +127,6 @@ def _path(thing: Any) -> str:
     return f"{thing.__module__}:{thing.__qualname__}"
 
 
-def _imported(path: str) -> Any:
-    module, _, name = path.partition(":")
-    found = import_module(module)
-    for part in name.split("."):
-        found = getattr(found, part)
-    return found
-
-
 def _plain(value: Any) -> Any:
     """A setting as JSON.
 
@@ -152,7 +143,7 @@ def _plain(value: Any) -> Any:
         return {key: _plain(part) for key, part in value.items()}
     path = _path(value) if hasattr(value, "__qualname__") else ""
     try:
-        if not path or _imported(path) is not value:
+        if not path or imported(path) is not value:
             raise TypeError(f"{value!r} is no setting that can be saved")
     except (ImportError, AttributeError) as error:
         raise TypeError(f"{value!r} cannot be imported") from error
@@ -162,7 +153,7 @@ def _plain(value: Any) -> Any:
 def _coded(value: Any) -> Any:
     if isinstance(value, dict):
         if set(value) == {_CODE}:
-            return _imported(value[_CODE])
+            return imported(value[_CODE])
         return {key: _coded(part) for key, part in value.items()}
     if isinstance(value, list):
         return [_coded(part) for part in value]

@@ -88,13 +88,11 @@ class TorchPolicy(Policy):
             )
         self.model: ModelV2 = model.to(self.device)
         self._torch_draws = any("Dropout" in type(m).__name__ for m in self.model.modules())
-        if not {f"state_in_{i}" for i, _ in enumerate(self.model.get_initial_state())} <= set(
-            self.model.view_requirements
-        ):
-            own = self.recurrent_views(self.config.model.max_seq_len)
-            self.model.view_requirements = {**own, **self.model.view_requirements}
-        # what the model declares is the policy's, and the other way round
-        self.view_requirements |= self.model.view_requirements
+        # what the model declares is the policy's, and the other way round; burn-in begins anywhere,
+        # so then the states of all rows are kept
+        config = self.config.model
+        states = self.recurrent_views(1 if config.burn_in else config.max_seq_len)
+        self.view_requirements |= {**states, **self.model.view_requirements}
         self.model.view_requirements = self.view_requirements
         self.exploration = self.make_exploration()
         self.flat = FlatParameters(self.model)

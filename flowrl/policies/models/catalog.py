@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ import torch
 from gymnasium import spaces
 from torch import nn
 
-from flowrl.policies.config import ConfigError, ModelConfig, nearest
+from flowrl.policies.config import ConfigError, ModelConfig, imported, nearest
 from flowrl.policies.models.attention import AttentionNetwork
 from flowrl.policies.models.base import ModelV2, ModuleModel
 from flowrl.policies.models.encoders import has_image, is_image
@@ -120,10 +119,9 @@ def _custom(config: ModelConfig, *given: Any) -> ModelV2:
         if maker in _CUSTOM:
             maker = _CUSTOM[maker]
         elif ":" in maker:
-            module, _, name = maker.partition(":")
             try:
-                maker = getattr(import_module(module), name)
-            except (ImportError, AttributeError) as error:
+                maker = imported(maker)
+            except (ImportError, AttributeError, ValueError) as error:
                 raise ConfigError(f"custom_model: {maker!r} cannot be imported: {error}") from error
         else:
             raise ConfigError(

@@ -181,12 +181,6 @@ class RecurrentNetwork(ModelV2):
         shared = shares_layers(config, obs_space)
         self.value_tower = None if shared else Tower(obs_space, config, more)
         self.heads = Heads(config.lstm_cell_size, num_outputs, free_log_std)
-        # burn-in begins anywhere, so the states of all rows are kept
-        repeat = 1 if config.burn_in else config.max_seq_len
-        for i in range(len(self.get_initial_state())):
-            self.view_requirements[f"state_in_{i}"] = ViewRequirement(
-                f"state_out_{i}", shift=-1, batch_repeat_value=repeat
-            )
         self._features: torch.Tensor | None = None
         self.link_numpy()
 
