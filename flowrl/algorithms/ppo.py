@@ -126,8 +126,9 @@ class PPOTorchPolicy(OnPolicyPolicy):
         return {**super().get_state(), "kl_coeff": self.kl_coeff}
 
     def set_state(self, state: dict[str, Any]) -> None:
+        kl_coeff = float(state["kl_coeff"])
         super().set_state(state)
-        self.kl_coeff = float(state["kl_coeff"])
+        self.kl_coeff = kl_coeff
 
 
 class PPO(Algorithm):

@@ -93,8 +93,13 @@ def build_tf_policy(name: str = "", *args: Any, **kwargs: Any) -> NoReturn:
 
 
 def _build(
-    name: str, hooks: dict[str, Any], mixins: tuple[type, ...], module: str
+    name: str,
+    hooks: dict[str, Any],
+    mixins: tuple[type, ...],
+    module: str,
+    base: type[BuiltTorchPolicy] | None = None,
 ) -> type[BuiltTorchPolicy]:
+    base = BuiltTorchPolicy if base is None else base
     for hook, own in hooks.items():
         if not callable(own):
             raise ConfigError(f"build_torch_policy({name!r}): {hook} is a function, got {own!r}")
@@ -102,16 +107,18 @@ def _build(
         raise ConfigError(f"build_torch_policy({name!r}): a loss_fn is needed")
     members: dict[str, Any] = {
         "__module__": module,
-        "__init__": BuiltTorchPolicy.__init__,  # not a mixin's
+        "__init__": base.__init__,  # not a mixin's
         "__doc__": inspect.getdoc(hooks.get("loss_fn")),
         "hooks": hooks,
         "mixins": mixins,
+        "base": base,
     }
-    if "get_default_config" in hooks:
+    new = {name for name, own in hooks.items() if base.hooks.get(name) is not own}
+    if "get_default_config" in new:
         members["config_class"] = _config_class(name, hooks["get_default_config"](), module)
-    if "postprocess_fn" in hooks:
+    if "postprocess_fn" in new:
         members["postprocess_trajectory"] = _postprocess
-    return type(name, (*mixins, BuiltTorchPolicy), members)
+    return type(name, (*mixins, base), members)
 
 
 def _config_class(name: str, default: Any, module: str) -> type[PolicyConfig]:
@@ -155,10 +162,12 @@ class BuiltTorchPolicy(TorchPolicy):
     Attributes:
         hooks: the functions, by name.
         mixins: the other base classes.
+        base: the class under the functions: this one, or one with methods of its own.
     """
 
     hooks: ClassVar[dict[str, Any]] = {}
     mixins: ClassVar[tuple[type, ...]] = ()
+    base: ClassVar[Any] = None
 
     def __init__(self, observation_space: Any, action_space: Any, config: Any = None):
         given = {} if config is None else config
@@ -176,26 +185,33 @@ class BuiltTorchPolicy(TorchPolicy):
 
     @classmethod
     def with_updates(cls, **overrides: Any) -> type[BuiltTorchPolicy]:
-        """A class of the same functions but for these.
+        """A class of the same functions but for these; of a subclass that was written, a subclass.
 
         Raises:
-            TypeError: there is no such hook.
+            TypeError: there is no such hook, or one of a subclass' base shall be none.
         """
         known = inspect.signature(build_torch_policy).parameters
         unknown = [hook for hook in overrides if hook not in known]
         if unknown:
             raise TypeError(f"with_updates(): no hook {unknown[0]!r}, only {', '.join(known)}")
         name = overrides.pop("name", cls.__name__)
-        mixins = tuple(overrides.pop("mixins", cls.mixins))
+        written = "hooks" not in vars(cls)  # a subclass with methods of its own
+        mixins = tuple(overrides.pop("mixins", () if written else cls.mixins))
+        base = cls if written else cls.base
+        gone = [k for k, v in overrides.items() if v is None and k in base.hooks]
+        if gone:
+            raise TypeError(f"with_updates(): {gone[0]} is {base.__name__}'s: override its method")
         hooks = {k: v for k, v in {**cls.hooks, **overrides}.items() if v is not None}
-        return _build(name, hooks, mixins, sys._getframe(1).f_globals.get("__name__", __name__))
+        module = sys._getframe(1).f_globals.get("__name__", __name__)
+        return _build(name, hooks, mixins, module, base)
 
     # -- parts -------------------------------------------------------------------------------------
 
     def make_model(self) -> torch.nn.Module:
         given = self.observation_space, self.action_space, self.config
         if "make_model_and_action_dist" in self.hooks:
-            model, self.dist_class = self.hooks["make_model_and_action_dist"](self, *given)
+            made = self.hooks["make_model_and_action_dist"](self, *given)
+            model, self.dist_class = _parts("make_model_and_action_dist", made, "model, dist_class")
         elif "make_model" in self.hooks:
             model = self.hooks["make_model"](self, *given)
         else:
@@ -244,7 +260,7 @@ class BuiltTorchPolicy(TorchPolicy):
         tensors, state = self.model.as_tensors(input_dict)
         self.model.eval()
         with torch.inference_mode():
-            made: tuple[Any, Any, Any] = self.hooks["action_distribution_fn"](
+            made = self.hooks["action_distribution_fn"](
                 self,
                 self.model,
                 tensors,
@@ -252,7 +268,10 @@ class BuiltTorchPolicy(TorchPolicy):
                 explore=explore,
                 timestep=self.timestep,
             )
-        return made
+        outputs, kind, states = _parts(
+            "action_distribution_fn", made, "dist_inputs, dist_class, states"
+        )
+        return outputs, kind, states
 
     def _act(self, input_dict: dict[str, Any], explore: bool) -> Any:
         sampler = self.hooks.get("action_sampler_fn")
@@ -265,9 +284,12 @@ class BuiltTorchPolicy(TorchPolicy):
             self.model.eval()
             with torch.inference_mode(), torch.random.fork_rng():
                 torch.manual_seed(int(self.rng.integers(2**63)))
-                actions, logp, outputs, state = sampler(
+                made = sampler(
                     self, self.model, tensors, state, explore=explore, timestep=self.timestep
                 )
+            actions, logp, outputs, state = _parts(
+                "action_sampler_fn", made, "actions, logp, dist_inputs, states"
+            )
             actions, dist = _array(actions), None
         else:
             outputs, kind, state = self._distribution(input_dict, explore)
@@ -326,8 +348,9 @@ class BuiltTorchPolicy(TorchPolicy):
     def compute_gradients(self, batch: SampleBatch) -> tuple[Any, dict[str, float]]:
         if "compute_gradients_fn" not in self.hooks:
             return super().compute_gradients(batch)
-        gradients, stats = self.hooks["compute_gradients_fn"](self, self.prepared(batch))
-        return gradients, dict(stats)
+        made = self.hooks["compute_gradients_fn"](self, self.prepared(batch))
+        gradients, stats = _parts("compute_gradients_fn", made, "gradients, statistics")
+        return gradients, _numbers("compute_gradients_fn", stats)
 
     def apply_gradients(self, gradients: Any) -> None:
         if "apply_gradients_fn" not in self.hooks:
@@ -345,6 +368,13 @@ class BuiltTorchPolicy(TorchPolicy):
         gradients, stats = self.compute_gradients(batch)
         self.apply_gradients(gradients)
         return stats
+
+
+def _parts(hook: str, made: Any, names: str) -> Any:
+    """A tuple that a hook gave."""
+    if not isinstance(made, (tuple, list)) or len(made) != len(names.split(", ")):
+        raise ConfigError(f"{hook} gives ({names}), it gave {made!r}")
+    return made
 
 
 def _numbers(hook: str, made: Any) -> dict[str, float]:

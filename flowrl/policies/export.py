@@ -127,6 +127,8 @@ def export(policy: TorchPolicy, path: Path | str, format: str | None) -> Path:
         if getattr(acts, name) is not getattr(_plain(), name):
             raise ConfigError(f"export: {acts.__name__} acts by a {name}() of its own")
     path = Path(path)
+    if path.is_dir():
+        raise ConfigError(f"export: {str(path)!r} is a folder, not a file")
     acting = copy.deepcopy(Acting(policy)).cpu().eval().requires_grad_(False)
     inputs = example_inputs(policy, 2)
     batch = torch.export.Dim("batch", min=1)

@@ -131,7 +131,9 @@ class FlatAdam:
         return {"state": {0: slot}, "param_groups": self.param_groups}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        slot = state["state"][0]
+        slot = state["state"].get(0, {})
+        if set(slot) != {"step", "exp_avg", "exp_avg_sq"}:
+            raise KeyError(f"Adam keeps step, exp_avg and exp_avg_sq, these are {sorted(slot)}")
         self._steps = int(slot["step"])
         self._mean.copy_(slot["exp_avg"])
         self._square.copy_(slot["exp_avg_sq"])

@@ -15,6 +15,8 @@ from flowrl.policies.session import PolicySession
 from flowrl.policies.view_requirement import ViewRequirement
 from flowrl.seeding import random_stream, restore_stream, stream_state
 
+_STATE = ("weights", "filters", "timestep", "version", "rng", "shuffle_rng")
+
 
 class Policy:
     """Decides on actions and learns from batches.
@@ -334,7 +336,15 @@ class Policy:
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Take over what `get_state` gave."""
+        """Take over what `get_state` gave.
+
+        Raises:
+            ValueError: parts of it are missing, or the weights are another network's; nothing is
+                changed.
+        """
+        missing = [part for part in _STATE if part not in state]
+        if missing:
+            raise ValueError(f"a policy's state without {', '.join(missing)}")
         self.set_weights(state["weights"])
         self.set_filter_state(state["filters"])
         self.timestep = int(state["timestep"])

@@ -23,6 +23,7 @@ from flowrl.policies.models.base import ModelV2, ModuleModel, TensorBatch
 from flowrl.policies.models.catalog import make_model
 from flowrl.policies.policy import Policy
 from flowrl.policies.schedules import value_at
+from flowrl.policies.view_requirement import misfit
 from flowrl.seeding import random_stream
 
 __all__ = ["TensorBatch", "TorchPolicy", "TrackedBatch"]
@@ -212,14 +213,14 @@ class TorchPolicy(Policy):
     def compute_actions_from_input_dict(
         self, input_dict: dict[str, Any], explore: bool = True
     ) -> tuple[Any, list[np.ndarray], dict[str, np.ndarray]]:
-        if len(input_dict) == 1:  # the way of a subclass, if it has one
+        if len(input_dict) == 1 and "obs" in input_dict:  # the way of a subclass, if it has one
             return self.compute_actions(input_dict["obs"], explore=explore)
         return self._act(input_dict, explore)
 
     def _act(
         self, input_dict: dict[str, Any], explore: bool
     ) -> tuple[Any, list[np.ndarray], dict[str, np.ndarray]]:
-        outputs, values, states = self.model.compute_outputs(input_dict)
+        outputs, values, states = self._outputs(input_dict)
         actions, logp = self.exploration.act(outputs, self, explore)
         extra = {"action_logp": logp, "action_dist_inputs": outputs}
         if values is not None:
@@ -227,6 +228,41 @@ class TorchPolicy(Policy):
         if type(self).extra_action_out is not TorchPolicy.extra_action_out:
             extra |= self.extra_action_out(input_dict, states, outputs)
         return actions, states, extra
+
+    def _outputs(
+        self, input_dict: dict[str, Any]
+    ) -> tuple[np.ndarray, np.ndarray | None, list[np.ndarray]]:
+        """What the model gives for one step. If it fails, the inputs are looked at: that costs
+        nothing where they are right."""
+        try:
+            return self.model.compute_outputs(input_dict)
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            problem = self._misfit(input_dict)
+            if problem is None or isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"{type(self).__name__} cannot act on this: {problem}") from error
+
+    def _misfit(self, input_dict: dict[str, Any]) -> str | None:
+        """What is wrong with the views of a step, in words; None if nothing is found."""
+        wanted = {n: v for n, v in self.view_requirements.items() if v.known_for_actions(n)}
+        missing = sorted(set(wanted) - set(input_dict))
+        if missing:
+            return f"the view {missing[0]!r} is missing, there is only {sorted(input_dict)}"
+        problems = [
+            misfit(view.space, input_dict[name], name)
+            for name, view in wanted.items()
+            if view.space is not None and not view.is_window
+        ]
+        for i, initial in enumerate(self.get_initial_state()):
+            state = spaces.Box(-np.inf, np.inf, initial.shape, np.float32)
+            problems.append(misfit(state, input_dict.get(f"state_in_{i}"), f"state_in_{i}"))
+        found = next((problem for problem in problems if problem), None)
+        if found is None:
+            seen: dict[str, Any] = {name: optree.tree_leaves(input_dict[name]) for name in wanted}
+            rows = {name: sorted({len(leaf) for leaf in leaves}) for name, leaves in seen.items()}
+            if len({count for counts in rows.values() for count in counts}) > 1:
+                return f"arrays of different numbers of rows: {rows}"
+        return found
 
     def compute_values(self, obs_batch: Any) -> np.ndarray | None:
         return self.model.compute_values({"obs": obs_batch})
@@ -248,14 +284,27 @@ class TorchPolicy(Policy):
             input_dict: instead, every view that the model wants, [B, …] each.
         """
         inputs = {"obs": obs_batch} if input_dict is None else input_dict
-        outputs, _, _ = self.model.compute_outputs(inputs)
-        counts = {len(np.atleast_1d(leaf)) for leaf in optree.tree_leaves(actions)}
-        if counts != {len(outputs)}:
-            raise ValueError(f"{sorted(counts)} actions for {len(outputs)} observations")
+        outputs, _, _ = self._outputs(inputs)
+        self._check_actions(actions, len(outputs))
         with torch.inference_mode():
             dist = self.dist_class(torch.from_numpy(outputs), self.model)
             tensors = TensorBatch(SampleBatch({"actions": actions}))["actions"]
-            return dist.logp(tensors).numpy()
+            try:
+                return dist.logp(tensors).numpy()
+            except (IndexError, RuntimeError) as error:
+                raise ValueError(
+                    f"actions: not of {self.action_space}, with numbers from 0: {actions}"
+                ) from error
+
+    def _check_actions(self, actions: Any, count: int) -> None:
+        """Refuse actions that are not `count` ones as the policy gives them."""
+        problem = misfit(self.action_space, actions, "actions")
+        if problem is not None:
+            raise ValueError(problem)
+        leaves: Any = optree.tree_leaves(actions)
+        counts = sorted({len(leaf) for leaf in leaves})
+        if counts != [count]:
+            raise ValueError(f"{counts} actions for {count} observations")
 
     # -- learning ------------------------------------------------------------------------------
 
@@ -477,6 +526,16 @@ class TorchPolicy(Policy):
         return state
 
     def set_state(self, state: dict[str, Any]) -> None:
+        before = self.get_state()
+        try:
+            self._take_state(state)
+        except Exception:
+            self._take_state(before)  # a state that does not fit changes nothing
+            raise
+
+    def _take_state(self, state: dict[str, Any]) -> None:
+        if "optimizer" not in state:
+            raise ValueError(f"the state of a {type(self).__name__} without optimizer")
         super().set_state(state)
         for i, optimizer in enumerate(self.optimizers):
             whole = optimizer.state_dict()
@@ -488,7 +547,11 @@ class TorchPolicy(Policy):
                         k: torch.from_numpy(np.array(v)) if isinstance(v, np.ndarray) else v
                         for k, v in slot.items()
                     }
-            optimizer.load_state_dict(whole)
+            try:
+                optimizer.load_state_dict(whole)
+            except (KeyError, TypeError, RuntimeError) as error:
+                kind = type(optimizer).__name__
+                raise ValueError(f"the state is not of optimizer {i}, a {kind}: {error}") from error
         for optimizer, rates in zip(self.optimizers, state.get("rates", self._rates), strict=True):
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate

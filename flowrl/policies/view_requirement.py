@@ -158,3 +158,35 @@ def zeros_of(space: spaces.Space) -> Any:
     if isinstance(space, spaces.Tuple):
         return tuple(zeros_of(part) for part in space)
     return np.zeros(space.shape or (), space.dtype)
+
+
+def misfit(space: spaces.Space, values: Any, name: str) -> str | None:
+    """What is wrong with arrays [B, …] of values of a space, in words; None if nothing is."""
+    if isinstance(space, spaces.Dict):
+        if not isinstance(values, dict) or set(values) != set(space):
+            return f"{name}: a dict of arrays for {sorted(space)} is needed, got {_told(values)}"
+        found = (misfit(space[key], values[key], f"{name}[{key!r}]") for key in sorted(space))
+        return next((problem for problem in found if problem), None)
+    if isinstance(space, spaces.Tuple):
+        if not isinstance(values, tuple) or len(values) != len(space):
+            return f"{name}: a tuple of {len(space)} arrays is needed, got {_told(values)}"
+        found = (
+            misfit(s, v, f"{name}[{i}]") for i, (s, v) in enumerate(zip(space, values, strict=True))
+        )
+        return next((problem for problem in found if problem), None)
+    shape = "".join(f", {side}" for side in space.shape or ())
+    kinds = "biuf" if isinstance(space, spaces.Box) else "biu"
+    if not isinstance(values, np.ndarray) or values.dtype.kind not in kinds:
+        return f"{name}: an array of {space.dtype} [B{shape}] is needed, got {_told(values)}"
+    if values.ndim == 0 or values.shape[1:] != (space.shape or ()):
+        return f"{name}: an array [B{shape}] is needed, got one of shape {list(values.shape)}"
+    return None
+
+
+def _told(values: Any) -> str:
+    if isinstance(values, dict):
+        return f"a dict of {sorted(map(str, values))}"
+    if isinstance(values, np.ndarray):
+        return f"one of {values.dtype} {list(values.shape)}"
+    told = f"a {type(values).__name__}"
+    return f"{told} of {len(values)}" if isinstance(values, (list, tuple)) else told

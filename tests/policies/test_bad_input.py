@@ -467,6 +467,98 @@ def test_columns_of_a_hook_are_a_dict():
         made(BOX, TWO, {}).compute_actions(rows()["obs"])
 
 
+def _use(made):
+    policy = made(BOX, TWO, {})
+    policy.compute_actions(rows()["obs"])
+    policy.learn_on_batch(rows())
+
+
+@pytest.mark.parametrize(
+    ("hook", "gives"),
+    [
+        ("action_sampler_fn", "actions, logp, dist_inputs, states"),
+        ("action_distribution_fn", "dist_inputs, dist_class, states"),
+        ("compute_gradients_fn", "gradients, statistics"),
+        ("make_model_and_action_dist", "model, dist_class"),
+    ],
+)
+def test_hooks_give_tuples(hook, gives):
+    made = build_torch_policy("Odd", lambda *a: None, **{hook: lambda *args, **more: 5})
+    with pytest.raises(ConfigError, match=rf"{hook} gives \({gives}\), it gave 5"):
+        _use(made)
+
+
+@pytest.mark.parametrize(
+    ("obs", "match"),
+    [
+        ([[0.0, 0.0, 0.0]], r"array of float32 \[B, 3\] is needed, got a list of 1"),
+        (np.zeros(3, np.float32), r"array \[B, 3\] is needed, got one of shape \[3\]"),
+        (np.zeros((2, 4), np.float32), r"array \[B, 3\] is needed, got one of shape \[2, 4\]"),
+        ("abc", "got a str"),
+        (None, "got a NoneType"),
+        ({"a": np.zeros((2, 3))}, r"got a dict of \['a'\]"),
+    ],
+)
+def test_what_cannot_be_acted_on_is_told(obs, match):
+    with pytest.raises(ConfigError, match=match):
+        PPOTorchPolicy(BOX, TWO, {}).compute_actions(obs)
+
+
+def test_views_that_cannot_be_acted_on_are_told():
+    policy = PPOTorchPolicy(BOX, TWO, {})
+    with pytest.raises(ConfigError, match="the view 'obs' is missing, there is only"):
+        policy.compute_actions_from_input_dict({"ob": np.zeros((2, 3))})
+    nested = PPOTorchPolicy(spaces.Dict(a=BOX, b=TWO), TWO, {})
+    obs = np.zeros((2, 3), np.float32)
+    for given, match in [
+        (obs, r"a dict of arrays for \['a', 'b'\] is needed, got one of float32 \[2, 3\]"),
+        ({"a": obs}, r"got a dict of \['a'\]"),
+        ({"a": obs, "b": np.zeros(3, np.int64)}, r"different numbers of rows: {'obs': \[2, 3\]}"),
+        ({"a": obs, "b": ["x", "y"]}, r"obs\['b'\]: an array of int64 \[B\] is needed"),
+    ]:
+        with pytest.raises(ConfigError, match=match):
+            nested.compute_actions(given)
+    pair = PPOTorchPolicy(spaces.Tuple((BOX, TWO)), TWO, {})
+    with pytest.raises(ConfigError, match="a tuple of 2 arrays is needed, got a list of 2"):
+        pair.compute_actions([obs, np.zeros((3, 1), np.int64)])
+    image = PPOTorchPolicy(spaces.Box(0, 255, (20, 20, 3), np.uint8), TWO, {})
+    with pytest.raises(ConfigError, match=r"got one of shape \[2, 3, 20, 20\]"):
+        image.compute_actions(np.zeros((2, 3, 20, 20), np.uint8))
+    memory = PPOTorchPolicy(BOX, TWO, {"model": {"use_lstm": True}})
+    with pytest.raises(ConfigError, match=r"state_in_0: an array \[B, 64\] is needed"):
+        memory.compute_actions(obs, state_batches=[np.zeros((2, 3), np.float32)] * 4)
+
+
+def test_a_state_that_does_not_fit_changes_nothing():
+    policy, other = (Regress(BOX, TWO, {"seed": seed}) for seed in (0, 1))
+    for one in (policy, other):
+        one.learn_on_batch(rows())
+    before, given = policy.get_state(), other.get_state()
+    slot = given["optimizer"]["0"]
+    for part in before:
+        if part in ("rates", "num_skipped_updates", "exploration"):
+            continue  # not in older checkpoints
+        with pytest.raises((ValueError, KeyError), match=part):
+            policy.set_state({k: v for k, v in given.items() if k != part})
+    for wrong, match in [
+        ({"optimizer": {}}, "Adam keeps step, exp_avg and exp_avg_sq, these are"),
+        ({"optimizer": {"0": {"momentum": np.zeros(2)}}}, r"these are \['momentum'\]"),
+        ({"optimizer": {"0": {**slot, "exp_avg": np.zeros(2)}}}, "not of optimizer 0, a FlatAdam"),
+        ({"rng": {}}, "PCG64"),
+        ({"rates": [[1.0, 2.0]]}, "zip"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            policy.set_state({**given, **wrong})
+    after = policy.get_state()
+    for name, weight in before["weights"].items():
+        np.testing.assert_array_equal(after["weights"][name], weight)
+    for name, part in before["optimizer"]["0"].items():
+        np.testing.assert_array_equal(after["optimizer"]["0"][name], part)
+    assert {k: after[k] for k in ("rng", "rates", "version")} == {
+        k: before[k] for k in ("rng", "rates", "version")
+    }
+
+
 def test_a_mask_deeper_down_is_refused():
     space = spaces.Dict({"a": spaces.Dict({"action_mask": spaces.MultiBinary(2), "at": BOX})})
     with pytest.raises(ConfigError, match="from the top of a Dict"):
@@ -481,8 +573,16 @@ def test_very_wide_bounds():
 
 def test_as_many_actions_as_observations():
     policy = PPOTorchPolicy(BOX, TWO, {})
-    for actions in (np.zeros(3, np.int64), 0):
-        with pytest.raises(ValueError, match="actions for 12 observations"):
+    with pytest.raises(ValueError, match=r"3.* actions for 12 observations"):
+        policy.compute_log_likelihoods(np.zeros(3, np.int64), rows()["obs"])
+    for actions, match in [
+        (0, r"an array of int64 \[B\] is needed, got a int"),
+        (np.zeros(12), r"an array of int64 \[B\] is needed, got one of float64"),
+        (np.zeros((12, 1), np.int64), r"an array \[B\] is needed, got one of shape \[12, 1\]"),
+        (np.full(12, 2), r"not of Discrete\(2\), with numbers from 0"),
+        (np.full(12, -1), r"not of Discrete\(2\), with numbers from 0"),
+    ]:
+        with pytest.raises(ValueError, match=match):
             policy.compute_log_likelihoods(actions, rows()["obs"])
 
 

@@ -212,6 +212,23 @@ def test_own_gradients():
     assert policy.version == version + 1
 
 
+def test_updates_of_a_subclass_keep_its_methods():
+    class Own(MyTorchPolicy):
+        def extra_action_out(self, input_dict, states, outputs):
+            return {"mine": 2 * outputs}
+
+    updated = Own.with_updates(name="Later", stats_fn=lambda policy, batch: {"told": 1.0})
+    again = updated.with_updates(stats_fn=lambda policy, batch: {"told": 2.0})
+    assert issubclass(updated, Own) and issubclass(again, Own)
+    for made, told in ((updated, 1.0), (again, 2.0)):
+        policy = made(BOX, TWO, {})
+        told_with = policy.compute_actions(rows()["obs"])[2]
+        np.testing.assert_array_equal(told_with["mine"], 2 * told_with["action_dist_inputs"])
+        assert policy.learn_on_batch(rows())["told"] == told
+    with pytest.raises(TypeError, match="loss_fn is Own's"):
+        updated.with_updates(loss_fn=None)
+
+
 def test_several_losses_and_optimizers():
     """Each optimizer's parameters follow their own loss alone."""
 

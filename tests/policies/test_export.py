@@ -126,6 +126,8 @@ def test_onnx(name, tmp_path):
 
 def test_what_cannot_be_exported(tmp_path):
     policy = a_policy("plain")
+    with pytest.raises(ConfigError, match="is a folder"):
+        policy.export(tmp_path)
     with pytest.raises(ConfigError, match="one of torch, onnx"):
         policy.export(tmp_path / "x", format="tf")
     policy.view_requirements["others"] = ViewRequirement("obs", agents=["x"])

@@ -117,6 +117,29 @@ def test_one_hot_by_numpy_is_torchs():
         assert (features.sum(1) == np.size(values[0])).all()
 
 
+def test_settings_of_convolutions_and_units():
+    """The kind of the activations, the width of the units' layers, how open their gates begin."""
+    kinds = {type(m) for m in model_for(IMAGE, conv_activation="elu").modules()}
+    assert nn.ELU in kinds and nn.ReLU not in kinds
+    wide = model_for(BOX, use_attention=True, attention_position_wise_mlp_dim=37)
+    assert any(37 in p.shape for p in wide.parameters())
+
+    def moved(bias):
+        """How far an observation's memory moves the outputs."""
+        model = model_for(BOX, use_attention=True, attention_init_gru_gate_bias=bias)
+        inputs = {"obs": stack(BOX, 6)}
+        for i, state in enumerate(model.get_initial_state()):
+            memory = np.random.default_rng(i).standard_normal((6, 50, *state.shape))
+            memory[..., -1] = 1.0  # it is there
+            inputs[f"state_in_{i}"] = memory.astype(np.float32)
+        seen = model.compute_outputs(inputs)[0]
+        other = {k: v if k == "obs" else v[:, ::-1] ** 3 for k, v in inputs.items()}
+        return np.abs(model.compute_outputs(other)[0] - seen).max()
+
+    # with a high bias the gates let nothing but the unit's input through (Parisotto et al. 2020)
+    assert moved(30.0) < 1e-6 < moved(0.0)
+
+
 def test_images_are_scaled_and_channels_found():
     last = ImageEncoder(IMAGE, ModelConfig())
     first = ImageEncoder(spaces.Box(0, 255, (4, 84, 84), np.uint8), ModelConfig())
