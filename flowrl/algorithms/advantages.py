@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from flowrl.algorithms.config import OnPolicyConfig
+from flowrl.policies.config import ConfigError
 from flowrl.policies.returns import discounted_returns, generalized_advantages
 from flowrl.policies.torch_policy import TorchPolicy
 
@@ -17,6 +18,11 @@ class OnPolicyPolicy(TorchPolicy):
 
     def postprocess_fragment(self, fragment: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """GAE, or discounted returns minus values, over time-major columns [T, N]."""
+        if "vf_preds" not in fragment:
+            raise ConfigError(
+                f"{type(self).__name__} learns from values, but its model gives none: write its "
+                "value_function(), or let a plain module give (outputs, values)"
+            )
         config, values = self.config, fragment["vf_preds"]
         rewards, dones = fragment["rewards"], fragment["dones"]
         following = fragment["next_values"]

@@ -133,6 +133,7 @@ class AlgorithmConfig(PolicyConfig):
                 raise ConfigError(f".{group}() has no setting {name!r}.{hint}")
         changed = self.updated(**values)
         vars(self).update({name: getattr(changed, name) for name in values})  # checked together
+        self.model_fields_set.update(values)
         return self
 
     def environment(self, env: Env | None = None, **settings: Any) -> Self:

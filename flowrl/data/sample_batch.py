@@ -131,9 +131,11 @@ class SampleBatch(dict[str, Any]):
     @property
     def count(self) -> int:
         """Rows, padding not counted."""
-        if self.SEQ_LENS in self:
+        if dict.__contains__(self, self.SEQ_LENS):
             return int(np.sum(self[self.SEQ_LENS]))
-        for _, column in self.stored():
+        for column in dict.values(self):
+            if type(column) is np.ndarray:
+                return len(column)
             for leaf in _leaves(column):
                 return len(leaf)
         return 0

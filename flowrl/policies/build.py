@@ -170,10 +170,7 @@ class BuiltTorchPolicy(TorchPolicy):
     base: ClassVar[Any] = None
 
     def __init__(self, observation_space: Any, action_space: Any, config: Any = None):
-        given = {} if config is None else config
-        if not isinstance(given, self.config_class):
-            given = self.config_class(**dict(given.items()))
-        self.config = given
+        given = self.config = self.settings_of({} if config is None else config)
         for hook in ("validate_spaces", "before_init"):
             self._call_init_hook(hook, observation_space, action_space)
         TorchPolicy.__init__(self, observation_space, action_space, given)

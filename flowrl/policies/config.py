@@ -37,9 +37,13 @@ def imported(path: str) -> Any:
     return found
 
 
+_ELSEWHERE = {"learning_rate": "lr", "discount": "gamma", "n_steps": "rollout_fragment_length"}
+
+
 def nearest(name: str, known: list[str]) -> str:
     """` Did you mean 'x'?`, or nothing when no known name is near."""
-    close = difflib.get_close_matches(name, known, n=1)
+    other = _ELSEWHERE.get(name)
+    close = [other] if other in known else difflib.get_close_matches(name, known, n=1)
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
@@ -130,7 +134,14 @@ class Settings(BaseModel):
             if isinstance(current, Settings) and isinstance(value, dict):
                 value = current.updated(**value)
             values[name] = value
-        return type(self)(**values)
+        made = type(self)(**values)
+        made.model_fields_set.clear()
+        made.model_fields_set.update(self.model_fields_set, changes)
+        return made
+
+    def chosen(self) -> dict[str, Any]:
+        """The settings that somebody has set; the others have their defaults."""
+        return {name: self[name] for name in self.keys() if name in self.model_fields_set}
 
 
 def _rising(schedule: Scheduled) -> Scheduled:

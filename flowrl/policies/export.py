@@ -144,6 +144,25 @@ def export(policy: TorchPolicy, path: Path | str, format: str | None) -> Path:
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise ConfigError("export: the format onnx needs `pip install flowrl[onnx]`") from error
-    names = sorted(inputs)
-    torch.onnx.export(program, (), str(path), input_names=names, dynamo=True, verbose=False)
+    with torch.no_grad():
+        outputs = acting(inputs)
+    torch.onnx.export(
+        program,
+        (),
+        str(path),
+        input_names=leaf_names(inputs),
+        output_names=leaf_names(outputs),
+        dynamo=True,
+        verbose=False,
+    )
     return path
+
+
+def leaf_names(tree: Any, name: str = "") -> list[str]:
+    """What the arrays of a nest are called, in its order: `obs`, or `obs.eye` and `obs.rest.0`."""
+    if isinstance(tree, (list, tuple)):
+        tree = dict(enumerate(tree))
+    if not isinstance(tree, dict):
+        return [name]
+    parts = ((f"{name}.{key}" if name else str(key), part) for key, part in tree.items())
+    return [leaf for called, part in parts for leaf in leaf_names(part, called)]

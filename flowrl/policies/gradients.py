@@ -65,7 +65,14 @@ def _take(policy: TorchPolicy, batch: SampleBatch) -> dict[str, float]:
     named |= policy.stats
     named |= policy.extra_grad_process()
     named["grad_norm"] = torch.linalg.vector_norm(policy.flat.gradient)
-    values = torch.stack([_number(value, policy.device) for value in named.values()])
+    try:
+        values = torch.stack([_number(value, policy.device) for value in named.values()])
+    except (RuntimeError, TypeError, ValueError) as error:
+        odd = [name for name, value in named.items() if not _is_number(value)]
+        raise ConfigError(
+            f"{type(policy).__name__}: statistics are numbers, or tensors of one number without "
+            f"axes, but not {', '.join(odd)}: {[named[name] for name in odd]}"
+        ) from error
     stats = dict(zip(named, values.tolist(), strict=True))
     if not (np.isfinite(stats["grad_norm"]) and np.isfinite(stats["total_loss"])):
         _refuse(policy, stats, batch)
@@ -93,6 +100,12 @@ def _number(value: Any, device: torch.device) -> torch.Tensor:
         value = value.detach()
         return value if device.type == "cpu" else value.to(device)
     return torch.as_tensor(value, dtype=torch.float32, device=device).detach()
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.dim() == 0
+    return isinstance(value, (bool, int, float, np.number))
 
 
 def _refuse(policy: TorchPolicy, stats: dict[str, float], batch: SampleBatch) -> None:

@@ -41,11 +41,7 @@ class Policy:
     def __init__(self, observation_space: spaces.Space, action_space: spaces.Space, config: Any):
         self.observation_space = observation_space
         self.action_space = action_space
-        self.config = (
-            config
-            if isinstance(config, self.config_class)
-            else self.config_class(**dict(config.items()))
-        )
+        self.config = self.settings_of(config)
         self.view_requirements: dict[str, ViewRequirement] = {
             "obs": ViewRequirement(space=observation_space)
         }
@@ -65,6 +61,21 @@ class Policy:
         if self.config.normalize_rewards:
             self.reward_scaler = RewardScaler(self.config.gamma)
 
+    @classmethod
+    def settings_of(cls, config: Any) -> Any:
+        """A mapping merged over the defaults of `config_class`; of another record only what is set
+        in it and known here, so that the policy's own defaults go before that one's.
+
+        Raises:
+            ConfigError: an unknown setting, or a wrong value.
+        """
+        if isinstance(config, cls.config_class):
+            return config
+        values = config.chosen() if isinstance(config, PolicyConfig) else dict(config.items())
+        if isinstance(config, PolicyConfig):
+            values = {k: v for k, v in values.items() if k in cls.config_class.model_fields}
+        return cls.config_class(**values)
+
     # -- acting --------------------------------------------------------------------------------
 
     def compute_actions(
@@ -76,7 +87,10 @@ class Policy:
             actions [B, …]; states after the step, [B, …] each (see `get_initial_state`); extra
             columns [B, …] to be recorded, such as `action_logp` and `vf_preds`.
         """
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} has no compute_actions(): write one that gives (actions, "
+            "states, extra columns)"
+        )
 
     def compute_actions_from_input_dict(
         self, input_dict: dict[str, Any], explore: bool = True

@@ -79,7 +79,7 @@ def policy_from_checkpoint(
         raise CheckpointError(f"{path}: it has no policy {policy_id!r}, only {sorted(told)}")
     about = told[policy_id]
     try:
-        policy_class = imported(about["class"])
+        policy_class = _class_of(about["class"], wanted)
         own = about["config_class"]
         config_class: Any = imported(own) if own else getattr(policy_class, "config_class", None)
         for found, base in ((policy_class, _policy()), (config_class, PolicyConfig)):
@@ -90,7 +90,8 @@ def policy_from_checkpoint(
         own_spaces = [space_from_json(about[f"{kind}_space"]) for kind in ("observation", "action")]
     except (ImportError, AttributeError, TypeError, KeyError, ValueError) as error:
         raise CheckpointError(
-            f"{path}: policy {policy_id!r} cannot be made from what is there: {error}"
+            f"{path}: policy {policy_id!r} cannot be made from what is there: {error} (import its "
+            "class, and call from_checkpoint() of that one)"
         ) from error
     try:
         settings = _merged(about["config"], changes or {})
@@ -115,6 +116,17 @@ def policy_from_checkpoint(
             + (f" (settings that were left out: {about['left_out']})" if about["left_out"] else "")
         ) from error
     return policy
+
+
+def _class_of(path: str, wanted: type[Policy]) -> Any:
+    """The class of a path; the one that is asked for, if it has the same name and the path leads
+    nowhere here (a script's classes are in `__main__`)."""
+    try:
+        return imported(path)
+    except (ImportError, AttributeError):
+        if path.partition(":")[2] != wanted.__qualname__:
+            raise
+        return wanted
 
 
 def _policy() -> type[Policy]:

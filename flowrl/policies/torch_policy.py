@@ -346,6 +346,7 @@ class TorchPolicy(Policy):
     ) -> dict[str, float]:
         skipped = self.num_skipped_updates
         stats = super().learn_on_minibatches(self.prepared(batch), num_sgd_iter, sgd_minibatch_size)
+        stats["cur_lr"] = float(self.optimizer.param_groups[0]["lr"])
         if self.config.on_bad_update == "skip":
             stats["num_skipped_updates"] = float(self.num_skipped_updates - skipped)
         return stats
@@ -459,8 +460,8 @@ class TorchPolicy(Policy):
         Args:
             path: of the file.
             format: "torch" (a torch.export program: `torch.export.load(path).module()`) or "onnx"
-                (its inputs and outputs have the same names; needs the extra `onnx`). None: by the
-                file's ending, `.onnx` or any other.
+                (its inputs and outputs have the same names, leaves of nested ones `obs.key`; needs
+                the extra `onnx`). None: by the file's ending, `.onnx` or any other.
 
         Raises:
             ConfigError: another format; the extra is missing; a view that only flowrl can show.

@@ -75,12 +75,13 @@ def policy_class_and_config(
         own = {**own, "seed": derive_seed(seed, "policy", policy_id)}
     if isinstance(given, policy_class.config_class):
         return policy_class, given.updated(**own) if own else given
-    return policy_class, _for_policy(policy_class, {**dict(given.items()), **own})
+    return policy_class, {**_for_policy(policy_class, given), **own}
 
 
-def _for_policy(policy_class: type[Policy], given: Any) -> Any:
-    """The settings that the policy's record takes."""
-    if isinstance(given, policy_class.config_class):
-        return given
+def _for_policy(policy_class: type[Policy], given: Any) -> dict[str, Any]:
+    """The settings that the policy's record takes; of another record those that were set, so that
+    the policy's own defaults go before that one's."""
     known = policy_class.config_class.model_fields
+    if isinstance(given, PolicyConfig):
+        return dict(policy_class.settings_of(given).chosen())
     return {k: v for k, v in given.items() if k in known or k not in WORKER_SETTINGS}

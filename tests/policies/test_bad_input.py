@@ -467,6 +467,46 @@ def test_columns_of_a_hook_are_a_dict():
         made(BOX, TWO, {}).compute_actions(rows()["obs"])
 
 
+@pytest.mark.parametrize("told", [np.ones(2), torch.ones(1), "x", None])
+def test_statistics_are_numbers(told):
+    class Odd(Regress):
+        def loss(self, batch):
+            self.stats["mine"] = told
+            return super().loss(batch)
+
+    with pytest.raises(ConfigError, match=r"statistics are numbers.* but not mine"):
+        Odd(BOX, TWO, {}).learn_on_batch(rows())
+
+
+def test_columns_of_objects_have_no_tensors():
+    class Reads(Regress):
+        def loss(self, batch):
+            return super().loss(batch) + len(batch["infos"])
+
+    batch = rows().with_columns(infos=[{}] * 12)
+    with pytest.raises(TypeError, match="column 'infos' holds objects"):
+        Reads(BOX, TWO, {}).learn_on_batch(batch)
+
+
+def test_learning_from_values_that_no_model_gives():
+    class Headless(ModelV2):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.out = nn.Linear(4, 2)
+
+        def forward(self, input_dict, state, seq_lens):
+            return self.out(input_dict["obs"]), state
+
+    worker = RolloutWorker("CartPole-v1", PPOTorchPolicy, {"model": {"custom_model": Headless}})
+    with pytest.raises(ConfigError, match="learns from values, but its model gives none"):
+        worker.sample()
+
+
+def test_names_that_others_use():
+    with pytest.raises(ConfigError, match="Did you mean 'lr'"):
+        PPOConfig().training(learning_rate=1e-3)
+
+
 def _use(made):
     policy = made(BOX, TWO, {})
     policy.compute_actions(rows()["obs"])

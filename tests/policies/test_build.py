@@ -7,6 +7,7 @@ import pytest
 import torch
 from gymnasium import spaces
 
+from flowrl.algorithms.a2c import A2C, A2CConfig
 from flowrl.data import SampleBatch
 from flowrl.policies import ConfigError, build_tf_policy, build_torch_policy
 from flowrl.policies.distributions import Categorical
@@ -227,6 +228,31 @@ def test_updates_of_a_subclass_keep_its_methods():
         assert policy.learn_on_batch(rows())["told"] == told
     with pytest.raises(TypeError, match="loss_fn is Own's"):
         updated.with_updates(loss_fn=None)
+
+
+def test_defaults_under_an_algorithms_settings():
+    """What is set for the run goes before the policy's defaults, those before the algorithm's."""
+    defaults = {"lr": 1e-2, "betta": 3.0}
+    made = build_torch_policy(
+        "Mine", policy_gradient_loss, get_default_config=lambda: dict(defaults)
+    )
+    typed = build_torch_policy(
+        "Typed", policy_gradient_loss, get_default_config=lambda: A2CConfig(lr=1e-2)
+    )
+    for policy_class in (made, typed):
+
+        class Own(A2C):
+            pass
+
+        Own.policy_class = policy_class
+        for chosen, lr in (({}, 1e-2), ({"lr": 1e-4}, 1e-4)):
+            config = A2CConfig(env="CartPole-v1", train_batch_size=32, gamma=0.5, **chosen)
+            with Own(config) as algo:
+                algo.train()
+                policy = algo.get_policy()
+            assert (policy.config.lr, policy.config.gamma) == (lr, 0.5)
+            assert policy.optimizer.param_groups[0]["lr"] == lr
+            assert policy_class is not made or policy.config["betta"] == 3.0
 
 
 def test_several_losses_and_optimizers():

@@ -10,16 +10,35 @@ import pytest
 import torch
 from gymnasium import spaces
 
+from flowrl.algorithms.a2c import A2CTorchPolicy
 from flowrl.algorithms.ppo import PPOConfig, PPOTorchPolicy
 from flowrl.data.checkpoint import CheckpointError
-from flowrl.policies import ConfigError, Policy, ViewRequirement
-from flowrl.policies.export import example_inputs
+from flowrl.policies import ConfigError, ModelV2, Policy, ViewRequirement
+from flowrl.policies.export import example_inputs, leaf_names
 from flowrl.policies.saved import space_from_json, space_to_json
 
 from .test_models import Plain
 
 BOX = spaces.Box(-1, 1, (4,), np.float32)
 NESTED = spaces.Dict(a=BOX, eye=spaces.Box(0, 255, (12, 12, 3), np.uint8))
+
+
+class WithLastObs(ModelV2):
+    """A view that comes before `obs` in the alphabet."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.view_requirements["last_obs"] = ViewRequirement("obs", self.obs_space, shift=-1)
+        self.out, self.values = torch.nn.Linear(8, self.num_outputs), torch.nn.Linear(8, 1)
+
+    def forward(self, input_dict, state, seq_lens):
+        self.features = torch.cat([input_dict["obs"], 3 * input_dict["last_obs"]], 1)
+        return self.out(self.features), state
+
+    def value_function(self):
+        return self.values(self.features).squeeze(1)
+
+
 CASES = {
     "plain": (BOX, spaces.Discrete(3, start=1), {}),
     "bounds": (BOX, spaces.Box(-2, 3, (2,), np.float32), {"normalize_observations": True}),
@@ -33,6 +52,7 @@ CASES = {
         spaces.Discrete(3),
         {"model": {"use_attention": True, "attention_memory": 4}},
     ),
+    "last_obs": (BOX, spaces.Discrete(3), {"model": {"custom_model": WithLastObs}}),
     "frames": (BOX, spaces.Discrete(3), {"model": {"num_framestacks": 3}}),
     "nested": (NESTED, spaces.Dict(x=spaces.Discrete(2), y=spaces.MultiBinary(2)), {}),
     "mask": (
@@ -103,7 +123,13 @@ def test_exported_programs_act_like_the_policy(name, tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    ["bounds", *(pytest.param(n, marks=pytest.mark.slow) for n in ("plain", "lstm", "nested"))],
+    [
+        "last_obs",
+        *(
+            pytest.param(n, marks=pytest.mark.slow)
+            for n in ("plain", "bounds", "lstm", "nested", "mask", "attention", "frames")
+        ),
+    ],
 )
 def test_onnx(name, tmp_path):
     import onnxruntime
@@ -115,13 +141,20 @@ def test_onnx(name, tmp_path):
     for rows in (1, 5):
         inputs = random_inputs(policy, rows)
         actions, states = expected_of(policy, inputs)
-        leaves = optree.tree_leaves(inputs)
-        given = {i.name: leaf.numpy() for i, leaf in zip(session.get_inputs(), leaves, strict=True)}
-        made = session.run(None, given)
-        expected = [*optree.tree_leaves(actions), *states]
-        made = made[: len(expected)]  # after them what a view of actions is to show
-        for own, other in zip(made, expected, strict=True):
-            np.testing.assert_allclose(own, other, atol=1e-4)
+        names = [i.name for i in session.get_inputs()]
+        assert sorted(names) == sorted(leaf_names(inputs))
+        made = session.run(None, {name: leaf_called(inputs, name).numpy() for name in names})
+        told = dict(zip([o.name for o in session.get_outputs()], made, strict=True))
+        expected = {"actions": actions, **{f"state_out_{i}": s for i, s in enumerate(states)}}
+        assert set(told) - set(leaf_names(expected)) <= {"policy_actions", "policy_actions.0"}
+        for name in leaf_names(expected):
+            np.testing.assert_allclose(told[name], leaf_called(expected, name), atol=1e-4)
+
+
+def leaf_called(tree, name):
+    for key in name.split("."):
+        tree = tree[int(key) if isinstance(tree, tuple) else key]
+    return tree
 
 
 def test_what_cannot_be_exported(tmp_path):
@@ -176,6 +209,30 @@ assert "ray" not in sys.modules
         int(session.compute_single_action([0.1 * t, 0.0, 0.05, 0.0], 1.0)) for t in range(10)
     ]
     assert json.loads(done.stdout) == expected
+
+
+def test_the_class_of_a_script(tmp_path):
+    """A class in `__main__` cannot be imported elsewhere: the one that is asked is taken."""
+    script = """
+import sys
+from flowrl.algorithms.a2c import A2C, A2CConfig, A2CTorchPolicy
+class Mine(A2CTorchPolicy):
+    pass
+class Own(A2C):
+    policy_class = Mine
+if __name__ == "__main__":
+    with Own(A2CConfig(env="CartPole-v1", train_batch_size=32)) as algo:
+        algo.train()
+        algo.save(sys.argv[1])
+"""
+    (tmp_path / "script.py").write_text(script)
+    place = tmp_path / "checkpoint"
+    subprocess.run([sys.executable, tmp_path / "script.py", place], check=True)
+    with pytest.raises(CheckpointError, match="call from_checkpoint\\(\\) of that one"):
+        Policy.from_checkpoint(place)
+    mine = type("Mine", (A2CTorchPolicy,), {})
+    mine.__qualname__ = "Mine"
+    assert type(mine.from_checkpoint(place)) is mine
 
 
 def test_what_is_wrong_with_a_checkpoint_is_said(tmp_path):

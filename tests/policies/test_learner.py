@@ -16,6 +16,7 @@ from flowrl.policies.flat import FlatAdam, FlatParameters
 from flowrl.policies.gradients import clip_gradient
 from flowrl.policies.models import FullyConnectedNetwork
 from flowrl.policies.schedules import value_at
+from flowrl.sampling import RolloutWorker
 
 BOX = spaces.Box(-1, 1, (3,), np.float32)
 
@@ -324,7 +325,11 @@ def test_half_precision_is_near():
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 def test_compiled_networks_learn_the_same():
-    plain, compiled, batch = make_policy(), make_policy(compile=True), rows()
+    config = {"rollout_fragment_length": 32, "seed": 0}
+    worker = RolloutWorker("CartPole-v1", Regress, config)
+    batch, plain = worker.sample(), worker.policy
+    compiled = Regress(plain.observation_space, plain.action_space, {"compile": True})
+    compiled.set_weights(plain.get_weights())
     for _ in range(3):
         expected, stats = plain.learn_on_batch(batch), compiled.learn_on_batch(batch)
     assert stats["total_loss"] == pytest.approx(expected["total_loss"], rel=1e-4)
@@ -344,7 +349,7 @@ def test_bad_updates_may_be_left_out():
     assert stats["num_skipped_updates"] == 1
     assert np.isfinite(stats["total_loss"])
     stats = policy.learn_on_minibatches(odd, 2)
-    assert stats == {"num_skipped_updates": 2.0}
+    assert stats == {"num_skipped_updates": 2.0, "cur_lr": 3e-4}
     assert policy.num_skipped_updates == 3
     assert any((before[n] != w).any() for n, w in policy.get_weights().items())
     with pytest.raises(FloatingPointError, match=r"not finite in it: rewards"):

@@ -67,6 +67,8 @@ class TensorBatch(Inputs):
         column: Any = self._batch[key]
         made: Any
         if isinstance(column, np.ndarray):
+            if column.dtype == object:
+                raise TypeError(f"column {key!r} holds objects, which have no tensor")
             made = self._placed(column)
         else:
             made = optree.tree_map(self._placed, column)
@@ -184,8 +186,15 @@ class ModelV2(nn.Module):
     # -- learning ----------------------------------------------------------------------------------
 
     def compile_for_learning(self) -> None:
-        """Let `from_batch` call a compiled forward."""
-        object.__setattr__(self, "_learning", torch.compile(self.forward))
+        """Let `from_batch` call a compiled forward, on the model's views alone: a batch that makes
+        its columns when they are read cannot be compiled."""
+        compiled = torch.compile(self.forward)
+
+        def learning(batch: Any, state: State, seq_lens: Any) -> Any:
+            views = {name: batch[name] for name in self.view_requirements if name in batch}
+            return compiled({**views, "obs_flat": Inputs(views)["obs_flat"]}, state, seq_lens)
+
+        object.__setattr__(self, "_learning", learning)
 
     def from_batch(self, train_batch: Any, is_training: bool = True) -> tuple[torch.Tensor, State]:
         """`forward` on all rows of a train batch, the states of its sequences included.
