@@ -1,4 +1,4 @@
-"""What flows: batches of experience. numpy only."""
+"""What flows: batches of experience, and buffers that keep it. numpy only."""
 
 from flowrl.data.multi_agent_batch import (
     AgentID,
@@ -7,6 +7,7 @@ from flowrl.data.multi_agent_batch import (
     PolicyID,
     TensorType,
 )
+from flowrl.data.replay_buffer import PrioritizedReplayBuffer, ReplayBuffer
 from flowrl.data.sample_batch import DEFAULT_POLICY_ID, SampleBatch
 from flowrl.data.sequences import (
     add_time_dimension,
@@ -22,6 +23,8 @@ __all__ = [
     "EpisodeID",
     "MultiAgentBatch",
     "PolicyID",
+    "PrioritizedReplayBuffer",
+    "ReplayBuffer",
     "SampleBatch",
     "TensorType",
     "add_time_dimension",

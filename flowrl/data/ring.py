@@ -1,0 +1,420 @@
+"""Ring: rows of experience in preallocated columns, the oldest overwritten first."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import optree
+
+from flowrl.data.sample_batch import SampleBatch
+from flowrl.data.windows import Windows
+
+OBS, NEXT = SampleBatch.OBS, SampleBatch.NEXT_OBS
+ENDS = ("terminateds", "truncateds")
+LEFT_OUT = ("unroll_id", "env_id", "infos", "seq_lens")  # of no use away from the fragment
+REUSED_BYTES = 1 << 20  # outputs above: fresh memory costs a page fault per 4 KiB
+OUTPUTS_KEPT = 4
+
+Key = tuple[int, int]  # of a trajectory: episode and agent
+
+
+class Ring:
+    """The last `capacity` rows, by numbers that count up from the first row ever stored.
+
+    An observation is stored once: that of each row, and what the last row of a trajectory led to,
+    as long as the trajectory's next row is not there. Rows of a trajectory are found by the columns
+    `eps_id`, `agent_index` and `t`; without them every batch stands alone.
+
+    Args:
+        capacity: rows.
+    """
+
+    def __init__(self, capacity: int):
+        self.capacity = capacity
+        self.stored = 0  # rows ever; number % capacity is a row's slot
+        self.columns: dict[str, list[np.ndarray]] = {}  # name -> leaves
+        self.row_bytes = 0
+        self._nests: dict[str, Any] = {}
+        self._shapes: dict[str, tuple[int, ...] | None] = {}  # of rows; None for nests
+        # where the observation is that a row led to: another slot, or a spare place beyond them
+        self._following = np.empty(capacity, np.int64)
+        self._spare = np.arange(2 * capacity - 1, capacity - 1, -1)
+        self._num_spare = capacity
+        self._open: dict[Key, tuple[int, int]] = {}  # trajectory -> last step, its row
+        self._outputs: dict[tuple[str, int], list[np.ndarray]] = {}
+
+    @property
+    def rows(self) -> int:
+        """Rows that are there."""
+        return min(self.stored, self.capacity)
+
+    # -- storing -----------------------------------------------------------------------------------
+
+    @staticmethod
+    def names_of(batch: SampleBatch) -> set[str]:
+        """The columns of a batch that are stored."""
+        return {
+            name
+            for name, column in batch.stored()
+            if name not in LEFT_OUT and not (isinstance(column, Windows) and column.unread)
+        }
+
+    def check(self, batch: SampleBatch) -> None:
+        """Refuse rows that cannot be stored with those that are there; columns that the first ones
+        did not have are left out.
+
+        Raises:
+            ValueError: a column is missing, or of another shape.
+        """
+        if not self.columns:
+            names = self.names_of(batch)
+            if OBS not in names or NEXT not in names:
+                raise ValueError(f"a batch without obs and new_obs: it has {sorted(names)}")
+            return
+        for name, shape in self._shapes.items():
+            column = dict.get(batch, name)
+            if column is None:
+                raise ValueError(
+                    f"a batch without {name!r}, which those stored before had: it has "
+                    f"{sorted(self.names_of(batch))}"
+                )
+            if shape is not None and column.shape[1:] != shape:
+                raise ValueError(
+                    f"column {name!r} has rows of shape {list(column.shape[1:])}, those stored "
+                    f"before {list(shape)}"
+                )
+
+    def extend(self, batches: Sequence[SampleBatch]) -> None:
+        """Store the rows of batches that `check` lets pass."""
+        counts = [batch.count for batch in batches]
+        room = self.capacity - self.stored % self.capacity
+        if sum(counts) <= room:
+            self._write(list(batches), counts)
+            return
+        piece: list[SampleBatch] = []
+        for batch in batches:
+            while batch.count >= room:  # up to the last slot, and on in the first one
+                piece.append(batch[:room])
+                self._write(piece, [part.count for part in piece])
+                batch, piece, room = batch[room:], [], self.capacity
+            if batch.count:
+                piece.append(batch)
+                room -= batch.count
+        if piece:
+            self._write(piece, [part.count for part in piece])
+
+    def _write(self, batches: list[SampleBatch], counts: list[int]) -> None:
+        """Store rows that fit between the next slot and the last one."""
+        if not self.columns:
+            self._allocate(batches[0])
+        batches, ends, last = linked(batches, counts)
+        count = sum(counts)
+        first, start = self.stored, self.stored % self.capacity
+        self._release(start, start + count)
+        for name, leaves in self.columns.items():
+            parts: Any = [[dict.__getitem__(batch, name) for batch in batches]]
+            if self._nests[name] is not None:
+                given = (optree.tree_leaves(batch[name]) for batch in batches)
+                parts = zip(*given, strict=True)
+            for leaf, part in zip(leaves, parts, strict=True):
+                np.concatenate(part, out=leaf[start : start + count])
+        self.stored += count
+        self._following[start : start + count] = np.arange(start + 1, start + count + 1)
+        self._num_spare -= len(ends)
+        places = self._spare[self._num_spare : self._num_spare + len(ends)].copy()
+        self._following[start + ends] = places
+        for leaf, observations in zip(self.columns[OBS], last, strict=True):
+            leaf[places] = observations
+        if "eps_id" in self.columns and "t" in self.columns:
+            self._go_on(first, ends)
+
+    def _allocate(self, batch: SampleBatch) -> None:
+        """Memory for columns like a batch's; a page of it is taken when it is first written."""
+        for name in sorted(self.names_of(batch) - {NEXT}):
+            column = batch[name]
+            self._nests[name] = None
+            if not isinstance(column, np.ndarray):
+                self._nests[name] = optree.tree_structure(column)
+            rows = 2 * self.capacity if name == OBS else self.capacity
+            leaves: Any = optree.tree_leaves(column)
+            self.columns[name] = [np.empty((rows, *leaf.shape[1:]), leaf.dtype) for leaf in leaves]
+        self._describe()
+
+    def _describe(self) -> None:
+        """Note what `check` and others want to know of the columns."""
+        every = [leaf for leaves in self.columns.values() for leaf in leaves]
+        self.row_bytes = sum(leaf.strides[0] for leaf in every)
+        for name, leaves in self.columns.items():
+            self._shapes[name] = leaves[0].shape[1:] if self._nests[name] is None else None
+        self._shapes[NEXT] = self._shapes[OBS]
+
+    def _release(self, start: int, stop: int) -> None:
+        """Rows at these slots are to be overwritten: the places of what they led to are free."""
+        if self.stored < self.capacity:
+            return
+        if start == 0:  # once in a while
+            oldest = self.stored - self.capacity
+            self._open = {key: end for key, end in self._open.items() if end[1] >= oldest}
+        places = self._following[start:stop]
+        free = places[places >= self.capacity]
+        self._spare[self._num_spare : self._num_spare + len(free)] = free
+        self._num_spare += len(free)
+
+    def _go_on(self, first: int, ends: np.ndarray) -> None:
+        """Join the parts of trajectories that end at `ends` of the rows from `first` on with what
+        was there of them before."""
+        begins = first + np.concatenate([[0], ends[:-1] + 1])
+        ends = first + ends
+        at_begin, at_end = begins % self.capacity, ends % self.capacity
+        goes_on = np.ones(len(ends), bool)
+        for flag in ENDS:
+            if flag in self.columns:
+                goes_on &= ~self.columns[flag][0].take(at_end)
+        steps = self.columns["t"][0]
+        open_ = np.flatnonzero(goes_on | (steps.take(at_begin) > 0))  # the others are whole
+        begins, ends, at_begin, at_end = (a[open_] for a in (begins, ends, at_begin, at_end))
+        parts = zip(
+            begins.tolist(),
+            ends.tolist(),
+            self._keys(at_begin),
+            self._keys(at_end),
+            steps.take(at_begin).tolist(),
+            steps.take(at_end).tolist(),
+            goes_on[open_].tolist(),
+            strict=True,
+        )
+        for begin, end, key, end_key, step, last_step, more in parts:
+            before = self._open.pop(key, None)
+            if before is not None and before[0] + 1 == step:
+                self._join(before[1], begin)
+            if more:
+                self._open[end_key] = last_step, end
+
+    def _keys(self, slots: np.ndarray) -> list[Key]:
+        episodes = self.columns["eps_id"][0].take(slots).tolist()
+        if "agent_index" not in self.columns:
+            return [(episode, 0) for episode in episodes]
+        agents = self.columns["agent_index"][0].take(slots).tolist()
+        return list(zip(episodes, agents, strict=True))
+
+    def _join(self, row: int, successor: int) -> None:
+        """`successor` is what `row` led to, if that is still there and their observations agree."""
+        slot, at = row % self.capacity, successor % self.capacity
+        if row < self.stored - self.capacity:
+            return
+        place = int(self._following[slot])
+        if all(np.array_equal(leaf[place], leaf[at]) for leaf in self.columns[OBS]):
+            self._following[slot] = at
+            self._spare[self._num_spare] = place
+            self._num_spare += 1
+
+    # -- reading -----------------------------------------------------------------------------------
+
+    def path(self, slots: np.ndarray, steps: int) -> np.ndarray:
+        """Slots [steps, n] of the rows at slots [n] and those after them in their trajectories;
+        where there is none, the last one is repeated."""
+        path = np.empty((steps, len(slots)), np.int64)
+        path[0] = slots
+        for t in range(1, steps):
+            following = self._following.take(path[t - 1], mode="clip")
+            path[t] = np.where(following < self.capacity, following, path[t - 1])
+        return path
+
+    def read(
+        self, slots: np.ndarray, ends: np.ndarray | None = None, **more: np.ndarray
+    ) -> SampleBatch:
+        """The rows at slots [n], copied.
+
+        Args:
+            ends: slots [n] of the rows whose `new_obs`, `terminateds` and `truncateds` are meant,
+                if not those themselves.
+            more: columns [n] to be added, or instead.
+        """
+        made: dict[str, Any] = {}
+        ends = slots if ends is None else ends
+        for name in self.columns:
+            if name not in more:
+                made[name] = self._taken(name, ends if name in ENDS else slots)
+        made[NEXT] = self._taken(OBS, self._following.take(ends, mode="clip"), NEXT)
+        made.update(more)
+        return SampleBatch._of(made)
+
+    def _taken(self, name: str, at: np.ndarray, called: str = "") -> Any:
+        leaves, nest = self.columns[name], self._nests[name]
+        if nest is None:
+            return self._out(called or name, 0, leaves[0], at)
+        taken = [self._out(called or name, i, leaf, at) for i, leaf in enumerate(leaves)]
+        return optree.tree_unflatten(nest, taken)
+
+    def _out(self, name: str, number: int, leaf: np.ndarray, at: np.ndarray) -> np.ndarray:
+        """leaf[at]; large ones in memory that an earlier reader has given up."""
+        if leaf.strides[0] * len(at) < REUSED_BYTES:
+            return leaf.take(at, 0, mode="clip")
+        shape = (len(at), *leaf.shape[1:])
+        kept = self._outputs.setdefault((name, number), [])
+        if kept and kept[0].shape != shape:
+            kept.clear()
+        for out in kept:
+            if sys.getrefcount(out) == 3:  # held by `kept`, `out` and the call alone
+                return leaf.take(at, 0, out=out, mode="clip")
+        del kept[: len(kept) - OUTPUTS_KEPT + 1]
+        kept.append(leaf.take(at, 0, mode="clip"))
+        return kept[-1]
+
+    # -- state -------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that is there, each observation once."""
+        rows, following = self.rows, self._following[: self.rows]
+        places = following[following >= self.capacity]
+        return {
+            "stored": self.stored,
+            "columns": {n: [leaf[:rows] for leaf in c] for n, c in self.columns.items()},
+            "nests": {name: _skeleton(nest) for name, nest in self._nests.items()},
+            "following": following.copy(),
+            "ends": [leaf[places] for leaf in self.columns.get(OBS, [])],
+            "open": [[*key, *end] for key, end in self._open.items()],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave, of a ring of the same capacity.
+
+        Raises:
+            ValueError: it is of one of another capacity; nothing is changed.
+        """
+        stored, following = int(state["stored"]), np.asarray(state["following"], np.int64)
+        rows = min(stored, self.capacity)
+        if len(following) != rows:
+            raise ValueError(
+                f"a state of {len(following)} rows for a buffer of capacity {self.capacity}: give "
+                "the buffer the capacity that it had"
+            )
+        self.stored = stored
+        self.columns, self._outputs = {}, {}
+        for name, leaves in state["columns"].items():
+            size = 2 * self.capacity if name == OBS else self.capacity
+            made = [np.empty((size, *leaf.shape[1:]), leaf.dtype) for leaf in leaves]
+            for own, leaf in zip(made, leaves, strict=True):
+                own[:rows] = leaf
+            self.columns[name] = made
+        self._nests = {name: _structure(nest) for name, nest in state["nests"].items()}
+        if self.columns:
+            self._describe()
+        self._following[:rows] = following
+        places = following[following >= self.capacity]
+        for leaf, observations in zip(self.columns.get(OBS, []), state["ends"], strict=True):
+            leaf[places] = observations
+        free = np.setdiff1d(np.arange(self.capacity, 2 * self.capacity), places)
+        self._spare[: len(free)] = free[::-1]
+        self._num_spare = len(free)
+        self._open = {(e, a): (step, row) for e, a, step, row in state["open"]}
+
+
+def linked(
+    batches: list[SampleBatch], counts: list[int]
+) -> tuple[list[SampleBatch], np.ndarray, list[np.ndarray]]:
+    """Rows in an order in which each leads to the next one, but for the ends of trajectories.
+
+    Returns:
+        the batches; the numbers [k] of the rows, of all batches together, whose successor is not
+        among them; what those led to, one array [k, …] for each leaf of the observations.
+    """
+    quick = _linked_windows(batches, counts)
+    if quick is not None:
+        return batches, *quick
+    made = [_linked(batch) for batch in batches]
+    starts = np.cumsum([0, *counts[:-1]])
+    ends = [start + end for start, (_, end, _) in zip(starts, made, strict=True)]
+    last = [np.concatenate(parts) for parts in zip(*(own for _, _, own in made), strict=True)]
+    return [batch for batch, _, _ in made], np.concatenate(ends), last
+
+
+def _linked_windows(
+    batches: list[SampleBatch], counts: list[int]
+) -> tuple[np.ndarray, list[np.ndarray]] | None:
+    """`linked` for fragments as samplers make them: `new_obs` says where in the memory of `obs` its
+    rows lie, and the ends' ones come after those of all rows."""
+    indices, finals = [], []
+    for batch, count in zip(batches, counts, strict=True):
+        obs, following = dict.__getitem__(batch, OBS), dict.__getitem__(batch, NEXT)
+        if type(following) is not Windows or following.index.ndim != 1:
+            return None
+        base = following.base
+        if type(obs) is not np.ndarray or obs.base is not base:
+            return None
+        indices.append(following.index)
+        finals.append(base[count:])
+    index = np.concatenate(indices) if len(indices) > 1 else indices[0]
+    stops = np.cumsum(counts)
+    starts = stops - counts
+    own = np.repeat(starts, counts)
+    at = np.arange(len(index))
+    is_end = index != at - own + 1
+    is_end[stops - 1] = True
+    ends = np.flatnonzero(is_end)
+    found = np.add.reduceat(is_end.astype(np.int64), np.asarray(starts))
+    if [len(final) for final in finals] != found.tolist():
+        return None
+    number = np.arange(len(ends)) - np.repeat(np.cumsum(found) - found, found)
+    if (index[ends] != np.repeat(counts, found) + number).any():
+        return None
+    return ends, [np.concatenate(finals) if len(finals) > 1 else finals[0]]
+
+
+def _linked(batch: SampleBatch) -> tuple[SampleBatch, np.ndarray, list[np.ndarray]]:
+    """`linked` for any one batch."""
+    count = batch.count
+    follows = np.zeros(count, bool)  # row i + 1 is what row i led to
+    if "eps_id" in batch and "t" in batch and SampleBatch.SEQ_LENS not in batch:
+        agents = batch["agent_index"] if "agent_index" in batch else np.zeros(count, np.int64)
+        order = np.lexsort((batch["t"], agents, batch["eps_id"]))
+        same = _same(batch["eps_id"], agents)
+        in_pieces = same.sum() < _same(batch["eps_id"][order], agents[order]).sum()
+        if in_pieces or (np.diff(batch["t"])[same] <= 0).any():
+            batch, agents = batch.take_rows(order), agents[order]
+            same = _same(batch["eps_id"], agents)
+        follows[:-1] = same & (np.diff(batch["t"]) == 1)
+        if "dones" in batch:
+            follows[:-1] &= ~batch["dones"][:-1]
+    observations: Any = optree.tree_leaves(batch[OBS])
+    following: Any = optree.tree_leaves(batch[NEXT])
+    for now, then in zip(observations, following, strict=True):
+        rows = np.flatnonzero(follows)
+        equal = now[rows + 1] == then[rows]
+        follows[rows[~equal.all(tuple(range(1, equal.ndim)))]] = False
+    ends = np.flatnonzero(~follows)
+    return batch, ends, [leaf[ends] for leaf in following]
+
+
+def _same(episodes: np.ndarray, agents: np.ndarray) -> np.ndarray:
+    """Whether a row and the next one are of the same trajectory, [rows - 1]."""
+    same: np.ndarray = (np.diff(episodes) == 0) & (np.diff(agents) == 0)
+    return same
+
+
+def _skeleton(nest: Any) -> Any:
+    """A structure of dicts and tuples as JSON; None for a plain array's."""
+    if nest is None:
+        return None
+    return _parts(optree.tree_unflatten(nest, [None] * nest.num_leaves))
+
+
+def _parts(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {"dict": {key: _parts(part) for key, part in tree.items()}}
+    return {"tuple": [_parts(part) for part in tree]} if isinstance(tree, tuple) else "leaf"
+
+
+def _structure(skeleton: Any) -> Any:
+    return None if skeleton is None else optree.tree_structure(_tree(skeleton))
+
+
+def _tree(skeleton: Any) -> Any:
+    if skeleton == "leaf":
+        return 0
+    if "dict" in skeleton:
+        return {key: _tree(part) for key, part in skeleton["dict"].items()}
+    return tuple(_tree(part) for part in skeleton["tuple"])
