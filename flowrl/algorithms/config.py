@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, SkipValidation, model_validator
 
-from flowrl.data import DEFAULT_POLICY_ID
+from flowrl.data import (
+    DEFAULT_POLICY_ID,
+    MultiAgentReplayBuffer,
+    PrioritizedReplayBuffer,
+    ReplayBuffer,
+)
 from flowrl.policies.config import (
     ConfigError,
     Count,
@@ -24,6 +29,7 @@ from flowrl.policies.policy_spec import PolicyMapping, multi_agent_settings, spe
 from flowrl.sampling.callbacks import DefaultCallbacks
 from flowrl.sampling.envs import env_creator_for
 from flowrl.sampling.sample_collector import SampleCollector
+from flowrl.seeding import derive_seed
 
 Env = str | type | Callable[..., Any]
 BatchMode = Literal["truncate_episodes", "complete_episodes"]
@@ -203,7 +209,8 @@ class AlgorithmConfig(PolicyConfig):
             raise ConfigError(f"no policy {policy_id!r}.{nearest(policy_id, list(specs))}")
         own = specs[policy_id].config
         if isinstance(own, PolicyConfig):
-            return own
+            seed = derive_seed(self.seed, "policy", policy_id)
+            return own if own.seed is not None or seed is None else own.updated(seed=seed)
         return self.updated(**own) if own else self
 
     @property
@@ -342,3 +349,84 @@ class OnPolicyConfig(AlgorithmConfig):
     """Weight of the entropy bonus: a number, or a schedule over env steps."""
     vf_loss_coeff: Schedule = 0.5
     """Weight of the value loss: a number, or a schedule over env steps."""
+
+
+class OffPolicyConfig(AlgorithmConfig):
+    """Settings of the algorithms that learn from replayed experience."""
+
+    train_batch_size: Count = 32
+    """Rows per train batch, drawn from the replay buffer."""
+    rollout_fragment_length: Count | Literal["auto"] = 4
+    replay_buffer_capacity: Count = 50_000
+    """Rows that the replay buffer holds, of each policy."""
+    learning_starts: int = Field(default=1000, ge=0)
+    """Rows stored before learning begins."""
+    training_intensity: Positive | None = None
+    """Rows trained on for each row sampled; None trains on one batch for each round of rollouts."""
+    n_step: Count = 1
+    """Steps of reward before a target's value."""
+    prioritized_replay: bool = False
+    """Draw rows by their last TD error, not uniformly."""
+    prioritized_replay_alpha: NotNegative = 0.6
+    """How much: 0 is uniform."""
+    prioritized_replay_beta: NotNegative | list[tuple[int, NotNegative]] = 0.4
+    """How far importance weights make up for it: a number, or points [(rows stored, value), …]."""
+    prioritized_replay_eps: NotNegative = 1e-6
+    """Added to TD errors, so that every row has a chance."""
+    min_sample_timesteps_per_iteration: int = Field(default=1000, ge=0)
+
+    @model_validator(mode="after")
+    def _replay(self) -> Self:
+        if self.replay_buffer_capacity < max(self.train_batch_size, self.learning_starts):
+            raise ValueError(
+                f"replay_buffer_capacity={self.replay_buffer_capacity} is less than "
+                f"train_batch_size={self.train_batch_size} or "
+                f"learning_starts={self.learning_starts}: make it at least both"
+            )
+        for name in ("alpha", "beta", "eps"):
+            name = f"prioritized_replay_{name}"
+            changed = getattr(self, name) != type(self).model_fields[name].default
+            if changed and not self.prioritized_replay:
+                raise ValueError(f"{name} needs prioritized_replay=True")
+        return self
+
+    def new_buffer(self, policy_id: str = DEFAULT_POLICY_ID) -> ReplayBuffer:
+        """An empty replay buffer for one policy, as these settings say."""
+        shared: dict[str, Any] = {
+            "n_step": self.n_step,
+            "gamma": self.gamma,
+            "seed": derive_seed(self.seed, "replay", policy_id),
+        }
+        if not self.prioritized_replay:
+            return ReplayBuffer(self.replay_buffer_capacity, **shared)
+        return PrioritizedReplayBuffer(
+            self.replay_buffer_capacity,
+            alpha=self.prioritized_replay_alpha,
+            beta=self.prioritized_replay_beta,
+            eps=self.prioritized_replay_eps,
+            **shared,
+        )
+
+    def replay_buffer(self, policies: Collection[str] | None = None) -> MultiAgentReplayBuffer:
+        """The replay buffer of a plan: for these policies, or for all that there are.
+
+        Raises (when a policy's first rows come):
+            ConfigError: the policy's own settings are of an algorithm that does not replay.
+        """
+
+        def make(policy_id: str) -> ReplayBuffer:
+            own = self.for_policy(policy_id) if self.policies is not None else self
+            if not isinstance(own, OffPolicyConfig):
+                raise ConfigError(
+                    f"policy {policy_id!r} has a {type(own).__name__}, which does not learn from "
+                    "replay: leave its rows out (SelectExperiences)"
+                )
+            return own.new_buffer(policy_id)
+
+        return MultiAgentReplayBuffer(
+            make,
+            replay_batch_size=self.train_batch_size,
+            learning_starts=self.learning_starts,
+            training_intensity=self.training_intensity,
+            policies=policies,
+        )

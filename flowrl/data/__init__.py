@@ -7,6 +7,7 @@ from flowrl.data.multi_agent_batch import (
     PolicyID,
     TensorType,
 )
+from flowrl.data.multi_agent_replay import MultiAgentReplayBuffer
 from flowrl.data.replay_buffer import PrioritizedReplayBuffer, ReplayBuffer
 from flowrl.data.sample_batch import DEFAULT_POLICY_ID, SampleBatch
 from flowrl.data.sequences import (
@@ -22,6 +23,7 @@ __all__ = [
     "AgentID",
     "EpisodeID",
     "MultiAgentBatch",
+    "MultiAgentReplayBuffer",
     "PolicyID",
     "PrioritizedReplayBuffer",
     "ReplayBuffer",

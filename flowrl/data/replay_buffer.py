@@ -120,6 +120,9 @@ class ReplayBuffer:
         """Slots [count], and columns of what was drawn."""
         return self.rng.integers(0, self._ring.rows, count), {}
 
+    def update_priorities(self, batch_indexes: np.ndarray, priorities: np.ndarray) -> None:
+        """Nothing: rows have no priorities here. It is there so that plans work with both."""
+
     def __len__(self) -> int:
         """Rows that are there."""
         return min(self.num_added, self.capacity)

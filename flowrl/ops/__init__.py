@@ -2,6 +2,7 @@
 
 from flowrl.iter import _get_shared_metrics
 from flowrl.ops.concurrency import Concurrently, Dequeue, Enqueue
+from flowrl.ops.replay import Replay, StoreToReplayBuffer, UpdateReplayPriorities
 from flowrl.ops.report import StandardMetricsReporting
 from flowrl.ops.rollout import (
     ConcatBatches,
@@ -9,7 +10,7 @@ from flowrl.ops.rollout import (
     SelectExperiences,
     StandardizeFields,
 )
-from flowrl.ops.train import TrainOneStep, train_one_step
+from flowrl.ops.train import TrainOneStep, UpdateTargetNetwork, train_one_step
 
 __all__ = [
     "ConcatBatches",
@@ -17,10 +18,14 @@ __all__ = [
     "Dequeue",
     "Enqueue",
     "ParallelRollouts",
+    "Replay",
     "SelectExperiences",
     "StandardMetricsReporting",
     "StandardizeFields",
+    "StoreToReplayBuffer",
     "TrainOneStep",
+    "UpdateReplayPriorities",
+    "UpdateTargetNetwork",
     "_get_shared_metrics",
     "train_one_step",
 ]

@@ -21,7 +21,8 @@ class TrainOneStep:
     """for_each, batch -> (batch, info): the local worker's policies learn from the batch.
 
     Remote workers get the new weights with their next request. `info` maps policy id ->
-    {"learner_stats": {name: mean of the last pass}, "num_agent_steps_trained": rows}.
+    {"learner_stats": {name: mean of the last pass}, "num_agent_steps_trained": rows}, and `rows`
+    {name: [rows]} where the policy tells something of each (see Policy.row_stats).
     Counts `num_env_steps_trained` and `num_agent_steps_trained`; times `learn`.
 
     Args:
@@ -71,6 +72,85 @@ class TrainOneStep:
         return f"TrainOneStep({told})"
 
 
+@dataclass(repr=False)
+class UpdateTargetNetwork:
+    """for_each, (batch, info) -> the same: moves target networks towards the online ones, every so
+    many steps. Counts `num_target_updates`.
+
+    The clock is the operator's own: two of them in a plan do not disturb each other.
+
+    Args:
+        workers: the WorkerSet whose local worker learns.
+        target_update_freq: steps between two updates; 0 updates after every item.
+        by_steps_trained: count rows that `policies` were trained on, not env steps sampled.
+        policies: ids of those to update; None for all that learn.
+
+    Raises:
+        TypeError (when pulled): a policy has no target network.
+    """
+
+    workers: WorkerSet
+    target_update_freq: int
+    by_steps_trained: bool = False
+    policies: Collection[str] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.policies, str):
+            raise TypeError(f"policies is a collection of ids: [{self.policies!r}]")
+        if self.target_update_freq < 0:
+            raise ValueError(
+                f"target_update_freq must be at least 0, got {self.target_update_freq}"
+            )
+        self._trained = 0
+        self._last: int | None = None
+
+    def __call__(self, item: tuple[Batch, Info]) -> tuple[Batch, Info]:
+        _, info = trained(item, "UpdateTargetNetwork")
+        wanted = list(info) if self.policies is None else self.policies
+        told = [info[policy_id] for policy_id in wanted if policy_id in info]
+        self._trained += sum(one["num_agent_steps_trained"] for one in told)
+        counters = _get_shared_metrics().counters
+        now = self._trained if self.by_steps_trained else counters["num_env_steps_sampled"]
+        if self._last is None:
+            self._last = 0 if self.by_steps_trained else now
+        if now - self._last < self.target_update_freq:
+            return item
+        self._last = now
+        worker = self.workers.local_worker()
+        with worker.lock:
+            for policy_id in wanted:
+                policy = worker.policy_map[policy_id]
+                if not hasattr(policy, "update_target"):
+                    raise TypeError(
+                        f"UpdateTargetNetwork: policy {policy_id!r}, a {type(policy).__name__}, "
+                        "has no target network: leave it out of `policies`"
+                    )
+                policy.update_target()
+        counters["num_target_updates"] += 1
+        return item
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"trained": self._trained, "last": self._last}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._trained, self._last = state["trained"], state["last"]
+
+    def __repr__(self) -> str:
+        unit = ", by_steps_trained=True" if self.by_steps_trained else ""
+        only = "" if self.policies is None else f", policies={sorted(self.policies)}"
+        return f"UpdateTargetNetwork({self.target_update_freq}{unit}{only})"
+
+
+def trained(item: Any, operator: str) -> tuple[Batch, Info]:
+    """What TrainOneStep gives, checked."""
+    if not isinstance(item, tuple) or len(item) != 2 or not isinstance(item[1], dict):
+        raise TypeError(
+            f"{operator} takes (batch, info), got {type(item).__name__}: chain it after "
+            "TrainOneStep"
+        )
+    return item
+
+
 def train_one_step(
     workers: WorkerSet,
     batch: Batch,
@@ -114,6 +194,8 @@ def train_one_step(
             worker.on_learn_on_batch(policy, rows, told)
             stats = {**policy.learn_on_minibatches(rows, passes, size), **told}
             info[policy_id] = {"learner_stats": stats, "num_agent_steps_trained": rows.count}
+            if policy.row_stats:
+                info[policy_id]["rows"] = policy.row_stats
     timer.push_units_processed(batch.count)
     metrics.counters["num_env_steps_trained"] += batch.env_steps()
     metrics.counters["num_agent_steps_trained"] += sum(

@@ -87,6 +87,30 @@ class Exploration:
             return self._mostly(actions, inputs, rng, self.epsilon(policy))
         return self._noisy(actions, rng, value_at(self.config.scale, timestep)), logp
 
+    def act_on_values(self, values: np.ndarray, policy: Policy, explore: bool) -> np.ndarray:
+        """Numbers [B] of actions by their values [B, n]: the best ones but for a share of random
+        ones. Of other kinds of exploration values are the logits.
+
+        Args:
+            values: below -1e8 those of actions that are forbidden.
+        """
+        kind = self.config.type
+        if not explore:
+            return values.argmax(1)
+        if kind == "Random" or policy.timestep < self.config.random_timesteps:
+            epsilon = 1.0
+        elif kind in ("EpsilonGreedy", "PerWorkerEpsilonGreedy"):
+            epsilon = self.epsilon(policy)
+        else:
+            return self.act(values, policy, explore)[0]
+        actions = values.argmax(1)
+        chosen = policy.rng.random(len(values)) < epsilon
+        if chosen.any():
+            # the largest of random numbers, one for each action that is allowed
+            draws = policy.rng.random(values.shape)
+            actions = np.where(chosen, np.where(values < _FORBIDDEN, -1, draws).argmax(1), actions)
+        return actions
+
     def get_state(self) -> dict[str, np.ndarray]:
         """The drifts."""
         return {rows: drift.copy() for rows, drift in self._drifts.items()}

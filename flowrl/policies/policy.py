@@ -34,6 +34,8 @@ class Policy:
         version: grows with every change of the weights.
         worker_index, num_workers: of the process, 0 and 0 where nobody samples on actors.
         observation_filter, reward_scaler: running normalisation, None where it is off.
+        row_stats: what the last learning tells of rows, arrays [rows] by name, such as `td_error`
+            for the rows `batch_indexes` of a replay buffer.
     """
 
     config_class: ClassVar[type[PolicyConfig]] = PolicyConfig
@@ -46,6 +48,7 @@ class Policy:
             "obs": ViewRequirement(space=observation_space)
         }
         self.version = 0
+        self.row_stats: dict[str, np.ndarray] = {}
         self.timestep = 0
         self.worker_index = self.num_workers = 0
         self.rng = random_stream(self.config.seed, "policy", "actions")

@@ -14,7 +14,7 @@ from gymnasium import spaces
 
 from flowrl.data import SampleBatch
 from flowrl.data.sequences import with_burn_in
-from flowrl.policies.config import ConfigError
+from flowrl.policies.config import ConfigError, ModelConfig
 from flowrl.policies.distributions import ActionDistribution, DiagGaussian, distribution_for
 from flowrl.policies.exploration import Exploration
 from flowrl.policies.flat import FlatAdam, FlatParameters
@@ -76,18 +76,7 @@ class TorchPolicy(Policy):
         super().__init__(observation_space, action_space, config)
         self.device = self._find_device()
         self.dist_class = self.make_distribution()
-        model: Any = self.make_model()
-        if not isinstance(model, torch.nn.Module):
-            raise ConfigError(f"make_model: a torch.nn.Module is needed, got {model!r}")
-        if not isinstance(model, ModelV2):
-            model = ModuleModel(
-                model,
-                observation_space,
-                action_space,
-                self.dist_class.num_inputs(action_space),
-                self.config.model,
-            )
-        self.model: ModelV2 = model.to(self.device)
+        self.model = self.new_model()
         self._torch_draws = any("Dropout" in type(m).__name__ for m in self.model.modules())
         # what the model declares is the policy's, and the other way round; burn-in begins anywhere,
         # so then the states of all rows are kept
@@ -114,6 +103,18 @@ class TorchPolicy(Policy):
             self.model.compile_for_learning()
         self.stats: dict[str, torch.Tensor] = {}
         self.num_skipped_updates = 0
+
+    def new_model(self) -> ModelV2:
+        """A network as `make_model` makes it, where the policy is."""
+        model: Any = self.make_model()
+        if not isinstance(model, torch.nn.Module):
+            raise ConfigError(f"make_model: a torch.nn.Module is needed, got {model!r}")
+        if not isinstance(model, ModelV2):
+            size = self.dist_class.num_inputs(self.action_space)
+            given = self.observation_space, self.action_space, size, self.config.model
+            model = ModuleModel(model, *given)
+        made: ModelV2 = model.to(self.device)
+        return made
 
     def _find_device(self) -> torch.device:
         wanted = self.config.device
@@ -152,13 +153,18 @@ class TorchPolicy(Policy):
 
         One that wants to see more of the trajectory sets `view_requirements` in its constructor.
         """
+        return self.network(self.config.model)
+
+    def network(self, config: ModelConfig) -> ModelV2:
+        """The network that the catalog has for these settings; its first weights follow the
+        policy's seed."""
         gaussian = issubclass(self.dist_class, DiagGaussian)
         return make_model(
             self.observation_space,
             self.action_space,
             self.dist_class.num_inputs(self.action_space),
-            self.config.model,
-            free_log_std=gaussian and self.config.model.free_log_std,
+            config,
+            free_log_std=gaussian and config.free_log_std,
             rng=random_stream(self.config.seed, "policy", "weights"),
         )
 

@@ -1,6 +1,8 @@
 """Sampling for long keeps nothing: memory and the number of objects stay as they are."""
 
 import gc
+import logging
+import multiprocessing
 import os
 from pathlib import Path
 
@@ -68,6 +70,7 @@ def megabytes():
 
 def measure(mode, steps):
     """Growth in MB and in objects over so many env steps, after a warm-up."""
+    logging.disable(logging.WARNING)
     failing = {"fail_at": (10, 3)} if mode.startswith("failures") else {}
     worker = RolloutWorker(
         lambda context: Crowd() if mode == "agents" else CountEnv(23, reuse=False, **failing),
@@ -86,12 +89,12 @@ def measure(mode, steps):
     before = sample(max(steps // 20, 8_000))
     after = sample(steps)
     worker.stop()
+    logging.disable(logging.NOTSET)
     return after[0] - before[0], after[1] - before[1]
 
 
 @pytest.mark.parametrize("mode", ["columns, soft horizon", "rows, soft horizon", "agents"])
-def test_nothing_is_kept(mode, caplog):
-    caplog.set_level("ERROR")
+def test_nothing_is_kept(mode):
     _, objects = measure(mode, 8_000)
     # what a fragment holds at its cut differs a little from one to the next
     assert objects < 2_000
@@ -100,8 +103,10 @@ def test_nothing_is_kept(mode, caplog):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("mode", MODES)
-def test_two_million_steps(mode, caplog):
-    caplog.set_level("ERROR")
-    grown, objects = measure(mode, 2_000_000)
-    assert grown < 8
+def test_millions_of_steps(mode):
+    """In a process of its own: what others have left in the heap would be counted as growth."""
+    millions = 2 if mode.startswith("columns") or mode == "failures" else 1
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        grown, objects = pool.apply(measure, (mode, millions * 1_000_000))
+    assert grown < 4 * millions
     assert objects < 2_000

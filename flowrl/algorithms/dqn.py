@@ -1,0 +1,184 @@
+"""DQN: deep Q-learning (Mnih et al. 2015), double (van Hasselt et al. 2016, arXiv 1509.06461),
+dueling (Wang et al. 2016, arXiv 1511.06581), with steps and priorities as the buffer has them."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from gymnasium import spaces
+from pydantic import Field
+
+from flowrl.algorithms.algorithm import Algorithm
+from flowrl.algorithms.config import OffPolicyConfig
+from flowrl.data import SampleBatch
+from flowrl.policies.config import ConfigError, ExplorationConfig, Fraction, Schedule
+from flowrl.policies.flat import FlatParameters
+from flowrl.policies.models.base import Inputs, ModelV2
+from flowrl.policies.models.fcnet import FullyConnectedNetwork
+from flowrl.policies.torch_policy import TensorBatch, TorchPolicy
+
+FORBIDDEN = -1e8  # values below are of actions that an action mask forbids
+
+
+class DQNConfig(OffPolicyConfig):
+    """Settings of DQN."""
+
+    algorithm: ClassVar[str] = "flowrl.algorithms.dqn:DQN"
+
+    plan: str | None = "dqn"
+    lr: Schedule = 5e-4
+    double_q: bool = True
+    """The online network chooses the next action, the target network says its value."""
+    dueling: bool = True
+    """Values are a state's value plus the actions' advantages over their mean."""
+    prioritized_replay: bool = True
+    target_network_update_freq: int = Field(default=500, ge=0)
+    """Env steps sampled between updates of the target network; 0 is after every train batch."""
+    tau: Fraction = 1.0
+    """How far each of those goes: 1 copies the online network."""
+    exploration_config: ExplorationConfig = ExplorationConfig(type="EpsilonGreedy")
+
+
+class DQNTorchPolicy(TorchPolicy):
+    """A policy that acts by the values of actions and learns them by temporal differences.
+
+    Attributes:
+        target_model: the network that says the values of what follows.
+        row_stats: of the rows that were learned from last: `td_error` and `batch_indexes`, [rows].
+    """
+
+    config_class = DQNConfig
+    config: DQNConfig
+
+    def __init__(self, observation_space: Any, action_space: Any, config: Any):
+        if not isinstance(action_space, spaces.Discrete):
+            raise ConfigError(f"DQN is for Discrete actions, not {action_space}")
+        super().__init__(observation_space, action_space, config)
+        for name in ("unroll_id", "env_id"):  # nobody reads them
+            self.view_requirements.pop(name, None)
+        others = set(self.model.view_requirements) - {"obs"}
+        if others:
+            raise ConfigError(f"DQN's network sees observations alone, not {sorted(others)}")
+        self.target_model = self.new_model()
+        self.target_model.eval().requires_grad_(False)
+        self._target = FlatParameters(self.target_model)
+        self.target_model.link_numpy()
+        self.update_target(1.0)
+        self._told: list[tuple[np.ndarray, np.ndarray]] = []
+
+    def make_model(self) -> torch.nn.Module:
+        """One network for values and advantages up to their heads, unless it is said otherwise."""
+        shared = self.config.model
+        if shared.vf_share_layers is None:
+            shared = shared.updated(vf_share_layers=True)
+        return self.network(shared)
+
+    # -- acting ------------------------------------------------------------------------------------
+
+    def _act(
+        self, input_dict: dict[str, Any], explore: bool
+    ) -> tuple[np.ndarray, list[np.ndarray], dict[str, np.ndarray]]:
+        # a state's value and the mean of the advantages are the same for all its actions
+        values, _, states = self._outputs(input_dict)
+        return self.exploration.act_on_values(values, self, explore), states, {}
+
+    # -- learning ----------------------------------------------------------------------------------
+
+    def loss(self, batch: TensorBatch) -> torch.Tensor:
+        """Huber loss of the TD errors, weighted by `weights` [B] where there are some.
+
+        The target of double Q-learning (van Hasselt et al. 2016, equation 4) after k steps:
+        R + gamma^k Q_target(s', argmax_a Q(s', a)), R alone where s' is terminal.
+        """
+        targets = self._targets(batch)
+        outputs, _ = self.model.from_batch(batch)
+        values = self._values(outputs, self.model)
+        chosen = values.gather(1, batch["actions"].long().unsqueeze(1)).squeeze(1)
+        losses = F.smooth_l1_loss(chosen, targets, reduction="none")
+        td_error = (chosen - targets).detach()
+        if "weights" in batch:
+            losses = losses * batch["weights"]
+        if "batch_indexes" in batch:
+            self._told.append((batch["batch_indexes"].numpy(), td_error.cpu().numpy()))
+        self.stats |= {"mean_q": chosen.mean(), "mean_td_error": td_error.mean()}
+        return losses.mean()
+
+    def _targets(self, batch: TensorBatch) -> torch.Tensor:
+        """What the values of the batch's actions are to be, [B]."""
+        with torch.no_grad():
+            following = self._values_of(self.target_model, batch["new_obs"])
+            by = (
+                self._values_of(self.model, batch["new_obs"]) if self.config.double_q else following
+            )
+            best = following.gather(1, by.argmax(1, keepdim=True)).squeeze(1)
+            steps = batch["n_steps"] if "n_steps" in batch else 1
+            discounts = torch.as_tensor(self.config.gamma, device=self.device) ** steps
+            discounts = discounts * (~batch["terminateds"])
+            return (batch["rewards"] + discounts * best).to(torch.float32)
+
+    def _values_of(self, model: ModelV2, observations: Any) -> torch.Tensor:
+        """Values [B, n] of the actions at observations, to be called without gradients."""
+        if isinstance(model, FullyConnectedNetwork) and model.has_numpy:
+            advantages, values = model.forward_numpy(observations.numpy())
+            if not self.config.dueling:
+                return torch.from_numpy(advantages)
+            return _dueling(torch.from_numpy(advantages), torch.from_numpy(values))
+        outputs, _ = model(Inputs(obs=observations), [], None)
+        return self._values(outputs, model)
+
+    def _values(self, outputs: torch.Tensor, model: ModelV2) -> torch.Tensor:
+        """Values [B, n] from what a network gave last."""
+        return _dueling(outputs, model.value_function()) if self.config.dueling else outputs
+
+    def learn_on_minibatches(
+        self, batch: SampleBatch, num_sgd_iter: int = 1, sgd_minibatch_size: int = 0
+    ) -> dict[str, float]:
+        self._told = []
+        stats = super().learn_on_minibatches(batch, num_sgd_iter, sgd_minibatch_size)
+        told = [one for one in self._told if np.isfinite(one[1]).all()]  # of updates that were made
+        self.row_stats = {}
+        if told:
+            indexes, errors = (np.concatenate(parts) for parts in zip(*told, strict=True))
+            self.row_stats = {"batch_indexes": indexes, "td_error": errors}
+        return stats
+
+    def update_target(self, tau: float | None = None) -> None:
+        """Move the target network towards the online one: w' <- tau w + (1 - tau) w'."""
+        tau = self.config.tau if tau is None else tau
+        self._target.vector.data.lerp_(self.flat.vector.data, tau)
+        for own, buffer in zip(self.target_model.buffers(), self.model.buffers(), strict=True):
+            own.copy_(buffer)
+
+    # -- state -------------------------------------------------------------------------------------
+
+    def get_state(self) -> dict[str, Any]:
+        return {**super().get_state(), "target": self._target.vector.detach().cpu().numpy().copy()}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        if "target" not in state:
+            raise ValueError(f"the state of a {type(self).__name__} without target")
+        target = torch.from_numpy(np.array(state["target"]))
+        if target.shape != self._target.vector.shape:
+            raise ValueError(f"a target network of {len(target)} parameters")
+        super().set_state(state)
+        self._target.vector.data.copy_(target)
+
+
+def _dueling(advantages: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Wang et al. 2016, equation 9; the mean is over the actions that are allowed."""
+    allowed = advantages > FORBIDDEN
+    mean = (advantages * allowed).sum(1, keepdim=True) / allowed.sum(1, keepdim=True)
+    return torch.where(allowed, values.unsqueeze(1) + advantages - mean, advantages)
+
+
+class DQN(Algorithm):
+    """DQN over the plan `dqn`."""
+
+    policy_class = DQNTorchPolicy
+    config_class = DQNConfig
+
+
+DEFAULT_CONFIG = DQNConfig()

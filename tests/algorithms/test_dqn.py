@@ -1,0 +1,226 @@
+"""DQN: the loss against a plain one, acting, target networks, the plan."""
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+from flowrl.algorithms.dqn import DQNConfig, DQNTorchPolicy
+from flowrl.algorithms.plans import load_plan
+from flowrl.data import SampleBatch
+from flowrl.policies import ConfigError
+
+BOX = spaces.Box(-1, 1, (3,), np.float32)
+THREE = spaces.Discrete(3)
+MASKED = spaces.Dict({"action_mask": spaces.MultiBinary(3), "at": BOX})
+
+
+def rows(n=12, seed=0, space=BOX):
+    rng = np.random.default_rng(seed)
+
+    def observations():
+        at = rng.uniform(-1, 1, (n, 3)).astype(np.float32)
+        if space is BOX:
+            return at
+        mask = rng.integers(0, 2, (n, 3)).astype(np.int8)
+        mask[:, 1] = 1
+        return {"action_mask": mask, "at": at}
+
+    return SampleBatch(
+        obs=observations(),
+        new_obs=observations(),
+        actions=np.full(n, 1) if space is MASKED else rng.integers(0, 3, n),
+        rewards=rng.standard_normal(n).astype(np.float32),
+        terminateds=rng.random(n) < 0.3,
+        truncateds=np.zeros(n, bool),
+        n_steps=rng.integers(1, 4, n),
+        weights=rng.random(n).astype(np.float32),
+        batch_indexes=np.arange(n),
+    )
+
+
+def plain_values(model, at, mask, dueling):
+    """Q values by the layers themselves, row by row."""
+    inner = getattr(model, "model", model)
+    x = torch.as_tensor(at, dtype=torch.float64)
+    for layer in inner.hidden:
+        x = torch.tanh(x @ layer.weight.double().T + layer.bias.double())
+    head, value = inner.policy_head, inner.value_head
+    advantages = x @ head.weight.double().T + head.bias.double()
+    allowed = torch.as_tensor(mask, dtype=torch.bool)
+    if not dueling:
+        return advantages.masked_fill(~allowed, -1e9)
+    v = float(x @ value.weight.double().T[:, 0] + value.bias.double()[0])
+    mean = advantages[allowed].mean()
+    return torch.where(allowed, v + advantages - mean, torch.tensor(-1e9, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("dueling", [True, False])
+@pytest.mark.parametrize("double_q", [True, False])
+@pytest.mark.parametrize("space", [BOX, MASKED], ids=["box", "masked"])
+def test_the_loss_is_that_of_the_papers(dueling, double_q, space):
+    policy = DQNTorchPolicy(
+        space, THREE, {"dueling": dueling, "double_q": double_q, "gamma": 0.9, "seed": 0}
+    )
+    with torch.no_grad():  # two networks that differ
+        policy._target.vector.add_(0.3 * torch.randn(policy._target.vector.shape))
+    batch = rows(space=space)
+    loss = float(policy.loss(policy.tensors(batch)).detach())
+
+    total, errors = 0.0, []
+    with torch.no_grad():
+        for row in batch.rows():
+            masks, ats = [], []
+            for name in ("obs", "new_obs"):
+                nested = isinstance(row[name], dict)
+                ats.append(row[name]["at"] if nested else row[name])
+                masks.append(row[name]["action_mask"] if nested else np.ones(3))
+            target = plain_values(policy.target_model, ats[1], masks[1], dueling)
+            chooser = policy.model if double_q else policy.target_model
+            best = int(plain_values(chooser, ats[1], masks[1], dueling).argmax())
+            goal = float(row["rewards"])
+            if not row["terminateds"]:
+                goal += 0.9 ** int(row["n_steps"]) * float(target[best])
+            q = plain_values(policy.model, ats[0], masks[0], dueling)[int(row["actions"])]
+            error = float(q) - goal
+            errors.append(error)
+            huber = 0.5 * error**2 if abs(error) < 1 else abs(error) - 0.5
+            total += float(row["weights"]) * huber
+    assert loss == pytest.approx(total / batch.count, rel=1e-5)
+    policy.learn_on_minibatches(batch)
+    np.testing.assert_allclose(policy.row_stats["td_error"], errors, atol=1e-5)
+    assert policy.row_stats["batch_indexes"].tolist() == list(range(12))
+
+
+def test_other_networks_have_the_same_values():
+    """Images, whose values torch computes: double DQN's target from both networks."""
+    image = spaces.Box(0, 255, (8, 8, 3), np.uint8)
+    policy = DQNTorchPolicy(image, THREE, {"seed": 0})
+    rng = np.random.default_rng(0)
+    observations = torch.from_numpy(rng.integers(0, 255, (4, 8, 8, 3), np.uint8))
+    values = policy._values_of(policy.model, observations)
+    outputs, _ = policy.model({"obs": observations}, [], None)
+    advantages = outputs - outputs.mean(1, keepdim=True)
+    expected = policy.model.value_function().unsqueeze(1) + advantages
+    torch.testing.assert_close(values, expected)
+    assert policy.compute_actions(observations.numpy(), explore=False)[0].tolist() == (
+        values.argmax(1).tolist()
+    )
+
+
+def test_acting_is_greedy_but_for_epsilon():
+    config = {"exploration_config": {"type": "EpsilonGreedy", "epsilon": 0.3}, "seed": 0}
+    policy = DQNTorchPolicy(MASKED, THREE, config)
+    obs = rows(4000, space=MASKED)["obs"]
+    best, states, extra = policy.compute_actions(obs, explore=False)
+    allowed = obs["action_mask"] != 0
+    with torch.no_grad():
+        values = policy._values_of(policy.model, as_tensors(obs)).numpy()
+    values = np.where(allowed, values, -np.inf)
+    np.testing.assert_array_equal(best, values.argmax(1))
+    assert (states, extra) == ([], {})
+    drawn, _, _ = policy.compute_actions(obs)
+    assert allowed[np.arange(4000), drawn].all()
+    # a random action is the best one with a chance of 1 in as many as there are
+    expected = 1 - 0.3 * (1 - (1 / allowed.sum(1)).mean())
+    assert (drawn == best).mean() == pytest.approx(expected, abs=0.025)
+
+
+def as_tensors(obs):
+    return {name: torch.from_numpy(leaf) for name, leaf in obs.items()}
+
+
+def test_target_networks_follow_softly_or_at_once():
+    policy = DQNTorchPolicy(BOX, THREE, {"tau": 0.25, "seed": 0})
+    start = policy._target.vector.clone()
+    np.testing.assert_array_equal(start.detach(), policy.flat.vector.detach())
+    policy.learn_on_minibatches(rows())
+    np.testing.assert_array_equal(policy._target.vector.detach(), start.detach())
+    policy.update_target()
+    expected = 0.75 * start + 0.25 * policy.flat.vector
+    torch.testing.assert_close(policy._target.vector, expected)
+    policy.update_target(1.0)
+    torch.testing.assert_close(policy._target.vector, policy.flat.vector)
+
+
+def test_a_restored_policy_learns_the_same():
+    one, other = (DQNTorchPolicy(BOX, THREE, {"tau": 0.5, "seed": s}) for s in (0, 1))
+    one.learn_on_minibatches(rows())
+    one.update_target()
+    other.set_state(one.get_state())
+    for seed in (1, 2):
+        stats = [policy.learn_on_minibatches(rows(seed=seed)) for policy in (one, other)]
+        assert stats[0] == stats[1]
+        one.update_target()
+        other.update_target()
+    with pytest.raises(ValueError, match="without target"):
+        one.set_state({k: v for k, v in other.get_state().items() if k != "target"})
+    with pytest.raises(ValueError, match="a target network of 3 parameters"):
+        one.set_state({**other.get_state(), "target": np.zeros(3, np.float32)})
+
+
+def test_an_update_that_is_left_out_tells_no_errors():
+    policy = DQNTorchPolicy(BOX, THREE, {"on_bad_update": "skip", "seed": 0})
+    batch = rows()
+    policy.learn_on_minibatches(batch)
+    assert len(policy.row_stats["td_error"]) == 12
+    rewards = batch["rewards"].copy()
+    rewards[2] = np.nan
+    policy.learn_on_minibatches(batch.with_columns(rewards=rewards))
+    assert policy.row_stats == {}
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"replay_buffer_capacity": 20}, "replay_buffer_capacity=20 is less than"),
+        ({"learning_starts": 60_000}, "learning_starts=60000: make it at least both"),
+        ({"prioritized_replay": False, "prioritized_replay_alpha": 0.5}, "needs prioritized_rep"),
+        ({"training_intensity": 0}, "training_intensity"),
+        ({"n_step": 0}, "n_step"),
+        ({"tau": 1.5}, "tau"),
+    ],
+)
+def test_settings_that_cannot_be(settings, match):
+    with pytest.raises(ConfigError, match=match):
+        DQNConfig(**settings)
+
+
+def test_what_dqn_is_not_for():
+    with pytest.raises(ConfigError, match="DQN is for Discrete actions"):
+        DQNTorchPolicy(BOX, BOX, {})
+    with pytest.raises(ConfigError, match="sees observations alone"):
+        DQNTorchPolicy(BOX, THREE, {"model": {"use_lstm": True, "lstm_use_prev_action": True}})
+
+
+def tiny(**settings):
+    own = {"learning_starts": 32, "min_sample_timesteps_per_iteration": 64, "seed": 0}
+    return load_plan("dqn").config.updated(**own, **settings)
+
+
+@pytest.mark.parametrize("prioritized", [False, True])
+def test_a_run_goes_on_from_its_checkpoint(prioritized, tmp_path):
+    config = tiny(prioritized_replay=prioritized)
+    with config.build() as algo:
+        algo.train()
+        algo.save(tmp_path / "c")
+        with config.build() as other:
+            other.restore(tmp_path / "c")
+            first, second = algo.train(), other.train()
+            stats = [r["learners"]["default_policy"] for r in (first, second)]
+            # environments begin anew, so what is sampled differs: counts and draws do not
+            for name in ("num_env_steps_sampled", "num_env_steps_trained"):
+                assert first[name] == second[name]
+            assert all(np.isfinite(one["total_loss"]) for one in stats)
+            buffers = [a.plan.stage for a in (algo, other)]
+            assert len(buffers) == 2
+
+
+def test_runs_repeat_from_their_seed():
+    def weights():
+        with tiny(prioritized_replay=True).build() as algo:
+            algo.train()
+            return algo.get_policy().get_weights()
+
+    one, same = weights(), weights()
+    assert all((one[name] == same[name]).all() for name in one)

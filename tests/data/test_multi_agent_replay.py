@@ -1,0 +1,110 @@
+"""MultiAgentReplayBuffer: who is stored where, and when."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowrl.data import MultiAgentBatch, MultiAgentReplayBuffer, ReplayBuffer, SampleBatch
+
+
+def rows(n, value=0.0):
+    return SampleBatch(
+        obs=np.full((n, 2), value, np.float32),
+        new_obs=np.full((n, 2), value + 1, np.float32),
+        rewards=np.zeros(n, np.float32),
+    )
+
+
+def make(**settings_):
+    given_ = {"replay_batch_size": 8, **settings_}
+    return MultiAgentReplayBuffer(lambda policy_id: ReplayBuffer(1000, seed=0), **given_)
+
+
+def test_each_policy_has_its_own_rows():
+    buffer = make(policies=["a", "b"])
+    buffer.add(MultiAgentBatch({"a": rows(5, 1.0), "b": rows(9, 2.0), "c": rows(0)}, 9))
+    drawn = buffer.sample()
+    assert (drawn.env_steps(), drawn.agent_steps()) == (8, 16)
+    assert set(drawn["a"]["obs"].ravel()) == {1.0}
+    assert set(drawn["b"]["obs"].ravel()) == {2.0}
+    assert {pid: s["num_rows"] for pid, s in buffer.stats().items()} == {"a": 5, "b": 9}
+    with pytest.raises(KeyError, match=r"\['c'\] for a replay buffer of \['a', 'b'\]: select"):
+        buffer.add(MultiAgentBatch({"a": rows(5), "c": rows(2)}, 5))
+    assert len(buffer) == 14
+
+
+def test_a_single_agents_batches_stay_what_they_are():
+    buffer = make()
+    buffer.add(rows(5))
+    assert isinstance(buffer.sample(), SampleBatch)
+
+
+@pytest.mark.parametrize("intensity", [0.25, 1, 3.7, 64])
+@pytest.mark.parametrize("fragment", [1, 7, 50])
+def test_the_ratio_is_exact_to_one_batch(intensity, fragment):
+    """10,000 steps of two sides, either of which is stalled now and then."""
+    rng = np.random.default_rng(0)
+    buffer = make(training_intensity=intensity, learning_starts=20)
+    stored = drawn = 0
+    for step in range(10_000):
+        stalled = (step // 100) % 3  # neither side, the one that stores, the one that draws
+        assert buffer.can_add() != buffer.can_sample()
+        if buffer.can_add():
+            if stalled != 1 or rng.random() < 0.1:
+                buffer.add(rows(fragment))
+                stored += fragment
+        elif stalled != 2 or rng.random() < 0.1:
+            buffer.sample()
+            drawn += 8
+        ahead = intensity * max(0, stored - 20) - drawn
+        assert -1e-6 <= ahead < intensity * fragment + 8
+    assert drawn
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=30), st.integers(0, 60))
+def test_without_a_ratio_it_is_a_batch_for_a_batch(sizes, starts):
+    buffer = make(learning_starts=starts)
+    stored = drawn = learning = 0
+    for size in sizes:
+        assert buffer.can_add()
+        buffer.add(rows(size))
+        stored += size
+        learning += stored >= starts
+        while buffer.can_sample():
+            buffer.sample()
+            drawn += 1
+        assert drawn == learning
+
+
+def test_a_restored_buffer_goes_on_the_same():
+    buffer = make(training_intensity=2, learning_starts=4)
+    buffer.add(rows(9))
+    buffer.sample()
+    other = make(training_intensity=2, learning_starts=4)
+    other.load_state_dict(buffer.state_dict())
+    for one in (buffer, other):
+        one.add(rows(5, 3.0))
+    while buffer.can_sample():
+        assert other.can_sample()
+        np.testing.assert_array_equal(buffer.sample()["obs"], other.sample()["obs"])
+    assert not other.can_sample()
+
+
+@pytest.mark.parametrize(
+    ("settings_", "match"),
+    [
+        ({"replay_batch_size": 0}, "replay_batch_size is at least 1"),
+        ({"learning_starts": -1}, "learning_starts at least 0"),
+        ({"training_intensity": 0}, "training_intensity is a number above 0"),
+        ({"training_intensity": float("nan")}, "training_intensity is a number above 0"),
+    ],
+)
+def test_settings_that_cannot_be(settings_, match):
+    with pytest.raises(ValueError, match=match):
+        make(**settings_)
+    with pytest.raises(TypeError, match="policies is a collection"):
+        make(policies="a")
+    with pytest.raises(ValueError, match="empty"):
+        make().sample()
