@@ -7,6 +7,8 @@ import shlex
 from pathlib import Path
 
 import flowrl.ops
+from flowrl.algorithms.algorithm import Algorithm
+from flowrl.algorithms.plans import load_plan
 from flowrl.cli import main
 from flowrl.iter import LocalIterator, ParallelIterator
 
@@ -78,13 +80,28 @@ def test_several_agents(capsys):
     assert float(told.split()[-1]) > 1
 
 
+def test_two_algorithms_in_one_plan():
+    shipped = load_plan("ppo_dqn")
+    source = Path(shipped.__file__).read_text()
+    names = {}
+    exec(PYTHON[9], names)
+    assert "def execution_plan" + PYTHON[9].split("def execution_plan")[1] in source
+    config = shipped.config.updated(min_sample_timesteps_per_iteration=1500, seed=0)
+
+    class Both(Algorithm):
+        execution_plan = staticmethod(names["execution_plan"])
+
+    with Both(config) as algo:
+        assert set(algo.train()["learners"]) == {"ppo", "dqn"}
+
+
 def test_the_engine(capsys, ray_session):
-    exec(PYTHON[9], {})
+    exec(PYTHON[10], {})
     said = capsys.readouterr().out
     assert "[0, 16, 1, 25]\n[-10, -5, -4, 2, 3, 5, 10]\n" in said
     assert "gather_async" in said
     assert "busy" in said
-    exec(PYTHON[10], {})
+    exec(PYTHON[11], {})
     assert capsys.readouterr().out == "[0, 2, 4]\n"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from flowrl.algorithms.config import OnPolicyConfig
+from flowrl.data import SampleBatch
 from flowrl.policies.config import ConfigError
 from flowrl.policies.returns import discounted_returns, generalized_advantages
 from flowrl.policies.torch_policy import TorchPolicy
@@ -35,3 +36,13 @@ class OnPolicyPolicy(TorchPolicy):
         cut = np.where(dones, rewards + config.gamma * following, rewards)
         targets = discounted_returns(cut, dones, following[-1], config.gamma)
         return {"advantages": targets - values, "value_targets": targets}
+
+    def learn_on_minibatches(
+        self, batch: SampleBatch, num_sgd_iter: int = 1, sgd_minibatch_size: int = 0
+    ) -> dict[str, float]:
+        if "batch_indexes" in batch and not self.config.learn_from_replay:
+            raise ConfigError(
+                f"{type(self).__name__} learns from what it has just sampled, this batch was drawn "
+                "from a replay buffer: set learn_from_replay=True if that is meant"
+            )
+        return super().learn_on_minibatches(batch, num_sgd_iter, sgd_minibatch_size)

@@ -45,7 +45,7 @@ class Algorithm:
         iteration: results so far.
     """
 
-    policy_class: ClassVar[type[Policy]]
+    policy_class: ClassVar[type[Policy] | None] = None  # None: every policy has its own
     config_class: ClassVar[type[AlgorithmConfig]] = AlgorithmConfig
     execution_plan: ClassVar[Any] = None
 

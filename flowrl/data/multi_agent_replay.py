@@ -9,6 +9,7 @@ import numpy as np
 
 from flowrl.data.multi_agent_batch import MultiAgentBatch
 from flowrl.data.replay_buffer import ReplayBuffer
+from flowrl.data.replay_ratio import ReplayRatio
 from flowrl.data.sample_batch import SampleBatch
 
 Batch = SampleBatch | MultiAgentBatch
@@ -17,20 +18,17 @@ Batch = SampleBatch | MultiAgentBatch
 class MultiAgentReplayBuffer:
     """A ReplayBuffer for each policy, made when its first rows come.
 
-    It also says when it is time to store and when to draw: at every moment exactly one of
-    `can_add` and `can_sample` is true, so that plans which ask keep the ratio of drawn to stored
-    rows to within one batch, whichever side is slow.
+    It also says when it is time to store (`can_add`) and when to draw (`can_sample`), so that plans
+    which ask keep the ratio of drawn to stored rows: see ReplayRatio.
 
     Args:
         make: policy id -> its ReplayBuffer.
         replay_batch_size: rows of each policy in a drawn batch.
-        learning_starts: rows stored before the first draw.
-        training_intensity: rows drawn for each row stored since then; None draws one batch for
-            each batch stored.
+        learning_starts, training_intensity: see ReplayRatio.
         policies: ids of those whose rows are stored; None: all. Rows of others are refused.
 
     Raises:
-        ValueError: a size below 1, a negative learning_starts, an intensity that is not positive.
+        ValueError: a size below 1; see ReplayRatio.
     """
 
     def __init__(
@@ -42,22 +40,15 @@ class MultiAgentReplayBuffer:
         training_intensity: float | None = None,
         policies: Collection[str] | None = None,
     ):
-        if replay_batch_size < 1 or learning_starts < 0:
-            raise ValueError(
-                "replay_batch_size is at least 1 and learning_starts at least 0, got "
-                f"{replay_batch_size} and {learning_starts}"
-            )
-        if training_intensity is not None and not 0 < training_intensity < np.inf:
-            raise ValueError(f"training_intensity is a number above 0, got {training_intensity!r}")
+        if replay_batch_size < 1:
+            raise ValueError(f"replay_batch_size is at least 1, got {replay_batch_size}")
         if isinstance(policies, str):
             raise TypeError(f"policies is a collection of ids: [{policies!r}]")
         self._make = make
         self.replay_batch_size = replay_batch_size
-        self.learning_starts = learning_starts
-        self.training_intensity = training_intensity
+        self.ratio = ReplayRatio(learning_starts, training_intensity)
         self.policies = None if policies is None else sorted(policies)
         self.buffers: dict[str, ReplayBuffer] = {}
-        self._counts = dict.fromkeys(("rows_in", "rows_out", "batches_in", "batches_out"), 0)
 
     # -- storing and drawing -----------------------------------------------------------------------
 
@@ -80,32 +71,11 @@ class MultiAgentReplayBuffer:
             if policy_id not in self.buffers:
                 self.buffers[policy_id] = self._make(policy_id)
             self.buffers[policy_id].add(rows)
-            self._note_in(rows.count)
-        if parts and self._learning:
-            self._counts["batches_in"] += 1
-
-    def _note_in(self, rows: int) -> None:
-        before = self.num_added - rows
-        self._counts["rows_in"] += rows - max(0, min(rows, self.learning_starts - before))
-
-    @property
-    def num_added(self) -> int:
-        """Rows that were ever stored."""
-        return sum(buffer.num_added for buffer in self.buffers.values())
-
-    @property
-    def _learning(self) -> bool:
-        return bool(self.buffers) and self.num_added >= max(1, self.learning_starts)
+        self.ratio.note_stored(sum(rows.count for rows in parts.values()))
 
     def can_sample(self) -> bool:
         """Whether it is time to draw a batch."""
-        if not self._learning:
-            return False
-        counts = self._counts
-        if self.training_intensity is None:
-            return counts["batches_out"] < counts["batches_in"]
-        rows = self.replay_batch_size * len(self.buffers)
-        return counts["rows_out"] + rows <= self.training_intensity * counts["rows_in"]
+        return self.ratio.may_draw(self.replay_batch_size * len(self.buffers))
 
     def can_add(self) -> bool:
         """Whether it is time to store a batch."""
@@ -121,8 +91,7 @@ class MultiAgentReplayBuffer:
             raise ValueError("the replay buffer is empty: store something before drawing from it")
         size = self.replay_batch_size
         drawn = {pid: buffer.sample(size) for pid, buffer in self.buffers.items()}
-        self._counts["rows_out"] += size * len(drawn)
-        self._counts["batches_out"] += 1
+        self.ratio.note_drawn(size * len(drawn))
         return MultiAgentBatch.wrap_as_needed(drawn, size)
 
     def update_priorities(
@@ -145,7 +114,7 @@ class MultiAgentReplayBuffer:
     def state_dict(self) -> dict[str, Any]:
         """All buffers, and where the ratio is."""
         buffers = {policy_id: buffer.state_dict() for policy_id, buffer in self.buffers.items()}
-        return {"buffers": buffers, "counts": dict(self._counts)}
+        return {"buffers": buffers, "ratio": self.ratio.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave, with the same settings.
@@ -157,10 +126,10 @@ class MultiAgentReplayBuffer:
         for policy_id, buffer in buffers.items():
             buffer.load_state_dict(state["buffers"][policy_id])
         self.buffers = buffers
-        self._counts = {name: int(count) for name, count in state["counts"].items()}
+        self.ratio.load_state_dict(state["ratio"])
 
     def __repr__(self) -> str:
         more = "" if self.policies is None else f", policies={self.policies}"
-        if self.training_intensity is not None:
-            more += f", training_intensity={self.training_intensity:g}"
+        if self.ratio.training_intensity is not None:
+            more += f", training_intensity={self.ratio.training_intensity:g}"
         return f"MultiAgentReplayBuffer(replay_batch_size={self.replay_batch_size}{more})"

@@ -272,8 +272,14 @@ class LocalIterator(Generic[T]):
             if moved == before:
                 raise RuntimeError(
                     f"{self!r} cannot move: every branch waits for another one. Is there a child "
-                    "of duplicate() that nobody consumes?"
+                    "of duplicate() that nobody consumes, or an operator that waits for one that "
+                    f"nobody pulls? Waiting: {self._waiting(clock.stages)}"
                 )
+
+    @staticmethod
+    def _waiting(stages: Sequence[Stage]) -> str:
+        """The stages that another one has to set going."""
+        return ", ".join(stage.shown() for stage in stages if stage.leans) or "nobody knows"
 
     def take(self, n: int) -> list[T]:
         """The next n items, fewer if the stream ends."""

@@ -2,8 +2,20 @@
 
 from flowrl.iter import _get_shared_metrics
 from flowrl.ops.concurrency import Concurrently, Dequeue, Enqueue
-from flowrl.ops.replay import Replay, StoreToReplayBuffer, UpdateReplayPriorities
-from flowrl.ops.report import StandardMetricsReporting
+from flowrl.ops.gradients import ApplyGradients, AverageGradients, ComputeGradients, Gradients
+from flowrl.ops.pace import (
+    OncePerTimeInterval,
+    OncePerTimestepsElapsed,
+    WaitUntilTimestepsElapsed,
+)
+from flowrl.ops.replay import (
+    MixInReplay,
+    Replay,
+    SimpleReplayBuffer,
+    StoreToReplayBuffer,
+    UpdateReplayPriorities,
+)
+from flowrl.ops.report import CollectMetrics, StandardMetricsReporting
 from flowrl.ops.rollout import (
     ConcatBatches,
     ParallelRollouts,
@@ -13,19 +25,29 @@ from flowrl.ops.rollout import (
 from flowrl.ops.train import TrainOneStep, UpdateTargetNetwork, train_one_step
 
 __all__ = [
+    "ApplyGradients",
+    "AverageGradients",
+    "CollectMetrics",
+    "ComputeGradients",
     "ConcatBatches",
     "Concurrently",
     "Dequeue",
     "Enqueue",
+    "Gradients",
+    "MixInReplay",
+    "OncePerTimeInterval",
+    "OncePerTimestepsElapsed",
     "ParallelRollouts",
     "Replay",
     "SelectExperiences",
+    "SimpleReplayBuffer",
     "StandardMetricsReporting",
     "StandardizeFields",
     "StoreToReplayBuffer",
     "TrainOneStep",
     "UpdateReplayPriorities",
     "UpdateTargetNetwork",
+    "WaitUntilTimestepsElapsed",
     "_get_shared_metrics",
     "train_one_step",
 ]

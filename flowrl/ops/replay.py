@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.iter import NOT_READY, LocalIterator, Stage, _get_shared_metrics
 from flowrl.iter.errors import blame, operator_error
 from flowrl.ops.train import Info, trained
+from flowrl.seeding import random_stream, restore_stream, stream_state
 
 if TYPE_CHECKING:
     from flowrl.data import MultiAgentReplayBuffer
@@ -129,6 +131,102 @@ class UpdateReplayPriorities:
 
     def __repr__(self) -> str:
         return "UpdateReplayPriorities"
+
+
+class SimpleReplayBuffer:
+    """The last `num_slots` batches, whole, drawn uniformly.
+
+    Args:
+        num_slots: batches; the oldest is overwritten.
+        seed: of the draws; None takes the machine's entropy.
+    """
+
+    def __init__(self, num_slots: int, seed: int | None = None):
+        if isinstance(num_slots, bool) or not isinstance(num_slots, int) or num_slots < 1:
+            raise ValueError(f"num_slots is a whole number from 1, got {num_slots!r}")
+        self.num_slots = num_slots
+        self.rng = random_stream(seed, "replay")
+        self._batches: deque[Batch] = deque(maxlen=num_slots)
+
+    def add(self, batch: Batch) -> None:
+        """Store a batch, which must not be changed afterwards."""
+        self._batches.append(batch)
+
+    def sample(self) -> Batch:
+        """One of the batches.
+
+        Raises:
+            ValueError: there are none.
+        """
+        if not self._batches:
+            raise ValueError("the replay buffer is empty: store something before drawing from it")
+        return self._batches[int(self.rng.integers(len(self._batches)))]
+
+    def can_add(self) -> bool:
+        """Always: there is no ratio to keep."""
+        return True
+
+    def can_sample(self) -> bool:
+        """Whether there are batches."""
+        return bool(self._batches)
+
+    def __len__(self) -> int:
+        """Batches that are there."""
+        return len(self._batches)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"batches": list(self._batches), "rng": stream_state(self.rng)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._batches = deque(state["batches"], maxlen=self.num_slots)
+        restore_stream(self.rng, state["rng"])
+
+    def __repr__(self) -> str:
+        return f"SimpleReplayBuffer({self.num_slots})"
+
+
+class MixInReplay:
+    """combine, batch -> [batch, replayed ones …]: mixes earlier batches in.
+
+    Args:
+        num_slots: batches that are kept to be replayed.
+        replay_proportion: replayed batches for each new one; fractions add up, so 0.5 gives one
+            after every second.
+        seed: of the draws.
+
+    Raises:
+        ValueError: a negative proportion; one above 0 without slots.
+    """
+
+    def __init__(self, num_slots: int, replay_proportion: float, seed: int | None = None):
+        if not 0 <= replay_proportion < float("inf"):
+            raise ValueError(f"replay_proportion is at least 0, got {replay_proportion!r}")
+        if replay_proportion and num_slots < 1:
+            raise ValueError("a replay_proportion above 0 needs num_slots of at least 1")
+        self.replay_proportion = replay_proportion
+        self.buffer = SimpleReplayBuffer(max(num_slots, 1), seed)
+        self._owed = 0.0
+
+    def __call__(self, batch: Batch) -> list[Batch]:
+        mixed = [batch]
+        self._owed += self.replay_proportion
+        if len(self.buffer):  # what is new is not mixed with itself
+            while self._owed >= 1 - 1e-9:
+                mixed.append(self.buffer.sample())
+                self._owed -= 1
+        if self.replay_proportion:
+            self.buffer.add(batch)
+        return mixed
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"buffer": self.buffer.state_dict(), "owed": self._owed}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.buffer.load_state_dict(state["buffer"])
+        self._owed = state["owed"]
+
+    def __repr__(self) -> str:
+        return f"MixInReplay({self.buffer.num_slots}, {self.replay_proportion})"
 
 
 def _checked(buffer: Any, operator: str) -> Any:

@@ -101,6 +101,7 @@ class CollectMetrics:
         self._last = dict(counters)
         episodes = self._summary(finished)
         learner = metrics.info.get("learner", {})
+        trained = "num_agent_steps_trained/"
         lags = list(metrics.info.get("policy_lag", ()))
         metrics.info.get("policy_lag", deque()).clear()
         return {
@@ -117,7 +118,7 @@ class CollectMetrics:
             "num_remote_worker_restarts": counters["num_shard_restarts"],
             "num_env_restarts": restarts,
             "num_faulty_episodes": faulty,
-            "info": {"learner": {policy_id: dict(one) for policy_id, one in learner.items()}},
+            "info": {"learner": {pid: _without_rows(one) for pid, one in learner.items()}},
             "env_runners": {
                 "episode_return_mean": episodes["episode_reward_mean"],
                 "episode_return_min": episodes["episode_reward_min"],
@@ -130,7 +131,13 @@ class CollectMetrics:
                 "policy_lag_mean": float(np.mean(lags)) if lags else 0.0,
                 "policy_lag_max": max(lags, default=0),
             },
-            "learners": {pid: dict(one["learner_stats"]) for pid, one in learner.items()},
+            "learners": {
+                pid: {
+                    **one["learner_stats"],
+                    "num_agent_steps_trained_lifetime": counters[trained + pid],
+                }
+                for pid, one in learner.items()
+            },
             "timers": self._timers(),
         }
 
@@ -200,6 +207,10 @@ class CollectMetrics:
 
     def __repr__(self) -> str:
         return f"CollectMetrics(window={self._window.maxlen})"
+
+
+def _without_rows(told: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in told.items() if name != "rows"}
 
 
 def _whole(episode: Sequence[Any]) -> Sequence[Any]:

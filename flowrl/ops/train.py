@@ -170,19 +170,10 @@ def train_one_step(
             "return what it was given?"
         )
     worker = workers.local_worker()
-    policy_map = worker.policy_map
-    asked = batch.policy_batches if policies is None else policies
-    unknown = sorted(set(asked) - set(policy_map))
-    if unknown:
-        raise KeyError(f"no policies {unknown} here: there are {sorted(policy_map)}")
     info: Info = {}
     with worker.lock, metrics.timers["learn"] as timer:
-        for policy_id, rows in batch.policy_batches.items():
-            if (policies is not None and policy_id not in policies) or not rows.count:
-                continue
-            if policies is None and not worker.is_policy_to_train(policy_id, rows):
-                continue
-            policy = policy_map[policy_id]
+        for policy_id, rows in batch_to_learn_from(worker, batch, policies).items():
+            policy = worker.policy_map[policy_id]
             policy.on_global_var_update(workers.global_vars)
             passes = policy.config.num_sgd_iter if num_sgd_iter is None else num_sgd_iter
             size = sgd_minibatch_size
@@ -197,9 +188,40 @@ def train_one_step(
             if policy.row_stats:
                 info[policy_id]["rows"] = policy.row_stats
     timer.push_units_processed(batch.count)
-    metrics.counters["num_env_steps_trained"] += batch.env_steps()
-    metrics.counters["num_agent_steps_trained"] += sum(
-        one["num_agent_steps_trained"] for one in info.values()
-    )
-    metrics.info.setdefault("learner", {}).update(info)
+    note_trained(metrics, batch.env_steps(), info)
     return info
+
+
+def batch_to_learn_from(
+    worker: Any, batch: Batch, policies: Collection[str] | None
+) -> dict[str, SampleBatch]:
+    """The rows of a batch by the policies that are to learn from them.
+
+    Raises:
+        KeyError: `policies` names one, or the batch has rows of one, that the worker has not got.
+    """
+    asked = batch.policy_batches if policies is None else policies
+    unknown = sorted(set(asked) - set(worker.policy_map))
+    if unknown:
+        raise KeyError(f"no policies {unknown} here: there are {sorted(worker.policy_map)}")
+    return {
+        policy_id: rows
+        for policy_id, rows in batch.policy_batches.items()
+        if rows.count
+        and (
+            worker.is_policy_to_train(policy_id, rows)
+            if policies is None
+            else policy_id in policies
+        )
+    }
+
+
+def note_trained(metrics: MetricsContext, env_steps: int, info: Info) -> None:
+    """Count what policies were trained on, all together and each."""
+    counters = metrics.counters
+    counters["num_env_steps_trained"] += env_steps
+    for policy_id, told in info.items():
+        rows = told["num_agent_steps_trained"]
+        counters["num_agent_steps_trained"] += rows
+        counters[f"num_agent_steps_trained/{policy_id}"] += rows
+    metrics.info.setdefault("learner", {}).update(info)

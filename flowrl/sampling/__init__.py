@@ -5,7 +5,7 @@ from flowrl.sampling.callbacks import DefaultCallbacks, override
 from flowrl.sampling.envs import EnvContext, register_env
 from flowrl.sampling.episode import EpisodeMetrics, MultiAgentEpisode
 from flowrl.sampling.list_collector import SimpleListCollector
-from flowrl.sampling.multi_agent_env import MultiAgentEnv
+from flowrl.sampling.multi_agent_env import MultiAgentEnv, make_multi_agent
 from flowrl.sampling.pettingzoo import ParallelPettingZooEnv, PettingZooEnv
 from flowrl.sampling.rollout_worker import RolloutWorker
 from flowrl.sampling.sample_collector import SampleCollector
@@ -31,6 +31,7 @@ __all__ = [
     "SyncSampler",
     "TensorType",
     "WorkerSet",
+    "make_multi_agent",
     "override",
     "register_env",
 ]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
+import gymnasium as gym
 from gymnasium import spaces
 
 from flowrl.policies.config import ConfigError
+from flowrl.sampling.envs import EnvContext, env_creator_for
 
 Dicts = tuple[
     dict[Any, Any], dict[Any, float], dict[Any, bool], dict[Any, bool], dict[Any, dict[str, Any]]
@@ -83,3 +87,88 @@ def is_multi_agent(env: Any) -> bool:
     return isinstance(env, MultiAgentEnv) or (
         hasattr(env, "get_observation_space") and hasattr(env, "get_action_space")
     )
+
+
+class ManyAgents(MultiAgentEnv):
+    """Copies of a single-agent environment, one for each agent.
+
+    `env_config`:
+        num_agents: how many; the agents are 0, 1, ….
+        episode_steps: None: an agent whose copy has ended waits until all have, which ends the
+            episode. A number: it begins anew at once as another agent, whose id is larger by
+            num_agents (so `agent_id % num_agents` says which copy it has), and the episode is
+            truncated after so many steps.
+        The rest is for the copies.
+
+    Args:
+        creator: EnvContext -> a gymnasium environment.
+        context: see above.
+
+    Raises:
+        ConfigError: fewer than one agent, or step.
+    """
+
+    def __init__(self, creator: Callable[[EnvContext], gym.Env], context: Mapping[str, Any]):
+        place = ("worker_index", "vector_index", "num_workers")
+        own = EnvContext(dict(context), *(getattr(context, name, 0) for name in place))
+        count, self._limit = own.pop("num_agents", 2), own.pop("episode_steps", None)
+        for name, value in (("num_agents", count), ("episode_steps", self._limit or 1)):
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"env_config: {name} is a whole number from 1, got {value!r}")
+        self._envs = [creator(own) for _ in range(count)]
+        self.possible_agents = list(range(count))
+        self.observation_space = self._envs[0].observation_space
+        self.action_space = self._envs[0].action_space
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[dict[Any, Any], dict[Any, dict[str, Any]]]:
+        count = len(self._envs)
+        self._steps = 0
+        self._acting = list(range(count))  # the agent of each copy
+        self._over: set[int] = set()
+        seeds = [None if seed is None else seed + i for i in range(count)]
+        started = [
+            env.reset(seed=own, options=options) for env, own in zip(self._envs, seeds, strict=True)
+        ]
+        return {i: obs for i, (obs, _) in enumerate(started)}, {
+            i: info for i, (_, info) in enumerate(started)
+        }
+
+    def step(self, action_dict: dict[Any, Any]) -> Dicts:
+        count = len(self._envs)
+        made: Dicts = ({}, {}, {}, {}, {})
+        observations, rewards, terminateds, truncateds, infos = made
+        self._steps += 1
+        last = self._steps == self._limit
+        for agent, action in action_dict.items():
+            env = self._envs[agent % count]
+            for column, value in zip(made, env.step(action), strict=True):
+                column[agent] = value  # type: ignore[index]
+            if not (terminateds[agent] or truncateds[agent]):
+                truncateds[agent] = last
+            elif self._limit is None:
+                self._over.add(agent)
+            elif not last:
+                observations[agent + count], infos[agent + count] = env.reset()
+        terminateds["__all__"] = len(self._over) == count
+        truncateds["__all__"] = last
+        return observations, rewards, terminateds, truncateds, infos
+
+    def close(self) -> None:
+        for env in self._envs:
+            env.close()
+
+
+def make_multi_agent(env: str | type | Callable[..., Any]) -> Callable[[EnvContext], MultiAgentEnv]:
+    """A creator of copies of a single-agent environment, one for each agent; see ManyAgents.
+
+    >>> from flowrl.sampling import EnvContext
+    >>> four = make_multi_agent("CartPole-v1")(EnvContext({"num_agents": 4}))
+    >>> sorted(four.reset(seed=0)[0])
+    [0, 1, 2, 3]
+
+    Args:
+        env: an id of gymnasium's, a registered name, a class, or a creator.
+    """
+    return partial(ManyAgents, env_creator_for(env))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from flowrl.iter import ParallelIterator
@@ -58,6 +58,7 @@ class WorkerSet:
         self._remote: list[Any] | None = None
         self._pool: Pool | None = None
         self._sent: dict[int, dict[str, int]] = {}
+        self._only: set[int] | None = None  # workers that are to get weights; None: all
         self._payload: tuple[dict[str, int], Any] | None = None
         self._owns_ray = False
         self.global_vars: dict[str, Any] = {"timestep": 0}
@@ -140,6 +141,10 @@ class WorkerSet:
         versions = self.versions()
         if self._sent.get(index) == versions:
             return None
+        if self._only is not None and index in self._sent:
+            if index not in self._only:
+                return None
+            self._only.discard(index)
         self._sent[index] = versions
         if self._payload is None or self._payload[0] != versions:
             policies = self.local_worker().policy_map
@@ -153,6 +158,11 @@ class WorkerSet:
                 payload = ray.put(payload)
             self._payload = (versions, payload)
         return self._payload[1]
+
+    def update_only(self, indices: Iterable[int]) -> None:
+        """From now on send new weights only to workers that this was called for since they were
+        last sent some (and to new ones)."""
+        self._only = (self._only or set()) | set(indices)
 
     def forget_sent(self) -> None:
         """Send every worker the weights again: they changed without a new version."""

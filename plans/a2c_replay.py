@@ -1,0 +1,34 @@
+"""A2C with replay: rollouts are stored, and trained on when they are drawn again."""
+
+from flowrl.algorithms.a2c import A2CConfig
+from flowrl.data import MultiAgentReplayBuffer, ReplayBuffer
+from flowrl.ops import (
+    Concurrently,
+    ParallelRollouts,
+    Replay,
+    StandardMetricsReporting,
+    StoreToReplayBuffer,
+    TrainOneStep,
+)
+
+config = A2CConfig(
+    env="CartPole-v1",
+    num_envs_per_worker=8,
+    train_batch_size=64,
+    gamma=0.98,
+    lr=[(0, 1e-3), (300_000, 1e-4)],
+    learn_from_replay=True,
+)
+
+
+def execution_plan(workers, config):
+    recent = 4 * config.train_batch_size  # what is older misleads an on-policy loss
+    buffer = MultiAgentReplayBuffer(
+        lambda policy_id: ReplayBuffer(recent, seed=config.seed),
+        replay_batch_size=config.train_batch_size,
+    )
+    rollouts = ParallelRollouts(workers, mode="bulk_sync")
+    store = rollouts.for_each(StoreToReplayBuffer(local_buffer=buffer))
+    replay = Replay(local_buffer=buffer).for_each(TrainOneStep(workers))
+    train = Concurrently([store, replay], mode="round_robin", output_indexes=[1])
+    return StandardMetricsReporting(train, workers, config)

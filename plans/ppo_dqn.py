@@ -1,0 +1,73 @@
+"""PPO and DQN in one plan: each trains its own policy from the same stream of experience."""
+
+from flowrl.algorithms.config import AlgorithmConfig
+from flowrl.algorithms.dqn import DQNConfig
+from flowrl.algorithms.ppo import PPOConfig
+from flowrl.ops import (
+    ConcatBatches,
+    Concurrently,
+    ParallelRollouts,
+    Replay,
+    SelectExperiences,
+    StandardMetricsReporting,
+    StoreToReplayBuffer,
+    TrainOneStep,
+    UpdateReplayPriorities,
+    UpdateTargetNetwork,
+)
+from flowrl.policies import PolicySpec
+from flowrl.sampling import make_multi_agent
+
+config = AlgorithmConfig(
+    env=make_multi_agent("CartPole-v1"),
+    env_config={"num_agents": 4, "episode_steps": 500},
+    num_envs_per_worker=4,
+    rollout_fragment_length=16,
+    policies={
+        "ppo": PolicySpec(
+            config=PPOConfig(
+                train_batch_size=1024,
+                gamma=0.98,
+                lr=[(0, 1e-3), (100_000, 0.0)],
+                clip_param=[(0, 0.2), (100_000, 0.0)],
+            )
+        ),
+        "dqn": PolicySpec(
+            config=DQNConfig(
+                lr=[(0, 1e-3), (100_000, 5e-5)],
+                n_step=10,
+                target_network_update_freq=0,
+                tau=0.01,
+                prioritized_replay=False,
+                training_intensity=8,
+                model={"fcnet_hiddens": [128, 128], "fcnet_activation": "relu"},
+                exploration_config={"type": "EpsilonGreedy", "epsilon": [(0, 1.0), (1_500, 0.01)]},
+            )
+        ),
+    },
+    policy_mapping_fn=lambda agent_id, *args, **kwargs: "ppo" if agent_id % 2 else "dqn",
+    min_sample_timesteps_per_iteration=1000,
+    metrics_num_episodes_for_smoothing=20,
+)
+
+
+def execution_plan(workers, config):
+    ppo, dqn = config.for_policy("ppo"), config.for_policy("dqn")
+    buffer = dqn.replay_buffer(["dqn"])
+    for_ppo, for_dqn = ParallelRollouts(workers, mode="bulk_sync").duplicate(2)
+    train_ppo = (
+        for_ppo.for_each(SelectExperiences(["ppo"]))
+        .combine(ConcatBatches(ppo.train_batch_size, count_steps_by="agent_steps"))
+        .for_each(TrainOneStep(workers, policies=["ppo"]))
+    )
+    store = for_dqn.for_each(SelectExperiences(["dqn"])).for_each(
+        StoreToReplayBuffer(local_buffer=buffer)
+    )
+    train_dqn = (
+        Replay(local_buffer=buffer)
+        .for_each(TrainOneStep(workers, policies=["dqn"]))
+        .for_each(UpdateReplayPriorities(local_buffer=buffer))
+        .for_each(UpdateTargetNetwork(workers, dqn.target_network_update_freq, policies=["dqn"]))
+    )
+    both = Concurrently([train_ppo, store, train_dqn], mode="async", output_indexes=[0, 2])
+    return StandardMetricsReporting(both, workers, config)

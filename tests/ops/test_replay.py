@@ -1,0 +1,166 @@
+"""Store, replay, priorities, mix-in: as parts of plans."""
+
+import numpy as np
+import pytest
+
+from flowrl.data import MultiAgentReplayBuffer, PrioritizedReplayBuffer, ReplayBuffer, SampleBatch
+from flowrl.iter import LocalIterator
+from flowrl.ops import (
+    Concurrently,
+    MixInReplay,
+    Replay,
+    SimpleReplayBuffer,
+    StoreToReplayBuffer,
+    UpdateReplayPriorities,
+    _get_shared_metrics,
+)
+
+
+def rows(n, value=0):
+    return SampleBatch(
+        obs=np.full((n, 2), value, np.float32),
+        new_obs=np.full((n, 2), value, np.float32),
+        rewards=np.zeros(n, np.float32),
+    )
+
+
+def make(kind=ReplayBuffer, **settings):
+    return MultiAgentReplayBuffer(
+        lambda policy_id: kind(100, seed=0), replay_batch_size=4, **settings
+    )
+
+
+def source(count=None, size=5):
+    numbers = iter(int, 1) if count is None else range(count)
+    return LocalIterator(lambda: (rows(size, i) for i, _ in enumerate(numbers)), "source")
+
+
+@pytest.mark.parametrize("mode", ["round_robin", "async"])
+@pytest.mark.parametrize("intensity", [None, 0.5, 3])
+def test_one_branch_stores_the_other_draws(mode, intensity):
+    buffer = make(learning_starts=12, training_intensity=intensity)
+    seen = []
+
+    def count(batch):
+        seen.append(_get_shared_metrics().counters["num_agent_steps_stored"])
+        return batch
+
+    store = source().for_each(StoreToReplayBuffer(local_buffer=buffer))
+    draw = Replay(local_buffer=buffer).for_each(count)
+    plan = Concurrently([store, draw], mode=mode, output_indexes=[1])
+    drawn = plan.take(60)
+    assert [batch.count for batch in drawn] == [4] * 60
+    for i, stored in enumerate(seen):
+        if intensity is None:  # the third batch is the first one to be drawn for
+            assert stored == 15 + 5 * i
+        else:
+            ratio = intensity * (stored - 12)
+            assert ratio - max(4, 5 * intensity) <= 4 * (i + 1) <= ratio
+    assert "Replay(local_buffer=MultiAgentReplayBuffer(replay_batch_size=4" in plan.explain()
+
+
+def test_storing_ends_with_its_stream_and_drawing_goes_on_as_far_as_it_may():
+    buffer = make()
+    store = source(3).for_each(StoreToReplayBuffer(local_buffer=buffer))
+    plan = Concurrently([store, Replay(local_buffer=buffer)], output_indexes=[1])
+    assert len(plan.take(3)) == 3
+    with pytest.raises(RuntimeError, match="Replay"):
+        next(plan)
+
+
+def test_a_lone_branch_says_what_it_lacks():
+    buffer = make()
+    with pytest.raises(RuntimeError, match="Replay"):
+        next(Replay(local_buffer=buffer))
+    store = source().for_each(StoreToReplayBuffer(local_buffer=buffer))
+    next(store)
+    with pytest.raises(RuntimeError, match="StoreToReplayBuffer"):
+        next(store)
+    assert next(Replay(local_buffer=buffer)).count == 4
+
+
+def test_a_saved_plan_has_the_buffer():
+    def plan(buffer):
+        store = source().for_each(StoreToReplayBuffer(local_buffer=buffer))
+        return Concurrently([store, Replay(local_buffer=buffer)], output_indexes=[1])
+
+    first, second = make(training_intensity=2), make(training_intensity=2)
+    one, other = plan(first), plan(second)
+    one.take(5)
+    other.load_state_dict(one.state_dict())
+    assert len(second) == len(first) > 0
+    np.testing.assert_array_equal(next(one)["batch_indexes"], next(other)["batch_indexes"])
+
+
+def test_errors_of_a_buffer_name_the_operator():
+    buffer = make()
+    store = LocalIterator([rows(3), rows(3).without_columns("rewards")]).for_each(
+        StoreToReplayBuffer(local_buffer=buffer)
+    )
+    next(store)
+    buffer.sample()
+    with pytest.raises(ValueError, match="without 'rewards'") as caught:
+        next(store)
+    assert "StoreToReplayBuffer" in "".join(caught.value.__notes__)
+
+
+@pytest.mark.parametrize("operator", [StoreToReplayBuffer, Replay, UpdateReplayPriorities])
+def test_what_is_no_buffer(operator):
+    with pytest.raises(TypeError, match="local_buffer is a MultiAgentReplayBuffer, got a dict"):
+        operator(local_buffer={})
+
+
+def test_priorities_are_what_was_learned():
+    buffer = make(PrioritizedReplayBuffer)
+    buffer.add(rows(8))
+    update = UpdateReplayPriorities(local_buffer=buffer)
+    errors = np.array([-3.0, 1.0, 0.0])
+    info = {"default_policy": {"rows": {"batch_indexes": np.arange(3), "td_error": errors}}}
+    item = (rows(3), info)
+    assert update(item) is item
+    weights = buffer.buffers["default_policy"].state_dict()["weights"]
+    np.testing.assert_allclose(weights[:3], (np.array([3.0, 1.0, 0.0]) + 1e-6) ** 0.6)
+    assert weights[3] == 1.0
+    update((rows(3), {"default_policy": {"learner_stats": {}}}))
+    with pytest.raises(TypeError, match=r"takes \(batch, info\), got SampleBatch"):
+        update(rows(3))
+
+
+# -- whole batches ---------------------------------------------------------------------------------
+
+
+def test_a_simple_buffer_gives_whole_batches():
+    buffer = SimpleReplayBuffer(3, seed=0)
+    with pytest.raises(ValueError, match="empty"):
+        buffer.sample()
+    assert not buffer.can_sample()
+    for i in range(5):
+        buffer.add(rows(2, i))
+    drawn = [int(buffer.sample()["obs"][0, 0]) for _ in range(300)]
+    assert set(drawn) == {2, 3, 4}
+    assert min(map(drawn.count, (2, 3, 4))) > 70
+    other = SimpleReplayBuffer(3, seed=1)
+    other.load_state_dict(buffer.state_dict())
+    for _ in range(9):
+        assert buffer.sample() is other.sample()
+    with pytest.raises(ValueError, match="num_slots"):
+        SimpleReplayBuffer(0)
+
+
+@pytest.mark.parametrize(("proportion", "expected"), [(0, 10), (0.5, 15), (1.5, 25), (2, 30)])
+def test_mix_in_replay(proportion, expected):
+    plan = source(10).combine(MixInReplay(4, proportion, seed=0))
+    items = [int(batch["obs"][0, 0]) for batch in plan]
+    assert len(items) == expected  # what could not be replayed at the first batch is made up for
+    newest = -1
+    for item in items:
+        assert newest - 4 <= item <= newest + 1
+        newest = max(newest, item)
+
+
+def test_mix_in_replay_refuses():
+    with pytest.raises(ValueError, match="needs num_slots"):
+        MixInReplay(0, 0.5)
+    with pytest.raises(ValueError, match="at least 0"):
+        MixInReplay(3, -1)
+    assert MixInReplay(0, 0)(rows(1))[0].count == 1
