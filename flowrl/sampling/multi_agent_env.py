@@ -137,14 +137,14 @@ class ManyAgents(MultiAgentEnv):
 
     def step(self, action_dict: dict[Any, Any]) -> Dicts:
         count = len(self._envs)
-        made: Dicts = ({}, {}, {}, {}, {})
+        made: list[dict[Any, Any]] = [{}, {}, {}, {}, {}]
         observations, rewards, terminateds, truncateds, infos = made
         self._steps += 1
         last = self._steps == self._limit
         for agent, action in action_dict.items():
             env = self._envs[agent % count]
             for column, value in zip(made, env.step(action), strict=True):
-                column[agent] = value  # type: ignore[index]
+                column[agent] = value
             if not (terminateds[agent] or truncateds[agent]):
                 truncateds[agent] = last
             elif self._limit is None:
