@@ -166,6 +166,9 @@ class Ring:
     def _go_on(self, first: int, ends: np.ndarray) -> None:
         """Join the parts of trajectories that end at `ends` of the rows from `first` on with what
         was there of them before."""
+        if len(ends) == 1:  # as in short fragments of one environment
+            self._go_on_with(first, first + int(ends[0]))
+            return
         begins = first + np.concatenate([[0], ends[:-1] + 1])
         ends = first + ends
         at_begin, at_end = begins % self.capacity, ends % self.capacity
@@ -174,31 +177,23 @@ class Ring:
             if flag in self.columns:
                 goes_on &= ~self.columns[flag][0].take(at_end)
         steps = self.columns["t"][0]
-        open_ = np.flatnonzero(goes_on | (steps.take(at_begin) > 0))  # the others are whole
-        begins, ends, at_begin, at_end = (a[open_] for a in (begins, ends, at_begin, at_end))
-        parts = zip(
-            begins.tolist(),
-            ends.tolist(),
-            self._keys(at_begin),
-            self._keys(at_end),
-            steps.take(at_begin).tolist(),
-            steps.take(at_end).tolist(),
-            goes_on[open_].tolist(),
-            strict=True,
-        )
-        for begin, end, key, end_key, step, last_step, more in parts:
-            before = self._open.pop(key, None)
-            if before is not None and before[0] + 1 == step:
-                self._join(before[1], begin)
-            if more:
-                self._open[end_key] = last_step, end
+        open_ = goes_on | (steps.take(at_begin) > 0)  # the others are whole
+        for begin, end in zip(begins[open_].tolist(), ends[open_].tolist(), strict=True):
+            self._go_on_with(begin, end)
 
-    def _keys(self, slots: np.ndarray) -> list[Key]:
-        episodes = self.columns["eps_id"][0].take(slots).tolist()
-        if "agent_index" not in self.columns:
-            return [(episode, 0) for episode in episodes]
-        agents = self.columns["agent_index"][0].take(slots).tolist()
-        return list(zip(episodes, agents, strict=True))
+    def _go_on_with(self, begin: int, end: int) -> None:
+        """Join the rows begin … end of one trajectory with what was there of it before."""
+        at_begin, at_end = begin % self.capacity, end % self.capacity
+        steps = self.columns["t"][0]
+        before = self._open.pop(self._key(at_begin), None)
+        if before is not None and before[0] + 1 == steps[at_begin]:
+            self._join(before[1], begin)
+        if not any(self.columns[flag][0][at_end] for flag in ENDS if flag in self.columns):
+            self._open[self._key(at_end)] = int(steps[at_end]), end
+
+    def _key(self, slot: int) -> Key:
+        agents = self.columns.get("agent_index")
+        return int(self.columns["eps_id"][0][slot]), int(agents[0][slot]) if agents else 0
 
     def _join(self, row: int, successor: int) -> None:
         """`successor` is what `row` led to, if that is still there and their observations agree."""
@@ -347,7 +342,9 @@ def _linked_windows(
             return None
         indices.append(following.index)
         finals.append(base[count:])
-    index = np.concatenate(indices) if len(indices) > 1 else indices[0]
+    if len(batches) == 1:
+        return _linked_window(indices[0], finals[0])
+    index = np.concatenate(indices)
     stops = np.cumsum(counts)
     starts = stops - counts
     own = np.repeat(starts, counts)
@@ -361,7 +358,20 @@ def _linked_windows(
     number = np.arange(len(ends)) - np.repeat(np.cumsum(found) - found, found)
     if (index[ends] != np.repeat(counts, found) + number).any():
         return None
-    return ends, [np.concatenate(finals) if len(finals) > 1 else finals[0]]
+    return ends, [np.concatenate(finals)]
+
+
+def _linked_window(
+    index: np.ndarray, final: np.ndarray
+) -> tuple[np.ndarray, list[np.ndarray]] | None:
+    """The same for one fragment, as after every few steps of one environment."""
+    count = len(index)
+    is_end = index != np.arange(1, count + 1)
+    is_end[-1] = True
+    ends = np.flatnonzero(is_end)
+    if len(ends) != len(final) or (index[ends] != np.arange(count, count + len(ends))).any():
+        return None
+    return ends, [final]
 
 
 def _linked(batch: SampleBatch) -> tuple[SampleBatch, np.ndarray, list[np.ndarray]]:

@@ -49,6 +49,8 @@ class Exploration:
             finite = np.isfinite(action_space.low).all() and np.isfinite(action_space.high).all()
             self._bounded = self._bounded and bool(finite)
         self._drifts: dict[str, np.ndarray] = {}  # by the number of rows
+        self._known_at: tuple[int, int, int] | None = None
+        self._share: float | None = None  # of random actions, then
         # what most policies do, found out once
         self._draws = config.type == "StochasticSampling" and not config.random_timesteps
         continuous = isinstance(action_space, spaces.Box)
@@ -94,22 +96,28 @@ class Exploration:
         Args:
             values: below -1e8 those of actions that are forbidden.
         """
-        kind = self.config.type
+        actions: np.ndarray = values.argmax(1)
         if not explore:
-            return values.argmax(1)
-        if kind == "Random" or policy.timestep < self.config.random_timesteps:
-            epsilon = 1.0
-        elif kind in ("EpsilonGreedy", "PerWorkerEpsilonGreedy"):
-            epsilon = self.epsilon(policy)
-        else:
+            return actions
+        if self._known_at != (policy.timestep, policy.worker_index, policy.num_workers):
+            self._known_at = policy.timestep, policy.worker_index, policy.num_workers
+            self._share = self._share_of_random(policy)
+        if self._share is None:
             return self.act(values, policy, explore)[0]
-        actions = values.argmax(1)
-        chosen = policy.rng.random(len(values)) < epsilon
+        chosen = policy.rng.random(len(values)) < self._share
         if chosen.any():
             # the largest of random numbers, one for each action that is allowed
             draws = policy.rng.random(values.shape)
             actions = np.where(chosen, np.where(values < _FORBIDDEN, -1, draws).argmax(1), actions)
         return actions
+
+    def _share_of_random(self, policy: Policy) -> float | None:
+        """Of the actions, now; None where actions are drawn from a distribution."""
+        kind = self.config.type
+        if kind == "Random" or policy.timestep < self.config.random_timesteps:
+            return 1.0
+        greedy = kind in ("EpsilonGreedy", "PerWorkerEpsilonGreedy")
+        return self.epsilon(policy) if greedy else None
 
     def get_state(self) -> dict[str, np.ndarray]:
         """The drifts."""

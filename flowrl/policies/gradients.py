@@ -3,6 +3,7 @@ precision, clipped; refused where it is not finite."""
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -51,7 +52,7 @@ def _take(policy: TorchPolicy, batch: SampleBatch) -> dict[str, float]:
         losses = policy.loss(policy.tensors(batch))
     given = [losses] if isinstance(losses, torch.Tensor) else losses
     _check_losses(policy, given)
-    named: dict[str, torch.Tensor] = {}
+    named: dict[str, torch.Tensor | float] = {}
     if isinstance(losses, torch.Tensor):
         named["total_loss"] = losses
     else:
@@ -66,15 +67,14 @@ def _take(policy: TorchPolicy, batch: SampleBatch) -> dict[str, float]:
     named |= policy.extra_grad_process()
     named["grad_norm"] = torch.linalg.vector_norm(policy.flat.gradient)
     try:
-        values = torch.stack([_number(value, policy.device) for value in named.values()])
+        stats = _numbers(named, policy.device)
     except (RuntimeError, TypeError, ValueError) as error:
         odd = [name for name, value in named.items() if not _is_number(value)]
         raise ConfigError(
             f"{type(policy).__name__}: statistics are numbers, or tensors of one number without "
             f"axes, but not {', '.join(odd)}: {[named[name] for name in odd]}"
         ) from error
-    stats = dict(zip(named, values.tolist(), strict=True))
-    if not (np.isfinite(stats["grad_norm"]) and np.isfinite(stats["total_loss"])):
+    if not (math.isfinite(stats["grad_norm"]) and math.isfinite(stats["total_loss"])):
         _refuse(policy, stats, batch)
     return stats
 
@@ -95,11 +95,20 @@ def _check_losses(policy: TorchPolicy, losses: Any) -> None:
         )
 
 
-def _number(value: Any, device: torch.device) -> torch.Tensor:
-    if isinstance(value, torch.Tensor) and value.dtype == torch.float32:
-        value = value.detach()
-        return value if device.type == "cpu" else value.to(device)
-    return torch.as_tensor(value, dtype=torch.float32, device=device).detach()
+def _numbers(named: dict[str, Any], device: torch.device) -> dict[str, float]:
+    """The values as numbers; from another device all at once."""
+    if device.type == "cpu":
+        return {name: _number(value) for name, value in named.items()}
+    tensors = [torch.as_tensor(v, dtype=torch.float32, device=device) for v in named.values()]
+    return dict(zip(named, torch.stack(tensors).tolist(), strict=True))
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, torch.Tensor):
+        if value.dim():
+            raise TypeError("a tensor with axes")
+        return float(value.item())
+    return float(value)
 
 
 def _is_number(value: Any) -> bool:

@@ -259,8 +259,10 @@ class Policy:
         for _ in range(num_sgd_iter):
             told = [self.learn_on_batch(rows) for rows in self._minibatches(batch, size)]
             stats = [one for one in told if one]  # an update that was left out says nothing
-            names = stats[0] if stats else {}
+            names = stats[0] if len(stats) > 1 else {}
             means = {key: float(np.mean([one[key] for one in stats])) for key in names}
+            if len(stats) == 1:
+                means = dict(stats[0])
             if self.end_epoch(batch, means):
                 break
         return {**means, **self.end_learning(batch, means)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import optree
@@ -25,6 +25,8 @@ from flowrl.policies.policy import Policy
 from flowrl.policies.schedules import value_at
 from flowrl.policies.view_requirement import misfit
 from flowrl.seeding import random_stream
+
+T = TypeVar("T")
 
 __all__ = ["TensorBatch", "TorchPolicy", "TrackedBatch"]
 
@@ -101,7 +103,7 @@ class TorchPolicy(Policy):
         self._rates = [[group["lr"] for group in o.param_groups] for o in self.optimizers]
         if self.config.compile:
             self.model.compile_for_learning()
-        self.stats: dict[str, torch.Tensor] = {}
+        self.stats: dict[str, torch.Tensor | float] = {}
         self.num_skipped_updates = 0
 
     def new_model(self) -> ModelV2:
@@ -226,7 +228,7 @@ class TorchPolicy(Policy):
     def _act(
         self, input_dict: dict[str, Any], explore: bool
     ) -> tuple[Any, list[np.ndarray], dict[str, np.ndarray]]:
-        outputs, values, states = self._outputs(input_dict)
+        outputs, values, states = self._computed(self.model.compute_outputs, input_dict)
         actions, logp = self.exploration.act(outputs, self, explore)
         extra = {"action_logp": logp, "action_dist_inputs": outputs}
         if values is not None:
@@ -235,13 +237,11 @@ class TorchPolicy(Policy):
             extra |= self.extra_action_out(input_dict, states, outputs)
         return actions, states, extra
 
-    def _outputs(
-        self, input_dict: dict[str, Any]
-    ) -> tuple[np.ndarray, np.ndarray | None, list[np.ndarray]]:
-        """What the model gives for one step. If it fails, the inputs are looked at: that costs
-        nothing where they are right."""
+    def _computed(self, compute: Callable[[Any], T], input_dict: dict[str, Any]) -> T:
+        """compute(input_dict). If it fails, the inputs are looked at: that costs nothing where they
+        are right."""
         try:
-            return self.model.compute_outputs(input_dict)
+            return compute(input_dict)
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             problem = self._misfit(input_dict)
             if problem is None or isinstance(error, ConfigError):
@@ -290,7 +290,7 @@ class TorchPolicy(Policy):
             input_dict: instead, every view that the model wants, [B, …] each.
         """
         inputs = {"obs": obs_batch} if input_dict is None else input_dict
-        outputs, _, _ = self._outputs(inputs)
+        outputs, _, _ = self._computed(self.model.compute_outputs, inputs)
         self._check_actions(actions, len(outputs))
         with torch.inference_mode():
             dist = self.dist_class(torch.from_numpy(outputs), self.model)

@@ -480,6 +480,9 @@ class ColumnarCollector:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Env steps since the last cut that each row has with it, [T, N], from 1; those that the
         next fragment starts with, [N]."""
+        if real is None and not cuts.any():
+            steps = np.arange(1, self.length + 1)[:, None] + carried
+            return steps, steps[-1]
         ones = np.ones(cuts.shape, np.int64) if real is None else real.astype(np.int64)
         total = np.cumsum(ones, 0)
         ends = np.empty((self.length + 1, cuts.shape[1]), np.int64)
@@ -491,6 +494,15 @@ class ColumnarCollector:
     def _derive_ids(self, dones: np.ndarray) -> dict[str, np.ndarray]:
         """Episode, unroll, agent and environment ids, [T, N]."""
         steps, envs = dones.shape
+        if not dones.any():  # as in most short fragments
+            unrolls = np.arange(self._next_unroll, self._next_unroll + envs) + self._base
+            self._next_unroll += envs
+            return {
+                "eps_id": np.broadcast_to(self._episode_ids, (steps, envs)),
+                "unroll_id": np.broadcast_to(unrolls, (steps, envs)),
+                "agent_index": np.zeros((steps, envs), np.int64),
+                "env_id": np.broadcast_to(np.arange(envs), (steps, envs)),
+            }
         ended = np.zeros((steps, envs), np.int64)
         np.cumsum(dones[:-1], 0, out=ended[1:])  # episodes of this fragment before each row
         counts = dones.sum(0)
@@ -513,6 +525,9 @@ class ColumnarCollector:
     ) -> None:
         totals = np.cumsum(self._rewards, 0, dtype=np.float64)
         envs, steps = np.nonzero(dones.T)
+        if not len(envs):
+            self._carried_return += totals[-1]
+            return
         at_end = totals[steps, envs]
         before = np.empty_like(at_end)
         before[1:] = at_end[:-1]

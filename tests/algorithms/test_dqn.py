@@ -97,13 +97,14 @@ def test_other_networks_have_the_same_values():
     image = spaces.Box(0, 255, (8, 8, 3), np.uint8)
     policy = DQNTorchPolicy(image, THREE, {"seed": 0})
     rng = np.random.default_rng(0)
-    observations = torch.from_numpy(rng.integers(0, 255, (4, 8, 8, 3), np.uint8))
-    values = policy._values_of(policy.model, observations)
-    outputs, _ = policy.model({"obs": observations}, [], None)
-    advantages = outputs - outputs.mean(1, keepdim=True)
-    expected = policy.model.value_function().unsqueeze(1) + advantages
-    torch.testing.assert_close(values, expected)
-    assert policy.compute_actions(observations.numpy(), explore=False)[0].tolist() == (
+    observations = rng.integers(0, 255, (4, 8, 8, 3), np.uint8)
+    values = policy._values_of(policy.model, policy.tensors(SampleBatch(new_obs=observations)))
+    with torch.no_grad():
+        outputs, _ = policy.model({"obs": torch.from_numpy(observations)}, [], None)
+        advantages = outputs - outputs.mean(1, keepdim=True)
+        expected = policy.model.value_function().unsqueeze(1) + advantages
+    np.testing.assert_allclose(values, expected, atol=1e-6)
+    assert policy.compute_actions(observations, explore=False)[0].tolist() == (
         values.argmax(1).tolist()
     )
 
@@ -114,8 +115,7 @@ def test_acting_is_greedy_but_for_epsilon():
     obs = rows(4000, space=MASKED)["obs"]
     best, states, extra = policy.compute_actions(obs, explore=False)
     allowed = obs["action_mask"] != 0
-    with torch.no_grad():
-        values = policy._values_of(policy.model, as_tensors(obs)).numpy()
+    values = policy._values_of(policy.model, policy.tensors(SampleBatch(new_obs=obs)))
     values = np.where(allowed, values, -np.inf)
     np.testing.assert_array_equal(best, values.argmax(1))
     assert (states, extra) == ([], {})
@@ -124,10 +124,6 @@ def test_acting_is_greedy_but_for_epsilon():
     # a random action is the best one with a chance of 1 in as many as there are
     expected = 1 - 0.3 * (1 - (1 / allowed.sum(1)).mean())
     assert (drawn == best).mean() == pytest.approx(expected, abs=0.025)
-
-
-def as_tensors(obs):
-    return {name: torch.from_numpy(leaf) for name, leaf in obs.items()}
 
 
 def test_target_networks_follow_softly_or_at_once():

@@ -75,6 +75,10 @@ class TensorBatch(Inputs):
         self[key] = made
         return made
 
+    def array(self, key: str) -> Any:
+        """A column as it is in the batch: numpy."""
+        return self._batch[key]
+
     def _placed(self, leaf: Any) -> torch.Tensor:
         made = _tensor(leaf)
         return made if self._on_cpu else made.to(self.device)

@@ -184,16 +184,25 @@ class FullyConnectedNetwork(ModelV2):
         """
         assert self._numpy is not None
         features = self._flattened_numpy(observations)
+        outputs, hidden = self._outputs_numpy(features)
+        if not self._shared:
+            hidden = self._run_numpy(features, self._numpy["value"][:-1])
+        return outputs, self._head_numpy(hidden)
+
+    def outputs_numpy(self, observations: np.ndarray) -> np.ndarray:
+        """Outputs [B, num_outputs] alone."""
+        return self._outputs_numpy(self._flattened_numpy(observations))[0]
+
+    def _outputs_numpy(self, features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        assert self._numpy is not None
         hidden = self._run_numpy(features, self._numpy["policy"][:-1])
         weight, bias = self._numpy["policy"][-1]
         outputs = hidden @ weight
         outputs += bias
-        if not self._shared:
-            hidden = self._run_numpy(features, self._numpy["value"][:-1])
-        log_std = self._numpy_log_std
-        if log_std is not None:
-            outputs = np.concatenate([outputs, np.broadcast_to(log_std, outputs.shape)], 1)
-        return outputs, self._head_numpy(hidden)
+        if self._numpy_log_std is not None:
+            log_std = np.broadcast_to(self._numpy_log_std, outputs.shape)
+            outputs = np.concatenate([outputs, log_std], 1)
+        return outputs, hidden
 
     def values_numpy(self, observations: np.ndarray) -> np.ndarray:
         """Values [B] alone."""
