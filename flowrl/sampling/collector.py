@@ -30,6 +30,7 @@ from flowrl.sampling.views import (
 )
 
 _OBJECT = np.dtype(object)
+_NONE = np.zeros(0, np.int64)
 
 
 class Ends(NamedTuple):
@@ -288,11 +289,12 @@ class ColumnarCollector:
                 views.record(name, t, self._terminateds[t] | self._truncateds[t])
 
     def _joined(self, ends: list[tuple[int, Any, Any]]) -> Ends:
+        if not ends:
+            return Ends(_NONE, _NONE, self._raw[:0, 0])
         steps = [np.full(len(envs), t) for t, envs, _ in ends]
-        none = np.zeros(0, np.int64)
         return Ends(
-            np.concatenate([none, *steps]),
-            np.concatenate([none, *(envs for _, envs, _ in ends)]),
+            np.concatenate([_NONE, *steps]),
+            np.concatenate([_NONE, *(envs for _, envs, _ in ends)]),
             np.concatenate([self._raw[:0, 0], *(np.asarray(final) for _, _, final in ends)]),
         )
 
@@ -400,6 +402,8 @@ class ColumnarCollector:
 
     def _last_observations(self, ends: Ends, dones: np.ndarray) -> np.ndarray:
         """What each segment led to, [segments, …], in the order of the rows."""
+        if not dones.any():
+            return self._obs[-1].copy()
         cuts = _cuts(dones)
         envs, steps = np.divmod(cuts, len(dones))
         last = self._obs[steps + 1, envs]
@@ -592,6 +596,8 @@ def _by_env(column: np.ndarray, order: np.ndarray | None) -> np.ndarray:
     if order is not None:
         # order is in range by construction: "clip" spares take its check
         return column.reshape(-1, *column.shape[2:]).take(order, 0, mode="clip")
+    if column.shape[1] == 1:
+        return column[:, 0].copy()
     return np.swapaxes(column, 0, 1).copy(order="C").reshape(-1, *column.shape[2:])
 
 
