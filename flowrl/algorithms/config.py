@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -13,6 +14,7 @@ from flowrl.data import (
     PrioritizedReplayBuffer,
     ReplayBuffer,
 )
+from flowrl.ops import ReplayActors
 from flowrl.policies.config import (
     ConfigError,
     Count,
@@ -361,6 +363,8 @@ class OffPolicyConfig(AlgorithmConfig):
     rollout_fragment_length: Count | Literal["auto"] = 4
     replay_buffer_capacity: Count = 50_000
     """Rows that the replay buffer holds, of each policy."""
+    num_replay_shards: Count = 2
+    """Actors that share the replay buffer, in plans whose buffer is on actors."""
     learning_starts: int = Field(default=1000, ge=0)
     """Rows stored before learning begins."""
     training_intensity: Positive | None = None
@@ -392,24 +396,29 @@ class OffPolicyConfig(AlgorithmConfig):
                 raise ValueError(f"{name} needs prioritized_replay=True")
         return self
 
-    def new_buffer(self, policy_id: str = DEFAULT_POLICY_ID) -> ReplayBuffer:
-        """An empty replay buffer for one policy, as these settings say."""
+    def new_buffer(
+        self, policy_id: str = DEFAULT_POLICY_ID, shard: int = 0, num_shards: int = 1
+    ) -> ReplayBuffer:
+        """An empty replay buffer for one policy, as these settings say; or a share of it."""
+        capacity = math.ceil(self.replay_buffer_capacity / num_shards)
         shared: dict[str, Any] = {
             "n_step": self.n_step,
             "gamma": self.gamma,
-            "seed": derive_seed(self.seed, "replay", policy_id),
+            "seed": derive_seed(self.seed, "replay", policy_id, shard),
         }
         if not self.prioritized_replay:
-            return ReplayBuffer(self.replay_buffer_capacity, **shared)
+            return ReplayBuffer(capacity, **shared)
         return PrioritizedReplayBuffer(
-            self.replay_buffer_capacity,
+            capacity,
             alpha=self.prioritized_replay_alpha,
             beta=self.prioritized_replay_beta,
             eps=self.prioritized_replay_eps,
             **shared,
         )
 
-    def replay_buffer(self, policies: Collection[str] | None = None) -> MultiAgentReplayBuffer:
+    def replay_buffer(
+        self, policies: Collection[str] | None = None, shard: int = 0, num_shards: int = 1
+    ) -> MultiAgentReplayBuffer:
         """The replay buffer of a plan: for these policies, or for all that there are.
 
         Raises (when a policy's first rows come):
@@ -423,7 +432,7 @@ class OffPolicyConfig(AlgorithmConfig):
                     f"policy {policy_id!r} has a {type(own).__name__}, which does not learn from "
                     "replay: leave its rows out (SelectExperiences)"
                 )
-            return own.new_buffer(policy_id)
+            return own.new_buffer(policy_id, shard, num_shards)
 
         return MultiAgentReplayBuffer(
             make,
@@ -431,4 +440,16 @@ class OffPolicyConfig(AlgorithmConfig):
             learning_starts=self.learning_starts,
             training_intensity=self.training_intensity,
             policies=policies,
+        )
+
+    def replay_actors(self, policies: Collection[str] | None = None) -> ReplayActors:
+        """The replay buffer of a plan in `num_replay_shards` shards on actors."""
+        ids = policies or specs_of(self.policies or {DEFAULT_POLICY_ID: None})
+        return ReplayActors(
+            lambda shard: self.replay_buffer(policies, shard, self.num_replay_shards),
+            self.num_replay_shards,
+            self.train_batch_size * len(ids),
+            learning_starts=self.learning_starts,
+            training_intensity=self.training_intensity,
+            seed=self.seed,
         )

@@ -13,7 +13,6 @@ from pydantic import Field
 
 from flowrl.algorithms.algorithm import Algorithm
 from flowrl.algorithms.config import OffPolicyConfig
-from flowrl.data import SampleBatch
 from flowrl.policies.config import ConfigError, ExplorationConfig, Fraction, Schedule
 from flowrl.policies.flat import FlatParameters
 from flowrl.policies.models.base import Inputs, ModelV2
@@ -47,7 +46,7 @@ class DQNTorchPolicy(TorchPolicy):
 
     Attributes:
         target_model: the network that says the values of what follows.
-        row_stats: of the rows that were learned from last: `td_error` and `batch_indexes`, [rows].
+        row_stats: has `td_error` [rows].
     """
 
     config_class = DQNConfig
@@ -67,7 +66,6 @@ class DQNTorchPolicy(TorchPolicy):
         self._target = FlatParameters(self.target_model)
         self.target_model.link_numpy()
         self.update_target(1.0)
-        self._told: list[tuple[np.ndarray, np.ndarray]] = []
 
     def make_model(self) -> torch.nn.Module:
         """One network for values and advantages up to their heads, unless it is said otherwise."""
@@ -106,8 +104,7 @@ class DQNTorchPolicy(TorchPolicy):
         chosen = values.gather(1, batch["actions"].unsqueeze(1)).squeeze(1)
         told = chosen.detach().cpu().numpy()
         td_error = told - goals
-        if "batch_indexes" in batch:
-            self._told.append((batch.array("batch_indexes"), td_error))
+        self.note_rows(batch, td_error=td_error)
         count = max(len(told), 1)
         self.stats["mean_q"] = float(told.sum()) / count
         self.stats["mean_td_error"] = float(td_error.sum()) / count
@@ -139,24 +136,13 @@ class DQNTorchPolicy(TorchPolicy):
                 return model.outputs_numpy(observations)
             return _dueling_numpy(*model.forward_numpy(observations))
         with torch.no_grad():
+            model.eval()
             outputs, _ = model(Inputs(obs=batch["new_obs"]), [], None)
             return self._values(outputs, model).cpu().numpy()
 
     def _values(self, outputs: torch.Tensor, model: ModelV2) -> torch.Tensor:
         """Values [B, n] from what a network gave last."""
         return _dueling(outputs, model.value_function()) if self.config.dueling else outputs
-
-    def learn_on_minibatches(
-        self, batch: SampleBatch, num_sgd_iter: int = 1, sgd_minibatch_size: int = 0
-    ) -> dict[str, float]:
-        self._told = []
-        stats = super().learn_on_minibatches(batch, num_sgd_iter, sgd_minibatch_size)
-        told = [one for one in self._told if np.isfinite(one[1]).all()]  # of updates that were made
-        self.row_stats = {}
-        if told:
-            indexes, errors = (np.concatenate(parts) for parts in zip(*told, strict=True))
-            self.row_stats = {"batch_indexes": indexes, "td_error": errors}
-        return stats
 
     def update_target(self, tau: float | None = None) -> None:
         """Move the target network towards the online one: w' <- tau w + (1 - tau) w'."""
@@ -168,16 +154,22 @@ class DQNTorchPolicy(TorchPolicy):
     # -- state -------------------------------------------------------------------------------------
 
     def get_state(self) -> dict[str, Any]:
-        return {**super().get_state(), "target": self._target.vector.detach().cpu().numpy().copy()}
+        target = self.target_model.state_dict()
+        return {
+            **super().get_state(),
+            "target": {name: t.detach().cpu().numpy().copy() for name, t in target.items()},
+        }
 
     def set_state(self, state: dict[str, Any]) -> None:
         if "target" not in state:
             raise ValueError(f"the state of a {type(self).__name__} without target")
-        target = torch.from_numpy(np.array(state["target"]))
-        if target.shape != self._target.vector.shape:
-            raise ValueError(f"a target network of {len(target)} parameters")
+        own, given = self.target_model.state_dict(), state["target"]
+        shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
+        if shapes != {name: np.shape(array) for name, array in given.items()}:
+            raise ValueError("this state's target is another network")
         super().set_state(state)
-        self._target.vector.data.copy_(target)
+        for name, tensor in own.items():
+            tensor.copy_(torch.from_numpy(np.array(given[name])))
 
 
 def _is_quick(model: ModelV2) -> TypeGuard[FullyConnectedNetwork]:

@@ -67,10 +67,17 @@ class MultiAgentReplayBuffer:
                     f"rows of the policies {foreign} for a replay buffer of {self.policies}: select"
                     " those before storing (SelectExperiences)"
                 )
+        made = {
+            policy_id: self.buffers[policy_id]
+            if policy_id in self.buffers
+            else self._make(policy_id)
+            for policy_id in parts
+        }
         for policy_id, rows in parts.items():
-            if policy_id not in self.buffers:
-                self.buffers[policy_id] = self._make(policy_id)
-            self.buffers[policy_id].add(rows)
+            made[policy_id].check(rows)  # all of them before any is stored
+        for policy_id, rows in parts.items():
+            made[policy_id].add(rows)
+        self.buffers |= made
         self.ratio.note_stored(sum(rows.count for rows in parts.values()))
 
     def can_sample(self) -> bool:

@@ -59,30 +59,37 @@ class ReplayBuffer:
 
     # -- storing -----------------------------------------------------------------------------------
 
-    def add(self, batch: SampleBatch) -> None:
-        """Store the rows of a batch; its arrays must not be changed afterwards.
+    def check(self, batch: SampleBatch) -> None:
+        """Refuse a batch that `add` would refuse.
 
         Raises:
-            ValueError: it lacks obs or new_obs, or its columns are not like those stored before.
+            ValueError: it lacks obs or new_obs, its columns are not like those stored before, or
+                its rows are sequences.
+        """
+        self._ring.check(batch)
+
+    def add(self, batch: SampleBatch) -> None:
+        """Store the rows of a batch; it must not be changed afterwards.
+
+        Raises:
+            ValueError: see `check`.
         """
         if not isinstance(batch, SampleBatch):
             raise TypeError(f"a ReplayBuffer stores a SampleBatch, got {type(batch).__name__}")
         rows = batch.count
         if not rows:
             return
-        ring = self._ring
-        ring.check(batch)
+        self.check(batch)
         self._pending.append(batch)
         self._pending_rows += rows
         if len(self._pending) >= PENDING_BATCHES or self._pending_rows > self._most_pending:
             self._flush()
-            self._most_pending = min(self.capacity, PENDING_BYTES // ring.row_bytes)
+            self._most_pending = min(self.capacity, PENDING_BYTES // self._ring.row_bytes)
 
     def _flush(self) -> None:
-        pending, self._pending = self._pending, []
-        self._pending_rows = 0
-        if pending:
-            self._store(pending)
+        if self._pending:
+            self._store(self._pending)
+        self._pending, self._pending_rows = [], 0
 
     def _store(self, batches: list[SampleBatch]) -> None:
         self._ring.extend(batches)
@@ -199,9 +206,11 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         super().__init__(capacity, n_step=n_step, gamma=gamma, seed=seed)
         points = [(0, beta)] if isinstance(beta, (int, float)) else beta
         self._beta = np.asarray(points, np.float64).reshape(-1, 2).T
-        if alpha < 0 or eps < 0 or not self._beta.size or (self._beta[1] < 0).any():
+        rising = (np.diff(self._beta[0]) > 0).all()
+        if alpha < 0 or eps < 0 or not self._beta.size or not rising or (self._beta[1] < 0).any():
             raise ValueError(
-                f"alpha, beta and eps are at least 0, got {alpha!r}, {beta!r} and {eps!r}"
+                f"alpha, beta and eps are at least 0, got {alpha!r}, {beta!r} and {eps!r} (points "
+                "of beta in rising order)"
             )
         self.alpha, self.eps = float(alpha), float(eps)
         self._tree = SumTree(self.capacity)

@@ -41,7 +41,12 @@ class ReplayRatio:
     def note_drawn(self, rows: int) -> None:
         """A batch of so many rows is drawn."""
         self.drawn += rows
-        self._owed -= 1
+        self._owed = max(0, self._owed - 1)
+
+    def take_back(self, rows: int) -> None:
+        """A batch that was to be drawn was not there after all."""
+        self.drawn -= rows
+        self._owed += 1
 
     @property
     def is_learning(self) -> bool:

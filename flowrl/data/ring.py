@@ -14,7 +14,7 @@ from flowrl.data.windows import Windows
 
 OBS, NEXT = SampleBatch.OBS, SampleBatch.NEXT_OBS
 ENDS = ("terminateds", "truncateds")
-LEFT_OUT = ("unroll_id", "env_id", "infos", "seq_lens")  # of no use away from the fragment
+LEFT_OUT = ("unroll_id", "env_id", "infos")  # of no use away from the fragment
 REUSED_BYTES = 1 << 20  # outputs above: fresh memory costs a page fault per 4 KiB
 OUTPUTS_KEPT = 4
 
@@ -38,7 +38,7 @@ class Ring:
         self.columns: dict[str, list[np.ndarray]] = {}  # name -> leaves
         self.row_bytes = 0
         self._nests: dict[str, Any] = {}
-        self._shapes: dict[str, tuple[int, ...] | None] = {}  # of rows; None for nests
+        self._kinds: dict[str, tuple[Any, Any]] = {}  # shapes of rows, None of nests; dtypes
         # where the observation is that a row led to: another slot, or a spare place beyond them
         self._following = np.empty(capacity, np.int64)
         self._spare = np.arange(2 * capacity - 1, capacity - 1, -1)
@@ -67,25 +67,46 @@ class Ring:
         did not have are left out.
 
         Raises:
-            ValueError: a column is missing, or of another shape.
+            ValueError: a column is missing, or of another shape or kind; the rows are sequences.
         """
         if not self.columns:
             names = self.names_of(batch)
             if OBS not in names or NEXT not in names:
                 raise ValueError(f"a batch without obs and new_obs: it has {sorted(names)}")
+            recurrent = sorted(n for n in names if n == "seq_lens" or n.startswith("state_in_"))
+            if recurrent:
+                raise ValueError(
+                    f"a batch of sequences, with {', '.join(recurrent)}: rows are stored one by "
+                    "one here, so a policy that remembers cannot learn from them"
+                )
             return
-        for name, shape in self._shapes.items():
+        for name, (shape, dtype) in self._kinds.items():
             column = dict.get(batch, name)
             if column is None:
                 raise ValueError(
                     f"a batch without {name!r}, which those stored before had: it has "
                     f"{sorted(self.names_of(batch))}"
                 )
-            if shape is not None and column.shape[1:] != shape:
+            if shape is None:
+                self._check_nest(name, column)
+            elif column.shape[1:] != shape or (
+                column.dtype != dtype and not np.can_cast(column.dtype, dtype, "same_kind")
+            ):
                 raise ValueError(
-                    f"column {name!r} has rows of shape {list(column.shape[1:])}, those stored "
-                    f"before {list(shape)}"
+                    f"column {name!r} has rows of {column.dtype} {list(column.shape[1:])}, those "
+                    f"stored before {dtype} {list(shape)}"
                 )
+
+    def _check_nest(self, name: str, column: Any) -> None:
+        own = OBS if name == NEXT else name
+        same = optree.tree_structure(column) == self._nests[own]
+        leaves: Any = optree.tree_leaves(column) if same else ()
+        pairs = zip(leaves, self.columns[own], strict=False)
+        if not same or any(
+            leaf.shape[1:] != have.shape[1:] or not np.can_cast(leaf.dtype, have.dtype, "same_kind")
+            for leaf, have in pairs
+        ):
+            raise ValueError(f"column {name!r} is nested otherwise than in those stored before")
 
     def extend(self, batches: Sequence[SampleBatch]) -> None:
         """Store the rows of batches that `check` lets pass."""
@@ -95,7 +116,7 @@ class Ring:
             self._write(list(batches), counts)
             return
         piece: list[SampleBatch] = []
-        for batch in batches:
+        for batch in map(in_order, batches):
             while batch.count >= room:  # up to the last slot, and on in the first one
                 piece.append(batch[:room])
                 self._write(piece, [part.count for part in piece])
@@ -113,7 +134,6 @@ class Ring:
         batches, ends, last = linked(batches, counts)
         count = sum(counts)
         first, start = self.stored, self.stored % self.capacity
-        self._release(start, start + count)
         for name, leaves in self.columns.items():
             parts: Any = [[dict.__getitem__(batch, name) for batch in batches]]
             if self._nests[name] is not None:
@@ -121,6 +141,7 @@ class Ring:
                 parts = zip(*given, strict=True)
             for leaf, part in zip(leaves, parts, strict=True):
                 np.concatenate(part, out=leaf[start : start + count])
+        self._release(start, start + count)
         self.stored += count
         self._following[start : start + count] = np.arange(start + 1, start + count + 1)
         self._num_spare -= len(ends)
@@ -147,9 +168,11 @@ class Ring:
         """Note what `check` and others want to know of the columns."""
         every = [leaf for leaves in self.columns.values() for leaf in leaves]
         self.row_bytes = sum(leaf.strides[0] for leaf in every)
-        for name, leaves in self.columns.items():
-            self._shapes[name] = leaves[0].shape[1:] if self._nests[name] is None else None
-        self._shapes[NEXT] = self._shapes[OBS]
+        self._kinds = {
+            name: (leaves[0].shape[1:] if self._nests[name] is None else None, leaves[0].dtype)
+            for name, leaves in self.columns.items()
+        }
+        self._kinds[NEXT] = self._kinds[OBS]
 
     def _release(self, start: int, stop: int) -> None:
         """Rows at these slots are to be overwritten: the places of what they led to are free."""
@@ -186,8 +209,8 @@ class Ring:
         at_begin, at_end = begin % self.capacity, end % self.capacity
         steps = self.columns["t"][0]
         before = self._open.pop(self._key(at_begin), None)
-        if before is not None and before[0] + 1 == steps[at_begin]:
-            self._join(before[1], begin)
+        if before is not None and before[0] < steps[at_begin]:
+            self._join(before[1], begin, sure=before[0] + 1 == steps[at_begin])
         if not any(self.columns[flag][0][at_end] for flag in ENDS if flag in self.columns):
             self._open[self._key(at_end)] = int(steps[at_end]), end
 
@@ -195,13 +218,15 @@ class Ring:
         agents = self.columns.get("agent_index")
         return int(self.columns["eps_id"][0][slot]), int(agents[0][slot]) if agents else 0
 
-    def _join(self, row: int, successor: int) -> None:
-        """`successor` is what `row` led to, if that is still there and their observations agree."""
-        slot, at = row % self.capacity, successor % self.capacity
+    def _join(self, row: int, successor: int, sure: bool) -> None:
+        """`successor` is what `row` led to, if that is still there. Where steps lie between (others
+        acted, or rows were lost) their observations must agree; a running normalisation may have
+        moved on, so elsewhere they need not."""
         if row < self.stored - self.capacity:
             return
+        slot, at = row % self.capacity, successor % self.capacity
         place = int(self._following[slot])
-        if all(np.array_equal(leaf[place], leaf[at]) for leaf in self.columns[OBS]):
+        if sure or all(np.array_equal(leaf[place], leaf[at]) for leaf in self.columns[OBS]):
             self._following[slot] = at
             self._spare[self._num_spare] = place
             self._num_spare += 1
@@ -255,7 +280,7 @@ class Ring:
         for out in kept:
             if sys.getrefcount(out) == 3:  # held by `kept`, `out` and the call alone
                 return leaf.take(at, 0, out=out, mode="clip")
-        del kept[: len(kept) - OUTPUTS_KEPT + 1]
+        del kept[: max(0, len(kept) - OUTPUTS_KEPT + 1)]
         kept.append(leaf.take(at, 0, mode="clip"))
         return kept[-1]
 
@@ -266,8 +291,9 @@ class Ring:
         rows, following = self.rows, self._following[: self.rows]
         places = following[following >= self.capacity]
         return {
+            "capacity": self.capacity,
             "stored": self.stored,
-            "columns": {n: [leaf[:rows] for leaf in c] for n, c in self.columns.items()},
+            "columns": {n: [leaf[:rows].copy() for leaf in c] for n, c in self.columns.items()},
             "nests": {name: _skeleton(nest) for name, nest in self._nests.items()},
             "following": following.copy(),
             "ends": [leaf[places] for leaf in self.columns.get(OBS, [])],
@@ -280,32 +306,31 @@ class Ring:
         Raises:
             ValueError: it is of one of another capacity; nothing is changed.
         """
-        stored, following = int(state["stored"]), np.asarray(state["following"], np.int64)
-        rows = min(stored, self.capacity)
-        if len(following) != rows:
+        if int(state["capacity"]) != self.capacity:
             raise ValueError(
-                f"a state of {len(following)} rows for a buffer of capacity {self.capacity}: give "
-                "the buffer the capacity that it had"
+                f"a state of a buffer of capacity {state['capacity']} for one of {self.capacity}: "
+                "give the buffer the capacity that it had"
             )
-        self.stored = stored
-        self.columns, self._outputs = {}, {}
+        made = Ring(self.capacity)
+        made.stored = int(state["stored"])
+        rows, following = made.rows, np.asarray(state["following"], np.int64)
         for name, leaves in state["columns"].items():
             size = 2 * self.capacity if name == OBS else self.capacity
-            made = [np.empty((size, *leaf.shape[1:]), leaf.dtype) for leaf in leaves]
-            for own, leaf in zip(made, leaves, strict=True):
+            made.columns[name] = [np.empty((size, *leaf.shape[1:]), leaf.dtype) for leaf in leaves]
+            for own, leaf in zip(made.columns[name], leaves, strict=True):
                 own[:rows] = leaf
-            self.columns[name] = made
-        self._nests = {name: _structure(nest) for name, nest in state["nests"].items()}
-        if self.columns:
-            self._describe()
-        self._following[:rows] = following
+        made._nests = {name: _structure(nest) for name, nest in state["nests"].items()}
+        if made.columns:
+            made._describe()
+        made._following[:rows] = following
         places = following[following >= self.capacity]
-        for leaf, observations in zip(self.columns.get(OBS, []), state["ends"], strict=True):
+        for leaf, observations in zip(made.columns.get(OBS, []), state["ends"], strict=True):
             leaf[places] = observations
         free = np.setdiff1d(np.arange(self.capacity, 2 * self.capacity), places)
-        self._spare[: len(free)] = free[::-1]
-        self._num_spare = len(free)
-        self._open = {(e, a): (step, row) for e, a, step, row in state["open"]}
+        made._spare[: len(free)] = free[::-1]
+        made._num_spare = len(free)
+        made._open = {(e, a): (step, row) for e, a, step, row in state["open"]}
+        vars(self).update(vars(made))
 
 
 def linked(
@@ -374,21 +399,34 @@ def _linked_window(
     return ends, [final]
 
 
+def in_order(batch: SampleBatch) -> SampleBatch:
+    """The rows with those of a trajectory one after another, in order of time, if it is known."""
+    if "eps_id" not in batch or "t" not in batch:
+        return batch
+    agents = _agents(batch)
+    order = np.lexsort((batch["t"], agents, batch["eps_id"]))
+    same = _same(batch["eps_id"], agents)
+    in_pieces = same.sum() < _same(batch["eps_id"][order], agents[order]).sum()
+    backwards = (np.diff(batch["t"])[same] <= 0).any()
+    return batch.take_rows(order) if in_pieces or backwards else batch
+
+
+def _agents(batch: SampleBatch) -> np.ndarray:
+    agents: np.ndarray = (
+        batch["agent_index"] if "agent_index" in batch else np.zeros(batch.count, np.int64)
+    )
+    return agents
+
+
 def _linked(batch: SampleBatch) -> tuple[SampleBatch, np.ndarray, list[np.ndarray]]:
     """`linked` for any one batch."""
-    count = batch.count
-    follows = np.zeros(count, bool)  # row i + 1 is what row i led to
-    if "eps_id" in batch and "t" in batch and SampleBatch.SEQ_LENS not in batch:
-        agents = batch["agent_index"] if "agent_index" in batch else np.zeros(count, np.int64)
-        order = np.lexsort((batch["t"], agents, batch["eps_id"]))
-        same = _same(batch["eps_id"], agents)
-        in_pieces = same.sum() < _same(batch["eps_id"][order], agents[order]).sum()
-        if in_pieces or (np.diff(batch["t"])[same] <= 0).any():
-            batch, agents = batch.take_rows(order), agents[order]
-            same = _same(batch["eps_id"], agents)
-        follows[:-1] = same & (np.diff(batch["t"]) == 1)
-        if "dones" in batch:
-            follows[:-1] &= ~batch["dones"][:-1]
+    batch = in_order(batch)
+    follows = np.zeros(batch.count, bool)  # row i + 1 is what row i led to
+    if "eps_id" in batch and "t" in batch:
+        follows[:-1] = _same(batch["eps_id"], _agents(batch)) & (np.diff(batch["t"]) > 0)
+        for flag in ENDS:
+            if flag in batch:
+                follows[:-1] &= ~batch[flag][:-1]
     observations: Any = optree.tree_leaves(batch[OBS])
     following: Any = optree.tree_leaves(batch[NEXT])
     for now, then in zip(observations, following, strict=True):

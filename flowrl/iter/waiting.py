@@ -78,7 +78,8 @@ class Waiter:
         """Return when one of them may have happened."""
         times = [wait for wait in waits if isinstance(wait, float)]
         signals = [wait for wait in waits if isinstance(wait, Signal)]
-        refs = [wait for wait in waits if not isinstance(wait, (float, Signal))]
+        # children of one duplicate wait for the same refs, which ray.wait refuses
+        refs = list(dict.fromkeys(w for w in waits if not isinstance(w, (float, Signal))))
         timeout = max(0.0, min(times) - time.monotonic()) if times else None
         if refs and not signals:
             wait_for_any(refs, timeout)

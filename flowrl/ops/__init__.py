@@ -15,6 +15,7 @@ from flowrl.ops.replay import (
     StoreToReplayBuffer,
     UpdateReplayPriorities,
 )
+from flowrl.ops.replay_actors import BatchRef, ReplayActors
 from flowrl.ops.report import CollectMetrics, StandardMetricsReporting
 from flowrl.ops.rollout import (
     ConcatBatches,
@@ -27,6 +28,7 @@ from flowrl.ops.train import TrainOneStep, UpdateTargetNetwork, train_one_step
 __all__ = [
     "ApplyGradients",
     "AverageGradients",
+    "BatchRef",
     "CollectMetrics",
     "ComputeGradients",
     "ConcatBatches",
@@ -39,6 +41,7 @@ __all__ = [
     "OncePerTimestepsElapsed",
     "ParallelRollouts",
     "Replay",
+    "ReplayActors",
     "SelectExperiences",
     "SimpleReplayBuffer",
     "StandardMetricsReporting",

@@ -6,10 +6,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import optree
 
 from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.iter import _get_shared_metrics
+from flowrl.ops.replay_actors import ORIGIN as REPLAYED
 from flowrl.ops.train import Info, batch_to_learn_from, note_trained
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ class Gradients:
         stats: policy id -> statistics.
         env_steps: of the batch.
         sources: fragments that the rows came from.
+        row_stats: policy id -> what is told of rows (see Policy.row_stats).
     """
 
     by_policy: dict[str, Any]
@@ -35,6 +38,7 @@ class Gradients:
     stats: dict[str, dict[str, float]]
     env_steps: int
     sources: tuple[Any, ...] = field(default=(), repr=False)
+    row_stats: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)
 
 
 @dataclass(repr=False)
@@ -67,6 +71,8 @@ class ComputeGradients:
                 made.by_policy[policy_id] = gradient
                 made.stats[policy_id] = stats
                 made.rows[policy_id] = rows.count
+                if policy.row_stats:
+                    made.row_stats[policy_id] = policy.row_stats
         return made
 
     def __repr__(self) -> str:
@@ -101,6 +107,11 @@ class AverageGradients:
                 for name in sorted(names)
             }
             made.rows[policy_id] = total
+            told = [one.row_stats[policy_id] for one in own if policy_id in one.row_stats]
+            if told:
+                made.row_stats[policy_id] = {
+                    name: np.concatenate([one[name] for one in told]) for name in told[0]
+                }
         return made
 
     def __repr__(self) -> str:
@@ -139,6 +150,12 @@ class ApplyGradients:
         unknown = sorted(set(item.by_policy) - set(worker.policy_map))
         if unknown:
             raise KeyError(f"no policies {unknown} here: there are {sorted(worker.policy_map)}")
+        sampled_by = [s.worker for s in item.sources if s.origin != REPLAYED]
+        if not (self.update_all or sampled_by):
+            raise ValueError(
+                "ApplyGradients(update_all=False): these gradients do not say which workers their "
+                "rows came from (were they drawn from a buffer?): update all"
+            )
         info: Info = {}
         with worker.lock, metrics.timers["apply_gradients"]:
             for policy_id, gradient in item.by_policy.items():
@@ -149,8 +166,10 @@ class ApplyGradients:
                     "learner_stats": item.stats[policy_id],
                     "num_agent_steps_trained": item.rows[policy_id],
                 }
+                if policy_id in item.row_stats:
+                    info[policy_id]["rows"] = item.row_stats[policy_id]
         if not self.update_all:
-            self.workers.update_only(source.worker for source in item.sources)
+            self.workers.update_only(sampled_by)
         note_trained(metrics, item.env_steps, info)
         return item, info
 

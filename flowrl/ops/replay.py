@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from flowrl.data import MultiAgentBatch, SampleBatch
-from flowrl.iter import NOT_READY, LocalIterator, Stage, _get_shared_metrics
+from flowrl.iter import NOT_READY, LocalIterator, Source, Stage, _get_shared_metrics
 from flowrl.iter.errors import blame, operator_error
+from flowrl.iter.waiting import ready_refs
+from flowrl.ops.replay_actors import BatchRef, ReplayActors
 from flowrl.ops.train import Info, trained
 from flowrl.seeding import random_stream, restore_stream, stream_state
 
@@ -22,25 +24,36 @@ Trained = tuple[Batch, Info]
 class StoreToReplayBuffer:
     """for_each, batch -> batch: stores it in a replay buffer.
 
-    While the buffer says that it is time to draw, nothing is fetched: so the ratio of trained to
-    sampled steps holds, whichever side is slow. Counts `num_agent_steps_stored`.
+    While it is time to draw, nothing is fetched: so the ratio of trained to sampled steps holds,
+    whichever side is slow. Counts `num_agent_steps_stored`. A saved plan has the rows.
 
     Args:
-        local_buffer: a MultiAgentReplayBuffer. A saved plan has its rows.
+        local_buffer: a MultiAgentReplayBuffer; or
+        actors: ReplayActors. Batches, or references to them, which do not pass the driver.
+
+    Raises:
+        ValueError: neither is given, or both.
     """
 
-    def __init__(self, *, local_buffer: MultiAgentReplayBuffer):
-        self.buffer = _checked(local_buffer, "StoreToReplayBuffer")
+    def __init__(
+        self,
+        *,
+        local_buffer: MultiAgentReplayBuffer | SimpleReplayBuffer | None = None,
+        actors: ReplayActors | None = None,
+    ):
+        self.buffer = _one_of(local_buffer, actors, "StoreToReplayBuffer")
 
     def ready(self) -> bool:
         """Whether it is time to store."""
-        return self.buffer.can_add()
+        return bool(self.buffer.can_add())
 
     def waits(self) -> list[Any]:
-        """Nothing: it is another branch that draws."""
-        return []
+        """What a shard is behind with; else it is another branch that has to draw."""
+        return self.buffer.waits() if isinstance(self.buffer, ReplayActors) else []
 
-    def __call__(self, batch: Batch) -> Batch:
+    def __call__(self, batch: Any) -> Any:
+        if isinstance(batch, BatchRef) and not isinstance(self.buffer, ReplayActors):
+            batch = batch.get()
         self.buffer.add(batch)
         _get_shared_metrics().counters["num_agent_steps_stored"] += batch.agent_steps()
         return batch
@@ -56,42 +69,61 @@ class StoreToReplayBuffer:
         self.buffer.load_state_dict(state["buffer"])
 
     def __repr__(self) -> str:
-        return f"StoreToReplayBuffer(local_buffer={self.buffer!r})"
+        return f"StoreToReplayBuffer({self.buffer!r})"
 
 
 class Replay(LocalIterator[Any]):
     """Batches drawn from a replay buffer, without end.
 
-    While the buffer says that it is time to store, it gives nothing and lets other branches go on.
+    While it is time to store, it gives nothing and lets other branches go on.
 
     Args:
-        local_buffer: a MultiAgentReplayBuffer.
+        local_buffer: a MultiAgentReplayBuffer; or
+        actors: ReplayActors, which end with the plan. A batch's `sources` say its shard.
+        num_async: batches asked for ahead, of all shards together; the ratio counts them as drawn.
+
+    Raises:
+        ValueError: neither is given, or both; a num_async below 1.
     """
 
-    def __init__(self, *, local_buffer: MultiAgentReplayBuffer):
-        super().__init__(ReplayStage(_checked(local_buffer, "Replay")), "Replay")
+    def __init__(
+        self,
+        *,
+        local_buffer: MultiAgentReplayBuffer | SimpleReplayBuffer | None = None,
+        actors: ReplayActors | None = None,
+        num_async: int = 4,
+    ):
+        buffer = _one_of(local_buffer, actors, "Replay")
+        if num_async < 1:
+            raise ValueError(f"Replay: num_async is at least 1, got {num_async}")
+        stage: Stage = ReplayStage(buffer)
+        if isinstance(buffer, ReplayActors):
+            stage = ReplayActorsStage(buffer, num_async)
+        super().__init__(stage, "Replay")
 
 
 class ReplayStage(Stage):
-    """The stage of Replay."""
+    """The stage of Replay on a local buffer."""
 
     kind = "Replay"
     leans = True
 
-    def __init__(self, buffer: MultiAgentReplayBuffer):
+    def __init__(self, buffer: Any):
         super().__init__()
         self.buffer = buffer
 
     def pull(self, block: bool) -> Any:
         try:
-            if not self.buffer.can_sample():
-                return NOT_READY
-            batch = self.buffer.sample()
+            batch = self._next()
         except BaseException as error:
             blame(error, self, None)
             raise operator_error(error) from error.__cause__
-        self.items += 1
+        if batch is not NOT_READY:
+            self.items += 1
         return batch
+
+    def _next(self) -> Any:
+        return self.buffer.sample() if self.buffer.can_sample() else NOT_READY
 
     def waits(self) -> list[Any]:
         return []
@@ -100,10 +132,42 @@ class ReplayStage(Stage):
         return True
 
     def label(self) -> str:
-        return f"Replay(local_buffer={self.buffer!r})"
+        return f"Replay({self.buffer!r})"
 
     def numbers(self) -> dict[str, Any]:
         return {"rows": len(self.buffer)}
+
+
+class ReplayActorsStage(ReplayStage):
+    """The stage of Replay on actors."""
+
+    def __init__(self, actors: ReplayActors, num_async: int):
+        super().__init__(actors)
+        self._num_async = num_async
+        self._asked: deque[tuple[int, Any]] = deque()
+        self._sources: tuple[Source, ...] = ()
+
+    def _next(self) -> Any:
+        while True:
+            while len(self._asked) < self._num_async and self.buffer.can_draw():
+                self._asked.append(self.buffer.ask())
+            if not self._asked or not ready_refs([self._asked[0][1]]):
+                return NOT_READY
+            batch = self.buffer.taken(*self._asked.popleft())
+            if batch is not None:
+                self._sources = batch.sources
+                return batch
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        return self._sources
+
+    def waits(self) -> list[Any]:
+        return [self._asked[0][1]] if self._asked else []
+
+    def stop(self) -> None:
+        self._asked.clear()
+        self.buffer.stop()
 
 
 class UpdateReplayPriorities:
@@ -114,19 +178,33 @@ class UpdateReplayPriorities:
     drawn from a buffer, it takes no notice.
 
     Args:
-        local_buffer: the MultiAgentReplayBuffer that the batches were drawn from.
+        local_buffer: the MultiAgentReplayBuffer that the batches were drawn from; or
+        actors: the ReplayActors; priorities go to the shard that a batch came from.
+
+    Raises:
+        ValueError: neither is given, or both.
     """
 
-    def __init__(self, *, local_buffer: MultiAgentReplayBuffer):
-        self.buffer = _checked(local_buffer, "UpdateReplayPriorities")
+    def __init__(
+        self,
+        *,
+        local_buffer: MultiAgentReplayBuffer | None = None,
+        actors: ReplayActors | None = None,
+    ):
+        self.buffer = _one_of(local_buffer, actors, "UpdateReplayPriorities")
 
     def __call__(self, item: Trained) -> Trained:
-        _, info = trained(item, "UpdateReplayPriorities")
+        batch, info = trained(item, "UpdateReplayPriorities")
         for policy_id, told in info.items():
             rows = told.get("rows", {})
-            if "td_error" in rows and "batch_indexes" in rows:
-                priorities = abs(rows["td_error"])
-                self.buffer.update_priorities(policy_id, rows["batch_indexes"], priorities)
+            if "td_error" not in rows or "batch_indexes" not in rows:
+                continue
+            update = policy_id, rows["batch_indexes"], abs(rows["td_error"])
+            if isinstance(self.buffer, ReplayActors):
+                (source,) = batch.sources
+                self.buffer.update_priorities(source.worker, *update)
+            else:
+                self.buffer.update_priorities(*update)
         return item
 
     def __repr__(self) -> str:
@@ -229,10 +307,18 @@ class MixInReplay:
         return f"MixInReplay({self.buffer.num_slots}, {self.replay_proportion})"
 
 
-def _checked(buffer: Any, operator: str) -> Any:
-    missing = [name for name in ("can_add", "can_sample", "sample") if not hasattr(buffer, name)]
-    if missing:
+def _one_of(local_buffer: Any, actors: Any, operator: str) -> Any:
+    """The buffer that is given, if it is one."""
+    if (local_buffer is None) == (actors is None):
+        raise ValueError(f"{operator} takes one of local_buffer and actors")
+    if actors is not None:
+        if not isinstance(actors, ReplayActors):
+            raise TypeError(f"{operator}: actors is a ReplayActors, got a {type(actors).__name__}")
+        return actors
+    methods = ("can_add", "can_sample", "sample", "add")
+    if not all(hasattr(local_buffer, name) for name in methods):
         raise TypeError(
-            f"{operator}: local_buffer is a MultiAgentReplayBuffer, got a {type(buffer).__name__}"
+            f"{operator}: local_buffer is a MultiAgentReplayBuffer, got a "
+            f"{type(local_buffer).__name__}"
         )
-    return buffer
+    return local_buffer

@@ -11,6 +11,7 @@ import numpy as np
 
 from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.iter import LocalIterator, Source, _get_shared_metrics
+from flowrl.ops.replay_actors import leave_in_store
 
 if TYPE_CHECKING:
     from flowrl.sampling.worker_set import WorkerSet
@@ -29,6 +30,8 @@ class ParallelRollouts(LocalIterator[Any]):
             newest weights; "async" gives fragments as they come; "raw" gives the ParallelIterator
             itself, to chain operators that run on the workers (nothing is counted then).
         num_async: requests in flight per worker in "async" mode.
+        by_reference: remote workers leave their fragments in Ray's object store, and the stream has
+            BatchRefs: what becomes of them does not pass the driver. Not for "bulk_sync".
         max_policy_lag: in "async" mode, drop fragments whose weights are more than so many updates
             older than the newest; their steps count as `num_env_steps_dropped`, too. None: keep
             all.
@@ -50,6 +53,7 @@ class ParallelRollouts(LocalIterator[Any]):
         mode: Literal["bulk_sync", "async", "raw"] = "bulk_sync",
         num_async: int = 1,
         max_policy_lag: int | None = None,
+        by_reference: bool = False,
     ):
         if max_policy_lag is not None and (mode != "async" or max_policy_lag < 0):
             raise ValueError(
@@ -57,6 +61,10 @@ class ParallelRollouts(LocalIterator[Any]):
                 f"{max_policy_lag} for mode={mode!r}"
             )
         shards = workers.parallel_iterator()
+        if by_reference and mode == "bulk_sync":
+            raise ValueError('by_reference is for mode="async": "bulk_sync" joins the fragments')
+        if by_reference and workers.num_workers:
+            shards = shards.for_each(leave_in_store)
         if mode == "bulk_sync":
             gathered: LocalIterator[Any] = shards.batch_across_shards()
         elif mode == "async":

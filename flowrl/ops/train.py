@@ -77,7 +77,7 @@ class UpdateTargetNetwork:
     """for_each, (batch, info) -> the same: moves target networks towards the online ones, every so
     many steps. Counts `num_target_updates`.
 
-    The clock is the operator's own: two of them in a plan do not disturb each other.
+    Every policy has a clock of its own, in each of the operators: none disturbs another.
 
     Args:
         workers: the WorkerSet whose local worker learns.
@@ -101,24 +101,19 @@ class UpdateTargetNetwork:
             raise ValueError(
                 f"target_update_freq must be at least 0, got {self.target_update_freq}"
             )
-        self._trained = 0
-        self._last: int | None = None
+        self._trained: dict[str, int] = {}
+        self._last: dict[str, int] = {}
 
     def __call__(self, item: tuple[Batch, Info]) -> tuple[Batch, Info]:
         _, info = trained(item, "UpdateTargetNetwork")
-        wanted = list(info) if self.policies is None else self.policies
-        told = [info[policy_id] for policy_id in wanted if policy_id in info]
-        self._trained += sum(one["num_agent_steps_trained"] for one in told)
-        counters = _get_shared_metrics().counters
-        now = self._trained if self.by_steps_trained else counters["num_env_steps_sampled"]
-        if self._last is None:
-            self._last = 0 if self.by_steps_trained else now
-        if now - self._last < self.target_update_freq:
-            return item
-        self._last = now
+        due = [
+            policy_id
+            for policy_id in (info if self.policies is None else self.policies)
+            if self._is_due(policy_id, info.get(policy_id, {}))
+        ]
         worker = self.workers.local_worker()
         with worker.lock:
-            for policy_id in wanted:
+            for policy_id in due:
                 policy = worker.policy_map[policy_id]
                 if not hasattr(policy, "update_target"):
                     raise TypeError(
@@ -126,14 +121,27 @@ class UpdateTargetNetwork:
                         "has no target network: leave it out of `policies`"
                     )
                 policy.update_target()
-        counters["num_target_updates"] += 1
+        _get_shared_metrics().counters["num_target_updates"] += len(due)
         return item
 
+    def _is_due(self, policy_id: str, told: dict[str, Any]) -> bool:
+        """Whether so many steps have gone by for this policy; then its clock begins again."""
+        rows = self._trained.get(policy_id, 0) + told.get("num_agent_steps_trained", 0)
+        self._trained[policy_id] = rows
+        now = rows
+        if not self.by_steps_trained:
+            now = _get_shared_metrics().counters["num_env_steps_sampled"]
+        since = self._last.setdefault(policy_id, 0 if self.by_steps_trained else now)
+        if now - since < self.target_update_freq:
+            return False
+        self._last[policy_id] = now
+        return True
+
     def state_dict(self) -> dict[str, Any]:
-        return {"trained": self._trained, "last": self._last}
+        return {"trained": dict(self._trained), "last": dict(self._last)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._trained, self._last = state["trained"], state["last"]
+        self._trained, self._last = dict(state["trained"]), dict(state["last"])
 
     def __repr__(self) -> str:
         unit = ", by_steps_trained=True" if self.by_steps_trained else ""
@@ -171,8 +179,9 @@ def train_one_step(
         )
     worker = workers.local_worker()
     info: Info = {}
+    learning = batch_to_learn_from(worker, batch, policies)
     with worker.lock, metrics.timers["learn"] as timer:
-        for policy_id, rows in batch_to_learn_from(worker, batch, policies).items():
+        for policy_id, rows in learning.items():
             policy = worker.policy_map[policy_id]
             policy.on_global_var_update(workers.global_vars)
             passes = policy.config.num_sgd_iter if num_sgd_iter is None else num_sgd_iter

@@ -23,6 +23,7 @@ def take_gradient(policy: TorchPolicy, batch: SampleBatch) -> dict[str, float]:
         ConfigError: the loss is none, or not one for each optimizer.
         FloatingPointError: a loss or the gradient is not finite.
     """
+    policy.noted = []
     rows = policy.config.accumulate_rows
     if not rows or batch.count <= rows:
         return _take(policy, batch)

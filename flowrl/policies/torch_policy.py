@@ -105,6 +105,8 @@ class TorchPolicy(Policy):
             self.model.compile_for_learning()
         self.stats: dict[str, torch.Tensor | float] = {}
         self.num_skipped_updates = 0
+        self.noted: list[dict[str, np.ndarray]] = []  # of rows, in the pass that was last begun
+        self._learned: list[dict[str, np.ndarray]] = []  # of those that were learned from
 
     def new_model(self) -> ModelV2:
         """A network as `make_model` makes it, where the policy is."""
@@ -347,11 +349,19 @@ class TorchPolicy(Policy):
             self.stats = {}
         return tracked.read
 
+    def note_rows(self, batch: TensorBatch, **values: np.ndarray) -> None:
+        """For `loss`: what is to be told of the rows of a batch that was drawn from a buffer,
+        arrays [rows], such as `td_error`. See `row_stats`."""
+        if "batch_indexes" in batch:
+            self.noted.append({"batch_indexes": batch.array("batch_indexes"), **values})
+
     def learn_on_minibatches(
         self, batch: SampleBatch, num_sgd_iter: int = 1, sgd_minibatch_size: int = 0
     ) -> dict[str, float]:
         skipped = self.num_skipped_updates
+        self._learned = []
         stats = super().learn_on_minibatches(self.prepared(batch), num_sgd_iter, sgd_minibatch_size)
+        self.row_stats = _joined(self._learned)
         stats["cur_lr"] = float(self.optimizer.param_groups[0]["lr"])
         if self.config.on_bad_update == "skip":
             stats["num_skipped_updates"] = float(self.num_skipped_updates - skipped)
@@ -369,6 +379,7 @@ class TorchPolicy(Policy):
         self._check_links()
         stats = take_gradient(self, batch)
         self._step(stats["grad_norm"])
+        self._learned = [*self._learned, *self.noted] if self.noted else self._learned
         return stats
 
     def _unless_odd(
@@ -421,6 +432,7 @@ class TorchPolicy(Policy):
                 stats = take_gradient(self, self.prepared(batch))
         finally:
             _put_back(buffers)
+        self.row_stats = _joined(self.noted)
         return self.flat.gradient.cpu().numpy().copy(), stats
 
     def apply_gradients(self, gradients: np.ndarray) -> None:
@@ -580,6 +592,12 @@ def _remade(
     policy.view_requirements.clear()
     policy.view_requirements.update(views)
     return policy
+
+
+def _joined(noted: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    if len(noted) < 2:
+        return dict(noted[0]) if noted else {}
+    return {name: np.concatenate([one[name] for one in noted]) for name in noted[0]}
 
 
 def _put_back(buffers: list[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -109,13 +109,13 @@ class ManyAgents(MultiAgentEnv):
     """
 
     def __init__(self, creator: Callable[[EnvContext], gym.Env], context: Mapping[str, Any]):
-        place = ("worker_index", "vector_index", "num_workers")
-        own = EnvContext(dict(context), *(getattr(context, name, 0) for name in place))
+        places = [getattr(context, n, 0) for n in ("worker_index", "vector_index", "num_workers")]
+        own = dict(context)
         count, self._limit = own.pop("num_agents", 2), own.pop("episode_steps", None)
         for name, value in (("num_agents", count), ("episode_steps", self._limit or 1)):
             if not isinstance(value, int) or value < 1:
                 raise ConfigError(f"env_config: {name} is a whole number from 1, got {value!r}")
-        self._envs = [creator(own) for _ in range(count)]
+        self._envs = [creator(EnvContext(dict(own), *places)) for _ in range(count)]
         self.possible_agents = list(range(count))
         self.observation_space = self._envs[0].observation_space
         self.action_space = self._envs[0].action_space

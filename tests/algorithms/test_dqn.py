@@ -1,5 +1,7 @@
 """DQN: the loss against a plain one, acting, target networks, the plan."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,12 @@ from gymnasium import spaces
 from flowrl.algorithms.dqn import DQNConfig, DQNTorchPolicy
 from flowrl.algorithms.plans import load_plan
 from flowrl.data import SampleBatch
+from flowrl.iter import MetricsContext, metrics_scope
+from flowrl.ops import ApplyGradients, AverageGradients, ComputeGradients, UpdateTargetNetwork
 from flowrl.policies import ConfigError
+from flowrl.sampling import WorkerSet
+
+from ..sampling.fakes import CountEnv, Idle
 
 BOX = spaces.Box(-1, 1, (3,), np.float32)
 THREE = spaces.Discrete(3)
@@ -151,8 +158,8 @@ def test_a_restored_policy_learns_the_same():
         other.update_target()
     with pytest.raises(ValueError, match="without target"):
         one.set_state({k: v for k, v in other.get_state().items() if k != "target"})
-    with pytest.raises(ValueError, match="a target network of 3 parameters"):
-        one.set_state({**other.get_state(), "target": np.zeros(3, np.float32)})
+    with pytest.raises(ValueError, match="target is another network"):
+        one.set_state({**other.get_state(), "target": {"x": np.zeros(3, np.float32)}})
 
 
 def test_an_update_that_is_left_out_tells_no_errors():
@@ -164,6 +171,57 @@ def test_an_update_that_is_left_out_tells_no_errors():
     rewards[2] = np.nan
     policy.learn_on_minibatches(batch.with_columns(rewards=rewards))
     assert policy.row_stats == {}
+
+
+def test_errors_are_told_however_it_learns():
+    policy = DQNTorchPolicy(BOX, THREE, {"accumulate_rows": 5, "seed": 0})
+    batch = rows()
+    policy.compute_gradients(batch)
+    assert policy.row_stats["batch_indexes"].tolist() == list(range(12))
+    for _ in range(3):
+        policy.learn_on_minibatches(batch, 2, 6)
+    assert sorted(policy.row_stats["batch_indexes"]) == sorted([*range(12)] * 2)
+    with WorkerSet("CartPole-v1", DQNTorchPolicy, DQNConfig(env="CartPole-v1", seed=0)) as workers:
+        drawn = workers.local_worker().sample().with_columns(batch_indexes=np.arange(4))
+        with metrics_scope(MetricsContext()):
+            one = ComputeGradients(workers)(drawn)
+            _, info = ApplyGradients(workers)(AverageGradients()([one, one]))
+            with pytest.raises(ValueError, match="do not say which workers"):
+                ApplyGradients(workers, update_all=False)(replace(one, sources=()))
+    assert info["default_policy"]["rows"]["batch_indexes"].tolist() == [0, 1, 2, 3] * 2
+
+
+def test_every_policy_has_a_clock_of_its_own():
+    updates = []
+
+    class Target(Idle):
+        def update_target(self):
+            updates.append(self.name)
+
+    mapping = {"policy_mapping_fn": lambda agent_id, *args, **kwargs: "a"}
+    workers = WorkerSet(lambda context: CountEnv(), {"a": Target, "b": Target}, mapping)
+    for name, policy in workers.local_worker().policy_map.items():
+        policy.name = name
+    operator = UpdateTargetNetwork(workers, 10, by_steps_trained=True)
+    with metrics_scope(MetricsContext()) as metrics:
+        for i in range(20):
+            info = {"ab"[i % 2]: {"num_agent_steps_trained": 5}}
+            operator((None, info))
+        assert sorted(updates) == ["a"] * 5 + ["b"] * 5
+        assert metrics.counters["num_target_updates"] == 10
+        wrong = UpdateTargetNetwork(workers, 0, policies=["b"])
+        wrong((None, {}))
+        workers.local_worker().policy_map["b"] = Idle(BOX, THREE, {})
+        with pytest.raises(TypeError, match="policy 'b', a Idle, has no target network"):
+            wrong((None, {}))
+    other = UpdateTargetNetwork(workers, 10, by_steps_trained=True)
+    other.load_state_dict(operator.state_dict())
+    assert other.state_dict() == operator.state_dict()
+    with pytest.raises(TypeError, match=r"takes \(batch, info\), got int"):
+        operator(5)
+    with pytest.raises(ValueError, match="at least 0"):
+        UpdateTargetNetwork(workers, -1)
+    workers.stop()
 
 
 @pytest.mark.parametrize(

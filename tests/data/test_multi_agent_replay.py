@@ -34,6 +34,25 @@ def test_each_policy_has_its_own_rows():
     assert len(buffer) == 14
 
 
+def test_a_batch_is_stored_whole_or_not_at_all():
+    buffer = make(training_intensity=1)
+    buffer.add(MultiAgentBatch({"a": rows(5)}, 5))
+    with pytest.raises(ValueError, match="without obs and new_obs"):
+        buffer.add(MultiAgentBatch({"a": rows(5), "b": SampleBatch(x=np.zeros(5))}, 5))
+    assert (len(buffer), list(buffer.buffers), buffer.ratio.stored) == (5, ["a"], 5)
+    buffer.add(MultiAgentBatch({"a": rows(5)}, 5))
+    assert buffer.can_sample()
+
+
+def test_drawing_unasked_leaves_nothing_owed():
+    buffer = make()
+    buffer.add(rows(5))
+    for _ in range(3):
+        buffer.sample()
+    buffer.add(rows(5))
+    assert buffer.can_sample()
+
+
 def test_a_single_agents_batches_stay_what_they_are():
     buffer = make()
     buffer.add(rows(5))

@@ -374,7 +374,7 @@ def test_what_cannot_be_stored_or_drawn():
         buffer.sample(0)
     with pytest.raises(ValueError, match="a batch without 'rewards'"):
         buffer.add(fragment.without_columns("rewards"))
-    with pytest.raises(ValueError, match=r"column 'rewards' has rows of shape \[2\], .* \[\]"):
+    with pytest.raises(ValueError, match=r"'rewards' has rows of float32 \[2\], .* \[\]"):
         buffer.add(fragment.with_columns(rewards=np.zeros((4, 2), np.float32)))
     assert len(buffer) == 4
     buffer.add(SampleBatch())
@@ -393,3 +393,61 @@ def test_priorities_that_cannot_be(odd):
     with pytest.raises(ValueError, match="of 4 that were ever stored"):
         buffer.update_priorities(np.array([4]), np.ones(1))
     np.testing.assert_array_equal(buffer.state_dict()["weights"], before)
+
+
+def test_what_does_not_fit_is_told_before_anything_is_stored():
+    fragment = Stream(1, [5] * 9, nested=True).fragment(4, "nested")
+    buffer = ReplayBuffer(10, seed=0)
+    buffer.add(fragment)
+    other = {"a": fragment["obs"]["a"], "x": fragment["obs"]["b"]}
+    for wrong, match in [
+        ({"rewards": np.array(["x"] * 4)}, "rows of <U1"),
+        ({"obs": other}, "column 'obs' is nested otherwise"),
+        ({"obs": fragment["obs"]["a"]}, "column 'obs' is nested otherwise"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            buffer.add(fragment.with_columns(**wrong))
+    assert buffer.num_added == 4
+    sequences = fragment.with_columns(seq_lens=np.array([4]), state_in_0=np.zeros((1, 2)))
+    for one in (ReplayBuffer(10), buffer):
+        with pytest.raises(ValueError, match=r"sequences|nested"):
+            one.add(sequences) if one is not buffer else one.add(fragment.with_columns(obs=other))
+
+
+def test_states_are_copies_and_of_one_capacity():
+    stream = Stream(1, [9] * 9)
+    buffer = ReplayBuffer(20, seed=0)
+    buffer.add(stream.fragment(15))
+    state = buffer.state_dict()
+    before = copy.deepcopy(state["ring"]["columns"]["obs"])
+    for _ in range(4):
+        buffer.add(stream.fragment(15))
+    buffer.sample(1)
+    np.testing.assert_array_equal(state["ring"]["columns"]["obs"], before)
+    for capacity in (10, 15, 30):
+        other = ReplayBuffer(capacity)
+        with pytest.raises(ValueError, match="of capacity 20 for one of"):
+            other.load_state_dict(state)
+        assert other.num_added == 0
+
+
+@pytest.mark.parametrize("kind", ["windows", "plain"])
+def test_steps_reach_over_fragments_whatever_normalises_them(kind):
+    """The next fragment's observations are scaled a little otherwise; or others act in between."""
+    stream = Stream(1, [1000])
+    buffer = ReplayBuffer(100, n_step=5, seed=0)
+    for i in range(10):
+        fragment = stream.fragment(4, kind)
+        scale = np.float32(1 + i / 1000)
+        scaled = fragment.with_columns(
+            obs=fragment["obs"] * scale, new_obs=fragment["new_obs"] * scale
+        )
+        buffer.add(scaled)
+    drawn = buffer.sample(500)
+    assert set(drawn["n_steps"][drawn["t"] < 36]) == {5}
+    turns = ReplayBuffer(100, n_step=5, seed=0)
+    for _ in range(10):
+        fragment = stream.fragment(4, kind)
+        turns.add(fragment.with_columns(t=2 * fragment["t"]))
+    drawn = turns.sample(500)
+    assert set(drawn["n_steps"][drawn["t"] < drawn["t"].max() - 10]) == {5}

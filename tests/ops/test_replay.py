@@ -56,7 +56,7 @@ def test_one_branch_stores_the_other_draws(mode, intensity):
         else:
             ratio = intensity * (stored - 12)
             assert ratio - max(4, 5 * intensity) <= 4 * (i + 1) <= ratio
-    assert "Replay(local_buffer=MultiAgentReplayBuffer(replay_batch_size=4" in plan.explain()
+    assert "Replay(MultiAgentReplayBuffer(replay_batch_size=4" in plan.explain()
 
 
 def test_storing_ends_with_its_stream_and_drawing_goes_on_as_far_as_it_may():

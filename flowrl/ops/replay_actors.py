@@ -1,0 +1,327 @@
+"""ReplayActors: a replay buffer in shards on Ray actors, filled without passing the driver."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flowrl.data import MultiAgentBatch, MultiAgentReplayBuffer, SampleBatch
+from flowrl.data.replay_ratio import ReplayRatio
+from flowrl.iter import Source, _get_shared_metrics
+from flowrl.seeding import random_stream, restore_stream, stream_state
+
+log = logging.getLogger("flowrl")
+
+Batch = SampleBatch | MultiAgentBatch
+ADDS_IN_FLIGHT = 4  # of each shard: what it has not stored yet is held in the object store
+UPDATES_IN_FLIGHT = 4
+
+ORIGIN = "replay"
+
+
+class BatchRef:
+    """A batch in Ray's object store, by what is to be known of it.
+
+    Attributes:
+        ref: of the batch.
+        sources: of its rows.
+    """
+
+    def __init__(self, ref: Any, env_steps: int, agent_steps: int):
+        self.ref = ref
+        self.sources: tuple[Any, ...] = ()
+        self._steps = env_steps, agent_steps
+
+    def env_steps(self) -> int:
+        """See SampleBatch.env_steps."""
+        return self._steps[0]
+
+    def agent_steps(self) -> int:
+        """See SampleBatch.agent_steps."""
+        return self._steps[1]
+
+    @property
+    def count(self) -> int:
+        """Env steps."""
+        return self._steps[0]
+
+    def get(self) -> Batch:
+        """The batch, fetched."""
+        import ray
+
+        batch: Batch = ray.get(self.ref)
+        return batch
+
+    def __repr__(self) -> str:
+        return f"BatchRef(env_steps={self._steps[0]}, agent_steps={self._steps[1]})"
+
+
+def leave_in_store(batch: Batch) -> BatchRef:
+    """Leave a batch in the object store of the process where it is."""
+    import ray
+
+    return BatchRef(ray.put(batch), batch.env_steps(), batch.agent_steps())
+
+
+class ReplayShard:
+    """What runs on the actor of one shard."""
+
+    def __init__(self, make: Callable[[int], MultiAgentReplayBuffer], index: int):
+        self._make = lambda: make(index)
+        self.buffer = self._make()
+        self._seen: set[int] = set()
+
+    def add(self, batch: Batch, number: int) -> int:
+        """Store a batch, once; the rows that there are then."""
+        if number not in self._seen:
+            self._seen.add(number)
+            self._seen.discard(number - 10_000)
+            self.buffer.add(batch)
+        return len(self.buffer)
+
+    def sample(self) -> Batch | None:
+        """A batch; None while there are no rows."""
+        return self.buffer.sample() if len(self.buffer) else None
+
+    def update_priorities(self, policy_id: str, indexes: np.ndarray, errors: np.ndarray) -> None:
+        """See MultiAgentReplayBuffer.update_priorities."""
+        self.buffer.update_priorities(policy_id, indexes, errors)
+
+    def stats(self) -> dict[str, Any]:
+        """See MultiAgentReplayBuffer.stats."""
+        return self.buffer.stats()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of the buffer."""
+        return self.buffer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Of the buffer."""
+        self.buffer.load_state_dict(state)
+
+
+class ReplayActors:
+    """Shards of a replay buffer on Ray actors, made when they are first used.
+
+    A fragment goes to a shard drawn at random, by reference; batches are drawn from the shards in
+    turn. A shard whose actor dies is made again, empty; its rows count as `num_replay_rows_lost`.
+
+    Args:
+        make: shard number -> its MultiAgentReplayBuffer; what that says of the ratio is not asked.
+        num_shards: actors.
+        batch_rows: rows of a drawn batch.
+        learning_starts, training_intensity: of all shards together; see ReplayRatio.
+        seed: of the choice of shards.
+
+    Raises:
+        ValueError: fewer than one shard; see ReplayRatio.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[int], MultiAgentReplayBuffer],
+        num_shards: int,
+        batch_rows: int,
+        *,
+        learning_starts: int = 0,
+        training_intensity: float | None = None,
+        seed: int | None = None,
+    ):
+        if isinstance(num_shards, bool) or not isinstance(num_shards, int) or num_shards < 1:
+            raise ValueError(f"num_shards is a whole number from 1, got {num_shards!r}")
+        self._make = make
+        self.num_shards = num_shards
+        self.batch_rows = batch_rows
+        self.ratio = ReplayRatio(learning_starts, training_intensity)
+        self.rng = random_stream(seed, "replay", "shards")
+        self.rows = [0] * num_shards
+        self._handles: list[Any] = []
+        self._adds: list[deque[_Add]] = [deque() for _ in range(num_shards)]
+        self._updates: deque[Any] = deque()
+        self._number = 0
+        self._turn = 0
+        self._owns_ray = False
+
+    # -- actors ------------------------------------------------------------------------------------
+
+    def handles(self) -> list[Any]:
+        """The actors, made when first asked for."""
+        if not self._handles:
+            import ray
+
+            if not ray.is_initialized():
+                ray.init(include_dashboard=False, logging_level=logging.WARNING)
+                self._owns_ray = True
+            self._handles = [self._new(index) for index in range(self.num_shards)]
+        return self._handles
+
+    def _new(self, index: int) -> Any:
+        import ray
+
+        actor = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)(ReplayShard)
+        return actor.remote(self._make, index)
+
+    def _died(self, index: int, error: BaseException) -> None:
+        """Make a shard anew. What waits for the old one is given up."""
+        log.warning("replay shard %d died and is made again, empty: %s", index, error)
+        metrics = _get_shared_metrics()
+        metrics.counters["num_replay_shard_restarts"] += 1
+        metrics.counters["num_replay_rows_lost"] += self.rows[index]
+        self.rows[index] = 0
+        self._adds[index].clear()
+        self._handles[index] = self._new(index)
+
+    def stop(self) -> None:
+        """End the actors."""
+        import ray
+
+        if ray.is_initialized():
+            for handle in self._handles:
+                ray.kill(handle)
+        if self._owns_ray:
+            ray.shutdown()
+        self._handles, self._owns_ray = [], False
+        self._adds = [deque() for _ in range(self.num_shards)]
+        self._updates.clear()
+
+    # -- storing -----------------------------------------------------------------------------------
+
+    def can_add(self) -> bool:
+        """Whether it is time to store, and no shard is behind with storing."""
+        self._collect()
+        behind = any(len(adds) >= ADDS_IN_FLIGHT for adds in self._adds)
+        return not behind and not self.can_draw()
+
+    def waits(self) -> list[Any]:
+        """References of what shards are behind with."""
+        return [adds[0].ref for adds in self._adds if len(adds) >= ADDS_IN_FLIGHT]
+
+    def add(self, batch: Batch | BatchRef) -> None:
+        """Send a batch to a shard; it is not waited for."""
+        index = int(self.rng.integers(self.num_shards))
+        self._number += 1
+        given = batch.ref if isinstance(batch, BatchRef) else batch
+        self._adds[index].append(self._sent(index, given, self._number))
+        self.ratio.note_stored(batch.agent_steps())
+
+    def _sent(self, index: int, given: Any, number: int) -> _Add:
+        return _Add(self.handles()[index].add.remote(given, number), given, number)
+
+    def _collect(self) -> None:
+        """Take note of what has been stored."""
+        import ray
+        from ray.exceptions import ObjectLostError, RayActorError
+
+        for index, adds in enumerate(self._adds):
+            while adds and ray.wait([adds[0].ref], timeout=0, fetch_local=False)[0]:
+                try:
+                    self.rows[index] = ray.get(adds[0].ref)
+                except RayActorError as error:
+                    waiting = list(adds)  # goes to the new one
+                    self._died(index, error)
+                    adds.extend(self._sent(index, add.given, add.number) for add in waiting)
+                    break
+                except ObjectLostError as error:  # with the worker that had sampled it
+                    log.warning("a fragment was lost before it was stored: %s", error)
+                    _get_shared_metrics().counters["num_replay_fragments_lost"] += 1
+                except Exception:
+                    adds.popleft()
+                    raise
+                adds.popleft()
+
+    # -- drawing -----------------------------------------------------------------------------------
+
+    def can_draw(self) -> bool:
+        """Whether it is time to ask for a batch."""
+        return self.ratio.may_draw(self.batch_rows)
+
+    def ask(self) -> tuple[int, Any]:
+        """Ask the shard whose turn it is for a batch: its number, and a reference."""
+        index, self._turn = self._turn, (self._turn + 1) % self.num_shards
+        self.ratio.note_drawn(self.batch_rows)
+        return index, self.handles()[index].sample.remote()
+
+    def taken(self, index: int, ref: Any) -> Batch | None:
+        """What a shard that was asked gave; None if it had nothing or is no more."""
+        import ray
+        from ray.exceptions import RayActorError
+
+        try:
+            batch: Batch | None = ray.get(ref)
+        except RayActorError as error:
+            self._died(index, error)
+            batch = None
+        if batch is None:
+            self.ratio.take_back(self.batch_rows)
+            return None
+        batch.sources = (Source(index, origin=ORIGIN),)
+        return batch
+
+    def update_priorities(
+        self, shard: int, policy_id: str, batch_indexes: np.ndarray, priorities: np.ndarray
+    ) -> None:
+        """Send priorities to the shard whose rows they are of; it is not waited for."""
+        import ray
+
+        if len(self._updates) >= UPDATES_IN_FLIGHT * self.num_shards:
+            ray.wait([self._updates.popleft()])
+        handle = self.handles()[shard]
+        self._updates.append(handle.update_priorities.remote(policy_id, batch_indexes, priorities))
+
+    # -- the rest ----------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Rows that are there, as far as it is known."""
+        return sum(self.rows)
+
+    def stats(self) -> list[dict[str, Any]]:
+        """Each shard's figures."""
+        import ray
+
+        told: list[dict[str, Any]] = ray.get([handle.stats.remote() for handle in self.handles()])
+        return told
+
+    def state_dict(self) -> dict[str, Any]:
+        """All shards; what is on its way is waited for."""
+        import ray
+
+        ray.get([add.ref for adds in self._adds for add in adds])
+        return {
+            "shards": ray.get([handle.state_dict.remote() for handle in self.handles()]),
+            "ratio": self.ratio.state_dict(),
+            "rng": stream_state(self.rng),
+            "number": self._number,
+            "turn": self._turn,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave.
+
+        Raises:
+            ValueError: it is of another number of shards; a buffer does not fit.
+        """
+        import ray
+
+        shards = state["shards"]
+        if len(shards) != self.num_shards:
+            raise ValueError(f"a state of {len(shards)} replay shards for {self.num_shards}")
+        pairs = zip(self.handles(), shards, strict=True)
+        ray.get([handle.load_state_dict.remote(own) for handle, own in pairs])
+        self.ratio.load_state_dict(state["ratio"])
+        restore_stream(self.rng, state["rng"])
+        self._number, self._turn = int(state["number"]), int(state["turn"])
+
+    def __repr__(self) -> str:
+        return f"ReplayActors(num_shards={self.num_shards}, batch_rows={self.batch_rows})"
+
+
+class _Add(NamedTuple):
+    """A batch on its way to a shard."""
+
+    ref: Any
+    given: Any
+    number: int

@@ -1,0 +1,41 @@
+"""DQN with its replay buffer in shards on actors, which workers' fragments reach by reference."""
+
+from flowrl.algorithms.dqn import DQNConfig
+from flowrl.ops import (
+    Concurrently,
+    ParallelRollouts,
+    Replay,
+    StandardMetricsReporting,
+    StoreToReplayBuffer,
+    TrainOneStep,
+    UpdateReplayPriorities,
+    UpdateTargetNetwork,
+)
+
+config = DQNConfig(
+    env="CartPole-v1",
+    num_workers=2,
+    num_envs_per_worker=4,
+    rollout_fragment_length=16,
+    lr=[(0, 1e-3), (100_000, 5e-5)],
+    n_step=10,
+    target_network_update_freq=0,
+    tau=0.01,
+    training_intensity=8,
+    model={"fcnet_hiddens": [128, 128], "fcnet_activation": "relu"},
+    exploration_config={"type": "EpsilonGreedy", "epsilon": [(0, 1.0), (3_000, 0.01)]},
+)
+
+
+def execution_plan(workers, config):
+    actors = config.replay_actors()
+    rollouts = ParallelRollouts(workers, mode="async", by_reference=True)
+    store = rollouts.for_each(StoreToReplayBuffer(actors=actors))
+    train = (
+        Replay(actors=actors)
+        .for_each(TrainOneStep(workers))
+        .for_each(UpdateReplayPriorities(actors=actors))
+        .for_each(UpdateTargetNetwork(workers, config.target_network_update_freq))
+    )
+    both = Concurrently([store, train], mode="async", output_indexes=[1])
+    return StandardMetricsReporting(both, workers, config)

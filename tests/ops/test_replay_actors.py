@@ -1,0 +1,192 @@
+"""Replay buffers on actors: filled by reference, drawn from ahead, made again when they die."""
+
+import time
+
+import numpy as np
+import pytest
+
+from flowrl.data import MultiAgentReplayBuffer, PrioritizedReplayBuffer, ReplayBuffer, SampleBatch
+from flowrl.iter import LocalIterator, MetricsContext, metrics_scope
+from flowrl.ops import (
+    BatchRef,
+    Concurrently,
+    ParallelRollouts,
+    Replay,
+    ReplayActors,
+    StoreToReplayBuffer,
+    UpdateReplayPriorities,
+)
+from flowrl.sampling import WorkerSet
+
+from ..sampling.fakes import CountEnv, Idle
+
+
+def rows(n, value=0):
+    return SampleBatch(
+        obs=np.full((n, 2), value, np.float32),
+        new_obs=np.full((n, 2), value, np.float32),
+        rewards=np.zeros(n, np.float32),
+    )
+
+
+def make(num_shards=2, **settings):
+    def buffer(shard):
+        return MultiAgentReplayBuffer(
+            lambda policy_id: PrioritizedReplayBuffer(200, seed=shard), replay_batch_size=4
+        )
+
+    return ReplayActors(buffer, num_shards, 4, seed=0, **settings)
+
+
+@pytest.fixture
+def actors(ray_session):
+    made = make(learning_starts=12, training_intensity=2)
+    with metrics_scope(MetricsContext()):
+        yield made
+        made.stop()
+
+
+def settled(actors):
+    """Once every shard has stored what it was sent."""
+    for _ in range(500):
+        actors._collect()
+        if not any(actors._adds):
+            return actors.rows
+        time.sleep(0.01)
+    raise TimeoutError
+
+
+def test_a_plan_over_shards(actors):
+    source = LocalIterator(lambda: (rows(5, i) for i in iter(int, 1)), "source")
+    store = source.for_each(StoreToReplayBuffer(actors=actors))
+    plan = Concurrently([store, Replay(actors=actors)], mode="async", output_indexes=[1])
+    drawn = plan.take(40)
+    assert [batch.count for batch in drawn] == [4] * 40
+    assert {batch.sources[0].worker for batch in drawn} == {0, 1}
+    ratio = actors.ratio
+    assert ratio.drawn <= 2 * (ratio.stored - 12) <= ratio.drawn + 4 * 4 + 2 * 5 * 9
+    assert min(settled(actors)) > 0
+    stats = actors.stats()
+    added = sum(shard["default_policy"]["num_rows_added"] for shard in stats)
+    assert added == ratio.stored == plan.metrics.counters["num_agent_steps_stored"]
+    plan.stop()
+    assert actors._handles == []
+
+
+def test_fragments_come_by_reference(ray_session):
+    def buffer(shard):
+        return MultiAgentReplayBuffer(lambda pid: ReplayBuffer(500, seed=0), replay_batch_size=8)
+
+    config = {"rollout_fragment_length": 10, "num_envs_per_worker": 2}
+    workers = WorkerSet(lambda context: CountEnv(), Idle, config, num_workers=2)
+    rollouts = ParallelRollouts(workers, mode="async", by_reference=True)
+    batch = next(rollouts)
+    assert isinstance(batch, BatchRef)
+    assert (batch.env_steps(), batch.agent_steps(), batch.count) == (20, 20, 20)
+    assert batch.get()["obs"].shape == (20, 2)
+    assert len(batch.sources) == 1
+    rollouts.stop()
+    actors = ReplayActors(buffer, 2, 8)
+    rollouts = ParallelRollouts(workers, mode="async", by_reference=True)
+    store = rollouts.for_each(StoreToReplayBuffer(actors=actors))
+    plan = Concurrently([store, Replay(actors=actors)], mode="async", output_indexes=[1])
+    drawn = plan.take(5)
+    assert drawn[0]["new_obs"].shape == (8, 2)
+    local = buffer(0)
+    StoreToReplayBuffer(local_buffer=local).buffer.add(batch.get())
+    assert len(local) == 20
+    plan.stop()
+    workers.stop()
+    in_process = WorkerSet(lambda context: CountEnv(), Idle, config)
+    assert isinstance(
+        next(ParallelRollouts(in_process, mode="async", by_reference=True)), SampleBatch
+    )
+    with pytest.raises(ValueError, match='by_reference is for mode="async"'):
+        ParallelRollouts(in_process, by_reference=True)
+
+
+def test_priorities_go_back_to_the_shard_of_the_batch(actors):
+    for i in range(8):
+        actors.add(rows(5, i))
+    settled(actors)
+    update = UpdateReplayPriorities(actors=actors)
+    index, ref = actors.ask()
+    batch = actors.taken(index, ref)
+    told = {"batch_indexes": batch["batch_indexes"], "td_error": np.full(4, -9.0)}
+    update((batch, {"default_policy": {"rows": told}}))
+    states = actors.state_dict()["shards"]
+    weights = [shard["buffers"]["default_policy"]["weights"] for shard in states]
+    assert weights[index].max() > 2
+    assert weights[1 - index].max() == 1.0
+
+
+def test_a_shard_that_dies_is_made_again(actors):
+    import ray
+
+    for i in range(10):
+        actors.add(rows(5, i))
+    before = list(settled(actors))
+    ray.kill(actors.handles()[0])
+    with metrics_scope(MetricsContext()) as metrics:
+        for i in range(20):
+            actors.add(rows(5, i))
+        settled(actors)
+        assert metrics.counters["num_replay_shard_restarts"] == 1
+        assert metrics.counters["num_replay_rows_lost"] == before[0]
+    assert sum(actors.rows) == 150 - before[0]
+    ray.kill(actors.handles()[1])
+    with metrics_scope(MetricsContext()) as metrics:
+        taken = [actors.taken(*actors.ask()) for _ in range(2)]
+        assert [batch is None for batch in taken] == [False, True]
+        assert metrics.counters["num_replay_shard_restarts"] == 1
+    assert actors.ratio.drawn == 4
+
+
+def test_nothing_is_stored_twice(actors):
+    import ray
+
+    handle = actors.handles()[0]
+    assert ray.get([handle.add.remote(rows(5), n) for n in (1, 2, 1)]) == [5, 10, 10]
+
+
+def test_a_restored_set_of_shards_goes_on(actors):
+    for i in range(8):
+        actors.add(rows(5, i))
+    state = actors.state_dict()
+    other = make(learning_starts=12, training_intensity=2)
+    other.load_state_dict(state)
+    for one in (actors, other):
+        one.add(rows(5, 9))
+        settled(one)
+    first, second = (one.taken(*one.ask()) for one in (actors, other))
+    np.testing.assert_array_equal(first["batch_indexes"], second["batch_indexes"])
+    assert actors.rng.integers(1000) == other.rng.integers(1000)
+    with pytest.raises(ValueError, match="a state of 2 replay shards for 3"):
+        make(3).load_state_dict(state)
+    other.stop()
+
+
+def test_a_shards_error_names_the_operator(actors):
+    waiting = make(1, learning_starts=1000)
+    items = [rows(20), *([rows(20).without_columns("rewards")] * 50)]
+    store = LocalIterator(items).for_each(StoreToReplayBuffer(actors=waiting))
+
+    def store_all():
+        for _ in store:
+            settled(waiting)
+
+    with pytest.raises(ValueError, match="without 'rewards'"):
+        store_all()
+    waiting.stop()
+
+
+def test_what_cannot_be():
+    with pytest.raises(ValueError, match="num_shards is a whole number from 1"):
+        make(0)
+    for operator in (StoreToReplayBuffer, Replay, UpdateReplayPriorities):
+        with pytest.raises(ValueError, match="one of local_buffer and actors"):
+            operator()
+        with pytest.raises(TypeError, match="actors is a ReplayActors, got a dict"):
+            operator(actors={})
+    with pytest.raises(ValueError, match="num_async is at least 1"):
+        Replay(actors=make(), num_async=0)
