@@ -58,6 +58,31 @@ def test_ppo_pendulum(seed):
 
 
 @pytest.mark.parametrize("seed", range(3))
+def test_dqn_cartpole(seed):
+    assert steps_to("dqn", 400, 60_000, seed=seed)[0] <= 60_000
+
+
+def test_dqn_over_replay_actors(ray_session):
+    assert steps_to("dqn_distributed", 400, 100_000, seed=0)[0] <= 100_000
+
+
+def test_a2c_with_replay():
+    assert steps_to("a2c_replay", 400, 200_000, seed=2)[0] <= 200_000
+
+
+def test_ppo_and_dqn_in_one_plan():
+    """Both, in one run; each alone takes some 20,000 and 50,000 env steps."""
+    with load_plan("ppo_dqn").config.updated(seed=0).build(plan="ppo_dqn") as algorithm:
+        best = {"ppo": 0.0, "dqn": 0.0}
+        while min(best.values()) < 450:
+            result = algorithm.train()
+            assert result["timesteps_total"] < 60_000, best
+            if result["episodes_in_window"] == 20:
+                means = result["policy_reward_mean"]
+                best = {policy_id: max(best[policy_id], means[policy_id]) for policy_id in best}
+
+
+@pytest.mark.parametrize("seed", range(3))
 def test_a2c_cartpole(seed):
     steps, _ = steps_to("a2c", 450, 500_000, seed=seed)
     assert steps <= 500_000

@@ -10,10 +10,13 @@ import pytest
 
 from flowrl.algorithms.config import OffPolicyConfig
 from flowrl.algorithms.plans import load_plan, shipped_plans
+from flowrl.iter.branches import TeeChild
+from flowrl.iter.stage import walk
+from flowrl.ops import ConcatBatches, SelectExperiences
 
 PLANS = list(shipped_plans())
 TINY = {"num_envs_per_worker": 2, "seed": 0, "min_sample_timesteps_per_iteration": 128}
-REPLAYED = {"learning_starts": 32, "replay_buffer_capacity": 500}
+REPLAYED = {"learning_starts": 32, "replay_buffer_capacity": 500, "num_replay_shards": 1}
 CODE_LINES = {"a2c": 8, "dqn": 25, "ppo_dqn": 30}  # of execution_plan, at most
 
 
@@ -36,10 +39,41 @@ def small(config):
     return config.updated(train_batch_size=64, sgd_minibatch_size=minibatch)
 
 
+def held(plan, policy_id):
+    """Rows of a policy that wait in a plan: to be joined, or for a branch to take them."""
+    stages = list(walk(plan.stage))
+    rows = 0
+    for stage in stages:
+        fn = getattr(stage, "fn", None)
+        if isinstance(fn, ConcatBatches):
+            rows += sum(batch.steps_by_policy().get(policy_id, 0) for batch in fn._pending)
+        if isinstance(fn, SelectExperiences) and isinstance(stage.parents[0], TeeChild):
+            child = stage.parents[0]
+            waiting = child._tee.buffers[child._index] if policy_id in fn.policy_ids else ()
+            rows += sum(batch.steps_by_policy().get(policy_id, 0) for batch, _ in waiting)
+    return rows
+
+
+def check_ledger(algorithm):
+    """What was sampled was trained on, is stored (or was overwritten there), or waits."""
+    counters = algorithm.plan.metrics.counters
+    for policy_id in algorithm.workers.local_worker().policy_map:
+        own = {
+            kind: counters[f"num_agent_steps_{kind}/{policy_id}"]
+            for kind in ("sampled", "trained", "replayed", "stored")
+        }
+        fresh = own["trained"] - own["replayed"]
+        assert own["sampled"] == fresh + own["stored"] + held(algorithm.plan, policy_id)
+        assert own["sampled"] > 0
+
+
 @pytest.mark.parametrize("name", PLANS)
 def test_plan_runs(name, num_workers):
     with tiny(name, num_workers).build(plan=name) as algorithm:
-        results = [algorithm.train() for _ in range(2)]
+        results = []
+        for _ in range(3):
+            results.append(algorithm.train())
+            check_ledger(algorithm)
         policies = set(algorithm.workers.local_worker().policy_map)
     assert results[1]["timesteps_total"] >= 256
     assert set(results[1]["learners"]) == policies

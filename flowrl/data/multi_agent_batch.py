@@ -45,6 +45,10 @@ class MultiAgentBatch:
         """Rows of all the policies together."""
         return sum(batch.agent_steps() for batch in self.policy_batches.values())
 
+    def steps_by_policy(self) -> dict[str, int]:
+        """Policy id -> rows."""
+        return {policy_id: rows.count for policy_id, rows in self.policy_batches.items()}
+
     def size_bytes(self) -> int:
         """Bytes of all the columns."""
         return sum(batch.size_bytes() for batch in self.policy_batches.values())

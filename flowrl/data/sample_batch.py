@@ -154,6 +154,10 @@ class SampleBatch(dict[str, Any]):
         """Steps of agents in this batch: its rows."""
         return self.count
 
+    def steps_by_policy(self) -> dict[str, int]:
+        """Policy id -> rows; see `policy_batches`."""
+        return {DEFAULT_POLICY_ID: self.count}
+
     def size_bytes(self) -> int:
         """Bytes of the columns' arrays."""
         return sum(leaf.nbytes for _, column in self.stored() for leaf in _leaves(column))

@@ -25,7 +25,8 @@ class StoreToReplayBuffer:
     """for_each, batch -> batch: stores it in a replay buffer.
 
     While it is time to draw, nothing is fetched: so the ratio of trained to sampled steps holds,
-    whichever side is slow. Counts `num_agent_steps_stored`. A saved plan has the rows.
+    whichever side is slow. Counts `num_agent_steps_stored`, together and for each policy. A saved
+    plan has the rows.
 
     Args:
         local_buffer: a MultiAgentReplayBuffer; or
@@ -55,7 +56,10 @@ class StoreToReplayBuffer:
         if isinstance(batch, BatchRef) and not isinstance(self.buffer, ReplayActors):
             batch = batch.get()
         self.buffer.add(batch)
-        _get_shared_metrics().counters["num_agent_steps_stored"] += batch.agent_steps()
+        counters = _get_shared_metrics().counters
+        for policy_id, rows in batch.steps_by_policy().items():
+            counters["num_agent_steps_stored"] += rows
+            counters[f"num_agent_steps_stored/{policy_id}"] += rows
         return batch
 
     def numbers(self) -> dict[str, Any]:

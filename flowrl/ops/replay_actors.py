@@ -28,26 +28,27 @@ class BatchRef:
 
     Attributes:
         ref: of the batch.
+        count: env steps.
         sources: of its rows.
     """
 
-    def __init__(self, ref: Any, env_steps: int, agent_steps: int):
+    def __init__(self, ref: Any, env_steps: int, steps_by_policy: dict[str, int]):
         self.ref = ref
         self.sources: tuple[Any, ...] = ()
-        self._steps = env_steps, agent_steps
+        self.count = env_steps
+        self._by_policy = steps_by_policy
 
     def env_steps(self) -> int:
         """See SampleBatch.env_steps."""
-        return self._steps[0]
+        return self.count
 
     def agent_steps(self) -> int:
         """See SampleBatch.agent_steps."""
-        return self._steps[1]
+        return sum(self._by_policy.values())
 
-    @property
-    def count(self) -> int:
-        """Env steps."""
-        return self._steps[0]
+    def steps_by_policy(self) -> dict[str, int]:
+        """See SampleBatch.steps_by_policy."""
+        return dict(self._by_policy)
 
     def get(self) -> Batch:
         """The batch, fetched."""
@@ -57,14 +58,14 @@ class BatchRef:
         return batch
 
     def __repr__(self) -> str:
-        return f"BatchRef(env_steps={self._steps[0]}, agent_steps={self._steps[1]})"
+        return f"BatchRef(env_steps={self.count}, agent_steps={self.agent_steps()})"
 
 
 def leave_in_store(batch: Batch) -> BatchRef:
     """Leave a batch in the object store of the process where it is."""
     import ray
 
-    return BatchRef(ray.put(batch), batch.env_steps(), batch.agent_steps())
+    return BatchRef(ray.put(batch), batch.env_steps(), batch.steps_by_policy())
 
 
 class ReplayShard:

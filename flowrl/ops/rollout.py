@@ -90,7 +90,9 @@ class CountRollouts:
         batch.sources = sources
         metrics = _get_shared_metrics()
         metrics.counters["num_env_steps_sampled"] += batch.env_steps()
-        metrics.counters["num_agent_steps_sampled"] += batch.agent_steps()
+        for policy_id, rows in batch.steps_by_policy().items():
+            metrics.counters["num_agent_steps_sampled"] += rows
+            metrics.counters[f"num_agent_steps_sampled/{policy_id}"] += rows
         self._workers.global_vars["timestep"] = metrics.counters["num_env_steps_sampled"]
         episodes = metrics.info.setdefault("new_episodes", deque(maxlen=EPISODES_KEPT))
         worker = self._workers.local_worker()

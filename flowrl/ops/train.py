@@ -194,6 +194,8 @@ def train_one_step(
             worker.on_learn_on_batch(policy, rows, told)
             stats = {**policy.learn_on_minibatches(rows, passes, size), **told}
             info[policy_id] = {"learner_stats": stats, "num_agent_steps_trained": rows.count}
+            if "batch_indexes" in rows:
+                metrics.counters[f"num_agent_steps_replayed/{policy_id}"] += rows.count
             if policy.row_stats:
                 info[policy_id]["rows"] = policy.row_stats
     timer.push_units_processed(batch.count)
