@@ -24,3 +24,19 @@ def num_workers(request):
     if request.param:
         request.getfixturevalue("ray_session")
     return request.param
+
+
+def pytest_collection_modifyitems(items):
+    """What starts actors for seconds and is shown by others, too, is for the slow suite."""
+    for item in items:
+        if item.name in SLOW_ON_ACTORS:
+            item.add_marker(pytest.mark.slow)
+
+
+SLOW_ON_ACTORS = {
+    *(f"test_plan_runs[two_actors-{plan}]" for plan in ("a2c", "a2c_replay", "dqn", "ppo")),
+    "test_plan_runs[in_process-dqn_distributed]",
+    "test_a_seeded_run_repeats[two_actors-True]",
+    "test_a_frozen_opponent[two_actors]",
+    "test_in_a_plan_over_workers[two_actors]",
+}

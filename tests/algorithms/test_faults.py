@@ -113,6 +113,7 @@ class Asynchronous(PPO):
         return StandardMetricsReporting(train, workers, config)
 
 
+@pytest.mark.slow
 def test_lag_is_measured_bounded_and_nil_in_bulk_sync(ray_session):
     with small(num_workers=2).build() as algorithm:
         for _ in range(2):

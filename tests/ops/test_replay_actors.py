@@ -16,6 +16,7 @@ from flowrl.ops import (
     StoreToReplayBuffer,
     UpdateReplayPriorities,
 )
+from flowrl.ops.replay_actors import ReplayShard
 from flowrl.sampling import WorkerSet
 
 from ..sampling.fakes import CountEnv, Idle
@@ -142,13 +143,12 @@ def test_a_shard_that_dies_is_made_again(actors):
     assert actors.ratio.drawn == 4
 
 
-def test_nothing_is_stored_twice(actors):
-    import ray
-
-    handle = actors.handles()[0]
-    assert ray.get([handle.add.remote(rows(5), n) for n in (1, 2, 1)]) == [5, 10, 10]
+def test_nothing_is_stored_twice():
+    shard = ReplayShard(make()._make, 0)
+    assert [shard.add(rows(5), number) for number in (1, 2, 1)] == [5, 10, 10]
 
 
+@pytest.mark.slow
 def test_a_restored_set_of_shards_goes_on(actors):
     for i in range(8):
         actors.add(rows(5, i))
@@ -166,6 +166,7 @@ def test_a_restored_set_of_shards_goes_on(actors):
     other.stop()
 
 
+@pytest.mark.slow
 def test_a_shards_error_names_the_operator(actors):
     waiting = make(1, learning_starts=1000)
     items = [rows(20), *([rows(20).without_columns("rewards")] * 50)]
