@@ -266,11 +266,12 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         if not (low >= 0 and high < np.inf):  # NaN is neither
             raise ValueError(f"priorities are finite and at least 0, got {priorities}")
         stored = self._ring.stored
-        if indexes.max() >= stored or indexes.min() < 0:
+        oldest = int(indexes.min())
+        if indexes.max() >= stored or oldest < 0:
             raise ValueError(f"rows {indexes} of {stored} that were ever stored")
         weights = priorities + self.eps
         weights **= self.alpha
-        if indexes.min() < stored - self.capacity:
+        if oldest < stored - self.capacity:
             there = indexes >= stored - self.capacity
             indexes, weights = indexes[there], weights[there]
         self._tree.set(indexes % self.capacity, weights)

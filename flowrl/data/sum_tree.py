@@ -38,7 +38,11 @@ class SumTree:
         for below, level in zip(self._levels[:-1], self._levels[1:], strict=True):
             places = places >> 1
             left = places << 1
-            level[places] = below.take(left) + below.take(left + 1)
+            # "clip": all places are there, so numpy need not look
+            sums = below.take(left, mode="clip")
+            left += 1
+            sums += below.take(left, mode="clip")
+            level[places] = sums
 
     def fill(self, start: int, stop: int, weight: float) -> None:
         """Give the leaves start … stop-1 one weight."""
@@ -66,7 +70,7 @@ class SumTree:
         values *= total / count
         leaves = self._descend(tops, values)
         # rounding may end at a leaf without weight: drawn again, which is right for any of them
-        while (odd := self._levels[0].take(leaves) <= 0).any():
+        while (odd := self._levels[0].take(leaves, mode="clip") <= 0).any():
             leaves[odd] = self._descend(tops, rng.random(int(odd.sum())) * total)
         return leaves
 
@@ -74,10 +78,11 @@ class SumTree:
         """The leaf in which each of these positions [n] of the running sum lies."""
         places = np.minimum(tops.searchsorted(values, side="right"), len(tops) - 1)
         values = values - (tops.take(places) - self._levels[-1].take(places))
+        left, right = np.empty_like(values), np.empty(len(values), bool)
         for level in reversed(self._levels[:-1]):
             places <<= 1
-            left = level.take(places)
-            right = values >= left
+            level.take(places, out=left, mode="clip")
+            np.greater_equal(values, left, out=right)
             left *= right
             values -= left
             places += right
