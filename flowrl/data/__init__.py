@@ -9,6 +9,7 @@ from flowrl.data.multi_agent_batch import (
 )
 from flowrl.data.multi_agent_replay import MultiAgentReplayBuffer
 from flowrl.data.replay_buffer import PrioritizedReplayBuffer, ReplayBuffer
+from flowrl.data.reservoir import ReservoirReplayBuffer
 from flowrl.data.sample_batch import DEFAULT_POLICY_ID, SampleBatch
 from flowrl.data.sequences import (
     add_time_dimension,
@@ -27,6 +28,7 @@ __all__ = [
     "PolicyID",
     "PrioritizedReplayBuffer",
     "ReplayBuffer",
+    "ReservoirReplayBuffer",
     "SampleBatch",
     "TensorType",
     "add_time_dimension",

@@ -127,6 +127,20 @@ class Ring:
         if piece:
             self._write(piece, [part.count for part in piece])
 
+    def replace(self, batch: SampleBatch, slots: np.ndarray) -> None:
+        """Put rows into these slots [rows]; each has what it led to beside it, none is linked."""
+        if not self.columns:
+            self._allocate(batch)
+        for name, leaves in self.columns.items():
+            given: Any = optree.tree_leaves(batch[name])
+            for leaf, column in zip(leaves, given, strict=True):
+                leaf[slots] = column
+        following: Any = optree.tree_leaves(batch[NEXT])
+        for leaf, column in zip(self.columns[OBS], following, strict=True):
+            leaf[self.capacity + slots] = column
+        self._following[slots] = self.capacity + slots
+        self.stored = max(self.stored, int(slots.max()) + 1)
+
     def _write(self, batches: list[SampleBatch], counts: list[int]) -> None:
         """Store rows that fit between the next slot and the last one."""
         if not self.columns:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flowrl.iter import LocalIterator, _get_shared_metrics
+from flowrl.data import DEFAULT_POLICY_ID
+from flowrl.iter import LocalIterator, Stage, _get_shared_metrics
+from flowrl.iter.stage import walk
 
 if TYPE_CHECKING:
     from flowrl.sampling.worker_set import WorkerSet
@@ -27,7 +29,12 @@ class StandardMetricsReporting(LocalIterator[Result]):
     Args:
         train_op: the stream to report on.
         workers: the WorkerSet.
-        config: read for the two settings above and `metrics_num_episodes_for_smoothing`.
+        config: read for the two settings above, `metrics_num_episodes_for_smoothing`, and the
+            policies that there are.
+
+    Raises:
+        ValueError: an operator of the plan names a policy that there is not; one of
+            `policies_to_train` is trained by no branch, though each says whom it trains.
     """
 
     def __init__(self, train_op: LocalIterator[Any], workers: WorkerSet, config: Any):
@@ -35,10 +42,41 @@ class StandardMetricsReporting(LocalIterator[Result]):
             config.get("min_sample_timesteps_per_iteration", 0),
             config.get("min_time_s_per_iteration"),
         )
+        check_branches(train_op.stage, config)
         collect = CollectMetrics(workers, config.get("metrics_num_episodes_for_smoothing", 100))
         reports = train_op.filter(due).for_each(collect)
         super().__init__(reports.stage, "StandardMetricsReporting")
         self.stage.title = self.name
+
+
+def check_branches(stage: Stage, config: Any) -> None:
+    """Refuse branches without their policy, and policies without their branch."""
+    known = config.get("policies") or (DEFAULT_POLICY_ID,)
+    trained: set[str] = set()
+    all_say = True
+    for node in walk(stage):
+        operator = getattr(node, "fn", None)
+        kinds = {"TrainOneStep", "ApplyGradients"} & {type(operator).__name__}
+        for field in ("policies", "policy_ids"):
+            named = getattr(operator, field, None)
+            if not isinstance(named, Collection) or isinstance(named, str):
+                continue
+            unknown = sorted(set(named) - set(known))
+            if unknown:
+                raise ValueError(
+                    f"{operator!r}, chained at {node.line}: there is no policy {unknown[0]!r}, "
+                    f"only {sorted(known)}"
+                )
+            trained |= set(named) if kinds else set()
+        if kinds and getattr(operator, "policies", None) is None:
+            all_say = False
+    wanted = config.get("policies_to_train")
+    left = [] if wanted is None or callable(wanted) else sorted(set(wanted) - trained)
+    if all_say and trained and left:
+        raise ValueError(
+            f"policies_to_train names {left[0]!r}, but the plan's branches train {sorted(trained)}"
+            " alone: add a branch, or leave it out"
+        )
 
 
 class ReportDue:

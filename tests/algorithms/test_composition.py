@@ -200,6 +200,38 @@ def test_branches_are_watched_and_pulled_by_hand(capsys):
     algorithm.stop()
 
 
+def test_branches_and_policies_belong_together():
+    """Known before anything is sampled."""
+
+    def plan(workers, config):
+        return StandardMetricsReporting(
+            ParallelRollouts(workers).for_each(TrainOneStep(workers, policies=["ppo"])),
+            workers,
+            config,
+        )
+
+    def misspelt(workers, config):
+        rollouts = ParallelRollouts(workers).for_each(SelectExperiences(["dqm"]))
+        return StandardMetricsReporting(rollouts, workers, config)
+
+    for own, settings, match in [
+        (
+            plan,
+            {"policies_to_train": ["ppo", "dqn"]},
+            "policies_to_train names 'dqn', but the plan",
+        ),
+        (misspelt, {}, r"SelectExperiences.*dqm.*chained at .*test_composition.*no policy 'dqm'"),
+    ]:
+        kind = type("Own", (Algorithm,), {"execution_plan": staticmethod(own)})
+        with kind(two(**settings)) as algorithm:
+            with pytest.raises(ValueError, match=match):
+                algorithm.train()
+            assert algorithm.workers._local is None
+    kind = type("Own", (Algorithm,), {"execution_plan": staticmethod(plan)})
+    with kind(two(policies_to_train=["ppo"])) as algorithm:
+        assert set(algorithm.train()["learners"]) == {"ppo"}
+
+
 def test_what_cannot_be_composed():
     with pytest.raises(ConfigError, match="no policy 'dqm'"):
         two().for_policy("dqm")

@@ -9,6 +9,7 @@ from gymnasium import spaces
 
 from flowrl.algorithms.dqn import DQNConfig, DQNTorchPolicy
 from flowrl.algorithms.plans import load_plan
+from flowrl.algorithms.simple_q import SimpleQ, SimpleQConfig
 from flowrl.data import SampleBatch
 from flowrl.iter import MetricsContext, metrics_scope
 from flowrl.ops import ApplyGradients, AverageGradients, ComputeGradients, UpdateTargetNetwork
@@ -278,3 +279,13 @@ def test_runs_repeat_from_their_seed():
 
     one, same = weights(), weights()
     assert all((one[name] == same[name]).all() for name in one)
+
+
+def test_simple_q_is_dqn_without_what_came_later():
+    config = SimpleQConfig(env="CartPole-v1", seed=0, learning_starts=32)
+    config.reporting(min_sample_timesteps_per_iteration=64)
+    assert (config.double_q, config.dueling, config.prioritized_replay) == (False,) * 3
+    with config.build() as algo:
+        assert isinstance(algo, SimpleQ)
+        assert algo.train()["learners"]["default_policy"]["total_loss"] > 0
+        assert type(algo.get_policy()) is DQNTorchPolicy

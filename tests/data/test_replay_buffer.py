@@ -7,7 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrl.data import PrioritizedReplayBuffer, ReplayBuffer, SampleBatch
+from flowrl.data import (
+    PrioritizedReplayBuffer,
+    ReplayBuffer,
+    ReservoirReplayBuffer,
+    SampleBatch,
+)
 from flowrl.data.sum_tree import SumTree
 from flowrl.data.windows import Windows
 
@@ -283,6 +288,43 @@ def test_beta_follows_its_points():
     assert buffer.beta == pytest.approx(0.7)
     buffer.add(stream.fragment(30))
     assert buffer.beta == 1.0
+
+
+# -- reservoir -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["windows", "plain", "nested"])
+def test_a_reservoir_keeps_every_row_with_the_same_chance(kind):
+    kept = np.zeros(60)
+    for seed in range(120):
+        stream = Stream(2, [7] * 100, nested=kind == "nested")
+        buffer = ReservoirReplayBuffer(12, seed=seed)
+        for _ in range(6):
+            buffer.add(stream.fragment(5, kind))
+        assert (len(buffer), buffer.num_added) == (12, 60)
+        rows = {(e, t): i for i, (e, t, _, _) in enumerate(stream.rows)}
+        drawn = buffer.sample(60)
+        check_rows(drawn, stream.rows, 1, 0.9)
+        there = buffer._ring.columns
+        for e, t in zip(there["eps_id"][0][:12], there["t"][0][:12], strict=True):
+            kept[rows[int(e), int(t)]] += 1
+    assert chi_square(kept, np.full(60, 24.0)) < 115  # 1 in 20,000 by chance (59 degrees)
+
+
+def test_a_restored_reservoir_goes_on_the_same():
+    stream = Stream(1, [7] * 100)
+    buffer, other = ReservoirReplayBuffer(12, seed=0), ReservoirReplayBuffer(12, seed=1)
+    for _ in range(6):
+        buffer.add(stream.fragment(5))
+    other.load_state_dict(buffer.state_dict())
+    for _ in range(3):
+        fragment = stream.fragment(5)
+        for one in (buffer, other):
+            one.add(fragment)
+        first, second = buffer.sample(20), other.sample(20)
+        for name in first:
+            np.testing.assert_array_equal(first[name], second[name])
+    assert buffer.stats() == other.stats()
 
 
 # -- state -----------------------------------------------------------------------------------------
