@@ -16,6 +16,7 @@ config = DQNConfig(
     env="CartPole-v1",
     lr=[(0, 1e-3), (100_000, 5e-5)],
     n_step=10,
+    dueling=False,
     target_network_update_freq=0,
     tau=0.01,
     prioritized_replay=False,

@@ -36,6 +36,7 @@ config = AlgorithmConfig(
             config=DQNConfig(
                 lr=[(0, 1e-3), (100_000, 5e-5)],
                 n_step=10,
+                dueling=False,
                 target_network_update_freq=0,
                 tau=0.01,
                 prioritized_replay=False,

@@ -13,7 +13,13 @@ from pydantic import Field
 
 from flowrl.algorithms.algorithm import Algorithm
 from flowrl.algorithms.config import OffPolicyConfig
-from flowrl.policies.config import ConfigError, ExplorationConfig, Fraction, Schedule
+from flowrl.policies.config import (
+    ConfigError,
+    ExplorationConfig,
+    Fraction,
+    Positive,
+    Schedule,
+)
 from flowrl.policies.flat import FlatParameters
 from flowrl.policies.models.base import Inputs, ModelV2
 from flowrl.policies.models.fcnet import FullyConnectedNetwork
@@ -29,6 +35,7 @@ class DQNConfig(OffPolicyConfig):
 
     plan: str | None = "dqn"
     lr: Schedule = 5e-4
+    grad_clip: Positive | None = 10.0
     double_q: bool = True
     """The online network chooses the next action, the target network says its value."""
     dueling: bool = True
