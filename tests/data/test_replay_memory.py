@@ -1,0 +1,72 @@
+"""An image buffer holds each frame once, and does not grow when it is full."""
+
+import gc
+import multiprocessing
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flowrl.data import ReplayBuffer, SampleBatch
+from flowrl.data.windows import Windows
+
+SHAPE, ROWS, EPISODE = (84, 84, 4), 200, 500
+
+
+def megabytes():
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def fragment(number):
+    """Rows of one environment, as its sampler gives them; bytes that no page shares."""
+    base = np.empty((ROWS + 1, *SHAPE), np.uint8)
+    base[:] = np.arange(number * ROWS, (number + 1) * ROWS + 1).reshape(-1, 1, 1, 1) % 251
+    steps = np.arange(number * ROWS, (number + 1) * ROWS)
+    dones = steps % EPISODE == EPISODE - 1
+    cuts = np.union1d(np.flatnonzero(dones), [ROWS - 1])
+    last = base[cuts + 1]
+    base = np.concatenate([base[:ROWS], last])
+    index = np.arange(1, ROWS + 1)
+    index[cuts] = np.arange(ROWS, len(base))
+    batch = SampleBatch(
+        obs=base[:ROWS],
+        rewards=np.zeros(ROWS, np.float32),
+        terminateds=dones,
+        truncateds=np.zeros(ROWS, bool),
+        eps_id=steps // EPISODE,
+        t=steps % EPISODE,
+    )
+    dict.__setitem__(batch, "obs", base[:ROWS])
+    dict.__setitem__(batch, "new_obs", Windows(base, index))
+    return batch
+
+
+def measure(capacity):
+    """MB that a buffer takes when it is full, and that it grows in being written over."""
+    buffer = ReplayBuffer(capacity, seed=0)
+    fragment(0)
+    gc.collect()
+    before = megabytes()
+    for number in range(capacity // ROWS):
+        buffer.add(fragment(number))
+    buffer.sample(32)
+    gc.collect()
+    full = megabytes()
+    for number in range(capacity // ROWS, capacity // ROWS + 100):
+        buffer.add(fragment(number))
+        buffer.sample(32)
+    gc.collect()
+    return full - before, megabytes() - full
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_an_image_buffer_holds_each_frame_once():
+    capacity = 100_000
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        taken, grown = pool.apply(measure, (capacity,))
+    frames = capacity * np.prod(SHAPE) / 2**20
+    assert taken < 1.1 * frames
+    assert grown < 0.02 * frames
