@@ -20,12 +20,11 @@ from flowrl.policies.config import (
     Positive,
     Schedule,
 )
+from flowrl.policies.exploration import FORBIDDEN
 from flowrl.policies.flat import FlatParameters
 from flowrl.policies.models.base import Inputs, ModelV2
 from flowrl.policies.models.fcnet import FullyConnectedNetwork
 from flowrl.policies.torch_policy import TensorBatch, TorchPolicy
-
-FORBIDDEN = -1e8  # values below are of actions that an action mask forbids
 
 
 class DQNConfig(OffPolicyConfig):
@@ -63,8 +62,6 @@ class DQNTorchPolicy(TorchPolicy):
         if not isinstance(action_space, spaces.Discrete):
             raise ConfigError(f"DQN is for Discrete actions, not {action_space}")
         super().__init__(observation_space, action_space, config)
-        for name in ("unroll_id", "env_id"):  # nobody reads them
-            self.view_requirements.pop(name, None)
         others = set(self.model.view_requirements) - {"obs"}
         if others:
             raise ConfigError(f"DQN's network sees observations alone, not {sorted(others)}")

@@ -56,11 +56,7 @@ class Ring:
     @staticmethod
     def names_of(batch: SampleBatch) -> set[str]:
         """The columns of a batch that are stored."""
-        return {
-            name
-            for name, column in batch.stored()
-            if name not in LEFT_OUT and not (isinstance(column, Windows) and column.unread)
-        }
+        return {name for name in batch if name not in LEFT_OUT and not batch._unread(name)}
 
     def check(self, batch: SampleBatch) -> None:
         """Refuse rows that cannot be stored with those that are there; columns that the first ones

@@ -12,6 +12,8 @@ import numpy as np
 from flowrl.data import DEFAULT_POLICY_ID
 from flowrl.iter import LocalIterator, Stage, _get_shared_metrics
 from flowrl.iter.stage import walk
+from flowrl.ops.gradients import ApplyGradients
+from flowrl.ops.train import TrainOneStep
 
 if TYPE_CHECKING:
     from flowrl.sampling.worker_set import WorkerSet
@@ -55,8 +57,8 @@ def check_branches(stage: Stage, config: Any) -> None:
     trained: set[str] = set()
     all_say = True
     for node in walk(stage):
-        operator = getattr(node, "fn", None)
-        kinds = {"TrainOneStep", "ApplyGradients"} & {type(operator).__name__}
+        operator: Any = getattr(node, "fn", None)
+        trains = isinstance(operator, (TrainOneStep, ApplyGradients))
         for field in ("policies", "policy_ids"):
             named = getattr(operator, field, None)
             if not isinstance(named, Collection) or isinstance(named, str):
@@ -67,8 +69,8 @@ def check_branches(stage: Stage, config: Any) -> None:
                     f"{operator!r}, chained at {node.line}: there is no policy {unknown[0]!r}, "
                     f"only {sorted(known)}"
                 )
-            trained |= set(named) if kinds else set()
-        if kinds and getattr(operator, "policies", None) is None:
+            trained |= set(named) if trains else set()
+        if trains and operator.policies is None:
             all_say = False
     wanted = config.get("policies_to_train")
     left = [] if wanted is None or callable(wanted) else sorted(set(wanted) - trained)

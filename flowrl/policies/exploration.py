@@ -14,7 +14,7 @@ from flowrl.policies.schedules import value_at
 if TYPE_CHECKING:
     from flowrl.policies.policy import Policy
 
-_FORBIDDEN = -1e8  # logits below are of actions that an action mask forbids
+FORBIDDEN = -1e8  # logits below are of actions that an action mask forbids
 
 
 class Exploration:
@@ -108,7 +108,7 @@ class Exploration:
         if chosen.any():
             # the largest of random numbers, one for each action that is allowed
             draws = policy.rng.random(values.shape)
-            actions = np.where(chosen, np.where(values < _FORBIDDEN, -1, draws).argmax(1), actions)
+            actions = np.where(chosen, np.where(values < FORBIDDEN, -1, draws).argmax(1), actions)
         return actions
 
     def _share_of_random(self, policy: Policy) -> float | None:
@@ -149,7 +149,7 @@ class Exploration:
                 inputs, lambda part, own: self._uniform(part.space, part, own, rng)
             )
         if not isinstance(space, spaces.Box):
-            level = np.where(inputs < _FORBIDDEN, inputs, np.float32(0))
+            level = np.where(inputs < FORBIDDEN, inputs, np.float32(0))
             return dist_class.act(level, rng, True)
         shape, count = (len(inputs), *space.shape), len(inputs)
         if not (np.isfinite(space.low).all() and np.isfinite(space.high).all()):

@@ -106,7 +106,7 @@ class TorchPolicy(Policy):
         self.stats: dict[str, torch.Tensor | float] = {}
         self.num_skipped_updates = 0
         self.noted: list[dict[str, np.ndarray]] = []  # of rows, in the pass that was last begun
-        self._learned: list[dict[str, np.ndarray]] = []  # of those that were learned from
+        self._learned: list[dict[str, np.ndarray]] | None = None  # by updates of the minibatches
 
     def new_model(self) -> ModelV2:
         """A network as `make_model` makes it, where the policy is."""
@@ -359,9 +359,13 @@ class TorchPolicy(Policy):
         self, batch: SampleBatch, num_sgd_iter: int = 1, sgd_minibatch_size: int = 0
     ) -> dict[str, float]:
         skipped = self.num_skipped_updates
-        self._learned = []
-        stats = super().learn_on_minibatches(self.prepared(batch), num_sgd_iter, sgd_minibatch_size)
-        self.row_stats = _joined(self._learned)
+        learned = self._learned = []
+        try:
+            batch = self.prepared(batch)
+            stats = super().learn_on_minibatches(batch, num_sgd_iter, sgd_minibatch_size)
+        finally:
+            self._learned = None
+        self.row_stats = _joined(learned)
         stats["cur_lr"] = float(self.optimizer.param_groups[0]["lr"])
         if self.config.on_bad_update == "skip":
             stats["num_skipped_updates"] = float(self.num_skipped_updates - skipped)
@@ -379,7 +383,10 @@ class TorchPolicy(Policy):
         self._check_links()
         stats = take_gradient(self, batch)
         self._step(stats["grad_norm"])
-        self._learned = [*self._learned, *self.noted] if self.noted else self._learned
+        if self._learned is None:
+            self.row_stats = _joined(self.noted)
+        else:
+            self._learned += self.noted
         return stats
 
     def _unless_odd(

@@ -7,14 +7,15 @@ import pytest
 import torch
 from gymnasium import spaces
 
+from flowrl.algorithms.a2c import A2CTorchPolicy
 from flowrl.algorithms.dqn import DQNConfig, DQNTorchPolicy
 from flowrl.algorithms.plans import load_plan
 from flowrl.algorithms.simple_q import SimpleQ, SimpleQConfig
-from flowrl.data import SampleBatch
+from flowrl.data import ReplayBuffer, SampleBatch
 from flowrl.iter import MetricsContext, metrics_scope
 from flowrl.ops import ApplyGradients, AverageGradients, ComputeGradients, UpdateTargetNetwork
 from flowrl.policies import ConfigError
-from flowrl.sampling import WorkerSet
+from flowrl.sampling import RolloutWorker, WorkerSet
 
 from ..sampling.fakes import CountEnv, Idle
 
@@ -180,6 +181,8 @@ def test_errors_are_told_however_it_learns():
     policy.compute_gradients(batch)
     assert policy.row_stats["batch_indexes"].tolist() == list(range(12))
     for _ in range(3):
+        policy.learn_on_batch(batch)  # what is told is of this one alone
+        assert policy.row_stats["batch_indexes"].tolist() == list(range(12))
         policy.learn_on_minibatches(batch, 2, 6)
     assert sorted(policy.row_stats["batch_indexes"]) == sorted([*range(12)] * 2)
     with WorkerSet("CartPole-v1", DQNTorchPolicy, DQNConfig(env="CartPole-v1", seed=0)) as workers:
@@ -289,3 +292,52 @@ def test_simple_q_is_dqn_without_what_came_later():
         assert isinstance(algo, SimpleQ)
         assert algo.train()["learners"]["default_policy"]["total_loss"] > 0
         assert type(algo.get_policy()) is DQNTorchPolicy
+
+
+def test_settings_reach_the_buffers():
+    config = DQNConfig(
+        replay_buffer_capacity=101,
+        learning_starts=40,
+        training_intensity=3,
+        train_batch_size=7,
+        n_step=4,
+        gamma=0.9,
+        prioritized_replay_alpha=0.3,
+        prioritized_replay_beta=[(0, 0.2), (10, 0.8)],
+        prioritized_replay_eps=0.5,
+        num_replay_shards=3,
+        seed=0,
+    )
+    buffer = config.new_buffer()
+    told = (buffer.capacity, buffer.n_step, buffer.gamma, buffer.alpha, buffer.beta, buffer.eps)
+    assert told == (101, 4, 0.9, 0.3, 0.2, 0.5)
+    both = config.replay_buffer()
+    assert both.replay_batch_size == 7
+    actors = config.replay_actors()
+    assert (actors.num_shards, actors.batch_rows) == (3, 7)
+    for ratio in (both.ratio, actors.ratio):
+        assert (ratio.learning_starts, ratio.training_intensity) == (40, 3)
+    shards = [actors._make(shard)._make("default_policy") for shard in range(3)]
+    assert [shard.capacity for shard in shards] == [34] * 3
+    assert len({int(shard.rng.integers(10**9)) for shard in shards}) == 3
+    assert type(config.updated(**OFF).new_buffer()) is ReplayBuffer
+
+
+OFF = {
+    "prioritized_replay": False,
+    "prioritized_replay_alpha": 0.6,
+    "prioritized_replay_beta": 0.4,
+    "prioritized_replay_eps": 1e-6,
+}
+
+
+def test_on_policy_losses_refuse_replayed_rows_unless_asked():
+    config = {"rollout_fragment_length": 8, "seed": 0}
+    worker = RolloutWorker("CartPole-v1", A2CTorchPolicy, config)
+    drawn = worker.sample().with_columns(batch_indexes=np.arange(8))
+    with pytest.raises(ConfigError, match="drawn from a replay buffer: set learn_from_replay"):
+        worker.policy.learn_on_minibatches(drawn)
+    spaces_ = worker.policy.observation_space, worker.policy.action_space
+    asked = A2CTorchPolicy(*spaces_, {"learn_from_replay": True})
+    assert asked.learn_on_minibatches(drawn)["total_loss"] != 0
+    worker.stop()
