@@ -46,6 +46,26 @@ def take_gradient(policy: TorchPolicy, batch: SampleBatch) -> dict[str, float]:
 
 def _take(policy: TorchPolicy, batch: SampleBatch) -> dict[str, float]:
     policy.stats = {}
+    by_hand = policy.gradient_by_hand(policy.tensors(batch))
+    named = _by_autograd(policy, batch) if by_hand is None else {"total_loss": by_hand}
+    named |= policy.stats
+    named |= policy.extra_grad_process()
+    named["grad_norm"] = torch.linalg.vector_norm(policy.flat.gradient)
+    try:
+        stats = _numbers(named, policy.device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        odd = [name for name, value in named.items() if not _is_number(value)]
+        raise ConfigError(
+            f"{type(policy).__name__}: statistics are numbers, or tensors of one number without "
+            f"axes, but not {', '.join(odd)}: {[named[name] for name in odd]}"
+        ) from error
+    if not (math.isfinite(stats["grad_norm"]) and math.isfinite(stats["total_loss"])):
+        _refuse(policy, stats, batch)
+    return stats
+
+
+def _by_autograd(policy: TorchPolicy, batch: SampleBatch) -> dict[str, torch.Tensor | float]:
+    """Put the gradient of `policy.loss` into `policy.flat.gradient`; the losses."""
     if policy.config.precision == "bfloat16":
         with torch.autocast(policy.device.type, torch.bfloat16):
             losses = policy.loss(policy.tensors(batch))
@@ -64,20 +84,7 @@ def _take(policy: TorchPolicy, batch: SampleBatch) -> dict[str, float]:
         policy.flat.take_gradient(given[0])
     else:
         policy.flat.take_gradients(given, policy.groups)
-    named |= policy.stats
-    named |= policy.extra_grad_process()
-    named["grad_norm"] = torch.linalg.vector_norm(policy.flat.gradient)
-    try:
-        stats = _numbers(named, policy.device)
-    except (RuntimeError, TypeError, ValueError) as error:
-        odd = [name for name, value in named.items() if not _is_number(value)]
-        raise ConfigError(
-            f"{type(policy).__name__}: statistics are numbers, or tensors of one number without "
-            f"axes, but not {', '.join(odd)}: {[named[name] for name in odd]}"
-        ) from error
-    if not (math.isfinite(stats["grad_norm"]) and math.isfinite(stats["total_loss"])):
-        _refuse(policy, stats, batch)
-    return stats
+    return named
 
 
 def _check_losses(policy: TorchPolicy, losses: Any) -> None:

@@ -194,6 +194,11 @@ class TorchPolicy(Policy):
         are optimizers, each for the parameters of its own."""
         raise NotImplementedError(f"{type(self).__name__} has no loss(batch): write one to learn")
 
+    def gradient_by_hand(self, batch: TensorBatch) -> float | None:
+        """The loss, with its gradient put into `self.flat.gradient`, for those whose derivative is
+        written out; None where autograd is to find it from `loss`."""
+        return None
+
     def extra_action_out(
         self, input_dict: dict[str, Any], states: list[np.ndarray], outputs: np.ndarray
     ) -> dict[str, np.ndarray]:

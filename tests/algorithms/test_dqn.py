@@ -101,6 +101,53 @@ def test_the_loss_is_that_of_the_papers(dueling, double_q, space):
     assert policy.row_stats["batch_indexes"].tolist() == list(range(12))
 
 
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("activation", ["tanh", "relu"])
+@pytest.mark.parametrize("dueling", [True, False])
+def test_the_gradient_by_hand_is_autograds(dueling, activation, shared):
+    """The chain rule through the layers, the Huber loss's slope and its weights, and the mean that
+    advantages are measured from; a second batch leaves nothing of the first one behind."""
+    policy = DQNTorchPolicy(
+        BOX,
+        THREE,
+        {
+            "dueling": dueling,
+            "seed": 0,
+            "model": {
+                "fcnet_hiddens": [16, 8],
+                "fcnet_activation": activation,
+                "vf_share_layers": shared,
+            },
+        },
+    )
+    for seed, names in ((0, ()), (1, ("weights", "n_steps"))):
+        batch = rows(seed=seed).without_columns(*names)
+        batch["rewards"] *= 3  # errors on both sides of 1
+        by_hand = policy.gradient_by_hand(policy.tensors(batch))
+        gradient, told = policy.flat.gradient.clone(), dict(policy.stats)
+        loss = policy.loss(policy.tensors(batch))
+        policy.flat.take_gradient(loss)
+        assert by_hand == pytest.approx(loss.item(), rel=1e-6)
+        assert told == pytest.approx(policy.stats, rel=1e-5, abs=1e-6)
+        assert float(gradient.abs().max()) > 0.01
+        torch.testing.assert_close(gradient, policy.flat.gradient, rtol=1e-5, atol=1e-7)
+
+
+def test_only_the_loss_that_was_differentiated_is_by_hand():
+    class Doubled(DQNTorchPolicy):
+        def loss(self, batch):
+            return 2 * super().loss(batch)
+
+    batch = rows()
+    plain, doubled = (kind(BOX, THREE, {"seed": 0}) for kind in (DQNTorchPolicy, Doubled))
+    one, two = (policy.compute_gradients(batch)[0] for policy in (plain, doubled))
+    np.testing.assert_allclose(two, 2 * one, rtol=1e-5, atol=1e-7)
+    image = spaces.Box(0, 255, (8, 8, 3), np.uint8)
+    for space, more in ((MASKED, {}), (image, {}), (BOX, {"precision": "bfloat16"})):
+        policy = DQNTorchPolicy(space, THREE, {"seed": 0, **more})
+        assert policy.gradient_by_hand(policy.tensors(batch)) is None
+
+
 def test_other_networks_have_the_same_values():
     """Images, whose values torch computes: double DQN's target from both networks."""
     image = spaces.Box(0, 255, (8, 8, 3), np.uint8)

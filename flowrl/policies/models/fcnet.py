@@ -183,7 +183,7 @@ class FullyConnectedNetwork(ModelV2):
         a fifth of the time.
         """
         assert self._numpy is not None
-        features = self._flattened_numpy(observations)
+        features = self.features_numpy(observations)
         outputs, hidden = self._outputs_numpy(features)
         if not self._shared:
             hidden = self._run_numpy(features, self._numpy["value"][:-1])
@@ -191,7 +191,7 @@ class FullyConnectedNetwork(ModelV2):
 
     def outputs_numpy(self, observations: np.ndarray) -> np.ndarray:
         """Outputs [B, num_outputs] alone."""
-        return self._outputs_numpy(self._flattened_numpy(observations))[0]
+        return self._outputs_numpy(self.features_numpy(observations))[0]
 
     def _outputs_numpy(self, features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         assert self._numpy is not None
@@ -207,7 +207,7 @@ class FullyConnectedNetwork(ModelV2):
     def values_numpy(self, observations: np.ndarray) -> np.ndarray:
         """Values [B] alone."""
         assert self._numpy is not None
-        features = self._flattened_numpy(observations)
+        features = self.features_numpy(observations)
         return self._head_numpy(self._run_numpy(features, self._numpy["value"][:-1]))
 
     def _head_numpy(self, hidden: np.ndarray) -> np.ndarray:
@@ -229,7 +229,8 @@ class FullyConnectedNetwork(ModelV2):
             hidden = activation(out, out)
         return hidden
 
-    def _flattened_numpy(self, observations: np.ndarray) -> np.ndarray:
+    def features_numpy(self, observations: np.ndarray) -> np.ndarray:
+        """Observations [B, …] as what the first layer takes, [B, size]."""
         return flat_numpy(self.obs_space, observations)
 
 
