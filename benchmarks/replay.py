@@ -1,15 +1,17 @@
 """Replay buffers: storing fragments and drawing batches, beside a bare numpy ring and peers.
 
 Fragments of 200 rows of one environment; a draw is of 256 rows. Small rows are CartPole's (4
-floats), capacity 100,000; images are 84x84x4 bytes, capacity 10,000. Every figure is a median of
-rounds in turn; ratios are to the bare ring (storing, drawing) or to cpprb (prioritized pairs: a
-draw and an update of its priorities).
+floats), capacity 100,000; images are 84x84x4 bytes, capacity 10,000. Each buffer has a process, and
+they work in turn, a tenth of a second each. Figures are medians of the rounds, ratios those of each
+round: to the bare ring (storing, drawing) or to cpprb (prioritized pairs: a draw and an update of
+its priorities).
 
-    python benchmarks/replay.py [--rounds 7] [--no-peers]
+    python benchmarks/replay.py [--rounds 21] [--no-peers]
 
 The bare ring is what one would write without a library: an array per column, `obs` and `new_obs`
-both, written by slices and read by fancy indexing. cpprb, Tianshou and Stable-Baselines3 run in an
-environment of their own (.peers/), as far as they can be installed.
+both, written by slices and read by fancy indexing; it and cpprb hold the same columns. cpprb,
+Tianshou and Stable-Baselines3 run in an environment of their own (.peers/), as far as they can be
+installed.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ import numpy as np
 
 ROWS, DRAW = 200, 256
 SIZES = {"small": ((4,), np.float32, 100_000), "images": ((84, 84, 4), np.uint8, 10_000)}
-SECONDS = 0.25  # of one measurement
+SECONDS = 0.1  # of one measurement
 
 
 def fragments(kind: str, count: int) -> list[dict[str, np.ndarray]]:
@@ -94,18 +96,16 @@ class Flowrl:
 
     @staticmethod
     def fragment(rows: dict[str, np.ndarray]) -> Any:
-        """As the sampler makes it: each observation once, `new_obs` by position."""
+        """As the sampler makes it: each observation once, `new_obs` is the next row's."""
         from flowrl.data import SampleBatch
-        from flowrl.data.windows import Windows
+        from flowrl.data.windows import NextRows
 
         cuts = np.flatnonzero(rows["terminateds"])
         cuts = np.union1d(cuts, [ROWS - 1])
         base = np.concatenate([rows["obs"], rows["new_obs"][cuts]])
-        index = np.arange(1, ROWS + 1)
-        index[cuts] = np.arange(ROWS, len(base))
         batch = SampleBatch({name: c for name, c in rows.items() if name != "new_obs"})
         dict.__setitem__(batch, "obs", base[:ROWS])
-        dict.__setitem__(batch, "new_obs", Windows(base, index))
+        dict.__setitem__(batch, "new_obs", NextRows(base, ROWS, cuts))
         return batch
 
     def add(self, batch: Any) -> None:
@@ -132,6 +132,8 @@ class Cpprb:
             "act": {"dtype": np.int64},
             "rew": {},
             "done": {"dtype": np.bool_},
+            "eps_id": {"dtype": np.int64},
+            "t": {"dtype": np.int64},
         }
         made = PrioritizedReplayBuffer if prioritized else ReplayBuffer
         self.buffer: Any = made(capacity, columns)
@@ -139,8 +141,8 @@ class Cpprb:
 
     @staticmethod
     def fragment(rows: dict[str, np.ndarray]) -> Any:
-        names = {"obs": "obs", "next_obs": "new_obs", "act": "actions", "rew": "rewards"}
-        return {name: rows[own] for name, own in names.items()} | {"done": rows["terminateds"]}
+        own = {"new_obs": "next_obs", "actions": "act", "rewards": "rew", "terminateds": "done"}
+        return {own.get(name, name): column for name, column in rows.items()}
 
     def add(self, rows: Any) -> None:
         self.buffer.add(**rows)
@@ -239,52 +241,81 @@ RUNS: dict[str, Any] = {
 }
 
 
-def per_second(work: Callable[[], Any]) -> float:
-    """Calls per second."""
-    done, started = 0, time.perf_counter()
-    while True:
-        for _ in range(8):
-            work()
-        done += 8
-        elapsed = time.perf_counter() - started
-        if elapsed > SECONDS:
-            return done / elapsed
-
-
-def add_next(buffer: Any, some: Iterator[Any]) -> None:
-    buffer.add(next(some))
-
-
-def measure(name: str) -> dict[str, float]:
-    """One round of a buffer: what it does per second."""
+def prepared(name: str) -> dict[str, tuple[int, Callable[[], Any]]]:
+    """What is timed of a buffer, on full ones: figure -> what one call counts as, the call."""
     made = RUNS[name]
     prepare = getattr(made, "fragment", lambda rows: rows)
-    told = {}
+    work: dict[str, tuple[int, Callable[[], Any]]] = {}
     for kind in SIZES:
         given = [prepare(rows) for rows in fragments(kind, 25)]
         some = itertools.cycle(given)
         buffer = made(kind)
         for _ in range(SIZES[kind][2] // ROWS + len(given)):
             buffer.add(next(some))  # until it is full and has been written over
-        told[f"{kind}: rows stored/s"] = ROWS * per_second(partial(add_next, buffer, some))
-        told[f"{kind}: batches/s"] = per_second(buffer.sample)
+        work[f"{kind}: rows stored/s"] = ROWS, partial(add_next, buffer, some)
+        work[f"{kind}: batches/s"] = 1, buffer.sample
         if kind == "small" and hasattr(made, "pair"):
             buffer = made(kind, prioritized=True)
             for _ in range(SIZES[kind][2] // ROWS):
                 buffer.add(next(some))
-            told["prioritized pairs/s"] = per_second(buffer.pair)
-    return told
+            work["prioritized pairs/s"] = 1, buffer.pair
+    return work
+
+
+def add_next(buffer: Any, some: Iterator[Any]) -> None:
+    buffer.add(next(some))
+
+
+def serve(name: str) -> None:
+    """Time what is asked for, line by line, and tell it."""
+    work = prepared(name)
+    print(json.dumps(list(work)), flush=True)
+    for line in sys.stdin:
+        worth, call = work[line.strip()]
+        done, started = 0, time.perf_counter()
+        while (elapsed := time.perf_counter() - started) < SECONDS:
+            for _ in range(8):
+                call()
+            done += 8
+        print(worth * done / elapsed, flush=True)
+
+
+class Process:
+    """A buffer in a process of its own, which works when it is asked to."""
+
+    def __init__(self, name: str, python: str):
+        command = [python, __file__, "--serve", name]
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+        try:
+            self.figures = set(json.loads(self._line()))
+        except ValueError:
+            told = self._process.communicate()[1].strip().splitlines()
+            raise OSError(told[-1] if told else "it ended") from None
+
+    def _line(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline()
+
+    def timed(self, figure: str) -> float:
+        """How often per second."""
+        assert self._process.stdin is not None
+        print(figure, file=self._process.stdin, flush=True)
+        return float(self._line())
+
+    def stop(self) -> None:
+        self._process.communicate()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--peers-python", help="an interpreter that has the peers already")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.one:
-        print(json.dumps(measure(options.one)))
+    if options.serve:
+        serve(options.serve)
         return
     pythons = dict.fromkeys(("bare ring", "flowrl"), sys.executable)
     if not options.no_peers:
@@ -295,26 +326,32 @@ def main() -> None:
             peer_python("replay", "cpprb==11.0.0", "tianshou==2.0.1", "stable-baselines3==2.9.2")
         )
         pythons |= dict.fromkeys(("cpprb", "Tianshou", "SB3"), python)
-    told: dict[str, list[dict[str, float]]] = {name: [] for name in pythons}
-    for number in range(options.rounds):
-        for name, python in pythons.items():
-            command = [python, __file__, "--one", name]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
-                print(f"# {name} left out: {done.stderr.strip().splitlines()[-1]}", flush=True)
-                continue
-            told[name].append(json.loads(done.stdout.splitlines()[-1]))
-            print(f"# round {number}, {name}: {told[name][-1]}", flush=True)
-    figures = list(told["flowrl"][0])
+    running: dict[str, Process] = {}
+    for name, python in pythons.items():
+        try:
+            running[name] = Process(name, python)
+        except OSError as error:
+            print(f"# {name} left out: {error}", flush=True)
+    figures = [f"{kind}: {what}/s" for kind in SIZES for what in ("rows stored", "batches")]
+    figures.append("prioritized pairs/s")
+    told: dict[tuple[str, str], list[float]] = {}
+    for figure in figures:
+        for _ in range(options.rounds):
+            for name, process in running.items():
+                if figure in process.figures:
+                    told.setdefault((name, figure), []).append(process.timed(figure))
+    for process in running.values():
+        process.stop()
     print("| | " + " | ".join(f"{figure} | ×" for figure in figures) + " |")
     print("|---" + "|---:|---:" * len(figures) + "|")
-    for name, rounds in told.items():
+    for name in running:
         cells = []
         for figure in figures:
-            base = "cpprb" if "pairs" in figure and told.get("cpprb") else "bare ring"
-            own = [one[figure] for one in rounds if figure in one]
-            pairs = zip(rounds, told[base], strict=False)
-            ratios = [a[figure] / b[figure] for a, b in pairs if figure in a and figure in b]
+            base = "bare ring"
+            if "pairs" in figure:
+                base = "cpprb" if "cpprb" in running else "flowrl"
+            own = told.get((name, figure), [])
+            ratios = [a / b for a, b in zip(own, told[base, figure], strict=False)]
             cells.append(f"{np.median(own):,.0f}" if own else "")
             cells.append(f"{np.median(ratios):.2f}" if ratios else "")
         print(f"| {name} | " + " | ".join(cells) + " |")

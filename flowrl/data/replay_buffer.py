@@ -12,7 +12,7 @@ from flowrl.data.sample_batch import SampleBatch
 from flowrl.data.sum_tree import SumTree
 from flowrl.seeding import random_stream, restore_stream, stream_state
 
-PENDING_BATCHES = 64
+PENDING_BATCHES = 128
 PENDING_BYTES = 1 << 22
 
 Beta = float | Sequence[Sequence[float]]
@@ -53,6 +53,7 @@ class ReplayBuffer:
         self.num_sampled = 0
         self._ring = Ring(self.capacity)
         self._pending: list[SampleBatch] = []  # storing many batches at once costs less
+        self._counts: list[int] = []
         self._pending_rows = 0
         self._most_pending = 0  # before the first batch is there: it says how large rows are
         self._discounts = (self.gamma ** np.arange(self.n_step))[:, None].astype(np.float32)
@@ -79,8 +80,9 @@ class ReplayBuffer:
         rows = batch.count
         if not rows:
             return
-        self.check(batch)
+        self._ring.check(batch)
         self._pending.append(batch)
+        self._counts.append(rows)
         self._pending_rows += rows
         if len(self._pending) >= PENDING_BATCHES or self._pending_rows > self._most_pending:
             self._flush()
@@ -88,11 +90,11 @@ class ReplayBuffer:
 
     def _flush(self) -> None:
         if self._pending:
-            self._store(self._pending)
-        self._pending, self._pending_rows = [], 0
+            self._store(self._pending, self._counts)
+        self._pending, self._counts, self._pending_rows = [], [], 0
 
-    def _store(self, batches: list[SampleBatch]) -> None:
-        self._ring.extend(batches)
+    def _store(self, batches: list[SampleBatch], counts: list[int]) -> None:
+        self._ring.extend(batches, counts)
 
     # -- drawing -----------------------------------------------------------------------------------
 
@@ -166,7 +168,7 @@ class ReplayBuffer:
             ValueError: it is of another capacity.
         """
         self._ring.load_state_dict(state["ring"])
-        self._pending, self._pending_rows = [], 0
+        self._pending, self._counts, self._pending_rows = [], [], 0
         restore_stream(self.rng, state["rng"])
         self.num_sampled = int(state["num_sampled"])
 
@@ -221,9 +223,9 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         """The exponent of the weights, now."""
         return float(np.interp(self.num_added, *self._beta))
 
-    def _store(self, batches: list[SampleBatch]) -> None:
+    def _store(self, batches: list[SampleBatch], counts: list[int]) -> None:
         before = self._ring.stored
-        super()._store(batches)
+        super()._store(batches, counts)
         count = self._ring.stored - before
         if count >= self.capacity:
             self._tree.fill(0, self.capacity, self._highest)
@@ -236,11 +238,9 @@ class PrioritizedReplayBuffer(ReplayBuffer):
             self._tree.fill(0, stop, self._highest)
 
     def _draw(self, count: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        slots = self._tree.draw(count, self.rng)
-        weights = self._tree.leaves.take(slots)
+        slots, weights = self._tree.draw(count, self.rng)
         weights /= weights.min()  # N and the total go out, as the largest weight is to be 1
-        weights **= -self.beta
-        return slots, {"weights": weights.astype(np.float32)}
+        return slots, {"weights": weights.astype(np.float32) ** np.float32(-self.beta)}
 
     def update_priorities(self, batch_indexes: np.ndarray, priorities: np.ndarray) -> None:
         """Give rows new priorities, such as the absolute TD errors of drawn ones.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import optree
 
 from flowrl.data.sample_batch import SampleBatch
-from flowrl.data.windows import Windows
+from flowrl.data.windows import NextRows
 
 OBS, NEXT = SampleBatch.OBS, SampleBatch.NEXT_OBS
 ENDS = ("terminateds", "truncateds")
@@ -38,7 +39,7 @@ class Ring:
         self.columns: dict[str, list[np.ndarray]] = {}  # name -> leaves
         self.row_bytes = 0
         self._nests: dict[str, Any] = {}
-        self._kinds: dict[str, tuple[Any, Any]] = {}  # shapes of rows, None of nests; dtypes
+        self._kinds: list[tuple[str, Any, Any]] = []  # name; a row's shape, None of nests; dtype
         # where the observation is that a row led to: another slot, or a spare place beyond them
         self._following = np.empty(capacity, np.int64)
         self._spare = np.arange(2 * capacity - 1, capacity - 1, -1)
@@ -72,11 +73,11 @@ class Ring:
             recurrent = sorted(n for n in names if n == "seq_lens" or n.startswith("state_in_"))
             if recurrent:
                 raise ValueError(
-                    f"a batch of sequences, with {', '.join(recurrent)}: rows are stored one by "
-                    "one here, so a policy that remembers cannot learn from them"
+                    f"a batch of sequences, with {', '.join(recurrent)}: rows are drawn one by one "
+                    'here; a buffer with unit="sequences" is for policies that remember'
                 )
             return
-        for name, (shape, dtype) in self._kinds.items():
+        for name, shape, dtype in self._kinds:
             column = dict.get(batch, name)
             if column is None:
                 raise ValueError(
@@ -85,12 +86,15 @@ class Ring:
                 )
             if shape is None:
                 self._check_nest(name, column)
-            elif column.shape[1:] != shape or (
-                column.dtype != dtype and not np.can_cast(column.dtype, dtype, "same_kind")
-            ):
+                continue
+            if type(column) is NextRows and name == NEXT:
+                continue  # rows like those of obs, to which it belongs
+            given = column.dtype
+            alike = column.shape[1:] == shape if shape else column.ndim == 1
+            if not alike or (given is not dtype and not np.can_cast(given, dtype, "same_kind")):
                 raise ValueError(
-                    f"column {name!r} has rows of {column.dtype} {list(column.shape[1:])}, those "
-                    f"stored before {dtype} {list(shape)}"
+                    f"column {name!r} has rows of {given} {list(column.shape[1:])}, those stored "
+                    f"before {dtype} {list(shape)}"
                 )
 
     def _check_nest(self, name: str, column: Any) -> None:
@@ -104,24 +108,27 @@ class Ring:
         ):
             raise ValueError(f"column {name!r} is nested otherwise than in those stored before")
 
-    def extend(self, batches: Sequence[SampleBatch]) -> None:
-        """Store the rows of batches that `check` lets pass."""
-        counts = [batch.count for batch in batches]
+    def extend(self, batches: Sequence[SampleBatch], counts: Sequence[int]) -> None:
+        """Store the rows of batches that `check` lets pass; `counts` says how many each has."""
         room = self.capacity - self.stored % self.capacity
-        if sum(counts) <= room:
-            self._write(list(batches), counts)
-            return
         piece: list[SampleBatch] = []
-        for batch in map(in_order, batches):
-            while batch.count >= room:  # up to the last slot, and on in the first one
-                piece.append(batch[:room])
-                self._write(piece, [part.count for part in piece])
-                batch, piece, room = batch[room:], [], self.capacity
-            if batch.count:
+        sizes: list[int] = []
+        for batch, count in zip(batches, counts, strict=True):
+            if count <= room:
                 piece.append(batch)
-                room -= batch.count
-        if piece:
-            self._write(piece, [part.count for part in piece])
+                sizes.append(count)
+                room -= count
+                continue
+            self._write(piece, sizes)
+            piece, sizes, batch = [], [], in_order(batch)
+            while count > room:  # up to the last slot, and on in the first one
+                if room:
+                    self._write([batch[:room]], [room])
+                    batch, count = batch[room:], count - room
+                room = self.capacity
+            self._write([batch], [count])  # alone: a part is not linked as whole ones are
+            room -= count
+        self._write(piece, sizes)
 
     def replace(self, batch: SampleBatch, slots: np.ndarray) -> None:
         """Put rows into these slots [rows]; each has what it led to beside it, none is linked."""
@@ -139,13 +146,15 @@ class Ring:
 
     def _write(self, batches: list[SampleBatch], counts: list[int]) -> None:
         """Store rows that fit between the next slot and the last one."""
+        count = sum(counts)
+        if not count:
+            return
         if not self.columns:
             self._allocate(batches[0])
         batches, ends, last = linked(batches, counts)
-        count = sum(counts)
         first, start = self.stored, self.stored % self.capacity
         for name, leaves in self.columns.items():
-            parts: Any = [[dict.__getitem__(batch, name) for batch in batches]]
+            parts: Any = [list(map(dict.__getitem__, batches, itertools.repeat(name)))]
             if self._nests[name] is not None:
                 given = (optree.tree_leaves(batch[name]) for batch in batches)
                 parts = zip(*given, strict=True)
@@ -178,11 +187,11 @@ class Ring:
         """Note what `check` and others want to know of the columns."""
         every = [leaf for leaves in self.columns.values() for leaf in leaves]
         self.row_bytes = sum(leaf.strides[0] for leaf in every)
-        self._kinds = {
-            name: (leaves[0].shape[1:] if self._nests[name] is None else None, leaves[0].dtype)
-            for name, leaves in self.columns.items()
-        }
-        self._kinds[NEXT] = self._kinds[OBS]
+        self._kinds = [
+            (name, leaves[0].shape[1:] if self._nests[own] is None else None, leaves[0].dtype)
+            for own, leaves in self.columns.items()
+            for name in ((OBS, NEXT) if own == OBS else (own,))
+        ]
 
     def _release(self, start: int, stop: int) -> None:
         """Rows at these slots are to be overwritten: the places of what they led to are free."""
@@ -192,37 +201,64 @@ class Ring:
             oldest = self.stored - self.capacity
             self._open = {key: end for key, end in self._open.items() if end[1] >= oldest}
         places = self._following[start:stop]
-        free = places[places >= self.capacity]
-        self._spare[self._num_spare : self._num_spare + len(free)] = free
-        self._num_spare += len(free)
+        self._give_back(places[places >= self.capacity])
+
+    def _give_back(self, places: np.ndarray) -> None:
+        """These spare places [n] are free again."""
+        self._spare[self._num_spare : self._num_spare + len(places)] = places
+        self._num_spare += len(places)
 
     def _go_on(self, first: int, ends: np.ndarray) -> None:
-        """Join the parts of trajectories that end at `ends` of the rows from `first` on with what
-        was there of them before."""
+        """Join the parts of trajectories that end at `ends` of the rows from `first` on with each
+        other, and with what was there of them before."""
         if len(ends) == 1:  # as in short fragments of one environment
-            self._go_on_with(first, first + int(ends[0]))
+            end = first + int(ends[0])
+            self._join_earlier(first)
+            if not any(self.columns[f][0][end % self.capacity] for f in ENDS if f in self.columns):
+                self._leave_open(end)
             return
-        begins = first + np.concatenate([[0], ends[:-1] + 1])
-        ends = first + ends
-        at_begin, at_end = begins % self.capacity, ends % self.capacity
+        begins = np.empty_like(ends)
+        begins[0] = 0
+        begins[1:] = ends[:-1] + 1
+        at_begin, at_end = begins + first % self.capacity, ends + first % self.capacity
+        steps = self.columns["t"][0]
+        since, until = steps.take(at_begin), steps.take(at_end)
+        names = [name for name in ("agent_index", "eps_id") if name in self.columns]
+        whose = [self.columns[name][0].take(at_end) for name in names]
         goes_on = np.ones(len(ends), bool)
         for flag in ENDS:
             if flag in self.columns:
                 goes_on &= ~self.columns[flag][0].take(at_end)
-        steps = self.columns["t"][0]
-        open_ = goes_on | (steps.take(at_begin) > 0)  # the others are whole
-        for begin, end in zip(begins[open_].tolist(), ends[open_].tolist(), strict=True):
-            self._go_on_with(begin, end)
+        order = np.lexsort((since, *whose))
+        one, next_one = order[:-1], order[1:]
+        joined = goes_on[one] & (since[next_one] == until[one] + 1)
+        for key in whose:
+            joined &= key[one] == key[next_one]
+        one, next_one = one[joined], next_one[joined]
+        rows = at_end[one]
+        self._give_back(self._following[rows])
+        self._following[rows] = at_begin[next_one]
+        goes_on[one] = False
+        begun = since > 0
+        begun[next_one] = False
+        for i in (goes_on | begun).nonzero()[0].tolist():
+            if begun[i]:
+                self._join_earlier(first + int(begins[i]))
+            if goes_on[i]:
+                self._leave_open(first + int(ends[i]))
 
-    def _go_on_with(self, begin: int, end: int) -> None:
-        """Join the rows begin … end of one trajectory with what was there of it before."""
-        at_begin, at_end = begin % self.capacity, end % self.capacity
-        steps = self.columns["t"][0]
-        before = self._open.pop(self._key(at_begin), None)
-        if before is not None and before[0] < steps[at_begin]:
-            self._join(before[1], begin, sure=before[0] + 1 == steps[at_begin])
-        if not any(self.columns[flag][0][at_end] for flag in ENDS if flag in self.columns):
-            self._open[self._key(at_end)] = int(steps[at_end]), end
+    def _join_earlier(self, begin: int) -> None:
+        """Join a row that begins a part of a trajectory with the part before it."""
+        at = begin % self.capacity
+        step = self.columns["t"][0][at]
+        before = self._open.pop(self._key(at), None)
+        if before is not None and before[0] < step:
+            self._join(before[1], begin, sure=before[0] + 1 == step)
+
+    def _leave_open(self, end: int) -> None:
+        """Note a row that ends a part of a trajectory of which more may come."""
+        at = end % self.capacity
+        self._open[self._key(at)] = int(self.columns["t"][0][at]), end
 
     def _key(self, slot: int) -> Key:
         agents = self.columns.get("agent_index")
@@ -352,73 +388,43 @@ def linked(
         the batches; the numbers [k] of the rows, of all batches together, whose successor is not
         among them; what those led to, one array [k, …] for each leaf of the observations.
     """
-    quick = _linked_windows(batches, counts)
-    if quick is not None:
-        return batches, *quick
+    following = list(map(dict.__getitem__, batches, itertools.repeat(NEXT)))
+    observed = list(map(dict.__getitem__, batches, itertools.repeat(OBS)))
+    if set(map(type, following)) == {NextRows} and set(map(type, observed)) == {np.ndarray}:
+        bases = [rows.base for rows in following]
+        if all(obs.base is base for obs, base in zip(observed, bases, strict=True)):
+            # as samplers make them
+            cuts = [rows.cuts for rows in following]
+            finals = [base[count:] for base, count in zip(bases, counts, strict=True)]
+            if len(batches) == 1:
+                return batches, cuts[0], finals
+            ends = np.concatenate(cuts)
+            ends += np.repeat(np.cumsum(counts) - counts, [len(own) for own in cuts])
+            return batches, ends, [np.concatenate(finals)]
     made = [_linked(batch) for batch in batches]
-    starts = np.cumsum([0, *counts[:-1]])
-    ends = [start + end for start, (_, end, _) in zip(starts, made, strict=True)]
+    starts = itertools.accumulate(counts, initial=0)
+    every = np.concatenate([end + start for (_, end, _), start in zip(made, starts, strict=False)])
     last = [np.concatenate(parts) for parts in zip(*(own for _, _, own in made), strict=True)]
-    return [batch for batch, _, _ in made], np.concatenate(ends), last
+    return [batch for batch, _, _ in made], every, last
 
 
-def _linked_windows(
-    batches: list[SampleBatch], counts: list[int]
-) -> tuple[np.ndarray, list[np.ndarray]] | None:
-    """`linked` for fragments as samplers make them: `new_obs` says where in the memory of `obs` its
-    rows lie, and the ends' ones come after those of all rows."""
-    indices, finals = [], []
-    for batch, count in zip(batches, counts, strict=True):
-        obs, following = dict.__getitem__(batch, OBS), dict.__getitem__(batch, NEXT)
-        if type(following) is not Windows or following.index.ndim != 1:
-            return None
-        base = following.base
-        if type(obs) is not np.ndarray or obs.base is not base:
-            return None
-        indices.append(following.index)
-        finals.append(base[count:])
-    if len(batches) == 1:
-        return _linked_window(indices[0], finals[0])
-    index = np.concatenate(indices)
-    stops = np.cumsum(counts)
-    starts = stops - counts
-    own = np.repeat(starts, counts)
-    at = np.arange(len(index))
-    is_end = index != at - own + 1
-    is_end[stops - 1] = True
-    ends = np.flatnonzero(is_end)
-    found = np.add.reduceat(is_end.astype(np.int64), np.asarray(starts))
-    if [len(final) for final in finals] != found.tolist():
+def order_of(batch: SampleBatch) -> np.ndarray | None:
+    """The order [rows] that puts the rows of a trajectory one after another, in order of time, as
+    far as it is known; None if they lie so."""
+    if "eps_id" not in batch or "t" not in batch:
         return None
-    number = np.arange(len(ends)) - np.repeat(np.cumsum(found) - found, found)
-    if (index[ends] != np.repeat(counts, found) + number).any():
-        return None
-    return ends, [np.concatenate(finals)]
-
-
-def _linked_window(
-    index: np.ndarray, final: np.ndarray
-) -> tuple[np.ndarray, list[np.ndarray]] | None:
-    """The same for one fragment, as after every few steps of one environment."""
-    count = len(index)
-    is_end = index != np.arange(1, count + 1)
-    is_end[-1] = True
-    ends = np.flatnonzero(is_end)
-    if len(ends) != len(final) or (index[ends] != np.arange(count, count + len(ends))).any():
-        return None
-    return ends, [final]
+    agents = _agents(batch)
+    order: np.ndarray = np.lexsort((batch["t"], agents, batch["eps_id"]))
+    same = _same(batch["eps_id"], agents)
+    in_pieces = same.sum() < _same(batch["eps_id"][order], agents[order]).sum()
+    backwards = (np.diff(batch["t"])[same] <= 0).any()
+    return order if in_pieces or backwards else None
 
 
 def in_order(batch: SampleBatch) -> SampleBatch:
     """The rows with those of a trajectory one after another, in order of time, if it is known."""
-    if "eps_id" not in batch or "t" not in batch:
-        return batch
-    agents = _agents(batch)
-    order = np.lexsort((batch["t"], agents, batch["eps_id"]))
-    same = _same(batch["eps_id"], agents)
-    in_pieces = same.sum() < _same(batch["eps_id"][order], agents[order]).sum()
-    backwards = (np.diff(batch["t"])[same] <= 0).any()
-    return batch.take_rows(order) if in_pieces or backwards else batch
+    order = order_of(batch)
+    return batch if order is None else batch.take_rows(order)
 
 
 def _agents(batch: SampleBatch) -> np.ndarray:

@@ -129,13 +129,34 @@ def pad_batch_to_sequences_of_same_size(
     return batch.with_columns(**{MASK: np.ones(batch.count, bool)}).right_zero_pad(length)
 
 
+def burn_in_spans(
+    batch: SampleBatch, max_seq_len: int, burn_in: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Where the sequences of a batch lie, each with the rows of its burn-in before it.
+
+    Args:
+        batch: rows with `eps_id`, and `unroll_id` and `agent_index` where there are several.
+        max_seq_len: rows per sequence without its burn-in, at most.
+        burn_in: rows before each, fewer where the trajectory's part of the fragment begins.
+
+    Returns:
+        first rows [sequences]; lengths; how many of those rows are burn-in. All int64.
+    """
+    keys = [batch.get(name) for name in ("eps_id", "unroll_id", "agent_index")]
+    lens = sequence_lengths(max_seq_len, *keys).astype(np.int64)
+    begins = np.cumsum(lens) - lens
+    parts = sequence_lengths(max(batch.count, 1), *keys)
+    part_begins = np.repeat(np.cumsum(parts) - parts, parts)[begins]
+    heads = np.minimum(burn_in, begins - part_begins)
+    return begins - heads, lens + heads, heads
+
+
 def with_burn_in(batch: SampleBatch, max_seq_len: int, burn_in: int) -> SampleBatch:
     """The batch in sequences, each after the `burn_in` rows that lie before it.
 
     Args:
-        batch: rows with `eps_id` and `unroll_id`; columns `state_in_…` have a row for each row.
-        max_seq_len: rows per sequence without its burn-in, at most.
-        burn_in: rows before each, fewer where the trajectory's part of the fragment begins.
+        batch: see `burn_in_spans`; columns `state_in_…` have a row for each row.
+        max_seq_len, burn_in: see `burn_in_spans`.
 
     Returns:
         a batch with `seq_lens`, states as they were before each burn-in, and the column
@@ -149,13 +170,7 @@ def with_burn_in(batch: SampleBatch, max_seq_len: int, burn_in: int) -> SampleBa
             "burn-in needs the column eps_id, and states of every row (not of sequences): a batch "
             "as workers of a policy with burn_in sample it"
         )
-    keys = [batch.get(name) for name in ("eps_id", "unroll_id", "agent_index")]
-    lens = sequence_lengths(max_seq_len, *keys)
-    begins = np.cumsum(lens) - lens
-    parts = sequence_lengths(max(batch.count, 1), *keys)
-    part_begins = np.repeat(np.cumsum(parts) - parts, parts)[begins]
-    heads = np.minimum(burn_in, begins - part_begins)
-    starts, total = begins - heads, lens + heads
+    starts, total, heads = burn_in_spans(batch, max_seq_len, burn_in)
     ends = np.cumsum(total)
     within = np.arange(int(total.sum())) - np.repeat(ends - total, total)
     index = np.repeat(starts, total) + within

@@ -29,7 +29,13 @@ class Windows:
 
     def __init__(self, base: np.ndarray | Unread, index: np.ndarray):
         self._bases: list[np.ndarray | Unread] = [base]
-        self.index = index
+        self._index: np.ndarray | None = index
+
+    @property
+    def index(self) -> np.ndarray:
+        """Positions in the base."""
+        assert self._index is not None
+        return self._index
 
     @property
     def base(self) -> np.ndarray:
@@ -110,6 +116,43 @@ class Windows:
         joined = Windows(bases[0], np.concatenate(indices))
         joined._bases = bases
         return joined
+
+
+class NextRows(Windows):
+    """What each row led to: the row after it, but for `cuts`, where trajectories end.
+
+    Args:
+        base: the rows [rows, …], and after them what those at the cuts led to [cuts, …].
+        rows: how many.
+        cuts: numbers [cuts] of rows in rising order; the last row is one.
+    """
+
+    def __init__(self, base: np.ndarray, rows: int, cuts: np.ndarray):
+        self._bases = [base]
+        self.rows, self.cuts = rows, cuts
+        self._index = None
+
+    @property
+    def base(self) -> np.ndarray:
+        return self._bases[0]  # type: ignore[return-value]
+
+    @property
+    def index(self) -> np.ndarray:
+        """Positions [rows] in the base; made when they are asked for."""
+        if self._index is None:
+            self._index = np.arange(1, self.rows + 1)
+            self._index[self.cuts] = np.arange(self.rows, self.rows + len(self.cuts))
+        return self._index
+
+    def __len__(self) -> int:
+        return self.rows
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.rows, *self._bases[0].shape[1:])
+
+    def __reduce__(self) -> Any:
+        return NextRows, (self.base, self.rows, self.cuts)
 
 
 def _rebuilt(bases: list[np.ndarray | Unread], index: np.ndarray) -> Windows:

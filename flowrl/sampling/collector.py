@@ -16,7 +16,7 @@ from gymnasium import spaces
 
 from flowrl.data import DEFAULT_POLICY_ID, SampleBatch
 from flowrl.data.unread import Unread
-from flowrl.data.windows import Windows
+from flowrl.data.windows import NextRows, Windows
 from flowrl.policies.policy import Policy
 from flowrl.sampling.checks import BadValueError, ObservationCheck, check_columns, odd_actions
 from flowrl.sampling.episode import EpisodeMetrics, fast_metrics
@@ -396,9 +396,7 @@ class ColumnarCollector:
         base[:count].reshape(envs, steps, *base.shape[1:])[:] = np.swapaxes(self._obs[:-1], 0, 1)
         base[count:] = self._last_observations(ends, dones)
         base.flags.writeable = False  # two columns share it
-        following = np.arange(1, count + 1)
-        following[cuts] = np.arange(count, count + len(cuts))
-        return {"obs": base[:count], "new_obs": Windows(base, following)}
+        return {"obs": base[:count], "new_obs": NextRows(base, count, cuts)}
 
     def _last_observations(self, ends: Ends, dones: np.ndarray) -> np.ndarray:
         """What each segment led to, [segments, …], in the order of the rows."""

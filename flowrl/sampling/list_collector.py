@@ -20,7 +20,7 @@ import optree
 from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.data.multi_agent_batch import AgentID, EpisodeID, PolicyID
 from flowrl.data.unread import Unread
-from flowrl.data.windows import Windows
+from flowrl.data.windows import NextRows, Windows
 from flowrl.policies.config import ConfigError
 from flowrl.policies.policy import Policy
 from flowrl.sampling.callbacks import call, overrides
@@ -410,9 +410,7 @@ class SimpleListCollector(SampleCollector):
             return {"obs": stacked(observations), "new_obs": stacked(after)}
         base = np.array(observations + finals)
         base.flags.writeable = False  # two columns share it
-        following = np.arange(1, count + 1)
-        following[ends - 1] = np.arange(count, count + len(segments))
-        return {"obs": base[:count], "new_obs": Windows(base, following)}
+        return {"obs": base[:count], "new_obs": NextRows(base, count, ends - 1)}
 
     def _scaled(self, policy: Policy, segments: list[Segment], rows: dict[str, Any]) -> np.ndarray:
         scaler = policy.reward_scaler

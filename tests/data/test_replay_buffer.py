@@ -1,6 +1,7 @@
 """Replay buffers against a plain list of transitions; draws against their distributions."""
 
 import copy
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,9 +13,10 @@ from flowrl.data import (
     ReplayBuffer,
     ReservoirReplayBuffer,
     SampleBatch,
+    sum_tree,
 )
 from flowrl.data.sum_tree import SumTree
-from flowrl.data.windows import Windows
+from flowrl.data.windows import NextRows
 
 
 class Stream:
@@ -71,10 +73,8 @@ class Stream:
         cuts[steps - 1 :: steps] = True
         cuts = np.flatnonzero(cuts)
         base = np.concatenate([batch["obs"], batch["new_obs"][cuts]])
-        index = np.arange(1, batch.count + 1)
-        index[cuts] = np.arange(batch.count, len(base))
         made = SampleBatch._of({**dict(batch.stored()), "obs": base[: batch.count]})
-        dict.__setitem__(made, "new_obs", Windows(base, index))
+        dict.__setitem__(made, "new_obs", NextRows(base, batch.count, cuts))
         return made
 
 
@@ -215,10 +215,13 @@ def chi_square(counts, expected):
     size=st.integers(1, 700),
     seed=st.integers(0, 1000),
     updates=st.lists(st.tuples(st.integers(0, 699), st.integers(0, 699)), max_size=6),
+    roots=st.sampled_from([1, 8, sum_tree.ROOTS]),
 )
-def test_a_sum_tree_is_its_leaves(size, seed, updates):
+def test_a_sum_tree_is_its_leaves(size, seed, updates, roots):
+    """Of three levels, two and one."""
     rng = np.random.default_rng(seed)
-    tree, plain = SumTree(size), np.zeros(size)
+    with mock.patch.object(sum_tree, "ROOTS", roots):
+        tree, plain = SumTree(size), np.zeros(size)
     for i, (a, b) in enumerate(updates):
         start, stop = sorted((a % size, b % size))
         if i % 2:
@@ -236,7 +239,8 @@ def test_a_sum_tree_is_its_leaves(size, seed, updates):
         with pytest.raises(ValueError, match="all 0"):
             tree.draw(1, rng)
         return
-    drawn = tree.draw(64, rng)
+    drawn, weights = tree.draw(64, rng)
+    np.testing.assert_array_equal(weights, plain[drawn])
     assert (plain[drawn] > 0).all()
     # one from each of 64 equal parts of the running sum
     ends = plain.cumsum()
