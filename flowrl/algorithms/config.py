@@ -363,6 +363,8 @@ class OffPolicyConfig(AlgorithmConfig):
     rollout_fragment_length: Count | Literal["auto"] = 4
     replay_buffer_capacity: Count = 50_000
     """Rows that the replay buffer holds, of each policy."""
+    replay_mode: Literal["independent", "lockstep"] = "independent"
+    """Draw each policy's rows for themselves, or env steps with the rows of all policies."""
     num_replay_shards: Count = 2
     """Actors that share the replay buffer, in plans whose buffer is on actors."""
     learning_starts: int = Field(default=1000, ge=0)
@@ -389,6 +391,8 @@ class OffPolicyConfig(AlgorithmConfig):
                 f"train_batch_size={self.train_batch_size} or "
                 f"learning_starts={self.learning_starts}: make it at least both"
             )
+        if self.replay_mode == "lockstep" and self.prioritized_replay:
+            raise ValueError('replay_mode="lockstep" draws uniformly: leave prioritized_replay out')
         for name in ("alpha", "beta", "eps"):
             name = f"prioritized_replay_{name}"
             changed = getattr(self, name) != type(self).model_fields[name].default
@@ -440,6 +444,7 @@ class OffPolicyConfig(AlgorithmConfig):
             learning_starts=self.learning_starts,
             training_intensity=self.training_intensity,
             policies=policies,
+            mode=self.replay_mode,
         )
 
     def replay_actors(self, policies: Collection[str] | None = None) -> ReplayActors:

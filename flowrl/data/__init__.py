@@ -1,5 +1,6 @@
 """What flows: batches of experience, and buffers that keep it. numpy only."""
 
+from flowrl.data.mix_in import MixInReplayBuffer
 from flowrl.data.multi_agent_batch import (
     AgentID,
     EpisodeID,
@@ -23,6 +24,7 @@ __all__ = [
     "DEFAULT_POLICY_ID",
     "AgentID",
     "EpisodeID",
+    "MixInReplayBuffer",
     "MultiAgentBatch",
     "MultiAgentReplayBuffer",
     "PolicyID",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,10 +11,16 @@ import numpy as np
 from flowrl.data.ring import Ring
 from flowrl.data.sample_batch import SampleBatch
 from flowrl.data.sum_tree import SumTree
+from flowrl.data.units import Units
 from flowrl.seeding import random_stream, restore_stream, stream_state
 
 PENDING_BATCHES = 128
 PENDING_BYTES = 1 << 22
+
+UNITS = "timesteps", "sequences", "episodes"
+ETA = (
+    0.9  # of a sequence's priority, the share of the largest (Kapturowski et al. 2019, section 2.3)
+)
 
 Beta = float | Sequence[Sequence[float]]
 
@@ -22,7 +29,7 @@ class ReplayBuffer:
     """The last `capacity` rows of experience, drawn uniformly with replacement.
 
     Observations are stored once. A drawn row has the columns that were stored (but for ids of
-    fragments and `infos`), and `batch_indexes`, the row's number.
+    fragments and `infos`), and `batch_indexes`, the number of what was drawn.
 
     With `n_step` above 1 a drawn row looks so many steps ahead in its trajectory, or as many as
     there are: `rewards` is sum_k gamma^k r_{t+k}, `new_obs`, `terminateds` and `truncateds` are of
@@ -30,33 +37,64 @@ class ReplayBuffer:
     chapter 7.1). That is looked up when a row is drawn, so rows at the edge of a fragment gain
     steps when the next one is stored.
 
+    Policies that remember need rows in sequences: with `storage_unit="sequences"` a draw gives
+    whole ones, as they were sampled, with `seq_lens` and the states at the start of each
+    (`state_in_…`), and with a `burn_in` the column `loss_mask`, False for the rows before those to
+    learn from (Kapturowski et al. 2019, section 3). `storage_unit="episodes"` gives whole episodes.
+
     Args:
         capacity: rows; the oldest are overwritten.
         n_step: steps that a drawn row spans, at most.
         gamma: discount of the rewards within those.
         seed: of the draws; None takes the machine's entropy.
+        storage_unit: what one item of a draw is: "timesteps" (rows), "sequences" or "episodes".
+        max_seq_len: rows to learn from in a sequence, at most: the model's.
+        burn_in: rows before those, fewer where a fragment's part of a trajectory begins: the
+            model's.
 
     Raises:
-        ValueError: a capacity or n_step below 1, a gamma outside [0, 1].
+        ValueError: a capacity, n_step or max_seq_len below 1, a gamma outside [0, 1], another
+            storage_unit, a burn_in of what is not in sequences.
     """
 
     def __init__(
-        self, capacity: int, *, n_step: int = 1, gamma: float = 0.99, seed: int | None = None
+        self,
+        capacity: int,
+        *,
+        n_step: int = 1,
+        gamma: float = 0.99,
+        seed: int | None = None,
+        storage_unit: str = "timesteps",
+        max_seq_len: int = 20,
+        burn_in: int = 0,
     ):
-        for name, value in (("capacity", capacity), ("n_step", n_step)):
+        whole = (("capacity", capacity), ("n_step", n_step), ("max_seq_len", max_seq_len))
+        for name, value in whole:
             if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}: a whole number of at least 1 is needed, got {value!r}")
         if not 0 <= gamma <= 1:
             raise ValueError(f"gamma: a number from 0 to 1 is needed, got {gamma!r}")
+        if storage_unit not in UNITS:
+            raise ValueError(f"storage_unit is one of {', '.join(UNITS)}, got {storage_unit!r}")
+        if burn_in < 0 or (burn_in and storage_unit != "sequences"):
+            raise ValueError(f"burn_in is at least 0, and of sequences only, got {burn_in!r}")
         self.capacity, self.n_step, self.gamma = int(capacity), int(n_step), float(gamma)
         self.rng = random_stream(seed, "replay")
         self.num_sampled = 0
         self._ring = Ring(self.capacity)
+        self._units: Units | None = None
+        if storage_unit != "timesteps":
+            self._units = Units(storage_unit, self.capacity, int(max_seq_len), int(burn_in))
         self._pending: list[SampleBatch] = []  # storing many batches at once costs less
         self._counts: list[int] = []
         self._pending_rows = 0
         self._most_pending = 0  # before the first batch is there: it says how large rows are
         self._discounts = (self.gamma ** np.arange(self.n_step))[:, None].astype(np.float32)
+
+    @property
+    def storage_unit(self) -> str:
+        """What one item of a draw is."""
+        return "timesteps" if self._units is None else self._units.kind
 
     # -- storing -----------------------------------------------------------------------------------
 
@@ -64,10 +102,14 @@ class ReplayBuffer:
         """Refuse a batch that `add` would refuse.
 
         Raises:
-            ValueError: it lacks obs or new_obs, its columns are not like those stored before, or
-                its rows are sequences.
+            ValueError: it lacks obs or new_obs, its columns are not like those stored before, its
+                rows are sequences where timesteps are stored, or it has no such units.
         """
-        self._ring.check(batch)
+        if self._units is None:
+            self._ring.check(batch)
+        elif batch.count:
+            self._units.check(batch)
+            self._ring.check(self._units.rows_of(batch))
 
     def add(self, batch: SampleBatch) -> None:
         """Store the rows of a batch; it must not be changed afterwards.
@@ -80,7 +122,7 @@ class ReplayBuffer:
         rows = batch.count
         if not rows:
             return
-        self._ring.check(batch)
+        self.check(batch)
         self._pending.append(batch)
         self._counts.append(rows)
         self._pending_rows += rows
@@ -94,12 +136,24 @@ class ReplayBuffer:
         self._pending, self._counts, self._pending_rows = [], [], 0
 
     def _store(self, batches: list[SampleBatch], counts: list[int]) -> None:
-        self._ring.extend(batches, counts)
+        if self._units is None:
+            self._ring.extend(batches, counts)
+            return
+        starts = itertools.accumulate(counts, initial=self._ring.stored)
+        pairs = zip(batches, starts, strict=False)
+        self._ring.extend([self._units.extend(batch, start) for batch, start in pairs], counts)
+        self._units.forget(self._ring.stored - self._ring.rows)
+
+    def _items(self) -> tuple[int, int]:
+        """The number of the oldest item that can be drawn, and that of the next one to come."""
+        if self._units is not None:
+            return self._units.first, self._units.stored
+        return self._ring.stored - self._ring.rows, self._ring.stored
 
     # -- drawing -----------------------------------------------------------------------------------
 
     def sample(self, num_items: int) -> SampleBatch:
-        """`num_items` rows [B, …], copied.
+        """`num_items` rows [B, …], copied; or as many sequences or episodes, one after another.
 
         Raises:
             ValueError: the buffer is empty, or num_items is below 1.
@@ -110,11 +164,33 @@ class ReplayBuffer:
             raise ValueError("the buffer is empty: store something before drawing from it")
         self._flush()
         slots, more = self._draw(num_items)
-        self.num_sampled += num_items
-        ring = self._ring
-        newest = ring.stored - 1
-        # the number of the row in a slot: at most the newest one's
+        newest = self._items()[1] - 1
+        # the number of the item in a slot: at most the newest one's
         more["batch_indexes"] = newest - (newest - slots) % self.capacity
+        if self._units is None:
+            self.num_sampled += num_items
+            return self._read(slots, more)
+        numbers, lengths, columns = self._units.read(slots)
+        self.num_sampled += len(numbers)
+        more = {name: np.repeat(column, lengths) for name, column in more.items()}
+        rows = self._read(numbers % self.capacity, more)
+        return SampleBatch._of(dict(rows.stored()) | columns)
+
+    def rows(self, numbers: np.ndarray) -> SampleBatch:
+        """The rows with these numbers [B], which were counted from the first that was stored.
+
+        Raises:
+            KeyError: one is not there, or not any more.
+        """
+        self._flush()
+        stored = self._ring.stored
+        if len(numbers) and not stored - self._ring.rows <= numbers.min() <= numbers.max() < stored:
+            raise KeyError(f"rows {numbers}: there are {stored - self._ring.rows} … {stored - 1}")
+        return self._read(numbers % self.capacity, {"batch_indexes": numbers})
+
+    def _read(self, slots: np.ndarray, more: dict[str, np.ndarray]) -> SampleBatch:
+        """The rows at slots [n], n steps each, and more columns."""
+        ring = self._ring
         if self.n_step == 1:
             return ring.read(slots, None, **more)
         path = ring.path(slots, self.n_step)
@@ -126,8 +202,17 @@ class ReplayBuffer:
         return ring.read(slots, path[-1], rewards=rewards, n_steps=steps, **more)
 
     def _draw(self, count: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Slots [count], and columns of what was drawn."""
-        return self.rng.integers(0, self._ring.rows, count), {}
+        """Slots [count] of items, and columns of what was drawn."""
+        if self._units is None:
+            return self.rng.integers(0, self._ring.rows, count), {}
+        return self.rng.integers(*self._items(), count) % self.capacity, {}
+
+    def rows_per_item(self) -> float:
+        """Rows to learn from in an item of a draw, on average."""
+        if self._units is None:
+            return 1.0
+        self._flush()
+        return self._units.mean_rows()
 
     def update_priorities(self, batch_indexes: np.ndarray, priorities: np.ndarray) -> None:
         """Nothing: rows have no priorities here. It is there so that plans work with both."""
@@ -155,25 +240,37 @@ class ReplayBuffer:
     def state_dict(self) -> dict[str, Any]:
         """All rows, and where the draws are."""
         self._flush()
-        return {
+        state = {
             "ring": self._ring.state_dict(),
             "rng": stream_state(self.rng),
             "num_sampled": self.num_sampled,
         }
+        if self._units is not None:
+            state["units"] = self._units.state_dict()
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave, of a buffer with the same settings.
 
         Raises:
-            ValueError: it is of another capacity.
+            ValueError: it is of another capacity or storage unit; nothing is changed.
         """
+        units = state.get("units", {"kind": "timesteps"})
+        if units["kind"] != self.storage_unit:
+            raise ValueError(
+                f"a state of {units['kind']} for a buffer of {self.storage_unit}: give the buffer "
+                "the storage_unit that it had"
+            )
         self._ring.load_state_dict(state["ring"])
+        if self._units is not None:
+            self._units.load_state_dict(units)
         self._pending, self._counts, self._pending_rows = [], [], 0
         restore_stream(self.rng, state["rng"])
         self.num_sampled = int(state["num_sampled"])
 
     def __repr__(self) -> str:
         more = f", n_step={self.n_step}" if self.n_step > 1 else ""
+        more += f", storage_unit={self.storage_unit!r}" if self._units is not None else ""
         return f"{type(self).__name__}(capacity={self.capacity}{more})"
 
 
@@ -181,10 +278,12 @@ class PrioritizedReplayBuffer(ReplayBuffer):
     """Rows are drawn in proportion to priority^alpha (Schaul et al. 2016, arXiv 1511.05952).
 
     New rows have the highest priority so far. A drawn batch has the column `weights` [B],
-    (N P(i))^-beta divided by the batch's largest (section 3.4).
+    (N P(i))^-beta divided by the batch's largest (section 3.4). Sequences and episodes have one
+    priority each: 0.9 of their rows' largest and 0.1 of the mean (Kapturowski et al. 2019,
+    section 2.3).
 
     Args:
-        capacity, n_step, gamma, seed: see ReplayBuffer.
+        capacity, n_step, gamma, seed, storage_unit, max_seq_len, burn_in: see ReplayBuffer.
         alpha: 0 draws uniformly.
         beta: how far the weights make up for the priorities, 1 wholly: a number, or points
             [(rows stored, value), …] in rising order, linear in between.
@@ -201,11 +300,9 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         alpha: float = 0.6,
         beta: Beta = 0.4,
         eps: float = 1e-6,
-        n_step: int = 1,
-        gamma: float = 0.99,
-        seed: int | None = None,
+        **more: Any,
     ):
-        super().__init__(capacity, n_step=n_step, gamma=gamma, seed=seed)
+        super().__init__(capacity, **more)
         points = [(0, beta)] if isinstance(beta, (int, float)) else beta
         self._beta = np.asarray(points, np.float64).reshape(-1, 2).T
         rising = (np.diff(self._beta[0]) > 0).all()
@@ -224,18 +321,22 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         return float(np.interp(self.num_added, *self._beta))
 
     def _store(self, batches: list[SampleBatch], counts: list[int]) -> None:
-        before = self._ring.stored
+        before, after = self._items()
         super()._store(batches, counts)
-        count = self._ring.stored - before
-        if count >= self.capacity:
-            self._tree.fill(0, self.capacity, self._highest)
-            return
-        start, stop = before % self.capacity, (before + count - 1) % self.capacity + 1
-        if start < stop:
-            self._tree.fill(start, stop, self._highest)
-        else:
-            self._tree.fill(start, self.capacity, self._highest)
-            self._tree.fill(0, stop, self._highest)
+        first, stored = self._items()
+        self._weigh(after, stored, self._highest)
+        if self._units is not None:  # some have gone whose slots nobody has taken
+            self._weigh(max(before, stored - self.capacity), first, 0.0)
+
+    def _weigh(self, start: int, stop: int, weight: float) -> None:
+        """Give the items from number `start` to `stop` a weight."""
+        if stop - start >= self.capacity:
+            self._tree.fill(0, self.capacity, weight)
+        elif start < stop:
+            begin, end = start % self.capacity, (stop - 1) % self.capacity + 1
+            pieces = [(begin, end)] if begin < end else [(begin, self.capacity), (0, end)]
+            for piece in pieces:
+                self._tree.fill(*piece, weight)
 
     def _draw(self, count: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         slots, weights = self._tree.draw(count, self.rng)
@@ -246,11 +347,12 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         """Give rows new priorities, such as the absolute TD errors of drawn ones.
 
         Args:
-            batch_indexes: numbers of rows [n], as drawn; those overwritten since are left alone.
-            priorities: [n], at least 0.
+            batch_indexes: numbers [n] of what rows were drawn as; those overwritten since are left
+                alone.
+            priorities: of rows [n], at least 0.
 
         Raises:
-            ValueError: other lengths; a priority that is negative or not finite; a row that was
+            ValueError: other lengths; a priority that is negative or not finite; a number that was
                 never stored. Nothing is changed.
         """
         self._flush()
@@ -265,14 +367,17 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         low, high = priorities.min(), priorities.max()
         if not (low >= 0 and high < np.inf):  # NaN is neither
             raise ValueError(f"priorities are finite and at least 0, got {priorities}")
-        stored = self._ring.stored
+        first, stored = self._items()
         oldest = int(indexes.min())
         if indexes.max() >= stored or oldest < 0:
-            raise ValueError(f"rows {indexes} of {stored} that were ever stored")
+            raise ValueError(f"{self.storage_unit} {indexes} of {stored} that were ever stored")
+        if self._units is not None:
+            indexes, priorities = _of_units(indexes, priorities)
+            high = priorities.max()
         weights = priorities + self.eps
         weights **= self.alpha
-        if oldest < stored - self.capacity:
-            there = indexes >= stored - self.capacity
+        if oldest < first:
+            there = indexes >= first
             indexes, weights = indexes[there], weights[there]
         self._tree.set(indexes % self.capacity, weights)
         self._highest = max(self._highest, float((high + self.eps) ** self.alpha))
@@ -281,7 +386,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         state = super().state_dict()
         return {
             **state,
-            "weights": self._tree.leaves[: self._ring.rows].copy(),
+            "weights": self._tree.leaves[: min(self._items()[1], self.capacity)].copy(),
             "highest": self._highest,
         }
 
@@ -291,3 +396,12 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         self._tree = SumTree(self.capacity)
         self._tree.set(np.arange(len(weights)), weights)
         self._highest = float(state["highest"])
+
+
+def _of_units(indexes: np.ndarray, priorities: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The units of rows, each once, and their priorities."""
+    units, where = np.unique(indexes, return_inverse=True)
+    most = np.zeros(len(units))
+    np.maximum.at(most, where, priorities)
+    mean = np.bincount(where, priorities) / np.bincount(where)
+    return units, ETA * most + (1 - ETA) * mean

@@ -48,12 +48,16 @@ class ReplayRatio:
         self.drawn -= rows
         self._owed += 1
 
+    def correct(self, rows: int) -> None:
+        """A batch that was noted had so many rows more."""
+        self.drawn += rows
+
     @property
     def is_learning(self) -> bool:
         """Whether there are rows enough to begin."""
         return self.stored >= max(1, self.learning_starts)
 
-    def may_draw(self, rows: int) -> bool:
+    def may_draw(self, rows: float) -> bool:
         """Whether it is time to draw a batch of so many rows."""
         if not self.is_learning:
             return False

@@ -74,7 +74,7 @@ class Ring:
             if recurrent:
                 raise ValueError(
                     f"a batch of sequences, with {', '.join(recurrent)}: rows are drawn one by one "
-                    'here; a buffer with unit="sequences" is for policies that remember'
+                    'here; for policies that remember give the buffer storage_unit="sequences"'
                 )
             return
         for name, shape, dtype in self._kinds:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flowrl.data import MultiAgentBatch, MultiAgentReplayBuffer, SampleBatch
+from flowrl.data.multi_agent_replay import rows_to_learn
 from flowrl.data.replay_ratio import ReplayRatio
 from flowrl.iter import Source, _get_shared_metrics
 from flowrl.seeding import random_stream, restore_stream, stream_state
@@ -114,7 +115,7 @@ class ReplayActors:
     Args:
         make: shard number -> its MultiAgentReplayBuffer; what that says of the ratio is not asked.
         num_shards: actors.
-        batch_rows: rows of a drawn batch.
+        batch_rows: rows of a drawn batch, about: what it has is counted when it comes.
         learning_starts, training_intensity: of all shards together; see ReplayRatio.
         seed: of the choice of shards.
 
@@ -259,6 +260,7 @@ class ReplayActors:
         if batch is None:
             self.ratio.take_back(self.batch_rows)
             return None
+        self.ratio.correct(rows_to_learn(batch) - self.batch_rows)
         batch.sources = (Source(index, origin=ORIGIN),)
         return batch
 

@@ -1,0 +1,153 @@
+"""Lockstep: which rows of several policies' buffers are of the same env step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from flowrl.data.sample_batch import SampleBatch
+
+
+class Lockstep:
+    """Env steps by numbers that count up, and each policy's rows of them.
+
+    A step is gone when one of its rows is.
+
+    Args:
+        capacity: steps, at most.
+    """
+
+    def __init__(self, capacity: int):
+        self.capacity = capacity
+        self.first = self.stored = 0  # the oldest that is there; ever
+        self._policies: dict[str, _Rows] = {}
+
+    def __len__(self) -> int:
+        return self.stored - self.first
+
+    def check(self, parts: Mapping[str, SampleBatch]) -> None:
+        """Refuse rows that do not say their env step.
+
+        Raises:
+            ValueError: a policy's rows have no `eps_id` and `t`.
+        """
+        for policy_id, rows in parts.items():
+            if "eps_id" not in rows or "t" not in rows:
+                raise ValueError(
+                    f"the rows of policy {policy_id!r} have no eps_id and t, by which those of the "
+                    "same env step are found"
+                )
+
+    def extend(
+        self, parts: Mapping[str, SampleBatch], begins: Mapping[str, int], rows: Mapping[str, int]
+    ) -> None:
+        """Note the env steps of a batch.
+
+        Args:
+            parts: policy id -> its rows, in the order in which they are stored.
+            begins: the number of the first of them.
+            rows: what the policy's buffer holds.
+        """
+        if not parts:
+            return
+        keys = {pid: np.stack([own["eps_id"], own["t"]], 1) for pid, own in parts.items()}
+        every, step = np.unique(np.concatenate(list(keys.values())), axis=0, return_inverse=True)
+        steps = dict.fromkeys(self._policies, np.zeros(0, np.int64))
+        cuts = np.cumsum([len(own) for own in keys.values()])[:-1]
+        steps |= dict(zip(keys, np.split(step.reshape(-1), cuts), strict=True))
+        for policy_id, own in steps.items():
+            if policy_id not in self._policies:
+                self._policies[policy_id] = _Rows(self.capacity, rows[policy_id])
+            start = self.stored % self.capacity
+            self._policies[policy_id].extend(start, own, begins.get(policy_id, 0), len(every))
+        self.stored += len(every)
+        self.first = max(self.first, self.stored - self.capacity)
+
+    def forget(self, oldest: Mapping[str, int]) -> None:
+        """Of each policy the rows before the number `oldest` are gone."""
+        at = np.arange(self.first, self.stored) % self.capacity
+        for policy_id, number in oldest.items():
+            own = self._policies[policy_id]
+            lost = np.flatnonzero((own.counts[at] > 0) & (own.lowest[at] < number))
+            if len(lost):
+                gone = int(lost[-1]) + 1
+                self.first += gone
+                at = at[gone:]
+
+    def draw(self, count: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
+        """The numbers of each policy's rows in `count` env steps, step by step."""
+        slots = rng.integers(self.first, self.stored, count) % self.capacity
+        drawn = {policy_id: own.of(slots) for policy_id, own in self._policies.items()}
+        return {policy_id: numbers for policy_id, numbers in drawn.items() if len(numbers)}
+
+    def rows_per_step(self) -> float:
+        """Rows of all policies in an env step, on average."""
+        at = np.arange(self.first, self.stored) % self.capacity
+        rows = sum(int(own.counts[at].sum()) for own in self._policies.values())
+        return rows / max(len(at), 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "first": self.first,
+            "stored": self.stored,
+            "policies": {policy_id: own.state_dict() for policy_id, own in self._policies.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.first, self.stored = int(state["first"]), int(state["stored"])
+        self._policies = {}
+        for policy_id, own in state["policies"].items():
+            made = self._policies[policy_id] = _Rows(0, 0)
+            made.load_state_dict(own)
+
+
+class _Rows:
+    """One policy's rows of env steps.
+
+    Args:
+        steps: the most that there are.
+        rows: of the policy's buffer.
+    """
+
+    def __init__(self, steps: int, rows: int):
+        self.counts = np.zeros(steps, np.int64)  # rows of the step in a slot
+        self.lowest = np.zeros(steps, np.int64)  # the smallest of their numbers
+        self._begins = np.zeros(steps, np.int64)  # where their numbers are, step by step
+        self._numbers = np.zeros(2 * rows, np.int64)  # a batch's steps lie in another order
+        self._end = 0
+
+    def extend(self, start: int, steps: np.ndarray, begin: int, count: int) -> None:
+        """Note rows, numbered from `begin` on, of the new steps `steps` [rows] out of `count`, the
+        first of which gets the slot `start`."""
+        order = np.argsort(steps, kind="stable")
+        counts = np.bincount(steps, minlength=count)
+        begins = np.cumsum(counts) - counts
+        at = np.arange(start, start + count) % len(self.counts)
+        self.counts[at], self._begins[at] = counts, self._end + begins
+        numbers = begin + order
+        if len(numbers):
+            there = counts > 0
+            self.lowest[at[there]] = np.minimum.reduceat(numbers, begins[there])
+        where = np.arange(self._end, self._end + len(numbers)) % len(self._numbers)
+        self._numbers[where] = numbers
+        self._end += len(numbers)
+
+    def of(self, slots: np.ndarray) -> np.ndarray:
+        """The numbers of the rows of the steps in these slots."""
+        counts = self.counts[slots]
+        ends = np.cumsum(counts)
+        within = np.arange(int(ends[-1])) - np.repeat(ends - counts, counts)
+        where = np.repeat(self._begins[slots], counts) + within
+        numbers: np.ndarray = self._numbers[where % len(self._numbers)]
+        return numbers
+
+    def state_dict(self) -> dict[str, Any]:
+        names = ("counts", "lowest", "_begins", "_numbers")
+        return {name.strip("_"): getattr(self, name).copy() for name in names} | {"end": self._end}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name in ("counts", "lowest", "_begins", "_numbers"):
+            setattr(self, name, np.array(state[name.strip("_")], np.int64))
+        self._end = int(state["end"])
