@@ -38,8 +38,10 @@ def steps_to(algorithm: Algorithm, limit: int) -> dict[str, dict[float, int | No
             for goal in GOALS:
                 if own[goal] is None and mean >= goal:
                     own[goal] = result["timesteps_total"]
-        done = all(own[GOALS[-1]] is not None for own in found.values())
+        done = all(own[GOALS[-1]] is not None for who, own in found.items() if who in means)
         if done or result["timesteps_total"] >= limit:
+            if len(found) > 1:
+                found.pop("", None)  # before each policy had ended an episode
             return found
 
 

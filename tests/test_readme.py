@@ -95,13 +95,18 @@ def test_two_algorithms_in_one_plan():
         assert set(algo.train()["learners"]) == {"ppo", "dqn"}
 
 
-def test_the_engine(capsys, ray_session):
+def test_sequences_from_a_buffer(capsys):
     exec(PYTHON[10], {})
+    assert "(8, 64)" in capsys.readouterr().out
+
+
+def test_the_engine(capsys, ray_session):
+    exec(PYTHON[11], {})
     said = capsys.readouterr().out
     assert "[0, 16, 1, 25]\n[-10, -5, -4, 2, 3, 5, 10]\n" in said
     assert "gather_async" in said
     assert "busy" in said
-    exec(PYTHON[11], {})
+    exec(PYTHON[12], {})
     assert capsys.readouterr().out == "[0, 2, 4]\n"
 
 
