@@ -18,6 +18,13 @@ from flowrl.algorithms.config import AlgorithmConfig
 from flowrl.algorithms.plans import load_plan, modules_of, plan_path
 from flowrl.data.checkpoint import CheckpointError, read_checkpoint, write_checkpoint
 from flowrl.iter import LocalIterator
+from flowrl.ops import (
+    ResultDict,
+    StandardMetricsReporting,
+    TrainingSteps,
+    synchronous_parallel_sample,
+    train_one_step,
+)
 from flowrl.policies.config import ConfigError
 from flowrl.policies.policy import Policy
 from flowrl.policies.policy_spec import PolicySpec
@@ -34,8 +41,9 @@ ENDLESS_STEPS = 200_000  # of an evaluation in which no episode ends
 class Algorithm:
     """Trains by pulling results from an execution plan.
 
-    A subclass names its `policy_class` and `config_class`. The plan is the file that
-    `config.plan` names, or a static `execution_plan(workers, config)` of the subclass.
+    A subclass names its `policy_class` and `config_class`. The plan is the file that `config.plan`
+    names; a static `execution_plan(workers, config)` of the subclass; or the subclass' own
+    `training_step`, called again and again (that of this class, where nothing else is given).
 
     Args:
         config: settings; a mapping is merged over the defaults.
@@ -63,18 +71,49 @@ class Algorithm:
         """Make the WorkerSet (it starts nothing yet) and find the plan."""
         assert config.env is not None
         self.workers = WorkerSet(config.env, self.policy_class, config)
+        self._module: Any = None  # of the plan, where it is a file
+        steps = type(self).training_step is not Algorithm.training_step
+        if steps and self.execution_plan is not None:
+            raise ConfigError(
+                f"{type(self).__name__} has both a training_step and an execution_plan: one of them"
+            )
         if self.execution_plan is not None:
             self._build_plan = self.execution_plan
-        elif config.plan is not None:
-            module = load_plan(config.plan)
+        elif steps or (config.plan is None and type(config).model_fields["plan"].default is None):
+            self._build_plan = self._plan_of_steps
+        elif config.plan is None:
+            raise ConfigError("plan: no execution plan is set; shipped plans: `flowrl plans`")
+        else:
+            module = self._module = load_plan(config.plan)
             self._build_plan = module.execution_plan
             if config.num_workers:
                 import ray
 
                 for part in modules_of(module):
                     ray.cloudpickle.register_pickle_by_value(part)
-        else:
-            raise ConfigError("plan: no execution plan is set; shipped plans: `flowrl plans`")
+
+    def training_step(self) -> ResultDict:
+        """One round of sampling and learning: override it to write an algorithm.
+
+        This one is plain policy gradients': rollouts of all workers until there are
+        `train_batch_size` env steps, one training on them, new weights for the workers. Called at
+        each `train()`, again until `min_sample_timesteps_per_iteration` and the like hold.
+
+        Returns:
+            policy id -> {"learner_stats": …, "num_agent_steps_trained": n}; anything else in it is
+            reported in `info`.
+        """
+        by_agent = self.config.count_steps_by == "agent_steps"
+        limit = "max_agent_steps" if by_agent else "max_env_steps"
+        train_batch = synchronous_parallel_sample(
+            worker_set=self.workers, **{limit: self.config.train_batch_size}
+        )
+        train_results = train_one_step(self, train_batch)
+        self.workers.sync_weights()
+        return train_results
+
+    def _plan_of_steps(self, workers: WorkerSet, config: AlgorithmConfig) -> Any:
+        return StandardMetricsReporting(TrainingSteps(self), workers, config)
 
     @property
     def plan(self) -> LocalIterator[dict[str, Any]]:
@@ -203,7 +242,7 @@ class Algorithm:
         return write_checkpoint(path, self.get_state(), about)
 
     def _plan_hash(self) -> str | None:
-        if self.execution_plan is not None or self.config.plan is None:
+        if self._module is None:
             return None
         return hashlib.sha256(plan_path(self.config.plan).read_bytes()).hexdigest()
 

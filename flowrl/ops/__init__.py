@@ -23,7 +23,14 @@ from flowrl.ops.rollout import (
     SelectExperiences,
     StandardizeFields,
 )
-from flowrl.ops.train import TrainOneStep, UpdateTargetNetwork, train_one_step
+from flowrl.ops.train import TrainOneStep, UpdateTargetNetwork
+from flowrl.ops.training_step import (
+    ResultDict,
+    TrainingSteps,
+    multi_gpu_train_one_step,
+    synchronous_parallel_sample,
+    train_one_step,
+)
 
 __all__ = [
     "ApplyGradients",
@@ -42,15 +49,19 @@ __all__ = [
     "ParallelRollouts",
     "Replay",
     "ReplayActors",
+    "ResultDict",
     "SelectExperiences",
     "SimpleReplayBuffer",
     "StandardMetricsReporting",
     "StandardizeFields",
     "StoreToReplayBuffer",
     "TrainOneStep",
+    "TrainingSteps",
     "UpdateReplayPriorities",
     "UpdateTargetNetwork",
     "WaitUntilTimestepsElapsed",
     "_get_shared_metrics",
+    "multi_gpu_train_one_step",
+    "synchronous_parallel_sample",
     "train_one_step",
 ]

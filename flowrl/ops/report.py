@@ -158,7 +158,10 @@ class CollectMetrics:
             "num_remote_worker_restarts": counters["num_shard_restarts"],
             "num_env_restarts": restarts,
             "num_faulty_episodes": faulty,
-            "info": {"learner": {pid: _without_rows(one) for pid, one in learner.items()}},
+            "info": {
+                **metrics.info.get("told", {}),
+                "learner": {pid: _without_rows(one) for pid, one in learner.items()},
+            },
             "env_runners": {
                 "episode_return_mean": episodes["episode_reward_mean"],
                 "episode_return_min": episodes["episode_reward_min"],

@@ -52,7 +52,7 @@ class TrainOneStep:
 
     def __call__(self, batch: Batch) -> tuple[Batch, Info]:
         metrics = _get_shared_metrics()
-        info = train_one_step(
+        info = learn_from(
             self.workers,
             batch,
             metrics,
@@ -159,7 +159,7 @@ def trained(item: Any, operator: str) -> tuple[Batch, Info]:
     return item
 
 
-def train_one_step(
+def learn_from(
     workers: WorkerSet,
     batch: Batch,
     metrics: MetricsContext,

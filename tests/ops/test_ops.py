@@ -13,8 +13,8 @@ from flowrl.ops import (
     StandardizeFields,
     StandardMetricsReporting,
     TrainOneStep,
-    train_one_step,
 )
+from flowrl.ops.train import learn_from
 from flowrl.sampling import WorkerSet
 
 from ..sampling.fakes import CountEnv, ObservedValue
@@ -112,18 +112,18 @@ def test_standardize_fields_leaves_the_original():
     assert abs(StandardizeFields(["x"])(both)["a"]["x"].mean()) < 1e-6
 
 
-def test_train_one_step_only_the_policies_asked_for():
+def test_only_the_policies_asked_for_learn():
     workers = WorkerSet(lambda c: CountEnv(), ObservedValue)
     metrics = MetricsContext()
-    assert train_one_step(workers, rows(4), metrics, policies=[]) == {}
+    assert learn_from(workers, rows(4), metrics, policies=[]) == {}
     with pytest.raises(KeyError, match=r"no policies \['other'\] here"):
-        train_one_step(workers, rows(4), metrics, policies=["other"])
+        learn_from(workers, rows(4), metrics, policies=["other"])
     assert metrics.counters["num_agent_steps_trained"] == 0
-    info = train_one_step(workers, rows(4), metrics)
+    info = learn_from(workers, rows(4), metrics)
     assert info["default_policy"]["learner_stats"] == {"rows": 4.0}
     assert metrics.timers["learn"].count == 2
     with pytest.raises(KeyError, match="ghost"):
-        train_one_step(workers, MultiAgentBatch({"ghost": rows(1)}, 1), metrics)
+        learn_from(workers, MultiAgentBatch({"ghost": rows(1)}, 1), metrics)
 
 
 def test_reports(workers):
