@@ -145,8 +145,28 @@ def _train(given: list[str]) -> int:
     plan, flags = given[0], given[1:]
     _, defaults = _load(plan)
     options, config = _parse_settings(plan, defaults, flags)
+    _refuse_unused(config, defaults)
     command = ["flowrl", "train", *given]
     return train(config, plan, _stop_rules(options), options.run_dir, command)
+
+
+def _refuse_unused(config: Any, defaults: Any) -> None:
+    """Refuse flags that no policy would see, as each has settings of its own."""
+    from flowrl.policies.config import PolicyConfig
+    from flowrl.policies.policy_spec import specs_of
+
+    if config.policies is None:
+        return
+    specs = specs_of(config.policies)
+    if not all(isinstance(spec.config, PolicyConfig) for spec in specs.values()):
+        return
+    for name in set(PolicyConfig.model_fields) - {"seed"}:
+        if getattr(config, name) != getattr(defaults, name):
+            flag = name.rstrip("_").replace("_", "-")
+            raise ConfigError(
+                f"--{flag}: every policy of this plan has settings of its own: "
+                f"--policies.{next(iter(specs))}.config.{flag}"
+            )
 
 
 def _run_options(parser: argparse.ArgumentParser) -> None:
@@ -218,24 +238,30 @@ def _parse_settings(plan: str, defaults: Any, flags: list[str]) -> tuple[Any, An
 
 
 def _resume(given: list[str]) -> int:
-    from flowrl.rundir import read_config
     from flowrl.training import train
 
     parser = _parser("train --resume", "go on with a run")
     parser.add_argument("--resume", type=Path, required=True, metavar="RUN_DIR")
     _run_options(parser)
     options = parser.parse_args(given)
-    config, plan = _config_of_run(read_config(options.resume))
+    config, plan = _config_of_run(options.resume)
     command = ["flowrl", "train", *given]
     return train(config, plan, _stop_rules(options), options.resume, command, resume=True)
 
 
-def _config_of_run(saved: dict[str, Any]) -> tuple[Any, str]:
+def _config_of_run(run_dir: Path) -> tuple[Any, str]:
+    """The settings of a run: those that were saved, over what its plan and its flags say."""
+    from flowrl.rundir import read_config, read_goal
+
+    saved = read_config(run_dir)
     plan = saved.get("plan")
     if not isinstance(plan, str):
         raise ConfigError("config.json names no plan")
-    _, defaults = _load(plan)
-    return defaults.updated(**saved), plan
+    _, config = _load(plan)
+    command, _ = read_goal(run_dir)
+    if any(part.startswith("--policies.") for part in command):  # they change code, not values
+        _, config = _parse_settings(plan, config, command[command.index("train") + 2 :])
+    return config.updated(**saved), plan
 
 
 def _evaluate(given: list[str]) -> int:
@@ -245,9 +271,8 @@ def _evaluate(given: list[str]) -> int:
     options = parser.parse_args(given)
 
     from flowrl.data.checkpoint import CheckpointError
-    from flowrl.rundir import read_config
 
-    config, plan = _config_of_run(read_config(options.run_dir))
+    config, plan = _config_of_run(options.run_dir)
     with config.updated(num_workers=0).build(plan=plan) as algorithm:
         try:
             algorithm.restore_policies(options.run_dir / "checkpoint")
@@ -265,6 +290,8 @@ def _evaluate(given: list[str]) -> int:
                 f"std {told['episode_reward_std']:.1f}), mean length "
                 f"{told['episode_len_mean']:.1f}, {told['episodes']} episodes"
             )
+            for policy_id, mean in told["policy_reward_mean"].items():
+                print(f"         policy {policy_id}: mean return {mean:.1f} of each of its agents")
     return 0
 
 

@@ -183,6 +183,13 @@ def read_goal(path: Path) -> tuple[list[str], dict[str, Any]]:
         ) from None
 
 
+def _has_code(value: Any) -> bool:
+    """Whether a saved setting is code, or has some in it."""
+    if isinstance(value, dict):
+        return set(value) == {_CODE} or any(map(_has_code, value.values()))
+    return isinstance(value, list) and any(map(_has_code, value))
+
+
 def read_config(path: Path) -> dict[str, Any]:
     """The settings of a run, but those that were code.
 
@@ -194,6 +201,6 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is no run directory: it has no config.json")
     try:
         saved = json.loads(file.read_text())
-        return {k: v for k, v in saved.items() if not (isinstance(v, dict) and set(v) == {_CODE})}
+        return {name: value for name, value in saved.items() if not _has_code(value)}
     except (ValueError, AttributeError) as error:
         raise ConfigError(f"{file}: not the settings of a run ({error})") from error

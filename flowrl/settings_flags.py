@@ -54,6 +54,8 @@ def settings_from_flags(
                 raise ConfigError("--plan: name the plan after the command, `flowrl train PLAN`")
             head, dot, last = name.rpartition(".")
             plain = f"{head}{dot}{last.removeprefix('no-')}"
+            if name.startswith("policies."):
+                continue  # tyro knows those that there are
             if name not in accepted and plain not in accepted:
                 options = [*known, *(option.replace("_", "-") for option in run_options)]
                 hint = nearest(name, options).replace("'", "").replace("mean ", "mean --")

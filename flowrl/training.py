@@ -299,6 +299,9 @@ class LiveLine:
         if result["episodes_in_window"]:
             wanted = f" (goal {self._stop.reward:g})" if self._stop.reward is not None else ""
             parts.append(f"return {result['episode_reward_mean']:.1f}{wanted}")
+            by_policy = result["policy_reward_mean"]
+            if len(by_policy) > 1:  # of each agent, where the episode's is the sum of all
+                parts.append(" ".join(f"{pid} {mean:.1f}" for pid, mean in by_policy.items()))
         for stats in result["learners"].values():
             losses = ("policy_loss", "vf_loss", "entropy")
             parts += [f"{name} {stats[name]:.3g}" for name in losses if name in stats]

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from flowrl import training
+from flowrl import cli, training
 from flowrl.algorithms.ppo import PPO
 from flowrl.cli import main
 
@@ -64,6 +64,25 @@ def test_train_evaluate_resume(capsys, tmp_path):
     assert code == 0
     assert "repeat:        flowrl train ppo --seed 1" in out
     assert len((tmp_path / "r/progress.csv").read_text().splitlines()) == 4
+
+
+def test_policies_have_flags_of_their_own(capsys, tmp_path):
+    """Which a resumed run keeps; a flag that no policy would see is refused."""
+    given = ("--policies.dqn.config.tau", "0.25", "--seed", "1", "--stop-iters", "1")
+    code, _, said = run(capsys, "train", "ppo_dqn", "--run-dir", "r", *given)
+    assert (code, said) == (0, "")
+    code, _, said = run(capsys, "train", "ppo_dqn", "--lr", "1e-4", "--stop-iters", "1")
+    assert code == 2
+    assert "--policies.ppo.config.lr" in said
+    config, _ = cli._config_of_run(tmp_path / "r")
+    assert config.for_policy("dqn").tau == 0.25
+    code, out, _ = run(capsys, "evaluate", "r", "--episodes", "1")
+    assert code == 0
+    assert "policy dqn: mean return" in out
+    code, out, _ = run(capsys, "train", "--resume", "r", "--stop-iters", "2")
+    assert code == 0
+    assert "reached: 2 iterations" in out
+    assert "dqn" in out
 
 
 def test_a_run_without_a_seed_can_be_repeated(capsys, tmp_path):

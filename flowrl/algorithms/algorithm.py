@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,18 +17,23 @@ import torch
 import flowrl
 from flowrl.algorithms.config import AlgorithmConfig
 from flowrl.algorithms.plans import load_plan, modules_of, plan_path
+from flowrl.data import DEFAULT_POLICY_ID
 from flowrl.data.checkpoint import CheckpointError, read_checkpoint, write_checkpoint
 from flowrl.iter import LocalIterator
+from flowrl.iter.stage import walk
 from flowrl.ops import (
+    ApplyGradients,
     ResultDict,
     StandardMetricsReporting,
     TrainingSteps,
+    TrainOneStep,
+    UpdateTargetNetwork,
     synchronous_parallel_sample,
     train_one_step,
 )
 from flowrl.policies.config import ConfigError
 from flowrl.policies.policy import Policy
-from flowrl.policies.policy_spec import PolicySpec
+from flowrl.policies.policy_spec import PolicySpec, specs_of
 from flowrl.policies.saved import describe
 from flowrl.sampling.callbacks import call
 from flowrl.sampling.episode import EpisodeMetrics
@@ -129,7 +135,26 @@ class Algorithm:
                 "plan: execution_plan(workers, config) must return the stream that ends in "
                 f"StandardMetricsReporting, it returned a {type(plan).__name__}"
             )
+        self._look_at_targets([getattr(stage, "fn", None) for stage in walk(plan.stage)])
         return plan
+
+    def _look_at_targets(self, operators: list[Any]) -> None:
+        """Warn of a policy that learns with a target network which nothing moves."""
+        if any(isinstance(operator, UpdateTargetNetwork) for operator in operators):
+            return
+        specs = specs_of(self.config.policies or {DEFAULT_POLICY_ID: None})
+        for operator in operators:
+            if not isinstance(operator, (TrainOneStep, ApplyGradients)):
+                continue
+            for policy_id in specs if operator.policies is None else operator.policies:
+                own = specs[policy_id]
+                made = own.policy_class or getattr(own.config, "policy_class", None)
+                if hasattr(made or self.policy_class, "update_target"):
+                    warnings.warn(
+                        f"policy {policy_id!r} learns with a target network, but nothing in the "
+                        "plan moves that: chain UpdateTargetNetwork after TrainOneStep",
+                        stacklevel=2,
+                    )
 
     def train(self) -> dict[str, Any]:
         """One result of the plan, with `training_iteration` and times [s]."""
@@ -197,7 +222,8 @@ class Algorithm:
                 are not preferred.
 
         Returns:
-            `episode_reward_mean`, `_min`, `_max`, `_std`, `episode_len_mean`, `episodes`.
+            `episode_reward_mean`, `_min`, `_max`, `_std`, `episode_len_mean`, `episodes`; of
+            several agents `policy_reward_mean`, policy id -> mean return of each of its agents.
         """
         count = episodes if episodes is not None else self.config.evaluation_num_episodes
         if count < 1:
@@ -212,6 +238,7 @@ class Algorithm:
             "episode_reward_max": float(returns.max()),
             "episode_reward_std": float(returns.std()),
             "episode_len_mean": float(lengths.mean()),
+            "policy_reward_mean": _by_policy(finished),
             "episodes": len(finished),
         }
 
@@ -304,6 +331,15 @@ def _fitting(path: Path | str) -> Iterator[None]:
         raise CheckpointError(
             f"{path}: it does not fit these settings: {type(error).__name__}: {error}"
         ) from error
+
+
+def _by_policy(episodes: list[EpisodeMetrics]) -> dict[str, float]:
+    """Mean return of the agents of each policy."""
+    returns: dict[str, list[float]] = {}
+    for episode in episodes:
+        for _, policy_id, value in episode.agent_returns or ():
+            returns.setdefault(policy_id, []).append(value)
+    return {policy_id: float(np.mean(values)) for policy_id, values in returns.items()}
 
 
 def evaluate_policies(

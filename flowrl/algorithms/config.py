@@ -385,12 +385,20 @@ class OffPolicyConfig(AlgorithmConfig):
 
     @model_validator(mode="after")
     def _replay(self) -> Self:
-        if self.replay_buffer_capacity < max(self.train_batch_size, self.learning_starts):
-            raise ValueError(
-                f"replay_buffer_capacity={self.replay_buffer_capacity} is less than "
-                f"train_batch_size={self.train_batch_size} or "
-                f"learning_starts={self.learning_starts}: make it at least both"
-            )
+        for name in ("train_batch_size", "learning_starts"):
+            if self.replay_buffer_capacity < getattr(self, name):
+                raise ValueError(
+                    f"replay_buffer_capacity={self.replay_buffer_capacity} is less than "
+                    f"{name}={getattr(self, name)}: make it at least that"
+                )
+        beta = self.prioritized_replay_beta
+        if isinstance(beta, list):
+            steps = [step for step, _ in beta]
+            if not beta or sorted(set(steps)) != steps:
+                raise ValueError(
+                    f"prioritized_replay_beta: points [(rows stored, value), …] in rising order "
+                    f"are needed, got {beta}"
+                )
         if self.replay_mode == "lockstep" and self.prioritized_replay:
             raise ValueError('replay_mode="lockstep" draws uniformly: leave prioritized_replay out')
         for name in ("alpha", "beta", "eps"):
@@ -436,6 +444,18 @@ class OffPolicyConfig(AlgorithmConfig):
                     f"policy {policy_id!r} has a {type(own).__name__}, which does not learn from "
                     "replay: leave its rows out (SelectExperiences)"
                 )
+            for name in (
+                "train_batch_size",
+                "learning_starts",
+                "training_intensity",
+                "replay_mode",
+            ):
+                if name in own.model_fields_set and getattr(own, name) != getattr(self, name):
+                    raise ConfigError(
+                        f"policy {policy_id!r} has {name}={getattr(own, name)!r}, but it is drawn "
+                        f"together with others, with {getattr(self, name)!r}: give it a buffer of "
+                        f"its own (config.for_policy({policy_id!r}).replay_buffer([{policy_id!r}]))"
+                    )
             return own.new_buffer(policy_id, shard, num_shards)
 
         return MultiAgentReplayBuffer(

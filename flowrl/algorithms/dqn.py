@@ -42,9 +42,11 @@ class DQNConfig(OffPolicyConfig):
     """Values are a state's value plus the actions' advantages over their mean."""
     prioritized_replay: bool = True
     target_network_update_freq: int = Field(default=500, ge=0)
-    """Env steps sampled between updates of the target network; 0 is after every train batch."""
+    """Env steps sampled between updates of the target network; 0 is after every train batch. For
+    hard updates tau is 1."""
     tau: Fraction = 1.0
-    """How far each of those goes: 1 copies the online network."""
+    """How far each update of the target network goes: 1 copies the online network (hard updates),
+    0.01 after every train batch follows it softly."""
     exploration_config: ExplorationConfig = ExplorationConfig(type="EpsilonGreedy")
 
 
@@ -200,12 +202,18 @@ class DQNTorchPolicy(TorchPolicy):
         target = self.target_model.state_dict()
         return {
             **super().get_state(),
+            "dueling": self.config.dueling,
             "target": {name: t.detach().cpu().numpy().copy() for name, t in target.items()},
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
         if "target" not in state:
             raise ValueError(f"the state of a {type(self).__name__} without target")
+        if state.get("dueling", self.config.dueling) != self.config.dueling:
+            raise ValueError(
+                f"a state with dueling={state['dueling']} for a policy with "
+                f"dueling={self.config.dueling}: its outputs mean something else there"
+            )
         own, given = self.target_model.state_dict(), state["target"]
         shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
         if shapes != {name: np.shape(array) for name, array in given.items()}:

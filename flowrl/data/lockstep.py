@@ -13,19 +13,21 @@ from flowrl.data.sample_batch import SampleBatch
 class Lockstep:
     """Env steps by numbers that count up, and each policy's rows of them.
 
-    A step is gone when one of its rows is.
+    A step is gone when one of its rows is. All rows of a step are to come in one batch.
 
     Args:
-        capacity: steps, at most.
+        capacity: steps, at most; rows of each policy's buffer.
     """
 
     def __init__(self, capacity: int):
         self.capacity = capacity
-        self.first = self.stored = 0  # the oldest that is there; ever
+        self.stored = 0  # ever
+        self._there = np.zeros(0, np.int64)  # the slots of those that are there
+        self._whole = np.zeros(capacity, bool)
         self._policies: dict[str, _Rows] = {}
 
     def __len__(self) -> int:
-        return self.stored - self.first
+        return len(self._there)
 
     def check(self, parts: Mapping[str, SampleBatch]) -> None:
         """Refuse rows that do not say their env step.
@@ -40,15 +42,12 @@ class Lockstep:
                     "same env step are found"
                 )
 
-    def extend(
-        self, parts: Mapping[str, SampleBatch], begins: Mapping[str, int], rows: Mapping[str, int]
-    ) -> None:
+    def extend(self, parts: Mapping[str, SampleBatch], begins: Mapping[str, int]) -> None:
         """Note the env steps of a batch.
 
         Args:
             parts: policy id -> its rows, in the order in which they are stored.
             begins: the number of the first of them.
-            rows: what the policy's buffer holds.
         """
         if not parts:
             return
@@ -59,47 +58,44 @@ class Lockstep:
         steps |= dict(zip(keys, np.split(step.reshape(-1), cuts), strict=True))
         for policy_id, own in steps.items():
             if policy_id not in self._policies:
-                self._policies[policy_id] = _Rows(self.capacity, rows[policy_id])
+                self._policies[policy_id] = _Rows(self.capacity)
             start = self.stored % self.capacity
             self._policies[policy_id].extend(start, own, begins.get(policy_id, 0), len(every))
+        self._whole[np.arange(self.stored, self.stored + len(every)) % self.capacity] = True
         self.stored += len(every)
-        self.first = max(self.first, self.stored - self.capacity)
 
     def forget(self, oldest: Mapping[str, int]) -> None:
         """Of each policy the rows before the number `oldest` are gone."""
-        at = np.arange(self.first, self.stored) % self.capacity
         for policy_id, number in oldest.items():
             own = self._policies[policy_id]
-            lost = np.flatnonzero((own.counts[at] > 0) & (own.lowest[at] < number))
-            if len(lost):
-                gone = int(lost[-1]) + 1
-                self.first += gone
-                at = at[gone:]
+            self._whole &= (own.counts == 0) | (own.lowest >= number)
+        self._there = self._whole.nonzero()[0]
 
     def draw(self, count: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
         """The numbers of each policy's rows in `count` env steps, step by step."""
-        slots = rng.integers(self.first, self.stored, count) % self.capacity
+        slots = self._there[rng.integers(0, len(self._there), count)]
         drawn = {policy_id: own.of(slots) for policy_id, own in self._policies.items()}
         return {policy_id: numbers for policy_id, numbers in drawn.items() if len(numbers)}
 
     def rows_per_step(self) -> float:
         """Rows of all policies in an env step, on average."""
-        at = np.arange(self.first, self.stored) % self.capacity
-        rows = sum(int(own.counts[at].sum()) for own in self._policies.values())
-        return rows / max(len(at), 1)
+        rows = sum(int(own.counts[self._there].sum()) for own in self._policies.values())
+        return rows / max(len(self), 1)
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "first": self.first,
             "stored": self.stored,
+            "whole": self._whole.copy(),
             "policies": {policy_id: own.state_dict() for policy_id, own in self._policies.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.first, self.stored = int(state["first"]), int(state["stored"])
+        self.stored = int(state["stored"])
+        self._whole = np.array(state["whole"], bool)
+        self._there = self._whole.nonzero()[0]
         self._policies = {}
         for policy_id, own in state["policies"].items():
-            made = self._policies[policy_id] = _Rows(0, 0)
+            made = self._policies[policy_id] = _Rows(self.capacity)
             made.load_state_dict(own)
 
 
@@ -107,15 +103,14 @@ class _Rows:
     """One policy's rows of env steps.
 
     Args:
-        steps: the most that there are.
-        rows: of the policy's buffer.
+        capacity: steps, and rows, at most.
     """
 
-    def __init__(self, steps: int, rows: int):
-        self.counts = np.zeros(steps, np.int64)  # rows of the step in a slot
-        self.lowest = np.zeros(steps, np.int64)  # the smallest of their numbers
-        self._begins = np.zeros(steps, np.int64)  # where their numbers are, step by step
-        self._numbers = np.zeros(2 * rows, np.int64)  # a batch's steps lie in another order
+    def __init__(self, capacity: int):
+        self.counts = np.zeros(capacity, np.int64)  # rows of the step in a slot
+        self.lowest = np.zeros(capacity, np.int64)  # the smallest of their numbers
+        self._begins = np.zeros(capacity, np.int64)  # where their numbers are, step by step
+        self._numbers = np.zeros(2 * capacity, np.int64)  # a batch's steps lie in another order
         self._end = 0
 
     def extend(self, start: int, steps: np.ndarray, begin: int, count: int) -> None:

@@ -11,7 +11,8 @@ from flowrl.data.replay_buffer import ReplayBuffer
 
 
 class MixInReplayBuffer(ReplayBuffer):
-    """Draws give what was stored since the last one, in order and once, mixed with older items.
+    """Draws give what was stored since the last one, in order and once, mixed with items that were
+    given before.
 
     As for learners that want fresh experience but can make use of some old (Espeholt et al. 2018,
     section 5.2.2).
@@ -44,8 +45,10 @@ class MixInReplayBuffer(ReplayBuffer):
         self._owed -= due
         self._next = max(self._next, first)
         new = np.arange(self._next, min(self._next + due, stored))
-        old_until = self._next if self._next > first else stored
+        old_until = self._next
         self._next += len(new)
+        if old_until == first:  # nothing is old yet
+            old_until = self._next if len(new) else stored
         old = self.rng.integers(first, old_until, count - len(new))
         return np.concatenate([new, old]) % self.capacity, {}
 

@@ -47,8 +47,14 @@ class MultiAgentReplayBuffer:
         policies: Collection[str] | None = None,
         mode: str = "independent",
     ):
-        if replay_batch_size < 1:
-            raise ValueError(f"replay_batch_size is at least 1, got {replay_batch_size}")
+        if (
+            isinstance(replay_batch_size, bool)
+            or not isinstance(replay_batch_size, (int, np.integer))
+            or replay_batch_size < 1
+        ):
+            raise ValueError(
+                f"replay_batch_size is a whole number from 1, got {replay_batch_size!r}"
+            )
         if isinstance(policies, str):
             raise TypeError(f"policies is a collection of ids: [{policies!r}]")
         if mode not in ("independent", "lockstep"):
@@ -104,19 +110,30 @@ class MultiAgentReplayBuffer:
                     f"in lockstep env steps are drawn uniformly: the buffer of {policy_id!r} is a "
                     f"plain ReplayBuffer of timesteps then, not {buffer!r}"
                 )
+        every = {**self.buffers, **made}
+        capacities = {policy_id: buffer.capacity for policy_id, buffer in every.items()}
+        if len(set(capacities.values())) > 1:
+            raise ValueError(f"in lockstep all buffers have one capacity, not {capacities}")
         if self._steps is None:
-            self._steps = Lockstep(max(buffer.capacity for buffer in made.values()))
+            self._steps = Lockstep(next(iter(capacities.values())))
+        for policy_id, rows in parts.items():
+            if rows.count > capacities[policy_id]:
+                raise ValueError(
+                    f"{rows.count} rows of policy {policy_id!r} at once for a capacity of "
+                    f"{capacities[policy_id]}: no env step of them would be whole"
+                )
         self._steps.check(parts)
         parts = {policy_id: in_order(rows) for policy_id, rows in parts.items()}
         begins = {policy_id: buffer.num_added for policy_id, buffer in made.items()}
         for policy_id, rows in parts.items():
             made[policy_id].add(rows)
-        self._steps.extend(parts, begins, {pid: buffer.capacity for pid, buffer in made.items()})
+        self._steps.extend(parts, begins)
         self._steps.forget({pid: b.num_added - len(b) for pid, b in made.items()})
 
     def can_sample(self) -> bool:
         """Whether it is time to draw a batch."""
-        return self.ratio.may_draw(self._rows_per_batch())
+        rows = self._rows_per_batch()
+        return rows > 0 and self.ratio.may_draw(rows)
 
     def _rows_per_batch(self) -> float:
         """Rows to learn from in a drawn batch; on average, where they are not always as many."""
@@ -135,7 +152,7 @@ class MultiAgentReplayBuffer:
         Raises:
             ValueError: there are none.
         """
-        if not self.buffers:
+        if not self.buffers or (self._steps is not None and not len(self._steps)):
             raise ValueError("the replay buffer is empty: store something before drawing from it")
         size = self.replay_batch_size
         if self._steps is None:
@@ -152,6 +169,11 @@ class MultiAgentReplayBuffer:
     ) -> None:
         """Give a policy's rows new priorities; see PrioritizedReplayBuffer. A buffer without
         priorities takes no notice."""
+        if policy_id not in self.buffers:
+            raise KeyError(
+                f"priorities of policy {policy_id!r}, whose rows are not in this replay buffer: it "
+                f"has those of {sorted(self.buffers)}"
+            )
         self.buffers[policy_id].update_priorities(batch_indexes, priorities)
 
     def __len__(self) -> int:
@@ -176,8 +198,14 @@ class MultiAgentReplayBuffer:
         """Take over what `state_dict` gave, with the same settings.
 
         Raises:
-            ValueError: a buffer does not fit, or it is of the other mode; nothing is changed.
+            ValueError: a buffer does not fit, or it is of the other mode or of other policies;
+                nothing is changed.
         """
+        foreign = sorted(set(state["buffers"]) - set(self.policies or state["buffers"]))
+        if foreign:
+            raise ValueError(
+                f"a state of policies {foreign} for a replay buffer of {self.policies}"
+            )
         if state["buffers"] and ("steps" in state) != (self.mode == "lockstep"):
             raise ValueError(f"a state of the other mode for a replay buffer in mode {self.mode!r}")
         buffers = {policy_id: self._make(policy_id) for policy_id in state["buffers"]}

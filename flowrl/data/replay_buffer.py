@@ -110,6 +110,8 @@ class ReplayBuffer:
         elif batch.count:
             self._units.check(batch)
             self._ring.check(self._units.rows_of(batch))
+        if self.n_step > 1 and "rewards" not in batch:
+            raise ValueError(f"a batch without rewards, of which n_step={self.n_step} adds up some")
 
     def add(self, batch: SampleBatch) -> None:
         """Store the rows of a batch; it must not be changed afterwards.
@@ -132,8 +134,9 @@ class ReplayBuffer:
 
     def _flush(self) -> None:
         if self._pending:
-            self._store(self._pending, self._counts)
-        self._pending, self._counts, self._pending_rows = [], [], 0
+            batches, counts = self._pending, self._counts
+            self._pending, self._counts, self._pending_rows = [], [], 0
+            self._store(batches, counts)
 
     def _store(self, batches: list[SampleBatch], counts: list[int]) -> None:
         if self._units is None:
@@ -241,6 +244,7 @@ class ReplayBuffer:
         """All rows, and where the draws are."""
         self._flush()
         state = {
+            "kind": type(self).__name__,
             "ring": self._ring.state_dict(),
             "rng": stream_state(self.rng),
             "num_sampled": self.num_sampled,
@@ -253,17 +257,25 @@ class ReplayBuffer:
         """Take over what `state_dict` gave, of a buffer with the same settings.
 
         Raises:
-            ValueError: it is of another capacity or storage unit; nothing is changed.
+            ValueError: it is of another kind of buffer, capacity or storage unit; nothing is
+                changed.
         """
-        units = state.get("units", {"kind": "timesteps"})
-        if units["kind"] != self.storage_unit:
-            raise ValueError(
-                f"a state of {units['kind']} for a buffer of {self.storage_unit}: give the buffer "
-                "the storage_unit that it had"
-            )
+        own: dict[str, Any] = {"kind": type(self).__name__, "storage_unit": self.storage_unit}
+        given: dict[str, Any] = {"kind": state["kind"], "storage_unit": "timesteps"}
+        if self._units is not None:
+            own |= {"max_seq_len": self._units.max_seq_len, "burn_in": self._units.burn_in}
+        if "units" in state:
+            units = state["units"]
+            given |= {name: units[name] for name in ("storage_unit", "max_seq_len", "burn_in")}
+        for name, value in own.items():
+            if given.get(name, value) != value:
+                raise ValueError(
+                    f"a state of a buffer with {name}={given[name]!r} for one with {value!r}: give "
+                    "the buffer the settings that it had"
+                )
         self._ring.load_state_dict(state["ring"])
         if self._units is not None:
-            self._units.load_state_dict(units)
+            self._units.load_state_dict(state["units"])
         self._pending, self._counts, self._pending_rows = [], [], 0
         restore_stream(self.rng, state["rng"])
         self.num_sampled = int(state["num_sampled"])
@@ -303,13 +315,15 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         **more: Any,
     ):
         super().__init__(capacity, **more)
-        points = [(0, beta)] if isinstance(beta, (int, float)) else beta
+        points = [(0, beta)] if np.ndim(beta) == 0 else beta
         self._beta = np.asarray(points, np.float64).reshape(-1, 2).T
         rising = (np.diff(self._beta[0]) > 0).all()
-        if alpha < 0 or eps < 0 or not self._beta.size or not rising or (self._beta[1] < 0).any():
+        numbers = np.concatenate([self._beta.ravel(), [alpha, eps]])
+        fits = np.isfinite(numbers).all() and (numbers >= 0).all()
+        if not fits or not self._beta.size or not rising:
             raise ValueError(
-                f"alpha, beta and eps are at least 0, got {alpha!r}, {beta!r} and {eps!r} (points "
-                "of beta in rising order)"
+                f"alpha, beta and eps are finite and at least 0, got {alpha!r}, {beta!r} and "
+                f"{eps!r} (points of beta in rising order)"
             )
         self.alpha, self.eps = float(alpha), float(eps)
         self._tree = SumTree(self.capacity)
@@ -362,6 +376,8 @@ class PrioritizedReplayBuffer(ReplayBuffer):
             raise ValueError(
                 f"priorities {list(priorities.shape)} for rows {list(indexes.shape)}: one for each"
             )
+        if len(indexes) and indexes.dtype.kind not in "iu":
+            raise ValueError(f"batch_indexes are whole numbers, got {indexes.dtype}")
         if not len(indexes):
             return
         low, high = priorities.min(), priorities.max()

@@ -22,7 +22,7 @@ class ReplayRatio:
     """
 
     def __init__(self, learning_starts: int = 0, training_intensity: float | None = None):
-        if learning_starts < 0:
+        if not 0 <= learning_starts < np.inf:
             raise ValueError(f"learning_starts is at least 0, got {learning_starts}")
         if training_intensity is not None and not 0 < training_intensity < np.inf:
             raise ValueError(f"training_intensity is a number above 0, got {training_intensity!r}")

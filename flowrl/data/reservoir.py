@@ -32,9 +32,9 @@ class ReservoirReplayBuffer(ReplayBuffer):
             return
         self.check(batch)
         kept, slots = self._chosen(count)
-        self._added += count
         if len(kept):
             self._ring.replace(batch.take_rows(kept), slots)
+        self._added += count
 
     def _chosen(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Which of `count` new rows are kept, and the slots that they get."""

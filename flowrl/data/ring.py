@@ -76,6 +76,7 @@ class Ring:
                     f"a batch of sequences, with {', '.join(recurrent)}: rows are drawn one by one "
                     'here; for policies that remember give the buffer storage_unit="sequences"'
                 )
+            self._check_first(batch, names)
             return
         for name, shape, dtype in self._kinds:
             column = dict.get(batch, name)
@@ -95,6 +96,31 @@ class Ring:
                 raise ValueError(
                     f"column {name!r} has rows of {given} {list(column.shape[1:])}, those stored "
                     f"before {dtype} {list(shape)}"
+                )
+
+    @staticmethod
+    def _check_first(batch: SampleBatch, names: set[str]) -> None:
+        """Refuse a first batch that says by itself that it cannot be stored."""
+        for name in names & {*ENDS, "eps_id", "t", "agent_index", "rewards"}:
+            column = np.asarray(batch[name])
+            kinds = "b" if name in ENDS else "fiu" if name == "rewards" else "iu"
+            if column.ndim != 1 or column.dtype.kind not in kinds:
+                told = {"b": "booleans", "iu": "whole numbers", "fiu": "numbers"}[kinds]
+                raise ValueError(
+                    f"column {name!r}: {told} [rows] are needed, got {column.dtype} "
+                    f"{list(column.shape)}"
+                )
+        nests = [optree.tree_structure(batch[name]) for name in (OBS, NEXT)]
+        leaves: list[Any] = [optree.tree_leaves(batch[name]) for name in (OBS, NEXT)]
+        if nests[0] != nests[1] or any(
+            one.shape[1:] != other.shape[1:] or not np.can_cast(other.dtype, one.dtype, "same_kind")
+            for one, other in zip(*leaves, strict=True)
+        ):
+            raise ValueError("new_obs are of another shape or kind than obs")
+        for name in names - {NEXT}:
+            if _structure(_skeleton(_nest_of(batch[name]))) != _nest_of(batch[name]):
+                raise ValueError(
+                    f"column {name!r}: nested columns are plain dicts and tuples of arrays"
                 )
 
     def _check_nest(self, name: str, column: Any) -> None:
@@ -175,9 +201,7 @@ class Ring:
         """Memory for columns like a batch's; a page of it is taken when it is first written."""
         for name in sorted(self.names_of(batch) - {NEXT}):
             column = batch[name]
-            self._nests[name] = None
-            if not isinstance(column, np.ndarray):
-                self._nests[name] = optree.tree_structure(column)
+            self._nests[name] = _nest_of(column)
             rows = 2 * self.capacity if name == OBS else self.capacity
             leaves: Any = optree.tree_leaves(column)
             self.columns[name] = [np.empty((rows, *leaf.shape[1:]), leaf.dtype) for leaf in leaves]
@@ -234,6 +258,7 @@ class Ring:
         joined = goes_on[one] & (since[next_one] == until[one] + 1)
         for key in whose:
             joined &= key[one] == key[next_one]
+        joined &= next_one > one  # what is overwritten first cannot be led to
         one, next_one = one[joined], next_one[joined]
         rows = at_end[one]
         self._give_back(self._following[rows])
@@ -457,6 +482,11 @@ def _same(episodes: np.ndarray, agents: np.ndarray) -> np.ndarray:
     """Whether a row and the next one are of the same trajectory, [rows - 1]."""
     same: np.ndarray = (np.diff(episodes) == 0) & (np.diff(agents) == 0)
     return same
+
+
+def _nest_of(column: Any) -> Any:
+    """The structure of a column; None for a plain array."""
+    return None if isinstance(column, np.ndarray) else optree.tree_structure(column)
 
 
 def _skeleton(nest: Any) -> Any:

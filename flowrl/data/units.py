@@ -35,6 +35,8 @@ class Units:
         self._lengths = np.empty(capacity, np.int64)
         self._heads = np.empty(capacity, np.int64)  # rows that are burn-in
         self.states: dict[str, np.ndarray] = {}
+        # a state's shape and dtype by name, once a batch was looked at
+        self._like: dict[str, tuple[tuple[int, ...], Any]] | None = None
         self._to_learn = 0  # rows of all units that are there, without burn-in
 
     def __len__(self) -> int:
@@ -63,8 +65,11 @@ class Units:
             ended = np.zeros(batch.count, bool)
             for flag in ENDS:
                 if flag in batch:
-                    ended |= batch[flag]
-            if not ended[np.cumsum(lengths) - 1].all():
+                    ended |= np.asarray(batch[flag]).astype(bool)
+            last = np.cumsum(lengths) - 1
+            single = not ("agent_index" in batch and np.any(batch["agent_index"]))
+            begun = "t" in batch and single and np.any(batch["t"][last - lengths + 1])
+            if begun or not ended[last].all() or ended.sum() > len(last):
                 raise ValueError(
                     "a batch with a part of an episode, where whole ones are stored: sample with "
                     'batch_mode="complete_episodes"'
@@ -83,9 +88,23 @@ class Units:
             raise ValueError(
                 f"{self.kind} of {lengths.max()} rows do not fit a capacity of {self.capacity}"
             )
-        names = {name for name in batch if name.startswith(STATE)}
-        if self.stored and names != set(self.states):
-            raise ValueError(f"a batch with {sorted(names)}, those before had {[*self.states]}")
+        self._check_states(batch)
+
+    def _check_states(self, batch: SampleBatch) -> None:
+        states = {name: np.asarray(batch[name]) for name in batch if name.startswith(STATE)}
+        if self._like is not None and set(states) != set(self._like):
+            raise ValueError(f"a batch with {sorted(states)}, those before had {[*self._like]}")
+        count = len(batch["seq_lens"]) if "seq_lens" in batch else batch.count
+        for name, column in states.items():
+            shape, dtype = (self._like or {}).get(name, (column.shape[1:], column.dtype))
+            fits = np.can_cast(column.dtype, dtype, "same_kind")
+            if len(column) != count or column.shape[1:] != shape or not fits:
+                raise ValueError(
+                    f"{name}: {dtype} {[count, *shape]} are needed, a state for each "
+                    f"{'sequence' if 'seq_lens' in batch else 'row'}, got {column.dtype} "
+                    f"{list(column.shape)}"
+                )
+        self._like = {name: (column.shape[1:], column.dtype) for name, column in states.items()}
 
     def extend(self, batch: SampleBatch, first: int) -> SampleBatch:
         """Note the units of a batch whose rows get the numbers from `first` on; the rows, in the
@@ -162,7 +181,9 @@ class Units:
     def state_dict(self) -> dict[str, Any]:
         at = np.arange(self.first, self.stored) % self.capacity
         return {
-            "kind": self.kind,
+            "storage_unit": self.kind,
+            "max_seq_len": self.max_seq_len,
+            "burn_in": self.burn_in,
             "first": self.first,
             "begins": self._begins[at],
             "lengths": self._lengths[at],
@@ -177,6 +198,7 @@ class Units:
         self._begins[at], self._lengths[at] = state["begins"], state["lengths"]
         self._heads[at] = state["heads"]
         self.states = {}
+        self._like = {n: (c.shape[1:], c.dtype) for n, c in state["states"].items()} or None
         for name, column in state["states"].items():
             self.states[name] = np.empty((self.capacity, *column.shape[1:]), column.dtype)
             self.states[name][at] = column

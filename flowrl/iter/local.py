@@ -272,8 +272,9 @@ class LocalIterator(Generic[T]):
             if moved == before:
                 raise RuntimeError(
                     f"{self!r} cannot move: every branch waits for another one. Is there a child "
-                    "of duplicate() that nobody consumes, or an operator that waits for one that "
-                    f"nobody pulls? Waiting: {self._waiting(clock.stages)}"
+                    "of duplicate() that nobody consumes, an operator that waits for one that "
+                    "nobody pulls, or a replay buffer that one branch draws from and none stores "
+                    f"into (or the reverse)? Waiting: {self._waiting(clock.stages)}"
                 )
 
     @staticmethod

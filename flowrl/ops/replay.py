@@ -55,6 +55,11 @@ class StoreToReplayBuffer:
     def __call__(self, batch: Any) -> Any:
         if isinstance(batch, BatchRef) and not isinstance(self.buffer, ReplayActors):
             batch = batch.get()
+        if not isinstance(batch, (SampleBatch, MultiAgentBatch, BatchRef)):
+            raise TypeError(
+                f"StoreToReplayBuffer takes batches, got a {type(batch).__name__}: chain it before "
+                "TrainOneStep"
+            )
         self.buffer.add(batch)
         counters = _get_shared_metrics().counters
         for policy_id, rows in batch.steps_by_policy().items():
@@ -205,6 +210,11 @@ class UpdateReplayPriorities:
                 continue
             update = policy_id, rows["batch_indexes"], abs(rows["td_error"])
             if isinstance(self.buffer, ReplayActors):
+                if len(batch.sources) != 1:
+                    raise ValueError(
+                        f"UpdateReplayPriorities(actors=…): rows drawn at once from one shard are "
+                        f"needed, this batch has {len(batch.sources)} sources"
+                    )
                 (source,) = batch.sources
                 self.buffer.update_priorities(source.worker, *update)
             else:

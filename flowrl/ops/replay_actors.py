@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -101,9 +102,11 @@ class ReplayShard:
         """Of the buffer."""
         return self.buffer.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Of the buffer."""
+    def load_state_dict(self, state: dict[str, Any]) -> int:
+        """Of the buffer; the rows that there are then. Numbers of batches begin anew."""
         self.buffer.load_state_dict(state)
+        self._seen.clear()
+        return len(self.buffer)
 
 
 class ReplayActors:
@@ -133,8 +136,9 @@ class ReplayActors:
         training_intensity: float | None = None,
         seed: int | None = None,
     ):
-        if isinstance(num_shards, bool) or not isinstance(num_shards, int) or num_shards < 1:
-            raise ValueError(f"num_shards is a whole number from 1, got {num_shards!r}")
+        for name, value in (("num_shards", num_shards), ("batch_rows", batch_rows)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} is a whole number from 1, got {value!r}")
         self._make = make
         self.num_shards = num_shards
         self.batch_rows = batch_rows
@@ -269,9 +273,14 @@ class ReplayActors:
     ) -> None:
         """Send priorities to the shard whose rows they are of; it is not waited for."""
         import ray
+        from ray.exceptions import RayActorError
 
-        if len(self._updates) >= UPDATES_IN_FLIGHT * self.num_shards:
-            ray.wait([self._updates.popleft()])
+        while self._updates:  # an error of one is told with a later one
+            done, _ = ray.wait([self._updates[0]], timeout=0)
+            if not done and len(self._updates) < UPDATES_IN_FLIGHT * self.num_shards:
+                break
+            with contextlib.suppress(RayActorError):  # the shard is made again when it is asked
+                ray.get(self._updates.popleft())
         handle = self.handles()[shard]
         self._updates.append(handle.update_priorities.remote(policy_id, batch_indexes, priorities))
 
@@ -313,7 +322,7 @@ class ReplayActors:
         if len(shards) != self.num_shards:
             raise ValueError(f"a state of {len(shards)} replay shards for {self.num_shards}")
         pairs = zip(self.handles(), shards, strict=True)
-        ray.get([handle.load_state_dict.remote(own) for handle, own in pairs])
+        self.rows = ray.get([handle.load_state_dict.remote(own) for handle, own in pairs])
         self.ratio.load_state_dict(state["ratio"])
         restore_stream(self.rng, state["rng"])
         self._number, self._turn = int(state["number"]), int(state["turn"])

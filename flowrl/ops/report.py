@@ -114,8 +114,9 @@ class CollectMetrics:
     """for_each, any item -> result dict: counters, episodes, learner statistics, timers.
 
     The classic names (`episode_reward_mean`, `timesteps_total`, …) and the nested ones
-    (`env_runners/episode_return_mean`, `learners/<policy>/…`) hold the same values. Episode
-    numbers are over the last `window` episodes, NaN before the first has ended.
+    (`env_runners/episode_return_mean`, `learners/<policy>/…`) hold the same values; `counters` has
+    all that operators count. Episode numbers are over the last `window` episodes, NaN before the
+    first has ended.
     """
 
     def __init__(self, workers: WorkerSet, window: int = 100):
@@ -174,6 +175,7 @@ class CollectMetrics:
                 "policy_lag_mean": float(np.mean(lags)) if lags else 0.0,
                 "policy_lag_max": max(lags, default=0),
             },
+            "counters": dict(counters),
             "learners": {
                 pid: {
                     **one["learner_stats"],

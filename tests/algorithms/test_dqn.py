@@ -8,12 +8,23 @@ import torch
 from gymnasium import spaces
 
 from flowrl.algorithms.a2c import A2CTorchPolicy
-from flowrl.algorithms.dqn import DQNConfig, DQNTorchPolicy
+from flowrl.algorithms.dqn import DQN, DQNConfig, DQNTorchPolicy
 from flowrl.algorithms.plans import load_plan
 from flowrl.algorithms.simple_q import SimpleQ, SimpleQConfig
 from flowrl.data import ReplayBuffer, SampleBatch
 from flowrl.iter import MetricsContext, metrics_scope
-from flowrl.ops import ApplyGradients, AverageGradients, ComputeGradients, UpdateTargetNetwork
+from flowrl.ops import (
+    ApplyGradients,
+    AverageGradients,
+    ComputeGradients,
+    Concurrently,
+    ParallelRollouts,
+    Replay,
+    StandardMetricsReporting,
+    StoreToReplayBuffer,
+    TrainOneStep,
+    UpdateTargetNetwork,
+)
 from flowrl.policies import ConfigError
 from flowrl.sampling import RolloutWorker, WorkerSet
 
@@ -211,6 +222,27 @@ def test_a_restored_policy_learns_the_same():
         one.set_state({**other.get_state(), "target": {"x": np.zeros(3, np.float32)}})
 
 
+def test_what_dueling_values_mean_is_part_of_the_state():
+    one, two = (DQNTorchPolicy(BOX, THREE, {"dueling": d, "seed": 0}) for d in (True, False))
+    with pytest.raises(ValueError, match="dueling=True for a policy with dueling=False"):
+        two.set_state(one.get_state())
+
+
+def test_a_target_that_nothing_moves_is_told():
+    def plan(workers, config):
+        buffer = config.replay_buffer()
+        store = ParallelRollouts(workers).for_each(StoreToReplayBuffer(local_buffer=buffer))
+        train = Replay(local_buffer=buffer).for_each(TrainOneStep(workers))
+        both = Concurrently([store, train], mode="async", output_indexes=[1])
+        return StandardMetricsReporting(both, workers, config)
+
+    class Forgetful(DQN):
+        execution_plan = staticmethod(plan)
+
+    with Forgetful(tiny()) as algorithm, pytest.warns(UserWarning, match="UpdateTargetNetwork"):
+        assert algorithm.train()["counters"]["num_agent_steps_stored"] > 0
+
+
 def test_an_update_that_is_left_out_tells_no_errors():
     policy = DQNTorchPolicy(BOX, THREE, {"on_bad_update": "skip", "seed": 0})
     batch = rows()
@@ -279,7 +311,7 @@ def test_every_policy_has_a_clock_of_its_own():
     ("settings", "match"),
     [
         ({"replay_buffer_capacity": 20}, "replay_buffer_capacity=20 is less than"),
-        ({"learning_starts": 60_000}, "learning_starts=60000: make it at least both"),
+        ({"learning_starts": 60_000}, "learning_starts=60000: make it at least that"),
         ({"prioritized_replay": False, "prioritized_replay_alpha": 0.5}, "needs prioritized_rep"),
         ({"training_intensity": 0}, "training_intensity"),
         ({"n_step": 0}, "n_step"),

@@ -107,12 +107,13 @@ def test_draws_are_whole_env_steps(lengths, misses, steps, capacity):
 
 def test_all_steps_are_drawn_alike():
     episodes, buffer = Episodes([50]), buffer_of(40, size=5_000)
-    buffer.add(episodes.fragment(30))
+    for _ in range(3):
+        buffer.add(episodes.fragment(10))
     steps = buffer.sample()["b"]["t"]
     counts = np.bincount(steps, minlength=30)
-    assert not counts[:20].any()  # policy a has lost a row of these
-    expected = 5_000 / 10
-    assert ((counts[20:] - expected) ** 2 / expected).sum() < 27.9  # chi-square, 9, 0.001
+    assert not counts[:10].any()  # policy a has lost the rows of these
+    expected = 5_000 / 20
+    assert ((counts[10:] - expected) ** 2 / expected).sum() < 43.8  # chi-square, 19, 0.001
     assert buffer.ratio.drawn == 15_000
 
 
@@ -148,3 +149,10 @@ def test_what_cannot_be_in_lockstep():
     assert len(buffer) == 0
     buffer.add(batch)
     assert len(buffer) == 12
+    with pytest.raises(ValueError, match="42 rows of policy 'a' at once for a capacity of 40"):
+        buffer.add(Episodes([50]).fragment(21))
+    buffer = buffer_of(make=lambda policy_id: ReplayBuffer(40 if policy_id == "a" else 50))
+    with pytest.raises(ValueError, match="all buffers have one capacity"):
+        buffer.add(batch)
+    with pytest.raises(ValueError, match="the replay buffer is empty"):
+        buffer_of().sample()

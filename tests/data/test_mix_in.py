@@ -35,7 +35,9 @@ def test_every_new_row_is_given_once(old_share, work, size):
             fresh = min(due, stored - given_up_to)
             drawn = buffer.sample(size)["rewards"].astype(int)
             assert drawn[:fresh].tolist() == list(range(given_up_to, given_up_to + fresh))
-            known = given_up_to if given_up_to > oldest else stored  # all, where none is old
+            known = given_up_to
+            if given_up_to == oldest:  # nothing is old yet
+                known = given_up_to + fresh if fresh else stored
             assert ((drawn[fresh:] >= oldest) & (drawn[fresh:] < known)).all()
             assert len(drawn) == size
             given_up_to += fresh

@@ -114,7 +114,7 @@ def test_a_restored_buffer_goes_on_the_same():
 @pytest.mark.parametrize(
     ("settings_", "match"),
     [
-        ({"replay_batch_size": 0}, "replay_batch_size is at least 1"),
+        ({"replay_batch_size": 0}, "replay_batch_size is a whole number from 1"),
         ({"learning_starts": -1}, "learning_starts is at least 0"),
         ({"training_intensity": 0}, "training_intensity is a number above 0"),
         ({"training_intensity": float("nan")}, "training_intensity is a number above 0"),

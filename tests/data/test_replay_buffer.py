@@ -396,9 +396,9 @@ def test_large_outputs_are_used_again_when_nobody_has_them():
         ({"capacity": 2.5}, "capacity: a whole number"),
         ({"capacity": 5, "n_step": 0}, "n_step: a whole number of at least 1"),
         ({"capacity": 5, "gamma": 1.5}, "gamma: a number from 0 to 1"),
-        ({"capacity": 5, "alpha": -1.0}, "alpha, beta and eps are at least 0"),
-        ({"capacity": 5, "beta": []}, "alpha, beta and eps are at least 0"),
-        ({"capacity": 5, "beta": -0.5}, "alpha, beta and eps are at least 0"),
+        ({"capacity": 5, "alpha": -1.0}, "alpha, beta and eps are finite"),
+        ({"capacity": 5, "beta": []}, "alpha, beta and eps are finite"),
+        ({"capacity": 5, "beta": -0.5}, "alpha, beta and eps are finite"),
     ],
 )
 def test_settings_that_cannot_be(settings_, match):
@@ -497,3 +497,58 @@ def test_steps_reach_over_fragments_whatever_normalises_them(kind):
         turns.add(fragment.with_columns(t=2 * fragment["t"]))
     drawn = turns.sample(500)
     assert set(drawn["n_steps"][drawn["t"] < drawn["t"].max() - 10]) == {5}
+
+
+def test_parts_of_an_episode_out_of_order_are_not_mixed_with_others():
+    """What came later but lies earlier is overwritten first: it is not what a row leads to."""
+
+    def part(episode, first, rows, end=False):
+        steps = np.arange(first, first + rows)
+        obs = np.stack([np.full(rows, episode), steps], 1).astype(np.float32)
+        ends = np.zeros(rows, bool)
+        ends[-1] = end
+        return SampleBatch(
+            obs=obs,
+            new_obs=obs + np.array([0, 1], np.float32),
+            rewards=steps.astype(np.float32),
+            terminateds=ends,
+            eps_id=np.full(rows, episode),
+            t=steps,
+        )
+
+    buffer = ReplayBuffer(10, seed=0, n_step=3, gamma=1.0)
+    buffer.add(part(9, 0, 1, end=True))
+    buffer.add(part(1, 3, 3, end=True))
+    buffer.add(part(1, 0, 3))
+    buffer.add(part(5, 0, 3, end=True))
+    buffer.sample(1)
+    buffer.add(part(7, 0, 4, end=True))
+    drawn = buffer.sample(300)
+    steps = drawn["new_obs"] - drawn["obs"]
+    assert (steps[:, 0] == 0).all()
+    np.testing.assert_array_equal(steps[:, 1], drawn["n_steps"])
+
+
+@pytest.mark.parametrize("make", [ReplayBuffer, PrioritizedReplayBuffer, ReservoirReplayBuffer])
+@pytest.mark.parametrize(
+    ("column", "match"),
+    [
+        ({"terminateds": np.array([0, 0, 1])}, "'terminateds': booleans"),
+        ({"eps_id": np.array(["a", "a", "b"])}, "'eps_id': whole numbers"),
+        ({"new_obs": np.zeros((3, 5), np.float32)}, "new_obs are of another shape"),
+        ({"rewards": np.zeros((3, 2), np.float32)}, "'rewards': numbers"),
+        ({"more": {"a": [np.zeros(3)]}}, "'more': nested columns are plain dicts and tuples"),
+    ],
+)
+def test_a_first_batch_that_cannot_be_stored_leaves_nothing_behind(make, column, match):
+    buffer, batch = make(9, seed=0), Stream(1, [5]).fragment(3, "plain")
+    odd = SampleBatch._of(dict(batch.stored()) | column)
+    with pytest.raises(ValueError, match=match):
+        buffer.add(odd)
+    assert len(buffer) == buffer.num_added == 0
+    buffer.add(batch)
+    assert buffer.sample(20)["obs"][:, 1].max() < 3
+    with pytest.raises(ValueError, match="kind="):
+        ReplayBuffer(9, n_step=2).load_state_dict(PrioritizedReplayBuffer(9).state_dict())
+    with pytest.raises(ValueError, match="without rewards"):
+        ReplayBuffer(9, n_step=2).add(batch.without_columns("rewards"))

@@ -103,6 +103,10 @@ def test_episodes_are_whole():
     with pytest.raises(ValueError, match=r"part of an episode.*complete_episodes"):
         buffer.add(stream.fragment(2))
     assert len(buffer) == 12
+    tail = Stream(1, [5])
+    tail.fragment(2)
+    with pytest.raises(ValueError, match="part of an episode"):
+        buffer.add(tail.fragment(3))  # ends, but does not begin in it
     small = ReplayBuffer(4, storage_unit="episodes")
     with pytest.raises(ValueError, match="episodes of 5 rows do not fit a capacity of 4"):
         small.add(Stream(1, [5]).fragment(5))
@@ -160,10 +164,17 @@ def test_a_restored_buffer_draws_the_same(unit):
     assert one.keys() == two.keys()
     for name in one:
         np.testing.assert_array_equal(one[name], two[name])
-    with pytest.raises(ValueError, match=f"a state of {unit} for a buffer of timesteps"):
-        ReplayBuffer(30).load_state_dict(made[0].state_dict())
-    with pytest.raises(ValueError, match=f"a state of timesteps for a buffer of {unit}"):
-        made[0].load_state_dict(ReplayBuffer(30).state_dict())
+    state = made[0].state_dict()
+    for odd, match in (
+        (ReplayBuffer(30, storage_unit=unit, max_seq_len=3), "kind='PrioritizedReplayBuffer'"),
+        (PrioritizedReplayBuffer(30), f"storage_unit='{unit}' for one with 'timesteps'"),
+        (PrioritizedReplayBuffer(30, storage_unit=unit, max_seq_len=4), "max_seq_len=3 for one"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            odd.load_state_dict(state)
+        assert len(odd) == 0
+    with pytest.raises(ValueError, match="storage_unit='timesteps'"):
+        made[0].load_state_dict(PrioritizedReplayBuffer(30).state_dict())
 
 
 @pytest.mark.parametrize("burn_in", [0, 3])
