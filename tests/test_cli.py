@@ -69,6 +69,7 @@ def test_train_evaluate_resume(capsys, tmp_path):
 def test_policies_have_flags_of_their_own(capsys, tmp_path):
     """Which a resumed run keeps; a flag that no policy would see is refused."""
     given = ("--policies.dqn.config.tau", "0.25", "--seed", "1", "--stop-iters", "1")
+    given += ("--min-sample-timesteps-per-iteration", "300")
     code, _, said = run(capsys, "train", "ppo_dqn", "--run-dir", "r", *given)
     assert (code, said) == (0, "")
     code, _, said = run(capsys, "train", "ppo_dqn", "--lr", "1e-4", "--stop-iters", "1")
