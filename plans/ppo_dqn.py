@@ -22,7 +22,7 @@ config = AlgorithmConfig(
     env=make_multi_agent("CartPole-v1"),
     env_config={"num_agents": 4, "episode_steps": 500},
     num_envs_per_worker=4,
-    rollout_fragment_length=16,
+    rollout_fragment_length=8,
     policies={
         "ppo": PolicySpec(
             config=PPOConfig(
@@ -38,7 +38,7 @@ config = AlgorithmConfig(
                 n_step=10,
                 grad_clip=0.5,
                 target_network_update_freq=0,
-                tau=0.01,
+                tau=0.005,
                 prioritized_replay=False,
                 training_intensity=8,
                 model={"fcnet_hiddens": [128, 128], "fcnet_activation": "relu"},
