@@ -160,8 +160,8 @@ def _refuse_unused(config: Any, defaults: Any) -> None:
     specs = specs_of(config.policies)
     if not all(isinstance(spec.config, PolicyConfig) for spec in specs.values()):
         return
-    for name in set(PolicyConfig.model_fields) - {"seed"}:
-        if getattr(config, name) != getattr(defaults, name):
+    for name in PolicyConfig.model_fields:
+        if name != "seed" and getattr(config, name) != getattr(defaults, name):
             flag = name.rstrip("_").replace("_", "-")
             raise ConfigError(
                 f"--{flag}: every policy of this plan has settings of its own: "

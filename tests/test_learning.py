@@ -71,7 +71,7 @@ def test_a2c_with_replay():
 
 
 def test_ppo_and_dqn_in_one_plan():
-    """Both, in one run; each alone takes some 20,000 and 50,000 env steps."""
+    """Both, in one run; each alone takes some 24,000 and 28,000 env steps."""
     with load_plan("ppo_dqn").config.updated(seed=0).build(plan="ppo_dqn") as algorithm:
         best = {"ppo": 0.0, "dqn": 0.0}
         while min(best.values()) < 450:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from flowrl.data.sample_batch import SampleBatch
+from flowrl.data.sequences import places_in_runs
 
 
 class Lockstep:
@@ -49,8 +50,6 @@ class Lockstep:
             parts: policy id -> its rows, in the order in which they are stored.
             begins: the number of the first of them.
         """
-        if not parts:
-            return
         keys = {pid: np.stack([own["eps_id"], own["t"]], 1) for pid, own in parts.items()}
         every, step = np.unique(np.concatenate(list(keys.values())), axis=0, return_inverse=True)
         steps = dict.fromkeys(self._policies, np.zeros(0, np.int64))
@@ -131,10 +130,7 @@ class _Rows:
 
     def of(self, slots: np.ndarray) -> np.ndarray:
         """The numbers of the rows of the steps in these slots."""
-        counts = self.counts[slots]
-        ends = np.cumsum(counts)
-        within = np.arange(int(ends[-1])) - np.repeat(ends - counts, counts)
-        where = np.repeat(self._begins[slots], counts) + within
+        where, _ = places_in_runs(self._begins[slots], self.counts[slots])
         numbers: np.ndarray = self._numbers[where % len(self._numbers)]
         return numbers
 

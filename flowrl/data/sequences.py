@@ -129,6 +129,18 @@ def pad_batch_to_sequences_of_same_size(
     return batch.with_columns(**{MASK: np.ones(batch.count, bool)}).right_zero_pad(length)
 
 
+def places_in_runs(begins: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The places in runs that begin at `begins` [n], one run after another, and how far from its
+    run's beginning each is.
+
+    >>> [places.tolist() for places in places_in_runs(np.array([5, 0]), np.array([2, 3]))]
+    [[5, 6, 0, 1, 2], [0, 1, 0, 1, 2]]
+    """
+    ends = np.cumsum(lengths)
+    within = np.arange(int(lengths.sum())) - np.repeat(ends - lengths, lengths)
+    return np.repeat(begins, lengths) + within, within
+
+
 def burn_in_spans(
     batch: SampleBatch, max_seq_len: int, burn_in: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -171,9 +183,7 @@ def with_burn_in(batch: SampleBatch, max_seq_len: int, burn_in: int) -> SampleBa
             "as workers of a policy with burn_in sample it"
         )
     starts, total, heads = burn_in_spans(batch, max_seq_len, burn_in)
-    ends = np.cumsum(total)
-    within = np.arange(int(total.sum())) - np.repeat(ends - total, total)
-    index = np.repeat(starts, total) + within
+    index, within = places_in_runs(starts, total)
     states = {n: np.asarray(c)[starts] for n, c in batch.items() if n.startswith("state_in_")}
     rows = batch.without_columns(*states).take_rows(index)
     mask = within >= np.repeat(heads, total)

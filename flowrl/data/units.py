@@ -8,10 +8,9 @@ import numpy as np
 
 from flowrl.data.ring import ENDS, order_of
 from flowrl.data.sample_batch import SampleBatch
-from flowrl.data.sequences import burn_in_spans, sequence_lengths
+from flowrl.data.sequences import burn_in_spans, places_in_runs, sequence_lengths
 
 STATE = "state_in_"
-KEYS = ("eps_id", "unroll_id", "agent_index")
 
 
 class Units:
@@ -35,8 +34,6 @@ class Units:
         self._lengths = np.empty(capacity, np.int64)
         self._heads = np.empty(capacity, np.int64)  # rows that are burn-in
         self.states: dict[str, np.ndarray] = {}
-        # a state's shape and dtype by name, once a batch was looked at
-        self._like: dict[str, tuple[tuple[int, ...], Any]] | None = None
         self._to_learn = 0  # rows of all units that are there, without burn-in
 
     def __len__(self) -> int:
@@ -92,11 +89,12 @@ class Units:
 
     def _check_states(self, batch: SampleBatch) -> None:
         states = {name: np.asarray(batch[name]) for name in batch if name.startswith(STATE)}
-        if self._like is not None and set(states) != set(self._like):
-            raise ValueError(f"a batch with {sorted(states)}, those before had {[*self._like]}")
+        if self.stored and set(states) != set(self.states):
+            raise ValueError(f"a batch with {sorted(states)}, those before had {[*self.states]}")
         count = len(batch["seq_lens"]) if "seq_lens" in batch else batch.count
         for name, column in states.items():
-            shape, dtype = (self._like or {}).get(name, (column.shape[1:], column.dtype))
+            have = self.states.get(name, column)
+            shape, dtype = have.shape[1:], have.dtype
             fits = np.can_cast(column.dtype, dtype, "same_kind")
             if len(column) != count or column.shape[1:] != shape or not fits:
                 raise ValueError(
@@ -104,7 +102,6 @@ class Units:
                     f"{'sequence' if 'seq_lens' in batch else 'row'}, got {column.dtype} "
                     f"{list(column.shape)}"
                 )
-        self._like = {name: (column.shape[1:], column.dtype) for name, column in states.items()}
 
     def extend(self, batch: SampleBatch, first: int) -> SampleBatch:
         """Note the units of a batch whose rows get the numbers from `first` on; the rows, in the
@@ -145,8 +142,8 @@ class Units:
 
     @staticmethod
     def _trajectories(batch: SampleBatch) -> np.ndarray:
-        keys = [batch.get(name) for name in KEYS if name != "unroll_id"]
-        return sequence_lengths(batch.count, keys[0], None, keys[1]).astype(np.int64)
+        lengths = sequence_lengths(batch.count, batch["eps_id"], None, batch.get("agent_index"))
+        return lengths.astype(np.int64)
 
     def forget(self, oldest: int) -> None:
         """The rows before the number `oldest` are gone."""
@@ -163,9 +160,7 @@ class Units:
         """Of the units at slots [n]: the numbers of their rows, one unit after another; how long
         each is; and the columns of sequences."""
         lengths = self._lengths[slots]
-        ends = np.cumsum(lengths)
-        within = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
-        numbers = np.repeat(self._begins[slots], lengths) + within
+        numbers, within = places_in_runs(self._begins[slots], lengths)
         columns: dict[str, Any] = {name: column[slots] for name, column in self.states.items()}
         columns["seq_lens"] = lengths.astype(np.int32)
         if self.burn_in:
@@ -198,7 +193,6 @@ class Units:
         self._begins[at], self._lengths[at] = state["begins"], state["lengths"]
         self._heads[at] = state["heads"]
         self.states = {}
-        self._like = {n: (c.shape[1:], c.dtype) for n, c in state["states"].items()} or None
         for name, column in state["states"].items():
             self.states[name] = np.empty((self.capacity, *column.shape[1:]), column.dtype)
             self.states[name][at] = column

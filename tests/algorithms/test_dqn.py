@@ -25,7 +25,7 @@ from flowrl.ops import (
     TrainOneStep,
     UpdateTargetNetwork,
 )
-from flowrl.policies import ConfigError
+from flowrl.policies import ConfigError, PolicySpec
 from flowrl.sampling import RolloutWorker, WorkerSet
 
 from ..sampling.fakes import CountEnv, Idle
@@ -400,6 +400,14 @@ def test_settings_reach_the_buffers():
     assert [shard.capacity for shard in shards] == [34] * 3
     assert len({int(shard.rng.integers(10**9)) for shard in shards}) == 3
     assert type(config.updated(**OFF).new_buffer()) is ReplayBuffer
+    assert both.mode == "independent"
+    assert config.updated(**OFF, replay_mode="lockstep").replay_buffer().mode == "lockstep"
+    with pytest.raises(ConfigError, match="draws uniformly"):
+        config.updated(replay_mode="lockstep")
+    own = PolicySpec(config=DQNConfig(train_batch_size=8))
+    shared = DQNConfig(policies={"a": own}, policy_mapping_fn=lambda *args, **kwargs: "a")
+    with pytest.raises(ConfigError, match=r"policy 'a' has train_batch_size=8.*buffer of its own"):
+        shared.replay_buffer()._make("a")
 
 
 OFF = {

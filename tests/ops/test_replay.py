@@ -129,6 +129,16 @@ def test_priorities_are_what_was_learned():
 # -- whole batches ---------------------------------------------------------------------------------
 
 
+def test_what_cannot_be_stored_or_weighed():
+    store = StoreToReplayBuffer(local_buffer=make())
+    with pytest.raises(TypeError, match="takes batches, got a tuple: chain it before TrainOneStep"):
+        store((rows(3), {}))
+    buffer = make(PrioritizedReplayBuffer)
+    buffer.add(rows(3))
+    with pytest.raises(KeyError, match="policy 'other', whose rows are not in this replay buffer"):
+        buffer.update_priorities("other", np.array([0]), np.array([1.0]))
+
+
 def test_a_simple_buffer_gives_whole_batches():
     buffer = SimpleReplayBuffer(3, seed=0)
     with pytest.raises(ValueError, match="empty"):

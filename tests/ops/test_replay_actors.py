@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flowrl.data import MultiAgentReplayBuffer, PrioritizedReplayBuffer, ReplayBuffer, SampleBatch
-from flowrl.iter import LocalIterator, MetricsContext, metrics_scope
+from flowrl.iter import LocalIterator, MetricsContext, Source, metrics_scope
 from flowrl.ops import (
     BatchRef,
     Concurrently,
@@ -149,6 +149,36 @@ def test_nothing_is_stored_twice():
 
 
 @pytest.mark.slow
+def test_a_restored_shard_stores_what_comes_then():
+    """The numbers of batches begin where the state was saved."""
+    shard = ReplayShard(make()._make, 0)
+    shard.add(rows(3), 1)
+    state = shard.state_dict()
+    shard.add(rows(3), 2)
+    assert shard.load_state_dict(state) == 3
+    assert shard.add(rows(3), 2) == 6
+
+
+def test_priorities_that_cannot_be_are_told(actors):
+    for _ in range(6):
+        actors.add(rows(4))
+    settled(actors)
+    actors.update_priorities(0, "nobody", np.array([0]), np.array([1.0]))
+
+    def update_others():
+        for _ in range(100):  # told with a later one
+            time.sleep(0.05)
+            actors.update_priorities(0, "default_policy", np.array([0]), np.array([1.0]))
+
+    with pytest.raises(KeyError, match="nobody"):
+        update_others()
+    two = rows(2)
+    two.sources = (Source(0, origin="replay"),) * 2
+    told = {"default_policy": {"rows": {"td_error": np.ones(2), "batch_indexes": np.arange(2)}}}
+    with pytest.raises(ValueError, match="this batch has 2 sources"):
+        UpdateReplayPriorities(actors=actors)((two, told))
+
+
 def test_a_restored_set_of_shards_goes_on(actors):
     for i in range(8):
         actors.add(rows(5, i))
