@@ -65,7 +65,7 @@ def dqn_alone(workers: Any, config: Any) -> Any:
         .for_each(UpdateReplayPriorities(local_buffer=buffer))
         .for_each(UpdateTargetNetwork(workers, dqn.target_network_update_freq, policies=["dqn"]))
     )
-    both = Concurrently([store, train], mode="async", output_indexes=[1])
+    both = Concurrently([store, train], mode="round_robin", output_indexes=[1])
     return StandardMetricsReporting(both, workers, config)
 
 

@@ -35,14 +35,17 @@ config = AlgorithmConfig(
         "dqn": PolicySpec(
             config=DQNConfig(
                 lr=[(0, 1e-3), (100_000, 5e-5)],
+                train_batch_size=64,
                 n_step=10,
-                grad_clip=0.5,
                 target_network_update_freq=0,
                 tau=0.005,
                 prioritized_replay=False,
-                training_intensity=8,
+                training_intensity=16,
                 model={"fcnet_hiddens": [128, 128], "fcnet_activation": "relu"},
-                exploration_config={"type": "EpsilonGreedy", "epsilon": [(0, 1.0), (1_500, 0.01)]},
+                exploration_config={
+                    "type": "EpsilonGreedy",
+                    "epsilon": [(0, 1.0), (1_500, 0.1), (10_000, 0.01)],
+                },
             )
         ),
     },
@@ -70,5 +73,5 @@ def execution_plan(workers, config):
         .for_each(UpdateReplayPriorities(local_buffer=buffer))
         .for_each(UpdateTargetNetwork(workers, dqn.target_network_update_freq, policies=["dqn"]))
     )
-    both = Concurrently([train_ppo, store, train_dqn], mode="async", output_indexes=[0, 2])
+    both = Concurrently([train_ppo, store, train_dqn], mode="round_robin", output_indexes=[0, 2])
     return StandardMetricsReporting(both, workers, config)
