@@ -305,6 +305,10 @@ class Gather(Stage):
     def inside(self) -> dict[int, list[dict[str, Any]]]:
         return {shard.index: shard.stages for shard in self.states if shard.stages}
 
+    def queued(self) -> list[Source]:
+        """Provenance of the items that were received and not handed on yet."""
+        return [source for _, source in self._queue]
+
     def state_dict(self) -> dict[str, Any]:
         """How far each shard is; requests in flight are asked again."""
         return {
@@ -416,6 +420,9 @@ class GatherSync(Gather):
             return None
         finally:
             self.waited_s += time.perf_counter() - started
+
+    def queued(self) -> list[Source]:
+        return [*super().queued(), *(source for _, source in self._round.values())]
 
     def state_dict(self) -> dict[str, Any]:
         begun = [[i, item, pack([source])] for i, (item, source) in self._round.items()]

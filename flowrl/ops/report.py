@@ -124,6 +124,7 @@ class CollectMetrics:
         self._window: deque[Sequence[Any]] = deque(maxlen=window)
         self._episodes_total = 0
         self._last: dict[str, int] = {}
+        self._learner: dict[str, Any] = {}  # policy id -> what its last training told
 
     def __call__(self, item: Any) -> Result:
         metrics = _get_shared_metrics()
@@ -141,7 +142,8 @@ class CollectMetrics:
         since = {name: counters[name] - self._last.get(name, 0) for name in counters}
         self._last = dict(counters)
         episodes = self._summary(finished)
-        learner = metrics.info.get("learner", {})
+        self._learner |= metrics.info.get("learner", {})
+        learner = self._learner
         trained = "num_agent_steps_trained/"
         lags = list(metrics.info.get("policy_lag", ()))
         metrics.info.get("policy_lag", deque()).clear()
@@ -159,6 +161,7 @@ class CollectMetrics:
             "num_remote_worker_restarts": counters["num_shard_restarts"],
             "num_env_restarts": restarts,
             "num_faulty_episodes": faulty,
+            "num_episodes_begun_anew": self._workers.episodes_begun_anew,
             "info": {
                 **metrics.info.get("told", {}),
                 "learner": {pid: _without_rows(one) for pid, one in learner.items()},
@@ -243,12 +246,14 @@ class CollectMetrics:
             "window": [list(episode) for episode in self._window],
             "episodes_total": self._episodes_total,
             "last": self._last,
+            "learner": {pid: _without_rows(one) for pid, one in self._learner.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._window.extend(state["window"])
         self._episodes_total = state["episodes_total"]
         self._last = dict(state["last"])
+        self._learner = dict(state["learner"])
 
     def __repr__(self) -> str:
         return f"CollectMetrics(window={self._window.maxlen})"

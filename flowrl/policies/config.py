@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
+import re
 from collections.abc import Iterator
 from importlib import import_module
 from typing import Annotated, Any, Literal, Self
@@ -11,6 +13,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    PrivateAttr,
     SkipValidation,
     ValidationError,
     model_validator,
@@ -37,12 +40,42 @@ def imported(path: str) -> Any:
     return found
 
 
-_ELSEWHERE = {"learning_rate": "lr", "discount": "gamma", "n_steps": "rollout_fragment_length"}
+# what other libraries call settings of ours
+_ELSEWHERE = {
+    "learning_rate": "lr",
+    "discount": "gamma",
+    "discount_factor": "gamma",
+    "n_steps": "rollout_fragment_length",
+    "num_steps": "rollout_fragment_length",
+    "n_epochs": "num_sgd_iter",
+    "update_epochs": "num_sgd_iter",
+    "gae_lambda": "lambda_",
+    "ent_coef": "entropy_coeff",
+    "vf_coef": "vf_loss_coeff",
+    "clip_range": "clip_param",
+    "clip_coef": "clip_param",
+    "max_grad_norm": "grad_clip",
+    "n_envs": "num_envs_per_worker",
+    "num_envs": "num_envs_per_worker",
+    "buffer_size": "replay_buffer_capacity",
+    "gradient_steps": "training_intensity",
+    "train_freq": "training_intensity",
+    "exploration_fraction": "exploration_config",
+    "exploration_final_eps": "exploration_config",
+    "total_timesteps": "stop_timesteps",
+    "policy_kwargs": "model",
+    "net_arch": "model",
+    "target_update_interval": "target_network_update_freq",
+    "env_id": "env",
+    "env_kwargs": "env_config",
+}
 
 
 def nearest(name: str, known: list[str]) -> str:
     """` Did you mean 'x'?`, or nothing when no known name is near."""
-    other = _ELSEWHERE.get(name)
+    other = _ELSEWHERE.get(name.replace("-", "_"))
+    if other is not None and "-" in name:
+        other = other.rstrip("_").replace("_", "-")
     close = [other] if other in known else difflib.get_close_matches(name, known, n=1)
     return f" Did you mean {close[0]!r}?" if close else ""
 
@@ -62,11 +95,21 @@ def _explain(cls: type[BaseModel], error: ValidationError) -> str:
             lines.append(f"unknown setting {path!r}.{nearest(name, known)}")
         elif problem["type"] == "value_error" and not path:
             lines.append(str(problem["ctx"]["error"]))
+        elif problem["type"] == "value_error" and type(problem["ctx"]["error"]) is ConfigError:
+            lines += [_within(path, line) for line in str(problem["ctx"]["error"]).split("; ")]
         else:
             message = problem["msg"].removeprefix("Value error, ")
             message = message[:1].lower() + message[1:]
             lines.append(f"{path}: {message} (got {problem['input']!r})")
     return "; ".join(dict.fromkeys(lines))
+
+
+def _within(path: str, said: str) -> str:
+    """What a nested record says of itself, with its place."""
+    if said.startswith("unknown setting '"):
+        return said.replace("setting '", f"setting '{path}.", 1)
+    field = re.match(r"[\w.]+: ", said)
+    return f"{path}.{said}" if field else f"{path}: {said}"
 
 
 def _names(cls: type[BaseModel], path: tuple[Any, ...]) -> list[str]:
@@ -92,13 +135,84 @@ class Settings(BaseModel):
         use_attribute_docstrings=True,
     )
 
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        """A field with another default says of itself what it said before."""
+        changed = False
+        for name, field in cls.model_fields.items():
+            for base in cls.__mro__[1:]:
+                if field.description is None and issubclass(base, Settings):
+                    before = base.model_fields.get(name)
+                    field.description = None if before is None else before.description
+                    changed |= field.description is not None
+        if changed:
+            cls.model_rebuild(force=True)
+
     def __init__(self, /, **values: Any):
+        searched = {name: value for name, value in values.items() if is_search(value)}
+        unknown = [name for name in searched if name not in type(self).model_fields]
+        if searched and not unknown:  # they are checked when Tune has drawn values
+            values = {name: value for name, value in values.items() if name not in searched}
         try:
             super().__init__(**values)
         except ValidationError as error:
             raise ConfigError(_explain(type(self), error)) from None
+        vars(self).update(searched)
+        self.model_fields_set.update(searched)
+
+    _frozen: bool = PrivateAttr(default=False)
+
+    def frozen(self) -> Self:
+        """A copy that takes no changes: the settings of something that was built."""
+        made = self.copy()
+        for value in (made, *vars(made).values()):
+            if isinstance(value, Settings):
+                value._frozen = True
+        return made
+
+    def __delattr__(self, name: str) -> None:
+        raise ConfigError(f"{name}: a setting cannot be taken away, only changed")
+
+    @classmethod
+    def spelled(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Settings with our names for them, where others are known."""
+        return values
+
+    def check_no_search(self) -> None:
+        """Refuse search spaces of Tune, which only Tune draws values from.
+
+        Raises:
+            ConfigError: naming the field.
+        """
+        for name, value in vars(self).items():
+            if is_search(value):
+                raise ConfigError(
+                    f"{name}: it is a search space of Ray Tune: tune.Tuner(flowrl.tune.PPO, "
+                    "param_space=config) draws values from it"
+                )
+            if isinstance(value, Settings):
+                value.check_no_search()
+
+    def _check_not_frozen(self) -> None:
+        if self._frozen:
+            raise ConfigError(
+                f"this {type(self).__name__} belongs to an algorithm that was built: change a copy "
+                "of it (config.copy()) and build another"
+            )
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "_frozen":
+            super().__setattr__(name, value)
+            return
+        self._check_not_frozen()
+        ((ours, value),) = self.spelled({name: value}).items() or ((name, value),)
+        if ours not in type(self).model_fields:
+            raise ConfigError(f"unknown setting {name!r}.{nearest(name, self.keys())}")
+        name = ours
+        if is_search(value) and name in type(self).model_fields:
+            vars(self)[name] = value
+            self.model_fields_set.add(name)
+            return
         before = dict(vars(self))
         try:
             super().__setattr__(name, value)
@@ -128,7 +242,8 @@ class Settings(BaseModel):
 
     def updated(self, **changes: Any) -> Self:
         """A checked copy with these settings changed; nested mappings change only their keys."""
-        values = {name: getattr(self, name) for name in self.keys()}
+        changes = self.spelled(changes)
+        values = {name: _copied(getattr(self, name)) for name in self.keys()}
         for name, value in changes.items():
             current = values.get(name)
             if isinstance(current, Settings) and isinstance(value, dict):
@@ -139,9 +254,57 @@ class Settings(BaseModel):
         made.model_fields_set.update(self.model_fields_set, changes)
         return made
 
+    def copy(self) -> Self:  # type: ignore[override]
+        """A copy that can be changed."""
+        return self.updated()
+
+    def diff(self, other: Settings | None = None) -> dict[str, tuple[Any, Any]]:
+        """Name -> (value there, value here) of the settings that differ from another record's, or
+        from the defaults. Nested ones are named by their path, `model.fcnet_hiddens`."""
+        base = type(self)() if other is None else other
+        found: dict[str, tuple[Any, Any]] = {}
+        for name, value in self.items():
+            before = base.get(name)
+            if isinstance(value, Settings) and isinstance(before, Settings):
+                inner = value.diff(before)
+                found |= {f"{name}.{key}": pair for key, pair in inner.items()}
+            elif value is not before and not _equal(value, before):
+                found[name] = (before, value)
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as plain values, nested ones as dicts; code (an env creator) as it is."""
+        return {k: v.to_dict() if isinstance(v, Settings) else v for k, v in self.items()}
+
     def chosen(self) -> dict[str, Any]:
         """The settings that somebody has set; the others have their defaults."""
         return {name: self[name] for name in self.keys() if name in self.model_fields_set}
+
+
+def _copied(value: Any) -> Any:
+    """A setting's value for another record, which may change it."""
+    if isinstance(value, Settings):
+        return value.copy()
+    if isinstance(value, (dict, list)) and not is_search(value):
+        try:
+            return copy.deepcopy(value)
+        except Exception:  # there is something in it that cannot be copied
+            return type(value)(value)
+    return value
+
+
+def is_search(value: Any) -> bool:
+    """Whether a value is a search space of Ray Tune: a domain, or {"grid_search": [...]}."""
+    if isinstance(value, dict):
+        return set(value) == {"grid_search"}
+    return type(value).__module__.startswith("ray.tune.search")
+
+
+def _equal(one: Any, two: Any) -> bool:
+    try:
+        return bool(one == two)
+    except Exception:  # arrays in an env_config
+        return False
 
 
 def _rising(schedule: Scheduled) -> Scheduled:
@@ -171,6 +334,12 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
+
+
+def _device(name: str) -> str:
+    if not re.fullmatch(r"auto|cpu|mps|(cuda|xpu)(:\d+)?", name):
+        raise ValueError("auto, cpu, cuda, cuda:1 and the like, mps or xpu is needed")
+    return name
 
 
 Activation = Literal["tanh", "relu", "silu", "elu", "gelu"]
@@ -333,7 +502,7 @@ class PolicyConfig(Settings):
     """Of the network's arithmetic while learning; weights are float32."""
     compile: bool = False
     """Compile the network for learning with torch.compile."""
-    device: str = "auto"
+    device: Annotated[str, AfterValidator(_device)] = "auto"
     """Where a process that learns keeps the network: "cpu", "cuda", "cuda:1"; "auto" takes the GPU
     if there is one. Workers that only sample act on the CPU."""
     model: ModelConfig = ModelConfig()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -116,9 +117,21 @@ class RewardScaler:
         self.fresh = RunningMeanStd()
         self._running: np.ndarray | None = None
 
-    def restart(self) -> None:
-        """New episodes begin everywhere."""
-        self._running = None
+    def restart(self, envs: Sequence[int] | None = None) -> None:
+        """New episodes begin everywhere, or in these environments."""
+        if envs is None:
+            self._running = None
+        elif self._running is not None:
+            self._running[list(envs)] = 0.0
+
+    @property
+    def running(self) -> np.ndarray | None:
+        """The sums of the episodes in progress, [N]; None before the first reward."""
+        return self._running
+
+    @running.setter
+    def running(self, sums: np.ndarray | None) -> None:
+        self._running = None if sums is None else np.array(sums)
 
     def __call__(
         self, rewards: np.ndarray, dones: np.ndarray, real: np.ndarray | None = None

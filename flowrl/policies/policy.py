@@ -371,19 +371,42 @@ class Policy:
         restore_stream(self.rng, state["rng"])
         restore_stream(self.shuffle_rng, state["shuffle_rng"])
 
+    def get_acting_state(self) -> dict[str, Any]:
+        """What actions depend on besides the weights and what filters have learned."""
+        scaler = self.reward_scaler
+        return {
+            "timestep": self.timestep,
+            "version": self.version,
+            "rng": stream_state(self.rng),
+            "shuffle_rng": stream_state(self.shuffle_rng),
+            "reward_sums": None if scaler is None else scaler.running,
+        }
+
+    def set_acting_state(self, state: dict[str, Any]) -> None:
+        """Take over what `get_acting_state` gave."""
+        self.timestep, self.version = state["timestep"], state["version"]
+        restore_stream(self.rng, state["rng"])
+        restore_stream(self.shuffle_rng, state["shuffle_rng"])
+        if self.reward_scaler is not None:
+            self.reward_scaler.running = state["reward_sums"]
+
     @classmethod
     def from_checkpoint(
-        cls, path: Any, policy_id: str | None = None, config: dict[str, Any] | None = None
+        cls,
+        path: Any,
+        policy_id: str | None = None,
+        config: dict[str, Any] | None = None,
+        trust: bool = False,
     ) -> Policy:
         """The policy of a checkpoint: without environment, Ray or plan.
-
-        It imports the modules that the checkpoint names: open those that you trust.
 
         Args:
             path: of the checkpoint's folder.
             policy_id: which one; None for the only one.
             config: settings that are to be others, or that could not be saved (such as a
                 `custom_model` that is defined in a function: `{"model": {"custom_model": …}}`).
+            trust: import code that the checkpoint names and that is not flowrl's, such as the class
+                of a policy of one's own (not needed where this is called of that class).
 
         Raises:
             CheckpointError: it cannot be read, has no such policy, or its class or model cannot be
@@ -391,7 +414,7 @@ class Policy:
         """
         from flowrl.policies.saved import policy_from_checkpoint
 
-        return policy_from_checkpoint(cls, path, policy_id, config)
+        return policy_from_checkpoint(cls, path, policy_id, config, trust)
 
     @classmethod
     def like(cls, other: Policy) -> Self:

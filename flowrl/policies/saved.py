@@ -11,11 +11,14 @@ from gymnasium import spaces
 
 from flowrl.data.checkpoint import CheckpointError, read_checkpoint
 from flowrl.policies.config import ConfigError, PolicyConfig, Settings, imported, nearest
+from flowrl.policies.policy_spec import PolicySpec
 
 if TYPE_CHECKING:
     from flowrl.policies.policy import Policy
 
 _CODE = "__code__"
+_SETTINGS, _SPEC, _SPACE = "__settings__", "__policy_spec__", "__space__"
+_TUPLE, _SET = "__tuple__", "__set__"
 
 
 def describe(policy: Policy) -> dict[str, Any]:
@@ -41,14 +44,14 @@ def describe(policy: Policy) -> dict[str, Any]:
     }
 
 
-def _merged(saved: Any, changes: Any) -> dict[str, Any]:
+def _merged(saved: Any, changes: Any, trust: bool) -> dict[str, Any]:
     """Saved settings with some changed; nested ones change only what they name."""
     made = {}
     for name, value in {**saved, **dict(changes)}.items():
         if name not in changes:
-            made[name] = _coded(value)
+            made[name] = _coded(value, trust)
         elif isinstance(value, dict) and isinstance(saved.get(name), dict):
-            made[name] = _merged(saved[name], value)
+            made[name] = _merged(saved[name].get("values", saved[name]), value, trust)
         else:
             made[name] = value
     return made
@@ -61,13 +64,59 @@ def _space(space: spaces.Space) -> dict[str, Any] | None:
         return None
 
 
+def trusted(path: str, trust: bool) -> Any:
+    """What lies at "module:name", if it is flowrl's own, or code from elsewhere is trusted.
+
+    Raises:
+        CheckpointError: it is from elsewhere, and not to be trusted.
+        ImportError, AttributeError: it is not there.
+    """
+    if not trust and not path.startswith("flowrl."):
+        raise CheckpointError(
+            f"it names the code {path!r}: give trust=True if that may be imported (or import its "
+            "class, and call from_checkpoint() of that one)"
+        )
+    return imported(path)
+
+
+def config_to_json(config: Settings) -> tuple[dict[str, Any], list[str]]:
+    """Settings as JSON, and the names of those that are code without an import path."""
+    kept, left_out = {}, []
+    for name, value in config.items():
+        try:
+            kept[name] = _plain(value)
+        except TypeError:
+            left_out.append(name)
+    return {_SETTINGS: _path(type(config)), "values": kept}, left_out
+
+
+def config_from_json(saved: dict[str, Any], changes: dict[str, Any], trust: bool) -> Any:
+    """The settings that `config_to_json` gave, with some that are others.
+
+    Raises:
+        CheckpointError: code in them is not trusted, or cannot be imported.
+        ConfigError: a change is none of a setting.
+    """
+    try:
+        cls = trusted(saved[_SETTINGS], trust)
+        values = {
+            name: _coded(value, trust)
+            for name, value in saved["values"].items()
+            if name not in changes and name in cls.model_fields
+        }
+    except (ImportError, AttributeError, KeyError, TypeError) as error:
+        raise CheckpointError(f"its settings cannot be made again: {error}") from error
+    made = cls(**values)
+    return made.updated(**changes) if changes else made
+
+
 def policy_from_checkpoint(
-    wanted: type[Policy], path: Path | str, policy_id: str | None, changes: Any
+    wanted: type[Policy], path: Path | str, policy_id: str | None, changes: Any, trust: bool
 ) -> Policy:
     """See Policy.from_checkpoint."""
     if not isinstance(changes or {}, Mapping):
         raise ConfigError(f"from_checkpoint: config is a mapping of changes, got {changes!r}")
-    state, manifest = read_checkpoint(path)
+    state, manifest = read_checkpoint(path, "worker")
     told, states = manifest.get("policies") or {}, state["worker"]["policies"]
     if not told:
         raise CheckpointError(f"{path}: it was written before checkpoints described their policies")
@@ -79,22 +128,28 @@ def policy_from_checkpoint(
         raise CheckpointError(f"{path}: it has no policy {policy_id!r}, only {sorted(told)}")
     about = told[policy_id]
     try:
-        policy_class = _class_of(about["class"], wanted)
+        policy_class = _class_of(about["class"], wanted, trust)
         own = about["config_class"]
-        config_class: Any = imported(own) if own else getattr(policy_class, "config_class", None)
+        config_class: Any = (
+            trusted(own, trust) if own else getattr(policy_class, "config_class", None)
+        )
         for found, base in ((policy_class, _policy()), (config_class, PolicyConfig)):
             if not (isinstance(found, type) and issubclass(found, base)):
                 raise TypeError(f"{found!r} is no {base.__name__}")
         if not issubclass(policy_class, wanted):
             raise TypeError(f"it is a {policy_class.__name__}, not a {wanted.__name__}")
         own_spaces = [space_from_json(about[f"{kind}_space"]) for kind in ("observation", "action")]
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
     except (ImportError, AttributeError, TypeError, KeyError, ValueError) as error:
         raise CheckpointError(
             f"{path}: policy {policy_id!r} cannot be made from what is there: {error} (import its "
             "class, and call from_checkpoint() of that one)"
         ) from error
     try:
-        settings = _merged(about["config"], changes or {})
+        settings = _merged(about["config"], changes or {}, trust)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
     except (ImportError, AttributeError) as error:
         raise CheckpointError(
             f"{path}: a setting of policy {policy_id!r} cannot be imported: {error}; give another "
@@ -118,11 +173,13 @@ def policy_from_checkpoint(
     return policy
 
 
-def _class_of(path: str, wanted: type[Policy]) -> Any:
+def _class_of(path: str, wanted: type[Policy], trust: bool) -> Any:
     """The class of a path; the one that is asked for, if it has the same name and the path leads
     nowhere here (a script's classes are in `__main__`)."""
+    if path in (_path(wanted), f"__main__:{wanted.__qualname__}"):
+        return wanted
     try:
-        return imported(path)
+        return trusted(path, trust)
     except (ImportError, AttributeError):
         if path.partition(":")[2] != wanted.__qualname__:
             raise
@@ -146,11 +203,20 @@ def _plain(value: Any) -> Any:
         TypeError: it is code that cannot be imported, or an object.
     """
     if isinstance(value, Settings):
-        return {name: _plain(part) for name, part in value.items()}
-    if value is None or isinstance(value, (bool, int, float, str)):
+        plain = {name: _plain(part) for name, part in value.items()}
+        return {_SETTINGS: _path(type(value)), "values": plain}
+    if isinstance(value, PolicySpec):
+        return {_SPEC: {field: _plain(getattr(value, field)) for field in _FIELDS}}
+    if isinstance(value, spaces.Space):
+        return {_SPACE: space_to_json(value)}
+    if value is None or type(value) in (bool, int, float, str):
         return value
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, list):
         return [_plain(part) for part in value]
+    if isinstance(value, tuple):
+        return {_TUPLE: [_plain(part) for part in value]}
+    if isinstance(value, (set, frozenset)):
+        return {_SET: sorted(_plain(part) for part in value)}
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return {key: _plain(part) for key, part in value.items()}
     path = _path(value) if hasattr(value, "__qualname__") else ""
@@ -162,14 +228,27 @@ def _plain(value: Any) -> Any:
     return {_CODE: path}
 
 
-def _coded(value: Any) -> Any:
-    if isinstance(value, dict):
-        if set(value) == {_CODE}:
-            return imported(value[_CODE])
-        return {key: _coded(part) for key, part in value.items()}
+_FIELDS = ("policy_class", "observation_space", "action_space", "config")
+
+
+def _coded(value: Any, trust: bool) -> Any:
     if isinstance(value, list):
-        return [_coded(part) for part in value]
-    return value
+        return [_coded(part, trust) for part in value]
+    if not isinstance(value, dict):
+        return value
+    if set(value) == {_CODE}:
+        return trusted(value[_CODE], trust)
+    if set(value) == {_SETTINGS, "values"}:
+        return config_from_json(value, {}, trust)
+    if set(value) == {_SPEC}:
+        return PolicySpec(**{name: _coded(part, trust) for name, part in value[_SPEC].items()})
+    if set(value) == {_SPACE}:
+        return space_from_json(value[_SPACE])
+    if set(value) == {_TUPLE}:
+        return tuple(_coded(part, trust) for part in value[_TUPLE])
+    if set(value) == {_SET}:
+        return {_coded(part, trust) for part in value[_SET]}
+    return {key: _coded(part, trust) for key, part in value.items()}
 
 
 # -- spaces ----------------------------------------------------------------------------------------

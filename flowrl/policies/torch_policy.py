@@ -556,6 +556,13 @@ class TorchPolicy(Policy):
         state["exploration"] = self.exploration.get_state()
         return state
 
+    def get_acting_state(self) -> dict[str, Any]:
+        return {**super().get_acting_state(), "exploration": self.exploration.get_state()}
+
+    def set_acting_state(self, state: dict[str, Any]) -> None:
+        super().set_acting_state(state)
+        self.exploration.set_state(state["exploration"])
+
     def set_state(self, state: dict[str, Any]) -> None:
         before = self.get_state()
         try:

@@ -7,7 +7,6 @@ for, in all environments, are one call of it.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from collections import deque
@@ -30,7 +29,7 @@ from flowrl.sampling.checks import (
     check_reward,
     odd_actions,
 )
-from flowrl.sampling.episode import AgentRecord, EpisodeMetrics, MultiAgentEpisode
+from flowrl.sampling.episode import AgentRecord, EpisodeMetrics, Ids, MultiAgentEpisode
 from flowrl.sampling.sample_collector import SampleCollector
 from flowrl.sampling.settings import TIMINGS, SamplingSettings
 
@@ -71,7 +70,8 @@ class AgentLoop:
         self.timings = dict.fromkeys(TIMINGS, 0.0)
         self._policies: dict[PolicyID, Policy] = worker.policy_map
         self._complete = settings.batch_mode == "complete_episodes"
-        self._ids = itertools.count(first_id)
+        self._how: dict[str, Any] = {} if settings.explore else {"explore": False}
+        self._ids = Ids(first_id)
         self._open = False
         self._collectors: list[SampleCollector] = []
         self._running: list[MultiAgentEpisode | None] = [None] * slots.num_envs
@@ -164,26 +164,106 @@ class AgentLoop:
 
     def _start(self) -> None:
         """Begin an episode everywhere, with empty collectors."""
-        settings = self.settings
         count = self.slots.num_envs if self._complete else 1
-        self._collectors = [
-            settings.sample_collector(
-                self._policies,
-                callbacks=self.worker.callbacks,
-                worker=self.worker,
-                multiple_episodes_in_batch=not self._complete,
-                rollout_fragment_length=settings.length,
-                count_steps_by=settings.count_steps_by,
-            )
-            for _ in range(count)
-        ]
-        self._waiting = {pid: [[] for _ in range(count)] for pid in self._policies}
+        self._collectors = [self._new_collector() for _ in range(count)]
+        self._forget()
+        for slot, (observations, infos) in enumerate(self.slots.reset()):
+            self._begin(slot, observations, infos, count=False)
+
+    def _new_collector(self) -> SampleCollector:
+        settings = self.settings
+        made: SampleCollector = settings.sample_collector(
+            self._policies,
+            callbacks=self.worker.callbacks,
+            worker=self.worker,
+            multiple_episodes_in_batch=not self._complete,
+            rollout_fragment_length=settings.length,
+            count_steps_by=settings.count_steps_by,
+        )
+        return made
+
+    def _forget(self) -> None:
+        self._waiting = {pid: [[] for _ in self._collectors] for pid in self._policies}
         self._by_id.clear()
         self._finished.clear()
         self._checked.clear()
         self._seen.clear()
-        for slot, (observations, infos) in enumerate(self.slots.reset()):
+
+    # -- state -------------------------------------------------------------------------------------
+
+    def get_state(self) -> dict[str, Any]:
+        """What the next fragment depends on besides the policies."""
+        state: dict[str, Any] = {
+            "next_id": self._ids.following,
+            "env_steps": self.env_steps,
+            "agent_steps": self.agent_steps,
+            "faulty_episodes": self.faulty_episodes,
+        }
+        collectors = [collector.get_state() for collector in self._collectors]
+        if self._open and None not in collectors:
+            state["open"] = {
+                "envs": self.slots.get_state(),
+                "collectors": collectors,
+                "running": [
+                    None if episode is None else [episode.episode_id, episode.get_state()]
+                    for episode in self._running
+                ],
+                "waiting": self._waiting,
+                "finished": [(batch, list(told)) for batch, told in self._finished],
+                "dropped": list(self._dropped),
+            }
+        return state
+
+    def set_state(self, state: dict[str, Any]) -> int:
+        """Go on where another loop was.
+
+        Returns:
+            how many episodes could not be gone on with: others begin in their place.
+
+        Raises:
+            KeyError, ValueError: it is not a state of such environments.
+        """
+        self._ids = Ids(state["next_id"])
+        self.env_steps, self.agent_steps = state["env_steps"], state["agent_steps"]
+        self.faulty_episodes = state["faulty_episodes"]
+        going_on, self._open = state.get("open"), False
+        if going_on is None:
+            return 0
+        if len(going_on["running"]) != self.slots.num_envs:
+            raise ValueError(
+                f"a state of {len(going_on['running'])} environments, not {self.slots.num_envs}"
+            )
+        self._collectors = [self._new_collector() for _ in going_on["collectors"]]
+        self._forget()
+        for collector, own in zip(self._collectors, going_on["collectors"], strict=True):
+            collector.set_state(own)
+        self._waiting = going_on["waiting"]
+        self._finished.extend((b, EpisodeMetrics(*told)) for b, told in going_on["finished"])
+        self._dropped = list(going_on["dropped"])
+        for slot, saved in enumerate(going_on["running"]):
+            self._running[slot] = None
+            if saved is not None:
+                worker = self.worker
+                episode = MultiAgentEpisode(saved[0], slot, worker, worker.policy_for)
+                episode.set_state(saved[1])
+                self._running[slot] = self._by_id[episode.episode_id] = episode
+        seen = [
+            {}
+            if episode is None
+            else {a: r.raw_obs for a, r in episode.records.items() if r.raw_obs is not None}
+            for episode in self._running
+        ]
+        anew = self.slots.set_state(going_on["envs"], seen)
+        for slot, (observations, infos) in anew.items():
+            gone = self._running[slot]
+            if gone is not None:
+                self._collectors[slot if self._complete else 0].drop_episode(gone.episode_id)
+                del self._by_id[gone.episode_id]
+            for by_collector in self._waiting.values():
+                by_collector[:] = [[w for w in who if w[0] != slot] for who in by_collector]
             self._begin(slot, observations, infos, count=False)
+        self._open = True
+        return len(anew)
 
     def episode(self, episode_id: EpisodeID) -> MultiAgentEpisode | None:
         """The record of a running episode."""
@@ -232,7 +312,7 @@ class AgentLoop:
             inputs: Any = parts[0]
             if len(parts) > 1:
                 inputs = optree.tree_map(lambda *leaves: np.concatenate(leaves), *parts)  # type: ignore[arg-type]
-            chosen, states, extra = policy.compute_actions_from_input_dict(inputs)
+            chosen, states, extra = policy.compute_actions_from_input_dict(inputs, **self._how)
             columns = {name: _rows(value) for name, value in extra.items()}
             columns |= {f"state_out_{i}": _rows(state) for i, state in enumerate(states)}
             check_columns(policy_id, extra, len(who))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,7 +13,7 @@ from flowrl.policies.view_requirement import zeros_of
 from flowrl.sampling.checks import copied
 from flowrl.sampling.env_slots import EnvSlots
 from flowrl.sampling.multi_agent_env import is_multi_agent
-from flowrl.sampling.steppers import DirectStepper, Stepper
+from flowrl.sampling.steppers import DirectStepper, Stepper, same
 
 SINGLE_AGENT = "agent0"
 
@@ -78,6 +79,16 @@ class AgentSlots(Protocol):
 
     def settle(self, slots: Any) -> None:
         """These environments got through a fragment."""
+
+    def get_state(self) -> dict[str, Any] | None:
+        """How each environment came to be where it is."""
+
+    def set_state(self, state: Any, observations: list[dict[Any, Any]]) -> dict[int, Any]:
+        """Go on where other environments were, whose agents were observed like this last.
+
+        Returns:
+            first observations and infos of those that cannot go on and begin anew, by index.
+        """
 
     def close(self) -> None:
         """Close the environments."""
@@ -164,6 +175,14 @@ class SingleAgentSlots:
     def settle(self, slots: Any) -> None:
         self.stepper.settle(slots)
 
+    def get_state(self) -> dict[str, Any] | None:
+        return self.stepper.get_state()
+
+    def set_state(self, state: Any, observations: list[dict[Any, Any]]) -> dict[int, Any]:
+        self._observations = [seen.get(SINGLE_AGENT) for seen in observations]
+        anew = self.stepper.set_state(state, self._observations)
+        return {i: ({SINGLE_AGENT: self._observations[i]}, {}) for i in anew}
+
     def close(self) -> None:
         self.stepper.close()
 
@@ -216,6 +235,7 @@ class MultiAgentSlots:
 
     def _step(self, index: int, actions: dict[Any, Any]) -> SlotStep:
         one = SlotStep()
+        self._slots.journals[index].append(copied_actions(actions))
         try:
             given = self._slots.at(index).step(actions)
             one.obs, one.rewards, one.terminateds, one.truncateds, one.infos = given
@@ -258,8 +278,29 @@ class MultiAgentSlots:
     def settle(self, slots: Any) -> None:
         self._slots.settle(slots)
 
+    def get_state(self) -> dict[str, Any] | None:
+        return {**self._slots.get_state(), "lengths": list(self._lengths)}
+
+    def set_state(self, state: Any, observations: list[dict[Any, Any]]) -> dict[int, Any]:
+        self._slots.set_state(state)
+        self._lengths = list(state["lengths"])
+        anew = {}
+        for index, seen in enumerate(observations):
+
+            def matches(given: Any, seen: dict[Any, Any] = seen) -> bool:
+                return all(same(seen[a], obs) for a, obs in given.items() if a in seen)
+
+            if not self._slots.replay(index, state, matches):
+                anew[index] = self._start(index)
+        return anew
+
     def close(self) -> None:
         self._slots.close()
+
+
+def copied_actions(actions: dict[Any, Any]) -> dict[Any, Any]:
+    """The actions, which an environment may write into."""
+    return {a: v if type(v) is int else copy.deepcopy(v) for a, v in actions.items()}
 
 
 def _check_dict(method: str, what: str, value: Any) -> None:

@@ -31,6 +31,7 @@ from flowrl.sampling.views import (
 
 _OBJECT = np.dtype(object)
 _NONE = np.zeros(0, np.int64)
+_CARRIED = ("episode_ids", "carried_return", "carried_length", "age", "dropped")
 
 
 class Ends(NamedTuple):
@@ -104,6 +105,7 @@ class ColumnarCollector:
         self._base = first_id
         self._next_episode = self._next_unroll = 0
         self._open = False
+        self._anew: list[int] = []  # episodes that a restored run begins instead of going on
         space: Any = stepper.observation_space
         steps, envs = length, stepper.num_envs
         self._raw = np.empty((steps + 1, envs, *space.shape), space.dtype)
@@ -141,6 +143,61 @@ class ColumnarCollector:
             self._views.forget()
         self._open = True
 
+    # -- state -------------------------------------------------------------------------------------
+
+    def get_state(self) -> dict[str, Any]:
+        """What the next fragment depends on besides the policy."""
+        state: dict[str, Any] = {
+            "base": self._base,
+            "next_episode": self._next_episode,
+            "next_unroll": self._next_unroll,
+            "env_steps": self.env_steps,
+            "faulty_episodes": self.faulty_episodes,
+        }
+        if self._open:
+            state["open"] = {
+                "envs": self.stepper.get_state(),
+                "obs": self._raw[-1].copy(),
+                "views": None if self._views is None else self._views.get_state(),
+                **{name: getattr(self, f"_{name}").copy() for name in _CARRIED},
+            }
+        return state
+
+    def set_state(self, state: dict[str, Any]) -> int:
+        """Go on where another collector was.
+
+        Returns:
+            how many episodes could not be gone on with: others begin in their place.
+
+        Raises:
+            KeyError, ValueError: it is not a state of such environments.
+        """
+        self._base = state["base"]
+        self._next_episode, self._next_unroll = state["next_episode"], state["next_unroll"]
+        self.env_steps, self.faulty_episodes = state["env_steps"], state["faulty_episodes"]
+        going_on = state.get("open")
+        self._open = False
+        if going_on is None:
+            return 0
+        if going_on["obs"].shape != self._raw.shape[1:]:
+            raise ValueError(
+                f"a state of observations {going_on['obs'].shape}, not {self._raw.shape[1:]}"
+            )
+        self._raw[-1] = going_on["obs"]
+        for name in _CARRIED:
+            getattr(self, f"_{name}")[:] = going_on[name]
+        self._prepare_views()
+        if self._views is not None and going_on["views"] is not None:
+            self._views.set_state(going_on["views"])
+        anew = self.stepper.set_state(going_on["envs"], self._raw[-1])
+        for env in anew:
+            self._episode_ids[env] = self._base + self._next_episode
+            self._next_episode += 1
+            self._carried_return[env] = self._carried_length[env] = self._age[env] = 0
+        self._anew = anew
+        self._open = True
+        return len(anew)
+
     def _prepare_views(self) -> None:
         """The views as the policy wants them now: they may have changed since the last fragment."""
         wanted = self.policy.view_requirements
@@ -164,6 +221,9 @@ class ColumnarCollector:
         """
         started = time.perf_counter()
         self._prepare_views()
+        if self._anew and self.policy.reward_scaler is not None:
+            self.policy.reward_scaler.restart(self._anew)
+        self._anew = []
         if self._open:
             self._raw[0] = self._raw[-1]
         else:
@@ -204,17 +264,20 @@ class ColumnarCollector:
         infos: list[Any] = []
         stepping = acting = 0.0
         clock = time.perf_counter
+        act, act_on_views = policy.compute_actions, policy.compute_actions_from_input_dict
+        if not settings.explore:
+            act, act_on_views = partial(act, explore=False), partial(act_on_views, explore=False)
         began = clock()
         for t in range(self.length):
             if normalize is not None:
                 obs[t] = normalize(raw[t])
             asked = clock()
             if views is None:
-                actions, _, extra = policy.compute_actions(obs[t])
+                actions, _, extra = act(obs[t])
             else:
                 views.record("obs", t, obs[t])
                 inputs = views.inputs_now(t, obs[t])
-                actions, _, extra = policy.compute_actions_from_input_dict(inputs)
+                actions, _, extra = act_on_views(inputs)
             acted = clock()
             if t == 0:
                 self._allocate(actions, extra)

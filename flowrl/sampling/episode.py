@@ -7,10 +7,24 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from flowrl.data.multi_agent_batch import AgentID, EpisodeID, PolicyID
+from flowrl.data.trees import can_be_saved
 from flowrl.policies.config import ConfigError
 
 IDS_PER_WORKER = 1 << 40  # episode and unroll ids of different workers never meet,
 IDS_PER_INCARNATION = 1 << 30  # nor those of a worker and of the one that replaces it
+
+
+class Ids:
+    """Counts up without end, and says what comes next."""
+
+    __slots__ = ("following",)
+
+    def __init__(self, first: int = 0):
+        self.following = first
+
+    def __next__(self) -> int:
+        self.following += 1
+        return self.following - 1
 
 
 class EpisodeMetrics(NamedTuple):
@@ -33,6 +47,9 @@ class EpisodeMetrics(NamedTuple):
 
 # EpisodeMetrics(*fields), three times as fast
 fast_metrics = partial(tuple.__new__, EpisodeMetrics)
+
+
+_KEPT = ("length", "total_reward", "custom_metrics", "hist_data", "is_faulty")
 
 
 class AgentRecord:
@@ -128,6 +145,33 @@ class MultiAgentEpisode:
             if record.alive:
                 record.total_reward = 0.0
                 self.records[agent_id] = record
+
+    def get_state(self) -> dict[str, Any]:
+        """All of it but the worker, as a checkpoint holds it. What callbacks left in `user_data`,
+        and infos, are in it where they can be saved."""
+        records = {}
+        for agent, record in self.records.items():
+            own = {name: getattr(record, name) for name in AgentRecord.__slots__}
+            records[agent] = own if can_be_saved(own["info"]) else {**own, "info": {}}
+        return {
+            **{name: getattr(self, name) for name in _KEPT},
+            "custom_metrics": {k: v for k, v in self.custom_metrics.items() if can_be_saved(v)},
+            "hist_data": {k: list(v) for k, v in self.hist_data.items() if can_be_saved(v)},
+            "user_data": {k: v for k, v in self.user_data.items() if can_be_saved({k: v})},
+            "records": records,
+            "chosen": dict(self._chosen),
+            "next_index": self._next_index,
+        }
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Take over what `get_state` gave."""
+        for name in (*_KEPT, "user_data"):
+            setattr(self, name, state[name])
+        for agent, own in state["records"].items():
+            record = self.records[agent] = AgentRecord(own["policy_id"], own["agent_index"])
+            for name, value in own.items():
+                setattr(record, name, value)
+        self._chosen, self._next_index = dict(state["chosen"]), state["next_index"]
 
     def get_agents(self) -> list[AgentID]:
         """Ids of the agents seen so far."""

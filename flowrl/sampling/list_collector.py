@@ -9,7 +9,6 @@ or the callbacks want each segment apart.
 from __future__ import annotations
 
 import bisect
-import itertools
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -25,7 +24,7 @@ from flowrl.policies.config import ConfigError
 from flowrl.policies.policy import Policy
 from flowrl.sampling.callbacks import call, overrides
 from flowrl.sampling.checks import stacked
-from flowrl.sampling.episode import MultiAgentEpisode
+from flowrl.sampling.episode import Ids, MultiAgentEpisode
 from flowrl.sampling.sample_collector import SampleCollector
 from flowrl.sampling.trajectories import RowViews, Segment, Trajectory, column_of
 from flowrl.sampling.views import View, not_for_training, signature_of
@@ -47,7 +46,7 @@ class SimpleListCollector(SampleCollector):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self._unroll_ids = getattr(self.worker, "unroll_ids", None) or itertools.count()
+        self._unroll_ids = getattr(self.worker, "unroll_ids", None) or Ids()
         # trajectories of an agent in an episode; the last one may be open
         self._trajectories: dict[EpisodeID, dict[AgentID, list[Trajectory]]] = {}
         self._waiting: dict[PolicyID, list[Trajectory]] = {pid: [] for pid in self.policy_map}
@@ -172,6 +171,37 @@ class SimpleListCollector(SampleCollector):
         self._times[new_episode_id] = self._times[old_id]
         self._steps[new_episode_id] = set()
         self._over.add(old_id)
+
+    # -- state -------------------------------------------------------------------------------------
+
+    def get_state(self) -> dict[str, Any] | None:
+        if self._closed or self._made:
+            return None  # in the middle of a batch
+        return {
+            "trajectories": {
+                episode: {agent: [t.get_state() for t in own] for agent, own in agents.items()}
+                for episode, agents in self._trajectories.items()
+            },
+            "waiting": {
+                pid: [(t.episode_id, t.agent_id) for t in waiting]
+                for pid, waiting in self._waiting.items()
+            },
+            "steps": {episode: sorted(steps) for episode, steps in self._steps.items()},
+            "times": dict(self._times),
+            "offsets": dict(self._offsets),
+        }
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._trajectories = {
+            episode: {agent: [Trajectory.of_state(t) for t in own] for agent, own in agents.items()}
+            for episode, agents in state["trajectories"].items()
+        }
+        self._waiting = {
+            pid: [self._trajectories[episode][agent][-1] for episode, agent in waiting]
+            for pid, waiting in state["waiting"].items()
+        }
+        self._steps = {episode: set(steps) for episode, steps in state["steps"].items()}
+        self._times, self._offsets = dict(state["times"]), dict(state["offsets"])
 
     # -- what policies see -------------------------------------------------------------------------
 

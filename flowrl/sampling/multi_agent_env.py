@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import gymnasium as gym
+import numpy as np
 from gymnasium import spaces
 
 from flowrl.policies.config import ConfigError
@@ -115,6 +116,7 @@ class ManyAgents(MultiAgentEnv):
         for name, value in (("num_agents", count), ("episode_steps", self._limit or 1)):
             if not isinstance(value, int) or value < 1:
                 raise ConfigError(f"env_config: {name} is a whole number from 1, got {value!r}")
+        self.np_random: np.random.Generator | None = None
         self._envs = [creator(EnvContext(dict(own), *places)) for _ in range(count)]
         self.possible_agents = list(range(count))
         self.observation_space = self._envs[0].observation_space
@@ -124,10 +126,13 @@ class ManyAgents(MultiAgentEnv):
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[dict[Any, Any], dict[Any, dict[str, Any]]]:
         count = len(self._envs)
+        if seed is not None or self.np_random is None:
+            self.np_random = np.random.default_rng(seed)
         self._steps = 0
         self._acting = list(range(count))  # the agent of each copy
         self._over: set[int] = set()
-        seeds = [None if seed is None else seed + i for i in range(count)]
+        # each copy's episodes follow from this generator, which says where the whole stands
+        seeds = self.np_random.integers(2**31, size=count).tolist()
         started = [
             env.reset(seed=own, options=options) for env, own in zip(self._envs, seeds, strict=True)
         ]

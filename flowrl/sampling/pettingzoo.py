@@ -17,6 +17,11 @@ class _PettingZoo(MultiAgentEnv):
         if not self.possible_agents:
             raise ConfigError(f"env: {env} does not say its possible_agents")
 
+    @property
+    def unwrapped(self) -> Any:
+        """The environment inside of all wrappers."""
+        return self.env.unwrapped
+
     def get_observation_space(self, agent_id: Any) -> spaces.Space:
         return self.env.observation_space(agent_id)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -36,6 +35,7 @@ from flowrl.sampling.episode import (
     IDS_PER_INCARNATION,
     IDS_PER_WORKER,
     EpisodeMetrics,
+    Ids,
     MultiAgentEpisode,
 )
 from flowrl.sampling.sampler import AsyncSampler, Collected, SamplerInput, SyncSampler
@@ -101,11 +101,12 @@ class RolloutWorker:
         self.config = given
         self.worker_index = worker_index
         self._num_workers = num_workers
+        self._incarnation = incarnation
         self._seed = given.get("seed")
         if incarnation:
             self._seed = derive_seed(self._seed, "incarnation", incarnation)
         self._first_id = worker_index * IDS_PER_WORKER + incarnation * IDS_PER_INCARNATION
-        self.unroll_ids = itertools.count(self._first_id)
+        self.unroll_ids = Ids(self._first_id)
         self._shared = multi_agent_settings(given)
         self._settings = SamplingSettings.of(given, fragment_length, self._shared["count_steps_by"])
         self.hides_ends = self._settings.no_done_at_end
@@ -123,14 +124,7 @@ class RolloutWorker:
             self._settings.max_env_restarts,
             self._announce,
         )
-        opened = self._envs.open()
-        self._stepper: Stepper | None = None
-        if isinstance(opened, EnvSlots):
-            horizon = None if self._settings.soft_horizon else self._settings.horizon
-            self._agents: AgentSlots = MultiAgentSlots(opened, horizon)
-        else:
-            self._stepper = opened
-            self._agents = SingleAgentSlots(opened)
+        self._open_envs()
         self.possible_agents = self._agents.possible_agents
         self.policy_map = self._make_policies(policy_spec, given)
         mapping_fn = self._shared["policy_mapping_fn"]
@@ -154,6 +148,16 @@ class RolloutWorker:
             sub_environment=env,
             env_context=self._envs.context(vector_index),
         )
+
+    def _open_envs(self) -> None:
+        opened = self._envs.open()
+        self._stepper: Stepper | None = None
+        if isinstance(opened, EnvSlots):
+            horizon = None if self._settings.soft_horizon else self._settings.horizon
+            self._agents: AgentSlots = MultiAgentSlots(opened, horizon)
+        else:
+            self._stepper = opened
+            self._agents = SingleAgentSlots(opened)
 
     # -- policies ------------------------------------------------------------------------------
 
@@ -472,6 +476,118 @@ class RolloutWorker:
                 for policy_id, own in before.items():
                     self.policy_map[policy_id].set_state(own)
                 raise
+
+    def get_sampling_state(self) -> dict[str, Any]:
+        """What the next samples depend on besides the policies' weights and filters: random
+        streams, the environments and the episodes in progress, as far as they can be said.
+
+        What a sampler has ahead is not in it.
+        """
+        with self.lock:
+            rows = isinstance(self._source, AgentLoop)
+            given = list(self._given_steps)
+            if self._sample_async and self._source is not None:
+                given[0] = self._source.env_steps  # with what lies ahead, which is lost
+            return {
+                "num_envs": self.num_envs,
+                "incarnation": self._incarnation,
+                "policies": {pid: p.get_acting_state() for pid, p in self.policy_map.items()},
+                "source": None if self._source is None else self._source.get_state(),
+                "way": "rows" if rows else "columns",
+                "next_unroll": self.unroll_ids.following,
+                "given_steps": given,
+                "reported_steps": list(self._reported_steps),
+                "episodes_ready": list(self._episodes_ready),
+            }
+
+    def set_sampling_state(self, state: dict[str, Any]) -> int:
+        """Go on where another worker was.
+
+        Returns:
+            how many of its episodes could not be gone on with: others begin in their place.
+
+        Raises:
+            KeyError, ValueError: it is of other policies, settings or environments.
+        """
+        self.check_sampling_state(state)
+        if self._sampler is not None:
+            self._sampler.stop()
+            self._sampler = None
+        with self.lock:
+            before, self.unroll_ids = self.unroll_ids, Ids(state["next_unroll"])
+            source, anew = None, 0
+            try:
+                if state["source"] is None and self._source is not None:
+                    self._reopen()
+                elif state["source"] is not None:
+                    source = self._make_source()
+                    if isinstance(source, AgentLoop) != (state["way"] == "rows"):
+                        raise ValueError(
+                            f"a state of sampling by {state['way']}, which is not done here"
+                        )
+                    anew = source.set_state(state["source"])
+            except Exception:
+                self.unroll_ids = before
+                raise
+            self._source = source
+            for policy_id, own in state["policies"].items():
+                self.policy_map[policy_id].set_acting_state(own)
+            self._given_steps = list(state["given_steps"])
+            self._reported_steps = list(state["reported_steps"])
+            self._episodes_ready = list(state["episodes_ready"])
+            return anew
+
+    def check_sampling_state(self, state: dict[str, Any]) -> None:
+        """Refuse what `set_sampling_state` could not take, before anything is changed.
+
+        Raises:
+            KeyError, ValueError: parts are missing; it is of other policies or environments, or of
+                the other way to sample.
+        """
+        for part in ("next_unroll", "given_steps", "reported_steps", "episodes_ready", "way"):
+            if part not in state:
+                raise KeyError(part)
+        if set(state["policies"]) != set(self.policy_map):
+            raise ValueError(
+                f"a state of the policies {sorted(state['policies'])}, but here are "
+                f"{sorted(self.policy_map)}"
+            )
+        for policy_id, own in state["policies"].items():
+            for part in self.policy_map[policy_id].get_acting_state():
+                if part not in own:
+                    raise KeyError(f"{policy_id}/{part}")
+        if state["num_envs"] != self.num_envs:
+            raise ValueError(
+                f"a state of {state['num_envs']} environments, not {self.num_envs} "
+                "(num_envs_per_worker)"
+            )
+        if state["source"] is not None:
+            rows = self._needs_rows() or self._stepper is None
+            if rows != (state["way"] == "rows"):
+                raise ValueError(f"a state of sampling by {state['way']}, which is not done here")
+            envs = (state["source"].get("open") or {}).get("envs") or {"journals": (), "own": ()}
+            if "resets" not in envs and not {"journals", "own"} <= set(envs):
+                raise KeyError("journals")
+
+    def restart(self) -> None:
+        """Begin as when this worker was made: new environments, the first random streams."""
+        if self._sampler is not None:
+            self._sampler.stop()
+            self._sampler = None
+        with self.lock:
+            self._source = None
+            self._reopen()
+            for policy_id, policy in self.policy_map.items():
+                purpose = () if policy_id == DEFAULT_POLICY_ID else (policy_id,)
+                policy.rng = random_stream(self._seed, "actions", self.worker_index, *purpose)
+            self.unroll_ids = Ids(self._first_id)
+            self._given_steps, self._reported_steps = [0, 0], [0, 0]
+            self._episodes_ready = []
+
+    def _reopen(self) -> None:
+        """New environments, whose first episodes are those of a new worker."""
+        self._agents.close()
+        self._open_envs()
 
     def stop(self) -> None:
         """Sample no more; close the environments."""

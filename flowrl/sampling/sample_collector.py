@@ -132,3 +132,12 @@ class SampleCollector(ABC):
         A collector without it cannot be used with `soft_horizon`.
         """
         raise ConfigError(f"{type(self).__name__} has no continue_episode(), for soft_horizon")
+
+    def get_state(self) -> dict[str, Any] | None:
+        """The trajectories in progress, as a checkpoint holds them (see `flowrl.data.trees`); None
+        where they cannot be said, so that who goes on from a checkpoint begins new episodes."""
+        return None
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Take over what `get_state` gave."""
+        raise ConfigError(f"{type(self).__name__} has no set_state()")

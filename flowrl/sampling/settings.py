@@ -33,6 +33,7 @@ class SamplingSettings:
     on_bad_values: OnBadValues = "raise"
     max_env_restarts: int = 5
     sample_collector: type[SampleCollector] = SimpleListCollector
+    explore: bool = True
 
     @classmethod
     def of(cls, given: Any, length: int | None, count_steps_by: str | None) -> SamplingSettings:
@@ -65,7 +66,7 @@ class SamplingSettings:
         _check_whole("seed", given.get("seed"), 0, True)
         if wanted != "auto":
             _check_whole("rollout_fragment_length", wanted, 1)
-        for name in ("soft_horizon", "no_done_at_end", "sample_async", "collect_infos"):
+        for name in ("soft_horizon", "no_done_at_end", "sample_async", "collect_infos", "explore"):
             if not isinstance(given.get(name, False), bool):
                 raise ConfigError(f"{name}: True or False is needed, got {given.get(name)!r}")
         if not isinstance(given.get("env_config") or {}, Mapping):
@@ -92,6 +93,7 @@ class SamplingSettings:
             on_bad_values=given.get("on_bad_values", "raise"),
             max_env_restarts=given.get("max_num_env_restarts", 5),
             sample_collector=collector,
+            explore=given.get("explore", True),
         )
 
 

@@ -9,12 +9,14 @@ broke and were made anew.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, Protocol, cast
 
 import gymnasium as gym
 import numpy as np
+import optree
 from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.utils import concatenate, create_empty_array, iterate
@@ -55,6 +57,17 @@ class Stepper(Protocol):
 
     def settle(self, slots: Any) -> None:
         """These environments got through a fragment: earlier failures are forgotten."""
+
+    def get_state(self) -> dict[str, Any] | None:
+        """How each environment came to be where it is; None where that is not known."""
+
+    def set_state(self, state: dict[str, Any] | None, observations: Any) -> list[int]:
+        """Go on where other environments were, which had these observations [N, …]: all that can;
+        the others begin episodes, whose first observations are written.
+
+        Returns:
+            those that begin anew.
+        """
 
     def close(self) -> None:
         """Close the environments."""
@@ -144,9 +157,12 @@ class DirectStepper:
             low, end = self._range
             if min(given) < low or max(given) >= end:
                 raise _out_of_range(given, low, end)
+        journals = self._slots.journals
         for i, env in enumerate(self._slots.envs):
+            action = given[i]
+            journals[i].append(action if type(action) is int else copy.deepcopy(action))
             try:
-                observation, reward, terminated, truncated, info = env.step(given[i])
+                observation, reward, terminated, truncated, info = env.step(action)
                 if unchecked[i]:
                     self._check_step(observation, reward, terminated, truncated)
                     unchecked[i] = False
@@ -188,6 +204,27 @@ class DirectStepper:
     def settle(self, slots: Any) -> None:
         self._slots.settle(slots)
 
+    def get_state(self) -> dict[str, Any] | None:
+        return self._slots.get_state()
+
+    def set_state(self, state: dict[str, Any] | None, observations: Any) -> list[int]:
+        if state is None:
+            raise ValueError("it has no state of environments")
+        self._slots.set_state(state)
+        anew = []
+
+        def matches(kept: Any, given: Any) -> bool:
+            # what is not finite, or outside the space, may have been repaired
+            repaired = self.check.is_array and self.check.repaired(np.asarray(given))
+            return same(kept, given) or (self.check.is_array and same(kept, repaired))
+
+        for i in range(self.num_envs):
+            self._unchecked[i] = True
+            if not self._slots.replay(i, state, partial(matches, observations[i])):
+                observations[i] = self._start(i)
+                anew.append(i)
+        return anew
+
     def _check_step(self, observation: Any, reward: Any, *flags: Any) -> None:
         """Of the first step of every environment: numpy would broadcast and cast what does not
         fit."""
@@ -199,6 +236,22 @@ class DirectStepper:
 
     def close(self) -> None:
         self._slots.close()
+
+
+def same(mine: Any, yours: Any) -> bool:
+    """Whether two observations are the same, number for number."""
+    if not isinstance(mine, (dict, tuple, list)):
+        kept, given = np.asarray(mine), np.asarray(yours)
+        if kept.dtype != given.dtype:  # it was stored as its space says
+            given = given.astype(kept.dtype)
+        return np.array_equal(kept, given, equal_nan=_floats(kept))
+    one: Any = optree.tree_flatten(mine)  # type: ignore[arg-type]
+    two: Any = optree.tree_flatten(yours)
+    return bool(one[1] == two[1]) and all(map(same, one[0], two[0]))
+
+
+def _floats(array: Any) -> bool:
+    return np.asarray(array).dtype.kind == "f"
 
 
 def _out_of_range(actions: Any, low: int, end: int) -> ValueError:
@@ -237,15 +290,17 @@ class VectorStepper:
             )
         self.mode = mode
         self._resetting: np.ndarray = np.zeros(self.num_envs, bool)
+        self._resets = 0  # by runs that went on from a checkpoint, which begin episodes anew
 
     def reset(self, observations: Any) -> None:
         if self._broken and self._make is not None:  # it may not survive an error of its own
             close_quietly(self.env, 0)
             self.env = self._make()
         self._broken = False
-        seed: Any = derive_seed(self._seed, "env")
+        purpose = ("resumed", self._resets) if self._resets else ()
+        seed: Any = derive_seed(self._seed, "env", *purpose)
         if self._seed is not None and isinstance(self.env, (SyncVectorEnv, AsyncVectorEnv)):
-            seed = [derive_seed(self._seed, "env", i) for i in range(self.num_envs)]
+            seed = [derive_seed(self._seed, "env", i, *purpose) for i in range(self.num_envs)]
         first, _ = self.env.reset() if seed is None else self.env.reset(seed=seed)
         observations[:] = self._each(first)
         self._seed = None
@@ -291,6 +346,14 @@ class VectorStepper:
 
     def settle(self, slots: Any) -> None:
         pass
+
+    def get_state(self) -> dict[str, Any] | None:
+        return {"resets": self._resets}
+
+    def set_state(self, state: dict[str, Any] | None, observations: Any) -> list[int]:
+        self._resets = 0 if state is None else state["resets"] + 1
+        self.reset(observations)
+        return list(range(self.num_envs))
 
     def close(self) -> None:
         self.env.close()

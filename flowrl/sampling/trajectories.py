@@ -9,6 +9,7 @@ import numpy as np
 import optree
 
 from flowrl.data.multi_agent_batch import AgentID, EpisodeID, PolicyID
+from flowrl.data.trees import can_be_saved
 from flowrl.data.windows import NOTHING
 from flowrl.policies.config import ConfigError
 from flowrl.policies.policy import Policy
@@ -58,6 +59,20 @@ class Trajectory:
         self.initial: list[Any] = []
         self.sums: Any = None
         self.before: Trajectory | None = None
+
+    def get_state(self) -> dict[str, Any]:
+        """All of it, as a checkpoint holds it."""
+        self.take_sums()
+        state = {name: getattr(self, name) for name in self.__slots__ if name != "before"}
+        return {**state, "values": [savable_row(row) for row in self.values]}
+
+    @classmethod
+    def of_state(cls, state: dict[str, Any]) -> Trajectory:
+        """What `get_state` gave, again."""
+        made = cls(state["episode_id"], state["agent_id"], state["policy_id"])
+        for name, value in state.items():
+            setattr(made, name, list(value) if isinstance(value, list) else value)
+        return made
 
     def part(self, name: str, begin: int, end: int) -> list[Any]:
         """A column's values of rows begin … end-1; zeros where a row came without."""
@@ -224,6 +239,12 @@ class RowViews:
                 part = np.where(there, start + at, nothing)
             parts.append(part)
         return np.stack(parts, 1) if view.is_window else parts[0]
+
+
+def savable_row(row: dict[str, Any]) -> dict[str, Any]:
+    """The row; without infos that no checkpoint can hold."""
+    infos = row.get("infos")
+    return row if not infos or can_be_saved(infos) else {**row, "infos": {}}
 
 
 def column_of(name: str, values: list[Any]) -> Any:

@@ -119,6 +119,22 @@ class TrajectoryViews:
         """New episodes begin everywhere: nothing before them is known."""
         self._known = dict.fromkeys(self._known, 0)
 
+    def get_state(self) -> dict[str, Any]:
+        """What the next fragment looks back on."""
+        end = slice(self._length, self._length + self.lookback)
+        return {
+            "known": dict(self._known),
+            "history": {name: array[end].copy() for name, array in self._history.items()},
+        }
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Take over what `get_state` gave."""
+        self._known = dict(state["known"])
+        for name, end in state["history"].items():
+            array = np.zeros((self.lookback + self._length, *end.shape[1:]), end.dtype)
+            array[self._length :] = end
+            self._history[name] = array
+
     def record(self, name: str, t: int, values: np.ndarray) -> None:
         """Take down a column's values [N, …] at timestep t of the fragment."""
         array = self._history.get(name)

@@ -25,6 +25,10 @@ from flowrl.sampling.settings import DEFAULT_FRAGMENT_LENGTH
 
 T = TypeVar("T")
 
+log = logging.getLogger("flowrl")
+
+STATE_TIMEOUT_S = 60.0  # for a remote worker to say its state
+
 BY_VALUE_BYTES = 100_000  # larger weights go through the object store, one object per version
 
 
@@ -61,6 +65,9 @@ class WorkerSet:
         self._only: set[int] | None = None  # workers that are to get weights; None: all
         self._payload: tuple[dict[str, int], Any] | None = None
         self._owns_ray = False
+        self.incarnations = [0] * self.num_workers  # restarts of each remote worker so far
+        self._saved: list[Any] | None = None  # what remote workers that start are to go on from
+        self.episodes_begun_anew = 0
         self.global_vars: dict[str, Any] = {"timestep": 0}
 
     def fragment_length(self) -> int:
@@ -94,7 +101,10 @@ class WorkerSet:
             self._remote = []
             if self.num_workers:
                 self._start_ray()
-                self._remote += [self.make_remote(i) for i in range(self.num_workers)]
+                self._remote += [
+                    self.make_remote(i, self.incarnations[i]) for i in range(self.num_workers)
+                ]
+                self._restore_remote()
         return self._remote
 
     def _start_ray(self) -> None:
@@ -188,6 +198,85 @@ class WorkerSet:
             ]
         )
 
+    # -- state ---------------------------------------------------------------------------------
+
+    def get_state(self) -> dict[str, Any]:
+        """What all workers' next samples depend on besides the policies of the local one.
+
+        Waits for the remote ones; None in the place of one that does not answer.
+        """
+        remote: list[Any] = [None] * self.num_workers
+        if self._remote is None and self._saved is not None:
+            remote = self._saved
+        elif self._remote:
+            import ray
+
+            refs = [worker.apply.remote(_sampling_state) for worker in self._remote]
+            for index, ref in enumerate(refs):
+                try:
+                    remote[index] = ray.get(ref, timeout=STATE_TIMEOUT_S)
+                except Exception as error:
+                    log.warning(
+                        "worker %d could not say its state: who goes on from this checkpoint begins"
+                        " new episodes there (%r)", index + 1, error,
+                    )  # fmt: skip
+        return {
+            "local": self.local_worker().get_sampling_state(),
+            "remote": remote,
+            "started": self._remote is not None or self._saved is not None,
+            "incarnations": list(self.incarnations),
+        }
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go on where other workers were, which had the policies that the local one has now.
+
+        `episodes_begun_anew` counts the episodes that could not be gone on with; those of remote
+        workers, once they have started.
+
+        Raises:
+            KeyError, ValueError: it is of other workers.
+        """
+        if len(state["remote"]) != self.num_workers:
+            raise ValueError(f"a state of {len(state['remote'])} workers, not {self.num_workers}")
+        for remote in state["remote"]:
+            if remote is not None:  # they have what the local worker has
+                self.local_worker().check_sampling_state(remote)
+        incarnations = list(state["incarnations"])
+        self.forget_sent()
+        self._only = None
+        self.episodes_begun_anew = self.local_worker().set_sampling_state(state["local"])
+        self._saved = list(state["remote"])
+        if self._remote:
+            self._restore_remote()
+            return
+        for index, remote in enumerate(state["remote"]):
+            if remote is None and state["started"]:  # it was gone: another one takes its place
+                incarnations[index] += 1
+        self.incarnations = incarnations
+
+    def _restore_remote(self) -> None:
+        """Hand the remote workers what they are to go on from."""
+        if self._saved is None or not self._remote:
+            return
+        import ray
+
+        versions, refs = self.versions(), []
+        for index, (worker, saved) in enumerate(zip(self._remote, self._saved, strict=True)):
+            if saved is None:
+                self._sent.pop(index, None)
+                refs.append(worker.apply.remote(_begin_again))
+                continue
+            payload = self.weights_for(index)
+            told = {pid: own["version"] for pid, own in saved["policies"].items()}
+            if told != versions:  # it was behind: it gets the newest with the next request
+                self._sent.pop(index, None)
+            refs.append(worker.apply.remote(_go_on, payload, saved))
+        anew = ray.get(refs)
+        self._saved = None
+        self.episodes_begun_anew += sum(anew)
+        if sum(anew):
+            log.warning("%d episodes of remote workers were begun anew", sum(anew))
+
     # -- use -----------------------------------------------------------------------------------
 
     def foreach_worker(self, fn: Callable[[RolloutWorker], T]) -> list[T]:
@@ -246,9 +335,12 @@ class RolloutPool(ActorPool):
 
     def start(self) -> None:
         self._handles = self._workers_of.remote_workers()
+        self._incarnations = list(self._workers_of.incarnations)
 
     def _remake(self, index: int) -> Any:
-        return self._workers_of.make_remote(index, self._incarnations[index] + 1)
+        workers = self._workers_of
+        workers.incarnations[index] = self._incarnations[index] + 1
+        return workers.make_remote(index, workers.incarnations[index])
 
     def ask(self, index: int, order: Order) -> Any:
         actor = self.handle(index)
@@ -264,6 +356,22 @@ class RolloutPool(ActorPool):
 
 def _take_weights(worker: RolloutWorker, payload: tuple[Any, ...]) -> None:
     worker.set_weights(*payload)
+
+
+def _sampling_state(worker: RolloutWorker) -> dict[str, Any]:
+    return worker.get_sampling_state()
+
+
+def _go_on(worker: RolloutWorker, payload: tuple[Any, ...] | None, state: dict[str, Any]) -> int:
+    if payload is not None:
+        weights, versions, filters, _ = payload
+        worker.set_weights(weights, versions, filters)
+    return worker.set_sampling_state(state)
+
+
+def _begin_again(worker: RolloutWorker) -> int:
+    worker.restart()
+    return 0
 
 
 def _serve_with(worker: RolloutWorker, payload: tuple[Any, ...] | None, order: Order) -> list[Any]:
