@@ -1,7 +1,8 @@
 """The run directory: what a training run leaves behind, and how it is found again.
 
 config.json, stop.json, command.txt, plan.txt (the tree), plan.py (the text), versions.json,
-progress.csv, result.json (a line per iteration), TensorBoard events, checkpoint/.
+progress.csv, result.json (a line per iteration), TensorBoard events, and checkpoints/, in which
+each has the number of its iteration: the newest ones, and the best one by a score.
 """
 
 from __future__ import annotations
@@ -14,13 +15,22 @@ import math
 import os
 import platform
 import shlex
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from flowrl.algorithms.result_names import value_of
+from flowrl.data.checkpoint import (
+    CheckpointError,
+    is_checkpoint,
+    read_manifest,
+    remove_checkpoint,
+)
 from flowrl.policies.config import ConfigError
 
+CHECKPOINTS = "checkpoints"
 _CODE = "code"  # marks a setting that was code: the plan file has it
 
 
@@ -70,13 +80,13 @@ class RunDirectory:
             self._lock = os.open(path, os.O_RDONLY)  # held while the run lasts
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             before = self._rows() if resume else []
-            self.last = before[-1] if before else None  # the last result of a resumed run
             self._results = open(path / ".result.json", "w")  # noqa: SIM115
             self._progress = open(path / ".progress.csv", "w", newline="")  # noqa: SIM115
         except BlockingIOError as error:
             raise ConfigError(f"run_dir: {path} is in use by another process") from error
         except OSError as error:
             raise ConfigError(f"run_dir: cannot write {path}: {error.strerror}") from error
+        self._said_full = False
         self._columns: list[str] = []
         self._events: Any = None
         for result in before:
@@ -87,8 +97,10 @@ class RunDirectory:
     def _check_free(self) -> None:
         """A run that got nowhere may be written over; anything else is left alone."""
         if (self.path / "config.json").exists():
-            if self.checkpoint.exists():
-                raise ConfigError(f"run_dir: {self.path} holds a run already: --resume {self.path}")
+            if checkpoints_of(self.path):
+                raise ConfigError(
+                    f"run_dir: {self.path} holds a run already: flowrl resume {self.path}"
+                )
         elif any(self.path.iterdir()):
             raise ConfigError(f"run_dir: {self.path} is not empty and holds no run: take another")
 
@@ -103,12 +115,43 @@ class RunDirectory:
                     rows.append(row)
         return rows
 
-    @property
-    def checkpoint(self) -> Path:
-        return self.path / "checkpoint"
+    def save(self, algorithm: Any, result: dict[str, Any] | None = None) -> Path | None:
+        """Write a checkpoint, and let go of those that are not to be kept. A run goes on without
+        one where the disk takes none: that is said once.
+
+        Args:
+            result: the newest one, for the score.
+        """
+        config = algorithm.config
+        path = self.path / CHECKPOINTS / f"{algorithm.iteration:06d}"
+        score = None
+        if config.checkpoint_score_attribute is not None and result is not None:
+            score = value_of(result, config.checkpoint_score_attribute)
+        try:
+            algorithm.save(path, score=score)
+        except OSError as error:
+            if not self._said_full:
+                print(
+                    f"flowrl: NO CHECKPOINT: {path} cannot be written: {error}. Training goes on; "
+                    "the last checkpoint stays as it is. This is said once.",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            self._said_full = True
+            return None
+        self._prune(config)
+        return path
+
+    def _prune(self, config: Any) -> None:
+        there = checkpoints_of(self.path)
+        kept = set(there[-config.checkpoint_num_to_keep :])
+        best = best_of(there, config.checkpoint_score_order)
+        for path in there:
+            if path not in kept and path != best:
+                remove_checkpoint(path)
 
     def describe(
-        self, config: Any, command: list[str], tree: str, plan: Path, stop: dict[str, Any]
+        self, config: Any, command: list[str], tree: str, plan: Path | None, stop: dict[str, Any]
     ) -> None:
         """Write what repeats the run."""
         import flowrl
@@ -121,11 +164,36 @@ class RunDirectory:
             "command.txt": shlex.join(command) + "\n",
             "stop.json": json.dumps(stop, indent=1),
             "plan.txt": tree + "\n",
-            "plan.py": plan.read_text(),
+            **({} if plan is None else {"plan.py": plan.read_text()}),
             "versions.json": json.dumps(versions, indent=1),
         }
         for name, text in files.items():
             (self.path / name).write_text(text)
+
+    def replace_plan(self, config: Any, tree: str, plan: Path) -> None:
+        """The run goes on with another plan."""
+        (self.path / "plan.py").write_text(plan.read_text())
+        (self.path / "plan.txt").write_text(tree + "\n")
+        (self.path / "config.json").write_text(json.dumps(_plain(config), indent=1))
+
+    def last_until(self, iteration: int) -> dict[str, Any] | None:
+        """The last result up to an iteration."""
+        kept = [row for row in self._rows() if row.get("training_iteration", 0) <= iteration]
+        return kept[-1] if kept else None
+
+    def forget_after(self, iteration: int) -> None:
+        """Take the results out that came after the checkpoint that the run goes on from, and the
+        checkpoints: they come again."""
+        kept = [row for row in self._rows() if row.get("training_iteration", 0) <= iteration]
+        for file in (self._results, self._progress):
+            file.seek(0)
+            file.truncate()
+        self._columns = []
+        for row in kept:
+            self._write_files(row)
+        for path in checkpoints_of(self.path):
+            if int(path.name) > iteration:
+                remove_checkpoint(path)
 
     def write(self, result: dict[str, Any]) -> None:
         """Add one iteration's result to result.json, progress.csv and TensorBoard."""
@@ -155,6 +223,45 @@ class RunDirectory:
         os.close(self._lock)
         if self._events is not None:
             self._events.close()
+
+
+def checkpoints_of(path: Path) -> list[Path]:
+    """The checkpoints of a run that were written to the end, oldest first."""
+    folder = path / CHECKPOINTS
+    found = [one for one in folder.iterdir() if one.name.isdecimal()] if folder.is_dir() else []
+    return sorted(one for one in found if (one / "manifest.json").exists())
+
+
+def best_of(checkpoints: list[Path], order: str = "max") -> Path | None:
+    """The one with the best score; None where none has any."""
+    scores = {}
+    for path in checkpoints:
+        with contextlib.suppress(CheckpointError):
+            score = read_manifest(path).get("score")
+            if score is not None and math.isfinite(score):
+                scores[path] = score if order == "max" else -score
+    return max(scores, key=scores.__getitem__, default=None)
+
+
+def newest_checkpoint(path: Path) -> Path:
+    """The checkpoint that a run goes on from.
+
+    Raises:
+        ConfigError: this run has left none.
+    """
+    there = checkpoints_of(path)
+    if not there:
+        raise ConfigError(
+            f"{path}: this run has left no checkpoint to go on from: start it again (it may be "
+            "written over)"
+        )
+    return there[-1]
+
+
+def last_good_checkpoint(path: Path, before: Path) -> Path | None:
+    """The newest whole checkpoint of a run before one that is damaged."""
+    older = [one for one in checkpoints_of(path) if one < before]
+    return next((one for one in reversed(older) if is_checkpoint(one)), None)
 
 
 def default_run_dir(plan: str, env: Any) -> Path:

@@ -10,18 +10,28 @@ import sys
 import threading
 import time
 from collections import deque
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from flowrl.algorithms.plans import plan_path
-from flowrl.policies.config import ConfigError
-from flowrl.rundir import RunDirectory, default_run_dir, read_goal
+from flowrl.algorithms.result_names import check_name, value_of
+from flowrl.arguments import Rule
+from flowrl.data.checkpoint import CheckpointError
+from flowrl.policies.config import ConfigError, nearest
+from flowrl.rundir import (
+    RunDirectory,
+    default_run_dir,
+    flat,
+    last_good_checkpoint,
+    newest_checkpoint,
+    read_goal,
+)
 
-CHECKPOINT_S = 60.0  # between two checkpoints of a run that goes on
 HURRIED_S = 1.0  # a second Ctrl-C so soon after the first is the same one
 LIVE_SECONDS = 0.25  # between two redraws on a terminal
 PLAIN_SECONDS = 5.0  # between two lines elsewhere
+PATIENCE = 20  # results without a metric that is waited for, after which that is said
 RECENT = 50  # iterations that the shown steps/s are over
 DEFAULT_TIMESTEPS = 500_000  # goal of a run that was given none
 
@@ -30,23 +40,44 @@ DEFAULT_TIMESTEPS = 500_000  # goal of a run that was given none
 class Stop:
     """When a run ends: whichever comes first.
 
-    reward: mean return of the last 100 episodes; timesteps: env steps; iters; time_s: seconds.
+    reward: mean return of the last 100 episodes; timesteps: env steps; iters; time_s: seconds;
+    metrics: (name of a metric, ">=" or "<=", value) each.
     """
 
     reward: float | None = None
     timesteps: int | None = None
     iters: int | None = None
     time_s: float | None = None
+    metrics: list[Rule] = field(default_factory=list)
+
+    @classmethod
+    def of_saved(cls, saved: dict[str, Any]) -> Stop:
+        """The rules that a run directory has.
+
+        Raises:
+            ConfigError: they were damaged.
+        """
+        try:
+            made = cls(**saved)
+            made.metrics = [(str(n), str(r), float(v)) for n, r, v in made.metrics]
+            return made
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"stop.json: not the stop rules of a run: {error}") from None
 
     def is_set(self) -> bool:
         """Whether any rule is given."""
-        return self.reward is not None or bool(self.timesteps or self.iters or self.time_s)
+        return self != Stop()
 
     def with_defaults(self, env: Any) -> Stop:
         """Where nothing is set: the environment's own reward threshold, or a number of steps."""
         if self.is_set():
             return self
         return Stop(reward=_threshold(env), timesteps=DEFAULT_TIMESTEPS)
+
+    def check(self, config: Any) -> None:
+        """Refuse metrics that no result will have."""
+        for name, _, _ in self.metrics:
+            check_name(name, config, "stop")
 
     def reached(self, result: dict[str, Any], window: int, seconds: float) -> str | None:
         """What was reached, in words; None while nothing is."""
@@ -61,7 +92,54 @@ class Stop:
             return f"{number} iteration{'s' if number > 1 else ''}"
         if self.time_s and seconds >= self.time_s:
             return f"{seconds:.0f} s"
+        for name, relation, limit in self.metrics:
+            value = value_of(result, name)
+            if value is not None and (value >= limit if relation == ">=" else value <= limit):
+                return f"{name} {value:g} {relation} {limit:g}"
         return None
+
+
+def check_metric(result: dict[str, Any], name: str, what: str) -> bool:
+    """Whether a result has a metric that could not be told of before.
+
+    Raises:
+        ConfigError: it has not, and should have: it will never come.
+    """
+    if value_of(result, name) is not None:
+        return True
+    learned = name.startswith(("learners/", "info/learner/")) and result["learners"]
+    ended = name.startswith("custom_metrics/") and result["episodes_in_window"]
+    if learned or ended:
+        group = name.split("/")[0]
+        known = [k for k, v in flat({group: result[group]}) if isinstance(v, (int, float))]
+        raise ConfigError(
+            f"{what}: there is no metric {name!r}.{nearest(name, known)} In {group} there are "
+            f"{', '.join(known) or 'none'}"
+        )
+    return False
+
+
+class Awaited:
+    """The metrics that a run waits for and that no result has had yet; said once, after some."""
+
+    def __init__(self, stop: Stop, score: str | None):
+        self._names = {name: "stop" for name, _, _ in stop.metrics}
+        if score is not None:
+            self._names.setdefault(score, "checkpoint_score_attribute")
+        self._results = 0
+
+    def look_at(self, result: dict[str, Any]) -> None:
+        """Refuse what should be in this result and is not."""
+        self._results += 1
+        there = [n for n, what in self._names.items() if check_metric(result, n, what)]
+        for name in there:
+            del self._names[name]
+        if self._results == PATIENCE:
+            for name, what in self._names.items():
+                print(
+                    f"flowrl: {what}: no result has had {name!r} so far", file=sys.stderr,
+                    flush=True,
+                )  # fmt: skip
 
 
 def _threshold(env: Any) -> float | None:
@@ -74,26 +152,36 @@ def _threshold(env: Any) -> float | None:
 
 def train(
     config: Any,
-    plan: str,
+    plan: str | None,
     stop: Stop,
     run_dir: Path | None,
     command: list[str],
     resume: bool = False,
+    checkpoint: Path | None = None,
+    other_plan: bool = False,
 ) -> int:
     """Train until a stop rule holds; returns the exit code. Leaves a checkpoint, come what may.
 
     Of a run that is resumed the stop rules hold that it was given, unless it gets others.
+
+    Args:
+        checkpoint: which one a run goes on from; None: the newest.
+        other_plan: the plan's text may have changed since.
     """
     if resume:
         command, saved = read_goal(run_dir)  # type: ignore[arg-type]
-        stop = stop if stop.is_set() else Stop(**saved)
+        stop = stop if stop.is_set() else Stop.of_saved(saved)
+        checkpoint = checkpoint or newest_checkpoint(run_dir)  # type: ignore[arg-type]
     elif config.seed is None:  # drawn here, so that the run can be repeated
         config = config.updated(seed=secrets.randbits(31))
         command = [*command, "--seed", str(config.seed)]
-    config = config.updated(plan=str(Path(plan).resolve()) if plan.endswith(".py") else plan)
+    stop.check(config)
+    if plan is not None:
+        config = config.updated(plan=str(Path(plan).resolve()) if plan.endswith(".py") else plan)
     algorithm = config.build()
     try:  # an environment or a plan that does not fit shows before any file
         algorithm.workers.local_worker()
+        algorithm.check_evaluation()
         tree = algorithm.plan.explain()
     except ConfigError:
         raise
@@ -101,28 +189,48 @@ def train(
         tell_failure(error)
         return 1
     stop = stop.with_defaults(config.env)
-    if resume and not (run_dir / "checkpoint").exists():  # type: ignore[operator]
-        raise ConfigError(
-            f"{run_dir}: this run has left no checkpoint to go on from: start it again (it may be "
-            "written over)"
-        )
-    run = RunDirectory(run_dir or default_run_dir(plan, config.env), resume)
+    named = plan or type(algorithm).__name__.lower()
+    run = RunDirectory(run_dir or default_run_dir(named, config.env), resume)
     try:
         if resume:
-            from flowrl.data.checkpoint import CheckpointError
-
+            assert checkpoint is not None
             try:
-                algorithm.restore(run.checkpoint)
+                algorithm.restore(checkpoint, other_plan)
             except CheckpointError as error:
                 print(f"flowrl: {error}", file=sys.stderr)
+                _offer(run.path, checkpoint)
                 return 1
+            window = config.metrics_num_episodes_for_smoothing
+            last = run.last_until(algorithm.iteration)
+            reached = None if last is None else stop.reached(last, window, 0.0)
+            if reached is not None:
+                print(
+                    f"reached already: {reached}. Give another goal: --stop-reward, "
+                    "--stop-timesteps, …"
+                )
+                return 0
+            if other_plan:
+                run.replace_plan(config, tree, plan_path(config.plan))
+            run.forget_after(algorithm.iteration)
         else:
-            run.describe(config, command, tree, plan_path(config.plan), asdict(stop))
+            text = None if config.plan is None else plan_path(config.plan)
+            run.describe(config, command, tree, text, asdict(stop))
         with Signals() as signals:
             return _loop(algorithm, stop, run, command, signals)
     finally:
         algorithm.stop()
         run.close()
+
+
+def _offer(run_dir: Path, damaged: Path) -> None:
+    """Say which older checkpoint is whole."""
+    good = last_good_checkpoint(run_dir, damaged)
+    if good is not None:
+        print(
+            f"the one before is whole: {program()} resume {shlex.quote(str(run_dir))} --checkpoint "
+            f"{good.name}",
+            file=sys.stderr,
+        )
 
 
 def _loop(
@@ -132,10 +240,8 @@ def _loop(
     live = LiveLine(stop)
     started = saved = time.perf_counter()
     code, result = 0, None
-    reached = stop.reached(run.last, window, 0.0) if run.last is not None else None
-    if reached is not None:
-        print(f"reached already: {reached}. Give another goal: --stop-reward, --stop-timesteps, …")
-        return 0
+    reached = None
+    awaited = Awaited(stop, algorithm.config.checkpoint_score_attribute)
     if algorithm.config.num_workers:
         print(f"starting {algorithm.config.num_workers} workers …", flush=True)
     try:
@@ -149,11 +255,12 @@ def _loop(
             live.add(result)
             run.write(result)
             live.show(result)
+            awaited.look_at(result)
             now = time.perf_counter()
             reached = stop.reached(result, window, now - started)
-            if now - saved > CHECKPOINT_S:
-                algorithm.save(run.checkpoint)
-                saved = now
+            if reached is None and _is_due(algorithm, now - saved):
+                run.save(algorithm, result)
+                saved = time.perf_counter()
     except KeyboardInterrupt:
         reached, code = "interrupted", 130
     except (Exception, SystemExit) as error:
@@ -162,24 +269,37 @@ def _loop(
             reached, code = "terminated", 143
         else:
             return _failed(error, algorithm, run, live, result)
-    algorithm.save(run.checkpoint)
+    written = run.save(algorithm, result)
     live.finish(result)
     seconds = time.perf_counter() - started
     print(f"{'stopped' if code else 'reached'}: {reached}, after {seconds:.1f} s")
-    print(f"run directory: {run.path} (checkpoint in {run.checkpoint.name}/)")
+    where = "no checkpoint" if written is None else f"checkpoint {written.relative_to(run.path)}"
+    print(f"run directory: {run.path} ({where})")
     here, name = shlex.quote(str(run.path)), program()
     print(f"evaluate:      {name} evaluate {here} --episodes 100")
-    print(f"go on:         {name} train --resume {here}{'' if code else ' --stop-timesteps …'}")
+    print(f"go on:         {name} resume {here}{'' if code else ' --stop-timesteps …'}")
     print(f"repeat:        {name} {shlex.join(command[1:])}")
-    return code
+    return code if code or written is not None else 1
+
+
+def _is_due(algorithm: Any, seconds: float) -> bool:
+    """Whether it is time for a checkpoint."""
+    config = algorithm.config
+    by_iterations = config.checkpoint_frequency
+    if by_iterations and algorithm.iteration % by_iterations == 0:
+        return True
+    return config.checkpoint_every_s is not None and seconds > config.checkpoint_every_s
 
 
 def _failed(
     error: BaseException, algorithm: Any, run: RunDirectory, live: LiveLine, result: Any
 ) -> int:
     live.finish()
+    if algorithm.last_result is not result and algorithm.last_result is not None:
+        result = algorithm.last_result  # its evaluation failed
+        run.write(result)
     if result is not None:
-        algorithm.save(run.checkpoint)
+        run.save(algorithm, result)
     tell_failure(error)
     print(f"run directory: {run.path}", file=sys.stderr)
     return 1

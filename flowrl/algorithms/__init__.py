@@ -1,5 +1,7 @@
 """Algorithms: the maths and the knobs. `flowrl.algorithms.ppo`, `flowrl.algorithms.a2c`."""
 
+import importlib
+import sys
 from typing import Any
 
 from flowrl.policies.config import ConfigError
@@ -17,3 +19,7 @@ def __getattr__(name: str) -> Any:
 
         return AlgorithmConfig
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+if "ray.tune" in sys.modules:  # whoever has it may say tune.run("PPO", config=config)
+    importlib.import_module("flowrl.tune")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,10 +17,24 @@ import torch
 
 import flowrl
 from flowrl.algorithms.config import AlgorithmConfig
-from flowrl.algorithms.plans import load_plan, modules_of, plan_path
+from flowrl.algorithms.evaluation import (
+    EvaluationWorkers,
+    check_evaluation_env,
+    evaluate_policies,
+    evaluation_settings,
+    summary,
+)
+from flowrl.algorithms.plans import PLAN_MODULE, load_plan, modules_of, plan_path
+from flowrl.algorithms.spellings import our_names
 from flowrl.data import DEFAULT_POLICY_ID
-from flowrl.data.checkpoint import CheckpointError, read_checkpoint, write_checkpoint
+from flowrl.data.checkpoint import (
+    CheckpointError,
+    read_checkpoint,
+    read_manifest,
+    write_checkpoint,
+)
 from flowrl.iter import LocalIterator
+from flowrl.iter.gather import Gather
 from flowrl.iter.stage import walk
 from flowrl.ops import (
     ApplyGradients,
@@ -33,15 +48,12 @@ from flowrl.ops import (
 )
 from flowrl.policies.config import ConfigError
 from flowrl.policies.policy import Policy
-from flowrl.policies.policy_spec import PolicySpec, specs_of
-from flowrl.policies.saved import describe
+from flowrl.policies.policy_spec import specs_of
+from flowrl.policies.saved import config_from_json, config_to_json, describe, trusted
 from flowrl.sampling.callbacks import call
-from flowrl.sampling.episode import EpisodeMetrics
-from flowrl.sampling.rollout_worker import RolloutWorker
 from flowrl.sampling.worker_set import WorkerSet
-from flowrl.seeding import derive_seed
 
-ENDLESS_STEPS = 200_000  # of an evaluation in which no episode ends
+log = logging.getLogger("flowrl")
 
 
 class Algorithm:
@@ -57,6 +69,7 @@ class Algorithm:
     Attributes:
         workers: the WorkerSet.
         iteration: results so far.
+        last_result: the newest one.
     """
 
     policy_class: ClassVar[type[Policy] | None] = None  # None: every policy has its own
@@ -65,12 +78,22 @@ class Algorithm:
 
     def __init__(self, config: Any):
         if not isinstance(config, self.config_class):
+            if isinstance(config, AlgorithmConfig) and not set(config.chosen()) <= set(
+                self.config_class.model_fields
+            ):
+                raise ConfigError(
+                    f"{type(self).__name__} takes a {self.config_class.__name__}, got a "
+                    f"{type(config).__name__}"
+                )
             config = self.config_class(**dict(config.items()))
         config.check()
-        self.config = config
+        self.config = config = config.frozen()
         self.iteration = 0
         self._time_total_s = 0.0
+        self._save_s = 0.0
+        self.last_result: dict[str, Any] | None = None
         self._plan: LocalIterator[dict[str, Any]] | None = None
+        self._evaluation: EvaluationWorkers | None = None
         self.setup(config)
 
     def setup(self, config: AlgorithmConfig) -> None:
@@ -78,25 +101,33 @@ class Algorithm:
         assert config.env is not None
         self.workers = WorkerSet(config.env, self.policy_class, config)
         self._module: Any = None  # of the plan, where it is a file
+        self._said_left_out = False
         steps = type(self).training_step is not Algorithm.training_step
         if steps and self.execution_plan is not None:
             raise ConfigError(
                 f"{type(self).__name__} has both a training_step and an execution_plan: one of them"
             )
+        own = steps or self.execution_plan is not None
+        if not own and config.plan is None and not self._may_do_without(config):
+            raise ConfigError("plan: no execution plan is set; shipped plans: `flowrl plans`")
+        if config.plan is not None and (not own or type(self).__module__.startswith(PLAN_MODULE)):
+            self._module = load_plan(config.plan)
         if self.execution_plan is not None:
             self._build_plan = self.execution_plan
-        elif steps or (config.plan is None and type(config).model_fields["plan"].default is None):
+        elif own or self._module is None:
             self._build_plan = self._plan_of_steps
-        elif config.plan is None:
-            raise ConfigError("plan: no execution plan is set; shipped plans: `flowrl plans`")
         else:
-            module = self._module = load_plan(config.plan)
-            self._build_plan = module.execution_plan
-            if config.num_workers:
-                import ray
+            self._build_plan = self._module.execution_plan
+        if self._module is not None and config.num_workers:
+            import ray
 
-                for part in modules_of(module):
-                    ray.cloudpickle.register_pickle_by_value(part)
+            for part in modules_of(self._module):
+                ray.cloudpickle.register_pickle_by_value(part)
+
+    @staticmethod
+    def _may_do_without(config: AlgorithmConfig) -> bool:
+        """Whether there is no plan and none is missing: this class has a step of its own."""
+        return config.plan is None and type(config).model_fields["plan"].default is None
 
     def training_step(self) -> ResultDict:
         """One round of sampling and learning: override it to write an algorithm.
@@ -129,7 +160,16 @@ class Algorithm:
         return self._plan
 
     def _new_plan(self) -> LocalIterator[dict[str, Any]]:
-        plan = self._build_plan(self.workers, self.config)
+        own: AlgorithmConfig = self.config
+        try:
+            plan = self._build_plan(self.workers, own)
+        except AttributeError as error:
+            if error.obj is not own:
+                raise
+            raise ConfigError(
+                f"plan: {own.plan!r} asks its settings for {error.name!r}, which a "
+                f"{type(own).__name__} has not got: it is for another algorithm"
+            ) from error
         if not isinstance(plan, LocalIterator):
             raise ConfigError(
                 "plan: execution_plan(workers, config) must return the stream that ends in "
@@ -177,8 +217,18 @@ class Algorithm:
             "time_this_iter_s": elapsed,
             "time_total_s": self._time_total_s,
         }
+        if self._save_s:
+            whole["timers"]["checkpoint_time_ms"] = 1000 * self._save_s
+            self._save_s = 0.0
+        self.last_result = whole  # is there whatever becomes of its evaluation
+        self._evaluate_if_due(whole)
         call(self.workers.local_worker().callbacks.on_train_result, algorithm=self, result=whole)
         return whole
+
+    def check_evaluation(self) -> None:
+        """Refuse evaluations that cannot be: see `check_evaluation_env`."""
+        policies = self.workers.local_worker().policy_map
+        check_evaluation_env(self.config, policies)
 
     def get_policy(self, policy_id: str | None = None) -> Policy:
         """A policy of the local worker; the default one, or the first, if none is named.
@@ -210,92 +260,257 @@ class Algorithm:
         return self.get_policy(policy_id).compute_single_action(observation, explore=explore)
 
     def evaluate(
-        self, episodes: int | None = None, explore: bool = False, num_envs: int = 1
+        self,
+        episodes: int | None = None,
+        explore: bool | None = None,
+        num_envs: int | None = None,
+        timesteps: int | None = None,
     ) -> dict[str, Any]:
         """Whole episodes in new environments with the policies as they are; filters are frozen,
-        callbacks are not called.
+        callbacks are not called. In this process, with the settings of `evaluation_config`.
 
         Args:
-            episodes: how many; `evaluation_num_episodes` if None.
-            explore: sample actions instead of taking the most likely ones.
+            episodes: how many; `evaluation_duration` if None.
+            explore: sample actions instead of taking the most likely ones; if None as
+                `evaluation_config` says, or not.
             num_envs: environments stepped together; each plays its share, so that short episodes
                 are not preferred.
+            timesteps: env steps instead of episodes; the episodes that ended in them count.
 
         Returns:
             `episode_reward_mean`, `_min`, `_max`, `_std`, `episode_len_mean`, `episodes`; of
             several agents `policy_reward_mean`, policy id -> mean return of each of its agents.
         """
-        count = episodes if episodes is not None else self.config.evaluation_num_episodes
-        if count < 1:
-            raise ConfigError(f"episodes: at least 1 is needed, got {count}")
+        config = evaluation_settings(self.config)
+        if episodes is not None and timesteps is not None:
+            raise ConfigError("evaluate: episodes or timesteps, not both")
+        by_steps = timesteps is not None
+        if episodes is None and not by_steps:
+            by_steps = config.evaluation_duration_unit == "timesteps"
+        count = timesteps if timesteps is not None else episodes
+        count = config.evaluation_duration if count is None else count
+        if isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < 1:
+            what = "timesteps" if timesteps is not None else "episodes"
+            raise ConfigError(f"{what}: a whole number of at least 1 is needed, got {count!r}")
+        if num_envs is None:
+            num_envs = (
+                config.num_envs_per_worker
+                if "num_envs_per_worker" in (self.config.evaluation_config)
+                else 1
+            )
         policies = self.workers.local_worker().policy_map
-        finished = evaluate_policies(policies, self.config, count, explore, num_envs)
-        returns = np.array([episode.episode_return for episode in finished])
-        lengths = np.array([episode.episode_length for episode in finished])
-        return {
-            "episode_reward_mean": float(returns.mean()),
-            "episode_reward_min": float(returns.min()),
-            "episode_reward_max": float(returns.max()),
-            "episode_reward_std": float(returns.std()),
-            "episode_len_mean": float(lengths.mean()),
-            "policy_reward_mean": _by_policy(finished),
-            "episodes": len(finished),
-        }
+        explore = self._explores(explore)
+        played = evaluate_policies(policies, config, count, explore, num_envs, by_steps)
+        return summary(played, list(policies))
+
+    def _explores(self, explore: bool | None = None) -> bool:
+        """Whether an evaluation explores."""
+        own = self.config.evaluation_config.get("explore", False)
+        return bool(own if explore is None else explore)
+
+    def _evaluate_if_due(self, result: dict[str, Any]) -> None:
+        """Put an evaluation into the result, if one is due, or one that was begun is done."""
+        config = self.config
+        if config.evaluation_interval is None:
+            return
+        due = self.iteration % config.evaluation_interval == 0
+        if not config.evaluation_num_workers:
+            if due:
+                result["evaluation"] = {**self.evaluate(), "training_iteration": self.iteration}
+            return
+        if self._evaluation is None:
+            settings = evaluation_settings(config)
+            self._evaluation = EvaluationWorkers(settings, self.policy_class)
+        beside = self._evaluation
+        policies = self.workers.local_worker().policy_map
+        told = None
+        if due and not config.evaluation_parallel_to_training:
+            beside.begin(policies, self._explores(), self.iteration)
+            told = beside.take()
+        elif beside.is_running and (due or beside.is_done()):
+            told = beside.take()
+        if told is not None:
+            result["evaluation"] = told
+        if due and config.evaluation_parallel_to_training:
+            beside.begin(policies, self._explores(), self.iteration)
 
     # -- checkpoints ---------------------------------------------------------------------------
 
     def get_state(self) -> dict[str, Any]:
-        """What a checkpoint holds: the learner, the plan's counters and operators, the clock."""
+        """What a checkpoint holds: the learner, the workers' episodes and random streams, the
+        plan's counters and operators, the clock."""
+        sampling = self.workers.get_state()
         return {
             "worker": self.workers.local_worker().get_state(),
+            "sampling": sampling,
             "plan": self.plan.state_dict(),
+            "in_flight": self._in_flight(sampling),
             "global_vars": dict(self.workers.global_vars),
             "iteration": self.iteration,
             "time_total_s": self._time_total_s,
         }
 
-    def save(self, path: Path | str) -> Path:
-        """Write a checkpoint folder, atomically. See `flowrl.data.checkpoint`."""
+    def _in_flight(self, sampling: dict[str, Any]) -> int:
+        """Env steps that workers have made and that are in no counter and no queue yet: who goes
+        on from a checkpoint has lost them."""
+        workers = sampling["remote"] or [sampling["local"]]
+        made = sum(worker["given_steps"][0] for worker in workers if worker is not None)
+        queued = sum(
+            source.tags.get("env_steps", 0)
+            for stage in walk(self.plan.stage)
+            if isinstance(stage, Gather)
+            for source in stage.queued()
+        )
+        counted = self.plan.metrics.counters["num_env_steps_sampled"]
+        return max(0, made - counted - queued)
+
+    def save(self, path: Path | str, **about: Any) -> Path | str:
+        """Write a checkpoint: a folder, or a URI that fsspec knows. See `flowrl.data.checkpoint`.
+
+        Settings that are code without an import path (a lambda) are not in it; a warning names
+        them.
+
+        Args:
+            about: more that the manifest is to say, as JSON.
+
+        Raises:
+            OSError: it cannot be written; what was there is untouched.
+        """
+        started = time.perf_counter()
         policies = self.workers.local_worker().policy_map
-        about = {
+        settings, left_out = config_to_json(self.config)
+        if left_out and not self._said_left_out and self._module is None:
+            log.warning(
+                "a checkpoint cannot hold the settings %s, which are code without an import path: "
+                "they must be given again, from_checkpoint(path, config={…})", left_out,
+            )  # fmt: skip
+            self._said_left_out = True
+        told = {
             "flowrl": flowrl.__version__,
             "torch": torch.__version__,
             "gymnasium": gymnasium.__version__,
             "algorithm": f"{type(self).__module__}:{type(self).__qualname__}",
+            "config": settings,
+            "left_out": left_out,
             "plan": self.config.plan,
             "plan_sha256": self._plan_hash(),
+            "training_iteration": self.iteration,
+            "timesteps_total": self.plan.metrics.counters["num_env_steps_sampled"],
             "policies": {pid: describe(policy) for pid, policy in policies.items()},
+            **about,
         }
-        return write_checkpoint(path, self.get_state(), about)
+        written = write_checkpoint(path, self.get_state(), told)
+        self._save_s += time.perf_counter() - started
+        return written
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        path: Path | str,
+        config: Mapping[str, Any] | None = None,
+        trust: bool = False,
+    ) -> Algorithm:
+        """The algorithm of a checkpoint, ready to train on.
+
+        Args:
+            path: of the checkpoint.
+            config: settings that are to be others, or that the checkpoint could not hold.
+            trust: import code that the checkpoint names and that is not flowrl's: an algorithm, an
+                environment or a plan file of one's own. (Not needed for the class that this is
+                called of.)
+
+        Raises:
+            CheckpointError: it cannot be read, or cannot be made again: a setting is missing that
+                it could not hold, code is not trusted, the plan was changed.
+            ConfigError: a change is none of a setting.
+        """
+        if not isinstance(config or {}, Mapping):
+            raise ConfigError(f"from_checkpoint: config is a mapping of changes, got {config!r}")
+        about, changes = read_manifest(path), our_names(dict(config or {}))
+        try:
+            named = about["algorithm"]
+            own = f"{cls.__module__}:{cls.__qualname__}"
+            made = cls if named == own else trusted(named, trust)
+            if not (isinstance(made, type) and issubclass(made, cls)):
+                raise CheckpointError(f"it is of {named}, not of {own}")
+            plan = about["plan"]
+            if plan is not None and plan.endswith(".py") and "plan" not in changes and not trust:
+                raise CheckpointError(f"its plan is the file {plan}: give trust=True to run it")
+            lacking = [name for name in about["left_out"] if name not in changes]
+            if lacking and plan is not None:  # the plan's own code is still there
+                of_plan: Any = getattr(load_plan(changes.get("plan", plan)), "config", None)
+                code = [] if of_plan is None else config_to_json(of_plan)[1]
+                changes = {n: of_plan[n] for n in lacking if n in code} | changes
+                lacking = [name for name in lacking if name not in changes]
+            if lacking:
+                raise CheckpointError(
+                    f"it could not hold {lacking}, which must be given again: "
+                    f"from_checkpoint(path, config={{{lacking[0]!r}: …}})"
+                )
+            settings = config_from_json(about["config"], changes, trust)
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from None
+        except (ImportError, AttributeError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{path}: it cannot be made again: {error}") from error
+        algorithm = made(settings)
+        try:
+            algorithm.restore(path)
+        except BaseException:
+            algorithm.stop()
+            raise
+        return algorithm
 
     def _plan_hash(self) -> str | None:
         if self._module is None:
             return None
         return hashlib.sha256(plan_path(self.config.plan).read_bytes()).hexdigest()
 
-    def restore(self, path: Path | str) -> None:
+    def restore(self, path: Path | str, other_plan: bool = False) -> None:
         """Go on from a checkpoint of the same plan and settings.
+
+        Args:
+            other_plan: the text of the plan may be another one; its stages must be the same.
 
         Raises:
             CheckpointError: it cannot be read, or is of another plan or network; nothing changed.
         """
         state, manifest = read_checkpoint(path)
-        if manifest.get("plan_sha256") != self._plan_hash():
+        if manifest.get("plan_sha256") != self._plan_hash() and not other_plan:
             raise CheckpointError(
                 f"{path}: it was written by another plan ({manifest.get('plan')!r}, or an earlier "
                 f"text of it, which a run directory keeps as plan.py) than {self.config.plan!r}"
             )
         plan = self._new_plan()  # the one that runs cannot go back
-        with _fitting(path):
-            iteration, seconds = int(state["iteration"]), float(state["time_total_s"])
-            global_vars = dict(state["global_vars"])
-            plan.load_state_dict(state["plan"])
-            self.workers.local_worker().set_state(state["worker"])
+        try:
+            self._take_over(state, plan, path)
+        except BaseException:
+            plan.stop()
+            raise
         if self._plan is not None:
             self._plan.stop()
         self._plan = plan
-        self.workers.forget_sent()
-        self.workers.global_vars.update(global_vars)
+        if self._evaluation is not None:
+            self._evaluation.forget()
+
+    def _take_over(
+        self, state: dict[str, Any], plan: LocalIterator[dict[str, Any]], path: Path | str
+    ) -> None:
+        with _fitting(path):
+            iteration, seconds = int(state["iteration"]), float(state["time_total_s"])
+            lost = int(state["in_flight"])
+            global_vars = dict(state["global_vars"])
+            plan.load_state_dict(state["plan"])
+            for name in ("num_env_steps_sampled", "num_env_steps_dropped") if lost else ():
+                plan.metrics.counters[name] += lost
+            worker = self.workers.local_worker()
+            before = worker.get_state()
+            worker.set_state(state["worker"])
+            try:
+                self.workers.set_state(state["sampling"])
+            except Exception:
+                worker.set_state(before)
+                raise
+            self.workers.global_vars.update(global_vars)
         self.iteration, self._time_total_s = iteration, seconds
 
     def restore_policies(self, path: Path | str) -> None:
@@ -304,7 +519,7 @@ class Algorithm:
         Raises:
             CheckpointError: it cannot be read, or is of another network.
         """
-        state, _ = read_checkpoint(path)
+        state, _ = read_checkpoint(path, "worker")
         with _fitting(path):
             self.workers.local_worker().set_state(state["worker"])
         self.workers.forget_sent()
@@ -314,6 +529,8 @@ class Algorithm:
         if self._plan is not None:
             self._plan.stop()
         self.workers.stop()
+        if self._evaluation is not None:
+            self._evaluation.stop()
 
     def __enter__(self) -> Algorithm:
         return self
@@ -331,104 +548,3 @@ def _fitting(path: Path | str) -> Iterator[None]:
         raise CheckpointError(
             f"{path}: it does not fit these settings: {type(error).__name__}: {error}"
         ) from error
-
-
-def _by_policy(episodes: list[EpisodeMetrics]) -> dict[str, float]:
-    """Mean return of the agents of each policy."""
-    returns: dict[str, list[float]] = {}
-    for episode in episodes:
-        for _, policy_id, value in episode.agent_returns or ():
-            returns.setdefault(policy_id, []).append(value)
-    return {policy_id: float(np.mean(values)) for policy_id, values in returns.items()}
-
-
-def evaluate_policies(
-    policies: dict[str, Policy],
-    config: AlgorithmConfig,
-    episodes: int,
-    explore: bool,
-    num_envs: int,
-) -> list[EpisodeMetrics]:
-    """Play whole episodes with frozen filters; the first ones of every environment count."""
-    assert config.env is not None
-    settings = config.updated(
-        num_envs_per_worker=min(num_envs, episodes),
-        seed=derive_seed(config.seed, "evaluation"),
-        rollout_fragment_length=64,
-        batch_mode="truncate_episodes",
-        count_steps_by="env_steps",
-        horizon=None if config.soft_horizon else config.horizon,
-        soft_horizon=False,
-        sample_async=False,
-        sample_collector=None,
-        callbacks_class=None,
-        normalize_rewards=False,
-        collect_infos=False,
-        policies=None,
-        policies_to_train=None,
-    )
-    players = {
-        policy_id: PolicySpec(
-            _player(policy, explore), policy.observation_space, policy.action_space, policy.config
-        )
-        for policy_id, policy in policies.items()
-    }
-    worker = RolloutWorker(config.env, players, settings)
-    envs = worker.num_envs
-    share = [episodes // envs + (i < episodes % envs) for i in range(envs)]
-    finished: list[EpisodeMetrics] = []
-    try:
-        while any(share):
-            worker.sample()
-            if not finished and worker.env_steps > ENDLESS_STEPS:
-                raise RuntimeError(
-                    f"no episode ended in {worker.env_steps:,} env steps: give the environment "
-                    "a limit (gymnasium.wrappers.TimeLimit)"
-                )
-            for episode in worker.get_metrics():
-                if share[episode.env_id]:
-                    share[episode.env_id] -= 1
-                    finished.append(episode)
-    finally:
-        worker.stop()
-    return finished
-
-
-def _player(policy: Policy, explore: bool) -> type[Policy]:
-    """A policy class that acts as `policy` does, records nothing and learns nothing."""
-
-    class Player(Policy):
-        config_class = type(policy.config)
-
-        def __init__(self, observation_space: Any, action_space: Any, config: Any):
-            super().__init__(observation_space, action_space, config)
-            self.reward_scaler = None
-            self.view_requirements = dict(policy.view_requirements)
-            if self.observation_filter is not None and policy.observation_filter is not None:
-                self.observation_filter.load_state_dict(policy.observation_filter.state_dict())
-
-        def compute_actions(
-            self, obs_batch: Any, explore: bool = explore
-        ) -> tuple[np.ndarray, list[np.ndarray], dict[str, np.ndarray]]:
-            return self._played(policy.compute_actions, obs_batch, explore)
-
-        def compute_actions_from_input_dict(
-            self, input_dict: dict[str, Any], explore: bool = explore
-        ) -> tuple[np.ndarray, list[np.ndarray], dict[str, np.ndarray]]:
-            return self._played(policy.compute_actions_from_input_dict, input_dict, explore)
-
-        def _played(self, act: Any, inputs: Any, explore: bool) -> Any:
-            kept, policy.rng = policy.rng, self.rng
-            try:
-                actions, states, _ = act(inputs, explore=explore)
-            finally:
-                policy.rng = kept
-            return actions, states, {}
-
-        def get_initial_state(self) -> list[np.ndarray]:
-            return policy.get_initial_state()
-
-        def actions_for_env(self, actions: np.ndarray) -> np.ndarray:
-            return policy.actions_for_env(actions)
-
-    return Player

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection
+import logging
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, SkipValidation, model_validator
+from pydantic.json_schema import GenerateJsonSchema
 
-from flowrl.data import (
-    DEFAULT_POLICY_ID,
-    MultiAgentReplayBuffer,
-    PrioritizedReplayBuffer,
-    ReplayBuffer,
-)
-from flowrl.ops import ReplayActors
+from flowrl.algorithms.plans import algorithm_in, load_plan, plan_path
+from flowrl.algorithms.result_names import check_name
+from flowrl.algorithms.spellings import our_names
+from flowrl.data import DEFAULT_POLICY_ID
 from flowrl.policies.config import (
     ConfigError,
     Count,
@@ -32,6 +30,8 @@ from flowrl.sampling.callbacks import DefaultCallbacks
 from flowrl.sampling.envs import env_creator_for
 from flowrl.sampling.sample_collector import SampleCollector
 from flowrl.seeding import derive_seed
+
+log = logging.getLogger("flowrl")
 
 Env = str | type | Callable[..., Any]
 BatchMode = Literal["truncate_episodes", "complete_episodes"]
@@ -99,9 +99,36 @@ class AlgorithmConfig(PolicyConfig):
     """Ids of the policies that learn, or fn(policy_id, batch) -> bool; None for all."""
     callbacks_class: Annotated[type | None, SkipValidation] = None
     """A DefaultCallbacks class of one's own."""
+    explore: bool = True
+    """Whether workers explore while they sample; if not, they take the best actions."""
 
-    evaluation_num_episodes: Count = 10
-    """Episodes of one evaluation."""
+    evaluation_interval: Count | None = None
+    """Iterations between two evaluations; None: only when `evaluate()` is called."""
+    evaluation_duration: Count = 10
+    """Length of one evaluation, in the unit below."""
+    evaluation_duration_unit: Literal["episodes", "timesteps"] = "episodes"
+    """Whole episodes; or env steps, at least, of which the episodes that ended count."""
+    evaluation_num_workers: int = Field(default=0, ge=0)
+    """Ray actors that share an evaluation; 0 evaluates in this process."""
+    evaluation_parallel_to_training: bool = False
+    """Train on while the actors evaluate; a result has the evaluation that was done by then."""
+    evaluation_config: dict[str, Any] = {}
+    """Settings that are others in evaluations: env, env_config, explore (False), horizon,
+    max_num_env_restarts, num_envs_per_worker, on_bad_values, policy_mapping_fn,
+    vectorization_mode."""
+
+    checkpoint_frequency: int = Field(default=0, ge=0)
+    """Iterations between two checkpoints of a run; 0 goes by seconds alone."""
+    checkpoint_every_s: Positive | None = 60.0
+    """Seconds between two checkpoints of a run, about; None goes by iterations alone. A run leaves
+    one at its end in any case."""
+    checkpoint_num_to_keep: Count = 2
+    """Newest checkpoints of a run that are kept."""
+    checkpoint_score_attribute: str | None = None
+    """A metric of the results, such as episode_reward_mean: the checkpoint that has the best one is
+    kept besides."""
+    checkpoint_score_order: Literal["max", "min"] = "max"
+    """Whether the largest or the smallest is the best."""
 
     num_cpus_per_worker: NotNegative = 1.0
     """CPUs that Ray reserves per worker; less where the machine has not got as many."""
@@ -129,7 +156,13 @@ class AlgorithmConfig(PolicyConfig):
 
     # -- fluent groups -------------------------------------------------------------------------
 
+    @classmethod
+    def spelled(cls, values: dict[str, Any]) -> dict[str, Any]:
+        return our_names(values)
+
     def _set(self, group: str, values: dict[str, Any]) -> Self:
+        self._check_not_frozen()
+        values = our_names(values)
         known = _GROUPS[group] if group != "training" else _training_fields(type(self))
         for name in values:
             if name not in known:
@@ -166,9 +199,23 @@ class AlgorithmConfig(PolicyConfig):
         """policies, policy_mapping_fn, policies_to_train, count_steps_by."""
         return self._set("multi_agent", settings)
 
+    def exploration(self, **settings: Any) -> Self:
+        """explore, exploration_config."""
+        return self._set("exploration", settings)
+
     def evaluation(self, **settings: Any) -> Self:
-        """evaluation_num_episodes."""
+        """evaluation_interval, evaluation_duration, evaluation_duration_unit,
+        evaluation_num_workers, evaluation_parallel_to_training, evaluation_config."""
         return self._set("evaluation", settings)
+
+    def framework(self, framework: str = "torch", **settings: Any) -> Self:
+        """device, precision, compile. The framework is torch."""
+        return self._set("framework", {"framework": framework, **settings})
+
+    def checkpointing(self, **settings: Any) -> Self:
+        """checkpoint_frequency, checkpoint_every_s, checkpoint_num_to_keep,
+        checkpoint_score_attribute, checkpoint_score_order."""
+        return self._set("checkpointing", settings)
 
     def resources(self, **settings: Any) -> Self:
         """num_cpus_per_worker, address."""
@@ -194,9 +241,32 @@ class AlgorithmConfig(PolicyConfig):
 
     # -- use -----------------------------------------------------------------------------------
 
-    def to_dict(self) -> dict[str, Any]:
-        """The settings as plain values; code (an env creator) as it is."""
-        return {k: v.to_dict() if hasattr(v, "to_dict") else v for k, v in self.items()}
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """A config from plain values, as `to_dict` gives them; of this class, with its defaults.
+
+        Raises:
+            ConfigError: an unknown name, a wrong type or range.
+        """
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"from_dict: a mapping is needed, got {type(values).__name__}")
+        return cls(**our_names(dict(values)))
+
+    def validate(self) -> Self:  # type: ignore[override]
+        """Check everything that can be known before a run: every setting, the environment, the
+        plan file; nothing is started.
+
+        Raises:
+            ConfigError: the first thing that cannot work.
+        """
+        type(self)(**self.to_dict())
+        self.check()
+        return self
+
+    @classmethod
+    def json_schema(cls) -> dict[str, Any]:
+        """A JSON schema of the settings, with their descriptions and defaults."""
+        return cls.model_json_schema(schema_generator=_Schema)
 
     def for_policy(self, policy_id: str) -> Any:
         """The settings of one policy: its own ones over these.
@@ -229,11 +299,7 @@ class AlgorithmConfig(PolicyConfig):
         """Settings under the names that plain mappings have for them."""
         if not isinstance(values, dict):
             return values
-        values = dict(values)
-        if values.get("batch_mode") == "truncated_episodes":
-            values["batch_mode"] = "truncate_episodes"
-        if "callbacks" in values:
-            values["callbacks_class"] = values.pop("callbacks")
+        values = our_names(values)
         if not values.pop("_use_trajectory_view_api", True):
             raise ValueError("_use_trajectory_view_api: there is no other way any more")
         if "multiagent" in values:
@@ -253,6 +319,8 @@ class AlgorithmConfig(PolicyConfig):
             own = getattr(self, name)
             if own is not None and not (isinstance(own, type) and issubclass(own, base)):
                 raise ValueError(f"{name}: a subclass of {base.__name__} is needed, got {own!r}")
+        if self.policies is not None:
+            specs_of(self.policies)
         ids = list(specs_of(self.policies or {DEFAULT_POLICY_ID: None}))
         wanted = self.policies_to_train
         if wanted is not None and not callable(wanted):
@@ -266,6 +334,15 @@ class AlgorithmConfig(PolicyConfig):
                 raise ValueError(
                     f"policies_to_train: there is no policy {unknown[0]!r}, only {ids}"
                 )
+        if self.evaluation_parallel_to_training and not self.evaluation_num_workers:
+            raise ValueError(
+                "evaluation_parallel_to_training needs workers to evaluate: "
+                ".evaluation(evaluation_num_workers=1)"
+            )
+        if self.evaluation_parallel_to_training and self.evaluation_interval is None:
+            raise ValueError("evaluation_parallel_to_training needs an evaluation_interval")
+        if self.checkpoint_score_attribute is None and self.checkpoint_score_order != "max":
+            raise ValueError("checkpoint_score_order needs a checkpoint_score_attribute")
         if self.sgd_minibatch_size > self.train_batch_size:
             raise ValueError(
                 f"sgd_minibatch_size={self.sgd_minibatch_size} is larger than "
@@ -274,17 +351,43 @@ class AlgorithmConfig(PolicyConfig):
         return self
 
     def check(self) -> None:
-        """Refuse what only shows when a run is near: a missing or unknown environment.
+        """Refuse what only shows when a run is near: a missing or unknown environment, metrics
+        that no result has, search spaces that nobody searches.
 
         Raises:
             ConfigError
         """
+        self.check_no_search()
         if self.env is None:
             raise ConfigError('env: no environment is set: .environment(env="CartPole-v1")')
         env_creator_for(self.env)
+        if self.evaluation_config:
+            self._check_evaluation()
+        if self.checkpoint_score_attribute is not None:
+            check_name(self.checkpoint_score_attribute, self, "checkpoint_score_attribute")
+        if self.plan is not None:
+            plan_path(self.plan)
         PolicyMapping(
             self.policy_mapping_fn, list(specs_of(self.policies or {DEFAULT_POLICY_ID: None}))
         )
+
+    def _check_evaluation(self) -> None:
+        own = our_names(self.evaluation_config)
+        unknown = [name for name in own if name not in IN_EVALUATION]
+        if unknown:
+            hint = nearest(unknown[0], list(IN_EVALUATION))
+            what = "unknown setting" if unknown[0] not in type(self).model_fields else "it takes no"
+            raise ConfigError(
+                f"evaluation_config: {what} {unknown[0]!r}.{hint} It takes "
+                f"{', '.join(IN_EVALUATION)}"
+            )
+        own.pop("explore", None)
+        try:
+            env_creator_for(self.updated(**own).env)  # type: ignore[arg-type]
+        except ConfigError as error:
+            raise ConfigError(f"evaluation_config: {error}") from None
+        if not isinstance(self.evaluation_config.get("explore", False), bool):
+            raise ConfigError("evaluation_config: explore is True or False")
 
     def build(self, plan: str | None = None) -> Any:
         """The algorithm, ready to train. `plan` overrides the setting.
@@ -293,9 +396,29 @@ class AlgorithmConfig(PolicyConfig):
             ConfigError: settings that cannot work; nothing was started.
         """
         config = self.updated() if plan is None else self.updated(plan=plan)
-        config.check()
-        return self._algorithm_class()(config)
+        return config.build_as(None)
 
+    def build_as(self, algorithm: Any) -> Any:
+        """The same, as an Algorithm class of one's own (None: that of this config)."""
+        self.check()
+        config, made = self, algorithm
+        if made is None and config.plan is not None and config.plan.endswith(".py"):
+            made = algorithm_in(load_plan(config.plan))
+        return (made or self._algorithm_class())(config)
+
+
+IN_EVALUATION = (
+    "env",
+    "env_config",
+    "explore",
+    "horizon",
+    "max_num_env_restarts",
+    "num_envs_per_worker",
+    "on_bad_values",
+    "policy_mapping_fn",
+    "vectorization_mode",
+)
+"""What `evaluation_config` may say."""
 
 _GROUPS: dict[str, set[str]] = {
     "environment": {"env", "env_config", "vectorization_mode"},
@@ -318,7 +441,23 @@ _GROUPS: dict[str, set[str]] = {
     },
     "multi_agent": {"policies", "policy_mapping_fn", "policies_to_train", "count_steps_by"},
     "callbacks": {"callbacks_class"},
-    "evaluation": {"evaluation_num_episodes"},
+    "exploration": {"explore", "exploration_config"},
+    "evaluation": {
+        "evaluation_interval",
+        "evaluation_duration",
+        "evaluation_duration_unit",
+        "evaluation_num_workers",
+        "evaluation_parallel_to_training",
+        "evaluation_config",
+    },
+    "framework": {"device", "precision", "compile"},
+    "checkpointing": {
+        "checkpoint_frequency",
+        "checkpoint_every_s",
+        "checkpoint_num_to_keep",
+        "checkpoint_score_attribute",
+        "checkpoint_score_order",
+    },
     "resources": {"num_cpus_per_worker", "address"},
     "fault_tolerance": {
         "recreate_failed_workers",
@@ -340,6 +479,16 @@ def _training_fields(cls: type[AlgorithmConfig]) -> set[str]:
     return set(cls.model_fields).difference(*_GROUPS.values())
 
 
+class _Schema(GenerateJsonSchema):
+    """Settings that are code have no JSON type: anything goes in the schema."""
+
+    def handle_invalid_for_json_schema(self, schema: Any, error_info: str) -> dict[str, Any]:
+        return {}
+
+    def encode_default(self, dft: Any) -> Any:
+        return dft.to_dict() if hasattr(dft, "to_dict") else super().encode_default(dft)
+
+
 class OnPolicyConfig(AlgorithmConfig):
     """Settings that the on-policy algorithms share."""
 
@@ -353,128 +502,3 @@ class OnPolicyConfig(AlgorithmConfig):
     """Weight of the value loss: a number, or a schedule over env steps."""
     learn_from_replay: bool = False
     """Take batches from a replay buffer, too, though the loss is for the policy's own, new ones."""
-
-
-class OffPolicyConfig(AlgorithmConfig):
-    """Settings of the algorithms that learn from replayed experience."""
-
-    train_batch_size: Count = 32
-    """Rows per train batch, drawn from the replay buffer."""
-    rollout_fragment_length: Count | Literal["auto"] = 4
-    replay_buffer_capacity: Count = 50_000
-    """Rows that the replay buffer holds, of each policy."""
-    replay_mode: Literal["independent", "lockstep"] = "independent"
-    """Draw each policy's rows for themselves, or env steps with the rows of all policies."""
-    num_replay_shards: Count = 2
-    """Actors that share the replay buffer, in plans whose buffer is on actors."""
-    learning_starts: int = Field(default=1000, ge=0)
-    """Rows stored before learning begins."""
-    training_intensity: Positive | None = None
-    """Rows trained on for each row sampled; None trains on one batch for each round of rollouts."""
-    n_step: Count = 1
-    """Steps of reward before a target's value."""
-    prioritized_replay: bool = False
-    """Draw rows by their last TD error, not uniformly."""
-    prioritized_replay_alpha: NotNegative = 0.6
-    """How much: 0 is uniform."""
-    prioritized_replay_beta: NotNegative | list[tuple[int, NotNegative]] = 0.4
-    """How far importance weights make up for it: a number, or points [(rows stored, value), …]."""
-    prioritized_replay_eps: NotNegative = 1e-6
-    """Added to TD errors, so that every row has a chance."""
-    min_sample_timesteps_per_iteration: int = Field(default=1000, ge=0)
-
-    @model_validator(mode="after")
-    def _replay(self) -> Self:
-        for name in ("train_batch_size", "learning_starts"):
-            if self.replay_buffer_capacity < getattr(self, name):
-                raise ValueError(
-                    f"replay_buffer_capacity={self.replay_buffer_capacity} is less than "
-                    f"{name}={getattr(self, name)}: make it at least that"
-                )
-        beta = self.prioritized_replay_beta
-        if isinstance(beta, list):
-            steps = [step for step, _ in beta]
-            if not beta or sorted(set(steps)) != steps:
-                raise ValueError(
-                    f"prioritized_replay_beta: points [(rows stored, value), …] in rising order "
-                    f"are needed, got {beta}"
-                )
-        if self.replay_mode == "lockstep" and self.prioritized_replay:
-            raise ValueError('replay_mode="lockstep" draws uniformly: leave prioritized_replay out')
-        for name in ("alpha", "beta", "eps"):
-            name = f"prioritized_replay_{name}"
-            changed = getattr(self, name) != type(self).model_fields[name].default
-            if changed and not self.prioritized_replay:
-                raise ValueError(f"{name} needs prioritized_replay=True")
-        return self
-
-    def new_buffer(
-        self, policy_id: str = DEFAULT_POLICY_ID, shard: int = 0, num_shards: int = 1
-    ) -> ReplayBuffer:
-        """An empty replay buffer for one policy, as these settings say; or a share of it."""
-        capacity = math.ceil(self.replay_buffer_capacity / num_shards)
-        shared: dict[str, Any] = {
-            "n_step": self.n_step,
-            "gamma": self.gamma,
-            "seed": derive_seed(self.seed, "replay", policy_id, shard),
-        }
-        if not self.prioritized_replay:
-            return ReplayBuffer(capacity, **shared)
-        return PrioritizedReplayBuffer(
-            capacity,
-            alpha=self.prioritized_replay_alpha,
-            beta=self.prioritized_replay_beta,
-            eps=self.prioritized_replay_eps,
-            **shared,
-        )
-
-    def replay_buffer(
-        self, policies: Collection[str] | None = None, shard: int = 0, num_shards: int = 1
-    ) -> MultiAgentReplayBuffer:
-        """The replay buffer of a plan: for these policies, or for all that there are.
-
-        Raises (when a policy's first rows come):
-            ConfigError: the policy's own settings are of an algorithm that does not replay.
-        """
-
-        def make(policy_id: str) -> ReplayBuffer:
-            own = self.for_policy(policy_id) if self.policies is not None else self
-            if not isinstance(own, OffPolicyConfig):
-                raise ConfigError(
-                    f"policy {policy_id!r} has a {type(own).__name__}, which does not learn from "
-                    "replay: leave its rows out (SelectExperiences)"
-                )
-            for name in (
-                "train_batch_size",
-                "learning_starts",
-                "training_intensity",
-                "replay_mode",
-            ):
-                if name in own.model_fields_set and getattr(own, name) != getattr(self, name):
-                    raise ConfigError(
-                        f"policy {policy_id!r} has {name}={getattr(own, name)!r}, but it is drawn "
-                        f"together with others, with {getattr(self, name)!r}: give it a buffer of "
-                        f"its own (config.for_policy({policy_id!r}).replay_buffer([{policy_id!r}]))"
-                    )
-            return own.new_buffer(policy_id, shard, num_shards)
-
-        return MultiAgentReplayBuffer(
-            make,
-            replay_batch_size=self.train_batch_size,
-            learning_starts=self.learning_starts,
-            training_intensity=self.training_intensity,
-            policies=policies,
-            mode=self.replay_mode,
-        )
-
-    def replay_actors(self, policies: Collection[str] | None = None) -> ReplayActors:
-        """The replay buffer of a plan in `num_replay_shards` shards on actors."""
-        ids = policies or specs_of(self.policies or {DEFAULT_POLICY_ID: None})
-        return ReplayActors(
-            lambda shard: self.replay_buffer(policies, shard, self.num_replay_shards),
-            self.num_replay_shards,
-            self.train_batch_size * len(ids),
-            learning_starts=self.learning_starts,
-            training_intensity=self.training_intensity,
-            seed=self.seed,
-        )

@@ -12,7 +12,7 @@ from gymnasium import spaces
 from pydantic import Field
 
 from flowrl.algorithms.algorithm import Algorithm
-from flowrl.algorithms.config import OffPolicyConfig
+from flowrl.algorithms.off_policy import OffPolicyConfig
 from flowrl.policies.config import (
     ConfigError,
     ExplorationConfig,

@@ -8,9 +8,11 @@ import sys
 import traceback
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from flowrl.policies.config import ConfigError, nearest
 
+PLAN_MODULE = "flowrl_plan_"  # what the modules of plan files are called, and their stem
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -53,11 +55,18 @@ def plan_path(plan: str) -> Path:
 def load_plan(plan: str) -> ModuleType:
     """The module of a plan file, loaded afresh. It may import modules that lie beside it.
 
+    A file with an algorithm of its own, a subclass of Algorithm with a plan or a training_step, is
+    loaded once as long as its text stays: its classes are what they are.
+
     Raises:
-        ConfigError: it does not exist, or lacks `execution_plan(workers, config)`.
+        ConfigError: it does not exist, or has neither `execution_plan(workers, config)` nor an
+            algorithm.
     """
     path = plan_path(plan)
-    spec = importlib.util.spec_from_file_location(f"flowrl_plan_{path.stem}", path)
+    text = path.read_bytes()
+    if str(path) in _WITH_ALGORITHMS and _WITH_ALGORITHMS[str(path)][0] == text:
+        return _WITH_ALGORITHMS[str(path)][1]
+    spec = importlib.util.spec_from_file_location(f"{PLAN_MODULE}{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -72,9 +81,35 @@ def load_plan(plan: str) -> ModuleType:
         where = traceback.extract_tb(error.__traceback__)[-1]
         line = getattr(error, "lineno", None) or where.lineno
         raise ConfigError(f"plan: {path}, line {line}: {type(error).__name__}: {error}") from error
-    if not callable(getattr(module, "execution_plan", None)):
-        raise ConfigError(f"plan: {path} has no function execution_plan(workers, config)")
+    if algorithm_in(module) is not None:
+        _WITH_ALGORITHMS[str(path)] = text, module
+    elif not callable(getattr(module, "execution_plan", None)):
+        raise ConfigError(
+            f"plan: {path} has no function execution_plan(workers, config), and no Algorithm with "
+            "a plan or a training_step of its own"
+        )
     return module
+
+
+_WITH_ALGORITHMS: dict[str, tuple[bytes, ModuleType]] = {}
+
+
+def algorithm_in(module: ModuleType) -> Any:
+    """The algorithm that a plan file defines: its last class that says how it trains, if any."""
+    base: Any = getattr(sys.modules.get("flowrl.algorithms.algorithm"), "Algorithm", None)
+    if base is None or callable(getattr(module, "execution_plan", None)):
+        return None
+    found = None
+    for value in vars(module).values():
+        if isinstance(value, type) and issubclass(value, base):
+            algorithm: Any = value
+            own = (
+                algorithm.execution_plan is not None
+                or algorithm.training_step is not base.training_step
+            )
+            if own and value.__module__ == module.__name__:
+                found = value
+    return found
 
 
 def modules_of(plan: ModuleType) -> list[ModuleType]:

@@ -1,0 +1,104 @@
+"""The algorithms as Ray Tune's Trainables: `tune.run("PPO", config=config)`, or
+`tune.Tuner(flowrl.tune.PPO, param_space=config)`.
+
+Importing this registers their names, and makes Tune take an AlgorithmConfig as it is, with search
+spaces in it. `flowrl.algorithms` does so by itself where `ray.tune` was imported before.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from ray import tune
+from ray.tune.tune import _Config
+
+from flowrl.algorithms.config import AlgorithmConfig
+from flowrl.algorithms.registry import algorithm_class, algorithm_names
+from flowrl.policies.config import ConfigError
+
+_Config.register(AlgorithmConfig)  # what Tune takes by its to_dict()
+
+
+class AlgorithmTrainable(tune.Trainable):
+    """An algorithm as a trial of Tune: an iteration is one `train()`, a checkpoint one `save()`.
+
+    A trial that goes on from another one's checkpoint, as in population based training, has its own
+    settings and the other's policies, counters and episodes.
+    """
+
+    algorithm: ClassVar[Any] = None
+    """An Algorithm class, or the name of a registered one."""
+
+    @classmethod
+    def _class(cls) -> Any:
+        found = cls.algorithm
+        return algorithm_class(found) if isinstance(found, str) else found
+
+    @classmethod
+    def default_resource_request(cls, config: dict[str, Any]) -> tune.PlacementGroupFactory:
+        """A CPU for the learner, and those of the workers beside it."""
+        settings = cls._class().config_class
+        fields = settings.model_fields
+        workers = config.get("num_workers", fields["num_workers"].default)
+        cpus = config.get("num_cpus_per_worker", fields["num_cpus_per_worker"].default)
+        beside = config.get("evaluation_num_workers", fields["evaluation_num_workers"].default)
+        return tune.PlacementGroupFactory([{"CPU": 1}, *([{"CPU": cpus}] * (workers + beside))])
+
+    def setup(self, config: dict[str, Any]) -> None:
+        """Build the algorithm.
+
+        Raises:
+            ConfigError: settings that cannot work.
+        """
+        self._built = self._class().config_class.from_dict(config).build_as(self._class())
+
+    def step(self) -> dict[str, Any]:
+        """One result."""
+        result: dict[str, Any] = self._built.train()
+        return result
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        """Write a checkpoint into Tune's folder."""
+        self._built.save(os.path.join(checkpoint_dir, "algorithm"))
+
+    def load_checkpoint(self, checkpoint: Any) -> None:
+        """Go on from one."""
+        self._built.restore(os.path.join(str(checkpoint), "algorithm"))
+
+    def reset_config(self, new_config: dict[str, Any]) -> bool:
+        """Build another algorithm in the same process (`reuse_actors`)."""
+        self._built.stop()
+        self.setup(new_config)
+        return True
+
+    def cleanup(self) -> None:
+        """End the algorithm's workers."""
+        self._built.stop()
+
+
+def trainable(algorithm: Any) -> type[AlgorithmTrainable]:
+    """The Trainable of an Algorithm class, one's own too.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    from flowrl.algorithms.algorithm import Algorithm
+
+    if isinstance(algorithm, type) and issubclass(algorithm, Algorithm):
+        return type(algorithm.__name__, (AlgorithmTrainable,), {"algorithm": algorithm})
+    raise ConfigError(f"trainable: a subclass of Algorithm is needed, got {algorithm!r}")
+
+
+def _named(name: str) -> type[AlgorithmTrainable]:
+    about = {"algorithm": name, "__module__": __name__, "__qualname__": name}
+    return type(name, (AlgorithmTrainable,), about)
+
+
+_TRAINABLES: Mapping[str, type[AlgorithmTrainable]] = {n: _named(n) for n in algorithm_names()}
+globals().update(_TRAINABLES)
+for _name, _trainable in _TRAINABLES.items():
+    tune.register_trainable(_name, _trainable)
+
+__all__ = ["AlgorithmTrainable", "trainable", *_TRAINABLES]
