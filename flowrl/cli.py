@@ -1,4 +1,4 @@
-"""The command line: flowrl train | evaluate | explain | plans | copy | version.
+"""The command line: flowrl train | resume | evaluate | explain | plans | checkpoint | copy.
 
 Exit codes: 0 done, 1 something failed, 2 wrong usage, 130 interrupted.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import shutil
 import sys
@@ -25,10 +24,13 @@ for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 _USAGE = """usage: flowrl COMMAND …
 
   train PLAN [--setting value …]   train a shipped plan or a plan file
-  train --resume RUN_DIR           go on with a run
+  train --run=PPO --env=… --config='{…}'   an algorithm with its general defaults
+  train FILE.yaml                  what a YAML file says
+  resume RUN_DIR                   go on with a run
   evaluate RUN_DIR                 play episodes with a trained policy
   explain PLAN                     the plan as a tree; nothing runs
   plans                            the shipped plans
+  checkpoint inspect PATH          what a checkpoint holds, and whether it is whole
   copy PLAN FILE                   start your own plan from a shipped one
   version
 
@@ -99,7 +101,9 @@ def _explain(given: list[str]) -> int:
     parser = _parser("explain", "print a plan as a tree; nothing runs")
     parser.add_argument("plan")
     plan = parser.parse_args(given).plan
-    _, config = _load(plan)
+    from flowrl.train_command import load
+
+    _, config = load(plan)
     with config.build(plan=plan) as algorithm:
         try:
             print(algorithm.plan.explain())
@@ -115,167 +119,77 @@ def _tell(error: Exception) -> int:
     return 1
 
 
-def _load(plan: str) -> tuple[Any, Any]:
-    """A plan's module and its settings."""
-    from flowrl.algorithms.config import AlgorithmConfig
-    from flowrl.algorithms.plans import load_plan
-
-    module = load_plan(plan)
-    config = getattr(module, "config", None)
-    if not isinstance(config, AlgorithmConfig):
-        raise ConfigError(f"plan: {plan} has no `config`, an AlgorithmConfig")
-    return module, config
-
-
 def _train(given: list[str]) -> int:
-    from flowrl.training import train
+    from flowrl.train_command import train_command
 
-    if given[:1] == ["--resume"] or (given and given[0].startswith("--resume=")):
-        return _resume(given)
-    if given[:1] in (["-h"], ["--help"]):
-        parser = argparse.ArgumentParser(
-            prog="flowrl train",
-            usage="flowrl train PLAN [--setting value …] | --resume RUN_DIR",
-            epilog="`flowrl train PLAN --help` lists the settings of a plan; plans: `flowrl plans`",
-        )
-        _run_options(parser)
-        parser.parse_args(given)
-    if not given or given[0].startswith("-"):
-        raise ConfigError("train: name a plan first, e.g. `flowrl train ppo`")
-    plan, flags = given[0], given[1:]
-    _, defaults = _load(plan)
-    options, config = _parse_settings(plan, defaults, flags)
-    _refuse_unused(config, defaults)
-    command = ["flowrl", "train", *given]
-    return train(config, plan, _stop_rules(options), options.run_dir, command)
-
-
-def _refuse_unused(config: Any, defaults: Any) -> None:
-    """Refuse flags that no policy would see, as each has settings of its own."""
-    from flowrl.policies.config import PolicyConfig
-    from flowrl.policies.policy_spec import specs_of
-
-    if config.policies is None:
-        return
-    specs = specs_of(config.policies)
-    if not all(isinstance(spec.config, PolicyConfig) for spec in specs.values()):
-        return
-    for name in PolicyConfig.model_fields:
-        if name != "seed" and getattr(config, name) != getattr(defaults, name):
-            flag = name.rstrip("_").replace("_", "-")
-            raise ConfigError(
-                f"--{flag}: every policy of this plan has settings of its own: "
-                f"--policies.{next(iter(specs))}.config.{flag}"
-            )
-
-
-def _run_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "run",
-        "It ends by the first of these rules that holds; where none is given, at the environment's "
-        "own reward threshold or after 500,000 env steps.",
-    )
-    group.add_argument("--stop-reward", type=_finite, help="mean return of the last 100 episodes")
-    group.add_argument("--stop-timesteps", type=_positive(int), help="env steps")
-    group.add_argument("--stop-iters", type=_positive(int), help="iterations")
-    group.add_argument("--stop-time-s", type=_positive(float), help="seconds")
-
-
-def _mapping(text: str) -> dict[str, Any]:
-    value = json.loads(text)
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"a JSON object is needed, got {text}")
-    return value
-
-
-def _stop_rules(options: argparse.Namespace) -> Any:
-    from flowrl.training import Stop
-
-    return Stop(
-        options.stop_reward, options.stop_timesteps, options.stop_iters, options.stop_time_s
-    )
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"must be a number, got {text}")
-    return value
-
-
-def _positive(kind: Callable[[str], Any]) -> Callable[[str], Any]:
-    def convert(text: str) -> Any:
-        value = kind(text)
-        if not 0 < value < math.inf:
-            raise argparse.ArgumentTypeError(f"must be above 0 and finite, got {text}")
-        return value
-
-    convert.__name__ = kind.__name__
-    return convert
-
-
-def _parse_settings(plan: str, defaults: Any, flags: list[str]) -> tuple[Any, Any]:
-    """Run options and the plan's settings with the flags applied.
-
-    Raises:
-        ConfigError: unknown flag (the nearest is offered) or wrong value.
-    """
-    from flowrl.settings_flags import settings_from_flags
-
-    parser = argparse.ArgumentParser(
-        prog=f"flowrl train {plan}", add_help=False, allow_abbrev=False
-    )
-    _run_options(parser)
-    parser.add_argument("--run-dir", type=Path, help="where to write (default: runs/…)")
-    parser.add_argument("--env", help="environment: an id or a registered name")
-    parser.add_argument("--env-config", type=_mapping, help="JSON object given to its creator")
-    options, rest = parser.parse_known_args(flags)
-    given = {k: v for k in ("env", "env_config") if (v := getattr(options, k)) is not None}
-    defaults = defaults.updated(**given) if given else defaults
-    if "-h" in rest or "--help" in rest:
-        print(parser.format_help())
-    return options, settings_from_flags(defaults, rest, f"flowrl train {plan}", vars(options))
+    return train_command(given)
 
 
 def _resume(given: list[str]) -> int:
-    from flowrl.training import train
+    from flowrl.train_command import resume_command
 
-    parser = _parser("train --resume", "go on with a run")
-    parser.add_argument("--resume", type=Path, required=True, metavar="RUN_DIR")
-    _run_options(parser)
+    return resume_command(given)
+
+
+def _checkpoint(given: list[str]) -> int:
+    """Show what a checkpoint says of itself."""
+    parser = _parser("checkpoint", "look at a checkpoint, or at the newest one of a run")
+    parser.add_argument("verb", choices=["inspect"])
+    parser.add_argument("path", help="a checkpoint, a run directory, or a URI")
+    parser.add_argument("--json", action="store_true", help="the manifest as it is")
     options = parser.parse_args(given)
-    config, plan = _config_of_run(options.resume)
-    command = ["flowrl", "train", *given]
-    return train(config, plan, _stop_rules(options), options.resume, command, resume=True)
+    from flowrl.data.checkpoint import CheckpointError, read_checkpoint, read_manifest
+    from flowrl.rundir import CHECKPOINTS, newest_checkpoint
 
-
-def _config_of_run(run_dir: Path) -> tuple[Any, str]:
-    """The settings of a run: those that were saved, over what its plan and its flags say."""
-    from flowrl.rundir import read_config, read_goal
-
-    saved = read_config(run_dir)
-    plan = saved.get("plan")
-    if not isinstance(plan, str):
-        raise ConfigError("config.json names no plan")
-    _, config = _load(plan)
-    command, _ = read_goal(run_dir)
-    if any(part.startswith("--policies.") for part in command):  # they change code, not values
-        _, config = _parse_settings(plan, config, command[command.index("train") + 2 :])
-    return config.updated(**saved), plan
+    path: Any = options.path
+    if "://" not in path:
+        path = Path(path)
+        if (path / CHECKPOINTS).is_dir():
+            path = newest_checkpoint(path)
+    try:
+        manifest = read_manifest(path)
+        if options.json:
+            print(json.dumps(manifest, indent=1))
+            return 0
+        read_checkpoint(path)
+    except CheckpointError as error:
+        print(f"flowrl: {error}", file=sys.stderr)
+        return 1
+    print(f"{path}: whole")
+    print(f"  algorithm   {manifest['algorithm']}, plan {manifest['plan']}")
+    iteration, steps = manifest["training_iteration"], manifest["timesteps_total"]
+    print(f"  after       {iteration:,} iterations, {steps:,} env steps")
+    if manifest.get("score") is not None:
+        print(f"  score       {manifest['score']:g}")
+    for name in ("flowrl", "torch", "gymnasium"):
+        print(f"  {name:11} {manifest[name]}")
+    for policy_id, about in manifest["policies"].items():
+        print(f"  policy      {policy_id}: {about['class']}")
+    if manifest["left_out"]:
+        print(f"  left out    {', '.join(manifest['left_out'])} (code without an import path)")
+    for file, about in manifest["files"].items():
+        held = f"  {about['array']}" if "array" in about else ""
+        print(f"  {about['bytes']:>14,} bytes  {file}{held}")
+    return 0
 
 
 def _evaluate(given: list[str]) -> int:
+    from flowrl.arguments import positive
+
     parser = _parser("evaluate", "play episodes with a trained policy, greedy and sampled")
     parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--episodes", type=_positive(int), default=100, help="of each (100)")
+    parser.add_argument("--episodes", type=positive(int), default=100, help="of each (100)")
+    parser.add_argument("--checkpoint", help="its number, or best (the newest)")
     options = parser.parse_args(given)
 
     from flowrl.data.checkpoint import CheckpointError
+    from flowrl.train_command import checkpoint_named, config_of_run
 
-    config, plan = _config_of_run(options.run_dir)
+    config, plan = config_of_run(options.run_dir)
+    path = checkpoint_named(options.run_dir, options.checkpoint)
     with config.updated(num_workers=0).build(plan=plan) as algorithm:
         try:
-            algorithm.restore_policies(options.run_dir / "checkpoint")
+            algorithm.restore_policies(path)
         except CheckpointError as error:
             print(f"flowrl: {error}", file=sys.stderr)
             return 1
@@ -297,9 +211,11 @@ def _evaluate(given: list[str]) -> int:
 
 _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
+    "resume": _resume,
     "evaluate": _evaluate,
     "explain": _explain,
     "plans": _plans,
+    "checkpoint": _checkpoint,
     "copy": _copy,
     "version": _version,
 }
