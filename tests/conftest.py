@@ -39,4 +39,19 @@ SLOW_ON_ACTORS = {
     "test_a_seeded_run_repeats[two_actors-True]",
     "test_a_frozen_opponent[two_actors]",
     "test_in_a_plan_over_workers[two_actors]",
+    *(f"test_plan_runs[two_actors-{plan}]" for plan in ("dqn_distributed", "ppo_dqn")),
+    "test_it_is_what_the_plan_does[two_actors]",
+    "test_select_and_union[two_actors]",
+    "test_what_is_random_on_a_shard_follows_the_seed_and_is_replayed[two_actors]",
+    "test_shards_one_by_one[two_actors]",
+    "test_repartition[two_actors]",
+    "test_rounds_are_joined_or_listed[two_actors]",
+    "test_in_a_whole_run[1]",
+    "test_a_worker_that_is_gone_loses_its_episodes_alone",
+    "test_a_live_algorithm_goes_back[0-2]",
+    "test_an_algorithm_of_ones_own[1]",
+    *(
+        f"test_on_actors_a_resumed_run_is_the_same_run[{plan}]"
+        for plan in ("ppo", "dqn", "ppo_dqn")
+    ),
 }

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from flowrl import cli, training
+from flowrl import train_command, training
 from flowrl.algorithms.ppo import PPO
 from flowrl.cli import main
 
@@ -39,7 +39,7 @@ def test_train_evaluate_resume(capsys, tmp_path):
     assert "repeat:        flowrl train ppo --seed 1" in out
     names = {path.name.split(".out")[0] for path in (tmp_path / "r").iterdir()}
     assert names == {
-        "checkpoint",
+        "checkpoints",
         "command.txt",
         "config.json",
         "events",
@@ -75,7 +75,7 @@ def test_policies_have_flags_of_their_own(capsys, tmp_path):
     code, _, said = run(capsys, "train", "ppo_dqn", "--lr", "1e-4", "--stop-iters", "1")
     assert code == 2
     assert "--policies.ppo.config.lr" in said
-    config, _ = cli._config_of_run(tmp_path / "r")
+    config, _ = train_command.config_of_run(tmp_path / "r")
     assert config.for_policy("dqn").tau == 0.25
     code, out, _ = run(capsys, "evaluate", "r", "--episodes", "1")
     assert code == 0
@@ -137,7 +137,7 @@ def test_a_schedule_as_a_list_or_as_numbers(capsys, tmp_path):
 
 def test_a_run_that_left_no_checkpoint_cannot_go_on(capsys, tmp_path):
     run(capsys, "train", "ppo", "--run-dir", "r", *SHORT)
-    shutil.rmtree(tmp_path / "r/checkpoint")
+    shutil.rmtree(tmp_path / "r/checkpoints")
     code, _, err = run(capsys, "train", "--resume", "r")
     assert code == 2
     assert "left no checkpoint" in err
@@ -333,10 +333,11 @@ def test_plans_and_environments_that_do_not_fit(capsys, tmp_path, old, new, mess
     assert not (tmp_path / "r").exists()
 
 
-@pytest.mark.parametrize("name", ["config.json", "checkpoint/state.json"])
+@pytest.mark.parametrize("name", ["config.json", "checkpoints/000002/state"])
 def test_a_damaged_run_is_refused(capsys, tmp_path, name):
     run(capsys, "train", "ppo", "--run-dir", "r", *SHORT)
-    (tmp_path / "r" / name).write_text("{")
+    (path,) = (tmp_path / "r").glob(f"{name}*")
+    path.write_text("{")
     for command in (["evaluate", "r"], ["train", "--resume", "r"]):
         code, _, err = run(capsys, *command)
         assert code in (1, 2)
@@ -376,7 +377,7 @@ def test_interrupt_leaves_a_checkpoint(tmp_path, sent, code, said):
     out, _ = process.communicate(timeout=30)
     assert process.returncode == code
     assert f"stopped: {said}" in out
-    assert (tmp_path / "r/checkpoint/manifest.json").is_file()
+    assert list((tmp_path / "r/checkpoints").glob("*/manifest.json"))
 
 
 def test_every_setting_can_be_given(capsys, tmp_path):
@@ -486,12 +487,12 @@ def test_plans_that_do_the_wrong_thing(capsys, tmp_path, body, said):
 def test_a_run_is_saved_while_it_goes_on(capsys, monkeypatch):
     saved = []
     save = PPO.save
-    monkeypatch.setattr(PPO, "save", lambda self, path: saved.append(save(self, path)))
+    monkeypatch.setattr(PPO, "save", lambda self, path, **about: saved.append(save(self, path)))
     assert run(capsys, "train", "ppo", "--run-dir", "r", *SHORT)[0] == 0
     assert len(saved) == 1  # at the end: a minute has not gone by
-    monkeypatch.setattr(training, "CHECKPOINT_S", -1.0)
-    assert run(capsys, "train", "ppo", "--run-dir", "s", *SHORT)[0] == 0
-    assert len(saved) == 1 + 3  # after each of the two iterations, and at the end
+    flags = ["--checkpoint-every-s", "1e-9"]
+    assert run(capsys, "train", "ppo", "--run-dir", "s", *SHORT, *flags)[0] == 0
+    assert len(saved) == 1 + 2  # after the first of the two iterations, and at the end
 
 
 def test_signals_raise_in_training_alone_and_a_late_second_one_anywhere(monkeypatch):

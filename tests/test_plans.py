@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.algorithms.config import OffPolicyConfig
+from flowrl.algorithms.off_policy import OffPolicyConfig
 from flowrl.algorithms.plans import load_plan, shipped_plans
 from flowrl.iter.branches import TeeChild
 from flowrl.iter.stage import walk

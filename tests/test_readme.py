@@ -6,8 +6,11 @@ import re
 import shlex
 from pathlib import Path
 
+import pytest
+
 import flowrl.ops
 from flowrl.algorithms.algorithm import Algorithm
+from flowrl.algorithms.config import _GROUPS, AlgorithmConfig, _training_fields
 from flowrl.algorithms.plans import load_plan
 from flowrl.cli import main
 from flowrl.iter import LocalIterator, ParallelIterator
@@ -105,13 +108,66 @@ def test_a_training_step(capsys):
     assert capsys.readouterr().out == "200\n"
 
 
+def test_an_algorithm_of_ones_own(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "reinforce.py").write_text(PYTHON[12])
+    lines = [line for line in PYTHON[12].splitlines() if line.strip()]
+    assert len(lines) <= 60
+    flags = ["--stop-iters", "2", "--run-dir", "r", "--baseline-coeff", "0.25"]
+    assert main(["train", "reinforce.py", *flags]) == 0
+    assert main(["resume", "r", "--stop-iters", "3"]) == 0
+    assert "reached: 3 iterations" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", ["0", "1", "2"])
+def test_it_learns(tmp_path, monkeypatch, seed):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "reinforce.py").write_text(PYTHON[12])
+    flags = ["--stop-reward", "400", "--stop-timesteps", "250000", "--seed", seed]
+    assert main(["train", "reinforce.py", "--run-dir", "r", *flags]) == 0
+    last = json.loads((tmp_path / "r/result.json").read_text().splitlines()[-1])
+    assert last["episode_reward_mean"] >= 400
+
+
+def test_train_in_python(capsys):
+    exec(PYTHON[13], {})
+    said = capsys.readouterr().out
+    assert "'lr': (0.0003, 0.001)" in said
+    assert len(said.splitlines()[-1].split()) == 2
+
+
+def test_train_by_tune(tmp_path, monkeypatch, capsys, ray_session):
+    for module in ("train.constants", "tune.experiment.experiment", "tune.trainable.trainable"):
+        monkeypatch.setattr(f"ray.{module}.DEFAULT_STORAGE_PATH", str(tmp_path))
+    exec(PYTHON[14], {})
+    assert capsys.readouterr().out.splitlines()[-1] == "[800, 800]"
+
+
+def test_resume(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    exec(PYTHON[15], {})
+    assert capsys.readouterr().out == "800\n"
+
+
+def test_an_operator_of_ones_own(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "scaled.py").write_text(PYTHON[16])
+    assert main(["train", "scaled.py", "--stop-iters", "2", "--run-dir", "r"]) == 0
+    assert main(["resume", "r", "--stop-iters", "3"]) == 0
+    last = json.loads((tmp_path / "r/result.json").read_text().splitlines()[-1])
+    assert last["counters"]["num_batches_scaled"] == 3
+    assert main(["explain", "scaled.py"]) == 0
+    assert "ScaleAdvantages()" in capsys.readouterr().out
+
+
 def test_the_engine(capsys, ray_session):
-    exec(PYTHON[12], {})
+    exec(PYTHON[17], {})
     said = capsys.readouterr().out
     assert "[0, 16, 1, 25]\n[-10, -5, -4, 2, 3, 5, 10]\n" in said
     assert "gather_async" in said
     assert "busy" in said
-    exec(PYTHON[13], {})
+    exec(PYTHON[18], {})
     assert capsys.readouterr().out == "[0, 2, 4]\n"
 
 
@@ -119,15 +175,18 @@ def test_commands(tmp_path, monkeypatch, capsys, ray_session):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_plan.py").write_text(PYTHON[0])
     commands = re.findall(r"^\| `(flowrl [^`]*)`", README, re.MULTILINE)
-    assert len(commands) == 9
-    runs = [c for c in commands if c.startswith("flowrl train") and "--resume" not in c]
+    assert len(commands) == 12
+    (tmp_path / "runs.yaml").write_text(
+        "{plan: a2c, env: CartPole-v1, stop: {training_iteration: 1}, config: {seed: 1}}"
+    )
+    runs = [c for c in commands if c.startswith("flowrl train") and "yaml" not in c]
     for number, command in enumerate(runs):
         short = ["--stop-iters", "2", "--run-dir", f"run{number}"]
         assert main([*shlex.split(command)[1:], *short]) == 0, command
     for command in commands:
         if command not in runs:
             words = shlex.split(command.replace("RUN_DIR", "run0").replace(" 100", " 2"))[1:]
-            extra = ["--stop-iters", "3"] if "--resume" in words else []
+            extra = ["--stop-iters", "3"] if "resume" in words else []
             assert main([*words, *extra]) == 0, command
 
 
@@ -136,6 +195,14 @@ def test_the_operator_table_is_complete():
     named = set(re.findall(r"`([A-Z]\w+)\(", table))
     public = {name for name in flowrl.ops.__all__ if isinstance(getattr(flowrl.ops, name), type)}
     assert named == public
+
+
+def test_the_table_of_settings_is_complete():
+    rows = dict(re.findall(r"^\| `\.(\w+)\(\)` \| (.*) \|$", README, re.MULTILINE))
+    assert set(rows) == {*_GROUPS, "training"}
+    for group, settings in rows.items():
+        known = _GROUPS.get(group) or _training_fields(AlgorithmConfig)
+        assert set(re.findall(r"`(\w+)`", settings)) == known
 
 
 def test_the_stream_methods_exist():

@@ -12,7 +12,7 @@ from gymnasium import spaces
 
 from flowrl.algorithms.a2c import A2CTorchPolicy
 from flowrl.algorithms.ppo import PPOConfig, PPOTorchPolicy
-from flowrl.data.checkpoint import CheckpointError
+from flowrl.data.checkpoint import CheckpointError, _sealed, read_manifest
 from flowrl.policies import ConfigError, ModelV2, Policy, ViewRequirement
 from flowrl.policies.export import example_inputs, leaf_names
 from flowrl.policies.saved import space_from_json, space_to_json
@@ -241,18 +241,22 @@ def test_what_is_wrong_with_a_checkpoint_is_said(tmp_path):
         Policy.from_checkpoint(path, "x")
     with pytest.raises(CheckpointError, match="does not fit it"):
         Policy.from_checkpoint(path, config={"model": {"fcnet_hiddens": [3]}})
-    manifest = json.loads((path / "manifest.json").read_text())
+    manifest = read_manifest(path)
+    del manifest["blake2b"]
     for change, match in (
         ({"class": "os:system"}, "is no Policy"),
         ({"class": "no.such:Thing"}, "cannot be made"),
         ({"observation_space": None}, "cannot be made"),
     ):
         told = {"default_policy": {**manifest["policies"]["default_policy"], **change}}
-        (path / "manifest.json").write_text(json.dumps({**manifest, "policies": told}))
+        (path / "manifest.json").write_bytes(_sealed({**manifest, "policies": told}))
         with pytest.raises(CheckpointError, match=match):
-            Policy.from_checkpoint(path)
+            Policy.from_checkpoint(path, trust=True)
+        if "class" in change:
+            with pytest.raises(CheckpointError, match="trust=True"):
+                Policy.from_checkpoint(path)
     del manifest["policies"]
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    (path / "manifest.json").write_bytes(_sealed(manifest))
     with pytest.raises(CheckpointError, match="before checkpoints described"):
         Policy.from_checkpoint(path)
 

@@ -1,0 +1,327 @@
+"""AlgorithmConfig: groups, spellings, copies, schema; what is refused, and how."""
+
+import json
+import sys
+import time
+
+import gymnasium as gym
+import pytest
+
+from flowrl.algorithms.a2c import A2CConfig
+from flowrl.algorithms.config import _GROUPS, AlgorithmConfig
+from flowrl.algorithms.dqn import DQN, DQNConfig
+from flowrl.algorithms.ppo import PPOConfig
+from flowrl.algorithms.simple_q import SimpleQConfig
+from flowrl.algorithms.spellings import SPELLINGS
+from flowrl.policies import ConfigError, PolicySpec
+from flowrl.policies.config import ExplorationConfig, ModelConfig
+
+CONFIGS = [AlgorithmConfig, A2CConfig, PPOConfig, DQNConfig, SimpleQConfig]
+
+
+def test_every_group_has_its_method_which_names_its_settings():
+    for group, names in _GROUPS.items():
+        method = getattr(AlgorithmConfig, group)
+        assert names <= set(AlgorithmConfig.model_fields)
+        for name in names - {"callbacks_class"}:
+            if group != "rollouts" or not name.startswith(("normalize", "clip")):
+                assert name in method.__doc__, f"{group}: {name}"
+    grouped = [name for names in _GROUPS.values() for name in names]
+    assert len(grouped) == len(set(grouped))
+
+
+@pytest.mark.parametrize("config", [*CONFIGS, ModelConfig, ExplorationConfig])
+def test_every_setting_says_what_it_is(config):
+    for name, field in config.model_fields.items():
+        assert field.description, name
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_schema(config):
+    schema = config.json_schema()
+    assert set(schema["properties"]) == set(config.model_fields)
+    assert schema["properties"]["gamma"]["description"]
+    json.dumps(schema)
+
+
+def test_fluent_groups_return_the_config():
+    config = (
+        PPOConfig()
+        .environment(env="CartPole-v1")
+        .rollouts(num_workers=1)
+        .training(lr=1e-3)
+        .multi_agent(count_steps_by="agent_steps")
+        .exploration(explore=False)
+        .evaluation(evaluation_interval=3)
+        .resources(num_cpus_per_worker=0.5)
+        .framework("torch", precision="bfloat16")
+        .fault_tolerance(max_num_worker_restarts=3)
+        .reporting(min_sample_timesteps_per_iteration=5)
+        .checkpointing(checkpoint_frequency=2)
+        .debugging(seed=1)
+    )
+    assert set(config.diff()) == {
+        "env", "num_workers", "lr", "count_steps_by", "explore", "evaluation_interval",
+        "num_cpus_per_worker", "precision", "max_num_worker_restarts",
+        "min_sample_timesteps_per_iteration", "checkpoint_frequency", "seed",
+    }  # fmt: skip
+    again = PPOConfig.from_dict(config.to_dict())
+    assert again == config
+    assert again.diff(config) == {}
+    assert config.validate() is config
+
+
+def test_copies_do_not_share(tmp_path):
+    config = PPOConfig(env="CartPole-v1", env_config={"a": 1}, model={"fcnet_hiddens": [8]})
+    copy = config.copy()
+    copy.training(lr=0.5, model={"fcnet_hiddens": [9]})
+    copy.env_config["a"] = 2
+    copy.model.fcnet_activation = "relu"
+    assert config.lr == 3e-4
+    assert config.env_config == {"a": 1}
+    assert config.model.fcnet_hiddens == [8]
+    assert config.model.fcnet_activation == "tanh"
+    assert copy.diff(config)["model.fcnet_hiddens"] == ([8], [9])
+
+
+def test_an_algorithms_config_is_frozen_and_the_users_is_not():
+    config = A2CConfig(env="CartPole-v1", train_batch_size=32)
+    with config.build() as algorithm:
+        for change in (
+            lambda c: setattr(c, "lr", 0.1),
+            lambda c: c.training(lr=0.1),
+            lambda c: setattr(c.model, "fcnet_hiddens", [3]),
+        ):
+            with pytest.raises(ConfigError, match="was built: change a copy"):
+                change(algorithm.config)
+        config.training(lr=0.1)
+        assert algorithm.config.lr == 3e-4
+        assert algorithm.config.copy().training(lr=0.2).lr == 0.2
+    assert ModelConfig().updated(fcnet_hiddens=[3]).fcnet_hiddens == [3]
+
+
+@pytest.mark.parametrize("name", [n for n in SPELLINGS if SPELLINGS[n] in PPOConfig.model_fields])
+def test_other_spellings_are_taken_with_a_note(name, caplog):
+    ours = SPELLINGS[name]
+    value = PPOConfig()[ours]
+    value = {"model": {}, "callbacks_class": None}.get(ours, value)
+    assert PPOConfig(**{name: value})[ours] == PPOConfig()[ours]
+    assert name in ("lambda", "callbacks") or f"{name} is called {ours}" in caplog.text
+    with pytest.raises(ConfigError, match="is another name of"):
+        PPOConfig(**{name: value, ours: value})
+
+
+def test_more_spellings():
+    assert PPOConfig(observation_filter="MeanStdFilter").normalize_observations
+    assert not PPOConfig(observation_filter="NoFilter").normalize_observations
+    assert PPOConfig(batch_mode="truncated_episodes").batch_mode == "truncate_episodes"
+    assert PPOConfig().rollout(num_env_runners=2).num_workers == 2
+    assert PPOConfig(framework="torch").diff() == {}
+    assert PPOConfig(**{"lambda": 0.5}).lambda_ == 0.5
+
+
+E = "CartPole-v1"
+BAD = [
+    # names
+    (PPOConfig, {"lrr": 1}, "unknown setting 'lrr'. Did you mean 'lr'"),
+    (PPOConfig, {"learning_rate": 1}, "Did you mean 'lr'"),
+    (PPOConfig, {"gae_lambda": 1}, "Did you mean 'lambda_'"),
+    (PPOConfig, {"n_epochs": 1}, "Did you mean 'num_sgd_iter'"),
+    (PPOConfig, {"ent_coef": 1}, "Did you mean 'entropy_coeff'"),
+    (PPOConfig, {"vf_coef": 1}, "Did you mean 'vf_loss_coeff'"),
+    (PPOConfig, {"clip_range": 1}, "Did you mean 'clip_param'"),
+    (PPOConfig, {"max_grad_norm": 1}, "Did you mean 'grad_clip'"),
+    (PPOConfig, {"n_steps": 1}, "Did you mean 'rollout_fragment_length'"),
+    (PPOConfig, {"n_envs": 1}, "Did you mean 'num_envs_per_worker'"),
+    (DQNConfig, {"buffer_size": 1}, "Did you mean 'replay_buffer_capacity'"),
+    (DQNConfig, {"gradient_steps": 1}, "Did you mean 'training_intensity'"),
+    (DQNConfig, {"target_update_interval": 1}, "Did you mean 'target_network_update_freq'"),
+    (DQNConfig, {"clip_param": 0.2}, "unknown setting 'clip_param'"),
+    (PPOConfig, {"tau": 0.1}, "unknown setting 'tau'"),
+    (PPOConfig, {"model": {"fcnet_hidden": [1]}}, "model.fcnet_hidden'. Did you mean"),
+    (PPOConfig, {"exploration_config": {"typ": "Random"}}, "Did you mean 'type'"),
+    (PPOConfig, {"policy_kwargs": {}}, "Did you mean 'model'"),
+    (PPOConfig, {"framework": "tf2"}, "framework: it is torch, there is no 'tf2'"),
+    (PPOConfig, {"_use_trajectory_view_api": False}, "_use_trajectory_view_api"),
+    (PPOConfig, {"multiagent": {"polices": {}}}, "multiagent: unknown setting 'polices'"),
+    # types and ranges
+    (PPOConfig, {"lr": "fast"}, "lr: "),
+    (PPOConfig, {"lr": -1e-3}, "lr: values must be finite and not negative"),
+    (PPOConfig, {"lr": float("nan")}, "lr: "),
+    (PPOConfig, {"lr": [(5, 1.0), (0, 0.0)]}, "lr: a schedule is a list"),
+    (PPOConfig, {"lr": []}, "lr: a schedule is a list"),
+    (PPOConfig, {"lr": {"initial": 1.0}}, "lr: an exponential schedule has"),
+    (PPOConfig, {"gamma": 1.5}, "gamma: "),
+    (PPOConfig, {"gamma": None}, "gamma: "),
+    (PPOConfig, {"lambda_": -0.1}, "lambda_: "),
+    (PPOConfig, {"entropy_coeff": -1.0}, "entropy_coeff: "),
+    (PPOConfig, {"vf_loss_coeff": float("inf")}, "vf_loss_coeff: "),
+    (PPOConfig, {"clip_param": "x"}, "clip_param: "),
+    (PPOConfig, {"vf_clip_param": 0.0}, "vf_clip_param: "),
+    (PPOConfig, {"kl_coeff": -1.0}, "kl_coeff: "),
+    (PPOConfig, {"kl_target": 0.0}, "kl_target: "),
+    (PPOConfig, {"grad_clip": 0.0}, "grad_clip: "),
+    (PPOConfig, {"grad_clip_by": "size"}, "grad_clip_by: "),
+    (PPOConfig, {"adam_epsilon": 0.0}, "adam_epsilon: "),
+    (PPOConfig, {"accumulate_rows": -1}, "accumulate_rows: "),
+    (PPOConfig, {"on_bad_update": "ignore"}, "on_bad_update: "),
+    (PPOConfig, {"precision": "float16"}, "precision: "),
+    (PPOConfig, {"seed": -1}, "seed: "),
+    (PPOConfig, {"seed": 1.5}, "seed: "),
+    (PPOConfig, {"num_sgd_iter": 0}, "num_sgd_iter: "),
+    (PPOConfig, {"sgd_minibatch_size": -1}, "sgd_minibatch_size: "),
+    (PPOConfig, {"train_batch_size": 0}, "train_batch_size: "),
+    (PPOConfig, {"train_batch_size": 2.5}, "train_batch_size: "),
+    (PPOConfig, {"num_workers": -1}, "num_workers: "),
+    (PPOConfig, {"num_workers": "two"}, "num_workers: "),
+    (PPOConfig, {"num_envs_per_worker": 0}, "num_envs_per_worker: "),
+    (PPOConfig, {"rollout_fragment_length": 0}, "rollout_fragment_length: "),
+    (PPOConfig, {"rollout_fragment_length": "long"}, "rollout_fragment_length: "),
+    (PPOConfig, {"batch_mode": "whole"}, "batch_mode: "),
+    (PPOConfig, {"horizon": 0}, "horizon: "),
+    (PPOConfig, {"soft_horizon": "maybe"}, "soft_horizon: "),
+    (PPOConfig, {"on_bad_values": "hide"}, "on_bad_values: "),
+    (PPOConfig, {"vectorization_mode": "gpu"}, "vectorization_mode: "),
+    (PPOConfig, {"env_config": 3}, "env_config: "),
+    (PPOConfig, {"count_steps_by": "seconds"}, "count_steps_by: "),
+    (PPOConfig, {"num_cpus_per_worker": -1}, "num_cpus_per_worker: "),
+    (PPOConfig, {"max_num_env_restarts": -1}, "max_num_env_restarts: "),
+    (PPOConfig, {"sample_timeout_s": 0}, "sample_timeout_s: "),
+    (PPOConfig, {"delay_between_worker_restarts_s": -1}, "delay_between_worker_restarts_s: "),
+    (PPOConfig, {"min_time_s_per_iteration": -1}, "min_time_s_per_iteration: "),
+    (PPOConfig, {"min_sample_timesteps_per_iteration": -1}, "min_sample_timesteps"),
+    (PPOConfig, {"metrics_num_episodes_for_smoothing": 0}, "metrics_num_episodes"),
+    (PPOConfig, {"evaluation_duration": 0}, "evaluation_duration: "),
+    (PPOConfig, {"evaluation_duration_unit": "s"}, "evaluation_duration_unit: "),
+    (PPOConfig, {"checkpoint_num_to_keep": 0}, "checkpoint_num_to_keep: "),
+    (PPOConfig, {"checkpoint_score_order": "best"}, "checkpoint_score_order: "),
+    (PPOConfig, {"checkpoint_every_s": 0}, "checkpoint_every_s: "),
+    (PPOConfig, {"explore": "often"}, "explore: "),
+    (DQNConfig, {"tau": 2.0}, "tau: "),
+    (DQNConfig, {"target_network_update_freq": -1}, "target_network_update_freq: "),
+    (DQNConfig, {"n_step": 0}, "n_step: "),
+    (DQNConfig, {"learning_starts": -1}, "learning_starts: "),
+    (DQNConfig, {"training_intensity": 0}, "training_intensity: "),
+    (DQNConfig, {"replay_buffer_capacity": 0}, "replay_buffer_capacity: "),
+    (DQNConfig, {"num_replay_shards": 0}, "num_replay_shards: "),
+    (DQNConfig, {"replay_mode": "both"}, "replay_mode: "),
+    (DQNConfig, {"prioritized_replay_alpha": -1}, "prioritized_replay_alpha: "),
+    (PPOConfig, {"model": {"fcnet_hiddens": [0]}}, "model.fcnet_hiddens"),
+    (PPOConfig, {"model": {"fcnet_activation": "step"}}, "model.fcnet_activation"),
+    (PPOConfig, {"model": {"num_framestacks": 0}}, "model.num_framestacks"),
+    (PPOConfig, {"model": 3}, "model: "),
+    (PPOConfig, {"exploration_config": {"type": "Boltzmann"}}, "exploration_config.type"),
+    (DQNConfig, {"exploration_config": {"type": "EpsilonGreedy", "epsilon": 2.0}}, "at most 1"),
+    # combinations
+    (PPOConfig, {"sgd_minibatch_size": 9000}, "larger than train_batch_size=4000"),
+    (PPOConfig, {"soft_horizon": True}, "soft_horizon needs a horizon"),
+    (PPOConfig, {"model": {"use_lstm": True, "use_attention": True}}, "one of them"),
+    (PPOConfig, {"model": {"lstm_cell_size": 8}}, "lstm_cell_size needs use_lstm=True"),
+    (PPOConfig, {"model": {"attention_dim": 8}}, "attention_dim needs use_attention=True"),
+    (PPOConfig, {"model": {"burn_in": 2}}, "burn_in needs use_lstm=True"),
+    (PPOConfig, {"model": {"custom_model_config": {"a": 1}}}, "needs a custom_model"),
+    (PPOConfig, {"exploration_config": {"scale": 0.5}}, "scale is for the type"),
+    (DQNConfig, {"replay_buffer_capacity": 10}, "is less than train_batch_size=32"),
+    (DQNConfig, {"prioritized_replay": False, "prioritized_replay_alpha": 0.3}, "needs priori"),
+    (DQNConfig, {"replay_mode": "lockstep"}, "draws uniformly"),
+    (PPOConfig, {"evaluation_parallel_to_training": True}, "needs workers to evaluate"),
+    (PPOConfig, {"checkpoint_score_order": "min"}, "needs a checkpoint_score_attribute"),
+    (PPOConfig, {"checkpoint_score_attribute": "scor"}, "no result has a metric 'scor'"),
+    (PPOConfig, {"policies": {}}, "policies: there must be at least one"),
+    (PPOConfig, {"policies": "main"}, "policies: a mapping"),
+    (PPOConfig, {"policies": {"a": 3}}, "policies: each is a PolicySpec"),
+    (PPOConfig, {"policies": {"a", "b"}}, "policy_mapping_fn: with the policies"),
+    (PPOConfig, {"policy_mapping_fn": "main"}, "policy_mapping_fn"),
+    (PPOConfig, {"policies_to_train": ["x"]}, "there is no policy 'x'"),
+    (PPOConfig, {"callbacks_class": dict}, "callbacks_class: a subclass"),
+    (PPOConfig, {"sample_collector": dict}, "sample_collector: a subclass"),
+    (PPOConfig, {"plan": "pppo"}, "unknown plan 'pppo'. Did you mean 'ppo'"),
+    (PPOConfig, {"plan": "nowhere.py"}, "there is no file 'nowhere.py'"),
+    (PPOConfig, {"plan": None}, "plan: no execution plan is set"),
+    (PPOConfig, {"env": None}, "env: no environment is set"),
+    (PPOConfig, {"env": "CartPol-v1"}, "Did you mean 'CartPole-v"),
+    (PPOConfig, {"env": 7}, "env: an env id, a class or a creator"),
+]
+
+
+def test_there_are_a_hundred():
+    assert len(BAD) >= 100
+
+
+@pytest.mark.parametrize(("config", "settings", "said"), BAD, ids=[str(s) for _, s, _ in BAD])
+def test_refused_at_once_before_anything_starts(config, settings, said, monkeypatch):
+    monkeypatch.setattr(gym, "make", lambda *a, **k: pytest.fail("an environment was made"))
+    began = sys.modules.get("ray")
+    started = time.process_time()
+    with pytest.raises(ConfigError) as caught:
+        config(**{"env": E, **settings}).build()
+    assert time.process_time() - started < 1  # CPU seconds: nothing was begun
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert sys.modules.get("ray") is began
+
+
+def test_specs_in_a_config_survive_a_dict():
+    config = A2CConfig(env=E, policies={"a": PolicySpec(config={"lr": 0.1})})
+    again = A2CConfig.from_dict(config.to_dict())
+    assert again.for_policy("a").lr == 0.1
+    with pytest.raises(ConfigError, match="a mapping is needed"):
+        A2CConfig.from_dict([1])
+
+
+def test_spellings_are_the_same_everywhere():
+    config = PPOConfig(env=E)
+    assert config.updated(num_env_runners=1).num_workers == 1
+    config.num_env_runners = 2
+    assert config.num_workers == 2
+    config.batch_mode = "truncated_episodes"
+    assert config.batch_mode == "truncate_episodes"
+    config.evaluation(evaluation_config={"num_envs_per_env_runner": 2}).check()
+    for given, said in (
+        ({"num_env_runners": 1, "num_rollout_workers": 2}, "give one of them"),
+        ({"observation_filter": "Mean"}, "observation_filter: 'NoFilter' or 'MeanStdFilter'"),
+        ({"observation_filter": ["NoFilter"]}, "observation_filter"),
+        ({1: 2}, "the name of a setting is a string"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            PPOConfig.from_dict(given)
+    with pytest.raises(ConfigError, match=r"unknown setting 'gama'\. Did you mean 'gamma'"):
+        config.gama = 1
+
+
+def test_nothing_is_shared_and_nothing_taken_away():
+    config = PPOConfig(env=E, env_config={"a": {"b": 1}})
+    other = config.updated(gamma=0.5)
+    other.model.fcnet_hiddens = [8]
+    other.env_config["a"]["b"] = 2
+    assert config.model.fcnet_hiddens == [64, 64]
+    assert config.env_config == {"a": {"b": 1}}
+    with pytest.raises(ConfigError, match="cannot be taken away"):
+        del config.gamma
+    config.model.fcnet_hiddens.append(-1)
+    with pytest.raises(ConfigError, match=r"model\.fcnet_hiddens"):
+        config.validate()
+    with pytest.raises(ConfigError, match="device"):
+        PPOConfig(device="gpu")
+
+
+def test_an_environment_that_could_not_be_kept_must_be_given_again(tmp_path):
+    from flowrl.algorithms.ppo import PPO
+    from flowrl.data.checkpoint import CheckpointError
+
+    def seven(_):
+        return gym.make(E, max_episode_steps=7)
+
+    config = PPOConfig(env=seven, train_batch_size=64, sgd_minibatch_size=32, seed=1)
+    with config.build() as algorithm:
+        algorithm.train()
+        algorithm.save(tmp_path / "c")
+        expected = algorithm.train()["episode_len_mean"]
+    with pytest.raises(CheckpointError, match=r"could not hold \['env'\]"):
+        PPO.from_checkpoint(tmp_path / "c")
+    with PPO.from_checkpoint(tmp_path / "c", config={"env": seven}) as algorithm:
+        assert algorithm.train()["episode_len_mean"] == expected <= 7
+    with pytest.raises(ConfigError, match="a mapping of changes"):
+        PPO.from_checkpoint(tmp_path / "c", config=[1])
+    with pytest.raises(ConfigError, match="takes a DQNConfig, got a PPOConfig"):
+        DQN(PPOConfig(env=E, clip_param=0.1))
