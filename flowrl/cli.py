@@ -180,6 +180,7 @@ def _evaluate(given: list[str]) -> int:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--episodes", type=positive(int), default=100, help="of each (100)")
     parser.add_argument("--checkpoint", help="its number, or best (the newest)")
+    parser.add_argument("--video", type=Path, help="folder for a video of the first greedy episode")
     options = parser.parse_args(given)
 
     from flowrl.data.checkpoint import CheckpointError
@@ -195,7 +196,8 @@ def _evaluate(given: list[str]) -> int:
             return 1
         for name, explore in (("greedy", False), ("sampled", True)):
             try:
-                told = algorithm.evaluate(options.episodes, explore, num_envs=16)
+                video = None if explore else options.video
+                told = algorithm.evaluate(options.episodes, explore, 16, video_dir=video)
             except Exception as error:
                 return _tell(error)
             print(

@@ -6,8 +6,10 @@ import contextlib
 import io
 import json
 import re
-from typing import Any
+from argparse import ArgumentTypeError
+from typing import Any, get_origin
 
+from flowrl.arguments import mapping
 from flowrl.policies.config import ConfigError, Settings, nearest
 
 
@@ -32,6 +34,34 @@ def _flat_schedule(flag: str) -> list[str]:
         return [str(number) for point in json.loads(flag) for number in point]
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{flag}: not a schedule [[env step, value], …]: {error}") from error
+
+
+def _with_mappings() -> Any:
+    """What lets tyro take a mapping of any content as one JSON object."""
+    from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
+
+    registry = ConstructorRegistry()
+
+    @registry.primitive_rule
+    def json_object(type_info: Any) -> Any:
+        if get_origin(type_info.type) is not dict:
+            return None
+        return PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="JSON",
+            instance_from_str=lambda given: _json_object(given[0]),
+            is_instance=lambda value: isinstance(value, dict),
+            str_from_instance=lambda value: [json.dumps(value, default=repr)],
+        )
+
+    return registry
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        return mapping(text)
+    except ArgumentTypeError as error:
+        raise ValueError(str(error)) from None
 
 
 def settings_from_flags(
@@ -74,7 +104,8 @@ def settings_from_flags(
     helping = "--help" in flags or "-h" in flags
     said = io.StringIO()
     try:
-        with contextlib.nullcontext() if helping else contextlib.redirect_stderr(said):
+        silent = contextlib.nullcontext() if helping else contextlib.redirect_stderr(said)
+        with silent, _with_mappings():
             return tyro.cli(
                 type(defaults), default=defaults, args=flags, prog=program, console_outputs=True
             )

@@ -305,13 +305,11 @@ def _parse_settings(plan: str, defaults: Any, flags: list[str]) -> tuple[Any, An
     _run_options(parser)
     parser.add_argument("--run-dir", type=Path, help="where to write (default: runs/…)")
     parser.add_argument("--env", help="environment: an id or a registered name")
-    parser.add_argument("--env-config", type=mapping, help="JSON object given to its creator")
     parser.add_argument(
         "--config", type=mapping, default={}, help="settings, a JSON object, under the flags"
     )
     options, rest = parser.parse_known_args(flags)
-    given = {k: v for k in ("env", "env_config") if (v := getattr(options, k)) is not None}
-    given = {**options.config, **given}
+    given = {**options.config, **({} if options.env is None else {"env": options.env})}
     defaults = defaults.updated(**given) if given else defaults
     if "-h" in rest or "--help" in rest:
         print(parser.format_help())

@@ -178,6 +178,8 @@ def test_any_metric_ends_a_run(capsys, tmp_path):
         (["--checkpoint-score-attribute", "retur"], "no result has a metric 'retur'"),
         (["--checkpoint-num-to-keep", "0"], "checkpoint_num_to_keep"),
         (["--evaluation-parallel-to-training"], "needs workers to evaluate"),
+        (["--evaluation-config", "[3]"], "--evaluation-config: a JSON object is needed, got [3]"),
+        (["--evaluation-config", '{"explor": true}'], "Did you mean 'explore'?"),
     ],
 )
 def test_metrics_that_will_not_exist_are_refused_at_the_start(capsys, tmp_path, flags, said):

@@ -163,6 +163,22 @@ def test_asha(tmp_path, ray_session):
 
 
 @pytest.mark.slow
+def test_optuna(tmp_path, ray_session):
+    """Optuna's samplers draw from the search spaces in a config."""
+    from ray.tune.search.optuna import OptunaSearch
+
+    space = small(lr=tune.loguniform(1e-4, 1e-2), gamma=tune.choice([0.9, 0.99]))
+    results = fitted(
+        tmp_path, flowrl.tune.PPO, space, 2, search_alg=OptunaSearch(seed=1), num_samples=3
+    )
+    assert not results.errors
+    tried = {(result.config["lr"], result.config["gamma"]) for result in results}
+    assert len(tried) == 3
+    assert all(1e-4 <= lr <= 1e-2 and gamma in (0.9, 0.99) for lr, gamma in tried)
+    assert [result.metrics["timesteps_total"] for result in results] == [128] * 3
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_population_based_training(tmp_path, ray_session):
     scheduler = PopulationBasedTraining(
@@ -195,7 +211,7 @@ class DiesOnce(DefaultCallbacks):
 
 @pytest.mark.slow
 def test_a_killed_trial_goes_on_from_its_checkpoint(tmp_path):
-    """In a Ray of its own, whose workers know the mark; Optuna's place is taken by a grid."""
+    """In a Ray of its own, whose workers know the mark."""
     code = textwrap.dedent(
         f"""
         import ray, sys

@@ -22,10 +22,13 @@ from flowrl.algorithms.evaluation import (
     check_evaluation_env,
     evaluate_policies,
     evaluation_settings,
+    recording_of,
     summary,
 )
 from flowrl.algorithms.plans import PLAN_MODULE, load_plan, modules_of, plan_path
 from flowrl.algorithms.spellings import our_names
+from flowrl.algorithms.trackers import Trackers
+from flowrl.algorithms.video import Recording
 from flowrl.data import DEFAULT_POLICY_ID
 from flowrl.data.checkpoint import (
     CheckpointError,
@@ -94,6 +97,7 @@ class Algorithm:
         self.last_result: dict[str, Any] | None = None
         self._plan: LocalIterator[dict[str, Any]] | None = None
         self._evaluation: EvaluationWorkers | None = None
+        self._trackers = Trackers(config)
         self.setup(config)
 
     def setup(self, config: AlgorithmConfig) -> None:
@@ -222,6 +226,8 @@ class Algorithm:
             self._save_s = 0.0
         self.last_result = whole  # is there whatever becomes of its evaluation
         self._evaluate_if_due(whole)
+        if self.config.log_to:
+            self._trackers.write(whole)
         call(self.workers.local_worker().callbacks.on_train_result, algorithm=self, result=whole)
         return whole
 
@@ -265,6 +271,7 @@ class Algorithm:
         explore: bool | None = None,
         num_envs: int | None = None,
         timesteps: int | None = None,
+        video_dir: Path | str | None = None,
     ) -> dict[str, Any]:
         """Whole episodes in new environments with the policies as they are; filters are frozen,
         callbacks are not called. In this process, with the settings of `evaluation_config`.
@@ -276,6 +283,8 @@ class Algorithm:
             num_envs: environments stepped together; each plays its share, so that short episodes
                 are not preferred.
             timesteps: env steps instead of episodes; the episodes that ended in them count.
+            video_dir: folder for mp4 videos of the first episodes (extra `video`): evaluation-0.mp4
+                and so on, `evaluation_video_episodes` of them.
 
         Returns:
             `episode_reward_mean`, `_min`, `_max`, `_std`, `episode_len_mean`, `episodes`; of
@@ -300,7 +309,12 @@ class Algorithm:
             )
         policies = self.workers.local_worker().policy_map
         explore = self._explores(explore)
-        played = evaluate_policies(policies, config, count, explore, num_envs, by_steps)
+        video = recording_of(config, self.iteration)
+        if video_dir is not None:
+            video = Recording(video_dir, "evaluation", config.evaluation_video_episodes)
+        played = evaluate_policies(
+            policies, config, count, explore, num_envs, by_steps, video=video
+        )
         return summary(played, list(policies))
 
     def _explores(self, explore: bool | None = None) -> bool:
@@ -348,6 +362,7 @@ class Algorithm:
             "global_vars": dict(self.workers.global_vars),
             "iteration": self.iteration,
             "time_total_s": self._time_total_s,
+            "trackers": dict(self._trackers.run_ids),
         }
 
     def _in_flight(self, sampling: dict[str, Any]) -> int:
@@ -499,6 +514,7 @@ class Algorithm:
             iteration, seconds = int(state["iteration"]), float(state["time_total_s"])
             lost = int(state["in_flight"])
             global_vars = dict(state["global_vars"])
+            tracked = dict(state["trackers"])
             plan.load_state_dict(state["plan"])
             for name in ("num_env_steps_sampled", "num_env_steps_dropped") if lost else ():
                 plan.metrics.counters[name] += lost
@@ -512,6 +528,7 @@ class Algorithm:
                 raise
             self.workers.global_vars.update(global_vars)
         self.iteration, self._time_total_s = iteration, seconds
+        self._trackers.go_on_with(tracked)
 
     def restore_policies(self, path: Path | str) -> None:
         """Take only the policies from a checkpoint, whatever the plan: to play, or to start from.
@@ -531,6 +548,7 @@ class Algorithm:
         self.workers.stop()
         if self._evaluation is not None:
             self._evaluation.stop()
+        self._trackers.close()
 
     def __enter__(self) -> Algorithm:
         return self

@@ -12,6 +12,8 @@ from pydantic.json_schema import GenerateJsonSchema
 from flowrl.algorithms.plans import algorithm_in, load_plan, plan_path
 from flowrl.algorithms.result_names import check_name
 from flowrl.algorithms.spellings import our_names
+from flowrl.algorithms.trackers import TrackerName, check_trackers
+from flowrl.algorithms.video import check_installed
 from flowrl.data import DEFAULT_POLICY_ID
 from flowrl.policies.config import (
     ConfigError,
@@ -117,6 +119,12 @@ class AlgorithmConfig(PolicyConfig):
     max_num_env_restarts, num_envs_per_worker, on_bad_values, policy_mapping_fn,
     vectorization_mode."""
 
+    evaluation_video_dir: str | None = None
+    """Folder for mp4 videos of the first episodes of each evaluation (extra video); on the machine
+    that evaluates."""
+    evaluation_video_episodes: Count = 1
+    """Episodes of an evaluation that are recorded, of its first environment."""
+
     checkpoint_frequency: int = Field(default=0, ge=0)
     """Iterations between two checkpoints of a run; 0 goes by seconds alone."""
     checkpoint_every_s: Positive | None = 60.0
@@ -153,6 +161,11 @@ class AlgorithmConfig(PolicyConfig):
     """Env steps between two reports, at least."""
     metrics_num_episodes_for_smoothing: int = Field(default=100, ge=1, le=1_000_000)
     """Episodes that the reported means are over, the last ones."""
+    log_to: list[TrackerName] = []
+    """Experiment trackers that get every result: wandb, mlflow (extras of these names)."""
+    log_config: dict[str, dict[str, Any]] = {}
+    """Tracker -> its settings: those of wandb.init (project, name, mode, …); of mlflow
+    tracking_uri, experiment_name, run_name, tags."""
 
     # -- fluent groups -------------------------------------------------------------------------
 
@@ -205,7 +218,8 @@ class AlgorithmConfig(PolicyConfig):
 
     def evaluation(self, **settings: Any) -> Self:
         """evaluation_interval, evaluation_duration, evaluation_duration_unit,
-        evaluation_num_workers, evaluation_parallel_to_training, evaluation_config."""
+        evaluation_num_workers, evaluation_parallel_to_training, evaluation_config,
+        evaluation_video_dir, evaluation_video_episodes."""
         return self._set("evaluation", settings)
 
     def framework(self, framework: str = "torch", **settings: Any) -> Self:
@@ -232,7 +246,7 @@ class AlgorithmConfig(PolicyConfig):
 
     def reporting(self, **settings: Any) -> Self:
         """min_time_s_per_iteration, min_sample_timesteps_per_iteration,
-        metrics_num_episodes_for_smoothing."""
+        metrics_num_episodes_for_smoothing, log_to, log_config."""
         return self._set("reporting", settings)
 
     def debugging(self, **settings: Any) -> Self:
@@ -365,6 +379,9 @@ class AlgorithmConfig(PolicyConfig):
             self._check_evaluation()
         if self.checkpoint_score_attribute is not None:
             check_name(self.checkpoint_score_attribute, self, "checkpoint_score_attribute")
+        check_trackers(self.log_to, self.log_config)
+        if self.evaluation_video_dir is not None:
+            check_installed("evaluation_video_dir")
         if self.plan is not None:
             plan_path(self.plan)
         PolicyMapping(
@@ -449,6 +466,8 @@ _GROUPS: dict[str, set[str]] = {
         "evaluation_num_workers",
         "evaluation_parallel_to_training",
         "evaluation_config",
+        "evaluation_video_dir",
+        "evaluation_video_episodes",
     },
     "framework": {"device", "precision", "compile"},
     "checkpointing": {
@@ -470,6 +489,8 @@ _GROUPS: dict[str, set[str]] = {
         "min_time_s_per_iteration",
         "min_sample_timesteps_per_iteration",
         "metrics_num_episodes_for_smoothing",
+        "log_to",
+        "log_config",
     },
     "debugging": {"seed"},
 }

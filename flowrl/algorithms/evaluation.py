@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from flowrl.algorithms.video import Recording, check_renders
 from flowrl.policies.config import ConfigError
 from flowrl.policies.policy import Policy
 from flowrl.policies.policy_spec import PolicySpec
+from flowrl.sampling.envs import EnvContext
 from flowrl.sampling.episode import EpisodeMetrics
 from flowrl.sampling.rollout_worker import RolloutWorker
 from flowrl.sampling.worker_set import WorkerSet
@@ -32,12 +34,14 @@ def evaluate_policies(
     num_envs: int,
     by_steps: bool = False,
     part: int = 0,
+    video: Recording | None = None,
 ) -> list[EpisodeMetrics]:
     """Play whole episodes with frozen filters; the first ones of every environment count.
 
     Args:
         duration: episodes; `by_steps` env steps at least, of which the episodes that ended count.
         part: of several evaluations beside each other, each with episodes of its own.
+        video: records the first environment's first episodes; closed at the end.
     """
     assert config.env is not None
     purpose = ("evaluation", part) if part else ("evaluation",)
@@ -65,7 +69,8 @@ def evaluate_policies(
         )
         for policy_id, policy in policies.items()
     }
-    worker = RolloutWorker(config.env, players, settings)
+    env = config.env if video is None else video.creator(config.env)
+    worker = RolloutWorker(env, players, settings)
     envs = worker.num_envs
     share = [duration // envs + (i < duration % envs) for i in range(envs)]
     finished: list[EpisodeMetrics] = []
@@ -82,6 +87,8 @@ def evaluate_policies(
                     share[episode.env_id] -= 1
                     finished.append(episode)
     finally:
+        if video is not None:
+            video.close()
         worker.stop()
     return finished
 
@@ -147,8 +154,9 @@ class EvaluationWorkers:
             share[i] += 1
         self._iteration = iteration
         self._policies = list(policies)
+        told_all = weights, filters, told, iteration
         self._running = [
-            worker.apply.remote(_play, (weights, filters, told), config, duration, explore, part)
+            worker.apply.remote(_play, told_all, config, duration, explore, part)
             for part, (worker, duration) in enumerate(zip(workers, share, strict=True))
             if duration
         ]
@@ -195,24 +203,37 @@ def _play(
     worker: RolloutWorker, payload: tuple[Any, ...], config: Any, duration: int, explore: bool,
     part: int,
 ) -> list[tuple[Any, ...]]:  # fmt: skip
-    weights, filters, told = payload
+    weights, filters, told, iteration = payload
     worker.set_weights(weights, None, filters, told)
     by_steps = config.evaluation_duration_unit == "timesteps"
     envs = config.num_envs_per_worker
-    played = evaluate_policies(worker.policy_map, config, duration, explore, envs, by_steps, part)
+    video = None if part else recording_of(config, iteration)
+    played = evaluate_policies(
+        worker.policy_map, config, duration, explore, envs, by_steps, part, video
+    )
     return [tuple(episode) for episode in played]
+
+
+def recording_of(config: AlgorithmConfig, iteration: int) -> Recording | None:
+    """The recording of an evaluation, if there is to be one."""
+    folder = config.evaluation_video_dir
+    if folder is None:
+        return None
+    return Recording(folder, f"iteration-{iteration:06d}", config.evaluation_video_episodes)
 
 
 def check_evaluation_env(config: AlgorithmConfig, policies: dict[str, Policy]) -> None:
     """Refuse an environment of `evaluation_config` that cannot be made, or that the policies
-    cannot act in; it is made once, and closed.
+    cannot act in, and one that renders nothing for a video; it is made once, and closed.
 
     Raises:
         ConfigError: see above.
     """
+    settings = evaluation_settings(config).updated(num_envs_per_worker=1, callbacks_class=None)
+    if config.evaluation_video_dir is not None:
+        check_renders(settings.env, EnvContext(dict(settings.env_config)))
     if not {"env", "env_config"} & set(config.evaluation_config):
         return
-    settings = evaluation_settings(config).updated(num_envs_per_worker=1, callbacks_class=None)
     players = {
         pid: PolicySpec(_player(policy, False), config=policy.config)
         for pid, policy in policies.items()
