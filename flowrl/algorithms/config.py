@@ -104,6 +104,11 @@ class AlgorithmConfig(PolicyConfig):
     explore: bool = True
     """Whether workers explore while they sample; if not, they take the best actions."""
 
+    output: str | None = None
+    """Folder into which all sampled experience is written, as Parquet files."""
+    output_rows_per_file: Count = 50_000
+    """Rows of a policy in each of those files; the last has what is left at the end."""
+
     evaluation_interval: Count | None = None
     """Iterations between two evaluations; None: only when `evaluate()` is called."""
     evaluation_duration: Count = 10
@@ -221,6 +226,10 @@ class AlgorithmConfig(PolicyConfig):
         evaluation_num_workers, evaluation_parallel_to_training, evaluation_config,
         evaluation_video_dir, evaluation_video_episodes."""
         return self._set("evaluation", settings)
+
+    def offline_data(self, **settings: Any) -> Self:
+        """output, output_rows_per_file."""
+        return self._set("offline_data", settings)
 
     def framework(self, framework: str = "torch", **settings: Any) -> Self:
         """device, precision, compile. The framework is torch."""
@@ -469,6 +478,7 @@ _GROUPS: dict[str, set[str]] = {
         "evaluation_video_dir",
         "evaluation_video_episodes",
     },
+    "offline_data": {"output", "output_rows_per_file"},
     "framework": {"device", "precision", "compile"},
     "checkpointing": {
         "checkpoint_frequency",

@@ -147,6 +147,7 @@ class ForEachConcurrent(Mapped):
         )
 
     def stop(self) -> None:
+        super().stop()
         if self._flight:
             import ray
 

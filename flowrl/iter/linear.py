@@ -22,7 +22,8 @@ class Mapped(Stage):
 
     Args:
         parent: gives the items.
-        fn: the operator. Its `state_dict()`, if it has one, is saved with the plan.
+        fn: the operator. Its `state_dict()`, if it has one, is saved with the plan; its `stop()`,
+            if it has one, is called when the plan stops.
         on_error: what to do when it raises.
     """
 
@@ -61,6 +62,11 @@ class Mapped(Stage):
                     return _DROPPED
                 error.add_note(f"{self.skipped} items were skipped before: no more may be")
         raise operator_error(error)
+
+    def stop(self) -> None:
+        stop = getattr(self.fn, "stop", None)
+        if callable(stop):
+            stop()
 
     def label(self) -> str:
         return f"{self.kind}({function_name(self.fn)})"

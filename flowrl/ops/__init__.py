@@ -3,6 +3,7 @@
 from flowrl.iter import _get_shared_metrics
 from flowrl.ops.concurrency import Concurrently, Dequeue, Enqueue
 from flowrl.ops.gradients import ApplyGradients, AverageGradients, ComputeGradients, Gradients
+from flowrl.ops.offline import WriteParquet
 from flowrl.ops.pace import (
     OncePerTimeInterval,
     OncePerTimestepsElapsed,
@@ -60,6 +61,7 @@ __all__ = [
     "UpdateReplayPriorities",
     "UpdateTargetNetwork",
     "WaitUntilTimestepsElapsed",
+    "WriteParquet",
     "_get_shared_metrics",
     "multi_gpu_train_one_step",
     "synchronous_parallel_sample",

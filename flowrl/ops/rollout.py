@@ -11,6 +11,7 @@ import numpy as np
 
 from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.iter import LocalIterator, Source, _get_shared_metrics
+from flowrl.ops.offline import WriteParquet
 from flowrl.ops.replay_actors import leave_in_store
 
 if TYPE_CHECKING:
@@ -37,6 +38,10 @@ class ParallelRollouts(LocalIterator[Any]):
             all.
 
     Counts `num_env_steps_sampled` and `num_agent_steps_sampled`; batches carry their `sources`.
+    Where the setting `output` names a folder, they are written there (see WriteParquet).
+
+    Raises:
+        ValueError: options that do not go together.
     """
 
     def __new__(cls, workers: WorkerSet, **options: Any) -> Any:
@@ -74,6 +79,14 @@ class ParallelRollouts(LocalIterator[Any]):
         counted = gathered.zip_with_source().for_each(CountRollouts(workers))
         if max_policy_lag is not None:
             counted = counted.filter(DropStale(max_policy_lag))
+        output = workers.config.get("output")
+        if output is not None:
+            if by_reference and workers.num_workers:
+                raise ValueError(
+                    "output: the fragments of this plan do not come to the driver (by_reference), "
+                    "which would write them: use num_workers=0, or a plan without"
+                )
+            counted = counted.for_each(WriteParquet(output, workers.config["output_rows_per_file"]))
         super().__init__(counted.stage, f"ParallelRollouts(mode={mode!r})")
         self.stage.title = self.name
 

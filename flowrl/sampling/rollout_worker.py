@@ -265,7 +265,7 @@ class RolloutWorker:
         """The batch with what policies read in full; on an actor the rest stays there until
         somebody asks for it."""
         ray: Any = sys.modules.get("ray") if self.worker_index else None
-        away = ray is not None and ray.is_initialized()
+        away = ray is not None and ray.is_initialized() and self.config.get("output") is None
         made = {}
         for policy_id, rows in batch.policy_batches.items():
             if rows.count and policy_id not in self._read:
