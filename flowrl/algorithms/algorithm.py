@@ -41,6 +41,7 @@ from flowrl.iter.gather import Gather
 from flowrl.iter.stage import walk
 from flowrl.ops import (
     ApplyGradients,
+    LearnerThread,
     ResultDict,
     StandardMetricsReporting,
     TrainingSteps,
@@ -179,7 +180,8 @@ class Algorithm:
                 "plan: execution_plan(workers, config) must return the stream that ends in "
                 f"StandardMetricsReporting, it returned a {type(plan).__name__}"
             )
-        self._look_at_targets([getattr(stage, "fn", None) for stage in walk(plan.stage)])
+        stages = list(walk(plan.stage))
+        self._look_at_targets([s.fn if hasattr(s, "fn") else s for s in stages])
         return plan
 
     def _look_at_targets(self, operators: list[Any]) -> None:
@@ -187,8 +189,9 @@ class Algorithm:
         if any(isinstance(operator, UpdateTargetNetwork) for operator in operators):
             return
         specs = specs_of(self.config.policies or {DEFAULT_POLICY_ID: None})
-        for operator in operators:
-            if not isinstance(operator, (TrainOneStep, ApplyGradients)):
+        for given in operators:
+            operator = getattr(given, "learner", given)
+            if not isinstance(operator, (TrainOneStep, ApplyGradients, LearnerThread)):
                 continue
             for policy_id in specs if operator.policies is None else operator.policies:
                 own = specs[policy_id]
@@ -353,6 +356,10 @@ class Algorithm:
     def get_state(self) -> dict[str, Any]:
         """What a checkpoint holds: the learner, the workers' episodes and random streams, the
         plan's counters and operators, the clock."""
+        with self.workers.local_worker().lock:  # a learner of its own thread waits
+            return self._state()
+
+    def _state(self) -> dict[str, Any]:
         sampling = self.workers.get_state()
         return {
             "worker": self.workers.local_worker().get_state(),

@@ -24,7 +24,7 @@ from flowrl.policies.exploration import FORBIDDEN
 from flowrl.policies.flat import FlatParameters
 from flowrl.policies.models.backprop import Backprop
 from flowrl.policies.models.base import Inputs, ModelV2
-from flowrl.policies.models.fcnet import FullyConnectedNetwork
+from flowrl.policies.models.fcnet import FullyConnectedNetwork, is_quick
 from flowrl.policies.torch_policy import TensorBatch, TorchPolicy
 
 
@@ -81,7 +81,7 @@ class DQNTorchPolicy(TorchPolicy):
         own = type(self).loss is DQNTorchPolicy.loss  # not a subclass' one
         whole = len(self.groups[0]) == len(self.flat.parameters)  # one optimizer has them all
         plain = config.precision == "float32" and not config.compile
-        return own and whole and plain and _is_quick(model)
+        return own and whole and plain and is_quick(model)
 
     def make_model(self) -> torch.nn.Module:
         """One network for values and advantages up to their heads, unless it is said otherwise."""
@@ -100,7 +100,7 @@ class DQNTorchPolicy(TorchPolicy):
 
     def _advantages(self, input_dict: dict[str, Any]) -> tuple[np.ndarray, list[np.ndarray]]:
         """Values [B, n] but for what is the same for all actions of a state; states after it."""
-        if _is_quick(self.model):
+        if is_quick(self.model):
             return self.model.outputs_numpy(input_dict["obs"]), []
         values, _, states = self.model.compute_outputs(input_dict)
         return values, states
@@ -175,7 +175,7 @@ class DQNTorchPolicy(TorchPolicy):
     def _values_of(self, model: ModelV2, batch: TensorBatch) -> np.ndarray:
         """Values [B, n] of the actions at `new_obs`, as numbers. On small networks numpy is twice
         as fast as torch."""
-        if _is_quick(model):
+        if is_quick(model):
             observations = batch.array("new_obs")
             if not self.config.dueling:
                 return model.outputs_numpy(observations)
@@ -221,11 +221,6 @@ class DQNTorchPolicy(TorchPolicy):
         super().set_state(state)
         for name, tensor in own.items():
             tensor.copy_(torch.from_numpy(np.array(given[name])))
-
-
-def _is_quick(model: ModelV2) -> TypeGuard[FullyConnectedNetwork]:
-    """Whether numpy computes the network, too."""
-    return isinstance(model, FullyConnectedNetwork) and model.has_numpy
 
 
 def _dueling(advantages: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,8 @@ from flowrl.policies.config import ConfigError, imported, nearest
 _ALGORITHMS: dict[str, Any] = {
     "PPO": "flowrl.algorithms.ppo:PPO",
     "A2C": "flowrl.algorithms.a2c:A2C",
+    "A3C": "flowrl.algorithms.a3c:A3C",
+    "IMPALA": "flowrl.algorithms.impala:IMPALA",
     "DQN": "flowrl.algorithms.dqn:DQN",
     "SimpleQ": "flowrl.algorithms.simple_q:SimpleQ",
 }

@@ -518,7 +518,9 @@ class SampleBatch(dict[str, Any]):
         """A MultiAgentBatch with this batch as the default policy's."""
         from flowrl.data.multi_agent_batch import MultiAgentBatch
 
-        return MultiAgentBatch(self.policy_batches, self.count)
+        batch = MultiAgentBatch(self.policy_batches, self.count)
+        batch.sources = self.sources
+        return batch
 
     def __reduce__(self) -> Any:
         state = (self.sources, self.zero_padded, self.max_seq_len)

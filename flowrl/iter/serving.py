@@ -59,6 +59,12 @@ class Order(NamedTuple):
 _NEXT = Order("", None)
 
 
+def _bound(step: Any, worker: Any) -> Any:
+    """A step's function; one with `bound_to(worker)` is told which worker it runs on."""
+    bind = getattr(step, "bound_to", None)
+    return bind(worker) if callable(bind) else step
+
+
 class Chain:
     """The stream of one shard, where its worker is."""
 
@@ -74,7 +80,8 @@ class Chain:
         items = worker.items if made_for is None else partial(made_for, chain)
         stream: Any = LocalIterator(items, "shard")
         for method, args, options, line in steps:
-            stream = getattr(stream, method)(*args, **options)
+            bound = [_bound(arg, worker) for arg in args]
+            stream = getattr(stream, method)(*bound, **options)
             stream.stage.line = line
         self._stream = stream
         self._tags = getattr(worker, "reply_tags", None)

@@ -2,7 +2,14 @@
 
 from flowrl.iter import _get_shared_metrics
 from flowrl.ops.concurrency import Concurrently, Dequeue, Enqueue
-from flowrl.ops.gradients import ApplyGradients, AverageGradients, ComputeGradients, Gradients
+from flowrl.ops.gradients import (
+    ApplyGradients,
+    AsyncGradients,
+    AverageGradients,
+    ComputeGradients,
+    Gradients,
+)
+from flowrl.ops.learner import LearnerThread, MinibatchBuffer
 from flowrl.ops.offline import WriteParquet
 from flowrl.ops.pace import (
     OncePerTimeInterval,
@@ -32,11 +39,14 @@ from flowrl.ops.training_step import (
     synchronous_parallel_sample,
     train_one_step,
 )
+from flowrl.ops.weights import BroadcastUpdateLearnerWeights, UpdateWorkerWeights
 
 __all__ = [
     "ApplyGradients",
+    "AsyncGradients",
     "AverageGradients",
     "BatchRef",
+    "BroadcastUpdateLearnerWeights",
     "CollectMetrics",
     "ComputeGradients",
     "ConcatBatches",
@@ -44,6 +54,8 @@ __all__ = [
     "Dequeue",
     "Enqueue",
     "Gradients",
+    "LearnerThread",
+    "MinibatchBuffer",
     "MixInReplay",
     "OncePerTimeInterval",
     "OncePerTimestepsElapsed",
@@ -60,6 +72,7 @@ __all__ = [
     "TrainingSteps",
     "UpdateReplayPriorities",
     "UpdateTargetNetwork",
+    "UpdateWorkerWeights",
     "WaitUntilTimestepsElapsed",
     "WriteParquet",
     "_get_shared_metrics",

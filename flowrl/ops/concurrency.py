@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from flowrl.iter import NOT_READY, LocalIterator, Stage
+from flowrl.iter import NOT_READY, LocalIterator, Source, Stage
 from flowrl.iter.branches import Union
 from flowrl.iter.errors import blame, operator_error
 from flowrl.iter.waiting import Signal, queue_signal
+from flowrl.ops.learner import LearnerThread
 
 LIVENESS_S = 1.0  # an idle Dequeue asks its `check` again after so many seconds
 
@@ -72,13 +73,16 @@ class Enqueue:
     While the queue is full nothing is fetched, so no item waits in between.
 
     Args:
-        output_queue: a `queue.Queue` (or LifoQueue, PriorityQueue).
+        output_queue: a `queue.Queue` (or LifoQueue, PriorityQueue); or a learner, for its
+            `inqueue`.
 
     Raises:
         ValueError: another kind of queue.
     """
 
-    def __init__(self, output_queue: queue.Queue[Any]):
+    def __init__(self, output_queue: queue.Queue[Any] | LearnerThread):
+        if isinstance(output_queue, LearnerThread):
+            output_queue = output_queue.inqueue
         self.queue = _checked(output_queue, "Enqueue")
 
     def ready(self) -> bool:
@@ -102,21 +106,31 @@ class Enqueue:
 
 
 class Dequeue(LocalIterator[Any]):
-    """The items of a queue that another thread fills.
+    """The items of a queue that another thread fills; of a learner (batch, info) of each batch that
+    it has learned from, which are counted as TrainOneStep does.
 
-    An exception in the queue is raised here: that is how a learner's thread says what ended it.
+    An exception in the queue is raised here: that is how a learner's thread says what went wrong.
 
     Args:
-        input_queue: a `queue.Queue`.
-        check: whether the other side still lives; asked when the queue is empty.
+        input_queue: a `queue.Queue`; or a learner, which starts and stops with the plan.
+        check: whether the other side still lives; asked when the queue is empty. A learner is asked
+            itself.
 
     Raises:
         ValueError: another kind of queue.
         RuntimeError (when pulled): the queue is empty and `check` is false.
     """
 
-    def __init__(self, input_queue: queue.Queue[Any], check: Callable[[], bool] | None = None):
-        stage = DequeueStage(_checked(input_queue, "Dequeue"), check)
+    def __init__(
+        self,
+        input_queue: queue.Queue[Any] | LearnerThread,
+        check: Callable[[], bool] | None = None,
+    ):
+        learner = None
+        if isinstance(input_queue, LearnerThread):
+            learner, input_queue = input_queue, input_queue.outqueue
+            check = check or learner.is_alive
+        stage = DequeueStage(_checked(input_queue, "Dequeue"), check, learner)
         super().__init__(stage, "Dequeue")
 
 
@@ -125,16 +139,29 @@ class DequeueStage(Stage):
 
     kind = "Dequeue"
     leans = True
-    saved = False
 
-    def __init__(self, input_queue: queue.Queue[Any], check: Callable[[], bool] | None):
+    def __init__(
+        self,
+        input_queue: queue.Queue[Any],
+        check: Callable[[], bool] | None,
+        learner: LearnerThread | None = None,
+    ):
         super().__init__()
         self.queue = input_queue
+        self.learner = learner
+        self.saved = learner is not None
         self._check = check
         self._signal: Signal | None = None
+        self._emitted: tuple[Source, ...] = ()
 
     def start(self, seed: str | None) -> None:
         self._signal = queue_signal(self.queue)
+        if self.learner is not None:
+            self.learner.start()
+
+    def stop(self) -> None:
+        if self.learner is not None:
+            self.learner.stop()
 
     def pull(self, block: bool) -> Any:
         try:
@@ -157,6 +184,9 @@ class DequeueStage(Stage):
         if isinstance(item, BaseException):
             item.add_note("raised in the thread that fills the queue of Dequeue")
             raise item
+        if item is not NOT_READY and self.learner is not None:
+            item = self.learner.taken(item)
+            self._emitted = item[0].sources
         return item
 
     def _get(self) -> Any:
@@ -165,6 +195,10 @@ class DequeueStage(Stage):
         except queue.Empty:
             return NOT_READY
 
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        return self._emitted
+
     def waits(self) -> list[Any]:
         alive = [] if self._check is None else [time.monotonic() + LIVENESS_S]
         return [self._signal, *alive]
@@ -172,8 +206,22 @@ class DequeueStage(Stage):
     def can_wait(self) -> bool:
         return True
 
+    def label(self) -> str:
+        return self.kind if self.learner is None else f"{self.kind}({self.learner!r})"
+
     def numbers(self) -> dict[str, Any]:
+        if self.learner is not None:
+            return self.learner.numbers()
         return {"queue_size": self.queue.qsize()}
+
+    def state_dict(self) -> dict[str, Any]:
+        learner = {} if self.learner is None else {"learner": self.learner.state_dict()}
+        return {**super().state_dict(), **learner}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        if self.learner is not None:
+            self.learner.load_state_dict(state["learner"])
 
 
 def _checked(given: Any, operator: str) -> queue.Queue[Any]:

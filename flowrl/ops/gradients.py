@@ -10,9 +10,10 @@ import numpy as np
 import optree
 
 from flowrl.data import MultiAgentBatch, SampleBatch
-from flowrl.iter import _get_shared_metrics
-from flowrl.ops.replay_actors import ORIGIN as REPLAYED
-from flowrl.ops.train import Info, batch_to_learn_from, note_trained
+from flowrl.iter import LocalIterator, _get_shared_metrics
+from flowrl.ops.rollout import CountRollouts, DropStale, check_lag
+from flowrl.ops.train import Info, batch_to_learn_from, note_trained, policy_lags, told_of
+from flowrl.ops.weights import contributors
 
 if TYPE_CHECKING:
     from flowrl.sampling.worker_set import WorkerSet
@@ -28,17 +29,44 @@ class Gradients:
         by_policy: policy id -> the gradient that the policy's compute_gradients() gave.
         rows: policy id -> rows that it is a mean over.
         stats: policy id -> statistics.
-        env_steps: of the batch.
+        count: env steps of the batch.
         sources: fragments that the rows came from.
         row_stats: policy id -> what is told of rows (see Policy.row_stats).
+        sampled: policy id -> rows of the batch, of those too that do not learn.
     """
 
     by_policy: dict[str, Any]
     rows: dict[str, int]
     stats: dict[str, dict[str, float]]
-    env_steps: int
+    count: int
     sources: tuple[Any, ...] = field(default=(), repr=False)
     row_stats: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)
+    sampled: dict[str, int] = field(default_factory=dict, repr=False)
+
+    def env_steps(self) -> int:
+        """See SampleBatch.env_steps."""
+        return self.count
+
+    def agent_steps(self) -> int:
+        """See SampleBatch.agent_steps."""
+        return sum(self.sampled.values())
+
+    def steps_by_policy(self) -> dict[str, int]:
+        """See SampleBatch.steps_by_policy."""
+        return dict(self.sampled)
+
+
+def gradients_of(worker: Any, batch: Batch, policies: Collection[str] | None) -> Gradients:
+    """The gradients of a worker's policies on a batch; they stay as they are."""
+    made = Gradients({}, {}, {}, batch.env_steps(), batch.sources, sampled=batch.steps_by_policy())
+    with worker.lock:
+        for policy_id, rows in batch_to_learn_from(worker, batch, policies).items():
+            policy = worker.policy_map[policy_id]
+            made.by_policy[policy_id], made.stats[policy_id] = policy.compute_gradients(rows)
+            made.rows[policy_id] = rows.count
+            if policy.row_stats:
+                made.row_stats[policy_id] = policy.row_stats
+    return made
 
 
 @dataclass(repr=False)
@@ -56,28 +84,85 @@ class ComputeGradients:
     policies: Collection[str] | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.policies, str):
-            raise TypeError(f"policies is a collection of ids: [{self.policies!r}]")
+        _check_ids(self.policies)
 
     def __call__(self, batch: Batch) -> Gradients:
-        metrics = _get_shared_metrics()
         worker = self.workers.local_worker()
-        made = Gradients({}, {}, {}, batch.env_steps(), batch.sources)
-        with worker.lock, metrics.timers["compute_gradients"]:
-            for policy_id, rows in batch_to_learn_from(worker, batch, self.policies).items():
-                policy = worker.policy_map[policy_id]
-                policy.on_global_var_update(self.workers.global_vars)
-                gradient, stats = policy.compute_gradients(rows)
-                made.by_policy[policy_id] = gradient
-                made.stats[policy_id] = stats
-                made.rows[policy_id] = rows.count
-                if policy.row_stats:
-                    made.row_stats[policy_id] = policy.row_stats
-        return made
+        for policy in worker.policy_map.values():
+            policy.on_global_var_update(self.workers.global_vars)
+        with _get_shared_metrics().timers["compute_gradients"]:
+            return gradients_of(worker, batch, self.policies)
 
     def __repr__(self) -> str:
         only = "" if self.policies is None else f"policies={sorted(self.policies)}"
         return f"ComputeGradients({only})"
+
+
+@dataclass(repr=False)
+class GradientsThere:
+    """for_each on the shards, fragment -> Gradients: of the policies of the worker that sampled
+    it, where that is."""
+
+    policies: Collection[str] | None = None
+    worker: Any = None
+
+    def bound_to(self, worker: Any) -> GradientsThere:
+        """The same, on this worker."""
+        return GradientsThere(self.policies, worker)
+
+    def __call__(self, batch: Batch) -> Gradients:
+        return gradients_of(self.worker, batch, self.policies)
+
+    def __repr__(self) -> str:
+        return "GradientsThere"
+
+
+class AsyncGradients(LocalIterator[Gradients]):
+    """Gradients without end: each worker samples a fragment and computes the gradient of its loss,
+    with the newest weights that it was given; they come as they are ready.
+
+    Counts as ParallelRollouts does. Chain ApplyGradients(workers, update_all=False): a worker gets
+    the new weights with its next request, which is sent when the item after its own is pulled.
+
+    Args:
+        workers: the WorkerSet; without remote workers the local one samples.
+        num_async: requests in flight per worker; with more than one, gradients are so many of the
+            worker's own updates older.
+        policies: ids of those; None for all in the fragment that are to learn.
+        max_policy_lag: drop gradients at weights more than so many updates older than the newest;
+            their steps count as `num_env_steps_dropped`, too. None: keep all.
+    """
+
+    def __init__(
+        self,
+        workers: WorkerSet,
+        *,
+        num_async: int = 1,
+        policies: Collection[str] | None = None,
+        max_policy_lag: int | None = None,
+    ):
+        _check_ids(policies)
+        check_lag(max_policy_lag)
+        if workers.config.get("output") is not None:
+            raise ValueError(
+                "output: AsyncGradients keeps fragments on their workers, so nothing can be "
+                "written: leave it out, or use ParallelRollouts and ComputeGradients"
+            )
+        there = workers.parallel_iterator().for_each(GradientsThere(policies))
+        counted = (
+            there.gather_async(num_async=num_async)
+            .zip_with_source()
+            .for_each(CountRollouts(workers))
+        )
+        if max_policy_lag is not None:
+            counted = counted.filter(DropStale(workers, max_policy_lag))
+        super().__init__(counted.stage, f"AsyncGradients(num_async={num_async})")
+        self.stage.title = self.name
+
+
+def _check_ids(policies: Collection[str] | None) -> None:
+    if isinstance(policies, str):
+        raise TypeError(f"policies is a collection of ids: [{policies!r}]")
 
 
 class AverageGradients:
@@ -91,8 +176,11 @@ class AverageGradients:
                 f"{type(items).__name__}"
             )
         made = Gradients(
-            {}, {}, {}, sum(one.env_steps for one in items), sum((o.sources for o in items), ())
+            {}, {}, {}, sum(one.count for one in items), sum((o.sources for o in items), ())
         )
+        for one in items:
+            for policy_id, rows in one.sampled.items():
+                made.sampled[policy_id] = made.sampled.get(policy_id, 0) + rows
         for policy_id in dict.fromkeys(pid for one in items for pid in one.by_policy):
             own = [one for one in items if policy_id in one.by_policy]
             total = sum(one.rows[policy_id] for one in own)
@@ -136,8 +224,7 @@ class ApplyGradients:
     update_all: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.policies, str):
-            raise TypeError(f"policies is a collection of ids: [{self.policies!r}]")
+        _check_ids(self.policies)
 
     def __call__(self, item: Gradients) -> tuple[Gradients, Info]:
         if not isinstance(item, Gradients):
@@ -150,7 +237,7 @@ class ApplyGradients:
         unknown = sorted(set(item.by_policy) - set(worker.policy_map))
         if unknown:
             raise KeyError(f"no policies {unknown} here: there are {sorted(worker.policy_map)}")
-        sampled_by = [s.worker for s in item.sources if s.origin != REPLAYED]
+        sampled_by = contributors(item)
         if not (self.update_all or sampled_by):
             raise ValueError(
                 "ApplyGradients(update_all=False): these gradients do not say which workers their "
@@ -161,16 +248,16 @@ class ApplyGradients:
             for policy_id, gradient in item.by_policy.items():
                 if self.policies is not None and policy_id not in self.policies:
                     continue
-                worker.policy_map[policy_id].apply_gradients(gradient)
-                info[policy_id] = {
-                    "learner_stats": item.stats[policy_id],
-                    "num_agent_steps_trained": item.rows[policy_id],
-                }
+                policy = worker.policy_map[policy_id]
+                lags = policy_lags(policy_id, policy.version, item.sources)
+                policy.on_global_var_update(self.workers.global_vars)
+                policy.apply_gradients(gradient)
+                info[policy_id] = told_of(item.stats[policy_id], item.rows[policy_id], lags)
                 if policy_id in item.row_stats:
                     info[policy_id]["rows"] = item.row_stats[policy_id]
         if not self.update_all:
             self.workers.update_only(sampled_by)
-        note_trained(metrics, item.env_steps, info)
+        note_trained(metrics, item.count, info)
         return item, info
 
     def __repr__(self) -> str:

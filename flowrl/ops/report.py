@@ -13,6 +13,7 @@ from flowrl.data import DEFAULT_POLICY_ID
 from flowrl.iter import LocalIterator, Stage, _get_shared_metrics
 from flowrl.iter.stage import walk
 from flowrl.ops.gradients import ApplyGradients
+from flowrl.ops.learner import LearnerThread
 from flowrl.ops.train import TrainOneStep
 
 if TYPE_CHECKING:
@@ -57,8 +58,8 @@ def check_branches(stage: Stage, config: Any) -> None:
     trained: set[str] = set()
     all_say = True
     for node in walk(stage):
-        operator: Any = getattr(node, "fn", None)
-        trains = isinstance(operator, (TrainOneStep, ApplyGradients))
+        operator: Any = getattr(node, "learner", None) or getattr(node, "fn", None)
+        trains = isinstance(operator, (TrainOneStep, ApplyGradients, LearnerThread))
         for field in ("policies", "policy_ids"):
             named = getattr(operator, field, None)
             if not isinstance(named, Collection) or isinstance(named, str):

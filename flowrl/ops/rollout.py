@@ -60,11 +60,9 @@ class ParallelRollouts(LocalIterator[Any]):
         max_policy_lag: int | None = None,
         by_reference: bool = False,
     ):
-        if max_policy_lag is not None and (mode != "async" or max_policy_lag < 0):
-            raise ValueError(
-                'max_policy_lag is a number >= 0 for mode="async" (the others have no lag), got '
-                f"{max_policy_lag} for mode={mode!r}"
-            )
+        check_lag(max_policy_lag)
+        if max_policy_lag is not None and mode != "async":
+            raise ValueError(f'max_policy_lag is for mode="async", not {mode!r}, which has no lag')
         shards = workers.parallel_iterator()
         if by_reference and mode == "bulk_sync":
             raise ValueError('by_reference is for mode="async": "bulk_sync" joins the fragments')
@@ -78,7 +76,7 @@ class ParallelRollouts(LocalIterator[Any]):
             raise ValueError(f'mode must be "bulk_sync", "async" or "raw", got {mode!r}')
         counted = gathered.zip_with_source().for_each(CountRollouts(workers))
         if max_policy_lag is not None:
-            counted = counted.filter(DropStale(max_policy_lag))
+            counted = counted.filter(DropStale(workers, max_policy_lag))
         output = workers.config.get("output")
         if output is not None:
             if by_reference and workers.num_workers:
@@ -91,13 +89,24 @@ class ParallelRollouts(LocalIterator[Any]):
         self.stage.title = self.name
 
 
+def check_lag(max_policy_lag: int | None) -> None:
+    """Refuse a limit that is none."""
+    whole = isinstance(max_policy_lag, int) and not isinstance(max_policy_lag, bool)
+    if max_policy_lag is not None and (not whole or max_policy_lag < 0):
+        raise ValueError(f"max_policy_lag is a whole number from 0, got {max_policy_lag!r}")
+
+
 class CountRollouts:
-    """for_each, (sources, fragment or list of them) -> batch: joins, counts, notes the sources."""
+    """for_each, (sources, fragment or list of them) -> batch: joins, counts, notes the sources.
+
+    What is computed from fragments where they were sampled is counted, too, if it has
+    `env_steps()` and `steps_by_policy()` as a batch does.
+    """
 
     def __init__(self, workers: WorkerSet):
         self._workers = workers
 
-    def __call__(self, pair: tuple[tuple[Source, ...], Any]) -> Batch:
+    def __call__(self, pair: tuple[tuple[Source, ...], Any]) -> Any:
         sources, item = pair
         batch = SampleBatch.concat_samples(item) if isinstance(item, list) else item
         batch.sources = sources
@@ -109,17 +118,13 @@ class CountRollouts:
         self._workers.global_vars["timestep"] = metrics.counters["num_env_steps_sampled"]
         episodes = metrics.info.setdefault("new_episodes", deque(maxlen=EPISODES_KEPT))
         worker = self._workers.local_worker()
-        policies = worker.policy_map
         for source in sources:
             episodes.extend(source.tags.get("episodes", ()))
             metrics.info.setdefault("sampler", {})[source.worker] = source.tags.get("timings", {})
-            told = source.tags["weights_versions"]
-            lag = max(policies[pid].version - version for pid, version in told.items())
-            metrics.info.setdefault("policy_lag", deque(maxlen=EPISODES_KEPT)).append(lag)
             for fresh in source.tags.get("filters", ()):
                 with worker.lock:
                     for policy_id, seen in fresh.items():
-                        policies[policy_id].absorb_filters(seen)
+                        worker.policy_map[policy_id].absorb_filters(seen)
             health = ("faulty_episodes", "env_restarts")
             metrics.info.setdefault("health", {})[source.worker, source.incarnation] = {
                 name: source.tags.get(name, 0) for name in health
@@ -130,18 +135,27 @@ class CountRollouts:
         return "CountRollouts"
 
 
-@dataclass
+@dataclass(repr=False)
 class DropStale:
     """filter, batch: false for one whose weights are more than `max_policy_lag` updates old."""
 
+    workers: WorkerSet
     max_policy_lag: int
 
-    def __call__(self, batch: Batch) -> bool:
-        metrics = _get_shared_metrics()
-        fresh = metrics.info["policy_lag"][-1] <= self.max_policy_lag
+    def __call__(self, batch: Any) -> bool:
+        policies = self.workers.local_worker().policy_map
+        lags = [
+            policies[policy_id].version - version
+            for source in batch.sources
+            for policy_id, version in source.tags["weights_versions"].items()
+        ]
+        fresh = max(lags) <= self.max_policy_lag
         if not fresh:
-            metrics.counters["num_env_steps_dropped"] += batch.env_steps()
+            _get_shared_metrics().counters["num_env_steps_dropped"] += batch.env_steps()
         return fresh
+
+    def __repr__(self) -> str:
+        return f"DropStale({self.max_policy_lag})"
 
 
 @dataclass

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import time
+from collections import deque
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,8 @@ if TYPE_CHECKING:
     from flowrl.sampling.worker_set import WorkerSet
 
 Batch = SampleBatch | MultiAgentBatch
+LAGS_KEPT = 10_000  # of the trained fragments that no report has taken yet
+
 Info = dict[str, Any]  # policy id -> {"learner_stats": …, "num_agent_steps_trained": n}
 
 
@@ -22,7 +26,9 @@ class TrainOneStep:
 
     Remote workers get the new weights with their next request. `info` maps policy id ->
     {"learner_stats": {name: mean of the last pass}, "num_agent_steps_trained": rows}, and `rows`
-    {name: [rows]} where the policy tells something of each (see Policy.row_stats).
+    {name: [rows]} where the policy tells something of each (see Policy.row_stats). Of fragments
+    that come straight from workers the statistics have `policy_lag_mean` and `policy_lag_max`: how
+    many updates of the policy were made since they were sampled.
     Counts `num_env_steps_trained` and `num_agent_steps_trained`; times `learn`.
 
     Args:
@@ -172,6 +178,22 @@ def learn_from(
     Raises:
         KeyError: `policies` names one, or the batch has rows of one, that the worker has not got.
     """
+    started = time.perf_counter()
+    info = learn(workers, batch, policies, num_sgd_iter, sgd_minibatch_size)
+    metrics.timers["learn"].push(time.perf_counter() - started)
+    metrics.timers["learn"].push_units_processed(batch.count)
+    note_trained(metrics, batch.env_steps(), info)
+    return info
+
+
+def learn(
+    workers: WorkerSet,
+    batch: Batch,
+    policies: Collection[str] | None = None,
+    num_sgd_iter: int | None = None,
+    sgd_minibatch_size: int | None = None,
+) -> Info:
+    """The same, without counting: in any thread."""
     if not isinstance(batch, (SampleBatch, MultiAgentBatch)):
         raise TypeError(
             f"TrainOneStep takes a batch, got {type(batch).__name__}: does the operator before it "
@@ -180,7 +202,7 @@ def learn_from(
     worker = workers.local_worker()
     info: Info = {}
     learning = batch_to_learn_from(worker, batch, policies)
-    with worker.lock, metrics.timers["learn"] as timer:
+    with worker.lock:
         for policy_id, rows in learning.items():
             policy = worker.policy_map[policy_id]
             policy.on_global_var_update(workers.global_vars)
@@ -191,16 +213,30 @@ def learn_from(
             elif isinstance(batch, MultiAgentBatch):
                 size = min(size, rows.count)  # one of several policies may have few rows
             told: dict[str, float] = {}
+            lags = policy_lags(policy_id, policy.version, batch.sources)
             worker.on_learn_on_batch(policy, rows, told)
             stats = {**policy.learn_on_minibatches(rows, passes, size), **told}
-            info[policy_id] = {"learner_stats": stats, "num_agent_steps_trained": rows.count}
+            info[policy_id] = told_of(stats, rows.count, lags)
             if "batch_indexes" in rows:
-                metrics.counters[f"num_agent_steps_replayed/{policy_id}"] += rows.count
+                info[policy_id]["num_agent_steps_replayed"] = rows.count
             if policy.row_stats:
                 info[policy_id]["rows"] = policy.row_stats
-    timer.push_units_processed(batch.count)
-    note_trained(metrics, batch.env_steps(), info)
     return info
+
+
+def policy_lags(policy_id: str, version: int, sources: Iterable[Any]) -> list[int]:
+    """Of each fragment that rows are from: how many updates of the policy were made since it was
+    sampled. Those that were drawn from a buffer do not say."""
+    told = [source.tags.get("weights_versions") for source in sources]
+    return [version - versions[policy_id] for versions in told if versions is not None]
+
+
+def told_of(stats: dict[str, float], rows: int, lags: list[int]) -> dict[str, Any]:
+    """What training tells of one policy."""
+    if lags:
+        mean = sum(lags) / len(lags)
+        stats = {**stats, "policy_lag_mean": mean, "policy_lag_max": float(max(lags))}
+    return {"learner_stats": stats, "num_agent_steps_trained": rows, "policy_lags": lags}
 
 
 def batch_to_learn_from(
@@ -235,4 +271,10 @@ def note_trained(metrics: MetricsContext, env_steps: int, info: Info) -> None:
         rows = told["num_agent_steps_trained"]
         counters["num_agent_steps_trained"] += rows
         counters[f"num_agent_steps_trained/{policy_id}"] += rows
+        replayed = told.pop("num_agent_steps_replayed", 0)
+        if replayed:
+            counters[f"num_agent_steps_replayed/{policy_id}"] += replayed
+        metrics.info.setdefault("policy_lag", deque(maxlen=LAGS_KEPT)).extend(
+            told.pop("policy_lags", ())
+        )
     metrics.info.setdefault("learner", {}).update(info)

@@ -84,7 +84,8 @@ class RolloutWorker:
         possible_agents: ids of the agents that may come.
         unroll_ids: where the column `unroll_id` comes from.
         hides_ends: `no_done_at_end`.
-        lock: held while a sampler that samples ahead makes an item, and while policies change.
+        lock: held while an item is made, and while policies learn or change: a sampler that samples
+            ahead and a learner may have threads of their own.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class RolloutWorker:
         single = self._stepper is not None and list(self.policy_map) == [DEFAULT_POLICY_ID]
         self.is_multi_agent = not single
         self._sample_async = bool(given.get("sample_async", False))
-        self.lock: Any = threading.RLock() if self._sample_async else contextlib.nullcontext()
+        self.lock = threading.RLock()
         self._source: ColumnarCollector | AgentLoop | None = None
         self._sampler: SamplerInput | None = None
         self._read: dict[str, set[str] | None] = {}

@@ -64,6 +64,7 @@ class WorkerSet:
         self._sent: dict[int, dict[str, int]] = {}
         self._only: set[int] | None = None  # workers that are to get weights; None: all
         self._payload: tuple[dict[str, int], Any] | None = None
+        self._published: tuple[dict[str, int], Any] | None = None
         self._owns_ray = False
         self.incarnations = [0] * self.num_workers  # restarts of each remote worker so far
         self._saved: list[Any] | None = None  # what remote workers that start are to go on from
@@ -143,8 +144,27 @@ class WorkerSet:
     # -- weights -------------------------------------------------------------------------------
 
     def versions(self) -> dict[str, int]:
-        """Versions of the local policies by policy id."""
+        """Versions of the local policies by policy id; of the published ones, if there are any."""
+        if self._published is not None:
+            return self._published[0]
         return {pid: policy.version for pid, policy in self.local_worker().policy_map.items()}
+
+    def publish(self) -> None:
+        """From now on send the weights as they are now, until this is called again: for a learner
+        in a thread of its own, which alone may look at weights that it changes."""
+        worker = self.local_worker()
+        with worker.lock:
+            versions = {pid: policy.version for pid, policy in worker.policy_map.items()}
+            self._published = versions, self._weights_now()
+
+    def unpublish(self) -> None:
+        """Send the weights as they are when they are sent: no other thread changes them."""
+        self._published = None
+
+    def _weights_now(self) -> tuple[Any, Any]:
+        policies = self.local_worker().policy_map
+        weights = {pid: policy.get_weights() for pid, policy in policies.items()}
+        return weights, {pid: policy.filter_state() for pid, policy in policies.items()}
 
     def weights_for(self, index: int) -> Any | None:
         """What remote worker `index` (from 0) must be sent before it samples: None if nothing."""
@@ -157,9 +177,10 @@ class WorkerSet:
             self._only.discard(index)
         self._sent[index] = versions
         if self._payload is None or self._payload[0] != versions:
-            policies = self.local_worker().policy_map
-            weights = {pid: policy.get_weights() for pid, policy in policies.items()}
-            filters = {pid: policy.filter_state() for pid, policy in policies.items()}
+            published = self._published
+            if published is not None:
+                versions = self._sent[index] = published[0]
+            weights, filters = self._weights_now() if published is None else published[1]
             payload: Any = (weights, versions, filters, dict(self.global_vars))
             size = sum(array.nbytes for own in weights.values() for array in own.values())
             if size > BY_VALUE_BYTES:
@@ -178,6 +199,8 @@ class WorkerSet:
         """Send every worker the weights again: they changed without a new version."""
         self._sent.clear()
         self._payload = None
+        if self._published is not None:
+            self.publish()
 
     def sync_weights(self) -> None:
         """Send the local policies' weights to every remote worker that has others, and wait.

@@ -44,7 +44,7 @@ def test_the_average_is_that_of_all_rows():
         for name, weight in weights(workers).items():
             np.testing.assert_array_equal(weight, before[name])
         average = AverageGradients()(parts)
-        assert (average.env_steps, average.rows) == (32, {"default_policy": 32})
+        assert (average.env_steps(), average.rows) == (32, {"default_policy": 32})
         given, info = ApplyGradients(workers)(average)
         assert given is average
         told = info["default_policy"]
@@ -61,7 +61,7 @@ def test_the_mean_of_equal_parts_is_their_mean():
     items = [Gradients({"p": np.array([v])}, {"p": 4}, {"p": {"a": v}}, 4) for v in (2.0, 4.0)]
     made = AverageGradients()(items)
     assert made.by_policy["p"].tolist() == [3.0]
-    assert (made.stats, made.rows, made.env_steps) == ({"p": {"a": 3.0}}, {"p": 8}, 8)
+    assert (made.stats, made.rows, made.count) == ({"p": {"a": 3.0}}, {"p": 8}, 8)
     one_more = Gradients({"q": np.array([5.0])}, {"q": 2}, {"q": {}}, 2)
     assert AverageGradients()([*items, one_more]).by_policy["q"].tolist() == [5.0]
 

@@ -13,6 +13,7 @@ from gymnasium import spaces
 from torch import nn
 
 from flowrl.data import SampleBatch
+from flowrl.data.windows import Windows
 from flowrl.policies.config import ConfigError, ModelConfig
 from flowrl.policies.view_requirement import ViewRequirement
 
@@ -78,6 +79,15 @@ class TensorBatch(Inputs):
     def array(self, key: str) -> Any:
         """A column as it is in the batch: numpy."""
         return self._batch[key]
+
+    def rows_of(self, key: str, index: np.ndarray) -> Any:
+        """Some rows of a column, numpy: of one that is stored as positions no others are made."""
+        if key not in self._batch:
+            raise KeyError(key)
+        column = dict.get(self._batch, key)
+        if column is None or (isinstance(column, Windows) and column.unread):
+            column = self._batch[key]
+        return optree.tree_map(lambda leaf: np.asarray(leaf[index]), column)
 
     def _placed(self, leaf: Any) -> torch.Tensor:
         made = _tensor(leaf)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -261,3 +261,8 @@ def _layers(modules: list[Any]) -> list[Layer]:
 def numpy_layers(layers: list[Layer]) -> list[NumpyLayer]:
     """Weights, transposed, and biases as arrays that share the parameters' memory."""
     return [(w.detach().numpy().T, b.detach().numpy()) for w, b in layers]
+
+
+def is_quick(model: Any) -> TypeGuard[FullyConnectedNetwork]:
+    """Whether numpy computes a network, too."""
+    return isinstance(model, FullyConnectedNetwork) and model.has_numpy

@@ -1,0 +1,44 @@
+"""A3C: asynchronous advantage actor-critic (Mnih et al. 2016, arXiv 1602.01783): A2C's loss, whose
+gradients are computed where the experience is sampled."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from flowrl.algorithms.a2c import A2CConfig, A2CTorchPolicy
+from flowrl.algorithms.algorithm import Algorithm
+from flowrl.policies.config import Count
+
+
+class A3CConfig(A2CConfig):
+    """Settings of A3C."""
+
+    algorithm: ClassVar[str] = "flowrl.algorithms.a3c:A3C"
+
+    plan: str | None = "a3c"
+    rollout_fragment_length: Count | Literal["auto"] = 20
+    """Env steps of each environment per gradient (t_max in the paper)."""
+    train_batch_size: Count = 160
+    """Env steps of a round of all workers, where `rollout_fragment_length` is "auto"."""
+    max_policy_lag: int | None = Field(default=None, ge=0)
+    """Drop gradients at weights that are more updates old than this; None keeps all."""
+    min_sample_timesteps_per_iteration: int = Field(default=1000, ge=0)
+
+
+class A3CTorchPolicy(A2CTorchPolicy):
+    """A policy that learns by the advantage policy gradient."""
+
+    config_class = A3CConfig
+    config: A3CConfig
+
+
+class A3C(Algorithm):
+    """A3C over the plan `a3c`."""
+
+    policy_class = A3CTorchPolicy
+    config_class = A3CConfig
+
+
+DEFAULT_CONFIG = A3CConfig()

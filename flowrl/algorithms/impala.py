@@ -1,0 +1,56 @@
+"""IMPALA: importance weighted actor-learner (Espeholt et al. 2018, arXiv 1802.01561)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from flowrl.algorithms.algorithm import Algorithm
+from flowrl.algorithms.vtrace import VTraceConfig, VTracePolicy
+from flowrl.policies.schedules import value_at
+from flowrl.policies.torch_policy import TensorBatch
+
+
+class IMPALAConfig(VTraceConfig):
+    """Settings of IMPALA."""
+
+    algorithm: ClassVar[str] = "flowrl.algorithms.impala:IMPALA"
+
+    plan: str | None = "impala"
+
+
+class IMPALATorchPolicy(VTracePolicy):
+    """A policy that learns by V-trace's policy gradient."""
+
+    config_class = IMPALAConfig
+    config: IMPALAConfig
+
+    def loss(self, batch: TensorBatch) -> torch.Tensor:
+        """Section 4.2 of the paper: policy gradient, value regression and entropy bonus, means over
+        rows [B]."""
+        inputs, _ = self.model.from_batch(batch)
+        values = self.model.value_function()
+        dist = self.dist_class(inputs, self.model)
+        logp = dist.logp(batch["actions"])
+        targets, advantages = self.corrected(
+            batch, logp.detach().cpu().numpy(), values.detach().cpu().numpy()
+        )
+        policy_loss = -(logp * torch.from_numpy(advantages).to(self.device)).mean()
+        wanted = torch.from_numpy(targets).to(self.device)
+        vf_loss = torch.nn.functional.mse_loss(values, wanted)
+        entropy = dist.entropy().mean()
+        self.stats |= {"policy_loss": policy_loss, "vf_loss": vf_loss, "entropy": entropy}
+        weight = value_at(self.config.vf_loss_coeff, self.timestep)
+        bonus = value_at(self.config.entropy_coeff, self.timestep)
+        return policy_loss + weight * vf_loss - bonus * entropy
+
+
+class IMPALA(Algorithm):
+    """IMPALA over the plan `impala`."""
+
+    policy_class = IMPALATorchPolicy
+    config_class = IMPALAConfig
+
+
+DEFAULT_CONFIG = IMPALAConfig()

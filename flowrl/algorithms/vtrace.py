@@ -1,0 +1,182 @@
+"""What IMPALA and APPO share: experience of older policies, corrected by V-trace as it is learned
+from (Espeholt et al. 2018, arXiv 1802.01561)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import Field
+
+from flowrl.algorithms.config import AlgorithmConfig
+from flowrl.data import SampleBatch
+from flowrl.policies.config import ConfigError, Count, Fraction, Positive, Schedule
+from flowrl.policies.models.fcnet import is_quick
+from flowrl.policies.returns import vtrace
+from flowrl.policies.torch_policy import TensorBatch, TorchPolicy
+
+BOOTSTRAP = "bootstrap_values"  # of a network with memory: its values as they were sampled
+
+
+class VTraceConfig(AlgorithmConfig):
+    """Settings of the algorithms that correct by V-trace."""
+
+    train_batch_size: Count = 500
+    rollout_fragment_length: Count | Literal["auto"] = 50
+    min_sample_timesteps_per_iteration: int = Field(default=1000, ge=0)
+    lambda_: Fraction = 1.0
+    """Weight of corrections from later steps (the lambda of the paper's remark 2)."""
+    vtrace_clip_rho_threshold: Positive = 1.0
+    """Largest probability ratio in the temporal differences (rho-bar)."""
+    vtrace_clip_c_threshold: Positive = 1.0
+    """Largest ratio in what is carried back from later steps (c-bar)."""
+    vtrace_clip_pg_rho_threshold: Positive = 1.0
+    """Largest ratio in the policy's gradient."""
+    entropy_coeff: Schedule = 0.01
+    """Weight of the entropy bonus: a number, or a schedule over env steps."""
+    vf_loss_coeff: Schedule = 0.5
+    """Weight of the value loss: a number, or a schedule over env steps."""
+    max_requests_in_flight_per_worker: Count = 2
+    """Fragments that a worker is asked for at a time."""
+    max_policy_lag: int | None = Field(default=None, ge=0)
+    """Drop fragments whose weights are more updates old than this; None keeps all."""
+    broadcast_interval: Count = 1
+    """Fragments between two times that their workers are sent new weights."""
+    learner_queue_size: Count = 4
+    """Train batches that may wait for the learner."""
+    minibatch_buffer_size: Count = 1
+    """Train batches that the learner has in turn, where it uses each `num_sgd_iter` times."""
+    replay_proportion: float = Field(default=0.0, ge=0)
+    """Earlier fragments trained on for each new one."""
+    replay_buffer_num_slots: int = Field(default=0, ge=0)
+    """Fragments that are kept for that."""
+
+
+class VTracePolicy(TorchPolicy):
+    """Learns from trajectories as they were sampled, with values as they are now."""
+
+    config_class = VTraceConfig
+    config: VTraceConfig
+
+    def _act(
+        self, input_dict: dict[str, Any], explore: bool
+    ) -> tuple[Any, list[np.ndarray], dict[str, np.ndarray]]:
+        """Without values where they cost extra: the learner works out its own."""
+        model = self.model
+        if not is_quick(model) or set(input_dict) != {"obs"}:
+            return super()._act(input_dict, explore)
+        outputs = self._computed(lambda inputs: model.outputs_numpy(inputs["obs"]), input_dict)
+        actions, logp = self.exploration.act(outputs, self, explore)
+        return actions, [], {"action_logp": logp}
+
+    def postprocess_fragment(self, fragment: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The values [T, N] at which trajectories are cut, of networks with memory."""
+        if self.is_recurrent and "next_values" in fragment:
+            return {BOOTSTRAP: fragment["next_values"]}
+        return {}
+
+    def _minibatches(self, batch: SampleBatch, size: int) -> Iterator[SampleBatch]:
+        """Trajectories stay whole, so minibatches have at least `size` rows."""
+        if size >= batch.count or "seq_lens" in batch:
+            yield from super()._minibatches(batch, min(size, batch.count))
+            return
+        ends = np.flatnonzero(trajectory_ends(batch))
+        begins = np.concatenate([[0], ends[:-1] + 1])
+        chosen: list[np.ndarray] = []
+        rows = 0
+        for i in self.shuffle_rng.permutation(len(ends)).tolist():
+            chosen.append(np.arange(begins[i], ends[i] + 1))
+            rows += len(chosen[-1])
+            if rows >= size:
+                yield batch.take_rows(np.concatenate(chosen))
+                chosen, rows = [], 0
+        if chosen:
+            yield batch.take_rows(np.concatenate(chosen))
+
+    def corrected(
+        self, batch: TensorBatch, target_logp: np.ndarray, values: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """V-trace's value targets [B] and advantages [B] of the rows.
+
+        Args:
+            batch: trajectories one after another, in the order of time.
+            target_logp: of the actions under the policy whose values are wanted, [B].
+            values: of the rows' observations, [B].
+        """
+        config = self.config
+        ends = trajectory_ends(batch)
+        at_end = np.flatnonzero(ends)
+        next_values = np.empty_like(values)
+        next_values[:-1] = values[1:]
+        next_values[at_end] = self._values_after(batch, at_end)
+        targets, advantages = vtrace_of_rows(
+            batch.array("action_logp"),
+            target_logp,
+            batch.array("rewards"),
+            values,
+            next_values,
+            ends,
+            gamma=config.gamma,
+            clip_rho=config.vtrace_clip_rho_threshold,
+            clip_c=config.vtrace_clip_c_threshold,
+            clip_pg_rho=config.vtrace_clip_pg_rho_threshold,
+            lambda_=config.lambda_,
+        )
+        return targets.astype(np.float32), advantages.astype(np.float32)
+
+    def _values_after(self, batch: TensorBatch, rows: np.ndarray) -> np.ndarray:
+        """Values of the states after these rows, 0 where they terminated."""
+        alive = ~batch.array("terminateds")[rows]
+        if BOOTSTRAP in batch:
+            after = batch.array(BOOTSTRAP)[rows]
+        else:
+            after = self.compute_values(batch.rows_of("new_obs", rows))
+        if after is None:
+            raise ConfigError(
+                f"{type(self).__name__} learns from values, but its model gives none: write its "
+                "value_function(), or let a plain module give (outputs, values)"
+            )
+        return np.where(alive, after, 0.0)
+
+
+def trajectory_ends(batch: Any) -> np.ndarray:
+    """Of rows one after another: whether the next one does not go on where this one ends, [B]."""
+    column = batch.array if isinstance(batch, TensorBatch) else batch.__getitem__
+    episodes, agents, times = column("eps_id"), column("agent_index"), column("t")
+    ends = np.ones(len(times), bool)
+    ends[:-1] = (
+        (times[1:] != times[:-1] + 1)
+        | (episodes[1:] != episodes[:-1])
+        | (agents[1:] != agents[:-1])
+    )
+    return ends
+
+
+def vtrace_of_rows(
+    behaviour_logp: np.ndarray,
+    target_logp: np.ndarray,
+    rewards: np.ndarray,
+    values: np.ndarray,
+    next_values: np.ndarray,
+    ends: np.ndarray,
+    **settings: float,
+) -> tuple[np.ndarray, np.ndarray]:
+    """`vtrace` over rows [B] of trajectories of any lengths, one after another; `ends` [B] says
+    where each ends."""
+    last = np.flatnonzero(ends)
+    lengths = np.diff(last, prepend=-1)
+    steps = np.arange(lengths.max())[:, None]
+    there = steps < lengths  # [T, N], a column for each trajectory
+    rows = np.where(there, steps + (last - lengths + 1), 0)
+    targets, advantages = vtrace(
+        behaviour_logp[rows],
+        target_logp[rows],
+        rewards[rows],
+        values[rows],
+        next_values[rows],
+        steps >= lengths - 1,
+        **settings,
+    )
+    # column by column, as the rows were
+    return targets.T[there.T], advantages.T[there.T]

@@ -1,0 +1,103 @@
+"""Operators that say which workers are sent new weights, and how often.
+
+Weights travel with a worker's next request, the newest at that time, and never twice: a worker has
+at most one update pending. Without one of these every worker gets each version.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from flowrl.iter import _get_shared_metrics
+from flowrl.ops.replay_actors import ORIGIN as REPLAYED
+
+if TYPE_CHECKING:
+    from flowrl.sampling.worker_set import WorkerSet
+
+
+class BroadcastUpdateLearnerWeights:
+    """for_each, batch -> the same: after every `broadcast_interval` batches the workers that these
+    came from are sent new weights. Counts `num_weight_broadcasts`.
+
+    Args:
+        workers: the WorkerSet.
+        broadcast_interval: batches.
+
+    Raises:
+        ValueError: an interval below 1.
+    """
+
+    def __init__(self, workers: WorkerSet, broadcast_interval: int = 1):
+        if broadcast_interval < 1:
+            raise ValueError(f"broadcast_interval must be at least 1, got {broadcast_interval}")
+        self.workers = workers
+        self.broadcast_interval = broadcast_interval
+        self._since = 0
+        self._contributed: set[int] = set()
+
+    def __call__(self, batch: Any) -> Any:
+        self._contributed |= set(contributors(batch))
+        self._since += 1
+        if self._since >= self.broadcast_interval:
+            self.workers.update_only(self._contributed)
+            _get_shared_metrics().counters["num_weight_broadcasts"] += 1
+            self._since, self._contributed = 0, set()
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"since": self._since, "contributed": sorted(self._contributed)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._since, self._contributed = state["since"], set(state["contributed"])
+
+    def __repr__(self) -> str:
+        return f"BroadcastUpdateLearnerWeights({self.broadcast_interval})"
+
+
+class UpdateWorkerWeights:
+    """for_each, batch -> the same: a worker that has given so many env steps since it was last sent
+    weights is sent new ones. Counts `num_weight_syncs`.
+
+    Args:
+        workers: the WorkerSet.
+        max_weight_sync_delay: env steps of one worker.
+
+    Raises:
+        ValueError: a delay below 0.
+    """
+
+    def __init__(self, workers: WorkerSet, max_weight_sync_delay: int):
+        if max_weight_sync_delay < 0:
+            raise ValueError(
+                f"max_weight_sync_delay must be at least 0, got {max_weight_sync_delay}"
+            )
+        self.workers = workers
+        self.max_weight_sync_delay = max_weight_sync_delay
+        self._steps: dict[int, int] = {}
+
+    def __call__(self, batch: Any) -> Any:
+        due = []
+        for source in batch.sources:
+            index = source.worker
+            steps = self._steps.get(index, 0) + source.tags.get("env_steps", 0)
+            if steps >= self.max_weight_sync_delay:
+                due.append(index)
+                steps = 0
+            self._steps[index] = steps
+        self.workers.update_only(due)
+        _get_shared_metrics().counters["num_weight_syncs"] += len(due)
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": dict(self._steps)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._steps = dict(state["steps"])
+
+    def __repr__(self) -> str:
+        return f"UpdateWorkerWeights({self.max_weight_sync_delay})"
+
+
+def contributors(batch: Any) -> list[int]:
+    """The workers that a batch's rows were sampled by; those of replayed rows are not known."""
+    return [source.worker for source in batch.sources if source.origin != REPLAYED]

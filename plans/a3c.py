@@ -1,0 +1,19 @@
+"""A3C: workers compute gradients of what they sample, each applied as it comes."""
+
+from flowrl.algorithms.a3c import A3CConfig
+from flowrl.ops import ApplyGradients, AsyncGradients, StandardMetricsReporting
+
+config = A3CConfig(
+    env="CartPole-v1",
+    num_workers=2,
+    num_envs_per_worker=4,
+    rollout_fragment_length=16,
+    gamma=0.98,
+    lr=[(0, 1e-3), (300_000, 1e-4)],
+)
+
+
+def execution_plan(workers, config):
+    gradients = AsyncGradients(workers, max_policy_lag=config.max_policy_lag)
+    train = gradients.for_each(ApplyGradients(workers, update_all=False))
+    return StandardMetricsReporting(train, workers, config)
