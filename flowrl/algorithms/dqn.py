@@ -21,11 +21,11 @@ from flowrl.policies.config import (
     Schedule,
 )
 from flowrl.policies.exploration import FORBIDDEN
-from flowrl.policies.flat import FlatParameters
 from flowrl.policies.models.backprop import Backprop
 from flowrl.policies.models.base import Inputs, ModelV2
 from flowrl.policies.models.fcnet import FullyConnectedNetwork, is_quick
-from flowrl.policies.torch_policy import TensorBatch, TorchPolicy
+from flowrl.policies.target import TargetNetwork
+from flowrl.policies.torch_policy import TensorBatch
 
 
 class DQNConfig(OffPolicyConfig):
@@ -50,7 +50,7 @@ class DQNConfig(OffPolicyConfig):
     exploration_config: ExplorationConfig = ExplorationConfig(type="EpsilonGreedy")
 
 
-class DQNTorchPolicy(TorchPolicy):
+class DQNTorchPolicy(TargetNetwork):
     """A policy that acts by the values of actions and learns them by temporal differences.
 
     Attributes:
@@ -68,11 +68,6 @@ class DQNTorchPolicy(TorchPolicy):
         others = set(self.model.view_requirements) - {"obs"}
         if others:
             raise ConfigError(f"DQN's network sees observations alone, not {sorted(others)}")
-        self.target_model = self.new_model()
-        self.target_model.eval().requires_grad_(False)
-        self._target = FlatParameters(self.target_model)
-        self.target_model.link_numpy()
-        self.update_target(1.0)
         self._backprop = Backprop(self.model) if self._can_backprop(self.model) else None
 
     def _can_backprop(self, model: ModelV2) -> TypeGuard[FullyConnectedNetwork]:
@@ -189,38 +184,18 @@ class DQNTorchPolicy(TorchPolicy):
         """Values [B, n] from what a network gave last."""
         return _dueling(outputs, model.value_function()) if self.config.dueling else outputs
 
-    def update_target(self, tau: float | None = None) -> None:
-        """Move the target network towards the online one: w' <- tau w + (1 - tau) w'."""
-        tau = self.config.tau if tau is None else tau
-        self._target.vector.data.lerp_(self.flat.vector.data, tau)
-        for own, buffer in zip(self.target_model.buffers(), self.model.buffers(), strict=True):
-            own.copy_(buffer)
-
     # -- state -------------------------------------------------------------------------------------
 
     def get_state(self) -> dict[str, Any]:
-        target = self.target_model.state_dict()
-        return {
-            **super().get_state(),
-            "dueling": self.config.dueling,
-            "target": {name: t.detach().cpu().numpy().copy() for name, t in target.items()},
-        }
+        return {**super().get_state(), "dueling": self.config.dueling}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        if "target" not in state:
-            raise ValueError(f"the state of a {type(self).__name__} without target")
         if state.get("dueling", self.config.dueling) != self.config.dueling:
             raise ValueError(
                 f"a state with dueling={state['dueling']} for a policy with "
                 f"dueling={self.config.dueling}: its outputs mean something else there"
             )
-        own, given = self.target_model.state_dict(), state["target"]
-        shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
-        if shapes != {name: np.shape(array) for name, array in given.items()}:
-            raise ValueError("this state's target is another network")
         super().set_state(state)
-        for name, tensor in own.items():
-            tensor.copy_(torch.from_numpy(np.array(given[name])))
 
 
 def _dueling(advantages: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

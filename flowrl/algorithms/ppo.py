@@ -60,8 +60,7 @@ class PPOTorchPolicy(OnPolicyPolicy):
             std, mean = torch.std_mean(advantages)
             advantages = (advantages - mean) / (std + 1e-8)
         ratio = torch.exp(dist.logp(batch["actions"]) - batch["action_logp"])
-        clipped = ratio.clamp(1 - clip, 1 + clip)
-        policy_loss = -torch.minimum(advantages * ratio, advantages * clipped).mean()
+        policy_loss = -clipped_surrogate(ratio, advantages, clip)
 
         vf_loss = self._value_loss(values, batch)
         loss = policy_loss + value_at(config.vf_loss_coeff, self.timestep) * vf_loss
@@ -93,13 +92,9 @@ class PPOTorchPolicy(OnPolicyPolicy):
         return self.describe(batch)["kl"] > self.config.kl_stop
 
     def end_learning(self, batch: Any, stats: dict[str, float]) -> dict[str, float]:
-        """Adapt the KL coefficient (section 4 of the paper); add what the whole batch tells."""
+        """Adapt the KL coefficient; add what the whole batch tells."""
         told = self.describe(batch)
-        if self.kl_coeff:
-            if told["kl"] > 1.5 * self.config.kl_target:
-                self.kl_coeff = min(2 * self.kl_coeff, 1e6)
-            elif told["kl"] < self.config.kl_target / 1.5:
-                self.kl_coeff = max(0.5 * self.kl_coeff, 1e-6)
+        self.kl_coeff = adapted(self.kl_coeff, told["kl"], self.config.kl_target)
         clip = value_at(self.config.clip_param, self.timestep)
         return {**told, "cur_kl_coeff": self.kl_coeff, "cur_clip_param": clip}
 
@@ -129,6 +124,21 @@ class PPOTorchPolicy(OnPolicyPolicy):
         kl_coeff = float(state["kl_coeff"])
         super().set_state(state)
         self.kl_coeff = kl_coeff
+
+
+def clipped_surrogate(ratio: torch.Tensor, advantages: torch.Tensor, clip: float) -> torch.Tensor:
+    """Equation 7 of the paper, the mean over rows [B]: what is to be maximized."""
+    clipped = ratio.clamp(1 - clip, 1 + clip)
+    return torch.minimum(advantages * ratio, advantages * clipped).mean()
+
+
+def adapted(kl_coeff: float, kl: float, kl_target: float) -> float:
+    """The next coefficient of the KL penalty (section 4 of the paper); 0 stays 0."""
+    if kl > 1.5 * kl_target:
+        return min(2 * kl_coeff, 1e6)
+    if kl_coeff and kl < kl_target / 1.5:
+        return max(0.5 * kl_coeff, 1e-6)
+    return kl_coeff
 
 
 class PPO(Algorithm):

@@ -11,6 +11,7 @@ _ALGORITHMS: dict[str, Any] = {
     "A2C": "flowrl.algorithms.a2c:A2C",
     "A3C": "flowrl.algorithms.a3c:A3C",
     "IMPALA": "flowrl.algorithms.impala:IMPALA",
+    "APPO": "flowrl.algorithms.appo:APPO",
     "DQN": "flowrl.algorithms.dqn:DQN",
     "SimpleQ": "flowrl.algorithms.simple_q:SimpleQ",
 }

@@ -1,0 +1,103 @@
+"""APPO: asynchronous PPO, the clipped surrogate of V-trace's advantages beside a target network, as
+in IMPACT (Luo et al. 2020, arXiv 1912.00167)."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from pydantic import Field
+
+from flowrl.algorithms.algorithm import Algorithm
+from flowrl.algorithms.ppo import adapted, clipped_surrogate
+from flowrl.algorithms.vtrace import VTraceConfig, VTracePolicy
+from flowrl.policies.config import Fraction, NotNegative, Positive, Schedule
+from flowrl.policies.schedules import value_at
+from flowrl.policies.target import TargetNetwork
+from flowrl.policies.torch_policy import TensorBatch
+
+
+class APPOConfig(VTraceConfig):
+    """Settings of APPO."""
+
+    algorithm: ClassVar[str] = "flowrl.algorithms.appo:APPO"
+
+    plan: str | None = "appo"
+    clip_param: Schedule = 0.2
+    """The probability ratio to the target network's policy is clipped to 1 ± this: a number, or a
+    schedule over env steps."""
+    clip_sampled_ratio: Positive = 2.0
+    """Largest ratio of the policy that sampled to the target network's (rho in IMPACT)."""
+    kl_coeff: NotNegative = 0.0
+    """Weight of the KL penalty from the target network's policy, which adapts to `kl_target`; 0
+    switches it off."""
+    kl_target: Positive = 0.01
+    """KL [nats] that the coefficient aims at."""
+    target_network_update_freq: int = Field(default=0, ge=0)
+    """Rows trained on between two updates of the target network; 0 updates it after every batch."""
+    tau: Fraction = 1.0
+    """Share of the online network that goes into the target network at an update."""
+
+
+class APPOTorchPolicy(TargetNetwork, VTracePolicy):
+    """A policy that learns by a clipped surrogate objective from trajectories of older policies."""
+
+    config_class = APPOConfig
+    config: APPOConfig
+
+    def __init__(self, observation_space: Any, action_space: Any, config: Any):
+        super().__init__(observation_space, action_space, config)
+        self.kl_coeff = self.config.kl_coeff
+
+    def loss(self, batch: TensorBatch) -> torch.Tensor:
+        """IMPACT's objective (section 3), over rows [B]: V-trace towards the target network's
+        policy, and ratios to that."""
+        config = self.config
+        inputs, _ = self.model.from_batch(batch)
+        values = self.model.value_function()
+        dist = self.dist_class(inputs, self.model)
+        with torch.no_grad():
+            target_inputs, _ = self.target_model.from_batch(batch)
+            target = self.dist_class(target_inputs, self.target_model)
+            target_logp = target.logp(batch["actions"])
+        targets, advantages = self.corrected(
+            batch, target_logp.cpu().numpy(), values.detach().cpu().numpy()
+        )
+        gains = torch.from_numpy(advantages).to(self.device)
+        logp, sampled_logp = dist.logp(batch["actions"]), batch["action_logp"]
+        # pi / target, but for actions that the target would hardly take
+        sampled_ratio = torch.exp(sampled_logp - target_logp).clamp(max=config.clip_sampled_ratio)
+        ratio = sampled_ratio * torch.exp(logp - sampled_logp)
+        clip = value_at(config.clip_param, self.timestep)
+        policy_loss = -clipped_surrogate(ratio, gains, clip)
+        wanted = torch.from_numpy(targets).to(self.device)
+        vf_loss = torch.nn.functional.mse_loss(values, wanted)
+        entropy, kl = dist.entropy().mean(), target.kl(dist).mean()
+        self.stats |= {"policy_loss": policy_loss, "vf_loss": vf_loss, "entropy": entropy, "kl": kl}
+        weight = value_at(config.vf_loss_coeff, self.timestep)
+        bonus = value_at(config.entropy_coeff, self.timestep)
+        return policy_loss + weight * vf_loss - bonus * entropy + self.kl_coeff * kl
+
+    def end_learning(self, batch: Any, stats: dict[str, float]) -> dict[str, float]:
+        """Adapt the KL coefficient."""
+        if "kl" in stats:
+            self.kl_coeff = adapted(self.kl_coeff, stats["kl"], self.config.kl_target)
+        return {"cur_kl_coeff": self.kl_coeff}
+
+    def get_state(self) -> dict[str, Any]:
+        return {**super().get_state(), "kl_coeff": self.kl_coeff}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        kl_coeff = float(state["kl_coeff"])
+        super().set_state(state)
+        self.kl_coeff = kl_coeff
+
+
+class APPO(Algorithm):
+    """APPO over the plan `appo`."""
+
+    policy_class = APPOTorchPolicy
+    config_class = APPOConfig
+
+
+DEFAULT_CONFIG = APPOConfig()

@@ -1,0 +1,54 @@
+"""APPO: workers sample without waiting, a learner beside them takes clipped steps."""
+
+from flowrl.algorithms.appo import APPOConfig
+from flowrl.ops import (
+    BroadcastUpdateLearnerWeights,
+    ConcatBatches,
+    Concurrently,
+    Dequeue,
+    Enqueue,
+    LearnerThread,
+    MixInReplay,
+    ParallelRollouts,
+    StandardMetricsReporting,
+    UpdateTargetNetwork,
+)
+
+config = APPOConfig(
+    env="CartPole-v1",
+    num_workers=2,
+    num_envs_per_worker=4,
+    train_batch_size=200,
+    gamma=0.98,
+    lr=[(0, 2e-3), (400_000, 1e-4)],
+    grad_clip=10,
+    entropy_coeff=0.005,
+    num_sgd_iter=2,
+)
+
+
+def execution_plan(workers, config):
+    learner = LearnerThread(
+        workers,
+        queue_size=config.learner_queue_size,
+        minibatch_buffer_size=config.minibatch_buffer_size,
+        num_sgd_iter=config.num_sgd_iter,
+        sgd_minibatch_size=config.sgd_minibatch_size,
+    )
+    rollouts = ParallelRollouts(
+        workers,
+        mode="async",
+        num_async=config.max_requests_in_flight_per_worker,
+        max_policy_lag=config.max_policy_lag,
+    )
+    gather = (
+        rollouts.for_each(BroadcastUpdateLearnerWeights(workers, config.broadcast_interval))
+        .combine(MixInReplay(config.replay_buffer_num_slots, config.replay_proportion))
+        .combine(ConcatBatches(config.train_batch_size, count_steps_by=config.count_steps_by))
+        .for_each(Enqueue(learner))
+    )
+    learned = Dequeue(learner).for_each(
+        UpdateTargetNetwork(workers, config.target_network_update_freq, by_steps_trained=True)
+    )
+    both = Concurrently([gather, learned], mode="async", output_indexes=[1])
+    return StandardMetricsReporting(both, workers, config)
