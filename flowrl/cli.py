@@ -175,11 +175,12 @@ def _checkpoint(given: list[str]) -> int:
 
 def _evaluate(given: list[str]) -> int:
     from flowrl.arguments import positive
+    from flowrl.train_command import CHECKPOINT_HELP
 
     parser = _parser("evaluate", "play episodes with a trained policy, greedy and sampled")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--episodes", type=positive(int), default=100, help="of each (100)")
-    parser.add_argument("--checkpoint", help="its number, or best (the newest)")
+    parser.add_argument("--checkpoint", help=CHECKPOINT_HELP)
     parser.add_argument("--video", type=Path, help="folder for a video of the first greedy episode")
     options = parser.parse_args(given)
 
@@ -188,7 +189,8 @@ def _evaluate(given: list[str]) -> int:
 
     config, plan = config_of_run(options.run_dir)
     path = checkpoint_named(options.run_dir, options.checkpoint)
-    with config.updated(num_workers=0).build(plan=plan) as algorithm:
+    alone = {"num_workers": 0, "log_to": [], "log_config": {}, "output": None}
+    with config.updated(**alone).build(plan=plan) as algorithm:
         try:
             algorithm.restore_policies(path)
         except CheckpointError as error:
@@ -206,6 +208,8 @@ def _evaluate(given: list[str]) -> int:
                 f"std {told['episode_reward_std']:.1f}), mean length "
                 f"{told['episode_len_mean']:.1f}, {told['episodes']} episodes"
             )
+            if video is not None:
+                print(f"         video: {video / 'evaluation-0.mp4'}")
             for policy_id, mean in told["policy_reward_mean"].items():
                 print(f"         policy {policy_id}: mean return {mean:.1f} of each of its agents")
     return 0

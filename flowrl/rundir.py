@@ -14,12 +14,15 @@ import json
 import math
 import os
 import platform
+import re
 import shlex
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from flowrl.algorithms.result_names import value_of
 from flowrl.data.checkpoint import (
@@ -31,7 +34,7 @@ from flowrl.data.checkpoint import (
 from flowrl.policies.config import ConfigError
 
 CHECKPOINTS = "checkpoints"
-_CODE = "code"  # marks a setting that was code: the plan file has it
+_CODE = "__code__"  # marks a setting that was code: the plan file has it
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -39,6 +42,8 @@ def flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in tree.items():
         if isinstance(value, dict):
             yield from flat(value, f"{prefix}{key}/")
+        elif isinstance(value, np.generic):
+            yield f"{prefix}{key}", value.item()
         elif isinstance(value, (int, float, str, bool)) or value is None:
             yield f"{prefix}{key}", value
 
@@ -49,6 +54,8 @@ def _plain(value: Any) -> Any:
         return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(inner) for inner in value]
+    if isinstance(value, np.generic):
+        return value.item()
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     place = f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', repr(value))}"
@@ -61,6 +68,8 @@ def _finite(value: Any) -> Any:
         return {key: _finite(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
         return [_finite(inner) for inner in value]
+    if isinstance(value, (np.generic, np.ndarray)):
+        return _finite(value.tolist())
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -267,7 +276,8 @@ def last_good_checkpoint(path: Path, before: Path) -> Path | None:
 def default_run_dir(plan: str, env: Any) -> Path:
     """runs/<plan>-<env>-<time>, new."""
     name = env if isinstance(env, str) else getattr(env, "__name__", "env")
-    stem = f"{Path(plan).stem}-{name.replace('/', '-')}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = re.sub(r"[^\w.-]+", "-", name).strip("-")
+    stem = f"{Path(plan).stem}-{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     path, number = Path("runs") / stem, 1
     while path.exists():
         number += 1

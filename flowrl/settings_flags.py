@@ -36,6 +36,16 @@ def _flat_schedule(flag: str) -> list[str]:
         raise ConfigError(f"{flag}: not a schedule [[env step, value], …]: {error}") from error
 
 
+def _check_policy(policy_id: str, defaults: Any) -> None:
+    known = list(getattr(defaults, "policies", None) or {})
+    flags = [known_id.replace("_", "-") for known_id in known]
+    if policy_id not in flags:
+        raise ConfigError(
+            f"--policies.{policy_id}: there is no such policy.{nearest(policy_id, flags)} "
+            f"There are {', '.join(flags) or 'none to be set by flags'}"
+        )
+
+
 def _with_mappings() -> Any:
     """What lets tyro take a mapping of any content as one JSON object."""
     from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
@@ -85,7 +95,8 @@ def settings_from_flags(
             head, dot, last = name.rpartition(".")
             plain = f"{head}{dot}{last.removeprefix('no-')}"
             if name.startswith("policies."):
-                continue  # tyro knows those that there are
+                _check_policy(name.split(".")[1], defaults)
+                continue  # tyro knows their settings
             if name not in accepted and plain not in accepted:
                 options = [*known, *(option.replace("_", "-") for option in run_options)]
                 hint = nearest(name, options).replace("'", "").replace("mean ", "mean --")

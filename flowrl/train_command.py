@@ -10,6 +10,7 @@ from typing import Any
 from flowrl.arguments import finite, mapping, positive, rules, rules_of
 from flowrl.policies.config import ConfigError, nearest
 
+CHECKPOINT_HELP = "its number; or best, by checkpoint_score_attribute (default: the newest one)"
 _EPILOG = "`flowrl train PLAN --help` lists the settings of a plan; plans: `flowrl plans`"
 
 
@@ -35,6 +36,8 @@ def train_command(given: list[str]) -> int:
     from flowrl.training import train
 
     if any(flag == "--run" or flag.startswith("--run=") for flag in given):
+        if given and not given[0].startswith("-"):
+            raise ConfigError(f"train: give a plan ({given[0]}) or --run, not both")
         config, options = _by_name(given)
         plan = None
     elif not given or given[0].startswith("-"):
@@ -53,7 +56,7 @@ def resume_command(given: list[str]) -> int:
     """`flowrl resume RUN_DIR [--checkpoint NAME] [--plan FILE] [--stop-…]`."""
     parser = argparse.ArgumentParser(prog="flowrl resume", description="go on with a run")
     parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--checkpoint", help="its number, or best (the newest)")
+    parser.add_argument("--checkpoint", help=CHECKPOINT_HELP)
     parser.add_argument("--plan", help="another plan file, or the same one though it was changed")
     _run_options(parser)
     options = parser.parse_args(given)
@@ -89,7 +92,10 @@ def checkpoint_named(run_dir: Path, name: str | None) -> Path:
     if name == "best":
         found = best_of(there, read_config(run_dir).get("checkpoint_score_order", "max"))
         if found is None:
-            raise ConfigError(f"{run_dir}: no checkpoint has a score: checkpoint_score_attribute")
+            raise ConfigError(
+                f"{run_dir}: no checkpoint has a score: train with --checkpoint-score-attribute "
+                "episode_reward_mean"
+            )
         return found
     for path in there:
         if path.name == name or (name.isdecimal() and int(path.name) == int(name)):
@@ -213,6 +219,8 @@ def _of_yaml(given: list[str]) -> int:
         run_dir = options.run_dir
         if run_dir is not None and name and len(runs) > 1:
             run_dir = run_dir / name
+        if len(prepared) > 1:
+            print(f"== {name}", flush=True)
         only = ["--only", name] if name and options.only is None else []
         code = train(config, plan, stop, run_dir, ["flowrl", "train", *given, *only])
         if code:
@@ -235,6 +243,8 @@ def _runs_of(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{file}: it has no runs")
     if {"run", "plan"} & set(told):
         return {"": told}
+    if set(told) & set(_YAML):
+        raise ConfigError(f"{file}: either run (an algorithm) or plan is needed")
     for name, one in told.items():
         if not isinstance(one, dict):
             hint = nearest(str(name), list(_YAML))

@@ -18,6 +18,8 @@ from flowrl.algorithms.plans import plan_path
 from flowrl.algorithms.result_names import check_name, value_of
 from flowrl.arguments import Rule
 from flowrl.data.checkpoint import CheckpointError
+from flowrl.iter.stage import walk
+from flowrl.ops import WriteParquet
 from flowrl.policies.config import ConfigError, nearest
 from flowrl.rundir import (
     RunDirectory,
@@ -212,14 +214,19 @@ def train(
             if other_plan:
                 run.replace_plan(config, tree, plan_path(config.plan))
             run.forget_after(algorithm.iteration)
+            for stage in walk(algorithm.plan.stage):
+                if isinstance(operator := getattr(stage, "fn", None), WriteParquet):
+                    operator.forget_later()
         else:
             text = None if config.plan is None else plan_path(config.plan)
             run.describe(config, command, tree, text, asdict(stop))
         with Signals() as signals:
             return _loop(algorithm, stop, run, command, signals)
     finally:
-        algorithm.stop()
-        run.close()
+        try:
+            algorithm.stop()
+        finally:
+            run.close()
 
 
 def _offer(run_dir: Path, damaged: Path) -> None:
@@ -263,10 +270,12 @@ def _loop(
                 saved = time.perf_counter()
     except KeyboardInterrupt:
         reached, code = "interrupted", 130
+        result = _unwritten(algorithm, run, result)
     except (Exception, SystemExit) as error:
         # Ray's own handler of SIGTERM exits with the signal's number
         if isinstance(error, SystemExit) and error.code in (143, signal.SIGTERM):
             reached, code = "terminated", 143
+            result = _unwritten(algorithm, run, result)
         else:
             return _failed(error, algorithm, run, live, result)
     written = run.save(algorithm, result)
@@ -291,13 +300,21 @@ def _is_due(algorithm: Any, seconds: float) -> bool:
     return config.checkpoint_every_s is not None and seconds > config.checkpoint_every_s
 
 
+def _unwritten(algorithm: Any, run: RunDirectory, result: Any) -> Any:
+    """The newest result, written now if what came after it failed or was interrupted, such as its
+    evaluation."""
+    newest = algorithm.last_result
+    if newest is None or newest is result or newest["training_iteration"] < algorithm.iteration:
+        return result
+    run.write(newest)
+    return newest
+
+
 def _failed(
     error: BaseException, algorithm: Any, run: RunDirectory, live: LiveLine, result: Any
 ) -> int:
     live.finish()
-    if algorithm.last_result is not result and algorithm.last_result is not None:
-        result = algorithm.last_result  # its evaluation failed
-        run.write(result)
+    result = _unwritten(algorithm, run, result)
     if result is not None:
         run.save(algorithm, result)
     tell_failure(error)
@@ -423,7 +440,7 @@ class LiveLine:
             if len(by_policy) > 1:  # of each agent, where the episode's is the sum of all
                 parts.append(" ".join(f"{pid} {mean:.1f}" for pid, mean in by_policy.items()))
         for stats in result["learners"].values():
-            losses = ("policy_loss", "vf_loss", "entropy")
+            losses = ("policy_loss", "vf_loss", "entropy", "mean_q")
             parts += [f"{name} {stats[name]:.3g}" for name in losses if name in stats]
         if goal and rate > 0:
             parts.append(f"at most {max(goal - steps, 0) / rate:,.0f} s left")

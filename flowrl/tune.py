@@ -16,6 +16,8 @@ from ray.tune.tune import _Config
 
 from flowrl.algorithms.config import AlgorithmConfig
 from flowrl.algorithms.registry import algorithm_class, algorithm_names
+from flowrl.algorithms.spellings import our_names
+from flowrl.data.checkpoint import read_manifest
 from flowrl.policies.config import ConfigError
 
 _Config.register(AlgorithmConfig)  # what Tune takes by its to_dict()
@@ -39,8 +41,8 @@ class AlgorithmTrainable(tune.Trainable):
     @classmethod
     def default_resource_request(cls, config: dict[str, Any]) -> tune.PlacementGroupFactory:
         """A CPU for the learner, and those of the workers beside it."""
-        settings = cls._class().config_class
-        fields = settings.model_fields
+        config = our_names(dict(config))
+        fields = cls._class().config_class.model_fields
         workers = config.get("num_workers", fields["num_workers"].default)
         cpus = config.get("num_cpus_per_worker", fields["num_cpus_per_worker"].default)
         beside = config.get("evaluation_num_workers", fields["evaluation_num_workers"].default)
@@ -61,11 +63,14 @@ class AlgorithmTrainable(tune.Trainable):
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         """Write a checkpoint into Tune's folder."""
-        self._built.save(os.path.join(checkpoint_dir, "algorithm"))
+        self._built.save(os.path.join(checkpoint_dir, "algorithm"), trial=self.trial_id)
 
     def load_checkpoint(self, checkpoint: Any) -> None:
-        """Go on from one."""
-        self._built.restore(os.path.join(str(checkpoint), "algorithm"))
+        """Go on from one. What a tracker was told of another trial stays that one's."""
+        path = os.path.join(str(checkpoint), "algorithm")
+        self._built.restore(path)
+        if read_manifest(path).get("trial") != self.trial_id:
+            self._built.forget_trackers()
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         """Build another algorithm in the same process (`reuse_actors`)."""

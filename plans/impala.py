@@ -7,7 +7,6 @@ from flowrl.ops import (
     Concurrently,
     Dequeue,
     Enqueue,
-    LearnerThread,
     MixInReplay,
     ParallelRollouts,
     StandardMetricsReporting,
@@ -26,13 +25,7 @@ config = IMPALAConfig(
 
 
 def execution_plan(workers, config):
-    learner = LearnerThread(
-        workers,
-        queue_size=config.learner_queue_size,
-        minibatch_buffer_size=config.minibatch_buffer_size,
-        num_sgd_iter=config.num_sgd_iter,
-        sgd_minibatch_size=config.sgd_minibatch_size,
-    )
+    learner = config.learner(workers)
     rollouts = ParallelRollouts(
         workers,
         mode="async",

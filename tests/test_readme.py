@@ -150,9 +150,15 @@ def test_resume(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out == "800\n"
 
 
+def test_experience_is_kept(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    exec(PYTHON[16], {})
+    assert capsys.readouterr().out == "default_policy 400 1.0\n"
+
+
 def test_an_operator_of_ones_own(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "scaled.py").write_text(PYTHON[16])
+    (tmp_path / "scaled.py").write_text(PYTHON[17])
     assert main(["train", "scaled.py", "--stop-iters", "2", "--run-dir", "r"]) == 0
     assert main(["resume", "r", "--stop-iters", "3"]) == 0
     last = json.loads((tmp_path / "r/result.json").read_text().splitlines()[-1])
@@ -162,12 +168,12 @@ def test_an_operator_of_ones_own(tmp_path, monkeypatch, capsys):
 
 
 def test_the_engine(capsys, ray_session):
-    exec(PYTHON[17], {})
+    exec(PYTHON[18], {})
     said = capsys.readouterr().out
     assert "[0, 16, 1, 25]\n[-10, -5, -4, 2, 3, 5, 10]\n" in said
     assert "gather_async" in said
     assert "busy" in said
-    exec(PYTHON[18], {})
+    exec(PYTHON[19], {})
     assert capsys.readouterr().out == "[0, 2, 4]\n"
 
 

@@ -4,19 +4,25 @@ import errno
 import json
 import os
 import shlex
+import subprocess
+import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
+from flowrl.algorithms import Algorithm
+from flowrl.algorithms.plans import plans_folder
 from flowrl.algorithms.ppo import PPOConfig
 from flowrl.algorithms.registry import algorithm_class, register_algorithm
 from flowrl.data import checkpoint
-from flowrl.data.checkpoint import read_manifest
+from flowrl.data.checkpoint import CheckpointError, read_manifest
 from flowrl.policies import ConfigError
-from flowrl.rundir import checkpoints_of
+from flowrl.rundir import _plain, checkpoints_of, read_config
 from flowrl.training import Stop
 from tests.test_cli import run
 
+REPOSITORY = Path(__file__).parents[1]
 SETTINGS = {"train_batch_size": 64, "sgd_minibatch_size": 32, "num_sgd_iter": 2, "seed": 4}
 SHORT = ["--train-batch-size", "64", "--sgd-minibatch-size", "32", "--seed", "4"]
 
@@ -444,3 +450,93 @@ def test_wrong_flags_of_a_run_by_name(capsys, tmp_path, flags, said):
     assert code == 2
     assert said in err
     assert not (tmp_path / "r").exists()
+
+
+def test_the_checkpoint_of_an_algorithm_in_a_file_opens_in_python(capsys, tmp_path, monkeypatch):
+    (tmp_path / "mine_again.py").write_text(ALGORITHM.replace("Mine", "Again"))
+    assert run(capsys, "train", "mine_again.py", "--stop-iters", "1", "--run-dir", "r")[0] == 0
+    code = textwrap.dedent(
+        """
+        from flowrl.algorithms import Algorithm
+        with Algorithm.from_checkpoint("r", trust=True) as algorithm:
+            print(type(algorithm).__name__, algorithm.iteration)
+        """
+    )
+    own = "from mine_again import Again\n" + code.replace("Algorithm.from", "Again.from").replace(
+        ", trust=True", ""
+    )
+    for text in (code, own):
+        told = subprocess.run(
+            [sys.executable, "-c", text], capture_output=True, text=True, check=False,
+            env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{REPOSITORY}"},
+        )  # fmt: skip
+        assert told.stdout == "Again 1\n", told.stderr
+    with pytest.raises(CheckpointError, match="trust=True"):
+        Algorithm.from_checkpoint("r")
+    with pytest.raises(CheckpointError, match="no such folder"):
+        Algorithm.from_checkpoint("none")
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        Algorithm.from_checkpoint(tmp_path)
+
+
+def test_a_class_that_is_imported_needs_no_trust(capsys, tmp_path):
+    (tmp_path / "own_class.py").write_text(ALGORITHM)
+    code = textwrap.dedent(
+        """
+        from own_class import Mine, config
+        with Mine(config) as algorithm:
+            algorithm.train()
+            algorithm.save("c")
+        with Mine.from_checkpoint("c") as algorithm:
+            print(algorithm.iteration)
+        """
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{REPOSITORY}"},
+    )  # fmt: skip
+    assert told.stdout == "1\n", told.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["train", "ppo", "--run=PPO"], "give a plan (ppo) or --run, not both"),
+        (["train", "ppo_dqn", "--policies.dqnn.config.lr", "1"], "Did you mean 'dqn'?"),
+        (["train", "ppo", "--policies.x.config.lr", "1"], "no such policy"),
+        (["train", "ppo", "--output", "s3://a/b"], "output: a folder of this machine"),
+        (["train", "ppo", "--output", "/dev/null/x"], "output: /dev/null/x cannot be written"),
+    ],
+)
+def test_what_is_wrong_is_said_before_the_run(capsys, tmp_path, command, said):
+    code, _, err = run(capsys, *command)
+    assert code == 2
+    assert said in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_plan_of_other_arguments(capsys, tmp_path):
+    (tmp_path / "odd.py").write_text(
+        "from flowrl.algorithms.a2c import A2CConfig\n"
+        'config = A2CConfig(env="CartPole-v1")\n'
+        "def execution_plan(workers):\n    return None\n"
+    )
+    code, _, err = run(capsys, "train", "odd.py")
+    assert code == 2
+    assert "execution_plan(workers, config) is needed: too many positional arguments" in err
+
+
+def test_a_resumed_plan_that_changed_says_how_to_go_on(capsys, tmp_path):
+    text = (plans_folder() / "a2c.py").read_text()
+    (tmp_path / "plan.py").write_text(text)
+    assert run(capsys, "train", "plan.py", "--stop-iters", "1", "--run-dir", "r")[0] == 0
+    (tmp_path / "plan.py").write_text(text + "\n# changed\n")
+    code, _, err = run(capsys, "resume", "r", "--stop-iters", "2")
+    assert code == 1
+    assert "--plan" in err
+    assert run(capsys, "resume", "r", "--stop-iters", "2", "--plan", "plan.py")[0] == 0
+
+
+def test_an_env_config_that_looks_like_code_is_kept(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(_plain({"env_config": {"code": 3}})))
+    assert read_config(tmp_path) == {"env_config": {"code": 3}}

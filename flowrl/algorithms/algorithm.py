@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import logging
+import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -31,6 +33,7 @@ from flowrl.algorithms.trackers import Trackers
 from flowrl.algorithms.video import Recording
 from flowrl.data import DEFAULT_POLICY_ID
 from flowrl.data.checkpoint import (
+    MANIFEST,
     CheckpointError,
     read_checkpoint,
     read_manifest,
@@ -99,6 +102,7 @@ class Algorithm:
         self._plan: LocalIterator[dict[str, Any]] | None = None
         self._evaluation: EvaluationWorkers | None = None
         self._trackers = Trackers(config)
+        self._stopped = False
         self.setup(config)
 
     def setup(self, config: AlgorithmConfig) -> None:
@@ -167,6 +171,10 @@ class Algorithm:
     def _new_plan(self) -> LocalIterator[dict[str, Any]]:
         own: AlgorithmConfig = self.config
         try:
+            inspect.signature(self._build_plan).bind(self.workers, own)
+        except TypeError as error:
+            raise ConfigError(f"plan: execution_plan(workers, config) is needed: {error}") from None
+        try:
             plan = self._build_plan(self.workers, own)
         except AttributeError as error:
             if error.obj is not own:
@@ -205,6 +213,14 @@ class Algorithm:
 
     def train(self) -> dict[str, Any]:
         """One result of the plan, with `training_iteration` and times [s]."""
+        self._trackers.failed = True
+        result = self._train()
+        self._trackers.failed = False
+        return result
+
+    def _train(self) -> dict[str, Any]:
+        if self._stopped:
+            raise RuntimeError("this algorithm was stopped: build another one")
         started = time.perf_counter()
         self.plan.start(self.config.seed)
         try:
@@ -229,9 +245,9 @@ class Algorithm:
             self._save_s = 0.0
         self.last_result = whole  # is there whatever becomes of its evaluation
         self._evaluate_if_due(whole)
+        call(self.workers.local_worker().callbacks.on_train_result, algorithm=self, result=whole)
         if self.config.log_to:
             self._trackers.write(whole)
-        call(self.workers.local_worker().callbacks.on_train_result, algorithm=self, result=whole)
         return whole
 
     def check_evaluation(self) -> None:
@@ -401,10 +417,12 @@ class Algorithm:
         started = time.perf_counter()
         policies = self.workers.local_worker().policy_map
         settings, left_out = config_to_json(self.config)
-        if left_out and not self._said_left_out and self._module is None:
+        plans_own = getattr(self._module, "config", None)  # it is there as long as the plan is
+        lost = [n for n in left_out if plans_own is None or plans_own.get(n) is not self.config[n]]
+        if lost and not self._said_left_out:
             log.warning(
                 "a checkpoint cannot hold the settings %s, which are code without an import path: "
-                "they must be given again, from_checkpoint(path, config={…})", left_out,
+                "they must be given again, from_checkpoint(path, config={…})", lost,
             )  # fmt: skip
             self._said_left_out = True
         told = {
@@ -435,7 +453,8 @@ class Algorithm:
         """The algorithm of a checkpoint, ready to train on.
 
         Args:
-            path: of the checkpoint.
+            path: of the checkpoint; of a run directory the newest one is taken, of Ray Tune's
+                folders the one in it.
             config: settings that are to be others, or that the checkpoint could not hold.
             trust: import code that the checkpoint names and that is not flowrl's: an algorithm, an
                 environment or a plan file of one's own. (Not needed for the class that this is
@@ -448,28 +467,40 @@ class Algorithm:
         """
         if not isinstance(config or {}, Mapping):
             raise ConfigError(f"from_checkpoint: config is a mapping of changes, got {config!r}")
+        path = checkpoint_at(path)
         about, changes = read_manifest(path), our_names(dict(config or {}))
+        code: bool | str = trust
         try:
+            plan = changes.get("plan", about["plan"])
+            in_file = plan is not None and plan.endswith(".py")
             named = about["algorithm"]
             own = f"{cls.__module__}:{cls.__qualname__}"
+            if in_file and named == f"{PLAN_MODULE}{Path(plan).stem}:{cls.__qualname__}":
+                # the run had loaded the file that this class is of as a plan
+                code = trust or named.split(":")[0]
+                sys.modules[named.split(":")[0]] = sys.modules[cls.__module__]
+                named = own
+            elif named == own:
+                code = trust or cls.__module__
+            elif in_file and trust:
+                load_plan(plan)
             made = cls if named == own else trusted(named, trust)
             if not (isinstance(made, type) and issubclass(made, cls)):
                 raise CheckpointError(f"it is of {named}, not of {own}")
-            plan = about["plan"]
-            if plan is not None and plan.endswith(".py") and "plan" not in changes and not trust:
+            if in_file and named != own and "plan" not in changes and not trust:
                 raise CheckpointError(f"its plan is the file {plan}: give trust=True to run it")
             lacking = [name for name in about["left_out"] if name not in changes]
             if lacking and plan is not None:  # the plan's own code is still there
-                of_plan: Any = getattr(load_plan(changes.get("plan", plan)), "config", None)
-                code = [] if of_plan is None else config_to_json(of_plan)[1]
-                changes = {n: of_plan[n] for n in lacking if n in code} | changes
+                of_plan: Any = getattr(load_plan(plan), "config", None)
+                its = [] if of_plan is None else config_to_json(of_plan)[1]
+                changes = {n: of_plan[n] for n in lacking if n in its} | changes
                 lacking = [name for name in lacking if name not in changes]
             if lacking:
                 raise CheckpointError(
                     f"it could not hold {lacking}, which must be given again: "
                     f"from_checkpoint(path, config={{{lacking[0]!r}: …}})"
                 )
-            settings = config_from_json(about["config"], changes, trust)
+            settings = config_from_json(about["config"], changes, code)
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from None
         except (ImportError, AttributeError, KeyError, TypeError) as error:
@@ -483,7 +514,8 @@ class Algorithm:
         return algorithm
 
     def _plan_hash(self) -> str | None:
-        if self._module is None:
+        plan = self.config.plan
+        if self._module is None and (plan is None or not plan.endswith(".py")):
             return None
         return hashlib.sha256(plan_path(self.config.plan).read_bytes()).hexdigest()
 
@@ -500,7 +532,9 @@ class Algorithm:
         if manifest.get("plan_sha256") != self._plan_hash() and not other_plan:
             raise CheckpointError(
                 f"{path}: it was written by another plan ({manifest.get('plan')!r}, or an earlier "
-                f"text of it, which a run directory keeps as plan.py) than {self.config.plan!r}"
+                f"text of it, which a run directory keeps as plan.py) than {self.config.plan!r}: "
+                f"restore(path, other_plan=True), or `flowrl resume RUN_DIR --plan "
+                f"{self.config.plan}`, if it is to go on with that"
             )
         plan = self._new_plan()  # the one that runs cannot go back
         try:
@@ -508,11 +542,11 @@ class Algorithm:
         except BaseException:
             plan.stop()
             raise
-        if self._plan is not None:
-            self._plan.stop()
-        self._plan = plan
+        before, self._plan = self._plan, plan
         if self._evaluation is not None:
             self._evaluation.forget()
+        if before is not None:
+            before.stop()
 
     def _take_over(
         self, state: dict[str, Any], plan: LocalIterator[dict[str, Any]], path: Path | str
@@ -521,7 +555,7 @@ class Algorithm:
             iteration, seconds = int(state["iteration"]), float(state["time_total_s"])
             lost = int(state["in_flight"])
             global_vars = dict(state["global_vars"])
-            tracked = dict(state["trackers"])
+            tracked = dict(state.get("trackers", {}))
             plan.load_state_dict(state["plan"])
             for name in ("num_env_steps_sampled", "num_env_steps_dropped") if lost else ():
                 plan.metrics.counters[name] += lost
@@ -537,6 +571,10 @@ class Algorithm:
         self.iteration, self._time_total_s = iteration, seconds
         self._trackers.go_on_with(tracked)
 
+    def forget_trackers(self) -> None:
+        """Results of a training that goes on from a checkpoint get tracker runs of their own."""
+        self._trackers.go_on_with({})
+
     def restore_policies(self, path: Path | str) -> None:
         """Take only the policies from a checkpoint, whatever the plan: to play, or to start from.
 
@@ -549,19 +587,46 @@ class Algorithm:
         self.workers.forget_sent()
 
     def stop(self) -> None:
-        """End the workers and whatever the plan owns."""
-        if self._plan is not None:
-            self._plan.stop()
-        self.workers.stop()
-        if self._evaluation is not None:
-            self._evaluation.stop()
-        self._trackers.close()
+        """End the workers and whatever the plan owns.
+
+        Raises:
+            what ending one of them raised; the others have ended all the same.
+        """
+        self._stopped = True
+        with ExitStack() as ending:
+            ending.callback(self._trackers.close)
+            if self._evaluation is not None:
+                ending.callback(self._evaluation.stop)
+            ending.callback(self.workers.stop)
+            if self._plan is not None:
+                ending.callback(self._plan.stop)
 
     def __enter__(self) -> Algorithm:
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        self._trackers.failed |= kind is not None
         self.stop()
+
+
+def checkpoint_at(path: Path | str) -> Path | str:
+    """The checkpoint that a path stands for: itself, a run directory's newest one, or that in a
+    checkpoint folder of Ray Tune.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    folder = Path(path)
+    if "://" in str(path) or (folder / MANIFEST).exists():
+        return path
+    inner = folder / "algorithm"
+    if (inner / MANIFEST).exists():
+        return inner
+    there = sorted(p for p in folder.glob("checkpoints/*") if (p / MANIFEST).exists())
+    if there:
+        return there[-1]
+    what = "it holds no checkpoint" if folder.is_dir() else "there is no such folder"
+    raise CheckpointError(f"{path}: {what}")
 
 
 @contextmanager

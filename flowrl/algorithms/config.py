@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, SkipValidation, model_validator
@@ -13,7 +15,7 @@ from flowrl.algorithms.plans import algorithm_in, load_plan, plan_path
 from flowrl.algorithms.result_names import check_name
 from flowrl.algorithms.spellings import our_names
 from flowrl.algorithms.trackers import TrackerName, check_trackers
-from flowrl.algorithms.video import check_installed
+from flowrl.algorithms.video import check_video
 from flowrl.data import DEFAULT_POLICY_ID
 from flowrl.policies.config import (
     ConfigError,
@@ -323,6 +325,10 @@ class AlgorithmConfig(PolicyConfig):
         if not isinstance(values, dict):
             return values
         values = our_names(values)
+        if isinstance(values.get("evaluation_config"), dict):
+            values["evaluation_config"] = our_names(values["evaluation_config"])
+        if isinstance(values.get("log_to"), str):
+            values["log_to"] = [values["log_to"]]
         if not values.pop("_use_trajectory_view_api", True):
             raise ValueError("_use_trajectory_view_api: there is no other way any more")
         if "multiagent" in values:
@@ -389,8 +395,12 @@ class AlgorithmConfig(PolicyConfig):
         if self.checkpoint_score_attribute is not None:
             check_name(self.checkpoint_score_attribute, self, "checkpoint_score_attribute")
         check_trackers(self.log_to, self.log_config)
+        if self.output is not None:
+            check_folder(self.output)
         if self.evaluation_video_dir is not None:
-            check_installed("evaluation_video_dir")
+            own = our_names(self.evaluation_config)
+            mode = own.get("vectorization_mode", self.vectorization_mode)
+            check_video("evaluation_video_dir", mode)
         if self.plan is not None:
             plan_path(self.plan)
         PolicyMapping(
@@ -431,6 +441,20 @@ class AlgorithmConfig(PolicyConfig):
         if made is None and config.plan is not None and config.plan.endswith(".py"):
             made = algorithm_in(load_plan(config.plan))
         return (made or self._algorithm_class())(config)
+
+
+def check_folder(output: str) -> None:
+    """Refuse a folder that files cannot be written to; nothing is made.
+
+    Raises:
+        ConfigError: it is a URI, a file, or cannot be made.
+    """
+    if "://" in output:
+        raise ConfigError(f"output: a folder of this machine is needed, got {output}")
+    path = Path(output).absolute()
+    there = next(parent for parent in (path, *path.parents) if parent.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ConfigError(f"output: {output} cannot be written: {there} is no folder to write in")
 
 
 IN_EVALUATION = (

@@ -69,10 +69,16 @@ def evaluate_policies(
         )
         for policy_id, policy in policies.items()
     }
-    env = config.env if video is None else video.creator(config.env)
+    env: Any = config.env
+    if video is not None:
+        env = video.creator(env)
+        if settings.vectorization_mode == "vector_entry_point":  # which renders nothing
+            settings = settings.updated(vectorization_mode="flowrl")
     worker = RolloutWorker(env, players, settings)
     envs = worker.num_envs
     share = [duration // envs + (i < duration % envs) for i in range(envs)]
+    if video is not None and not by_steps:
+        video.episodes = min(video.episodes, share[0])
     finished: list[EpisodeMetrics] = []
     try:
         while worker.env_steps < duration if by_steps else any(share):

@@ -11,10 +11,12 @@ from pydantic import Field
 
 from flowrl.algorithms.config import AlgorithmConfig
 from flowrl.data import SampleBatch
+from flowrl.ops import LearnerThread
 from flowrl.policies.config import ConfigError, Count, Fraction, Positive, Schedule
 from flowrl.policies.models.fcnet import is_quick
 from flowrl.policies.returns import vtrace
 from flowrl.policies.torch_policy import TensorBatch, TorchPolicy
+from flowrl.sampling.worker_set import WorkerSet
 
 BOOTSTRAP = "bootstrap_values"  # of a network with memory: its values as they were sampled
 
@@ -51,6 +53,16 @@ class VTraceConfig(AlgorithmConfig):
     """Earlier fragments trained on for each new one."""
     replay_buffer_num_slots: int = Field(default=0, ge=0)
     """Fragments that are kept for that."""
+
+    def learner(self, workers: WorkerSet) -> LearnerThread:
+        """The learner of a plan, as these settings say."""
+        return LearnerThread(
+            workers,
+            queue_size=self.learner_queue_size,
+            minibatch_buffer_size=self.minibatch_buffer_size,
+            num_sgd_iter=self.num_sgd_iter,
+            sgd_minibatch_size=self.sgd_minibatch_size,
+        )
 
 
 class VTracePolicy(TorchPolicy):

@@ -8,16 +8,23 @@ metadata. Anything that reads Parquet can read the columns.
 from __future__ import annotations
 
 import json
+import logging
 import os
+import secrets
+import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import numpy as np
+import optree
 
 from flowrl.data.multi_agent_batch import MultiAgentBatch
 from flowrl.data.sample_batch import DEFAULT_POLICY_ID, SampleBatch
+
+log = logging.getLogger("flowrl")
 
 FORMAT = 1
 _ABOUT = b"flowrl"
@@ -31,8 +38,9 @@ class OfflineDataError(ValueError):
 def write_parquet(path: Path | str, batch: SampleBatch, policy_id: str = DEFAULT_POLICY_ID) -> None:
     """Write a policy's rows to a file, which is there when it is whole.
 
-    Columns that nobody has read yet, and those with a row per sequence (`seq_lens`,
-    `state_in_…`), are left out.
+    Padding is taken off, and columns with a row per sequence (`seq_lens`, `state_in_…`) are left
+    out. Infos are kept as JSON: numpy values in them become plain ones, what JSON has no form for
+    its repr; infos that nobody has asked for are left out.
 
     Raises:
         OfflineDataError: a column has no form in Parquet.
@@ -42,10 +50,12 @@ def write_parquet(path: Path | str, batch: SampleBatch, policy_id: str = DEFAULT
     import pyarrow.parquet as pq
 
     arrays: dict[str, Any] = {}
+    batch = batch.without_padding()
     made = {
-        name: _flattened(name, column, arrays)
-        for name, column in batch.without_unread().items()
+        name: _flattened(name, batch[name], arrays)
+        for name in batch
         if name != "seq_lens" and not name.startswith("state_in_")
+        if name != "infos" or "infos" in batch.without_unread()
     }
     about = {"format": FORMAT, "policy_id": policy_id, "rows": batch.count, "columns": made}
     table = pa.table(arrays).replace_schema_metadata({_ABOUT: json.dumps(about).encode()})
@@ -69,6 +79,8 @@ def read_parquet(path: Path | str) -> tuple[str, SampleBatch]:
         about = (file.schema_arrow.metadata or {}).get(_ABOUT)
         table = None if about is None else file.read()
     except (OSError, pa.ArrowException) as error:
+        raise OfflineDataError(f"{path}: it cannot be read: {error}") from error
+    except ValueError as error:  # damaged names
         raise OfflineDataError(f"{path}: it cannot be read: {error}") from error
     if about is None or table is None:
         raise OfflineDataError(
@@ -107,16 +119,15 @@ def _flattened(name: str, column: Any, arrays: dict[str, Any]) -> dict[str, Any]
         raise OfflineDataError(f"two columns are called {name!r}")
     leaf = np.asarray(column)
     if leaf.dtype == object:
-        try:
-            arrays[name] = pa.array([json.dumps(one, default=_plain) for one in leaf], pa.string())
-        except TypeError as error:
-            raise OfflineDataError(f"column {name!r}: it has no form as JSON: {error}") from error
-        return {"dtype": _JSON, "shape": []}
+        texts = [json.dumps(_plain(one)) for one in leaf]
+        arrays[name] = pa.array(texts, pa.string())
+        return {"dtype": _JSON, "shape": [], "crc": zlib.crc32("".join(texts).encode())}
     if leaf.dtype.kind not in "biuf" or leaf.dtype.itemsize > 8:
         raise OfflineDataError(f"column {name!r}: {leaf.dtype} has no form in Parquet")
-    spec = {"dtype": leaf.dtype.name, "shape": list(leaf.shape[1:])}
     size = int(np.prod(leaf.shape[1:]))
-    flat = np.ascontiguousarray(leaf).reshape(-1)
+    flat = np.ascontiguousarray(leaf, leaf.dtype.newbyteorder("=")).reshape(-1)
+    crc = zlib.crc32(flat.view(np.uint8).data)
+    spec = {"dtype": flat.dtype.name, "shape": list(leaf.shape[1:]), "crc": crc}
     if leaf.ndim == 1:
         arrays[name] = pa.array(flat)
     elif size == 0 or not len(leaf):
@@ -144,8 +155,10 @@ def _restored(name: str, spec: dict[str, Any], table: Any, rows: int) -> Any:
     if isinstance(stored, pa.ChunkedArray):  # of no chunks
         stored = pa.nulls(0)
     if spec["dtype"] == _JSON:
+        texts = stored.to_pylist()
+        _check_crc(name, spec, "".join(texts).encode())
         column = np.empty(rows, object)
-        column[:] = [json.loads(text) for text in stored.to_pylist()]
+        column[:] = [json.loads(text) for text in texts]
         return column
     dtype, shape = np.dtype(spec["dtype"]), (rows, *spec["shape"])
     if not np.prod(shape):
@@ -159,21 +172,34 @@ def _restored(name: str, spec: dict[str, Any], table: Any, rows: int) -> Any:
         flat = stored.to_numpy(zero_copy_only=False)
     if flat.dtype != dtype:
         raise OfflineDataError(f"column {name!r} is {flat.dtype}, it should be {dtype}")
+    _check_crc(name, spec, np.ascontiguousarray(flat).view(np.uint8).data)
     return flat.reshape(shape)
 
 
+def _check_crc(name: str, spec: dict[str, Any], data: Any) -> None:
+    if zlib.crc32(data) != spec["crc"]:
+        raise OfflineDataError(f"column {name!r} was damaged")
+
+
 def _plain(value: Any) -> Any:
-    """A numpy value as JSON has it."""
+    """A value as JSON has it; the repr of what it has no form for."""
+    if isinstance(value, dict):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
     if isinstance(value, (np.ndarray, np.generic)):
-        return value.tolist()
-    raise TypeError(f"a {type(value).__name__}")
+        return _plain(value.tolist())
+    return value if value is None or isinstance(value, (bool, int, float, str)) else repr(value)
 
 
 class ParquetWriter:
-    """Writes what it is given to <folder>/<policy id>-<number>.parquet.
+    """Writes what it is given to <folder>/<policy id>-<time and lot>-<number>.parquet.
+
+    Each writer has files of its own, and never touches another's. One that goes on from a saved
+    state begins with new ones; those that the saved one has written since are its `later_files`.
 
     Args:
-        folder: made if it is not there; files that are there stay, numbers go on.
+        folder: made if it is not there.
         rows_per_file: a file is written when a policy has so many rows, or at `flush()`.
 
     Raises:
@@ -181,16 +207,17 @@ class ParquetWriter:
     """
 
     def __init__(self, folder: Path | str, rows_per_file: int = 50_000):
-        if (
-            isinstance(rows_per_file, bool)
-            or not isinstance(rows_per_file, int)
-            or rows_per_file < 1
-        ):
+        whole = isinstance(rows_per_file, int) and not isinstance(rows_per_file, bool)
+        if not whole or rows_per_file < 1:
             raise ValueError(f"rows_per_file must be at least 1, got {rows_per_file!r}")
         self.folder = Path(folder)
         self.rows_per_file = rows_per_file
+        self._tag = _new_tag()
         self._pending: dict[str, list[SampleBatch]] = {}
+        self._rows: dict[str, int] = {}  # pending
         self._next: dict[str, int] = {}
+        self._later: tuple[str, dict[str, int]] | None = None
+        self._used = False
 
     def add(self, batch: SampleBatch | MultiAgentBatch) -> None:
         """Take rows.
@@ -198,42 +225,86 @@ class ParquetWriter:
         Raises:
             OfflineDataError, OSError: a file that is full cannot be written; its rows are kept.
         """
+        self._used = True
         for policy_id, rows in batch.policy_batches.items():
-            if rows.count:
-                if policy_id not in self._next:  # known before the first file, as a state holds it
-                    self._next[policy_id] = self._free_number(policy_id)
-                self._pending.setdefault(policy_id, []).append(rows)
-                if sum(one.count for one in self._pending[policy_id]) >= self.rows_per_file:
-                    self._write(policy_id)
+            if not rows.count:
+                continue
+            rows = rows.without_padding()
+            pending = self._pending.setdefault(policy_id, [])
+            if pending and _kinds(pending[0]) != _kinds(rows):
+                self._write(policy_id)  # what does not go together gets a file of its own
+                pending = self._pending.setdefault(policy_id, [])
+            pending.append(_with_plain_infos(rows))
+            self._rows[policy_id] = self._rows.get(policy_id, 0) + rows.count
+            if self._rows[policy_id] >= self.rows_per_file:
+                self._write(policy_id)
 
     def flush(self) -> None:
-        """Write the rows that no file has yet."""
-        for policy_id in list(self._pending):
+        """Write the rows that no file has yet; of a writer that was given none, those of the state
+        that it was to go on from are left to whoever does."""
+        for policy_id in list(self._pending) if self._used else ():
             self._write(policy_id)
-
-    def _free_number(self, policy_id: str) -> int:
-        stem = quote(policy_id, safe="")
-        there = [path.stem.rpartition("-") for path in self.folder.glob("*.parquet")]
-        numbers = [int(n) for name, _, n in there if name == stem and n.isdecimal()]
-        return max(numbers, default=-1) + 1
 
     def _write(self, policy_id: str) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         joined = SampleBatch.concat_samples(self._pending[policy_id])
-        stem = quote(policy_id, safe="")
-        path = self.folder / f"{stem}-{self._next[policy_id]:06d}.parquet"
-        write_parquet(path, joined, policy_id)
-        self._next[policy_id] += 1
-        del self._pending[policy_id]
+        number = self._next.get(policy_id, 0)
+        write_parquet(self._file(self._tag, policy_id, number), joined, policy_id)
+        self._next[policy_id] = number + 1
+        del self._pending[policy_id], self._rows[policy_id]
+
+    def _file(self, tag: str, policy_id: str, number: int) -> Path:
+        return self.folder / f"{quote(policy_id, safe='')}-{tag}-{number:06d}.parquet"
+
+    def later_files(self) -> list[Path]:
+        """The files that were written after the state that this writer goes on from: their rows, as
+        far as they are the same ones, come again."""
+        if self._later is None:
+            return []
+        tag, first = self._later
+        found = []
+        for path in sorted(self.folder.glob(f"*-{tag}-*.parquet")):
+            policy_id, _, number = path.stem.rpartition(f"-{tag}-")
+            if int(number) >= first.get(unquote(policy_id), 0):
+                found.append(path)
+        return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Rows that no file has yet, and the numbers of the next files."""
-        return {"pending": {k: list(v) for k, v in self._pending.items()}, "next": dict(self._next)}
+        """Rows that no file has yet, and which files there are."""
+        pending = {policy_id: list(batches) for policy_id, batches in self._pending.items()}
+        return {"pending": pending, "tag": self._tag, "next": dict(self._next)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there: files that were written since are written over."""
-        self._pending = {k: list(v) for k, v in state["pending"].items()}
-        self._next = dict(state["next"])
+        """Go on from there, in files of one's own."""
+        self._pending = {
+            policy_id: list(batches) for policy_id, batches in state["pending"].items()
+        }
+        self._rows = {pid: sum(b.count for b in own) for pid, own in self._pending.items()}
+        self._later = state["tag"], dict(state["next"])
+        self._tag, self._next, self._used = _new_tag(), {}, False
+
+
+def _new_tag() -> str:
+    """In the order of time, and no two the same."""
+    return f"{time.strftime('%Y%m%dT%H%M%S')}-{secrets.token_hex(3)}"
+
+
+def _kinds(batch: SampleBatch) -> Any:
+    """What two batches must have alike to be joined."""
+    return {
+        name: optree.tree_map(lambda leaf: (leaf.dtype, leaf.shape[1:]), column)
+        for name, column in batch.stored()
+        if name != "infos"
+    }
+
+
+def _with_plain_infos(batch: SampleBatch) -> SampleBatch:
+    """The batch with infos that a saved plan can hold, too."""
+    if "infos" not in batch.without_unread():
+        return batch.without_columns("infos")
+    infos = np.empty(batch.count, object)
+    infos[:] = [_plain(one) for one in batch["infos"]]
+    return batch.with_columns(infos=infos)
 
 
 def parquet_files(folder: Path | str) -> Iterator[Path]:

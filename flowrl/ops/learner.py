@@ -73,6 +73,10 @@ class MinibatchBuffer:
             self._kept.append((batch, left - 1))
         return batch, left == 1
 
+    def held(self) -> list[Batch]:
+        """The batches that are in it."""
+        return [batch for batch, _ in self._kept]
+
     def state_dict(self) -> dict[str, Any]:
         return {"kept": [[batch, left] for batch, left in self._kept]}
 
@@ -220,6 +224,12 @@ class LearnerThread:
             "outqueue_size": self.outqueue.qsize(),
             "learner_idle": round(self.waited_s / total, 3) if total else 0.0,
         }
+
+    def held(self) -> list[Batch]:
+        """The batches that are in it: that wait, or that nobody has taken yet."""
+        with self.workers.local_worker().lock:
+            waiting = [*self.inqueue.queue, *self._minibatches.held()]
+            return [*waiting, *(one.batch for one in self.outqueue.queue)]
 
     def state_dict(self) -> dict[str, Any]:
         """The batches that wait and those that nobody has taken yet."""

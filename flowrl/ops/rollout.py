@@ -46,6 +46,10 @@ class ParallelRollouts(LocalIterator[Any]):
 
     def __new__(cls, workers: WorkerSet, **options: Any) -> Any:
         if options.get("mode") == "raw":
+            if workers.config.get("output") is not None:
+                raise ValueError(
+                    'output: in mode="raw" fragments stay on the workers, so nothing can be written'
+                )
             if options.get("max_policy_lag") is not None:
                 raise ValueError('max_policy_lag is for mode="async"')
             return workers.parallel_iterator()
@@ -75,8 +79,6 @@ class ParallelRollouts(LocalIterator[Any]):
         else:
             raise ValueError(f'mode must be "bulk_sync", "async" or "raw", got {mode!r}')
         counted = gathered.zip_with_source().for_each(CountRollouts(workers))
-        if max_policy_lag is not None:
-            counted = counted.filter(DropStale(workers, max_policy_lag))
         output = workers.config.get("output")
         if output is not None:
             if by_reference and workers.num_workers:
@@ -85,6 +87,8 @@ class ParallelRollouts(LocalIterator[Any]):
                     "which would write them: use num_workers=0, or a plan without"
                 )
             counted = counted.for_each(WriteParquet(output, workers.config["output_rows_per_file"]))
+        if max_policy_lag is not None:
+            counted = counted.filter(DropStale(workers, max_policy_lag))
         super().__init__(counted.stage, f"ParallelRollouts(mode={mode!r})")
         self.stage.title = self.name
 

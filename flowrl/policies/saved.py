@@ -64,14 +64,18 @@ def _space(space: spaces.Space) -> dict[str, Any] | None:
         return None
 
 
-def trusted(path: str, trust: bool) -> Any:
+def trusted(path: str, trust: bool | str) -> Any:
     """What lies at "module:name", if it is flowrl's own, or code from elsewhere is trusted.
+
+    Args:
+        trust: all code, none, or that of one module.
 
     Raises:
         CheckpointError: it is from elsewhere, and not to be trusted.
         ImportError, AttributeError: it is not there.
     """
-    if not trust and not path.startswith("flowrl."):
+    wanted = path.split(":")[0] == trust if isinstance(trust, str) else trust
+    if not wanted and not path.startswith("flowrl."):
         raise CheckpointError(
             f"it names the code {path!r}: give trust=True if that may be imported (or import its "
             "class, and call from_checkpoint() of that one)"
@@ -90,7 +94,7 @@ def config_to_json(config: Settings) -> tuple[dict[str, Any], list[str]]:
     return {_SETTINGS: _path(type(config)), "values": kept}, left_out
 
 
-def config_from_json(saved: dict[str, Any], changes: dict[str, Any], trust: bool) -> Any:
+def config_from_json(saved: dict[str, Any], changes: dict[str, Any], trust: bool | str) -> Any:
     """The settings that `config_to_json` gave, with some that are others.
 
     Raises:
@@ -231,7 +235,7 @@ def _plain(value: Any) -> Any:
 _FIELDS = ("policy_class", "observation_space", "action_space", "config")
 
 
-def _coded(value: Any, trust: bool) -> Any:
+def _coded(value: Any, trust: bool | str) -> Any:
     if isinstance(value, list):
         return [_coded(part, trust) for part in value]
     if not isinstance(value, dict):

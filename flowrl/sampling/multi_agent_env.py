@@ -50,6 +50,10 @@ class MultiAgentEnv:
         """
         raise NotImplementedError(f"{type(self).__name__} has no step()")
 
+    def render(self) -> Any:
+        """A picture of the environment, an RGB array [height, width, 3] of bytes, if it has any."""
+        return None
+
     def close(self) -> None:
         """Release what the environment holds."""
 
@@ -159,6 +163,12 @@ class ManyAgents(MultiAgentEnv):
         terminateds["__all__"] = len(self._over) == count
         truncateds["__all__"] = last
         return observations, rewards, terminateds, truncateds, infos
+
+    def render(self) -> Any:
+        """The copies beside each other."""
+        frames: list[Any] = [env.render() for env in self._envs]
+        alike = len({np.shape(frame) for frame in frames}) == 1
+        return np.hstack(frames) if alike and np.ndim(frames[0]) == 3 else frames[0]
 
     def close(self) -> None:
         for env in self._envs:

@@ -22,6 +22,14 @@ class _PettingZoo(MultiAgentEnv):
         """The environment inside of all wrappers."""
         return self.env.unwrapped
 
+    @property
+    def metadata(self) -> Any:
+        """What the environment says of itself."""
+        return getattr(self.env, "metadata", {})
+
+    def render(self) -> Any:
+        return self.env.render()
+
     def get_observation_space(self, agent_id: Any) -> spaces.Space:
         return self.env.observation_space(agent_id)
 

@@ -305,7 +305,7 @@ def test_nothing_is_shared_and_nothing_taken_away():
         PPOConfig(device="gpu")
 
 
-def test_an_environment_that_could_not_be_kept_must_be_given_again(tmp_path):
+def test_an_environment_that_could_not_be_kept_must_be_given_again(tmp_path, caplog):
     from flowrl.algorithms.ppo import PPO
     from flowrl.data.checkpoint import CheckpointError
 
@@ -316,6 +316,7 @@ def test_an_environment_that_could_not_be_kept_must_be_given_again(tmp_path):
     with config.build() as algorithm:
         algorithm.train()
         algorithm.save(tmp_path / "c")
+        assert "cannot hold the settings ['env']" in caplog.text
         expected = algorithm.train()["episode_len_mean"]
     with pytest.raises(CheckpointError, match=r"could not hold \['env'\]"):
         PPO.from_checkpoint(tmp_path / "c")

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 from mlflow.tracking import MlflowClient
 
@@ -9,6 +10,7 @@ from flowrl.algorithms import trackers
 from flowrl.algorithms.a2c import A2CConfig
 from flowrl.cli import main
 from flowrl.policies import ConfigError
+from flowrl.sampling import DefaultCallbacks
 
 
 def config(**settings):
@@ -92,25 +94,88 @@ def test_one_that_fails_later_is_left_out(store, caplog):
         algorithm.train()
         tracker = algorithm._trackers._running["mlflow"]
         tracker.run_id = "lost"
-        assert algorithm.train()["training_iteration"] == 2
-        assert algorithm.train()["training_iteration"] == 3
-    assert caplog.text.count("mlflow failed and gets no more results") == 1
+        for iteration in range(2, 7):
+            assert algorithm.train()["training_iteration"] == iteration
+    assert caplog.text.count("mlflow could not take a result") == 1
+    assert caplog.text.count("mlflow failed 3 times and gets no more results") == 1
+
+
+def test_a_result_that_is_lost_does_not_end_it(store):
+    with config(log_to=["mlflow"], log_config=mlflow_of(store)).build() as algorithm:
+        algorithm.train()
+        tracker = algorithm._trackers._running["mlflow"]
+        run_id, tracker.run_id = tracker.run_id, "lost"
+        algorithm.train()
+        tracker.run_id = run_id
+        algorithm.train()
+    told = MlflowClient(store).get_metric_history(run_id, "training_iteration")
+    assert [m.value for m in told] == [1, 3]
+
+
+class Odd(DefaultCallbacks):
+    """Adds numbers under names that MLflow does not take."""
+
+    def on_train_result(self, *, algorithm, result, **kwargs):
+        result["mine"] = {"a//b": np.float32(7), "/../x(1)": 1, "y" * 300: True}
+
+
+def test_odd_names_and_what_callbacks_add(store):
+    own = config(log_to=["mlflow"], log_config=mlflow_of(store), callbacks_class=Odd)
+    with own.build() as algorithm:
+        algorithm.train()
+    (run,) = runs_of(store)
+    assert run.data.metrics["mine/a/b"] == 7
+    assert run.data.metrics["mine/x_1_"] == 1
+    assert "log_config" not in run.data.params
+
+
+class Breaks(DefaultCallbacks):
+    """Raises in the second iteration."""
+
+    def on_train_result(self, *, algorithm, result, **kwargs):
+        if result["training_iteration"] == 2:
+            raise ArithmeticError
+
+
+def test_a_run_that_fails_is_marked(store):
+    own = config(log_to=["mlflow"], log_config=mlflow_of(store), callbacks_class=Breaks)
+    algorithm = own.build()
+    algorithm.train()
+    with pytest.raises(ArithmeticError), algorithm:
+        algorithm.train()
+    (run,) = runs_of(store)
+    assert run.info.status == "FAILED"
+
+
+def test_another_store_gets_a_new_run(store, tmp_path, caplog):
+    with config(log_to=["mlflow"], log_config=mlflow_of(store)).build() as algorithm:
+        algorithm.train()
+        algorithm.save(tmp_path / "c")
+    elsewhere = f"sqlite:///{tmp_path}/other.db"
+    with config(log_to=["mlflow"], log_config=mlflow_of(elsewhere)).build() as algorithm:
+        algorithm.restore(tmp_path / "c")
+        algorithm.train()
+    assert len(runs_of(elsewhere)) == 1
+    assert "cannot be gone on with" in caplog.text
 
 
 def test_one_that_cannot_be_started_stops_the_run():
     settings = {"mlflow": {"tracking_uri": "nowhere://at/all"}}
-    with (
-        config(log_to=["mlflow"], log_config=settings).build() as algorithm,
-        pytest.raises(ConfigError, match="log_to: mlflow cannot be started"),
-    ):
-        algorithm.train()
+    with config(log_to=["mlflow"], log_config=settings).build() as algorithm:
+        for _ in range(2):  # it does not go on without
+            with pytest.raises(ConfigError, match="log_to: mlflow cannot be started"):
+                algorithm.train()
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"log_to": ["wandbb"]}, "log_to"),
-        ({"log_to": "wandb"}, "log_to"),
+        ({"log_to": 3}, "log_to"),
+        (
+            {"log_to": ["mlflow"], "log_config": {"mlflow": {"project": "x"}}},
+            "no setting 'project'",
+        ),
         ({"log_config": {"wandb": {}}}, "'wandb' is not in log_to"),
         ({"log_to": ["mlflow"], "log_config": {"mlflow": 3}}, "log_config"),
     ],
@@ -118,15 +183,6 @@ def test_one_that_cannot_be_started_stops_the_run():
 def test_bad_settings(settings, message):
     with pytest.raises(ConfigError, match=message):
         config(**settings).build()
-
-
-def test_an_unknown_setting_of_mlflow(store):
-    settings = mlflow_of(store, project="x")
-    with (
-        config(log_to=["mlflow"], log_config=settings).build() as algorithm,
-        pytest.raises(ConfigError, match="mlflow has no setting 'project'"),
-    ):
-        algorithm.train()
 
 
 def test_without_the_package(monkeypatch):

@@ -138,6 +138,71 @@ def test_what_renders_nothing_is_refused_before_the_run(tmp_path, env, settings,
         check_evaluation_env(own, {})
 
 
+class Fails(Greys):
+    """Renders another size, or not at all, from the third step on."""
+
+    metadata = {"render_fps": np.int64(10)}
+
+    def __init__(self, size=None):
+        super().__init__()
+        self.size = size
+
+    def render(self):
+        if self.t < 3:
+            return super().render()
+        if self.size is None:
+            raise OSError("no context")
+        return np.zeros(self.size, np.uint8)
+
+
+@pytest.mark.parametrize("size", [None, (48, 33, 3)])
+def test_rendering_that_fails_costs_only_the_video(tmp_path, caplog, size):
+    own = config(env=Fails, env_config={"size": size}, max_num_env_restarts=0)
+    with own.build() as algorithm:
+        told = algorithm.evaluate(episodes=3, video_dir=tmp_path)
+    assert told["episodes"] == 3
+    assert caplog.text.count("was not recorded further") == 1
+    _, frames = frames_of(tmp_path / "evaluation-0.mp4")
+    assert len(frames) == 3
+
+
+def test_an_environment_that_is_shared_is_recorded_in_evaluations_alone(tmp_path):
+    shared = Greys()
+    with config(env=lambda context: shared, evaluation_video_episodes=5).build() as algorithm:
+        algorithm.evaluate(episodes=2, video_dir=tmp_path)
+        for _ in range(3):
+            algorithm.train()
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("mode", ["vector_entry_point", "sync"])
+def test_other_ways_to_vectorise(tmp_path, mode):
+    own = config(env="CartPole-v1", vectorization_mode=mode, num_envs_per_worker=2)
+    with own.build() as algorithm:
+        told = algorithm.evaluate(episodes=2, num_envs=2, video_dir=tmp_path)
+    assert told["episodes"] == 2
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_envpool_is_refused():
+    own = config(env="CartPole-v1", vectorization_mode="envpool", evaluation_video_dir="x")
+    with pytest.raises(ConfigError, match="EnvPool renders nothing"):
+        own.check()
+
+
+def test_pettingzoo_renders(tmp_path):
+    from pettingzoo.classic import tictactoe_v3
+
+    from flowrl.sampling.pettingzoo import PettingZooEnv
+
+    def make(context):
+        return PettingZooEnv(tictactoe_v3.env(render_mode="rgb_array"))
+
+    with config(env=make).build() as algorithm:
+        algorithm.evaluate(episodes=1, video_dir=tmp_path)
+    assert len(list(tmp_path.iterdir())) == 1
+
+
 def test_without_the_package(monkeypatch, tmp_path):
     monkeypatch.setattr(video, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r'pip install "flowrl\[video\]"'):

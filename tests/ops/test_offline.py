@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 from flowrl.algorithms.a2c import A2CConfig
+from flowrl.cli import main
+from flowrl.data.checkpoint import CheckpointError
 from flowrl.data.parquet import parquet_files, read_parquet
 from flowrl.iter import LocalIterator, from_items
 from flowrl.ops import ParallelRollouts, WriteParquet
@@ -29,23 +31,57 @@ def test_all_that_is_sampled(tmp_path, num_workers):
         assert np.array_equal(rows["obs"][1:], rows["new_obs"][:-1])
 
 
-def test_a_run_that_goes_on_writes_what_one_without_break_does(tmp_path):
-    with config(tmp_path / "1", output_rows_per_file=60).build() as algorithm:
-        for _ in range(4):
-            algorithm.train()
-    cut = config(tmp_path / "2", output_rows_per_file=60)
-    algorithm = cut.build()
-    algorithm.train()
-    algorithm.save(tmp_path / "c")
-    algorithm.train()  # dies here
-    with cut.build() as algorithm:
-        algorithm.restore(tmp_path / "c")
+def steps_of(tmp_path):
+    """(episode, step) of every row, sorted."""
+    return sorted(
+        pair
+        for batch in written(tmp_path)
+        for pair in zip(batch["eps_id"].tolist(), batch["t"].tolist(), strict=True)
+    )
+
+
+def test_a_run_that_goes_on_writes_every_step_once(tmp_path):
+    flags = ["--train-batch-size", "40", "--output", str(tmp_path / "e"), "--seed", "1"]
+    flags += ["--output-rows-per-file", "50", "--checkpoint-frequency", "1"]
+    run, keep = ["--run-dir", str(tmp_path / "run")], ["--checkpoint-num-to-keep", "9"]
+    assert main(["train", "a2c", *flags, *run, *keep, "--stop-iters", "5"]) == 0
+    whole = steps_of(tmp_path)
+    assert len(whole) == len(set(whole)) >= 200
+    back = ["resume", str(tmp_path / "run"), "--checkpoint", "2", "--stop-iters", "5"]
+    assert main(back) == 0
+    assert steps_of(tmp_path) == whole
+
+
+def test_a_restore_takes_nothing_from_other_runs(tmp_path, caplog):
+    with config(tmp_path / "1").build() as algorithm:
+        algorithm.train()
+        algorithm.save(tmp_path / "c")
+    with config(tmp_path / "2").build() as algorithm:
         for _ in range(3):
             algorithm.train()
-    one, other = written(tmp_path / "1"), written(tmp_path / "2")
-    assert [batch.count for batch in one] == [80, 80]
-    for mine, theirs in zip(one, other, strict=True):
-        assert [n for n in mine if not np.array_equal(mine[n], theirs[n])] == []
+    there = steps_of(tmp_path / "2")
+    other = config(tmp_path / "2", model={"fcnet_hiddens": [16]})
+    with other.build() as algorithm, pytest.raises(CheckpointError):
+        algorithm.restore(tmp_path / "c")
+    assert steps_of(tmp_path / "2") == there
+    with config(tmp_path / "2").build() as algorithm:
+        algorithm.restore(tmp_path / "c")
+        algorithm.train()
+    assert len(steps_of(tmp_path / "2")) == len(there) + 80
+    with config(tmp_path / "1").build() as algorithm:
+        algorithm.restore(tmp_path / "c")
+    assert "1 files" in caplog.text
+
+
+def test_what_cannot_be_written_at_the_end_ends_everything_else(tmp_path):
+    algorithm = config(tmp_path).build()
+    algorithm.train()
+    (tmp_path / "e").write_text("in the way")
+    with pytest.raises(OSError, match="exists"):
+        algorithm.stop()
+    assert algorithm.workers._local is None
+    with pytest.raises(RuntimeError, match="this algorithm was stopped"):
+        algorithm.train()
 
 
 def test_in_a_plan(tmp_path):
@@ -64,6 +100,14 @@ def test_no_batches(tmp_path):
         pytest.raises(TypeError, match="WriteParquet takes batches, got int"),
     ):
         next(stream)
+
+
+def test_raw_fragments_are_refused(tmp_path):
+    with (
+        config(tmp_path).build() as algorithm,
+        pytest.raises(ValueError, match='output: in mode="raw"'),
+    ):
+        ParallelRollouts(algorithm.workers, mode="raw")
 
 
 @pytest.mark.usefixtures("ray_session")
