@@ -12,6 +12,7 @@ _ALGORITHMS: dict[str, Any] = {
     "A3C": "flowrl.algorithms.a3c:A3C",
     "IMPALA": "flowrl.algorithms.impala:IMPALA",
     "APPO": "flowrl.algorithms.appo:APPO",
+    "APEX": "flowrl.algorithms.apex:APEX",
     "DQN": "flowrl.algorithms.dqn:DQN",
     "SimpleQ": "flowrl.algorithms.simple_q:SimpleQ",
 }

@@ -34,19 +34,28 @@ class StandardMetricsReporting(LocalIterator[Result]):
         workers: the WorkerSet.
         config: read for the two settings above, `metrics_num_episodes_for_smoothing`, and the
             policies that there are.
+        selected_workers: indices (from 0) of those whose episodes the means are over; None for
+            all. For workers that explore at random to different degrees.
 
     Raises:
         ValueError: an operator of the plan names a policy that there is not; one of
             `policies_to_train` is trained by no branch, though each says whom it trains.
     """
 
-    def __init__(self, train_op: LocalIterator[Any], workers: WorkerSet, config: Any):
+    def __init__(
+        self,
+        train_op: LocalIterator[Any],
+        workers: WorkerSet,
+        config: Any,
+        selected_workers: Collection[int] | None = None,
+    ):
         due = ReportDue(
             config.get("min_sample_timesteps_per_iteration", 0),
             config.get("min_time_s_per_iteration"),
         )
         check_branches(train_op.stage, config)
-        collect = CollectMetrics(workers, config.get("metrics_num_episodes_for_smoothing", 100))
+        window = config.get("metrics_num_episodes_for_smoothing", 100)
+        collect = CollectMetrics(workers, window, selected_workers)
         reports = train_op.filter(due).for_each(collect)
         super().__init__(reports.stage, "StandardMetricsReporting")
         self.stage.title = self.name
@@ -120,7 +129,14 @@ class CollectMetrics:
     first has ended.
     """
 
-    def __init__(self, workers: WorkerSet, window: int = 100):
+    def __init__(
+        self, workers: WorkerSet, window: int = 100, selected_workers: Collection[int] | None = None
+    ):
+        there = range(max(workers.num_workers, 1))
+        odd = sorted(set(selected_workers or ()) - set(there))
+        if odd:
+            raise ValueError(f"selected_workers: there is no worker {odd[0]}, only {[*there]}")
+        self._selected = selected_workers
         self._workers = workers
         self._window: deque[Sequence[Any]] = deque(maxlen=window)
         self._episodes_total = 0
@@ -133,7 +149,8 @@ class CollectMetrics:
         new = metrics.info.get("new_episodes")
         finished = len(new) if new else 0
         if new:
-            self._window.extend(new)
+            chosen = self._selected
+            self._window.extend(e for worker, e in new if chosen is None or worker in chosen)
             new.clear()
         self._episodes_total += finished
         health = metrics.info.get("health", {}).values()

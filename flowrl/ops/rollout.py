@@ -123,7 +123,8 @@ class CountRollouts:
         episodes = metrics.info.setdefault("new_episodes", deque(maxlen=EPISODES_KEPT))
         worker = self._workers.local_worker()
         for source in sources:
-            episodes.extend(source.tags.get("episodes", ()))
+            ended = source.tags.get("episodes", ())
+            episodes.extend((source.worker, episode) for episode in ended)
             metrics.info.setdefault("sampler", {})[source.worker] = source.tags.get("timings", {})
             for fresh in source.tags.get("filters", ()):
                 with worker.lock:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Collection, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -118,7 +119,7 @@ class UpdateTargetNetwork:
             if self._is_due(policy_id, info.get(policy_id, {}))
         ]
         worker = self.workers.local_worker()
-        with worker.lock:
+        with worker.lock if due else nullcontext():
             for policy_id in due:
                 policy = worker.policy_map[policy_id]
                 if not hasattr(policy, "update_target"):

@@ -1,0 +1,58 @@
+"""Ape-X: distributed prioritized replay (Horgan et al. 2018, arXiv 1803.00933), with DQN's loss."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from flowrl.algorithms.algorithm import Algorithm
+from flowrl.algorithms.dqn import DQNConfig, DQNTorchPolicy
+from flowrl.ops import LearnerThread
+from flowrl.policies.config import Count, ExplorationConfig
+from flowrl.sampling.worker_set import WorkerSet
+
+
+class APEXConfig(DQNConfig):
+    """Settings of Ape-X."""
+
+    algorithm: ClassVar[str] = "flowrl.algorithms.apex:APEX"
+
+    plan: str | None = "apex"
+    rollout_fragment_length: Count | Literal["auto"] = 50
+    train_batch_size: Count = 512
+    n_step: Count = 3
+    prioritized_replay: bool = True
+    exploration_config: ExplorationConfig = ExplorationConfig(type="PerWorkerEpsilonGreedy")
+    max_requests_in_flight_per_worker: Count = 2
+    """Fragments that a worker is asked for at a time."""
+    max_weight_sync_delay: int = Field(default=400, ge=0)
+    """Env steps that a worker gives before it is sent new weights."""
+    learner_queue_size: Count = 4
+    """Train batches that may wait for the learner."""
+
+    def learner(self, workers: WorkerSet) -> LearnerThread:
+        """The learner of a plan."""
+        return LearnerThread(workers, queue_size=self.learner_queue_size)
+
+    def greedy_workers(self) -> list[int]:
+        """The last third of the workers, which explore least: their episodes are reported."""
+        workers = max(self.num_workers, 1)
+        return list(range(workers - max(workers // 3, 1), workers))
+
+
+class APEXTorchPolicy(DQNTorchPolicy):
+    """A policy that learns as DQN does."""
+
+    config_class = APEXConfig
+    config: APEXConfig
+
+
+class APEX(Algorithm):
+    """Ape-X over the plan `apex`."""
+
+    policy_class = APEXTorchPolicy
+    config_class = APEXConfig
+
+
+DEFAULT_CONFIG = APEXConfig()
