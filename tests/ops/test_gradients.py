@@ -8,12 +8,14 @@ from flowrl.data import SampleBatch
 from flowrl.iter import MetricsContext, Source, metrics_scope
 from flowrl.ops import (
     ApplyGradients,
+    AsyncGradients,
     AverageGradients,
     ComputeGradients,
     Gradients,
     ParallelRollouts,
     TrainOneStep,
 )
+from flowrl.ops.gradients import GradientsThere
 from flowrl.sampling import WorkerSet
 
 
@@ -105,6 +107,48 @@ def test_only_the_sources_get_new_weights():
         assert versions == workers.versions()
 
 
+def test_gradients_in_lockstep_are_those_of_a2c(ray_session):
+    """Two workers' gradients at the same weights add up to the gradient of their joined rows."""
+    with make(2) as workers, make(2) as other:
+        there = workers.parallel_iterator().for_each(GradientsThere()).batch_across_shards()
+        apart = next(there)
+        (joined,) = ParallelRollouts(other, mode="bulk_sync").take(1)
+        whole = ComputeGradients(other)(joined)
+        mean = sum(one.by_policy["default_policy"] for one in apart) / 2
+        np.testing.assert_allclose(mean, whole.by_policy["default_policy"], atol=1e-6)
+        assert [one.rows["default_policy"] for one in apart] == [32, 32]
+
+
+def test_gradients_as_they_come(num_workers, metrics):
+    with make(num_workers) as workers:
+        plan = AsyncGradients(workers).for_each(ApplyGradients(workers, update_all=False))
+        before = weights(workers)
+        done = plan.take(6)
+        counters = plan.metrics.counters
+        assert counters["num_env_steps_sampled"] == counters["num_env_steps_trained"] == 6 * 32
+        assert counters["num_agent_steps_sampled/default_policy"] == 6 * 32
+        for gradients, info in done:
+            assert [source.worker < max(num_workers, 1) for source in gradients.sources] == [True]
+            assert np.isfinite(info["default_policy"]["learner_stats"]["total_loss"])
+        lags = [i["default_policy"]["learner_stats"]["policy_lag_max"] for _, i in done]
+        assert max(lags) <= max(num_workers - 1, 0) * 3
+        assert any((weight != before[n]).any() for n, weight in weights(workers).items())
+        assert workers.local_worker().policy.version == 6
+
+
+def test_stale_gradients_are_dropped_and_counted(ray_session):
+    with make(2) as workers:
+        plan = AsyncGradients(workers, num_async=3, max_policy_lag=0).for_each(
+            ApplyGradients(workers, update_all=False)
+        )
+        plan.take(4)
+        counters = plan.metrics.counters
+        assert counters["num_env_steps_dropped"] > 0
+        assert counters["num_env_steps_sampled"] == (
+            counters["num_env_steps_dropped"] + counters["num_env_steps_trained"]
+        )
+
+
 def test_what_cannot_be_done():
     with make() as workers:
         with pytest.raises(TypeError, match="takes Gradients, got SampleBatch"):
@@ -117,3 +161,11 @@ def test_what_cannot_be_done():
             ComputeGradients(workers, policies="p")
         with pytest.raises(TypeError, match="policies is a collection"):
             ApplyGradients(workers, policies="p")
+        with pytest.raises(TypeError, match="policies is a collection"):
+            AsyncGradients(workers, policies="p")
+        with pytest.raises(ValueError, match="max_policy_lag is a whole number from 0, got -1"):
+            AsyncGradients(workers, max_policy_lag=-1)
+        with pytest.raises(ValueError, match="num_async must be an int >= 1"):
+            AsyncGradients(workers, num_async=0)
+    with make(output="x") as workers, pytest.raises(ValueError, match="output: AsyncGradients"):
+        AsyncGradients(workers)

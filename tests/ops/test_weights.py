@@ -1,0 +1,95 @@
+"""Which workers are sent new weights, and when."""
+
+import pytest
+
+from flowrl.algorithms.a2c import A2CConfig
+from flowrl.iter import MetricsContext, Source, metrics_scope
+from flowrl.ops import BroadcastUpdateLearnerWeights, UpdateWorkerWeights
+from flowrl.ops.replay_actors import ORIGIN
+
+
+@pytest.fixture
+def metrics():
+    with metrics_scope(MetricsContext()) as context:
+        yield context
+
+
+@pytest.fixture
+def workers(ray_session, metrics):
+    config = A2CConfig(env="CartPole-v1", num_workers=3, rollout_fragment_length=8, seed=0)
+    with config.build() as algorithm:
+        for index in range(3):  # all have the first version
+            assert algorithm.workers.weights_for(index) is not None
+        yield algorithm.workers
+
+
+class Batch:
+    """Stands for a batch that workers have contributed to."""
+
+    def __init__(self, *indices, env_steps=8, origin=""):
+        tags = {"env_steps": env_steps}
+        self.sources = tuple(Source(i, tags=tags, origin=origin) for i in indices)
+
+
+def learn(workers):
+    policy = workers.local_worker().policy
+    policy.set_weights(policy.get_weights())  # a new version
+
+
+def sent(workers):
+    return [index for index in range(3) if workers.weights_for(index) is not None]
+
+
+def test_all_contributors_are_sent_weights(workers, metrics):
+    operator = BroadcastUpdateLearnerWeights(workers)
+    learn(workers)
+    batch = Batch(0, 2)
+    assert operator(batch) is batch
+    assert sent(workers) == [0, 2]
+    assert sent(workers) == []
+    operator(Batch(1))
+    assert sent(workers) == [1]
+    assert metrics.counters["num_weight_broadcasts"] == 2
+
+
+def test_every_so_many_batches(workers, metrics):
+    operator = BroadcastUpdateLearnerWeights(workers, broadcast_interval=3)
+    learn(workers)
+    workers.update_only([])  # as in a plan that has run
+    for index in (0, 1):
+        operator(Batch(index))
+        assert sent(workers) == []
+    state = operator.state_dict()
+    other = BroadcastUpdateLearnerWeights(workers, broadcast_interval=3)
+    other.load_state_dict(state)
+    other(Batch(0))
+    assert sent(workers) == [0, 1]
+    assert metrics.counters["num_weight_broadcasts"] == 1
+
+
+def test_replayed_rows_are_of_nobody(workers):
+    workers.update_only([])
+    learn(workers)
+    BroadcastUpdateLearnerWeights(workers)(Batch(0, origin=ORIGIN))
+    assert sent(workers) == []
+
+
+def test_after_so_many_steps_of_a_worker(workers, metrics):
+    operator = UpdateWorkerWeights(workers, max_weight_sync_delay=20)
+    learn(workers)
+    for _ in range(2):
+        operator(Batch(1))
+        assert sent(workers) == []
+    other = UpdateWorkerWeights(workers, 20)
+    other.load_state_dict(operator.state_dict())
+    other(Batch(0))
+    other(Batch(1))
+    assert sent(workers) == [1]
+    assert metrics.counters["num_weight_syncs"] == 1
+
+
+def test_bad_numbers(workers):
+    with pytest.raises(ValueError, match="broadcast_interval must be at least 1"):
+        BroadcastUpdateLearnerWeights(workers, 0)
+    with pytest.raises(ValueError, match="max_weight_sync_delay must be at least 0"):
+        UpdateWorkerWeights(workers, -1)
