@@ -1,0 +1,172 @@
+"""Asynchronous plans: env steps sampled and trained on per second, on 2 workers of 4 CartPoles each.
+
+flowrl's plans `impala` and `a3c` beside RLlib 2.60's IMPALA with a local learner, which runs in a
+virtual environment of its own: fragments of 50 steps, train batches of 500 rows (A3C's are
+fragments), separate 2x64 tanh actor and critic, one torch thread in every process. Each entry is a
+process of its own, in turn, with its own Ray; a rate is taken over the seconds after a warm-up, and
+is the smaller one of sampled and trained. Medians of the rounds. Of flowrl also how long workers
+and the learner had nothing to do.
+
+    python benchmarks/asynchronous.py [--seconds 10] [--rounds 3] [--only flowrl-impala …]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ[variable] = "1"
+
+import numpy as np
+
+WORKERS, ENVS, FRAGMENT, BATCH, WARM_UP_S = 2, 4, 50, 500, 5.0
+
+
+def flowrl_plan(plan: str, seconds: float) -> dict[str, float]:
+    """Rates of a shipped plan."""
+    from flowrl.algorithms.plans import load_plan
+
+    changes: dict[str, Any] = {"train_batch_size": BATCH} if plan != "a3c" else {}
+    config = load_plan(plan).config.updated(
+        num_workers=WORKERS,
+        num_envs_per_worker=ENVS,
+        rollout_fragment_length=FRAGMENT,
+        seed=1,
+        model={"fcnet_hiddens": [64, 64], "fcnet_activation": "tanh"},
+        **changes,
+    )
+    with config.build() as algorithm:
+        started = time.perf_counter()
+        while time.perf_counter() - started < WARM_UP_S:
+            before = algorithm.train()
+        workers = [busy_s(algorithm)]
+        started = time.perf_counter()
+        while time.perf_counter() - started < seconds:
+            after = algorithm.train()
+        taken = time.perf_counter() - started
+        workers.append(busy_s(algorithm))
+        told = {
+            name: (after[f"num_env_steps_{name}"] - before[f"num_env_steps_{name}"]) / taken
+            for name in ("sampled", "trained")
+        }
+        told["workers_idle"] = 1 - (workers[1] - workers[0]) / (WORKERS * taken)
+        for stage in algorithm.plan.stats():
+            if "learner_idle" in stage:
+                told["learner_idle"] = stage["learner_idle"]
+        return told
+
+
+def busy_s(algorithm: Any) -> float:
+    """Seconds for which all workers have run so far, or waited for a processor to run on."""
+
+    def run_or_waited(worker: Any) -> float:
+        with open("/proc/thread-self/schedstat") as file:
+            return sum(int(number) for number in file.read().split()[:2]) / 1e9
+
+    return sum(algorithm.workers.foreach_worker(run_or_waited)[1:])
+
+
+def rllib_impala(seconds: float) -> dict[str, float]:
+    """Rates of RLlib's IMPALA."""
+    from ray.rllib.algorithms.impala import IMPALAConfig
+    from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
+
+    model = DefaultModelConfig(
+        fcnet_hiddens=[64, 64], fcnet_activation="tanh", vf_share_layers=False
+    )
+    config = (
+        IMPALAConfig()
+        .environment("CartPole-v1")
+        .env_runners(
+            num_env_runners=WORKERS,
+            num_envs_per_env_runner=ENVS,
+            rollout_fragment_length=FRAGMENT,
+        )
+        .learners(num_learners=0)
+        .training(train_batch_size_per_learner=BATCH)
+        .rl_module(model_config=model)
+        .debugging(seed=1)
+    )
+    algorithm = config.build_algo()
+
+    def counts(result: Any) -> tuple[int, int]:
+        trained = result["learners"]["__all_modules__"]["num_env_steps_trained_lifetime"]
+        return result["env_runners"]["num_env_steps_sampled_lifetime"], trained
+
+    started = time.perf_counter()
+    while time.perf_counter() - started < WARM_UP_S:
+        before = counts(algorithm.train())
+    started = time.perf_counter()
+    while time.perf_counter() - started < seconds:
+        after = counts(algorithm.train())
+    taken = time.perf_counter() - started
+    algorithm.stop()
+    return {
+        name: (after[i] - before[i]) / taken for i, name in enumerate(("sampled", "trained"))
+    }
+
+
+ENTRIES = {
+    "flowrl-impala": lambda seconds: flowrl_plan("impala", seconds),
+    "flowrl-a3c": lambda seconds: flowrl_plan("a3c", seconds),
+    "rllib-impala": rllib_impala,
+}
+
+
+def measured(entry: str, seconds: float) -> dict[str, float]:
+    """One entry, in a process of its own."""
+    python = sys.executable
+    if entry.startswith("rllib"):
+        from peer_env import peer_python
+
+        python = str(peer_python("rllib-2.60", "ray[rllib]==2.60.0", "gymnasium==1.2.2"))
+    done = subprocess.run(
+        [python, __file__, "--serve", entry, "--seconds", str(seconds)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        check=True,
+    )
+    told: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
+    return told
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="+", choices=list(ENTRIES), default=list(ENTRIES))
+    parser.add_argument("--serve", choices=list(ENTRIES))
+    options = parser.parse_args()
+    if options.serve:
+        print(json.dumps(ENTRIES[options.serve](options.seconds)))
+        return
+    rounds: list[dict[str, dict[str, float]]] = []
+    for _ in range(options.rounds):
+        rounds.append({entry: measured(entry, options.seconds) for entry in options.only})
+        print({entry: {k: round(v, 3) for k, v in one.items()} for entry, one in rounds[-1].items()})
+
+    def rates(entry: str) -> np.ndarray:
+        return np.array([min(one[entry]["sampled"], one[entry]["trained"]) for one in rounds])
+
+    print(f"\nmedians of {options.rounds} rounds\n")
+    print("| | env steps/s | / RLlib | workers idle | learner idle |\n|---|---:|---:|---:|---:|")
+    for entry in options.only:
+        idle = [
+            f"{np.median([one[entry][name] for one in rounds]):.2f}" if name in rounds[0][entry] else ""
+            for name in ("workers_idle", "learner_idle")
+        ]
+        ratio = ""
+        if "rllib-impala" in options.only:
+            ratio = f"{np.median(rates(entry) / rates('rllib-impala')):.2f}"
+        print(f"| {entry} | {np.median(rates(entry)):,.0f} | {ratio} | {' | '.join(idle)} |")
+
+
+if __name__ == "__main__":
+    main()
