@@ -1,11 +1,11 @@
-"""Asynchronous plans: env steps sampled and trained on per second, on 2 workers of 4 CartPoles each.
+"""Asynchronous plans: env steps sampled and trained on per second, 2 workers of 4 CartPoles each.
 
 flowrl's plans `impala` and `a3c` beside RLlib 2.60's IMPALA with a local learner, which runs in a
 virtual environment of its own: fragments of 50 steps, train batches of 500 rows (A3C's are
 fragments), separate 2x64 tanh actor and critic, one torch thread in every process. Each entry is a
 process of its own, in turn, with its own Ray; a rate is taken over the seconds after a warm-up, and
 is the smaller one of sampled and trained. Medians of the rounds. Of flowrl also how long workers
-and the learner had nothing to do.
+and the learner had nothing to do; and the same with a learner that uses each batch 20 times.
 
     python benchmarks/asynchronous.py [--seconds 10] [--rounds 3] [--only flowrl-impala …]
 """
@@ -28,11 +28,12 @@ import numpy as np
 WORKERS, ENVS, FRAGMENT, BATCH, WARM_UP_S = 2, 4, 50, 500, 5.0
 
 
-def flowrl_plan(plan: str, seconds: float) -> dict[str, float]:
+def flowrl_plan(plan: str, seconds: float, **changes: Any) -> dict[str, float]:
     """Rates of a shipped plan."""
     from flowrl.algorithms.plans import load_plan
 
-    changes: dict[str, Any] = {"train_batch_size": BATCH} if plan != "a3c" else {}
+    if plan != "a3c":
+        changes["train_batch_size"] = BATCH
     config = load_plan(plan).config.updated(
         num_workers=WORKERS,
         num_envs_per_worker=ENVS,
@@ -107,13 +108,12 @@ def rllib_impala(seconds: float) -> dict[str, float]:
         after = counts(algorithm.train())
     taken = time.perf_counter() - started
     algorithm.stop()
-    return {
-        name: (after[i] - before[i]) / taken for i, name in enumerate(("sampled", "trained"))
-    }
+    return {name: (after[i] - before[i]) / taken for i, name in enumerate(("sampled", "trained"))}
 
 
 ENTRIES = {
     "flowrl-impala": lambda seconds: flowrl_plan("impala", seconds),
+    "flowrl-impala-slow-learner": lambda seconds: flowrl_plan("impala", seconds, num_sgd_iter=20),
     "flowrl-a3c": lambda seconds: flowrl_plan("a3c", seconds),
     "rllib-impala": rllib_impala,
 }
@@ -150,7 +150,9 @@ def main() -> None:
     rounds: list[dict[str, dict[str, float]]] = []
     for _ in range(options.rounds):
         rounds.append({entry: measured(entry, options.seconds) for entry in options.only})
-        print({entry: {k: round(v, 3) for k, v in one.items()} for entry, one in rounds[-1].items()})
+        print(
+            {entry: {k: round(v, 3) for k, v in one.items()} for entry, one in rounds[-1].items()}
+        )
 
     def rates(entry: str) -> np.ndarray:
         return np.array([min(one[entry]["sampled"], one[entry]["trained"]) for one in rounds])
@@ -159,7 +161,9 @@ def main() -> None:
     print("| | env steps/s | / RLlib | workers idle | learner idle |\n|---|---:|---:|---:|---:|")
     for entry in options.only:
         idle = [
-            f"{np.median([one[entry][name] for one in rounds]):.2f}" if name in rounds[0][entry] else ""
+            f"{np.median([one[entry][name] for one in rounds]):.2f}"
+            if name in rounds[0][entry]
+            else ""
             for name in ("workers_idle", "learner_idle")
         ]
         ratio = ""

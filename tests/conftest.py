@@ -35,7 +35,11 @@ def pytest_collection_modifyitems(items):
 
 SLOW_ON_ACTORS = {
     *(f"test_plan_runs[two_actors-{plan}]" for plan in ("a2c", "a2c_replay", "dqn", "ppo")),
-    "test_plan_runs[in_process-dqn_distributed]",
+    *(
+        f"test_plan_runs[two_actors-{plan}]"
+        for plan in ("a3c", "appo", "ddppo", "ppo_async", "apex")
+    ),
+    *(f"test_plan_runs[in_process-{plan}]" for plan in ("apex", "dqn_distributed")),
     "test_a_seeded_run_repeats[two_actors-True]",
     "test_a_frozen_opponent[two_actors]",
     "test_in_a_plan_over_workers[two_actors]",

@@ -22,7 +22,6 @@ class A2CConfig(OnPolicyConfig):
     plan: str | None = "a2c"
     train_batch_size: Count = 500
     standardize_advantages: bool = False
-    """Advantages of each batch to mean 0, standard deviation 1."""
 
 
 class A2CTorchPolicy(OnPolicyPolicy):
@@ -37,9 +36,8 @@ class A2CTorchPolicy(OnPolicyPolicy):
         values = self.model.value_function()
         dist = self.dist_class(inputs, self.model)
         advantages = batch["advantages"]
-        if self.config.standardize_advantages and len(advantages) > 1:
-            std, mean = torch.std_mean(advantages)
-            advantages = (advantages - mean) / (std + 1e-8)
+        if self.config.standardize_advantages:
+            advantages = self.standardized(advantages)
         policy_loss = -(dist.logp(batch["actions"]) * advantages).mean()
         vf_loss = torch.nn.functional.mse_loss(values, batch["value_targets"])
         entropy = dist.entropy().mean()

@@ -31,9 +31,20 @@ class APEXConfig(DQNConfig):
     learner_queue_size: Count = 4
     """Train batches that may wait for the learner."""
 
+    num_learners: int = Field(default=0, ge=0)
+    """Learners on Ray actors of their own, which take shares of each batch; 0 learns in a thread of
+    this process."""
+    num_gpus: int = Field(default=0, ge=0)
+    """The same, each with a GPU."""
+
     def learner(self, workers: WorkerSet) -> LearnerThread:
         """The learner of a plan."""
-        return LearnerThread(workers, queue_size=self.learner_queue_size)
+        return LearnerThread(
+            workers,
+            queue_size=self.learner_queue_size,
+            num_learners=self.num_learners,
+            num_gpus=self.num_gpus,
+        )
 
     def greedy_workers(self) -> list[int]:
         """The last third of the workers, which explore least: their episodes are reported."""

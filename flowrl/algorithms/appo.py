@@ -80,8 +80,9 @@ class APPOTorchPolicy(TargetNetwork, VTracePolicy):
 
     def end_learning(self, batch: Any, stats: dict[str, float]) -> dict[str, float]:
         """Adapt the KL coefficient."""
-        if "kl" in stats:
-            self.kl_coeff = adapted(self.kl_coeff, stats["kl"], self.config.kl_target)
+        if self.kl_coeff and "kl" in stats:
+            kl = self.agreed(stats["kl"])
+            self.kl_coeff = adapted(self.kl_coeff, kl, self.config.kl_target)
         return {"cur_kl_coeff": self.kl_coeff}
 
     def get_state(self) -> dict[str, Any]:

@@ -555,5 +555,7 @@ class OnPolicyConfig(AlgorithmConfig):
     """Weight of the entropy bonus: a number, or a schedule over env steps."""
     vf_loss_coeff: Schedule = 0.5
     """Weight of the value loss: a number, or a schedule over env steps."""
+    standardize_advantages: bool = False
+    """Advantages of each minibatch to mean 0, standard deviation 1."""
     learn_from_replay: bool = False
     """Take batches from a replay buffer, too, though the loss is for the policy's own, new ones."""

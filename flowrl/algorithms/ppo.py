@@ -28,7 +28,6 @@ class PPOConfig(OnPolicyConfig):
     vf_clip_param: Positive | None = None
     """New values are clipped to the old ones ± this; None does not clip."""
     standardize_advantages: bool = True
-    """Advantages of each minibatch to mean 0, standard deviation 1."""
     kl_coeff: NotNegative = 0.0
     """Weight of the KL penalty, which adapts to `kl_target`; 0 switches it off."""
     kl_target: Positive = 0.01
@@ -56,9 +55,8 @@ class PPOTorchPolicy(OnPolicyPolicy):
         clip = value_at(config.clip_param, self.timestep)
 
         advantages = batch["advantages"]
-        if config.standardize_advantages and len(advantages) > 1:
-            std, mean = torch.std_mean(advantages)
-            advantages = (advantages - mean) / (std + 1e-8)
+        if config.standardize_advantages:
+            advantages = self.standardized(advantages)
         ratio = torch.exp(dist.logp(batch["actions"]) - batch["action_logp"])
         policy_loss = -clipped_surrogate(ratio, advantages, clip)
 
@@ -89,12 +87,14 @@ class PPOTorchPolicy(OnPolicyPolicy):
         sampled it."""
         if self.config.kl_stop is None:
             return False
-        return self.describe(batch)["kl"] > self.config.kl_stop
+        return self.agreed(self.describe(batch)["kl"]) > self.config.kl_stop
 
     def end_learning(self, batch: Any, stats: dict[str, float]) -> dict[str, float]:
         """Adapt the KL coefficient; add what the whole batch tells."""
         told = self.describe(batch)
-        self.kl_coeff = adapted(self.kl_coeff, told["kl"], self.config.kl_target)
+        if self.kl_coeff:
+            kl = self.agreed(told["kl"])
+            self.kl_coeff = adapted(self.kl_coeff, kl, self.config.kl_target)
         clip = value_at(self.config.clip_param, self.timestep)
         return {**told, "cur_kl_coeff": self.kl_coeff, "cur_clip_param": clip}
 

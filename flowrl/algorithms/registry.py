@@ -13,6 +13,7 @@ _ALGORITHMS: dict[str, Any] = {
     "IMPALA": "flowrl.algorithms.impala:IMPALA",
     "APPO": "flowrl.algorithms.appo:APPO",
     "APEX": "flowrl.algorithms.apex:APEX",
+    "DDPPO": "flowrl.algorithms.ddppo:DDPPO",
     "DQN": "flowrl.algorithms.dqn:DQN",
     "SimpleQ": "flowrl.algorithms.simple_q:SimpleQ",
 }

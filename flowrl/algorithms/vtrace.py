@@ -45,8 +45,13 @@ class VTraceConfig(AlgorithmConfig):
     """Drop fragments whose weights are more updates old than this; None keeps all."""
     broadcast_interval: Count = 1
     """Fragments between two times that their workers are sent new weights."""
-    learner_queue_size: Count = 4
+    learner_queue_size: Count = 2
     """Train batches that may wait for the learner."""
+    num_learners: int = Field(default=0, ge=0)
+    """Learners on Ray actors of their own, which take shares of each batch; 0 learns in a thread of
+    this process."""
+    num_gpus: int = Field(default=0, ge=0)
+    """The same, each with a GPU."""
     minibatch_buffer_size: Count = 1
     """Train batches that the learner has in turn, where it uses each `num_sgd_iter` times."""
     replay_proportion: float = Field(default=0.0, ge=0)
@@ -62,6 +67,8 @@ class VTraceConfig(AlgorithmConfig):
             minibatch_buffer_size=self.minibatch_buffer_size,
             num_sgd_iter=self.num_sgd_iter,
             sgd_minibatch_size=self.sgd_minibatch_size,
+            num_learners=self.num_learners,
+            num_gpus=self.num_gpus,
         )
 
 

@@ -2,6 +2,11 @@
 
 from flowrl.iter import _get_shared_metrics
 from flowrl.ops.concurrency import Concurrently, Dequeue, Enqueue
+from flowrl.ops.data_parallel import (
+    MultiGPUTrainOneStep,
+    TrainOnWorkers,
+    TrainTFMultiGPU,
+)
 from flowrl.ops.gradients import (
     ApplyGradients,
     AsyncGradients,
@@ -57,6 +62,7 @@ __all__ = [
     "LearnerThread",
     "MinibatchBuffer",
     "MixInReplay",
+    "MultiGPUTrainOneStep",
     "OncePerTimeInterval",
     "OncePerTimestepsElapsed",
     "ParallelRollouts",
@@ -68,7 +74,9 @@ __all__ = [
     "StandardMetricsReporting",
     "StandardizeFields",
     "StoreToReplayBuffer",
+    "TrainOnWorkers",
     "TrainOneStep",
+    "TrainTFMultiGPU",
     "TrainingSteps",
     "UpdateReplayPriorities",
     "UpdateTargetNetwork",

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from flowrl.iter import _get_shared_metrics
 from flowrl.iter.stage import describe
 from flowrl.iter.waiting import Signal, Waiter, queue_signal
-from flowrl.ops.train import Batch, Info, learn, note_trained
+from flowrl.ops.data_parallel import learners_of
+from flowrl.ops.train import Batch, Info, batch_to_learn_from, learn, note_trained
 
 if TYPE_CHECKING:
     from flowrl.sampling.worker_set import WorkerSet
@@ -97,6 +98,8 @@ class LearnerThread:
         queue_size: batches that may wait, on either side.
         minibatch_buffer_size, num_sgd_iter: batches are used so many times each, so many in turn.
         sgd_minibatch_size: rows per update, 0 for the whole batch.
+        num_learners, num_gpus: learn on so many Ray actors, which take shares of each batch,
+            instead of in this process; see MultiGPUTrainOneStep.
 
     Raises:
         ValueError: a number out of range.
@@ -111,6 +114,8 @@ class LearnerThread:
         minibatch_buffer_size: int = 1,
         num_sgd_iter: int = 1,
         sgd_minibatch_size: int = 0,
+        num_learners: int = 0,
+        num_gpus: int = 0,
     ):
         if isinstance(policies, str):
             raise TypeError(f"policies is a collection of ids: [{policies!r}]")
@@ -124,7 +129,13 @@ class LearnerThread:
         self.sgd_minibatch_size = sgd_minibatch_size
         self.inqueue: queue.Queue[Batch] = queue.Queue(queue_size)
         self.outqueue: queue.Queue[Learned | NotLearned] = queue.Queue(queue_size)
+        in_turn = isinstance(minibatch_buffer_size, int) and minibatch_buffer_size > 1
         self._minibatches = MinibatchBuffer(minibatch_buffer_size, num_sgd_iter)
+        self._passes = 1
+        if not in_turn:  # one after the other, without sending weights in between
+            self._passes = num_sgd_iter
+            self._minibatches = MinibatchBuffer(minibatch_buffer_size, 1)
+        self.learners = learners_of(workers, num_gpus, num_learners)
         self._thread: threading.Thread | None = None
         self._ending = False
         self._end = Signal()
@@ -153,6 +164,8 @@ class LearnerThread:
             self._end.fire()
             thread.join(JOIN_S)
             self.workers.unpublish()
+        if self.learners is not None:
+            self.learners.stop()
 
     def _run(self) -> None:
         waiter = Waiter()
@@ -191,7 +204,12 @@ class LearnerThread:
         return True
 
     def _learn(self, batch: Batch) -> Info:
-        info = learn(self.workers, batch, self.policies, 1, self.sgd_minibatch_size)
+        how = self._passes, self.sgd_minibatch_size
+        if self.learners is None:
+            info = learn(self.workers, batch, self.policies, *how)
+        else:
+            learning = batch_to_learn_from(self.workers.local_worker(), batch, self.policies)
+            info = self.learners.learn(learning, batch.sources, *how)
         self.workers.publish()
         return info
 
@@ -210,6 +228,9 @@ class LearnerThread:
         metrics.timers["learn"].push(result.seconds)
         metrics.timers["learn"].push_units_processed(result.batch.count)
         metrics.timers["learner_wait"].push(result.waited)
+        if self.learners is not None:
+            metrics.counters["num_learner_restarts"] += self.learners.restarts
+            self.learners.restarts = 0
         self.learned_s += result.seconds
         self.waited_s += result.waited
         note_trained(metrics, result.batch.env_steps(), result.info)
@@ -249,4 +270,6 @@ class LearnerThread:
             self.outqueue.put_nowait(Learned(*fields))
 
     def __repr__(self) -> str:
-        return type(self).__name__
+        if self.learners is None:
+            return type(self).__name__
+        return f"{type(self).__name__}(num_learners={self.learners.num_learners})"

@@ -19,6 +19,7 @@ class TargetNetwork(TorchPolicy):
 
     Attributes:
         target_model: the network; its parameters take no gradient.
+        target_updates: how often it was moved.
     """
 
     def __init__(self, observation_space: Any, action_space: Any, config: Any):
@@ -27,6 +28,7 @@ class TargetNetwork(TorchPolicy):
         self.target_model.eval().requires_grad_(False)
         self._target = FlatParameters(self.target_model)
         self.target_model.link_numpy()
+        self.target_updates = 0
         self.update_target(1.0)
 
     def update_target(self, tau: float | None = None) -> None:
@@ -35,6 +37,7 @@ class TargetNetwork(TorchPolicy):
         self._target.vector.data.lerp_(self.flat.vector.data, tau)
         for own, buffer in zip(self.target_model.buffers(), self.model.buffers(), strict=True):
             own.copy_(buffer)
+        self.target_updates += 1
 
     def get_state(self) -> dict[str, Any]:
         target = self.target_model.state_dict()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import optree
@@ -25,6 +26,9 @@ from flowrl.policies.policy import Policy
 from flowrl.policies.schedules import value_at
 from flowrl.policies.view_requirement import misfit
 from flowrl.seeding import random_stream
+
+if TYPE_CHECKING:
+    from flowrl.policies.distributed import Group
 
 T = TypeVar("T")
 
@@ -103,6 +107,7 @@ class TorchPolicy(Policy):
         self._rates = [[group["lr"] for group in o.param_groups] for o in self.optimizers]
         if self.config.compile:
             self.model.compile_for_learning()
+        self.group: Group | None = None  # of the processes that learn with this one
         self.stats: dict[str, torch.Tensor | float] = {}
         self.num_skipped_updates = 0
         self.noted: list[dict[str, np.ndarray]] = []  # of rows, in the pass that was last begun
@@ -337,6 +342,7 @@ class TorchPolicy(Policy):
     def columns_read(self, batch: SampleBatch) -> set[str] | None:
         """What the loss and the hooks after a pass read, found by calling them once."""
         tracked = TrackedBatch(batch)
+        group, self.group = self.group, None
         state, torch_rng = self.get_state(), torch.get_rng_state()
         buffers = [(buffer, buffer.clone()) for buffer in self._buffers]
         try:
@@ -348,6 +354,7 @@ class TorchPolicy(Policy):
         except Exception:
             return None  # learning from it will tell; until then everything is shipped
         finally:
+            self.group = group
             self.set_state(state)
             torch.set_rng_state(torch_rng)
             _put_back(buffers)
@@ -384,15 +391,68 @@ class TorchPolicy(Policy):
         """
         return self._unless_odd(batch, self._learn)
 
-    def _learn(self, batch: SampleBatch) -> dict[str, float]:
+    def _minibatches(self, batch: SampleBatch, size: int) -> Iterator[Any]:
+        parts = super()._minibatches(batch, size)
+        return parts if self.group is None or self.group.shares else self.group.padded(parts)
+
+    def share_of(self, batch: SampleBatch, rank: int, size: int) -> SampleBatch | None:
+        """What one of several learners learns from: as many rows as the others have, or whole
+        sequences; None where there are too few for all."""
+        if "seq_lens" in batch:
+            parts = _split_sequences(batch, size)
+            return parts[rank]
+        begin, end = (batch.count * number // size for number in (rank, rank + 1))
+        return batch[begin:end] if end > begin else None
+
+    def agreed(self, value: float) -> float:
+        """A number that all processes that learn together must have alike: the mean of theirs."""
+        return value if self.group is None else self.group.mean(value)
+
+    def std_mean(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Standard deviation and mean of a column [B], over all processes that learn together."""
+        return torch.std_mean(values) if self.group is None else self.group.std_mean(values)
+
+    def _learn(self, batch: SampleBatch | None) -> dict[str, float]:
         self._check_links()
-        stats = take_gradient(self, batch)
+        if self.group is None:
+            assert batch is not None
+            stats = take_gradient(self, batch)
+        else:
+            stats = self._averaged_gradient(batch, self.group)
         self._step(stats["grad_norm"])
+        if len(stats) == 1:
+            return {}  # without rows there is nothing to tell
         if self._learned is None:
             self.row_stats = _joined(self.noted)
         else:
             self._learned += self.noted
         return stats
+
+    def _averaged_gradient(self, batch: SampleBatch | None, group: Group) -> dict[str, float]:
+        """Put the gradient over all processes' rows into `flat.gradient`; statistics of one's own.
+        One without rows adds none."""
+        if group.shares and batch is not None:
+            batch = self.share_of(batch, group.rank, group.size)
+        stats: dict[str, float] = {}
+        self.flat.gradient.zero_()
+        if batch is None:
+            self.without_rows()
+        else:
+            try:
+                stats = take_gradient(self, batch)
+            except FloatingPointError:  # so that it shows everywhere
+                self.flat.gradient.fill_(torch.nan)
+        group.average(self.flat.gradient, 0 if batch is None else batch.count)
+        norm = float(torch.linalg.vector_norm(self.flat.gradient))
+        if not np.isfinite(norm):
+            raise FloatingPointError(
+                f"the gradient of {type(self).__name__} over {group.size} processes is not finite: "
+                "the update was refused and the weights are unchanged"
+            )
+        return {**stats, "grad_norm": norm}
+
+    def without_rows(self) -> None:
+        """Take part in what the processes that learn together work out in `loss`."""
 
     def _unless_odd(
         self, batch: SampleBatch, learn: Callable[[SampleBatch], dict[str, float]]
@@ -401,7 +461,7 @@ class TorchPolicy(Policy):
         buffers = [(buffer, buffer.clone()) for buffer in self._buffers]
         try:
             with self._seeded():
-                return learn(self.prepared(batch))
+                return learn(self.prepared(batch) if batch is not None else batch)
         except FloatingPointError:
             _put_back(buffers)
             if self.config.on_bad_update == "raise":
@@ -617,6 +677,14 @@ def _joined(noted: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     if len(noted) < 2:
         return dict(noted[0]) if noted else {}
     return {name: np.concatenate([one[name] for one in noted]) for name in noted[0]}
+
+
+def _split_sequences(batch: SampleBatch, size: int) -> list[SampleBatch | None]:
+    """Whole sequences for each of `size` learners, as many as the others have."""
+    one_each = list(batch.sequence_minibatches(1, shuffle=False))
+    cuts = [len(one_each) * number // size for number in range(size + 1)]
+    parts = [one_each[begin:end] for begin, end in itertools.pairwise(cuts)]
+    return [SampleBatch.concat_samples(own) if own else None for own in parts]
 
 
 def _put_back(buffers: list[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -66,6 +66,7 @@ class WorkerSet:
         self._payload: tuple[dict[str, int], Any] | None = None
         self._published: tuple[dict[str, int], Any] | None = None
         self._owns_ray = False
+        self.on_remake: list[Callable[[], None]] = []  # before a worker that died is made again
         self.incarnations = [0] * self.num_workers  # restarts of each remote worker so far
         self._saved: list[Any] | None = None  # what remote workers that start are to go on from
         self.episodes_begun_anew = 0
@@ -194,6 +195,11 @@ class WorkerSet:
         """From now on send new weights only to workers that this was called for since they were
         last sent some (and to new ones)."""
         self._only = (self._only or set()) | set(indices)
+
+    def note_weights(self, indices: Iterable[int]) -> None:
+        """Remote workers (from 0) have the local policies' weights already: they learn, too."""
+        for index in indices:
+            self._sent[index] = self.versions()
 
     def forget_sent(self) -> None:
         """Send every worker the weights again: they changed without a new version."""
@@ -363,6 +369,8 @@ class RolloutPool(ActorPool):
     def _remake(self, index: int) -> Any:
         workers = self._workers_of
         workers.incarnations[index] = self._incarnations[index] + 1
+        for told in workers.on_remake:
+            told()
         return workers.make_remote(index, workers.incarnations[index])
 
     def ask(self, index: int, order: Order) -> Any:

@@ -1,0 +1,38 @@
+"""DD-PPO: decentralized distributed PPO (Wijmans et al. 2019, arXiv 1911.00357): PPO's loss,
+learned where the experience is sampled."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from flowrl.algorithms.algorithm import Algorithm
+from flowrl.algorithms.ppo import PPOConfig, PPOTorchPolicy
+from flowrl.policies.config import Count
+
+
+class DDPPOConfig(PPOConfig):
+    """Settings of DD-PPO."""
+
+    algorithm: ClassVar[str] = "flowrl.algorithms.ddppo:DDPPO"
+
+    plan: str | None = "ddppo"
+    rollout_fragment_length: Count | Literal["auto"] = "auto"
+    """Env steps of each environment per round; "auto" makes one round of all workers a train
+    batch."""
+
+
+class DDPPOTorchPolicy(PPOTorchPolicy):
+    """A policy that learns as PPO does."""
+
+    config_class = DDPPOConfig
+    config: DDPPOConfig
+
+
+class DDPPO(Algorithm):
+    """DD-PPO over the plan `ddppo`."""
+
+    policy_class = DDPPOTorchPolicy
+    config_class = DDPPOConfig
+
+
+DEFAULT_CONFIG = DDPPOConfig()

@@ -1,0 +1,24 @@
+"""DD-PPO: workers learn from what they sample, with gradients averaged over all of them."""
+
+from flowrl.algorithms.ddppo import DDPPOConfig
+from flowrl.ops import StandardMetricsReporting, TrainOnWorkers
+
+config = DDPPOConfig(
+    env="CartPole-v1",
+    num_workers=2,
+    num_envs_per_worker=4,
+    train_batch_size=1024,
+    sgd_minibatch_size=64,
+    gamma=0.98,
+    lr=[(0, 1e-3), (100_000, 0.0)],
+    clip_param=[(0, 0.2), (100_000, 0.0)],
+)
+
+
+def execution_plan(workers, config):
+    train = TrainOnWorkers(
+        workers,
+        num_sgd_iter=config.num_sgd_iter,
+        sgd_minibatch_size=config.sgd_minibatch_size,
+    )
+    return StandardMetricsReporting(train, workers, config)

@@ -1,0 +1,38 @@
+"""PPO whose workers sample the next batch while it learns from the last one."""
+
+from flowrl.algorithms.ppo import PPOConfig
+from flowrl.ops import (
+    ConcatBatches,
+    Concurrently,
+    Dequeue,
+    Enqueue,
+    LearnerThread,
+    ParallelRollouts,
+    StandardMetricsReporting,
+)
+
+config = PPOConfig(
+    env="CartPole-v1",
+    num_workers=2,
+    num_envs_per_worker=4,
+    train_batch_size=1024,
+    gamma=0.98,
+    lr=[(0, 1e-3), (100_000, 0.0)],
+    clip_param=[(0, 0.2), (100_000, 0.0)],
+)
+
+
+def execution_plan(workers, config):
+    learner = LearnerThread(
+        workers,
+        queue_size=1,  # a round is asked for when the one before is learned from: one batch old
+        num_sgd_iter=config.num_sgd_iter,
+        sgd_minibatch_size=config.sgd_minibatch_size,
+    )
+    gather = (
+        ParallelRollouts(workers, mode="bulk_sync")
+        .combine(ConcatBatches(config.train_batch_size, count_steps_by=config.count_steps_by))
+        .for_each(Enqueue(learner))
+    )
+    both = Concurrently([gather, Dequeue(learner)], mode="async", output_indexes=[1])
+    return StandardMetricsReporting(both, workers, config)
