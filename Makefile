@@ -29,6 +29,7 @@ bench: $(BIN)/flowrl
 	$(BIN)/python benchmarks/policy.py
 	$(BIN)/python benchmarks/train_ppo.py
 	$(BIN)/python benchmarks/iterators.py
+	$(BIN)/python benchmarks/asynchronous.py
 
 clean:
 	rm -rf .venv

@@ -34,6 +34,11 @@ def pytest_collection_modifyitems(items):
 
 
 SLOW_ON_ACTORS = {
+    *(f"test_two_learners_are_one[{case}]" for case in ("lstm", "one row", "a2c")),
+    "test_gradients_in_lockstep_are_those_of_a2c",
+    "test_on_actors_a_resumed_run_is_the_same_run[a2c]",
+    "test_gradients_as_they_come[two_actors]",
+    "test_on_actors_one_of_them_records",
     *(f"test_plan_runs[two_actors-{plan}]" for plan in ("a2c", "a2c_replay", "dqn", "ppo")),
     *(
         f"test_plan_runs[two_actors-{plan}]"

@@ -38,6 +38,23 @@ def test_ppo_cartpole_two_workers(seed, ray_session):
 
 
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("plan", "limit"),
+    [("a3c", 400_000), ("impala", 400_000), ("appo", 400_000), ("ddppo", 100_000),
+     ("ppo_async", 100_000)],
+)  # fmt: skip
+def test_asynchronous_and_distributed_plans(plan, limit, seed, ray_session):
+    steps, _ = steps_to(plan, 450, limit, seed=seed)
+    assert steps <= limit
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_apex_cartpole(seed, ray_session):
+    steps, _ = steps_to("apex", 450, 200_000, seed=seed)
+    assert steps <= 200_000
+
+
+@pytest.mark.parametrize("seed", range(3))
 def test_ppo_acrobot(seed):
     steps, _ = steps_to("ppo", -100, 300_000, env="Acrobot-v1", seed=seed)
     assert steps <= 300_000

@@ -17,7 +17,13 @@ from flowrl.ops import ConcatBatches, SelectExperiences
 PLANS = list(shipped_plans())
 TINY = {"num_envs_per_worker": 2, "seed": 0, "min_sample_timesteps_per_iteration": 128}
 REPLAYED = {"learning_starts": 32, "replay_buffer_capacity": 500, "num_replay_shards": 1}
-CODE_LINES = {"a2c": 8, "dqn": 25, "ppo_dqn": 30}  # of execution_plan, at most
+CODE_LINES = {
+    "a2c": 8,
+    "a3c": 6,
+    "apex": 30,
+    "dqn": 25,
+    "ppo_dqn": 30,
+}  # of execution_plan, at most
 
 
 def tiny(name, num_workers=0):

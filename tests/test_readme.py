@@ -167,13 +167,17 @@ def test_an_operator_of_ones_own(tmp_path, monkeypatch, capsys):
     assert "ScaleAdvantages()" in capsys.readouterr().out
 
 
+def test_the_asynchronous_plan_that_is_shown_is_the_shipped_one():
+    assert PYTHON[18] in Path(load_plan("impala").__file__).read_text()
+
+
 def test_the_engine(capsys, ray_session):
-    exec(PYTHON[18], {})
+    exec(PYTHON[19], {})
     said = capsys.readouterr().out
     assert "[0, 16, 1, 25]\n[-10, -5, -4, 2, 3, 5, 10]\n" in said
     assert "gather_async" in said
     assert "busy" in said
-    exec(PYTHON[19], {})
+    exec(PYTHON[20], {})
     assert capsys.readouterr().out == "[0, 2, 4]\n"
 
 

@@ -79,7 +79,7 @@ class LearnerActor:
         if size > 1:
             from torch.distributed import TCPStore
 
-            from flowrl.policies.distributed import Group
+            from flowrl.ops.group import Group
 
             backend = "nccl" if device.startswith("cuda") else "gloo"
             found = TCPStore(*store, is_master=False, wait_for_workers=False)
@@ -89,7 +89,7 @@ class LearnerActor:
 
     def take(self, state: bytes) -> None:
         """Learn on from what the local policies are."""
-        from flowrl.policies.distributed import take_learning_state
+        from flowrl.ops.group import take_learning_state
 
         take_learning_state(self.policies, state)
 
@@ -103,7 +103,7 @@ class LearnerActor:
     ) -> tuple[Info, bytes | None]:
         """Learn with the others from all the rows, of which this one takes its share; the first
         gives the policies' states."""
-        from flowrl.policies.distributed import learning_state
+        from flowrl.ops.group import learning_state
 
         for policy in self.policies.values():
             policy.on_global_var_update(global_vars)
@@ -141,12 +141,12 @@ class Learners:
         again.
 
         Raises:
-            ConfigError: the cluster has not got what they need.
+            RuntimeError: the cluster has not got what they need.
             what learning raised; that learners died, the third time in a row.
         """
         import ray
 
-        from flowrl.policies.distributed import take_learning_state
+        from flowrl.ops.group import take_learning_state
 
         worker = self.workers.local_worker()
         for attempt in range(TRIES):
@@ -179,7 +179,7 @@ class Learners:
         """Make the learners, or let them know what the local policies are now."""
         import ray
 
-        from flowrl.policies.distributed import learning_state
+        from flowrl.ops.group import learning_state
 
         worker = self.workers.local_worker()
         now = self._now()
@@ -195,14 +195,12 @@ class Learners:
         import ray
         from torch.distributed import TCPStore
 
-        from flowrl.policies.config import ConfigError
-
         if not ray.is_initialized():
             ray.init(include_dashboard=False, logging_level=logging.WARNING)
             self._owns_ray = True
         gpus = ray.cluster_resources().get("GPU", 0)
         if self.gpus and gpus < self.num_learners:
-            raise ConfigError(
+            raise RuntimeError(
                 f"num_gpus: {self.num_learners} learners with a GPU each are asked for, the "
                 f"cluster has {gpus:g} GPUs: use num_learners for learners without"
             )
@@ -267,7 +265,7 @@ class MultiGPUTrainOneStep:
 
     Raises:
         ValueError: both numbers are given, or one below 0.
-        ConfigError (when pulled): the cluster has not got what they need.
+        RuntimeError (when pulled): the cluster has not got what they need.
     """
 
     def __init__(
@@ -338,14 +336,13 @@ def _is_broken(error: BaseException) -> bool:
 
 def _check(policy: Any) -> None:
     """Refuse a policy that cannot learn with others."""
-    from flowrl.policies.config import ConfigError
 
     if not hasattr(policy, "group"):
-        raise ConfigError(
+        raise TypeError(
             f"{type(policy).__name__} cannot learn in several processes: it is no TorchPolicy"
         )
     if policy.config.accumulate_rows:
-        raise ConfigError("accumulate_rows: the processes that learn together share the rows")
+        raise ValueError("accumulate_rows: the processes that learn together share the rows")
 
 
 def _joined(told: list[Info]) -> Info:
@@ -416,7 +413,7 @@ class LearnThere:
         return LearnThere(self.size, *self._how, self._policies, worker, self.place)
 
     def __call__(self, batch: Batch) -> Trained:
-        from flowrl.policies.distributed import GroupBroken, learning_state
+        from flowrl.ops.group import GroupBroken, learning_state
 
         worker = self._worker
         with worker.lock:
@@ -443,7 +440,7 @@ class LearnThere:
         """Be in the group that is the valid one, with the state that it began with."""
         from torch.distributed import PrefixStore, TCPStore
 
-        from flowrl.policies.distributed import Group, take_learning_state
+        from flowrl.ops.group import Group, take_learning_state
 
         if self._store is None:
             assert self.place is not None
@@ -482,7 +479,7 @@ class TrainOnWorkers(LocalIterator[Any]):
         policies: ids of those that learn; None for all that are to.
 
     Raises (when pulled):
-        ConfigError: a policy that cannot learn in several processes.
+        TypeError: a policy that cannot learn in several processes.
         RuntimeError: workers do not have the same weights any more.
     """
 
@@ -533,7 +530,7 @@ class TrainOnWorkersStage(Stage):
 
     def _form(self) -> None:
         """From now on a new group is the valid one, which begins with the policies as they are."""
-        from flowrl.policies.distributed import learning_state
+        from flowrl.ops.group import learning_state
 
         self._generation += 1
         self._fresh = True
@@ -567,7 +564,7 @@ class TrainOnWorkersStage(Stage):
             return self._round(told, self.parents[0].sources)
 
     def _round(self, told: list[Trained], sources: tuple[Source, ...]) -> tuple[Any, Info]:
-        from flowrl.policies.distributed import take_learning_state
+        from flowrl.ops.group import take_learning_state
 
         if len({one.digest for one in told}) > 1:
             raise RuntimeError(

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import optree
@@ -26,9 +26,6 @@ from flowrl.policies.policy import Policy
 from flowrl.policies.schedules import value_at
 from flowrl.policies.view_requirement import misfit
 from flowrl.seeding import random_stream
-
-if TYPE_CHECKING:
-    from flowrl.policies.distributed import Group
 
 T = TypeVar("T")
 
@@ -107,7 +104,7 @@ class TorchPolicy(Policy):
         self._rates = [[group["lr"] for group in o.param_groups] for o in self.optimizers]
         if self.config.compile:
             self.model.compile_for_learning()
-        self.group: Group | None = None  # of the processes that learn with this one
+        self.group: Any = None  # a flowrl.ops.group.Group of the processes that learn with this one
         self.stats: dict[str, torch.Tensor | float] = {}
         self.num_skipped_updates = 0
         self.noted: list[dict[str, np.ndarray]] = []  # of rows, in the pass that was last begun
@@ -428,7 +425,7 @@ class TorchPolicy(Policy):
             self._learned += self.noted
         return stats
 
-    def _averaged_gradient(self, batch: SampleBatch | None, group: Group) -> dict[str, float]:
+    def _averaged_gradient(self, batch: SampleBatch | None, group: Any) -> dict[str, float]:
         """Put the gradient over all processes' rows into `flat.gradient`; statistics of one's own.
         One without rows adds none."""
         if group.shares and batch is not None:

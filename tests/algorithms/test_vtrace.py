@@ -136,7 +136,7 @@ def test_appos_loss():
 
 
 def test_appos_coefficient_and_target_follow():
-    config = small(APPOConfig, plan="appo", kl_coeff=0.2, kl_target=1e-9, lr=0.01)
+    config = small(APPOConfig, plan="appo", kl_coeff=0.2, kl_target=1e-9, lr=0.01, num_sgd_iter=3)
     with config.build() as algorithm:
         policy = algorithm.get_policy()
         told = [algorithm.train()["learners"]["default_policy"] for _ in range(3)]

@@ -1,4 +1,6 @@
-"""Groups of processes that learn as one: gradients are averaged over torch.distributed."""
+"""Groups of processes that learn as one: gradients are averaged over torch.distributed.
+
+Imported by those processes alone: it needs torch, which operators do not."""
 
 from __future__ import annotations
 
