@@ -196,7 +196,7 @@ class Learners:
         from torch.distributed import TCPStore
 
         if not ray.is_initialized():
-            ray.init(include_dashboard=False, logging_level=logging.WARNING)
+            ray.init("local", include_dashboard=False, logging_level=logging.WARNING)
             self._owns_ray = True
         gpus = ray.cluster_resources().get("GPU", 0)
         if self.gpus and gpus < self.num_learners:

@@ -160,7 +160,7 @@ class ReplayActors:
             import ray
 
             if not ray.is_initialized():
-                ray.init(include_dashboard=False, logging_level=logging.WARNING)
+                ray.init("local", include_dashboard=False, logging_level=logging.WARNING)
                 self._owns_ray = True
             self._handles = [self._new(index) for index in range(self.num_shards)]
         return self._handles

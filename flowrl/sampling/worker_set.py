@@ -117,7 +117,7 @@ class WorkerSet:
             cores = None if address else max(os.cpu_count() or 1, self.num_workers)
             try:
                 ray.init(
-                    address=address,
+                    address=address or "local",  # not one that somebody else has started
                     num_cpus=cores,
                     include_dashboard=False if address is None else None,
                     logging_level=logging.WARNING,

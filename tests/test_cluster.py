@@ -1,0 +1,210 @@
+"""Plans on a Ray cluster of several nodes, here all on this machine; what is left when they end."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+REPOSITORY = str(Path(__file__).parents[1])
+
+CLUSTER = """
+import ray
+from ray.cluster_utils import Cluster
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+node = cluster.add_node(num_cpus=2)
+ray.init(address=cluster.address, log_to_driver=False)
+
+from flowrl.algorithms.plans import load_plan
+
+def nodes(algorithm):
+    told = algorithm.workers.foreach_worker(lambda w: ray.get_runtime_context().get_node_id())
+    return told[0], told[1:]
+"""
+
+
+def run(body, tmp_path):
+    file = tmp_path / "driver.py"
+    file.write_text(CLUSTER + textwrap.dedent(body))
+    done = subprocess.run(
+        [sys.executable, str(file)], capture_output=True, text=True, timeout=240, check=False,
+        env={**os.environ, "PYTHONPATH": REPOSITORY, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("plan", ["impala", "a3c", "ppo"])
+def test_workers_on_several_nodes(tmp_path, plan):
+    said = run(
+        f"""
+        config = load_plan({plan!r}).config.updated(
+            num_workers=3, num_envs_per_worker=2, rollout_fragment_length=20, seed=0,
+            train_batch_size=120, sgd_minibatch_size=0, min_sample_timesteps_per_iteration=240,
+        )
+        with config.build() as algorithm:
+            results = [algorithm.train() for _ in range(3)]
+            here, there = nodes(algorithm)
+        print(len(there), len(set(there)), results[-1]["num_healthy_workers"])
+        print(results[-1]["num_env_steps_trained"] >= 3 * 240 - 120)
+        """,
+        tmp_path,
+    )
+    assert said == "3 2 3\nTrue\n"
+
+
+@pytest.mark.chaos
+def test_a_node_that_is_lost_takes_no_step_with_it(tmp_path):
+    """Its workers are made again elsewhere, with the newest weights; all that came is counted."""
+    said = run(
+        """
+        config = load_plan("impala").config.updated(
+            num_workers=3, num_envs_per_worker=2, rollout_fragment_length=20, seed=0,
+            train_batch_size=120, min_sample_timesteps_per_iteration=480, num_cpus_per_worker=0.5,
+        )
+        with config.build() as algorithm:
+            algorithm.train()
+            here, there = nodes(algorithm)
+            lost = sum(place != here for place in there)
+            cluster.remove_node(node)
+            cluster.add_node(num_cpus=2)
+            for _ in range(12):
+                result = algorithm.train()
+                if result["num_remote_worker_restarts"] >= lost:
+                    break
+            result = algorithm.train()
+            versions = algorithm.workers.foreach_worker(lambda w: w.policy.version)
+        print(lost > 0, result["num_remote_worker_restarts"] >= lost)
+        print(result["num_healthy_workers"], min(versions[1:]) > 0)
+        """,
+        tmp_path,
+    )
+    assert said == "True True\n3 True\n"
+
+
+def test_nothing_is_left_after_stop(tmp_path):
+    said = run(
+        """
+        import threading, time
+        from ray._private.state import actors
+
+        def alive():
+            return sum(actor["State"] == "ALIVE" for actor in actors().values())
+
+        def waited_for(condition):
+            until = time.monotonic() + 20
+            while not condition() and time.monotonic() < until:
+                time.sleep(0.2)
+            return condition()
+
+        for plan in ("impala", "apex", "ddppo"):
+            config = load_plan(plan).config.updated(
+                num_workers=2, num_envs_per_worker=2, rollout_fragment_length=20, seed=0,
+                min_sample_timesteps_per_iteration=100, num_cpus_per_worker=0.5,
+                **({"learning_starts": 50} if plan == "apex" else {}),
+            )
+            with config.build() as algorithm:
+                for _ in range(2):
+                    algorithm.train()
+                print(plan, waited_for(lambda: alive() >= 2))
+            print(waited_for(lambda: alive() == 0))
+            print(sum(thread.name == "flowrl-learner" for thread in threading.enumerate()))
+        """,
+        tmp_path,
+    )
+    assert said.split() == [
+        word for plan in ("impala", "apex", "ddppo") for word in (plan, "True", "True", "0")
+    ]
+
+
+@pytest.mark.chaos
+def test_nothing_is_left_of_a_driver_that_was_killed(tmp_path):
+    code = textwrap.dedent(
+        """
+        from flowrl.algorithms.plans import load_plan
+        config = load_plan("apex").config.updated(num_workers=2, seed=0)
+        with config.build() as algorithm:
+            while True:
+                algorithm.train()
+                print("trained", flush=True)
+        """
+    )
+    mark = f"flowrl-{os.getpid()}-{time.time_ns()}"
+    driver = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        env={**os.environ, "PYTHONPATH": REPOSITORY, "OMP_NUM_THREADS": "1", "FLOWRL_MARK": mark},
+    )  # fmt: skip
+    assert driver.stdout is not None
+    assert driver.stdout.readline() == "trained\n"
+
+    def left():
+        found = []
+        for environ in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                if mark.encode() in environ.read_bytes():
+                    found.append(int(environ.parent.name))
+            except OSError:
+                continue
+        return found
+
+    assert len(left()) > 3
+    os.kill(driver.pid, signal.SIGKILL)
+    driver.wait()
+    deadline = time.monotonic() + 30
+    while left() and time.monotonic() < deadline:
+        time.sleep(1)
+    assert left() == []
+
+
+NUMPY = """
+import sys, numpy as np
+from flowrl.algorithms.a2c import A2C, A2CConfig
+from flowrl.policies import Policy
+
+class Constant(Policy):
+    def compute_actions(self, obs_batch, explore=True):
+        return self.rng.integers(2, size=len(obs_batch)), [], {}
+    def learn_on_batch(self, batch):
+        self.version += 1
+        return {"total_loss": 1.0}
+    def get_weights(self):
+        return {"w": np.ones(3)}
+    def set_weights(self, weights):
+        pass
+
+class Numpy(A2C):
+    policy_class = Constant
+"""
+
+
+@pytest.mark.parametrize(("count", "numpy"), [(64, True), (16, False)])
+def test_very_many_workers(tmp_path, count, numpy):
+    body = f"""
+        import time
+        kind = Numpy if {numpy} else A2C
+        config = A2CConfig(
+            env="CartPole-v1", num_workers={count}, rollout_fragment_length=10, seed=0,
+            train_batch_size={10 * count}, num_cpus_per_worker=0.03,
+        )
+        with kind(config) as algorithm:
+            results = [algorithm.train() for _ in range(3)]
+            torch = algorithm.workers.foreach_worker(lambda w: "torch" in sys.modules)[1:]
+        print(results[-1]["num_env_steps_trained"], results[-1]["num_healthy_workers"])
+        print(sum(torch))
+        """
+    file = tmp_path / "driver.py"
+    file.write_text(NUMPY + textwrap.dedent(body))
+    done = subprocess.run(
+        [sys.executable, str(file)], capture_output=True, text=True, timeout=280, check=False,
+        env={**os.environ, "PYTHONPATH": REPOSITORY, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    trained, torch = done.stdout.splitlines()
+    assert trained == f"{30 * count} {count}"
+    assert int(torch) == (0 if numpy else count)
