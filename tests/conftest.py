@@ -13,7 +13,9 @@ def ray_session():
     """One Ray on this machine for all tests that ask for actors."""
     import ray
 
-    ray.init(num_cpus=4, include_dashboard=False, logging_level="WARNING", log_to_driver=False)
+    ray.init(
+        "local", num_cpus=4, include_dashboard=False, logging_level="WARNING", log_to_driver=False
+    )
     yield ray
     ray.shutdown()
 

@@ -54,7 +54,8 @@ def held(plan, policy_id):
         if isinstance(fn, ConcatBatches):
             rows += sum(batch.steps_by_policy().get(policy_id, 0) for batch in fn._pending)
         if getattr(stage, "learner", None) is not None:
-            rows += sum(b.steps_by_policy().get(policy_id, 0) for b in stage.learner.held())
+            fresh = [b for b in stage.learner.held() if "batch_indexes" not in b]  # not replayed
+            rows += sum(batch.steps_by_policy().get(policy_id, 0) for batch in fresh)
         if isinstance(fn, SelectExperiences) and isinstance(stage.parents[0], TeeChild):
             child = stage.parents[0]
             waiting = child._tee.buffers[child._index] if policy_id in fn.policy_ids else ()

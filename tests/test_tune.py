@@ -216,7 +216,7 @@ def test_a_killed_trial_goes_on_from_its_checkpoint(tmp_path):
         f"""
         import ray, sys
         sys.path.insert(0, {os.getcwd()!r})
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+        ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
         from tests.test_tune import DiesOnce, fitted, small
         results = fitted({str(tmp_path)!r}, "PPO", small(callbacks_class=DiesOnce),
                          checkpoints=1, failures=1, num_samples=1)

@@ -3,9 +3,9 @@ gradients are computed where the experience is sampled."""
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from flowrl.algorithms.a2c import A2CConfig, A2CTorchPolicy
 from flowrl.algorithms.algorithm import Algorithm
@@ -25,6 +25,15 @@ class A3CConfig(A2CConfig):
     max_policy_lag: int | None = Field(default=None, ge=0)
     """Drop gradients at weights that are more updates old than this; None keeps all."""
     min_sample_timesteps_per_iteration: int = Field(default=1000, ge=0)
+
+    @model_validator(mode="after")
+    def _one_gradient(self) -> Self:
+        if self.num_sgd_iter != 1 or self.sgd_minibatch_size:
+            raise ValueError(
+                "num_sgd_iter and sgd_minibatch_size: A3C makes one gradient of each fragment: "
+                "leave them out"
+            )
+        return self
 
 
 class A3CTorchPolicy(A2CTorchPolicy):

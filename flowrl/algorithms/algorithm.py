@@ -43,16 +43,14 @@ from flowrl.iter import LocalIterator
 from flowrl.iter.gather import Gather
 from flowrl.iter.stage import walk
 from flowrl.ops import (
-    ApplyGradients,
-    LearnerThread,
     ResultDict,
     StandardMetricsReporting,
     TrainingSteps,
-    TrainOneStep,
     UpdateTargetNetwork,
     synchronous_parallel_sample,
     train_one_step,
 )
+from flowrl.ops.report import TRAINING
 from flowrl.policies.config import ConfigError
 from flowrl.policies.policy import Policy
 from flowrl.policies.policy_spec import specs_of
@@ -199,7 +197,7 @@ class Algorithm:
         specs = specs_of(self.config.policies or {DEFAULT_POLICY_ID: None})
         for given in operators:
             operator = getattr(given, "learner", given)
-            if not isinstance(operator, (TrainOneStep, ApplyGradients, LearnerThread)):
+            if not isinstance(operator, TRAINING):
                 continue
             for policy_id in specs if operator.policies is None else operator.policies:
                 own = specs[policy_id]
@@ -537,10 +535,17 @@ class Algorithm:
                 f"{self.config.plan}`, if it is to go on with that"
             )
         plan = self._new_plan()  # the one that runs cannot go back
+        running = [] if self._plan is None else list(walk(self._plan.stage))
+        learners = [one for stage in running if (one := getattr(stage, "learner", None))]
+        learners = [learner for learner in learners if learner.is_alive()]
+        for learner in learners:  # they would learn on, with what is taken over
+            learner.stop()
         try:
             self._take_over(state, plan, path)
         except BaseException:
             plan.stop()
+            for learner in learners:
+                learner.start()
             raise
         before, self._plan = self._plan, plan
         if self._evaluation is not None:

@@ -42,6 +42,8 @@ class APEXConfig(DQNConfig):
         return LearnerThread(
             workers,
             queue_size=self.learner_queue_size,
+            num_sgd_iter=self.num_sgd_iter,
+            sgd_minibatch_size=self.sgd_minibatch_size,
             num_learners=self.num_learners,
             num_gpus=self.num_gpus,
         )

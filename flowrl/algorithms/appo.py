@@ -80,8 +80,8 @@ class APPOTorchPolicy(TargetNetwork, VTracePolicy):
 
     def end_learning(self, batch: Any, stats: dict[str, float]) -> dict[str, float]:
         """Adapt the KL coefficient."""
-        if self.kl_coeff and "kl" in stats:
-            kl = self.agreed(stats["kl"])
+        kl = self.agreed(stats.get("kl")) if self.kl_coeff else None
+        if kl is not None:
             self.kl_coeff = adapted(self.kl_coeff, kl, self.config.kl_target)
         return {"cur_kl_coeff": self.kl_coeff}
 

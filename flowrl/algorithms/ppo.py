@@ -87,14 +87,15 @@ class PPOTorchPolicy(OnPolicyPolicy):
         sampled it."""
         if self.config.kl_stop is None:
             return False
-        return self.agreed(self.describe(batch)["kl"]) > self.config.kl_stop
+        kl = self.agreed(self.describe(batch)["kl"])
+        return kl is not None and kl > self.config.kl_stop
 
     def end_learning(self, batch: Any, stats: dict[str, float]) -> dict[str, float]:
         """Adapt the KL coefficient; add what the whole batch tells."""
         told = self.describe(batch)
         if self.kl_coeff:
             kl = self.agreed(told["kl"])
-            self.kl_coeff = adapted(self.kl_coeff, kl, self.config.kl_target)
+            self.kl_coeff = adapted(self.kl_coeff, kl or 0.0, self.config.kl_target)
         clip = value_at(self.config.clip_param, self.timestep)
         return {**told, "cur_kl_coeff": self.kl_coeff, "cur_clip_param": clip}
 

@@ -95,23 +95,33 @@ class VTracePolicy(TorchPolicy):
             return {BOOTSTRAP: fragment["next_values"]}
         return {}
 
-    def _minibatches(self, batch: SampleBatch, size: int) -> Iterator[SampleBatch]:
+    def _minibatches(self, batch: SampleBatch, size: int) -> Iterator[Any]:
         """Trajectories stay whole, so minibatches have at least `size` rows."""
         if size >= batch.count or "seq_lens" in batch:
-            yield from super()._minibatches(batch, min(size, batch.count))
-            return
-        ends = np.flatnonzero(trajectory_ends(batch))
-        begins = np.concatenate([[0], ends[:-1] + 1])
+            return super()._minibatches(batch, min(size, batch.count))
+        parts = self._of_trajectories(batch, size)
+        return parts if self.group is None or self.group.shares else self.group.padded(parts)
+
+    def _of_trajectories(self, batch: SampleBatch, size: int) -> Iterator[SampleBatch]:
+        pieces = _pieces(batch)
         chosen: list[np.ndarray] = []
         rows = 0
-        for i in self.shuffle_rng.permutation(len(ends)).tolist():
-            chosen.append(np.arange(begins[i], ends[i] + 1))
+        for number in self.shuffle_rng.permutation(len(pieces)).tolist():
+            chosen.append(pieces[number])
             rows += len(chosen[-1])
             if rows >= size:
                 yield batch.take_rows(np.concatenate(chosen))
                 chosen, rows = [], 0
         if chosen:
             yield batch.take_rows(np.concatenate(chosen))
+
+    def share_of(self, batch: SampleBatch, rank: int, size: int) -> SampleBatch | None:
+        """Whole trajectories, as many as the others have."""
+        if "seq_lens" in batch:
+            return super().share_of(batch, rank, size)
+        pieces = _pieces(batch)
+        own = pieces[len(pieces) * rank // size : len(pieces) * (rank + 1) // size]
+        return batch.take_rows(np.concatenate(own)) if own else None
 
     def corrected(
         self, batch: TensorBatch, target_logp: np.ndarray, values: np.ndarray
@@ -157,6 +167,13 @@ class VTracePolicy(TorchPolicy):
                 "value_function(), or let a plain module give (outputs, values)"
             )
         return np.where(alive, after, 0.0)
+
+
+def _pieces(batch: SampleBatch) -> list[np.ndarray]:
+    """The row numbers of each trajectory."""
+    ends = np.flatnonzero(trajectory_ends(batch))
+    begins = np.concatenate([[0], ends[:-1] + 1])
+    return [np.arange(b, e + 1) for b, e in zip(begins.tolist(), ends.tolist(), strict=True)]
 
 
 def trajectory_ends(batch: Any) -> np.ndarray:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Literal
 
 from flowrl.iter.errors import (
@@ -377,6 +378,12 @@ class GatherSync(Gather):
                 self.items += 1
                 return [item for item, _ in in_order]
             return NOT_READY
+
+    def forget(self, condition: Callable[[Any], bool]) -> list[tuple[Any, Source]]:
+        """Let go of the items of a round that is not complete for which `condition(item)` holds:
+        their shards are asked again. Those items."""
+        gone = [index for index, (item, _) in self._round.items() if condition(item)]
+        return [self._round.pop(index) for index in gone]
 
     def _complete(self, block: bool) -> bool:
         """Ask and receive until the round has an item of every live shard."""

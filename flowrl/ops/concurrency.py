@@ -81,13 +81,24 @@ class Enqueue:
     """
 
     def __init__(self, output_queue: queue.Queue[Any] | LearnerThread):
+        self._learner = output_queue if isinstance(output_queue, LearnerThread) else None
         if isinstance(output_queue, LearnerThread):
             output_queue = output_queue.inqueue
         self.queue = _checked(output_queue, "Enqueue")
 
     def ready(self) -> bool:
-        """Whether the queue has room."""
-        return not self.queue.full()
+        """Whether the queue has room.
+
+        Raises:
+            RuntimeError: it is a learner's that nothing in the plan has started.
+        """
+        full = self.queue.full()
+        if full and self._learner is not None and not self._learner.started:
+            raise RuntimeError(
+                "Enqueue: its learner has not been started: Dequeue(learner) in a branch of the "
+                "same plan starts it"
+            )
+        return not full
 
     def waits(self) -> list[Any]:
         """What fires when it may have room again."""

@@ -4,13 +4,17 @@ workers on what each has sampled. Gradients are averaged over torch.distributed.
 from __future__ import annotations
 
 import logging
+import sys
 import zlib
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.iter import NOT_READY, LocalIterator, Source, Stage, _get_shared_metrics
+from flowrl.iter.errors import ShardFailedError
 from flowrl.ops.rollout import CountRollouts
 from flowrl.ops.train import (
     Batch,
@@ -27,7 +31,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("flowrl")
 
-TIMEOUT_S = 60.0  # for the others of a group to answer
+TIMEOUT_S = 300.0  # for the others of a group to answer; one that is gone is noticed at once
+MOST_BROKEN = 5  # groups in a row, without a round
 TRIES = 3  # of one batch, with new learners each
 
 
@@ -42,12 +47,16 @@ def learn_in_group(
     info: Info = {}
     for policy_id, rows in learning.items():
         policy = policies[policy_id]
-        size = policy.config.sgd_minibatch_size if minibatch is None else minibatch
+        size = minibatch
+        if size is None or len(learning) > 1:
+            size = min(policy.config.sgd_minibatch_size if size is None else size, rows.count)
         lags = policy_lags(policy_id, policy.version, sources)
         stats = policy.learn_on_minibatches(
-            rows, policy.config.num_sgd_iter if passes is None else passes, min(size, rows.count)
+            rows, policy.config.num_sgd_iter if passes is None else passes, size
         )
         info[policy_id] = told_of(stats, rows.count, lags)
+        if "batch_indexes" in rows:
+            info[policy_id]["num_agent_steps_replayed"] = rows.count
         if policy.row_stats:
             info[policy_id]["rows"] = policy.row_stats
     return info
@@ -132,6 +141,7 @@ class Learners:
         self._known: dict[str, Any] = {}  # what their policies are
         self._store: Any = None
         self._owns_ray = False
+        self._closed = False
 
     def learn(
         self, learning: dict[str, SampleBatch], sources: tuple[Source, ...], passes: int | None,
@@ -149,7 +159,12 @@ class Learners:
         from flowrl.ops.group import take_learning_state
 
         worker = self.workers.local_worker()
+        told_before: dict[str, dict[str, float]] = {policy_id: {} for policy_id in learning}
+        for policy_id, own in learning.items():
+            worker.on_learn_on_batch(worker.policy_map[policy_id], own, told_before[policy_id])
         for attempt in range(TRIES):
+            if self._closed:
+                raise RuntimeError("the learners were closed")
             self._prepare()
             rows = ray.put(learning)
             how = dict(self.workers.global_vars), passes, minibatch
@@ -157,9 +172,9 @@ class Learners:
             try:
                 told = _all_or_first_error(refs)
             except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError) as error:
-                self.stop()  # the others wait for the one that is gone
+                self._end_actors()  # the others wait for the one that is gone
                 cause = getattr(error, "cause", error)
-                if not _is_broken(cause) or attempt + 1 == TRIES:
+                if not _is_broken(cause) or attempt + 1 == TRIES or self._closed:
                     raise cause from None
                 log.warning("a learner died, all %d are made again: %s", self.num_learners, cause)
                 self.restarts += 1
@@ -167,7 +182,10 @@ class Learners:
             with worker.lock:
                 take_learning_state(worker.policy_map, told[0][1])
                 self._known = self._now()
-            return _joined([info for info, _ in told])
+            info = _joined([info for info, _ in told])
+            for policy_id, more in told_before.items():
+                info[policy_id]["learner_stats"] |= more
+            return info
         raise AssertionError
 
     def _now(self) -> dict[str, Any]:
@@ -207,6 +225,8 @@ class Learners:
         policies = self.workers.local_worker().policy_map
         for policy in policies.values():
             _check(policy)
+        for module in [m for name, m in sys.modules.items() if name.startswith("flowrl_plan_")]:
+            ray.cloudpickle.register_pickle_by_value(module)  # its classes are nowhere else
         host = ray.util.get_node_ip_address()
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         place, given = (host, self._store.port), ray.put(dict(policies))
@@ -219,18 +239,28 @@ class Learners:
             for rank in range(self.num_learners)
         ]
 
-    def stop(self) -> None:
-        """End the learners."""
-        if not self._actors and self._store is None:
-            return
+    def _end_actors(self) -> None:
         import ray
 
         if ray.is_initialized():
             for actor in self._actors:
                 ray.kill(actor)
+        self._actors, self._store = [], None
+
+    def open(self) -> None:
+        """Learn, after it was closed, too."""
+        self._closed = False
+
+    def close(self) -> None:
+        """End the learners, in the middle of an update if need be; none are made again."""
+        self._closed = True
+        if self._actors:
+            self._end_actors()
         if self._owns_ray:
+            import ray
+
             ray.shutdown()
-        self._actors, self._store, self._owns_ray = [], None, False
+            self._owns_ray = False
 
 
 def learners_of(workers: WorkerSet, num_gpus: int, num_learners: int) -> Learners | None:
@@ -302,7 +332,7 @@ class MultiGPUTrainOneStep:
     def stop(self) -> None:
         """End the learners."""
         if self.learners is not None:
-            self.learners.stop()
+            self.learners.close()
 
     def __repr__(self) -> str:
         if self.learners is None:
@@ -355,6 +385,11 @@ def _joined(told: list[Info]) -> Info:
             for name in sorted(set.intersection(*names))
         }
         joined[policy_id] = {**first, "learner_stats": stats}
+        rows = [one[policy_id]["rows"] for one in told if "rows" in one[policy_id]]
+        if rows:  # each has told of its own
+            joined[policy_id]["rows"] = {
+                name: np.concatenate([one[name] for one in rows]) for name in rows[0]
+            }
     return joined
 
 
@@ -369,6 +404,7 @@ class Trained:
     count: int
     sampled: dict[str, int]
     digest: int  # of the weights
+    generation: str = ""  # of the group that it learned in
     state: bytes | None = None  # of the policies, of the first worker
     sources: tuple[Any, ...] = ()
 
@@ -398,10 +434,13 @@ class LearnThere:
         passes: int | None,
         minibatch: int | None,
         policies: Collection[str] | None,
+        global_vars: dict[str, Any] | None = None,
         worker: Any = None,
         place: tuple[str, int] | None = None,
+        timeout_s: float = TIMEOUT_S,
     ):
-        self.size, self.place = size, place
+        self.size, self.place, self.timeout_s = size, place, timeout_s
+        self._global_vars = global_vars  # where the worker is in this process
         self._how = passes, minibatch
         self._policies = policies
         self._worker = worker
@@ -410,7 +449,11 @@ class LearnThere:
 
     def bound_to(self, worker: Any) -> LearnThere:
         """The same, on this worker."""
-        return LearnThere(self.size, *self._how, self._policies, worker, self.place)
+        passes, minibatch = self._how
+        return LearnThere(
+            self.size, passes, minibatch, self._policies, self._global_vars, worker, self.place,
+            self.timeout_s,
+        )  # fmt: skip
 
     def __call__(self, batch: Batch) -> Trained:
         from flowrl.ops.group import GroupBroken, learning_state
@@ -421,12 +464,16 @@ class LearnThere:
             try:
                 if self.place is not None:
                     self._join(worker)
+                for policy in worker.policy_map.values():
+                    policy.on_global_var_update(self._seen())
                 told = {pid: policy.version for pid, policy in worker.policy_map.items()}
                 own = (Source(worker.worker_index, tags={"weights_versions": told}),)
                 info = learn_in_group(worker.policy_map, learning, own, *self._how)
             except GroupBroken as error:
-                broken, self._generation = self._generation.decode(), b""
-                raise GroupBroken(str(error), broken) from None
+                raise GroupBroken(str(error), self._leave(worker)) from None
+            except Exception:
+                self._leave(worker)  # so that the others do not wait
+                raise
             digest = 0
             for policy_id in sorted(worker.policy_map):
                 weights = worker.policy_map[policy_id].get_weights()
@@ -434,7 +481,24 @@ class LearnThere:
                     digest = zlib.crc32(weights[name].tobytes(), digest)
             first = worker.worker_index <= 1
             state = learning_state(worker.policy_map) if first else None
-        return Trained(info, batch.env_steps(), batch.steps_by_policy(), digest, state)
+        generation = self._generation.decode()
+        steps = batch.env_steps()
+        return Trained(info, steps, batch.steps_by_policy(), digest, generation, state)
+
+    def _seen(self) -> dict[str, Any]:
+        """The env steps sampled so far, which schedules follow: the same in all workers."""
+        if self._store is None:
+            return self._global_vars or {"timestep": 0}
+        return {"timestep": int(self._store.get("timestep"))}
+
+    def _leave(self, worker: Any) -> str:
+        """Leave the group, which the others notice; its generation."""
+        generation, self._generation = self._generation.decode(), b""
+        for policy in worker.policy_map.values():
+            group, policy.group = getattr(policy, "group", None), None
+            if group is not None:
+                group.close()
+        return generation
 
     def _join(self, worker: Any) -> None:
         """Be in the group that is the valid one, with the state that it began with."""
@@ -454,7 +518,7 @@ class LearnThere:
         take_learning_state(worker.policy_map, self._store.get(f"state/{generation.decode()}"))
         store = PrefixStore(generation.decode(), self._store)
         self._generation = generation
-        group = Group(store, worker.worker_index - 1, self.size, timeout_s=TIMEOUT_S)
+        group = Group(store, worker.worker_index - 1, self.size, timeout_s=self.timeout_s)
         for policy in worker.policy_map.values():
             policy.group = group
 
@@ -477,6 +541,7 @@ class TrainOnWorkers(LocalIterator[Any]):
         sgd_minibatch_size: rows of one worker per update, 0 for the whole fragment; None: each
             policy's own setting.
         policies: ids of those that learn; None for all that are to.
+        timeout_s: that workers wait for each other; one that is gone is noticed at once.
 
     Raises (when pulled):
         TypeError: a policy that cannot learn in several processes.
@@ -490,14 +555,18 @@ class TrainOnWorkers(LocalIterator[Any]):
         num_sgd_iter: int | None = None,
         sgd_minibatch_size: int | None = None,
         policies: Collection[str] | None = None,
+        timeout_s: float = TIMEOUT_S,
     ):
         TrainOneStep(workers, policies, num_sgd_iter, sgd_minibatch_size)  # looks at these
         if workers.config.get("output") is not None:
             raise ValueError("output: fragments stay on their workers, so nothing can be written")
         size = max(workers.num_workers, 1)
-        learn = LearnThere(size, num_sgd_iter, sgd_minibatch_size, policies)
+        here = None if workers.num_workers else workers.global_vars
+        learn = LearnThere(
+            size, num_sgd_iter, sgd_minibatch_size, policies, here, timeout_s=timeout_s
+        )
         rounds = workers.parallel_iterator().for_each(learn).batch_across_shards()
-        stage = TrainOnWorkersStage(rounds.stage, workers, learn)
+        stage = TrainOnWorkersStage(rounds.stage, workers, learn, policies)
         super().__init__(stage, "TrainOnWorkers")
 
 
@@ -506,8 +575,17 @@ class TrainOnWorkersStage(Stage):
 
     kind = "TrainOnWorkers"
 
-    def __init__(self, rounds: Stage, workers: WorkerSet, learn: LearnThere):
+    def __init__(
+        self,
+        rounds: Stage,
+        workers: WorkerSet,
+        learn: LearnThere,
+        policies: Collection[str] | None,
+    ):
         super().__init__(rounds)
+        self.policies = policies
+        self._failed: ShardFailedError | None = None
+        self._broken = 0  # groups since the last round
         self.workers = workers
         self._learn = learn
         self._count = CountRollouts(workers)
@@ -532,8 +610,11 @@ class TrainOnWorkersStage(Stage):
         """From now on a new group is the valid one, which begins with the policies as they are."""
         from flowrl.ops.group import learning_state
 
+        if self._generation > 1:  # somebody may be about to read the last one
+            self._store.delete_key(f"state/{self._generation - 1}")
         self._generation += 1
         self._fresh = True
+        self._store.set("timestep", str(self.workers.global_vars["timestep"]))
         name = str(self._generation)
         state = learning_state(self.workers.local_worker().policy_map)
         self._store.set(f"state/{name}", state)
@@ -547,11 +628,18 @@ class TrainOnWorkersStage(Stage):
 
     def pull(self, block: bool) -> Any:
         while True:
+            if self._failed is not None:
+                raise self._failed  # the others would wait for it
+            self._forget_older()
             try:
                 # never waits for all: a worker that died is made again while others wait for it
                 told = self._pull_up(False)
+            except ShardFailedError as error:
+                self._failed = error
+                raise
             except Exception as error:
-                if type(error).__name__ != "GroupBroken":
+                self._broken += 1
+                if type(error).__name__ != "GroupBroken" or self._broken > MOST_BROKEN:
                     raise
                 log.warning("workers lost each other, the group is formed anew: %s", error)
                 if error.args[-1] == str(self._generation):
@@ -563,6 +651,14 @@ class TrainOnWorkersStage(Stage):
             self.items += 1
             return self._round(told, self.parents[0].sources)
 
+    def _forget_older(self) -> None:
+        """What a worker learned in a group that is no more is undone, so it is asked again."""
+        gather: Any = self.parents[0]
+        current = str(self._generation) if self._store is not None else ""
+        for one, source in gather.forget(lambda item: item.generation != current):
+            self._count(((source,), one))
+            _get_shared_metrics().counters["num_env_steps_dropped"] += one.count
+
     def _round(self, told: list[Trained], sources: tuple[Source, ...]) -> tuple[Any, Info]:
         from flowrl.ops.group import take_learning_state
 
@@ -573,7 +669,7 @@ class TrainOnWorkersStage(Stage):
             )
         worker = self.workers.local_worker()
         metrics = _get_shared_metrics()
-        self._fresh = False
+        self._fresh, self._broken = False, 0
         if self.workers.num_workers:
             state = next(one.state for one in told if one.state is not None)
             with worker.lock:
@@ -583,6 +679,8 @@ class TrainOnWorkersStage(Stage):
         for one, source in zip(told, sources, strict=True):
             self._count(((source,), one))
             note_trained(metrics, one.count, one.info)
+        if self._store is not None:
+            self._store.set("timestep", str(self.workers.global_vars["timestep"]))
         return told[0], told[0].info
 
     def stop(self) -> None:

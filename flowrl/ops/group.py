@@ -75,10 +75,13 @@ class Group:
         gradient.copy_(whole[:-1] / max(total, 1))
         return total
 
-    def mean(self, value: float) -> float:
-        """The mean of the processes' numbers."""
-        given = torch.tensor([value], dtype=torch.float64, device=self.device)
-        return float(self.sum(given)[0]) / self.size
+    def mean(self, value: float | None) -> float | None:
+        """The mean of the processes' numbers; None where none of them has any."""
+        told = [0.0, 0.0] if value is None else [value, 1.0]
+        total, count = self.sum(
+            torch.tensor(told, dtype=torch.float64, device=self.device)
+        ).tolist()
+        return total / count if count else None
 
     def std_mean(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Standard deviation and mean of all processes' values [n] together, as torch.std_mean."""

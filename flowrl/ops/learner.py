@@ -74,6 +74,10 @@ class MinibatchBuffer:
             self._kept.append((batch, left - 1))
         return batch, left == 1
 
+    def forget(self, batch: Batch) -> None:
+        """Let go of a batch, whatever passes are left."""
+        self._kept = deque(one for one in self._kept if one[0] is not batch)
+
     def held(self) -> list[Batch]:
         """The batches that are in it."""
         return [batch for batch, _ in self._kept]
@@ -140,6 +144,7 @@ class LearnerThread:
         self._ending = False
         self._end = Signal()
         self._waited = 0.0
+        self.started = False
         self.learned_s = self.waited_s = 0.0
 
     # -- its life --------------------------------------------------------------------------------
@@ -147,7 +152,9 @@ class LearnerThread:
     def start(self) -> None:
         """Begin to learn."""
         if self._thread is None:
-            self._ending = False
+            self._ending, self.started = False, True
+            if self.learners is not None:
+                self.learners.open()
             self.workers.publish()
             self._thread = threading.Thread(target=self._run, name="flowrl-learner", daemon=True)
             self._thread.start()
@@ -162,17 +169,21 @@ class LearnerThread:
         if thread is not None:
             self._ending = True
             self._end.fire()
+            if self.learners is not None:
+                self.learners.close()  # the thread does not wait for them any more
             thread.join(JOIN_S)
             self.workers.unpublish()
-        if self.learners is not None:
-            self.learners.stop()
+        elif self.learners is not None:
+            self.learners.close()
 
     def _run(self) -> None:
         waiter = Waiter()
         lock = self.workers.local_worker().lock
         signals = [queue_signal(self.inqueue), queue_signal(self.outqueue), self._end]
-        while not self._ending:
+        while True:
             waiter.clear()
+            if self._ending:
+                return
             with lock:  # so that a checkpoint never finds a batch in between
                 moved = self._step()
             if not moved:
@@ -194,6 +205,9 @@ class LearnerThread:
         try:
             info = self._learn(batch)
         except BaseException as error:
+            if self._ending:
+                return False  # its learners were closed
+            buffer.forget(batch)
             error.add_note(f"raised by the learner's thread, on a {describe(batch)}")
             self.outqueue.put_nowait(NotLearned(batch, error))
             return True
@@ -210,7 +224,8 @@ class LearnerThread:
         else:
             learning = batch_to_learn_from(self.workers.local_worker(), batch, self.policies)
             info = self.learners.learn(learning, batch.sources, *how)
-        self.workers.publish()
+        if not self._ending:
+            self.workers.publish()
         return info
 
     # -- what comes of it, in the plan -----------------------------------------------------------
@@ -255,19 +270,19 @@ class LearnerThread:
     def state_dict(self) -> dict[str, Any]:
         """The batches that wait and those that nobody has taken yet."""
         with self.workers.local_worker().lock:
-            done = [one for one in list(self.outqueue.queue) if isinstance(one, Learned)]
+            done = [one for one in self.outqueue.queue if isinstance(one, Learned)]
+            failed = [one.batch for one in self.outqueue.queue if isinstance(one, NotLearned)]
             return {
-                "waiting": list(self.inqueue.queue),
+                "waiting": [*failed, *self.inqueue.queue],
                 "minibatches": self._minibatches.state_dict(),
                 "learned": [list(one) for one in done],
             }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        # what there is may be more than the queues hold now
         self._minibatches.load_state_dict(state["minibatches"])
-        for batch in state["waiting"]:
-            self.inqueue.put_nowait(batch)
-        for fields in state["learned"]:
-            self.outqueue.put_nowait(Learned(*fields))
+        self.inqueue.queue.extend(state["waiting"])
+        self.outqueue.queue.extend(Learned(*fields) for fields in state["learned"])
 
     def __repr__(self) -> str:
         if self.learners is None:

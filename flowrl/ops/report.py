@@ -12,6 +12,7 @@ import numpy as np
 from flowrl.data import DEFAULT_POLICY_ID
 from flowrl.iter import LocalIterator, Stage, _get_shared_metrics
 from flowrl.iter.stage import walk
+from flowrl.ops.data_parallel import MultiGPUTrainOneStep, TrainOnWorkersStage
 from flowrl.ops.gradients import ApplyGradients
 from flowrl.ops.learner import LearnerThread
 from flowrl.ops.train import TrainOneStep
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from flowrl.sampling.worker_set import WorkerSet
 
 Result = dict[str, Any]
+TRAINING = (TrainOneStep, ApplyGradients, LearnerThread, MultiGPUTrainOneStep, TrainOnWorkersStage)
+"""What policies learn by; each has `policies`, ids or None for all."""
 
 
 class StandardMetricsReporting(LocalIterator[Result]):
@@ -67,8 +70,8 @@ def check_branches(stage: Stage, config: Any) -> None:
     trained: set[str] = set()
     all_say = True
     for node in walk(stage):
-        operator: Any = getattr(node, "learner", None) or getattr(node, "fn", None)
-        trains = isinstance(operator, (TrainOneStep, ApplyGradients, LearnerThread))
+        operator: Any = getattr(node, "learner", None) or getattr(node, "fn", node)
+        trains = isinstance(operator, TRAINING)
         for field in ("policies", "policy_ids"):
             named = getattr(operator, field, None)
             if not isinstance(named, Collection) or isinstance(named, str):

@@ -157,6 +157,7 @@ class DropStale:
         fresh = max(lags) <= self.max_policy_lag
         if not fresh:
             _get_shared_metrics().counters["num_env_steps_dropped"] += batch.env_steps()
+            self.workers.update_also(source.worker for source in batch.sources)
         return fresh
 
     def __repr__(self) -> str:

@@ -401,9 +401,13 @@ class TorchPolicy(Policy):
         begin, end = (batch.count * number // size for number in (rank, rank + 1))
         return batch[begin:end] if end > begin else None
 
-    def agreed(self, value: float) -> float:
-        """A number that all processes that learn together must have alike: the mean of theirs."""
-        return value if self.group is None else self.group.mean(value)
+    def agreed(self, value: float | None) -> float | None:
+        """A number that all processes that learn together must have alike: the mean of theirs, of
+        those that have one."""
+        if self.group is None:
+            return value
+        told: float | None = self.group.mean(value)
+        return told
 
     def std_mean(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Standard deviation and mean of a column [B], over all processes that learn together."""
@@ -499,6 +503,11 @@ class TorchPolicy(Policy):
             with self._seeded():
                 self._check_links()
                 stats = take_gradient(self, self.prepared(batch))
+        except FloatingPointError:
+            if self.config.on_bad_update == "raise":
+                raise
+            stats = {}
+            self.flat.gradient.fill_(torch.nan)  # which apply_gradients leaves out
         finally:
             _put_back(buffers)
         self.row_stats = _joined(self.noted)

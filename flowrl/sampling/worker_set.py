@@ -196,6 +196,11 @@ class WorkerSet:
         last sent some (and to new ones)."""
         self._only = (self._only or set()) | set(indices)
 
+    def update_also(self, indices: Iterable[int]) -> None:
+        """Where only some workers are to be sent new weights, these are among them."""
+        if self._only is not None:
+            self._only |= set(indices)
+
     def note_weights(self, indices: Iterable[int]) -> None:
         """Remote workers (from 0) have the local policies' weights already: they learn, too."""
         for index in indices:

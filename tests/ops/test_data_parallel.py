@@ -145,6 +145,19 @@ def test_what_learning_raises_comes_from_the_learners():
             next(stream)
 
 
+def test_priorities_of_all_shares_come_back():
+    config = small(DQNConfig, rollout_fragment_length=50, dueling=False)
+    with config.build(plan="a2c") as algorithm:
+        (batch,) = ParallelRollouts(algorithm.workers).take(1)
+        drawn = batch.with_columns(batch_indexes=np.arange(50), weights=np.ones(50, np.float32))
+        operator = MultiGPUTrainOneStep(algorithm.workers, num_learners=2)
+        with LocalIterator([drawn]).for_each(operator) as stream:
+            ((_, info),) = stream.take(1)
+        rows = info["default_policy"]["rows"]
+        assert rows["batch_indexes"].tolist() == list(range(50))
+        assert stream.metrics.counters["num_agent_steps_replayed/default_policy"] == 50
+
+
 def test_a_learners_thread_on_actors():
     config = small(train_batch_size=60, sgd_minibatch_size=20)
     with config.build() as one, config.build() as other:
@@ -253,9 +266,12 @@ def test_a_round_is_the_update_of_all_rows():
             assert_same_weights(other, algorithm, atol=2e-6)
 
 
-def test_alone_it_is_ppo():
-    with ddppo(num_workers=0).build() as algorithm:
-        assert np.isfinite(algorithm.train()["learners"]["default_policy"]["total_loss"])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_schedules_follow_the_env_steps(num_workers):
+    own = ddppo(num_workers=num_workers, lr=[(0, 1e-3), (480, 0.0)])
+    with own.build() as algorithm:
+        rates = [algorithm.train()["learners"]["default_policy"]["cur_lr"] for _ in range(4)]
+    assert rates == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
 
 
 @pytest.mark.slow

@@ -141,12 +141,27 @@ def test_stale_gradients_are_dropped_and_counted(ray_session):
         plan = AsyncGradients(workers, num_async=3, max_policy_lag=0).for_each(
             ApplyGradients(workers, update_all=False)
         )
-        plan.take(4)
+        done = plan.take(12)
         counters = plan.metrics.counters
         assert counters["num_env_steps_dropped"] > 0
+        # one whose gradients were dropped gets new weights all the same
+        assert {source.worker for gradients, _ in done for source in gradients.sources} == {0, 1}
         assert counters["num_env_steps_sampled"] == (
             counters["num_env_steps_dropped"] + counters["num_env_steps_trained"]
         )
+
+
+def test_gradients_that_are_not_finite_are_left_out_if_that_is_asked_for():
+    with make(on_bad_update="skip") as workers, make() as strict:
+        (batch,) = ParallelRollouts(strict).take(1)
+        odd = batch.with_columns(advantages=np.full(32, np.nan, np.float32))
+        before = weights(workers)
+        ApplyGradients(workers)(ComputeGradients(workers)(odd))
+        assert workers.local_worker().policy.num_skipped_updates == 1
+        for name, weight in weights(workers).items():
+            np.testing.assert_array_equal(weight, before[name])
+        with pytest.raises(FloatingPointError):
+            ComputeGradients(strict)(odd)
 
 
 def test_what_cannot_be_done():

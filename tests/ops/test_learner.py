@@ -142,6 +142,45 @@ def test_its_error_is_raised_in_the_plan_which_goes_on():
         assert algorithm.train()["num_env_steps_trained"] >= 64
 
 
+def test_a_batch_that_fails_is_dropped_once():
+    with config().build() as algorithm:
+        (batch,) = batches(algorithm, 1)
+        learner = LearnerThread(algorithm.workers, num_sgd_iter=3, minibatch_buffer_size=2)
+        policy = algorithm.get_policy()
+        policy.learn_on_minibatches = lambda *args: 1 / 0
+        learner.inqueue.put(batch)
+        with Dequeue(learner) as stream:
+            with pytest.raises(ZeroDivisionError):
+                next(stream)
+            assert stream.metrics.counters["num_env_steps_dropped"] == batch.count
+            assert learner.held() == []
+
+
+def test_a_learner_that_nobody_starts_is_told():
+    with config().build() as algorithm:
+        given = batches(algorithm, 1)
+        learner = LearnerThread(algorithm.workers, queue_size=1)
+        stream = LocalIterator(given * 3).for_each(Enqueue(learner))
+        next(stream)
+        with pytest.raises(RuntimeError, match="its learner has not been started"):
+            next(stream)
+
+
+def test_a_restore_stops_what_was_learning(tmp_path):
+    with Beside(config()) as algorithm:
+        algorithm.train()
+        algorithm.save(tmp_path / "c")
+        for _ in range(3):
+            algorithm.train()
+        learner = learner_of(algorithm)
+        algorithm.restore(tmp_path / "c")
+        assert not learner.is_alive()
+        version = algorithm.get_policy().version
+        time.sleep(0.2)
+        assert algorithm.get_policy().version == version
+        assert algorithm.train()["training_iteration"] == 2
+
+
 def test_it_takes_no_more_than_it_may_hold():
     with config().build() as algorithm:
         batch = batches(algorithm, 1)[0]
