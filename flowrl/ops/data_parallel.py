@@ -647,17 +647,22 @@ class TrainOnWorkersStage(Stage):
                     self._form_anew()
                 continue
             if told is NOT_READY:
+                if self._forget_older():
+                    continue  # a group was formed just now: those that are done are asked again
                 return told
             self.items += 1
             return self._round(told, self.parents[0].sources)
 
-    def _forget_older(self) -> None:
-        """What a worker learned in a group that is no more is undone, so it is asked again."""
+    def _forget_older(self) -> bool:
+        """What a worker learned in a group that is no more is undone, so it is asked again; whether
+        there was any."""
         gather: Any = self.parents[0]
         current = str(self._generation) if self._store is not None else ""
-        for one, source in gather.forget(lambda item: item.generation != current):
+        gone = gather.forget(lambda item: item.generation != current)
+        for one, source in gone:
             self._count(((source,), one))
             _get_shared_metrics().counters["num_env_steps_dropped"] += one.count
+        return bool(gone)
 
     def _round(self, told: list[Trained], sources: tuple[Source, ...]) -> tuple[Any, Info]:
         from flowrl.ops.group import take_learning_state

@@ -14,6 +14,7 @@ from flowrl.algorithms.impala import IMPALAConfig
 from flowrl.algorithms.ppo import PPOConfig
 from flowrl.data import SampleBatch
 from flowrl.iter import LocalIterator
+from flowrl.iter.errors import ShardFailedError
 from flowrl.ops import (
     Dequeue,
     Enqueue,
@@ -272,6 +273,46 @@ def test_schedules_follow_the_env_steps(num_workers):
     with own.build() as algorithm:
         rates = [algorithm.train()["learners"]["default_policy"]["cur_lr"] for _ in range(4)]
     assert rates == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
+
+
+def die_after_learning(worker):
+    """The worker dies when it has learned, before its answer is sent."""
+    worker.policy.end_learning = lambda batch, stats: os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.chaos
+@pytest.mark.slow
+def test_a_worker_that_dies_when_the_others_are_done_is_waited_for_by_them():
+    with ddppo(kl_coeff=0.0).build() as algorithm:
+        algorithm.train()
+        import ray
+
+        first = algorithm.workers.remote_workers()[0]
+        ray.get(first.apply.remote(die_after_learning))
+        for _ in range(3):
+            result = algorithm.train()
+        assert result["num_remote_worker_restarts"] == 1
+        counters = algorithm.plan.metrics.counters
+        assert result["num_env_steps_sampled"] == (
+            result["num_env_steps_trained"] + counters["num_env_steps_dropped"]
+        )
+        local, *remote = everywhere(algorithm)
+        for one in remote:
+            for name, weight in local.items():
+                np.testing.assert_array_equal(one[name], weight)
+
+
+@pytest.mark.chaos
+@pytest.mark.slow
+def test_without_recreation_it_ends_with_the_worker():
+    with ddppo(recreate_failed_workers=False).build() as algorithm:
+        algorithm.train()
+        import ray
+
+        ray.kill(algorithm.workers.remote_workers()[1])
+        for _ in range(2):
+            with pytest.raises(ShardFailedError, match="shard 1"):
+                [algorithm.train() for _ in range(3)]
 
 
 @pytest.mark.slow

@@ -186,11 +186,12 @@ def test_it_takes_no_more_than_it_may_hold():
         batch = batches(algorithm, 1)[0]
         learner = LearnerThread(algorithm.workers, queue_size=2)
         enqueue = Enqueue(learner)
-        for _ in range(2):
-            assert enqueue.ready()
-            enqueue(batch)
-        assert not enqueue.ready()
-        learner.start()
+        with algorithm.workers.local_worker().lock:  # it has to wait
+            learner.start()
+            for _ in range(2):
+                assert enqueue.ready()
+                enqueue(batch)
+            assert not enqueue.ready()
         deadline = time.monotonic() + 30
         while not learner.outqueue.full() and time.monotonic() < deadline:
             time.sleep(0.01)
