@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,6 +12,23 @@ from flowrl.iter.recovery import Asked, Recovery, is_death
 from flowrl.iter.serving import Order, Reply, Step, forget, serve, serve_remote, serve_ticket
 
 NOT_YET = -1  # a shard was told its steps and has not answered
+
+
+def start_ray(address: str | None = None, **options: Any) -> bool:
+    """Join a Ray cluster, or start one on this machine, where this process has none yet; whether
+    it has done so, and is to shut it down.
+
+    Args:
+        address: of a running cluster; None starts a new one, though others may be running.
+        options: of `ray.init`.
+    """
+    import ray
+
+    if ray.is_initialized():
+        return False
+    own: dict[str, Any] = {} if address else {"include_dashboard": False}
+    ray.init(address or "local", logging_level=logging.WARNING, **own, **options)
+    return True
 
 
 class Pool:

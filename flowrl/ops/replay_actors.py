@@ -14,6 +14,7 @@ from flowrl.data import MultiAgentBatch, MultiAgentReplayBuffer, SampleBatch
 from flowrl.data.multi_agent_replay import rows_to_learn
 from flowrl.data.replay_ratio import ReplayRatio
 from flowrl.iter import Source, _get_shared_metrics
+from flowrl.iter.shards import start_ray
 from flowrl.seeding import random_stream, restore_stream, stream_state
 
 log = logging.getLogger("flowrl")
@@ -157,11 +158,7 @@ class ReplayActors:
     def handles(self) -> list[Any]:
         """The actors, made when first asked for."""
         if not self._handles:
-            import ray
-
-            if not ray.is_initialized():
-                ray.init("local", include_dashboard=False, logging_level=logging.WARNING)
-                self._owns_ray = True
+            self._owns_ray |= start_ray()
             self._handles = [self._new(index) for index in range(self.num_shards)]
         return self._handles
 

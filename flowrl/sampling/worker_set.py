@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from flowrl.iter import ParallelIterator
 from flowrl.iter.recovery import Recovery
 from flowrl.iter.serving import Order, serve_remote, serve_ticket
-from flowrl.iter.shards import ActorPool, Pool, Shard
+from flowrl.iter.shards import ActorPool, Pool, Shard, start_ray
 from flowrl.policies.config import ConfigError
 from flowrl.policies.policy import Policy
 from flowrl.sampling.envs import EnvCreator, env_creator_for
@@ -110,23 +110,14 @@ class WorkerSet:
         return self._remote
 
     def _start_ray(self) -> None:
-        import ray
-
-        if not ray.is_initialized():
-            address = self.config.get("address")
-            cores = None if address else max(os.cpu_count() or 1, self.num_workers)
-            try:
-                ray.init(
-                    address=address or "local",  # not one that somebody else has started
-                    num_cpus=cores,
-                    include_dashboard=False if address is None else None,
-                    logging_level=logging.WARNING,
-                )
-            except (ConnectionError, RuntimeError, ValueError) as error:
-                if address is None:
-                    raise
-                raise ConfigError(f"address: no Ray cluster at {address!r}: {error}") from error
-            self._owns_ray = True
+        address = self.config.get("address")
+        cores = {} if address else {"num_cpus": max(os.cpu_count() or 1, self.num_workers)}
+        try:
+            self._owns_ray |= start_ray(address, **cores)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            if address is None:
+                raise
+            raise ConfigError(f"address: no Ray cluster at {address!r}: {error}") from error
 
     def make_remote(self, index: int, incarnation: int = 0) -> Any:
         """A new Ray actor for remote worker `index` (from 0), which has no weights yet."""
