@@ -4,7 +4,6 @@ from flowrl.iter import _get_shared_metrics
 from flowrl.ops.concurrency import Concurrently, Dequeue, Enqueue
 from flowrl.ops.data_parallel import (
     MultiGPUTrainOneStep,
-    TrainOnWorkers,
     TrainTFMultiGPU,
 )
 from flowrl.ops.gradients import (
@@ -37,6 +36,7 @@ from flowrl.ops.rollout import (
     StandardizeFields,
 )
 from flowrl.ops.train import TrainOneStep, UpdateTargetNetwork
+from flowrl.ops.train_on_workers import TrainOnWorkers
 from flowrl.ops.training_step import (
     ResultDict,
     TrainingSteps,

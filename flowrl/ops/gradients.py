@@ -12,7 +12,14 @@ import optree
 from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.iter import LocalIterator, _get_shared_metrics
 from flowrl.ops.rollout import CountRollouts, DropStale, check_lag
-from flowrl.ops.train import Info, batch_to_learn_from, note_trained, policy_lags, told_of
+from flowrl.ops.train import (
+    Info,
+    batch_to_learn_from,
+    check_ids,
+    note_trained,
+    policy_lags,
+    told_of,
+)
 from flowrl.ops.weights import contributors
 
 if TYPE_CHECKING:
@@ -84,7 +91,7 @@ class ComputeGradients:
     policies: Collection[str] | None = None
 
     def __post_init__(self) -> None:
-        _check_ids(self.policies)
+        check_ids(self.policies)
 
     def __call__(self, batch: Batch) -> Gradients:
         worker = self.workers.local_worker()
@@ -141,7 +148,7 @@ class AsyncGradients(LocalIterator[Gradients]):
         policies: Collection[str] | None = None,
         max_policy_lag: int | None = None,
     ):
-        _check_ids(policies)
+        check_ids(policies)
         check_lag(max_policy_lag)
         if workers.config.get("output") is not None:
             raise ValueError(
@@ -158,11 +165,6 @@ class AsyncGradients(LocalIterator[Gradients]):
             counted = counted.filter(DropStale(workers, max_policy_lag))
         super().__init__(counted.stage, f"AsyncGradients(num_async={num_async})")
         self.stage.title = self.name
-
-
-def _check_ids(policies: Collection[str] | None) -> None:
-    if isinstance(policies, str):
-        raise TypeError(f"policies is a collection of ids: [{policies!r}]")
 
 
 class AverageGradients:
@@ -224,7 +226,7 @@ class ApplyGradients:
     update_all: bool = True
 
     def __post_init__(self) -> None:
-        _check_ids(self.policies)
+        check_ids(self.policies)
 
     def __call__(self, item: Gradients) -> tuple[Gradients, Info]:
         if not isinstance(item, Gradients):

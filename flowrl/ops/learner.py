@@ -13,7 +13,7 @@ from flowrl.iter import _get_shared_metrics
 from flowrl.iter.stage import describe
 from flowrl.iter.waiting import Signal, Waiter, queue_signal
 from flowrl.ops.data_parallel import learners_of
-from flowrl.ops.train import Batch, Info, batch_to_learn_from, learn, note_trained
+from flowrl.ops.train import Batch, Info, batch_to_learn_from, check_ids, learn, note_trained
 
 if TYPE_CHECKING:
     from flowrl.sampling.worker_set import WorkerSet
@@ -121,8 +121,7 @@ class LearnerThread:
         num_learners: int = 0,
         num_gpus: int = 0,
     ):
-        if isinstance(policies, str):
-            raise TypeError(f"policies is a collection of ids: [{policies!r}]")
+        check_ids(policies)
         if queue_size < 1 or sgd_minibatch_size < 0:
             raise ValueError(
                 "queue_size must be at least 1 and sgd_minibatch_size at least 0, got "

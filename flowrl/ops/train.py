@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -48,8 +48,7 @@ class TrainOneStep:
     sgd_minibatch_size: int | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.policies, str):
-            raise TypeError(f"policies is a collection of ids: [{self.policies!r}]")
+        check_ids(self.policies)
         if self.num_sgd_iter is not None and self.num_sgd_iter < 1:
             raise ValueError(f"num_sgd_iter must be at least 1, got {self.num_sgd_iter}")
         if self.sgd_minibatch_size is not None and self.sgd_minibatch_size < 0:
@@ -102,8 +101,7 @@ class UpdateTargetNetwork:
     policies: Collection[str] | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.policies, str):
-            raise TypeError(f"policies is a collection of ids: [{self.policies!r}]")
+        check_ids(self.policies)
         if self.target_update_freq < 0:
             raise ValueError(
                 f"target_update_freq must be at least 0, got {self.target_update_freq}"
@@ -156,6 +154,12 @@ class UpdateTargetNetwork:
         return f"UpdateTargetNetwork({self.target_update_freq}{unit}{only})"
 
 
+def check_ids(policies: Any) -> None:
+    """Refuse one policy id where a collection of them is needed."""
+    if isinstance(policies, str):
+        raise TypeError(f"policies is a collection of ids: [{policies!r}]")
+
+
 def trained(item: Any, operator: str) -> tuple[Batch, Info]:
     """What TrainOneStep gives, checked."""
     if not isinstance(item, tuple) or len(item) != 2 or not isinstance(item[1], dict):
@@ -201,27 +205,54 @@ def learn(
             "return what it was given?"
         )
     worker = workers.local_worker()
-    info: Info = {}
     learning = batch_to_learn_from(worker, batch, policies)
+    several = isinstance(batch, MultiAgentBatch)
     with worker.lock:
-        for policy_id, rows in learning.items():
-            policy = worker.policy_map[policy_id]
-            policy.on_global_var_update(workers.global_vars)
-            passes = policy.config.num_sgd_iter if num_sgd_iter is None else num_sgd_iter
-            size = sgd_minibatch_size
-            if size is None:
-                size = min(policy.config.sgd_minibatch_size, rows.count)
-            elif isinstance(batch, MultiAgentBatch):
-                size = min(size, rows.count)  # one of several policies may have few rows
-            told: dict[str, float] = {}
-            lags = policy_lags(policy_id, policy.version, batch.sources)
-            worker.on_learn_on_batch(policy, rows, told)
-            stats = {**policy.learn_on_minibatches(rows, passes, size), **told}
-            info[policy_id] = told_of(stats, rows.count, lags)
-            if "batch_indexes" in rows:
-                info[policy_id]["num_agent_steps_replayed"] = rows.count
-            if policy.row_stats:
-                info[policy_id]["rows"] = policy.row_stats
+        for policy_id in learning:
+            worker.policy_map[policy_id].on_global_var_update(workers.global_vars)
+        return learn_rows(
+            worker.policy_map, learning, batch.sources, num_sgd_iter, sgd_minibatch_size, several,
+            worker.on_learn_on_batch,
+        )  # fmt: skip
+
+
+def learn_rows(
+    policy_map: dict[str, Any],
+    learning: dict[str, SampleBatch],
+    sources: tuple[Any, ...],
+    num_sgd_iter: int | None,
+    sgd_minibatch_size: int | None,
+    several: bool,
+    announce: Callable[[Any, SampleBatch, dict[str, float]], None] | None = None,
+) -> Info:
+    """Let policies learn from their rows, wherever they are.
+
+    Args:
+        policy_map, learning: policy id -> the policy, its rows.
+        sources: of the rows.
+        num_sgd_iter, sgd_minibatch_size: see TrainOneStep.
+        several: a policy may have fewer rows than a minibatch: it makes one update at least.
+        announce: told of each policy and its rows before; may add statistics.
+    """
+    info: Info = {}
+    for policy_id, rows in learning.items():
+        policy = policy_map[policy_id]
+        size = (
+            policy.config.sgd_minibatch_size if sgd_minibatch_size is None else sgd_minibatch_size
+        )
+        if several or sgd_minibatch_size is None:
+            size = min(size, rows.count)
+        told: dict[str, float] = {}
+        lags = policy_lags(policy_id, policy.version, sources)
+        if announce is not None:
+            announce(policy, rows, told)
+        passes = policy.config.num_sgd_iter if num_sgd_iter is None else num_sgd_iter
+        stats = {**policy.learn_on_minibatches(rows, passes, size), **told}
+        info[policy_id] = told_of(stats, rows.count, lags)
+        if "batch_indexes" in rows:
+            info[policy_id]["num_agent_steps_replayed"] = rows.count
+        if policy.row_stats:
+            info[policy_id]["rows"] = policy.row_stats
     return info
 
 
