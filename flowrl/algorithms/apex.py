@@ -7,13 +7,12 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from flowrl.algorithms.algorithm import Algorithm
+from flowrl.algorithms.beside import LearnerBesideConfig
 from flowrl.algorithms.dqn import DQNConfig, DQNTorchPolicy
-from flowrl.ops import LearnerThread
 from flowrl.policies.config import Count, ExplorationConfig
-from flowrl.sampling.worker_set import WorkerSet
 
 
-class APEXConfig(DQNConfig):
+class APEXConfig(LearnerBesideConfig, DQNConfig):
     """Settings of Ape-X."""
 
     algorithm: ClassVar[str] = "flowrl.algorithms.apex:APEX"
@@ -24,29 +23,8 @@ class APEXConfig(DQNConfig):
     n_step: Count = 3
     prioritized_replay: bool = True
     exploration_config: ExplorationConfig = ExplorationConfig(type="PerWorkerEpsilonGreedy")
-    max_requests_in_flight_per_worker: Count = 2
-    """Fragments that a worker is asked for at a time."""
     max_weight_sync_delay: int = Field(default=400, ge=0)
     """Env steps that a worker gives before it is sent new weights."""
-    learner_queue_size: Count = 4
-    """Train batches that may wait for the learner."""
-
-    num_learners: int = Field(default=0, ge=0)
-    """Learners on Ray actors of their own, which take shares of each batch; 0 learns in a thread of
-    this process."""
-    num_gpus: int = Field(default=0, ge=0)
-    """The same, each with a GPU."""
-
-    def learner(self, workers: WorkerSet) -> LearnerThread:
-        """The learner of a plan."""
-        return LearnerThread(
-            workers,
-            queue_size=self.learner_queue_size,
-            num_sgd_iter=self.num_sgd_iter,
-            sgd_minibatch_size=self.sgd_minibatch_size,
-            num_learners=self.num_learners,
-            num_gpus=self.num_gpus,
-        )
 
     def greedy_workers(self) -> list[int]:
         """The last third of the workers, which explore least: their episodes are reported."""

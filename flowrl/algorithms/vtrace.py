@@ -9,19 +9,17 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
-from flowrl.algorithms.config import AlgorithmConfig
+from flowrl.algorithms.beside import LearnerBesideConfig
 from flowrl.data import SampleBatch
-from flowrl.ops import LearnerThread
 from flowrl.policies.config import ConfigError, Count, Fraction, Positive, Schedule
 from flowrl.policies.models.fcnet import is_quick
 from flowrl.policies.returns import vtrace
 from flowrl.policies.torch_policy import TensorBatch, TorchPolicy
-from flowrl.sampling.worker_set import WorkerSet
 
 BOOTSTRAP = "bootstrap_values"  # of a network with memory: its values as they were sampled
 
 
-class VTraceConfig(AlgorithmConfig):
+class VTraceConfig(LearnerBesideConfig):
     """Settings of the algorithms that correct by V-trace."""
 
     train_batch_size: Count = 500
@@ -39,37 +37,14 @@ class VTraceConfig(AlgorithmConfig):
     """Weight of the entropy bonus: a number, or a schedule over env steps."""
     vf_loss_coeff: Schedule = 0.5
     """Weight of the value loss: a number, or a schedule over env steps."""
-    max_requests_in_flight_per_worker: Count = 2
-    """Fragments that a worker is asked for at a time."""
     max_policy_lag: int | None = Field(default=None, ge=0)
     """Drop fragments whose weights are more updates old than this; None keeps all."""
     broadcast_interval: Count = 1
     """Fragments between two times that their workers are sent new weights."""
-    learner_queue_size: Count = 2
-    """Train batches that may wait for the learner."""
-    num_learners: int = Field(default=0, ge=0)
-    """Learners on Ray actors of their own, which take shares of each batch; 0 learns in a thread of
-    this process."""
-    num_gpus: int = Field(default=0, ge=0)
-    """The same, each with a GPU."""
-    minibatch_buffer_size: Count = 1
-    """Train batches that the learner has in turn, where it uses each `num_sgd_iter` times."""
     replay_proportion: float = Field(default=0.0, ge=0)
     """Earlier fragments trained on for each new one."""
     replay_buffer_num_slots: int = Field(default=0, ge=0)
     """Fragments that are kept for that."""
-
-    def learner(self, workers: WorkerSet) -> LearnerThread:
-        """The learner of a plan, as these settings say."""
-        return LearnerThread(
-            workers,
-            queue_size=self.learner_queue_size,
-            minibatch_buffer_size=self.minibatch_buffer_size,
-            num_sgd_iter=self.num_sgd_iter,
-            sgd_minibatch_size=self.sgd_minibatch_size,
-            num_learners=self.num_learners,
-            num_gpus=self.num_gpus,
-        )
 
 
 class VTracePolicy(TorchPolicy):
