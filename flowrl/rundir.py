@@ -18,13 +18,12 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from flowrl.algorithms.result_names import value_of
+from flowrl.algorithms.result_names import flat, value_of
 from flowrl.data.checkpoint import (
     CheckpointError,
     is_checkpoint,
@@ -35,17 +34,6 @@ from flowrl.policies.config import ConfigError
 
 CHECKPOINTS = "checkpoints"
 _CODE = "__code__"  # marks a setting that was code: the plan file has it
-
-
-def flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """`a/b/c` -> leaf for every scalar of a nested dict."""
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from flat(value, f"{prefix}{key}/")
-        elif isinstance(value, np.generic):
-            yield f"{prefix}{key}", value.item()
-        elif isinstance(value, (int, float, str, bool)) or value is None:
-            yield f"{prefix}{key}", value
 
 
 def _plain(value: Any) -> Any:

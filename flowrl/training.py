@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.algorithms.plans import plan_path
-from flowrl.algorithms.result_names import check_name, value_of
+from flowrl.algorithms.result_names import check_name, flat, value_of
 from flowrl.arguments import Rule
 from flowrl.data.checkpoint import CheckpointError
 from flowrl.iter.stage import walk
@@ -24,7 +24,6 @@ from flowrl.policies.config import ConfigError, nearest
 from flowrl.rundir import (
     RunDirectory,
     default_run_dir,
-    flat,
     last_good_checkpoint,
     newest_checkpoint,
     read_goal,

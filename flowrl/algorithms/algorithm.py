@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 import logging
-import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -27,16 +26,14 @@ from flowrl.algorithms.evaluation import (
     recording_of,
     summary,
 )
+from flowrl.algorithms.loading import algorithm_from_checkpoint
 from flowrl.algorithms.plans import PLAN_MODULE, load_plan, modules_of, plan_path
-from flowrl.algorithms.spellings import our_names
 from flowrl.algorithms.trackers import Trackers
 from flowrl.algorithms.video import Recording
 from flowrl.data import DEFAULT_POLICY_ID
 from flowrl.data.checkpoint import (
-    MANIFEST,
     CheckpointError,
     read_checkpoint,
-    read_manifest,
     write_checkpoint,
 )
 from flowrl.iter import LocalIterator
@@ -54,7 +51,7 @@ from flowrl.ops.report import TRAINING
 from flowrl.policies.config import ConfigError
 from flowrl.policies.policy import Policy
 from flowrl.policies.policy_spec import specs_of
-from flowrl.policies.saved import config_from_json, config_to_json, describe, trusted
+from flowrl.policies.saved import config_to_json, describe
 from flowrl.sampling.callbacks import call
 from flowrl.sampling.worker_set import WorkerSet
 
@@ -463,53 +460,7 @@ class Algorithm:
                 it could not hold, code is not trusted, the plan was changed.
             ConfigError: a change is none of a setting.
         """
-        if not isinstance(config or {}, Mapping):
-            raise ConfigError(f"from_checkpoint: config is a mapping of changes, got {config!r}")
-        path = checkpoint_at(path)
-        about, changes = read_manifest(path), our_names(dict(config or {}))
-        code: bool | str = trust
-        try:
-            plan = changes.get("plan", about["plan"])
-            in_file = plan is not None and plan.endswith(".py")
-            named = about["algorithm"]
-            own = f"{cls.__module__}:{cls.__qualname__}"
-            if in_file and named == f"{PLAN_MODULE}{Path(plan).stem}:{cls.__qualname__}":
-                # the run had loaded the file that this class is of as a plan
-                code = trust or named.split(":")[0]
-                sys.modules[named.split(":")[0]] = sys.modules[cls.__module__]
-                named = own
-            elif named == own:
-                code = trust or cls.__module__
-            elif in_file and trust:
-                load_plan(plan)
-            made = cls if named == own else trusted(named, trust)
-            if not (isinstance(made, type) and issubclass(made, cls)):
-                raise CheckpointError(f"it is of {named}, not of {own}")
-            if in_file and named != own and "plan" not in changes and not trust:
-                raise CheckpointError(f"its plan is the file {plan}: give trust=True to run it")
-            lacking = [name for name in about["left_out"] if name not in changes]
-            if lacking and plan is not None:  # the plan's own code is still there
-                of_plan: Any = getattr(load_plan(plan), "config", None)
-                its = [] if of_plan is None else config_to_json(of_plan)[1]
-                changes = {n: of_plan[n] for n in lacking if n in its} | changes
-                lacking = [name for name in lacking if name not in changes]
-            if lacking:
-                raise CheckpointError(
-                    f"it could not hold {lacking}, which must be given again: "
-                    f"from_checkpoint(path, config={{{lacking[0]!r}: …}})"
-                )
-            settings = config_from_json(about["config"], changes, code)
-        except CheckpointError as error:
-            raise CheckpointError(f"{path}: {error}") from None
-        except (ImportError, AttributeError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{path}: it cannot be made again: {error}") from error
-        algorithm = made(settings)
-        try:
-            algorithm.restore(path)
-        except BaseException:
-            algorithm.stop()
-            raise
-        return algorithm
+        return algorithm_from_checkpoint(cls, path, config, trust)
 
     def _plan_hash(self) -> str | None:
         plan = self.config.plan
@@ -612,26 +563,6 @@ class Algorithm:
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
         self._trackers.failed |= kind is not None
         self.stop()
-
-
-def checkpoint_at(path: Path | str) -> Path | str:
-    """The checkpoint that a path stands for: itself, a run directory's newest one, or that in a
-    checkpoint folder of Ray Tune.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    folder = Path(path)
-    if "://" in str(path) or (folder / MANIFEST).exists():
-        return path
-    inner = folder / "algorithm"
-    if (inner / MANIFEST).exists():
-        return inner
-    there = sorted(p for p in folder.glob("checkpoints/*") if (p / MANIFEST).exists())
-    if there:
-        return there[-1]
-    what = "it holds no checkpoint" if folder.is_dir() else "there is no such folder"
-    raise CheckpointError(f"{path}: {what}")
 
 
 @contextmanager

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
+
+import numpy as np
 
 from flowrl.data import DEFAULT_POLICY_ID
 from flowrl.policies.config import ConfigError, nearest
@@ -50,6 +53,17 @@ _OF_POLICIES = (
 )
 # what callbacks, operators and environments name
 _OPEN = ("custom_metrics", "counters", "timers", "info", "agent_reward_mean", "env_runners/agent")
+
+
+def flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """`a/b/c` -> leaf for every scalar of a nested dict."""
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{prefix}{key}/")
+        elif isinstance(value, np.generic):
+            yield f"{prefix}{key}", value.item()
+        elif isinstance(value, (int, float, str, bool)) or value is None:
+            yield f"{prefix}{key}", value
 
 
 def value_of(result: dict[str, Any], name: str) -> Any:

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any, ClassVar, Literal
 
-import numpy as np
-
+from flowrl.algorithms.result_names import flat
 from flowrl.policies.config import ConfigError
 
 log = logging.getLogger("flowrl")
@@ -41,13 +40,11 @@ def check_trackers(names: list[Any], settings: dict[str, Any]) -> None:
             )
 
 
-def numbers_of(result: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+def numbers_of(result: dict[str, Any]) -> Iterator[tuple[str, float]]:
     """`a/b/c` -> value of every finite number in a result."""
-    for key, value in result.items():
-        if isinstance(value, dict):
-            yield from numbers_of(value, f"{prefix}{key}/")
-        elif isinstance(value, (int, float, np.number)) and math.isfinite(value):
-            yield f"{prefix}{key}", value if isinstance(value, (int, float)) else value.item()
+    for name, value in flat(result):
+        if isinstance(value, (int, float)) and math.isfinite(value):
+            yield name, value
 
 
 class WandbRun:
