@@ -40,13 +40,20 @@ class AlgorithmTrainable(tune.Trainable):
 
     @classmethod
     def default_resource_request(cls, config: dict[str, Any]) -> tune.PlacementGroupFactory:
-        """A CPU for the learner, and those of the workers beside it."""
-        config = our_names(dict(config))
+        """A CPU for the learner, GPUs for learners that have some, and what the workers beside
+        take."""
+        given = our_names(dict(config))
         fields = cls._class().config_class.model_fields
-        workers = config.get("num_workers", fields["num_workers"].default)
-        cpus = config.get("num_cpus_per_worker", fields["num_cpus_per_worker"].default)
-        beside = config.get("evaluation_num_workers", fields["evaluation_num_workers"].default)
-        return tune.PlacementGroupFactory([{"CPU": 1}, *([{"CPU": cpus}] * (workers + beside))])
+        default = {name: field.default for name, field in fields.items()}
+        config = {**default, **given}
+        of_worker = {"CPU": config["num_cpus_per_worker"], **config["custom_resources_per_worker"]}
+        if config["num_gpus_per_worker"]:
+            of_worker["GPU"] = config["num_gpus_per_worker"]
+        bundles: list[dict[str, float]] = [{"CPU": 1.0}]
+        bundles += [{"GPU": 1.0}] * config.get("num_gpus", 0)
+        bundles += [of_worker] * (config["num_workers"] + config["evaluation_num_workers"])
+        strategy = config["placement_strategy"] or "PACK"
+        return tune.PlacementGroupFactory(bundles, strategy=strategy)
 
     def setup(self, config: dict[str, Any]) -> None:
         """Build the algorithm.

@@ -21,6 +21,7 @@ config = IMPALAConfig(
     lr=[(0, 2e-3), (400_000, 1e-4)],
     grad_clip=10,
     entropy_coeff=0.005,
+    vf_loss_coeff=0.25,
 )
 
 

@@ -146,7 +146,14 @@ class AlgorithmConfig(PolicyConfig):
     """Whether the largest or the smallest is the best."""
 
     num_cpus_per_worker: NotNegative = 1.0
-    """CPUs that Ray reserves per worker; less where the machine has not got as many."""
+    """CPUs that Ray reserves per worker; less where the cluster has not got as many."""
+    num_gpus_per_worker: NotNegative = 0.0
+    """GPUs, or shares of one, that Ray reserves per worker."""
+    custom_resources_per_worker: dict[str, Positive] = {}
+    """What else of a cluster's resources each worker takes: name -> amount."""
+    placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] | None = None
+    """Reserve the places of all workers together: on few nodes, or on many (see Ray's placement
+    groups). None puts each where there is room."""
     address: str | None = None
     """Address of a running Ray cluster ("auto" finds it); None starts Ray on this machine."""
 
@@ -243,7 +250,8 @@ class AlgorithmConfig(PolicyConfig):
         return self._set("checkpointing", settings)
 
     def resources(self, **settings: Any) -> Self:
-        """num_cpus_per_worker, address."""
+        """num_cpus_per_worker, num_gpus_per_worker, custom_resources_per_worker,
+        placement_strategy, address."""
         return self._set("resources", settings)
 
     def fault_tolerance(self, **settings: Any) -> Self:
@@ -511,7 +519,13 @@ _GROUPS: dict[str, set[str]] = {
         "checkpoint_score_attribute",
         "checkpoint_score_order",
     },
-    "resources": {"num_cpus_per_worker", "address"},
+    "resources": {
+        "num_cpus_per_worker",
+        "num_gpus_per_worker",
+        "custom_resources_per_worker",
+        "placement_strategy",
+        "address",
+    },
     "fault_tolerance": {
         "recreate_failed_workers",
         "max_num_env_restarts",

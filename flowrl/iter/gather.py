@@ -69,6 +69,7 @@ class Gather(Stage):
         self._queue: deque[tuple[Any, Source]] = deque()
         self._poll = True
         self._loaded = False
+        self._changes = shards.changes()
         self._sources: tuple[Source, ...] = ()
 
     def start(self, seed: str | None) -> None:
@@ -86,6 +87,24 @@ class Gather(Stage):
     def live(self) -> list[ShardState]:
         """The shards that have neither ended nor failed."""
         return [shard for shard in self.states if shard.state == "live"]
+
+    def _follow(self) -> list[ShardState]:
+        """Look who has joined and who has left; the states of those that have joined."""
+        self._changes = self.shards.changes()
+        joined = []
+        for index, here in enumerate(self.shards.present()):
+            old = self.states[index] if index < len(self.states) else None
+            if old is not None and not here and old.state != "left":
+                for ref in old.requests:  # what it was asked for went with it
+                    del self._flight[ref]
+                old.requests.clear()
+                old.state = "left"
+            elif here and (old is None or old.state == "left"):
+                new = ShardState(index, self.shards.recovery(index))
+                new.accepted = old.accepted if old is not None else 0
+                self.states[index : index + 1] = [new]
+                joined.append(new)
+        return joined
 
     # -- asking and receiving ------------------------------------------------------------------
 
@@ -198,6 +217,7 @@ class Gather(Stage):
 
     def _give_up(self, shard: ShardState, why: str, error: BaseException | None) -> None:
         shard.state = "failed"
+        self.shards.given_up(shard.index)
         _count("num_shards_failed")
         left = len(self.live())
         failed = ShardFailedError(
@@ -327,11 +347,13 @@ class Gather(Stage):
         self.items, self.skipped = state["items"], state["skipped"]
         self._queue = deque((item, unpack(source)[0]) for item, source in state["queue"])
         self.shards.seed, self._loaded = state["seed"], True
+        self._follow()
         for shard, accepted, ended in zip(
             self.states, state["accepted"], state["ended"], strict=True
         ):
             shard.accepted = accepted
-            shard.state = "ended" if ended else "live"
+            if shard.state != "left":
+                shard.state = "ended" if ended else "live"
 
     def stop(self) -> None:
         self._flight.clear()
@@ -360,6 +382,8 @@ class GatherSync(Gather):
         self._round: dict[int, tuple[Any, Source]] = {}
 
     def pull(self, block: bool) -> Any:
+        if self.shards.changes() != self._changes:
+            self._follow()
         while True:
             if self._queue:
                 item, source = self._queue.popleft()
@@ -488,6 +512,10 @@ class GatherAsync(Gather):
                 self._idle.append(shard)
 
     def pull(self, block: bool) -> Any:
+        if self.shards.changes() != self._changes:
+            joined = self._follow()
+            if self._idle is not None:
+                self._idle.extend(joined * self.num_async)
         while not self._queue:
             if self._limited and time.monotonic() > self._next_check:
                 self._check_hanging()  # though others may always have something ready

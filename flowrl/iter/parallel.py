@@ -144,7 +144,8 @@ class ParallelIterator(Generic[T]):
         wanted = list(shards_to_keep)
         if not wanted:
             raise ValueError("select_shards: at least one shard must be selected")
-        picked = [self._shards[index] for index in sorted({self._checked(i) for i in wanted})]
+        chosen = sorted({self._checked(i) for i in wanted})
+        picked = [self._shards[index]._replace(followed=False) for index in chosen]
         name = f"{self!r}.select_shards({len(picked)} total)"
         return ParallelIterator(picked, name)
 
@@ -169,7 +170,8 @@ class ParallelIterator(Generic[T]):
             batch_ms: it collects items for so many milliseconds per request.
             num_async: requests in flight.
         """
-        shards = Shards([self._shards[self._checked(shard_index)]], self.name)
+        shard = self._shards[self._checked(shard_index)]._replace(followed=False)
+        shards = Shards([shard], self.name)
         stage = GatherShard(shards, num_async, batch_ms=batch_ms)
         return LocalIterator(stage, f"{self.name}.shard[{shard_index}]")
 

@@ -42,7 +42,7 @@ class ShardState:
 
     index: int
     recovery: Recovery
-    state: Literal["live", "ended", "failed"] = "live"
+    state: Literal["live", "ended", "failed", "left"] = "live"
     accepted: int = 0
     restarts: int = 0
     errors: int = 0  # in a row

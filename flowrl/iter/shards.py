@@ -42,6 +42,7 @@ class Pool:
     """
 
     remote = False
+    changes = 0  # how often workers have joined or left
 
     def __init__(
         self,
@@ -108,6 +109,9 @@ class Pool:
         """End a worker and put a new one in its place; False if that cannot be done."""
         return False
 
+    def given_up(self, index: int) -> None:
+        """A worker has failed for good."""
+
     def kill(self, index: int) -> None:
         """End a worker that does not answer."""
 
@@ -156,7 +160,7 @@ class ActorPool(Pool):
         self._upstream = list(upstream)
         self._count = count
         self._handles = list(handles) if handles is not None else None
-        self._owned = [handles is None] * count
+        self._owned: set[int] = set(range(count)) if handles is None else set()
         self._incarnations = [0] * count
         self._readers = 0
         self.replayable = replayable
@@ -165,7 +169,6 @@ class ActorPool(Pool):
         if self._handles is None:
             assert self._make_one is not None
             self._handles = [self._make_one(index) for index in range(self._count)]
-            self._owned = [True] * self._count
 
     def handle(self, index: int) -> Any:
         self.start()
@@ -202,7 +205,7 @@ class ActorPool(Pool):
         self.kill(index)
         assert self._handles is not None
         self._handles[index] = self._make_one(index)
-        self._owned[index] = True
+        self._owned.add(index)
         self._incarnations[index] += 1
         return True
 
@@ -218,20 +221,19 @@ class ActorPool(Pool):
             self._handles[index].apply.remote(forget, chain)
 
     def stop(self) -> None:
-        if self._handles is not None and any(self._owned):
+        if self._handles is not None and self._owned:
             import ray
 
             if ray.is_initialized():
-                for index, owned in enumerate(self._owned):
-                    if owned:
-                        ray.kill(self._handles[index])
-            self._handles = None if all(self._owned) else self._handles
+                for index in self._owned:
+                    ray.kill(self._handles[index])
+            self._handles = None if len(self._owned) == self._count else self._handles
 
     def __getstate__(self) -> dict[str, Any]:
         self.start()
-        passive = {
+        passive: dict[str, Any] = {
             "_make_one": None,
-            "_owned": [False] * self._count,
+            "_owned": set(),
             "_readers": 0,
             "_upstream": [],
         }
@@ -239,12 +241,16 @@ class ActorPool(Pool):
 
 
 class Shard(NamedTuple):
-    """The description of one shard: a worker of a pool, and the steps on its items."""
+    """The description of one shard: a worker of a pool, and the steps on its items.
+
+    followed: it stands for the whole pool: workers that join serve shards like this one.
+    """
 
     pool: Pool
     worker: int
     steps: tuple[Step, ...] = ()
     recovery: Recovery = Recovery()
+    followed: bool = False
 
 
 class Shards:
@@ -275,9 +281,24 @@ class Shards:
         self._told: dict[int, int] = {}
         self._askers: dict[int, Callable[[], Any]] = {}
         self._reading = False
+        self._followed = list({id(s.pool): s for s in shards if s.followed}.values())
 
     def __len__(self) -> int:
         return len(self._shards)
+
+    def changes(self) -> int:
+        """How often workers have joined or left."""
+        return sum(shard.pool.changes for shard in self._followed)
+
+    def present(self) -> list[bool]:
+        """For each shard whether its worker has not left; those of workers that have joined come
+        last."""
+        there = {(id(shard.pool), shard.worker) for shard in self._shards}
+        for one in self._followed:
+            for worker in range(len(one.pool)):
+                if (id(one.pool), worker) not in there:
+                    self._shards.append(one._replace(worker=worker))
+        return [not s.followed or s.worker < len(s.pool) for s in self._shards]
 
     def pools(self) -> list[Pool]:
         """The pools, each once."""
@@ -295,7 +316,7 @@ class Shards:
 
     def request(self, index: int, batch_ms: float = 0, skip: int = 0) -> Any:
         """Ask a shard; `skip` items are left out if its stream must be made again."""
-        pool, worker, steps, _ = self._shards[index]
+        pool, worker, steps, *_ = self._shards[index]
         incarnation = pool.incarnation(worker)
         told = self._told.get(index) == incarnation
         if told and not batch_ms and index in self._askers:
@@ -344,15 +365,19 @@ class Shards:
     def kill(self, index: int) -> None:
         self._shards[index].pool.kill(self._shards[index].worker)
 
+    def given_up(self, index: int) -> None:
+        self._shards[index].pool.given_up(self._shards[index].worker)
+
     def __getstate__(self) -> dict[str, Any]:
         # a copy in another process reads a stream of its own
         chain = self.chain if self._part is not None else uuid.uuid4().hex
         return {**self.__dict__, "chain": chain, "_told": {}, "_askers": {}, "_reading": False}
 
     def stop(self) -> None:
-        for index in self._told:
-            shard = self._shards[index]
-            shard.pool.forget(shard.worker, self.chain)
+        for index, here in enumerate(self.present()):
+            if here and index in self._told:
+                shard = self._shards[index]
+                shard.pool.forget(shard.worker, self.chain)
         self._told.clear()
         self._askers.clear()
         if self._reading:

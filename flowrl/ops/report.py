@@ -179,7 +179,7 @@ class CollectMetrics:
             "num_env_steps_trained": counters["num_env_steps_trained"],
             "num_agent_steps_sampled": counters["num_agent_steps_sampled"],
             "num_agent_steps_trained": counters["num_agent_steps_trained"],
-            "num_healthy_workers": self._workers.num_workers - counters["num_shards_failed"],
+            "num_healthy_workers": self._workers.num_workers - len(self._workers.failed),
             "num_remote_worker_restarts": counters["num_shard_restarts"],
             "num_env_restarts": restarts,
             "num_faulty_episodes": faulty,

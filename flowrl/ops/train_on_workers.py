@@ -55,15 +55,13 @@ class LearnThere:
     with those of all other workers.
 
     Args:
-        size: workers.
         passes, minibatch, policies: see TrainOneStep.
         place: (host, port) of the store in which `generation` says which group is the valid one;
-            None where there is but one worker.
+            None where the worker is in this process.
     """
 
     def __init__(
         self,
-        size: int,
         passes: int | None,
         minibatch: int | None,
         policies: Collection[str] | None,
@@ -72,7 +70,7 @@ class LearnThere:
         place: tuple[str, int] | None = None,
         timeout_s: float = TIMEOUT_S,
     ):
-        self.size, self.place, self.timeout_s = size, place, timeout_s
+        self.place, self.timeout_s = place, timeout_s
         self._global_vars = global_vars  # where the worker is in this process
         self._how = passes, minibatch
         self._policies = policies
@@ -84,7 +82,7 @@ class LearnThere:
         """The same, on this worker."""
         passes, minibatch = self._how
         return LearnThere(
-            self.size, passes, minibatch, self._policies, self._global_vars, worker, self.place,
+            passes, minibatch, self._policies, self._global_vars, worker, self.place,
             self.timeout_s,
         )  # fmt: skip
 
@@ -149,10 +147,13 @@ class LearnThere:
         for policy in worker.policy_map.values():
             check_torch(policy)
             policy.group = None
-        take_learning_state(worker.policy_map, self._store.get(f"state/{generation.decode()}"))
-        store = PrefixStore(generation.decode(), self._store)
+        name = generation.decode()
+        take_learning_state(worker.policy_map, self._store.get(f"state/{name}"))
+        size = int(self._store.get(f"size/{name}"))
         self._generation = generation
-        group = Group(store, worker.worker_index - 1, self.size, timeout_s=self.timeout_s)
+        group = Group(
+            PrefixStore(name, self._store), worker.worker_index - 1, size, timeout_s=self.timeout_s
+        )
         for policy in worker.policy_map.values():
             policy.group = group
 
@@ -167,7 +168,8 @@ class TrainOnWorkers(LocalIterator[Any]):
 
     The local worker's policies are what they have become. Counts as ParallelRollouts and
     TrainOneStep do. When a worker dies, the group is formed anew with another one in its place,
-    from the state after the last round; counts `num_group_restarts`.
+    from the state after the last round; counts `num_group_restarts`. So it is when workers join or
+    leave.
 
     Args:
         workers: the WorkerSet; without remote workers the local one learns alone.
@@ -194,11 +196,8 @@ class TrainOnWorkers(LocalIterator[Any]):
         TrainOneStep(workers, policies, num_sgd_iter, sgd_minibatch_size)  # looks at these
         if workers.config.get("output") is not None:
             raise ValueError("output: fragments stay on their workers, so nothing can be written")
-        size = max(workers.num_workers, 1)
         here = None if workers.num_workers else workers.global_vars
-        learn = LearnThere(
-            size, num_sgd_iter, sgd_minibatch_size, policies, here, timeout_s=timeout_s
-        )
+        learn = LearnThere(num_sgd_iter, sgd_minibatch_size, policies, here, timeout_s=timeout_s)
         rounds = workers.parallel_iterator().for_each(learn).batch_across_shards()
         stage = TrainOnWorkersStage(rounds.stage, workers, learn, policies)
         super().__init__(stage, "TrainOnWorkers")
@@ -225,6 +224,7 @@ class TrainOnWorkersStage(Stage):
         self._count = CountRollouts(workers)
         self._store: Any = None
         self._generation = 0
+        self._members: list[int] = []  # of the group: the incarnation of each worker
         self._fresh = False  # no round of this generation has been completed
 
     def start(self, seed: str | None) -> None:
@@ -245,14 +245,20 @@ class TrainOnWorkersStage(Stage):
         from flowrl.ops.group import learning_state
 
         if self._generation > 1:  # somebody may be about to read the last one
-            self._store.delete_key(f"state/{self._generation - 1}")
+            for what in ("state", "size"):
+                self._store.delete_key(f"{what}/{self._generation - 1}")
         self._generation += 1
+        self._members = self._present()
         self._fresh = True
         self._store.set("timestep", str(self.workers.global_vars["timestep"]))
         name = str(self._generation)
         state = learning_state(self.workers.local_worker().policy_map)
         self._store.set(f"state/{name}", state)
+        self._store.set(f"size/{name}", str(len(self._members)))
         self._store.set("generation", name)
+
+    def _present(self) -> list[int]:
+        return self.workers.incarnations[: self.workers.num_workers]
 
     def _form_anew(self) -> None:
         if self._fresh:
@@ -264,6 +270,9 @@ class TrainOnWorkersStage(Stage):
         while True:
             if self._failed is not None:
                 raise self._failed  # the others would wait for it
+            if self._store is not None and self._members != self._present():
+                self._fresh = False  # nobody waits for those that left
+                self._form_anew()
             self._forget_older()
             try:
                 # never waits for all: a worker that died is made again while others wait for it

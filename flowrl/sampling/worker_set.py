@@ -20,6 +20,7 @@ from flowrl.iter.shards import ActorPool, Pool, Shard, start_ray
 from flowrl.policies.config import ConfigError
 from flowrl.policies.policy import Policy
 from flowrl.sampling.envs import EnvCreator, env_creator_for
+from flowrl.sampling.placement import Placement
 from flowrl.sampling.rollout_worker import RolloutWorker
 from flowrl.sampling.settings import DEFAULT_FRAGMENT_LENGTH
 
@@ -40,7 +41,8 @@ class WorkerSet:
         policy_class: of the policies that do not say theirs, or a mapping from policy id to
             PolicySpec.
         config: settings of the policy, the worker and the set (see RolloutWorker); the set reads
-            `num_workers`, `num_cpus_per_worker`, `address`, `train_batch_size`.
+            `num_workers`, `address`, `train_batch_size` and what says where workers run (see
+            Placement).
         num_workers: if not the settings'. 0 samples in this process, without Ray.
     """
 
@@ -57,7 +59,7 @@ class WorkerSet:
         wanted = self.config.get("num_workers", 0) if num_workers is None else num_workers
         if not isinstance(wanted, int) or wanted < 0:
             raise ConfigError(f"num_workers: an int of at least 0 is needed, got {wanted!r}")
-        self.num_workers = wanted
+        self.num_workers = self._configured = wanted
         self._local: RolloutWorker | None = None
         self._remote: list[Any] | None = None
         self._pool: Pool | None = None
@@ -66,7 +68,9 @@ class WorkerSet:
         self._payload: tuple[dict[str, int], Any] | None = None
         self._published: tuple[dict[str, int], Any] | None = None
         self._owns_ray = False
+        self._placement = Placement(self.config)
         self.on_remake: list[Callable[[], None]] = []  # before a worker that died is made again
+        self.failed: set[int] = set()  # workers (from 0) that will not come back
         self.incarnations = [0] * self.num_workers  # restarts of each remote worker so far
         self._saved: list[Any] | None = None  # what remote workers that start are to go on from
         self.episodes_begun_anew = 0
@@ -78,7 +82,7 @@ class WorkerSet:
         length = self.config.get("rollout_fragment_length", DEFAULT_FRAGMENT_LENGTH)
         if length != "auto":
             return int(length)
-        envs = self.config.get("num_envs_per_worker", 1) * max(1, self.num_workers)
+        envs = self.config.get("num_envs_per_worker", 1) * max(1, self._configured)
         return math.ceil(self.config.get("train_batch_size", DEFAULT_FRAGMENT_LENGTH) / envs)
 
     def _arguments(self, worker_index: int) -> dict[str, Any]:
@@ -103,11 +107,70 @@ class WorkerSet:
             self._remote = []
             if self.num_workers:
                 self._start_ray()
+                self._placement.reserve(0, self.num_workers)
                 self._remote += [
                     self.make_remote(i, self.incarnations[i]) for i in range(self.num_workers)
                 ]
                 self._restore_remote()
         return self._remote
+
+    def add(self, num_workers: int = 1) -> None:
+        """So many more remote workers. A plan that runs asks them with its next pull; they get the
+        newest weights before their first step.
+
+        Fragments stay as long as they were planned for the workers that there were.
+
+        Raises:
+            ValueError: fewer than 1; this set has no remote workers, so that its plan samples in
+                this process.
+            ConfigError: the cluster has no place for them.
+        """
+        self._check_change(num_workers)
+        self._change(self.num_workers + num_workers)
+
+    def remove(self, num_workers: int = 1) -> None:
+        """The last so many remote workers leave, with what they are sampling.
+
+        Raises:
+            ValueError: fewer than 1; none would be left.
+        """
+        self._check_change(num_workers)
+        if num_workers >= self.num_workers:
+            raise ValueError(
+                f"{num_workers} of {self.num_workers} workers cannot leave: one must stay"
+            )
+        self._change(self.num_workers - num_workers)
+
+    def _check_change(self, number: Any) -> None:
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise ValueError(f"num_workers that join or leave: at least 1, got {number!r}")
+        if not self.num_workers:
+            raise ValueError(
+                "a set without remote workers (num_workers=0) samples in this process: workers "
+                "cannot join or leave"
+            )
+
+    def _change(self, wanted: int) -> None:
+        before = self.num_workers
+        if self._remote is not None and wanted > before:
+            self._placement.reserve(before, wanted - before)
+        self.num_workers = wanted
+        again = len(self.incarnations)  # these were there before: their streams are used up
+        for index in range(before, min(wanted, again)):
+            self.incarnations[index] += 1
+        self.incarnations += [0] * (wanted - again)
+        if self._remote is not None:
+            for index in range(before, wanted):
+                self._remote.append(self.make_remote(index, self.incarnations[index]))
+            for index in range(wanted, before):
+                import ray
+
+                self._sent.pop(index, None)
+                self.failed.discard(index)
+                ray.kill(self._remote.pop())
+            self._placement.release(self.num_workers)
+        if isinstance(self._pool, RolloutPool):
+            self._pool.change(wanted)
 
     def _start_ray(self) -> None:
         address = self.config.get("address")
@@ -123,13 +186,8 @@ class WorkerSet:
         """A new Ray actor for remote worker `index` (from 0), which has no weights yet."""
         import ray
 
-        cpus = ray.cluster_resources().get("CPU", 0.0)
-        share = math.floor(1000 * cpus / self.num_workers) / 1000
-        actor = ray.remote(
-            num_cpus=min(self.config.get("num_cpus_per_worker", 1.0), share),
-            max_restarts=0,
-            max_task_retries=0,
-        )(RolloutWorker)
+        where = self._placement.options(index)
+        actor = ray.remote(max_restarts=0, max_task_retries=0, **where)(RolloutWorker)
         self._sent.pop(index, None)
         return actor.remote(**self._arguments(index + 1), incarnation=incarnation)
 
@@ -250,6 +308,7 @@ class WorkerSet:
             "remote": remote,
             "started": self._remote is not None or self._saved is not None,
             "incarnations": list(self.incarnations),
+            "configured": self._configured,
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -261,11 +320,14 @@ class WorkerSet:
         Raises:
             KeyError, ValueError: it is of other workers.
         """
-        if len(state["remote"]) != self.num_workers:
-            raise ValueError(f"a state of {len(state['remote'])} workers, not {self.num_workers}")
+        configured = state.get("configured", len(state["remote"]))
+        if configured != self._configured:
+            raise ValueError(f"a state of {configured} workers, not {self._configured}")
         for remote in state["remote"]:
             if remote is not None:  # they have what the local worker has
                 self.local_worker().check_sampling_state(remote)
+        if len(state["remote"]) != self.num_workers:
+            self._change(len(state["remote"]))
         incarnations = list(state["incarnations"])
         self.forget_sent()
         self._only = None
@@ -318,7 +380,7 @@ class WorkerSet:
         if self._pool is None:
             remote = self.num_workers > 0
             self._pool = RolloutPool(self) if remote else Pool(lambda: [self.local_worker()], 1)
-        shards = [Shard(self._pool, index) for index in range(len(self._pool))]
+        shards = [Shard(self._pool, index, followed=True) for index in range(len(self._pool))]
         recovery = Recovery(
             timeout_s=self.config.get("sample_timeout_s"),
             max_restarts=self.config.get("max_num_worker_restarts", 1000),
@@ -336,6 +398,7 @@ class WorkerSet:
             if ray.is_initialized():
                 for worker in self._remote:
                     ray.kill(worker)
+            self._placement.release()
             if self._owns_ray:
                 ray.shutdown()
         self._local, self._remote, self._pool = None, None, None
@@ -355,12 +418,21 @@ class RolloutPool(ActorPool):
     def __init__(self, workers: WorkerSet):
         recreate = workers.config.get("recreate_failed_workers", True)
         super().__init__(self._remake if recreate else None, workers.num_workers)
-        self._owned = [False] * workers.num_workers
+        self._owned = set()
         self._workers_of = workers
 
     def start(self) -> None:
         self._handles = self._workers_of.remote_workers()
         self._incarnations = list(self._workers_of.incarnations)
+
+    def change(self, num_workers: int) -> None:
+        """Workers have joined or left."""
+        self._count = num_workers
+        self._incarnations = list(self._workers_of.incarnations)
+        self.changes += 1
+
+    def given_up(self, index: int) -> None:
+        self._workers_of.failed.add(index)
 
     def _remake(self, index: int) -> Any:
         workers = self._workers_of
