@@ -33,6 +33,8 @@ class OffPolicyConfig(AlgorithmConfig):
     """Draw each policy's rows for themselves, or env steps with the rows of all policies."""
     num_replay_shards: Count = 2
     """Actors that share the replay buffer, in plans whose buffer is on actors."""
+    replay_buffer_shards_colocated_with_driver: bool = True
+    """Keep these actors on the node of the learner, not wherever the cluster has room."""
     learning_starts: int = Field(default=1000, ge=0)
     """Rows stored before learning begins."""
     training_intensity: Positive | None = None
@@ -143,4 +145,5 @@ class OffPolicyConfig(AlgorithmConfig):
             learning_starts=self.learning_starts,
             training_intensity=self.training_intensity,
             seed=self.seed,
+            colocated=self.replay_buffer_shards_colocated_with_driver,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -29,6 +30,14 @@ def start_ray(address: str | None = None, **options: Any) -> bool:
     own: dict[str, Any] = {} if address else {"include_dashboard": False}
     ray.init(address or "local", logging_level=logging.WARNING, **own, **options)
     return True
+
+
+def node_id() -> str | None:
+    """The node of a Ray cluster that this process runs on; None without Ray."""
+    ray: Any = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return None
+    return str(ray.get_runtime_context().get_node_id())
 
 
 class Pool:

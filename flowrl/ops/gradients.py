@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import optree
@@ -61,6 +61,11 @@ class Gradients:
     def steps_by_policy(self) -> dict[str, int]:
         """See SampleBatch.steps_by_policy."""
         return dict(self.sampled)
+
+    def size_bytes(self) -> int:
+        """Bytes of the gradients' arrays."""
+        leaves: list[Any] = optree.tree_leaves(cast("Any", self.by_policy))
+        return sum(leaf.nbytes for leaf in leaves)
 
 
 def gradients_of(worker: Any, batch: Batch, policies: Collection[str] | None) -> Gradients:

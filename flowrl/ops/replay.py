@@ -10,7 +10,7 @@ from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.iter import NOT_READY, LocalIterator, Source, Stage, _get_shared_metrics
 from flowrl.iter.errors import blame, operator_error
 from flowrl.iter.waiting import ready_refs
-from flowrl.ops.replay_actors import BatchRef, ReplayActors
+from flowrl.ops.replay_actors import Asked, BatchRef, ReplayActors
 from flowrl.ops.train import Info, trained
 from flowrl.seeding import random_stream, restore_stream, stream_state
 
@@ -100,7 +100,7 @@ class Replay(LocalIterator[Any]):
         *,
         local_buffer: MultiAgentReplayBuffer | SimpleReplayBuffer | None = None,
         actors: ReplayActors | None = None,
-        num_async: int = 4,
+        num_async: int = 8,
     ):
         buffer = _one_of(local_buffer, actors, "Replay")
         if num_async < 1:
@@ -153,29 +153,48 @@ class ReplayActorsStage(ReplayStage):
     def __init__(self, actors: ReplayActors, num_async: int):
         super().__init__(actors)
         self._num_async = num_async
-        self._asked: deque[tuple[int, Any]] = deque()
+        self._asked: deque[Asked] = deque()
+        self._drawn: deque[Batch] = deque()
         self._sources: tuple[Source, ...] = ()
 
     def _next(self) -> Any:
         while True:
-            while len(self._asked) < self._num_async and self.buffer.can_draw():
-                self._asked.append(self.buffer.ask())
-            if not self._asked or not ready_refs([self._asked[0][1]]):
-                return NOT_READY
-            batch = self.buffer.taken(*self._asked.popleft())
-            if batch is not None:
+            self._ask()
+            if self._drawn:
+                batch = self._drawn.popleft()
                 self._sources = batch.sources
                 return batch
+            if not self._asked or not ready_refs([self._asked[0].ref]):
+                return NOT_READY
+            self._drawn.extend(self.buffer.taken(self._asked.popleft()))
+
+    def _ask(self) -> None:
+        """Have so many batches on their way: half of them from one shard, so that another one works
+        while these are learned from."""
+        most = max(1, self._num_async // 2)
+        while sum(one.number for one in self._asked) + len(self._drawn) <= self._num_async - most:
+            if not self.buffer.can_draw():
+                return
+            self._asked.append(self.buffer.ask(most))
 
     @property
     def sources(self) -> tuple[Source, ...]:
         return self._sources
 
     def waits(self) -> list[Any]:
-        return [self._asked[0][1]] if self._asked else []
+        return [self._asked[0].ref] if self._asked else []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "drawn": list(self._drawn)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._asked.clear()
+        self._drawn = deque(state.get("drawn", ()))
 
     def stop(self) -> None:
         self._asked.clear()
+        self._drawn.clear()
         self.buffer.stop()
 
 

@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
+from copy import copy
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,14 +15,15 @@ from flowrl.data import MultiAgentBatch, MultiAgentReplayBuffer, SampleBatch
 from flowrl.data.multi_agent_replay import rows_to_learn
 from flowrl.data.replay_ratio import ReplayRatio
 from flowrl.iter import Source, _get_shared_metrics
-from flowrl.iter.shards import start_ray
+from flowrl.iter.shards import node_id, start_ray
 from flowrl.seeding import random_stream, restore_stream, stream_state
 
 log = logging.getLogger("flowrl")
 
 Batch = SampleBatch | MultiAgentBatch
+Update = tuple[str, np.ndarray, np.ndarray]  # policy id, batch_indexes, priorities
 ADDS_IN_FLIGHT = 4  # of each shard: what it has not stored yet is held in the object store
-UPDATES_IN_FLIGHT = 4
+UPDATES_KEPT = 64  # of each shard, for its next request
 
 ORIGIN = "replay"
 
@@ -33,10 +35,12 @@ class BatchRef:
         ref: of the batch.
         count: env steps.
         sources: of its rows.
+        node: of the cluster, where it was made.
     """
 
     def __init__(self, ref: Any, env_steps: int, steps_by_policy: dict[str, int]):
         self.ref = ref
+        self.node = node_id()
         self.sources: tuple[Any, ...] = ()
         self.count = env_steps
         self._by_policy = steps_by_policy
@@ -78,22 +82,32 @@ class ReplayShard:
         self._make = lambda: make(index)
         self.buffer = self._make()
         self._seen: set[int] = set()
+        self._node = node_id()
 
-    def add(self, batch: Batch, number: int) -> int:
-        """Store a batch, once; the rows that there are then."""
+    def add(self, batch: Batch, number: int, node: str | None = None) -> Added:
+        """Store a batch of a node, once."""
         if number not in self._seen:
             self._seen.add(number)
             self._seen.discard(number - 10_000)
             self.buffer.add(batch)
-        return len(self.buffer)
+        came = 0 if node == self._node else batch.size_bytes()
+        return Added(len(self.buffer), came, self._node)
 
-    def sample(self) -> Batch | None:
-        """A batch; None while there are no rows."""
-        return self.buffer.sample() if len(self.buffer) else None
+    def serve(self, updates: list[Update], batches: int) -> list[Batch]:
+        """Take over priorities, then draw; no batches while there are no rows.
 
-    def update_priorities(self, policy_id: str, indexes: np.ndarray, errors: np.ndarray) -> None:
-        """See MultiAgentReplayBuffer.update_priorities."""
-        self.buffer.update_priorities(policy_id, indexes, errors)
+        Raises:
+            what the first update that fails raises; the others are made, nothing is drawn.
+        """
+        failed: Exception | None = None
+        for update in updates:
+            try:
+                self.buffer.update_priorities(*update)
+            except Exception as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
+        return [self.buffer.sample() for _ in range(batches)] if len(self.buffer) else []
 
     def stats(self) -> dict[str, Any]:
         """See MultiAgentReplayBuffer.stats."""
@@ -122,6 +136,7 @@ class ReplayActors:
         batch_rows: rows of a drawn batch, about: what it has is counted when it comes.
         learning_starts, training_intensity: of all shards together; see ReplayRatio.
         seed: of the choice of shards.
+        colocated: on the node of the process that learns; else where there is room.
 
     Raises:
         ValueError: fewer than one shard; see ReplayRatio.
@@ -136,6 +151,7 @@ class ReplayActors:
         learning_starts: int = 0,
         training_intensity: float | None = None,
         seed: int | None = None,
+        colocated: bool = True,
     ):
         for name, value in (("num_shards", num_shards), ("batch_rows", batch_rows)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -146,9 +162,13 @@ class ReplayActors:
         self.ratio = ReplayRatio(learning_starts, training_intensity)
         self.rng = random_stream(seed, "replay", "shards")
         self.rows = [0] * num_shards
+        self.colocated = colocated
+        self._node: str | None = None
+        self._nodes: list[str | None] = [None] * num_shards
         self._handles: list[Any] = []
         self._adds: list[deque[_Add]] = [deque() for _ in range(num_shards)]
-        self._updates: deque[Any] = deque()
+        self._updates: list[list[Update]] = [[] for _ in range(num_shards)]
+        self._in_flight = 0  # batches that were asked for
         self._number = 0
         self._turn = 0
         self._owns_ray = False
@@ -159,13 +179,18 @@ class ReplayActors:
         """The actors, made when first asked for."""
         if not self._handles:
             self._owns_ray |= start_ray()
+            self._node = node_id()
             self._handles = [self._new(index) for index in range(self.num_shards)]
         return self._handles
 
     def _new(self, index: int) -> Any:
         import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        actor = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)(ReplayShard)
+        where: dict[str, Any] = {}
+        if self.colocated and self._node is not None:
+            where["scheduling_strategy"] = NodeAffinitySchedulingStrategy(self._node, soft=False)
+        actor = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0, **where)(ReplayShard)
         return actor.remote(self._make, index)
 
     def _died(self, index: int, error: BaseException) -> None:
@@ -176,6 +201,7 @@ class ReplayActors:
         metrics.counters["num_replay_rows_lost"] += self.rows[index]
         self.rows[index] = 0
         self._adds[index].clear()
+        self._updates[index].clear()
         self._handles[index] = self._new(index)
 
     def stop(self) -> None:
@@ -189,7 +215,9 @@ class ReplayActors:
             ray.shutdown()
         self._handles, self._owns_ray = [], False
         self._adds = [deque() for _ in range(self.num_shards)]
-        self._updates.clear()
+        for updates in self._updates:
+            updates.clear()
+        self._in_flight = 0
 
     # -- storing -----------------------------------------------------------------------------------
 
@@ -205,14 +233,19 @@ class ReplayActors:
 
     def add(self, batch: Batch | BatchRef) -> None:
         """Send a batch to a shard; it is not waited for."""
+        self.handles()
         index = int(self.rng.integers(self.num_shards))
         self._number += 1
-        given = batch.ref if isinstance(batch, BatchRef) else batch
-        self._adds[index].append(self._sent(index, given, self._number))
+        given: Any = batch
+        node = self._node
+        if isinstance(batch, BatchRef):
+            given, node = batch.ref, batch.node
+        self._adds[index].append(self._sent(index, given, self._number, node))
         self.ratio.note_stored(batch.agent_steps())
 
-    def _sent(self, index: int, given: Any, number: int) -> _Add:
-        return _Add(self.handles()[index].add.remote(given, number), given, number)
+    def _sent(self, index: int, given: Any, number: int, node: str | None) -> _Add:
+        ref = self.handles()[index].add.remote(given, number, node)
+        return _Add(ref, given, number, node)
 
     def _collect(self) -> None:
         """Take note of what has been stored."""
@@ -222,11 +255,12 @@ class ReplayActors:
         for index, adds in enumerate(self._adds):
             while adds and ray.wait([adds[0].ref], timeout=0, fetch_local=False)[0]:
                 try:
-                    self.rows[index] = ray.get(adds[0].ref)
+                    self.rows[index], came, self._nodes[index] = ray.get(adds[0].ref)
+                    _count_bytes(came)
                 except RayActorError as error:
                     waiting = list(adds)  # goes to the new one
                     self._died(index, error)
-                    adds.extend(self._sent(index, add.given, add.number) for add in waiting)
+                    adds.extend(self._sent(index, *add[1:]) for add in waiting)
                     break
                 except ObjectLostError as error:  # with the worker that had sampled it
                     log.warning("a fragment was lost before it was stored: %s", error)
@@ -242,44 +276,61 @@ class ReplayActors:
         """Whether it is time to ask for a batch."""
         return self.ratio.may_draw(self.batch_rows)
 
-    def ask(self) -> tuple[int, Any]:
-        """Ask the shard whose turn it is for a batch: its number, and a reference."""
+    def ask(self, most: int = 1) -> Asked:
+        """Ask the shard whose turn it is for batches: as many as are due, up to `most`. It is told
+        the priorities that have come for it first."""
         index, self._turn = self._turn, (self._turn + 1) % self.num_shards
-        self.ratio.note_drawn(self.batch_rows)
-        return index, self.handles()[index].sample.remote()
+        number = 0
+        while number < most and self.can_draw():
+            self.ratio.note_drawn(self.batch_rows)
+            number += 1
+        self._in_flight += number
+        updates, self._updates[index] = self._updates[index], []
+        handle = self.handles()[index]
+        return Asked(index, handle.serve.remote(updates, number), number, handle)
 
-    def taken(self, index: int, ref: Any) -> Batch | None:
-        """What a shard that was asked gave; None if it had nothing or is no more."""
+    def taken(self, asked: Asked) -> list[Batch]:
+        """What a shard that was asked gave; nothing if it has no rows or is no more.
+
+        Raises:
+            what it raised.
+        """
         import ray
         from ray.exceptions import RayActorError
 
+        index, ref, number, handle = asked
+        self._in_flight -= number
+        batches: list[Batch] = []
         try:
-            batch: Batch | None = ray.get(ref)
+            batches = ray.get(ref)
         except RayActorError as error:
-            self._died(index, error)
-            batch = None
-        if batch is None:
-            self.ratio.take_back(self.batch_rows)
-            return None
-        self.ratio.correct(rows_to_learn(batch) - self.batch_rows)
-        batch.sources = (Source(index, origin=ORIGIN),)
-        return batch
+            if handle is self._handles[index]:  # another request has not said so before
+                self._died(index, error)
+        finally:
+            for _ in range(number - len(batches)):
+                self.ratio.take_back(self.batch_rows)
+        for batch in batches:
+            self.ratio.correct(rows_to_learn(batch) - self.batch_rows)
+            batch.sources = (Source(index, origin=ORIGIN),)
+            if self._nodes[index] != self._node:
+                _count_bytes(batch.size_bytes())
+        return batches
 
     def update_priorities(
         self, shard: int, policy_id: str, batch_indexes: np.ndarray, priorities: np.ndarray
     ) -> None:
-        """Send priorities to the shard whose rows they are of; it is not waited for."""
+        """Priorities for the shard whose rows they are of; it is told with its next request."""
+        self._updates[shard].append((policy_id, batch_indexes, priorities))
+        if len(self._updates[shard]) >= UPDATES_KEPT:  # nothing is drawn just now
+            self._send_updates(shard)
+
+    def _send_updates(self, shard: int) -> None:
         import ray
         from ray.exceptions import RayActorError
 
-        while self._updates:  # an error of one is told with a later one
-            done, _ = ray.wait([self._updates[0]], timeout=0)
-            if not done and len(self._updates) < UPDATES_IN_FLIGHT * self.num_shards:
-                break
-            with contextlib.suppress(RayActorError):  # the shard is made again when it is asked
-                ray.get(self._updates.popleft())
-        handle = self.handles()[shard]
-        self._updates.append(handle.update_priorities.remote(policy_id, batch_indexes, priorities))
+        updates, self._updates[shard] = self._updates[shard], []
+        with contextlib.suppress(RayActorError):  # the shard is made again when it is asked
+            ray.get(self.handles()[shard].serve.remote(updates, 0))
 
     # -- the rest ----------------------------------------------------------------------------------
 
@@ -295,13 +346,18 @@ class ReplayActors:
         return told
 
     def state_dict(self) -> dict[str, Any]:
-        """All shards; what is on its way is waited for."""
+        """All shards; what is on its way to them is waited for, what is asked of them is not."""
         import ray
 
+        for shard in range(self.num_shards):
+            self._send_updates(shard)
+        ratio = copy(self.ratio)
+        for _ in range(self._in_flight):
+            ratio.take_back(self.batch_rows)
         ray.get([add.ref for adds in self._adds for add in adds])
         return {
             "shards": ray.get([handle.state_dict.remote() for handle in self.handles()]),
-            "ratio": self.ratio.state_dict(),
+            "ratio": ratio.state_dict(),
             "rng": stream_state(self.rng),
             "number": self._number,
             "turn": self._turn,
@@ -323,9 +379,21 @@ class ReplayActors:
         self.ratio.load_state_dict(state["ratio"])
         restore_stream(self.rng, state["rng"])
         self._number, self._turn = int(state["number"]), int(state["turn"])
+        self._in_flight = 0
+        for updates in self._updates:
+            updates.clear()
 
     def __repr__(self) -> str:
         return f"ReplayActors(num_shards={self.num_shards}, batch_rows={self.batch_rows})"
+
+
+class Asked(NamedTuple):
+    """A request for batches."""
+
+    shard: int
+    ref: Any
+    number: int
+    handle: Any
 
 
 class _Add(NamedTuple):
@@ -334,3 +402,17 @@ class _Add(NamedTuple):
     ref: Any
     given: Any
     number: int
+    node: str | None
+
+
+class Added(NamedTuple):
+    """What a shard tells of a batch that it has stored."""
+
+    rows: int  # that there are
+    came: int  # bytes, from another node
+    node: str | None
+
+
+def _count_bytes(number: int) -> None:
+    if number:
+        _get_shared_metrics().counters["num_bytes_between_nodes"] += number

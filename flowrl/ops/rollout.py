@@ -112,6 +112,7 @@ class CountRollouts:
 
     def __call__(self, pair: tuple[tuple[Source, ...], Any]) -> Any:
         sources, item = pair
+        self._count_transfers(sources, item if isinstance(item, list) else [item])
         batch = SampleBatch.concat_samples(item) if isinstance(item, list) else item
         batch.sources = sources
         metrics = _get_shared_metrics()
@@ -135,6 +136,15 @@ class CountRollouts:
                 name: source.tags.get(name, 0) for name in health
             }
         return batch
+
+    def _count_transfers(self, sources: tuple[Source, ...], items: list[Any]) -> None:
+        """Count the bytes of what has come from another node."""
+        for source, item in zip(sources, items, strict=False):
+            node = source.tags.get("node")
+            self._workers.nodes[source.worker] = node
+            if node != self._workers.node and hasattr(item, "size_bytes"):
+                counters = _get_shared_metrics().counters
+                counters["num_bytes_between_nodes"] += item.size_bytes()
 
     def __repr__(self) -> str:
         return "CountRollouts"

@@ -49,6 +49,10 @@ class Trained:
         """See SampleBatch.steps_by_policy."""
         return dict(self.sampled)
 
+    def size_bytes(self) -> int:
+        """Bytes of the policies' state."""
+        return len(self.state or b"")
+
 
 class LearnThere:
     """for_each on the shards, fragment -> Trained: the worker's policies learn from it, together

@@ -529,7 +529,7 @@ class TorchPolicy(Policy):
                 raise FloatingPointError("a gradient that is not finite: the weights are unchanged")
             self.num_skipped_updates += 1
             return
-        self.flat.gradient.copy_(torch.from_numpy(np.asarray(gradients)))
+        self.flat.gradient.copy_(torch.from_numpy(np.array(gradients)))
         self._step(norm)
 
     def on_global_var_update(self, global_vars: dict[str, Any]) -> None:

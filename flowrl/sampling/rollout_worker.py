@@ -15,6 +15,7 @@ from gymnasium import spaces
 from flowrl.data import DEFAULT_POLICY_ID, MultiAgentBatch, SampleBatch
 from flowrl.data.unread import Unread
 from flowrl.data.windows import Windows
+from flowrl.iter.shards import node_id
 from flowrl.policies.config import ConfigError
 from flowrl.policies.policy import Policy
 from flowrl.policies.policy_spec import (
@@ -139,6 +140,7 @@ class RolloutWorker:
         self._read: dict[str, set[str] | None] = {}
         self._asked_for = {"infos"} if given.get("collect_infos", False) else set()
         self._episodes_ready: list[Any] = []
+        self._node = node_id() if worker_index else None
         self._given_steps = [0, 0]
         self._reported_steps = [0, 0]
 
@@ -393,6 +395,7 @@ class RolloutWorker:
             "filters": filters,
             "faulty_episodes": self._source.faulty_episodes,
             "env_restarts": self._agents.num_restarts,
+            "node": self._node,
         }
 
     # -- learning ------------------------------------------------------------------------------

@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from flowrl.iter import ParallelIterator
+from flowrl.iter.metrics import current_metrics
 from flowrl.iter.recovery import Recovery
 from flowrl.iter.serving import Order, serve_remote, serve_ticket
-from flowrl.iter.shards import ActorPool, Pool, Shard, start_ray
+from flowrl.iter.shards import ActorPool, Pool, Shard, node_id, start_ray
 from flowrl.policies.config import ConfigError
 from flowrl.policies.policy import Policy
 from flowrl.sampling.envs import EnvCreator, env_creator_for
@@ -66,10 +67,14 @@ class WorkerSet:
         self._sent: dict[int, dict[str, int]] = {}
         self._only: set[int] | None = None  # workers that are to get weights; None: all
         self._payload: tuple[dict[str, int], Any] | None = None
+        self._payload_bytes = 0
+        self._payload_at: set[str | None] | None = None  # nodes that have it; None: sent each time
         self._published: tuple[dict[str, int], Any] | None = None
         self._owns_ray = False
         self._placement = Placement(self.config)
         self.on_remake: list[Callable[[], None]] = []  # before a worker that died is made again
+        self.node: str | None = None  # of the Ray cluster, where this process is
+        self.nodes: dict[int, str | None] = {}  # where remote workers (from 0) have last been
         self.failed: set[int] = set()  # workers (from 0) that will not come back
         self.incarnations = [0] * self.num_workers  # restarts of each remote worker so far
         self._saved: list[Any] | None = None  # what remote workers that start are to go on from
@@ -177,6 +182,7 @@ class WorkerSet:
         cores = {} if address else {"num_cpus": max(os.cpu_count() or 1, self.num_workers)}
         try:
             self._owns_ray |= start_ray(address, **cores)
+            self.node = node_id()
         except (ConnectionError, RuntimeError, ValueError) as error:
             if address is None:
                 raise
@@ -233,12 +239,25 @@ class WorkerSet:
             weights, filters = self._weights_now() if published is None else published[1]
             payload: Any = (weights, versions, filters, dict(self.global_vars))
             size = sum(array.nbytes for own in weights.values() for array in own.values())
+            self._payload_bytes, self._payload_at = size, None
             if size > BY_VALUE_BYTES:
                 import ray
 
                 payload = ray.put(payload)
+                self._payload_at = {self.node}
             self._payload = (versions, payload)
+        self._count_transfer(self.nodes.get(index, self.node))
         return self._payload[1]
+
+    def _count_transfer(self, node: str | None) -> None:
+        """Weights go to a node."""
+        metrics = current_metrics()
+        if node == self.node or metrics is None:
+            return
+        if self._payload_at is None or node not in self._payload_at:
+            metrics.counters["num_bytes_between_nodes"] += self._payload_bytes
+        if self._payload_at is not None:
+            self._payload_at.add(node)
 
     def update_only(self, indices: Iterable[int]) -> None:
         """From now on send new weights only to workers that this was called for since they were

@@ -59,6 +59,9 @@ def test_what_apex_is_told():
     for part in ("gather_async(num_async=3)", "UpdateWorkerWeights(123)", "Enqueue(maxsize=5)"):
         assert part in told
     assert "num_shards=4" in told
+    assert config.replay_actors().colocated
+    apart = config.updated(replay_buffer_shards_colocated_with_driver=False)
+    assert not apart.replay_actors().colocated
     assert config.greedy_workers() == [5, 6]
     assert collect._selected == [5, 6]
     assert APEXConfig(env="CartPole-v1").greedy_workers() == [0]

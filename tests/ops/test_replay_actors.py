@@ -111,8 +111,9 @@ def test_priorities_go_back_to_the_shard_of_the_batch(actors):
         actors.add(rows(5, i))
     settled(actors)
     update = UpdateReplayPriorities(actors=actors)
-    index, ref = actors.ask()
-    batch = actors.taken(index, ref)
+    asked = actors.ask()
+    index = asked.shard
+    [batch] = actors.taken(asked)
     told = {"batch_indexes": batch["batch_indexes"], "td_error": np.full(4, -9.0)}
     update((batch, {"default_policy": {"rows": told}}))
     states = actors.state_dict()["shards"]
@@ -137,15 +138,15 @@ def test_a_shard_that_dies_is_made_again(actors):
     assert sum(actors.rows) == 150 - before[0]
     ray.kill(actors.handles()[1])
     with metrics_scope(MetricsContext()) as metrics:
-        taken = [actors.taken(*actors.ask()) for _ in range(2)]
-        assert [batch is None for batch in taken] == [False, True]
+        taken = [actors.taken(actors.ask()) for _ in range(2)]
+        assert [len(batches) for batches in taken] == [1, 0]
         assert metrics.counters["num_replay_shard_restarts"] == 1
     assert actors.ratio.drawn == 4
 
 
 def test_nothing_is_stored_twice():
     shard = ReplayShard(make()._make, 0)
-    assert [shard.add(rows(5), number) for number in (1, 2, 1)] == [5, 10, 10]
+    assert [shard.add(rows(5), number).rows for number in (1, 2, 1)] == [5, 10, 10]
 
 
 @pytest.mark.slow
@@ -156,22 +157,60 @@ def test_a_restored_shard_stores_what_comes_then():
     state = shard.state_dict()
     shard.add(rows(3), 2)
     assert shard.load_state_dict(state) == 3
-    assert shard.add(rows(3), 2) == 6
+    assert shard.add(rows(3), 2).rows == 6
+
+
+def update(actors, times):
+    for _ in range(times):
+        actors.update_priorities(0, "default_policy", np.array([0]), np.array([1.0]))
+
+
+def test_several_batches_come_with_one_request(actors):
+    for i in range(8):
+        actors.add(rows(5, i))
+    settled(actors)
+    asked = actors.ask(3)
+    assert asked.number == 3
+    batches = actors.taken(asked)
+    assert [batch.count for batch in batches] == [4, 4, 4]
+    assert {batch.sources[0].worker for batch in batches} == {asked.shard}
+    many = actors.ask(100)
+    assert many.number == 11  # 2 x (40 - 12) rows are due
+    assert not actors.can_draw()
+    assert actors.state_dict()["ratio"]["drawn"] == 12  # a checkpoint has none of these
+    assert len(actors.taken(many)) == 11
+    assert actors.state_dict()["ratio"]["drawn"] == 56
+
+
+def test_a_death_is_noticed_once(actors):
+    import ray
+
+    for i in range(8):
+        actors.add(rows(5, i))
+    settled(actors)
+    asked = [actors.ask() for _ in range(4)]
+    ray.kill(actors.handles()[0])
+    with metrics_scope(MetricsContext()) as metrics:
+        for one in asked:
+            actors.taken(one)
+        assert metrics.counters["num_replay_shard_restarts"] <= 1
 
 
 def test_priorities_that_cannot_be_are_told(actors):
     for _ in range(6):
         actors.add(rows(4))
     settled(actors)
+    drawn = actors.ratio.drawn
     actors.update_priorities(0, "nobody", np.array([0]), np.array([1.0]))
-
-    def update_others():
-        for _ in range(100):  # told with a later one
-            time.sleep(0.05)
-            actors.update_priorities(0, "default_policy", np.array([0]), np.array([1.0]))
-
+    actors.update_priorities(0, "default_policy", np.array([0]), np.array([7.0]))
     with pytest.raises(KeyError, match="nobody"):
-        update_others()
+        actors.taken(actors.ask(2))
+    assert actors.ratio.drawn == drawn  # these were not drawn
+    weights = actors.state_dict()["shards"][0]["buffers"]["default_policy"]["weights"]
+    assert weights.max() > 2  # the other one was made
+    actors.update_priorities(0, "nobody", np.array([0]), np.array([1.0]))
+    with pytest.raises(KeyError, match="nobody"):  # nothing is drawn for long
+        update(actors, 63)
     two = rows(2)
     two.sources = (Source(0, origin="replay"),) * 2
     told = {"default_policy": {"rows": {"td_error": np.ones(2), "batch_indexes": np.arange(2)}}}
@@ -188,7 +227,7 @@ def test_a_restored_set_of_shards_goes_on(actors):
     for one in (actors, other):
         one.add(rows(5, 9))
         settled(one)
-    first, second = (one.taken(*one.ask()) for one in (actors, other))
+    [first], [second] = (one.taken(one.ask()) for one in (actors, other))
     np.testing.assert_array_equal(first["batch_indexes"], second["batch_indexes"])
     assert actors.rng.integers(1000) == other.rng.integers(1000)
     with pytest.raises(ValueError, match="a state of 2 replay shards for 3"):
