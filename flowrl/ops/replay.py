@@ -100,7 +100,7 @@ class Replay(LocalIterator[Any]):
         *,
         local_buffer: MultiAgentReplayBuffer | SimpleReplayBuffer | None = None,
         actors: ReplayActors | None = None,
-        num_async: int = 8,
+        num_async: int = 16,
     ):
         buffer = _one_of(local_buffer, actors, "Replay")
         if num_async < 1:

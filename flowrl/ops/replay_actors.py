@@ -223,9 +223,11 @@ class ReplayActors:
 
     def can_add(self) -> bool:
         """Whether it is time to store, and no shard is behind with storing."""
-        self._collect()
-        behind = any(len(adds) >= ADDS_IN_FLIGHT for adds in self._adds)
-        return not behind and not self.can_draw()
+        if self.can_draw():
+            return False
+        if any(len(adds) >= ADDS_IN_FLIGHT for adds in self._adds):
+            self._collect()
+        return all(len(adds) < ADDS_IN_FLIGHT for adds in self._adds)
 
     def waits(self) -> list[Any]:
         """References of what shards are behind with."""
