@@ -129,6 +129,8 @@ class ForEachHooked(ForEach):
         self._on_fetch_start = getattr(fn, "_on_fetch_start", None)
         self._fetching = False
         self._full = False
+        self.full_s = 0.0  # for which there was no room
+        self._full_since = 0.0
         self._held: Any = NOT_READY  # an item that came while the operator got full
         self._item_sources: tuple[Source, ...] = ()
 
@@ -144,12 +146,19 @@ class ForEachHooked(ForEach):
             raise operator_error(error) from error.__cause__
 
     def _has_room(self) -> bool:
-        return self._ready is None or bool(self._ask(self._ready))
+        if self._ready is None:
+            return True
+        room = bool(self._ask(self._ready))
+        if room == self._full:  # that has changed
+            now = time.perf_counter()
+            if room:
+                self.full_s += now - self._full_since
+            self._full_since, self._full = now, not room
+        return room
 
     def pull(self, block: bool) -> Any:
         while True:
-            self._full = not self._has_room()
-            if self._full:
+            if not self._has_room():
                 return NOT_READY
             if self._on_fetch_start is not None and not self._fetching:
                 self._ask(self._on_fetch_start)
@@ -160,7 +169,7 @@ class ForEachHooked(ForEach):
                     return item
                 self._item_sources = super().sources
                 if not self._has_room():
-                    self._held, self._full = item, True
+                    self._held = item
                     return NOT_READY
             else:
                 item, self._held = self._held, NOT_READY
@@ -185,6 +194,12 @@ class ForEachHooked(ForEach):
 
     def can_wait(self) -> bool:
         return self._ready is not None or super().can_wait()
+
+    def numbers(self) -> dict[str, Any]:
+        if self._ready is None:
+            return super().numbers()
+        now = time.perf_counter() - self._full_since if self._full else 0.0
+        return {**super().numbers(), "full_s": self.full_s + now}
 
     def state_dict(self) -> dict[str, Any]:
         held = [] if self._held is NOT_READY else [[self._held, pack(self._item_sources)]]

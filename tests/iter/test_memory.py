@@ -2,10 +2,16 @@
 
 import itertools
 import os
+import queue
+import threading
+import time
 
+import numpy as np
 import pytest
 
-from flowrl.iter import LocalIterator, from_iterators
+from flowrl.data import SampleBatch
+from flowrl.iter import LocalIterator, ParallelIteratorWorker, from_actors, from_iterators
+from flowrl.ops import Concurrently, Dequeue, Enqueue
 
 
 def rss_mb():
@@ -54,3 +60,65 @@ def test_three_hundred_thousand_items_through_actors(ray_session):
             assert rss_mb() - warm < 20
     whole = ray_session.cluster_resources()["object_store_memory"]
     assert ray_session.available_resources()["object_store_memory"] > 0.99 * whole
+
+
+LARGE_MB = 16.8
+
+
+class Large(ParallelIteratorWorker):
+    """A shard of fragments of 16.8 MB."""
+
+    def __init__(self):
+        super().__init__(lambda: (self.make(i) for i in itertools.count()))
+
+    @staticmethod
+    def make(number):
+        return SampleBatch({"obs": np.full((1024, 4096), number, np.float32)})
+
+
+class StoreWatch(threading.Thread):
+    """The most MB that Ray's object store has held."""
+
+    def __init__(self, ray):
+        super().__init__(daemon=True)
+        self.ray, self.most, self.going = ray, 0.0, True
+
+    def run(self):
+        whole = self.ray.cluster_resources()["object_store_memory"]
+        while self.going:
+            left = self.ray.available_resources().get("object_store_memory", whole)
+            self.most = max(self.most, (whole - left) / 1e6)
+            time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_a_slow_reader_of_large_fragments_holds_the_sources_back(ray_session):
+    """What is in flight and in the queue is all that there is, and none of it is copied here."""
+    shards, num_async, room, items = 4, 2, 2, 60
+    actors = [ray_session.remote(num_cpus=0)(Large).remote() for _ in range(shards)]
+    work, done = queue.Queue(room), queue.Queue(1)
+
+    def slow():
+        while (batch := work.get()) is not None:
+            time.sleep(0.05)
+            done.put((batch["obs"].flags.owndata, float(batch["obs"][-1, -1])))
+
+    thread = threading.Thread(target=slow, daemon=True)
+    thread.start()
+    gather = from_actors(actors).gather_async(num_async=num_async).for_each(Enqueue(work))
+    plan = Concurrently([gather, Dequeue(done)], mode="async", output_indexes=[1])
+    watch = StoreWatch(ray_session)
+    watch.start()
+    before = rss_mb()
+    got = plan.take(items)
+    watch.going = False
+    full = [stage["full_s"] for stage in plan.stats() if "full_s" in stage]
+    plan.stop()
+    work.put(None)
+    assert [owned for owned, _ in got] == [False] * items
+    assert sum(full) > 0.5 * items * 0.05  # most of the time there was no room
+    most = shards * num_async + room + 2  # one being read, one handed on
+    assert LARGE_MB < watch.most < (most + 2) * LARGE_MB
+    assert rss_mb() - before < (most + 2) * LARGE_MB  # what is read of the store is mapped
+    for actor in actors:
+        ray_session.kill(actor)

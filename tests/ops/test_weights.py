@@ -31,6 +31,23 @@ class Batch:
         self.sources = tuple(Source(i, tags=tags, origin=origin) for i in indices)
 
 
+def test_large_weights_are_one_object_per_version(workers, monkeypatch):
+    import ray
+
+    from flowrl.sampling import worker_set
+
+    monkeypatch.setattr(worker_set, "BY_VALUE_BYTES", 1000)
+    put, made = ray.put, []
+    monkeypatch.setattr(ray, "put", lambda value: made.append(put(value)) or made[-1])
+    for _ in range(3):
+        learn(workers)
+        refs = {workers.weights_for(index) for index in range(3)}
+        assert refs == {made[-1]}
+    assert len(made) == 3
+    workers.sync_weights()
+    assert len(made) == 3
+
+
 def learn(workers):
     policy = workers.local_worker().policy
     policy.set_weights(policy.get_weights())  # a new version
