@@ -2,6 +2,7 @@
 
 from flowrl.algorithms.impala import IMPALAConfig
 from flowrl.ops import (
+    AggregateBatches,
     BroadcastUpdateLearnerWeights,
     ConcatBatches,
     Concurrently,
@@ -32,13 +33,14 @@ def execution_plan(workers, config):
         mode="async",
         num_async=config.max_requests_in_flight_per_worker,
         max_policy_lag=config.max_policy_lag,
+        by_reference=config.num_aggregation_workers > 0,
     )
-    gather = (
+    batches = (
         rollouts.for_each(BroadcastUpdateLearnerWeights(workers, config.broadcast_interval))
         .combine(MixInReplay(config.replay_buffer_num_slots, config.replay_proportion))
         .combine(ConcatBatches(config.train_batch_size, count_steps_by=config.count_steps_by))
-        .for_each(Enqueue(learner))
     )
+    gather = AggregateBatches(batches, config.num_aggregation_workers).for_each(Enqueue(learner))
     learned = Dequeue(learner)
     both = Concurrently([gather, learned], mode="async", output_indexes=[1])
     return StandardMetricsReporting(both, workers, config)

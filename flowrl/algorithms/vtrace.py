@@ -4,10 +4,10 @@ from (Espeholt et al. 2018, arXiv 1802.01561)."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from flowrl.algorithms.beside import LearnerBesideConfig
 from flowrl.data import SampleBatch
@@ -41,10 +41,22 @@ class VTraceConfig(LearnerBesideConfig):
     """Drop fragments whose weights are more updates old than this; None keeps all."""
     broadcast_interval: Count = 1
     """Fragments between two times that their workers are sent new weights."""
+    num_aggregation_workers: int = Field(default=0, ge=0)
+    """Tasks that join fragments to train batches, so that the driver gets these alone; 0 joins them
+    in the driver."""
     replay_proportion: float = Field(default=0.0, ge=0)
     """Earlier fragments trained on for each new one."""
     replay_buffer_num_slots: int = Field(default=0, ge=0)
     """Fragments that are kept for that."""
+
+    @model_validator(mode="after")
+    def _check_aggregation(self) -> Self:
+        if self.num_aggregation_workers and not self.num_workers:
+            raise ValueError(
+                "num_aggregation_workers joins what workers on actors have sampled, and there are "
+                "none: set num_workers"
+            )
+        return self
 
 
 class VTracePolicy(TorchPolicy):

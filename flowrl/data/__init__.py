@@ -1,5 +1,6 @@
 """What flows: batches of experience, and buffers that keep it. numpy only."""
 
+from flowrl.data.batch_ref import BatchRef
 from flowrl.data.mix_in import MixInReplayBuffer
 from flowrl.data.multi_agent_batch import (
     AgentID,
@@ -23,6 +24,7 @@ concat_samples = SampleBatch.concat_samples
 __all__ = [
     "DEFAULT_POLICY_ID",
     "AgentID",
+    "BatchRef",
     "EpisodeID",
     "MixInReplayBuffer",
     "MultiAgentBatch",

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from flowrl.data.batch_ref import BatchRef
 from flowrl.data.multi_agent_batch import MultiAgentBatch
 from flowrl.data.sample_batch import SampleBatch
 
@@ -67,6 +68,8 @@ def encoded(value: Any, path: str, arrays: Arrays) -> Any:
         return arrays.put(path, value)
     if isinstance(value, SampleBatch):
         return {_BATCH: encoded(dict(value.without_unread()), path, arrays)}
+    if isinstance(value, BatchRef):
+        return encoded(value.get(), path, arrays)
     if isinstance(value, MultiAgentBatch):
         policies = encoded(dict(value.policy_batches), path, arrays)
         return {_POLICIES: policies, "env_steps": value.env_steps()}

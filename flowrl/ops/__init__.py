@@ -1,6 +1,8 @@
 """The operators: what can be done to experience, one file per kind. No torch, no Ray."""
 
+from flowrl.data import BatchRef
 from flowrl.iter import _get_shared_metrics
+from flowrl.ops.by_reference import AggregateBatches
 from flowrl.ops.concurrency import Concurrently, Dequeue, Enqueue
 from flowrl.ops.data_parallel import (
     MultiGPUTrainOneStep,
@@ -27,7 +29,7 @@ from flowrl.ops.replay import (
     StoreToReplayBuffer,
     UpdateReplayPriorities,
 )
-from flowrl.ops.replay_actors import BatchRef, ReplayActors
+from flowrl.ops.replay_actors import ReplayActors
 from flowrl.ops.report import CollectMetrics, StandardMetricsReporting
 from flowrl.ops.rollout import (
     ConcatBatches,
@@ -47,6 +49,7 @@ from flowrl.ops.training_step import (
 from flowrl.ops.weights import BroadcastUpdateLearnerWeights, UpdateWorkerWeights
 
 __all__ = [
+    "AggregateBatches",
     "ApplyGradients",
     "AsyncGradients",
     "AverageGradients",

@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from flowrl.data import MultiAgentBatch, SampleBatch
+from flowrl.data import BatchRef, MultiAgentBatch, SampleBatch
 from flowrl.iter import NOT_READY, LocalIterator, Source, Stage, _get_shared_metrics
 from flowrl.iter.errors import blame, operator_error
 from flowrl.iter.waiting import ready_refs
-from flowrl.ops.replay_actors import Asked, BatchRef, ReplayActors
+from flowrl.ops.replay_actors import Asked, ReplayActors
 from flowrl.ops.train import Info, trained
 from flowrl.seeding import random_stream, restore_stream, stream_state
 

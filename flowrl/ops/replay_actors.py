@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flowrl.data import MultiAgentBatch, MultiAgentReplayBuffer, SampleBatch
+from flowrl.data import BatchRef, MultiAgentBatch, MultiAgentReplayBuffer, SampleBatch
 from flowrl.data.multi_agent_replay import rows_to_learn
 from flowrl.data.replay_ratio import ReplayRatio
 from flowrl.iter import Source, _get_shared_metrics
@@ -26,53 +26,6 @@ ADDS_IN_FLIGHT = 4  # of each shard: what it has not stored yet is held in the o
 UPDATES_KEPT = 64  # of each shard, for its next request
 
 ORIGIN = "replay"
-
-
-class BatchRef:
-    """A batch in Ray's object store, by what is to be known of it.
-
-    Attributes:
-        ref: of the batch.
-        count: env steps.
-        sources: of its rows.
-        node: of the cluster, where it was made.
-    """
-
-    def __init__(self, ref: Any, env_steps: int, steps_by_policy: dict[str, int]):
-        self.ref = ref
-        self.node = node_id()
-        self.sources: tuple[Any, ...] = ()
-        self.count = env_steps
-        self._by_policy = steps_by_policy
-
-    def env_steps(self) -> int:
-        """See SampleBatch.env_steps."""
-        return self.count
-
-    def agent_steps(self) -> int:
-        """See SampleBatch.agent_steps."""
-        return sum(self._by_policy.values())
-
-    def steps_by_policy(self) -> dict[str, int]:
-        """See SampleBatch.steps_by_policy."""
-        return dict(self._by_policy)
-
-    def get(self) -> Batch:
-        """The batch, fetched."""
-        import ray
-
-        batch: Batch = ray.get(self.ref)
-        return batch
-
-    def __repr__(self) -> str:
-        return f"BatchRef(env_steps={self.count}, agent_steps={self.agent_steps()})"
-
-
-def leave_in_store(batch: Batch) -> BatchRef:
-    """Leave a batch in the object store of the process where it is."""
-    import ray
-
-    return BatchRef(ray.put(batch), batch.env_steps(), batch.steps_by_policy())
 
 
 class ReplayShard:
@@ -237,12 +190,10 @@ class ReplayActors:
         """Send a batch to a shard; it is not waited for."""
         self.handles()
         index = int(self.rng.integers(self.num_shards))
-        self._number += 1
-        given: Any = batch
-        node = self._node
-        if isinstance(batch, BatchRef):
-            given, node = batch.ref, batch.node
-        self._adds[index].append(self._sent(index, given, self._number, node))
+        parts, node = (batch.parts, batch.node) if isinstance(batch, BatchRef) else ([batch], None)
+        for part in parts:
+            self._number += 1
+            self._adds[index].append(self._sent(index, part, self._number, node or self._node))
         self.ratio.note_stored(batch.agent_steps())
 
     def _sent(self, index: int, given: Any, number: int, node: str | None) -> _Add:

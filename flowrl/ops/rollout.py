@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from flowrl.data import MultiAgentBatch, SampleBatch
+from flowrl.data import BatchRef, MultiAgentBatch, SampleBatch
 from flowrl.iter import LocalIterator, Source, _get_shared_metrics
+from flowrl.ops.by_reference import leave_in_store
 from flowrl.ops.offline import WriteParquet
-from flowrl.ops.replay_actors import leave_in_store
 
 if TYPE_CHECKING:
     from flowrl.sampling.worker_set import WorkerSet
@@ -178,12 +178,13 @@ class DropStale:
 class ConcatBatches:
     """combine, batch -> [batch] or []: joins batches until there are `min_batch_size` steps.
 
-    Never splits, so a batch may be larger. Empty batches are dropped.
+    Never splits, so a batch may be larger. Empty batches are dropped. Of BatchRefs it makes a
+    BatchRef.
     """
 
     min_batch_size: int
     count_steps_by: Literal["env_steps", "agent_steps"] = "env_steps"
-    _pending: list[Batch] = field(default_factory=list, repr=False)
+    _pending: list[Any] = field(default_factory=list, repr=False)
     _steps: int = field(default=0, repr=False)
 
     def __post_init__(self) -> None:
@@ -194,8 +195,8 @@ class ConcatBatches:
         if not isinstance(self.min_batch_size, int) or self.min_batch_size < 1:
             raise ValueError(f"min_batch_size must be at least 1, got {self.min_batch_size}")
 
-    def __call__(self, batch: Batch) -> list[Batch]:
-        if not isinstance(batch, (SampleBatch, MultiAgentBatch)):
+    def __call__(self, batch: Batch | BatchRef) -> list[Batch | BatchRef]:
+        if not isinstance(batch, (SampleBatch, MultiAgentBatch, BatchRef)):
             raise TypeError(
                 f"ConcatBatches takes batches, got {type(batch).__name__}: does the operator "
                 "before it return what it was given?"
@@ -206,7 +207,8 @@ class ConcatBatches:
             self._steps += batch.agent_steps() if by_agent else batch.env_steps()
         if self._steps < self.min_batch_size:
             return []
-        joined = SampleBatch.concat_samples(self._pending)
+        refs = any(isinstance(one, BatchRef) for one in self._pending)
+        joined = (BatchRef if refs else SampleBatch).concat_samples(self._pending)
         self._pending, self._steps = [], 0
         return [joined]
 
