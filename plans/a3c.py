@@ -14,6 +14,8 @@ config = A3CConfig(
 
 
 def execution_plan(workers, config):
-    gradients = AsyncGradients(workers, max_policy_lag=config.max_policy_lag)
+    gradients = AsyncGradients(
+        workers, max_policy_lag=config.max_policy_lag, when_stale=config.when_stale
+    )
     train = gradients.for_each(ApplyGradients(workers, update_all=False))
     return StandardMetricsReporting(train, workers, config)

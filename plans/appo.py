@@ -33,8 +33,8 @@ def execution_plan(workers, config):
         workers,
         mode="async",
         num_async=config.max_requests_in_flight_per_worker,
-        max_policy_lag=config.max_policy_lag,
         by_reference=config.num_aggregation_workers > 0,
+        **config.staleness(),
     )
     batches = (
         rollouts.for_each(BroadcastUpdateLearnerWeights(workers, config.broadcast_interval))

@@ -23,7 +23,9 @@ class A3CConfig(A2CConfig):
     train_batch_size: Count = 160
     """Env steps of a round of all workers, where `rollout_fragment_length` is "auto"."""
     max_policy_lag: int | None = Field(default=None, ge=0)
-    """Drop gradients at weights that are more updates old than this; None keeps all."""
+    """The most updates that a gradient's weights may be old; None for any."""
+    when_stale: Literal["drop", "wait"] = "drop"
+    """Drop gradients of older weights, or have workers wait, so that there are none."""
     min_sample_timesteps_per_iteration: int = Field(default=1000, ge=0)
 
     @model_validator(mode="after")

@@ -3,6 +3,7 @@ from (Espeholt et al. 2018, arXiv 1802.01561)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, Literal, Self
 
@@ -11,6 +12,7 @@ from pydantic import Field, model_validator
 
 from flowrl.algorithms.beside import LearnerBesideConfig
 from flowrl.data import SampleBatch
+from flowrl.ops import StepsAhead
 from flowrl.policies.config import ConfigError, Count, Fraction, Positive, Schedule
 from flowrl.policies.models.fcnet import is_quick
 from flowrl.policies.returns import vtrace
@@ -38,7 +40,9 @@ class VTraceConfig(LearnerBesideConfig):
     vf_loss_coeff: Schedule = 0.5
     """Weight of the value loss: a number, or a schedule over env steps."""
     max_policy_lag: int | None = Field(default=None, ge=0)
-    """Drop fragments whose weights are more updates old than this; None keeps all."""
+    """The most updates that the weights of a fragment may be old; None for any."""
+    when_stale: Literal["drop", "wait"] = "drop"
+    """Drop fragments of older weights, or have workers wait, so that there are none."""
     broadcast_interval: Count = 1
     """Fragments between two times that their workers are sent new weights."""
     num_aggregation_workers: int = Field(default=0, ge=0)
@@ -48,6 +52,29 @@ class VTraceConfig(LearnerBesideConfig):
     """Earlier fragments trained on for each new one."""
     replay_buffer_num_slots: int = Field(default=0, ge=0)
     """Fragments that are kept for that."""
+
+    def staleness(self) -> dict[str, Any]:
+        """The options of ParallelRollouts by which fragments do not get too old."""
+        if self.max_policy_lag is None:
+            return {}
+        if self.when_stale == "drop":
+            return {"max_policy_lag": self.max_policy_lag}
+        updates = self.num_sgd_iter
+        if self.sgd_minibatch_size:  # a batch may be larger by a fragment
+            updates *= math.ceil(2 * self.train_batch_size / self.sgd_minibatch_size)
+        return {"limit": StepsAhead(self.train_batch_size, self.max_policy_lag // updates)}
+
+    @model_validator(mode="after")
+    def _check_waiting(self) -> Self:
+        if self.max_policy_lag is not None and self.when_stale == "wait":
+            odd = {"replay_proportion": 0.0, "minibatch_buffer_size": 1, "broadcast_interval": 1}
+            for name, needed in odd.items():
+                if getattr(self, name) != needed:
+                    raise ValueError(
+                        f'{name}: when_stale="wait" can promise no max_policy_lag unless this is '
+                        f"{needed}, got {getattr(self, name)!r}"
+                    )
+        return self
 
     @model_validator(mode="after")
     def _check_aggregation(self) -> Self:

@@ -71,6 +71,7 @@ class Gather(Stage):
         self._loaded = False
         self._changes = shards.changes()
         self._sources: tuple[Source, ...] = ()
+        self._limit: Any = None
 
     def start(self, seed: str | None) -> None:
         if seed is not None and not self._loaded:
@@ -114,7 +115,8 @@ class Gather(Stage):
             return False
         ref = self.shards.request(shard.index, self._batch_ms, shard.accepted)
         incarnation = self.shards.incarnation(shard.index)
-        self._flight[ref] = Asked(shard, incarnation, time.monotonic())
+        mark = None if self._limit is None else self._limit.mark()
+        self._flight[ref] = Asked(shard, incarnation, time.monotonic(), mark)
         shard.requests.append(ref)
         return True
 
@@ -476,6 +478,9 @@ class GatherAsync(Gather):
             most `num_async - 1` items of its own shard old. "before" the item is handed over: the
             shard works meanwhile, and an item is at most `num_async` old. With `batch_ms` these
             are replies, of as many items as come in that time: `max_lag` is None.
+        limit: says when enough is asked for. Its `mark()` is noted with each request; none is sent
+            unless `may_ask(in_flight, oldest)`, of how many there are and the mark of the oldest
+            one (None without); `received(mark, item)` is told of each item.
     """
 
     kind = "gather_async"
@@ -485,6 +490,7 @@ class GatherAsync(Gather):
         shards: Shards,
         num_async: int = 1,
         ask_again: Literal["after", "before"] = "after",
+        limit: Any = None,
         **options: Any,
     ):
         if not isinstance(num_async, int) or num_async < 1:
@@ -492,6 +498,9 @@ class GatherAsync(Gather):
         if ask_again not in ("after", "before"):
             raise ValueError(f'gather_async: ask_again is "after" or "before", got {ask_again!r}')
         super().__init__(shards, **options)
+        self._limit = limit
+        self.leans = limit is not None
+        self._held_back = False
         self.num_async = num_async
         self.max_lag = None if self._batch_ms else num_async - (ask_again == "after")
         self._before = ask_again == "before"
@@ -502,6 +511,11 @@ class GatherAsync(Gather):
         if self._idle is None:
             self._idle = deque(self.live() * self.num_async)
         for _ in range(len(self._idle)):
+            if self._limit is not None:
+                oldest = next(iter(self._flight.values())).mark if self._flight else None
+                self._held_back = not self._limit.may_ask(len(self._flight), oldest)
+                if self._held_back:
+                    return
             shard = self._idle.popleft()
             try:
                 asked = shard.state != "live" or self._ask(shard)
@@ -522,20 +536,26 @@ class GatherAsync(Gather):
             self._ask_idle()
             if not self._flight and not self._idle:
                 raise self._end()
+            if not self._flight and self._held_back:
+                return NOT_READY  # others must go on first
             ref = self._next_ready(block)
             if ref is None:
                 self._check_hanging()
                 if not block:
                     return NOT_READY
                 continue
-            shard = self._flight[ref].shard
+            asked = self._flight[ref]
             assert self._idle is not None
-            self._idle.append(shard)
+            self._idle.append(asked.shard)
             try:
                 if self._before:
                     self._ask_idle()  # the shard works while its answer is fetched
             finally:  # whatever asking raises, this turn is used up
-                self._queue.extend(self._receive(ref))
+                received = self._receive(ref)
+                self._queue.extend(received)
+                if self._limit is not None:
+                    for item, _ in received:
+                        self._limit.received(asked.mark, item)
         item, source = self._queue.popleft()
         self._sources = (source,)
         self.items += 1
@@ -555,6 +575,9 @@ class GatherAsync(Gather):
         if not self._ready and block:
             self._ready.extend(self._wait())
         return self._next_ready(block) if self._ready else None
+
+    def can_wait(self) -> bool:
+        return self._limit is not None or super().can_wait()
 
     def _unanswered(self, shard: ShardState, requests: int) -> None:
         assert self._idle is not None

@@ -200,6 +200,7 @@ class ParallelIterator(Generic[T]):
         num_async: int = 1,
         ask_again: Literal["after", "before"] = "after",
         on_error: OnError = "raise",
+        limit: Any = None,
     ) -> LocalIterator[T]:
         """Items of any shard as they come.
 
@@ -211,11 +212,13 @@ class ParallelIterator(Generic[T]):
                 at most `num_async - 1` ("after") or `num_async` ("before") items of its own shard
                 old (with `batch_ms` so many replies, of as many items as come in that time).
             on_error: what to do when a shard's code raises.
+            limit: an object that says when enough is asked for; see GatherAsync.
         """
         stage = GatherAsync(
             Shards(self._shards, self.name),
             num_async,
             ask_again,
+            limit,
             batch_ms=batch_ms,
             on_error=on_error,
         )

@@ -62,6 +62,7 @@ class Asked(NamedTuple):
     shard: ShardState
     incarnation: int
     at: float
+    mark: Any = None  # what a limit on the requests notes of it
 
 
 def is_death(error: BaseException) -> bool:

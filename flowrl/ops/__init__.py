@@ -20,6 +20,7 @@ from flowrl.ops.offline import WriteParquet
 from flowrl.ops.pace import (
     OncePerTimeInterval,
     OncePerTimestepsElapsed,
+    StepsAhead,
     WaitUntilTimestepsElapsed,
 )
 from flowrl.ops.replay import (
@@ -76,6 +77,7 @@ __all__ = [
     "SimpleReplayBuffer",
     "StandardMetricsReporting",
     "StandardizeFields",
+    "StepsAhead",
     "StoreToReplayBuffer",
     "TrainOnWorkers",
     "TrainOneStep",

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 import optree
 
 from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.iter import LocalIterator, _get_shared_metrics
+from flowrl.ops.pace import StepsAhead
 from flowrl.ops.rollout import CountRollouts, DropStale, check_lag
 from flowrl.ops.train import (
     Info,
@@ -143,6 +144,8 @@ class AsyncGradients(LocalIterator[Gradients]):
         policies: ids of those; None for all in the fragment that are to learn.
         max_policy_lag: drop gradients at weights more than so many updates older than the newest;
             their steps count as `num_env_steps_dropped`, too. None: keep all.
+        when_stale: "drop" those, or "wait": ask for no more while one could get that old; see
+            StepsAhead.
     """
 
     def __init__(
@@ -152,9 +155,16 @@ class AsyncGradients(LocalIterator[Gradients]):
         num_async: int = 1,
         policies: Collection[str] | None = None,
         max_policy_lag: int | None = None,
+        when_stale: Literal["drop", "wait"] = "drop",
     ):
         check_ids(policies)
         check_lag(max_policy_lag)
+        if when_stale not in ("drop", "wait"):
+            raise ValueError(f'when_stale is "drop" or "wait", got {when_stale!r}')
+        limit = None
+        if max_policy_lag is not None and when_stale == "wait":
+            steps = workers.steps_per_fragment()
+            limit, max_policy_lag = StepsAhead(steps, max_policy_lag, steps), None
         if workers.config.get("output") is not None:
             raise ValueError(
                 "output: AsyncGradients keeps fragments on their workers, so nothing can be "
@@ -162,7 +172,7 @@ class AsyncGradients(LocalIterator[Gradients]):
             )
         there = workers.parallel_iterator().for_each(GradientsThere(policies))
         counted = (
-            there.gather_async(num_async=num_async)
+            there.gather_async(num_async=num_async, limit=limit)
             .zip_with_source()
             .for_each(CountRollouts(workers))
         )

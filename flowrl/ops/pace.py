@@ -1,8 +1,9 @@
-"""Operators that say when: filters on the steps sampled and the time gone by."""
+"""What says when: filters on the steps sampled and the time gone by, a limit on the steps ahead."""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,6 +64,77 @@ class OncePerTimeInterval:
             return False
         self._last = now
         return True
+
+
+class StepsAhead:
+    """How far sampling may be ahead of training: so little that no fragment gets old.
+
+    A fragment is asked for only while fewer than (max_batches + 1) train batches of env steps were
+    asked for since as many steps were trained on (or dropped) as at the time at which the oldest of
+    the fragments was asked for that are not trained on yet. So at most `max_batches` train batches,
+    of at least a fragment each, come between the weights of a fragment and its training: a
+    staleness control as in AReaL (Fu et al. 2025, arXiv 2505.24298), made to hold for the slowest
+    worker, too. For plans that train on every fragment once. Counts `num_sampling_waits`.
+
+    Args:
+        batch_size: env steps of a train batch, at least.
+        max_batches: see above; 0 samples and trains in turn.
+        steps_per_item: env steps of a fragment, about (what it has is counted when it comes);
+            ParallelRollouts knows.
+
+    Raises:
+        ValueError: a number out of range.
+    """
+
+    def __init__(self, batch_size: int, max_batches: int, steps_per_item: int = 1):
+        for name, value, least in (
+            ("batch_size", batch_size, 1),
+            ("max_batches", max_batches, 0),
+            ("steps_per_item", steps_per_item, 1),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} is a whole number from {least}, got {value!r}")
+        self.batch_size = batch_size
+        self.max_batches = max_batches
+        self.steps_per_item = steps_per_item
+        self._received: deque[tuple[int, int]] = deque()  # steps up to here, mark
+        self._sampled: int | None = None
+        self._waits = False
+
+    def mark(self) -> int:
+        """Env steps that are done with: trained on, or dropped."""
+        counters = _get_shared_metrics().counters
+        return int(counters["num_env_steps_trained"] + counters["num_env_steps_dropped"])
+
+    def received(self, mark: int, item: Any) -> None:
+        """A fragment has come."""
+        self._sampled = self._count() + item.env_steps()
+        self._received.append((self._sampled, mark))
+
+    def may_ask(self, in_flight: int, oldest: int | None) -> bool:
+        """Whether to ask for another one."""
+        done = self.mark()
+        while self._received and self._received[0][0] <= done:
+            self._received.popleft()
+        since = done if oldest is None else min(done, oldest)
+        if self._received:
+            since = min(since, self._received[0][1])
+        asked = self._count() + in_flight * self.steps_per_item
+        waits = asked >= since + (self.max_batches + 1) * self.batch_size
+        if not in_flight and self._count() - done < self.batch_size:
+            waits = False  # what has come and is to be trained on next is no train batch yet
+        if waits and not self._waits:
+            _get_shared_metrics().counters["num_sampling_waits"] += 1
+        self._waits = waits
+        return not waits
+
+    def _count(self) -> int:
+        if self._sampled is None:  # what a run that goes on has sampled before
+            self._sampled = int(_get_shared_metrics().counters["num_env_steps_sampled"])
+        return self._sampled
+
+    def __repr__(self) -> str:
+        return f"StepsAhead({self.batch_size}, {self.max_batches})"
 
 
 def _steps() -> int:

@@ -13,6 +13,7 @@ from flowrl.data import BatchRef, MultiAgentBatch, SampleBatch
 from flowrl.iter import LocalIterator, Source, _get_shared_metrics
 from flowrl.ops.by_reference import leave_in_store
 from flowrl.ops.offline import WriteParquet
+from flowrl.ops.pace import StepsAhead
 
 if TYPE_CHECKING:
     from flowrl.sampling.worker_set import WorkerSet
@@ -33,6 +34,8 @@ class ParallelRollouts(LocalIterator[Any]):
         num_async: requests in flight per worker in "async" mode.
         by_reference: remote workers leave their fragments in Ray's object store, and the stream has
             BatchRefs: what becomes of them does not pass the driver. Not for "bulk_sync".
+        limit: in "async" mode, how far sampling may be ahead of training; None: as far as queues
+            have room.
         max_policy_lag: in "async" mode, drop fragments whose weights are more than so many updates
             older than the newest; their steps count as `num_env_steps_dropped`, too. None: keep
             all.
@@ -52,6 +55,8 @@ class ParallelRollouts(LocalIterator[Any]):
                 )
             if options.get("max_policy_lag") is not None:
                 raise ValueError('max_policy_lag is for mode="async"')
+            if options.get("limit") is not None:
+                raise ValueError('limit is for mode="async"')
             return workers.parallel_iterator()
         return super().__new__(cls)
 
@@ -62,11 +67,16 @@ class ParallelRollouts(LocalIterator[Any]):
         mode: Literal["bulk_sync", "async", "raw"] = "bulk_sync",
         num_async: int = 1,
         max_policy_lag: int | None = None,
+        limit: StepsAhead | None = None,
         by_reference: bool = False,
     ):
         check_lag(max_policy_lag)
         if max_policy_lag is not None and mode != "async":
             raise ValueError(f'max_policy_lag is for mode="async", not {mode!r}, which has no lag')
+        if limit is not None:
+            if mode != "async":
+                raise ValueError(f'limit is for mode="async", not {mode!r}')
+            limit.steps_per_item = workers.steps_per_fragment()
         shards = workers.parallel_iterator()
         if by_reference and mode == "bulk_sync":
             raise ValueError('by_reference is for mode="async": "bulk_sync" joins the fragments')
@@ -75,7 +85,7 @@ class ParallelRollouts(LocalIterator[Any]):
         if mode == "bulk_sync":
             gathered: LocalIterator[Any] = shards.batch_across_shards()
         elif mode == "async":
-            gathered = shards.gather_async(num_async=num_async)
+            gathered = shards.gather_async(num_async=num_async, limit=limit)
         else:
             raise ValueError(f'mode must be "bulk_sync", "async" or "raw", got {mode!r}')
         counted = gathered.zip_with_source().for_each(CountRollouts(workers))

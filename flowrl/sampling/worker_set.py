@@ -90,6 +90,10 @@ class WorkerSet:
         envs = self.config.get("num_envs_per_worker", 1) * max(1, self._configured)
         return math.ceil(self.config.get("train_batch_size", DEFAULT_FRAGMENT_LENGTH) / envs)
 
+    def steps_per_fragment(self) -> int:
+        """Env steps of a fragment of one worker, where episodes do not change it."""
+        return self.fragment_length() * int(self.config.get("num_envs_per_worker", 1))
+
     def _arguments(self, worker_index: int) -> dict[str, Any]:
         return {
             "env_creator": self._creator,

@@ -1,5 +1,8 @@
 """Settings of the asynchronous algorithms reach their operators; whose episodes are reported."""
 
+import time
+
+import gymnasium
 import pytest
 
 from flowrl.algorithms.a3c import A3CConfig
@@ -8,7 +11,7 @@ from flowrl.algorithms.appo import APPOConfig
 from flowrl.algorithms.impala import IMPALAConfig
 from flowrl.iter import MetricsContext, metrics_scope
 from flowrl.iter.stage import walk
-from flowrl.ops import CollectMetrics
+from flowrl.ops import AsyncGradients, CollectMetrics, ParallelRollouts, StepsAhead
 from flowrl.policies import ConfigError
 from flowrl.sampling.episode import EpisodeMetrics
 
@@ -89,3 +92,72 @@ def test_only_the_chosen_workers_episodes_are_in_the_means():
         assert result["episodes_total"] == 4
         with pytest.raises(ValueError, match="there is no worker 3"):
             CollectMetrics(algorithm.workers, selected_workers=[3])
+
+
+class Slow(gymnasium.Wrapper):
+    """An environment that takes its time."""
+
+    def step(self, action):
+        time.sleep(0.002)
+        return super().step(action)
+
+
+def slow_on_one(context):
+    env = gymnasium.make("CartPole-v1")
+    return Slow(env) if context.worker_index == 2 else env
+
+
+@pytest.mark.parametrize(("kind", "most"), [(IMPALAConfig, 0), (IMPALAConfig, 2), (A3CConfig, 1)])
+def test_workers_wait_rather_than_get_stale(ray_session, kind, most):
+    own = {"train_batch_size": 30} if kind is IMPALAConfig else {}
+    config = kind(
+        env=slow_on_one, num_workers=3, rollout_fragment_length=10, seed=0, max_policy_lag=most,
+        when_stale="wait", min_sample_timesteps_per_iteration=200, **own,
+    )  # fmt: skip
+    lags = []
+    with config.build() as algorithm:
+        for _ in range(6):
+            result = algorithm.train()
+            lags.append(result["env_runners"]["policy_lag_max"])
+        steps = algorithm.workers.foreach_worker(lambda worker: worker.env_steps)[1:]
+    assert max(lags) <= most
+    assert max(lags) > 0 or not most  # the limit is used
+    assert min(steps) > 0
+    assert result["counters"]["num_sampling_waits"] > 0
+    assert result["counters"].get("num_env_steps_dropped", 0) == 0
+    assert result["num_env_steps_trained"] > 1000
+
+
+def test_what_waiting_cannot_promise():
+    wait = {"max_policy_lag": 4, "when_stale": "wait"}
+    for settings in (
+        {"replay_proportion": 0.5, "replay_buffer_num_slots": 2}, {"minibatch_buffer_size": 2},
+        {"broadcast_interval": 2},
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match='when_stale="wait" can promise no max_policy_lag'):
+            IMPALAConfig(**wait, **settings)
+        IMPALAConfig(**{**wait, "when_stale": "drop"}, **settings)
+    assert IMPALAConfig(**wait, train_batch_size=50).staleness()["limit"].max_batches == 4
+    two = IMPALAConfig(**wait, train_batch_size=50, num_sgd_iter=2)
+    assert two.staleness()["limit"].max_batches == 2
+    minibatches = IMPALAConfig(**wait, train_batch_size=50, sgd_minibatch_size=25)
+    assert minibatches.staleness()["limit"].max_batches == 1
+    assert IMPALAConfig(max_policy_lag=4).staleness() == {"max_policy_lag": 4}
+    assert IMPALAConfig(when_stale="wait").staleness() == {}
+    with pytest.raises(ConfigError, match="when_stale"):
+        A3CConfig(when_stale="sleep")
+
+
+def test_rollouts_that_wait():
+    with A3CConfig(env="CartPole-v1", rollout_fragment_length=10).build() as algorithm:
+        workers = algorithm.workers
+        with pytest.raises(ValueError, match='limit is for mode="async"'):
+            ParallelRollouts(workers, limit=StepsAhead(5, 0))
+        with pytest.raises(ValueError, match='limit is for mode="async"'):
+            ParallelRollouts(workers, mode="raw", limit=StepsAhead(5, 0))
+        with pytest.raises(ValueError, match='when_stale is "drop" or "wait"'):
+            AsyncGradients(workers, when_stale="no")
+        rollouts = ParallelRollouts(workers, mode="async", limit=StepsAhead(30, 0))
+        assert [batch.count for batch in rollouts.take(3)] == [10, 10, 10]
+        with pytest.raises(RuntimeError, match="cannot move: every branch waits"):
+            next(rollouts)  # nobody trains

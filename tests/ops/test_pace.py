@@ -1,13 +1,18 @@
 """Filters on steps and time."""
 
+import math
 import time
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from flowrl.iter import LocalIterator
+from flowrl.iter import LocalIterator, MetricsContext, metrics_scope
 from flowrl.ops import (
     OncePerTimeInterval,
     OncePerTimestepsElapsed,
+    StepsAhead,
     WaitUntilTimestepsElapsed,
     _get_shared_metrics,
 )
@@ -52,3 +57,86 @@ def test_what_is_no_time(odd):
     for operator in (WaitUntilTimestepsElapsed, OncePerTimestepsElapsed, OncePerTimeInterval):
         with pytest.raises(ValueError, match="a number of at least 0"):
             operator(odd)
+
+
+# -- a limit on the steps ahead -------------------------------------------------------------------
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    workers=st.integers(1, 5),
+    num_async=st.integers(1, 3),
+    fragment=st.integers(1, 7),
+    uneven=st.booleans(),
+    fragments_per_batch=st.floats(1, 4),
+    batches=st.integers(0, 4),
+    seed=st.integers(0, 10_000),
+)
+def test_no_fragment_gets_older_than_it_may(
+    workers, num_async, fragment, uneven, fragments_per_batch, batches, seed
+):
+    """A plan of any workers, fast and slow, and a learner that is late: whatever comes first."""
+    rng = np.random.default_rng(seed)
+    size = math.ceil(fragment * fragments_per_batch)
+    limit = StepsAhead(size, batches, fragment)
+    with metrics_scope(MetricsContext()) as metrics:
+        counters = metrics.counters
+        flight, idle = [], [worker for worker in range(workers) for _ in range(num_async)]
+        pending, queue, trained, lags = [], [], 0, []
+
+        class Fragment:
+            def __init__(self, version):
+                self.version = version
+                self.steps = int(rng.integers(1, fragment + 1)) if uneven else fragment
+
+            def env_steps(self):
+                return self.steps
+
+        speeds = rng.uniform(0.01, 1, workers)
+        while len(lags) < 60:
+            idle_before = len(idle)
+            while idle and limit.may_ask(len(flight), flight[0][1] if flight else None):
+                flight.append((idle.pop(), limit.mark(), trained))
+            moves = [("answer", i) for i in range(len(flight))] + ["train"] * bool(queue)
+            assert moves, f"nothing can go on: {idle_before} workers wait"
+            chances = np.array([1.0 if m == "train" else speeds[flight[m[1]][0]] for m in moves])
+            move = moves[rng.choice(len(moves), p=chances / chances.sum())]
+            if move == "train":
+                batch = queue.pop(0)
+                lags += [trained - one.version for one in batch]
+                trained += 1
+                counters["num_env_steps_trained"] += sum(one.steps for one in batch)
+                continue
+            worker, mark, version = flight.pop(move[1])
+            item = Fragment(version)
+            limit.received(mark, item)
+            counters["num_env_steps_sampled"] += item.steps
+            idle.append(worker)
+            pending.append(item)
+            if sum(one.steps for one in pending) >= size:
+                queue.append(pending)
+                pending = []
+    assert max(lags) <= batches
+
+
+def test_steps_that_were_sampled_before_are_not_new():
+    """A run that goes on begins with what its counters say."""
+    limit = StepsAhead(5, 1, 5)
+    with metrics_scope(MetricsContext()) as metrics:
+        metrics.counters["num_env_steps_sampled"] = 105
+        metrics.counters["num_env_steps_trained"] = 90
+        metrics.counters["num_env_steps_dropped"] = 10
+        assert limit.mark() == 100
+        assert limit.may_ask(0, None)
+        assert not limit.may_ask(1, 100)
+        assert not limit.may_ask(2, 100)
+        assert metrics.counters["num_sampling_waits"] == 1
+        metrics.counters["num_env_steps_trained"] = 95
+        assert not limit.may_ask(1, 100)  # the oldest of those in flight holds on
+        assert limit.may_ask(1, 105)
+
+
+@pytest.mark.parametrize("numbers", [(0, 5), (5, -1), (True, 5), (2.5, 5), (5, 5, 0)])
+def test_limits_that_are_none(numbers):
+    with pytest.raises(ValueError, match="is a whole number from"):
+        StepsAhead(*numbers)
