@@ -158,7 +158,10 @@ class Learners:
     def _now(self) -> dict[str, Any]:
         """What tells whether the local policies were changed by somebody else."""
         policies = self.workers.local_worker().policy_map
-        return {p: (one.version, getattr(one, "target_updates", 0)) for p, one in policies.items()}
+        told: dict[str, Any] = {
+            p: (one.version, getattr(one, "target_updates", 0)) for p, one in policies.items()
+        }
+        return {**told, "": self.workers.times_forgotten}
 
     def _prepare(self) -> None:
         """Make the learners, or let them know what the local policies are now."""

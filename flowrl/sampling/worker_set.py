@@ -70,6 +70,7 @@ class WorkerSet:
         self._payload_bytes = 0
         self._payload_at: set[str | None] | None = None  # nodes that have it; None: sent each time
         self._published: tuple[dict[str, int], Any] | None = None
+        self.times_forgotten = 0  # how often policies were changed without a new version
         self._owns_ray = False
         self._placement = Placement(self.config)
         self.on_remake: list[Callable[[], None]] = []  # before a worker that died is made again
@@ -280,6 +281,7 @@ class WorkerSet:
 
     def forget_sent(self) -> None:
         """Send every worker the weights again: they changed without a new version."""
+        self.times_forgotten += 1
         self._sent.clear()
         self._payload = None
         if self._published is not None:

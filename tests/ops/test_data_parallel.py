@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 import numpy as np
 import pytest
@@ -135,6 +136,24 @@ def test_a_learners_death_is_no_end():
         assert stream.metrics.counters["num_learner_restarts"] == 1
         stream.stop()
         assert_same_weights(one, other)
+
+
+def test_learners_follow_policies_that_were_restored(tmp_path):
+    """Though these have the version that the learners know."""
+    with small().build(plan="a2c") as algorithm:
+        (batch,) = ParallelRollouts(algorithm.workers).take(1)
+        policy = algorithm.workers.local_worker().policy
+        other = {name: weight + 1 for name, weight in policy.get_weights().items()}
+        step = MultiGPUTrainOneStep(algorithm.workers, num_learners=1, sgd_minibatch_size=0)
+        with LocalIterator([batch, batch]).for_each(step) as stream:
+            stream.take(1)
+            version = policy.version
+            policy.set_weights(other)
+            policy.version = version
+            algorithm.workers.forget_sent()
+            stream.take(1)
+        for name, weight in policy.get_weights().items():
+            np.testing.assert_allclose(weight, other[name], atol=0.1)
 
 
 def test_what_learning_raises_comes_from_the_learners():
@@ -364,6 +383,30 @@ def test_a_worker_that_dies_is_replaced_and_all_are_alike_again():
             for name, weight in local.items():
                 np.testing.assert_array_equal(one[name], weight)
         assert result["num_env_steps_trained"] == result["num_env_steps_sampled"] == 5 * 120
+
+
+def hang_after_learning(worker):
+    """The worker never says that it has learned, nor takes part again."""
+    worker.policy.end_learning = lambda batch, stats: time.sleep(600)
+
+
+@pytest.mark.chaos
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_worker_that_hangs_is_not_waited_for_for_ever():
+    import ray
+
+    with ddppo(sample_timeout_s=8.0, kl_coeff=0.0).build() as algorithm:
+        train = TrainOnWorkers(algorithm.workers, sgd_minibatch_size=20, timeout_s=2.0)
+        with train:
+            train.take(1)
+            first = algorithm.workers.remote_workers()[0]
+            ray.get(first.apply.remote(hang_after_learning))
+            trained = train.take(3)
+            counters = train.metrics.counters
+        assert len(trained) == 3
+        assert counters["num_shard_restarts"] == 1
+        assert counters["num_group_restarts"] >= 1
 
 
 class Apart(DefaultCallbacks):
