@@ -15,7 +15,10 @@ _ALGORITHMS: dict[str, Any] = {
     "APEX": "flowrl.algorithms.apex:APEX",
     "DDPPO": "flowrl.algorithms.ddppo:DDPPO",
     "DQN": "flowrl.algorithms.dqn:DQN",
+    "SAC": "flowrl.algorithms.sac:SAC",
     "SimpleQ": "flowrl.algorithms.simple_q:SimpleQ",
+    "TD3": "flowrl.algorithms.td3:TD3",
+    "DDPG": "flowrl.algorithms.td3:DDPG",
 }
 
 

@@ -316,9 +316,15 @@ class SquashedGaussian(DiagGaussian):
         slope = 2 * (np.float32(math.log(2)) - raw - np.logaddexp(np.float32(0), -2 * raw))
         return cls._shaped(actions), logp - slope.sum(1)
 
-    def sample_and_logp(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Actions drawn with a gradient, and their log-probabilities."""
-        raw = self._draw()
+    def sample_and_logp(
+        self, noise: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Actions drawn with a gradient, and their log-probabilities.
+
+        Args:
+            noise: of a standard normal, [B, d]; None draws it.
+        """
+        raw = self._draw() if noise is None else self.mean + torch.exp(self.log_std) * noise
         drawn: torch.Tensor = self._shaped(torch.tanh(raw))
         return drawn, self._logp_of_raw(raw)
 
@@ -369,6 +375,23 @@ class Deterministic(_OfBox):
 
     def kl(self, other: Any) -> torch.Tensor:
         return self.inputs.new_zeros(len(self.inputs))
+
+
+class SquashedDeterministic(Deterministic):
+    """tanh of the outputs is the action, in (-1, 1)."""
+
+    @classmethod
+    def act(
+        cls, inputs: np.ndarray, rng: np.random.Generator, explore: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
+        return super().act(np.tanh(inputs), rng, explore)
+
+    def sample(self) -> torch.Tensor:
+        made: torch.Tensor = self._shaped(torch.tanh(self.inputs))
+        return made
+
+    def deterministic_sample(self) -> torch.Tensor:
+        return self.sample()
 
 
 class Product(_Parts):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -47,6 +47,18 @@ class FlatParameters:
             start = end
         self._places = [p.data_ptr() for p in self.parameters]
         self._gradients = [p.grad for p in self.parameters]
+
+    def part(self, parameters: Iterable[torch.nn.Parameter]) -> slice:
+        """Where parameters that follow each other lie in the vector."""
+        wanted = {id(p) for p in parameters}
+        start = end = None
+        place = 0
+        for parameter in self.parameters:
+            if id(parameter) in wanted:
+                assert end is None or end == place
+                start, end = place if start is None else start, place + parameter.numel()
+            place += parameter.numel()
+        return slice(start, end)
 
     def is_intact(self) -> bool:
         """Whether the parameters still lie in the vector; their gradients are put back into the
@@ -96,6 +108,8 @@ class FlatAdam:
         lr: learning rate.
         betas: decay of the mean and of the mean square of gradients.
         eps: added to the root of the mean square.
+        parts: (slice of the vector, learning rate) of parameters that are stepped apart, each with
+            a group of its own; one whose `active` is False stays as it is. None: all in one.
     """
 
     def __init__(
@@ -104,29 +118,65 @@ class FlatAdam:
         lr: float,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
+        parts: Sequence[tuple[slice, float]] | None = None,
     ):
-        self.param_groups = [{"lr": lr, "betas": betas, "eps": eps}]
-        self._vector = flat.vector.data
-        self._gradient = flat.gradient
-        self._mean = torch.zeros_like(self._vector)
-        self._square = torch.zeros_like(self._vector)
-        self._steps = 0
-        self._count = torch.zeros((), device=self._vector.device)  # the same, as torch wants it
+        given = [(slice(None), lr)] if parts is None else parts
+        self.param_groups: list[dict[str, Any]] = [
+            {"lr": rate, "betas": betas, "eps": eps, "active": True} for _, rate in given
+        ]
+        self._parts = [_AdamPart(flat, where) for where, _ in given]
 
     def step(self) -> None:
         """One update of the vector from its gradient."""
-        group: Any = self.param_groups[0]
+        for part, group in zip(self._parts, self.param_groups, strict=True):
+            if group["active"]:
+                part.step(group)
+
+    def state_dict(self) -> dict[str, Any]:
+        slots = {
+            i: {
+                "step": torch.tensor(float(part.steps)),
+                "exp_avg": part.mean,
+                "exp_avg_sq": part.square,
+            }
+            for i, part in enumerate(self._parts)
+        }
+        return {"state": slots, "param_groups": self.param_groups}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for i, part in enumerate(self._parts):
+            slot = state["state"].get(i, {})
+            if set(slot) != {"step", "exp_avg", "exp_avg_sq"}:
+                raise KeyError(f"Adam keeps step, exp_avg and exp_avg_sq, these are {sorted(slot)}")
+            part.steps = int(slot["step"])
+            part.count.fill_(float(part.steps))
+            part.mean.copy_(slot["exp_avg"])
+            part.square.copy_(slot["exp_avg_sq"])
+
+
+class _AdamPart:
+    """A piece of the vector, and what Adam knows of it."""
+
+    def __init__(self, flat: FlatParameters, where: slice):
+        self.vector = flat.vector.data[where]
+        self.gradient = flat.gradient[where]
+        self.mean = torch.zeros_like(self.vector)
+        self.square = torch.zeros_like(self.vector)
+        self.steps = 0
+        self.count = torch.zeros((), device=self.vector.device)  # the same, as torch wants it
+
+    def step(self, group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]
-        self._steps += 1
+        self.steps += 1
         if _FUSED is not None:
-            self._count.add_(1.0)
+            self.count.add_(1.0)
             _FUSED(
-                [self._vector],
-                [self._gradient],
-                [self._mean],
-                [self._square],
+                [self.vector],
+                [self.gradient],
+                [self.mean],
+                [self.square],
                 [],
-                [self._count],
+                [self.count],
                 lr=group["lr"],
                 beta1=beta1,
                 beta2=beta2,
@@ -136,26 +186,9 @@ class FlatAdam:
                 maximize=False,
             )
             return
-        self._mean.lerp_(self._gradient, 1 - beta1)
-        self._square.mul_(beta2).addcmul_(self._gradient, self._gradient, value=1 - beta2)
-        correction = math.sqrt(1 - beta2**self._steps)
-        size = group["lr"] * correction / (1 - beta1**self._steps)
-        root = self._square.sqrt().add_(group["eps"] * correction)
-        self._vector.addcdiv_(self._mean, root, value=-size)
-
-    def state_dict(self) -> dict[str, Any]:
-        slot = {
-            "step": torch.tensor(float(self._steps)),
-            "exp_avg": self._mean,
-            "exp_avg_sq": self._square,
-        }
-        return {"state": {0: slot}, "param_groups": self.param_groups}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        slot = state["state"].get(0, {})
-        if set(slot) != {"step", "exp_avg", "exp_avg_sq"}:
-            raise KeyError(f"Adam keeps step, exp_avg and exp_avg_sq, these are {sorted(slot)}")
-        self._steps = int(slot["step"])
-        self._count.fill_(float(self._steps))
-        self._mean.copy_(slot["exp_avg"])
-        self._square.copy_(slot["exp_avg_sq"])
+        self.mean.lerp_(self.gradient, 1 - beta1)
+        self.square.mul_(beta2).addcmul_(self.gradient, self.gradient, value=1 - beta2)
+        correction = math.sqrt(1 - beta2**self.steps)
+        size = group["lr"] * correction / (1 - beta1**self.steps)
+        root = self.square.sqrt().add_(group["eps"] * correction)
+        self.vector.addcdiv_(self.mean, root, value=-size)

@@ -1,0 +1,184 @@
+"""What SAC, TD3 and DDPG share: an actor, critics of its actions, and slow copies of both."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from pydantic import Field
+
+from flowrl.algorithms.off_policy import OffPolicyConfig
+from flowrl.policies.config import ConfigError, Count, Fraction, ModelConfig, Positive, Schedule
+from flowrl.policies.flat import FlatAdam
+from flowrl.policies.models.actor_critic import ActorCritic
+from flowrl.policies.models.base import ModelV2
+from flowrl.policies.schedules import value_at
+from flowrl.policies.target import TargetNetwork
+from flowrl.policies.torch_policy import TensorBatch
+from flowrl.seeding import random_stream
+
+
+class ActorCriticConfig(OffPolicyConfig):
+    """Settings of the algorithms with an actor and critics that learn from replay."""
+
+    train_batch_size: Count = 256
+    rollout_fragment_length: Count | Literal["auto"] = 1
+    replay_buffer_capacity: Count = 100_000
+    lr: Schedule = 3e-4
+    model: ModelConfig = ModelConfig(fcnet_hiddens=[256, 256], fcnet_activation="relu")
+    q_model: ModelConfig | None = None
+    """The critics' networks; None: like the actor's."""
+    actor_lr: Positive | None = None
+    """Learning rate of the actor; None: `lr`, with its schedule."""
+    critic_lr: Positive | None = None
+    """The same of the critics."""
+    twin_q: bool = True
+    """Two critics, the smaller value counts (Fujimoto et al. 2018, section 4.2)."""
+    tau: Fraction = 0.005
+    """How far each update of the target networks goes towards the online ones."""
+    target_network_update_freq: int = Field(default=0, ge=0)
+    """Env steps sampled between updates of the target networks; 0 is after every train batch."""
+
+
+class ActorCriticPolicy(TargetNetwork):
+    """Base of policies whose critics learn by temporal differences, from what their target networks
+    say of the actor's next actions.
+
+    A subclass writes `next_values` and `actor_loss`, and says which parameters it has besides.
+
+    Attributes:
+        row_stats: has `td_error` [rows], the mean over the critics.
+    """
+
+    config: Any
+    model: ActorCritic
+    target_model: ActorCritic
+
+    def __init__(self, observation_space: Any, action_space: Any, config: Any):
+        name = type(self).__name__.removesuffix("TorchPolicy")
+        if isinstance(action_space, spaces.Box):
+            bounded = np.isfinite(action_space.low).all() and np.isfinite(action_space.high).all()
+            unit = (action_space.low == -1).all() and (action_space.high == 1).all()
+            if not bounded:
+                raise ConfigError(f"{name} needs actions within bounds, not {action_space}")
+            if not (config.normalize_actions or unit):
+                raise ConfigError(
+                    f"normalize_actions: {name} acts in [-1, 1], which must be stretched to "
+                    f"{action_space}: leave it True"
+                )
+        else:
+            self.check_discrete(action_space)
+        if config.model.num_framestacks > 1:
+            raise ConfigError(
+                f"model: {name} sees single observations: stack frames by a wrapper of the "
+                "environment (gymnasium's FrameStackObservation)"
+            )
+        super().__init__(observation_space, action_space, config)
+        others = set(self.model.view_requirements) - {"obs"}
+        if others or self.is_recurrent:
+            raise ConfigError(
+                f"{name}'s networks see observations alone, without memory or views of "
+                f"{sorted(others)}"
+            )
+        self.model.by_numpy &= config.precision == "float32"
+        self.target_model.by_numpy = self.model.by_numpy
+
+    def check_discrete(self, action_space: Any) -> None:
+        """Refuse actions that are not continuous, where there is nothing for them."""
+        name = type(self).__name__.removesuffix("TorchPolicy")
+        raise ConfigError(f"{name} is for Box actions, not {action_space}")
+
+    # -- networks ----------------------------------------------------------------------------------
+
+    def extra_parameters(self) -> dict[str, torch.Tensor]:
+        """Parameters that are no network's, by name, with their first values."""
+        return {}
+
+    def make_model(self) -> ModelV2:
+        config = self.config
+        shared = config.model.updated(vf_share_layers=True, free_log_std=False)
+        return ActorCritic(
+            self.network(shared),
+            self.action_space,
+            2 if config.twin_q else 1,
+            config.q_model or config.model,
+            random_stream(config.seed, "policy", "critics"),
+            self.extra_parameters(),
+        )
+
+    def make_optimizer(self) -> Any:
+        config, model = self.config, self.model
+        rate = value_at(config.lr, 0)
+        parts = [
+            (self.flat.part(model.actor.parameters()), config.actor_lr or rate),
+            (self.flat.part(model.critics.parameters()), config.critic_lr or rate),
+        ]
+        extra = [getattr(model, name) for name in self.extra_parameters()]
+        if extra:
+            parts.append((self.flat.part(extra), self.extra_lr() or rate))
+        return FlatAdam(self.flat, lr=rate, eps=config.adam_epsilon, parts=parts)
+
+    def extra_lr(self) -> float | None:
+        """Learning rate of `extra_parameters`; None: `lr`."""
+        return None
+
+    # -- acting ------------------------------------------------------------------------------------
+
+    def _act(
+        self, input_dict: dict[str, Any], explore: bool
+    ) -> tuple[Any, list[np.ndarray], dict[str, np.ndarray]]:
+        actions, states, _ = super()._act(input_dict, explore)
+        return actions, states, {}  # nothing else is worth the memory of a replay buffer
+
+    # -- learning ----------------------------------------------------------------------------------
+
+    def loss(self, batch: TensorBatch) -> torch.Tensor:
+        """The critics' loss and the actor's, each of parameters of its own."""
+        total = self.critic_loss(batch)
+        if self.updates_actor():
+            total = total + self.actor_loss(batch)
+        return total
+
+    def updates_actor(self) -> bool:
+        """Whether this update is the actor's, too."""
+        return True
+
+    def critic_loss(self, batch: TensorBatch) -> torch.Tensor:
+        """Half the squared TD errors, added up over the critics; weighted by `weights` [B] where
+        there are some."""
+        goals = self.goals(batch)
+        values = self.values_of_actions(batch)
+        errors = values - torch.from_numpy(goals).to(self.device)
+        told = errors.detach().mean(0).cpu().numpy()
+        self.note_rows(batch, td_error=told)
+        self.stats["mean_q"] = values.detach().mean()
+        self.stats["mean_td_error"] = float(told.mean())
+        squares = 0.5 * errors.square().sum(0)
+        if "weights" in batch:
+            squares = squares * batch["weights"]
+        loss = squares.mean()
+        self.stats["critic_loss"] = loss.detach()
+        return loss
+
+    def values_of_actions(self, batch: TensorBatch) -> torch.Tensor:
+        """The critics' values [critics, B] of the batch's actions."""
+        return self.model.q_values(batch["obs"], batch["actions"])
+
+    def goals(self, batch: TensorBatch) -> np.ndarray:
+        """What those values are to be, [B]: R + gamma^n v(s'), R alone where s' is terminal."""
+        discounts: Any = self.config.gamma
+        if "n_steps" in batch:
+            discounts = discounts ** batch.array("n_steps")
+        following = self.next_values(batch.array("new_obs"))
+        following = np.where(batch.array("terminateds"), 0.0, discounts * following)
+        return (batch.array("rewards") + following).astype(np.float32)
+
+    def next_values(self, new_obs: Any) -> np.ndarray:
+        """Values [B] of observations, by the target networks."""
+        raise NotImplementedError(f"{type(self).__name__} has no next_values(): write one")
+
+    def actor_loss(self, batch: TensorBatch) -> torch.Tensor:
+        """What is the smaller, the better the actor is."""
+        raise NotImplementedError(f"{type(self).__name__} has no actor_loss(): write one")

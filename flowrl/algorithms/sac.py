@@ -1,0 +1,150 @@
+"""SAC: soft actor-critic (Haarnoja et al. 2018, arXiv 1812.05905); for Discrete actions that of
+Christodoulou 2019 (arXiv 1910.07207)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from gymnasium import spaces
+
+from flowrl.algorithms.actor_critic import ActorCriticConfig, ActorCriticPolicy
+from flowrl.algorithms.algorithm import Algorithm
+from flowrl.policies.config import ConfigError, ExplorationConfig, Positive
+from flowrl.policies.distributions import Categorical, SquashedGaussian
+from flowrl.policies.exploration import FORBIDDEN
+from flowrl.policies.torch_policy import TensorBatch
+
+
+class SACConfig(ActorCriticConfig):
+    """Settings of SAC."""
+
+    algorithm: ClassVar[str] = "flowrl.algorithms.sac:SAC"
+
+    plan: str | None = "sac"
+    initial_alpha: Positive = 1.0
+    """The temperature at first: what an entropy of 1 is worth, in rewards."""
+    target_entropy: float | Literal["auto"] | None = "auto"
+    """Entropy in nats that the temperature is learned for: "auto" is minus the number of action
+    dimensions, 0.98 of the largest for Discrete actions. None: the temperature stays."""
+    entropy_lr: Positive | None = None
+    """Learning rate of the temperature; None: `lr`, with its schedule."""
+    exploration_config: ExplorationConfig = ExplorationConfig(random_timesteps=1000)
+
+
+class SACTorchPolicy(ActorCriticPolicy):
+    """A policy that is to be as random as it can while it gains as much.
+
+    Attributes:
+        target_entropy: in nats; None where the temperature stays.
+    """
+
+    config_class = SACConfig
+    config: SACConfig
+
+    def check_discrete(self, action_space: Any) -> None:
+        if not isinstance(action_space, spaces.Discrete):
+            raise ConfigError(f"SAC is for Box and Discrete actions, not {action_space}")
+
+    def make_distribution(self) -> Any:
+        if isinstance(self.action_space, spaces.Discrete):
+            return Categorical
+        return SquashedGaussian.over(self.action_space)
+
+    def extra_parameters(self) -> dict[str, torch.Tensor]:
+        return {"log_alpha": torch.tensor(math.log(self.config.initial_alpha))}
+
+    def extra_lr(self) -> float | None:
+        return self.config.entropy_lr
+
+    @property
+    def is_discrete(self) -> bool:
+        """Whether actions are numbers."""
+        return isinstance(self.action_space, spaces.Discrete)
+
+    @property
+    def target_entropy(self) -> float | None:
+        """In nats; None where the temperature stays."""
+        wanted = self.config.target_entropy
+        if wanted != "auto":
+            return wanted
+        if self.is_discrete:
+            return 0.98 * math.log(int(self.action_space.n))  # type: ignore[attr-defined]
+        return -float(math.prod(self.action_space.shape or ()))
+
+    @property
+    def alpha(self) -> float:
+        """The temperature."""
+        return float(self._log_alpha.detach().exp())
+
+    @property
+    def _log_alpha(self) -> torch.Tensor:
+        parameter = self.model.log_alpha
+        assert isinstance(parameter, torch.Tensor)
+        return parameter
+
+    def values_of_actions(self, batch: TensorBatch) -> torch.Tensor:
+        if not self.is_discrete:
+            return super().values_of_actions(batch)
+        values = self.model.q_values(batch["obs"])
+        chosen = batch["actions"].long()[None, :, None].expand(len(values), -1, 1)
+        return values.gather(2, chosen).squeeze(2)
+
+    def next_values(self, new_obs: Any) -> np.ndarray:
+        """Equation 3 of the paper: min Q(s', a') - alpha log pi(a' | s'), of an action drawn; of
+        Discrete actions the expectation (Christodoulou 2019, equation 10)."""
+        outputs = self.model.outputs_numpy(new_obs)
+        if not self.is_discrete:
+            actions, logp = self.dist_class.act(outputs, self.shuffle_rng, True)
+            values: np.ndarray = self.target_model.q_values_numpy(new_obs, actions).min(0)
+            return values - self.alpha * logp
+        logp = outputs - outputs.max(1, keepdims=True)
+        logp = logp - np.log(np.exp(logp).sum(1, keepdims=True))
+        chances = np.exp(logp)
+        soft = self.target_model.q_values_numpy(new_obs).min(0) - self.alpha * logp
+        made: np.ndarray = np.where(outputs > FORBIDDEN, chances * soft, 0.0).sum(1)
+        return made
+
+    def actor_loss(self, batch: TensorBatch) -> torch.Tensor:
+        """Equations 9 and 18 of the paper: the actor's loss and the temperature's."""
+        alpha = self._log_alpha.detach().exp()
+        outputs = self.model.outputs(batch["obs"])
+        if self.is_discrete:
+            loss, entropy = self._discrete_loss(batch, outputs, alpha)
+        else:
+            shape = (len(outputs), outputs.shape[1] // 2)
+            noise = self.shuffle_rng.standard_normal(shape, dtype=np.float32)
+            dist: Any = self.dist_class(outputs, self.model)
+            actions, logp = dist.sample_and_logp(torch.from_numpy(noise).to(self.device))
+            values = self.model.q_values(batch["obs"], actions, frozen=True)
+            loss = (alpha * logp - values.amin(0)).mean()
+            entropy = -logp.detach().mean()
+        self.stats |= {"actor_loss": loss.detach(), "entropy": entropy, "alpha": alpha}
+        if self.target_entropy is None:
+            return loss
+        return loss + self._log_alpha * (entropy - self.target_entropy)
+
+    def _discrete_loss(
+        self, batch: TensorBatch, outputs: torch.Tensor, alpha: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Christodoulou 2019, equation 12, and the mean entropy."""
+        logp = torch.log_softmax(outputs, 1)
+        chances = logp.exp()
+        with torch.no_grad():
+            values = self.model.q_values(batch["obs"], frozen=True).amin(0)
+        allowed = outputs > FORBIDDEN
+        soft = torch.where(allowed, chances * (alpha * logp - values), 0.0).sum(1)
+        entropy = -torch.where(allowed, chances * logp, 0.0).sum(1)
+        return soft.mean(), entropy.detach().mean()
+
+
+class SAC(Algorithm):
+    """SAC over the plan `sac`."""
+
+    policy_class = SACTorchPolicy
+    config_class = SACConfig
+
+
+DEFAULT_CONFIG = SACConfig()

@@ -1,0 +1,125 @@
+"""TD3: twin delayed deep deterministic policy gradients (Fujimoto et al. 2018, arXiv 1802.09477);
+DDPG (Lillicrap et al. 2016, arXiv 1509.02971) is what is left without its three remedies."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from flowrl.algorithms.actor_critic import ActorCriticConfig, ActorCriticPolicy
+from flowrl.algorithms.algorithm import Algorithm
+from flowrl.policies.config import Count, ExplorationConfig, NotNegative, Schedule
+from flowrl.policies.distributions import SquashedDeterministic
+from flowrl.policies.torch_policy import TensorBatch
+
+
+class TD3Config(ActorCriticConfig):
+    """Settings of TD3."""
+
+    algorithm: ClassVar[str] = "flowrl.algorithms.td3:TD3"
+
+    plan: str | None = "td3"
+    lr: Schedule = 1e-3
+    policy_delay: Count = 2
+    """Updates of the critics for each of the actor and the target networks (section 5.2)."""
+    target_noise: NotNegative = 0.2
+    """Standard deviation of the noise on the target's actions, which are in [-1, 1] (section 5.3);
+    0 for none."""
+    target_noise_clip: NotNegative = 0.5
+    """The most that it is."""
+    exploration_config: ExplorationConfig = ExplorationConfig(
+        type="GaussianNoise", scale=0.1, random_timesteps=1000
+    )
+
+
+class DDPGConfig(TD3Config):
+    """Settings of DDPG: those of TD3 with one critic, without delay and noise on targets."""
+
+    algorithm: ClassVar[str] = "flowrl.algorithms.td3:DDPG"
+
+    twin_q: bool = False
+    policy_delay: Count = 1
+    target_noise: NotNegative = 0.0
+    exploration_config: ExplorationConfig = ExplorationConfig(
+        type="OrnsteinUhlenbeckNoise", scale=0.1, random_timesteps=1000
+    )
+
+
+class TD3TorchPolicy(ActorCriticPolicy):
+    """A policy of one action per observation, with noise while it samples."""
+
+    config_class = TD3Config
+    config: TD3Config
+
+    def __init__(self, observation_space: Any, action_space: Any, config: Any):
+        self._updates = 0
+        super().__init__(observation_space, action_space, config)
+
+    def make_distribution(self) -> Any:
+        return SquashedDeterministic.over(self.action_space)
+
+    def updates_actor(self) -> bool:
+        return (self._updates + 1) % self.config.policy_delay == 0
+
+    def _step(self, norm: float) -> None:
+        self.optimizer.param_groups[0]["active"] = self.updates_actor()
+        super()._step(norm)
+        self._updates += 1
+
+    def update_target(self, tau: float | None = None) -> None:
+        """See TargetNetwork; only after updates of the actor."""
+        if tau is not None or self._updates % self.config.policy_delay == 0:
+            super().update_target(tau)
+
+    def next_values(self, new_obs: Any) -> np.ndarray:
+        """Equations 13 and 14 of the paper: min Q'(s', a' + noise), of the target actor's a'."""
+        actions = np.tanh(self.target_model.outputs_numpy(new_obs))
+        if self.config.target_noise:
+            drawn = self.shuffle_rng.standard_normal(actions.shape, dtype=np.float32)
+            limit = self.config.target_noise_clip
+            noise = (drawn * np.float32(self.config.target_noise)).clip(-limit, limit)
+            actions = (actions + noise).clip(-1.0, 1.0)
+        values: np.ndarray = self.target_model.q_values_numpy(new_obs, actions).min(0)
+        return values
+
+    def actor_loss(self, batch: TensorBatch) -> torch.Tensor:
+        """Minus the first critic's value of the actor's actions (section 3, equation 2)."""
+        dist: Any = self.dist_class(self.model.outputs(batch["obs"]), self.model)
+        values = self.model.q_values(
+            batch["obs"], dist.deterministic_sample(), frozen=True, first=1
+        )
+        loss = -values[0].mean()
+        self.stats["actor_loss"] = loss.detach()
+        return loss
+
+    def get_state(self) -> dict[str, Any]:
+        return {**super().get_state(), "updates": self._updates}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        super().set_state(state)
+        self._updates = int(state.get("updates", 0))
+
+
+class TD3(Algorithm):
+    """TD3 over the plan `td3`."""
+
+    policy_class = TD3TorchPolicy
+    config_class = TD3Config
+
+
+class DDPGTorchPolicy(TD3TorchPolicy):
+    """The same with DDPG's settings."""
+
+    config_class = DDPGConfig
+
+
+class DDPG(Algorithm):
+    """DDPG over the plan `td3`."""
+
+    policy_class = DDPGTorchPolicy
+    config_class = DDPGConfig
+
+
+DEFAULT_CONFIG = TD3Config()

@@ -1,0 +1,29 @@
+"""TD3: every round of rollouts is stored, and batches of what is stored are trained on."""
+
+from flowrl.algorithms.td3 import TD3Config
+from flowrl.ops import (
+    Concurrently,
+    ParallelRollouts,
+    Replay,
+    StandardMetricsReporting,
+    StoreToReplayBuffer,
+    TrainOneStep,
+    UpdateReplayPriorities,
+    UpdateTargetNetwork,
+)
+
+config = TD3Config(env="Pendulum-v1", lr=1e-3)
+
+
+def execution_plan(workers, config):
+    buffer = config.replay_buffer()
+    rollouts = ParallelRollouts(workers, mode="bulk_sync")
+    store = rollouts.for_each(StoreToReplayBuffer(local_buffer=buffer))
+    train = (
+        Replay(local_buffer=buffer)
+        .for_each(TrainOneStep(workers))
+        .for_each(UpdateReplayPriorities(local_buffer=buffer))
+        .for_each(UpdateTargetNetwork(workers, config.target_network_update_freq))
+    )
+    both = Concurrently([store, train], mode="round_robin", output_indexes=[1])
+    return StandardMetricsReporting(both, workers, config)

@@ -1,0 +1,428 @@
+"""SAC, TD3 and DDPG: losses against plain ones, and what their settings do."""
+
+import math
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+from flowrl.algorithms.sac import SAC, SACConfig, SACTorchPolicy
+from flowrl.algorithms.td3 import DDPG, TD3, DDPGConfig, TD3Config, TD3TorchPolicy
+from flowrl.data import SampleBatch
+from flowrl.policies import ConfigError
+from flowrl.policies.flat import FlatAdam, FlatParameters
+from flowrl.seeding import random_stream
+
+OBS = spaces.Box(-2.0, 2.0, (3,), np.float32)
+BOX = spaces.Box(-1.0, 1.0, (2,), np.float32)
+DISCRETE = spaces.Discrete(3)
+SMALL = {"fcnet_hiddens": [8, 6], "fcnet_activation": "relu"}
+
+
+def make(kind=SACTorchPolicy, actions=BOX, obs=OBS, **settings):
+    return kind(obs, actions, kind.config_class(**{"model": SMALL, "seed": 3, **settings}))
+
+
+def rows(count=12, actions=BOX, n_steps=False, weights=False, seed=0):
+    rng = np.random.default_rng(seed)
+    if isinstance(actions, spaces.Box):
+        acted = rng.uniform(-0.9, 0.9, (count, 2)).astype(np.float32)
+    else:
+        acted = rng.integers(3, size=count)
+    columns = {
+        "obs": rng.normal(size=(count, 3)).astype(np.float32),
+        "new_obs": rng.normal(size=(count, 3)).astype(np.float32),
+        "actions": acted,
+        "rewards": rng.normal(size=count).astype(np.float32),
+        "terminateds": rng.random(count) < 0.3,
+    }
+    if n_steps:
+        columns["n_steps"] = rng.integers(1, 4, count)
+    if weights:
+        columns["weights"] = rng.random(count).astype(np.float32)
+        columns["batch_indexes"] = np.arange(count)
+    return SampleBatch(columns)
+
+
+def gradient_of(policy, batch):
+    gradient, stats = policy.compute_gradients(batch)
+    names = dict(zip(policy.flat.names, _split(policy, gradient), strict=True))
+    return names, stats
+
+
+def _split(policy, vector):
+    place = 0
+    for parameter in policy.flat.parameters:
+        piece = vector[place : place + parameter.numel()]
+        shape = tuple(parameter.shape)
+        yield piece.reshape(shape[::-1]).T if len(shape) == 2 else piece.reshape(shape)
+        place += parameter.numel()
+
+
+class Plain:
+    """The networks of a policy in float64, written out."""
+
+    def __init__(self, policy):
+        self.policy = policy
+        as64 = {n: torch.tensor(w, dtype=torch.float64) for n, w in policy.get_weights().items()}
+        self.weights = {n: w.requires_grad_() for n, w in as64.items()}
+        self.target = {
+            n: torch.tensor(t.numpy(), dtype=torch.float64)
+            for n, t in policy.target_model.state_dict().items()
+        }
+
+    @staticmethod
+    def run(weights, prefix, x):
+        for i in range(2):
+            w, b = (weights[f"{prefix}hidden.{i}.{kind}"] for kind in ("weight", "bias"))
+            x = torch.relu(x @ w.T + b)
+        return x @ weights[f"{prefix}policy_head.weight"].T + weights[f"{prefix}policy_head.bias"]
+
+    def actor(self, obs, target=False):
+        return self.run(self.target if target else self.weights, "actor.", obs)
+
+    def critics(self, seen, target=False, frozen=False):
+        weights = self.target if target else self.weights
+        if frozen:
+            weights = {n: w.detach() for n, w in weights.items()}
+        count = len({n.split(".")[1] for n in weights if n.startswith("critics.")})
+        return [self.run(weights, f"critics.{i}.", seen) for i in range(count)]
+
+    def noise(self, shape, *before):
+        """What the policy draws for its learning, after arrays of these shapes."""
+        stream = random_stream(3, "policy", "shuffle")
+        for one in before:
+            stream.standard_normal(one, dtype=np.float32)
+        return torch.tensor(stream.standard_normal(shape, dtype=np.float32).astype(np.float64))
+
+    def compare(self, loss, batch):
+        loss.backward()
+        found, stats = gradient_of(self.policy, batch)
+        assert stats["total_loss"] == pytest.approx(float(loss.detach()), abs=1e-5)
+        for name, weight in self.weights.items():
+            wanted = np.zeros(weight.shape) if weight.grad is None else weight.grad.numpy()
+            np.testing.assert_allclose(found[name], wanted, atol=2e-5, err_msg=name)
+        return stats
+
+
+def columns(batch):
+    made = {n: torch.tensor(np.asarray(c, dtype=np.float64)) for n, c in batch.items()}
+    made.setdefault("n_steps", torch.ones(batch.count, dtype=torch.float64))
+    made.setdefault("weights", torch.ones(batch.count, dtype=torch.float64))
+    return made
+
+
+def squashed(outputs, noise):
+    """Actions and their log-probabilities by the formula of the paper's appendix C."""
+    mean, log_std = outputs.chunk(2, 1)
+    raw = mean + log_std.exp() * noise
+    normal = torch.distributions.Normal(mean, log_std.exp())
+    logp = normal.log_prob(raw).sum(1) - torch.log(1 - torch.tanh(raw) ** 2 + 1e-12).sum(1)
+    return torch.tanh(raw), logp
+
+
+def moved_target(policy):
+    """A target network that is not the online one."""
+    rng = np.random.default_rng(9)
+    with torch.no_grad():
+        for tensor in policy.target_model.parameters():
+            tensor.add_(torch.tensor(rng.normal(scale=0.3, size=tuple(tensor.shape))).float())
+
+
+@pytest.mark.parametrize("by_numpy", [True, False])
+@pytest.mark.parametrize("more", [{}, {"n_steps": True, "weights": True}])
+@pytest.mark.parametrize("twin_q", [True, False])
+def test_sac_against_the_paper(by_numpy, more, twin_q):
+    policy = make(gamma=0.9, initial_alpha=0.3, twin_q=twin_q)
+    policy.model.by_numpy = by_numpy
+    moved_target(policy)
+    batch = rows(**more)
+    c, plain = columns(batch), Plain(policy)
+    shape = (batch.count, 2)
+    with torch.no_grad():
+        following, next_logp = squashed(plain.actor(c["new_obs"]), plain.noise(shape))
+        seen = torch.cat([c["new_obs"], following], 1)
+        values = torch.cat(plain.critics(seen, target=True), 1).min(1).values
+        soft = values - 0.3 * next_logp
+        goals = c["rewards"] + 0.9 ** c["n_steps"] * (1 - c["terminateds"]) * soft
+    q = torch.cat(plain.critics(torch.cat([c["obs"], c["actions"]], 1)), 1)
+    critic = (c["weights"] * 0.5 * ((q - goals[:, None]) ** 2).sum(1)).mean()
+    actions, logp = squashed(plain.actor(c["obs"]), plain.noise(shape, shape))
+    worth = torch.cat(plain.critics(torch.cat([c["obs"], actions], 1), frozen=True), 1)
+    actor = (0.3 * logp - worth.min(1).values).mean()
+    log_alpha = plain.weights["log_alpha"]
+    temperature = -(log_alpha * (logp.detach() + -2.0)).mean()
+    stats = plain.compare(critic + actor + temperature, batch)
+    assert stats["critic_loss"] == pytest.approx(float(critic.detach()), abs=1e-5)
+    assert stats["actor_loss"] == pytest.approx(float(actor.detach()), abs=1e-5)
+    assert stats["alpha"] == pytest.approx(0.3)
+    assert stats["entropy"] == pytest.approx(float(-logp.detach().mean()), abs=1e-5)
+    if "weights" in more:
+        errors = (q - goals[:, None]).mean(1).detach().numpy()
+        np.testing.assert_allclose(policy.row_stats["td_error"], errors, atol=1e-5)
+
+
+def test_discrete_sac_against_the_paper():
+    """Expectations over all actions, row by row."""
+    policy = make(actions=DISCRETE, gamma=0.9, initial_alpha=0.4)
+    moved_target(policy)
+    batch = rows(actions=DISCRETE)
+    c, plain = columns(batch), Plain(policy)
+    loss = 0.0
+    entropies = []
+    for i in range(batch.count):
+        one = {name: column[i : i + 1] for name, column in c.items()}
+        with torch.no_grad():
+            logits = plain.actor(one["new_obs"])[0]
+            chances = torch.exp(logits) / torch.exp(logits).sum()
+            values = torch.stack([q[0] for q in plain.critics(one["new_obs"], target=True)])
+            soft = sum(
+                chances[a] * (values[:, a].min() - 0.4 * torch.log(chances[a])) for a in range(3)
+            )
+            goal = one["rewards"][0] + 0.9 * (1 - one["terminateds"][0]) * soft
+        action = int(one["actions"][0])
+        for q in plain.critics(one["obs"]):
+            loss = loss + 0.5 * (q[0, action] - goal) ** 2
+        chances = torch.softmax(plain.actor(one["obs"])[0], 0)
+        worth = torch.stack([q[0] for q in plain.critics(one["obs"], frozen=True)]).min(0).values
+        loss = loss + sum(chances[a] * (0.4 * torch.log(chances[a]) - worth[a]) for a in range(3))
+        entropies.append(float(-(chances * torch.log(chances)).sum()))
+    wanted = 0.98 * math.log(3)
+    loss = loss / batch.count
+    loss = loss + plain.weights["log_alpha"] * (np.mean(entropies) - wanted)
+    plain.compare(loss, batch)
+
+
+@pytest.mark.parametrize("kind", [TD3Config, DDPGConfig])
+def test_td3_against_the_paper(kind):
+    is_td3 = kind is TD3Config
+    policy = TD3TorchPolicy(OBS, BOX, kind(model=SMALL, seed=3, gamma=0.9, policy_delay=1))
+    moved_target(policy)
+    batch = rows()
+    c, plain = columns(batch), Plain(policy)
+    with torch.no_grad():
+        following = torch.tanh(plain.actor(c["new_obs"], target=True))
+        if is_td3:
+            noise = (0.2 * plain.noise((batch.count, 2))).clamp(-0.5, 0.5)
+            following = (following + noise).clamp(-1, 1)
+        seen = torch.cat([c["new_obs"], following], 1)
+        values = torch.cat(plain.critics(seen, target=True), 1)
+        assert values.shape[1] == (2 if is_td3 else 1)
+        goals = c["rewards"] + 0.9 * (1 - c["terminateds"]) * values.min(1).values
+    q = torch.cat(plain.critics(torch.cat([c["obs"], c["actions"]], 1)), 1)
+    critic = 0.5 * ((q - goals[:, None]) ** 2).sum(1).mean()
+    seen = torch.cat([c["obs"], torch.tanh(plain.actor(c["obs"]))], 1)
+    plain.compare(critic - plain.critics(seen, frozen=True)[0].mean(), batch)
+
+
+def test_the_actor_and_the_targets_of_td3_are_late():
+    policy = make(TD3TorchPolicy, policy_delay=3)
+    moved = []
+    for _ in range(6):
+        before, target = policy.get_weights(), policy.target_model.state_dict()
+        target = {name: tensor.clone() for name, tensor in target.items()}
+        policy.learn_on_batch(rows())
+        policy.update_target()
+        after = policy.get_weights()
+        changed = {n.split(".")[0] for n in after if (after[n] != before[n]).any()}
+        late = any((t != target[n]).any() for n, t in policy.target_model.state_dict().items())
+        moved.append((sorted(changed), late))
+    due = (["actor", "critics"], True)
+    assert moved == [(["critics"], False), (["critics"], False), due] * 2
+
+
+def test_the_temperature_follows_the_entropy():
+    """It grows while the policy is less random than it is to be, and the other way round."""
+    for wanted, sign in ((5.0, 1), (-50.0, -1)):
+        policy = make(target_entropy=wanted, entropy_lr=0.1)
+        policy.learn_on_batch(rows())
+        assert np.sign(policy.alpha - 1.0) == sign
+    policy = make(target_entropy=None, initial_alpha=0.2)
+    policy.learn_on_batch(rows())
+    assert policy.target_entropy is None
+    assert policy.alpha == pytest.approx(0.2)
+    assert make().target_entropy == -2
+    assert make(actions=DISCRETE).target_entropy == pytest.approx(0.98 * math.log(3))
+
+
+def test_each_part_has_its_learning_rate():
+    """Adam's first step is as long as the rate, whatever the gradient."""
+    policy = make(lr=1e-3, actor_lr=1e-2, critic_lr=1e-4, entropy_lr=1e-1)
+    before = policy.get_weights()
+    policy.learn_on_batch(rows(64))
+    steps = {}
+    for name, weight in policy.get_weights().items():
+        steps.setdefault(name.split(".")[0], []).append(np.abs(weight - before[name]).max())
+    rates = {part: max(sizes) for part, sizes in steps.items()}
+    assert rates["actor"] == pytest.approx(1e-2, rel=1e-2)
+    assert rates["critics"] == pytest.approx(1e-4, rel=1e-2)
+    assert rates["log_alpha"] == pytest.approx(1e-1, rel=1e-2)
+
+
+def test_a_schedule_moves_those_without_a_rate_of_their_own():
+    policy = make(lr=[(0, 1e-3), (100, 0.0)], critic_lr=5e-4)
+    policy.on_global_var_update({"timestep": 50})
+    assert [g["lr"] for g in policy.optimizer.param_groups] == pytest.approx([5e-4, 5e-4, 5e-4])
+    policy.on_global_var_update({"timestep": 100})
+    assert [g["lr"] for g in policy.optimizer.param_groups] == pytest.approx([0.0, 5e-4, 0.0])
+
+
+def test_adam_in_parts_is_torchs_with_groups():
+    torch.manual_seed(0)
+    ours, theirs = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
+    theirs.load_state_dict(ours.state_dict())
+    flat = FlatParameters(ours)
+    parts = [(flat.part([ours.weight]), 1e-2), (flat.part([ours.bias]), 1e-3)]
+    adam = FlatAdam(flat, 1e-2, parts=parts)
+    groups = [{"params": [theirs.weight], "lr": 1e-2}, {"params": [theirs.bias], "lr": 1e-3}]
+    other = torch.optim.Adam(groups, eps=1e-8)
+    for step in range(5):
+        loss = [net(torch.ones(2, 4) * step).square().sum() for net in (ours, theirs)]
+        flat.take_gradient(loss[0])
+        adam.param_groups[1]["active"] = bool(step % 2)
+        adam.step()
+        other.zero_grad()
+        loss[1].backward()
+        if not step % 2:
+            theirs.bias.grad = None
+        other.step()
+    torch.testing.assert_close(ours.weight, theirs.weight)
+    torch.testing.assert_close(ours.bias, theirs.bias)
+    again = FlatAdam(flat, 1e-2, parts=parts)
+    again.load_state_dict({"state": {i: dict(s) for i, s in adam.state_dict()["state"].items()}})
+    assert [int(part.steps) for part in again._parts] == [5, 2]
+
+
+def test_its_state_is_whole():
+    for kind, actions in ((SACTorchPolicy, BOX), (SACTorchPolicy, DISCRETE), (TD3TorchPolicy, BOX)):
+        policy, other = make(kind, actions), make(kind, actions, seed=4)
+        policy.learn_on_batch(rows(actions=actions))
+        other.set_state(policy.get_state())
+        for one in (policy, other):
+            for seed in range(3):
+                one.learn_on_batch(rows(actions=actions, seed=seed))
+                one.update_target()
+        for name, weight in policy.get_weights().items():
+            np.testing.assert_array_equal(weight, other.get_weights()[name])
+        for (name, one), (_, two) in zip(
+            policy.target_model.state_dict().items(), other.target_model.state_dict().items(),
+            strict=True,
+        ):  # fmt: skip
+            assert torch.equal(one, two), name
+
+
+NESTED = spaces.Dict({"a": OBS, "b": spaces.Discrete(4)})
+IMAGE = spaces.Box(0, 255, (10, 10, 3), np.uint8)
+
+
+@pytest.mark.parametrize("obs", [NESTED, IMAGE, spaces.Discrete(5)])
+@pytest.mark.parametrize(
+    ("kind", "actions"), [(SACTorchPolicy, BOX), (SACTorchPolicy, DISCRETE), (TD3TorchPolicy, BOX)]
+)
+def test_other_observations(obs, kind, actions):
+    policy = make(kind, actions, obs, model={"fcnet_hiddens": [8], "fcnet_activation": "relu"})
+    space = spaces.Dict({"obs": obs})
+    space.seed(0)
+    seen = [space.sample()["obs"] for _ in range(8)]
+    stacked = (
+        {key: np.stack([one[key] for one in seen]) for key in obs} if obs is NESTED
+        else np.stack(seen)
+    )  # fmt: skip
+    batch = SampleBatch({**rows(8, actions), "obs": stacked, "new_obs": stacked})
+    before = policy.get_weights()
+    for _ in range(2):
+        stats = policy.learn_on_batch(batch)
+        policy.update_target()
+    assert np.isfinite(stats["total_loss"])
+    after = policy.get_weights()
+    changed = {n.split(".")[0] for n in after if (after[n] != before[n]).any()}
+    assert {"actor", "critics"} <= changed
+    acted, _, extra = policy.compute_actions(stacked)
+    assert len(acted) == 8 and extra == {}
+
+
+def test_compiled_and_bfloat16_learn_the_same_way():
+    stats = [make(precision=kind).learn_on_batch(rows()) for kind in ("float32", "bfloat16")]
+    assert stats[0]["critic_loss"] == pytest.approx(stats[1]["critic_loss"], rel=0.05)
+
+
+@pytest.mark.parametrize("kind", [SACConfig, TD3Config, DDPGConfig])
+@pytest.mark.parametrize("more", [{}, {"prioritized_replay": True, "n_step": 3}])
+def test_plans_run(kind, more):
+    config = kind(
+        env="Pendulum-v1", seed=0, learning_starts=32, train_batch_size=16, model=SMALL,
+        min_sample_timesteps_per_iteration=50, num_envs_per_worker=2, **more,
+    )  # fmt: skip
+    with config.build() as algorithm:
+        results = [algorithm.train() for _ in range(3)]
+        assert results[-1]["num_env_steps_trained"] > 16 * 30
+        assert np.isfinite(results[-1]["learners"]["default_policy"]["critic_loss"])
+        priorities = algorithm.plan.stats()
+        assert priorities
+        action = algorithm.compute_single_action(np.zeros(3, np.float32), explore=False)
+        assert algorithm.workers.local_worker().policy.action_space.shape == (1,)
+        assert -2 <= float(action[0]) <= 2
+
+
+def test_discrete_sac_in_a_plan_with_masks_of_a_dict():
+    config = SACConfig(
+        env="CartPole-v1", seed=0, learning_starts=32, train_batch_size=16, model=SMALL,
+        min_sample_timesteps_per_iteration=50,
+    )  # fmt: skip
+    with config.build() as algorithm:
+        result = [algorithm.train() for _ in range(3)][-1]
+    assert 0 < result["learners"]["default_policy"]["entropy"] <= math.log(2) + 1e-6
+
+
+def test_actions_that_the_mask_forbids_count_for_nothing():
+    obs = spaces.Dict({"action_mask": spaces.MultiBinary(3), "seen": OBS})
+    policy = make(actions=DISCRETE, obs=obs)
+    mask = np.tile(np.array([1, 0, 1], np.int8), (6, 1))
+    plain = rows(6, DISCRETE)
+    given = {"action_mask": mask, "seen": plain["obs"]}
+    batch = SampleBatch({**plain, "obs": given, "new_obs": given, "actions": np.zeros(6, int)})
+    for _ in range(3):
+        stats = policy.learn_on_batch(batch)
+    assert 0 < stats["entropy"] <= math.log(2) + 1e-6
+    acted, _, _ = policy.compute_actions(given)
+    assert 1 not in acted
+
+
+@pytest.mark.parametrize(
+    ("kind", "actions", "settings", "said"),
+    [
+        (SACTorchPolicy, spaces.MultiDiscrete([2, 2]), {}, "SAC is for Box and Discrete actions"),
+        (TD3TorchPolicy, DISCRETE, {}, "TD3 is for Box actions, not Discrete"),
+        (SACTorchPolicy, spaces.Box(-np.inf, np.inf, (1,)), {}, "SAC needs actions within bounds"),
+        (TD3TorchPolicy, spaces.Box(-2, 2, (1,)), {"normalize_actions": False},
+         "normalize_actions: TD3 acts in"),
+        (SACTorchPolicy, BOX, {"model": {"use_lstm": True}}, "see observations alone"),
+        (SACTorchPolicy, BOX, {"model": {"num_framestacks": 2}}, "stack frames by a wrapper"),
+    ],
+)  # fmt: skip
+def test_what_they_are_not_for(kind, actions, settings, said):
+    with pytest.raises(ConfigError, match=said):
+        make(kind, actions, **settings)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (SACConfig, {"initial_alpha": 0}), (SACConfig, {"tau": 2}), (SACConfig, {"actor_lr": -1}),
+        (SACConfig, {"target_entropy": "much"}), (TD3Config, {"policy_delay": 0}),
+        (TD3Config, {"target_noise": -1}), (TD3Config, {"q_model": {"fcnet_hidden": [3]}}),
+    ],
+)  # fmt: skip
+def test_settings_that_are_none(kind, settings):
+    with pytest.raises(ConfigError, match=next(iter(settings))):
+        kind(**settings)
+
+
+def test_an_environment_of_other_actions_is_refused_when_it_is_built():
+    for algorithm, env in ((TD3, "CartPole-v1"), (DDPG, "CartPole-v1")):
+        with pytest.raises(ConfigError, match="is for Box actions"):
+            algorithm(algorithm.config_class(env=env)).train()
+    assert SAC.config_class is SACConfig
+    assert gymnasium.spec("Pendulum-v1") is not None
