@@ -12,7 +12,10 @@ from flowrl.algorithms.sac import SAC, SACConfig, SACTorchPolicy
 from flowrl.algorithms.td3 import DDPG, TD3, DDPGConfig, TD3Config, TD3TorchPolicy
 from flowrl.data import SampleBatch
 from flowrl.policies import ConfigError
+from flowrl.policies.config import ModelConfig
 from flowrl.policies.flat import FlatAdam, FlatParameters
+from flowrl.policies.models.backprop import outputs_by_numpy
+from flowrl.policies.models.fcnet import FullyConnectedNetwork
 from flowrl.seeding import random_stream
 
 OBS = spaces.Box(-2.0, 2.0, (3,), np.float32)
@@ -215,6 +218,38 @@ def test_td3_against_the_paper(kind):
     critic = 0.5 * ((q - goals[:, None]) ** 2).sum(1).mean()
     seen = torch.cat([c["obs"], torch.tanh(plain.actor(c["obs"]))], 1)
     plain.compare(critic - plain.critics(seen, frozen=True)[0].mean(), batch)
+
+
+@pytest.mark.parametrize("activation", ["tanh", "relu"])
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("share", [0.2, 1.0])
+@pytest.mark.parametrize("outputs", [1, 3])
+def test_numpys_gradients_are_autograds(activation, frozen, share, outputs):
+    config = ModelConfig(fcnet_hiddens=[7, 5], fcnet_activation=activation, vf_share_layers=True)
+    network = FullyConnectedNetwork(OBS, BOX, outputs, config, rng=np.random.default_rng(0))
+    rng = np.random.default_rng(1)
+    through = torch.from_numpy(rng.normal(size=(20, outputs)).astype(np.float32))
+    through *= torch.from_numpy(rng.random((20, 1)) < share)
+    found = []
+    for by_numpy in (True, False):
+        network.zero_grad()
+        features = torch.from_numpy(rng.normal(size=(20, 3)).astype(np.float32) * 0 + 0.5)
+        features = (features + torch.arange(20)[:, None] / 10 - 1).requires_grad_()
+        if by_numpy:
+            made = outputs_by_numpy(network, features, frozen)
+        else:
+            made = network({"obs": features}, [], None)[0]
+        made.backward(through)
+        told = [made.detach(), features.grad]
+        if not (frozen and not by_numpy):
+            parameters = [*network.hidden.parameters(), *network.policy_head.parameters()]
+            told += [p.grad for p in parameters]
+        found.append(told)
+    ours, theirs = found
+    if frozen:
+        assert all(gradient is None for gradient in ours[2:])
+    for one, other in zip(ours, theirs, strict=False):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
 
 
 def test_the_actor_and_the_targets_of_td3_are_late():

@@ -93,6 +93,9 @@ class _Layer:
         return made
 
 
+SPARSE = 0.75  # share of rows with a gradient below which the others are left out
+
+
 class _Outputs(torch.autograd.Function):
     """A network's outputs by numpy, with what autograd needs to go on from there."""
 
@@ -104,10 +107,8 @@ class _Outputs(torch.autograd.Function):
             hidden = hidden @ weight.detach().numpy().T
             hidden += bias.detach().numpy()
             if i < len(layers) - 1:
-                if activation == "tanh":
-                    np.tanh(hidden, out=hidden)
-                else:
-                    np.maximum(hidden, 0.0, out=hidden)
+                made = torch.from_numpy(hidden)  # the same memory
+                made.tanh_() if activation == "tanh" else made.relu_()
                 kept.append(hidden)
         ctx.kept, ctx.activation = kept, activation
         ctx.weights = [weight.detach() for weight, _ in layers]
@@ -115,19 +116,36 @@ class _Outputs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *d_outputs: Any) -> Any:
-        gradient = d_outputs[0].numpy()
-        wanted = ctx.needs_input_grad
+        gradient, wanted, kept = d_outputs[0].numpy(), ctx.needs_input_grad, ctx.kept
         found: list[Any] = [None] * len(wanted)
+        rows = None
+        if not any(wanted[2:]):  # rows that nobody asks about are left out
+            rows = np.flatnonzero(gradient.any(1))
+            if len(rows) < SPARSE * len(gradient):
+                gradient, kept = gradient[rows], [one[rows] for one in kept]
+            else:
+                rows = None
         for i in reversed(range(len(ctx.weights))):
-            seen = ctx.kept[i]
             if wanted[2 + 2 * i]:
-                found[2 + 2 * i] = torch.from_numpy((seen.T @ gradient).T)
+                found[2 + 2 * i] = torch.from_numpy((kept[i].T @ gradient).T)
                 found[3 + 2 * i] = torch.from_numpy(gradient.sum(0))
             if i or wanted[0]:
-                gradient = gradient @ ctx.weights[i].numpy()
+                weight = ctx.weights[i].numpy()
+                # a product with one column is many times faster without BLAS
+                gradient = gradient * weight if len(weight) == 1 else gradient @ weight
             if i:
-                gradient *= 1.0 - seen * seen if ctx.activation == "tanh" else seen > 0
-        found[0] = torch.from_numpy(gradient) if wanted[0] else None
+                if ctx.activation == "tanh":
+                    gradient *= 1.0 - kept[i] * kept[i]
+                else:
+                    through = torch.ops.aten.threshold_backward
+                    slope = through(torch.from_numpy(gradient), torch.from_numpy(kept[i]), 0)
+                    gradient = slope.numpy()
+        if wanted[0]:
+            whole = gradient
+            if rows is not None:
+                whole = np.zeros((len(d_outputs[0]), gradient.shape[1]), np.float32)
+                whole[rows] = gradient
+            found[0] = torch.from_numpy(whole)
         return tuple(found)
 
 
