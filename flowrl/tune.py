@@ -53,6 +53,11 @@ class AlgorithmTrainable(tune.Trainable):
         bundles += [{"GPU": 1.0}] * config.get("num_gpus", 0)
         bundles += [of_worker] * (config["num_workers"] + config["evaluation_num_workers"])
         strategy = config["placement_strategy"] or "PACK"
+        if strategy.startswith("STRICT"):
+            raise ConfigError(
+                f"placement_strategy: a trial's places are its trainer's, too, so {strategy} would "
+                "mean something else under Tune: take PACK or SPREAD"
+            )
         return tune.PlacementGroupFactory(bundles, strategy=strategy)
 
     def setup(self, config: dict[str, Any]) -> None:

@@ -8,6 +8,10 @@ for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
 
 
+# Ray's own record of tasks, which grows for a while in each process, is no memory of ours
+os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
+
+
 @pytest.fixture(scope="session")
 def ray_session():
     """One Ray on this machine for all tests that ask for actors."""

@@ -35,6 +35,8 @@ class A3CConfig(A2CConfig):
                 "num_sgd_iter and sgd_minibatch_size: A3C makes one gradient of each fragment: "
                 "leave them out"
             )
+        if self.when_stale == "wait" and self.max_policy_lag is None:
+            raise ValueError('when_stale="wait" needs a max_policy_lag')
         return self
 
 

@@ -394,7 +394,7 @@ class Algorithm:
             if isinstance(stage, Gather)
             for source in stage.queued()
         )
-        counted = self.plan.metrics.counters["num_env_steps_sampled"]
+        counted = self.plan.metrics.counters["num_env_steps_sampled"] - sampling["counted_gone"]
         return max(0, made - counted - queued)
 
     def save(self, path: Path | str, **about: Any) -> Path | str:

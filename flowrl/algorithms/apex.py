@@ -12,7 +12,7 @@ from flowrl.algorithms.dqn import DQNConfig, DQNTorchPolicy
 from flowrl.policies.config import Count, ExplorationConfig
 
 
-class APEXConfig(LearnerBesideConfig, DQNConfig):
+class APEXConfig(DQNConfig, LearnerBesideConfig):
     """Settings of Ape-X."""
 
     algorithm: ClassVar[str] = "flowrl.algorithms.apex:APEX"
@@ -23,6 +23,7 @@ class APEXConfig(LearnerBesideConfig, DQNConfig):
     n_step: Count = 3
     prioritized_replay: bool = True
     exploration_config: ExplorationConfig = ExplorationConfig(type="PerWorkerEpsilonGreedy")
+    learner_queue_size: Count = 4
     max_weight_sync_delay: int = Field(default=400, ge=0)
     """Env steps that a worker gives before it is sent new weights."""
 

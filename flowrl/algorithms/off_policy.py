@@ -146,4 +146,5 @@ class OffPolicyConfig(AlgorithmConfig):
             training_intensity=self.training_intensity,
             seed=self.seed,
             colocated=self.replay_buffer_shards_colocated_with_driver,
+            address=self.address,
         )

@@ -3,7 +3,6 @@ from (Espeholt et al. 2018, arXiv 1802.01561)."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any, Literal, Self
 
@@ -59,20 +58,26 @@ class VTraceConfig(LearnerBesideConfig):
             return {}
         if self.when_stale == "drop":
             return {"max_policy_lag": self.max_policy_lag}
-        updates = self.num_sgd_iter
-        if self.sgd_minibatch_size:  # a batch may be larger by a fragment
-            updates *= math.ceil(2 * self.train_batch_size / self.sgd_minibatch_size)
-        return {"limit": StepsAhead(self.train_batch_size, self.max_policy_lag // updates)}
+        most = self.max_policy_lag // self.num_sgd_iter
+        return {"limit": StepsAhead(self.train_batch_size, most)}
 
     @model_validator(mode="after")
     def _check_waiting(self) -> Self:
-        if self.max_policy_lag is not None and self.when_stale == "wait":
-            odd = {"replay_proportion": 0.0, "minibatch_buffer_size": 1, "broadcast_interval": 1}
-            for name, needed in odd.items():
-                if getattr(self, name) != needed:
+        if self.when_stale == "wait":
+            if self.max_policy_lag is None:
+                raise ValueError('when_stale="wait" needs a max_policy_lag')
+            needed = {
+                "replay_proportion": 0.0,
+                "minibatch_buffer_size": 1,
+                "broadcast_interval": 1,
+                "sgd_minibatch_size": 0,
+                "count_steps_by": "env_steps",
+            }
+            for name, only in needed.items():
+                if getattr(self, name) != only:
                     raise ValueError(
                         f'{name}: when_stale="wait" can promise no max_policy_lag unless this is '
-                        f"{needed}, got {getattr(self, name)!r}"
+                        f"{only!r}, got {getattr(self, name)!r}"
                     )
         return self
 

@@ -21,7 +21,7 @@ class BatchRef:
         parts: references of the batches that it is made of; or such batches themselves.
         count: env steps.
         sources: of its rows.
-        node: of the cluster, where it was made.
+        nodes: of the cluster, where each part was made; None where that is not known.
     """
 
     def __init__(
@@ -32,9 +32,9 @@ class BatchRef:
         node: str | None = None,
     ):
         self.parts = list(parts)
+        self.nodes = [node] * len(self.parts)
         self.count = env_steps
         self.sources: tuple[Any, ...] = ()
-        self.node = node
         self._by_policy = steps_by_policy
 
     def env_steps(self) -> int:
@@ -50,13 +50,9 @@ class BatchRef:
         return dict(self._by_policy)
 
     def get(self) -> Batch:
-        """The batch, fetched. Parts that were lost with the node that they were on are left out,
-        with a warning."""
-        batches: list[Batch] = []
-        for part in self.parts:
-            batch = _fetched(part)
-            if batch is not None:
-                batches.append(batch)
+        """The batch, fetched. Parts that were lost with the process that made them, or its node,
+        are left out, with a warning."""
+        batches = [batch for batch in map(_fetched, self.parts) if batch is not None]
         batch = batches[0] if len(batches) == 1 else SampleBatch.concat_samples(batches)
         if len(batches) == len(self.parts):
             batch.sources = self.sources
@@ -66,15 +62,17 @@ class BatchRef:
     def concat_samples(batches: Iterable[Any]) -> BatchRef:
         """One of the rows of all, which stay where they are; batches may be among them."""
         parts: list[Any] = []
+        nodes: list[str | None] = []
         steps, by_policy, sources = 0, dict[str, int](), list[Any]()
         for batch in batches:
             parts += batch.parts if isinstance(batch, BatchRef) else [batch]
+            nodes += batch.nodes if isinstance(batch, BatchRef) else [None]
             steps += batch.env_steps()
             for policy_id, rows in batch.steps_by_policy().items():
                 by_policy[policy_id] = by_policy.get(policy_id, 0) + rows
             sources += batch.sources
         joined = BatchRef(parts, steps, by_policy)
-        joined.sources = tuple(sources)
+        joined.sources, joined.nodes = tuple(sources), nodes
         return joined
 
     def __repr__(self) -> str:
@@ -90,6 +88,6 @@ def _fetched(part: Any) -> Batch | None:
     try:
         batch: Batch = ray.get(part)
     except ObjectLostError as error:
-        log.warning("a fragment was lost with the node that it was on: %s", error)
+        log.warning("a fragment was lost with the process that made it (%s)", type(error).__name__)
         return None
     return batch

@@ -111,7 +111,7 @@ class ForEachConcurrent(Mapped):
                     self._again.append(_Item(item.item, item.sources, item.tries + 1))
                     continue
                 blame(raised, self, item.item)
-                if self._give_up(raised) is _DROPPED:
+                if self._give_up(raised, item.item) is _DROPPED:
                     continue
             self._emitted = item.sources
             self.items += 1

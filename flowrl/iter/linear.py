@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from flowrl.iter.errors import OnError, Retry, Skip, blame, check_policy, operator_error
+from flowrl.iter.metrics import current_metrics
 from flowrl.iter.stage import NOT_READY, Source, Stage, describe, function_name, pack, unpack
 from flowrl.iter.waiting import Waiter
 
@@ -48,10 +49,14 @@ class Mapped(Stage):
                 except Exception as again:
                     error = again
                     blame(error, self, item)
-        return self._give_up(error)
+        return self._give_up(error, item)
 
-    def _give_up(self, error: BaseException) -> Any:
-        """_DROPPED, or the error raised."""
+    def _give_up(self, error: BaseException, item: Any) -> Any:
+        """_DROPPED, or the error raised: the item is lost."""
+        metrics = current_metrics()
+        if metrics is not None:
+            for told in metrics.on_lost:
+                told(item)
         policy = self.on_error
         if isinstance(error, Exception):
             if isinstance(policy, Retry):

@@ -75,6 +75,7 @@ class MetricsContext:
         self.timers: defaultdict[str, Timer] = defaultdict(Timer)
         self.info: dict[str, Any] = {}
         self.scopes: dict[str, MetricsContext] = {}
+        self.on_lost: list[Any] = []  # called with each item that an operator's error has lost
         self._names: dict[int, str] = {}
         self._lock = threading.Lock()
 
@@ -105,7 +106,7 @@ class MetricsContext:
             self.scopes.setdefault(name, MetricsContext()).load_state_dict(saved)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_lock": None}
+        return {**self.__dict__, "_lock": None, "on_lost": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=threading.Lock())

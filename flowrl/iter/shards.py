@@ -15,9 +15,14 @@ from flowrl.iter.serving import Order, Reply, Step, forget, serve, serve_remote,
 NOT_YET = -1  # a shard was told its steps and has not answered
 
 
+_users = 0  # of a Ray that `start_ray` has joined or started
+
+
 def start_ray(address: str | None = None, **options: Any) -> bool:
-    """Join a Ray cluster, or start one on this machine, where this process has none yet; whether
-    it has done so, and is to shut it down.
+    """Join a Ray cluster, or start one on this machine, where this process has none yet.
+
+    Whether it is one that was joined or started here: then the caller is to call `leave_ray()` when
+    it needs it no more, once.
 
     Args:
         address: of a running cluster; None starts a new one, though others may be running.
@@ -25,11 +30,25 @@ def start_ray(address: str | None = None, **options: Any) -> bool:
     """
     import ray
 
-    if ray.is_initialized():
-        return False
-    own: dict[str, Any] = {} if address else {"include_dashboard": False}
-    ray.init(address or "local", logging_level=logging.WARNING, **own, **options)
+    global _users
+    if not ray.is_initialized():
+        own: dict[str, Any] = {} if address else {"include_dashboard": False}
+        ray.init(address or "local", logging_level=logging.WARNING, **own, **options)
+        _users = 0
+    elif not _users:
+        return False  # whoever uses flowrl has done it
+    _users += 1
     return True
+
+
+def leave_ray() -> None:
+    """One that `start_ray` said True to needs it no more; the last one shuts it down."""
+    import ray
+
+    global _users
+    _users = max(0, _users - 1)
+    if not _users and ray.is_initialized():
+        ray.shutdown()
 
 
 def node_id() -> str | None:
@@ -290,7 +309,10 @@ class Shards:
         self._told: dict[int, int] = {}
         self._askers: dict[int, Callable[[], Any]] = {}
         self._reading = False
-        self._followed = list({id(s.pool): s for s in shards if s.followed}.values())
+        self._followed: list[Shard] = []
+        for shard in shards:
+            if shard.followed and not any(_alike(shard, one) for one in self._followed):
+                self._followed.append(shard)
 
     def __len__(self) -> int:
         return len(self._shards)
@@ -302,10 +324,10 @@ class Shards:
     def present(self) -> list[bool]:
         """For each shard whether its worker has not left; those of workers that have joined come
         last."""
-        there = {(id(shard.pool), shard.worker) for shard in self._shards}
         for one in self._followed:
+            there = {shard.worker for shard in self._shards if _alike(shard, one)}
             for worker in range(len(one.pool)):
-                if (id(one.pool), worker) not in there:
+                if worker not in there:
                     self._shards.append(one._replace(worker=worker))
         return [not s.followed or s.worker < len(s.pool) for s in self._shards]
 
@@ -334,8 +356,13 @@ class Shards:
         self._told.setdefault(index, NOT_YET)
         # partitions share a chain that another may have made: each of them brings the steps
         seed = f"{self.seed}/{index}"
-        order = Order(self.chain, None if told else steps, skip, batch_ms, self._part, seed)
+        order = Order(
+            self._chain_of(index), None if told else steps, skip, batch_ms, self._part, seed
+        )
         return pool.ask(worker, order)
+
+    def _chain_of(self, index: int) -> str:
+        return f"{self.chain}/{index}"  # several shards may be of one worker
 
     def result(self, asked: Asked, ref: Any) -> Reply:
         """The answer to a request."""
@@ -386,13 +413,20 @@ class Shards:
         for index, here in enumerate(self.present()):
             if here and index in self._told:
                 shard = self._shards[index]
-                shard.pool.forget(shard.worker, self.chain)
+                shard.pool.forget(shard.worker, self._chain_of(index))
         self._told.clear()
         self._askers.clear()
         if self._reading:
             self._reading = False
             for pool in self.pools():
                 pool.release()
+
+
+def _alike(one: Shard, other: Shard) -> bool:
+    """Whether shards of the same workers do the same."""
+    if one.pool is not other.pool or len(one.steps) != len(other.steps):
+        return False
+    return all(a is b for a, b in zip(one.steps, other.steps, strict=True))
 
 
 def _replayable(shard: Shard) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flowrl.data import BatchRef
 from flowrl.iter import LocalIterator, Retry, _get_shared_metrics
@@ -44,26 +44,51 @@ class AggregateBatches(LocalIterator[Any]):
             raise ValueError(
                 f"AggregateBatches: num_tasks is a whole number from 0, got {num_tasks!r}"
             )
+        joined: Any
         if num_tasks:
             where = {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
             joined = batches.for_each(_join, num_tasks, where, on_error=Retry(TRIES))
         else:
             joined = batches.for_each(_join)
-        joined = joined.combine(cast("Any", _count_lost))
+        joined = joined.combine(_Counted())
         super().__init__(joined.stage, f"AggregateBatches(num_tasks={num_tasks})")
         self.stage.title = self.name
 
 
-def _join(batch: Batch | BatchRef) -> tuple[Batch, int]:
-    """The batch, and how many env steps of it were lost."""
+class _Joined(NamedTuple):
+    batch: Batch
+    lost: int  # env steps
+    came: int  # bytes, from other nodes to the one where it was joined
+    node: str | None  # that one
+
+
+def _join(batch: Batch | BatchRef) -> _Joined:
+    own = node_id()
     if not isinstance(batch, BatchRef):
-        return batch, 0
+        return _Joined(batch, 0, 0, own)
     joined = batch.get()
-    return joined, batch.env_steps() - joined.env_steps()
+    away = sum(node is not None and node != own for node in batch.nodes)
+    came = joined.size_bytes() * away // len(batch.nodes)  # parts are of about the same size
+    return _Joined(joined, batch.env_steps() - joined.env_steps(), came, own)
 
 
-def _count_lost(pair: tuple[Batch, int]) -> list[Batch]:
-    batch, lost = pair
-    if lost:
-        _get_shared_metrics().counters["num_env_steps_dropped"] += lost
-    return [batch] if batch.count else []
+class _Counted:
+    """combine: the batch, if it has rows; what was lost and what has travelled is counted."""
+
+    def __init__(self) -> None:
+        self._node: str | None = None
+
+    def __call__(self, joined: _Joined) -> list[Batch]:
+        self._node = self._node or node_id()
+        counters = _get_shared_metrics().counters
+        sent = joined.batch.size_bytes() if joined.node != self._node else 0
+        for name, n in (
+            ("num_env_steps_dropped", joined.lost),
+            ("num_bytes_between_nodes", joined.came + sent),
+        ):
+            if n:
+                counters[name] += n
+        return [joined.batch] if joined.batch.count else []
+
+    def __repr__(self) -> str:
+        return "count what was lost"

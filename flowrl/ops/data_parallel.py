@@ -12,7 +12,7 @@ import numpy as np
 
 from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.iter import Source, _get_shared_metrics
-from flowrl.iter.shards import start_ray
+from flowrl.iter.shards import leave_ray, start_ray
 from flowrl.ops.train import (
     Batch,
     Info,
@@ -183,7 +183,7 @@ class Learners:
         import ray
         from torch.distributed import TCPStore
 
-        self._owns_ray |= start_ray()
+        self._owns_ray = self._owns_ray or start_ray(self.workers.config.get("address"))
         gpus = ray.cluster_resources().get("GPU", 0)
         if self.gpus and gpus < self.num_learners:
             raise RuntimeError(
@@ -225,10 +225,8 @@ class Learners:
         if self._actors:
             self._end_actors()
         if self._owns_ray:
-            import ray
-
-            ray.shutdown()
             self._owns_ray = False
+            leave_ray()
 
 
 def learners_of(workers: WorkerSet, num_gpus: int, num_learners: int) -> Learners | None:

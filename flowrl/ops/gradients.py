@@ -161,6 +161,8 @@ class AsyncGradients(LocalIterator[Gradients]):
         check_lag(max_policy_lag)
         if when_stale not in ("drop", "wait"):
             raise ValueError(f'when_stale is "drop" or "wait", got {when_stale!r}')
+        if max_policy_lag is None and when_stale == "wait":
+            raise ValueError('when_stale="wait" needs a max_policy_lag')
         limit = None
         if max_policy_lag is not None and when_stale == "wait":
             steps = workers.steps_per_fragment()

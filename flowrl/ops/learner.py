@@ -10,7 +10,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flowrl.iter import _get_shared_metrics
-from flowrl.iter.stage import describe
+from flowrl.iter.stage import describe, pack, unpack
 from flowrl.iter.waiting import Signal, Waiter, queue_signal
 from flowrl.ops.data_parallel import learners_of
 from flowrl.ops.train import Batch, Info, batch_to_learn_from, check_ids, learn, note_trained
@@ -87,6 +87,12 @@ class MinibatchBuffer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._kept = deque((batch, left) for batch, left in state["kept"])
+
+
+def _with_sources(batch: Batch, sources: Any) -> Batch:
+    """A batch of a saved plan, which says again where its rows came from."""
+    batch.sources = unpack(sources)
+    return batch
 
 
 class LearnerThread:
@@ -271,17 +277,22 @@ class LearnerThread:
         with self.workers.local_worker().lock:
             done = [one for one in self.outqueue.queue if isinstance(one, Learned)]
             failed = [one.batch for one in self.outqueue.queue if isinstance(one, NotLearned)]
+            waiting = [*failed, *self.inqueue.queue]
             return {
-                "waiting": [*failed, *self.inqueue.queue],
+                "waiting": [[batch, pack(batch.sources)] for batch in waiting],
                 "minibatches": self._minibatches.state_dict(),
-                "learned": [list(one) for one in done],
+                "sources": [pack(batch.sources) for batch in self._minibatches.held()],
+                "learned": [[*one, pack(one.batch.sources)] for one in done],
             }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         # what there is may be more than the queues hold now
         self._minibatches.load_state_dict(state["minibatches"])
-        self.inqueue.queue.extend(state["waiting"])
-        self.outqueue.queue.extend(Learned(*fields) for fields in state["learned"])
+        for batch, sources in zip(self._minibatches.held(), state["sources"], strict=True):
+            _with_sources(batch, sources)
+        self.inqueue.queue.extend(_with_sources(*one) for one in state["waiting"])
+        for batch, *fields, sources in state["learned"]:
+            self.outqueue.queue.append(Learned(_with_sources(batch, sources), *fields))
 
     def __repr__(self) -> str:
         if self.learners is None:

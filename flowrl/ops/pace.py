@@ -74,7 +74,11 @@ class StepsAhead:
     the fragments was asked for that are not trained on yet. So at most `max_batches` train batches,
     of at least a fragment each, come between the weights of a fragment and its training: a
     staleness control as in AReaL (Fu et al. 2025, arXiv 2505.24298), made to hold for the slowest
-    worker, too. For plans that train on every fragment once. Counts `num_sampling_waits`.
+    worker, too. Counts `num_sampling_waits`.
+
+    For plans with one source of fragments, each of which is trained on once. What an operator's
+    error loses is not waited for; a filter that leaves fragments out is to count their env steps as
+    `num_env_steps_dropped`. Of fragments that a saved plan holds the age is not known any more.
 
     Args:
         batch_size: env steps of a train batch, at least.
@@ -100,11 +104,22 @@ class StepsAhead:
         self._received: deque[tuple[int, int]] = deque()  # steps up to here, mark
         self._sampled: int | None = None
         self._waits = False
+        self._lost = 0
+        self._told: Any = None  # the context that tells what was lost
 
     def mark(self) -> int:
-        """Env steps that are done with: trained on, or dropped."""
-        counters = _get_shared_metrics().counters
-        return int(counters["num_env_steps_trained"] + counters["num_env_steps_dropped"])
+        """Env steps that are done with: trained on, dropped, or lost."""
+        metrics = _get_shared_metrics()
+        if metrics is not self._told:
+            metrics.on_lost.append(self._note_lost)
+            self._told = metrics
+        counters = metrics.counters
+        done = counters["num_env_steps_trained"] + counters["num_env_steps_dropped"]
+        return int(done + self._lost)
+
+    def _note_lost(self, item: Any) -> None:
+        if hasattr(item, "env_steps"):
+            self._lost += item.env_steps()
 
     def received(self, mark: int, item: Any) -> None:
         """A fragment has come."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from flowrl.data import BatchRef, MultiAgentBatch, SampleBatch
 from flowrl.iter import NOT_READY, LocalIterator, Source, Stage, _get_shared_metrics
 from flowrl.iter.errors import blame, operator_error
+from flowrl.iter.stage import pack, unpack
 from flowrl.iter.waiting import ready_refs
 from flowrl.ops.replay_actors import Asked, ReplayActors
 from flowrl.ops.train import Info, trained
@@ -185,12 +186,13 @@ class ReplayActorsStage(ReplayStage):
         return [self._asked[0].ref] if self._asked else []
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "drawn": list(self._drawn)}
+        drawn = [[batch, pack(batch.sources)] for batch in self._drawn]
+        return {**super().state_dict(), "drawn": drawn}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._asked.clear()
-        self._drawn = deque(state.get("drawn", ()))
+        self._drawn = deque(with_sources(*one) for one in state.get("drawn", ()))
 
     def stop(self) -> None:
         self._asked.clear()
@@ -338,6 +340,12 @@ class MixInReplay:
 
     def __repr__(self) -> str:
         return f"MixInReplay({self.buffer.num_slots}, {self.replay_proportion})"
+
+
+def with_sources(batch: Batch, sources: Any) -> Batch:
+    """A batch of a saved plan, which says again where its rows came from."""
+    batch.sources = unpack(sources)
+    return batch
 
 
 def _one_of(local_buffer: Any, actors: Any, operator: str) -> Any:

@@ -15,7 +15,7 @@ from flowrl.data import BatchRef, MultiAgentBatch, MultiAgentReplayBuffer, Sampl
 from flowrl.data.multi_agent_replay import rows_to_learn
 from flowrl.data.replay_ratio import ReplayRatio
 from flowrl.iter import Source, _get_shared_metrics
-from flowrl.iter.shards import node_id, start_ray
+from flowrl.iter.shards import leave_ray, node_id, start_ray
 from flowrl.seeding import random_stream, restore_stream, stream_state
 
 log = logging.getLogger("flowrl")
@@ -46,7 +46,7 @@ class ReplayShard:
         came = 0 if node == self._node else batch.size_bytes()
         return Added(len(self.buffer), came, self._node)
 
-    def serve(self, updates: list[Update], batches: int) -> list[Batch]:
+    def serve(self, updates: list[Update], batches: int) -> Served:
         """Take over priorities, then draw; no batches while there are no rows.
 
         Raises:
@@ -60,7 +60,9 @@ class ReplayShard:
                 failed = failed or error
         if failed is not None:
             raise failed
-        return [self.buffer.sample() for _ in range(batches)] if len(self.buffer) else []
+        rows = len(self.buffer)
+        drawn = [self.buffer.sample() for _ in range(batches if rows else 0)]
+        return Served(drawn, rows, self._node)
 
     def stats(self) -> dict[str, Any]:
         """See MultiAgentReplayBuffer.stats."""
@@ -90,6 +92,7 @@ class ReplayActors:
         learning_starts, training_intensity: of all shards together; see ReplayRatio.
         seed: of the choice of shards.
         colocated: on the node of the process that learns; else where there is room.
+        address: of the Ray cluster, where this process is in none yet.
 
     Raises:
         ValueError: fewer than one shard; see ReplayRatio.
@@ -105,6 +108,7 @@ class ReplayActors:
         training_intensity: float | None = None,
         seed: int | None = None,
         colocated: bool = True,
+        address: str | None = None,
     ):
         for name, value in (("num_shards", num_shards), ("batch_rows", batch_rows)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -116,6 +120,7 @@ class ReplayActors:
         self.rng = random_stream(seed, "replay", "shards")
         self.rows = [0] * num_shards
         self.colocated = colocated
+        self.address = address
         self._node: str | None = None
         self._nodes: list[str | None] = [None] * num_shards
         self._handles: list[Any] = []
@@ -131,7 +136,7 @@ class ReplayActors:
     def handles(self) -> list[Any]:
         """The actors, made when first asked for."""
         if not self._handles:
-            self._owns_ray |= start_ray()
+            self._owns_ray = start_ray(self.address)
             self._node = node_id()
             self._handles = [self._new(index) for index in range(self.num_shards)]
         return self._handles
@@ -147,15 +152,16 @@ class ReplayActors:
         return actor.remote(self._make, index)
 
     def _died(self, index: int, error: BaseException) -> None:
-        """Make a shard anew. What waits for the old one is given up."""
+        """Make a shard anew. What it has not stored yet goes to the new one."""
         log.warning("replay shard %d died and is made again, empty: %s", index, error)
         metrics = _get_shared_metrics()
         metrics.counters["num_replay_shard_restarts"] += 1
         metrics.counters["num_replay_rows_lost"] += self.rows[index]
         self.rows[index] = 0
-        self._adds[index].clear()
         self._updates[index].clear()
         self._handles[index] = self._new(index)
+        waiting, self._adds[index] = self._adds[index], deque()
+        self._adds[index].extend(self._sent(index, *add[1:]) for add in waiting)
 
     def stop(self) -> None:
         """End the actors."""
@@ -165,7 +171,7 @@ class ReplayActors:
             for handle in self._handles:
                 ray.kill(handle)
         if self._owns_ray:
-            ray.shutdown()
+            leave_ray()
         self._handles, self._owns_ray = [], False
         self._adds = [deque() for _ in range(self.num_shards)]
         for updates in self._updates:
@@ -190,8 +196,8 @@ class ReplayActors:
         """Send a batch to a shard; it is not waited for."""
         self.handles()
         index = int(self.rng.integers(self.num_shards))
-        parts, node = (batch.parts, batch.node) if isinstance(batch, BatchRef) else ([batch], None)
-        for part in parts:
+        ref = batch if isinstance(batch, BatchRef) else BatchRef([batch], 0, {})
+        for part, node in zip(ref.parts, ref.nodes, strict=True):
             self._number += 1
             self._adds[index].append(self._sent(index, part, self._number, node or self._node))
         self.ratio.note_stored(batch.agent_steps())
@@ -205,15 +211,14 @@ class ReplayActors:
         import ray
         from ray.exceptions import ObjectLostError, RayActorError
 
-        for index, adds in enumerate(self._adds):
+        for index in range(self.num_shards):
+            adds = self._adds[index]
             while adds and ray.wait([adds[0].ref], timeout=0, fetch_local=False)[0]:
                 try:
                     self.rows[index], came, self._nodes[index] = ray.get(adds[0].ref)
                     _count_bytes(came)
                 except RayActorError as error:
-                    waiting = list(adds)  # goes to the new one
                     self._died(index, error)
-                    adds.extend(self._sent(index, *add[1:]) for add in waiting)
                     break
                 except ObjectLostError as error:  # with the worker that had sampled it
                     log.warning("a fragment was lost before it was stored: %s", error)
@@ -255,7 +260,7 @@ class ReplayActors:
         self._in_flight -= number
         batches: list[Batch] = []
         try:
-            batches = ray.get(ref)
+            batches, self.rows[index], self._nodes[index] = ray.get(ref)
         except RayActorError as error:
             if handle is self._handles[index]:  # another request has not said so before
                 self._died(index, error)
@@ -299,22 +304,34 @@ class ReplayActors:
         return told
 
     def state_dict(self) -> dict[str, Any]:
-        """All shards; what is on its way to them is waited for, what is asked of them is not."""
-        import ray
-
-        for shard in range(self.num_shards):
-            self._send_updates(shard)
+        """All shards; what is on its way to them is waited for, what is asked of them is not. One
+        that has died is made again, empty."""
         ratio = copy(self.ratio)
         for _ in range(self._in_flight):
             ratio.take_back(self.batch_rows)
-        ray.get([add.ref for adds in self._adds for add in adds])
         return {
-            "shards": ray.get([handle.state_dict.remote() for handle in self.handles()]),
+            "shards": [self._state_of(shard) for shard in range(self.num_shards)],
             "ratio": ratio.state_dict(),
             "rng": stream_state(self.rng),
             "number": self._number,
             "turn": self._turn,
         }
+
+    def _state_of(self, shard: int) -> dict[str, Any]:
+        import ray
+        from ray.exceptions import RayActorError
+
+        while True:
+            while self._adds[shard]:
+                ray.wait([self._adds[shard][0].ref], fetch_local=False)
+                self._collect()
+            self._send_updates(shard)
+            try:
+                state: dict[str, Any] = ray.get(self.handles()[shard].state_dict.remote())
+            except RayActorError as error:
+                self._died(shard, error)
+                continue
+            return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave.
@@ -355,6 +372,14 @@ class _Add(NamedTuple):
     ref: Any
     given: Any
     number: int
+    node: str | None
+
+
+class Served(NamedTuple):
+    """What a shard gives when it is asked for batches."""
+
+    batches: list[Batch]
+    rows: int  # that there are
     node: str | None
 
 

@@ -150,8 +150,10 @@ class CountRollouts:
     def _count_transfers(self, sources: tuple[Source, ...], items: list[Any]) -> None:
         """Count the bytes of what has come from another node."""
         for source, item in zip(sources, items, strict=False):
-            node = source.tags.get("node")
-            self._workers.nodes[source.worker] = node
+            node, index = source.tags.get("node"), source.worker
+            self._workers.nodes[index] = node
+            counted = self._workers.counted
+            counted[index] = counted.get(index, 0) + source.tags.get("env_steps", 0)
             if node != self._workers.node and hasattr(item, "size_bytes"):
                 counters = _get_shared_metrics().counters
                 counters["num_bytes_between_nodes"] += item.size_bytes()

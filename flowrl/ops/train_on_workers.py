@@ -266,6 +266,7 @@ class TrainOnWorkersStage(Stage):
 
     def _form_anew(self) -> None:
         if self._fresh:
+            self._members = self._present()
             return  # whoever is made again comes to a group that waits for it
         _get_shared_metrics().counters["num_group_restarts"] += 1
         self._form()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import Any, NamedTuple
 
 from flowrl.policies.config import ConfigError
 
-PLACING_S = 60.0  # for places to be free, where a strategy is asked for
+PLACING_S = 60.0  # for places to be free
+LEAST_CPU = 0.001  # of a place for a worker that takes nothing
 
 
 class _Places(NamedTuple):
@@ -46,22 +48,39 @@ class Placement:
         """
         import ray
 
-        self.release(first)
+        covered = max((p.first + p.number for p in self._places), default=0)
+        count -= max(first, covered) - first  # of workers that have left, places may still be there
+        first = max(first, covered)
+        if count < 1:
+            return
+        self._wait_for_resources(count)
         there = ray.cluster_resources()
-        for setting, name, each in (
-            ("num_gpus_per_worker", "GPU", self.num_gpus),
-            *(("custom_resources_per_worker", name, n) for name, n in self.custom.items()),
-        ):
-            if each * count > there.get(name, 0.0):
-                raise ConfigError(
-                    f"{setting}: {count} workers with {each:g} of {name!r} each are asked for, the "
-                    f"cluster has {there.get(name, 0.0):g}"
-                )
         # those that come later share what the others have left
         cpus = (ray.available_resources() if first else there).get("CPU", 0.0)
         share = min(self.num_cpus, math.floor(1000 * cpus / count) / 1000)
         group = self._group(count, share) if self.strategy is not None else None
         self._places.append(_Places(first, count, share, group))
+
+    def _wait_for_resources(self, count: int) -> None:
+        """Until GPUs and other resources for so many are free: those of workers that have just
+        ended take a moment."""
+        import ray
+
+        deadline = time.monotonic() + PLACING_S
+        asked = [("num_gpus_per_worker", "GPU", self.num_gpus)] if self.num_gpus else []
+        asked += [("custom_resources_per_worker", name, n) for name, n in self.custom.items()]
+        for setting, name, each in asked:
+            while True:
+                there = ray.cluster_resources().get(name, 0.0)
+                free = ray.available_resources().get(name, 0.0)
+                if each * count <= free:
+                    break
+                if each * count > there or time.monotonic() > deadline:
+                    raise ConfigError(
+                        f"{setting}: {count} workers with {each:g} of {name!r} each are asked for, "
+                        f"the cluster has {there:g}, of which {free:g} are free"
+                    )
+                time.sleep(0.1)
 
     def _group(self, count: int, cpus: float) -> Any:
         import ray
@@ -75,8 +94,7 @@ class Placement:
             return None
         bundle = {"CPU": cpus, "GPU": self.num_gpus, **self.custom}
         bundle = {name: amount for name, amount in bundle.items() if amount}
-        if not bundle:
-            return None  # they take nothing
+        bundle = bundle or {"CPU": LEAST_CPU}
         group = placement_group([bundle] * count, strategy=self.strategy)
         if not group.wait(PLACING_S):
             remove_placement_group(group)

@@ -17,7 +17,7 @@ from flowrl.iter import ParallelIterator
 from flowrl.iter.metrics import current_metrics
 from flowrl.iter.recovery import Recovery
 from flowrl.iter.serving import Order, serve_remote, serve_ticket
-from flowrl.iter.shards import ActorPool, Pool, Shard, node_id, start_ray
+from flowrl.iter.shards import ActorPool, Pool, Shard, leave_ray, node_id, start_ray
 from flowrl.policies.config import ConfigError
 from flowrl.policies.policy import Policy
 from flowrl.sampling.envs import EnvCreator, env_creator_for
@@ -76,6 +76,8 @@ class WorkerSet:
         self.on_remake: list[Callable[[], None]] = []  # before a worker that died is made again
         self.node: str | None = None  # of the Ray cluster, where this process is
         self.nodes: dict[int, str | None] = {}  # where remote workers (from 0) have last been
+        self.counted: dict[int, int] = {}  # env steps of each worker that there is, as counted
+        self.counted_gone = 0  # those of workers that there were
         self.failed: set[int] = set()  # workers (from 0) that will not come back
         self.incarnations = [0] * self.num_workers  # restarts of each remote worker so far
         self._saved: list[Any] | None = None  # what remote workers that start are to go on from
@@ -114,14 +116,13 @@ class WorkerSet:
     def remote_workers(self) -> list[Any]:
         """Ray actor handles of the remote workers, made when first asked for."""
         if self._remote is None:
-            self._remote = []
+            made: list[Any] = []
             if self.num_workers:
                 self._start_ray()
                 self._placement.reserve(0, self.num_workers)
-                self._remote += [
-                    self.make_remote(i, self.incarnations[i]) for i in range(self.num_workers)
-                ]
-                self._restore_remote()
+                made += [self.make_remote(i, self.incarnations[i]) for i in range(self.num_workers)]
+            self._remote = made
+            self._restore_remote()
         return self._remote
 
     def add(self, num_workers: int = 1) -> None:
@@ -139,7 +140,8 @@ class WorkerSet:
         self._change(self.num_workers + num_workers)
 
     def remove(self, num_workers: int = 1) -> None:
-        """The last so many remote workers leave, with what they are sampling.
+        """The last so many remote workers leave, with what they are sampling, and with fragments
+        that have stayed on them by reference.
 
         Raises:
             ValueError: fewer than 1; none would be left.
@@ -169,24 +171,32 @@ class WorkerSet:
         for index in range(before, min(wanted, again)):
             self.incarnations[index] += 1
         self.incarnations += [0] * (wanted - again)
+        if self._saved is not None:
+            self._saved = [*self._saved, *[None] * (wanted - before)][:wanted]
         if self._remote is not None:
             for index in range(before, wanted):
                 self._remote.append(self.make_remote(index, self.incarnations[index]))
             for index in range(wanted, before):
                 import ray
 
-                self._sent.pop(index, None)
-                self.failed.discard(index)
+                self._forget_worker(index)
                 ray.kill(self._remote.pop())
             self._placement.release(self.num_workers)
         if isinstance(self._pool, RolloutPool):
             self._pool.change(wanted)
 
+    def _forget_worker(self, index: int) -> None:
+        """Another one may take its place."""
+        self._sent.pop(index, None)
+        self.nodes.pop(index, None)
+        self.failed.discard(index)
+        self.counted_gone += self.counted.pop(index, 0)
+
     def _start_ray(self) -> None:
         address = self.config.get("address")
         cores = {} if address else {"num_cpus": max(os.cpu_count() or 1, self.num_workers)}
         try:
-            self._owns_ray |= start_ray(address, **cores)
+            self._owns_ray = self._owns_ray or start_ray(address, **cores)
             self.node = node_id()
         except (ConnectionError, RuntimeError, ValueError) as error:
             if address is None:
@@ -334,6 +344,8 @@ class WorkerSet:
             "started": self._remote is not None or self._saved is not None,
             "incarnations": list(self.incarnations),
             "configured": self._configured,
+            "counted": dict(self.counted),
+            "counted_gone": self.counted_gone,
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -353,6 +365,9 @@ class WorkerSet:
                 self.local_worker().check_sampling_state(remote)
         if len(state["remote"]) != self.num_workers:
             self._change(len(state["remote"]))
+        self.counted = dict(state.get("counted", {}))
+        self.counted_gone = int(state.get("counted_gone", 0))
+        self.failed.clear()
         incarnations = list(state["incarnations"])
         self.forget_sent()
         self._only = None
@@ -424,8 +439,9 @@ class WorkerSet:
                 for worker in self._remote:
                     ray.kill(worker)
             self._placement.release()
-            if self._owns_ray:
-                ray.shutdown()
+        if self._owns_ray:
+            self._owns_ray = False
+            leave_ray()
         self._local, self._remote, self._pool = None, None, None
         self._sent.clear()
 
@@ -462,6 +478,7 @@ class RolloutPool(ActorPool):
     def _remake(self, index: int) -> Any:
         workers = self._workers_of
         workers.incarnations[index] = self._incarnations[index] + 1
+        workers.counted_gone += workers.counted.pop(index, 0)
         for told in workers.on_remake:
             told()
         return workers.make_remote(index, workers.incarnations[index])

@@ -8,10 +8,11 @@ import pytest
 from flowrl.algorithms.a3c import A3CConfig
 from flowrl.algorithms.apex import APEXConfig
 from flowrl.algorithms.appo import APPOConfig
+from flowrl.algorithms.dqn import DQNConfig
 from flowrl.algorithms.impala import IMPALAConfig
 from flowrl.iter import MetricsContext, metrics_scope
 from flowrl.iter.stage import walk
-from flowrl.ops import AsyncGradients, CollectMetrics, ParallelRollouts, StepsAhead
+from flowrl.ops import AsyncGradients, CollectMetrics, ParallelRollouts, StepsAhead, TrainOneStep
 from flowrl.policies import ConfigError
 from flowrl.sampling.episode import EpisodeMetrics
 
@@ -46,6 +47,16 @@ def test_what_the_plan_is_told(kind):
     with kind(env="CartPole-v1", num_gpus=2).build() as algorithm:
         learners = learner_of(algorithm).learners
         assert (learners.num_learners, learners.gpus) == (2, True)
+
+
+def test_what_is_not_said_is_as_in_dqn():
+    """But for what is Ape-X' own."""
+    own = set(vars(APEXConfig)["__annotations__"]) | {"algorithm"}
+    ours, theirs = APEXConfig().to_dict(), DQNConfig().to_dict()
+    shared = set(ours) & set(theirs) - own
+    assert {"lr", "grad_clip", "min_sample_timesteps_per_iteration"} <= shared
+    assert {name: ours[name] for name in shared} == {name: theirs[name] for name in shared}
+    assert (ours["learner_queue_size"], ours["grad_clip"]) == (4, 10.0)
 
 
 def test_what_apex_is_told():
@@ -132,7 +143,7 @@ def test_what_waiting_cannot_promise():
     wait = {"max_policy_lag": 4, "when_stale": "wait"}
     for settings in (
         {"replay_proportion": 0.5, "replay_buffer_num_slots": 2}, {"minibatch_buffer_size": 2},
-        {"broadcast_interval": 2},
+        {"broadcast_interval": 2}, {"sgd_minibatch_size": 10}, {"count_steps_by": "agent_steps"},
     ):  # fmt: skip
         with pytest.raises(ConfigError, match='when_stale="wait" can promise no max_policy_lag'):
             IMPALAConfig(**wait, **settings)
@@ -140,10 +151,10 @@ def test_what_waiting_cannot_promise():
     assert IMPALAConfig(**wait, train_batch_size=50).staleness()["limit"].max_batches == 4
     two = IMPALAConfig(**wait, train_batch_size=50, num_sgd_iter=2)
     assert two.staleness()["limit"].max_batches == 2
-    minibatches = IMPALAConfig(**wait, train_batch_size=50, sgd_minibatch_size=25)
-    assert minibatches.staleness()["limit"].max_batches == 1
     assert IMPALAConfig(max_policy_lag=4).staleness() == {"max_policy_lag": 4}
-    assert IMPALAConfig(when_stale="wait").staleness() == {}
+    for kind in (IMPALAConfig, APPOConfig, A3CConfig):
+        with pytest.raises(ConfigError, match='when_stale="wait" needs a max_policy_lag'):
+            kind(when_stale="wait")
     with pytest.raises(ConfigError, match="when_stale"):
         A3CConfig(when_stale="sleep")
 
@@ -155,9 +166,37 @@ def test_rollouts_that_wait():
             ParallelRollouts(workers, limit=StepsAhead(5, 0))
         with pytest.raises(ValueError, match='limit is for mode="async"'):
             ParallelRollouts(workers, mode="raw", limit=StepsAhead(5, 0))
+        with pytest.raises(ValueError, match='when_stale="wait" needs a max_policy_lag'):
+            AsyncGradients(workers, when_stale="wait")
         with pytest.raises(ValueError, match='when_stale is "drop" or "wait"'):
             AsyncGradients(workers, when_stale="no")
         rollouts = ParallelRollouts(workers, mode="async", limit=StepsAhead(30, 0))
         assert [batch.count for batch in rollouts.take(3)] == [10, 10, 10]
         with pytest.raises(RuntimeError, match="cannot move: every branch waits"):
             next(rollouts)  # nobody trains
+
+
+def test_what_an_error_loses_is_not_waited_for():
+    """Sampling goes on, though these steps will never be trained on."""
+
+    class FailsOnce:
+        calls = 0
+
+        def __call__(self, batch):
+            self.calls += 1
+            if self.calls == 2:
+                raise ValueError("once")
+            return batch
+
+    with A3CConfig(env="CartPole-v1", rollout_fragment_length=10).build() as algorithm:
+        workers = algorithm.workers
+        limit = StepsAhead(10, 0)
+        plan = (
+            ParallelRollouts(workers, mode="async", limit=limit)
+            .for_each(FailsOnce())
+            .for_each(TrainOneStep(workers))
+        )
+        plan.take(1)
+        with pytest.raises(ValueError, match="once"):
+            next(plan)
+        assert len(plan.take(4)) == 4

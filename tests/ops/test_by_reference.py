@@ -42,7 +42,8 @@ def test_references_are_joined_without_being_fetched(monkeypatch):
     assert [(type(one), one.count, len(one.parts)) for one in joined] == [(BatchRef, 6, 2)] * 2
     assert joined[1].steps_by_policy() == {"default_policy": 6}
     assert [source.worker for source in joined[1].sources] == [2, 3]
-    assert joined[0].node is None
+    assert len(set(joined[0].nodes)) == 1
+    assert joined[0].nodes[0] is not None
 
 
 @pytest.mark.parametrize("tasks", [0, 1, 3])

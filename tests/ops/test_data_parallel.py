@@ -396,8 +396,8 @@ def hang_after_learning(worker):
 def test_a_worker_that_hangs_is_not_waited_for_for_ever():
     import ray
 
-    with ddppo(sample_timeout_s=8.0, kl_coeff=0.0).build() as algorithm:
-        train = TrainOnWorkers(algorithm.workers, sgd_minibatch_size=20, timeout_s=2.0)
+    with ddppo(sample_timeout_s=12.0, kl_coeff=0.0).build() as algorithm:
+        train = TrainOnWorkers(algorithm.workers, sgd_minibatch_size=20, timeout_s=10.0)
         with train:
             train.take(1)
             first = algorithm.workers.remote_workers()[0]
@@ -407,6 +407,27 @@ def test_a_worker_that_hangs_is_not_waited_for_for_ever():
         assert len(trained) == 3
         assert counters["num_shard_restarts"] == 1
         assert counters["num_group_restarts"] >= 1
+
+
+class DiesAtFirst(DefaultCallbacks):
+    """Worker 2 dies as it begins its first fragment, once."""
+
+    def on_sample_end(self, *, worker, samples, **kwargs):
+        if worker.worker_index == 2 and not worker._incarnation:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.chaos
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_death_before_the_first_round_costs_the_others_nothing():
+    """Whoever is made again comes to the group that waits for it."""
+    with ddppo(callbacks_class=DiesAtFirst).build() as algorithm:
+        result = algorithm.train()
+        counters = algorithm.plan.metrics.counters
+        assert result["num_remote_worker_restarts"] == 1
+        assert counters["num_group_restarts"] == 0
+        assert counters["num_env_steps_dropped"] == 0
 
 
 class Apart(DefaultCallbacks):

@@ -182,6 +182,35 @@ def test_several_batches_come_with_one_request(actors):
     assert actors.state_dict()["ratio"]["drawn"] == 56
 
 
+def test_a_checkpoint_survives_what_the_plan_survives(actors):
+    import ray
+
+    for i in range(8):
+        actors.add(rows(5, i))
+    settled(actors)
+    ray.kill(actors.handles()[0])
+    with metrics_scope(MetricsContext()) as metrics:
+        actors.add(rows(5))
+        actors.add(rows(5))
+        state = actors.state_dict()
+        assert metrics.counters["num_replay_shard_restarts"] == 1
+    other = make(learning_starts=12, training_intensity=2)
+    other.load_state_dict(state)
+    assert sum(other.rows) == sum(actors.rows) >= 10
+    other.stop()
+
+
+def test_rows_and_places_are_told_with_what_is_drawn(actors):
+    for i in range(3):
+        actors.add(rows(5, i))
+    while not all(actors.rows):
+        with metrics_scope(MetricsContext()) as metrics:
+            actors.add(rows(5))
+            actors.taken(actors.ask())
+            assert metrics.counters["num_bytes_between_nodes"] == 0
+    assert set(actors._nodes) == {actors._node}
+
+
 def test_a_death_is_noticed_once(actors):
     import ray
 

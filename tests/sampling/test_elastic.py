@@ -125,6 +125,55 @@ def test_a_checkpoint_has_those_that_joined(tmp_path):
         again.train()
 
 
+def test_a_loaded_algorithm_that_has_not_started_takes_them(tmp_path):
+    with make(num_workers=2, train_batch_size=16).build() as algorithm:
+        algorithm.train()
+        algorithm.save(tmp_path / "c")
+        kind = type(algorithm)
+    with kind.from_checkpoint(tmp_path / "c") as again:
+        again.workers.add()
+        again.train()
+        assert len(again.workers.foreach_worker(lambda w: w.worker_index)) == 4
+    with kind.from_checkpoint(tmp_path / "c") as again:
+        again.workers.remove()
+        again.save(tmp_path / "one")
+    with kind.from_checkpoint(tmp_path / "one") as again:
+        assert again.workers.num_workers == 1
+        again.train()
+
+
+def test_steps_of_those_that_left_are_not_taken_for_some_in_flight():
+    with make(IMPALAConfig, num_workers=3, train_batch_size=16).build() as algorithm:
+        for _ in range(3):
+            algorithm.train()
+        algorithm.workers.remove()
+        algorithm.train()
+        sampling = algorithm.workers.get_state()
+        counted = algorithm.plan.metrics.counters["num_env_steps_sampled"]
+        here = sum(algorithm.workers.counted.values())
+        assert counted == here + algorithm.workers.counted_gone
+        assert algorithm.workers.counted_gone > 0
+        made = sum(one["given_steps"][0] for one in sampling["remote"])
+        assert 0 <= algorithm._in_flight(sampling) <= made - here
+
+
+def test_two_chains_on_the_same_workers_both_get_them():
+    with make().build() as algorithm:
+        rollouts = algorithm.workers.parallel_iterator()
+        both = rollouts.for_each(_one).union(rollouts.for_each(_two)).gather_sync()
+        assert sorted(both.take(2)) == [1, 2]
+        algorithm.workers.add()
+        assert sorted(both.take(4)) == [1, 1, 2, 2]
+
+
+def _one(batch):
+    return 1
+
+
+def _two(batch):
+    return 2
+
+
 @pytest.mark.parametrize("number", [0, -1, True, 1.0, "2"])
 def test_how_many(number):
     with make().build() as algorithm:

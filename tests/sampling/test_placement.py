@@ -67,6 +67,16 @@ def test_places_that_cannot_be_had(ray_session, monkeypatch):
         assert groups(ray_session) == []
 
 
+def test_tune_takes_what_means_the_same_there(ray_session):
+    tune = pytest.importorskip("flowrl.tune")
+    asked = {"num_workers": 2, "placement_strategy": "SPREAD", "num_gpus_per_worker": 0.5}
+    request = tune.A2C.default_resource_request({**asked, "custom_resources_per_worker": {"x": 2}})
+    assert request.strategy == "SPREAD"
+    assert request.bundles[1:] == [{"CPU": 1.0, "GPU": 0.5, "x": 2.0}] * 2
+    with pytest.raises(ConfigError, match="take PACK or SPREAD"):
+        tune.A2C.default_resource_request({"placement_strategy": "STRICT_SPREAD"})
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -87,6 +97,39 @@ def test_workers_that_cannot_be_placed_do_not_join(ray_session):
             algorithm.workers.add()
         assert algorithm.workers.num_workers == 2
         algorithm.train()
+
+
+def test_after_a_refusal_it_is_refused_again_and_stops(ray_session):
+    algorithm = build(custom_resources_per_worker={"tpu": 1})
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="2 workers with 1 of 'tpu'"):
+            algorithm.train()
+    algorithm.stop()
+
+
+def test_what_others_have_taken_is_not_there(ray_session, monkeypatch):
+    monkeypatch.setattr(placement, "PLACING_S", 0.5)
+    node = ray_session.get_runtime_context().get_node_id()
+    mine = {f"node:{ray_session.util.get_node_ip_address()}": 0.5}
+    assert node
+    with build(custom_resources_per_worker=mine) as algorithm:
+        algorithm.train()
+        with pytest.raises(ConfigError, match=r"has 1, of which \d\S* are free"):
+            algorithm.workers.add()
+        algorithm.workers.remove()
+        algorithm.workers.add()  # takes the place that was left
+        algorithm.train()
+
+
+@pytest.mark.parametrize("asked", [{"num_cpus_per_worker": 0}])
+def test_workers_that_take_nothing_have_a_place(ray_session, asked):
+    with build(placement_strategy="PACK", **asked) as algorithm:
+        algorithm.train()
+        assert algorithm.workers.foreach_worker(_in_a_group) == [False, True, True]
+        algorithm.workers.remove()
+        algorithm.workers.add()
+        algorithm.train()
+        assert len(groups(ray_session)) == 1
 
 
 @pytest.mark.parametrize(
