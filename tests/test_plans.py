@@ -21,8 +21,14 @@ CODE_LINES = {
     "a2c": 8,
     "a3c": 6,
     "apex": 30,
+    "appo": 30,
+    "ddppo": 40,
     "dqn": 25,
+    "impala": 30,
     "ppo_dqn": 30,
+    "sac": 25,
+    "td3": 25,
+    "three_way": 45,
 }  # of execution_plan, at most
 
 
