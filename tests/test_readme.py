@@ -98,20 +98,28 @@ def test_two_algorithms_in_one_plan():
         assert set(algo.train()["learners"]) == {"ppo", "dqn"}
 
 
-def test_sequences_from_a_buffer(capsys):
+def test_an_actor_and_critics(capsys):
     exec(PYTHON[10], {})
+    alpha, entropy, loss = map(float, capsys.readouterr().out.split())
+    assert 0 < alpha < 1.1
+    assert loss >= 0
+    assert entropy == entropy  # a number
+
+
+def test_sequences_from_a_buffer(capsys):
+    exec(PYTHON[11], {})
     assert "(8, 64)" in capsys.readouterr().out
 
 
 def test_a_training_step(capsys):
-    exec(PYTHON[11], {})
+    exec(PYTHON[12], {})
     assert capsys.readouterr().out == "200\n"
 
 
 def test_an_algorithm_of_ones_own(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "reinforce.py").write_text(PYTHON[12])
-    lines = [line for line in PYTHON[12].splitlines() if line.strip()]
+    (tmp_path / "reinforce.py").write_text(PYTHON[13])
+    lines = [line for line in PYTHON[13].splitlines() if line.strip()]
     assert len(lines) <= 60
     flags = ["--stop-iters", "2", "--run-dir", "r", "--baseline-coeff", "0.25"]
     assert main(["train", "reinforce.py", *flags]) == 0
@@ -123,7 +131,7 @@ def test_an_algorithm_of_ones_own(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("seed", ["0", "1", "2"])
 def test_it_learns(tmp_path, monkeypatch, seed):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "reinforce.py").write_text(PYTHON[12])
+    (tmp_path / "reinforce.py").write_text(PYTHON[13])
     flags = ["--stop-reward", "400", "--stop-timesteps", "250000", "--seed", seed]
     assert main(["train", "reinforce.py", "--run-dir", "r", *flags]) == 0
     last = json.loads((tmp_path / "r/result.json").read_text().splitlines()[-1])
@@ -131,7 +139,7 @@ def test_it_learns(tmp_path, monkeypatch, seed):
 
 
 def test_train_in_python(capsys):
-    exec(PYTHON[13], {})
+    exec(PYTHON[14], {})
     said = capsys.readouterr().out
     assert "'lr': (0.0003, 0.001)" in said
     assert len(said.splitlines()[-1].split()) == 2
@@ -140,25 +148,25 @@ def test_train_in_python(capsys):
 def test_train_by_tune(tmp_path, monkeypatch, capsys, ray_session):
     for module in ("train.constants", "tune.experiment.experiment", "tune.trainable.trainable"):
         monkeypatch.setattr(f"ray.{module}.DEFAULT_STORAGE_PATH", str(tmp_path))
-    exec(PYTHON[14], {})
+    exec(PYTHON[15], {})
     assert capsys.readouterr().out.splitlines()[-1] == "[800, 800]"
 
 
 def test_resume(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    exec(PYTHON[15], {})
+    exec(PYTHON[16], {})
     assert capsys.readouterr().out == "800\n"
 
 
 def test_experience_is_kept(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    exec(PYTHON[16], {})
+    exec(PYTHON[17], {})
     assert capsys.readouterr().out == "default_policy 400 1.0\n"
 
 
 def test_an_operator_of_ones_own(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "scaled.py").write_text(PYTHON[17])
+    (tmp_path / "scaled.py").write_text(PYTHON[18])
     assert main(["train", "scaled.py", "--stop-iters", "2", "--run-dir", "r"]) == 0
     assert main(["resume", "r", "--stop-iters", "3"]) == 0
     last = json.loads((tmp_path / "r/result.json").read_text().splitlines()[-1])
@@ -168,16 +176,16 @@ def test_an_operator_of_ones_own(tmp_path, monkeypatch, capsys):
 
 
 def test_the_asynchronous_plan_that_is_shown_is_the_shipped_one():
-    assert PYTHON[18] in Path(load_plan("impala").__file__).read_text()
+    assert PYTHON[19] in Path(load_plan("impala").__file__).read_text()
 
 
 def test_the_engine(capsys, ray_session):
-    exec(PYTHON[19], {})
+    exec(PYTHON[20], {})
     said = capsys.readouterr().out
     assert "[0, 16, 1, 25]\n[-10, -5, -4, 2, 3, 5, 10]\n" in said
     assert "gather_async" in said
     assert "busy" in said
-    exec(PYTHON[20], {})
+    exec(PYTHON[21], {})
     assert capsys.readouterr().out == "[0, 2, 4]\n"
 
 

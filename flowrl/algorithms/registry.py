@@ -18,6 +18,8 @@ _ALGORITHMS: dict[str, Any] = {
     "SAC": "flowrl.algorithms.sac:SAC",
     "SimpleQ": "flowrl.algorithms.simple_q:SimpleQ",
     "TD3": "flowrl.algorithms.td3:TD3",
+    "BC": "flowrl.algorithms.marwil:BC",
+    "MARWIL": "flowrl.algorithms.marwil:MARWIL",
     "DDPG": "flowrl.algorithms.td3:DDPG",
 }
 

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from flowrl.data import MultiAgentBatch, SampleBatch
-from flowrl.data.parquet import ParquetWriter
+from flowrl.data import DEFAULT_POLICY_ID, MultiAgentBatch, SampleBatch
+from flowrl.data.parquet import OfflineDataError, ParquetWriter, parquet_files, read_parquet
+from flowrl.iter import LocalIterator, Stage, _get_shared_metrics
+from flowrl.iter.errors import blame, operator_error
+from flowrl.seeding import random_stream, restore_stream, stream_state
+
+if TYPE_CHECKING:
+    from flowrl.sampling.worker_set import WorkerSet
 
 log = logging.getLogger("flowrl")
 
@@ -58,3 +65,158 @@ class WriteParquet:
 
     def __repr__(self) -> str:
         return f"WriteParquet({str(self._writer.folder)!r})"
+
+
+class ReadParquet(LocalIterator[SampleBatch]):
+    """Batches of recorded rows, without end: every file's rows once per pass, files and the rows of
+    each in random order. One file is in memory at a time.
+
+    Rows count as `num_env_steps_sampled`, passes as `num_passes_over_data`.
+
+    Args:
+        workers: the WorkerSet, whose policy the rows must fit.
+        folder: of Parquet files as WriteParquet and the setting `output` leave them, or one file.
+        batch_size: rows of a batch.
+        columns: that the rows must have.
+        policy_id: whose rows; files of others are left out.
+        prepare: rows of a file, in the order in which they were recorded -> the rows to be given.
+        seed: of the order; None takes the machine's entropy.
+
+    Raises (when pulled):
+        OfflineDataError: there are no files, or none of this policy; one cannot be read, lacks a
+            column, or has rows of other spaces.
+    """
+
+    def __init__(
+        self,
+        workers: WorkerSet,
+        folder: Path | str,
+        batch_size: int,
+        *,
+        columns: Collection[str] = ("obs", "actions"),
+        policy_id: str = DEFAULT_POLICY_ID,
+        prepare: Callable[[SampleBatch], SampleBatch] | None = None,
+        seed: int | None = None,
+    ):
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+            raise ValueError(f"batch_size is a whole number from 1, got {batch_size!r}")
+        stage = ReadParquetStage(workers, folder, batch_size, columns, policy_id, prepare, seed)
+        super().__init__(stage, f"ReadParquet({str(folder)!r})")
+        self.stage.title = self.name
+
+
+class ReadParquetStage(Stage):
+    """The stage of ReadParquet."""
+
+    kind = "ReadParquet"
+
+    def __init__(
+        self,
+        workers: WorkerSet,
+        folder: Path | str,
+        batch_size: int,
+        columns: Collection[str],
+        policy_id: str,
+        prepare: Callable[[SampleBatch], SampleBatch] | None,
+        seed: int | None,
+    ):
+        super().__init__()
+        self.workers, self.folder, self.batch_size = workers, folder, batch_size
+        self.columns, self.policy_id, self._prepare = columns, policy_id, prepare
+        self.rng = random_stream(seed, "offline")
+        self._pass_began: dict[str, Any] = stream_state(self.rng)  # of the random stream
+        self._files: list[Path] = []  # that this pass has still to read
+        self._read = 0  # files of this pass
+        self._rows = SampleBatch()  # of the file that is being read, in their order
+        self._place = 0  # in those
+
+    def pull(self, block: bool) -> Any:
+        try:
+            batch = self._next()
+        except BaseException as error:
+            blame(error, self, None)
+            raise operator_error(error) from error.__cause__
+        self.items += 1
+        counters = _get_shared_metrics().counters
+        counters["num_env_steps_sampled"] += batch.count
+        counters["num_agent_steps_sampled"] += batch.count
+        self.workers.global_vars["timestep"] = counters["num_env_steps_sampled"]
+        return batch
+
+    def _next(self) -> SampleBatch:
+        parts, wanted = [], self.batch_size
+        while wanted:
+            if self._place >= self._rows.count:
+                self._open_next()
+            part = self._rows[self._place : self._place + wanted]
+            self._place += part.count
+            wanted -= part.count
+            parts.append(part)
+        joined: SampleBatch = parts[0] if len(parts) == 1 else SampleBatch.concat_samples(parts)
+        return joined
+
+    def _open_next(self) -> None:
+        """The rows of the next file, in random order; of the first of another pass after the
+        last."""
+        empty = 0
+        while True:
+            if not self._files:
+                if self._read and empty == self._read:
+                    raise OfflineDataError(
+                        f"{self.folder}: there are no rows of policy {self.policy_id!r}"
+                    )
+                if self._read:
+                    _get_shared_metrics().counters["num_passes_over_data"] += 1
+                self._begin_pass()
+                empty = 0
+            rows = self._load(self._files.pop(0))
+            self._read += 1
+            order = self.rng.permutation(rows.count)
+            self._rows, self._place = rows.take_rows(order), 0
+            if rows.count:
+                return
+            empty += 1
+
+    def _begin_pass(self) -> None:
+        self._pass_began, self._read = stream_state(self.rng), 0
+        files = list(parquet_files(self.folder))
+        self._files = [files[i] for i in self.rng.permutation(len(files))]
+
+    def _load(self, path: Path) -> SampleBatch:
+        policy_id, rows = read_parquet(path)
+        if policy_id != self.policy_id:
+            return SampleBatch()
+        missing = sorted(set(self.columns) - set(rows))
+        if missing:
+            raise OfflineDataError(
+                f"{path}: there is no column {missing[0]!r}, only {', '.join(rows)}: it is needed "
+                f"to learn from"
+            )
+        policy = self.workers.local_worker().policy_map[self.policy_id]
+        problem = policy.misfit(rows)
+        if problem is not None:
+            raise OfflineDataError(f"{path}: it is of other spaces than the policy: {problem}")
+        rows = rows.without_columns("infos") if "infos" in rows else rows
+        return rows if self._prepare is None else self._prepare(rows)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            **super().state_dict(),
+            "pass_began": self._pass_began,
+            "read": self._read,
+            "place": self._place,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        restore_stream(self.rng, state["pass_began"])
+        read, place = state["read"], state["place"]
+        self._files, self._read, self._rows = [], 0, SampleBatch()
+        if not read:
+            return
+        self._begin_pass()
+        while self._read < read:  # as it was read before
+            rows = self._load(self._files.pop(0))
+            self._read += 1
+            self._rows = rows.take_rows(self.rng.permutation(rows.count))
+        self._place = place

@@ -12,7 +12,7 @@ from flowrl.data import SampleBatch
 from flowrl.policies.config import ConfigError, PolicyConfig
 from flowrl.policies.filters import ObservationFilter, RewardScaler
 from flowrl.policies.session import PolicySession
-from flowrl.policies.view_requirement import ViewRequirement
+from flowrl.policies.view_requirement import ViewRequirement, misfit
 from flowrl.seeding import random_stream, restore_stream, stream_state
 
 _STATE = ("weights", "filters", "timestep", "version", "rng", "shuffle_rng")
@@ -108,6 +108,12 @@ class Policy:
     def compute_values(self, obs_batch: np.ndarray) -> np.ndarray | None:
         """Values [B] of observations [B, …]; None for a policy without a value function."""
         return None
+
+    def misfit(self, batch: SampleBatch) -> str | None:
+        """What is wrong with the observations and actions of rows, in words; None if nothing is
+        found. Actions are as the policy gives them: numbers of Discrete ones from 0."""
+        problem = misfit(self.observation_space, batch["obs"], "obs")
+        return problem or misfit(self.action_space, batch["actions"], "actions")
 
     def get_initial_state(self) -> list[np.ndarray]:
         """What a recurrent policy remembers at an episode's start, one array per state (without

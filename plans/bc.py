@@ -1,0 +1,11 @@
+"""BC: batches of recorded experience are trained on; the environment is for evaluation alone."""
+
+from flowrl.algorithms.marwil import BCConfig
+from flowrl.ops import StandardMetricsReporting, TrainOneStep
+
+config = BCConfig(env="CartPole-v1", lr=1e-3)
+
+
+def execution_plan(workers, config):
+    train = config.recorded(workers).for_each(TrainOneStep(workers))
+    return StandardMetricsReporting(train, workers, config)

@@ -1,0 +1,11 @@
+"""MARWIL: recorded experience is trained on, what went better more; then it is evaluated."""
+
+from flowrl.algorithms.marwil import MARWILConfig
+from flowrl.ops import StandardMetricsReporting, TrainOneStep
+
+config = MARWILConfig(env="CartPole-v1", lr=1e-3)
+
+
+def execution_plan(workers, config):
+    train = config.recorded(workers).for_each(TrainOneStep(workers))
+    return StandardMetricsReporting(train, workers, config)

@@ -1,0 +1,186 @@
+"""BC and MARWIL: recorded experience in, policies out."""
+
+import numpy as np
+import pytest
+import torch
+
+from flowrl.algorithms.a2c import A2CConfig
+from flowrl.algorithms.marwil import BC, MARWIL, BCConfig, MARWILConfig, returns_of
+from flowrl.data import SampleBatch
+from flowrl.data.parquet import OfflineDataError, write_parquet
+from flowrl.ops import ReadParquet
+from flowrl.policies import ConfigError
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """What a policy that knows nothing yet has done on CartPole: 6 files of 40 rows."""
+    folder = tmp_path_factory.mktemp("experience")
+    config = A2CConfig(
+        env="CartPole-v1", seed=0, rollout_fragment_length=40, train_batch_size=80,
+        num_envs_per_worker=2, output=str(folder), output_rows_per_file=80,
+    )  # fmt: skip
+    with config.build() as algorithm:
+        for _ in range(6):
+            algorithm.train()
+    assert len(list(folder.glob("*.parquet"))) == 6
+    return folder
+
+
+def small(kind, folder, **settings):
+    base = {"env": "CartPole-v1", "seed": 0, "train_batch_size": 64}
+    base |= {"min_sample_timesteps_per_iteration": 480, "input_": str(folder)}
+    return kind(**{**base, **settings})
+
+
+def test_every_row_is_read_once_per_pass(recorded):
+    with small(BCConfig, recorded).build() as algorithm:
+        stream = ReadParquet(algorithm.workers, recorded, 50, columns=["obs", "t"], seed=1)
+        batches = stream.take(48)  # 5 passes of 480 rows
+        rows = np.concatenate([batch["obs"] for batch in batches])
+        assert [batch.count for batch in batches] == [50] * 48
+        assert stream.metrics.counters["num_env_steps_sampled"] == 2400
+        assert stream.metrics.counters["num_passes_over_data"] == 4
+    first, second = (np.unique(rows[i * 480 : (i + 1) * 480], axis=0) for i in range(2))
+    np.testing.assert_array_equal(first, second)
+    assert (rows[:480] != rows[480:960]).any()  # in another order
+
+
+def test_it_goes_on_where_it_was(recorded):
+    with small(BCConfig, recorded).build() as algorithm:
+        for read in (1, 3, 11, 30):
+            one, other = (
+                ReadParquet(algorithm.workers, recorded, 33, seed=seed) for seed in (1, 2)
+            )
+            one.take(read)
+            other.load_state_dict(one.state_dict())
+            for ours, theirs in zip(one.take(20), other.take(20), strict=True):
+                np.testing.assert_array_equal(ours["obs"], theirs["obs"])
+
+
+def test_returns_follow_their_own_trajectory():
+    rows = SampleBatch(
+        {
+            "obs": np.zeros((6, 1), np.float32),
+            "rewards": np.array([1, 2, 3, 4, 5, 6], np.float32),
+            "terminateds": np.array([0, 1, 0, 0, 0, 0], bool),
+            "truncateds": np.array([0, 0, 0, 1, 0, 0], bool),
+            "unroll_id": np.array([0, 0, 0, 0, 1, 1]),
+        }
+    )
+    np.testing.assert_allclose(returns_of(rows, 0.5), [2, 2, 5, 4, 8, 6])
+
+
+def batch_of(policy, count=16):
+    rng = np.random.default_rng(0)
+    return SampleBatch(
+        {
+            "obs": rng.normal(size=(count, 4)).astype(np.float32),
+            "actions": rng.integers(2, size=count),
+            "value_targets": rng.normal(5, 3, count).astype(np.float32),
+        }
+    )
+
+
+@pytest.mark.parametrize("beta", [0.0, 1.0, 3.0])
+def test_the_loss_against_a_plain_one(beta):
+    with MARWIL(small(MARWILConfig, ".", beta=beta)) as algorithm:
+        policy = algorithm.workers.local_worker().policy
+        batch = batch_of(policy)
+        logits, values, _ = policy.model.compute_outputs({"obs": batch["obs"]})
+        logits = logits.astype(np.float64)
+        total = 0.0
+        square = 100.0
+        advantages = batch["value_targets"].astype(np.float64) - values
+        if beta:
+            square += 1e-3 * ((advantages**2).mean() - square)
+        for i in range(16):
+            logp = logits[i] - np.log(np.exp(logits[i]).sum())
+            weight = min(np.exp(beta * advantages[i] / np.sqrt(square)), np.exp(5.0))
+            total -= weight * logp[batch["actions"][i]] / 16
+            if beta:
+                total += 0.5 * advantages[i] ** 2 / 16
+        _, stats = policy.compute_gradients(batch)
+        assert stats["total_loss"] == pytest.approx(total, rel=1e-5)
+        assert policy.mean_square == pytest.approx(square)
+        state = policy.get_state()
+        policy.mean_square = 7.0
+        policy.set_state(state)
+        assert policy.mean_square == pytest.approx(square)
+
+
+@pytest.mark.parametrize("kind", [BCConfig, MARWILConfig])
+def test_plans_learn_from_files(kind, tmp_path):
+    rng = np.random.default_rng(0)
+    for i in range(3):  # whoever leans to one side is pushed to it
+        obs = rng.normal(size=(160, 4)).astype(np.float32)
+        rows = {"obs": obs, "actions": (obs[:, 2] > 0).astype(np.int64)}
+        rows |= {"rewards": np.ones(160, np.float32), "unroll_id": np.arange(160) // 40}
+        ends = {"terminateds": np.arange(160) % 40 == 39, "truncateds": np.zeros(160, bool)}
+        write_parquet(tmp_path / f"{i}.parquet", SampleBatch({**rows, **ends}))
+    config = small(kind, tmp_path, lr=1e-2, evaluation_interval=2, evaluation_duration=3)
+    with config.build() as algorithm:
+        results = [algorithm.train() for _ in range(4)]
+        assert results[-1]["num_env_steps_trained"] == results[-1]["timesteps_total"] >= 4 * 480
+        assert results[-1]["counters"]["num_passes_over_data"] >= 3
+        told = [one["learners"]["default_policy"]["mean_logp"] for one in results]
+        assert told[0] < told[-1]
+        assert told[-1] > -0.1
+        assert results[1]["evaluation"]["episode_reward_mean"] > 0
+        assert algorithm.workers.local_worker().env_steps == 0  # nothing is sampled
+        algorithm.save(tmp_path / "c")
+        expected = algorithm.train()["learners"]
+    with (BC if kind is BCConfig else MARWIL).from_checkpoint(tmp_path / "c") as again:
+        assert again.train()["learners"] == expected
+
+
+def test_better_actions_weigh_more():
+    """Of two actions that were taken as often, the one with the larger returns is learned."""
+    with MARWIL(small(MARWILConfig, ".", beta=3.0, lr=1e-2)) as algorithm:
+        policy = algorithm.workers.local_worker().policy
+        obs = np.zeros((64, 4), np.float32)
+        actions = np.arange(64) % 2
+        returns = np.where(actions == 1, 20.0, 0.0).astype(np.float32)
+        batch = SampleBatch({"obs": obs, "actions": actions, "value_targets": returns})
+        for _ in range(200):
+            policy.learn_on_batch(batch)
+        logp = policy.compute_log_likelihoods(np.array([0, 1]), obs[:2])
+        assert logp[1] > logp[0] + 1
+        assert torch.isfinite(policy.flat.vector).all()
+
+
+def test_data_that_does_not_fit(recorded, tmp_path):
+    with (
+        small(BCConfig, tmp_path).build() as algorithm,
+        pytest.raises(OfflineDataError, match=r"there is no \.parquet file"),
+    ):
+        algorithm.train()
+    with pytest.raises(ConfigError, match="input_: the folder of recorded experience"):
+        BCConfig(env="CartPole-v1").build().train()
+    with (
+        small(BCConfig, recorded, env="Pendulum-v1").build() as algorithm,
+        pytest.raises(OfflineDataError, match="of other spaces than the policy: obs"),
+    ):
+        algorithm.train()
+    rows = batch_of(None)
+    write_parquet(tmp_path / "a.parquet", rows.without_columns("value_targets"))
+    with small(MARWILConfig, tmp_path).build() as algorithm:
+        with pytest.raises(OfflineDataError, match="there is no column 'rewards'"):
+            algorithm.train()
+        with pytest.raises(OfflineDataError, match="there are no rows of policy 'other'"):
+            ReadParquet(algorithm.workers, tmp_path, 5, policy_id="other").take(1)
+        with pytest.raises(ValueError, match="batch_size is a whole number from 1"):
+            ReadParquet(algorithm.workers, tmp_path, 0)
+    whole = (tmp_path / "a.parquet").read_bytes()
+    (tmp_path / "a.parquet").write_bytes(whole[: len(whole) // 2])
+    with (
+        small(BCConfig, tmp_path).build() as algorithm,
+        pytest.raises(OfflineDataError, match="it cannot be read"),
+    ):
+        algorithm.train()
+
+
+@pytest.mark.parametrize("settings", [{"beta": -1}, {"input": 3}, {"vf_coeff": -1}])
+def test_settings_that_are_none(settings):
+    with pytest.raises(ConfigError, match=next(iter(settings))):
+        MARWILConfig(**settings)
