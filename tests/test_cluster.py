@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -29,13 +30,19 @@ def nodes(algorithm):
 """
 
 
-def run(body, tmp_path):
+def run(body, tmp_path, before=CLUSTER, timeout=240):
+    """What a driver prints that runs this. Ray's folder is its own, so that nobody else finds the
+    cluster (a short one: paths of sockets are limited)."""
     file = tmp_path / "driver.py"
-    file.write_text(CLUSTER + textwrap.dedent(body))
-    done = subprocess.run(
-        [sys.executable, str(file)], capture_output=True, text=True, timeout=240, check=False,
-        env={**os.environ, "PYTHONPATH": REPOSITORY, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    file.write_text(before + textwrap.dedent(body))
+    with tempfile.TemporaryDirectory(
+        prefix="ray", dir="/tmp", ignore_cleanup_errors=True
+    ) as folder:
+        own = {"PYTHONPATH": REPOSITORY, "OMP_NUM_THREADS": "1", "RAY_TMPDIR": folder}
+        done = subprocess.run(
+            [sys.executable, str(file)], capture_output=True, text=True, timeout=timeout,
+            check=False, env={**os.environ, **own},
+        )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -202,11 +209,12 @@ def test_nothing_is_left_of_a_driver_that_was_killed(tmp_path):
     assert driver.stdout.readline() == "trained\n"
 
     def left():
-        found = []
+        found = {}
         for environ in Path("/proc").glob("[0-9]*/environ"):
             try:
                 if mark.encode() in environ.read_bytes():
-                    found.append(int(environ.parent.name))
+                    name = (environ.parent / "cmdline").read_bytes().split(b"\0")[0].decode()
+                    found[int(environ.parent.name)] = name
             except OSError:
                 continue
         return found
@@ -214,15 +222,19 @@ def test_nothing_is_left_of_a_driver_that_was_killed(tmp_path):
     assert len(left()) > 3
     os.kill(driver.pid, signal.SIGKILL)
     driver.wait()
-    deadline = time.monotonic() + 30
-    while left() and time.monotonic() < deadline:
-        time.sleep(1)
-    assert left() == []
+    # two agents of Ray's may wait a minute for its server, which is gone
+    for seconds, patient in ((30, {"ray::DashboardAgent", "ray::RuntimeEnvAgent"}), (60, set())):
+        deadline = time.monotonic() + seconds
+        while set(left().values()) - patient and time.monotonic() < deadline:
+            time.sleep(1)
+        assert set(left().values()) <= patient
 
 
 NUMPY = """
 import sys, numpy as np
 from flowrl.algorithms.a2c import A2C, A2CConfig
+from flowrl.algorithms.algorithm import Algorithm
+from flowrl.algorithms.config import AlgorithmConfig
 from flowrl.policies import Policy
 
 class Constant(Policy):
@@ -236,8 +248,9 @@ class Constant(Policy):
     def set_weights(self, weights):
         pass
 
-class Numpy(A2C):
+class Numpy(Algorithm):
     policy_class = Constant
+    config_class = AlgorithmConfig
 """
 
 
@@ -246,7 +259,7 @@ def test_very_many_workers(tmp_path, count, numpy):
     body = f"""
         import time
         kind = Numpy if {numpy} else A2C
-        config = A2CConfig(
+        config = kind.config_class(
             env="CartPole-v1", num_workers={count}, rollout_fragment_length=10, seed=0,
             train_batch_size={10 * count}, num_cpus_per_worker=0.03,
         )
@@ -256,14 +269,8 @@ def test_very_many_workers(tmp_path, count, numpy):
         print(results[-1]["num_env_steps_trained"], results[-1]["num_healthy_workers"])
         print(sum(torch))
         """
-    file = tmp_path / "driver.py"
-    file.write_text(NUMPY + textwrap.dedent(body))
-    done = subprocess.run(
-        [sys.executable, str(file)], capture_output=True, text=True, timeout=280, check=False,
-        env={**os.environ, "PYTHONPATH": REPOSITORY, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    said = [line for line in done.stdout.splitlines() if not line.startswith("(")]  # Ray's own
+    told = run(body, tmp_path, NUMPY, timeout=280)
+    said = [line for line in told.splitlines() if not line.startswith("(")]  # Ray's own
     trained, torch = said[-2:]
     assert trained == f"{30 * count} {count}"
     assert int(torch) == (0 if numpy else count)

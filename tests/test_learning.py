@@ -224,3 +224,24 @@ def test_two_optimizers(seed):
     )
     steps, best = returns_of(TwoOptimizersPPO(config), 450, 150_000)
     assert steps is not None, best
+
+
+def returns_along(plan, steps, **settings):
+    """(env steps, mean return of the last 20 episodes) at each iteration of a run."""
+    own = {"metrics_num_episodes_for_smoothing": 20, "min_sample_timesteps_per_iteration": 200}
+    seen = []
+    with load_plan(plan).config.updated(**{**own, **settings}).build() as algorithm:
+        while not seen or seen[-1][0] < steps:
+            result = algorithm.train()
+            seen.append((result["timesteps_total"], result["episode_reward_mean"]))
+    return seen
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("plan", ["sac", "td3"])
+def test_actor_and_critics_swing_up(plan, seed):
+    """Pendulum-v1: solved within 12,000 env steps, and still at 20,000."""
+    seen = returns_along(plan, 20_000, seed=seed)
+    first = next(steps for steps, value in seen if steps >= 4000 and value >= -200)
+    assert first <= 12_000
+    assert seen[-1][1] >= -220

@@ -164,9 +164,18 @@ def test_experience_is_kept(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out == "default_policy 400 1.0\n"
 
 
+def test_what_was_kept_is_learned_from(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    exec(PYTHON[17], {})
+    exec(PYTHON[18], {})
+    assert -0.8 < float(capsys.readouterr().out.split()[-1]) < 0
+    flags = ["--input-", "experience", "--evaluation-interval", "1", "--stop-iters", "1"]
+    assert main(["train", "bc", *flags, "--evaluation-duration", "2", "--run-dir", "r"]) == 0
+
+
 def test_an_operator_of_ones_own(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "scaled.py").write_text(PYTHON[18])
+    (tmp_path / "scaled.py").write_text(PYTHON[19])
     assert main(["train", "scaled.py", "--stop-iters", "2", "--run-dir", "r"]) == 0
     assert main(["resume", "r", "--stop-iters", "3"]) == 0
     last = json.loads((tmp_path / "r/result.json").read_text().splitlines()[-1])
@@ -176,16 +185,16 @@ def test_an_operator_of_ones_own(tmp_path, monkeypatch, capsys):
 
 
 def test_the_asynchronous_plan_that_is_shown_is_the_shipped_one():
-    assert PYTHON[19] in Path(load_plan("impala").__file__).read_text()
+    assert PYTHON[20] in Path(load_plan("impala").__file__).read_text()
 
 
 def test_the_engine(capsys, ray_session):
-    exec(PYTHON[20], {})
+    exec(PYTHON[21], {})
     said = capsys.readouterr().out
     assert "[0, 16, 1, 25]\n[-10, -5, -4, 2, 3, 5, 10]\n" in said
     assert "gather_async" in said
     assert "busy" in said
-    exec(PYTHON[21], {})
+    exec(PYTHON[22], {})
     assert capsys.readouterr().out == "[0, 2, 4]\n"
 
 

@@ -237,7 +237,7 @@ class AlgorithmConfig(PolicyConfig):
         return self._set("evaluation", settings)
 
     def offline_data(self, **settings: Any) -> Self:
-        """output, output_rows_per_file; input_ of algorithms that learn from it."""
+        """output, output_rows_per_file."""
         return self._set("offline_data", settings)
 
     def framework(self, framework: str = "torch", **settings: Any) -> Self:
@@ -510,7 +510,7 @@ _GROUPS: dict[str, set[str]] = {
         "evaluation_video_dir",
         "evaluation_video_episodes",
     },
-    "offline_data": {"output", "output_rows_per_file", "input_"},
+    "offline_data": {"output", "output_rows_per_file"},
     "framework": {"device", "precision", "compile"},
     "checkpointing": {
         "checkpoint_frequency",

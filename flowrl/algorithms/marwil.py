@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -37,6 +37,12 @@ class MARWILConfig(AlgorithmConfig):
     """The mean square that advantages are normalised by, at first."""
     moving_average_sqd_adv_norm_update_rate: Positive = 1e-3
     """How far each train batch moves it."""
+
+    def offline_data(self, **settings: Any) -> Self:
+        """input_, output, output_rows_per_file."""
+        if "input_" in settings:
+            self.training(input_=settings.pop("input_"))
+        return super().offline_data(**settings)
 
     def recorded(self, workers: WorkerSet) -> ReadParquet:
         """The train batches of a plan.

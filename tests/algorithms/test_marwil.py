@@ -33,6 +33,11 @@ def small(kind, folder, **settings):
     return kind(**{**base, **settings})
 
 
+def test_where_it_is_said():
+    config = BCConfig(env="CartPole-v1").offline_data(input_="here", output_rows_per_file=7)
+    assert (config.input_, config.output_rows_per_file) == ("here", 7)
+
+
 def test_every_row_is_read_once_per_pass(recorded):
     with small(BCConfig, recorded).build() as algorithm:
         stream = ReadParquet(algorithm.workers, recorded, 50, columns=["obs", "t"], seed=1)
