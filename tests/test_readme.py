@@ -169,7 +169,7 @@ def test_what_was_kept_is_learned_from(tmp_path, monkeypatch, capsys):
     exec(PYTHON[17], {})
     exec(PYTHON[18], {})
     assert -0.8 < float(capsys.readouterr().out.split()[-1]) < 0
-    flags = ["--input-", "experience", "--evaluation-interval", "1", "--stop-iters", "1"]
+    flags = ["--input_", "experience", "--evaluation-interval", "1", "--stop-iters", "1"]
     assert main(["train", "bc", *flags, "--evaluation-duration", "2", "--run-dir", "r"]) == 0
 
 
