@@ -3,7 +3,7 @@
 from flowrl.algorithms.marwil import BCConfig
 from flowrl.ops import StandardMetricsReporting, TrainOneStep
 
-config = BCConfig(env="CartPole-v1", lr=1e-3)
+config = BCConfig(env="CartPole-v1", input_="experience", lr=1e-3)
 
 
 def execution_plan(workers, config):

@@ -3,7 +3,7 @@
 from flowrl.algorithms.marwil import MARWILConfig
 from flowrl.ops import StandardMetricsReporting, TrainOneStep
 
-config = MARWILConfig(env="CartPole-v1", lr=1e-3)
+config = MARWILConfig(env="CartPole-v1", input_="experience", lr=1e-3)
 
 
 def execution_plan(workers, config):

@@ -140,6 +140,7 @@ class ReadParquetStage(Stage):
         counters = _get_shared_metrics().counters
         counters["num_env_steps_sampled"] += batch.count
         counters["num_agent_steps_sampled"] += batch.count
+        counters[f"num_agent_steps_sampled/{self.policy_id}"] += batch.count
         self.workers.global_vars["timestep"] = counters["num_env_steps_sampled"]
         return batch
 
