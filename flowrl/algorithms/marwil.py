@@ -17,6 +17,8 @@ from flowrl.policies.returns import discounted_returns
 from flowrl.policies.torch_policy import TensorBatch, TorchPolicy
 from flowrl.sampling.worker_set import WorkerSet
 
+MOST = 5.0  # exponents are kept below: one row is not to be all of a batch
+
 
 class MARWILConfig(AlgorithmConfig):
     """Settings of MARWIL."""
@@ -132,9 +134,6 @@ class MARWILTorchPolicy(TorchPolicy):
     def set_state(self, state: dict[str, Any]) -> None:
         super().set_state(state)
         self.mean_square = float(state.get("mean_square", self.mean_square))
-
-
-MOST = 5.0  # exponents are kept below: one row is not to be all of a batch
 
 
 class MARWIL(Algorithm):

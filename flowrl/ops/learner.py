@@ -10,10 +10,18 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flowrl.iter import _get_shared_metrics
-from flowrl.iter.stage import describe, pack, unpack
+from flowrl.iter.stage import describe, pack
 from flowrl.iter.waiting import Signal, Waiter, queue_signal
 from flowrl.ops.data_parallel import learners_of
-from flowrl.ops.train import Batch, Info, batch_to_learn_from, check_ids, learn, note_trained
+from flowrl.ops.train import (
+    Batch,
+    Info,
+    batch_to_learn_from,
+    check_ids,
+    learn,
+    note_trained,
+    with_sources,
+)
 
 if TYPE_CHECKING:
     from flowrl.sampling.worker_set import WorkerSet
@@ -87,12 +95,6 @@ class MinibatchBuffer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._kept = deque((batch, left) for batch, left in state["kept"])
-
-
-def _with_sources(batch: Batch, sources: Any) -> Batch:
-    """A batch of a saved plan, which says again where its rows came from."""
-    batch.sources = unpack(sources)
-    return batch
 
 
 class LearnerThread:
@@ -289,10 +291,10 @@ class LearnerThread:
         # what there is may be more than the queues hold now
         self._minibatches.load_state_dict(state["minibatches"])
         for batch, sources in zip(self._minibatches.held(), state["sources"], strict=True):
-            _with_sources(batch, sources)
-        self.inqueue.queue.extend(_with_sources(*one) for one in state["waiting"])
+            with_sources(batch, sources)
+        self.inqueue.queue.extend(with_sources(*one) for one in state["waiting"])
         for batch, *fields, sources in state["learned"]:
-            self.outqueue.queue.append(Learned(_with_sources(batch, sources), *fields))
+            self.outqueue.queue.append(Learned(with_sources(batch, sources), *fields))
 
     def __repr__(self) -> str:
         if self.learners is None:

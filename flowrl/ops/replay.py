@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from flowrl.data import BatchRef, MultiAgentBatch, SampleBatch
 from flowrl.iter import NOT_READY, LocalIterator, Source, Stage, _get_shared_metrics
 from flowrl.iter.errors import blame, operator_error
-from flowrl.iter.stage import pack, unpack
+from flowrl.iter.stage import pack
 from flowrl.iter.waiting import ready_refs
 from flowrl.ops.replay_actors import Asked, ReplayActors
-from flowrl.ops.train import Info, trained
+from flowrl.ops.train import Info, trained, with_sources
 from flowrl.seeding import random_stream, restore_stream, stream_state
 
 if TYPE_CHECKING:
@@ -340,12 +340,6 @@ class MixInReplay:
 
     def __repr__(self) -> str:
         return f"MixInReplay({self.buffer.num_slots}, {self.replay_proportion})"
-
-
-def with_sources(batch: Batch, sources: Any) -> Batch:
-    """A batch of a saved plan, which says again where its rows came from."""
-    batch.sources = unpack(sources)
-    return batch
 
 
 def _one_of(local_buffer: Any, actors: Any, operator: str) -> Any:

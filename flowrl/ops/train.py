@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.iter import MetricsContext, _get_shared_metrics
+from flowrl.iter.stage import unpack
 
 if TYPE_CHECKING:
     from flowrl.sampling.worker_set import WorkerSet
@@ -158,6 +159,12 @@ def check_ids(policies: Any) -> None:
     """Refuse one policy id where a collection of them is needed."""
     if isinstance(policies, str):
         raise TypeError(f"policies is a collection of ids: [{policies!r}]")
+
+
+def with_sources(batch: Batch, sources: Any) -> Batch:
+    """A batch of a saved plan, which says again where its rows came from."""
+    batch.sources = unpack(sources)
+    return batch
 
 
 def trained(item: Any, operator: str) -> tuple[Batch, Info]:

@@ -330,6 +330,12 @@ def test_adam_in_parts_is_torchs_with_groups():
     assert [int(part.steps) for part in again._parts] == [5, 2]
 
 
+def test_critics_may_have_another_network():
+    model = make(q_model={"fcnet_hiddens": [5], "fcnet_activation": "tanh"}).model
+    assert [layer.out_features for layer in model.actor.hidden] == [8, 6]
+    assert [[layer.out_features for layer in c.hidden] for c in model.critics] == [[5], [5]]
+
+
 def test_its_state_is_whole():
     for kind, actions in ((SACTorchPolicy, BOX), (SACTorchPolicy, DISCRETE), (TD3TorchPolicy, BOX)):
         policy, other = make(kind, actions), make(kind, actions, seed=4)

@@ -89,22 +89,24 @@ def batch_of(policy, count=16):
 
 @pytest.mark.parametrize("beta", [0.0, 1.0, 3.0])
 def test_the_loss_against_a_plain_one(beta):
-    with MARWIL(small(MARWILConfig, ".", beta=beta)) as algorithm:
+    average = "moving_average_sqd_adv_norm"
+    more = {"vf_coeff": 0.3, f"{average}_start": 50.0, f"{average}_update_rate": 0.2}
+    with MARWIL(small(MARWILConfig, ".", beta=beta, **more)) as algorithm:
         policy = algorithm.workers.local_worker().policy
         batch = batch_of(policy)
         logits, values, _ = policy.model.compute_outputs({"obs": batch["obs"]})
         logits = logits.astype(np.float64)
         total = 0.0
-        square = 100.0
+        square = 50.0
         advantages = batch["value_targets"].astype(np.float64) - values
         if beta:
-            square += 1e-3 * ((advantages**2).mean() - square)
+            square += 0.2 * ((advantages**2).mean() - square)
         for i in range(16):
             logp = logits[i] - np.log(np.exp(logits[i]).sum())
             weight = min(np.exp(beta * advantages[i] / np.sqrt(square)), np.exp(5.0))
             total -= weight * logp[batch["actions"][i]] / 16
             if beta:
-                total += 0.5 * advantages[i] ** 2 / 16
+                total += 0.3 * 0.5 * advantages[i] ** 2 / 16
         _, stats = policy.compute_gradients(batch)
         assert stats["total_loss"] == pytest.approx(total, rel=1e-5)
         assert policy.mean_square == pytest.approx(square)
