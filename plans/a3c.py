@@ -15,7 +15,7 @@ config = A3CConfig(
 
 def execution_plan(workers, config):
     gradients = AsyncGradients(
-        workers, max_policy_lag=config.max_policy_lag, when_stale=config.when_stale
+        workers, num_async=config.max_requests_in_flight_per_worker, **config.staleness()
     )
     train = gradients.for_each(ApplyGradients(workers, update_all=False))
     return StandardMetricsReporting(train, workers, config)

@@ -3,7 +3,7 @@ gradients are computed where the experience is sampled."""
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -22,11 +22,18 @@ class A3CConfig(A2CConfig):
     """Env steps of each environment per gradient (t_max in the paper)."""
     train_batch_size: Count = 160
     """Env steps of a round of all workers, where `rollout_fragment_length` is "auto"."""
+    max_requests_in_flight_per_worker: Count = 2
+    """Gradients that a worker is asked for at a time. With 2 it need not wait for the update by its
+    own, and computes the next one with weights that lack it."""
     max_policy_lag: int | None = Field(default=None, ge=0)
     """The most updates that a gradient's weights may be old; None for any."""
     when_stale: Literal["drop", "wait"] = "drop"
     """Drop gradients of older weights, or have workers wait, so that there are none."""
     min_sample_timesteps_per_iteration: int = Field(default=1000, ge=0)
+
+    def staleness(self) -> dict[str, Any]:
+        """The options of AsyncGradients by which gradients do not get too old."""
+        return {"max_policy_lag": self.max_policy_lag, "when_stale": self.when_stale}
 
     @model_validator(mode="after")
     def _one_gradient(self) -> Self:
