@@ -1,20 +1,25 @@
 """DQN: deep Q-learning (Mnih et al. 2015), double (van Hasselt et al. 2016, arXiv 1509.06461),
-dueling (Wang et al. 2016, arXiv 1511.06581), with steps and priorities as the buffer has them."""
+dueling (Wang et al. 2016, arXiv 1511.06581), with steps and priorities as the buffer has them;
+distributional (Bellemare et al. 2017, arXiv 1707.06887) and noisy (Fortunato et al. 2018, arXiv
+1706.10295). With all of these it is Rainbow (Hessel et al. 2018, arXiv 1710.02298)."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, TypeGuard
+from functools import cached_property
+from typing import Any, ClassVar, Self, TypeGuard
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from gymnasium import spaces
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from flowrl.algorithms.algorithm import Algorithm
 from flowrl.algorithms.off_policy import OffPolicyConfig
+from flowrl.policies.atoms import Atoms
 from flowrl.policies.config import (
     ConfigError,
+    Count,
     ExplorationConfig,
     Fraction,
     Positive,
@@ -24,6 +29,7 @@ from flowrl.policies.exploration import FORBIDDEN
 from flowrl.policies.models.backprop import Backprop
 from flowrl.policies.models.base import Inputs, ModelV2
 from flowrl.policies.models.fcnet import FullyConnectedNetwork, is_quick
+from flowrl.policies.models.noisy import draw_noise, make_noisy
 from flowrl.policies.target import TargetNetwork
 from flowrl.policies.torch_policy import TensorBatch
 
@@ -40,6 +46,18 @@ class DQNConfig(OffPolicyConfig):
     """The online network chooses the next action, the target network says its value."""
     dueling: bool = True
     """Values are a state's value plus the actions' advantages over their mean."""
+    num_atoms: Count = 1
+    """Values that a return can have: above 1 their distribution is learned, by its cross-entropy
+    (C51 has 51), and priorities are Kullback-Leibler divergences."""
+    v_min: float = -10.0
+    """The least of those: no discounted return should be below."""
+    v_max: float = 10.0
+    """The largest of those."""
+    noisy: bool = False
+    """Linear layers with learned noise, which explores: leave epsilon 0 then. With explore=False
+    there is none."""
+    sigma0: Positive = 0.5
+    """How strong the noise is at first."""
     prioritized_replay: bool = True
     target_network_update_freq: int = Field(default=500, ge=0)
     """Env steps sampled between updates of the target network; 0 is after every train batch. For
@@ -48,6 +66,12 @@ class DQNConfig(OffPolicyConfig):
     """How far each update of the target network goes: 1 copies the online network (hard updates),
     0.01 after every train batch follows it softly."""
     exploration_config: ExplorationConfig = ExplorationConfig(type="EpsilonGreedy")
+
+    @model_validator(mode="after")
+    def _distribution(self) -> Self:
+        if not self.v_min < self.v_max:
+            raise ValueError(f"v_min={self.v_min} is not below v_max={self.v_max}")
+        return self
 
 
 class DQNTorchPolicy(TargetNetwork):
@@ -70,6 +94,15 @@ class DQNTorchPolicy(TargetNetwork):
             raise ConfigError(f"DQN's network sees observations alone, not {sorted(others)}")
         self._backprop = Backprop(self.model) if self._can_backprop(self.model) else None
 
+    @cached_property
+    def atoms(self) -> Atoms | None:
+        """What turns outputs into distributions; None where they are values themselves."""
+        config = self.config
+        if config.num_atoms == 1:
+            return None
+        actions = int(self.action_space.n)  # type: ignore[attr-defined]
+        return Atoms(actions, config.num_atoms, config.v_min, config.v_max, config.dueling)
+
     def _can_backprop(self, model: ModelV2) -> TypeGuard[FullyConnectedNetwork]:
         """Whether the gradient can be had without autograd."""
         config = self.config
@@ -80,25 +113,41 @@ class DQNTorchPolicy(TargetNetwork):
 
     def make_model(self) -> torch.nn.Module:
         """One network for values and advantages up to their heads, unless it is said otherwise."""
-        shared = self.config.model
+        config, atoms = self.config, self.atoms
+        shared = config.model
         if shared.vf_share_layers is None:
             shared = shared.updated(vf_share_layers=True)
-        return self.network(shared)
+        if atoms is None:
+            model = self.network(shared, by_numpy=not config.noisy)
+        else:
+            model = self.network(
+                shared,
+                atoms.num_outputs,
+                outputs_per_action=atoms.num_atoms,
+                by_numpy=not config.noisy,
+            )
+        if config.noisy and not make_noisy(model, config.sigma0):
+            raise ConfigError(f"noisy: a {type(model).__name__} has no linear layers")
+        return model
 
     # -- acting ------------------------------------------------------------------------------------
 
     def _act(
         self, input_dict: dict[str, Any], explore: bool
     ) -> tuple[np.ndarray, list[np.ndarray], dict[str, np.ndarray]]:
+        if self.config.noisy:
+            draw_noise(self.model, self.rng if explore else None)
         values, states = self._computed(self._advantages, input_dict)
         return self.exploration.act_on_values(values, self, explore), states, {}
 
     def _advantages(self, input_dict: dict[str, Any]) -> tuple[np.ndarray, list[np.ndarray]]:
         """Values [B, n] but for what is the same for all actions of a state; states after it."""
+        states: list[np.ndarray] = []
         if is_quick(self.model):
-            return self.model.outputs_numpy(input_dict["obs"]), []
-        values, _, states = self.model.compute_outputs(input_dict)
-        return values, states
+            outputs = self.model.outputs_numpy(input_dict["obs"])
+        else:
+            outputs, _, states = self.model.compute_outputs(input_dict)
+        return outputs if self.atoms is None else self.atoms.values(outputs), states
 
     # -- learning ----------------------------------------------------------------------------------
 
@@ -106,10 +155,15 @@ class DQNTorchPolicy(TargetNetwork):
         """Huber loss of the TD errors, weighted by `weights` [B] where there are some.
 
         The target of double Q-learning (van Hasselt et al. 2016, equation 4) after k steps:
-        R + gamma^k Q_target(s', argmax_a Q(s', a)), R alone where s' is terminal.
+        R + gamma^k Q_target(s', argmax_a Q(s', a)), R alone where s' is terminal. With atoms it is
+        the cross-entropy to their distribution, moved likewise (Bellemare et al. 2017).
         """
+        if self.atoms is not None:
+            return self._distributional_loss(batch, self.atoms)
         goals = self._targets(batch)
         targets = torch.from_numpy(goals).to(self.device)
+        if self.config.noisy:
+            draw_noise(self.model, self.shuffle_rng)
         outputs, _ = self.model.from_batch(batch)
         values = self._values(outputs, self.model)
         chosen = values.gather(1, batch["actions"].unsqueeze(1)).squeeze(1)
@@ -124,6 +178,8 @@ class DQNTorchPolicy(TargetNetwork):
         time."""
         if self._backprop is None:
             return None
+        if self.atoms is not None:
+            return self._distributional_gradient(batch, self.atoms, self._backprop)
         goals = self._targets(batch)
         outputs, values = self._backprop.forward(batch.array("obs"))
         actions = np.arange(len(outputs)), batch.array("actions")
@@ -144,6 +200,60 @@ class DQNTorchPolicy(TargetNetwork):
         self._backprop.backward(d_outputs, slopes if dueling else None)
         return loss
 
+    def _distributional_loss(self, batch: TensorBatch, atoms: Atoms) -> torch.Tensor:
+        goals = self._target_chances(batch, atoms)
+        if self.config.noisy:
+            draw_noise(self.model, self.shuffle_rng)
+        outputs, _ = self.model.from_batch(batch)
+        index = batch["actions"][:, None, None].expand(-1, 1, atoms.num_atoms)
+        logp = atoms.logits(outputs).gather(1, index).squeeze(1).log_softmax(1)
+        losses = -(torch.from_numpy(goals).to(self.device) * logp).sum(1)
+        self._note_divergence(batch, losses.detach().cpu().numpy(), goals, logp, atoms)
+        return (losses * batch["weights"]).mean() if "weights" in batch else losses.mean()
+
+    def _distributional_gradient(
+        self, batch: TensorBatch, atoms: Atoms, backprop: Backprop
+    ) -> float:
+        goals = self._target_chances(batch, atoms)
+        outputs, _ = backprop.forward(batch.array("obs"))
+        actions = batch.array("actions")
+        logits = atoms.logits(outputs)[np.arange(len(actions)), actions]
+        logits -= logits.max(1, keepdims=True)
+        logp = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+        losses = -(goals * logp).sum(1)
+        self._note_divergence(batch, losses, goals, logp, atoms)
+        share = np.full(len(actions), 1.0 / len(actions), np.float32)
+        if "weights" in batch:
+            share *= batch.array("weights")
+        d_logits = (np.exp(logp) - goals) * share[:, None]
+        self.flat.gradient.zero_()
+        backprop.backward(atoms.gradient(d_logits, actions))
+        return float((losses * share).sum())
+
+    def _target_chances(self, batch: TensorBatch, atoms: Atoms) -> np.ndarray:
+        """How likely the atoms of the batch's actions are to be, [B, atoms]."""
+        following = self._outputs_at_new_obs(self.target_model, batch)
+        chooser = following
+        if self.config.double_q:
+            chooser = self._outputs_at_new_obs(self.model, batch)
+        best = atoms.values(chooser).argmax(1)
+        discounts = np.where(batch.array("terminateds"), 0.0, self._discounts(batch))
+        chances = atoms.chances(following, best)
+        return atoms.projected(chances, batch.array("rewards"), discounts)
+
+    def _note_divergence(
+        self, batch: TensorBatch, losses: np.ndarray, goals: np.ndarray, logp: Any, atoms: Atoms
+    ) -> None:
+        """Tell how far distributions are from their goals [B], in nats: which is what is left of
+        the cross-entropy when they are alike."""
+        entropy = -(goals * np.log(np.maximum(goals, 1e-12))).sum(1)
+        errors = np.maximum(losses - entropy, 0.0)
+        self.note_rows(batch, td_error=errors)
+        chances = np.exp(logp.detach().cpu().numpy() if isinstance(logp, torch.Tensor) else logp)
+        count = max(len(errors), 1)
+        self.stats["mean_q"] = float((chances @ atoms.support).sum()) / count
+        self.stats["mean_td_error"] = float(errors.sum()) / count
+
     def _note_errors(self, batch: TensorBatch, chosen: np.ndarray, goals: np.ndarray) -> np.ndarray:
         """TD errors [B] of the values of the batch's actions, which are told."""
         errors = chosen - goals
@@ -161,11 +271,23 @@ class DQNTorchPolicy(TargetNetwork):
             reached = np.take_along_axis(following, best[:, None], 1)[:, 0]
         else:
             reached = following.max(1)
-        discounts: Any = self.config.gamma
-        if "n_steps" in batch:
-            discounts = discounts ** batch.array("n_steps")
-        reached = np.where(batch.array("terminateds"), 0.0, discounts * reached)
+        reached = np.where(batch.array("terminateds"), 0.0, self._discounts(batch) * reached)
         return (batch.array("rewards") + reached).astype(np.float32)
+
+    def _discounts(self, batch: TensorBatch) -> Any:
+        """Of what follows the batch's rows."""
+        gamma = self.config.gamma
+        return gamma ** batch.array("n_steps") if "n_steps" in batch else gamma
+
+    def _outputs_at_new_obs(self, model: ModelV2, batch: TensorBatch) -> np.ndarray:
+        """Outputs [B, num_outputs] at `new_obs`."""
+        if is_quick(model):
+            return model.outputs_numpy(batch.array("new_obs"))
+        with torch.no_grad():
+            model.eval()
+            if self.config.noisy:
+                draw_noise(model, self.shuffle_rng)
+            return model(Inputs(obs=batch["new_obs"]), [], None)[0].float().cpu().numpy()
 
     def _values_of(self, model: ModelV2, batch: TensorBatch) -> np.ndarray:
         """Values [B, n] of the actions at `new_obs`, as numbers. On small networks numpy is twice
@@ -177,6 +299,8 @@ class DQNTorchPolicy(TargetNetwork):
             return _dueling_numpy(*model.forward_numpy(observations))
         with torch.no_grad():
             model.eval()
+            if self.config.noisy:
+                draw_noise(model, self.shuffle_rng)
             outputs, _ = model(Inputs(obs=batch["new_obs"]), [], None)
             return self._values(outputs, model).cpu().numpy()
 
@@ -187,13 +311,20 @@ class DQNTorchPolicy(TargetNetwork):
     # -- state -------------------------------------------------------------------------------------
 
     def get_state(self) -> dict[str, Any]:
-        return {**super().get_state(), "dueling": self.config.dueling}
+        own = self.config
+        atoms = [own.num_atoms, own.v_min, own.v_max] if self.atoms else None
+        return {**super().get_state(), "dueling": own.dueling, "atoms": atoms}
 
     def set_state(self, state: dict[str, Any]) -> None:
         if state.get("dueling", self.config.dueling) != self.config.dueling:
             raise ValueError(
                 f"a state with dueling={state['dueling']} for a policy with "
                 f"dueling={self.config.dueling}: its outputs mean something else there"
+            )
+        own = self.get_state()["atoms"]
+        if state.get("atoms", own) != own:
+            raise ValueError(
+                f"a state with num_atoms, v_min, v_max of {state['atoms']} for a policy with {own}"
             )
         super().set_state(state)
 

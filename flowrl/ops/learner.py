@@ -151,6 +151,7 @@ class LearnerThread:
         self._ending = False
         self._end = Signal()
         self._waited = 0.0
+        self._begun = False  # before the first batch workers start, which is not its waiting
         self.started = False
         self.learned_s = self.waited_s = 0.0
 
@@ -196,7 +197,8 @@ class LearnerThread:
             if not moved:
                 started = time.perf_counter()
                 waiter.wait(signals)
-                self._waited += time.perf_counter() - started
+                if self._begun:
+                    self._waited += time.perf_counter() - started
 
     def _step(self) -> bool:
         """One pass over one batch; False if there is none, or no room for what comes of it."""
@@ -208,6 +210,7 @@ class LearnerThread:
         if not len(buffer):
             return False
         batch, last = buffer.get()
+        self._begun = True
         started = time.perf_counter()
         try:
             info = self._learn(batch)
@@ -259,8 +262,8 @@ class LearnerThread:
         return result.batch, result.info
 
     def numbers(self) -> dict[str, Any]:
-        """For `stats()`: batches that wait on either side, and the share of time in which it had
-        none."""
+        """For `stats()`: batches that wait on either side, and the share of time since the first
+        one in which it had none."""
         total = self.learned_s + self.waited_s
         return {
             "inqueue_size": self.inqueue.qsize(),

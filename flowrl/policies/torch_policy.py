@@ -161,17 +161,28 @@ class TorchPolicy(Policy):
         """
         return self.network(self.config.model)
 
-    def network(self, config: ModelConfig) -> ModelV2:
+    def network(
+        self, config: ModelConfig, num_outputs: int | None = None, **more: Any
+    ) -> ModelV2:
         """The network that the catalog has for these settings; its first weights follow the
-        policy's seed."""
+        policy's seed.
+
+        Args:
+            config: the settings.
+            num_outputs: None: as many as the action distribution has inputs.
+            more: for the catalog.
+        """
         gaussian = issubclass(self.dist_class, DiagGaussian)
+        if num_outputs is None:
+            num_outputs = self.dist_class.num_inputs(self.action_space)
         return make_model(
             self.observation_space,
             self.action_space,
-            self.dist_class.num_inputs(self.action_space),
+            num_outputs,
             config,
             free_log_std=gaussian and config.free_log_std,
             rng=random_stream(self.config.seed, "policy", "weights"),
+            **more,
         )
 
     def make_exploration(self) -> Exploration:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from torch import nn
 
 from flowrl.algorithms.a2c import A2CTorchPolicy
 from flowrl.algorithms.dqn import DQN, DQNConfig, DQNTorchPolicy
@@ -26,6 +27,7 @@ from flowrl.ops import (
     UpdateTargetNetwork,
 )
 from flowrl.policies import ConfigError, PolicySpec
+from flowrl.policies.models.noisy import NoisyLinear
 from flowrl.sampling import RolloutWorker, WorkerSet
 
 from ..sampling.fakes import CountEnv, Idle
@@ -428,3 +430,192 @@ def test_on_policy_losses_refuse_replayed_rows_unless_asked():
     asked = A2CTorchPolicy(*spaces_, {"learn_from_replay": True})
     assert asked.learn_on_minibatches(drawn)["total_loss"] != 0
     worker.stop()
+
+
+# -- distributions and noise -----------------------------------------------------------------------
+
+C51 = {"num_atoms": 7, "v_min": -3.0, "v_max": 3.0, "gamma": 0.9, "seed": 0}
+
+
+def plain_chances(model, at, mask, dueling):
+    """How likely each action's atoms are [3, 7], of one observation; nan where it is forbidden."""
+    inner = getattr(model, "model", model)
+    x = torch.as_tensor(at, dtype=torch.float64)
+    for layer in inner.hidden:
+        x = torch.tanh(x @ layer.weight.double().T + layer.bias.double())
+    logits = x @ inner.policy_head.weight.double().T + inner.policy_head.bias.double()
+    own = logits[:21].reshape(3, 7)
+    if dueling:
+        own = own + logits[21:] - own[torch.as_tensor(mask, dtype=torch.bool)].mean(0)
+    own[~torch.as_tensor(mask, dtype=torch.bool)] = torch.nan
+    return torch.softmax(own, 1)
+
+
+def plainly_moved(chances, reward, discount, support):
+    goal = torch.zeros(7, dtype=torch.float64)
+    for z, chance in zip(support, chances, strict=True):
+        place = (min(max(reward + discount * z, -3.0), 3.0) + 3.0) / 1.0
+        for atom in range(7):  # a hat of width 1 around each atom
+            goal[atom] += chance * max(0.0, 1.0 - abs(place - atom))
+    return goal
+
+
+@pytest.mark.parametrize("dueling", [True, False])
+@pytest.mark.parametrize("double_q", [True, False])
+@pytest.mark.parametrize("space", [BOX, MASKED], ids=["box", "masked"])
+def test_the_distributional_loss_is_that_of_the_paper(dueling, double_q, space):
+    policy = DQNTorchPolicy(space, THREE, {**C51, "dueling": dueling, "double_q": double_q})
+    with torch.no_grad():  # two networks that differ, and distributions that are not flat
+        for vector in (policy.flat.vector, policy._target.vector):
+            vector.add_(0.3 * torch.randn(vector.shape, generator=torch.manual_seed(3)))
+        policy._target.vector.mul_(0.7)
+    batch = rows(space=space)
+    loss = float(policy.loss(policy.tensors(batch)).detach())
+    support = np.linspace(-3, 3, 7)
+
+    total, errors = 0.0, []
+    with torch.no_grad():
+        for row in batch.rows():
+            masks, ats = [], []
+            for name in ("obs", "new_obs"):
+                nested = isinstance(row[name], dict)
+                ats.append(row[name]["at"] if nested else row[name])
+                masks.append(row[name]["action_mask"] if nested else np.ones(3))
+            following = plain_chances(policy.target_model, ats[1], masks[1], dueling)
+            chooser = policy.model if double_q else policy.target_model
+            means = (plain_chances(chooser, ats[1], masks[1], dueling) * torch.tensor(support)).sum(1)
+            best = int(means.nan_to_num(-1e9).argmax())
+            discount = 0.0 if row["terminateds"] else 0.9 ** int(row["n_steps"])
+            goal = plainly_moved(following[best], float(row["rewards"]), discount, support)
+            chances = plain_chances(policy.model, ats[0], masks[0], dueling)[int(row["actions"])]
+            cross = -float((goal * chances.log()).sum())
+            total += float(row["weights"]) * cross
+            some = goal > 0
+            errors.append(float((goal * (goal.clamp(min=1e-30) / chances).log())[some].sum()))
+    assert loss == pytest.approx(total / batch.count, rel=1e-4)
+    policy.loss(policy.tensors(batch))
+    policy.learn_on_minibatches(batch)
+    np.testing.assert_allclose(policy.row_stats["td_error"], errors, atol=1e-4)
+
+
+@pytest.mark.parametrize("dueling", [True, False])
+def test_the_distributional_gradient_by_hand_is_autograds(dueling):
+    policy = DQNTorchPolicy(BOX, THREE, {**C51, "dueling": dueling})
+    for seed, names in ((0, ()), (1, ("weights", "n_steps"))):
+        batch = rows(seed=seed).without_columns(*names)
+        by_hand = policy.gradient_by_hand(policy.tensors(batch))
+        gradient, told = policy.flat.gradient.clone(), dict(policy.stats)
+        loss = policy.loss(policy.tensors(batch))
+        policy.flat.take_gradient(loss)
+        assert by_hand == pytest.approx(loss.item(), rel=1e-5)
+        assert told == pytest.approx(policy.stats, rel=1e-4, abs=1e-5)
+        assert float(gradient.abs().max()) > 0.001
+        torch.testing.assert_close(gradient, policy.flat.gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_distributional_policies_act_by_the_mean_return():
+    policy = DQNTorchPolicy(MASKED, THREE, {**C51, "dueling": True})
+    with torch.no_grad():
+        policy.flat.vector.add_(0.3 * torch.randn(policy.flat.vector.shape))
+    obs = rows(50, space=MASKED)["obs"]
+    best, _, _ = policy.compute_actions(obs, explore=False)
+    with torch.no_grad():
+        for at, mask, action in zip(obs["at"], obs["action_mask"], best, strict=True):
+            chances = plain_chances(policy.model, at, mask, True)
+            means = (chances * torch.linspace(-3, 3, 7)).sum(1).nan_to_num(-1e9)
+            assert action == int(means.argmax())
+
+
+def test_a_state_with_other_atoms_is_refused():
+    state = DQNTorchPolicy(BOX, THREE, C51).get_state()
+    with pytest.raises(ValueError, match="num_atoms"):
+        DQNTorchPolicy(BOX, THREE, {**C51, "v_max": 5.0}).set_state(state)
+    DQNTorchPolicy(BOX, THREE, C51).set_state(state)
+
+
+NOISY = {"noisy": True, "sigma0": 0.5, "seed": 0}
+
+
+@pytest.mark.parametrize("more", [{}, {"num_atoms": 7}], ids=["values", "atoms"])
+@pytest.mark.parametrize("space", [BOX, MASKED], ids=["box", "masked"])
+def test_noise_explores_and_is_off_without(space, more):
+    still = {"exploration_config": {"type": "EpsilonGreedy", "epsilon": 0.0}}
+    policy = DQNTorchPolicy(space, THREE, {**NOISY, **more, **still})
+    obs = rows(50, space=space)["obs"]
+    calm = [policy.compute_actions(obs, explore=False)[0].tolist() for _ in range(5)]
+    drawn = [policy.compute_actions(obs)[0].tolist() for _ in range(5)]
+    assert all(one == calm[0] for one in calm)
+    assert len({tuple(one) for one in drawn}) == 5
+    again = DQNTorchPolicy(space, THREE, {**NOISY, **more, **still})
+    again.compute_actions(obs, explore=False)
+    assert [again.compute_actions(obs)[0].tolist() for _ in range(5)] == drawn
+
+
+def test_noisy_layers_are_the_papers():
+    layer = NoisyLinear(nn.Linear(4, 3), 0.5)
+    inputs = torch.randn(6, 4)
+    assert layer.weight_sigma.unique().tolist() == [0.25]  # 0.5 / sqrt(4)
+    torch.testing.assert_close(layer(inputs), inputs @ layer.weight.T + layer.bias)
+    layer.draw(np.random.default_rng(5))
+    drawn = np.random.default_rng(5).standard_normal(7, dtype=np.float32)
+    e = [float(np.sign(x) * abs(x) ** 0.5) for x in drawn]
+    expected = torch.zeros(6, 3)
+    for row in range(6):
+        for out in range(3):
+            total = float(layer.bias[out]) + 0.25 * e[4 + out]
+            for i in range(4):
+                weight = float(layer.weight[out, i]) + 0.25 * e[4 + out] * e[i]
+                total += weight * float(inputs[row, i])
+            expected[row, out] = total
+    torch.testing.assert_close(layer(inputs), expected, rtol=1e-5, atol=1e-6)
+    layer.draw(None)
+    torch.testing.assert_close(layer(inputs), inputs @ layer.weight.T + layer.bias)
+
+
+def test_each_network_of_a_noisy_loss_has_noise_of_its_own(monkeypatch):
+    policy = DQNTorchPolicy(BOX, THREE, NOISY)
+    names = {id(policy.model): "online", id(policy.target_model): "target"}
+    drawn = []
+    monkeypatch.setattr(
+        "flowrl.algorithms.dqn.draw_noise",
+        lambda model, rng: drawn.append((names[id(model)], rng is policy.shuffle_rng)),
+    )
+    policy.loss(policy.tensors(rows()))
+    # for the target's values, for the choice of the next actions, and for what is learned
+    assert drawn == [("target", True), ("online", True), ("online", True)]
+
+
+def test_scales_of_the_noise_are_learned_and_saved():
+    policy = DQNTorchPolicy(BOX, THREE, NOISY)
+    sigma = [name for name in policy.get_weights() if "sigma" in name]
+    assert len(sigma) == 2 * 4  # two hidden layers and two heads
+    before = policy.get_weights()
+    policy.learn_on_minibatches(rows())
+    after = policy.get_weights()
+    assert all((before[name] != after[name]).any() for name in sigma)
+    other = DQNTorchPolicy(BOX, THREE, {**NOISY, "seed": 9})
+    other.set_state(policy.get_state())
+    for one in (policy, other):
+        one.learn_on_minibatches(rows(seed=4))
+    np.testing.assert_array_equal(policy.flat.vector.detach(), other.flat.vector.detach())
+
+
+def test_bad_distributions_are_refused():
+    with pytest.raises(ConfigError, match="v_min=2.0 is not below v_max=1.0"):
+        DQNConfig(num_atoms=51, v_min=2.0, v_max=1.0)
+    for wrong in ({"num_atoms": 0}, {"sigma0": 0}, {"v_min": float("nan")}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            DQNConfig(**wrong)
+
+    class NoLayers(nn.Module):
+        def __init__(self, obs_space, action_space, num_outputs):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(3, num_outputs))
+
+        def forward(self, obs):
+            return obs @ self.weight
+
+    with pytest.raises(ConfigError, match="noisy: .* no linear layers"):
+        DQNTorchPolicy(
+            BOX, THREE, {**NOISY, "dueling": False, "model": {"custom_model": NoLayers}}
+        )

@@ -36,6 +36,8 @@ def make_model(
     config: ModelConfig,
     free_log_std: bool = False,
     rng: np.random.Generator | None = None,
+    outputs_per_action: int = 1,
+    by_numpy: bool = True,
 ) -> ModelV2:
     """A model as the settings say, and as the observation space needs.
 
@@ -49,6 +51,10 @@ def make_model(
         config: the settings.
         free_log_std: the second half of the outputs is a parameter, not the network's.
         rng: what the initial weights are drawn from.
+        outputs_per_action: outputs that a mask forbids with each action; what comes after those of
+            all actions it leaves alone.
+        by_numpy: whether a network that numpy computes, too, will do: its layers are no modules
+            that could be replaced.
 
     Raises:
         ConfigError: a space that no encoder is for; settings that do not fit the space.
@@ -67,19 +73,19 @@ def make_model(
         if not rest:
             raise ConfigError(f"observation space {obs_space}: there is nothing but an action_mask")
         seen = next(iter(rest.values())) if len(rest) == 1 else spaces.Dict(rest)
-        inner = make_model(seen, action_space, num_outputs, config, free_log_std, rng)
-        return MaskedModel(inner, obs_space, action_space, num_outputs, config)
+        inner = make_model(
+            seen, action_space, num_outputs, config, free_log_std, rng, by_numpy=by_numpy
+        )
+        given = obs_space, action_space, num_outputs, config
+        return MaskedModel(inner, *given, outputs_per_action)
+    quick = by_numpy and config.custom_model is None and _is_flat(obs_space, config)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(int(rng.integers(2**63)) if _draws_from_torch(obs_space, config) else 0)
-        model = _make(obs_space, action_space, num_outputs, config, free_log_std, rng)
+        torch.manual_seed(0 if quick else int(rng.integers(2**63)))
+        model = _make(obs_space, action_space, num_outputs, config, free_log_std, rng, quick)
     if config.num_framestacks > 1:
         shift = f"-{config.num_framestacks - 1}:0"
         model.view_requirements["obs"] = ViewRequirement("obs", obs_space, shift)
     return model
-
-
-def _draws_from_torch(obs_space: spaces.Space, config: ModelConfig) -> bool:
-    return config.custom_model is not None or not _is_flat(obs_space, config)
 
 
 def _is_flat(space: spaces.Space, config: ModelConfig) -> bool:
@@ -94,6 +100,7 @@ def _make(
     config: ModelConfig,
     free_log_std: bool,
     rng: np.random.Generator,
+    quick: bool,
 ) -> ModelV2:
     given = (obs_space, action_space, num_outputs, config)
     if config.custom_model is not None:
@@ -104,7 +111,7 @@ def _make(
                 raise ConfigError(f"model: {name} is for images, {obs_space} has none")
     if config.num_framestacks > 1 and isinstance(obs_space, (spaces.Dict, spaces.Tuple)):
         raise ConfigError(f"model: num_framestacks is not for nested spaces such as {obs_space}")
-    if _is_flat(obs_space, config):
+    if quick:
         return FullyConnectedNetwork(*given, rng=rng, name="model", free_log_std=free_log_std)
     kind: Any = TorsoNetwork
     if config.use_attention or config.use_lstm:

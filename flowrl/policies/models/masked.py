@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from gymnasium import spaces
 
 from flowrl.policies.config import ConfigError, ModelConfig
@@ -28,6 +29,7 @@ class MaskedModel(ModelV2):
         obs_space: Dict with the leaf `action_mask`: [n] numbers for Discrete(n), one after another
             for the parts of a MultiDiscrete; 0 forbids.
         action_space, num_outputs, config: see ModelV2.
+        per_action: outputs of each action; those after all actions' are as the model gives them.
 
     Raises:
         ConfigError: the mask is not of the actions' size; the action space has no masks.
@@ -40,8 +42,10 @@ class MaskedModel(ModelV2):
         action_space: spaces.Space,
         num_outputs: int,
         config: ModelConfig,
+        per_action: int = 1,
     ):
         super().__init__(obs_space, action_space, num_outputs, config, model.name)
+        self._per_action = per_action
         if isinstance(action_space, spaces.Discrete):
             self._parts = [int(action_space.n)]
         elif isinstance(action_space, spaces.MultiDiscrete):
@@ -51,7 +55,8 @@ class MaskedModel(ModelV2):
                 f"action_mask: Discrete and MultiDiscrete actions have masks, not {action_space}"
             )
         shape = obs_space[MASK].shape
-        if shape != (sum(self._parts),) or num_outputs != sum(self._parts):
+        self._rest_of_outputs = num_outputs - sum(self._parts) * per_action
+        if shape != (sum(self._parts),) or self._rest_of_outputs < 0:
             raise ConfigError(
                 f"action_mask: {action_space} needs a mask of shape ({sum(self._parts)},), the "
                 f"observation space has {obs_space[MASK]}"
@@ -89,7 +94,11 @@ class MaskedModel(ModelV2):
             if name in input_dict:
                 inner[name] = self._seen(observations) if name == "obs" else input_dict[name]
         outputs, state = self.model(inner, state, seq_lens)
-        return torch.where(observations[MASK] != 0, outputs, FORBIDDEN), state
+        allowed = observations[MASK] != 0
+        if outputs.shape != allowed.shape:
+            allowed = allowed.repeat_interleave(self._per_action, 1)
+            allowed = F.pad(allowed, (0, self._rest_of_outputs), value=True)
+        return torch.where(allowed, outputs, FORBIDDEN), state
 
     def value_function(self) -> torch.Tensor:
         return self.model.value_function()
@@ -102,7 +111,7 @@ class MaskedModel(ModelV2):
             {**inputs, "obs": self._seen(observations)}
         )
         allowed = np.asarray(observations[MASK]) != 0
-        if allowed.shape != outputs.shape:
+        if allowed.shape != (len(outputs), sum(self._parts)):
             raise ValueError(f"action_mask: of shape {allowed.shape} for outputs {outputs.shape}")
         first = 0
         for size in self._parts:
@@ -113,6 +122,9 @@ class MaskedModel(ModelV2):
                     f"{len(allowed)}: {np.asarray(observations[MASK])[nothing[0]]}"
                 )
             first += size
+        if allowed.shape != outputs.shape:
+            rest = np.ones((len(outputs), self._rest_of_outputs), bool)
+            allowed = np.concatenate([allowed.repeat(self._per_action, 1), rest], 1)
         return np.where(allowed, outputs, np.float32(FORBIDDEN)), values, state
 
     def compute_values(self, inputs: Mapping[str, Any]) -> np.ndarray | None:

@@ -1,0 +1,103 @@
+"""Atoms: values of actions as distributions (Bellemare et al. 2017, arXiv 1707.06887)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from flowrl.policies.exploration import FORBIDDEN
+
+
+class Atoms:
+    """Returns have one of `num_atoms` values, evenly spaced; a network says how likely each is.
+
+    Its outputs are `num_atoms` logits for each action, and as many for the state where it is
+    dueling (Wang et al. 2016, equation 9, for each atom).
+
+    Args:
+        num_actions: of a Discrete space.
+        num_atoms: from 2.
+        v_min, v_max: the first and the last value.
+        dueling: whether there are logits of the state.
+
+    Attributes:
+        support: the values [num_atoms], float32.
+    """
+
+    def __init__(
+        self, num_actions: int, num_atoms: int, v_min: float, v_max: float, dueling: bool
+    ):
+        self.num_actions, self.num_atoms, self.dueling = num_actions, num_atoms, dueling
+        self.support = np.linspace(v_min, v_max, num_atoms, dtype=np.float32)
+
+    @property
+    def num_outputs(self) -> int:
+        """Of the network."""
+        return (self.num_actions + self.dueling) * self.num_atoms
+
+    def logits(self, outputs: Any) -> Any:
+        """Of each action's atoms [B, actions, atoms], from outputs [B, num_outputs]: arrays or
+        tensors."""
+        split = self.num_actions * self.num_atoms
+        own = outputs[:, :split].reshape(-1, self.num_actions, self.num_atoms)
+        if not self.dueling:
+            return own
+        allowed = own > FORBIDDEN
+        mean = (own * allowed).sum(1) / allowed.sum(1)
+        return own + (outputs[:, split:] - mean)[:, None]
+
+    def values(self, outputs: np.ndarray) -> np.ndarray:
+        """The mean return [B, actions]; far below all others of actions that are forbidden."""
+        logits = self.logits(outputs)
+        values: np.ndarray = _softmax(logits) @ self.support
+        return np.where(logits[..., 0] > FORBIDDEN, values, 10 * FORBIDDEN)
+
+    def chances(self, outputs: np.ndarray, actions: np.ndarray) -> np.ndarray:
+        """How likely the atoms of these actions [B] are, [B, atoms]."""
+        return _softmax(self.logits(outputs)[np.arange(len(actions)), actions])
+
+    def projected(
+        self, chances: np.ndarray, rewards: np.ndarray, discounts: np.ndarray
+    ) -> np.ndarray:
+        """The distribution of r + d z, on the atoms again [B, atoms]: what falls between two of
+        them is theirs in proportion (Bellemare et al. 2017, algorithm 1).
+
+        Args:
+            chances: of the atoms z that follow, [B, atoms].
+            rewards, discounts: [B]; a discount of 0 where nothing follows.
+        """
+        first, last = self.support[0], self.support[-1]
+        moved = rewards[:, None] + discounts[:, None] * self.support
+        places = (moved.clip(first, last) - first) / (last - first) * (self.num_atoms - 1)
+        # rounding may put a place behind the last atom
+        below = np.minimum(places.astype(np.int64), self.num_atoms - 2)
+        upper = np.minimum(places - below, 1.0)
+        rows = np.arange(len(rewards))[:, None]
+        made = np.zeros(chances.shape, np.float64)
+        np.add.at(made, (rows, below), chances * (1.0 - upper))
+        np.add.at(made, (rows, below + 1), chances * upper)
+        return made.astype(np.float32)
+
+    def gradient(self, d_logits: np.ndarray, actions: np.ndarray) -> np.ndarray:
+        """How a loss changes with the outputs [B, num_outputs] of a network without masks.
+
+        Args:
+            d_logits: how it changes with the logits of these actions, [B, atoms].
+            actions: [B].
+        """
+        rows = len(actions)
+        made = np.zeros((rows, self.num_outputs), np.float32)
+        own = made[:, : self.num_actions * self.num_atoms]
+        own = own.reshape(rows, self.num_actions, self.num_atoms)  # a view
+        own[np.arange(rows), actions] = d_logits
+        if self.dueling:
+            own -= (d_logits / self.num_actions)[:, None]
+            made[:, own[0].size :] = d_logits
+        return made
+
+
+def _softmax(logits: np.ndarray) -> np.ndarray:
+    made: np.ndarray = np.exp(logits - logits.max(-1, keepdims=True))
+    made /= made.sum(-1, keepdims=True)
+    return made

@@ -1,0 +1,43 @@
+"""Rainbow: DQN with all that was added to it (Hessel et al. 2018): double, dueling and
+distributional values, noisy layers, several steps, priorities."""
+
+from flowrl.algorithms.dqn import DQNConfig
+from flowrl.ops import (
+    Concurrently,
+    ParallelRollouts,
+    Replay,
+    StandardMetricsReporting,
+    StoreToReplayBuffer,
+    TrainOneStep,
+    UpdateReplayPriorities,
+    UpdateTargetNetwork,
+)
+
+config = DQNConfig(
+    env="CartPole-v1",
+    lr=[(0, 1e-3), (100_000, 5e-5)],
+    n_step=10,
+    num_atoms=51,
+    v_min=0,
+    v_max=100,
+    noisy=True,
+    sigma0=0.5,
+    target_network_update_freq=0,
+    tau=0.01,
+    model={"fcnet_hiddens": [128, 128], "fcnet_activation": "relu"},
+    exploration_config={"type": "EpsilonGreedy", "epsilon": 0.0},
+)
+
+
+def execution_plan(workers, config):
+    buffer = config.replay_buffer()
+    rollouts = ParallelRollouts(workers, mode="bulk_sync")
+    store = rollouts.for_each(StoreToReplayBuffer(local_buffer=buffer))
+    train = (
+        Replay(local_buffer=buffer)
+        .for_each(TrainOneStep(workers))
+        .for_each(UpdateReplayPriorities(local_buffer=buffer))
+        .for_each(UpdateTargetNetwork(workers, config.target_network_update_freq))
+    )
+    both = Concurrently([store, train], mode="round_robin", output_indexes=[1])
+    return StandardMetricsReporting(both, workers, config)

@@ -1,0 +1,81 @@
+"""Atoms: distributions of returns, moved and put back on their places."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowrl.policies.atoms import Atoms
+
+
+def plainly_projected(support, chances, reward, discount):
+    """Algorithm 1 of Bellemare et al. 2017, an atom at a time."""
+    step = (support[-1] - support[0]) / (len(support) - 1)
+    made = np.zeros(len(support))
+    for z, chance in zip(support, chances, strict=True):
+        place = (min(max(reward + discount * z, support[0]), support[-1]) - support[0]) / step
+        lower, upper = int(np.floor(place + 1e-9)), int(np.ceil(place - 1e-9))
+        if lower == upper:
+            made[lower] += chance
+        else:
+            made[lower] += chance * (upper - place)
+            made[upper] += chance * (place - lower)
+    return made
+
+
+@given(st.integers(2, 60), st.integers(0, 2**32 - 1))
+def test_a_moved_distribution_is_the_papers(num_atoms, seed):
+    rng = np.random.default_rng(seed)
+    low = rng.uniform(-20, 0)
+    atoms = Atoms(2, num_atoms, low, low + rng.uniform(1, 40), False)
+    chances = rng.dirichlet(np.ones(num_atoms), 7).astype(np.float32)
+    rewards = rng.normal(0, 10, 7).astype(np.float32)
+    discounts = rng.choice([0.0, 0.5, 0.99, 1.0], 7)
+    made = atoms.projected(chances, rewards, discounts)
+    assert made.dtype == np.float32
+    np.testing.assert_allclose(made.sum(1), 1, atol=1e-5)
+    expected = [
+        plainly_projected(atoms.support.astype(np.float64), *row)
+        for row in zip(chances, rewards.astype(np.float64), discounts, strict=True)
+    ]
+    np.testing.assert_allclose(made, expected, atol=2e-4)
+
+
+def test_a_distribution_that_stays_is_the_same():
+    atoms = Atoms(2, 51, -10, 10, False)
+    chances = np.random.default_rng(0).dirichlet(np.ones(51), 3).astype(np.float32)
+    made = atoms.projected(chances, np.zeros(3, np.float32), np.ones(3))
+    np.testing.assert_allclose(made, chances, atol=1e-5)
+
+
+@pytest.mark.parametrize("dueling", [True, False])
+def test_values_are_means_and_forbidden_ones_far_below(dueling):
+    atoms = Atoms(3, 5, 0, 4, dueling)
+    rng = np.random.default_rng(0)
+    outputs = rng.standard_normal((4, atoms.num_outputs)).astype(np.float32)
+    outputs[2, 5:10] = -1e9  # action 1 of row 2
+    values = atoms.values(outputs)
+    for row in range(4):
+        allowed = [a for a in range(3) if (row, a) != (2, 1)]
+        own = {a: outputs[row, 5 * a : 5 * a + 5].astype(np.float64) for a in allowed}
+        if dueling:
+            mean = sum(own.values()) / len(own)
+            own = {a: logits + outputs[row, 15:] - mean for a, logits in own.items()}
+        for a, logits in own.items():
+            chances = np.exp(logits) / np.exp(logits).sum()
+            assert values[row, a] == pytest.approx(chances @ np.arange(5), rel=1e-5)
+    assert values[2, 1] < -1e8
+    tensors = atoms.logits(torch.from_numpy(outputs)).numpy()
+    np.testing.assert_allclose(tensors, atoms.logits(outputs), atol=1e-5)
+
+
+@pytest.mark.parametrize("dueling", [True, False])
+def test_the_gradient_is_autograds(dueling):
+    atoms = Atoms(3, 5, 0, 4, dueling)
+    outputs = torch.randn(6, atoms.num_outputs, requires_grad=True)
+    actions, slopes = torch.tensor([0, 1, 2, 0, 1, 2]), torch.randn(6, 5)
+    index = actions[:, None, None].expand(-1, 1, 5)
+    (atoms.logits(outputs).gather(1, index).squeeze(1) * slopes).sum().backward()
+    made = atoms.gradient(slopes.numpy(), actions.numpy())
+    np.testing.assert_allclose(made, outputs.grad.numpy(), atol=1e-6)
