@@ -1,5 +1,4 @@
-"""Rainbow: DQN with all that was added to it (Hessel et al. 2018): double, dueling and
-distributional values, noisy layers, several steps, priorities."""
+"""Rainbow: DQN with distributions of returns, noisy layers, priorities and several steps."""
 
 from flowrl.algorithms.dqn import DQNConfig
 from flowrl.ops import (

@@ -75,7 +75,10 @@ SLOW_ON_ACTORS = {
     "test_a_round_is_the_update_of_all_rows",
     "test_large_weights_are_one_object_per_version",
     "test_a_dead_evaluation_worker_is_made_again",
-    *(f"test_plan_runs[two_actors-{plan}]" for plan in ("sac", "td3", "three_way", "impala")),
+    *(
+        f"test_plan_runs[two_actors-{plan}]"
+        for plan in ("sac", "td3", "three_way", "impala", "rainbow")
+    ),
     "test_a_failed_worker_that_leaves_is_not_missed",
     "test_a_worker_made_again_has_its_place",
     "test_without_a_strategy_there_is_no_group",

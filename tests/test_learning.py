@@ -79,6 +79,17 @@ def test_dqn_cartpole(seed):
     assert steps_to("dqn", 400, 60_000, seed=seed)[0] <= 60_000
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_rainbow_cartpole(seed):
+    assert steps_to("rainbow", 400, 60_000, seed=seed)[0] <= 60_000
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_r2d2_hidden_velocities(seed):
+    steps, _ = steps_to("r2d2", 300, 300_000, seed=seed, env=HiddenVelocities)
+    assert steps <= 300_000
+
+
 def test_dqn_over_replay_actors(ray_session):
     assert steps_to("dqn_distributed", 400, 100_000, seed=0)[0] <= 100_000
 

@@ -27,6 +27,8 @@ CODE_LINES = {
     "dqn": 25,
     "impala": 30,
     "ppo_dqn": 30,
+    "r2d2": 25,
+    "rainbow": 25,
     "sac": 25,
     "td3": 25,
     "three_way": 45,

@@ -89,10 +89,14 @@ class DQNTorchPolicy(TargetNetwork):
         if not isinstance(action_space, spaces.Discrete):
             raise ConfigError(f"DQN is for Discrete actions, not {action_space}")
         super().__init__(observation_space, action_space, config)
+        self.check_views()
+        self._backprop = Backprop(self.model) if self._can_backprop(self.model) else None
+
+    def check_views(self) -> None:
+        """Refuse networks that see what the loss does not give them."""
         others = set(self.model.view_requirements) - {"obs"}
         if others:
             raise ConfigError(f"DQN's network sees observations alone, not {sorted(others)}")
-        self._backprop = Backprop(self.model) if self._can_backprop(self.model) else None
 
     @cached_property
     def atoms(self) -> Atoms | None:

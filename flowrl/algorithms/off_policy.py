@@ -81,11 +81,7 @@ class OffPolicyConfig(AlgorithmConfig):
     ) -> ReplayBuffer:
         """An empty replay buffer for one policy, as these settings say; or a share of it."""
         capacity = math.ceil(self.replay_buffer_capacity / num_shards)
-        shared: dict[str, Any] = {
-            "n_step": self.n_step,
-            "gamma": self.gamma,
-            "seed": derive_seed(self.seed, "replay", policy_id, shard),
-        }
+        shared = self.buffer_settings(policy_id, shard)
         if not self.prioritized_replay:
             return ReplayBuffer(capacity, **shared)
         return PrioritizedReplayBuffer(
@@ -95,6 +91,14 @@ class OffPolicyConfig(AlgorithmConfig):
             eps=self.prioritized_replay_eps,
             **shared,
         )
+
+    def buffer_settings(self, policy_id: str, shard: int) -> dict[str, Any]:
+        """What all kinds of buffers are given besides their capacity."""
+        return {
+            "n_step": self.n_step,
+            "gamma": self.gamma,
+            "seed": derive_seed(self.seed, "replay", policy_id, shard),
+        }
 
     def replay_buffer(
         self, policies: Collection[str] | None = None, shard: int = 0, num_shards: int = 1

@@ -15,6 +15,7 @@ _ALGORITHMS: dict[str, Any] = {
     "APEX": "flowrl.algorithms.apex:APEX",
     "DDPPO": "flowrl.algorithms.ddppo:DDPPO",
     "DQN": "flowrl.algorithms.dqn:DQN",
+    "R2D2": "flowrl.algorithms.r2d2:R2D2",
     "SAC": "flowrl.algorithms.sac:SAC",
     "SimpleQ": "flowrl.algorithms.simple_q:SimpleQ",
     "TD3": "flowrl.algorithms.td3:TD3",

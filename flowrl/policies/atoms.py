@@ -25,9 +25,7 @@ class Atoms:
         support: the values [num_atoms], float32.
     """
 
-    def __init__(
-        self, num_actions: int, num_atoms: int, v_min: float, v_max: float, dueling: bool
-    ):
+    def __init__(self, num_actions: int, num_atoms: int, v_min: float, v_max: float, dueling: bool):
         self.num_actions, self.num_atoms, self.dueling = num_actions, num_atoms, dueling
         self.support = np.linspace(v_min, v_max, num_atoms, dtype=np.float32)
 

@@ -161,9 +161,7 @@ class TorchPolicy(Policy):
         """
         return self.network(self.config.model)
 
-    def network(
-        self, config: ModelConfig, num_outputs: int | None = None, **more: Any
-    ) -> ModelV2:
+    def network(self, config: ModelConfig, num_outputs: int | None = None, **more: Any) -> ModelV2:
         """The network that the catalog has for these settings; its first weights follow the
         policy's seed.
 

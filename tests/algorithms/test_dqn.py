@@ -483,7 +483,9 @@ def test_the_distributional_loss_is_that_of_the_paper(dueling, double_q, space):
                 masks.append(row[name]["action_mask"] if nested else np.ones(3))
             following = plain_chances(policy.target_model, ats[1], masks[1], dueling)
             chooser = policy.model if double_q else policy.target_model
-            means = (plain_chances(chooser, ats[1], masks[1], dueling) * torch.tensor(support)).sum(1)
+            means = (plain_chances(chooser, ats[1], masks[1], dueling) * torch.tensor(support)).sum(
+                1
+            )
             best = int(means.nan_to_num(-1e9).argmax())
             discount = 0.0 if row["terminateds"] else 0.9 ** int(row["n_steps"])
             goal = plainly_moved(following[best], float(row["rewards"]), discount, support)
@@ -601,7 +603,7 @@ def test_scales_of_the_noise_are_learned_and_saved():
 
 
 def test_bad_distributions_are_refused():
-    with pytest.raises(ConfigError, match="v_min=2.0 is not below v_max=1.0"):
+    with pytest.raises(ConfigError, match="is not below v_max"):
         DQNConfig(num_atoms=51, v_min=2.0, v_max=1.0)
     for wrong in ({"num_atoms": 0}, {"sigma0": 0}, {"v_min": float("nan")}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
@@ -615,7 +617,5 @@ def test_bad_distributions_are_refused():
         def forward(self, obs):
             return obs @ self.weight
 
-    with pytest.raises(ConfigError, match="noisy: .* no linear layers"):
-        DQNTorchPolicy(
-            BOX, THREE, {**NOISY, "dueling": False, "model": {"custom_model": NoLayers}}
-        )
+    with pytest.raises(ConfigError, match="no linear layers"):
+        DQNTorchPolicy(BOX, THREE, {**NOISY, "dueling": False, "model": {"custom_model": NoLayers}})

@@ -1,0 +1,182 @@
+"""R2D2: recurrent Q-learning from replayed sequences (Kapturowski et al. 2019)."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import optree
+import torch
+import torch.nn.functional as F
+from pydantic import model_validator
+
+from flowrl.algorithms.algorithm import Algorithm
+from flowrl.algorithms.dqn import DQNConfig, DQNTorchPolicy
+from flowrl.data import SampleBatch
+from flowrl.policies.config import ConfigError, Count, ModelConfig, Positive
+from flowrl.policies.torch_policy import TensorBatch
+
+PREVIOUS = {"prev_actions": "actions", "prev_rewards": "rewards"}  # views of the step before
+
+
+class R2D2Config(DQNConfig):
+    """Settings of R2D2."""
+
+    algorithm: ClassVar[str] = "flowrl.algorithms.r2d2:R2D2"
+
+    plan: str | None = "r2d2"
+    model: ModelConfig = ModelConfig(
+        fcnet_hiddens=[64], use_lstm=True, lstm_cell_size=64, max_seq_len=20, burn_in=10
+    )
+    rollout_fragment_length: int = 60
+    """Sequences are parts of fragments, so this is to be some of `max_seq_len`."""
+    train_batch_size: Count = 32
+    """Sequences per train batch, drawn from the replay buffer."""
+    n_step: Count = 5
+    """Steps of reward before a target's value, within a sequence."""
+    zero_init_states: bool = False
+    """Sequences begin with zeros instead of the state that the sampler had."""
+    use_h_function: bool = True
+    """Values are of returns that are rescaled (Pohlen et al. 2018, proposition A.2)."""
+    h_function_epsilon: Positive = 1e-3
+
+    @model_validator(mode="after")
+    def _plain_values(self) -> Self:
+        for name, value in (("num_atoms", 1), ("noisy", False)):
+            if getattr(self, name) != value:
+                raise ValueError(f"{name} is DQN's, R2D2 has no such values: leave it out")
+        return self
+
+    def buffer_settings(self, policy_id: str, shard: int) -> dict[str, Any]:
+        """Sequences, whose steps the loss adds up itself."""
+        return {
+            **super().buffer_settings(policy_id, shard),
+            "n_step": 1,
+            "storage_unit": "sequences",
+            "max_seq_len": self.model.max_seq_len,
+            "burn_in": self.model.burn_in,
+        }
+
+
+class R2D2TorchPolicy(DQNTorchPolicy):
+    """A policy that remembers, and learns the values of its actions from whole sequences.
+
+    Each begins with the state that was stored with it, which the burn-in brings up to date for both
+    networks; one step more than it has rows is unrolled, for the value of what came last.
+    """
+
+    config_class = R2D2Config
+    config: R2D2Config
+
+    def check_views(self) -> None:
+        if not self.is_recurrent:
+            raise ConfigError(
+                'R2D2 needs a network that remembers: model={"use_lstm": True}, or DQN without'
+            )
+        states = {name for name in self.model.view_requirements if name.startswith("state_in_")}
+        others = set(self.model.view_requirements) - {"obs", *PREVIOUS} - states
+        stacked = self.model.view_requirements["obs"].is_window
+        if others or stacked or self.config.model.use_attention:
+            raise ConfigError(
+                "R2D2's network sees observations and what was done and gained before, not "
+                f"{sorted(others) or 'several observations at once'}"
+            )
+
+    def loss(self, batch: TensorBatch) -> torch.Tensor:
+        """Huber loss of the TD errors of double Q-learning after up to `n_step` steps, fewer at a
+        sequence's end: h(R + gamma^k h^-1(Q_target(s', argmax_a Q(s', a)))) (Kapturowski et al.
+        2019, section 2.3), weighted by `weights` [B] where there are some."""
+        if "seq_lens" not in batch:
+            raise ConfigError(
+                "R2D2 learns from sequences: draw from config.replay_buffer(), or a ReplayBuffer "
+                'with storage_unit="sequences"'
+            )
+        lens = batch.array("seq_lens").astype(np.int64)
+        unrolled = self._unrolled(batch, lens)
+        values = self._values(self.model.from_batch(unrolled)[0], self.model)
+        with torch.no_grad():
+            outputs, _ = self.target_model.from_batch(unrolled, is_training=False)
+            following = self._values(outputs, self.target_model).cpu().numpy()
+        chooser = values.detach().cpu().numpy() if self.config.double_q else following
+        goals = self._goals(batch, lens, chooser, following)
+        places = torch.from_numpy(_places(lens)).to(self.device)
+        chosen = values[places].gather(1, batch["actions"].unsqueeze(1)).squeeze(1)
+        self._note_errors(batch, chosen.detach().cpu().numpy(), goals)
+        targets = torch.from_numpy(goals).to(self.device)
+        losses = F.smooth_l1_loss(chosen, targets, reduction="none")
+        return (losses * batch["weights"]).mean() if "weights" in batch else losses.mean()
+
+    def _unrolled(self, batch: TensorBatch, lens: np.ndarray) -> TensorBatch:
+        """What the networks see: the rows of each sequence, and what came after its last."""
+        places, last = _places(lens), np.cumsum(lens) - 1
+        ends = last + 1 + np.arange(len(lens))
+
+        def joined(rows: Any, after: Any) -> np.ndarray:
+            made = np.empty((len(rows) + len(lens), *rows.shape[1:]), rows.dtype)
+            made[places], made[ends] = rows, after[last]
+            return made
+
+        columns: dict[str, Any] = {"seq_lens": (lens + 1).astype(np.int32)}
+        for name in self.model.view_requirements:
+            if name.startswith("state_in_"):
+                state = batch.array(name)
+                columns[name] = np.zeros_like(state) if self.config.zero_init_states else state
+            else:
+                after = "new_obs" if name == "obs" else PREVIOUS[name]
+                columns[name] = optree.tree_map(joined, batch.array(name), batch.array(after))
+        unrolled = TensorBatch(SampleBatch._of(columns), self.device)
+        unrolled.warmup = batch.warmup
+        return unrolled
+
+    def _goals(
+        self, batch: TensorBatch, lens: np.ndarray, chooser: np.ndarray, following: np.ndarray
+    ) -> np.ndarray:
+        """What the values of the batch's actions are to be, [B].
+
+        Args:
+            chooser: values [B + sequences, n] by which next actions are chosen.
+            following: what these are worth.
+        """
+        gamma, eps = self.config.gamma, self.config.h_function_epsilon
+        rewards = batch.array("rewards").astype(np.float64)
+        left = np.repeat(np.cumsum(lens), lens) - np.arange(len(rewards))  # rows to the end
+        steps = np.minimum(self.config.n_step, left)
+        gained = np.zeros(len(rewards))
+        for k in range(int(steps.max(initial=0))):
+            some = np.flatnonzero(steps > k)
+            gained[some] += gamma**k * rewards[some + k]
+        reached = _places(lens) + steps
+        best = following[reached, chooser[reached].argmax(1)].astype(np.float64)
+        if self.config.use_h_function:
+            best = unscaled(best, eps)
+        over = np.repeat(batch.array("terminateds")[np.cumsum(lens) - 1], lens) & (steps == left)
+        goals = gained + np.where(over, 0.0, gamma**steps * best)
+        return (scaled(goals, eps) if self.config.use_h_function else goals).astype(np.float32)
+
+
+def scaled(x: np.ndarray, eps: float) -> np.ndarray:
+    """h(x) = sign(x) (sqrt(|x| + 1) - 1) + eps x (Pohlen et al. 2018, arXiv 1805.11593)."""
+    made: np.ndarray = np.sign(x) * (np.sqrt(np.abs(x) + 1) - 1) + eps * x
+    return made
+
+
+def unscaled(x: np.ndarray, eps: float) -> np.ndarray:
+    """The inverse of `scaled`."""
+    root = np.sqrt(1 + 4 * eps * (np.abs(x) + 1 + eps))
+    made: np.ndarray = np.sign(x) * (((root - 1) / (2 * eps)) ** 2 - 1)
+    return made
+
+
+def _places(lens: np.ndarray) -> np.ndarray:
+    """Where rows lie when each sequence has one row more at its end."""
+    return np.arange(int(lens.sum())) + np.repeat(np.arange(len(lens)), lens)
+
+
+class R2D2(Algorithm):
+    """R2D2 over the plan `r2d2`."""
+
+    policy_class = R2D2TorchPolicy
+    config_class = R2D2Config
+
+
+DEFAULT_CONFIG = R2D2Config()

@@ -1,0 +1,40 @@
+"""R2D2: sequences of rollouts are stored with their states, and trained on as they are drawn."""
+
+from flowrl.algorithms.r2d2 import R2D2Config
+from flowrl.ops import (
+    Concurrently,
+    ParallelRollouts,
+    Replay,
+    StandardMetricsReporting,
+    StoreToReplayBuffer,
+    TrainOneStep,
+    UpdateReplayPriorities,
+    UpdateTargetNetwork,
+)
+
+config = R2D2Config(
+    env="CartPole-v1",
+    num_envs_per_worker=4,
+    rollout_fragment_length=60,
+    lr=1e-3,
+    target_network_update_freq=0,
+    tau=0.01,
+    training_intensity=20,
+    learning_starts=2000,
+    model={"fcnet_hiddens": [64], "use_lstm": True, "lstm_cell_size": 64, "burn_in": 10},
+    exploration_config={"type": "EpsilonGreedy", "epsilon": [(0, 1.0), (20_000, 0.02)]},
+)
+
+
+def execution_plan(workers, config):
+    buffer = config.replay_buffer()
+    rollouts = ParallelRollouts(workers, mode="bulk_sync")
+    store = rollouts.for_each(StoreToReplayBuffer(local_buffer=buffer))
+    train = (
+        Replay(local_buffer=buffer)
+        .for_each(TrainOneStep(workers))
+        .for_each(UpdateReplayPriorities(local_buffer=buffer))
+        .for_each(UpdateTargetNetwork(workers, config.target_network_update_freq))
+    )
+    both = Concurrently([store, train], mode="round_robin", output_indexes=[1])
+    return StandardMetricsReporting(both, workers, config)

@@ -1,0 +1,220 @@
+"""R2D2: the loss on sequences against a plain unroll, stored states, burn-in, the plan."""
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+from flowrl.algorithms.plans import load_plan
+from flowrl.algorithms.r2d2 import R2D2Config, R2D2TorchPolicy, scaled, unscaled
+from flowrl.data import SampleBatch
+from flowrl.policies import ConfigError
+from flowrl.sampling import RolloutWorker
+
+from ..envs import HiddenVelocities
+from ..sampling.fakes import CountEnv
+
+SMALL = {
+    "fcnet_hiddens": [8],
+    "use_lstm": True,
+    "lstm_cell_size": 6,
+    "max_seq_len": 5,
+    "burn_in": 3,
+}
+
+
+def test_values_are_scaled_and_back():
+    x = np.concatenate([-np.logspace(-3, 5, 30), [0.0], np.logspace(-3, 5, 30)])
+    for eps in (1e-3, 1e-2):
+        np.testing.assert_allclose(unscaled(scaled(x, eps), eps), x, rtol=1e-6, atol=1e-9)
+    assert scaled(np.array([3.0, -3.0]), 0.01).tolist() == pytest.approx([1.03, -1.03])
+
+
+def sampled(policy_config, rows=34, length=11):
+    """A worker over CountEnv (episodes of `length`), a fragment of it, and its policy."""
+    worker = RolloutWorker(
+        lambda context: CountEnv(length),
+        R2D2TorchPolicy,
+        R2D2Config(seed=0, rollout_fragment_length=rows, learning_starts=1, **policy_config),
+    )
+    batch = worker.sample()
+    policy = worker.policy_map["default_policy"]
+    with torch.no_grad():  # two networks that differ, with outputs that matter
+        draws = torch.Generator().manual_seed(1)
+        for vector in (policy.flat.vector, policy._target.vector):
+            vector.add_(0.2 * torch.randn(vector.shape, generator=draws))
+    return worker, policy, batch
+
+
+def one_by_one(model, policy, rows, state):
+    """Values [rows, n] of a model that is shown one row after another."""
+    made = []
+    for row in rows:
+        inputs = {"obs": torch.as_tensor(row["obs"])[None]}
+        for name in ("prev_actions", "prev_rewards"):
+            if name in row:
+                inputs[name] = torch.as_tensor(row[name])[None]
+        with torch.no_grad():
+            outputs, state = model(inputs, state, None)
+            made.append(policy._values(outputs, model)[0].double().numpy())
+    return made
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"n_step": 1, "double_q": False},
+        {"use_h_function": False, "dueling": False},
+        {"zero_init_states": True},
+        {"model": {**SMALL, "burn_in": 0}},
+        {"model": {**SMALL, "lstm_use_prev_action": True, "lstm_use_prev_reward": True}},
+        {"model": {**SMALL, "lstm_cell_type": "gru"}},
+    ],
+    ids=["usual", "one step", "plain values", "zeros", "no burn-in", "previous", "gru"],
+)
+def test_the_loss_is_that_of_a_plain_unroll(more):
+    settings = {"model": SMALL, "gamma": 0.9, "n_step": 3, **more}
+    worker, policy, batch = sampled(settings)
+    buffer = policy.config.replay_buffer()
+    buffer.add(batch)
+    drawn = buffer.buffers["default_policy"].sample(6)
+    loss = float(policy.loss(policy.tensors(drawn)).detach())
+
+    config = policy.config
+    total, errors, count = 0.0, [], 0
+    begins = np.cumsum(drawn["seq_lens"]) - drawn["seq_lens"]
+    for number, (begin, length) in enumerate(zip(begins, drawn["seq_lens"], strict=True)):
+        rows = [
+            {name: drawn[name][i] for name in drawn if name != "seq_lens" and name[:5] != "state"}
+            for i in range(begin, begin + length)
+        ]
+        last = dict(rows[-1], obs=rows[-1]["new_obs"])
+        last |= {"prev_actions": rows[-1]["actions"], "prev_rewards": rows[-1]["rewards"]}
+        if "prev_actions" not in rows[0]:
+            del last["prev_actions"], last["prev_rewards"]
+        count_states = len(policy.get_initial_state())
+        state = [torch.as_tensor(drawn[f"state_in_{i}"][number])[None] for i in range(count_states)]
+        if config.zero_init_states:
+            state = [torch.zeros_like(part) for part in state]
+        online = one_by_one(policy.model, policy, [*rows, last], state)
+        target = one_by_one(policy.target_model, policy, [*rows, last], state)
+        for i, row in enumerate(rows):
+            if not row.get("loss_mask", True):
+                continue
+            goal, k = 0.0, 0
+            while k < config.n_step and i + k < length:
+                goal += 0.9**k * float(rows[i + k]["rewards"])
+                k += 1
+            if not (i + k == length and rows[-1]["terminateds"]):
+                chooser = online if config.double_q else target
+                value = target[i + k][int(np.argmax(chooser[i + k]))]
+                if config.use_h_function:
+                    value = float(unscaled(np.float64(value), config.h_function_epsilon))
+                goal += 0.9**k * value
+            if config.use_h_function:
+                goal = float(scaled(np.float64(goal), config.h_function_epsilon))
+            error = online[i][int(row["actions"])] - goal
+            errors.append(error)
+            total += 0.5 * error**2 if abs(error) < 1 else abs(error) - 0.5
+            count += 1
+    weights = drawn["weights"]
+    assert len(set(weights.tolist())) == 1  # all new rows have one priority
+    assert loss == pytest.approx(total / count, rel=1e-4)
+    policy.learn_on_minibatches(drawn)
+    np.testing.assert_allclose(policy.row_stats["td_error"], errors, atol=1e-4)
+    worker.stop()
+
+
+def test_stored_states_are_those_of_the_whole_episode():
+    """Values in the middle of an episode, from the stored state on, are those of an unroll from its
+    beginning, as long as the weights are the same; from zeros they are not."""
+    worker, policy, batch = sampled({"model": {**SMALL, "burn_in": 0}}, rows=11)
+    batch = worker.sample()  # what was sampled before was with other weights
+    assert batch["t"].tolist() == list(range(11))
+    buffer = policy.config.new_buffer()
+    buffer.add(batch)
+    rows = [{"obs": batch["obs"][i]} for i in range(11)]
+    state = [torch.as_tensor(part)[None] for part in policy.get_initial_state()]
+    whole = one_by_one(policy.model, policy, rows, state)
+    for stored in (True, False):
+        policy.config = policy.config.updated(zero_init_states=not stored)
+        sequences = buffer.sample(20)
+        tensors = policy.tensors(sequences)
+        lens = sequences["seq_lens"].astype(np.int64)
+        with torch.no_grad():
+            outputs, _ = policy.model.from_batch(policy._unrolled(tensors, lens))
+            values = policy._values(outputs, policy.model).numpy()
+        same, place = [], 0
+        for begin, length in zip(np.cumsum(lens) - lens, lens, strict=True):
+            first = int(sequences["obs"][begin][1] - batch["obs"][0][1])
+            expected = np.array(whole[first : first + length])
+            same.append(
+                first == 0 or np.allclose(values[place : place + length], expected, atol=1e-5)
+            )
+            place += length + 1
+        assert all(same) is stored
+    worker.stop()
+
+
+def test_priorities_of_sequences_come_from_their_rows():
+    _, policy, batch = sampled({"model": SMALL})
+    buffer = policy.config.replay_buffer()
+    buffer.add(batch)
+    drawn = buffer.buffers["default_policy"].sample(4)
+    policy.learn_on_minibatches(drawn)
+    told = policy.row_stats
+    assert len(told["td_error"]) == len(told["batch_indexes"]) == int(drawn["loss_mask"].sum())
+    buffer.buffers["default_policy"].update_priorities(told["batch_indexes"], abs(told["td_error"]))
+    number = told["batch_indexes"][0]
+    errors = abs(told["td_error"][told["batch_indexes"] == number])
+    own = buffer.buffers["default_policy"]
+    # the same sequence may have been drawn twice, with the same errors
+    expected = (0.9 * errors.max() + 0.1 * errors.mean() + own.eps) ** own.alpha
+    assert own._tree.leaves[number % own.capacity] == pytest.approx(expected, rel=1e-4)
+
+
+def test_what_is_not_for_it_is_refused():
+    box = spaces.Box(-1, 1, (3,), np.float32)
+    with pytest.raises(ConfigError, match="remembers"):
+        R2D2TorchPolicy(box, spaces.Discrete(2), {"model": {"use_lstm": False, "burn_in": 0}})
+    with pytest.raises(ConfigError, match="for Discrete actions"):
+        R2D2TorchPolicy(box, box, {})
+    for wrong in ({"num_atoms": 51}, {"noisy": True}, {"h_function_epsilon": 0}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            R2D2Config(**wrong)
+    for more in ({"num_framestacks": 2}, {"use_attention": True, "use_lstm": False}):
+        with pytest.raises(ConfigError):
+            R2D2TorchPolicy(box, spaces.Discrete(2), {"model": {**SMALL, **more}})
+    policy = R2D2TorchPolicy(box, spaces.Discrete(2), {"model": {**SMALL, "burn_in": 0}})
+    rows = SampleBatch(
+        obs=np.zeros((4, 3), np.float32),
+        new_obs=np.zeros((4, 3), np.float32),
+        actions=np.zeros(4, np.int64),
+        rewards=np.zeros(4, np.float32),
+        terminateds=np.zeros(4, bool),
+    )
+    with pytest.raises(ConfigError, match="sequences"):
+        policy.learn_on_batch(rows)
+
+
+def test_a_run_goes_on_from_a_checkpoint(tmp_path):
+    config = load_plan("r2d2").config.updated(
+        env=HiddenVelocities,
+        seed=3,
+        learning_starts=300,
+        num_envs_per_worker=2,
+        min_sample_timesteps_per_iteration=240,
+    )
+    with config.build(plan="r2d2") as algorithm:
+        algorithm.train()
+        algorithm.train()
+        path = algorithm.save(tmp_path / "there")
+        expected = algorithm.train()
+    with config.build(plan="r2d2") as again:
+        again.restore(path)
+        told = again.train()
+    for name in ("timesteps_total", "num_env_steps_trained", "episode_reward_mean"):
+        assert told[name] == expected[name]
+    one, two = (r["info"]["learner"]["default_policy"]["learner_stats"] for r in (expected, told))
+    assert one == two
