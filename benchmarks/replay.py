@@ -22,6 +22,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -87,11 +88,13 @@ class BareRing:
 class Flowrl:
     """ReplayBuffer, or the prioritized one."""
 
+    directory: str | None = None
+
     def __init__(self, kind: str, prioritized: bool = False):
         from flowrl.data import PrioritizedReplayBuffer, ReplayBuffer
 
         made = PrioritizedReplayBuffer if prioritized else ReplayBuffer
-        self.buffer: Any = made(SIZES[kind][2], seed=0)
+        self.buffer: Any = made(SIZES[kind][2], seed=0, directory=self.directory)
         self.errors = np.random.default_rng(0).random(DRAW)
 
     @staticmethod
@@ -117,6 +120,12 @@ class Flowrl:
     def pair(self) -> None:
         drawn = self.buffer.sample(DRAW)
         self.buffer.update_priorities(drawn["batch_indexes"], self.errors)
+
+
+class FlowrlInFiles(Flowrl):
+    """The same, with its rows in files."""
+
+    directory = tempfile.gettempdir()
 
 
 class Cpprb:
@@ -235,6 +244,7 @@ class Sb3:
 RUNS: dict[str, Any] = {
     "bare ring": BareRing,
     "flowrl": Flowrl,
+    "flowrl in files": FlowrlInFiles,
     "cpprb": Cpprb,
     "Tianshou": Tianshou,
     "SB3": Sb3,
@@ -317,7 +327,7 @@ def main() -> None:
     if options.serve:
         serve(options.serve)
         return
-    pythons = dict.fromkeys(("bare ring", "flowrl"), sys.executable)
+    pythons = dict.fromkeys(("bare ring", "flowrl", "flowrl in files"), sys.executable)
     if not options.no_peers:
         sys.path.insert(0, str(Path(__file__).parent))
         from peer_env import peer_python

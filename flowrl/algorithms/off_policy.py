@@ -29,6 +29,9 @@ class OffPolicyConfig(AlgorithmConfig):
     rollout_fragment_length: Count | Literal["auto"] = 4
     replay_buffer_capacity: Count = 50_000
     """Rows that the replay buffer holds, of each policy."""
+    replay_buffer_dir: str | None = None
+    """Folder for files with these rows, of buffers that are larger than memory (a local disk, on
+    the machine that has the buffer); None: in memory."""
     replay_mode: Literal["independent", "lockstep"] = "independent"
     """Draw each policy's rows for themselves, or env steps with the rows of all policies."""
     num_replay_shards: Count = 2
@@ -98,6 +101,7 @@ class OffPolicyConfig(AlgorithmConfig):
             "n_step": self.n_step,
             "gamma": self.gamma,
             "seed": derive_seed(self.seed, "replay", policy_id, shard),
+            "directory": self.replay_buffer_dir,
         }
 
     def replay_buffer(

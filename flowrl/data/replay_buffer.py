@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -51,8 +52,12 @@ class ReplayBuffer:
         max_seq_len: rows to learn from in a sequence, at most: the model's.
         burn_in: rows before those, fewer where a fragment's part of a trajectory begins: the
             model's.
+        directory: keep the rows in files of this folder, for buffers that are larger than memory:
+            what was used last is in memory as far as there is room. The files have no names and are
+            gone with the process. None: in memory.
 
     Raises:
+        OSError: nothing can be written in `directory`.
         ValueError: a capacity, n_step or max_seq_len below 1, a gamma outside [0, 1], another
             storage_unit, a burn_in of what is not in sequences.
     """
@@ -67,6 +72,7 @@ class ReplayBuffer:
         storage_unit: str = "timesteps",
         max_seq_len: int = 20,
         burn_in: int = 0,
+        directory: Path | str | None = None,
     ):
         whole = (("capacity", capacity), ("n_step", n_step), ("max_seq_len", max_seq_len))
         for name, value in whole:
@@ -81,7 +87,7 @@ class ReplayBuffer:
         self.capacity, self.n_step, self.gamma = int(capacity), int(n_step), float(gamma)
         self.rng = random_stream(seed, "replay")
         self.num_sampled = 0
-        self._ring = Ring(self.capacity)
+        self._ring = Ring(self.capacity, directory)
         self._units: Units | None = None
         if storage_unit != "timesteps":
             self._units = Units(storage_unit, self.capacity, int(max_seq_len), int(burn_in))
@@ -295,7 +301,8 @@ class PrioritizedReplayBuffer(ReplayBuffer):
     section 2.3).
 
     Args:
-        capacity, n_step, gamma, seed, storage_unit, max_seq_len, burn_in: see ReplayBuffer.
+        capacity, n_step, gamma, seed, storage_unit, max_seq_len, burn_in, directory: see
+            ReplayBuffer.
         alpha: 0 draws uniformly.
         beta: how far the weights make up for the priorities, 1 wholly: a number, or points
             [(rows stored, value), …] in rising order, linear in between.

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import optree
 
+from flowrl.data.mapped import MappedArrays
 from flowrl.data.sample_batch import SampleBatch
 from flowrl.data.windows import NextRows
 
@@ -31,10 +33,12 @@ class Ring:
 
     Args:
         capacity: rows.
+        directory: keep the columns in files there; None: in memory.
     """
 
-    def __init__(self, capacity: int):
+    def __init__(self, capacity: int, directory: Path | str | None = None):
         self.capacity = capacity
+        self._mapped = None if directory is None else MappedArrays(directory)
         self.stored = 0  # rows ever; number % capacity is a row's slot
         self.columns: dict[str, list[np.ndarray]] = {}  # name -> leaves
         self.row_bytes = 0
@@ -44,6 +48,7 @@ class Ring:
         self._following = np.empty(capacity, np.int64)
         self._spare = np.arange(2 * capacity - 1, capacity - 1, -1)
         self._num_spare = capacity
+        self._most_spare = 0  # places that were ever taken
         self._open: dict[Key, tuple[int, int]] = {}  # trajectory -> last step, its row
         self._outputs: dict[tuple[str, int], list[np.ndarray]] = {}
 
@@ -160,6 +165,8 @@ class Ring:
         """Put rows into these slots [rows]; each has what it led to beside it, none is linked."""
         if not self.columns:
             self._allocate(batch)
+        for at in slots if self._mapped is not None else ():
+            self._reserve(int(at), 1, int(at) + 1)
         for name, leaves in self.columns.items():
             given: Any = optree.tree_leaves(batch[name])
             for leaf, column in zip(leaves, given, strict=True):
@@ -179,6 +186,8 @@ class Ring:
             self._allocate(batches[0])
         batches, ends, last = linked(batches, counts)
         first, start = self.stored, self.stored % self.capacity
+        if self._mapped is not None:
+            self._reserve(start, count, self.capacity - self._num_spare + len(ends))
         for name, leaves in self.columns.items():
             parts: Any = [list(map(dict.__getitem__, batches, itertools.repeat(name)))]
             if self._nests[name] is not None:
@@ -204,8 +213,25 @@ class Ring:
             self._nests[name] = _nest_of(column)
             rows = 2 * self.capacity if name == OBS else self.capacity
             leaves: Any = optree.tree_leaves(column)
-            self.columns[name] = [np.empty((rows, *leaf.shape[1:]), leaf.dtype) for leaf in leaves]
+            self.columns[name] = [self._memory(rows, leaf) for leaf in leaves]
         self._describe()
+
+    def _memory(self, rows: int, like: np.ndarray) -> np.ndarray:
+        """Room for so many rows like those of an array."""
+        empty = np.empty if self._mapped is None else self._mapped.empty
+        return empty((rows, *like.shape[1:]), like.dtype)
+
+    def _reserve(self, start: int, count: int, spare: int) -> None:
+        """Take room on the disk for rows at these slots, and for so many spare places."""
+        assert self._mapped is not None
+        more = range(self._most_spare, spare)
+        for name, leaves in self.columns.items():
+            for leaf in leaves:
+                if self.stored < self.capacity:
+                    self._mapped.reserve(leaf, start, count)
+                if name == OBS:
+                    self._mapped.reserve(leaf, self.capacity + more.start, len(more))
+        self._most_spare = max(self._most_spare, spare)
 
     def _describe(self) -> None:
         """Note what `check` and others want to know of the columns."""
@@ -358,13 +384,17 @@ class Ring:
     # -- state -------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """All that is there, each observation once."""
+        """All that is there, each observation once; of columns in files views, to be written before
+        more rows are stored."""
         rows, following = self.rows, self._following[: self.rows]
         places = following[following >= self.capacity]
         return {
             "capacity": self.capacity,
             "stored": self.stored,
-            "columns": {n: [leaf[:rows].copy() for leaf in c] for n, c in self.columns.items()},
+            "columns": {
+                name: [leaf[:rows] if self._mapped else leaf[:rows].copy() for leaf in leaves]
+                for name, leaves in self.columns.items()
+            },
             "nests": {name: _skeleton(nest) for name, nest in self._nests.items()},
             "following": following.copy(),
             "ends": [leaf[places] for leaf in self.columns.get(OBS, [])],
@@ -382,19 +412,22 @@ class Ring:
                 f"a state of a buffer of capacity {state['capacity']} for one of {self.capacity}: "
                 "give the buffer the capacity that it had"
             )
-        made = Ring(self.capacity)
-        made.stored = int(state["stored"])
-        rows, following = made.rows, np.asarray(state["following"], np.int64)
+        made = Ring(self.capacity, self._mapped.directory if self._mapped else None)
+        stored, following = int(state["stored"]), np.asarray(state["following"], np.int64)
+        rows, places = len(following), following[following >= self.capacity]
         for name, leaves in state["columns"].items():
             size = 2 * self.capacity if name == OBS else self.capacity
-            made.columns[name] = [np.empty((size, *leaf.shape[1:]), leaf.dtype) for leaf in leaves]
+            made.columns[name] = [made._memory(size, leaf) for leaf in leaves]
+        if made._mapped is not None:
+            made._reserve(0, rows, int(places.max(initial=self.capacity - 1)) + 1 - self.capacity)
+        made.stored = stored
+        for name, leaves in state["columns"].items():
             for own, leaf in zip(made.columns[name], leaves, strict=True):
                 own[:rows] = leaf
         made._nests = {name: _structure(nest) for name, nest in state["nests"].items()}
         if made.columns:
             made._describe()
         made._following[:rows] = following
-        places = following[following >= self.capacity]
         for leaf, observations in zip(made.columns.get(OBS, []), state["ends"], strict=True):
             leaf[places] = observations
         free = np.setdiff1d(np.arange(self.capacity, 2 * self.capacity), places)
