@@ -7,5 +7,5 @@ config = BCConfig(env="CartPole-v1", input_="experience", lr=1e-3)
 
 
 def execution_plan(workers, config):
-    train = config.recorded(workers).for_each(TrainOneStep(workers))
+    train = config.batches(workers).for_each(TrainOneStep(workers))
     return StandardMetricsReporting(train, workers, config)

@@ -9,6 +9,7 @@ import torch
 from gymnasium import spaces
 from pydantic import Field
 
+from flowrl.algorithms.config import AlgorithmConfig
 from flowrl.algorithms.off_policy import OffPolicyConfig
 from flowrl.policies.config import ConfigError, Count, Fraction, ModelConfig, Positive, Schedule
 from flowrl.policies.flat import FlatAdam
@@ -20,12 +21,10 @@ from flowrl.policies.torch_policy import TensorBatch
 from flowrl.seeding import random_stream
 
 
-class ActorCriticConfig(OffPolicyConfig):
-    """Settings of the algorithms with an actor and critics that learn from replay."""
+class ActorCriticSettings(AlgorithmConfig):
+    """What the algorithms with an actor and critics share, wherever their experience is from."""
 
     train_batch_size: Count = 256
-    rollout_fragment_length: Count | Literal["auto"] = 1
-    replay_buffer_capacity: Count = 100_000
     lr: Schedule = 3e-4
     model: ModelConfig = ModelConfig(fcnet_hiddens=[256, 256], fcnet_activation="relu")
     q_model: ModelConfig | None = None
@@ -40,6 +39,14 @@ class ActorCriticConfig(OffPolicyConfig):
     """How far each update of the target networks goes towards the online ones."""
     target_network_update_freq: int = Field(default=0, ge=0)
     """Env steps sampled between updates of the target networks; 0 is after every train batch."""
+
+
+class ActorCriticConfig(ActorCriticSettings, OffPolicyConfig):
+    """Settings of those that learn from replay."""
+
+    rollout_fragment_length: Count | Literal["auto"] = 1
+    replay_buffer_capacity: Count = 100_000
+    min_sample_timesteps_per_iteration: int = Field(default=1000, ge=0)
 
 
 class ActorCriticPolicy(TargetNetwork):
@@ -58,6 +65,7 @@ class ActorCriticPolicy(TargetNetwork):
 
     def __init__(self, observation_space: Any, action_space: Any, config: Any):
         name = type(self).__name__.removesuffix("TorchPolicy")
+        config = self.settings_of(config)
         if isinstance(action_space, spaces.Box):
             bounded = np.isfinite(action_space.low).all() and np.isfinite(action_space.high).all()
             unit = (action_space.low == -1).all() and (action_space.high == 1).all()

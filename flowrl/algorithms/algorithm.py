@@ -102,8 +102,7 @@ class Algorithm:
 
     def setup(self, config: AlgorithmConfig) -> None:
         """Make the WorkerSet (it starts nothing yet) and find the plan."""
-        assert config.env is not None
-        self.workers = WorkerSet(config.env, self.policy_class, config)
+        self.workers = WorkerSet(config.env_or_spaces(), self.policy_class, config)
         self._module: Any = None  # of the plan, where it is a file
         self._said_left_out = False
         steps = type(self).training_step is not Algorithm.training_step

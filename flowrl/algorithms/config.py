@@ -31,7 +31,7 @@ from flowrl.policies.config import (
 )
 from flowrl.policies.policy_spec import PolicyMapping, multi_agent_settings, specs_of
 from flowrl.sampling.callbacks import DefaultCallbacks
-from flowrl.sampling.envs import env_creator_for
+from flowrl.sampling.envs import NO_ENVIRONMENT, env_creator_for
 from flowrl.sampling.sample_collector import SampleCollector
 from flowrl.seeding import derive_seed
 
@@ -207,6 +207,10 @@ class AlgorithmConfig(PolicyConfig):
     def environment(self, env: Env | None = None, **settings: Any) -> Self:
         """env, env_config, vectorization_mode."""
         return self._set("environment", {**({} if env is None else {"env": env}), **settings})
+
+    def env_or_spaces(self) -> Any:
+        """What workers make their environments of; None if it is not set."""
+        return self.env
 
     def rollouts(self, **settings: Any) -> Self:
         """num_workers, num_envs_per_worker, rollout_fragment_length, batch_mode, horizon,
@@ -395,9 +399,11 @@ class AlgorithmConfig(PolicyConfig):
             ConfigError
         """
         self.check_no_search()
-        if self.env is None:
+        if self.env_or_spaces() is None:
             raise ConfigError('env: no environment is set: .environment(env="CartPole-v1")')
-        env_creator_for(self.env)
+        env_creator_for(self.env_or_spaces())
+        if self.env is None and self.evaluation_interval and "env" not in self.evaluation_config:
+            raise ConfigError(f"evaluation_interval: {NO_ENVIRONMENT}")
         if self.evaluation_config:
             self._check_evaluation()
         if self.checkpoint_score_attribute is not None:
@@ -427,7 +433,7 @@ class AlgorithmConfig(PolicyConfig):
             )
         own.pop("explore", None)
         try:
-            env_creator_for(self.updated(**own).env)  # type: ignore[arg-type]
+            env_creator_for(self.updated(**own).env_or_spaces())
         except ConfigError as error:
             raise ConfigError(f"evaluation_config: {error}") from None
         if not isinstance(self.evaluation_config.get("explore", False), bool):

@@ -153,6 +153,14 @@ class DQNTorchPolicy(TargetNetwork):
             outputs, _, states = self.model.compute_outputs(input_dict)
         return outputs if self.atoms is None else self.atoms.values(outputs), states
 
+    def compute_log_likelihoods(
+        self, actions: Any, obs_batch: Any = None, input_dict: dict[str, Any] | None = None
+    ) -> np.ndarray:
+        """Of the greedy policy: 0 [B] for the best action, minus infinity for any other."""
+        best, _, _ = self._act({"obs": obs_batch} if input_dict is None else input_dict, False)
+        self._check_actions(actions, len(best))
+        return np.where(actions == best, 0.0, -np.inf).astype(np.float32)
+
     # -- learning ----------------------------------------------------------------------------------
 
     def loss(self, batch: TensorBatch) -> torch.Tensor:

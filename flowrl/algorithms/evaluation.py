@@ -12,7 +12,7 @@ from flowrl.algorithms.video import Recording, check_renders
 from flowrl.policies.config import ConfigError
 from flowrl.policies.policy import Policy
 from flowrl.policies.policy_spec import PolicySpec
-from flowrl.sampling.envs import EnvContext
+from flowrl.sampling.envs import NO_ENVIRONMENT, EnvContext
 from flowrl.sampling.episode import EpisodeMetrics
 from flowrl.sampling.rollout_worker import RolloutWorker
 from flowrl.sampling.worker_set import WorkerSet
@@ -24,6 +24,16 @@ if TYPE_CHECKING:
 log = logging.getLogger("flowrl")
 
 ENDLESS_STEPS = 200_000  # of an evaluation in which no episode ends
+
+
+def check_env(config: AlgorithmConfig) -> None:
+    """Refuse to evaluate where there are only the spaces of recorded experience.
+
+    Raises:
+        ConfigError
+    """
+    if config.env is None:
+        raise ConfigError(NO_ENVIRONMENT)
 
 
 def evaluate_policies(
@@ -43,7 +53,7 @@ def evaluate_policies(
         part: of several evaluations beside each other, each with episodes of its own.
         video: records the first environment's first episodes; closed at the end.
     """
-    assert config.env is not None
+    check_env(config)
     purpose = ("evaluation", part) if part else ("evaluation",)
     envs = min(num_envs, duration)
     settings = config.updated(
@@ -133,12 +143,12 @@ class EvaluationWorkers:
     """
 
     def __init__(self, config: AlgorithmConfig, policy_class: type[Policy] | None):
-        assert config.env is not None
+        check_env(config)
         self._config = config
         plain = config.updated(
             num_workers=config.evaluation_num_workers, num_envs_per_worker=1, sample_async=False
         )
-        self._workers = WorkerSet(config.env, policy_class, plain)
+        self._workers = WorkerSet(config.env_or_spaces(), policy_class, plain)
         self._running: list[Any] = []
         self._policies: list[str] = []
         self._iteration = 0
@@ -244,9 +254,9 @@ def check_evaluation_env(config: AlgorithmConfig, policies: dict[str, Policy]) -
         pid: PolicySpec(_player(policy, False), config=policy.config)
         for pid, policy in policies.items()
     }
-    assert settings.env is not None
+    check_env(settings)
     try:
-        worker = RolloutWorker(settings.env, players, settings)
+        worker = RolloutWorker(settings.env_or_spaces(), players, settings)
     except Exception as error:
         raise ConfigError(f"evaluation_config: its environment cannot be made: {error}") from error
     try:

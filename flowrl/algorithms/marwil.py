@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from pydantic import Field
 
 from flowrl.algorithms.algorithm import Algorithm
-from flowrl.algorithms.config import AlgorithmConfig
+from flowrl.algorithms.recorded import RecordedConfig
 from flowrl.data import SampleBatch
-from flowrl.ops import ReadParquet
-from flowrl.policies.config import ConfigError, Count, NotNegative, Positive
+from flowrl.ops import ReadMinari, ReadParquet
+from flowrl.policies.config import Count, NotNegative, Positive
 from flowrl.policies.returns import discounted_returns
 from flowrl.policies.torch_policy import TensorBatch, TorchPolicy
 from flowrl.sampling.worker_set import WorkerSet
@@ -20,14 +20,12 @@ from flowrl.sampling.worker_set import WorkerSet
 MOST = 5.0  # exponents are kept below: one row is not to be all of a batch
 
 
-class MARWILConfig(AlgorithmConfig):
+class MARWILConfig(RecordedConfig):
     """Settings of MARWIL."""
 
     algorithm: ClassVar[str] = "flowrl.algorithms.marwil:MARWIL"
 
     plan: str | None = "marwil"
-    input_: str | None = None
-    """Folder of recorded experience, as the setting `output` and WriteParquet leave it."""
     train_batch_size: Count = 512
     """Rows per train batch."""
     min_sample_timesteps_per_iteration: int = Field(default=10_000, ge=0)
@@ -40,31 +38,16 @@ class MARWILConfig(AlgorithmConfig):
     moving_average_sqd_adv_norm_update_rate: Positive = 1e-3
     """How far each train batch moves it."""
 
-    def offline_data(self, **settings: Any) -> Self:
-        """input_, output, output_rows_per_file."""
-        if "input_" in settings:
-            self.training(input_=settings.pop("input_"))
-        return super().offline_data(**settings)
-
-    def recorded(self, workers: WorkerSet) -> ReadParquet:
+    def batches(self, workers: WorkerSet) -> ReadParquet | ReadMinari:
         """The train batches of a plan.
 
         Raises:
             ConfigError: no `input_` is set.
         """
-        if self.input_ is None:
-            raise ConfigError('input_: the folder of recorded experience: input_="experience"')
         needs = ["obs", "actions"]
         if self.beta:
             needs += ["rewards", "terminateds", "truncateds", "unroll_id"]
-        return ReadParquet(
-            workers,
-            self.input_,
-            self.train_batch_size,
-            columns=needs,
-            prepare=self._prepared,
-            seed=self.seed,
-        )
+        return self.recorded(workers, needs, self._prepared)
 
     def _prepared(self, rows: SampleBatch) -> SampleBatch:
         """What is learned from: with the returns that followed, where they are asked for."""

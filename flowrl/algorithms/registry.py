@@ -16,6 +16,7 @@ _ALGORITHMS: dict[str, Any] = {
     "DDPPO": "flowrl.algorithms.ddppo:DDPPO",
     "DQN": "flowrl.algorithms.dqn:DQN",
     "R2D2": "flowrl.algorithms.r2d2:R2D2",
+    "CQL": "flowrl.algorithms.cql:CQL",
     "SAC": "flowrl.algorithms.sac:SAC",
     "SimpleQ": "flowrl.algorithms.simple_q:SimpleQ",
     "TD3": "flowrl.algorithms.td3:TD3",

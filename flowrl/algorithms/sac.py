@@ -10,20 +10,22 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
-from flowrl.algorithms.actor_critic import ActorCriticConfig, ActorCriticPolicy
+from flowrl.algorithms.actor_critic import (
+    ActorCriticConfig,
+    ActorCriticPolicy,
+    ActorCriticSettings,
+)
 from flowrl.algorithms.algorithm import Algorithm
+from flowrl.algorithms.config import AlgorithmConfig
 from flowrl.policies.config import ConfigError, ExplorationConfig, Positive
 from flowrl.policies.distributions import Categorical, SquashedGaussian
 from flowrl.policies.exploration import FORBIDDEN
 from flowrl.policies.torch_policy import TensorBatch
 
 
-class SACConfig(ActorCriticConfig):
-    """Settings of SAC."""
+class SACSettings(ActorCriticSettings):
+    """What SAC and CQL share."""
 
-    algorithm: ClassVar[str] = "flowrl.algorithms.sac:SAC"
-
-    plan: str | None = "sac"
     initial_alpha: Positive = 1.0
     """The temperature at first: what an entropy of 1 is worth, in rewards."""
     target_entropy: float | Literal["auto"] | None = "auto"
@@ -31,6 +33,14 @@ class SACConfig(ActorCriticConfig):
     dimensions, 0.98 of the largest for Discrete actions. None: the temperature stays."""
     entropy_lr: Positive | None = None
     """Learning rate of the temperature; None: `lr`, with its schedule."""
+
+
+class SACConfig(ActorCriticConfig, SACSettings):
+    """Settings of SAC."""
+
+    algorithm: ClassVar[str] = "flowrl.algorithms.sac:SAC"
+
+    plan: str | None = "sac"
     exploration_config: ExplorationConfig = ExplorationConfig(random_timesteps=1000)
 
 
@@ -41,8 +51,8 @@ class SACTorchPolicy(ActorCriticPolicy):
         target_entropy: in nats; None where the temperature stays.
     """
 
-    config_class = SACConfig
-    config: SACConfig
+    config_class: ClassVar[type[AlgorithmConfig]] = SACConfig
+    config: Any
 
     def check_discrete(self, action_space: Any) -> None:
         if not isinstance(action_space, spaces.Discrete):
@@ -67,7 +77,7 @@ class SACTorchPolicy(ActorCriticPolicy):
     @property
     def target_entropy(self) -> float | None:
         """In nats; None where the temperature stays."""
-        wanted = self.config.target_entropy
+        wanted: float | None = self.config.target_entropy
         if wanted != "auto":
             return wanted
         if self.is_discrete:

@@ -16,7 +16,7 @@ from flowrl.ops.gradients import (
     Gradients,
 )
 from flowrl.ops.learner import LearnerThread, MinibatchBuffer
-from flowrl.ops.offline import ReadParquet, WriteParquet
+from flowrl.ops.offline import ReadMinari, ReadParquet, WriteParquet
 from flowrl.ops.pace import (
     OncePerTimeInterval,
     OncePerTimestepsElapsed,
@@ -70,6 +70,7 @@ __all__ = [
     "OncePerTimeInterval",
     "OncePerTimestepsElapsed",
     "ParallelRollouts",
+    "ReadMinari",
     "ReadParquet",
     "Replay",
     "ReplayActors",

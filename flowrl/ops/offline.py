@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flowrl.data import DEFAULT_POLICY_ID, MultiAgentBatch, SampleBatch
+from flowrl.data.minari import MinariDataset
 from flowrl.data.parquet import OfflineDataError, ParquetWriter, parquet_files, read_parquet
 from flowrl.iter import LocalIterator, Stage, _get_shared_metrics
 from flowrl.iter.errors import blame, operator_error
@@ -98,36 +99,135 @@ class ReadParquet(LocalIterator[SampleBatch]):
         prepare: Callable[[SampleBatch], SampleBatch] | None = None,
         seed: int | None = None,
     ):
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-            raise ValueError(f"batch_size is a whole number from 1, got {batch_size!r}")
-        stage = ReadParquetStage(workers, folder, batch_size, columns, policy_id, prepare, seed)
+        shelf = ParquetShelf(folder, policy_id)
+        stage = ReadStage("ReadParquet", shelf, workers, batch_size, columns, prepare, seed)
         super().__init__(stage, f"ReadParquet({str(folder)!r})")
         self.stage.title = self.name
 
 
-class ReadParquetStage(Stage):
-    """The stage of ReadParquet."""
+class ReadMinari(LocalIterator[SampleBatch]):
+    """Batches of rows of a Minari data set (extra minari), as ReadParquet gives those of files:
+    some 50,000 rows are in memory at a time.
 
-    kind = "ReadParquet"
+    Actions are turned into what the policy would have given: those within bounds into [-1, 1]
+    (`normalize_actions`), numbers counted from 0.
+
+    Args:
+        dataset_id: such as "mujoco/halfcheetah/expert-v0"; downloaded if it is not there.
+        workers, batch_size, columns, policy_id, prepare, seed: see ReadParquet.
+
+    Raises (when pulled):
+        OfflineDataError: the extra is missing; there is no such data set; it lacks a column, or is
+            of other spaces.
+    """
 
     def __init__(
         self,
         workers: WorkerSet,
-        folder: Path | str,
+        dataset_id: str,
+        batch_size: int,
+        *,
+        columns: Collection[str] = ("obs", "actions"),
+        policy_id: str = DEFAULT_POLICY_ID,
+        prepare: Callable[[SampleBatch], SampleBatch] | None = None,
+        seed: int | None = None,
+    ):
+        shelf = MinariShelf(dataset_id, policy_id)
+        stage = ReadStage("ReadMinari", shelf, workers, batch_size, columns, prepare, seed)
+        super().__init__(stage, f"ReadMinari({dataset_id!r})")
+        self.stage.title = self.name
+
+
+class ParquetShelf:
+    """Where the rows of Parquet files are found."""
+
+    def __init__(self, folder: Path | str, policy_id: str):
+        self.folder, self.policy_id = folder, policy_id
+
+    def parts(self) -> list[Any]:
+        """What is read at once, in an order that stays."""
+        return list(parquet_files(self.folder))
+
+    def read(self, part: Any) -> SampleBatch:
+        """The rows of a part; none if they are another policy's."""
+        policy_id, rows = read_parquet(part)
+        return rows if policy_id == self.policy_id else SampleBatch()
+
+    def fitted(self, rows: SampleBatch, policy: Any) -> SampleBatch:
+        """The rows as the policy would have recorded them."""
+        return rows
+
+    def told(self, part: Any) -> str:
+        """Its name in messages."""
+        return str(part)
+
+    def __str__(self) -> str:
+        return str(self.folder)
+
+
+class MinariShelf:
+    """Where the rows of a Minari data set are found."""
+
+    def __init__(self, dataset_id: str, policy_id: str):
+        self.dataset_id, self.policy_id = dataset_id, policy_id
+        self._dataset: MinariDataset | None = None
+
+    @property
+    def dataset(self) -> MinariDataset:
+        """The data set, once it is asked for."""
+        if self._dataset is None:
+            self._dataset = MinariDataset(self.dataset_id)
+        return self._dataset
+
+    def parts(self) -> list[Any]:
+        """See ParquetShelf."""
+        return self.dataset.parts()
+
+    def read(self, part: Any) -> SampleBatch:
+        """See ParquetShelf."""
+        return self.dataset.read(part)
+
+    def fitted(self, rows: SampleBatch, policy: Any) -> SampleBatch:
+        """See ParquetShelf: with actions as the policy gives them."""
+        own = self.dataset.action_space
+        if own != policy.action_space:
+            raise OfflineDataError(
+                f"{self}: its actions are of {own}, the policy's of {policy.action_space}"
+            )
+        return rows.with_columns(actions=policy.actions_from_env(rows["actions"]))
+
+    def told(self, part: Any) -> str:
+        """See ParquetShelf."""
+        return f"{self}, episodes {part[0]} to {part[-1]}"
+
+    def __str__(self) -> str:
+        return f"minari:{self.dataset_id}"
+
+
+class ReadStage(Stage):
+    """The stage of ReadParquet and ReadMinari."""
+
+    def __init__(
+        self,
+        kind: str,
+        shelf: ParquetShelf | MinariShelf,
+        workers: WorkerSet,
         batch_size: int,
         columns: Collection[str],
-        policy_id: str,
         prepare: Callable[[SampleBatch], SampleBatch] | None,
         seed: int | None,
     ):
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+            raise ValueError(f"batch_size is a whole number from 1, got {batch_size!r}")
         super().__init__()
-        self.workers, self.folder, self.batch_size = workers, folder, batch_size
-        self.columns, self.policy_id, self._prepare = columns, policy_id, prepare
+        self.kind = kind
+        self.shelf, self.workers, self.batch_size = shelf, workers, batch_size
+        self.columns, self._prepare = columns, prepare
         self.rng = random_stream(seed, "offline")
         self._pass_began: dict[str, Any] = stream_state(self.rng)  # of the random stream
-        self._files: list[Path] = []  # that this pass has still to read
-        self._read = 0  # files of this pass
-        self._rows = SampleBatch()  # of the file that is being read, in their order
+        self._parts: list[Any] = []  # that this pass has still to read
+        self._read = 0  # parts of this pass
+        self._rows = SampleBatch()  # of the part that is being read, in their order
         self._place = 0  # in those
 
     def pull(self, block: bool) -> Any:
@@ -140,7 +240,7 @@ class ReadParquetStage(Stage):
         counters = _get_shared_metrics().counters
         counters["num_env_steps_sampled"] += batch.count
         counters["num_agent_steps_sampled"] += batch.count
-        counters[f"num_agent_steps_sampled/{self.policy_id}"] += batch.count
+        counters[f"num_agent_steps_sampled/{self.shelf.policy_id}"] += batch.count
         self.workers.global_vars["timestep"] = counters["num_env_steps_sampled"]
         return batch
 
@@ -157,20 +257,20 @@ class ReadParquetStage(Stage):
         return joined
 
     def _open_next(self) -> None:
-        """The rows of the next file, in random order; of the first of another pass after the
+        """The rows of the next part, in random order; of the first of another pass after the
         last."""
         empty = 0
         while True:
-            if not self._files:
+            if not self._parts:
                 if self._read and empty == self._read:
                     raise OfflineDataError(
-                        f"{self.folder}: there are no rows of policy {self.policy_id!r}"
+                        f"{self.shelf}: there are no rows of policy {self.shelf.policy_id!r}"
                     )
                 if self._read:
                     _get_shared_metrics().counters["num_passes_over_data"] += 1
                 self._begin_pass()
                 empty = 0
-            rows = self._load(self._files.pop(0))
+            rows = self._load(self._parts.pop(0))
             self._read += 1
             order = self.rng.permutation(rows.count)
             self._rows, self._place = rows.take_rows(order), 0
@@ -180,23 +280,32 @@ class ReadParquetStage(Stage):
 
     def _begin_pass(self) -> None:
         self._pass_began, self._read = stream_state(self.rng), 0
-        files = list(parquet_files(self.folder))
-        self._files = [files[i] for i in self.rng.permutation(len(files))]
+        parts = self.shelf.parts()
+        self._parts = [parts[i] for i in self.rng.permutation(len(parts))]
 
-    def _load(self, path: Path) -> SampleBatch:
-        policy_id, rows = read_parquet(path)
-        if policy_id != self.policy_id:
+    def _load(self, part: Any) -> SampleBatch:
+        rows = self.shelf.read(part)
+        if not rows.count:
             return SampleBatch()
+        policies = self.workers.local_worker().policy_map
+        if self.shelf.policy_id not in policies:
+            raise OfflineDataError(
+                f"{self.shelf}: rows of policy {self.shelf.policy_id!r}, the plan has only "
+                f"{', '.join(policies)}"
+            )
+        policy = policies[self.shelf.policy_id]
+        rows = self.shelf.fitted(rows, policy)
         missing = sorted(set(self.columns) - set(rows))
         if missing:
             raise OfflineDataError(
-                f"{path}: there is no column {missing[0]!r}, only {', '.join(rows)}: it is needed "
-                f"to learn from"
+                f"{self.shelf.told(part)}: there is no column {missing[0]!r}, only "
+                f"{', '.join(rows)}: it is needed to learn from"
             )
-        policy = self.workers.local_worker().policy_map[self.policy_id]
         problem = policy.misfit(rows)
         if problem is not None:
-            raise OfflineDataError(f"{path}: it is of other spaces than the policy: {problem}")
+            raise OfflineDataError(
+                f"{self.shelf.told(part)}: it is of other spaces than the policy: {problem}"
+            )
         rows = rows.without_columns("infos") if "infos" in rows else rows
         return rows if self._prepare is None else self._prepare(rows)
 
@@ -212,12 +321,12 @@ class ReadParquetStage(Stage):
         super().load_state_dict(state)
         restore_stream(self.rng, state["pass_began"])
         read, place = state["read"], state["place"]
-        self._files, self._read, self._rows = [], 0, SampleBatch()
+        self._parts, self._read, self._rows = [], 0, SampleBatch()
         if not read:
             return
         self._begin_pass()
         while self._read < read:  # as it was read before
-            rows = self._load(self._files.pop(0))
+            rows = self._load(self._parts.pop(0))
             self._read += 1
             self._rows = rows.take_rows(self.rng.permutation(rows.count))
         self._place = place

@@ -189,6 +189,27 @@ class Policy:
             actions = np.clip(actions, space.low, space.high)
         return actions.astype(space.dtype, copy=False).reshape(-1, *space.shape)
 
+    def actions_from_env(self, actions: Any) -> Any:
+        """Actions [B, …] as the policy gives them, of those that an environment took: the other way
+        round than `actions_for_env`."""
+        return self._from_env(self.action_space, actions)
+
+    def _from_env(self, space: spaces.Space, actions: Any) -> Any:
+        if isinstance(space, (spaces.Discrete, spaces.MultiDiscrete)):
+            return actions - space.start
+        if isinstance(space, spaces.Dict):
+            return {key: self._from_env(space[key], actions[key]) for key in sorted(space)}
+        if isinstance(space, spaces.Tuple):
+            return tuple(self._from_env(s, a) for s, a in zip(space, actions, strict=True))
+        if not isinstance(space, spaces.Box):
+            return actions
+        bounded = np.isfinite(space.low).all() and np.isfinite(space.high).all()
+        if bounded and self.config.normalize_actions:
+            low, high = 0.5 * space.low, 0.5 * space.high
+            width = np.where(high > low, high - low, 1.0)
+            actions = (actions - (high + low)) / width
+        return actions.astype(np.float32, copy=False)
+
     # -- learning ------------------------------------------------------------------------------
 
     def postprocess_fragment(self, fragment: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -14,7 +14,35 @@ from flowrl.policies.config import ConfigError, nearest
 
 EnvCreator = Callable[["EnvContext"], Any]
 
+NO_ENVIRONMENT = (
+    "env: there are only the spaces of recorded experience, and no environment to sample or to "
+    'evaluate in: set env, or evaluation_config={"env": …}'
+)
+
 _CREATORS: dict[str, EnvCreator] = {}
+
+
+class NoEnvironment(gym.Env):
+    """The spaces of recorded experience; nothing can be sampled in it.
+
+    Args:
+        observation_space, action_space: of an agent.
+    """
+
+    def __init__(self, observation_space: Any, action_space: Any, context: Any = None):
+        self.observation_space, self.action_space = observation_space, action_space
+
+    def reset(self, **_: Any) -> Any:
+        """Refuse.
+
+        Raises:
+            ConfigError
+        """
+        raise ConfigError(NO_ENVIRONMENT)
+
+    def step(self, action: Any) -> Any:
+        """Refuse, as `reset` does."""
+        raise ConfigError(NO_ENVIRONMENT)
 
 
 class EnvContext(dict[str, Any]):

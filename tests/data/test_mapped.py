@@ -136,9 +136,8 @@ def test_a_full_disk_is_told(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OSError, match="no room for .* MB more of a replay buffer") as told:
+    with pytest.raises(OSError, match="no room for") as told:
         buffer.add(fragment(np.random.default_rng(0), 0, 50))
-        buffer.sample(1)
     assert told.value.errno == errno.ENOSPC
     assert str(tmp_path) in str(told.value)
 

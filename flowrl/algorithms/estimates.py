@@ -1,0 +1,175 @@
+"""What a policy would have gained, from what another one did: importance sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flowrl.data import DEFAULT_POLICY_ID, SampleBatch
+from flowrl.data.parquet import OfflineDataError, parquet_files, read_parquet
+from flowrl.policies.config import ConfigError
+from flowrl.policies.distributions import Deterministic
+from flowrl.policies.policy import Policy
+
+NEEDED = ("obs", "actions", "action_logp", "rewards", "terminateds", "truncateds", "eps_id", "t")
+METHODS = ("is", "wis")
+
+
+class Logged:
+    """Steps of whole episodes, and how much likelier the policy takes each one's action.
+
+    Args:
+        policy: to be judged.
+        batches: rows with the columns `NEEDED`, in any order; those of a trajectory may be in
+            several batches.
+
+    Attributes:
+        rewards, ratios: float64 [episodes, longest], zeros after an episode's end.
+        lengths: of the episodes, int [episodes].
+        num_left_out: episodes of which a part is missing.
+
+    Raises:
+        ConfigError: a policy that remembers, or sees more than the observation, or whose actions
+            have no likelihood.
+        OfflineDataError: a column is missing; rows of other spaces; no whole episode.
+    """
+
+    def __init__(self, policy: Policy, batches: Iterable[SampleBatch]):
+        views = set(policy.view_requirements) - {"obs"}
+        if policy.is_recurrent or views or policy.view_requirements["obs"].is_window:
+            raise ConfigError(
+                "estimates are of policies that see single observations, not "
+                f"{sorted(views) or 'several at once'}"
+            )
+        own = type(policy).compute_log_likelihoods is not Policy.compute_log_likelihoods
+        if not own or issubclass(getattr(policy, "dist_class", object), Deterministic):
+            raise ConfigError(
+                f"a {type(policy).__name__} says no likelihood of its actions: they cannot be "
+                "weighed against those of another policy"
+            )
+        parts: list[dict[str, np.ndarray]] = []
+        for batch in batches:
+            missing = sorted(set(NEEDED) - set(batch))
+            if missing:
+                raise OfflineDataError(
+                    f"there is no column {missing[0]!r}, only {', '.join(batch)}: estimates need "
+                    f"{', '.join(NEEDED)}"
+                )
+            problem = policy.misfit(batch)
+            if problem is not None:
+                raise OfflineDataError(f"rows of other spaces than the policy's: {problem}")
+            logp = policy.compute_log_likelihoods(batch["actions"], batch["obs"])
+            agents = batch["agent_index"] if "agent_index" in batch else np.zeros(batch.count, int)
+            parts.append(
+                {
+                    "log_ratio": np.asarray(logp, np.float64) - batch["action_logp"],
+                    "reward": np.asarray(batch["rewards"], np.float64),
+                    "ends": batch["terminateds"] | batch["truncateds"],
+                    "eps_id": np.asarray(batch["eps_id"]),
+                    "agent": np.asarray(agents),
+                    "t": np.asarray(batch["t"]),
+                }
+            )
+        if not parts:
+            raise OfflineDataError("there are no rows to estimate from")
+        rows = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        order = np.lexsort((rows["t"], rows["agent"], rows["eps_id"]))
+        rows = {name: column[order] for name, column in rows.items()}
+        new = np.ones(len(order), bool)
+        new[1:] = (np.diff(rows["eps_id"]) != 0) | (np.diff(rows["agent"]) != 0)
+        begins = np.flatnonzero(new)
+        lengths = np.diff([*begins, len(order)])
+        numbers = np.repeat(np.arange(len(begins)), lengths)
+        place = np.arange(len(order)) - begins[numbers]
+        gapless = np.logical_and.reduceat(rows["t"] == place, begins)
+        whole = gapless & rows["ends"][begins + lengths - 1]
+        if not whole.any():
+            raise OfflineDataError("there is no whole episode to estimate from")
+        self.num_left_out = int((~whole).sum())
+        self.lengths = lengths[whole]
+        kept = whole[numbers]
+        at = (np.cumsum(whole) - 1)[numbers[kept]], place[kept]
+        self.rewards = np.zeros((len(self.lengths), int(self.lengths.max())))
+        self.ratios = np.zeros_like(self.rewards)
+        self.rewards[at] = rows["reward"][kept]
+        self.ratios[at] = np.exp(rows["log_ratio"][kept])
+
+
+def estimate(
+    policy: Policy,
+    experience: Path | str | Iterable[SampleBatch],
+    *,
+    gamma: float | None = None,
+    methods: Iterable[str] = METHODS,
+    policy_id: str = DEFAULT_POLICY_ID,
+) -> dict[str, dict[str, float]]:
+    """The discounted return that a policy would have had in recorded episodes.
+
+    Per-decision importance sampling (Precup et al. 2000, section 3): each reward counts by how much
+    likelier the policy was to have done all that led to it. "is" is the mean over the episodes,
+    which is right on average; "wis" divides by the mean weight of the episodes that last as long,
+    which varies less and is right in the limit. Weights of long episodes vary so much that neither
+    says anything if the policy is far from the one that was recorded: see `ess`.
+
+    Args:
+        policy: to be judged. It must know the likelihood of its actions.
+        experience: a folder of Parquet files, or batches of rows, with `action_logp` of those that
+            acted. Episodes of which a part is missing are left out.
+        gamma: discount; None: the policy's.
+        methods: some of "is", "wis".
+        policy_id: whose files in the folder.
+
+    Returns:
+        by method: `v_behavior`, the mean discounted return that there was, and `v_behavior_std`
+        over the episodes; `v_target`, the estimate, and `v_target_std`; `v_gain`, the latter by the
+        former (nan if that is 0); `v_delta`, their difference; `ess`, how many episodes of the
+        recorded policy would say as much (Kong 1992), by the weights of whole ones; `num_episodes`
+        and `num_episodes_left_out`.
+
+    Raises:
+        ConfigError, OfflineDataError: see Logged; another method.
+    """
+    methods = list(methods)
+    unknown = [name for name in methods if name not in METHODS]
+    if unknown or not methods:
+        raise ConfigError(f"methods: some of {', '.join(METHODS)}, got {methods}")
+    batches: Any = experience
+    if isinstance(experience, (str, Path)):
+        read = (read_parquet(path) for path in parquet_files(experience))
+        batches = (rows for own, rows in read if own == policy_id)
+    logged = Logged(policy, batches)
+    gamma = policy.config.gamma if gamma is None else gamma
+    discounts = gamma ** np.arange(logged.rewards.shape[1])
+    there = logged.rewards * discounts
+    weights = np.cumprod(np.where(_mask(logged), logged.ratios, 1.0), 1) * _mask(logged)
+    last = weights[np.arange(len(weights)), logged.lengths - 1]
+    told: dict[str, dict[str, float]] = {}
+    for method in methods:
+        scaled = weights
+        if method == "wis":
+            counts = np.maximum(_mask(logged).sum(0), 1)
+            means = weights.sum(0) / counts
+            scaled = weights / np.where(means > 0, means, 1.0)
+        behavior, target = there.sum(1), (scaled * there).sum(1)
+        before, after = float(behavior.mean()), float(target.mean())
+        told[method] = {
+            "v_behavior": before,
+            "v_behavior_std": float(behavior.std()),
+            "v_target": after,
+            "v_target_std": float(target.std()),
+            "v_gain": after / before if before else float("nan"),
+            "v_delta": after - before,
+            "ess": float(last.sum() ** 2 / max(float((last**2).sum()), 1e-300)),
+            "num_episodes": float(len(behavior)),
+            "num_episodes_left_out": float(logged.num_left_out),
+        }
+    return told
+
+
+def _mask(logged: Logged) -> np.ndarray:
+    """Which steps there are [episodes, longest]."""
+    made: np.ndarray = np.arange(logged.rewards.shape[1]) < logged.lengths[:, None]
+    return made

@@ -1,0 +1,86 @@
+"""RecordedConfig: the settings of the algorithms that learn from recorded experience alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Annotated, Any, Self
+
+from gymnasium import spaces
+from pydantic import SkipValidation, model_validator
+
+from flowrl.algorithms.config import AlgorithmConfig
+from flowrl.data import SampleBatch
+from flowrl.ops import ReadMinari, ReadParquet
+from flowrl.policies.config import ConfigError
+from flowrl.sampling.envs import NoEnvironment
+from flowrl.sampling.worker_set import WorkerSet
+
+MINARI = "minari:"
+OWN = {"input_", "observation_space", "action_space"}
+
+
+class RecordedConfig(AlgorithmConfig):
+    """Settings of the algorithms that learn from recorded experience.
+
+    The environment is for evaluations alone, and may be left out: then the spaces must be there.
+    """
+
+    input_: str | None = None
+    """Folder of recorded experience, as the setting `output` and WriteParquet leave it; or
+    "minari:" and the id of a Minari data set (extra minari)."""
+    observation_space: Annotated[spaces.Space | None, SkipValidation] = None
+    """Of the recorded experience, where no `env` says it."""
+    action_space: Annotated[spaces.Space | None, SkipValidation] = None
+    """The same of its actions, as an environment would take them."""
+
+    @model_validator(mode="after")
+    def _spaces(self) -> Self:
+        given = {"observation_space": self.observation_space, "action_space": self.action_space}
+        for name, space in given.items():
+            if space is not None and not isinstance(space, spaces.Space):
+                raise ValueError(f"{name} is a gymnasium space, got {space!r}")
+        if self.env is None and len({space is None for space in given.values()}) > 1:
+            raise ValueError("observation_space and action_space: give both, or an env")
+        return self
+
+    def offline_data(self, **settings: Any) -> Self:
+        """input_, observation_space, action_space, output, output_rows_per_file."""
+        own = {name: settings.pop(name) for name in OWN & set(settings)}
+        if own:
+            self.training(**own)
+        return super().offline_data(**settings)
+
+    def env_or_spaces(self) -> Any:
+        if self.env is None and self.observation_space is not None:
+            return partial(NoEnvironment, self.observation_space, self.action_space)
+        return super().env_or_spaces()
+
+    def recorded(
+        self,
+        workers: WorkerSet,
+        columns: Collection[str],
+        prepare: Callable[[SampleBatch], SampleBatch] | None = None,
+    ) -> ReadParquet | ReadMinari:
+        """The train batches of a plan: random rows of `input_`.
+
+        Args:
+            workers: of the plan.
+            columns: that are needed; others are left out, where there is no `prepare`.
+            prepare: see ReadParquet.
+
+        Raises:
+            ConfigError: no `input_` is set.
+        """
+        if self.input_ is None:
+            raise ConfigError('input_: the folder of recorded experience: input_="experience"')
+        wanted = list(columns)
+        options: dict[str, Any] = {
+            "columns": wanted,
+            "prepare": prepare or (lambda rows: SampleBatch({n: rows[n] for n in wanted})),
+            "seed": self.seed,
+        }
+        if self.input_.startswith(MINARI):
+            name = self.input_.removeprefix(MINARI)
+            return ReadMinari(workers, name, self.train_batch_size, **options)
+        return ReadParquet(workers, self.input_, self.train_batch_size, **options)

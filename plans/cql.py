@@ -1,0 +1,15 @@
+"""CQL: batches of recorded experience are trained on; the environment is for evaluation alone."""
+
+from flowrl.algorithms.cql import CQLConfig
+from flowrl.ops import StandardMetricsReporting, TrainOneStep, UpdateTargetNetwork
+
+config = CQLConfig(env="Pendulum-v1", input_="experience", lr=1e-3, num_actions=4)
+
+
+def execution_plan(workers, config):
+    train = (
+        config.batches(workers)
+        .for_each(TrainOneStep(workers))
+        .for_each(UpdateTargetNetwork(workers, config.target_network_update_freq))
+    )
+    return StandardMetricsReporting(train, workers, config)

@@ -1,0 +1,219 @@
+"""CQL: its part of the loss against a plain one, the plan, refusals."""
+
+import math
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+from flowrl.algorithms.cql import CQL, CQLConfig, CQLTorchPolicy
+from flowrl.algorithms.sac import SACTorchPolicy
+from flowrl.data import SampleBatch
+from flowrl.data.parquet import OfflineDataError, write_parquet
+from flowrl.policies import ConfigError
+
+BOX = spaces.Box(-1, 1, (3,), np.float32)
+BOUNDS = spaces.Box(-2, 2, (2,), np.float32)
+THREE = spaces.Discrete(3)
+MASKED = spaces.Dict({"action_mask": spaces.MultiBinary(3), "at": BOX})
+SMALL = {"model": {"fcnet_hiddens": [8, 8]}, "seed": 0, "gamma": 0.9}
+
+
+def rows(n=10, seed=0, actions=BOUNDS, space=BOX):
+    rng = np.random.default_rng(seed)
+
+    def seen():
+        at = rng.uniform(-1, 1, (n, 3)).astype(np.float32)
+        if space is BOX:
+            return at
+        mask = rng.integers(0, 2, (n, 3)).astype(np.int8)
+        mask[:, 1] = 1
+        return {"action_mask": mask, "at": at}
+
+    done = rng.integers(0, 3, n) if space is BOX else np.ones(n, np.int64)
+    if actions is BOUNDS:
+        done = rng.uniform(-0.9, 0.9, (n, 2)).astype(np.float32)
+    return SampleBatch(
+        obs=seen(),
+        new_obs=seen(),
+        actions=done,
+        rewards=rng.standard_normal(n).astype(np.float32),
+        terminateds=rng.random(n) < 0.3,
+        truncateds=np.zeros(n, bool),
+        unroll_id=np.zeros(n, np.int64),
+    )
+
+
+@pytest.mark.parametrize(("space", "heat"), product([BOX, MASKED], [1.0, 2.0]))
+def test_the_gap_of_discrete_actions(space, heat):
+    policy = CQLTorchPolicy(space, THREE, {**SMALL, "temperature": heat})
+    policy.flat.vector.data += 0.3 * torch.randn(policy.flat.vector.shape)
+    batch = rows(actions=THREE, space=space)
+    with torch.no_grad():
+        gaps = policy.gaps(policy.tensors(batch)).numpy()
+        values = policy.model.q_values(policy.tensors(batch)["obs"]).double().numpy()
+    for critic in range(2):
+        expected = []
+        for row in range(10):
+            allowed = range(3)
+            if space is MASKED:
+                allowed = np.flatnonzero(batch["obs"]["action_mask"][row])
+            soft = heat * math.log(sum(math.exp(values[critic, row, a] / heat) for a in allowed))
+            expected.append(soft - values[critic, row, batch["actions"][row]])
+        assert gaps[critic] == pytest.approx(np.mean(expected), rel=1e-4)
+
+
+def test_the_gap_of_continuous_actions():
+    """Of the actions that were drawn: log of the mean over all of them of exp(Q) / density, and of
+    their number."""
+    policy = CQLTorchPolicy(BOX, BOUNDS, {**SMALL, "num_actions": 3})
+    policy.flat.vector.data += 0.2 * torch.randn(policy.flat.vector.shape)
+    batch = rows()
+    tensors = policy.tensors(batch)
+    state = policy.shuffle_rng.bit_generator.state
+    drawn, logps = policy._others(tensors)
+    policy.shuffle_rng.bit_generator.state = state
+    with torch.no_grad():
+        gaps = policy.gaps(tensors).numpy()
+        for critic in range(2):
+            expected = []
+            for row in range(10):
+                total = 0.0
+                for k in range(9):
+                    number = k * 10 + row
+                    action = torch.from_numpy(drawn[number : number + 1])
+                    value = policy.model.q_values(tensors["obs"][row : row + 1], action)[critic, 0]
+                    if k < 3:
+                        logp = -2 * math.log(2.0)  # uniform on [-1, 1]^2
+                    else:
+                        seen = batch["obs" if k < 6 else "new_obs"][row : row + 1]
+                        outputs = torch.from_numpy(policy.model.outputs_numpy(seen))
+                        logp = float(policy.dist_class(outputs, policy.model).logp(action)[0])
+                    assert logps[number] == pytest.approx(logp, abs=2e-3)
+                    total += math.exp(float(value) - logp)
+                own = policy.model.q_values(
+                    tensors["obs"][row : row + 1], tensors["actions"][row : row + 1]
+                )
+                expected.append(math.log(total) - float(own[critic, 0]))
+            assert gaps[critic] == pytest.approx(np.mean(expected), abs=2e-3)
+
+
+@pytest.mark.parametrize("actions", [BOUNDS, THREE], ids=["continuous", "discrete"])
+def test_the_critics_loss_is_sacs_and_the_gap(actions):
+    batch = rows(actions=actions)
+    losses = {}
+    for weight in (0.0, 1.0, 3.0):
+        policy = CQLTorchPolicy(BOX, actions, {**SMALL, "min_q_weight": weight})
+        losses[weight] = float(policy.critic_loss(policy.tensors(batch)).detach())
+        gap = 2 * float(policy.stats["cql_gap"])  # of two critics
+    assert losses[1.0] - losses[0.0] == pytest.approx(gap, rel=1e-3)
+    assert losses[3.0] - losses[0.0] == pytest.approx(3 * gap, rel=1e-3)
+
+
+def test_without_the_gap_it_is_sac():
+    batch = rows(actions=THREE)
+    sac = SACTorchPolicy(BOX, THREE, SMALL)
+    cql = CQLTorchPolicy(BOX, THREE, {**SMALL, "min_q_weight": 0.0})
+    np.testing.assert_array_equal(sac.flat.vector.detach(), cql.flat.vector.detach())
+    for policy in (sac, cql):
+        policy.learn_on_minibatches(batch)
+    one, other = sac.get_weights(), cql.get_weights()
+    for name in one:
+        np.testing.assert_allclose(one[name], other[name], atol=1e-6)
+
+
+def test_the_gap_is_made_smaller():
+    batch = rows(12, actions=THREE)
+    gaps = {}
+    for weight in (0.0, 5.0):
+        settings = {**SMALL, "min_q_weight": weight, "lr": 3e-3}
+        policy = CQLTorchPolicy(BOX, THREE, settings)
+        for _ in range(300):
+            policy.learn_on_minibatches(batch)
+        gaps[weight] = float(policy.gaps(policy.tensors(batch)).mean())
+    assert gaps[5.0] < gaps[0.0] - 0.5
+
+
+def test_the_weight_is_learned_towards_the_threshold():
+    batch = rows(64, actions=THREE)
+    grown = {}
+    for threshold in (0.01, 50.0):
+        settings = {**SMALL, "lagrangian": True, "lagrangian_thresh": threshold, "lr": 3e-3}
+        policy = CQLTorchPolicy(BOX, THREE, settings)
+        for _ in range(20):
+            told = policy.learn_on_minibatches(batch)
+        grown[threshold] = told["min_q_weight"]
+    assert grown[0.01] > 5.0 > grown[50.0]
+    state = policy.get_state()
+    other = CQLTorchPolicy(BOX, THREE, {**settings, "seed": 4})
+    other.set_state(state)
+    assert float(other.model.log_min_q_weight.exp()) == pytest.approx(grown[50.0], rel=0.1)
+
+
+@pytest.mark.parametrize("actions", [BOUNDS, THREE], ids=["continuous", "discrete"])
+def test_it_imitates_first(actions):
+    policy = CQLTorchPolicy(BOX, actions, {**SMALL, "bc_iters": 2})
+    batch = rows(actions=actions)
+    losses = []
+    for _ in range(3):
+        logp = policy.compute_log_likelihoods(batch["actions"], batch["obs"]).mean()
+        losses.append(policy.learn_on_minibatches(batch)["actor_loss"] + logp)
+    assert losses[:2] == pytest.approx([0, 0], abs=1e-4)
+    assert abs(losses[2]) > 1e-3
+    assert policy.get_state()["updates"] == 3
+
+
+@pytest.fixture(scope="module")
+def pendulum(tmp_path_factory):
+    """Random play as it is recorded, without the columns that CQL has no use for."""
+    folder = tmp_path_factory.mktemp("pendulum")
+    batch = rows(300)
+    write_parquet(folder / "rows.parquet", batch)
+    return folder
+
+
+def test_the_plan(pendulum, tmp_path):
+    config = CQLConfig(
+        **SMALL,
+        input_=str(pendulum),
+        observation_space=BOX,
+        action_space=BOUNDS,
+        train_batch_size=50,
+        min_sample_timesteps_per_iteration=300,
+    )
+    with config.build() as algorithm:
+        first = algorithm.train()
+        assert first["num_env_steps_trained"] == 300
+        algorithm.save(tmp_path / "there")
+        expected = algorithm.train()["learners"]["default_policy"]
+        assert algorithm.get_policy().target_updates == 13  # the first one when it was made
+        with pytest.raises(ConfigError, match="no environment"):
+            algorithm.evaluate()
+    with config.build() as again:
+        again.restore(tmp_path / "there")
+        assert again.train()["learners"]["default_policy"] == expected
+    with CQL.from_checkpoint(tmp_path / "there") as loaded:  # with its spaces
+        assert loaded.config.action_space == BOUNDS
+        loaded.train()
+
+
+def test_what_is_not_for_it_is_refused(pendulum, tmp_path):
+    with pytest.raises(ConfigError, match="MultiDiscrete"):
+        CQLTorchPolicy(BOX, spaces.MultiDiscrete([2, 2]), SMALL)
+    for wrong in ({"min_q_weight": -1}, {"temperature": 0}, {"num_actions": 0}, {"bc_iters": -1}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            CQLConfig(**wrong)
+    with pytest.raises(ConfigError, match="n_step"):
+        CQLConfig(n_step=3)  # rows are read as they are, none are stored
+    base = {**SMALL, "observation_space": BOX, "min_sample_timesteps_per_iteration": 10}
+    config = CQLConfig(**base, input_=str(pendulum), action_space=THREE)
+    with config.build() as algorithm, pytest.raises(OfflineDataError, match="actions"):
+        algorithm.train()
+    write_parquet(tmp_path / "rows.parquet", rows().without_columns("new_obs"))
+    config = CQLConfig(**base, input_=str(tmp_path), action_space=BOUNDS)
+    with config.build() as algorithm, pytest.raises(OfflineDataError, match="'new_obs'"):
+        algorithm.train()
+    with pytest.raises(ConfigError, match="input_"):
+        CQLConfig(**base, action_space=BOUNDS).build().train()

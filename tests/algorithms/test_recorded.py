@@ -1,0 +1,223 @@
+"""Recorded experience without an environment, and Minari's data sets."""
+
+import sys
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from flowrl.algorithms.cql import CQLConfig
+from flowrl.algorithms.marwil import BC, BCConfig, MARWILConfig
+from flowrl.data import SampleBatch
+from flowrl.data.minari import MinariDataset
+from flowrl.data.parquet import OfflineDataError, write_parquet
+from flowrl.ops import ReadMinari
+from flowrl.policies import ConfigError
+
+BOX = spaces.Box(-1, 1, (3,), np.float32)
+TWO = spaces.Discrete(2)
+SMALL = {"seed": 0, "train_batch_size": 64, "min_sample_timesteps_per_iteration": 128}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """200 rows whose actions say whether the first feature is positive."""
+    made = tmp_path_factory.mktemp("rows")
+    seen = np.random.default_rng(0).uniform(-1, 1, (201, 3)).astype(np.float32)
+    batch = SampleBatch(
+        obs=seen[:-1],
+        new_obs=seen[1:],
+        actions=(seen[:-1, 0] > 0).astype(np.int64),
+        rewards=np.ones(200, np.float32),
+        terminateds=np.arange(200) % 20 == 19,
+        truncateds=np.zeros(200, bool),
+        unroll_id=np.arange(200) // 20,
+    )
+    write_parquet(made / "rows.parquet", batch)
+    return made
+
+
+@pytest.mark.parametrize("kind", [BCConfig, MARWILConfig, CQLConfig])
+def test_without_an_environment(kind, folder):
+    config = kind(**SMALL).offline_data(input_=str(folder), observation_space=BOX, action_space=TWO)
+    with config.build() as algorithm:
+        for _ in range(2):
+            told = algorithm.train()
+        assert told["num_env_steps_trained"] == 256
+        assert algorithm.compute_single_action(np.zeros(3, np.float32)) in (0, 1)
+        with pytest.raises(ConfigError, match="no environment to sample or to evaluate in"):
+            algorithm.evaluate()
+
+
+def test_it_learns_and_is_loaded_with_its_spaces(folder, tmp_path):
+    config = BCConfig(**SMALL, lr=3e-3, input_=str(folder), observation_space=BOX, action_space=TWO)
+    with config.build() as algorithm:
+        for _ in range(40):
+            algorithm.train()
+        algorithm.save(tmp_path / "there")
+    with BC.from_checkpoint(tmp_path / "there") as again:
+        seen = np.random.default_rng(3).uniform(-1, 1, (300, 3)).astype(np.float32)
+        done = again.get_policy().compute_actions(seen, explore=False)[0]
+        assert (done == (seen[:, 0] > 0)).mean() > 0.9
+
+
+class Cube(gym.Env):
+    """Any observation of three numbers, two actions, one step."""
+
+    observation_space, action_space = BOX, TWO
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(3, np.float32), {}
+
+    def step(self, action):
+        return np.zeros(3, np.float32), 1.0, True, False, {}
+
+
+def test_an_environment_for_evaluation_alone(folder):
+    config = BCConfig(**SMALL, input_=str(folder), observation_space=BOX, action_space=TWO)
+    config = config.evaluation(evaluation_interval=1, evaluation_config={"env": Cube})
+    with config.build() as algorithm:
+        assert algorithm.train()["evaluation"]["episode_reward_mean"] == 1.0
+
+
+def test_what_is_missing_is_said(folder):
+    with pytest.raises(ConfigError, match="no environment is set"):
+        BCConfig(**SMALL, input_=str(folder)).build()
+    with pytest.raises(ConfigError, match="give both"):
+        BCConfig(observation_space=BOX)
+    with pytest.raises(ConfigError, match="gymnasium space"):
+        BCConfig(observation_space=3, action_space=TWO)
+    config = BCConfig(**SMALL, input_=str(folder), observation_space=BOX, action_space=TWO)
+    with pytest.raises(ConfigError, match="evaluation_interval"):
+        config.evaluation(evaluation_interval=1).build()
+
+
+# -- Minari ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    """Two episodes of Pendulum-v1 under random actions, of 200 steps each."""
+    import minari
+    from minari.data_collector import EpisodeBuffer
+
+    patch = pytest.MonkeyPatch()
+    patch.setenv("MINARI_DATASETS_PATH", str(tmp_path_factory.mktemp("minari")))
+    env, made = gym.make("Pendulum-v1"), []
+    for number in range(2):
+        seen = [env.reset(seed=number)[0]]
+        env.action_space.seed(number)
+        steps = []
+        while not steps or not steps[-1][3]:
+            action = env.action_space.sample()
+            steps.append((action, *env.step(action)[1:4]))
+            seen.append(env.unwrapped._get_obs())
+        actions, rewards, ended, cut = map(np.array, zip(*steps, strict=True))
+        made.append(
+            EpisodeBuffer(
+                id=number,
+                seed=number,
+                observations=np.array(seen),
+                actions=actions,
+                rewards=rewards.tolist(),
+                terminations=ended.tolist(),
+                truncations=cut.tolist(),
+                infos={},
+            )
+        )
+    minari.create_dataset_from_buffers(
+        "tests/pendulum-v0",
+        buffer=made,
+        env="Pendulum-v1",
+        eval_env="Pendulum-v1",
+        algorithm_name="random",
+        author="none",
+        author_email="none@none",
+        code_permalink="none",
+        description="random actions",
+        data_format="arrow",
+    )
+    yield made
+    patch.undo()
+
+
+def test_rows_are_those_of_the_data_set(dataset):
+    there = MinariDataset("tests/pendulum-v0")
+    assert there.parts() == [[0, 1]]
+    rows = there.read([1])
+    own = dataset[1]
+    np.testing.assert_array_equal(rows["obs"], own.observations[:-1])
+    np.testing.assert_array_equal(rows["new_obs"], own.observations[1:])
+    np.testing.assert_array_equal(rows["actions"], own.actions)
+    np.testing.assert_allclose(rows["rewards"], own.rewards, rtol=1e-6)
+    assert rows["truncateds"].tolist() == [False] * 199 + [True]
+    assert rows["t"].tolist() == list(range(200))
+    assert not rows["terminateds"].any()
+
+
+def test_actions_become_the_policys(dataset):
+    config = CQLConfig(env="Pendulum-v1", **SMALL, model={"fcnet_hiddens": [8]})
+    with config.build() as algorithm:
+        names = ["obs", "actions", "t"]
+        stream = ReadMinari(algorithm.workers, "tests/pendulum-v0", 400, columns=names, seed=0)
+        (batch,) = stream.take(1)
+        policy = algorithm.get_policy()
+        back = policy.actions_for_env(batch["actions"])
+    assert abs(batch["actions"]).max() <= 1 < abs(back).max()
+    every = np.concatenate([own.actions for own in dataset])
+    np.testing.assert_allclose(np.sort(back[:, 0]), np.sort(every[:, 0]), atol=1e-6)
+
+
+def test_plans_learn_from_it(dataset):
+    config = CQLConfig(
+        env="Pendulum-v1", **SMALL, model={"fcnet_hiddens": [8]}, input_="minari:tests/pendulum-v0"
+    )
+    with config.build() as algorithm:
+        assert algorithm.train()["num_env_steps_trained"] == 128
+        assert "ReadMinari('tests/pendulum-v0')" in algorithm.plan.explain()
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        spaces.Discrete(5, start=2),
+        spaces.Box(-3, 7, (2, 2), np.float32),
+        spaces.Box(-np.inf, np.inf, (2,), np.float32),
+        spaces.MultiDiscrete([3, 4], start=[1, 5]),
+        spaces.Dict({"a": spaces.Box(0, 1, (1,), np.float32), "b": spaces.Discrete(3, start=1)}),
+        spaces.Tuple((spaces.MultiBinary(3), spaces.Box(-1, 0.5, (2,), np.float64))),
+    ],
+    ids=lambda space: type(space).__name__,
+)
+def test_actions_from_an_environment_and_back(space):
+    from flowrl.algorithms.a2c import A2CTorchPolicy
+
+    policy = A2CTorchPolicy(BOX, space, {})
+    space.seed(0)
+    drawn = [space.sample() for _ in range(20)]
+    gathered = gym.vector.utils.concatenate(
+        space, drawn, gym.vector.utils.create_empty_array(space, 20)
+    )
+    given = policy.actions_from_env(gathered)
+    back = policy.actions_for_env(given)
+    for one, other in zip(*map(leaves, (back, gathered)), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+def leaves(tree):
+    if isinstance(tree, dict):
+        return [leaf for key in sorted(tree) for leaf in leaves(tree[key])]
+    return [leaf for part in tree for leaf in leaves(part)] if isinstance(tree, tuple) else [tree]
+
+
+def test_other_data_sets_are_refused(dataset, monkeypatch):
+    config = BCConfig(env="CartPole-v1", **SMALL, input_="minari:tests/pendulum-v0")
+    with config.build() as algorithm, pytest.raises(OfflineDataError, match="its actions are of"):
+        algorithm.train()
+    with pytest.raises(OfflineDataError, match="minari:tests/none-v9: it cannot be loaded"):
+        MinariDataset("tests/none-v9")
+    monkeypatch.setitem(sys.modules, "minari", None)
+    with pytest.raises(OfflineDataError, match=r"pip install 'flowrl\[minari\]'"):
+        MinariDataset("tests/pendulum-v0")
