@@ -33,9 +33,11 @@ def num_workers(request):
 
 
 def pytest_collection_modifyitems(items):
-    """What starts actors for seconds and is shown by others, too, is for the slow suite."""
+    """What starts actors for seconds and is shown by others, too, is for the slow suite, and so is
+    learning with one seed."""
     for item in items:
-        if item.name in SLOW_ON_ACTORS:
+        learns = item.path.name == "test_learning.py" and not item.get_closest_marker("seeds")
+        if item.name in SLOW_ON_ACTORS or learns:
             item.add_marker(pytest.mark.slow)
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from flowrl.data import DEFAULT_POLICY_ID, SampleBatch
-from flowrl.data.parquet import OfflineDataError, parquet_files, read_parquet
+from flowrl.data.parquet import OfflineDataError, parquet_files, read_parquet, run_of
 from flowrl.policies.config import ConfigError
 from flowrl.policies.distributions import Deterministic
 from flowrl.policies.policy import Policy
@@ -23,8 +22,8 @@ class Logged:
 
     Args:
         policy: to be judged.
-        batches: rows with the columns `NEEDED`, in any order; those of a trajectory may be in
-            several batches.
+        batches: (run, rows with the columns `NEEDED`), in any order; those of a trajectory may be
+            in several batches of a run.
 
     Attributes:
         rewards, ratios: float64 [episodes, longest], zeros after an episode's end.
@@ -37,7 +36,7 @@ class Logged:
         OfflineDataError: a column is missing; rows of other spaces; no whole episode.
     """
 
-    def __init__(self, policy: Policy, batches: Iterable[SampleBatch]):
+    def __init__(self, policy: Policy, batches: Iterable[tuple[int, SampleBatch]]):
         views = set(policy.view_requirements) - {"obs"}
         if policy.is_recurrent or views or policy.view_requirements["obs"].is_window:
             raise ConfigError(
@@ -51,7 +50,7 @@ class Logged:
                 "weighed against those of another policy"
             )
         parts: list[dict[str, np.ndarray]] = []
-        for batch in batches:
+        for run, batch in batches:
             missing = sorted(set(NEEDED) - set(batch))
             if missing:
                 raise OfflineDataError(
@@ -70,16 +69,18 @@ class Logged:
                     "ends": batch["terminateds"] | batch["truncateds"],
                     "eps_id": np.asarray(batch["eps_id"]),
                     "agent": np.asarray(agents),
+                    "run": np.full(batch.count, run),
                     "t": np.asarray(batch["t"]),
                 }
             )
         if not parts:
             raise OfflineDataError("there are no rows to estimate from")
         rows = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-        order = np.lexsort((rows["t"], rows["agent"], rows["eps_id"]))
+        whose = ("agent", "eps_id", "run")
+        order = np.lexsort((rows["t"], *(rows[name] for name in whose)))
         rows = {name: column[order] for name, column in rows.items()}
         new = np.ones(len(order), bool)
-        new[1:] = (np.diff(rows["eps_id"]) != 0) | (np.diff(rows["agent"]) != 0)
+        new[1:] = np.any([np.diff(rows[name]) != 0 for name in whose], 0)
         begins = np.flatnonzero(new)
         lengths = np.diff([*begins, len(order)])
         numbers = np.repeat(np.arange(len(begins)), lengths)
@@ -136,11 +137,10 @@ def estimate(
     unknown = [name for name in methods if name not in METHODS]
     if unknown or not methods:
         raise ConfigError(f"methods: some of {', '.join(METHODS)}, got {methods}")
-    batches: Any = experience
     if isinstance(experience, (str, Path)):
-        read = (read_parquet(path) for path in parquet_files(experience))
-        batches = (rows for own, rows in read if own == policy_id)
-    logged = Logged(policy, batches)
+        logged = Logged(policy, _of_folder(experience, policy_id))
+    else:
+        logged = Logged(policy, ((0, batch) for batch in experience))
     gamma = policy.config.gamma if gamma is None else gamma
     discounts = gamma ** np.arange(logged.rewards.shape[1])
     there = logged.rewards * discounts
@@ -167,6 +167,15 @@ def estimate(
             "num_episodes_left_out": float(logged.num_left_out),
         }
     return told
+
+
+def _of_folder(folder: Path | str, policy_id: str) -> Iterator[tuple[int, SampleBatch]]:
+    """The rows of a policy, with the number of the run that they are of."""
+    runs: dict[str, int] = {}
+    for path in parquet_files(folder):
+        own, rows = read_parquet(path)
+        if own == policy_id:
+            yield runs.setdefault(run_of(path), len(runs)), rows
 
 
 def _mask(logged: Logged) -> np.ndarray:

@@ -35,8 +35,14 @@ class OfflineDataError(ValueError):
     """Experience that cannot be read or written; says which file and column."""
 
 
-def write_parquet(path: Path | str, batch: SampleBatch, policy_id: str = DEFAULT_POLICY_ID) -> None:
-    """Write a policy's rows to a file, which is there when it is whole.
+def write_parquet(
+    path: Path | str,
+    batch: SampleBatch,
+    policy_id: str = DEFAULT_POLICY_ID,
+    run: str = "",
+) -> None:
+    """Write a policy's rows to a file, which is there when it is whole. Numbers of episodes
+    (`eps_id`) are those of a run: files of another one may have the same.
 
     Padding is taken off, and columns with a row per sequence (`seq_lens`, `state_in_…`) are left
     out. Infos are kept as JSON: numpy values in them become plain ones, what JSON has no form for
@@ -58,11 +64,28 @@ def write_parquet(path: Path | str, batch: SampleBatch, policy_id: str = DEFAULT
         if name != "infos" or "infos" in batch.without_unread()
     }
     about = {"format": FORMAT, "policy_id": policy_id, "rows": batch.count, "columns": made}
+    about["run"] = run
     table = pa.table(arrays).replace_schema_metadata({_ABOUT: json.dumps(about).encode()})
     path = Path(path)
     part = path.with_name(f".{path.name}.part")
     pq.write_table(table, part, write_page_checksum=True)
     os.replace(part, path)
+
+
+def run_of(path: Path | str) -> str:
+    """The run that a file's episodes are of, as `write_parquet` was told.
+
+    Raises:
+        OfflineDataError: it cannot be read.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        about = json.loads((pq.read_schema(path).metadata or {}).get(_ABOUT, b"{}"))
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise OfflineDataError(f"{path}: it cannot be read: {error}") from error
+    return str(about.get("run", ""))
 
 
 def read_parquet(path: Path | str) -> tuple[str, SampleBatch]:
@@ -212,7 +235,7 @@ class ParquetWriter:
             raise ValueError(f"rows_per_file must be at least 1, got {rows_per_file!r}")
         self.folder = Path(folder)
         self.rows_per_file = rows_per_file
-        self._tag = _new_tag()
+        self._tag = self._run = _new_tag()
         self._pending: dict[str, list[SampleBatch]] = {}
         self._rows: dict[str, int] = {}  # pending
         self._next: dict[str, int] = {}
@@ -249,7 +272,7 @@ class ParquetWriter:
         self.folder.mkdir(parents=True, exist_ok=True)
         joined = SampleBatch.concat_samples(self._pending[policy_id])
         number = self._next.get(policy_id, 0)
-        write_parquet(self._file(self._tag, policy_id, number), joined, policy_id)
+        write_parquet(self._file(self._tag, policy_id, number), joined, policy_id, self._run)
         self._next[policy_id] = number + 1
         del self._pending[policy_id], self._rows[policy_id]
 
@@ -272,7 +295,8 @@ class ParquetWriter:
     def state_dict(self) -> dict[str, Any]:
         """Rows that no file has yet, and which files there are."""
         pending = {policy_id: list(batches) for policy_id, batches in self._pending.items()}
-        return {"pending": pending, "tag": self._tag, "next": dict(self._next)}
+        where = {"run": self._run, "tag": self._tag, "next": dict(self._next)}
+        return {"pending": pending, **where}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there, in files of one's own."""
@@ -281,6 +305,7 @@ class ParquetWriter:
         }
         self._rows = {pid: sum(b.count for b in own) for pid, own in self._pending.items()}
         self._later = state["tag"], dict(state["next"])
+        self._run = state.get("run", state["tag"])
         self._tag, self._next, self._used = _new_tag(), {}, False
 
 

@@ -10,7 +10,13 @@ from flowrl.algorithms.estimates import estimate
 from flowrl.algorithms.ppo import PPOConfig
 from flowrl.algorithms.td3 import TD3TorchPolicy
 from flowrl.data import SampleBatch
-from flowrl.data.parquet import OfflineDataError, parquet_files, read_parquet, write_parquet
+from flowrl.data.parquet import (
+    OfflineDataError,
+    ParquetWriter,
+    parquet_files,
+    read_parquet,
+    write_parquet,
+)
 from flowrl.policies import ConfigError
 
 BOX = spaces.Box(-1, 1, (3,), np.float32)
@@ -123,6 +129,27 @@ def test_rows_in_any_order_and_parts(policy, tmp_path):
     write_parquet(tmp_path / "other.parquet", rows[0], policy_id="other")
     told = estimate(policy, tmp_path)
     assert told["is"]["v_target"] == pytest.approx(expected["is"]["v_target"])
+
+
+def test_episodes_of_two_runs_are_not_mixed(policy, tmp_path):
+    """Both number their episodes from 0; a run that goes on has the same ones."""
+    one, other = episodes(20, seed=1), episodes(20, seed=2)
+    for name, rows in (("a", one), ("b", other)):
+        joined = SampleBatch.concat_samples(rows)
+        writer = ParquetWriter(tmp_path / name)
+        writer.add(joined[:11])
+        writer.flush()
+        again = ParquetWriter(tmp_path / name)  # goes on in the middle of an episode
+        again.load_state_dict(writer.state_dict())
+        again.add(joined[11:])
+        again.flush()
+    (tmp_path / "both").mkdir()
+    for path in [*parquet_files(tmp_path / "a"), *parquet_files(tmp_path / "b")]:
+        path.rename(tmp_path / "both" / path.name)
+    told = estimate(policy, tmp_path / "both")["is"]
+    assert (told["num_episodes"], told["num_episodes_left_out"]) == (40, 0)
+    each = [estimate(policy, rows)["is"]["v_target"] for rows in (one, other)]
+    assert told["v_target"] == pytest.approx(np.mean(each))
 
 
 def test_parts_of_episodes_are_left_out(policy):
