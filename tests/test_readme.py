@@ -173,9 +173,31 @@ def test_what_was_kept_is_learned_from(tmp_path, monkeypatch, capsys):
     assert main(["train", "bc", *flags, "--evaluation-duration", "2", "--run-dir", "r"]) == 0
 
 
+def test_what_was_kept_judges_a_policy(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    exec(PYTHON[17], {})
+    capsys.readouterr()
+    exec(PYTHON[19], {})
+    behavior, target, ess = map(float, capsys.readouterr().out.split())
+    assert behavior > 5
+    assert target > 0
+    assert 1 <= ess <= 400
+
+
+def test_a_walking_cheetah(tmp_path, monkeypatch):
+    """The command that the README shows, with fewer steps before it learns."""
+    monkeypatch.chdir(tmp_path)
+    line = re.search(r"`flowrl (train sac --env HalfCheetah-v5 .*?)`", README)[1]
+    flags = [*shlex.split(line), "--learning-starts", "200", "--stop-timesteps", "400"]
+    flags += ["--min-sample-timesteps-per-iteration", "200", "--run-dir", "r"]
+    assert main(flags) == 0
+    last = json.loads((tmp_path / "r/result.json").read_text().splitlines()[-1])
+    assert last["num_env_steps_trained"] > 0
+
+
 def test_an_operator_of_ones_own(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "scaled.py").write_text(PYTHON[19])
+    (tmp_path / "scaled.py").write_text(PYTHON[20])
     assert main(["train", "scaled.py", "--stop-iters", "2", "--run-dir", "r"]) == 0
     assert main(["resume", "r", "--stop-iters", "3"]) == 0
     last = json.loads((tmp_path / "r/result.json").read_text().splitlines()[-1])
@@ -185,16 +207,16 @@ def test_an_operator_of_ones_own(tmp_path, monkeypatch, capsys):
 
 
 def test_the_asynchronous_plan_that_is_shown_is_the_shipped_one():
-    assert PYTHON[20] in Path(load_plan("impala").__file__).read_text()
+    assert PYTHON[21] in Path(load_plan("impala").__file__).read_text()
 
 
 def test_the_engine(capsys, ray_session):
-    exec(PYTHON[21], {})
+    exec(PYTHON[22], {})
     said = capsys.readouterr().out
     assert "[0, 16, 1, 25]\n[-10, -5, -4, 2, 3, 5, 10]\n" in said
     assert "gather_async" in said
     assert "busy" in said
-    exec(PYTHON[22], {})
+    exec(PYTHON[23], {})
     assert capsys.readouterr().out == "[0, 2, 4]\n"
 
 
