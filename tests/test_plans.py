@@ -15,7 +15,7 @@ from flowrl.iter.stage import walk
 from flowrl.ops import ConcatBatches, SelectExperiences
 
 PLANS = list(shipped_plans())
-OFFLINE = ("bc", "marwil")  # which need files: see test_marwil.py
+OFFLINE = ("bc", "cql", "marwil")  # which need files: see test_marwil.py, test_cql.py
 TINY = {"num_envs_per_worker": 2, "seed": 0, "min_sample_timesteps_per_iteration": 128}
 REPLAYED = {"learning_starts": 32, "replay_buffer_capacity": 500, "num_replay_shards": 1}
 CODE_LINES = {
@@ -23,9 +23,12 @@ CODE_LINES = {
     "a3c": 6,
     "apex": 30,
     "appo": 30,
+    "bc": 25,
+    "cql": 25,
     "ddppo": 40,
     "dqn": 25,
     "impala": 30,
+    "marwil": 25,
     "ppo_dqn": 30,
     "r2d2": 25,
     "rainbow": 25,

@@ -258,7 +258,9 @@ class CollectMetrics:
             timers[f"{name}_time_ms"] = 1000 * timer.mean
             if timer.has_units_processed():
                 timers[f"{name}_throughput"] = timer.mean_throughput
-        per_worker = metrics.info.get("sampler", {}).values()
+        there = max(self._workers.num_workers, 1)  # those that left say nothing any more
+        told = metrics.info.get("sampler", {})
+        per_worker = [own for worker, own in told.items() if worker < there]
         for name in {name for one in per_worker for name in one}:
             timers[f"sampler_{name}"] = sum(one.get(name, 0.0) for one in per_worker)
         return timers

@@ -14,6 +14,7 @@ from flowrl.ops import (
     StandardMetricsReporting,
     TrainOneStep,
 )
+from flowrl.ops.report import CollectMetrics
 from flowrl.ops.train import learn_from
 from flowrl.sampling import WorkerSet
 
@@ -218,3 +219,12 @@ def test_an_operator_that_forgot_to_return_is_spoken_of(workers):
             metrics_scope(MetricsContext()),
         ):
             operator(None)
+
+
+def test_workers_that_left_are_not_in_the_timers():
+    with metrics_scope(MetricsContext()) as metrics:
+        collect = CollectMetrics(WorkerSet("CartPole-v1", None, {"num_workers": 2}), 100)
+        metrics.info["sampler"] = {0: {"env_step_ms": 1.0}, 1: {"env_step_ms": 2.0}}
+        assert collect._timers()["sampler_env_step_ms"] == 3.0
+        metrics.info["sampler"][2] = {"env_step_ms": 9.0}
+        assert collect._timers()["sampler_env_step_ms"] == 3.0
