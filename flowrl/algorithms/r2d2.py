@@ -39,6 +39,7 @@ class R2D2Config(DQNConfig):
     use_h_function: bool = True
     """Values are of returns that are rescaled (Pohlen et al. 2018, proposition A.2)."""
     h_function_epsilon: Positive = 1e-3
+    """How much of a return is not rescaled, so that it can be found again."""
 
     @model_validator(mode="after")
     def _plain_values(self) -> Self:

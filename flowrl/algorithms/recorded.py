@@ -29,9 +29,9 @@ class RecordedConfig(AlgorithmConfig):
     input_: str | None = None
     """Folder of recorded experience, as the setting `output` and WriteParquet leave it; or
     "minari:" and the id of a Minari data set (extra minari)."""
-    observation_space: Annotated[spaces.Space | None, SkipValidation] = None
+    observation_space: Annotated[Any, SkipValidation] = None
     """Of the recorded experience, where no `env` says it."""
-    action_space: Annotated[spaces.Space | None, SkipValidation] = None
+    action_space: Annotated[Any, SkipValidation] = None
     """The same of its actions, as an environment would take them."""
 
     @model_validator(mode="after")
