@@ -79,7 +79,7 @@ SLOW_ON_ACTORS = {
     "test_a_dead_evaluation_worker_is_made_again",
     *(
         f"test_plan_runs[two_actors-{plan}]"
-        for plan in ("sac", "td3", "three_way", "impala", "rainbow")
+        for plan in ("sac", "td3", "three_way", "impala", "rainbow", "r2d2")
     ),
     "test_a_failed_worker_that_leaves_is_not_missed",
     "test_a_worker_made_again_has_its_place",
