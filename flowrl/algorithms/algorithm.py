@@ -325,9 +325,10 @@ class Algorithm:
         video = recording_of(config, self.iteration)
         if video_dir is not None:
             video = Recording(video_dir, "evaluation", config.evaluation_video_episodes)
-        played = evaluate_policies(
-            policies, config, count, explore, num_envs, by_steps, video=video
-        )
+        with self.workers.local_worker().lock:  # a learner beside the plan has the same networks
+            played = evaluate_policies(
+                policies, config, count, explore, num_envs, by_steps, video=video
+            )
         return summary(played, list(policies))
 
     def _explores(self, explore: bool | None = None) -> bool:

@@ -457,18 +457,20 @@ class AlgorithmConfig(PolicyConfig):
         return (made or self._algorithm_class())(config)
 
 
-def check_folder(output: str) -> None:
+def check_folder(output: str, setting: str = "output") -> None:
     """Refuse a folder that files cannot be written to; nothing is made.
 
     Raises:
         ConfigError: it is a URI, a file, or cannot be made.
     """
     if "://" in output:
-        raise ConfigError(f"output: a folder of this machine is needed, got {output}")
+        raise ConfigError(f"{setting}: a folder of this machine is needed, got {output}")
     path = Path(output).absolute()
     there = next(parent for parent in (path, *path.parents) if parent.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
-        raise ConfigError(f"output: {output} cannot be written: {there} is no folder to write in")
+        raise ConfigError(
+            f"{setting}: {output} cannot be written: {there} is no folder to write in"
+        )
 
 
 IN_EVALUATION = (

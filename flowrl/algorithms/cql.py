@@ -97,19 +97,20 @@ class CQLTorchPolicy(SACTorchPolicy):
         values = self.model.q_values(obs, torch.from_numpy(actions).to(self.device))
         weighed = values - heat * torch.from_numpy(logp).to(self.device)
         weighed = weighed.reshape(len(values), times, batch.count)
-        return (heat * torch.logsumexp(weighed / heat, 1) - recorded).mean(1)
+        soft = heat * (torch.logsumexp(weighed / heat, 1) - math.log(times))
+        return (soft - recorded).mean(1)
 
     def _others(self, batch: TensorBatch) -> tuple[np.ndarray, np.ndarray]:
         """Actions [3 num_actions B, …] at the batch's observations, one of each after the other,
         and the logarithms of how likely they were drawn."""
         times, shape = self.config.num_actions, self.action_space.shape or ()
         rows = times * batch.count
-        uniform = self.shuffle_rng.uniform(-1, 1, (rows, *shape)).astype(np.float32)
+        uniform = self.learn_rng.uniform(-1, 1, (rows, *shape)).astype(np.float32)
         logps = [np.full(rows, -math.prod(shape) * math.log(2.0), np.float32)]
         actions = [uniform]
         for name in ("obs", "new_obs"):
             outputs = self.model.outputs_numpy(batch.array(name))
-            drawn, logp = self.dist_class.act(np.tile(outputs, (times, 1)), self.shuffle_rng, True)
+            drawn, logp = self.dist_class.act(np.tile(outputs, (times, 1)), self.learn_rng, True)
             actions.append(drawn)
             logps.append(logp)
         return np.concatenate(actions), np.concatenate(logps)

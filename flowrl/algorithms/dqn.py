@@ -5,6 +5,7 @@ distributional (Bellemare et al. 2017, arXiv 1707.06887) and noisy (Fortunato et
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any, ClassVar, Self, TypeGuard
 
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from gymnasium import spaces
-from pydantic import Field, model_validator
+from pydantic import Field, FiniteFloat, model_validator
 
 from flowrl.algorithms.algorithm import Algorithm
 from flowrl.algorithms.off_policy import OffPolicyConfig
@@ -25,7 +26,7 @@ from flowrl.policies.config import (
     Positive,
     Schedule,
 )
-from flowrl.policies.exploration import FORBIDDEN
+from flowrl.policies.exploration import FORBIDDEN, Exploration
 from flowrl.policies.models.backprop import Backprop
 from flowrl.policies.models.base import Inputs, ModelV2
 from flowrl.policies.models.fcnet import FullyConnectedNetwork, is_quick
@@ -49,13 +50,13 @@ class DQNConfig(OffPolicyConfig):
     num_atoms: Count = 1
     """Values that a return can have: above 1 their distribution is learned, by its cross-entropy
     (C51 has 51), and priorities are Kullback-Leibler divergences."""
-    v_min: float = -10.0
+    v_min: FiniteFloat = -10.0
     """The least of those: no discounted return should be below."""
-    v_max: float = 10.0
+    v_max: FiniteFloat = 10.0
     """The largest of those."""
     noisy: bool = False
-    """Linear layers with learned noise, which explores: leave epsilon 0 then. With explore=False
-    there is none."""
+    """Linear layers with learned noise, which explores: unless an exploration_config is given,
+    nothing else does. With explore=False there is none."""
     sigma0: Positive = 0.5
     """How strong the noise is at first."""
     prioritized_replay: bool = True
@@ -71,6 +72,16 @@ class DQNConfig(OffPolicyConfig):
     def _distribution(self) -> Self:
         if not self.v_min < self.v_max:
             raise ValueError(f"v_min={self.v_min} is not below v_max={self.v_max}")
+        needs = {"v_min": self.num_atoms > 1, "v_max": self.num_atoms > 1, "sigma0": self.noisy}
+        for name, used in needs.items():
+            if not used and getattr(self, name) != type(self).model_fields[name].default:
+                of = "noisy=True" if name == "sigma0" else "num_atoms above 1"
+                raise ValueError(f"{name} needs {of}")
+        if self.num_atoms > 1 and self.model.vf_share_layers is False:
+            raise ValueError(
+                "vf_share_layers=False: with num_atoms above 1 the state's distribution and those "
+                "of the actions come from one network"
+            )
         return self
 
 
@@ -130,9 +141,20 @@ class DQNTorchPolicy(TargetNetwork):
                 outputs_per_action=atoms.num_atoms,
                 by_numpy=not config.noisy,
             )
-        if config.noisy and not make_noisy(model, config.sigma0):
-            raise ConfigError(f"noisy: a {type(model).__name__} has no linear layers")
+        if config.noisy:
+            told = f"noisy: a {type(model).__name__} has no linear layers that can be replaced"
+            if any(isinstance(part, FullyConnectedNetwork) for part in model.modules()):
+                raise ConfigError(f"{told}: build a custom_model of torch.nn.Linear")
+            if not make_noisy(model, config.sigma0):
+                raise ConfigError(told)
         return model
+
+    def make_exploration(self) -> Exploration:
+        config = self.config
+        if not config.noisy or "exploration_config" in config.model_fields_set:
+            return super().make_exploration()
+        still = ExplorationConfig(type="EpsilonGreedy", epsilon=0.0)  # the noise explores
+        return Exploration(still, self.action_space, self.dist_class, config.normalize_actions)
 
     # -- acting ------------------------------------------------------------------------------------
 
@@ -152,6 +174,11 @@ class DQNTorchPolicy(TargetNetwork):
         else:
             outputs, _, states = self.model.compute_outputs(input_dict)
         return outputs if self.atoms is None else self.atoms.values(outputs), states
+
+    @property
+    def dist_inputs(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """From the model's outputs to values of the actions, or what differs by the state alone."""
+        return super().dist_inputs if self.atoms is None else self.atoms.values_of_tensors
 
     def compute_log_likelihoods(
         self, actions: Any, obs_batch: Any = None, input_dict: dict[str, Any] | None = None
@@ -175,7 +202,7 @@ class DQNTorchPolicy(TargetNetwork):
         goals = self._targets(batch)
         targets = torch.from_numpy(goals).to(self.device)
         if self.config.noisy:
-            draw_noise(self.model, self.shuffle_rng)
+            draw_noise(self.model, self.learn_rng)
         outputs, _ = self.model.from_batch(batch)
         values = self._values(outputs, self.model)
         chosen = values.gather(1, batch["actions"].unsqueeze(1)).squeeze(1)
@@ -215,7 +242,7 @@ class DQNTorchPolicy(TargetNetwork):
     def _distributional_loss(self, batch: TensorBatch, atoms: Atoms) -> torch.Tensor:
         goals = self._target_chances(batch, atoms)
         if self.config.noisy:
-            draw_noise(self.model, self.shuffle_rng)
+            draw_noise(self.model, self.learn_rng)
         outputs, _ = self.model.from_batch(batch)
         index = batch["actions"][:, None, None].expand(-1, 1, atoms.num_atoms)
         logp = atoms.logits(outputs).gather(1, index).squeeze(1).log_softmax(1)
@@ -298,7 +325,7 @@ class DQNTorchPolicy(TargetNetwork):
         with torch.no_grad():
             model.eval()
             if self.config.noisy:
-                draw_noise(model, self.shuffle_rng)
+                draw_noise(model, self.learn_rng)
             return model(Inputs(obs=batch["new_obs"]), [], None)[0].float().cpu().numpy()
 
     def _values_of(self, model: ModelV2, batch: TensorBatch) -> np.ndarray:
@@ -312,7 +339,7 @@ class DQNTorchPolicy(TargetNetwork):
         with torch.no_grad():
             model.eval()
             if self.config.noisy:
-                draw_noise(model, self.shuffle_rng)
+                draw_noise(model, self.learn_rng)
             outputs, _ = model(Inputs(obs=batch["new_obs"]), [], None)
             return self._values(outputs, model).cpu().numpy()
 

@@ -15,6 +15,7 @@ from flowrl.policies.policy import Policy
 
 NEEDED = ("obs", "actions", "action_logp", "rewards", "terminateds", "truncateds", "eps_id", "t")
 METHODS = ("is", "wis")
+IMPOSSIBLE = -1e4  # logarithm of how likely it is that a policy does what it never does
 
 
 class Logged:
@@ -26,8 +27,7 @@ class Logged:
             in several batches of a run.
 
     Attributes:
-        rewards, ratios: float64 [episodes, longest], zeros after an episode's end.
-        lengths: of the episodes, int [episodes].
+        rewards, log_ratios: float64 [episodes, longest], zeros after an episode's end.
         num_left_out: episodes of which a part is missing.
 
     Raises:
@@ -90,18 +90,17 @@ class Logged:
         if not whole.any():
             raise OfflineDataError("there is no whole episode to estimate from")
         self.num_left_out = int((~whole).sum())
-        self.lengths = lengths[whole]
+        shape = int(whole.sum()), int(lengths[whole].max())
         kept = whole[numbers]
         at = (np.cumsum(whole) - 1)[numbers[kept]], place[kept]
-        self.rewards = np.zeros((len(self.lengths), int(self.lengths.max())))
-        self.ratios = np.zeros_like(self.rewards)
+        self.rewards, self.log_ratios = np.zeros(shape), np.zeros(shape)
         self.rewards[at] = rows["reward"][kept]
-        self.ratios[at] = np.exp(rows["log_ratio"][kept])
+        self.log_ratios[at] = np.maximum(rows["log_ratio"][kept], IMPOSSIBLE)
 
 
 def estimate(
     policy: Policy,
-    experience: Path | str | Iterable[SampleBatch],
+    experience: Path | str | SampleBatch | Iterable[SampleBatch],
     *,
     gamma: float | None = None,
     methods: Iterable[str] = METHODS,
@@ -111,14 +110,15 @@ def estimate(
 
     Per-decision importance sampling (Precup et al. 2000, section 3): each reward counts by how much
     likelier the policy was to have done all that led to it. "is" is the mean over the episodes,
-    which is right on average; "wis" divides by the mean weight of the episodes that last as long,
-    which varies less and is right in the limit. Weights of long episodes vary so much that neither
-    says anything if the policy is far from the one that was recorded: see `ess`.
+    which is right on average; "wis" divides by the mean weight at that step, where episodes that
+    have ended keep their last one, which varies less and is right in the limit. Weights of long
+    episodes vary so much that neither says anything if the policy is far from the one that was
+    recorded: see `ess`; those of "is" may be too large for a number, which gives inf.
 
     Args:
         policy: to be judged. It must know the likelihood of its actions.
-        experience: a folder of Parquet files, or batches of rows, with `action_logp` of those that
-            acted. Episodes of which a part is missing are left out.
+        experience: a folder of Parquet files, or rows, or batches of them, with `action_logp` of
+            those that acted. Episodes of which a part is missing are left out.
         gamma: discount; None: the policy's.
         methods: some of "is", "wis".
         policy_id: whose files in the folder.
@@ -137,32 +137,37 @@ def estimate(
     unknown = [name for name in methods if name not in METHODS]
     if unknown or not methods:
         raise ConfigError(f"methods: some of {', '.join(METHODS)}, got {methods}")
+    if isinstance(experience, SampleBatch):
+        experience = [experience]
     if isinstance(experience, (str, Path)):
         logged = Logged(policy, _of_folder(experience, policy_id))
     else:
         logged = Logged(policy, ((0, batch) for batch in experience))
     gamma = policy.config.gamma if gamma is None else gamma
-    discounts = gamma ** np.arange(logged.rewards.shape[1])
-    there = logged.rewards * discounts
-    weights = np.cumprod(np.where(_mask(logged), logged.ratios, 1.0), 1) * _mask(logged)
-    last = weights[np.arange(len(weights)), logged.lengths - 1]
+    gained = logged.rewards * gamma ** np.arange(logged.rewards.shape[1])
+    log_weights = np.cumsum(logged.log_ratios, 1)  # of an episode that has ended: its last one
+    largest = log_weights.max(0)
+    scaled = np.exp(log_weights - largest)  # so that none is too large
+    shares = np.where(largest > IMPOSSIBLE / 2, scaled / scaled.sum(0), 0.0)
+    squares = float(np.square(shares[:, -1]).sum())
+    effective = 1.0 / squares if squares else 0.0
+    behavior = gained.sum(1)
     told: dict[str, dict[str, float]] = {}
     for method in methods:
-        scaled = weights
-        if method == "wis":
-            counts = np.maximum(_mask(logged).sum(0), 1)
-            means = weights.sum(0) / counts
-            scaled = weights / np.where(means > 0, means, 1.0)
-        behavior, target = there.sum(1), (scaled * there).sum(1)
-        before, after = float(behavior.mean()), float(target.mean())
+        with np.errstate(over="ignore", invalid="ignore"):
+            weights = np.exp(log_weights) if method == "is" else shares * len(shares)
+            target = (weights * gained).sum(1)
+            before, after, spread = (
+                float(x) for x in (behavior.mean(), target.mean(), target.std())
+            )
         told[method] = {
             "v_behavior": before,
             "v_behavior_std": float(behavior.std()),
             "v_target": after,
-            "v_target_std": float(target.std()),
+            "v_target_std": spread,
             "v_gain": after / before if before else float("nan"),
             "v_delta": after - before,
-            "ess": float(last.sum() ** 2 / max(float((last**2).sum()), 1e-300)),
+            "ess": effective,
             "num_episodes": float(len(behavior)),
             "num_episodes_left_out": float(logged.num_left_out),
         }
@@ -176,9 +181,3 @@ def _of_folder(folder: Path | str, policy_id: str) -> Iterator[tuple[int, Sample
         own, rows = read_parquet(path)
         if own == policy_id:
             yield runs.setdefault(run_of(path), len(runs)), rows
-
-
-def _mask(logged: Logged) -> np.ndarray:
-    """Which steps there are [episodes, longest]."""
-    made: np.ndarray = np.arange(logged.rewards.shape[1]) < logged.lengths[:, None]
-    return made

@@ -247,6 +247,7 @@ def check_evaluation_env(config: AlgorithmConfig, policies: dict[str, Policy]) -
     """
     settings = evaluation_settings(config).updated(num_envs_per_worker=1, callbacks_class=None)
     if config.evaluation_video_dir is not None:
+        check_env(settings)
         check_renders(settings.env, EnvContext(dict(settings.env_config)))
     if not {"env", "env_config"} & set(config.evaluation_config):
         return

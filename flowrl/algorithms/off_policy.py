@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from flowrl.algorithms.config import AlgorithmConfig
+from flowrl.algorithms.config import AlgorithmConfig, check_folder
 from flowrl.data import (
     DEFAULT_POLICY_ID,
     MultiAgentReplayBuffer,
@@ -78,6 +78,12 @@ class OffPolicyConfig(AlgorithmConfig):
             if changed and not self.prioritized_replay:
                 raise ValueError(f"{name} needs prioritized_replay=True")
         return self
+
+    def check(self) -> None:
+        """Refuse what only shows when a run is near; see AlgorithmConfig.check."""
+        super().check()
+        if self.replay_buffer_dir is not None:
+            check_folder(self.replay_buffer_dir, "replay_buffer_dir")
 
     def new_buffer(
         self, policy_id: str = DEFAULT_POLICY_ID, shard: int = 0, num_shards: int = 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 import optree
@@ -28,7 +28,7 @@ class R2D2Config(DQNConfig):
     model: ModelConfig = ModelConfig(
         fcnet_hiddens=[64], use_lstm=True, lstm_cell_size=64, max_seq_len=20, burn_in=10
     )
-    rollout_fragment_length: int = 60
+    rollout_fragment_length: Count | Literal["auto"] = 60
     """Sequences are parts of fragments, so this is to be some of `max_seq_len`."""
     train_batch_size: Count = 32
     """Sequences per train batch, drawn from the replay buffer."""
@@ -46,6 +46,8 @@ class R2D2Config(DQNConfig):
         for name, value in (("num_atoms", 1), ("noisy", False)):
             if getattr(self, name) != value:
                 raise ValueError(f"{name} is DQN's, R2D2 has no such values: leave it out")
+        if self.replay_mode == "lockstep":
+            raise ValueError('replay_mode="lockstep" draws rows, R2D2 learns from sequences')
         return self
 
     def buffer_settings(self, policy_id: str, shard: int) -> dict[str, Any]:

@@ -40,6 +40,9 @@ class RecordedConfig(AlgorithmConfig):
         for name, space in given.items():
             if space is not None and not isinstance(space, spaces.Space):
                 raise ValueError(f"{name} is a gymnasium space, got {space!r}")
+        for name in ("normalize_observations", "normalize_rewards"):
+            if getattr(self, name):
+                raise ValueError(f"{name} learns from what is sampled: leave it out, nothing is")
         if self.env is None and len({space is None for space in given.values()}) > 1:
             raise ValueError("observation_space and action_space: give both, or an env")
         return self
@@ -51,7 +54,17 @@ class RecordedConfig(AlgorithmConfig):
             self.training(**own)
         return super().offline_data(**settings)
 
+    def check(self) -> None:
+        """Refuse what only shows when a run is near; see AlgorithmConfig.check."""
+        if self.env_or_spaces() is None:
+            raise ConfigError(
+                "env: no environment is set: one for evaluations, or the observation_space and "
+                "action_space of what was recorded"
+            )
+        super().check()
+
     def env_or_spaces(self) -> Any:
+        """See AlgorithmConfig."""
         if self.env is None and self.observation_space is not None:
             return partial(NoEnvironment, self.observation_space, self.action_space)
         return super().env_or_spaces()

@@ -107,7 +107,7 @@ class SACTorchPolicy(ActorCriticPolicy):
         Discrete actions the expectation (Christodoulou 2019, equation 10)."""
         outputs = self.model.outputs_numpy(new_obs)
         if not self.is_discrete:
-            actions, logp = self.dist_class.act(outputs, self.shuffle_rng, True)
+            actions, logp = self.dist_class.act(outputs, self.learn_rng, True)
             values: np.ndarray = self.target_model.q_values_numpy(new_obs, actions).min(0)
             return values - self.alpha * logp
         logp = outputs - outputs.max(1, keepdims=True)
@@ -125,7 +125,7 @@ class SACTorchPolicy(ActorCriticPolicy):
             loss, entropy = self._discrete_loss(batch, outputs, alpha)
         else:
             shape = (len(outputs), outputs.shape[1] // 2)
-            noise = self.shuffle_rng.standard_normal(shape, dtype=np.float32)
+            noise = self.learn_rng.standard_normal(shape, dtype=np.float32)
             dist: Any = self.dist_class(outputs, self.model)
             actions, logp = dist.sample_and_logp(torch.from_numpy(noise).to(self.device))
             values = self.model.q_values(batch["obs"], actions, frozen=True)

@@ -77,7 +77,7 @@ class TD3TorchPolicy(ActorCriticPolicy):
         """Equations 13 and 14 of the paper: min Q'(s', a' + noise), of the target actor's a'."""
         actions = np.tanh(self.target_model.outputs_numpy(new_obs))
         if self.config.target_noise:
-            drawn = self.shuffle_rng.standard_normal(actions.shape, dtype=np.float32)
+            drawn = self.learn_rng.standard_normal(actions.shape, dtype=np.float32)
             limit = self.config.target_noise_clip
             noise = (drawn * np.float32(self.config.target_noise)).clip(-limit, limit)
             actions = (actions + noise).clip(-1.0, 1.0)

@@ -29,7 +29,7 @@ class MappedArrays:
     def __init__(self, directory: Path | str):
         self.directory = Path(directory)
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._files: dict[int, Any] = {}  # by where the array begins
+        self._files: dict[int, Any] = {}  # by where the array begins; none ends before this
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         """An array of this shape; no room is taken yet."""

@@ -150,7 +150,12 @@ class ReplayBuffer:
             return
         starts = itertools.accumulate(counts, initial=self._ring.stored)
         pairs = zip(batches, starts, strict=False)
-        self._ring.extend([self._units.extend(batch, start) for batch, start in pairs], counts)
+        there = self._units.mark()
+        try:
+            self._ring.extend([self._units.extend(batch, start) for batch, start in pairs], counts)
+        except OSError:  # no room in its files
+            self._units.forget_since(there)
+            raise
         self._units.forget(self._ring.stored - self._ring.rows)
 
     def _items(self) -> tuple[int, int]:

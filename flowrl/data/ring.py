@@ -82,6 +82,12 @@ class Ring:
                     'here; for policies that remember give the buffer storage_unit="sequences"'
                 )
             self._check_first(batch, names)
+            for name in names if self._mapped is not None else ():
+                leaves: Any = optree.tree_leaves(batch[name])
+                if any(leaf.dtype.hasobject for leaf in leaves):
+                    raise ValueError(
+                        f"column {name!r} holds objects, which files cannot: leave it out"
+                    )
             return
         for name, shape, dtype in self._kinds:
             column = dict.get(batch, name)
@@ -208,12 +214,14 @@ class Ring:
 
     def _allocate(self, batch: SampleBatch) -> None:
         """Memory for columns like a batch's; a page of it is taken when it is first written."""
+        columns, nests = {}, {}
         for name in sorted(self.names_of(batch) - {NEXT}):
             column = batch[name]
-            self._nests[name] = _nest_of(column)
+            nests[name] = _nest_of(column)
             rows = 2 * self.capacity if name == OBS else self.capacity
             leaves: Any = optree.tree_leaves(column)
-            self.columns[name] = [self._memory(rows, leaf) for leaf in leaves]
+            columns[name] = [self._memory(rows, leaf) for leaf in leaves]
+        self.columns, self._nests = columns, nests
         self._describe()
 
     def _memory(self, rows: int, like: np.ndarray) -> np.ndarray:
@@ -400,6 +408,19 @@ class Ring:
             "ends": [leaf[places] for leaf in self.columns.get(OBS, [])],
             "open": [[*key, *end] for key, end in self._open.items()],
         }
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = dict(vars(self), _outputs={})
+        if self._mapped is not None:  # a copy has files of its own
+            own |= {"_mapped": self._mapped.directory, "columns": {}, "copied": self.state_dict()}
+        return own
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        copied = state.pop("copied", None)
+        vars(self).update(state)
+        if copied is not None:
+            self._mapped = MappedArrays(state["_mapped"])
+            self.load_state_dict(copied)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave, of a ring of the same capacity.

@@ -145,6 +145,14 @@ class Units:
         lengths = sequence_lengths(batch.count, batch["eps_id"], None, batch.get("agent_index"))
         return lengths.astype(np.int64)
 
+    def mark(self) -> tuple[int, int]:
+        """What there is, for `forget_since`."""
+        return self.stored, self._to_learn
+
+    def forget_since(self, there: tuple[int, int]) -> None:
+        """Those noted since then are not there: their rows could not be stored."""
+        self.stored, self._to_learn = there
+
     def forget(self, oldest: int) -> None:
         """The rows before the number `oldest` are gone."""
         there = np.arange(max(self.first, self.stored - self.capacity), self.stored) % self.capacity

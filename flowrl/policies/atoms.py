@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 
 from flowrl.policies.exploration import FORBIDDEN
 
@@ -42,7 +43,7 @@ class Atoms:
         if not self.dueling:
             return own
         allowed = own > FORBIDDEN
-        mean = (own * allowed).sum(1) / allowed.sum(1)
+        mean = (own * allowed).sum(1) / allowed.sum(1).clip(1)  # none may be, where nothing follows
         return own + (outputs[:, split:] - mean)[:, None]
 
     def values(self, outputs: np.ndarray) -> np.ndarray:
@@ -50,6 +51,12 @@ class Atoms:
         logits = self.logits(outputs)
         values: np.ndarray = _softmax(logits) @ self.support
         return np.where(logits[..., 0] > FORBIDDEN, values, 10 * FORBIDDEN)
+
+    def values_of_tensors(self, outputs: torch.Tensor) -> torch.Tensor:
+        """`values` of tensors."""
+        logits = self.logits(outputs)
+        values: torch.Tensor = logits.softmax(-1) @ torch.from_numpy(self.support)
+        return torch.where(logits[..., 0] > FORBIDDEN, values, 10 * FORBIDDEN)
 
     def chances(self, outputs: np.ndarray, actions: np.ndarray) -> np.ndarray:
         """How likely the atoms of these actions [B] are, [B, atoms]."""

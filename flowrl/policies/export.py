@@ -13,6 +13,7 @@ from gymnasium import spaces
 
 from flowrl.policies.config import ConfigError
 from flowrl.policies.models.base import Inputs
+from flowrl.policies.models.noisy import draw_noise
 from flowrl.policies.view_requirement import zeros_of
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class Acting(torch.nn.Module):
         super().__init__()
         self.model = policy.model
         self._dist_class: Any = policy.dist_class
+        self._dist_inputs = policy.dist_inputs
         self._space = policy.action_space
         self._config = policy.config
         self._count = len(policy.get_initial_state())
@@ -53,6 +55,7 @@ class Acting(torch.nn.Module):
             inputs["obs"] = ((inputs["obs"] - mean) * scale).clamp(-self._clip, self._clip)
         state = [inputs[f"state_in_{i}"] for i in range(self._count)]
         outputs, state = self.model(inputs, state, None)
+        outputs = self._dist_inputs(outputs)
         actions = self._dist_class(outputs, self.model).deterministic_sample()
         made = {f"state_out_{i}": part for i, part in enumerate(state)}
         if self._shows_actions:
@@ -129,6 +132,7 @@ def export(policy: TorchPolicy, path: Path | str, format: str | None) -> Path:
     path = Path(path)
     if path.is_dir():
         raise ConfigError(f"export: {str(path)!r} is a folder, not a file")
+    draw_noise(policy.model, None)
     acting = copy.deepcopy(Acting(policy)).cpu().eval().requires_grad_(False)
     inputs = example_inputs(policy, 2)
     batch = torch.export.Dim("batch", min=1)

@@ -25,7 +25,7 @@ from flowrl.policies.models.catalog import make_model
 from flowrl.policies.policy import Policy
 from flowrl.policies.schedules import value_at
 from flowrl.policies.view_requirement import misfit
-from flowrl.seeding import random_stream
+from flowrl.seeding import random_stream, restore_stream, stream_state
 
 T = TypeVar("T")
 
@@ -92,6 +92,8 @@ class TorchPolicy(Policy):
         self._linked = self.model
         self._buffers = list(self.model.buffers())
         self.model.link_numpy()
+        # apart from the stream of minibatches, which those who learn together draw alike
+        self.learn_rng = random_stream(self.config.seed, "policy", "learning")
         made = self.make_optimizer()
         self.optimizers: list[Any] = list(made) if isinstance(made, (list, tuple)) else [made]
         odd = [o for o in self.optimizers if not hasattr(o, "param_groups")]
@@ -209,6 +211,11 @@ class TorchPolicy(Policy):
         """The loss, with its gradient put into `self.flat.gradient`, for those whose derivative is
         written out; None where autograd is to find it from `loss`."""
         return None
+
+    @property
+    def dist_inputs(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """From the model's outputs [B, …] to what the best actions are found from."""
+        return _unchanged
 
     def extra_action_out(
         self, input_dict: dict[str, Any], states: list[np.ndarray], outputs: np.ndarray
@@ -628,6 +635,7 @@ class TorchPolicy(Policy):
         }
         state["rates"] = [[group["lr"] for group in o.param_groups] for o in self.optimizers]
         state["num_skipped_updates"] = self.num_skipped_updates
+        state["learn_rng"] = stream_state(self.learn_rng)
         state["exploration"] = self.exploration.get_state()
         return state
 
@@ -647,8 +655,9 @@ class TorchPolicy(Policy):
             raise
 
     def _take_state(self, state: dict[str, Any]) -> None:
-        if "optimizer" not in state:
-            raise ValueError(f"the state of a {type(self).__name__} without optimizer")
+        missing = [part for part in ("optimizer", "learn_rng") if part not in state]
+        if missing:
+            raise ValueError(f"the state of a {type(self).__name__} without {', '.join(missing)}")
         super().set_state(state)
         for i, optimizer in enumerate(self.optimizers):
             whole = optimizer.state_dict()
@@ -671,6 +680,11 @@ class TorchPolicy(Policy):
         self._follow_schedule()
         self.num_skipped_updates = int(state.get("num_skipped_updates", 0))
         self.exploration.set_state(state.get("exploration", {}))
+        restore_stream(self.learn_rng, state["learn_rng"])
+
+
+def _unchanged(outputs: torch.Tensor) -> torch.Tensor:
+    return outputs
 
 
 def _remade(

@@ -95,7 +95,7 @@ class Plain:
 
     def noise(self, shape, *before):
         """What the policy draws for its learning, after arrays of these shapes."""
-        stream = random_stream(3, "policy", "shuffle")
+        stream = random_stream(3, "policy", "learning")
         for one in before:
             stream.standard_normal(one, dtype=np.float32)
         return torch.tensor(stream.standard_normal(shape, dtype=np.float32).astype(np.float64))

@@ -200,3 +200,10 @@ def test_what_an_error_loses_is_not_waited_for():
         with pytest.raises(ValueError, match="once"):
             next(plan)
         assert len(plan.take(4)) == 4
+
+
+def test_a_lag_that_every_gradient_has_is_refused():
+    with pytest.raises(ConfigError, match="would drop most gradients"):
+        A3CConfig(max_policy_lag=0)
+    assert A3CConfig(max_policy_lag=0, max_requests_in_flight_per_worker=1).max_policy_lag == 0
+    assert A3CConfig(max_policy_lag=0, when_stale="wait").max_policy_lag == 0

@@ -27,6 +27,7 @@ from flowrl.ops import (
     UpdateTargetNetwork,
 )
 from flowrl.policies import ConfigError, PolicySpec
+from flowrl.policies.models.fcnet import FullyConnectedNetwork
 from flowrl.policies.models.noisy import NoisyLinear
 from flowrl.sampling import RolloutWorker, WorkerSet
 
@@ -541,14 +542,13 @@ NOISY = {"noisy": True, "sigma0": 0.5, "seed": 0}
 @pytest.mark.parametrize("more", [{}, {"num_atoms": 7}], ids=["values", "atoms"])
 @pytest.mark.parametrize("space", [BOX, MASKED], ids=["box", "masked"])
 def test_noise_explores_and_is_off_without(space, more):
-    still = {"exploration_config": {"type": "EpsilonGreedy", "epsilon": 0.0}}
-    policy = DQNTorchPolicy(space, THREE, {**NOISY, **more, **still})
+    policy = DQNTorchPolicy(space, THREE, {**NOISY, **more})
     obs = rows(50, space=space)["obs"]
     calm = [policy.compute_actions(obs, explore=False)[0].tolist() for _ in range(5)]
     drawn = [policy.compute_actions(obs)[0].tolist() for _ in range(5)]
     assert all(one == calm[0] for one in calm)
     assert len({tuple(one) for one in drawn}) == 5
-    again = DQNTorchPolicy(space, THREE, {**NOISY, **more, **still})
+    again = DQNTorchPolicy(space, THREE, {**NOISY, **more})
     again.compute_actions(obs, explore=False)
     assert [again.compute_actions(obs)[0].tolist() for _ in range(5)] == drawn
 
@@ -574,13 +574,41 @@ def test_noisy_layers_are_the_papers():
     torch.testing.assert_close(layer(inputs), inputs @ layer.weight.T + layer.bias)
 
 
+def test_with_noise_nothing_else_explores_unless_it_is_said():
+    given = {"exploration_config": {"type": "EpsilonGreedy", "epsilon": 0.25}}
+    assert DQNTorchPolicy(BOX, THREE, NOISY).exploration.config.epsilon == 0.0
+    assert DQNTorchPolicy(BOX, THREE, {**NOISY, **given}).exploration.config.epsilon == 0.25
+
+
+def test_layers_without_a_bias_get_one_that_is_noise():
+    before = torch.random.get_rng_state()
+    layer = NoisyLinear(nn.Linear(4, 3, bias=False), 0.5)
+    assert layer.bias.tolist() == [0, 0, 0]
+    torch.random.set_rng_state(before)
+    plain = nn.Linear(4, 3)
+    after = torch.random.get_rng_state()
+    torch.random.set_rng_state(before)
+    NoisyLinear(nn.Linear(4, 3), 0.5)
+    assert torch.equal(torch.random.get_rng_state(), after)  # nothing else was drawn
+    assert plain.weight.shape == (3, 4)
+
+
+@pytest.mark.parametrize("dueling", [True, False])
+def test_a_last_observation_may_forbid_everything(dueling):
+    policy = DQNTorchPolicy(MASKED, THREE, {**C51, "dueling": dueling})
+    batch = rows(space=MASKED)
+    batch["terminateds"][:] = True
+    batch["new_obs"]["action_mask"][:] = 0
+    assert np.isfinite(policy.learn_on_minibatches(batch)["total_loss"])
+
+
 def test_each_network_of_a_noisy_loss_has_noise_of_its_own(monkeypatch):
     policy = DQNTorchPolicy(BOX, THREE, NOISY)
     names = {id(policy.model): "online", id(policy.target_model): "target"}
     drawn = []
     monkeypatch.setattr(
         "flowrl.algorithms.dqn.draw_noise",
-        lambda model, rng: drawn.append((names[id(model)], rng is policy.shuffle_rng)),
+        lambda model, rng: drawn.append((names[id(model)], rng is policy.learn_rng)),
     )
     policy.loss(policy.tensors(rows()))
     # for the target's values, for the choice of the next actions, and for what is learned
@@ -605,9 +633,19 @@ def test_scales_of_the_noise_are_learned_and_saved():
 def test_bad_distributions_are_refused():
     with pytest.raises(ConfigError, match="is not below v_max"):
         DQNConfig(num_atoms=51, v_min=2.0, v_max=1.0)
-    for wrong in ({"num_atoms": 0}, {"sigma0": 0}, {"v_min": float("nan")}):
+    for wrong in (
+        {"num_atoms": 0},
+        {"sigma0": 0},
+        {"v_min": float("nan")},
+        {"v_max": float("inf"), "num_atoms": 51},
+        {"v_max": 20.0},
+        {"sigma0": 0.3},
+        {"v_min": -1.0, "noisy": True},
+    ):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             DQNConfig(**wrong)
+    with pytest.raises(ConfigError, match="vf_share_layers"):
+        DQNConfig(num_atoms=51, model={"vf_share_layers": False})
 
     class NoLayers(nn.Module):
         def __init__(self, obs_space, action_space, num_outputs):
@@ -617,5 +655,7 @@ def test_bad_distributions_are_refused():
         def forward(self, obs):
             return obs @ self.weight
 
+    with pytest.raises(ConfigError, match="build a custom_model of torch"):
+        DQNTorchPolicy(BOX, THREE, {**NOISY, "model": {"custom_model": FullyConnectedNetwork}})
     with pytest.raises(ConfigError, match="no linear layers"):
         DQNTorchPolicy(BOX, THREE, {**NOISY, "dueling": False, "model": {"custom_model": NoLayers}})

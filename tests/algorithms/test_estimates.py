@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from gymnasium import spaces
 
 from flowrl.algorithms.a2c import A2CTorchPolicy
@@ -64,7 +65,7 @@ def plainly(policy, rows, gamma):
             weights.append(weight)
         logs.append((weights, episode["rewards"]))
     longest = max(len(weights) for weights, _ in logs)
-    mean = [np.mean([w[t] for w, _ in logs if len(w) > t]) for t in range(longest)]
+    mean = [np.mean([w[min(t, len(w) - 1)] for w, _ in logs]) for t in range(longest)]
     plain, weighted = [], []
     for weights, rewards in logs:
         plain.append(sum(gamma**t * w * rewards[t] for t, w in enumerate(weights)))
@@ -114,6 +115,59 @@ def test_it_is_right_on_average(policy):
         error = told[method]["v_target_std"] / np.sqrt(4000)
         assert abs(told[method]["v_target"] - true) < 4 * error
         assert abs(told[method]["v_delta"]) > 4 * error  # so that it says something
+
+
+@pytest.mark.parametrize("method", ["is", "wis"])
+def test_a_policy_that_lasts_longer_is_worth_more(policy, method):
+    """Action 0 ends the episode, each step gives 1: the recorded policy does that half the time."""
+    policy.model.policy_head.weight.data.zero_()
+    policy.model.policy_head.bias.data[:] = torch.tensor([0.0, 0.8])
+    stays = float(torch.softmax(policy.model.policy_head.bias, 0)[1])
+    rng, rows = np.random.default_rng(0), []
+    for number in range(4000):
+        steps = int(min(rng.geometric(0.5), 12))
+        actions = np.ones(steps, np.int64)
+        actions[-1] = 0 if steps < 12 else rng.integers(0, 2)
+        rows.append(
+            SampleBatch(
+                obs=np.zeros((steps, 3), np.float32),
+                actions=actions,
+                action_logp=np.full(steps, np.log(0.5), np.float32),
+                rewards=np.ones(steps, np.float32),
+                terminateds=np.arange(steps) == steps - 1,
+                truncateds=np.zeros(steps, bool),
+                eps_id=np.full(steps, number),
+                t=np.arange(steps),
+            )
+        )
+    true = sum(0.9**t * stays**t for t in range(12))
+    told = estimate(policy, rows)[method]
+    assert told["v_target"] == pytest.approx(true, rel=0.06)
+    assert told["v_behavior"] < 0.8 * true
+
+
+def test_weights_that_no_number_holds(policy):
+    steps = 3000
+    policy.model.policy_head.weight.data.zero_()
+    policy.model.policy_head.bias.data[:] = torch.tensor([0.0, 5.0])
+    long = SampleBatch(
+        obs=np.zeros((steps, 3), np.float32),
+        actions=np.ones(steps, np.int64),
+        action_logp=np.full(steps, np.log(0.5), np.float32),
+        rewards=np.ones(steps, np.float32),
+        terminateds=np.arange(steps) == steps - 1,
+        truncateds=np.zeros(steps, bool),
+        eps_id=np.full(steps, 999),
+        t=np.arange(steps),
+    )
+    told = estimate(policy, [long, *episodes(3)])
+    assert told["is"]["v_target"] == float("inf") or told["is"]["v_target"] > 1e6
+    assert told["wis"]["v_target"] == pytest.approx(10, rel=0.01)  # 1 / (1 - gamma)
+    assert told["wis"]["ess"] == pytest.approx(1)
+    never = DQNTorchPolicy(BOX, spaces.Discrete(2), {"seed": 0})
+    best = int(never.compute_actions(np.zeros((1, 3), np.float32), explore=False)[0][0])
+    told = estimate(never, long.with_columns(actions=np.full(steps, 1 - best)))
+    assert (told["is"]["v_target"], told["wis"]["v_target"], told["wis"]["ess"]) == (0, 0, 0)
 
 
 def test_rows_in_any_order_and_parts(policy, tmp_path):

@@ -180,7 +180,10 @@ def test_what_is_not_for_it_is_refused():
         R2D2TorchPolicy(box, spaces.Discrete(2), {"model": {"use_lstm": False, "burn_in": 0}})
     with pytest.raises(ConfigError, match="for Discrete actions"):
         R2D2TorchPolicy(box, box, {})
-    for wrong in ({"num_atoms": 51}, {"noisy": True}, {"h_function_epsilon": 0}):
+    wrongs = [{"num_atoms": 51}, {"noisy": True}, {"h_function_epsilon": 0}]
+    wrongs += [{"replay_mode": "lockstep"}, {"rollout_fragment_length": -5}]
+    assert R2D2Config(rollout_fragment_length="auto").rollout_fragment_length == "auto"
+    for wrong in wrongs:
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             R2D2Config(**wrong)
     for more in ({"num_framestacks": 2}, {"use_attention": True, "use_lstm": False}):

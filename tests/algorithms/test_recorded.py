@@ -83,8 +83,11 @@ def test_an_environment_for_evaluation_alone(folder):
 
 
 def test_what_is_missing_is_said(folder):
-    with pytest.raises(ConfigError, match="no environment is set"):
+    with pytest.raises(ConfigError, match="or the observation_space and action_space"):
         BCConfig(**SMALL, input_=str(folder)).build()
+    for name in ("normalize_observations", "normalize_rewards"):
+        with pytest.raises(ConfigError, match=f"{name} learns from what is sampled"):
+            BCConfig(**{name: True})
     with pytest.raises(ConfigError, match="give both"):
         BCConfig(observation_space=BOX)
     with pytest.raises(ConfigError, match="gymnasium space"):
@@ -92,6 +95,10 @@ def test_what_is_missing_is_said(folder):
     config = BCConfig(**SMALL, input_=str(folder), observation_space=BOX, action_space=TWO)
     with pytest.raises(ConfigError, match="evaluation_interval"):
         config.evaluation(evaluation_interval=1).build()
+    with pytest.raises(ConfigError, match="no environment to sample"):
+        config.updated(
+            evaluation_interval=None, evaluation_video_dir="films"
+        ).build().check_evaluation()
 
 
 # -- Minari ----------------------------------------------------------------------------------------

@@ -1,7 +1,9 @@
 """Buffers in files: the same draws as in memory, no files left, a full disk is told."""
 
+import copy
 import errno
 import os
+import pickle
 import subprocess
 import sys
 
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from flowrl.algorithms.dqn import DQNConfig
 from flowrl.data import PrioritizedReplayBuffer, ReplayBuffer, SampleBatch
 from flowrl.data.mapped import MappedArrays
+from flowrl.policies import ConfigError
 
 KINDS = {
     "rows": (ReplayBuffer, {"n_step": 3}),
@@ -129,17 +132,55 @@ def test_room_is_taken_before_it_is_written(tmp_path):
         assert blocks >= 4096 * len(pages)
 
 
+def full(*args):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def test_a_full_disk_is_told(tmp_path, monkeypatch):
     buffer = ReplayBuffer(1000, directory=tmp_path)
-
-    def full(*args):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(OSError, match="no room for") as told:
         buffer.add(fragment(np.random.default_rng(0), 0, 50))
     assert told.value.errno == errno.ENOSPC
     assert str(tmp_path) in str(told.value)
+
+
+def test_units_whose_rows_have_no_room_are_not_there(tmp_path, monkeypatch):
+    more = {"storage_unit": "sequences", "max_seq_len": 5}
+    buffer = ReplayBuffer(1000, directory=tmp_path, **more)
+    rng = np.random.default_rng(0)
+    buffer.add(fragment(rng, 0, 50))
+    there = buffer._items()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        buffer.add(fragment(rng, 50, 50))  # which waits to be stored with others
+        with pytest.raises(OSError, match="no room"):
+            buffer.sample(1)
+    assert buffer._items() == there
+    buffer.add(fragment(rng, 100, 50))
+    assert set(buffer.sample(200)["batch_indexes"].tolist()) <= set(range(2 * there[1] + 2))
+
+
+def test_a_copy_has_files_of_its_own(tmp_path):
+    buffer = ReplayBuffer(100, seed=0, directory=tmp_path)
+    rng = np.random.default_rng(0)
+    buffer.add(fragment(rng, 0, 150))
+    for other in (copy.deepcopy(buffer), pickle.loads(pickle.dumps(buffer))):
+        expected = buffer.rows(np.arange(50, 150))
+        other.add(fragment(rng, 150, 60))
+        other.sample(1)
+        check_alike(expected, buffer.rows(np.arange(50, 150)))
+        check_alike(buffer.rows(np.arange(120, 149)), other.rows(np.arange(120, 149)))
+
+
+def test_objects_are_refused_and_nothing_is_half_done(tmp_path):
+    buffer = ReplayBuffer(100, directory=tmp_path)
+    rng = np.random.default_rng(0)
+    names = np.array([None] * 20, object)
+    with pytest.raises(ValueError, match="'names' holds objects"):
+        buffer.add(fragment(rng, 0, 20).with_columns(names=names))
+    buffer.add(fragment(rng, 0, 20))
+    assert "rewards" in buffer.sample(3)
 
 
 def test_a_folder_that_cannot_be_is_refused(tmp_path):
@@ -153,3 +194,7 @@ def test_the_setting_has_an_effect(tmp_path):
     config = DQNConfig(env="CartPole-v1", replay_buffer_dir=str(tmp_path / "rows"))
     assert config.new_buffer()._ring._mapped.directory == tmp_path / "rows"
     assert DQNConfig().new_buffer()._ring._mapped is None
+    (tmp_path / "file").write_text("")
+    for wrong in (str(tmp_path / "file"), "s3://bucket/rows"):
+        with pytest.raises(ConfigError, match="replay_buffer_dir"):
+            config.updated(replay_buffer_dir=wrong).build()

@@ -11,6 +11,7 @@ import torch
 from gymnasium import spaces
 
 from flowrl.algorithms.a2c import A2CTorchPolicy
+from flowrl.algorithms.dqn import DQNTorchPolicy
 from flowrl.algorithms.ppo import PPOConfig, PPOTorchPolicy
 from flowrl.data.checkpoint import CheckpointError, _sealed, read_manifest
 from flowrl.policies import ConfigError, ModelV2, Policy, ViewRequirement
@@ -155,6 +156,30 @@ def leaf_called(tree, name):
     for key in name.split("."):
         tree = tree[int(key) if isinstance(tree, tuple) else key]
     return tree
+
+
+@pytest.mark.parametrize("dueling", [True, False])
+@pytest.mark.parametrize(
+    "more",
+    [{"num_atoms": 7}, {"noisy": True, "sigma0": 3.0}, {"noisy": True, "num_atoms": 7}],
+    ids=["atoms", "noisy", "both"],
+)
+def test_values_of_actions(more, dueling, tmp_path):
+    """Distributions become values, and the noise of the last step is not exported."""
+    space = spaces.Dict({"action_mask": spaces.MultiBinary(3), "at": BOX})
+    config = {**more, "dueling": dueling, "seed": 0}
+    policy = DQNTorchPolicy(space, spaces.Discrete(3, start=1), config)
+    policy.flat.vector.data.add_(0.3 * torch.randn(policy.flat.vector.shape))
+    rng = np.random.default_rng(0)
+    mask = rng.integers(0, 2, (50, 3)).astype(np.int8)
+    mask[:, 1] = 1
+    obs = {"action_mask": mask, "at": rng.uniform(-1, 1, (50, 4)).astype(np.float32)}
+    policy.compute_actions(obs)
+    program = torch.export.load(policy.export(tmp_path / "policy.pt2")).module()
+    given = {"obs": {name: torch.from_numpy(leaf) for name, leaf in obs.items()}}
+    best, _, _ = policy.compute_actions(obs, explore=False)
+    assert program(given)["actions"].tolist() == (best + 1).tolist()
+    assert len(set(best.tolist())) > 1
 
 
 def test_what_cannot_be_exported(tmp_path):

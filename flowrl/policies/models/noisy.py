@@ -22,11 +22,15 @@ class NoisyLinear(nn.Linear):
     """
 
     def __init__(self, layer: nn.Linear, sigma0: float):
-        super().__init__(layer.in_features, layer.out_features)
-        self.weight, self.bias = layer.weight, layer.bias
+        nn.Module.__init__(self)  # Linear's own would draw weights from torch's global stream
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        bias = layer.bias
+        if bias is None:
+            bias = nn.Parameter(layer.weight.new_zeros(layer.out_features))
+        self.weight, self.bias = layer.weight, bias
         first = sigma0 / math.sqrt(layer.in_features)
         self.weight_sigma = nn.Parameter(torch.full_like(layer.weight, first))
-        self.bias_sigma = nn.Parameter(torch.full_like(layer.bias, first))
+        self.bias_sigma = nn.Parameter(torch.full_like(bias, first))
         self._noise: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def draw(self, rng: np.random.Generator | None) -> None:
@@ -40,9 +44,10 @@ class NoisyLinear(nn.Linear):
         self._noise = noise[: self.in_features], noise[self.in_features :]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if self._noise is None:
+        noise = self._noise
+        if noise is None:
             return F.linear(input, self.weight, self.bias)
-        inwards, outwards = self._noise
+        inwards, outwards = noise
         weight = self.weight + self.weight_sigma * torch.outer(outwards, inwards)
         return F.linear(input, weight, self.bias + self.bias_sigma * outwards)
 
