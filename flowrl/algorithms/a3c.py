@@ -44,14 +44,14 @@ class A3CConfig(A2CConfig):
             )
         if self.when_stale == "wait" and self.max_policy_lag is None:
             raise ValueError('when_stale="wait" needs a max_policy_lag')
-        own = self.max_requests_in_flight_per_worker - 1  # updates that every gradient is older by
-        if self.when_stale == "drop" and self.max_policy_lag is not None:
-            if self.max_policy_lag < own:
-                raise ValueError(
-                    f"max_policy_lag={self.max_policy_lag} would drop most gradients: with "
-                    f"max_requests_in_flight_per_worker={own + 1} they are {own} updates old at "
-                    "least. Set that to 1, or allow more"
-                )
+        own = self.max_requests_in_flight_per_worker - 1  # updates that all gradients are older by
+        lag = self.max_policy_lag
+        if self.when_stale == "drop" and lag is not None and lag < own:
+            raise ValueError(
+                f"max_policy_lag={lag} would drop most gradients: with "
+                f"max_requests_in_flight_per_worker={own + 1} they are {own} updates old at least. "
+                "Set that to 1, or allow more"
+            )
         return self
 
 

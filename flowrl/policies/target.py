@@ -28,6 +28,10 @@ class TargetNetwork(TorchPolicy):
         self.target_model.eval().requires_grad_(False)
         self._target = FlatParameters(self.target_model)
         self.target_model.link_numpy()
+        # found once: looking them up takes longer than the update of a small network
+        self._buffer_pairs = list(
+            zip(self.target_model.buffers(), self.model.buffers(), strict=True)
+        )
         self.target_updates = 0
         self.update_target(1.0)
 
@@ -35,7 +39,7 @@ class TargetNetwork(TorchPolicy):
         """Move the target network towards the online one: w' <- tau w + (1 - tau) w'."""
         tau = self.config.tau if tau is None else tau
         self._target.vector.data.lerp_(self.flat.vector.data, tau)
-        for own, buffer in zip(self.target_model.buffers(), self.model.buffers(), strict=True):
+        for own, buffer in self._buffer_pairs:
             own.copy_(buffer)
         self.target_updates += 1
 

@@ -1,5 +1,7 @@
 """Evaluation in between, on actors, beside training; by episodes and by steps."""
 
+import threading
+
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -175,3 +177,22 @@ def test_episodes_or_timesteps():
         for given in ({"episodes": 1, "timesteps": 2}, {"episodes": "5"}, {"episodes": 1.5}):
             with pytest.raises(ConfigError):
                 algorithm.evaluate(**given)
+
+
+def test_who_learns_beside_the_plan_waits():
+    """A learner in a thread has the networks that an evaluation in this process acts with."""
+    with small().build() as algorithm:
+        worker = algorithm.workers.local_worker()
+        policy, free = algorithm.get_policy(), []
+        act = policy.compute_actions
+
+        def watched(*args, **more):
+            thread = threading.Thread(target=lambda: free.append(worker.lock.acquire(False)))
+            thread.start()
+            thread.join()
+            return act(*args, **more)
+
+        policy.compute_actions = watched
+        algorithm.evaluate(1)
+    assert len(free) > 5
+    assert not any(free)
