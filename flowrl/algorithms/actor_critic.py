@@ -14,7 +14,9 @@ from flowrl.algorithms.off_policy import OffPolicyConfig
 from flowrl.policies.config import ConfigError, Count, Fraction, ModelConfig, Positive, Schedule
 from flowrl.policies.flat import FlatAdam
 from flowrl.policies.models.actor_critic import ActorCritic
+from flowrl.policies.models.backprop import Backprop
 from flowrl.policies.models.base import ModelV2
+from flowrl.policies.models.fcnet import flat_numpy, is_quick
 from flowrl.policies.schedules import value_at
 from flowrl.policies.target import TargetNetwork
 from flowrl.policies.torch_policy import TensorBatch
@@ -92,6 +94,24 @@ class ActorCriticPolicy(TargetNetwork):
             )
         self.model.by_numpy &= config.precision == "float32"
         self.target_model.by_numpy = self.model.by_numpy
+        self._by_hand = self._networks_by_hand()
+
+    def _networks_by_hand(self) -> list[Backprop] | None:
+        """The actor and the critics as numpy differentiates them; None where it does not, or where
+        a subclass has a loss of its own."""
+        model, own = self.model, type(self)
+        plain = own.loss is ActorCriticPolicy.loss
+        plain &= own.critic_loss is ActorCriticPolicy.critic_loss
+        plain &= own.values_of_actions is ActorCriticPolicy.values_of_actions or self._is_box
+        of_actor = own.actor_loss.__qualname__.partition(".")[0]
+        plain &= of_actor == own.actor_by_hand.__qualname__.partition(".")[0]
+        networks = [model.actor, *model.critics]
+        plain &= self._is_box and model.by_numpy and all(map(is_quick, networks))
+        return [Backprop(network) for network in networks] if plain else None
+
+    @property
+    def _is_box(self) -> bool:
+        return isinstance(self.action_space, spaces.Box)
 
     def check_discrete(self, action_space: Any) -> None:
         """Refuse actions that are not continuous, where there is nothing for them."""
@@ -170,6 +190,52 @@ class ActorCriticPolicy(TargetNetwork):
         self.stats["critic_loss"] = loss.detach()
         return loss
 
+    def gradient_by_hand(self, batch: TensorBatch) -> float | None:
+        """The same losses and their derivatives, where numpy computes the networks: without
+        autograd."""
+        if self._by_hand is None:
+            return None
+        self.flat.gradient.zero_()
+        goals = self.goals(batch)
+        obs = flat_numpy(self.observation_space, batch.array("obs"))
+        seen = _joined(obs, batch.array("actions"))
+        critics = self._by_hand[1:]
+        errors = np.stack([critic.outputs(seen)[:, 0] for critic in critics])
+        self.stats["mean_q"] = float(errors.mean())
+        errors -= goals
+        told = errors.mean(0)
+        self.note_rows(batch, td_error=told)
+        self.stats["mean_td_error"] = float(told.mean())
+        share: Any = np.float32(1.0 / len(goals))
+        if "weights" in batch:
+            share = share * batch.array("weights")
+        slopes = errors * share
+        for critic, own in zip(critics, slopes, strict=True):
+            critic.backward(own[:, None])
+        loss = 0.5 * float((errors * slopes).sum())
+        self.stats["critic_loss"] = loss
+        return loss + self.actor_by_hand(obs) if self.updates_actor() else loss
+
+    def actor_by_hand(self, obs: np.ndarray) -> float:
+        """`actor_loss` and its derivative, at features [B, size] of observations."""
+        raise NotImplementedError(f"{type(self).__name__} has no actor_by_hand(): write one")
+
+    def worth_by_hand(
+        self, obs: np.ndarray, actions: np.ndarray, first: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The least value [B] that so many of the critics give actions [B, d], and how it changes
+        with them [B, d]."""
+        assert self._by_hand is not None
+        critics, seen = self._by_hand[1:][:first], _joined(obs, actions)
+        values = np.stack([critic.outputs(seen)[:, 0] for critic in critics])
+        least = values.argmin(0)
+        slopes = np.empty_like(actions)
+        for number, critic in enumerate(critics):
+            rows = np.flatnonzero(least == number)
+            ones = np.ones((len(rows), 1), np.float32)
+            slopes[rows] = critic.to_inputs(ones, rows)[:, obs.shape[1] :]
+        return values.min(0), slopes
+
     def values_of_actions(self, batch: TensorBatch) -> torch.Tensor:
         """The critics' values [critics, B] of the batch's actions."""
         return self.model.q_values(batch["obs"], batch["actions"])
@@ -190,3 +256,9 @@ class ActorCriticPolicy(TargetNetwork):
     def actor_loss(self, batch: TensorBatch) -> torch.Tensor:
         """What is the smaller, the better the actor is."""
         raise NotImplementedError(f"{type(self).__name__} has no actor_loss(): write one")
+
+
+def _joined(obs: np.ndarray, actions: np.ndarray) -> np.ndarray:
+    """What critics see [B, size]."""
+    made: np.ndarray = np.concatenate([obs, actions.reshape(len(obs), -1)], 1, dtype=np.float32)
+    return made

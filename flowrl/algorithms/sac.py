@@ -136,6 +136,31 @@ class SACTorchPolicy(ActorCriticPolicy):
             return loss
         return loss + self._log_alpha * (entropy - self.target_entropy)
 
+    def actor_by_hand(self, obs: np.ndarray) -> float:
+        assert self._by_hand is not None
+        actor, alpha = self._by_hand[0], self.alpha
+        outputs = actor.outputs(obs)
+        size = outputs.shape[1] // 2
+        noise = self.learn_rng.standard_normal((len(obs), size), dtype=np.float32)
+        squashed: Any = self.dist_class
+        raw, spread, logp = squashed.drawn(outputs, noise)
+        actions = np.tanh(raw)
+        values, slopes = self.worth_by_hand(obs, actions)
+        loss, entropy = float((alpha * logp - values).mean()), -float(logp.mean())
+        self.stats |= {"actor_loss": loss, "entropy": entropy, "alpha": alpha}
+        # of log pi: 2 tanh(raw) by raw, -1 by the logarithm of the deviation besides
+        d_raw = 2 * alpha * actions - slopes * (1 - actions * actions)
+        d_log_std = (d_raw * spread - alpha) * squashed.inside(outputs[:, size:])
+        d_outputs = np.concatenate([d_raw, d_log_std], 1)
+        d_outputs *= np.float32(1.0 / len(obs))
+        actor.backward(d_outputs)
+        if self.target_entropy is None:
+            return loss
+        wanted = entropy - self.target_entropy
+        assert self._log_alpha.grad is not None
+        self._log_alpha.grad.fill_(wanted)
+        return loss + math.log(alpha) * wanted
+
     def _discrete_loss(
         self, batch: TensorBatch, outputs: torch.Tensor, alpha: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:

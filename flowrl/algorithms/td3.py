@@ -94,6 +94,18 @@ class TD3TorchPolicy(ActorCriticPolicy):
         self.stats["actor_loss"] = loss.detach()
         return loss
 
+    def actor_by_hand(self, obs: np.ndarray) -> float:
+        assert self._by_hand is not None
+        actor = self._by_hand[0]
+        actions = np.tanh(actor.outputs(obs))
+        values, slopes = self.worth_by_hand(obs, actions, first=1)
+        loss = -float(values.mean())
+        self.stats["actor_loss"] = loss
+        d_outputs = slopes * (actions * actions - 1)
+        d_outputs *= np.float32(1.0 / len(obs))
+        actor.backward(d_outputs)
+        return loss
+
     def get_state(self) -> dict[str, Any]:
         return {**super().get_state(), "updates": self._updates}
 

@@ -306,15 +306,29 @@ class SquashedGaussian(DiagGaussian):
     def act(
         cls, inputs: np.ndarray, rng: np.random.Generator, explore: bool
     ) -> tuple[np.ndarray, np.ndarray]:
+        shape = len(inputs), inputs.shape[1] // 2
+        noise = rng.standard_normal(shape, dtype=np.float32) if explore else np.zeros(shape, "f4")
+        raw, _, logp = cls.drawn(inputs, noise)
+        return cls._shaped(np.tanh(raw).clip(-_INSIDE, _INSIDE)), logp
+
+    @staticmethod
+    def drawn(inputs: np.ndarray, noise: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What a standard normal's noise [B, d] makes: actions before they are squashed [B, d],
+        the noise in their units [B, d], and log-probabilities of the squashed ones [B]."""
         size = inputs.shape[1] // 2
         mean, log_std = inputs[:, :size], inputs[:, size:].clip(_LOG_STD_MIN, _LOG_STD_MAX)
-        noise = rng.standard_normal(mean.shape, dtype=np.float32) if explore else 0 * mean
-        raw = mean + np.exp(log_std) * noise
-        actions = np.tanh(raw).clip(-_INSIDE, _INSIDE)
+        spread = np.exp(log_std) * noise
+        raw = mean + spread
         logp = -(np.float32(0.5) * (noise * noise + np.float32(_LOG_2PI)) + log_std).sum(1)
         # log(1 - tanh(x)^2), as it does not overflow
         slope = 2 * (np.float32(math.log(2)) - raw - np.logaddexp(np.float32(0), -2 * raw))
-        return cls._shaped(actions), logp - slope.sum(1)
+        return raw, spread, logp - slope.sum(1)
+
+    @staticmethod
+    def inside(log_std: np.ndarray) -> np.ndarray:
+        """Where log standard deviations are not cut off [B, d]."""
+        made: np.ndarray = (log_std >= _LOG_STD_MIN) & (log_std <= _LOG_STD_MAX)
+        return made
 
     def sample_and_logp(
         self, noise: torch.Tensor | None = None

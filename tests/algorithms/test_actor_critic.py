@@ -8,6 +8,7 @@ import pytest
 import torch
 from gymnasium import spaces
 
+from flowrl.algorithms.cql import CQLTorchPolicy
 from flowrl.algorithms.sac import SAC, SACConfig, SACTorchPolicy
 from flowrl.algorithms.td3 import DDPG, TD3, DDPGConfig, TD3Config, TD3TorchPolicy
 from flowrl.data import SampleBatch
@@ -467,3 +468,50 @@ def test_an_environment_of_other_actions_is_refused_when_it_is_built():
             algorithm(algorithm.config_class(env=env)).train()
     assert SAC.config_class is SACConfig
     assert gymnasium.spec("Pendulum-v1") is not None
+
+
+@pytest.mark.parametrize("activation", ["relu", "tanh"])
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        (SACTorchPolicy, {}),
+        (SACTorchPolicy, {"twin_q": False, "target_entropy": None}),
+        (TD3TorchPolicy, {"policy_delay": 1}),
+        (TD3TorchPolicy, {"policy_delay": 2}),
+    ],
+    ids=["sac", "one critic", "td3", "delayed"],
+)
+def test_the_gradient_by_hand_is_autograds(kind, more, activation):
+    """Of all parameters; a second batch leaves nothing of the first one behind."""
+    model = {"fcnet_hiddens": [16, 8], "fcnet_activation": activation}
+    policy = kind(OBS, BOX, {"seed": 0, "gamma": 0.9, "model": model, **more})
+    policy.flat.vector.data.add_(0.3 * torch.randn(policy.flat.vector.shape))
+    if kind is SACTorchPolicy:  # some deviations are cut off
+        policy.model.actor.policy_head.bias.data[-1] = 3.0
+    for seed, given in ((0, True), (1, False)):
+        batch = rows(seed=seed, n_steps=given, weights=given)
+        stream = policy.learn_rng.bit_generator.state
+        by_hand = policy.gradient_by_hand(policy.tensors(batch))
+        gradient, told = policy.flat.gradient.clone(), dict(policy.stats)
+        policy.learn_rng.bit_generator.state = stream
+        loss = policy.loss(policy.tensors(batch))
+        policy.flat.take_gradient(loss)
+        assert by_hand == pytest.approx(loss.item(), rel=1e-4, abs=1e-5)
+        expected = {name: float(value) for name, value in policy.stats.items()}
+        assert told == pytest.approx(expected, rel=1e-4, abs=1e-5)
+        assert float(gradient.abs().max()) > 0.01
+        torch.testing.assert_close(gradient, policy.flat.gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_only_losses_that_were_differentiated_are_by_hand():
+    class Other(SACTorchPolicy):
+        def actor_loss(self, batch):
+            return 2 * super().actor_loss(batch)
+
+    image = spaces.Box(0, 255, (8, 8, 3), np.uint8)
+    cases = [(Other, OBS, BOX, {}), (SACTorchPolicy, OBS, spaces.Discrete(2), {}),
+             (SACTorchPolicy, image, BOX, {}), (CQLTorchPolicy, OBS, BOX, {}),
+             (SACTorchPolicy, OBS, BOX, {"precision": "bfloat16"})]  # fmt: skip
+    for kind, space, actions, more in cases:
+        assert kind(space, actions, {"seed": 0, **more})._by_hand is None
+    assert SACTorchPolicy(OBS, BOX, {})._by_hand is not None

@@ -38,11 +38,16 @@ class Backprop:
         outputs, values = self._heads
         return outputs(self._kept[0][-1]), values(self._kept[-1][-1])[:, 0]
 
+    def outputs(self, features: np.ndarray) -> np.ndarray:
+        """`forward` of features [B, size], without values."""
+        self._kept = [self._run(features, self._trunks[0])]
+        return self._heads[0](self._kept[0][-1])
+
     def _run(self, hidden: np.ndarray, trunk: list[_Layer]) -> list[np.ndarray]:
         kept = [hidden]
         for layer in trunk:
             hidden = layer(hidden)
-            np.tanh(hidden, out=hidden) if self._tanh else np.maximum(hidden, 0.0, out=hidden)
+            np.tanh(hidden, out=hidden) if self._tanh else torch.from_numpy(hidden).relu_()
             kept.append(hidden)
         return kept
 
@@ -67,8 +72,21 @@ class Backprop:
         for layer, seen, made in zip(
             reversed(self._trunks[number]), reversed(kept[:-1]), reversed(kept), strict=False
         ):
-            gradient *= 1.0 - made * made if self._tanh else made > 0
-            gradient = layer.backward(seen, gradient)
+            gradient = layer.backward(seen, _sloped(gradient, made, self._tanh))
+
+    def to_inputs(self, d_outputs: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """How a loss changes with the features of these rows [n, size]; no parameter's gradient is
+        touched.
+
+        Args:
+            d_outputs: how it changes with their outputs of the last forward pass, [n, outputs].
+            rows: numbers [n].
+        """
+        gradient = self._heads[0].to_inputs(d_outputs)
+        layers = zip(reversed(self._trunks[0]), reversed(self._kept[0]), strict=False)
+        for layer, made in layers:
+            gradient = layer.to_inputs(_sloped(gradient, made[rows], self._tanh))
+        return gradient
 
 
 class _Layer:
@@ -89,8 +107,24 @@ class _Layer:
         """Note the gradient of the parameters; that of the inputs."""
         np.dot(inputs.T, gradient, out=self.d_weight)
         gradient.sum(0, out=self.d_bias)
+        return self.to_inputs(gradient)
+
+    def to_inputs(self, gradient: np.ndarray) -> np.ndarray:
+        """The gradient of the inputs."""
+        if gradient.shape[1] == 1:  # many times faster without BLAS
+            return gradient * self.weight.T
         made: np.ndarray = gradient @ self.weight.T
         return made
+
+
+def _sloped(gradient: np.ndarray, made: np.ndarray, tanh: bool) -> np.ndarray:
+    """A gradient through activations that made these outputs; it may be written over."""
+    if tanh:
+        gradient *= 1.0 - made * made
+        return gradient
+    through = torch.ops.aten.threshold_backward
+    sloped: np.ndarray = through(torch.from_numpy(gradient), torch.from_numpy(made), 0).numpy()
+    return sloped
 
 
 SPARSE = 0.75  # share of rows with a gradient below which the others are left out
@@ -134,12 +168,7 @@ class _Outputs(torch.autograd.Function):
                 # a product with one column is many times faster without BLAS
                 gradient = gradient * weight if len(weight) == 1 else gradient @ weight
             if i:
-                if ctx.activation == "tanh":
-                    gradient *= 1.0 - kept[i] * kept[i]
-                else:
-                    through = torch.ops.aten.threshold_backward
-                    slope = through(torch.from_numpy(gradient), torch.from_numpy(kept[i]), 0)
-                    gradient = slope.numpy()
+                gradient = _sloped(gradient, kept[i], ctx.activation == "tanh")
         if wanted[0]:
             whole = gradient
             if rows is not None:
