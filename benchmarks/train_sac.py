@@ -30,8 +30,10 @@ def flowrl_run(plan: str, steps: int, seed: int) -> dict[str, float]:
     """The shipped plan."""
     from flowrl.algorithms.plans import load_plan
 
-    config = load_plan(plan).config.updated(
+    config = load_plan(plan).config
+    config = config.updated(
         env="Pendulum-v1",
+        exploration_config=config.exploration_config.updated(random_timesteps=STARTS),
         seed=seed,
         learning_starts=STARTS,
         train_batch_size=BATCH,

@@ -12,7 +12,13 @@ from flowrl.ops import (
     UpdateTargetNetwork,
 )
 
-config = TD3Config(env="Pendulum-v1", lr=1e-3)
+config = TD3Config(
+    env="Pendulum-v1",
+    lr=1e-3,
+    gamma=0.98,
+    learning_starts=400,
+    exploration_config={"type": "GaussianNoise", "scale": 0.1, "random_timesteps": 400},
+)
 
 
 def execution_plan(workers, config):

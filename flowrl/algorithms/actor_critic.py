@@ -28,6 +28,7 @@ class ActorCriticSettings(AlgorithmConfig):
 
     train_batch_size: Count = 256
     lr: Schedule = 3e-4
+    grad_clip: Positive | None = None
     model: ModelConfig = ModelConfig(fcnet_hiddens=[256, 256], fcnet_activation="relu")
     q_model: ModelConfig | None = None
     """The critics' networks; None: like the actor's."""

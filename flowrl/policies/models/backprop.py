@@ -68,11 +68,12 @@ class Backprop:
         self._back(through, 0)
 
     def _back(self, gradient: np.ndarray, number: int) -> None:
-        kept = self._kept[number]
-        for layer, seen, made in zip(
-            reversed(self._trunks[number]), reversed(kept[:-1]), reversed(kept), strict=False
-        ):
-            gradient = layer.backward(seen, _sloped(gradient, made, self._tanh))
+        kept, trunk = self._kept[number], self._trunks[number]
+        for i in reversed(range(len(trunk))):
+            gradient = _sloped(gradient, kept[i + 1], self._tanh)
+            trunk[i].note(kept[i], gradient)
+            if i:  # nobody asks for the features' own
+                gradient = trunk[i].to_inputs(gradient)
 
     def to_inputs(self, d_outputs: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """How a loss changes with the features of these rows [n, size]; no parameter's gradient is
@@ -105,9 +106,13 @@ class _Layer:
 
     def backward(self, inputs: np.ndarray, gradient: np.ndarray) -> np.ndarray:
         """Note the gradient of the parameters; that of the inputs."""
+        self.note(inputs, gradient)
+        return self.to_inputs(gradient)
+
+    def note(self, inputs: np.ndarray, gradient: np.ndarray) -> None:
+        """Put the gradient of the parameters into their memory."""
         np.dot(inputs.T, gradient, out=self.d_weight)
         gradient.sum(0, out=self.d_bias)
-        return self.to_inputs(gradient)
 
     def to_inputs(self, gradient: np.ndarray) -> np.ndarray:
         """The gradient of the inputs."""
