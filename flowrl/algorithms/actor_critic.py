@@ -101,18 +101,12 @@ class ActorCriticPolicy(TargetNetwork):
         """The actor and the critics as numpy differentiates them; None where it does not, or where
         a subclass has a loss of its own."""
         model, own = self.model, type(self)
-        plain = own.loss is ActorCriticPolicy.loss
-        plain &= own.critic_loss is ActorCriticPolicy.critic_loss
-        plain &= own.values_of_actions is ActorCriticPolicy.values_of_actions or self._is_box
-        of_actor = own.actor_loss.__qualname__.partition(".")[0]
-        plain &= of_actor == own.actor_by_hand.__qualname__.partition(".")[0]
+        known = {ActorCriticPolicy.__qualname__, _class_of(own.actor_by_hand)}
+        losses = own.loss, own.critic_loss, own.values_of_actions, own.actor_loss
         networks = [model.actor, *model.critics]
-        plain &= self._is_box and model.by_numpy and all(map(is_quick, networks))
-        return [Backprop(network) for network in networks] if plain else None
-
-    @property
-    def _is_box(self) -> bool:
-        return isinstance(self.action_space, spaces.Box)
+        plain = isinstance(self.action_space, spaces.Box) and model.by_numpy
+        plain = plain and all(_class_of(part) in known for part in losses)
+        return [Backprop(n) for n in networks] if plain and all(map(is_quick, networks)) else None
 
     def check_discrete(self, action_space: Any) -> None:
         """Refuse actions that are not continuous, where there is nothing for them."""
@@ -257,6 +251,12 @@ class ActorCriticPolicy(TargetNetwork):
     def actor_loss(self, batch: TensorBatch) -> torch.Tensor:
         """What is the smaller, the better the actor is."""
         raise NotImplementedError(f"{type(self).__name__} has no actor_loss(): write one")
+
+
+def _class_of(method: Any) -> str:
+    """The class that a method was written in."""
+    name: str = method.__qualname__.rpartition(".")[0]
+    return name
 
 
 def _joined(obs: np.ndarray, actions: np.ndarray) -> np.ndarray:

@@ -508,10 +508,27 @@ def test_only_losses_that_were_differentiated_are_by_hand():
         def actor_loss(self, batch):
             return 2 * super().actor_loss(batch)
 
+    class OtherValues(TD3TorchPolicy):
+        def values_of_actions(self, batch):
+            return 2 * super().values_of_actions(batch)
+
     image = spaces.Box(0, 255, (8, 8, 3), np.uint8)
-    cases = [(Other, OBS, BOX, {}), (SACTorchPolicy, OBS, spaces.Discrete(2), {}),
+    cases = [(Other, OBS, BOX, {}), (OtherValues, OBS, BOX, {}),
+             (SACTorchPolicy, OBS, spaces.Discrete(2), {}),
              (SACTorchPolicy, image, BOX, {}), (CQLTorchPolicy, OBS, BOX, {}),
              (SACTorchPolicy, OBS, BOX, {"precision": "bfloat16"})]  # fmt: skip
     for kind, space, actions, more in cases:
         assert kind(space, actions, {"seed": 0, **more})._by_hand is None
     assert SACTorchPolicy(OBS, BOX, {})._by_hand is not None
+
+
+def test_noise_on_targets_is_cut_off():
+    """At 0 there is none, however strong it is; without noise nothing changes."""
+    obs = rows()["new_obs"]
+    values = {
+        clip: make(TD3TorchPolicy, target_noise=5.0, target_noise_clip=clip).next_values(obs)
+        for clip in (0.0, 0.5)
+    }
+    still = make(TD3TorchPolicy, target_noise=0.0).next_values(obs)
+    np.testing.assert_array_equal(values[0.0], still)
+    assert (values[0.5] != still).any()
