@@ -222,13 +222,18 @@ class ActorCriticPolicy(TargetNetwork):
         with them [B, d]."""
         assert self._by_hand is not None
         critics, seen = self._by_hand[1:][:first], _joined(obs, actions)
+        size = obs.shape[1]
+        if len(critics) == 1:
+            values = critics[0].outputs(seen)[:, 0]
+            ones = np.ones((len(seen), 1), np.float32)
+            return values, critics[0].to_inputs(ones, slice(None))[:, size:]
         values = np.stack([critic.outputs(seen)[:, 0] for critic in critics])
         least = values.argmin(0)
         slopes = np.empty_like(actions)
         for number, critic in enumerate(critics):
             rows = np.flatnonzero(least == number)
             ones = np.ones((len(rows), 1), np.float32)
-            slopes[rows] = critic.to_inputs(ones, rows)[:, obs.shape[1] :]
+            slopes[rows] = critic.to_inputs(ones, rows)[:, size:]
         return values.min(0), slopes
 
     def values_of_actions(self, batch: TensorBatch) -> torch.Tensor:

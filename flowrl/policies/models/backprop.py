@@ -11,11 +11,16 @@ if TYPE_CHECKING:
     from flowrl.policies.models.fcnet import FullyConnectedNetwork
 
 
+_THROUGH = torch.ops.aten.threshold_backward.grad_input
+
+
 class Backprop:
     """What a FullyConnectedNetwork gives for a batch, and the gradient of a loss on that.
 
     Autograd costs more than the arithmetic of a small network. Here a policy says itself how its
     loss changes with the network's outputs; the chain rule through the layers is this class's.
+    What is between the layers lies in memory that the next batch writes over: fresh memory for
+    each costs a tenth of the time.
 
     Args:
         network: one whose `has_numpy` is True, without `log_std`; its parameters' gradients stay
@@ -46,7 +51,7 @@ class Backprop:
     def _run(self, hidden: np.ndarray, trunk: list[_Layer]) -> list[np.ndarray]:
         kept = [hidden]
         for layer in trunk:
-            hidden = layer(hidden)
+            hidden = layer(hidden, layer.room(hidden))
             np.tanh(hidden, out=hidden) if self._tanh else torch.from_numpy(hidden).relu_()
             kept.append(hidden)
         return kept
@@ -75,13 +80,13 @@ class Backprop:
             if i:  # nobody asks for the features' own
                 gradient = trunk[i].to_inputs(gradient)
 
-    def to_inputs(self, d_outputs: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """How a loss changes with the features of these rows [n, size]; no parameter's gradient is
-        touched.
+    def to_inputs(self, d_outputs: np.ndarray, rows: np.ndarray | slice) -> np.ndarray:
+        """How a loss changes with the features of these rows [n, size], until the next call; no
+        parameter's gradient is touched.
 
         Args:
             d_outputs: how it changes with their outputs of the last forward pass, [n, outputs].
-            rows: numbers [n].
+            rows: numbers [n], or a slice.
         """
         gradient = self._heads[0].to_inputs(d_outputs)
         layers = zip(reversed(self._trunks[0]), reversed(self._kept[0]), strict=False)
@@ -98,9 +103,17 @@ class _Layer:
         assert weight.grad is not None and bias.grad is not None
         self.weight, self.bias = weight.detach().numpy().T, bias.detach().numpy()
         self.d_weight, self.d_bias = weight.grad.numpy().T, bias.grad.numpy()
+        self._made = np.empty((0, len(self.bias)), np.float32)
+        self._inward = np.empty((0, len(self.weight)), np.float32)
 
-    def __call__(self, inputs: np.ndarray) -> np.ndarray:
-        made: np.ndarray = inputs @ self.weight
+    def room(self, inputs: np.ndarray) -> np.ndarray:
+        """Memory for the outputs, which is the same every time."""
+        if len(self._made) != len(inputs):
+            self._made = np.empty((len(inputs), len(self.bias)), np.float32)
+        return self._made
+
+    def __call__(self, inputs: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+        made: np.ndarray = np.matmul(inputs, self.weight, out=out)
         made += self.bias
         return made
 
@@ -115,21 +128,25 @@ class _Layer:
         gradient.sum(0, out=self.d_bias)
 
     def to_inputs(self, gradient: np.ndarray) -> np.ndarray:
-        """The gradient of the inputs."""
-        if gradient.shape[1] == 1:  # many times faster without BLAS
-            return gradient * self.weight.T
-        made: np.ndarray = gradient @ self.weight.T
+        """The gradient of the inputs, until the next call."""
+        if len(self._inward) < len(gradient):
+            self._inward = np.empty((len(gradient), len(self.weight)), np.float32)
+        made = self._inward[: len(gradient)]
+        product = (
+            np.multiply if gradient.shape[1] == 1 else np.matmul
+        )  # many times faster than BLAS
+        product(gradient, self.weight.T, out=made)
         return made
 
 
 def _sloped(gradient: np.ndarray, made: np.ndarray, tanh: bool) -> np.ndarray:
-    """A gradient through activations that made these outputs; it may be written over."""
+    """A gradient through activations that made these outputs; it is written over."""
     if tanh:
         gradient *= 1.0 - made * made
         return gradient
-    through = torch.ops.aten.threshold_backward
-    sloped: np.ndarray = through(torch.from_numpy(gradient), torch.from_numpy(made), 0).numpy()
-    return sloped
+    to = torch.from_numpy(gradient)
+    _THROUGH(to, torch.from_numpy(made), 0, grad_input=to)
+    return gradient
 
 
 SPARSE = 0.75  # share of rows with a gradient below which the others are left out
