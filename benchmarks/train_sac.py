@@ -2,9 +2,9 @@
 
 1 environment, after 1,000 random steps an update of 256 rows for each step, 2x256 ReLU, twin
 critics, lr 1e-3, gamma .99, tau .005; SAC's temperature is learned from 1, TD3's actor moves at
-every second update. One torch thread in every process; numpy picks its kernels for the processor itself:
-variables of the environment that name others are left out, for both. The figure: updates per second
-from step 1,000 on, the environment's steps included. Medians over the rounds.
+every second update. One torch thread in every process; numpy picks its kernels for the processor
+itself: variables of the environment that name others are left out, for both. The figure: updates
+per second from step 1,000 on, the environment's steps included. Medians over the rounds.
 
     python benchmarks/train_sac.py [--rounds 5] [--steps 4000] [--only sac td3]
 """

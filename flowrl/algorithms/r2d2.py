@@ -7,7 +7,6 @@ from typing import Any, ClassVar, Literal, Self
 import numpy as np
 import optree
 import torch
-import torch.nn.functional as F
 from pydantic import model_validator
 
 from flowrl.algorithms.algorithm import Algorithm
@@ -96,18 +95,18 @@ class R2D2TorchPolicy(DQNTorchPolicy):
             )
         lens = batch.array("seq_lens").astype(np.int64)
         unrolled = self._unrolled(batch, lens)
-        values = self._values(self.model.from_batch(unrolled)[0], self.model)
+        outputs, _ = self.model.from_batch(unrolled)
+        state = self.model.value_function() if self.values.has_state else None
         with torch.no_grad():
-            outputs, _ = self.target_model.from_batch(unrolled, is_training=False)
-            following = self._values(outputs, self.target_model).cpu().numpy()
-        chooser = values.detach().cpu().numpy() if self.config.double_q else following
-        goals = self._goals(batch, lens, chooser, following)
+            after, _ = self.target_model.from_batch(unrolled, is_training=False)
+            worth = self.target_model.value_function() if self.values.has_state else None
+            following = self.values.values_of_tensors(after, worth).cpu().numpy()
+        chooser = outputs.detach().cpu().numpy() if self.config.double_q else following
+        goals = self._goals_within(batch, lens, chooser, following)
         places = torch.from_numpy(_places(lens)).to(self.device)
-        chosen = values[places].gather(1, batch["actions"].unsqueeze(1)).squeeze(1)
-        self._note_errors(batch, chosen.detach().cpu().numpy(), goals)
-        targets = torch.from_numpy(goals).to(self.device)
-        losses = F.smooth_l1_loss(chosen, targets, reduction="none")
-        return (losses * batch["weights"]).mean() if "weights" in batch else losses.mean()
+        state = None if state is None else state[places]
+        judged = self.values.judged(outputs[places], state, batch["actions"], goals)
+        return self._weighted(batch, judged)
 
     def _unrolled(self, batch: TensorBatch, lens: np.ndarray) -> TensorBatch:
         """What the networks see: the rows of each sequence, and what came after its last."""
@@ -131,13 +130,13 @@ class R2D2TorchPolicy(DQNTorchPolicy):
         unrolled.warmup = batch.warmup
         return unrolled
 
-    def _goals(
+    def _goals_within(
         self, batch: TensorBatch, lens: np.ndarray, chooser: np.ndarray, following: np.ndarray
     ) -> np.ndarray:
         """What the values of the batch's actions are to be, [B].
 
         Args:
-            chooser: values [B + sequences, n] by which next actions are chosen.
+            chooser: ranks [B + sequences, n] by which next actions are chosen.
             following: what these are worth.
         """
         gamma, eps = self.config.gamma, self.config.h_function_epsilon

@@ -7,14 +7,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from flowrl.policies.action_values import ActionValues, Judged
 from flowrl.policies.exploration import FORBIDDEN
 
 
-class Atoms:
-    """Returns have one of `num_atoms` values, evenly spaced; a network says how likely each is.
+class Atoms(ActionValues):
+    """Returns have one of `num_atoms` values, evenly spaced; a network says how likely each is, and
+    learns it by its cross-entropy.
 
     Its outputs are `num_atoms` logits for each action, and as many for the state where it is
-    dueling (Wang et al. 2016, equation 9, for each atom).
+    dueling (Wang et al. 2016, equation 9, for each atom). An error is the Kullback-Leibler
+    divergence from what it should say, in nats.
 
     Args:
         num_actions: of a Discrete space.
@@ -27,13 +30,11 @@ class Atoms:
     """
 
     def __init__(self, num_actions: int, num_atoms: int, v_min: float, v_max: float, dueling: bool):
-        self.num_actions, self.num_atoms, self.dueling = num_actions, num_atoms, dueling
+        super().__init__(num_actions, dueling)
+        self.num_atoms = self.outputs_per_action = num_atoms
+        self.num_outputs = (num_actions + dueling) * num_atoms
+        self.has_state = False  # it is among the outputs
         self.support = np.linspace(v_min, v_max, num_atoms, dtype=np.float32)
-
-    @property
-    def num_outputs(self) -> int:
-        """Of the network."""
-        return (self.num_actions + self.dueling) * self.num_atoms
 
     def logits(self, outputs: Any) -> Any:
         """Of each action's atoms [B, actions, atoms], from outputs [B, num_outputs]: arrays or
@@ -46,21 +47,63 @@ class Atoms:
         mean = (own * allowed).sum(1) / allowed.sum(1).clip(1)  # none may be, where nothing follows
         return own + (outputs[:, split:] - mean)[:, None]
 
-    def values(self, outputs: np.ndarray) -> np.ndarray:
+    def ranks(self, outputs: np.ndarray) -> np.ndarray:
         """The mean return [B, actions]; far below all others of actions that are forbidden."""
         logits = self.logits(outputs)
         values: np.ndarray = _softmax(logits) @ self.support
         return np.where(logits[..., 0] > FORBIDDEN, values, 10 * FORBIDDEN)
 
-    def values_of_tensors(self, outputs: torch.Tensor) -> torch.Tensor:
-        """`values` of tensors."""
+    def ranks_of_tensors(self, outputs: torch.Tensor) -> torch.Tensor:
+        """`ranks` of tensors."""
         logits = self.logits(outputs)
         values: torch.Tensor = logits.softmax(-1) @ torch.from_numpy(self.support)
         return torch.where(logits[..., 0] > FORBIDDEN, values, 10 * FORBIDDEN)
 
-    def chances(self, outputs: np.ndarray, actions: np.ndarray) -> np.ndarray:
-        """How likely the atoms of these actions [B] are, [B, atoms]."""
-        return _softmax(self.logits(outputs)[np.arange(len(actions)), actions])
+    def goals(
+        self,
+        outputs: np.ndarray,
+        state: np.ndarray | None,
+        best: np.ndarray,
+        rewards: np.ndarray,
+        discounts: np.ndarray,
+    ) -> np.ndarray:
+        """How likely the atoms of actions should be, [B, atoms]."""
+        chances = _softmax(self.logits(outputs)[np.arange(len(best)), best])
+        return self.projected(chances, rewards, discounts)
+
+    def judged(
+        self,
+        outputs: torch.Tensor,
+        state: torch.Tensor | None,
+        actions: torch.Tensor,
+        goals: np.ndarray,
+    ) -> Judged:
+        index = actions[:, None, None].expand(-1, 1, self.num_atoms)
+        logp = self.logits(outputs).gather(1, index)[:, 0].log_softmax(1)
+        losses = -(torch.from_numpy(goals).to(logp.device) * logp).sum(1)
+        chances = logp.detach().exp().cpu().numpy()
+        return self._judged(losses, losses.detach().cpu().numpy(), chances, goals)
+
+    def judged_by_hand(
+        self, outputs: np.ndarray, state: np.ndarray | None, actions: np.ndarray, goals: np.ndarray
+    ) -> Judged:
+        logits = self.logits(outputs)[np.arange(len(actions)), actions]
+        logits -= logits.max(1, keepdims=True)
+        logp = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+        losses, chances = -(goals * logp).sum(1), np.exp(logp)
+        return self._judged(losses, losses, chances, goals, chances - goals)
+
+    def _judged(
+        self,
+        losses: Any,
+        numbers: np.ndarray,
+        chances: np.ndarray,
+        goals: np.ndarray,
+        slopes: np.ndarray | None = None,
+    ) -> Judged:
+        entropy = -(goals * np.log(np.maximum(goals, 1e-12))).sum(1)
+        errors = np.maximum(numbers - entropy, 0.0)  # 0 but for rounding where they are alike
+        return Judged(losses, chances @ self.support, errors, slopes)
 
     def projected(
         self, chances: np.ndarray, rewards: np.ndarray, discounts: np.ndarray
@@ -84,22 +127,18 @@ class Atoms:
         np.add.at(made, (rows, below + 1), chances * upper)
         return made.astype(np.float32)
 
-    def gradient(self, d_logits: np.ndarray, actions: np.ndarray) -> np.ndarray:
-        """How a loss changes with the outputs [B, num_outputs] of a network without masks.
-
-        Args:
-            d_logits: how it changes with the logits of these actions, [B, atoms].
-            actions: [B].
-        """
+    def gradient(
+        self, slopes: np.ndarray, actions: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray | None]:
         rows = len(actions)
         made = np.zeros((rows, self.num_outputs), np.float32)
         own = made[:, : self.num_actions * self.num_atoms]
         own = own.reshape(rows, self.num_actions, self.num_atoms)  # a view
-        own[np.arange(rows), actions] = d_logits
+        own[np.arange(rows), actions] = slopes
         if self.dueling:
-            own -= (d_logits / self.num_actions)[:, None]
-            made[:, own[0].size :] = d_logits
-        return made
+            own -= (slopes / self.num_actions)[:, None]
+            made[:, own[0].size :] = slopes
+        return made, None
 
 
 def _softmax(logits: np.ndarray) -> np.ndarray:

@@ -162,13 +162,26 @@ def test_only_the_loss_that_was_differentiated_is_by_hand():
         assert policy.gradient_by_hand(policy.tensors(batch)) is None
 
 
+def values_at(policy, obs):
+    """What the online network thinks of all actions [B, n]."""
+    outputs, state = policy._at_new_obs(
+        policy.model, policy.tensors(SampleBatch(new_obs=obs)), True
+    )
+    count = len(outputs)
+    each = [
+        policy.values.goals(outputs, state, np.full(count, a), np.zeros(count), np.ones(count))
+        for a in range(policy.action_space.n)
+    ]
+    return np.stack(each, 1)
+
+
 def test_other_networks_have_the_same_values():
     """Images, whose values torch computes: double DQN's target from both networks."""
     image = spaces.Box(0, 255, (8, 8, 3), np.uint8)
     policy = DQNTorchPolicy(image, THREE, {"seed": 0})
     rng = np.random.default_rng(0)
     observations = rng.integers(0, 255, (4, 8, 8, 3), np.uint8)
-    values = policy._values_of(policy.model, policy.tensors(SampleBatch(new_obs=observations)))
+    values = values_at(policy, observations)
     with torch.no_grad():
         outputs, _ = policy.model({"obs": torch.from_numpy(observations)}, [], None)
         advantages = outputs - outputs.mean(1, keepdim=True)
@@ -185,8 +198,7 @@ def test_acting_is_greedy_but_for_epsilon():
     obs = rows(4000, space=MASKED)["obs"]
     best, states, extra = policy.compute_actions(obs, explore=False)
     allowed = obs["action_mask"] != 0
-    values = policy._values_of(policy.model, policy.tensors(SampleBatch(new_obs=obs)))
-    values = np.where(allowed, values, -np.inf)
+    values = np.where(allowed, values_at(policy, obs), -np.inf)
     np.testing.assert_array_equal(best, values.argmax(1))
     assert (states, extra) == ([], {})
     drawn, _, _ = policy.compute_actions(obs)

@@ -46,6 +46,11 @@ def sampled(policy_config, rows=34, length=11):
     return worker, policy, batch
 
 
+def values_of(policy, outputs, model):
+    state = model.value_function() if policy.config.dueling else None
+    return policy.values.values_of_tensors(outputs, state)
+
+
 def one_by_one(model, policy, rows, state):
     """Values [rows, n] of a model that is shown one row after another."""
     made = []
@@ -56,7 +61,7 @@ def one_by_one(model, policy, rows, state):
                 inputs[name] = torch.as_tensor(row[name])[None]
         with torch.no_grad():
             outputs, state = model(inputs, state, None)
-            made.append(policy._values(outputs, model)[0].double().numpy())
+            made.append(values_of(policy, outputs, model)[0].double().numpy())
     return made
 
 
@@ -144,7 +149,7 @@ def test_stored_states_are_those_of_the_whole_episode():
         lens = sequences["seq_lens"].astype(np.int64)
         with torch.no_grad():
             outputs, _ = policy.model.from_batch(policy._unrolled(tensors, lens))
-            values = policy._values(outputs, policy.model).numpy()
+            values = values_of(policy, outputs, policy.model).numpy()
         same, place = [], 0
         for begin, length in zip(np.cumsum(lens) - lens, lens, strict=True):
             first = int(sequences["obs"][begin][1] - batch["obs"][0][1])
