@@ -1,6 +1,8 @@
 # Each verb makes its own virtual environment in .venv from constraints.txt.
 PYTHON ?= python3
 BIN := .venv/bin
+BENCHMARKS := iterators asynchronous large_items sampling multi_agent policy train_ppo train_dqn \
+	replay train_sac composition learning checkpoint
 .PHONY: train test slow lint bench clean
 
 $(BIN)/flowrl: pyproject.toml constraints.txt
@@ -24,12 +26,7 @@ lint: $(BIN)/flowrl
 	$(BIN)/mypy
 
 bench: $(BIN)/flowrl
-	$(BIN)/python benchmarks/sampling.py
-	$(BIN)/python benchmarks/multi_agent.py
-	$(BIN)/python benchmarks/policy.py
-	$(BIN)/python benchmarks/train_ppo.py
-	$(BIN)/python benchmarks/iterators.py
-	$(BIN)/python benchmarks/asynchronous.py
+	for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 clean:
 	rm -rf .venv

@@ -74,8 +74,10 @@ def _plans(given: list[str]) -> int:
     from flowrl.algorithms.plans import shipped_plans
 
     _parser("plans", "list the shipped plans").parse_args(given)
-    for name, line in shipped_plans().items():
-        print(f"{name:12} {line}")
+    plans = shipped_plans()
+    width = max(map(len, plans))
+    for name, line in plans.items():
+        print(f"{name:{width}} {line}")
     return 0
 
 

@@ -206,6 +206,11 @@ def test_an_operator_of_ones_own(tmp_path, monkeypatch, capsys):
     assert "ScaleAdvantages()" in capsys.readouterr().out
 
 
+def test_the_list_of_plans_is_that_of_the_command(capsys):
+    main(["plans"])
+    assert f"```\n{capsys.readouterr().out}```" in README
+
+
 def test_the_asynchronous_plan_that_is_shown_is_the_shipped_one():
     assert PYTHON[21] in Path(load_plan("impala").__file__).read_text()
 
@@ -237,6 +242,14 @@ def test_commands(tmp_path, monkeypatch, capsys, ray_session):
             words = shlex.split(command.replace("RUN_DIR", "run0").replace(" 100", " 2"))[1:]
             extra = ["--stop-iters", "3"] if "resume" in words else []
             assert main([*words, *extra]) == 0, command
+
+
+def test_make_bench_runs_the_scripts_that_figures_are_of():
+    quoted = set(re.findall(r"`benchmarks/(\w+)\.py`", README))
+    root = Path(__file__).parents[1]
+    makefile = (root / "Makefile").read_text().replace("\\\n", " ")
+    assert set(re.search(r"BENCHMARKS := (.*)", makefile)[1].split()) == quoted
+    assert quoted == {path.stem for path in root.glob("benchmarks/*.py")} - {"peer_env"}
 
 
 def test_the_operator_table_is_complete():
