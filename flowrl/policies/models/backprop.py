@@ -132,11 +132,9 @@ class _Layer:
         if len(self._inward) < len(gradient):
             self._inward = np.empty((len(gradient), len(self.weight)), np.float32)
         made = self._inward[: len(gradient)]
-        product = (
-            np.multiply if gradient.shape[1] == 1 else np.matmul
-        )  # many times faster than BLAS
-        product(gradient, self.weight.T, out=made)
-        return made
+        if gradient.shape[1] == 1:  # many times faster without BLAS
+            return np.multiply(gradient, self.weight.T, out=made)
+        return np.matmul(gradient, self.weight.T, out=made)
 
 
 def _sloped(gradient: np.ndarray, made: np.ndarray, tanh: bool) -> np.ndarray:
