@@ -100,6 +100,13 @@ SLOW_ON_ACTORS = {
     "test_a_worker_that_is_gone_loses_its_episodes_alone",
     "test_a_live_algorithm_goes_back[0-2]",
     "test_an_algorithm_of_ones_own[1]",
+    "test_places_are_reserved_and_given_back",
+    "test_workers_that_cannot_be_placed_do_not_join",
+    "test_all_workers_have_the_same_weights_after_each_round",
+    "test_schedules_follow_the_env_steps[2]",
+    "test_a_live_algorithm_goes_back[2-2]",
+    "test_a_synchronous_gather_does_not_hold_up_an_async_sibling",
+    "test_what_learning_raises_comes_from_the_learners",
     *(
         f"test_on_actors_a_resumed_run_is_the_same_run[{plan}]"
         for plan in ("ppo", "dqn", "ppo_dqn")

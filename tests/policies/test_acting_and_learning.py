@@ -127,6 +127,6 @@ def test_losses_over_padded_rows_are_those_over_the_rows():
     assert len(padded["obs"]) > batch.count
     one, two = (w.policy.compute_gradients(b) for b in (batch, padded))
     assert one[1] == pytest.approx(two[1], rel=1e-5)
-    np.testing.assert_allclose(one[0], two[0], atol=1e-6)
+    np.testing.assert_allclose(one[0], two[0], rtol=1e-5, atol=1e-6)
     told = w.policy.describe(batch)
     assert told == pytest.approx(w.policy.describe(padded), rel=1e-4, abs=1e-6)

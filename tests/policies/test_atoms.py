@@ -78,4 +78,4 @@ def test_the_gradient_is_autograds(dueling):
     index = actions[:, None, None].expand(-1, 1, 5)
     (atoms.logits(outputs).gather(1, index).squeeze(1) * slopes).sum().backward()
     made, _ = atoms.gradient(slopes.numpy(), actions.numpy())
-    np.testing.assert_allclose(made, outputs.grad.numpy(), atol=1e-6)
+    np.testing.assert_allclose(made, outputs.grad.numpy(), rtol=1e-5, atol=1e-6)
