@@ -7,23 +7,42 @@ import io
 import json
 import re
 from argparse import ArgumentTypeError
-from typing import Any, get_origin
+from typing import Any, get_args, get_origin
+
+from gymnasium import spaces
 
 from flowrl.arguments import mapping
 from flowrl.policies.config import ConfigError, Settings, nearest
 
 
-def flag_names(record: type[Settings], prefix: str = "") -> list[str]:
-    """Every flag of a record."""
+def flag_names(record: type[Settings], prefix: str = "", switches: bool = False) -> list[str]:
+    """Every flag of a record; or the switches alone, which have no value: `--x` or `--no-x`."""
     names = []
     for name, field in record.model_fields.items():
         flag = f"{prefix}{name.rstrip('_').replace('_', '-')}"
         inner = field.annotation
         if isinstance(inner, type) and issubclass(inner, Settings):
-            names += flag_names(inner, f"{flag}.")
-        else:
+            names += flag_names(inner, f"{flag}.", switches)
+        elif inner is bool or not switches:
             names.append(flag)
     return names
+
+
+def _plain_switches(flags: list[str], switches: set[str]) -> list[str]:
+    """`--x true` and `--x=false` as the `--x` and `--no-x` that tyro takes."""
+    made: list[str] = []
+    for flag in flags:
+        name, given, value = flag.partition("=")
+        told = value if given else flag
+        last = name if given else (made[-1] if made else "")
+        if told.lower() in ("true", "false") and last[2:].replace("_", "-") in switches:
+            if not given:
+                made.pop()
+            head, dot, end = last[2:].rpartition(".")
+            made.append(last if told.lower() == "true" else f"--{head}{dot}no-{end}")
+        else:
+            made.append(flag)
+    return made
 
 
 def _flat_schedule(flag: str) -> list[str]:
@@ -36,14 +55,28 @@ def _flat_schedule(flag: str) -> list[str]:
         raise ConfigError(f"{flag}: not a schedule [[env step, value], …]: {error}") from error
 
 
-def _check_policy(policy_id: str, defaults: Any) -> None:
-    known = list(getattr(defaults, "policies", None) or {})
-    flags = [known_id.replace("_", "-") for known_id in known]
-    if policy_id not in flags:
+def _check_policy(name: str, defaults: Any) -> None:
+    """Refuse `policies.x.config.y` where there is no policy x, or it has no setting y."""
+    policy_id, _, rest = name.removeprefix("policies.").partition(".")
+    given = getattr(defaults, "policies", None) or {}
+    known = given if isinstance(given, dict) else {}
+    specs = {known_id.replace("_", "-"): spec for known_id, spec in known.items()}
+    if policy_id not in specs:
         raise ConfigError(
-            f"--policies.{policy_id}: there is no such policy.{nearest(policy_id, flags)} "
-            f"There are {', '.join(flags) or 'none to be set by flags'}"
+            f"--policies.{policy_id}: there is no such policy.{nearest(policy_id, list(specs))} "
+            f"There are {', '.join(specs) or 'none to be set by flags'}"
         )
+    config = getattr(specs[policy_id], "config", None)
+    if not isinstance(config, Settings):
+        return
+    head = f"--policies.{policy_id}.config"
+    inner, dot, last = rest.removeprefix("config.").rpartition(".")
+    own = flag_names(type(config))
+    if {f"{inner}{dot}{last}", f"{inner}{dot}{last.removeprefix('no-')}"}.isdisjoint(own):
+        hint = nearest(f"{inner}{dot}{last}", own).replace("mean '", f"mean '{head}.")
+        raise ConfigError(f"unknown flag --{name}.{hint}")
+    if not rest.startswith("config."):
+        raise ConfigError(f"unknown flag --{name}. Did you mean '{head}.{rest}'?")
 
 
 def _with_mappings() -> Any:
@@ -54,17 +87,47 @@ def _with_mappings() -> Any:
 
     @registry.primitive_rule
     def json_object(type_info: Any) -> Any:
-        if get_origin(type_info.type) is not dict:
+        record = _record_or_none(type_info.type)
+        if get_origin(type_info.type) is not dict and record is None:
             return None
+        made = (lambda values: values) if record is None else (lambda values: record(**values))
         return PrimitiveConstructorSpec(
             nargs=1,
             metavar="JSON",
-            instance_from_str=lambda given: _json_object(given[0]),
-            is_instance=lambda value: isinstance(value, dict),
-            str_from_instance=lambda value: [json.dumps(value, default=repr)],
+            instance_from_str=lambda given: made(_json_object(given[0])),
+            is_instance=lambda value: value is None or isinstance(value, (dict, Settings)),
+            str_from_instance=lambda value: [_as_json(value)],
+        )
+
+    @registry.primitive_rule
+    def space(type_info: Any) -> Any:
+        if not any(part is spaces.Space for part in get_args(type_info.type)):
+            return None
+        return PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="SPACE",
+            instance_from_str=_no_space,
+            is_instance=lambda value: value is None or isinstance(value, spaces.Space),
+            str_from_instance=lambda value: [str(value)],
         )
 
     return registry
+
+
+def _record_or_none(annotation: Any) -> Any:
+    """The record that a setting holds, which may be None."""
+    records = [p for p in get_args(annotation) if isinstance(p, type) and issubclass(p, Settings)]
+    return records[0] if len(records) == 1 and type(None) in get_args(annotation) else None
+
+
+def _as_json(value: Any) -> str:
+    if isinstance(value, Settings):
+        value = value.to_dict()
+    return "None" if value is None else json.dumps(value, default=repr)
+
+
+def _no_space(given: list[str]) -> Any:
+    raise ValueError(f"a space cannot be given by a flag ({given[0]}): set it in the plan's config")
 
 
 def _json_object(text: str) -> dict[str, Any]:
@@ -95,13 +158,19 @@ def settings_from_flags(
             head, dot, last = name.rpartition(".")
             plain = f"{head}{dot}{last.removeprefix('no-')}"
             if name.startswith("policies."):
-                _check_policy(name.split(".")[1], defaults)
+                _check_policy(name, defaults)
                 continue  # tyro knows their settings
             if name not in accepted and plain not in accepted:
+                if head in known and "." not in head:
+                    raise ConfigError(
+                        f"unknown flag --{name}: --{head} takes a JSON object, such as "
+                        f"""--{head} '{{"{last.replace("-", "_")}": …}}'"""
+                    )
                 options = [*known, *(option.replace("_", "-") for option in run_options)]
                 hint = nearest(name, options).replace("'", "").replace("mean ", "mean --")
                 raise ConfigError(f"unknown flag --{name}.{hint}")
     flags = [part for flag in flags for part in _flat_schedule(flag)]
+    flags = _plain_switches(flags, set(flag_names(type(defaults), switches=True)))
     import tyro
 
     # a field such as lambda_ has its underscore from Python: the flag goes with or without it

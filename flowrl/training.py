@@ -69,14 +69,17 @@ class Stop:
         """Whether any rule is given."""
         return self != Stop()
 
-    def with_defaults(self, env: Any) -> Stop:
+    def with_defaults(self, config: Any) -> Stop:
         """Where nothing is set: the environment's own reward threshold, or a number of steps."""
         if self.is_set():
             return self
-        return Stop(reward=_threshold(env), timesteps=DEFAULT_TIMESTEPS)
+        reward = _threshold(config.env) if config.samples else None
+        return Stop(reward=reward, timesteps=DEFAULT_TIMESTEPS)
 
     def check(self, config: Any) -> None:
         """Refuse metrics that no result will have."""
+        if self.reward is not None:
+            check_name("episode_reward_mean", config, "stop")
         for name, _, _ in self.metrics:
             check_name(name, config, "stop")
 
@@ -177,6 +180,8 @@ def train(
         config = config.updated(seed=secrets.randbits(31))
         command = [*command, "--seed", str(config.seed)]
     stop.check(config)
+    if not resume and not config.samples:
+        config.check_input()
     if plan is not None:
         config = config.updated(plan=str(Path(plan).resolve()) if plan.endswith(".py") else plan)
     algorithm = config.build()
@@ -189,7 +194,7 @@ def train(
     except (Exception, SystemExit) as error:
         tell_failure(error)
         return 1
-    stop = stop.with_defaults(config.env)
+    stop = stop.with_defaults(config)
     named = plan or type(algorithm).__name__.lower()
     run = RunDirectory(run_dir or default_run_dir(named, config.env), resume)
     try:
@@ -438,8 +443,10 @@ class LiveLine:
             by_policy = result["policy_reward_mean"]
             if len(by_policy) > 1:  # of each agent, where the episode's is the sum of all
                 parts.append(" ".join(f"{pid} {mean:.1f}" for pid, mean in by_policy.items()))
+        if "evaluation" in result:
+            parts.append(f"evaluation {result['evaluation']['episode_reward_mean']:.1f}")
         for stats in result["learners"].values():
-            losses = ("policy_loss", "vf_loss", "entropy", "mean_q")
+            losses = ("policy_loss", "vf_loss", "entropy", "mean_q", "mean_logp")
             parts += [f"{name} {stats[name]:.3g}" for name in losses if name in stats]
         if goal and rate > 0:
             parts.append(f"at most {max(goal - steps, 0) / rate:,.0f} s left")

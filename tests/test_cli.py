@@ -387,6 +387,21 @@ def test_every_setting_can_be_given(capsys, tmp_path):
         assert json.loads((tmp_path / f"r{number}/config.json").read_text())["lambda_"] == 0.9
 
 
+def test_switches_records_and_schedules(capsys, tmp_path):
+    flags = ["--double_q", "false", "--dueling=true", "--no-prioritized-replay"]
+    code, _, err = run(capsys, "train", "dqn", *flags, "--run-dir", "d", "--stop-iters", "1")
+    assert (code, err) == (0, "")
+    told = json.loads((tmp_path / "d/config.json").read_text())
+    assert (told["double_q"], told["dueling"], told["prioritized_replay"]) == (False, True, False)
+    flags = ["--q-model", '{"fcnet_hiddens": [8]}', "--actor-lr", "0", "1e-3", "1000", "0"]
+    flags += ["--learning-starts", "300", "--min-sample-timesteps-per-iteration", "310"]
+    code, _, err = run(capsys, "train", "sac", *flags, "--run-dir", "s", "--stop-iters", "1")
+    assert (code, err) == (0, "")
+    told = json.loads((tmp_path / "s/config.json").read_text())
+    assert told["q_model"]["fcnet_hiddens"] == [8]
+    assert told["actor_lr"] == [[0, 1e-3], [1000, 0.0]]
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

@@ -173,11 +173,17 @@ def test_what_was_kept_is_learned_from(tmp_path, monkeypatch, capsys):
     assert main(["train", "bc", *flags, "--evaluation-duration", "2", "--run-dir", "r"]) == 0
 
 
+def test_data_of_ones_own(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    exec(PYTHON[19], {})
+    assert capsys.readouterr().out in ("0\n", "1\n")
+
+
 def test_what_was_kept_judges_a_policy(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     exec(PYTHON[17], {})
     capsys.readouterr()
-    exec(PYTHON[19], {})
+    exec(PYTHON[20], {})
     behavior, target, ess = map(float, capsys.readouterr().out.split())
     assert behavior > 5
     assert target > 0
@@ -197,7 +203,7 @@ def test_a_walking_cheetah(tmp_path, monkeypatch):
 
 def test_an_operator_of_ones_own(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "scaled.py").write_text(PYTHON[20])
+    (tmp_path / "scaled.py").write_text(PYTHON[21])
     assert main(["train", "scaled.py", "--stop-iters", "2", "--run-dir", "r"]) == 0
     assert main(["resume", "r", "--stop-iters", "3"]) == 0
     last = json.loads((tmp_path / "r/result.json").read_text().splitlines()[-1])
@@ -212,16 +218,16 @@ def test_the_list_of_plans_is_that_of_the_command(capsys):
 
 
 def test_the_asynchronous_plan_that_is_shown_is_the_shipped_one():
-    assert PYTHON[21] in Path(load_plan("impala").__file__).read_text()
+    assert PYTHON[22] in Path(load_plan("impala").__file__).read_text()
 
 
 def test_the_engine(capsys, ray_session):
-    exec(PYTHON[22], {})
+    exec(PYTHON[23], {})
     said = capsys.readouterr().out
     assert "[0, 16, 1, 25]\n[-10, -5, -4, 2, 3, 5, 10]\n" in said
     assert "gather_async" in said
     assert "busy" in said
-    exec(PYTHON[23], {})
+    exec(PYTHON[24], {})
     assert capsys.readouterr().out == "[0, 2, 4]\n"
 
 

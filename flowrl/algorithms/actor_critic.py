@@ -32,9 +32,9 @@ class ActorCriticSettings(AlgorithmConfig):
     model: ModelConfig = ModelConfig(fcnet_hiddens=[256, 256], fcnet_activation="relu")
     q_model: ModelConfig | None = None
     """The critics' networks; None: like the actor's."""
-    actor_lr: Positive | None = None
-    """Learning rate of the actor; None: `lr`, with its schedule."""
-    critic_lr: Positive | None = None
+    actor_lr: Schedule | None = None
+    """Learning rate of the actor; None: `lr`."""
+    critic_lr: Schedule | None = None
     """The same of the critics."""
     twin_q: bool = True
     """Two critics, the smaller value counts (Fujimoto et al. 2018, section 4.2)."""
@@ -133,18 +133,27 @@ class ActorCriticPolicy(TargetNetwork):
 
     def make_optimizer(self) -> Any:
         config, model = self.config, self.model
-        rate = value_at(config.lr, 0)
-        parts = [
-            (self.flat.part(model.actor.parameters()), config.actor_lr or rate),
-            (self.flat.part(model.critics.parameters()), config.critic_lr or rate),
-        ]
+        places = [self.flat.part(part.parameters()) for part in (model.actor, model.critics)]
         extra = [getattr(model, name) for name in self.extra_parameters()]
         if extra:
-            parts.append((self.flat.part(extra), self.extra_lr() or rate))
-        return FlatAdam(self.flat, lr=rate, eps=config.adam_epsilon, parts=parts)
+            places.append(self.flat.part(extra))
+        parts = [(place, value_at(self._rate(i), 0)) for i, place in enumerate(places)]
+        return FlatAdam(self.flat, lr=parts[0][1], eps=config.adam_epsilon, parts=parts)
 
-    def extra_lr(self) -> float | None:
-        """Learning rate of `extra_parameters`; None: `lr`."""
+    def _rate(self, part: int) -> Any:
+        """Learning rate of a part: actor, critics, `extra_parameters`."""
+        own = (self.config.actor_lr, self.config.critic_lr, self.extra_lr())[part]
+        return self.config.lr if own is None else own
+
+    def _follow_schedule(self) -> None:
+        if not isinstance(self.optimizer, FlatAdam):  # a subclass' own
+            super()._follow_schedule()
+            return
+        for part, group in enumerate(self.optimizer.param_groups):
+            group["lr"] = value_at(self._rate(part), self.timestep)
+
+    def extra_lr(self) -> Any:
+        """Learning rate of `extra_parameters`, a schedule; None: `lr`."""
         return None
 
     # -- acting ------------------------------------------------------------------------------------

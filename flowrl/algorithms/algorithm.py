@@ -14,7 +14,9 @@ from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
+import optree
 import torch
+from gymnasium import spaces
 
 import flowrl
 from flowrl.algorithms.config import AlgorithmConfig
@@ -273,10 +275,13 @@ class Algorithm:
         Raises:
             ValueError: the observation is not finite.
         """
-        array = np.asarray(observation)
-        if array.dtype.kind == "f" and not np.isfinite(array).all():
-            raise ValueError(f"the observation is not finite: {array}")
-        return self.get_policy(policy_id).compute_single_action(observation, explore=explore)
+        policy = self.get_policy(policy_id)
+        nested = isinstance(policy.observation_space, (spaces.Dict, spaces.Tuple))
+        leaves: Any = optree.tree_leaves(observation) if nested else [observation]
+        for leaf in map(np.asarray, leaves):
+            if leaf.dtype.kind == "f" and not np.isfinite(leaf).all():
+                raise ValueError(f"the observation is not finite: {observation}")
+        return policy.compute_single_action(observation, explore=explore)
 
     def evaluate(
         self,

@@ -50,6 +50,8 @@ class AlgorithmConfig(PolicyConfig):
 
     algorithm: ClassVar[str] = "flowrl.algorithms.algorithm:Algorithm"
     """Import path of the algorithm's class."""
+    samples: ClassVar[bool] = True
+    """Whether there are episodes in training: not where all experience was recorded before."""
 
     env: Annotated[Env | None, SkipValidation] = None
     """Environment: an id of gymnasium's, a registered name, a class, or a creator."""

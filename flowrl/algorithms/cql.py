@@ -14,6 +14,7 @@ from pydantic import Field
 from flowrl.algorithms.algorithm import Algorithm
 from flowrl.algorithms.recorded import RecordedConfig
 from flowrl.algorithms.sac import SACSettings, SACTorchPolicy
+from flowrl.data import SampleBatch
 from flowrl.ops import ReadMinari, ReadParquet
 from flowrl.policies.config import Count, NotNegative, Positive
 from flowrl.policies.torch_policy import TensorBatch
@@ -48,7 +49,16 @@ class CQLConfig(SACSettings, RecordedConfig):
         Raises:
             ConfigError: no `input_` is set.
         """
-        return self.recorded(workers, COLUMNS)
+        return self.recorded(workers, COLUMNS, _as_taken)
+
+
+def _as_taken(rows: SampleBatch) -> SampleBatch:
+    """What is learned from; continuous actions within [-1, 1], as the environment took them."""
+    kept = {name: rows[name] for name in COLUMNS}
+    actions = kept["actions"]
+    if isinstance(actions, np.ndarray) and actions.dtype.kind == "f":
+        kept["actions"] = actions.clip(-1.0, 1.0)
+    return SampleBatch(kept)
 
 
 class CQLTorchPolicy(SACTorchPolicy):

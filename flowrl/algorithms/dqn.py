@@ -55,8 +55,8 @@ class DQNConfig(OffPolicyConfig):
     v_max: FiniteFloat = 10.0
     """The largest of those."""
     noisy: bool = False
-    """Linear layers with learned noise, which explores: unless an exploration_config is given,
-    nothing else does. With explore=False there is none."""
+    """Linear layers with learned noise, which explores: unless exploration_config is another than
+    the default, nothing else does. With explore=False there is none."""
     sigma0: Positive = 0.5
     """How strong the noise is at first."""
     prioritized_replay: bool = True
@@ -98,7 +98,8 @@ class DQNTorchPolicy(TargetNetwork):
 
     def __init__(self, observation_space: Any, action_space: Any, config: Any):
         if not isinstance(action_space, spaces.Discrete):
-            raise ConfigError(f"DQN is for Discrete actions, not {action_space}")
+            name = type(self).__name__.removesuffix("TorchPolicy")
+            raise ConfigError(f"{name} is for Discrete actions, not {action_space}")
         super().__init__(observation_space, action_space, config)
         self.check_views()
         self._backprop = Backprop(self.model) if self._can_backprop(self.model) else None
@@ -148,7 +149,8 @@ class DQNTorchPolicy(TargetNetwork):
 
     def make_exploration(self) -> Exploration:
         config = self.config
-        if not config.noisy or "exploration_config" in config.model_fields_set:
+        usual = type(config).model_fields["exploration_config"].default
+        if not config.noisy or config.exploration_config.diff(usual):
             return super().make_exploration()
         still = ExplorationConfig(type="EpsilonGreedy", epsilon=0.0)  # the noise explores
         return Exploration(still, self.action_space, self.dist_class, config.normalize_actions)

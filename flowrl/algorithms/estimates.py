@@ -55,7 +55,8 @@ class Logged:
             if missing:
                 raise OfflineDataError(
                     f"there is no column {missing[0]!r}, only {', '.join(batch)}: estimates need "
-                    f"{', '.join(NEEDED)}"
+                    f"{', '.join(NEEDED)}. Likelihoods are recorded by algorithms that sample "
+                    "their actions from a distribution, as PPO does, not by DQN, SAC or TD3"
                 )
             problem = policy.misfit(batch)
             if problem is not None:
@@ -103,7 +104,7 @@ def estimate(
     experience: Path | str | SampleBatch | Iterable[SampleBatch],
     *,
     gamma: float | None = None,
-    methods: Iterable[str] = METHODS,
+    methods: str | Iterable[str] = METHODS,
     policy_id: str = DEFAULT_POLICY_ID,
 ) -> dict[str, dict[str, float]]:
     """The discounted return that a policy would have had in recorded episodes.
@@ -133,12 +134,19 @@ def estimate(
     Raises:
         ConfigError, OfflineDataError: see Logged; another method.
     """
-    methods = list(methods)
+    if not isinstance(policy, Policy):
+        raise ConfigError(f"estimate: a policy is judged (algorithm.get_policy()), got {policy!r}")
+    methods = [methods] if isinstance(methods, str) else list(methods)
     unknown = [name for name in methods if name not in METHODS]
     if unknown or not methods:
         raise ConfigError(f"methods: some of {', '.join(METHODS)}, got {methods}")
     if isinstance(experience, SampleBatch):
         experience = [experience]
+    if str(experience).startswith("minari:"):
+        raise ConfigError(
+            f"{experience}: Minari data sets do not say how likely their actions were, which "
+            "estimates need"
+        )
     if isinstance(experience, (str, Path)):
         logged = Logged(policy, _of_folder(experience, policy_id))
     else:

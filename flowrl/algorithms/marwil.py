@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from flowrl.algorithms.algorithm import Algorithm
 from flowrl.algorithms.recorded import RecordedConfig
 from flowrl.data import SampleBatch
 from flowrl.ops import ReadMinari, ReadParquet
-from flowrl.policies.config import Count, NotNegative, Positive
+from flowrl.policies.config import ConfigError, Count, NotNegative, Positive
 from flowrl.policies.returns import discounted_returns
 from flowrl.policies.torch_policy import TensorBatch, TorchPolicy
 from flowrl.sampling.worker_set import WorkerSet
@@ -64,6 +64,13 @@ class BCConfig(MARWILConfig):
 
     plan: str | None = "bc"
     beta: NotNegative = 0.0
+    """Always 0."""
+
+    @model_validator(mode="after")
+    def _no_weights(self) -> Self:
+        if self.beta:
+            raise ValueError(f"beta={self.beta}: BC has no weights, MARWIL has")
+        return self
 
 
 def returns_of(rows: SampleBatch, gamma: float) -> np.ndarray:
@@ -89,6 +96,13 @@ class MARWILTorchPolicy(TorchPolicy):
 
     def __init__(self, observation_space: Any, action_space: Any, config: Any):
         super().__init__(observation_space, action_space, config)
+        others = set(self.model.view_requirements) - {"obs"}
+        if others or self.is_recurrent or self.model.view_requirements["obs"].is_window:
+            name = type(self).__name__.removesuffix("TorchPolicy")
+            raise ConfigError(
+                f"model: {name} learns from single rows: its network sees observations alone, "
+                f"without memory or views of {sorted(others) or 'several observations'}"
+            )
         self.mean_square = float(config.moving_average_sqd_adv_norm_start)
 
     def loss(self, batch: TensorBatch) -> torch.Tensor:

@@ -91,15 +91,18 @@ class OffPolicyConfig(AlgorithmConfig):
         """An empty replay buffer for one policy, as these settings say; or a share of it."""
         capacity = math.ceil(self.replay_buffer_capacity / num_shards)
         shared = self.buffer_settings(policy_id, shard)
-        if not self.prioritized_replay:
-            return ReplayBuffer(capacity, **shared)
-        return PrioritizedReplayBuffer(
-            capacity,
-            alpha=self.prioritized_replay_alpha,
-            beta=self.prioritized_replay_beta,
-            eps=self.prioritized_replay_eps,
-            **shared,
-        )
+        try:
+            if not self.prioritized_replay:
+                return ReplayBuffer(capacity, **shared)
+            return PrioritizedReplayBuffer(
+                capacity,
+                alpha=self.prioritized_replay_alpha,
+                beta=self.prioritized_replay_beta,
+                eps=self.prioritized_replay_eps,
+                **shared,
+            )
+        except OSError as error:
+            raise ConfigError(f"replay_buffer_dir: it cannot be written: {error}") from error
 
     def buffer_settings(self, policy_id: str, shard: int) -> dict[str, Any]:
         """What all kinds of buffers are given besides their capacity."""
@@ -110,14 +113,24 @@ class OffPolicyConfig(AlgorithmConfig):
             "directory": self.replay_buffer_dir,
         }
 
-    def replay_buffer(
-        self, policies: Collection[str] | None = None, shard: int = 0, num_shards: int = 1
-    ) -> MultiAgentReplayBuffer:
+    def replay_buffer(self, policies: Collection[str] | None = None) -> MultiAgentReplayBuffer:
         """The replay buffer of a plan: for these policies, or for all that there are.
 
-        Raises (when a policy's first rows come):
-            ConfigError: the policy's own settings are of an algorithm that does not replay.
+        Raises:
+            ConfigError: settings of buffers on actors; when a policy's first rows come: its own
+                settings are of an algorithm that does not replay.
         """
+        for name in ("num_replay_shards", "replay_buffer_shards_colocated_with_driver"):
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ConfigError(
+                    f"{name} is for plans whose buffer is on actors (flowrl train "
+                    "dqn_distributed): leave it out"
+                )
+        return self._share_of_buffer(policies)
+
+    def _share_of_buffer(
+        self, policies: Collection[str] | None, shard: int = 0, num_shards: int = 1
+    ) -> MultiAgentReplayBuffer:
 
         def make(policy_id: str) -> ReplayBuffer:
             own = self.for_policy(policy_id) if self.policies is not None else self
@@ -153,7 +166,7 @@ class OffPolicyConfig(AlgorithmConfig):
         """The replay buffer of a plan in `num_replay_shards` shards on actors."""
         ids = policies or specs_of(self.policies or {DEFAULT_POLICY_ID: None})
         return ReplayActors(
-            lambda shard: self.replay_buffer(policies, shard, self.num_replay_shards),
+            lambda shard: self._share_of_buffer(policies, shard, self.num_replay_shards),
             self.num_replay_shards,
             self.train_batch_size * len(ids),
             learning_starts=self.learning_starts,

@@ -4,20 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Annotated, Any, Self
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Self
 
 from gymnasium import spaces
 from pydantic import SkipValidation, model_validator
 
 from flowrl.algorithms.config import AlgorithmConfig
-from flowrl.data import SampleBatch
+from flowrl.data import DEFAULT_POLICY_ID, SampleBatch
 from flowrl.ops import ReadMinari, ReadParquet
 from flowrl.policies.config import ConfigError
 from flowrl.sampling.envs import NoEnvironment
 from flowrl.sampling.worker_set import WorkerSet
 
 MINARI = "minari:"
-OWN = {"input_", "observation_space", "action_space"}
+OWN = {"input_", "input_policy_id", "observation_space", "action_space"}
+NOT_HERE = {
+    "num_workers": 0,
+    "output": None,
+    "normalize_observations": False,
+    "normalize_rewards": False,
+}
+
+
+NO_INPUT = 'none is set: the folder of recorded experience (input_="experience")'
 
 
 class RecordedConfig(AlgorithmConfig):
@@ -26,9 +36,13 @@ class RecordedConfig(AlgorithmConfig):
     The environment is for evaluations alone, and may be left out: then the spaces must be there.
     """
 
+    samples: ClassVar[bool] = False
+
     input_: str | None = None
     """Folder of recorded experience, as the setting `output` and WriteParquet leave it; or
     "minari:" and the id of a Minari data set (extra minari)."""
+    input_policy_id: str = DEFAULT_POLICY_ID
+    """Whose rows of that folder, if several policies were recorded."""
     observation_space: Annotated[Any, SkipValidation] = None
     """Of the recorded experience, where no `env` says it."""
     action_space: Annotated[Any, SkipValidation] = None
@@ -40,15 +54,15 @@ class RecordedConfig(AlgorithmConfig):
         for name, space in given.items():
             if space is not None and not isinstance(space, spaces.Space):
                 raise ValueError(f"{name} is a gymnasium space, got {space!r}")
-        for name in ("normalize_observations", "normalize_rewards"):
-            if getattr(self, name):
-                raise ValueError(f"{name} learns from what is sampled: leave it out, nothing is")
+        for name, none in NOT_HERE.items():
+            if getattr(self, name) != none:
+                raise ValueError(f"{name} is for what is sampled: leave it out, nothing is")
         if self.env is None and len({space is None for space in given.values()}) > 1:
             raise ValueError("observation_space and action_space: give both, or an env")
         return self
 
     def offline_data(self, **settings: Any) -> Self:
-        """input_, observation_space, action_space, output, output_rows_per_file."""
+        """input_, input_policy_id, observation_space, action_space."""
         own = {name: settings.pop(name) for name in OWN & set(settings)}
         if own:
             self.training(**own)
@@ -61,7 +75,29 @@ class RecordedConfig(AlgorithmConfig):
                 "env: no environment is set: one for evaluations, or the observation_space and "
                 "action_space of what was recorded"
             )
+        if self.env is not None and self.observation_space is not None:
+            raise ConfigError("observation_space, action_space: the env says them: leave them out")
         super().check()
+
+    def validate(self) -> Self:  # type: ignore[override]
+        """See AlgorithmConfig; and whether the recorded experience is there."""
+        super().validate()
+        self.check_input()
+        return self
+
+    def check_input(self) -> None:
+        """Refuse to learn from a folder that is not there.
+
+        Raises:
+            ConfigError
+        """
+        if self.input_ is None:
+            raise ConfigError(f"input_: {NO_INPUT}")
+        if not self.input_.startswith(MINARI) and not Path(self.input_).exists():
+            raise ConfigError(
+                f"input_: there is no {Path(self.input_).absolute()}: the setting `output` of a "
+                "run that samples makes such a folder (flowrl train ppo --output experience)"
+            )
 
     def env_or_spaces(self) -> Any:
         """See AlgorithmConfig."""
@@ -86,14 +122,16 @@ class RecordedConfig(AlgorithmConfig):
             ConfigError: no `input_` is set.
         """
         if self.input_ is None:
-            raise ConfigError('input_: the folder of recorded experience: input_="experience"')
+            raise ConfigError(f"input_: {NO_INPUT}")
         wanted = list(columns)
         options: dict[str, Any] = {
             "columns": wanted,
             "prepare": prepare or (lambda rows: SampleBatch({n: rows[n] for n in wanted})),
             "seed": self.seed,
+            "policy_id": self.input_policy_id,
         }
         if self.input_.startswith(MINARI):
+            del options["policy_id"]
             name = self.input_.removeprefix(MINARI)
             return ReadMinari(workers, name, self.train_batch_size, **options)
         return ReadParquet(workers, self.input_, self.train_batch_size, **options)

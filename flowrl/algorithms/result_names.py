@@ -98,6 +98,11 @@ def check_name(name: Any, config: Any, what: str) -> None:
     if not isinstance(name, str):
         raise ConfigError(f"{what}: the name of a metric is needed, got {name!r}")
     policies = list(specs_of(config.policies or {DEFAULT_POLICY_ID: None}))
+    if not config.samples and name.startswith(("episode_", "policy_reward_", "env_runners/")):
+        raise ConfigError(
+            f"{what}: there is no {name!r} where nothing is sampled: evaluations have "
+            "'evaluation/episode_reward_mean' (.evaluation(evaluation_interval=…))"
+        )
     known = [*ALWAYS, *(f"{group}/{pid}" for group in _OF_POLICIES[:4] for pid in policies)]
     evaluated = [
         f"evaluation/{n}"

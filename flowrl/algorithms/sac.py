@@ -17,7 +17,7 @@ from flowrl.algorithms.actor_critic import (
 )
 from flowrl.algorithms.algorithm import Algorithm
 from flowrl.algorithms.config import AlgorithmConfig
-from flowrl.policies.config import ConfigError, ExplorationConfig, Positive
+from flowrl.policies.config import ConfigError, ExplorationConfig, Positive, Schedule
 from flowrl.policies.distributions import Categorical, SquashedGaussian
 from flowrl.policies.exploration import FORBIDDEN
 from flowrl.policies.torch_policy import TensorBatch
@@ -31,8 +31,8 @@ class SACSettings(ActorCriticSettings):
     target_entropy: float | Literal["auto"] | None = "auto"
     """Entropy in nats that the temperature is learned for: "auto" is minus the number of action
     dimensions, 0.98 of the largest for Discrete actions. None: the temperature stays."""
-    entropy_lr: Positive | None = None
-    """Learning rate of the temperature; None: `lr`, with its schedule."""
+    entropy_lr: Schedule | None = None
+    """Learning rate of the temperature; None: `lr`."""
 
 
 class SACConfig(ActorCriticConfig, SACSettings):
@@ -66,7 +66,7 @@ class SACTorchPolicy(ActorCriticPolicy):
     def extra_parameters(self) -> dict[str, torch.Tensor]:
         return {"log_alpha": torch.tensor(math.log(self.config.initial_alpha))}
 
-    def extra_lr(self) -> float | None:
+    def extra_lr(self) -> Any:
         return self.config.entropy_lr
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -32,10 +33,16 @@ class MinariDataset:
             raise OfflineDataError(
                 f"Minari data sets need the extra minari: pip install 'flowrl[minari]' ({error})"
             ) from error
+        here = False
         try:
-            self._dataset: Any = minari.load_dataset(dataset_id, download=True)
+            here = dataset_id in minari.list_local_datasets()
+            self._dataset: Any = minari.load_dataset(dataset_id, download=not here)
         except Exception as error:  # of its storage, of the network, of ids
-            raise OfflineDataError(f"minari:{dataset_id}: it cannot be loaded: {error}") from error
+            where = "" if here else " (not on this machine)"
+            raise OfflineDataError(
+                f"minari:{dataset_id}{where}: it cannot be loaded: {error} (an id has a version: "
+                "mujoco/halfcheetah/expert-v0)"
+            ) from error
         self.dataset_id = dataset_id
         self.observation_space: spaces.Space = self._dataset.observation_space
         self.action_space: spaces.Space = self._dataset.action_space
@@ -44,20 +51,31 @@ class MinariDataset:
         """Numbers of episodes whose rows are read at once."""
         made: list[list[int]] = []
         rows = ROWS_PER_PART
-        for number in map(int, self._dataset.episode_indices):
-            if rows >= ROWS_PER_PART:
-                made.append([])
-                rows = 0
-            made[-1].append(number)
-            (data,) = self._dataset.storage.get_episode_metadata([number])
-            rows += int(data["total_steps"])
+        with self._told():
+            for number in map(int, self._dataset.episode_indices):
+                if rows >= ROWS_PER_PART:
+                    made.append([])
+                    rows = 0
+                made[-1].append(number)
+                (data,) = self._dataset.storage.get_episode_metadata([number])
+                rows += int(data["total_steps"])
         return made
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # of its storage
+            raise OfflineDataError(
+                f"minari:{self.dataset_id}: it cannot be read: {error}"
+            ) from error
 
     def read(self, part: list[int]) -> SampleBatch:
         """The rows of these episodes, one after another: `obs`, `new_obs`, `actions` as the
         environment took them, `rewards`, `terminateds`, `truncateds`, `eps_id`, `t` and
         `unroll_id`."""
-        rows = [self._rows(episode) for episode in self._episodes(part)]
+        with self._told():
+            rows = [self._rows(episode) for episode in self._episodes(part)]
         return SampleBatch.concat_samples(rows)
 
     def _episodes(self, part: list[int]) -> Iterator[Any]:

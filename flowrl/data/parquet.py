@@ -7,11 +7,13 @@ metadata. Anything that reads Parquet can read the columns.
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
 import secrets
 import time
+import weakref
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,8 +43,8 @@ def write_parquet(
     policy_id: str = DEFAULT_POLICY_ID,
     run: str = "",
 ) -> None:
-    """Write a policy's rows to a file, which is there when it is whole. Numbers of episodes
-    (`eps_id`) are those of a run: files of another one may have the same.
+    """Write a policy's rows to a file, which is there when it is whole; its folder is made. Numbers
+    of episodes (`eps_id`) are those of a run: files of another one may have the same.
 
     Padding is taken off, and columns with a row per sequence (`seq_lens`, `state_in_…`) are left
     out. Infos are kept as JSON: numpy values in them become plain ones, what JSON has no form for
@@ -67,6 +69,7 @@ def write_parquet(
     about["run"] = run
     table = pa.table(arrays).replace_schema_metadata({_ABOUT: json.dumps(about).encode()})
     path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.part")
     pq.write_table(table, part, write_page_checksum=True)
     os.replace(part, path)
@@ -107,7 +110,9 @@ def read_parquet(path: Path | str) -> tuple[str, SampleBatch]:
         raise OfflineDataError(f"{path}: it cannot be read: {error}") from error
     if about is None or table is None:
         raise OfflineDataError(
-            f"{path}: flowrl did not write it: its columns are {', '.join(file.schema_arrow.names)}"
+            f"{path}: flowrl did not write it: its columns are "
+            f"{', '.join(file.schema_arrow.names)}. Experience from elsewhere is written by "
+            "flowrl.data.parquet.write_parquet(path, SampleBatch(obs=…, actions=…, …))"
         )
     try:
         told = json.loads(about)
@@ -215,8 +220,22 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, float, str)) else repr(value)
 
 
+_OPEN: weakref.WeakSet[ParquetWriter] = weakref.WeakSet()
+
+
+@atexit.register
+def _write_the_rest() -> None:
+    """What writers have left that nobody stopped."""
+    for writer in list(_OPEN):
+        try:
+            writer.flush()
+        except Exception as error:  # at an exit there is nobody to raise it to
+            log.error("%s: rows that were recorded last are lost: %s", writer.folder, error)
+
+
 class ParquetWriter:
-    """Writes what it is given to <folder>/<policy id>-<time and lot>-<number>.parquet.
+    """Writes what it is given to <folder>/<policy id>-<time and lot>-<number>.parquet; what is left
+    when the process ends, too.
 
     Each writer has files of its own, and never touches another's. One that goes on from a saved
     state begins with new ones; those that the saved one has written since are its `later_files`.
@@ -248,6 +267,8 @@ class ParquetWriter:
         Raises:
             OfflineDataError, OSError: a file that is full cannot be written; its rows are kept.
         """
+        if not self._used:
+            _OPEN.add(self)
         self._used = True
         for policy_id, rows in batch.policy_batches.items():
             if not rows.count:
@@ -269,7 +290,6 @@ class ParquetWriter:
             self._write(policy_id)
 
     def _write(self, policy_id: str) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
         joined = SampleBatch.concat_samples(self._pending[policy_id])
         number = self._next.get(policy_id, 0)
         write_parquet(self._file(self._tag, policy_id, number), joined, policy_id, self._run)
@@ -341,5 +361,6 @@ def parquet_files(folder: Path | str) -> Iterator[Path]:
     path = Path(folder)
     files = [path] if path.is_file() else sorted(path.glob("*.parquet"))
     if not files:
-        raise OfflineDataError(f"{folder}: there is no .parquet file")
+        what = "there is no .parquet file" if path.exists() else "there is no such folder"
+        raise OfflineDataError(f"{folder}: {what}")
     return iter(files)

@@ -227,7 +227,13 @@ class Ring:
     def _memory(self, rows: int, like: np.ndarray) -> np.ndarray:
         """Room for so many rows like those of an array."""
         empty = np.empty if self._mapped is None else self._mapped.empty
-        return empty((rows, *like.shape[1:]), like.dtype)
+        try:
+            return empty((rows, *like.shape[1:]), like.dtype)
+        except MemoryError as error:
+            raise MemoryError(
+                f"a replay buffer of {self.capacity} rows: {error}. Make its capacity "
+                "(replay_buffer_capacity) smaller, or keep it in files (replay_buffer_dir)"
+            ) from error
 
     def _reserve(self, start: int, count: int, spare: int) -> None:
         """Take room on the disk for rows at these slots, and for so many spare places."""

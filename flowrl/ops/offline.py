@@ -79,7 +79,8 @@ class ReadParquet(LocalIterator[SampleBatch]):
         folder: of Parquet files as WriteParquet and the setting `output` leave them, or one file.
         batch_size: rows of a batch.
         columns: that the rows must have.
-        policy_id: whose rows; files of others are left out.
+        policy_id: whose rows; files of others are left out. The policy of that name learns from
+            them, or the one that the plan has.
         prepare: rows of a file, in the order in which they were recorded -> the rows to be given.
         seed: of the order; None takes the machine's entropy.
 
@@ -153,6 +154,12 @@ class ParquetShelf:
         policy_id, rows = read_parquet(part)
         return rows if policy_id == self.policy_id else SampleBatch()
 
+    def others(self) -> str:
+        """Whose rows there are, for a message."""
+        found = sorted({read_parquet(part)[0] for part in self.parts()})
+        there = ", ".join(map(repr, found))
+        return f", only of {there}: say which: policy_id, or the setting input_policy_id"
+
     def fitted(self, rows: SampleBatch, policy: Any) -> SampleBatch:
         """The rows as the policy would have recorded them."""
         return rows
@@ -186,6 +193,10 @@ class MinariShelf:
     def read(self, part: Any) -> SampleBatch:
         """See ParquetShelf."""
         return self.dataset.read(part)
+
+    def others(self) -> str:
+        """See ParquetShelf."""
+        return ""
 
     def fitted(self, rows: SampleBatch, policy: Any) -> SampleBatch:
         """See ParquetShelf: with actions as the policy gives them."""
@@ -229,6 +240,7 @@ class ReadStage(Stage):
         self._read = 0  # parts of this pass
         self._rows = SampleBatch()  # of the part that is being read, in their order
         self._place = 0  # in those
+        self._to_go_on_from: dict[str, Any] | None = None  # a state, whose files are not open yet
 
     def pull(self, block: bool) -> Any:
         try:
@@ -245,6 +257,8 @@ class ReadStage(Stage):
         return batch
 
     def _next(self) -> SampleBatch:
+        if self._to_go_on_from is not None:
+            self._go_on()
         parts, wanted = [], self.batch_size
         while wanted:
             if self._place >= self._rows.count:
@@ -265,6 +279,7 @@ class ReadStage(Stage):
                 if self._read and empty == self._read:
                     raise OfflineDataError(
                         f"{self.shelf}: there are no rows of policy {self.shelf.policy_id!r}"
+                        f"{self.shelf.others()}"
                     )
                 if self._read:
                     _get_shared_metrics().counters["num_passes_over_data"] += 1
@@ -288,12 +303,12 @@ class ReadStage(Stage):
         if not rows.count:
             return SampleBatch()
         policies = self.workers.local_worker().policy_map
-        if self.shelf.policy_id not in policies:
+        own = self.shelf.policy_id
+        if own not in policies and list(policies) != [DEFAULT_POLICY_ID]:
             raise OfflineDataError(
-                f"{self.shelf}: rows of policy {self.shelf.policy_id!r}, the plan has only "
-                f"{', '.join(policies)}"
+                f"{self.shelf}: rows of policy {own!r}, the plan has only {', '.join(policies)}"
             )
-        policy = policies[self.shelf.policy_id]
+        policy = policies[own] if own in policies else policies[DEFAULT_POLICY_ID]
         rows = self.shelf.fitted(rows, policy)
         missing = sorted(set(self.columns) - set(rows))
         if missing:
@@ -310,23 +325,28 @@ class ReadStage(Stage):
         return rows if self._prepare is None else self._prepare(rows)
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            **super().state_dict(),
-            "pass_began": self._pass_began,
-            "read": self._read,
-            "place": self._place,
-        }
+        own = {"pass_began": self._pass_began, "read": self._read, "place": self._place}
+        return {**super().state_dict(), **(self._to_go_on_from or own)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there: files are opened when rows are asked for."""
         super().load_state_dict(state)
+        self._to_go_on_from = {name: state[name] for name in ("pass_began", "read", "place")}
+
+    def _go_on(self) -> None:
+        assert self._to_go_on_from is not None
+        state = self._to_go_on_from
         restore_stream(self.rng, state["pass_began"])
-        read, place = state["read"], state["place"]
-        self._parts, self._read, self._rows = [], 0, SampleBatch()
-        if not read:
-            return
-        self._begin_pass()
-        while self._read < read:  # as it was read before
+        self._parts, self._read, self._rows, self._place = [], 0, SampleBatch(), 0
+        if state["read"]:
+            self._begin_pass()
+        while self._read < state["read"]:  # as it was read before
+            if not self._parts:
+                raise OfflineDataError(
+                    f"{self.shelf}: {state['read']} files were read before this checkpoint, there "
+                    f"are {self._read} now"
+                )
             rows = self._load(self._parts.pop(0))
             self._read += 1
             self._rows = rows.take_rows(self.rng.permutation(rows.count))
-        self._place = place
+        self._place, self._to_go_on_from = state["place"], None

@@ -133,7 +133,8 @@ def export(policy: TorchPolicy, path: Path | str, format: str | None) -> Path:
     if path.is_dir():
         raise ConfigError(f"export: {str(path)!r} is a folder, not a file")
     draw_noise(policy.model, None)
-    acting = copy.deepcopy(Acting(policy)).cpu().eval().requires_grad_(False)
+    acting = copy.deepcopy(Acting(policy), _cut_off(policy.model))
+    acting = acting.cpu().eval().requires_grad_(False)
     inputs = example_inputs(policy, 2)
     batch = torch.export.Dim("batch", min=1)
     every: Any = inputs
@@ -160,6 +161,15 @@ def export(policy: TorchPolicy, path: Path | str, format: str | None) -> Path:
         verbose=False,
     )
     return path
+
+
+def _cut_off(model: torch.nn.Module) -> dict[int, Any]:
+    """What models keep of their last forward pass, without its graph: what `copy.deepcopy` is told
+    of, as it refuses such tensors."""
+    kept: Any = [list(vars(module).values()) for module in model.modules()]
+    leaves: list[Any] = optree.tree_leaves(kept)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return {id(tensor): tensor.detach().clone() for tensor in tensors if not tensor.is_leaf}
 
 
 def leaf_names(tree: Any, name: str = "") -> list[str]:

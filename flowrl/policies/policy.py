@@ -12,7 +12,7 @@ from flowrl.data import SampleBatch
 from flowrl.policies.config import ConfigError, PolicyConfig
 from flowrl.policies.filters import ObservationFilter, RewardScaler
 from flowrl.policies.session import PolicySession
-from flowrl.policies.view_requirement import ViewRequirement, misfit
+from flowrl.policies.view_requirement import ViewRequirement, beyond, misfit
 from flowrl.seeding import random_stream, restore_stream, stream_state
 
 _STATE = ("weights", "filters", "timestep", "version", "rng", "shuffle_rng")
@@ -113,7 +113,8 @@ class Policy:
         """What is wrong with the observations and actions of rows, in words; None if nothing is
         found. Actions are as the policy gives them: numbers of Discrete ones from 0."""
         problem = misfit(self.observation_space, batch["obs"], "obs")
-        return problem or misfit(self.action_space, batch["actions"], "actions")
+        problem = problem or misfit(self.action_space, batch["actions"], "actions")
+        return problem or beyond(self.action_space, batch["actions"], "actions")
 
     def get_initial_state(self) -> list[np.ndarray]:
         """What a recurrent policy remembers at an episode's start, one array per state (without

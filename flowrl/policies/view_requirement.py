@@ -183,6 +183,25 @@ def misfit(space: spaces.Space, values: Any, name: str) -> str | None:
     return None
 
 
+def beyond(space: spaces.Space, values: Any, name: str) -> str | None:
+    """What is wrong with the numbers of a policy's actions [B, …], which fit a space otherwise:
+    those of Discrete spaces are from 0. None if nothing is."""
+    if isinstance(space, spaces.Dict):
+        inner = [(space[key], values[key], f"{name}[{key!r}]") for key in sorted(space)]
+    elif isinstance(space, spaces.Tuple):
+        inner = [(space[i], values[i], f"{name}[{i}]") for i in range(len(space))]
+    else:
+        inner = []
+    problems = (beyond(*one) for one in inner)
+    if isinstance(space, (spaces.Discrete, spaces.MultiDiscrete)) and len(values):
+        most = space.n if isinstance(space, spaces.Discrete) else space.nvec
+        if ((values < 0) | (values >= most)).any():
+            return f"{name}: numbers from 0 to below {most} are needed, there are " + (
+                f"{values.min()} to {values.max()}"
+            )
+    return next((problem for problem in problems if problem), None)
+
+
 def _told(values: Any) -> str:
     if isinstance(values, dict):
         return f"a dict of {sorted(map(str, values))}"

@@ -532,3 +532,15 @@ def test_noise_on_targets_is_cut_off():
     still = make(TD3TorchPolicy, target_noise=0.0).next_values(obs)
     np.testing.assert_array_equal(values[0.0], still)
     assert (values[0.5] != still).any()
+
+
+def test_each_part_follows_a_schedule_of_its_own():
+    config = {"lr": 1e-3, "actor_lr": [(0, 4e-3), (100, 0.0)], "entropy_lr": 0.5}
+    policy = SACTorchPolicy(OBS, BOX, config)
+    rates = lambda: [group["lr"] for group in policy.optimizer.param_groups]  # noqa: E731
+    assert rates() == [4e-3, 1e-3, 0.5]
+    policy.on_global_var_update({"timestep": 50})
+    assert rates() == pytest.approx([2e-3, 1e-3, 0.5])
+    again = SACTorchPolicy(OBS, BOX, config)
+    again.set_state(policy.get_state())
+    assert [group["lr"] for group in again.optimizer.param_groups] == pytest.approx(rates())

@@ -7,6 +7,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 
 from flowrl.algorithms.a2c import A2CConfig, A2CTorchPolicy
 from flowrl.algorithms.algorithm import Algorithm
@@ -333,3 +334,24 @@ def test_rows_trained_are_a_sample_batch():
     with small().build() as algorithm:
         batch = algorithm.workers.local_worker().sample()
     assert isinstance(batch, SampleBatch)
+
+
+class Pair(gym.Env):
+    """A position and a number."""
+
+    observation_space = spaces.Tuple((spaces.Box(-1, 1, (2,), np.float32), spaces.Discrete(3)))
+    action_space = spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return (np.zeros(2, np.float32), 1), {}
+
+    def step(self, action):
+        return (np.zeros(2, np.float32), 2), 1.0, True, False, {}
+
+
+def test_single_actions_of_nested_observations():
+    with A2CConfig(env=Pair, model={"fcnet_hiddens": [4]}).build() as algorithm:
+        assert algorithm.compute_single_action((np.zeros(2, np.float32), 2)) in (0, 1)
+        with pytest.raises(ValueError, match="not finite"):
+            algorithm.compute_single_action((np.array([0, np.nan], np.float32), 2))

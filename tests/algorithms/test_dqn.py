@@ -405,7 +405,11 @@ def test_settings_reach_the_buffers():
     buffer = config.new_buffer()
     told = (buffer.capacity, buffer.n_step, buffer.gamma, buffer.alpha, buffer.beta, buffer.eps)
     assert told == (101, 4, 0.9, 0.3, 0.2, 0.5)
-    both = config.replay_buffer()
+    with pytest.raises(
+        ConfigError, match="num_replay_shards is for plans whose buffer is on actor"
+    ):
+        config.replay_buffer()
+    both = config.updated(num_replay_shards=2).replay_buffer()
     assert both.replay_batch_size == 7
     actors = config.replay_actors()
     assert (actors.num_shards, actors.batch_rows) == (3, 7)
@@ -416,7 +420,8 @@ def test_settings_reach_the_buffers():
     assert len({int(shard.rng.integers(10**9)) for shard in shards}) == 3
     assert type(config.updated(**OFF).new_buffer()) is ReplayBuffer
     assert both.mode == "independent"
-    assert config.updated(**OFF, replay_mode="lockstep").replay_buffer().mode == "lockstep"
+    lockstep = config.updated(**OFF, replay_mode="lockstep", num_replay_shards=2)
+    assert lockstep.replay_buffer().mode == "lockstep"
     with pytest.raises(ConfigError, match="draws uniformly"):
         config.updated(replay_mode="lockstep")
     own = PolicySpec(config=DQNConfig(train_batch_size=8))
@@ -671,3 +676,18 @@ def test_bad_distributions_are_refused():
         DQNTorchPolicy(BOX, THREE, {**NOISY, "model": {"custom_model": FullyConnectedNetwork}})
     with pytest.raises(ConfigError, match="no linear layers"):
         DQNTorchPolicy(BOX, THREE, {**NOISY, "dueling": False, "model": {"custom_model": NoLayers}})
+
+
+def test_noise_alone_explores_after_a_checkpoint_too(tmp_path):
+    config = DQNConfig(env="CartPole-v1", noisy=True, learning_starts=50, seed=0)
+    config = config.reporting(min_sample_timesteps_per_iteration=60)
+    with config.build() as algorithm:
+        algorithm.train()
+        algorithm.save(tmp_path / "c")
+        expected = algorithm.train()["learners"]
+        assert algorithm.get_policy().exploration.config.epsilon == 0.0
+    with DQN.from_checkpoint(tmp_path / "c") as again:
+        assert again.get_policy().exploration.config.epsilon == 0.0
+        assert again.train()["learners"] == expected
+    both = config.updated(exploration_config={"epsilon": 0.2})
+    assert DQNTorchPolicy(BOX, THREE, both).exploration.config.epsilon == 0.2

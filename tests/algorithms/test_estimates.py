@@ -232,6 +232,11 @@ def test_what_cannot_be_judged_is_refused(policy, tmp_path):
     rows = episodes(3)
     with pytest.raises(ConfigError, match="is, wis"):
         estimate(policy, rows, methods=["dm"])
+    with pytest.raises(ConfigError, match=r"a policy is judged \(algorithm\.get_policy"):
+        estimate("ppo", rows)
+    with pytest.raises(ConfigError, match="Minari data sets do not say how likely"):
+        estimate(policy, "minari:tests/pendulum-v0")
+    assert estimate(policy, rows, methods="is").keys() == {"is"}
     with pytest.raises(OfflineDataError, match="action_logp"):
         estimate(policy, [rows[0].without_columns("action_logp")])
     with pytest.raises(OfflineDataError, match="no whole episode"):

@@ -1,5 +1,7 @@
 """Recorded experience without an environment, and Minari's data sets."""
 
+import shutil
+import subprocess
 import sys
 
 import gymnasium as gym
@@ -11,9 +13,10 @@ from flowrl.algorithms.cql import CQLConfig
 from flowrl.algorithms.marwil import BC, BCConfig, MARWILConfig
 from flowrl.data import SampleBatch
 from flowrl.data.minari import MinariDataset
-from flowrl.data.parquet import OfflineDataError, write_parquet
+from flowrl.data.parquet import OfflineDataError, parquet_files, read_parquet, write_parquet
 from flowrl.ops import ReadMinari
 from flowrl.policies import ConfigError
+from flowrl.training import Stop
 
 BOX = spaces.Box(-1, 1, (3,), np.float32)
 TWO = spaces.Discrete(2)
@@ -86,7 +89,7 @@ def test_what_is_missing_is_said(folder):
     with pytest.raises(ConfigError, match="or the observation_space and action_space"):
         BCConfig(**SMALL, input_=str(folder)).build()
     for name in ("normalize_observations", "normalize_rewards"):
-        with pytest.raises(ConfigError, match=f"{name} learns from what is sampled"):
+        with pytest.raises(ConfigError, match=f"{name} is for what is sampled"):
             BCConfig(**{name: True})
     with pytest.raises(ConfigError, match="give both"):
         BCConfig(observation_space=BOX)
@@ -227,8 +230,140 @@ def test_other_data_sets_are_refused(dataset, monkeypatch):
 
     there = minari.load_dataset
     monkeypatch.setattr(minari, "load_dataset", lambda name, download: there(name))  # no network
-    with pytest.raises(OfflineDataError, match="minari:tests/none-v9: it cannot be loaded"):
+    with pytest.raises(OfflineDataError, match=r"minari:tests/none-v9 .*: it cannot be loaded"):
         MinariDataset("tests/none-v9")
+    damaged = MinariDataset("tests/pendulum-v0")
+    monkeypatch.setattr(damaged, "_episodes", lambda part: iter([1 / 0]))
+    with pytest.raises(OfflineDataError, match="minari:tests/pendulum-v0: it cannot be read"):
+        damaged.read([0])
     monkeypatch.setitem(sys.modules, "minari", None)
     with pytest.raises(OfflineDataError, match=r"pip install 'flowrl\[minari\]'"):
         MinariDataset("tests/pendulum-v0")
+
+
+def test_episodes_that_are_not_there_end_no_run(folder):
+    config = BCConfig(env="CartPole-v1", input_=str(folder))
+    for name in ("episode_reward_mean", "policy_reward_mean/default_policy"):
+        with pytest.raises(ConfigError, match=r"'evaluation/episode_reward_mean' \(\.evaluation"):
+            Stop(metrics=[(name, ">=", 9.0)]).check(config)
+    with pytest.raises(ConfigError, match="nothing is sampled"):
+        Stop(reward=9.0).check(config)
+    assert Stop().with_defaults(config).reward is None
+    with pytest.raises(ConfigError, match="checkpoint_score_attribute: there is no 'episode_rew"):
+        config.updated(checkpoint_score_attribute="episode_reward_mean").check()
+    wanted = config.updated(evaluation_interval=1)
+    Stop(metrics=[("evaluation/episode_reward_mean", ">=", 9.0)]).check(wanted)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"num_workers": 2}, "num_workers is for what is sampled"),
+        ({"output": "x"}, "output is for what is sampled"),
+        ({"beta": 1.0}, "BC has no weights"),
+        ({"model": {"use_lstm": True}}, "model: BC learns from single rows"),
+        ({"model": {"num_framestacks": 2}}, "model: BC learns from single rows"),
+        ({"env": "CartPole-v1"}, "the env says them"),
+    ],
+)
+def test_settings_that_would_do_nothing(settings, said, folder):
+    known = {"input_": str(folder), "observation_space": BOX, "action_space": TWO}
+    with pytest.raises(ConfigError, match=said), BCConfig(**{**known, **settings}).build() as made:
+        made.train()
+
+
+@pytest.mark.parametrize("number", [2, -1])
+def test_actions_beyond_the_space_are_named(number, tmp_path):
+    rows = SampleBatch(obs=np.zeros((4, 3), np.float32), actions=np.array([0, 1, number, 0]))
+    write_parquet(tmp_path / "a.parquet", rows)
+    config = BCConfig(**SMALL, input_=str(tmp_path), observation_space=BOX, action_space=TWO)
+    with config.build() as algorithm, pytest.raises(OfflineDataError) as caught:
+        algorithm.train()
+    said = str(caught.value)
+    assert "a.parquet: it is of other spaces than the policy: actions: numbers from 0" in said
+    assert str(number) in said
+
+
+def test_validation_looks_for_the_experience(folder, tmp_path):
+    config = BCConfig(observation_space=BOX, action_space=TWO)
+    with pytest.raises(ConfigError, match="input_: none is set"):
+        config.validate()
+    with pytest.raises(ConfigError, match=r"input_: there is no /.*/none"):
+        config.updated(input_=str(tmp_path / "none")).validate()
+    config.updated(input_=str(folder)).validate()
+
+
+def test_a_checkpoint_acts_without_its_data(folder, tmp_path):
+    moved = tmp_path / "data"
+    shutil.copytree(folder, moved)
+    config = BCConfig(**SMALL, input_=str(moved), observation_space=BOX, action_space=TWO)
+    with config.build() as algorithm:
+        algorithm.train()
+        algorithm.save(tmp_path / "c")
+        expected = algorithm.train()["learners"]
+    shutil.rmtree(moved)
+    with BC.from_checkpoint(tmp_path / "c") as again:
+        assert again.compute_single_action(np.zeros(3, np.float32)) in (0, 1)
+        again.save(tmp_path / "d")
+        with pytest.raises(OfflineDataError, match="there is no such folder"):
+            again.train()
+    shutil.copytree(folder, moved)
+    with BC.from_checkpoint(tmp_path / "d") as again:  # saved before a file was opened again
+        assert again.train()["learners"] == expected
+
+
+def test_one_of_several_recorded_policies(folder, tmp_path):
+    _, rows = read_parquet(folder / "rows.parquet")
+    for name, flip in (("left", False), ("right", True)):
+        own = rows.with_columns(actions=1 - rows["actions"]) if flip else rows
+        write_parquet(tmp_path / f"{name}.parquet", own, name)
+    config = BCConfig(
+        **SMALL, lr=3e-3, input_=str(tmp_path), observation_space=BOX, action_space=TWO
+    )
+    with (
+        config.build() as algorithm,
+        pytest.raises(
+            OfflineDataError, match=r"only of 'left', 'right': say which: .*input_policy"
+        ),
+    ):
+        algorithm.train()
+    seen = np.array([[0.9, 0, 0], [-0.9, 0, 0]], np.float32)
+    for name, best in (("left", [1, 0]), ("right", [0, 1])):
+        with config.updated(input_policy_id=name).build() as algorithm:
+            for _ in range(30):
+                algorithm.train()
+            done = algorithm.get_policy().compute_actions(seen, explore=False)[0]
+            assert done.tolist() == best
+
+
+def test_what_nobody_stopped_is_written_at_the_end(tmp_path):
+    code = """
+from flowrl.algorithms.ppo import PPOConfig
+algo = PPOConfig(env="CartPole-v1", train_batch_size=200).offline_data(output="d").build()
+algo.train()
+raise RuntimeError("no more")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert "RuntimeError: no more" in done.stderr
+    (path,) = parquet_files(tmp_path / "d")
+    assert read_parquet(path)[1].count == 200
+
+
+def test_actions_are_learned_as_the_environment_took_them(tmp_path):
+    """CQL's critics see none beyond the bounds, where a Gaussian policy's were clipped."""
+    rng = np.random.default_rng(0)
+    rows = SampleBatch(
+        obs=rng.uniform(-1, 1, (64, 3)).astype(np.float32),
+        new_obs=rng.uniform(-1, 1, (64, 3)).astype(np.float32),
+        actions=rng.normal(0, 3, (64, 1)).astype(np.float32),
+        rewards=np.zeros(64, np.float32),
+        terminateds=np.zeros(64, bool),
+    )
+    write_parquet(tmp_path / "a.parquet", rows)
+    bounded = spaces.Box(-2, 2, (1,), np.float32)
+    config = CQLConfig(**SMALL, input_=str(tmp_path), observation_space=BOX, action_space=bounded)
+    with config.build() as algorithm:
+        batch = next(iter(config.batches(algorithm.workers)))
+    assert float(np.abs(batch["actions"]).max()) == 1.0

@@ -198,3 +198,5 @@ def test_the_setting_has_an_effect(tmp_path):
     for wrong in (str(tmp_path / "file"), "s3://bucket/rows"):
         with pytest.raises(ConfigError, match="replay_buffer_dir"):
             config.updated(replay_buffer_dir=wrong).build()
+    with pytest.raises(ConfigError, match="replay_buffer_dir: it cannot be written"):
+        config.updated(replay_buffer_dir="/proc/none").new_buffer()

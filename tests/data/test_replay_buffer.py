@@ -552,3 +552,14 @@ def test_a_first_batch_that_cannot_be_stored_leaves_nothing_behind(make, column,
         ReplayBuffer(9, n_step=2).load_state_dict(PrioritizedReplayBuffer(9).state_dict())
     with pytest.raises(ValueError, match="without rewards"):
         ReplayBuffer(9, n_step=2).add(batch.without_columns("rewards"))
+
+
+def test_more_rows_than_there_is_memory_for():
+    buffer = ReplayBuffer(10)
+    obs = np.zeros((1, 2), np.float32)
+    row = SampleBatch(obs=obs, new_obs=obs, rewards=np.zeros(1, np.float32))
+    buffer.add(row)
+    buffer.sample(1)
+    none = mock.patch("flowrl.data.ring.np.empty", side_effect=MemoryError("7 TiB"))
+    with none, pytest.raises(MemoryError, match=r"of 10 rows: 7 TiB\. Make its capacity"):
+        buffer._ring._memory(3, row["obs"])

@@ -13,6 +13,9 @@ from gymnasium import spaces
 from flowrl.algorithms.a2c import A2CTorchPolicy
 from flowrl.algorithms.dqn import DQNTorchPolicy
 from flowrl.algorithms.ppo import PPOConfig, PPOTorchPolicy
+from flowrl.algorithms.r2d2 import R2D2Config
+from flowrl.algorithms.sac import SACTorchPolicy
+from flowrl.data import SampleBatch
 from flowrl.data.checkpoint import CheckpointError, _sealed, read_manifest
 from flowrl.policies import ConfigError, ModelV2, Policy, ViewRequirement
 from flowrl.policies.export import example_inputs, leaf_names
@@ -180,6 +183,38 @@ def test_values_of_actions(more, dueling, tmp_path):
     best, _, _ = policy.compute_actions(obs, explore=False)
     assert program(given)["actions"].tolist() == (best + 1).tolist()
     assert len(set(best.tolist())) > 1
+
+
+@pytest.mark.parametrize("kind", ["image", "nested", "memory"])
+def test_after_learning(kind, tmp_path):
+    """Networks that torch computes keep what they gave last, with its graph."""
+    if kind == "memory":
+        config = R2D2Config(env="CartPole-v1", learning_starts=60, seed=0)
+        algorithm = config.reporting(min_sample_timesteps_per_iteration=70).build()
+        algorithm.train()
+        policy = algorithm.get_policy()
+    else:
+        space = NESTED["eye"] if kind == "image" else NESTED
+        cls = DQNTorchPolicy if kind == "image" else SACTorchPolicy
+        actions = spaces.Discrete(3) if kind == "image" else BOX
+        policy = cls(space, actions, {"seed": 0, "model": {"fcnet_hiddens": [8]}})
+        space.seed(0), actions.seed(0)
+        rows = [space.sample() for _ in range(8)]
+        obs = optree.tree_map(lambda *parts: np.stack(parts), *rows)
+        batch = SampleBatch(
+            obs=obs,
+            new_obs=obs,
+            actions=np.stack([actions.sample() for _ in range(8)]),
+            rewards=np.ones(8, np.float32),
+            terminateds=np.zeros(8, bool),
+        )
+        policy.learn_on_batch(batch)
+    policy.export(tmp_path / "policy.pt2")
+    program = torch.export.load(tmp_path / "policy.pt2").module()
+    inputs = example_inputs(policy, 3)
+    given = optree.tree_map(lambda leaf: leaf.numpy(), inputs)
+    actions, _, _ = policy.compute_actions_from_input_dict(given, explore=False)
+    np.testing.assert_allclose(program(inputs)["actions"], actions, atol=1e-5)
 
 
 def test_what_cannot_be_exported(tmp_path):
