@@ -13,6 +13,7 @@ from flowrl.algorithms.algorithm import Algorithm
 from flowrl.algorithms.config import _GROUPS, AlgorithmConfig, _training_fields
 from flowrl.algorithms.plans import load_plan
 from flowrl.cli import main
+from flowrl.data.parquet import parquet_files, read_parquet
 from flowrl.iter import LocalIterator, ParallelIterator
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
@@ -164,10 +165,19 @@ def test_experience_is_kept(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out == "default_policy 400 1.0\n"
 
 
+def test_what_a_finished_policy_does(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    exec(PYTHON[2], {})
+    capsys.readouterr()
+    exec(PYTHON[18], {})
+    recorded = [read_parquet(path)[1].count for path in parquet_files(tmp_path / "expert")]
+    assert int(capsys.readouterr().out) == sum(recorded) > 0
+
+
 def test_what_was_kept_is_learned_from(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     exec(PYTHON[17], {})
-    exec(PYTHON[18], {})
+    exec(PYTHON[19], {})
     assert -0.8 < float(capsys.readouterr().out.split()[-1]) < 0
     flags = ["--input_", "experience", "--evaluation-interval", "1", "--stop-iters", "1"]
     assert main(["train", "bc", *flags, "--evaluation-duration", "2", "--run-dir", "r"]) == 0
@@ -175,7 +185,7 @@ def test_what_was_kept_is_learned_from(tmp_path, monkeypatch, capsys):
 
 def test_data_of_ones_own(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    exec(PYTHON[19], {})
+    exec(PYTHON[20], {})
     assert capsys.readouterr().out in ("0\n", "1\n")
 
 
@@ -183,7 +193,7 @@ def test_what_was_kept_judges_a_policy(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     exec(PYTHON[17], {})
     capsys.readouterr()
-    exec(PYTHON[20], {})
+    exec(PYTHON[21], {})
     behavior, target, ess = map(float, capsys.readouterr().out.split())
     assert behavior > 5
     assert target > 0
@@ -203,7 +213,7 @@ def test_a_walking_cheetah(tmp_path, monkeypatch):
 
 def test_an_operator_of_ones_own(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "scaled.py").write_text(PYTHON[21])
+    (tmp_path / "scaled.py").write_text(PYTHON[22])
     assert main(["train", "scaled.py", "--stop-iters", "2", "--run-dir", "r"]) == 0
     assert main(["resume", "r", "--stop-iters", "3"]) == 0
     last = json.loads((tmp_path / "r/result.json").read_text().splitlines()[-1])
@@ -218,16 +228,16 @@ def test_the_list_of_plans_is_that_of_the_command(capsys):
 
 
 def test_the_asynchronous_plan_that_is_shown_is_the_shipped_one():
-    assert PYTHON[22] in Path(load_plan("impala").__file__).read_text()
+    assert PYTHON[23] in Path(load_plan("impala").__file__).read_text()
 
 
 def test_the_engine(capsys, ray_session):
-    exec(PYTHON[23], {})
+    exec(PYTHON[24], {})
     said = capsys.readouterr().out
     assert "[0, 16, 1, 25]\n[-10, -5, -4, 2, 3, 5, 10]\n" in said
     assert "gather_async" in said
     assert "busy" in said
-    exec(PYTHON[24], {})
+    exec(PYTHON[25], {})
     assert capsys.readouterr().out == "[0, 2, 4]\n"
 
 
