@@ -79,6 +79,16 @@ def _check_policy(name: str, defaults: Any) -> None:
         raise ConfigError(f"unknown flag --{name}. Did you mean '{head}.{rest}'?")
 
 
+def _records(defaults: Settings) -> dict[str, type[Settings]]:
+    """The settings of a plan and of its policies, by what their flags begin with."""
+    records = {"": type(defaults)}
+    policies = getattr(defaults, "policies", None)
+    for policy_id, spec in policies.items() if isinstance(policies, dict) else ():
+        if isinstance(config := getattr(spec, "config", None), Settings):
+            records[f"policies.{policy_id.replace('_', '-')}.config."] = type(config)
+    return records
+
+
 def _with_mappings() -> Any:
     """What lets tyro take a mapping of any content as one JSON object."""
     from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
@@ -94,7 +104,9 @@ def _with_mappings() -> Any:
         return PrimitiveConstructorSpec(
             nargs=1,
             metavar="JSON",
-            instance_from_str=lambda given: made(_json_object(given[0])),
+            instance_from_str=lambda given: (
+                None if record is not None and given[0] == "None" else made(_json_object(given[0]))
+            ),
             is_instance=lambda value: value is None or isinstance(value, (dict, Settings)),
             str_from_instance=lambda value: [_as_json(value)],
         )
@@ -170,17 +182,20 @@ def settings_from_flags(
                 hint = nearest(name, options).replace("'", "").replace("mean ", "mean --")
                 raise ConfigError(f"unknown flag --{name}.{hint}")
     flags = [part for flag in flags for part in _flat_schedule(flag)]
-    flags = _plain_switches(flags, set(flag_names(type(defaults), switches=True)))
+    records = _records(defaults)
+    switches = [flag_names(record, prefix, True) for prefix, record in records.items()]
+    flags = _plain_switches(flags, {name for names in switches for name in names})
     import tyro
 
     # a field such as lambda_ has its underscore from Python: the flag goes with or without it
-    for name in type(defaults).model_fields:
-        if name.endswith("_"):
-            bare = f"--{name.rstrip('_')}"
-            flags = [
-                f"--{name}{flag[len(bare) :]}" if re.fullmatch(f"{bare}(=.*)?", flag) else flag
-                for flag in flags
-            ]
+    for prefix, record in records.items():
+        for name in record.model_fields:
+            if name.endswith("_"):
+                bare, whole = f"--{prefix}{name.rstrip('_')}", f"--{prefix}{name}"
+                flags = [
+                    f"{whole}{flag[len(bare) :]}" if re.fullmatch(f"{bare}(=.*)?", flag) else flag
+                    for flag in flags
+                ]
     helping = "--help" in flags or "-h" in flags
     said = io.StringIO()
     try:

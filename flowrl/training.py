@@ -174,7 +174,10 @@ def train(
     """
     if resume:
         command, saved = read_goal(run_dir)  # type: ignore[arg-type]
-        stop = stop if stop.is_set() else Stop.of_saved(saved)
+        if not stop.is_set():
+            stop = Stop.of_saved(saved)
+            if not config.samples:  # earlier runs noted one that never holds
+                stop.reward = None
         checkpoint = checkpoint or newest_checkpoint(run_dir)  # type: ignore[arg-type]
     elif config.seed is None:  # drawn here, so that the run can be repeated
         config = config.updated(seed=secrets.randbits(31))

@@ -399,6 +399,13 @@ def test_switches_records_and_schedules(capsys, tmp_path):
     assert (code, err) == (0, "")
     told = json.loads((tmp_path / "s/config.json").read_text())
     assert told["q_model"]["fcnet_hiddens"] == [8]
+    policy = "--policies.ppo.config"
+    flags = [f"{policy}.lambda", "0.5", f"{policy}.use-gae", "false", "--stop-iters", "1"]
+    flags += ["--min-sample-timesteps-per-iteration", "300", "--run-dir", "p"]
+    code, _, err = run(capsys, "train", "ppo_dqn", *flags)
+    assert (code, err) == (0, "")
+    own = train_command.config_of_run(tmp_path / "p")[0].for_policy("ppo")
+    assert (own.lambda_, own.use_gae) == (0.5, False)
     assert told["actor_lr"] == [[0, 1e-3], [1000, 0.0]]
 
 

@@ -65,6 +65,7 @@ class ActorCriticPolicy(TargetNetwork):
     config: Any
     model: ActorCritic
     target_model: ActorCritic
+    _in_parts: FlatAdam | None = None  # the optimizer whose parts have rates of their own
 
     def __init__(self, observation_space: Any, action_space: Any, config: Any):
         name = type(self).__name__.removesuffix("TorchPolicy")
@@ -138,7 +139,9 @@ class ActorCriticPolicy(TargetNetwork):
         if extra:
             places.append(self.flat.part(extra))
         parts = [(place, value_at(self._rate(i), 0)) for i, place in enumerate(places)]
-        return FlatAdam(self.flat, lr=parts[0][1], eps=config.adam_epsilon, parts=parts)
+        made = FlatAdam(self.flat, lr=parts[0][1], eps=config.adam_epsilon, parts=parts)
+        self._in_parts = made
+        return made
 
     def _rate(self, part: int) -> Any:
         """Learning rate of a part: actor, critics, `extra_parameters`."""
@@ -146,7 +149,7 @@ class ActorCriticPolicy(TargetNetwork):
         return self.config.lr if own is None else own
 
     def _follow_schedule(self) -> None:
-        if not isinstance(self.optimizer, FlatAdam):  # a subclass' own
+        if self.optimizers != [self._in_parts]:  # a subclass' own
             super()._follow_schedule()
             return
         for part, group in enumerate(self.optimizer.param_groups):
@@ -212,7 +215,7 @@ class ActorCriticPolicy(TargetNetwork):
         self.stats["mean_td_error"] = float(told.mean())
         share: Any = np.float32(1.0 / len(goals))
         if "weights" in batch:
-            share = share * batch.array("weights")
+            share = share * batch.array("weights").astype(np.float32, copy=False)
         slopes = errors * share
         for critic, own in zip(critics, slopes, strict=True):
             critic.backward(own[:, None])
@@ -228,7 +231,7 @@ class ActorCriticPolicy(TargetNetwork):
         self, obs: np.ndarray, actions: np.ndarray, first: int | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
         """The least value [B] that so many of the critics give actions [B, d], and how it changes
-        with them [B, d]."""
+        with them [B, d], until the next call."""
         assert self._by_hand is not None
         critics, seen = self._by_hand[1:][:first], _joined(obs, actions)
         size = obs.shape[1]

@@ -221,7 +221,7 @@ class DQNTorchPolicy(TargetNetwork):
         self._note(batch, judged)
         share: Any = np.float32(1.0 / len(actions))
         if "weights" in batch:
-            share = share * batch.array("weights")
+            share = share * batch.array("weights").astype(np.float32, copy=False)
         assert judged.slopes is not None
         slopes = (judged.slopes.T * share).T
         self.flat.gradient.zero_()

@@ -142,12 +142,12 @@ def estimate(
         raise ConfigError(f"methods: some of {', '.join(METHODS)}, got {methods}")
     if isinstance(experience, SampleBatch):
         experience = [experience]
-    if str(experience).startswith("minari:"):
-        raise ConfigError(
-            f"{experience}: Minari data sets do not say how likely their actions were, which "
-            "estimates need"
-        )
     if isinstance(experience, (str, Path)):
+        if str(experience).startswith("minari:"):
+            raise ConfigError(
+                f"{experience}: Minari data sets do not say how likely their actions were, which "
+                "estimates need"
+            )
         logged = Logged(policy, _of_folder(experience, policy_id))
     else:
         logged = Logged(policy, ((0, batch) for batch in experience))

@@ -97,7 +97,8 @@ class MARWILTorchPolicy(TorchPolicy):
     def __init__(self, observation_space: Any, action_space: Any, config: Any):
         super().__init__(observation_space, action_space, config)
         others = set(self.model.view_requirements) - {"obs"}
-        if others or self.is_recurrent or self.model.view_requirements["obs"].is_window:
+        seen = self.model.view_requirements.get("obs")
+        if others or self.is_recurrent or seen is None or seen.is_window:
             name = type(self).__name__.removesuffix("TorchPolicy")
             raise ConfigError(
                 f"model: {name} learns from single rows: its network sees observations alone, "

@@ -20,6 +20,8 @@ from flowrl.policies.config import ConfigError, Count, NotNegative, Positive
 from flowrl.policies.policy_spec import specs_of
 from flowrl.seeding import derive_seed
 
+ON_ACTORS = ("num_replay_shards", "replay_buffer_shards_colocated_with_driver")
+
 
 class OffPolicyConfig(AlgorithmConfig):
     """Settings of the algorithms that learn from replayed experience."""
@@ -120,12 +122,15 @@ class OffPolicyConfig(AlgorithmConfig):
             ConfigError: settings of buffers on actors; when a policy's first rows come: its own
                 settings are of an algorithm that does not replay.
         """
-        for name in ("num_replay_shards", "replay_buffer_shards_colocated_with_driver"):
-            if getattr(self, name) != type(self).model_fields[name].default:
-                raise ConfigError(
-                    f"{name} is for plans whose buffer is on actors (flowrl train "
-                    "dqn_distributed): leave it out"
-                )
+        ids = policies or specs_of(self.policies or {DEFAULT_POLICY_ID: None})
+        every = [self, *(self.for_policy(policy_id) for policy_id in ids if self.policies)]
+        for own in every:
+            for name in ON_ACTORS if isinstance(own, OffPolicyConfig) else ():
+                if getattr(own, name) != type(own).model_fields[name].default:
+                    raise ConfigError(
+                        f"{name} is for plans whose buffer is on actors (flowrl train "
+                        "dqn_distributed): leave it out"
+                    )
         return self._share_of_buffer(policies)
 
     def _share_of_buffer(

@@ -19,12 +19,6 @@ from flowrl.sampling.worker_set import WorkerSet
 
 MINARI = "minari:"
 OWN = {"input_", "input_policy_id", "observation_space", "action_space"}
-NOT_HERE = {
-    "num_workers": 0,
-    "output": None,
-    "normalize_observations": False,
-    "normalize_rewards": False,
-}
 
 
 NO_INPUT = 'none is set: the folder of recorded experience (input_="experience")'
@@ -54,8 +48,8 @@ class RecordedConfig(AlgorithmConfig):
         for name, space in given.items():
             if space is not None and not isinstance(space, spaces.Space):
                 raise ValueError(f"{name} is a gymnasium space, got {space!r}")
-        for name, none in NOT_HERE.items():
-            if getattr(self, name) != none:
+        for name in ("normalize_observations", "normalize_rewards"):
+            if getattr(self, name):
                 raise ValueError(f"{name} is for what is sampled: leave it out, nothing is")
         if self.env is None and len({space is None for space in given.values()}) > 1:
             raise ValueError("observation_space and action_space: give both, or an env")
@@ -75,6 +69,9 @@ class RecordedConfig(AlgorithmConfig):
                 "env: no environment is set: one for evaluations, or the observation_space and "
                 "action_space of what was recorded"
             )
+        for name in ("num_workers", "output"):  # evaluations have workers
+            if getattr(self, name):
+                raise ConfigError(f"{name} is for what is sampled: leave it out, nothing is")
         if self.env is not None and self.observation_space is not None:
             raise ConfigError("observation_space, action_space: the env says them: leave them out")
         super().check()
@@ -91,6 +88,7 @@ class RecordedConfig(AlgorithmConfig):
         Raises:
             ConfigError
         """
+        self.check_no_search()
         if self.input_ is None:
             raise ConfigError(f"input_: {NO_INPUT}")
         if not self.input_.startswith(MINARI) and not Path(self.input_).exists():

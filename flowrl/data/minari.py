@@ -33,15 +33,12 @@ class MinariDataset:
             raise OfflineDataError(
                 f"Minari data sets need the extra minari: pip install 'flowrl[minari]' ({error})"
             ) from error
-        here = False
         try:
-            here = dataset_id in minari.list_local_datasets()
-            self._dataset: Any = minari.load_dataset(dataset_id, download=not here)
+            self._dataset: Any = minari.load_dataset(dataset_id, download=True)
         except Exception as error:  # of its storage, of the network, of ids
-            where = "" if here else " (not on this machine)"
             raise OfflineDataError(
-                f"minari:{dataset_id}{where}: it cannot be loaded: {error} (an id has a version: "
-                "mujoco/halfcheetah/expert-v0)"
+                f"minari:{dataset_id}: it cannot be loaded: {error} (it is downloaded if it is not "
+                "on this machine; an id has a version: mujoco/halfcheetah/expert-v0)"
             ) from error
         self.dataset_id = dataset_id
         self.observation_space: spaces.Space = self._dataset.observation_space

@@ -13,7 +13,6 @@ import logging
 import os
 import secrets
 import time
-import weakref
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -81,14 +80,27 @@ def run_of(path: Path | str) -> str:
     Raises:
         OfflineDataError: it cannot be read.
     """
+    return str(_about(path).get("run", ""))
+
+
+def policy_of(path: Path | str) -> str:
+    """The policy whose rows a file has.
+
+    Raises:
+        OfflineDataError: it cannot be read.
+    """
+    return str(_about(path).get("policy_id", ""))
+
+
+def _about(path: Path | str) -> dict[str, Any]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        about = json.loads((pq.read_schema(path).metadata or {}).get(_ABOUT, b"{}"))
+        told: dict[str, Any] = json.loads((pq.read_schema(path).metadata or {}).get(_ABOUT, b"{}"))
+        return told
     except (OSError, ValueError, pa.ArrowException) as error:
         raise OfflineDataError(f"{path}: it cannot be read: {error}") from error
-    return str(about.get("run", ""))
 
 
 def read_parquet(path: Path | str) -> tuple[str, SampleBatch]:
@@ -220,14 +232,18 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, float, str)) else repr(value)
 
 
-_OPEN: weakref.WeakSet[ParquetWriter] = weakref.WeakSet()
+_PENDING: dict[int, tuple[int, ParquetWriter]] = {}  # writers with rows, and their processes
 
 
 @atexit.register
 def _write_the_rest() -> None:
     """What writers have left that nobody stopped."""
-    for writer in list(_OPEN):
+    for process, writer in list(_PENDING.values()):
+        if process != os.getpid():  # a copy of the parent's
+            continue
         try:
+            if not writer.place.exists():
+                raise FileNotFoundError(f"{writer.place} is gone")
             writer.flush()
         except Exception as error:  # at an exit there is nobody to raise it to
             log.error("%s: rows that were recorded last are lost: %s", writer.folder, error)
@@ -253,6 +269,8 @@ class ParquetWriter:
         if not whole or rows_per_file < 1:
             raise ValueError(f"rows_per_file must be at least 1, got {rows_per_file!r}")
         self.folder = Path(folder)
+        path = self.folder.absolute()
+        self.place = next(p for p in (path, *path.parents) if p.exists())  # what it is made in
         self.rows_per_file = rows_per_file
         self._tag = self._run = _new_tag()
         self._pending: dict[str, list[SampleBatch]] = {}
@@ -267,9 +285,12 @@ class ParquetWriter:
         Raises:
             OfflineDataError, OSError: a file that is full cannot be written; its rows are kept.
         """
-        if not self._used:
-            _OPEN.add(self)
+        import concurrent.futures.thread  # noqa: F401 - an exit is too late
+
+        import pyarrow.parquet  # noqa: F401
+
         self._used = True
+        _PENDING[id(self)] = os.getpid(), self
         for policy_id, rows in batch.policy_batches.items():
             if not rows.count:
                 continue
@@ -288,6 +309,7 @@ class ParquetWriter:
         that it was to go on from are left to whoever does."""
         for policy_id in list(self._pending) if self._used else ():
             self._write(policy_id)
+        _PENDING.pop(id(self), None)
 
     def _write(self, policy_id: str) -> None:
         joined = SampleBatch.concat_samples(self._pending[policy_id])

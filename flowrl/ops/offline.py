@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from flowrl.data import DEFAULT_POLICY_ID, MultiAgentBatch, SampleBatch
 from flowrl.data.minari import MinariDataset
-from flowrl.data.parquet import OfflineDataError, ParquetWriter, parquet_files, read_parquet
+from flowrl.data.parquet import (
+    OfflineDataError,
+    ParquetWriter,
+    parquet_files,
+    policy_of,
+    read_parquet,
+)
 from flowrl.iter import LocalIterator, Stage, _get_shared_metrics
 from flowrl.iter.errors import blame, operator_error
 from flowrl.seeding import random_stream, restore_stream, stream_state
@@ -79,8 +85,8 @@ class ReadParquet(LocalIterator[SampleBatch]):
         folder: of Parquet files as WriteParquet and the setting `output` leave them, or one file.
         batch_size: rows of a batch.
         columns: that the rows must have.
-        policy_id: whose rows; files of others are left out. The policy of that name learns from
-            them, or the one that the plan has.
+        policy_id: whose rows; files of others are left out. The plan's policy of that name learns
+            from them, or the only one that it has; batches name it if it is not the default one.
         prepare: rows of a file, in the order in which they were recorded -> the rows to be given.
         seed: of the order; None takes the machine's entropy.
 
@@ -156,7 +162,7 @@ class ParquetShelf:
 
     def others(self) -> str:
         """Whose rows there are, for a message."""
-        found = sorted({read_parquet(part)[0] for part in self.parts()})
+        found = sorted({policy_of(part) for part in self.parts()})
         there = ", ".join(map(repr, found))
         return f", only of {there}: say which: policy_id, or the setting input_policy_id"
 
@@ -249,12 +255,26 @@ class ReadStage(Stage):
             blame(error, self, None)
             raise operator_error(error) from error.__cause__
         self.items += 1
+        learner = self._learner()
         counters = _get_shared_metrics().counters
         counters["num_env_steps_sampled"] += batch.count
         counters["num_agent_steps_sampled"] += batch.count
-        counters[f"num_agent_steps_sampled/{self.shelf.policy_id}"] += batch.count
+        counters[f"num_agent_steps_sampled/{learner}"] += batch.count
         self.workers.global_vars["timestep"] = counters["num_env_steps_sampled"]
-        return batch
+        if learner == DEFAULT_POLICY_ID:
+            return batch
+        return MultiAgentBatch({learner: batch}, batch.count)
+
+    def _learner(self) -> str:
+        """Who learns from the rows: the policy of that name, or the only one that there is."""
+        policies, own = list(self.workers.local_worker().policy_map), self.shelf.policy_id
+        if own in policies:
+            return own
+        if len(policies) == 1:
+            return policies[0]
+        raise OfflineDataError(
+            f"{self.shelf}: rows of policy {own!r}, the plan has only {', '.join(policies)}"
+        )
 
     def _next(self) -> SampleBatch:
         if self._to_go_on_from is not None:
@@ -302,13 +322,7 @@ class ReadStage(Stage):
         rows = self.shelf.read(part)
         if not rows.count:
             return SampleBatch()
-        policies = self.workers.local_worker().policy_map
-        own = self.shelf.policy_id
-        if own not in policies and list(policies) != [DEFAULT_POLICY_ID]:
-            raise OfflineDataError(
-                f"{self.shelf}: rows of policy {own!r}, the plan has only {', '.join(policies)}"
-            )
-        policy = policies[own] if own in policies else policies[DEFAULT_POLICY_ID]
+        policy = self.workers.local_worker().policy_map[self._learner()]
         rows = self.shelf.fitted(rows, policy)
         missing = sorted(set(self.columns) - set(rows))
         if missing:

@@ -157,12 +157,14 @@ class DirectStepper:
             low, end = self._range
             if min(given) < low or max(given) >= end:
                 raise _out_of_range(given, low, end)
-        journals = self._slots.journals
+            kept = given
+        else:  # an environment may write into its action
+            kept = given.copy() if isinstance(given, np.ndarray) else copy.deepcopy(given)
+        for journal, action in zip(self._slots.journals, kept, strict=False):
+            journal.append(action)
         for i, env in enumerate(self._slots.envs):
-            action = given[i]
-            journals[i].append(action if type(action) is int else copy.deepcopy(action))
             try:
-                observation, reward, terminated, truncated, info = env.step(action)
+                observation, reward, terminated, truncated, info = env.step(given[i])
                 if unchecked[i]:
                     self._check_step(observation, reward, terminated, truncated)
                     unchecked[i] = False

@@ -544,3 +544,13 @@ def test_each_part_follows_a_schedule_of_its_own():
     again = SACTorchPolicy(OBS, BOX, config)
     again.set_state(policy.get_state())
     assert [group["lr"] for group in again.optimizer.param_groups] == pytest.approx(rates())
+
+
+def test_a_subclass_with_an_optimizer_of_its_own_keeps_its_rates():
+    class Own(SACTorchPolicy):
+        def make_optimizer(self):
+            return FlatAdam(self.flat, lr=5e-4)
+
+    policy = Own(OBS, BOX, {"lr": 1e-3})
+    policy.on_global_var_update({"timestep": 50})
+    assert [group["lr"] for group in policy.optimizer.param_groups] == [5e-4]

@@ -691,3 +691,18 @@ def test_noise_alone_explores_after_a_checkpoint_too(tmp_path):
         assert again.train()["learners"] == expected
     both = config.updated(exploration_config={"epsilon": 0.2})
     assert DQNTorchPolicy(BOX, THREE, both).exploration.config.epsilon == 0.2
+
+
+def test_weights_of_a_buffer_of_ones_own_may_be_wider():
+    policy = DQNTorchPolicy(BOX, THREE, {"seed": 0})
+    batch = rows()
+    wide = batch.with_columns(weights=batch["weights"].astype(np.float64))
+    one, two = (policy.compute_gradients(given)[0] for given in (batch, wide))
+    np.testing.assert_array_equal(one, two)
+
+
+def test_settings_of_buffers_on_actors_of_one_policy_are_refused_elsewhere():
+    own = PolicySpec(config={"num_replay_shards": 4})
+    config = DQNConfig(env="CartPole-v1", policies={"a": own, "b": None})
+    with pytest.raises(ConfigError, match="num_replay_shards is for plans whose buffer is on act"):
+        config.replay_buffer()

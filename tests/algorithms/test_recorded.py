@@ -10,6 +10,7 @@ import pytest
 from gymnasium import spaces
 
 from flowrl.algorithms.cql import CQLConfig
+from flowrl.algorithms.evaluation import EvaluationWorkers
 from flowrl.algorithms.marwil import BC, BCConfig, MARWILConfig
 from flowrl.data import SampleBatch
 from flowrl.data.minari import MinariDataset
@@ -230,7 +231,7 @@ def test_other_data_sets_are_refused(dataset, monkeypatch):
 
     there = minari.load_dataset
     monkeypatch.setattr(minari, "load_dataset", lambda name, download: there(name))  # no network
-    with pytest.raises(OfflineDataError, match=r"minari:tests/none-v9 .*: it cannot be loaded"):
+    with pytest.raises(OfflineDataError, match="minari:tests/none-v9: it cannot be loaded"):
         MinariDataset("tests/none-v9")
     damaged = MinariDataset("tests/pendulum-v0")
     monkeypatch.setattr(damaged, "_episodes", lambda part: iter([1 / 0]))
@@ -334,21 +335,61 @@ def test_one_of_several_recorded_policies(folder, tmp_path):
                 algorithm.train()
             done = algorithm.get_policy().compute_actions(seen, explore=False)[0]
             assert done.tolist() == best
+    two = config.updated(policies={"default_policy": None, "right": None}, input_policy_id="right")
+    with two.build() as algorithm:
+        others = algorithm.get_policy("default_policy").get_weights()
+        for _ in range(30):
+            counters = algorithm.train()["counters"]
+        done = algorithm.get_policy("right").compute_actions(seen, explore=False)[0]
+        assert done.tolist() == [0, 1]
+        for name, weight in algorithm.get_policy("default_policy").get_weights().items():
+            np.testing.assert_array_equal(weight, others[name])
+        assert counters["num_agent_steps_sampled/right"] > 0
+    none = config.updated(policies=["a", "b"], policy_mapping_fn=lambda agent, **_: "a")
+    none = none.updated(input_policy_id="right")
+    with none.build() as algorithm, pytest.raises(OfflineDataError, match="plan has only a, b"):
+        algorithm.train()
+
+
+def test_workers_of_evaluations_are_no_workers_of_the_plan(folder):
+    config = BCConfig(env=Cube, input_=str(folder), evaluation_num_workers=1, seed=0)
+    EvaluationWorkers(config, None)  # nothing is started
 
 
 def test_what_nobody_stopped_is_written_at_the_end(tmp_path):
     code = """
-from flowrl.algorithms.ppo import PPOConfig
-algo = PPOConfig(env="CartPole-v1", train_batch_size=200).offline_data(output="d").build()
-algo.train()
+import gc, os, shutil, sys
+import numpy as np
+from flowrl.data import SampleBatch
+from flowrl.data.parquet import ParquetWriter
+
+def record(folder):
+    writer = ParquetWriter(folder)
+    writer.add(SampleBatch(obs=np.zeros(200), actions=np.zeros(200)))
+    return writer
+
+os.mkdir("d"), os.mkdir("gone")
+kept, gone = record("d"), record("gone")
+record("dropped")
+gc.collect()
+shutil.rmtree("gone")
+child = os.fork()
+if child == 0:
+    sys.exit()
+os.waitpid(child, 0)
+assert not os.listdir("d")
+kept.add(SampleBatch(obs=np.zeros(1), actions=np.zeros(1)))
 raise RuntimeError("no more")
 """
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
     )
     assert "RuntimeError: no more" in done.stderr
-    (path,) = parquet_files(tmp_path / "d")
-    assert read_parquet(path)[1].count == 200
+    assert "gone: rows that were recorded last are lost: /" in done.stderr
+    assert not (tmp_path / "gone").exists()
+    for folder, rows in (("d", 201), ("dropped", 200)):
+        (path,) = parquet_files(tmp_path / folder)
+        assert read_parquet(path)[1].count == rows
 
 
 def test_actions_are_learned_as_the_environment_took_them(tmp_path):

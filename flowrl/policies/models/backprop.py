@@ -51,7 +51,7 @@ class Backprop:
     def _run(self, hidden: np.ndarray, trunk: list[_Layer]) -> list[np.ndarray]:
         kept = [hidden]
         for layer in trunk:
-            hidden = layer(hidden, layer.room(hidden))
+            hidden = layer(hidden, layer.room(1, len(hidden)))
             np.tanh(hidden, out=hidden) if self._tanh else torch.from_numpy(hidden).relu_()
             kept.append(hidden)
         return kept
@@ -103,14 +103,13 @@ class _Layer:
         assert weight.grad is not None and bias.grad is not None
         self.weight, self.bias = weight.detach().numpy().T, bias.detach().numpy()
         self.d_weight, self.d_bias = weight.grad.numpy().T, bias.grad.numpy()
-        self._made = np.empty((0, len(self.bias)), np.float32)
-        self._inward = np.empty((0, len(self.weight)), np.float32)
+        self._rooms = [np.empty((0, len(side)), np.float32) for side in (self.weight, self.bias)]
 
-    def room(self, inputs: np.ndarray) -> np.ndarray:
-        """Memory for the outputs, which is the same every time."""
-        if len(self._made) != len(inputs):
-            self._made = np.empty((len(inputs), len(self.bias)), np.float32)
-        return self._made
+    def room(self, side: int, rows: int) -> np.ndarray:
+        """Memory for so many rows of inputs (0) or outputs (1), the same every time."""
+        if len(self._rooms[side]) < rows:
+            self._rooms[side] = np.empty((rows, self._rooms[side].shape[1]), np.float32)
+        return self._rooms[side][:rows]
 
     def __call__(self, inputs: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         made: np.ndarray = np.matmul(inputs, self.weight, out=out)
@@ -129,9 +128,7 @@ class _Layer:
 
     def to_inputs(self, gradient: np.ndarray) -> np.ndarray:
         """The gradient of the inputs, until the next call."""
-        if len(self._inward) < len(gradient):
-            self._inward = np.empty((len(gradient), len(self.weight)), np.float32)
-        made = self._inward[: len(gradient)]
+        made = self.room(0, len(gradient))
         if gradient.shape[1] == 1:  # many times faster without BLAS
             return np.multiply(gradient, self.weight.T, out=made)
         return np.matmul(gradient, self.weight.T, out=made)
