@@ -17,7 +17,8 @@ from flowrl.ops import ConcatBatches, SelectExperiences
 PLANS = list(shipped_plans())
 OFFLINE = ("bc", "cql", "marwil")  # which need files: see test_marwil.py, test_cql.py
 TINY = {"num_envs_per_worker": 2, "seed": 0, "min_sample_timesteps_per_iteration": 128}
-REPLAYED = {"learning_starts": 32, "replay_buffer_capacity": 500, "num_replay_shards": 1}
+REPLAYED = {"learning_starts": 32, "replay_buffer_capacity": 500}
+SHARDED = ("apex", "dqn_distributed")
 CODE_LINES = {
     "a2c": 8,
     "a3c": 6,
@@ -42,7 +43,8 @@ def tiny(name, num_workers=0):
     """A shipped plan's settings, small, for every algorithm in it."""
     config = load_plan(name).config.updated(**TINY, num_workers=num_workers)
     if config.policies is None:
-        return small(config)
+        more = {"num_replay_shards": 1} if name in SHARDED else {}
+        return small(config).updated(**more)
     policies = {
         policy_id: replace(spec, config=small(spec.config))
         for policy_id, spec in config.policies.items()
