@@ -7,6 +7,7 @@ fn(actor's object, *args) and whose object has `items()`.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Generic, Literal, TypeVar
@@ -119,8 +120,9 @@ class ParallelIterator(Generic[T]):
         """
         if num_partitions < 1:
             raise ValueError(f"repartition: num_partitions must be >= 1, got {num_partitions}")
+        key = uuid.uuid4().hex  # other partitions of these shards have streams of their own
         generators = [
-            partial(_partition, self._shards, self.name, (i, num_partitions), batch_ms)
+            partial(_partition, self._shards, self.name, (i, num_partitions), batch_ms, key)
             for i in range(num_partitions)
         ]
         upstream = Shards(self._shards, self.name)
@@ -249,10 +251,17 @@ def _build(chain: Callable[[LocalIterator[Any]], Any]) -> None:
 
 
 def _partition(
-    shards: Sequence[Shard], name: str, part: tuple[int, int], batch_ms: float, chain: str
+    shards: Sequence[Shard],
+    name: str,
+    part: tuple[int, int],
+    batch_ms: float,
+    key: str,
+    chain: str,
 ) -> LocalIterator[Any]:
-    """Runs in a partition's worker: its part of the items of all shards, as they come."""
-    read = Shards(shards, name, f"{chain}/parts", part)
+    """Runs in a partition's worker: its part of the items of all shards, as they come. All
+    partitions that one gather reads share the streams of those."""
+    reader = chain.rpartition("/")[0]
+    read = Shards(shards, name, f"{reader}.{key}", part)
     stage = GatherAsync(read, ask_again="before", batch_ms=batch_ms)
     return LocalIterator(stage, f"part {part[0]} of {name}")
 

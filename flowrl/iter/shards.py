@@ -306,6 +306,7 @@ class Shards:
         self._shards = list(shards)
         self._part = part
         self.chain = chain or uuid.uuid4().hex
+        self._names: dict[int, str] = {}  # of chains
         self._told: dict[int, int] = {}
         self._askers: dict[int, Callable[[], Any]] = {}
         self._reading = False
@@ -362,7 +363,13 @@ class Shards:
         return pool.ask(worker, order)
 
     def _chain_of(self, index: int) -> str:
-        return f"{self.chain}/{index}"  # several shards may be of one worker
+        """The name of a shard's stream where its worker is. Several shards may be of one worker:
+        what stands before the slash tells them apart, and is alike for all partitions of a pool."""
+        if index not in self._names:
+            own = self._shards[index]
+            same = [one.pool is own.pool and one.worker == own.worker for one in self._shards]
+            self._names[index] = f"{self.chain}.{sum(same[:index])}/{index}"
+        return self._names[index]
 
     def result(self, asked: Asked, ref: Any) -> Reply:
         """The answer to a request."""
@@ -407,7 +414,8 @@ class Shards:
     def __getstate__(self) -> dict[str, Any]:
         # a copy in another process reads a stream of its own
         chain = self.chain if self._part is not None else uuid.uuid4().hex
-        return {**self.__dict__, "chain": chain, "_told": {}, "_askers": {}, "_reading": False}
+        anew = {"chain": chain, "_names": {}, "_told": {}, "_askers": {}, "_reading": False}
+        return {**self.__dict__, **anew}
 
     def stop(self) -> None:
         for index, here in enumerate(self.present()):

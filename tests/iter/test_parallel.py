@@ -221,6 +221,29 @@ def test_repartition(in_process):
             assert sorted(even) == [0, 2, 4, 6, 8, 10]
 
 
+def test_partitions_share_the_streams_under_them():
+    """Nothing is made twice, though what comes first under them is left to chance; but for readers
+    of their own."""
+    made = []
+
+    def items():
+        for i in range(12):
+            made.append(i)
+            yield i
+
+    it = from_iterators([items, items], in_process=True)
+    parts = it.repartition(2).repartition(3)
+    with parts.gather_async() as stream:
+        assert sorted(stream) == sorted([*range(12), *range(12)])
+    assert len(made) == 24
+    with it.repartition(2).union(it.repartition(3)).gather_sync() as stream:
+        assert sorted(stream) == sorted([*range(12)] * 4)
+    assert len(made) == 3 * 24
+    with parts.union(parts).gather_sync() as stream:
+        assert sorted(stream) == sorted([*range(12)] * 4)
+    assert len(made) == 5 * 24
+
+
 def test_a_partition_that_nobody_reads_is_reported(monkeypatch):
     monkeypatch.setattr("flowrl.iter.serving.BACKLOG", 5)
     stream = from_range(100, 1, in_process=True).repartition(2).get_shard(0)
