@@ -3,10 +3,11 @@
 1 environment, after 1,000 random steps an update of 256 rows for each step, 2x256 ReLU, twin
 critics, lr 1e-3, gamma .99, tau .005; SAC's temperature is learned from 1, TD3's actor moves at
 every second update. One torch thread in every process; numpy picks its kernels for the processor
-itself: variables of the environment that name others are left out, for both. The figure: updates
-per second from step 1,000 on, the environment's steps included. Medians over the rounds.
+itself: variables of the environment that name others are left out, for both, unless they are to be
+kept. The figure: updates per second from step 1,000 on, the environment's steps included. Medians
+over the rounds.
 
-    python benchmarks/train_sac.py [--rounds 5] [--steps 4000] [--only sac td3]
+    python benchmarks/train_sac.py [--rounds 5] [--steps 4000] [--only sac td3] [--keep-kernels]
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from typing import Any
 
 for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[variable] = "1"
-for variable in ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE"):
-    os.environ.pop(variable, None)
+if "--keep-kernels" not in sys.argv:
+    for variable in ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE"):
+        os.environ.pop(variable, None)
 
 import numpy as np
 
@@ -106,6 +108,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4_000)
     parser.add_argument("--only", nargs="+", choices=["sac", "td3"], default=["sac", "td3"])
+    parser.add_argument("--keep-kernels", action="store_true", help="as OPENBLAS_CORETYPE says")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -121,6 +124,7 @@ def main() -> None:
         for seed in range(options.rounds):
             for name, python in (("flowrl", sys.executable), ("sb3", sb3)):
                 command = [python, __file__, "--steps", str(options.steps)]
+                command += ["--keep-kernels"] if options.keep_kernels else []
                 command += ["--one", name, plan, str(seed)]
                 done = subprocess.run(command, capture_output=True, text=True, check=True)
                 told = json.loads(done.stdout.splitlines()[-1])

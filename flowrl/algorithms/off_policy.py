@@ -136,6 +136,7 @@ class OffPolicyConfig(AlgorithmConfig):
     def _share_of_buffer(
         self, policies: Collection[str] | None, shard: int = 0, num_shards: int = 1
     ) -> MultiAgentReplayBuffer:
+        """All of that buffer, or one of so many parts on actors."""
 
         def make(policy_id: str) -> ReplayBuffer:
             own = self.for_policy(policy_id) if self.policies is not None else self

@@ -19,8 +19,6 @@ from flowrl.sampling.worker_set import WorkerSet
 
 MINARI = "minari:"
 OWN = {"input_", "input_policy_id", "observation_space", "action_space"}
-
-
 NO_INPUT = 'none is set: the folder of recorded experience (input_="experience")'
 
 
@@ -36,7 +34,8 @@ class RecordedConfig(AlgorithmConfig):
     """Folder of recorded experience, as the setting `output` and WriteParquet leave it; or
     "minari:" and the id of a Minari data set (extra minari)."""
     input_policy_id: str = DEFAULT_POLICY_ID
-    """Whose rows of that folder, if several policies were recorded."""
+    """Whose rows of that folder, if several policies were recorded; the plan's policy of that name
+    learns from them, or the only one that it has."""
     observation_space: Annotated[Any, SkipValidation] = None
     """Of the recorded experience, where no `env` says it."""
     action_space: Annotated[Any, SkipValidation] = None
@@ -129,7 +128,6 @@ class RecordedConfig(AlgorithmConfig):
             "policy_id": self.input_policy_id,
         }
         if self.input_.startswith(MINARI):
-            del options["policy_id"]
             name = self.input_.removeprefix(MINARI)
             return ReadMinari(workers, name, self.train_batch_size, **options)
         return ReadParquet(workers, self.input_, self.train_batch_size, **options)

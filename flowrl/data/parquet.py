@@ -242,8 +242,8 @@ def _write_the_rest() -> None:
         if process != os.getpid():  # a copy of the parent's
             continue
         try:
-            if not writer.place.exists():
-                raise FileNotFoundError(f"{writer.place} is gone")
+            if not writer._made_in.exists():
+                raise FileNotFoundError(f"{writer._made_in} is gone")
             writer.flush()
         except Exception as error:  # at an exit there is nobody to raise it to
             log.error("%s: rows that were recorded last are lost: %s", writer.folder, error)
@@ -270,7 +270,7 @@ class ParquetWriter:
             raise ValueError(f"rows_per_file must be at least 1, got {rows_per_file!r}")
         self.folder = Path(folder)
         path = self.folder.absolute()
-        self.place = next(p for p in (path, *path.parents) if p.exists())  # what it is made in
+        self._made_in = next(p for p in (path, *path.parents) if p.exists())
         self.rows_per_file = rows_per_file
         self._tag = self._run = _new_tag()
         self._pending: dict[str, list[SampleBatch]] = {}

@@ -223,6 +223,13 @@ def leaves(tree):
     return [leaf for part in tree for leaf in leaves(part)] if isinstance(tree, tuple) else [tree]
 
 
+def test_the_policy_that_is_named_learns_from_a_data_set(dataset):
+    config = BCConfig(env="Pendulum-v1", **SMALL, input_="minari:tests/pendulum-v0")
+    config = config.updated(policies={"default_policy": None, "own": None}, input_policy_id="own")
+    with config.build() as algorithm:
+        assert algorithm.train()["counters"]["num_agent_steps_sampled/own"] > 0
+
+
 def test_other_data_sets_are_refused(dataset, monkeypatch):
     config = BCConfig(env="CartPole-v1", **SMALL, input_="minari:tests/pendulum-v0")
     with config.build() as algorithm, pytest.raises(OfflineDataError, match="its actions are of"):
