@@ -23,7 +23,7 @@ import numpy as np
 
 from flowrl.iter import LocalIterator, ParallelIteratorWorker, from_actors
 from flowrl.iter.gather import GatherAsync
-from flowrl.iter.serving import Reply
+from flowrl.iter.shard_server import Reply
 from flowrl.iter.shards import Pool, Shard, Shards
 from flowrl.ops import Concurrently, Dequeue
 

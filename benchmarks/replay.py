@@ -101,7 +101,7 @@ class Flowrl:
     def fragment(rows: dict[str, np.ndarray]) -> Any:
         """As the sampler makes it: each observation once, `new_obs` is the next row's."""
         from flowrl.data import SampleBatch
-        from flowrl.data.windows import NextRows
+        from flowrl.data.indexed_columns import NextRows
 
         cuts = np.flatnonzero(rows["terminateds"])
         cuts = np.union1d(cuts, [ROWS - 1])

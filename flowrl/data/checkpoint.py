@@ -25,7 +25,7 @@ import numpy as np
 from numpy.lib import format as npy
 from safetensors.numpy import load, save
 
-from flowrl.data.trees import Arrays, decoded, encoded
+from flowrl.data.serialization import Arrays, decoded, encoded
 
 FORMAT = 2
 LARGE = 1 << 20  # bytes of an array that gets a file of its own
@@ -44,7 +44,7 @@ def write_checkpoint(path: Path | str, state: dict[str, Any], about: dict[str, A
 
     Args:
         path: a folder, or a URI that fsspec knows (`s3://…`).
-        state: see `flowrl.data.trees`.
+        state: see `flowrl.data.serialization`.
         about: goes into the manifest (versions, the plan's name and hash).
 
     Raises:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import optree
 
-from flowrl.data.windows import Windows
+from flowrl.data.indexed_columns import Windows
 
 log = logging.getLogger("flowrl")
 

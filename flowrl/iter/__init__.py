@@ -20,7 +20,7 @@ from flowrl.iter.parallel import (
     from_range,
 )
 from flowrl.iter.recovery import Recovery
-from flowrl.iter.serving import ParallelIteratorWorker
+from flowrl.iter.shard_server import ParallelIteratorWorker
 from flowrl.iter.stage import NOT_READY, Source, Stage
 
 __all__ = [

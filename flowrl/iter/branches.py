@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
-from flowrl.iter.isolate import isolated
-from flowrl.iter.linear import Transform
+from flowrl.iter.readonly import isolated
+from flowrl.iter.unary_stages import Transform
 from flowrl.iter.stage import NOT_READY, Source, Stage, pack, unpack, walk
 from flowrl.iter.waiting import Signal
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from flowrl.iter.clock import Clock
+from flowrl.iter.profiler import Clock
 from flowrl.iter.stage import Stage, walk
 
 

@@ -25,7 +25,7 @@ from flowrl.iter.errors import (
 )
 from flowrl.iter.metrics import current_metrics
 from flowrl.iter.recovery import STARTING_S, Asked, ShardState, is_death
-from flowrl.iter.serving import Reply
+from flowrl.iter.shard_server import Reply
 from flowrl.iter.shards import Shards
 from flowrl.iter.stage import NOT_READY, Source, Stage, pack, unpack
 from flowrl.iter.waiting import Waiter, ready_refs, wait_for_all, wait_for_any

@@ -8,13 +8,13 @@ from typing import Any, Generic, Literal, TypeVar
 
 from flowrl.iter import metrics as _metrics
 from flowrl.iter.branches import Tee, TeeChild, Union, WhenFull
-from flowrl.iter.buffers import Batch, Shuffle
-from flowrl.iter.clock import Clock
-from flowrl.iter.concurrent import ForEachConcurrent
+from flowrl.iter.buffering_stages import Batch, Shuffle
+from flowrl.iter.profiler import Clock
+from flowrl.iter.concurrent_stages import ForEachConcurrent
 from flowrl.iter.errors import OnError, annotate
 from flowrl.iter.explain import FORMATS, rows
 from flowrl.iter.gather import Gather
-from flowrl.iter.linear import (
+from flowrl.iter.unary_stages import (
     Combine,
     Filter,
     Flatten,

@@ -16,7 +16,7 @@ from flowrl.iter.errors import OnError
 from flowrl.iter.gather import GatherAsync, GatherShard, GatherSync
 from flowrl.iter.local import LocalIterator
 from flowrl.iter.recovery import Recovery
-from flowrl.iter.serving import ParallelIteratorWorker, PartitionWorker
+from flowrl.iter.shard_server import ParallelIteratorWorker, PartitionWorker
 from flowrl.iter.shards import ActorPool, Pool, Shard, Shards
 from flowrl.iter.stage import chained_at
 

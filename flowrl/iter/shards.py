@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from flowrl.iter.recovery import Asked, Recovery, is_death
-from flowrl.iter.serving import Order, Reply, Step, forget, serve, serve_remote, serve_ticket
+from flowrl.iter.shard_server import Order, Reply, Step, forget, serve, serve_remote, serve_ticket
 
 NOT_YET = -1  # a shard was told its steps and has not answered
 

@@ -17,7 +17,7 @@ import numpy as np
 import optree
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
-from flowrl.data.trees import can_be_saved
+from flowrl.data.serialization import can_be_saved
 from flowrl.policies.config import ConfigError
 from flowrl.seeding import derive_seed, restore_stream
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from flowrl.data.multi_agent_batch import AgentID, EpisodeID, PolicyID
-from flowrl.data.trees import can_be_saved
+from flowrl.data.serialization import can_be_saved
 from flowrl.policies.config import ConfigError
 
 IDS_PER_WORKER = 1 << 40  # episode and unroll ids of different workers never meet,

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.data.windows import NOTHING, Windows
+from flowrl.data.indexed_columns import NOTHING, Windows
 from flowrl.policies.config import ConfigError
 from flowrl.policies.view_requirement import ViewRequirement
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from flowrl.iter import ParallelIterator
 from flowrl.iter.metrics import current_metrics
 from flowrl.iter.recovery import Recovery
-from flowrl.iter.serving import Order, serve_remote, serve_ticket
+from flowrl.iter.shard_server import Order, serve_remote, serve_ticket
 from flowrl.iter.shards import ActorPool, Pool, Shard, leave_ray, node_id, start_ray
 from flowrl.policies.config import ConfigError
 from flowrl.policies.policy import Policy

@@ -26,7 +26,7 @@ from flowrl.data.checkpoint import (
     remove_checkpoint,
     write_checkpoint,
 )
-from flowrl.data.trees import SMALL
+from flowrl.data.serialization import SMALL
 
 scalars = st.one_of(
     st.none(),

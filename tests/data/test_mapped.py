@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from flowrl.algorithms.dqn import DQNConfig
 from flowrl.data import PrioritizedReplayBuffer, ReplayBuffer, SampleBatch
-from flowrl.data.mapped import MappedArrays
+from flowrl.data.memmap import MappedArrays
 from flowrl.policies import ConfigError
 
 KINDS = {

@@ -16,7 +16,7 @@ from flowrl.data import (
     sum_tree,
 )
 from flowrl.data.sum_tree import SumTree
-from flowrl.data.windows import NextRows
+from flowrl.data.indexed_columns import NextRows
 
 
 class Stream:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from flowrl.data import ReplayBuffer, SampleBatch
-from flowrl.data.windows import Windows
+from flowrl.data.indexed_columns import Windows
 
 SHAPE, ROWS, EPISODE = (84, 84, 4), 200, 500
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from flowrl.data import MultiAgentBatch, SampleBatch, concat_samples
-from flowrl.data.windows import NOTHING, Windows
+from flowrl.data.indexed_columns import NOTHING, Windows
 
 
 def batch_of(n, start=0):

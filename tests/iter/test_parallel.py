@@ -245,7 +245,7 @@ def test_partitions_share_the_streams_under_them():
 
 
 def test_a_partition_that_nobody_reads_is_reported(monkeypatch):
-    monkeypatch.setattr("flowrl.iter.serving.BACKLOG", 5)
+    monkeypatch.setattr("flowrl.iter.shard_server.BACKLOG", 5)
     stream = from_range(100, 1, in_process=True).repartition(2).get_shard(0)
     with pytest.raises(RuntimeError, match="partition 1 is 5 items behind"):
         list(stream)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrl.data import SampleBatch
-from flowrl.data.windows import Windows
+from flowrl.data.indexed_columns import Windows
 from flowrl.policies import ConfigError
 from flowrl.sampling import RolloutWorker, WorkerSet, register_env
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from flowrl.algorithms import ppo
 from flowrl.data import SampleBatch
-from flowrl.data.windows import Windows
+from flowrl.data.indexed_columns import Windows
 from flowrl.policies import ConfigError, ViewRequirement
 from flowrl.policies.models import FullyConnectedNetwork
 from flowrl.sampling import RolloutWorker

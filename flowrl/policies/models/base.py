@@ -13,7 +13,7 @@ from gymnasium import spaces
 from torch import nn
 
 from flowrl.data import SampleBatch
-from flowrl.data.windows import Windows
+from flowrl.data.indexed_columns import Windows
 from flowrl.policies.config import ConfigError, ModelConfig
 from flowrl.policies.view_requirement import ViewRequirement
 

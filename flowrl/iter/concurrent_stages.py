@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from flowrl.iter.errors import OnError, Retry, blame
-from flowrl.iter.linear import _DROPPED, Mapped
+from flowrl.iter.unary_stages import _DROPPED, Mapped
 from flowrl.iter.stage import NOT_READY, Source, Stage, pack, unpack
 from flowrl.iter.waiting import ready_refs, wait_for_any
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.data.unread import Unread
+from flowrl.data.lazy_columns import Unread
 
 NOTHING = -1  # the position that stands for zeros
 
