@@ -18,8 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.data import ReplayBuffer, SampleBatch
+from flowrl.data import SampleBatch
 from flowrl.data.checkpoint import CHUNK, read_checkpoint, write_checkpoint
+from flowrl.replay import ReplayBuffer
 
 
 def full_buffer(size: int) -> ReplayBuffer:

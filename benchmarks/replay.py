@@ -91,7 +91,7 @@ class Flowrl:
     directory: str | None = None
 
     def __init__(self, kind: str, prioritized: bool = False):
-        from flowrl.data import PrioritizedReplayBuffer, ReplayBuffer
+        from flowrl.replay import PrioritizedReplayBuffer, ReplayBuffer
 
         made = PrioritizedReplayBuffer if prioritized else ReplayBuffer
         self.buffer: Any = made(SIZES[kind][2], seed=0, directory=self.directory)

@@ -1,7 +1,6 @@
 """A2C with replay: rollouts are stored, and trained on when they are drawn again."""
 
 from flowrl.algorithms.a2c import A2CConfig
-from flowrl.data import MultiAgentReplayBuffer, ReplayBuffer
 from flowrl.ops import (
     Concurrently,
     ParallelRollouts,
@@ -10,6 +9,7 @@ from flowrl.ops import (
     StoreToReplayBuffer,
     TrainOneStep,
 )
+from flowrl.replay import MultiAgentReplayBuffer, ReplayBuffer
 
 config = A2CConfig(
     env="CartPole-v1",

@@ -1,7 +1,6 @@
-"""What flows: batches of experience, and buffers that keep it. numpy only."""
+"""Batches of experience and how they are stored: numpy only."""
 
 from flowrl.data.batch_ref import BatchRef
-from flowrl.data.mix_in import MixInReplayBuffer
 from flowrl.data.multi_agent_batch import (
     AgentID,
     EpisodeID,
@@ -9,9 +8,6 @@ from flowrl.data.multi_agent_batch import (
     PolicyID,
     TensorType,
 )
-from flowrl.data.multi_agent_replay import MultiAgentReplayBuffer
-from flowrl.data.replay_buffer import PrioritizedReplayBuffer, ReplayBuffer
-from flowrl.data.reservoir import ReservoirReplayBuffer
 from flowrl.data.sample_batch import DEFAULT_POLICY_ID, SampleBatch
 from flowrl.data.sequences import (
     add_time_dimension,
@@ -26,13 +22,8 @@ __all__ = [
     "AgentID",
     "BatchRef",
     "EpisodeID",
-    "MixInReplayBuffer",
     "MultiAgentBatch",
-    "MultiAgentReplayBuffer",
     "PolicyID",
-    "PrioritizedReplayBuffer",
-    "ReplayBuffer",
-    "ReservoirReplayBuffer",
     "SampleBatch",
     "TensorType",
     "add_time_dimension",

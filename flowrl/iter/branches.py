@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 from flowrl.iter.readonly import isolated
-from flowrl.iter.unary_stages import Transform
 from flowrl.iter.stage import NOT_READY, Source, Stage, pack, unpack, walk
+from flowrl.iter.unary_stages import Transform
 from flowrl.iter.waiting import Signal
 
 STAR_PULLS = 100  # items that a "*" branch may give in one turn before the others get theirs

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from flowrl.iter.errors import OnError, Retry, blame
-from flowrl.iter.unary_stages import _DROPPED, Mapped
 from flowrl.iter.stage import NOT_READY, Source, Stage, pack, unpack
+from flowrl.iter.unary_stages import _DROPPED, Mapped
 from flowrl.iter.waiting import ready_refs, wait_for_any
 
 NO_BOUND = 1000  # tasks in flight where the user set no bound: a stream may have no end

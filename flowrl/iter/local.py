@@ -9,11 +9,14 @@ from typing import Any, Generic, Literal, TypeVar
 from flowrl.iter import metrics as _metrics
 from flowrl.iter.branches import Tee, TeeChild, Union, WhenFull
 from flowrl.iter.buffering_stages import Batch, Shuffle
-from flowrl.iter.profiler import Clock
 from flowrl.iter.concurrent_stages import ForEachConcurrent
 from flowrl.iter.errors import OnError, annotate
 from flowrl.iter.explain import FORMATS, rows
 from flowrl.iter.gather import Gather
+from flowrl.iter.metrics import MetricsContext
+from flowrl.iter.profiler import Clock
+from flowrl.iter.source import FromIterable
+from flowrl.iter.stage import NOT_READY, Stage, describe, state_names, walk
 from flowrl.iter.unary_stages import (
     Combine,
     Filter,
@@ -25,9 +28,6 @@ from flowrl.iter.unary_stages import (
     Transform,
     ZipWithSource,
 )
-from flowrl.iter.metrics import MetricsContext
-from flowrl.iter.source import FromIterable
-from flowrl.iter.stage import NOT_READY, Stage, describe, state_names, walk
 from flowrl.iter.waiting import Waiter
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from flowrl.ops.train import Info, trained, with_sources
 from flowrl.seeding import random_stream, restore_stream, stream_state
 
 if TYPE_CHECKING:
-    from flowrl.data import MultiAgentReplayBuffer
+    from flowrl.replay import MultiAgentReplayBuffer
 
 Batch = SampleBatch | MultiAgentBatch
 Trained = tuple[Batch, Info]

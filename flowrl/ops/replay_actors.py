@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flowrl.data import BatchRef, MultiAgentBatch, MultiAgentReplayBuffer, SampleBatch
-from flowrl.data.multi_agent_replay import rows_to_learn
-from flowrl.data.replay_ratio import ReplayRatio
+from flowrl.data import BatchRef, MultiAgentBatch, SampleBatch
 from flowrl.iter import Source, _get_shared_metrics
 from flowrl.iter.shards import leave_ray, node_id, start_ray
+from flowrl.replay import MultiAgentReplayBuffer
+from flowrl.replay.multi_agent import rows_to_learn
+from flowrl.replay.replay_ratio import ReplayRatio
 from flowrl.seeding import random_stream, restore_stream, stream_state
 
 log = logging.getLogger("flowrl")

@@ -15,8 +15,8 @@ import numpy as np
 from gymnasium import spaces
 
 from flowrl.data import DEFAULT_POLICY_ID, SampleBatch
-from flowrl.data.lazy_columns import Unread
 from flowrl.data.indexed_columns import NextRows, Windows
+from flowrl.data.lazy_columns import Unread
 from flowrl.policies.policy import Policy
 from flowrl.sampling.checks import BadValueError, ObservationCheck, check_columns, odd_actions
 from flowrl.sampling.episode import EpisodeMetrics, fast_metrics

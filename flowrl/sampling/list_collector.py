@@ -17,9 +17,9 @@ import numpy as np
 import optree
 
 from flowrl.data import MultiAgentBatch, SampleBatch
-from flowrl.data.multi_agent_batch import AgentID, EpisodeID, PolicyID
-from flowrl.data.lazy_columns import Unread
 from flowrl.data.indexed_columns import NextRows, Windows
+from flowrl.data.lazy_columns import Unread
+from flowrl.data.multi_agent_batch import AgentID, EpisodeID, PolicyID
 from flowrl.policies.config import ConfigError
 from flowrl.policies.policy import Policy
 from flowrl.sampling.callbacks import call, overrides

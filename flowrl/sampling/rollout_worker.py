@@ -13,8 +13,8 @@ import numpy as np
 from gymnasium import spaces
 
 from flowrl.data import DEFAULT_POLICY_ID, MultiAgentBatch, SampleBatch
-from flowrl.data.lazy_columns import Unread
 from flowrl.data.indexed_columns import Windows
+from flowrl.data.lazy_columns import Unread
 from flowrl.iter.shards import node_id
 from flowrl.policies.config import ConfigError
 from flowrl.policies.policy import Policy

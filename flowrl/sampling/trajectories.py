@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import optree
 
+from flowrl.data.indexed_columns import NOTHING
 from flowrl.data.multi_agent_batch import AgentID, EpisodeID, PolicyID
 from flowrl.data.serialization import can_be_saved
-from flowrl.data.indexed_columns import NOTHING
 from flowrl.policies.config import ConfigError
 from flowrl.policies.policy import Policy
 from flowrl.policies.view_requirement import ViewRequirement, zeros_of

@@ -12,7 +12,7 @@ from flowrl.algorithms.a2c import A2CTorchPolicy
 from flowrl.algorithms.dqn import DQN, DQNConfig, DQNTorchPolicy
 from flowrl.algorithms.plans import load_plan
 from flowrl.algorithms.simple_q import SimpleQ, SimpleQConfig
-from flowrl.data import ReplayBuffer, SampleBatch
+from flowrl.data import SampleBatch
 from flowrl.iter import MetricsContext, metrics_scope
 from flowrl.ops import (
     ApplyGradients,
@@ -29,6 +29,7 @@ from flowrl.ops import (
 from flowrl.policies import ConfigError, PolicySpec
 from flowrl.policies.models.fcnet import FullyConnectedNetwork
 from flowrl.policies.models.noisy import NoisyLinear
+from flowrl.replay import ReplayBuffer
 from flowrl.sampling import RolloutWorker, WorkerSet
 
 from ..sampling.fakes import CountEnv, Idle

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from flowrl.data import MultiAgentReplayBuffer, PrioritizedReplayBuffer, ReplayBuffer, SampleBatch
+from flowrl.data import SampleBatch
 from flowrl.iter import LocalIterator
 from flowrl.ops import (
     Concurrently,
@@ -14,6 +14,7 @@ from flowrl.ops import (
     UpdateReplayPriorities,
     _get_shared_metrics,
 )
+from flowrl.replay import MultiAgentReplayBuffer, PrioritizedReplayBuffer, ReplayBuffer
 
 
 def rows(n, value=0):

@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from flowrl.data import MultiAgentReplayBuffer, PrioritizedReplayBuffer, ReplayBuffer, SampleBatch
+from flowrl.data import SampleBatch
 from flowrl.iter import LocalIterator, MetricsContext, Source, metrics_scope
 from flowrl.ops import (
     BatchRef,
@@ -17,6 +17,7 @@ from flowrl.ops import (
     UpdateReplayPriorities,
 )
 from flowrl.ops.replay_actors import ReplayShard
+from flowrl.replay import MultiAgentReplayBuffer, PrioritizedReplayBuffer, ReplayBuffer
 from flowrl.sampling import WorkerSet
 
 from ..sampling.fakes import CountEnv, Idle

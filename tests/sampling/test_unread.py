@@ -8,8 +8,8 @@ import torch
 
 from flowrl.algorithms.ppo import PPOTorchPolicy
 from flowrl.data import SampleBatch
-from flowrl.data.lazy_columns import Unread
 from flowrl.data.indexed_columns import Windows
+from flowrl.data.lazy_columns import Unread
 from flowrl.policies import ViewRequirement
 from flowrl.sampling import RolloutWorker, WorkerSet
 

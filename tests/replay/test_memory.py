@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flowrl.data import ReplayBuffer, SampleBatch
+from flowrl.data import SampleBatch
 from flowrl.data.indexed_columns import Windows
+from flowrl.replay import ReplayBuffer
 
 SHAPE, ROWS, EPISODE = (84, 84, 4), 200, 500
 

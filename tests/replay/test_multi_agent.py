@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrl.data import MultiAgentBatch, MultiAgentReplayBuffer, ReplayBuffer, SampleBatch
+from flowrl.data import MultiAgentBatch, SampleBatch
+from flowrl.replay import MultiAgentReplayBuffer, ReplayBuffer
 
 
 def rows(n, value=0.0):

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.data.replay_buffer import ReplayBuffer
+from flowrl.replay.buffers import ReplayBuffer
 
 
 class MixInReplayBuffer(ReplayBuffer):

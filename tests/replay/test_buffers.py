@@ -8,15 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrl.data import (
-    PrioritizedReplayBuffer,
-    ReplayBuffer,
-    ReservoirReplayBuffer,
-    SampleBatch,
-    sum_tree,
-)
-from flowrl.data.sum_tree import SumTree
+from flowrl.data import SampleBatch
 from flowrl.data.indexed_columns import NextRows
+from flowrl.replay import PrioritizedReplayBuffer, ReplayBuffer, ReservoirReplayBuffer, sum_tree
+from flowrl.replay.sum_tree import SumTree
 
 
 class Stream:
@@ -560,6 +555,6 @@ def test_more_rows_than_there_is_memory_for():
     row = SampleBatch(obs=obs, new_obs=obs, rewards=np.zeros(1, np.float32))
     buffer.add(row)
     buffer.sample(1)
-    none = mock.patch("flowrl.data.ring.np.empty", side_effect=MemoryError("7 TiB"))
+    none = mock.patch("flowrl.replay.ring_buffer.np.empty", side_effect=MemoryError("7 TiB"))
     with none, pytest.raises(MemoryError, match=r"of 10 rows: 7 TiB\. Make its capacity"):
         buffer._ring._memory(3, row["obs"])

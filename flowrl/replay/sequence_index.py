@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.data.ring import ENDS, order_of
 from flowrl.data.sample_batch import SampleBatch
 from flowrl.data.sequences import burn_in_spans, places_in_runs, sequence_lengths
+from flowrl.replay.ring_buffer import ENDS, order_of
 
 STATE = "state_in_"
 

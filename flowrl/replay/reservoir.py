@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.data.replay_buffer import ReplayBuffer
 from flowrl.data.sample_batch import SampleBatch
+from flowrl.replay.buffers import ReplayBuffer
 
 
 class ReservoirReplayBuffer(ReplayBuffer):

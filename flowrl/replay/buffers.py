@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.data.ring import Ring
 from flowrl.data.sample_batch import SampleBatch
-from flowrl.data.sum_tree import SumTree
-from flowrl.data.units import Units
+from flowrl.replay.ring_buffer import Ring
+from flowrl.replay.sequence_index import Units
+from flowrl.replay.sum_tree import SumTree
 from flowrl.seeding import random_stream, restore_stream, stream_state
 
 PENDING_BATCHES = 128

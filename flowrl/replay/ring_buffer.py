@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import optree
 
+from flowrl.data.indexed_columns import NextRows
 from flowrl.data.memmap import MappedArrays
 from flowrl.data.sample_batch import SampleBatch
-from flowrl.data.indexed_columns import NextRows
 
 OBS, NEXT = SampleBatch.OBS, SampleBatch.NEXT_OBS
 ENDS = ("terminateds", "truncateds")

@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrl.algorithms.dqn import DQNConfig
-from flowrl.data import PrioritizedReplayBuffer, ReplayBuffer, SampleBatch
+from flowrl.data import SampleBatch
 from flowrl.data.memmap import MappedArrays
 from flowrl.policies import ConfigError
+from flowrl.replay import PrioritizedReplayBuffer, ReplayBuffer
 
 KINDS = {
     "rows": (ReplayBuffer, {"n_step": 3}),
@@ -101,7 +102,7 @@ def test_nothing_is_left_of_a_process_that_was_killed(tmp_path):
     program = f"""
 import os, signal; import numpy as np
 from tests.data.test_mapped import fragment
-from flowrl.data import ReplayBuffer
+from flowrl.replay import ReplayBuffer
 buffer = ReplayBuffer(1000, directory={str(tmp_path)!r})
 buffer.add(fragment(np.random.default_rng(0), 0, 500))
 buffer.sample(1)

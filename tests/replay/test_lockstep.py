@@ -5,13 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrl.data import (
-    MultiAgentBatch,
-    MultiAgentReplayBuffer,
-    PrioritizedReplayBuffer,
-    ReplayBuffer,
-    SampleBatch,
-)
+from flowrl.data import MultiAgentBatch, SampleBatch
+from flowrl.replay import MultiAgentReplayBuffer, PrioritizedReplayBuffer, ReplayBuffer
 
 
 def buffer_of(capacity=40, size=16, make=None, **more):

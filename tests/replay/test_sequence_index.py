@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrl.algorithms.a2c import A2CConfig, A2CTorchPolicy
-from flowrl.data import MultiAgentReplayBuffer, PrioritizedReplayBuffer, ReplayBuffer, SampleBatch
+from flowrl.data import SampleBatch
+from flowrl.replay import MultiAgentReplayBuffer, PrioritizedReplayBuffer, ReplayBuffer
 from flowrl.sampling import RolloutWorker
 
 from .test_replay_buffer import Stream

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrl.data import MixInReplayBuffer, SampleBatch
+from flowrl.data import SampleBatch
+from flowrl.replay import MixInReplayBuffer
 
 
 def rows(first, count):

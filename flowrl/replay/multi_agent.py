@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.data.lockstep import Lockstep
 from flowrl.data.multi_agent_batch import MultiAgentBatch
-from flowrl.data.replay_buffer import ReplayBuffer
-from flowrl.data.replay_ratio import ReplayRatio
-from flowrl.data.ring import in_order
 from flowrl.data.sample_batch import SampleBatch
+from flowrl.replay.buffers import ReplayBuffer
+from flowrl.replay.lockstep import Lockstep
+from flowrl.replay.replay_ratio import ReplayRatio
+from flowrl.replay.ring_buffer import in_order
 
 Batch = SampleBatch | MultiAgentBatch
 
