@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from flowrl.algorithms.estimates import estimate
 from flowrl.algorithms.plans import load_plan
 from flowrl.algorithms.ppo import PPO, PPOConfig, PPOTorchPolicy
+from flowrl.offline.off_policy_evaluation import estimate
 from flowrl.ops import ParallelRollouts, WriteParquet
 
 from .envs import Catch, HiddenVelocities, RepeatPast

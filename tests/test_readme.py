@@ -13,8 +13,8 @@ from flowrl.algorithms.algorithm import Algorithm
 from flowrl.algorithms.config import _GROUPS, AlgorithmConfig, _training_fields
 from flowrl.algorithms.plans import load_plan
 from flowrl.cli import main
-from flowrl.data.parquet import parquet_files, read_parquet
 from flowrl.iter import LocalIterator, ParallelIterator
+from flowrl.offline.parquet import parquet_files, read_parquet
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)

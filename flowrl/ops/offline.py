@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flowrl.data import DEFAULT_POLICY_ID, MultiAgentBatch, SampleBatch
-from flowrl.data.minari import MinariDataset
-from flowrl.data.parquet import (
+from flowrl.iter import LocalIterator, Stage, _get_shared_metrics
+from flowrl.iter.errors import blame, operator_error
+from flowrl.offline.minari import MinariDataset
+from flowrl.offline.parquet import (
     OfflineDataError,
     ParquetWriter,
     parquet_files,
     policy_of,
     read_parquet,
 )
-from flowrl.iter import LocalIterator, Stage, _get_shared_metrics
-from flowrl.iter.errors import blame, operator_error
 from flowrl.seeding import random_stream, restore_stream, stream_state
 
 if TYPE_CHECKING:

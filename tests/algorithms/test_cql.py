@@ -11,7 +11,7 @@ from gymnasium import spaces
 from flowrl.algorithms.cql import CQL, CQLConfig, CQLTorchPolicy
 from flowrl.algorithms.sac import SACTorchPolicy
 from flowrl.data import SampleBatch
-from flowrl.data.parquet import OfflineDataError, write_parquet
+from flowrl.offline.parquet import OfflineDataError, write_parquet
 from flowrl.policies import ConfigError
 
 BOX = spaces.Box(-1, 1, (3,), np.float32)

@@ -7,7 +7,7 @@ import torch
 from flowrl.algorithms.a2c import A2CConfig
 from flowrl.algorithms.marwil import BC, MARWIL, BCConfig, MARWILConfig, returns_of
 from flowrl.data import SampleBatch
-from flowrl.data.parquet import OfflineDataError, write_parquet
+from flowrl.offline.parquet import OfflineDataError, write_parquet
 from flowrl.ops import ReadParquet
 from flowrl.policies import ConfigError
 

@@ -13,8 +13,8 @@ from flowrl.algorithms.cql import CQLConfig
 from flowrl.algorithms.evaluation import EvaluationWorkers
 from flowrl.algorithms.marwil import BC, BCConfig, MARWILConfig
 from flowrl.data import SampleBatch
-from flowrl.data.minari import MinariDataset
-from flowrl.data.parquet import OfflineDataError, parquet_files, read_parquet, write_parquet
+from flowrl.offline.minari import MinariDataset
+from flowrl.offline.parquet import OfflineDataError, parquet_files, read_parquet, write_parquet
 from flowrl.ops import ReadMinari
 from flowrl.policies import ConfigError
 from flowrl.training import Stop
@@ -368,7 +368,7 @@ def test_what_nobody_stopped_is_written_at_the_end(tmp_path):
 import gc, os, shutil, sys
 import numpy as np
 from flowrl.data import SampleBatch
-from flowrl.data.parquet import ParquetWriter
+from flowrl.offline.parquet import ParquetWriter
 
 def record(folder):
     writer = ParquetWriter(folder)

@@ -6,8 +6,8 @@ import pytest
 from flowrl.algorithms.a2c import A2CConfig
 from flowrl.cli import main
 from flowrl.data.checkpoint import CheckpointError
-from flowrl.data.parquet import parquet_files, read_parquet
 from flowrl.iter import LocalIterator, from_items
+from flowrl.offline.parquet import parquet_files, read_parquet
 from flowrl.ops import ParallelRollouts, WriteParquet
 
 

@@ -124,7 +124,7 @@ def read_parquet(path: Path | str) -> tuple[str, SampleBatch]:
         raise OfflineDataError(
             f"{path}: flowrl did not write it: its columns are "
             f"{', '.join(file.schema_arrow.names)}. Experience from elsewhere is written by "
-            "flowrl.data.parquet.write_parquet(path, SampleBatch(obs=…, actions=…, …))"
+            "flowrl.offline.parquet.write_parquet(path, SampleBatch(obs=…, actions=…, …))"
         )
     try:
         told = json.loads(about)

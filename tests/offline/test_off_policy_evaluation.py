@@ -7,11 +7,11 @@ from gymnasium import spaces
 
 from flowrl.algorithms.a2c import A2CTorchPolicy
 from flowrl.algorithms.dqn import DQNTorchPolicy
-from flowrl.algorithms.estimates import estimate
 from flowrl.algorithms.ppo import PPOConfig
 from flowrl.algorithms.td3 import TD3TorchPolicy
 from flowrl.data import SampleBatch
-from flowrl.data.parquet import (
+from flowrl.offline.off_policy_evaluation import estimate
+from flowrl.offline.parquet import (
     OfflineDataError,
     ParquetWriter,
     parquet_files,

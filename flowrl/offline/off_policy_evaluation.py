@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from flowrl.data import DEFAULT_POLICY_ID, SampleBatch
-from flowrl.data.parquet import OfflineDataError, parquet_files, read_parquet, run_of
+from flowrl.offline.parquet import OfflineDataError, parquet_files, read_parquet, run_of
 from flowrl.policies.config import ConfigError
 from flowrl.policies.distributions import Deterministic
 from flowrl.policies.policy import Policy

@@ -10,8 +10,8 @@ import numpy as np
 import optree
 from gymnasium import spaces
 
-from flowrl.data.parquet import OfflineDataError
 from flowrl.data.sample_batch import SampleBatch
+from flowrl.offline.parquet import OfflineDataError
 
 ROWS_PER_PART = 50_000
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from flowrl.data import MultiAgentBatch, SampleBatch
-from flowrl.data.parquet import (
+from flowrl.offline.parquet import (
     OfflineDataError,
     ParquetWriter,
     parquet_files,

@@ -1,0 +1,1 @@
+"""Recorded experience: Parquet files, Minari data sets, off-policy evaluation."""
