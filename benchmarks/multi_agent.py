@@ -61,8 +61,9 @@ def policy_for(agent_id: int, *args: Any, **kwargs: Any) -> str:
 class Flowrl:
     def __init__(self) -> None:
         from flowrl.algorithms.ppo import PPOTorchPolicy
+        from flowrl.envs import MultiAgentEnv
         from flowrl.policies import PolicySpec
-        from flowrl.sampling import MultiAgentEnv, RolloutWorker
+        from flowrl.sampling import RolloutWorker
 
         env = type("Env", (Cartpoles, MultiAgentEnv), {})
         self.worker = RolloutWorker(

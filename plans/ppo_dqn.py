@@ -3,6 +3,7 @@
 from flowrl.algorithms.config import AlgorithmConfig
 from flowrl.algorithms.dqn import DQNConfig
 from flowrl.algorithms.ppo import PPOConfig
+from flowrl.envs import make_multi_agent
 from flowrl.ops import (
     ConcatBatches,
     Concurrently,
@@ -16,7 +17,6 @@ from flowrl.ops import (
     UpdateTargetNetwork,
 )
 from flowrl.policies import PolicySpec
-from flowrl.sampling import make_multi_agent
 
 config = AlgorithmConfig(
     env=make_multi_agent("CartPole-v1"),

@@ -17,6 +17,7 @@ from flowrl.algorithms.spellings import our_names
 from flowrl.algorithms.trackers import TrackerName, check_trackers
 from flowrl.algorithms.video import check_video
 from flowrl.data import DEFAULT_POLICY_ID
+from flowrl.envs.registry import NO_ENVIRONMENT, env_creator_for
 from flowrl.policies.config import (
     ConfigError,
     Count,
@@ -31,7 +32,6 @@ from flowrl.policies.config import (
 )
 from flowrl.policies.policy_spec import PolicyMapping, multi_agent_settings, specs_of
 from flowrl.sampling.callbacks import DefaultCallbacks
-from flowrl.sampling.envs import NO_ENVIRONMENT, env_creator_for
 from flowrl.sampling.sample_collector import SampleCollector
 from flowrl.seeding import derive_seed
 

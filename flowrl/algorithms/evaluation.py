@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flowrl.algorithms.video import Recording, check_renders
+from flowrl.envs.registry import NO_ENVIRONMENT, EnvContext
 from flowrl.policies.config import ConfigError
 from flowrl.policies.policy import Policy
 from flowrl.policies.policy_spec import PolicySpec
-from flowrl.sampling.envs import NO_ENVIRONMENT, EnvContext
 from flowrl.sampling.episode import EpisodeMetrics
 from flowrl.sampling.rollout_worker import RolloutWorker
 from flowrl.sampling.worker_set import WorkerSet

@@ -12,9 +12,9 @@ from pydantic import SkipValidation, model_validator
 
 from flowrl.algorithms.config import AlgorithmConfig
 from flowrl.data import DEFAULT_POLICY_ID, SampleBatch
+from flowrl.envs.registry import NoEnvironment
 from flowrl.ops import ReadMinari, ReadParquet
 from flowrl.policies.config import ConfigError
-from flowrl.sampling.envs import NoEnvironment
 from flowrl.sampling.worker_set import WorkerSet
 
 MINARI = "minari:"

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from flowrl.envs.registry import EnvContext, EnvCreator, env_creator_for, env_id_of
 from flowrl.policies.config import ConfigError
-from flowrl.sampling.envs import EnvContext, EnvCreator, env_creator_for, env_id_of
 
 log = logging.getLogger("flowrl")
 

@@ -17,11 +17,8 @@ import optree
 
 from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.data.multi_agent_batch import AgentID, EpisodeID, PolicyID
-from flowrl.policies.config import ConfigError
-from flowrl.policies.policy import Policy
-from flowrl.sampling.agent_slots import AgentSlots, SlotStep
-from flowrl.sampling.callbacks import call, overrides
-from flowrl.sampling.checks import (
+from flowrl.envs.multi_agent_vector_env import AgentSlots, SlotStep
+from flowrl.envs.validation import (
     LARGEST_REWARD,
     BadValueError,
     ObservationCheck,
@@ -29,6 +26,9 @@ from flowrl.sampling.checks import (
     check_reward,
     odd_actions,
 )
+from flowrl.policies.config import ConfigError
+from flowrl.policies.policy import Policy
+from flowrl.sampling.callbacks import call, overrides
 from flowrl.sampling.episode import AgentRecord, EpisodeMetrics, Ids, MultiAgentEpisode
 from flowrl.sampling.sample_collector import SampleCollector
 from flowrl.sampling.settings import TIMINGS, SamplingSettings

@@ -17,11 +17,11 @@ from gymnasium import spaces
 from flowrl.data import DEFAULT_POLICY_ID, SampleBatch
 from flowrl.data.indexed_columns import NextRows, Windows
 from flowrl.data.lazy_columns import Unread
+from flowrl.envs.validation import BadValueError, ObservationCheck, check_columns, odd_actions
+from flowrl.envs.vector_env import DirectStepper, Step, Stepper
 from flowrl.policies.policy import Policy
-from flowrl.sampling.checks import BadValueError, ObservationCheck, check_columns, odd_actions
 from flowrl.sampling.episode import EpisodeMetrics, fast_metrics
 from flowrl.sampling.settings import TIMINGS, SamplingSettings
-from flowrl.sampling.steppers import DirectStepper, Step, Stepper
 from flowrl.sampling.views import (
     TrajectoryViews,
     not_for_training,

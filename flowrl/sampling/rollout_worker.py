@@ -15,6 +15,11 @@ from gymnasium import spaces
 from flowrl.data import DEFAULT_POLICY_ID, MultiAgentBatch, SampleBatch
 from flowrl.data.indexed_columns import Windows
 from flowrl.data.lazy_columns import Unread
+from flowrl.envs.multi_agent_vector_env import AgentSlots, MultiAgentSlots, SingleAgentSlots
+from flowrl.envs.registry import EnvCreator, env_creator_for
+from flowrl.envs.restarting_envs import EnvSlots
+from flowrl.envs.validation import RESERVED
+from flowrl.envs.vector_env import Stepper, WorkerEnvs
 from flowrl.iter.shards import node_id
 from flowrl.policies.config import ConfigError
 from flowrl.policies.policy import Policy
@@ -26,12 +31,8 @@ from flowrl.policies.policy_spec import (
     to_train,
 )
 from flowrl.sampling.agent_loop import AgentLoop
-from flowrl.sampling.agent_slots import AgentSlots, MultiAgentSlots, SingleAgentSlots
 from flowrl.sampling.callbacks import DefaultCallbacks, call, overrides
-from flowrl.sampling.checks import RESERVED
 from flowrl.sampling.collector import ColumnarCollector
-from flowrl.sampling.env_slots import EnvSlots
-from flowrl.sampling.envs import EnvCreator, env_creator_for
 from flowrl.sampling.episode import (
     IDS_PER_INCARNATION,
     IDS_PER_WORKER,
@@ -41,7 +42,6 @@ from flowrl.sampling.episode import (
 )
 from flowrl.sampling.sampler import AsyncSampler, Collected, SamplerInput, SyncSampler
 from flowrl.sampling.settings import SamplingSettings
-from flowrl.sampling.steppers import Stepper, WorkerEnvs
 from flowrl.sampling.worker_policies import policy_class_and_config
 from flowrl.seeding import derive_seed, random_stream
 

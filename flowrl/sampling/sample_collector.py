@@ -134,7 +134,8 @@ class SampleCollector(ABC):
         raise ConfigError(f"{type(self).__name__} has no continue_episode(), for soft_horizon")
 
     def get_state(self) -> dict[str, Any] | None:
-        """The trajectories in progress, as a checkpoint holds them (see `flowrl.data.serialization`); None
+        """The trajectories in progress, as a checkpoint holds them (see
+        `flowrl.data.serialization`); None
         where they cannot be said, so that who goes on from a checkpoint begins new episodes."""
         return None
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from flowrl.envs.validation import OnBadValues
 from flowrl.policies.config import ConfigError
 from flowrl.sampling.callbacks import DefaultCallbacks
-from flowrl.sampling.checks import OnBadValues
 from flowrl.sampling.list_collector import SimpleListCollector
 from flowrl.sampling.sample_collector import SampleCollector
 

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
+from flowrl.envs.registry import EnvCreator, env_creator_for
 from flowrl.iter import ParallelIterator
 from flowrl.iter.metrics import current_metrics
 from flowrl.iter.recovery import Recovery
@@ -20,7 +21,6 @@ from flowrl.iter.shard_server import Order, serve_remote, serve_ticket
 from flowrl.iter.shards import ActorPool, Pool, Shard, leave_ray, node_id, start_ray
 from flowrl.policies.config import ConfigError
 from flowrl.policies.policy import Policy
-from flowrl.sampling.envs import EnvCreator, env_creator_for
 from flowrl.sampling.placement import Placement
 from flowrl.sampling.rollout_worker import RolloutWorker
 from flowrl.sampling.settings import DEFAULT_FRAGMENT_LENGTH

@@ -15,8 +15,9 @@ from gymnasium import spaces
 from flowrl.algorithms.a2c import A2CConfig
 from flowrl.algorithms.plans import load_plan
 from flowrl.data.checkpoint import CheckpointError, read_checkpoint, write_checkpoint
-from flowrl.sampling import DefaultCallbacks, MultiAgentEnv, make_multi_agent
-from flowrl.sampling.env_slots import packed, unpacked
+from flowrl.envs import MultiAgentEnv, make_multi_agent
+from flowrl.envs.restarting_envs import packed, unpacked
+from flowrl.sampling import DefaultCallbacks
 from tests.data.test_checkpoint import assert_same
 
 TIMES = ("time", "timers", "throughput", "sampler_")

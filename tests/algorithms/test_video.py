@@ -9,8 +9,8 @@ from flowrl.algorithms import video
 from flowrl.algorithms.a2c import A2CConfig
 from flowrl.algorithms.evaluation import check_evaluation_env
 from flowrl.cli import main
+from flowrl.envs import MultiAgentEnv
 from flowrl.policies import ConfigError
-from flowrl.sampling import MultiAgentEnv
 
 
 class Greys(gym.Env):
@@ -193,7 +193,7 @@ def test_envpool_is_refused():
 def test_pettingzoo_renders(tmp_path):
     from pettingzoo.classic import tictactoe_v3
 
-    from flowrl.sampling.pettingzoo import PettingZooEnv
+    from flowrl.envs.pettingzoo import PettingZooEnv
 
     def make(context):
         return PettingZooEnv(tictactoe_v3.env(render_mode="rgb_array"))

@@ -7,6 +7,7 @@ from flowrl.algorithms.a2c import A2C, A2CConfig, A2CTorchPolicy
 from flowrl.algorithms.algorithm import Algorithm
 from flowrl.algorithms.config import AlgorithmConfig
 from flowrl.data import MultiAgentBatch
+from flowrl.envs import make_multi_agent
 from flowrl.ops import (
     ResultDict,
     multi_gpu_train_one_step,
@@ -14,7 +15,6 @@ from flowrl.ops import (
     train_one_step,
 )
 from flowrl.policies import ConfigError
-from flowrl.sampling import make_multi_agent
 
 SETTINGS = {"env": "CartPole-v1", "rollout_fragment_length": 20, "train_batch_size": 70, "seed": 3}
 

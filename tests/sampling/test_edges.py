@@ -7,8 +7,9 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 from flowrl.algorithms.ppo import PPOTorchPolicy
 from flowrl.data import SampleBatch, chop_into_sequences
+from flowrl.envs import MultiAgentEnv
 from flowrl.policies import ConfigError, ViewRequirement
-from flowrl.sampling import DefaultCallbacks, MultiAgentEnv, RolloutWorker, SimpleListCollector
+from flowrl.sampling import DefaultCallbacks, RolloutWorker, SimpleListCollector
 
 from .fakes import CountEnv, Idle, ObservedValue
 

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrl.data import SampleBatch
-from flowrl.sampling import DefaultCallbacks, MultiAgentEnv, RolloutWorker, SimpleListCollector
+from flowrl.envs import MultiAgentEnv
+from flowrl.sampling import DefaultCallbacks, RolloutWorker, SimpleListCollector
 
 from .fakes import CountEnv, ObservedValue, WrongEnv
 

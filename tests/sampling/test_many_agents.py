@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from flowrl.envs import EnvContext, make_multi_agent
 from flowrl.policies import ConfigError
-from flowrl.sampling import EnvContext, RolloutWorker, make_multi_agent
+from flowrl.sampling import RolloutWorker
 
 from .fakes import CountEnv, Idle
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flowrl.sampling import MultiAgentEnv, RolloutWorker, SimpleListCollector
+from flowrl.envs import MultiAgentEnv
+from flowrl.sampling import RolloutWorker, SimpleListCollector
 
 from .fakes import CountEnv, Idle
 

@@ -9,14 +9,9 @@ from hypothesis import strategies as st
 from flowrl.algorithms.ppo import PPOConfig, PPOTorchPolicy
 from flowrl.data import MultiAgentBatch
 from flowrl.data.checkpoint import CheckpointError
+from flowrl.envs import MultiAgentEnv, ParallelPettingZooEnv, PettingZooEnv
 from flowrl.policies import ConfigError, Policy, PolicySpec, ViewRequirement
-from flowrl.sampling import (
-    MultiAgentEnv,
-    ParallelPettingZooEnv,
-    PettingZooEnv,
-    RolloutWorker,
-    WorkerSet,
-)
+from flowrl.sampling import RolloutWorker, WorkerSet
 
 from .fakes import Idle, ObservedValue
 

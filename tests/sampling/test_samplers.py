@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from flowrl.algorithms.ppo import PPOConfig, PPOTorchPolicy
 from flowrl.data import MultiAgentBatch, SampleBatch
+from flowrl.envs import MultiAgentEnv
 from flowrl.policies import ConfigError
 from flowrl.sampling import (
     AsyncSampler,
-    MultiAgentEnv,
     RolloutWorker,
     SamplerInput,
     SimpleListCollector,

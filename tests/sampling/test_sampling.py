@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from flowrl.data import SampleBatch
 from flowrl.data.indexed_columns import Windows
+from flowrl.envs import register_env
 from flowrl.policies import ConfigError
-from flowrl.sampling import RolloutWorker, WorkerSet, register_env
+from flowrl.sampling import RolloutWorker, WorkerSet
 
 from .fakes import CountEnv, ObservedValue, WrongEnv
 

@@ -8,12 +8,12 @@ from typing import Any, Protocol
 import numpy as np
 from gymnasium import spaces
 
+from flowrl.envs.multi_agent import is_multi_agent
+from flowrl.envs.restarting_envs import EnvSlots
+from flowrl.envs.validation import copied
+from flowrl.envs.vector_env import DirectStepper, Stepper, same
 from flowrl.policies.config import ConfigError
 from flowrl.policies.view_requirement import zeros_of
-from flowrl.sampling.checks import copied
-from flowrl.sampling.env_slots import EnvSlots
-from flowrl.sampling.multi_agent_env import is_multi_agent
-from flowrl.sampling.steppers import DirectStepper, Stepper, same
 
 SINGLE_AGENT = "agent0"
 

@@ -21,11 +21,11 @@ from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 
+from flowrl.envs.multi_agent import is_multi_agent
+from flowrl.envs.registry import EnvContext, EnvCreator, env_id_of, with_horizon
+from flowrl.envs.restarting_envs import EnvSlots, close_quietly
+from flowrl.envs.validation import ObservationCheck, check_reward
 from flowrl.policies.config import ConfigError
-from flowrl.sampling.checks import ObservationCheck, check_reward
-from flowrl.sampling.env_slots import EnvSlots, close_quietly
-from flowrl.sampling.envs import EnvContext, EnvCreator, env_id_of, with_horizon
-from flowrl.sampling.multi_agent_env import is_multi_agent
 from flowrl.seeding import derive_seed
 
 VectorizationMode = Literal["flowrl", "sync", "async", "vector_entry_point", "envpool"]

@@ -6,8 +6,8 @@ from typing import Any
 
 from gymnasium import spaces
 
+from flowrl.envs.multi_agent import Dicts, MultiAgentEnv
 from flowrl.policies.config import ConfigError
-from flowrl.sampling.multi_agent_env import Dicts, MultiAgentEnv
 
 
 class _PettingZoo(MultiAgentEnv):

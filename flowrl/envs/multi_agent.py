@@ -10,8 +10,8 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
+from flowrl.envs.registry import EnvContext, env_creator_for
 from flowrl.policies.config import ConfigError
-from flowrl.sampling.envs import EnvContext, env_creator_for
 
 Dicts = tuple[
     dict[Any, Any], dict[Any, float], dict[Any, bool], dict[Any, bool], dict[Any, dict[str, Any]]

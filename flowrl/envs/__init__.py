@@ -1,0 +1,14 @@
+"""Environments: registry, vectorisation, multi-agent, adapters, validation."""
+
+from flowrl.envs.multi_agent import MultiAgentEnv, make_multi_agent
+from flowrl.envs.pettingzoo import ParallelPettingZooEnv, PettingZooEnv
+from flowrl.envs.registry import EnvContext, register_env
+
+__all__ = [
+    "EnvContext",
+    "MultiAgentEnv",
+    "ParallelPettingZooEnv",
+    "PettingZooEnv",
+    "make_multi_agent",
+    "register_env",
+]
