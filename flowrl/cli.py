@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import flowrl
-from flowrl.policies.config import ConfigError, nearest
+from flowrl.settings import ConfigError, nearest
 
 # Before numpy loads its own: a policy's matrices are far too small to share between threads.
 for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):

@@ -30,7 +30,7 @@ from flowrl.data.checkpoint import (
     read_manifest,
     remove_checkpoint,
 )
-from flowrl.policies.config import ConfigError
+from flowrl.settings import ConfigError
 
 CHECKPOINTS = "checkpoints"
 _CODE = "__code__"  # marks a setting that was code: the plan file has it

@@ -12,7 +12,7 @@ from typing import Any, get_args, get_origin
 from gymnasium import spaces
 
 from flowrl.arguments import mapping
-from flowrl.policies.config import ConfigError, Settings, nearest
+from flowrl.settings import ConfigError, Settings, nearest
 
 
 def flag_names(record: type[Settings], prefix: str = "", switches: bool = False) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.arguments import finite, mapping, positive, rules, rules_of
-from flowrl.policies.config import ConfigError, nearest
+from flowrl.settings import ConfigError, nearest
 
 CHECKPOINT_HELP = "its number; or best, by checkpoint_score_attribute (default: the newest one)"
 _EPILOG = "`flowrl train PLAN --help` lists the settings of a plan; plans: `flowrl plans`"

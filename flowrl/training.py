@@ -20,7 +20,6 @@ from flowrl.arguments import Rule
 from flowrl.data.checkpoint import CheckpointError
 from flowrl.iter.stage import walk
 from flowrl.ops import WriteParquet
-from flowrl.policies.config import ConfigError, nearest
 from flowrl.rundir import (
     RunDirectory,
     default_run_dir,
@@ -28,6 +27,7 @@ from flowrl.rundir import (
     newest_checkpoint,
     read_goal,
 )
+from flowrl.settings import ConfigError, nearest
 
 HURRIED_S = 1.0  # a second Ctrl-C so soon after the first is the same one
 LIVE_SECONDS = 0.25  # between two redraws on a terminal

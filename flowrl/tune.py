@@ -18,7 +18,7 @@ from flowrl.algorithms.config import AlgorithmConfig
 from flowrl.algorithms.registry import algorithm_class, algorithm_names
 from flowrl.algorithms.spellings import our_names
 from flowrl.data.checkpoint import read_manifest
-from flowrl.policies.config import ConfigError
+from flowrl.settings import ConfigError
 
 _Config.register(AlgorithmConfig)  # what Tune takes by its to_dict()
 

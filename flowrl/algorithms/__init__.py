@@ -4,7 +4,7 @@ import importlib
 import sys
 from typing import Any
 
-from flowrl.policies.config import ConfigError
+from flowrl.settings import ConfigError
 
 __all__ = ["Algorithm", "AlgorithmConfig", "ConfigError"]
 

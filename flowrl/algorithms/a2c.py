@@ -9,9 +9,9 @@ import torch
 from flowrl.algorithms.advantages import OnPolicyPolicy
 from flowrl.algorithms.algorithm import Algorithm
 from flowrl.algorithms.config import OnPolicyConfig
-from flowrl.policies.config import Count
 from flowrl.policies.schedules import value_at
 from flowrl.policies.torch_policy import TensorBatch
+from flowrl.settings import Count
 
 
 class A2CConfig(OnPolicyConfig):

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from flowrl.algorithms.a2c import A2CConfig, A2CTorchPolicy
 from flowrl.algorithms.algorithm import Algorithm
-from flowrl.policies.config import Count
+from flowrl.settings import Count
 
 
 class A3CConfig(A2CConfig):

@@ -11,16 +11,17 @@ from pydantic import Field
 
 from flowrl.algorithms.config import AlgorithmConfig
 from flowrl.algorithms.off_policy import OffPolicyConfig
-from flowrl.policies.config import ConfigError, Count, Fraction, ModelConfig, Positive, Schedule
-from flowrl.policies.flat import FlatAdam
+from flowrl.policies.config import ModelConfig
+from flowrl.policies.learning.flat_parameters import FlatAdam
+from flowrl.policies.learning.kernels.backprop import Backprop
 from flowrl.policies.models.actor_critic import ActorCritic
-from flowrl.policies.models.backprop import Backprop
 from flowrl.policies.models.base import ModelV2
 from flowrl.policies.models.fcnet import flat_numpy, is_quick
-from flowrl.policies.schedules import value_at
-from flowrl.policies.target import TargetNetwork
+from flowrl.policies.schedules import Schedule, value_at
+from flowrl.policies.target_network import TargetNetwork
 from flowrl.policies.torch_policy import TensorBatch
 from flowrl.seeding import random_stream
+from flowrl.settings import ConfigError, Count, Fraction, Positive
 
 
 class ActorCriticSettings(AlgorithmConfig):

@@ -7,9 +7,9 @@ import torch
 
 from flowrl.algorithms.config import OnPolicyConfig
 from flowrl.data import SampleBatch
-from flowrl.policies.config import ConfigError
 from flowrl.policies.returns import discounted_returns, generalized_advantages
 from flowrl.policies.torch_policy import TorchPolicy
+from flowrl.settings import ConfigError
 
 
 class OnPolicyPolicy(TorchPolicy):

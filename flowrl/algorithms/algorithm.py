@@ -50,12 +50,12 @@ from flowrl.ops import (
     train_one_step,
 )
 from flowrl.ops.report import TRAINING
-from flowrl.policies.config import ConfigError
+from flowrl.policies.checkpoint_loading import config_to_json, describe
 from flowrl.policies.policy import Policy
 from flowrl.policies.policy_spec import specs_of
-from flowrl.policies.saved import config_to_json, describe
 from flowrl.sampling.callbacks import call
 from flowrl.sampling.worker_set import WorkerSet
+from flowrl.settings import ConfigError
 
 log = logging.getLogger("flowrl")
 

@@ -9,7 +9,8 @@ from pydantic import Field
 from flowrl.algorithms.algorithm import Algorithm
 from flowrl.algorithms.beside import LearnerBesideConfig
 from flowrl.algorithms.dqn import DQNConfig, DQNTorchPolicy
-from flowrl.policies.config import Count, ExplorationConfig
+from flowrl.policies.config import ExplorationConfig
+from flowrl.settings import Count
 
 
 class APEXConfig(DQNConfig, LearnerBesideConfig):

@@ -11,10 +11,10 @@ from pydantic import Field
 from flowrl.algorithms.algorithm import Algorithm
 from flowrl.algorithms.ppo import adapted, clipped_surrogate
 from flowrl.algorithms.vtrace import VTraceConfig, VTracePolicy
-from flowrl.policies.config import Fraction, NotNegative, Positive, Schedule
-from flowrl.policies.schedules import value_at
-from flowrl.policies.target import TargetNetwork
+from flowrl.policies.schedules import Schedule, value_at
+from flowrl.policies.target_network import TargetNetwork
 from flowrl.policies.torch_policy import TensorBatch
+from flowrl.settings import Fraction, NotNegative, Positive
 
 
 class APPOConfig(VTraceConfig):

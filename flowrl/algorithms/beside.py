@@ -6,8 +6,8 @@ from pydantic import Field
 
 from flowrl.algorithms.config import AlgorithmConfig
 from flowrl.ops import LearnerThread
-from flowrl.policies.config import Count
 from flowrl.sampling.worker_set import WorkerSet
+from flowrl.settings import Count
 
 
 class LearnerBesideConfig(AlgorithmConfig):

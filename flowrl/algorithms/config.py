@@ -18,22 +18,13 @@ from flowrl.algorithms.trackers import TrackerName, check_trackers
 from flowrl.algorithms.video import check_video
 from flowrl.data import DEFAULT_POLICY_ID
 from flowrl.envs.registry import NO_ENVIRONMENT, env_creator_for
-from flowrl.policies.config import (
-    ConfigError,
-    Count,
-    Fraction,
-    ModelConfig,
-    NotNegative,
-    PolicyConfig,
-    Positive,
-    Schedule,
-    imported,
-    nearest,
-)
+from flowrl.policies.config import ModelConfig, PolicyConfig
 from flowrl.policies.policy_spec import PolicyMapping, multi_agent_settings, specs_of
+from flowrl.policies.schedules import Schedule
 from flowrl.sampling.callbacks import DefaultCallbacks
 from flowrl.sampling.sample_collector import SampleCollector
 from flowrl.seeding import derive_seed
+from flowrl.settings import ConfigError, Count, Fraction, NotNegative, Positive, imported, nearest
 
 log = logging.getLogger("flowrl")
 

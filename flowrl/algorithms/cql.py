@@ -16,9 +16,9 @@ from flowrl.algorithms.recorded import RecordedConfig
 from flowrl.algorithms.sac import SACSettings, SACTorchPolicy
 from flowrl.data import SampleBatch
 from flowrl.ops import ReadMinari, ReadParquet
-from flowrl.policies.config import Count, NotNegative, Positive
 from flowrl.policies.torch_policy import TensorBatch
 from flowrl.sampling.worker_set import WorkerSet
+from flowrl.settings import Count, NotNegative, Positive
 
 COLUMNS = ("obs", "new_obs", "actions", "rewards", "terminateds")
 

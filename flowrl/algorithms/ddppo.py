@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from flowrl.algorithms.algorithm import Algorithm
 from flowrl.algorithms.ppo import PPOConfig, PPOTorchPolicy
-from flowrl.policies.config import Count
+from flowrl.settings import Count
 
 
 class DDPPOConfig(PPOConfig):

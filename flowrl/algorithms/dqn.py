@@ -16,23 +16,18 @@ from pydantic import Field, FiniteFloat, model_validator
 
 from flowrl.algorithms.algorithm import Algorithm
 from flowrl.algorithms.off_policy import OffPolicyConfig
-from flowrl.policies.action_values import ActionValues, Judged
-from flowrl.policies.atoms import Atoms
-from flowrl.policies.config import (
-    ConfigError,
-    Count,
-    ExplorationConfig,
-    Fraction,
-    Positive,
-    Schedule,
-)
+from flowrl.policies.categorical_q import Atoms
+from flowrl.policies.config import ExplorationConfig
 from flowrl.policies.exploration import Exploration
-from flowrl.policies.models.backprop import Backprop
+from flowrl.policies.learning.kernels.backprop import Backprop
 from flowrl.policies.models.base import Inputs, ModelV2
 from flowrl.policies.models.fcnet import FullyConnectedNetwork, is_quick
 from flowrl.policies.models.noisy import draw_noise, make_noisy
-from flowrl.policies.target import TargetNetwork
+from flowrl.policies.q_values import ActionValues, Judged
+from flowrl.policies.schedules import Schedule
+from flowrl.policies.target_network import TargetNetwork
 from flowrl.policies.torch_policy import TensorBatch
+from flowrl.settings import ConfigError, Count, Fraction, Positive
 
 
 class DQNConfig(OffPolicyConfig):

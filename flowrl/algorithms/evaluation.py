@@ -10,13 +10,13 @@ import numpy as np
 
 from flowrl.algorithms.video import Recording, check_renders
 from flowrl.envs.registry import NO_ENVIRONMENT, EnvContext
-from flowrl.policies.config import ConfigError
 from flowrl.policies.policy import Policy
 from flowrl.policies.policy_spec import PolicySpec
 from flowrl.sampling.episode import EpisodeMetrics
 from flowrl.sampling.rollout_worker import RolloutWorker
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.seeding import derive_seed
+from flowrl.settings import ConfigError
 
 if TYPE_CHECKING:
     from flowrl.algorithms.config import AlgorithmConfig

@@ -10,8 +10,8 @@ from typing import Any
 from flowrl.algorithms.plans import PLAN_MODULE, load_plan
 from flowrl.algorithms.spellings import our_names
 from flowrl.data.checkpoint import MANIFEST, CheckpointError, read_manifest
-from flowrl.policies.config import ConfigError
-from flowrl.policies.saved import config_from_json, config_to_json, trusted
+from flowrl.policies.checkpoint_loading import config_from_json, config_to_json, trusted
+from flowrl.settings import ConfigError
 
 
 def algorithm_from_checkpoint(

@@ -12,10 +12,10 @@ from flowrl.algorithms.algorithm import Algorithm
 from flowrl.algorithms.recorded import RecordedConfig
 from flowrl.data import SampleBatch
 from flowrl.ops import ReadMinari, ReadParquet
-from flowrl.policies.config import ConfigError, Count, NotNegative, Positive
 from flowrl.policies.returns import discounted_returns
 from flowrl.policies.torch_policy import TensorBatch, TorchPolicy
 from flowrl.sampling.worker_set import WorkerSet
+from flowrl.settings import ConfigError, Count, NotNegative, Positive
 
 MOST = 5.0  # exponents are kept below: one row is not to be all of a batch
 

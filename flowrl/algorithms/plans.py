@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from flowrl.policies.config import ConfigError, nearest
+from flowrl.settings import ConfigError, nearest
 
 PLAN_MODULE = "flowrl_plan_"  # what the modules of plan files are called, and their stem
 _PACKAGE = Path(__file__).resolve().parents[1]

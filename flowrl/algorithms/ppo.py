@@ -10,9 +10,9 @@ from pydantic import Field
 from flowrl.algorithms.advantages import OnPolicyPolicy
 from flowrl.algorithms.algorithm import Algorithm
 from flowrl.algorithms.config import OnPolicyConfig
-from flowrl.policies.config import Count, NotNegative, Positive, Schedule
-from flowrl.policies.schedules import value_at
+from flowrl.policies.schedules import Schedule, value_at
 from flowrl.policies.torch_policy import TensorBatch
+from flowrl.settings import Count, NotNegative, Positive
 
 
 class PPOConfig(OnPolicyConfig):

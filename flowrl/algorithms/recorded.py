@@ -14,8 +14,8 @@ from flowrl.algorithms.config import AlgorithmConfig
 from flowrl.data import DEFAULT_POLICY_ID, SampleBatch
 from flowrl.envs.registry import NoEnvironment
 from flowrl.ops import ReadMinari, ReadParquet
-from flowrl.policies.config import ConfigError
 from flowrl.sampling.worker_set import WorkerSet
+from flowrl.settings import ConfigError
 
 MINARI = "minari:"
 OWN = {"input_", "input_policy_id", "observation_space", "action_space"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flowrl.policies.config import ConfigError, imported, nearest
+from flowrl.settings import ConfigError, imported, nearest
 
 _ALGORITHMS: dict[str, Any] = {
     "PPO": "flowrl.algorithms.ppo:PPO",

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from flowrl.data import DEFAULT_POLICY_ID
-from flowrl.policies.config import ConfigError, nearest
 from flowrl.policies.policy_spec import specs_of
+from flowrl.settings import ConfigError, nearest
 
 _EPISODES = ("episode_reward_mean", "episode_reward_min", "episode_reward_max", "episode_len_mean")
 ALWAYS = (

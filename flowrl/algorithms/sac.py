@@ -17,10 +17,12 @@ from flowrl.algorithms.actor_critic import (
 )
 from flowrl.algorithms.algorithm import Algorithm
 from flowrl.algorithms.config import AlgorithmConfig
-from flowrl.policies.config import ConfigError, ExplorationConfig, Positive, Schedule
+from flowrl.policies.config import ExplorationConfig
 from flowrl.policies.distributions import Categorical, SquashedGaussian
 from flowrl.policies.exploration import FORBIDDEN
+from flowrl.policies.schedules import Schedule
 from flowrl.policies.torch_policy import TensorBatch
+from flowrl.settings import ConfigError, Positive
 
 
 class SACSettings(ActorCriticSettings):

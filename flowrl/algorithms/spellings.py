@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from flowrl.policies.config import ConfigError
+from flowrl.settings import ConfigError
 
 log = logging.getLogger("flowrl")
 

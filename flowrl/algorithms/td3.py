@@ -10,9 +10,11 @@ import torch
 
 from flowrl.algorithms.actor_critic import ActorCriticConfig, ActorCriticPolicy
 from flowrl.algorithms.algorithm import Algorithm
-from flowrl.policies.config import Count, ExplorationConfig, NotNegative, Schedule
+from flowrl.policies.config import ExplorationConfig
 from flowrl.policies.distributions import SquashedDeterministic
+from flowrl.policies.schedules import Schedule
 from flowrl.policies.torch_policy import TensorBatch
+from flowrl.settings import Count, NotNegative
 
 
 class TD3Config(ActorCriticConfig):

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from typing import Any, ClassVar, Literal
 
 from flowrl.algorithms.result_names import flat
-from flowrl.policies.config import ConfigError
+from flowrl.settings import ConfigError
 
 log = logging.getLogger("flowrl")
 

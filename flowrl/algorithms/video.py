@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from flowrl.envs.registry import EnvContext, EnvCreator, env_creator_for, env_id_of
-from flowrl.policies.config import ConfigError
+from flowrl.settings import ConfigError
 
 log = logging.getLogger("flowrl")
 

@@ -12,10 +12,11 @@ from pydantic import Field, model_validator
 from flowrl.algorithms.beside import LearnerBesideConfig
 from flowrl.data import SampleBatch
 from flowrl.ops import StepsAhead
-from flowrl.policies.config import ConfigError, Count, Fraction, Positive, Schedule
 from flowrl.policies.models.fcnet import is_quick
 from flowrl.policies.returns import vtrace
+from flowrl.policies.schedules import Schedule
 from flowrl.policies.torch_policy import TensorBatch, TorchPolicy
+from flowrl.settings import ConfigError, Count, Fraction, Positive
 
 BOOTSTRAP = "bootstrap_values"  # of a network with memory: its values as they were sampled
 

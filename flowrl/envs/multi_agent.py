@@ -11,7 +11,7 @@ import numpy as np
 from gymnasium import spaces
 
 from flowrl.envs.registry import EnvContext, env_creator_for
-from flowrl.policies.config import ConfigError
+from flowrl.settings import ConfigError
 
 Dicts = tuple[
     dict[Any, Any], dict[Any, float], dict[Any, bool], dict[Any, bool], dict[Any, dict[str, Any]]

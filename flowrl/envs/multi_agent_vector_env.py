@@ -12,8 +12,8 @@ from flowrl.envs.multi_agent import is_multi_agent
 from flowrl.envs.restarting_envs import EnvSlots
 from flowrl.envs.validation import copied
 from flowrl.envs.vector_env import DirectStepper, Stepper, same
-from flowrl.policies.config import ConfigError
-from flowrl.policies.view_requirement import zeros_of
+from flowrl.policies.views import zeros_of
+from flowrl.settings import ConfigError
 
 SINGLE_AGENT = "agent0"
 

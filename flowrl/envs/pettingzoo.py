@@ -7,7 +7,7 @@ from typing import Any
 from gymnasium import spaces
 
 from flowrl.envs.multi_agent import Dicts, MultiAgentEnv
-from flowrl.policies.config import ConfigError
+from flowrl.settings import ConfigError
 
 
 class _PettingZoo(MultiAgentEnv):

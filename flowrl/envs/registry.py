@@ -10,7 +10,7 @@ from typing import Any
 import gymnasium as gym
 from gymnasium.wrappers import TimeLimit
 
-from flowrl.policies.config import ConfigError, nearest
+from flowrl.settings import ConfigError, nearest
 
 EnvCreator = Callable[["EnvContext"], Any]
 

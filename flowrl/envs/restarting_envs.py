@@ -18,8 +18,8 @@ import optree
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
 from flowrl.data.serialization import can_be_saved
-from flowrl.policies.config import ConfigError
 from flowrl.seeding import derive_seed, restore_stream
+from flowrl.settings import ConfigError
 
 log = logging.getLogger("flowrl")
 

@@ -8,7 +8,7 @@ import numpy as np
 import optree
 from gymnasium import spaces
 
-from flowrl.policies.config import ConfigError
+from flowrl.settings import ConfigError
 
 OnBadValues = Literal["raise", "drop", "replace"]
 

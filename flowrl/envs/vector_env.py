@@ -25,8 +25,8 @@ from flowrl.envs.multi_agent import is_multi_agent
 from flowrl.envs.registry import EnvContext, EnvCreator, env_id_of, with_horizon
 from flowrl.envs.restarting_envs import EnvSlots, close_quietly
 from flowrl.envs.validation import ObservationCheck, check_reward
-from flowrl.policies.config import ConfigError
 from flowrl.seeding import derive_seed
+from flowrl.settings import ConfigError
 
 VectorizationMode = Literal["flowrl", "sync", "async", "vector_entry_point", "envpool"]
 

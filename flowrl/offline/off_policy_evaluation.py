@@ -9,9 +9,9 @@ import numpy as np
 
 from flowrl.data import DEFAULT_POLICY_ID, SampleBatch
 from flowrl.offline.parquet import OfflineDataError, parquet_files, read_parquet, run_of
-from flowrl.policies.config import ConfigError
 from flowrl.policies.distributions import Deterministic
 from flowrl.policies.policy import Policy
+from flowrl.settings import ConfigError
 
 NEEDED = ("obs", "actions", "action_logp", "rewards", "terminateds", "truncateds", "eps_id", "t")
 METHODS = ("is", "wis")

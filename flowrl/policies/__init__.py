@@ -6,11 +6,12 @@ Importing a policy by name from here loads torch only where it is needed.
 from importlib import import_module
 from typing import Any
 
-from flowrl.policies.config import ConfigError, ExplorationConfig, ModelConfig, PolicyConfig
+from flowrl.policies.config import ExplorationConfig, ModelConfig, PolicyConfig
 from flowrl.policies.policy import Policy
+from flowrl.policies.policy_runner import PolicySession
 from flowrl.policies.policy_spec import PolicySpec
-from flowrl.policies.session import PolicySession
-from flowrl.policies.view_requirement import ViewRequirement
+from flowrl.policies.views import ViewRequirement
+from flowrl.settings import ConfigError
 
 __all__ = [
     "ConfigError",

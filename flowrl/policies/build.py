@@ -12,9 +12,10 @@ import torch
 from pydantic import create_model
 
 from flowrl.data import SampleBatch
-from flowrl.policies.config import ConfigError, ExplorationConfig, PolicyConfig
+from flowrl.policies.config import ExplorationConfig, PolicyConfig
 from flowrl.policies.exploration import Exploration
 from flowrl.policies.torch_policy import TensorBatch, TorchPolicy
+from flowrl.settings import ConfigError
 
 
 def build_torch_policy(

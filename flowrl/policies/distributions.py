@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from gymnasium import spaces
 
-from flowrl.policies.config import ConfigError
+from flowrl.settings import ConfigError
 
 _LOG_2PI = math.log(2 * math.pi)
 _LOG_STD_MIN, _LOG_STD_MAX = -20.0, 2.0  # of the squashed normal (Haarnoja et al. 2018, code)

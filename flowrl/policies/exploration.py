@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from gymnasium import spaces
 
-from flowrl.policies.config import ConfigError, ExplorationConfig
+from flowrl.policies.config import ExplorationConfig
 from flowrl.policies.distributions import Product
 from flowrl.policies.schedules import value_at
+from flowrl.settings import ConfigError
 
 if TYPE_CHECKING:
     from flowrl.policies.policy import Policy

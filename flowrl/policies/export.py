@@ -11,10 +11,10 @@ import optree
 import torch
 from gymnasium import spaces
 
-from flowrl.policies.config import ConfigError
 from flowrl.policies.models.base import Inputs
 from flowrl.policies.models.noisy import draw_noise
-from flowrl.policies.view_requirement import zeros_of
+from flowrl.policies.views import zeros_of
+from flowrl.settings import ConfigError
 
 if TYPE_CHECKING:
     from flowrl.policies.torch_policy import TorchPolicy

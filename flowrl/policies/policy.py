@@ -9,11 +9,12 @@ import numpy as np
 from gymnasium import spaces
 
 from flowrl.data import SampleBatch
-from flowrl.policies.config import ConfigError, PolicyConfig
+from flowrl.policies.config import PolicyConfig
 from flowrl.policies.filters import ObservationFilter, RewardScaler
-from flowrl.policies.session import PolicySession
-from flowrl.policies.view_requirement import ViewRequirement, beyond, misfit
+from flowrl.policies.policy_runner import PolicySession
+from flowrl.policies.views import ViewRequirement, beyond, misfit
 from flowrl.seeding import random_stream, restore_stream, stream_state
+from flowrl.settings import ConfigError
 
 _STATE = ("weights", "filters", "timestep", "version", "rng", "shuffle_rng")
 
@@ -440,7 +441,7 @@ class Policy:
             CheckpointError: it cannot be read, has no such policy, or its class or model cannot be
                 made again.
         """
-        from flowrl.policies.saved import policy_from_checkpoint
+        from flowrl.policies.checkpoint_loading import policy_from_checkpoint
 
         return policy_from_checkpoint(cls, path, policy_id, config, trust)
 

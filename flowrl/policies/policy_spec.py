@@ -10,7 +10,7 @@ from typing import Any
 from gymnasium import spaces
 
 from flowrl.data import DEFAULT_POLICY_ID
-from flowrl.policies.config import ConfigError, nearest
+from flowrl.settings import ConfigError, nearest
 
 MULTIAGENT_KEYS = ("policies", "policy_mapping_fn", "policies_to_train", "count_steps_by")
 

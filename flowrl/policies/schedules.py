@@ -4,8 +4,36 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from typing import Annotated
 
-Scheduled = float | list[tuple[int, float]] | dict[str, float]
+from pydantic import AfterValidator
+
+ScheduleValue = float | list[tuple[int, float]] | dict[str, float]
+
+
+def _rising(schedule: ScheduleValue) -> ScheduleValue:
+    if isinstance(schedule, list):
+        steps = [point[0] for point in schedule]
+        if not steps or steps != sorted(set(steps)) or steps[0] < 0:
+            raise ValueError("a schedule is a list of (env step, value), the steps rising from 0")
+        values = [v for _, v in schedule]
+    elif isinstance(schedule, dict):
+        names = {"initial", "decay", "steps"}
+        if not names <= set(schedule) <= names | {"final"}:
+            raise ValueError(
+                f"an exponential schedule has {', '.join(sorted(names))} and maybe final"
+            )
+        values = [schedule["initial"], schedule.get("final", 0.0)]
+        if not (0 < schedule["decay"] <= 1 and schedule["steps"] >= 1):
+            raise ValueError("an exponential schedule has a decay in (0, 1] and steps from 1")
+    else:
+        values = [schedule]
+    if not all(0 <= value < float("inf") for value in values):
+        raise ValueError("values must be finite and not negative")
+    return schedule
+
+
+Schedule = Annotated[ScheduleValue, AfterValidator(_rising)]
 
 
 def value_at(

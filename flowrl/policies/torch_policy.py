@@ -15,17 +15,18 @@ from gymnasium import spaces
 
 from flowrl.data import SampleBatch
 from flowrl.data.sequences import with_burn_in
-from flowrl.policies.config import ConfigError, ModelConfig
+from flowrl.policies.config import ModelConfig
 from flowrl.policies.distributions import ActionDistribution, DiagGaussian, distribution_for
 from flowrl.policies.exploration import Exploration
-from flowrl.policies.flat import FlatAdam, FlatParameters
-from flowrl.policies.gradients import clip_gradient, take_gradient
+from flowrl.policies.learning.flat_parameters import FlatAdam, FlatParameters
+from flowrl.policies.learning.gradients import clip_gradient, take_gradient
 from flowrl.policies.models.base import ModelV2, ModuleModel, TensorBatch
 from flowrl.policies.models.catalog import make_model
 from flowrl.policies.policy import Policy
 from flowrl.policies.schedules import value_at
-from flowrl.policies.view_requirement import misfit
+from flowrl.policies.views import misfit
 from flowrl.seeding import random_stream, restore_stream, stream_state
+from flowrl.settings import ConfigError
 
 T = TypeVar("T")
 

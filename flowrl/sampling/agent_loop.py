@@ -26,12 +26,12 @@ from flowrl.envs.validation import (
     check_reward,
     odd_actions,
 )
-from flowrl.policies.config import ConfigError
 from flowrl.policies.policy import Policy
 from flowrl.sampling.callbacks import call, overrides
 from flowrl.sampling.episode import AgentRecord, EpisodeMetrics, Ids, MultiAgentEpisode
 from flowrl.sampling.sample_collector import SampleCollector
 from flowrl.sampling.settings import TIMINGS, SamplingSettings
+from flowrl.settings import ConfigError
 
 if TYPE_CHECKING:
     from flowrl.sampling.rollout_worker import RolloutWorker

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from flowrl.data.multi_agent_batch import AgentID, EpisodeID, PolicyID
 from flowrl.data.serialization import can_be_saved
-from flowrl.policies.config import ConfigError
+from flowrl.settings import ConfigError
 
 IDS_PER_WORKER = 1 << 40  # episode and unroll ids of different workers never meet,
 IDS_PER_INCARNATION = 1 << 30  # nor those of a worker and of the one that replaces it

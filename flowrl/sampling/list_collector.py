@@ -21,13 +21,13 @@ from flowrl.data.indexed_columns import NextRows, Windows
 from flowrl.data.lazy_columns import Unread
 from flowrl.data.multi_agent_batch import AgentID, EpisodeID, PolicyID
 from flowrl.envs.validation import stacked
-from flowrl.policies.config import ConfigError
 from flowrl.policies.policy import Policy
 from flowrl.sampling.callbacks import call, overrides
 from flowrl.sampling.episode import Ids, MultiAgentEpisode
 from flowrl.sampling.sample_collector import SampleCollector
 from flowrl.sampling.trajectories import RowViews, Segment, Trajectory, column_of
 from flowrl.sampling.views import View, not_for_training, signature_of
+from flowrl.settings import ConfigError
 
 _ALIASES = {
     "action": "actions",

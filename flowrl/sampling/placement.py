@@ -6,7 +6,7 @@ import math
 import time
 from typing import Any, NamedTuple
 
-from flowrl.policies.config import ConfigError
+from flowrl.settings import ConfigError
 
 PLACING_S = 60.0  # for places to be free
 LEAST_CPU = 0.001  # of a place for a worker that takes nothing

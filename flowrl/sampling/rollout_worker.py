@@ -21,7 +21,6 @@ from flowrl.envs.restarting_envs import EnvSlots
 from flowrl.envs.validation import RESERVED
 from flowrl.envs.vector_env import Stepper, WorkerEnvs
 from flowrl.iter.shards import node_id
-from flowrl.policies.config import ConfigError
 from flowrl.policies.policy import Policy
 from flowrl.policies.policy_spec import (
     PolicyMapping,
@@ -44,6 +43,7 @@ from flowrl.sampling.sampler import AsyncSampler, Collected, SamplerInput, SyncS
 from flowrl.sampling.settings import SamplingSettings
 from flowrl.sampling.worker_policies import policy_class_and_config
 from flowrl.seeding import derive_seed, random_stream
+from flowrl.settings import ConfigError
 
 T = TypeVar("T")
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from flowrl.data import MultiAgentBatch
 from flowrl.data.multi_agent_batch import AgentID, EpisodeID, PolicyID
-from flowrl.policies.config import ConfigError
 from flowrl.policies.policy import Policy
 from flowrl.sampling.callbacks import DefaultCallbacks
 from flowrl.sampling.episode import MultiAgentEpisode
+from flowrl.settings import ConfigError
 
 
 class SampleCollector(ABC):

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from flowrl.envs.validation import OnBadValues
-from flowrl.policies.config import ConfigError
 from flowrl.sampling.callbacks import DefaultCallbacks
 from flowrl.sampling.list_collector import SimpleListCollector
 from flowrl.sampling.sample_collector import SampleCollector
+from flowrl.settings import ConfigError
 
 DEFAULT_FRAGMENT_LENGTH = 200
 BATCH_MODES = {"truncated_episodes": "truncate_episodes"}  # as one of the documents spells it

@@ -12,11 +12,11 @@ from flowrl.data.indexed_columns import NOTHING
 from flowrl.data.multi_agent_batch import AgentID, EpisodeID, PolicyID
 from flowrl.data.serialization import can_be_saved
 from flowrl.envs.validation import stacked
-from flowrl.policies.config import ConfigError
 from flowrl.policies.policy import Policy
-from flowrl.policies.view_requirement import ViewRequirement, zeros_of
+from flowrl.policies.views import ViewRequirement, zeros_of
 from flowrl.sampling.episode import MultiAgentEpisode
 from flowrl.sampling.views import View, signature_of, wanted_views
+from flowrl.settings import ConfigError
 
 DTYPES = {"rewards": np.float32, "terminateds": bool, "truncateds": bool}
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from flowrl.data.indexed_columns import NOTHING, Windows
-from flowrl.policies.config import ConfigError
-from flowrl.policies.view_requirement import ViewRequirement
+from flowrl.policies.views import ViewRequirement
+from flowrl.settings import ConfigError
 
 ALWAYS = ("rewards", "dones", "terminateds", "truncateds")  # in every train batch
 

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from flowrl.data import DEFAULT_POLICY_ID
-from flowrl.policies.config import ConfigError, PolicyConfig
+from flowrl.policies.config import PolicyConfig
 from flowrl.policies.policy import Policy
 from flowrl.policies.policy_spec import PolicySpec
 from flowrl.seeding import derive_seed
+from flowrl.settings import ConfigError
 
 # Settings in a plain mapping that are the worker's or the set's, not the policy's.
 WORKER_SETTINGS = {

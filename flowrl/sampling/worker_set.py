@@ -19,11 +19,11 @@ from flowrl.iter.metrics import current_metrics
 from flowrl.iter.recovery import Recovery
 from flowrl.iter.shard_server import Order, serve_remote, serve_ticket
 from flowrl.iter.shards import ActorPool, Pool, Shard, leave_ray, node_id, start_ray
-from flowrl.policies.config import ConfigError
 from flowrl.policies.policy import Policy
 from flowrl.sampling.placement import Placement
 from flowrl.sampling.rollout_worker import RolloutWorker
 from flowrl.sampling.settings import DEFAULT_FRAGMENT_LENGTH
+from flowrl.settings import ConfigError
 
 T = TypeVar("T")
 

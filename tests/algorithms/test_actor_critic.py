@@ -14,8 +14,8 @@ from flowrl.algorithms.td3 import DDPG, TD3, DDPGConfig, TD3Config, TD3TorchPoli
 from flowrl.data import SampleBatch
 from flowrl.policies import ConfigError
 from flowrl.policies.config import ModelConfig
-from flowrl.policies.flat import FlatAdam, FlatParameters
-from flowrl.policies.models.backprop import outputs_by_numpy
+from flowrl.policies.learning.flat_parameters import FlatAdam, FlatParameters
+from flowrl.policies.learning.kernels.backprop import outputs_by_numpy
 from flowrl.policies.models.fcnet import FullyConnectedNetwork
 from flowrl.seeding import random_stream
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from flowrl.policies.action_values import ActionValues
-from flowrl.policies.atoms import Atoms
+from flowrl.policies.categorical_q import Atoms
+from flowrl.policies.q_values import ActionValues
 
 KINDS = {
     "plain": lambda: ActionValues(3, dueling=False),

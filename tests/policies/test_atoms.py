@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.policies.atoms import Atoms
+from flowrl.policies.categorical_q import Atoms
 
 
 def plainly_projected(support, chances, reward, discount):

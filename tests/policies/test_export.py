@@ -18,8 +18,8 @@ from flowrl.algorithms.sac import SACTorchPolicy
 from flowrl.data import SampleBatch
 from flowrl.data.checkpoint import CheckpointError, _sealed, read_manifest
 from flowrl.policies import ConfigError, ModelV2, Policy, ViewRequirement
+from flowrl.policies.checkpoint_loading import space_from_json, space_to_json
 from flowrl.policies.export import example_inputs, leaf_names
-from flowrl.policies.saved import space_from_json, space_to_json
 
 from .test_models import Plain
 

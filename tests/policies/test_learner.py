@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from flowrl.data import SampleBatch
 from flowrl.policies import ConfigError, ModelConfig, PolicyConfig, TorchPolicy
 from flowrl.policies.filters import ObservationFilter, RewardScaler, RunningMeanStd
-from flowrl.policies.flat import FlatAdam, FlatParameters
-from flowrl.policies.gradients import clip_gradient
+from flowrl.policies.learning.flat_parameters import FlatAdam, FlatParameters
+from flowrl.policies.learning.gradients import clip_gradient
 from flowrl.policies.models import FullyConnectedNetwork
 from flowrl.policies.schedules import value_at
 from flowrl.sampling import RolloutWorker

@@ -11,7 +11,7 @@ from gymnasium import spaces
 from torch import nn
 
 from flowrl.policies.config import ModelConfig
-from flowrl.policies.models.backprop import outputs_by_numpy
+from flowrl.policies.learning.kernels.backprop import outputs_by_numpy
 from flowrl.policies.models.base import Inputs, ModelV2, State
 from flowrl.policies.models.catalog import make_model
 from flowrl.policies.models.encoders import flat, flat_size, is_image

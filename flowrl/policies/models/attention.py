@@ -14,7 +14,7 @@ from torch import nn
 from flowrl.policies.config import ModelConfig
 from flowrl.policies.models.base import ModelV2, State
 from flowrl.policies.models.torso import Heads, Torso, shares_layers
-from flowrl.policies.view_requirement import ViewRequirement
+from flowrl.policies.views import ViewRequirement
 
 
 class GRUGate(nn.Module):

@@ -14,8 +14,9 @@ from torch import nn
 
 from flowrl.data import SampleBatch
 from flowrl.data.indexed_columns import Windows
-from flowrl.policies.config import ConfigError, ModelConfig
-from flowrl.policies.view_requirement import ViewRequirement
+from flowrl.policies.config import ModelConfig
+from flowrl.policies.views import ViewRequirement
+from flowrl.settings import ConfigError
 
 State = list[torch.Tensor]
 

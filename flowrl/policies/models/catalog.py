@@ -10,7 +10,7 @@ import torch
 from gymnasium import spaces
 from torch import nn
 
-from flowrl.policies.config import ConfigError, ModelConfig, imported, nearest
+from flowrl.policies.config import ModelConfig
 from flowrl.policies.models.attention import AttentionNetwork
 from flowrl.policies.models.base import ModelV2, ModuleModel
 from flowrl.policies.models.encoders import has_image, is_image
@@ -18,7 +18,8 @@ from flowrl.policies.models.fcnet import FullyConnectedNetwork
 from flowrl.policies.models.masked import MASK, MaskedModel
 from flowrl.policies.models.recurrent import RecurrentNetwork
 from flowrl.policies.models.torso import TorsoNetwork
-from flowrl.policies.view_requirement import ViewRequirement
+from flowrl.policies.views import ViewRequirement
+from flowrl.settings import ConfigError, imported, nearest
 
 _CUSTOM: dict[str, Callable[..., Any]] = {}
 

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from gymnasium import spaces
 from torch import nn
 
-from flowrl.policies.config import ConfigError, ModelConfig
+from flowrl.policies.config import ModelConfig
+from flowrl.settings import ConfigError
 
 NATURE_FILTERS = [[32, 8, 4], [64, 4, 2], [64, 3, 1]]  # Mnih et al. 2015
 SMALL_FILTERS = [[16, 3, 1], [32, 3, 2]]

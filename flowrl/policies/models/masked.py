@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from gymnasium import spaces
 
-from flowrl.policies.config import ConfigError, ModelConfig
+from flowrl.policies.config import ModelConfig
 from flowrl.policies.models.base import Inputs, ModelV2, State
-from flowrl.policies.view_requirement import ViewRequirement
+from flowrl.policies.views import ViewRequirement
+from flowrl.settings import ConfigError
 
 MASK = "action_mask"
 FORBIDDEN = -1e9  # exp of it is 0, and differences of two of it are finite

@@ -17,7 +17,7 @@ from flowrl.policies.models.base import ModelV2, State
 from flowrl.policies.models.encoders import FlatEncoder, flat, nested_size
 from flowrl.policies.models.fcnet import NUMPY_ACTIVATIONS, flat_numpy, numpy_layers
 from flowrl.policies.models.torso import Heads, Torso, shares_layers
-from flowrl.policies.view_requirement import ViewRequirement
+from flowrl.policies.views import ViewRequirement
 
 
 def packed_order(lens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flowrl.policies.config import ConfigError
+from flowrl.settings import ConfigError
 
 _FUSED: Any = getattr(torch, "_fused_adam_", None)  # one call: a quarter of the time
 

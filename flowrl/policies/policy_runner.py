@@ -8,12 +8,12 @@ import numpy as np
 import optree
 from gymnasium import spaces
 
-from flowrl.policies.config import ConfigError
-from flowrl.policies.view_requirement import zeros_of
+from flowrl.policies.views import zeros_of
+from flowrl.settings import ConfigError
 
 if TYPE_CHECKING:
     from flowrl.policies.policy import Policy
-    from flowrl.policies.view_requirement import ViewRequirement
+    from flowrl.policies.views import ViewRequirement
 
 
 class PolicySession:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from flowrl.data import SampleBatch
-from flowrl.policies.config import ConfigError
+from flowrl.settings import ConfigError
 
 if TYPE_CHECKING:
     from flowrl.policies.torch_policy import TorchPolicy

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from flowrl.policies.action_values import ActionValues, Judged
 from flowrl.policies.exploration import FORBIDDEN
+from flowrl.policies.q_values import ActionValues, Judged
 
 
 class Atoms(ActionValues):

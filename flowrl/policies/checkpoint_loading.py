@@ -10,8 +10,9 @@ import numpy as np
 from gymnasium import spaces
 
 from flowrl.data.checkpoint import CheckpointError, read_checkpoint
-from flowrl.policies.config import ConfigError, PolicyConfig, Settings, imported, nearest
+from flowrl.policies.config import PolicyConfig
 from flowrl.policies.policy_spec import PolicySpec
+from flowrl.settings import ConfigError, Settings, imported, nearest
 
 if TYPE_CHECKING:
     from flowrl.policies.policy import Policy

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from flowrl.policies.flat import FlatParameters
+from flowrl.policies.learning.flat_parameters import FlatParameters
 from flowrl.policies.torch_policy import TorchPolicy
 
 

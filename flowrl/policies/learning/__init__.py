@@ -1,0 +1,1 @@
+"""Optimization of a policy: gradients, flat parameters, accelerated kernels."""

@@ -1,0 +1,308 @@
+"""Settings: typed records that also read as mappings, and the error that they raise."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import re
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Annotated, Any, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+)
+
+
+class ConfigError(ValueError):
+    """A setting that flowrl refuses: names the field, what is allowed, and the nearest name."""
+
+
+def imported(path: str) -> Any:
+    """What lies at "module:name".
+
+    Raises:
+        ImportError, AttributeError: there is no such module, or nothing of that name in it.
+    """
+    module, _, name = path.partition(":")
+    found = import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+# what other libraries call settings of ours
+_ELSEWHERE = {
+    "learning_rate": "lr",
+    "discount": "gamma",
+    "discount_factor": "gamma",
+    "n_steps": "rollout_fragment_length",
+    "num_steps": "rollout_fragment_length",
+    "n_epochs": "num_sgd_iter",
+    "update_epochs": "num_sgd_iter",
+    "gae_lambda": "lambda_",
+    "ent_coef": "entropy_coeff",
+    "vf_coef": "vf_loss_coeff",
+    "clip_range": "clip_param",
+    "clip_coef": "clip_param",
+    "max_grad_norm": "grad_clip",
+    "n_envs": "num_envs_per_worker",
+    "num_envs": "num_envs_per_worker",
+    "buffer_size": "replay_buffer_capacity",
+    "gradient_steps": "training_intensity",
+    "train_freq": "training_intensity",
+    "exploration_fraction": "exploration_config",
+    "exploration_final_eps": "exploration_config",
+    "total_timesteps": "stop_timesteps",
+    "policy_kwargs": "model",
+    "net_arch": "model",
+    "target_update_interval": "target_network_update_freq",
+    "env_id": "env",
+    "env_kwargs": "env_config",
+}
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """` Did you mean 'x'?`, or nothing when no known name is near."""
+    other = _ELSEWHERE.get(name.replace("-", "_"))
+    if other is not None and "-" in name:
+        other = other.rstrip("_").replace("_", "-")
+    close = [other] if other in known else difflib.get_close_matches(name, known, n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def _is_type(part: Any) -> bool:
+    """Whether an entry of pydantic's error location names a branch of a union, not a field."""
+    return isinstance(part, str) and (part in ("float", "int", "str") or "[" in part)
+
+
+def _explain(cls: type[BaseModel], error: ValidationError) -> str:
+    lines = []
+    for problem in error.errors():
+        path = ".".join(str(part) for part in problem["loc"] if not _is_type(part))
+        if problem["type"] == "extra_forbidden":
+            known = _names(cls, problem["loc"][:-1])
+            name = str(problem["loc"][-1])
+            lines.append(f"unknown setting {path!r}.{nearest(name, known)}")
+        elif problem["type"] == "value_error" and not path:
+            lines.append(str(problem["ctx"]["error"]))
+        elif problem["type"] == "value_error" and type(problem["ctx"]["error"]) is ConfigError:
+            lines += [_within(path, line) for line in str(problem["ctx"]["error"]).split("; ")]
+        else:
+            message = problem["msg"].removeprefix("Value error, ")
+            message = message[:1].lower() + message[1:]
+            lines.append(f"{path}: {message} (got {problem['input']!r})")
+    return "; ".join(dict.fromkeys(lines))
+
+
+def _within(path: str, said: str) -> str:
+    """What a nested record says of itself, with its place."""
+    if said.startswith("unknown setting '"):
+        return said.replace("setting '", f"setting '{path}.", 1)
+    field = re.match(r"[\w.]+: ", said)
+    return f"{path}.{said}" if field else f"{path}: {said}"
+
+
+def _names(cls: type[BaseModel], path: tuple[Any, ...]) -> list[str]:
+    for part in path:
+        inner = cls.model_fields[part].annotation if part in cls.model_fields else None
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            cls = inner
+    return list(cls.model_fields)
+
+
+class Settings(BaseModel):
+    """A typed record that also reads as a mapping. Unknown names and wrong values are refused.
+
+    Raises:
+        ConfigError: naming the field, what is allowed, and the nearest name.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid",
+        validate_assignment=True,
+        validate_default=False,
+        arbitrary_types_allowed=True,
+        use_attribute_docstrings=True,
+    )
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        """A field with another default says of itself what it said before."""
+        changed = False
+        for name, field in cls.model_fields.items():
+            for base in cls.__mro__[1:]:
+                if field.description is None and issubclass(base, Settings):
+                    before = base.model_fields.get(name)
+                    field.description = None if before is None else before.description
+                    changed |= field.description is not None
+        if changed:
+            cls.model_rebuild(force=True)
+
+    def __init__(self, /, **values: Any):
+        searched = {name: value for name, value in values.items() if is_search(value)}
+        unknown = [name for name in searched if name not in type(self).model_fields]
+        if searched and not unknown:  # they are checked when Tune has drawn values
+            values = {name: value for name, value in values.items() if name not in searched}
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(_explain(type(self), error)) from None
+        vars(self).update(searched)
+        self.model_fields_set.update(searched)
+
+    _frozen: bool = PrivateAttr(default=False)
+
+    def frozen(self) -> Self:
+        """A copy that takes no changes: the settings of something that was built."""
+        made = self.copy()
+        for value in (made, *vars(made).values()):
+            if isinstance(value, Settings):
+                value._frozen = True
+        return made
+
+    def __delattr__(self, name: str) -> None:
+        raise ConfigError(f"{name}: a setting cannot be taken away, only changed")
+
+    @classmethod
+    def spelled(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Settings with our names for them, where others are known."""
+        return values
+
+    def check_no_search(self) -> None:
+        """Refuse search spaces of Tune, which only Tune draws values from.
+
+        Raises:
+            ConfigError: naming the field.
+        """
+        for name, value in vars(self).items():
+            if is_search(value):
+                raise ConfigError(
+                    f"{name}: it is a search space of Ray Tune: tune.Tuner(flowrl.tune.PPO, "
+                    "param_space=config) draws values from it"
+                )
+            if isinstance(value, Settings):
+                value.check_no_search()
+
+    def _check_not_frozen(self) -> None:
+        if self._frozen:
+            raise ConfigError(
+                f"this {type(self).__name__} belongs to an algorithm that was built: change a copy "
+                "of it (config.copy()) and build another"
+            )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "_frozen":
+            super().__setattr__(name, value)
+            return
+        self._check_not_frozen()
+        ((ours, value),) = self.spelled({name: value}).items() or ((name, value),)
+        if ours not in type(self).model_fields:
+            raise ConfigError(f"unknown setting {name!r}.{nearest(name, self.keys())}")
+        name = ours
+        if is_search(value) and name in type(self).model_fields:
+            vars(self)[name] = value
+            self.model_fields_set.add(name)
+            return
+        before = dict(vars(self))
+        try:
+            super().__setattr__(name, value)
+        except ValidationError as error:
+            vars(self).update(before)  # a check of several settings comes after the assignment
+            raise ConfigError(_explain(type(self), error)) from None
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in type(self).model_fields:
+            raise KeyError(f"no setting {name!r}.{nearest(name, list(self.keys()))}")
+        return getattr(self, name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in type(self).model_fields
+
+    def __iter__(self) -> Iterator[str]:  # type: ignore[override]
+        return iter(type(self).model_fields)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default
+
+    def keys(self) -> list[str]:
+        return list(type(self).model_fields)
+
+    def items(self) -> list[tuple[str, Any]]:
+        return [(name, self[name]) for name in self.keys()]
+
+    def updated(self, **changes: Any) -> Self:
+        """A checked copy with these settings changed; nested mappings change only their keys."""
+        changes = self.spelled(changes)
+        values = {name: _copied(getattr(self, name)) for name in self.keys()}
+        for name, value in changes.items():
+            current = values.get(name)
+            if isinstance(current, Settings) and isinstance(value, dict):
+                value = current.updated(**value)
+            values[name] = value
+        made = type(self)(**values)
+        made.model_fields_set.clear()
+        made.model_fields_set.update(self.model_fields_set, changes)
+        return made
+
+    def copy(self) -> Self:  # type: ignore[override]
+        """A copy that can be changed."""
+        return self.updated()
+
+    def diff(self, other: Settings | None = None) -> dict[str, tuple[Any, Any]]:
+        """Name -> (value there, value here) of the settings that differ from another record's, or
+        from the defaults. Nested ones are named by their path, `model.fcnet_hiddens`."""
+        base = type(self)() if other is None else other
+        found: dict[str, tuple[Any, Any]] = {}
+        for name, value in self.items():
+            before = base.get(name)
+            if isinstance(value, Settings) and isinstance(before, Settings):
+                inner = value.diff(before)
+                found |= {f"{name}.{key}": pair for key, pair in inner.items()}
+            elif value is not before and not _equal(value, before):
+                found[name] = (before, value)
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as plain values, nested ones as dicts; code (an env creator) as it is."""
+        return {k: v.to_dict() if isinstance(v, Settings) else v for k, v in self.items()}
+
+    def chosen(self) -> dict[str, Any]:
+        """The settings that somebody has set; the others have their defaults."""
+        return {name: self[name] for name in self.keys() if name in self.model_fields_set}
+
+
+def _copied(value: Any) -> Any:
+    """A setting's value for another record, which may change it."""
+    if isinstance(value, Settings):
+        return value.copy()
+    if isinstance(value, (dict, list)) and not is_search(value):
+        try:
+            return copy.deepcopy(value)
+        except Exception:  # there is something in it that cannot be copied
+            return type(value)(value)
+    return value
+
+
+def is_search(value: Any) -> bool:
+    """Whether a value is a search space of Ray Tune: a domain, or {"grid_search": [...]}."""
+    if isinstance(value, dict):
+        return set(value) == {"grid_search"}
+    return type(value).__module__.startswith("ray.tune.search")
+
+
+def _equal(one: Any, two: Any) -> bool:
+    try:
+        return bool(one == two)
+    except Exception:  # arrays in an env_config
+        return False
+
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
