@@ -30,7 +30,7 @@ WORKERS, ENVS, FRAGMENT, BATCH, WARM_UP_S = 2, 4, 50, 500, 5.0
 
 def flowrl_plan(plan: str, seconds: float, **changes: Any) -> dict[str, float]:
     """Rates of a shipped plan."""
-    from flowrl.algorithms.plans import load_plan
+    from flowrl.trainer.plan_files import load_plan
 
     if plan != "a3c":
         changes["train_batch_size"] = BATCH

@@ -22,8 +22,6 @@ for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 
 import numpy as np
 
-from flowrl.algorithms.algorithm import Algorithm
-from flowrl.algorithms.plans import load_plan
 from flowrl.ops import (
     ConcatBatches,
     Concurrently,
@@ -36,6 +34,8 @@ from flowrl.ops import (
     UpdateReplayPriorities,
     UpdateTargetNetwork,
 )
+from flowrl.trainer.algorithm import Algorithm
+from flowrl.trainer.plan_files import load_plan
 
 
 def ppo_alone(workers: Any, config: Any) -> Any:

@@ -17,8 +17,8 @@ for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 
 import numpy as np
 
-from flowrl.algorithms.algorithm import Algorithm
-from flowrl.algorithms.plans import load_plan
+from flowrl.trainer.algorithm import Algorithm
+from flowrl.trainer.plan_files import load_plan
 
 GOALS = (400.0, 450.0)
 

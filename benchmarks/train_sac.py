@@ -33,7 +33,7 @@ STARTS, BATCH, BUFFER, LR, GAMMA, TAU, NOISE = 1_000, 256, 100_000, 1e-3, 0.99, 
 
 def flowrl_run(plan: str, steps: int, seed: int) -> dict[str, float]:
     """The shipped plan."""
-    from flowrl.algorithms.plans import load_plan
+    from flowrl.trainer.plan_files import load_plan
 
     config = load_plan(plan).config
     config = config.updated(

@@ -14,11 +14,11 @@ from typing import Any, ClassVar
 from ray import tune
 from ray.tune.tune import _Config
 
-from flowrl.algorithms.config import AlgorithmConfig
-from flowrl.algorithms.registry import algorithm_class, algorithm_names
-from flowrl.algorithms.spellings import our_names
 from flowrl.data.checkpoint import read_manifest
 from flowrl.settings import ConfigError
+from flowrl.trainer.config import AlgorithmConfig
+from flowrl.trainer.registry import algorithm_class, algorithm_names
+from flowrl.trainer.setting_aliases import our_names
 
 _Config.register(AlgorithmConfig)  # what Tune takes by its to_dict()
 
@@ -101,7 +101,7 @@ def trainable(algorithm: Any) -> type[AlgorithmTrainable]:
     Raises:
         ConfigError: it is none.
     """
-    from flowrl.algorithms.algorithm import Algorithm
+    from flowrl.trainer.algorithm import Algorithm
 
     if isinstance(algorithm, type) and issubclass(algorithm, Algorithm):
         return type(algorithm.__name__, (AlgorithmTrainable,), {"algorithm": algorithm})

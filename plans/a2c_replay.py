@@ -17,7 +17,7 @@ config = A2CConfig(
     train_batch_size=64,
     gamma=0.98,
     lr=[(0, 1e-3), (300_000, 1e-4)],
-    learn_from_replay=True,
+    allow_off_policy=True,
 )
 
 

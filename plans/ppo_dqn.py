@@ -1,6 +1,5 @@
 """PPO and DQN in one plan: each trains its own policy from the same stream of experience."""
 
-from flowrl.algorithms.config import AlgorithmConfig
 from flowrl.algorithms.dqn import DQNConfig
 from flowrl.algorithms.ppo import PPOConfig
 from flowrl.envs import make_multi_agent
@@ -17,6 +16,7 @@ from flowrl.ops import (
     UpdateTargetNetwork,
 )
 from flowrl.policies import PolicySpec
+from flowrl.trainer.config import AlgorithmConfig
 
 config = AlgorithmConfig(
     env=make_multi_agent("CartPole-v1"),

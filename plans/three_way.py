@@ -1,6 +1,5 @@
 """PPO, DQN and discrete SAC in one environment: three sub-plans over one stream of experience."""
 
-from flowrl.algorithms.config import AlgorithmConfig
 from flowrl.algorithms.dqn import DQNConfig
 from flowrl.algorithms.ppo import PPOConfig
 from flowrl.algorithms.sac import SACConfig
@@ -18,6 +17,7 @@ from flowrl.ops import (
     UpdateTargetNetwork,
 )
 from flowrl.policies import PolicySpec
+from flowrl.trainer.config import AlgorithmConfig
 
 config = AlgorithmConfig(
     env=make_multi_agent("CartPole-v1"),

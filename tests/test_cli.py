@@ -10,9 +10,10 @@ import time
 
 import pytest
 
-from flowrl import train_command, training
 from flowrl.algorithms.ppo import PPO
-from flowrl.cli import main
+from flowrl.cli import train as train_command
+from flowrl.cli import training_run as training
+from flowrl.cli.main import main
 
 SHORT = ["--stop-iters", "2", "--train-batch-size", "64", "--sgd-minibatch-size", "32"]
 
@@ -145,7 +146,7 @@ def test_a_run_that_left_no_checkpoint_cannot_go_on(capsys, tmp_path):
 
 
 def test_a_reader_that_leaves_is_no_failure():
-    command = f"{sys.executable} -m flowrl.cli train ppo --help | head -1"
+    command = f"{sys.executable} -m flowrl train ppo --help | head -1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
     assert "Traceback" not in done.stderr
 
@@ -362,7 +363,7 @@ def test_a_run_directory_in_use_is_refused(capsys):
 )
 def test_interrupt_leaves_a_checkpoint(tmp_path, sent, code, said):
     process = subprocess.Popen(
-        [sys.executable, "-m", "flowrl.cli", "train", "ppo", "--run-dir", "r"],
+        [sys.executable, "-m", "flowrl", "train", "ppo", "--run-dir", "r"],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
@@ -428,7 +429,7 @@ def test_more_wrong_flags(capsys, tmp_path, flags, said):
 
 
 def test_a_run_directory_is_ours_alone(capsys, tmp_path):
-    from flowrl.rundir import RunDirectory
+    from flowrl.cli.run_directory import RunDirectory
 
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.txt").write_text("precious")

@@ -22,7 +22,7 @@ cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
 node = cluster.add_node(num_cpus=2)
 ray.init(address=cluster.address, log_to_driver=False)
 
-from flowrl.algorithms.plans import load_plan
+from flowrl.trainer.plan_files import load_plan
 
 def nodes(algorithm):
     told = algorithm.workers.foreach_worker(lambda w: ray.get_runtime_context().get_node_id())
@@ -192,7 +192,7 @@ def test_nothing_is_left_after_stop(tmp_path):
 def test_nothing_is_left_of_a_driver_that_was_killed(tmp_path):
     code = textwrap.dedent(
         """
-        from flowrl.algorithms.plans import load_plan
+        from flowrl.trainer.plan_files import load_plan
         config = load_plan("apex").config.updated(num_workers=2, seed=0)
         with config.build() as algorithm:
             while True:
@@ -233,8 +233,8 @@ def test_nothing_is_left_of_a_driver_that_was_killed(tmp_path):
 NUMPY = """
 import sys, numpy as np
 from flowrl.algorithms.a2c import A2C, A2CConfig
-from flowrl.algorithms.algorithm import Algorithm
-from flowrl.algorithms.config import AlgorithmConfig
+from flowrl.trainer.algorithm import Algorithm
+from flowrl.trainer.config import AlgorithmConfig
 from flowrl.policies import Policy
 
 class Constant(Policy):

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from flowrl.algorithms.plans import load_plan
 from flowrl.algorithms.ppo import PPO, PPOConfig, PPOTorchPolicy
 from flowrl.offline.off_policy_evaluation import estimate
 from flowrl.ops import ParallelRollouts, WriteParquet
+from flowrl.trainer.plan_files import load_plan
 
 from .envs import Catch, HiddenVelocities, RepeatPast
 

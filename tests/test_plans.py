@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from flowrl.algorithms.off_policy import OffPolicyConfig
-from flowrl.algorithms.plans import load_plan, shipped_plans
-from flowrl.iter.branches import TeeChild
+from flowrl.iter.branches import DuplicateChild
 from flowrl.iter.stage import walk
 from flowrl.ops import ConcatBatches, SelectExperiences
+from flowrl.trainer.plan_files import load_plan, shipped_plans
 
 PLANS = list(shipped_plans())
 OFFLINE = ("bc", "cql", "marwil")  # which need files: see test_marwil.py, test_cql.py
@@ -70,7 +70,7 @@ def held(plan, policy_id):
         if getattr(stage, "learner", None) is not None:
             fresh = [b for b in stage.learner.held() if "batch_indexes" not in b]  # not replayed
             rows += sum(batch.steps_by_policy().get(policy_id, 0) for batch in fresh)
-        if isinstance(fn, SelectExperiences) and isinstance(stage.parents[0], TeeChild):
+        if isinstance(fn, SelectExperiences) and isinstance(stage.parents[0], DuplicateChild):
             child = stage.parents[0]
             waiting = child._tee.buffers[child._index] if policy_id in fn.policy_ids else ()
             rows += sum(batch.steps_by_policy().get(policy_id, 0) for batch, _ in waiting)

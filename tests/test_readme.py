@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 import flowrl.ops
-from flowrl.algorithms.algorithm import Algorithm
-from flowrl.algorithms.config import _GROUPS, AlgorithmConfig, _training_fields
-from flowrl.algorithms.plans import load_plan
-from flowrl.cli import main
+from flowrl.cli.main import main
 from flowrl.iter import LocalIterator, ParallelIterator
 from flowrl.offline.parquet import parquet_files, read_parquet
+from flowrl.trainer.algorithm import Algorithm
+from flowrl.trainer.config import _GROUPS, AlgorithmConfig, _training_fields
+from flowrl.trainer.plan_files import load_plan
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)

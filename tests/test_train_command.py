@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from flowrl.algorithms import Algorithm
-from flowrl.algorithms.plans import plans_folder
 from flowrl.algorithms.ppo import PPOConfig
-from flowrl.algorithms.registry import algorithm_class, register_algorithm
+from flowrl.cli.run_directory import _plain, checkpoints_of, read_config
+from flowrl.cli.training_run import Stop
 from flowrl.data import checkpoint
 from flowrl.data.checkpoint import CheckpointError, read_manifest
 from flowrl.policies import ConfigError
-from flowrl.rundir import _plain, checkpoints_of, read_config
-from flowrl.training import Stop
+from flowrl.trainer.plan_files import plans_folder
+from flowrl.trainer.registry import algorithm_class, register_algorithm
 from tests.test_cli import run
 
 REPOSITORY = Path(__file__).parents[1]

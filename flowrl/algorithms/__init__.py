@@ -11,11 +11,11 @@ __all__ = ["Algorithm", "AlgorithmConfig", "ConfigError"]
 
 def __getattr__(name: str) -> Any:
     if name == "Algorithm":
-        from flowrl.algorithms.algorithm import Algorithm
+        from flowrl.trainer.algorithm import Algorithm
 
         return Algorithm
     if name == "AlgorithmConfig":
-        from flowrl.algorithms.config import AlgorithmConfig
+        from flowrl.trainer.config import AlgorithmConfig
 
         return AlgorithmConfig
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from flowrl.algorithms.a2c import A2CConfig, A2CTorchPolicy
-from flowrl.algorithms.algorithm import Algorithm
 from flowrl.settings import Count
+from flowrl.trainer.algorithm import Algorithm
 
 
 class A3CConfig(A2CConfig):
@@ -27,13 +27,13 @@ class A3CConfig(A2CConfig):
     own, and computes the next one with weights that lack it."""
     max_policy_lag: int | None = Field(default=None, ge=0)
     """The most updates that a gradient's weights may be old; None for any."""
-    when_stale: Literal["drop", "wait"] = "drop"
+    stale_policy: Literal["drop", "wait"] = "drop"
     """Drop gradients of older weights, or have workers wait, so that there are none."""
     min_sample_timesteps_per_iteration: int = Field(default=1000, ge=0)
 
     def staleness(self) -> dict[str, Any]:
         """The options of AsyncGradients by which gradients do not get too old."""
-        return {"max_policy_lag": self.max_policy_lag, "when_stale": self.when_stale}
+        return {"max_policy_lag": self.max_policy_lag, "stale_policy": self.stale_policy}
 
     @model_validator(mode="after")
     def _one_gradient(self) -> Self:
@@ -42,11 +42,11 @@ class A3CConfig(A2CConfig):
                 "num_sgd_iter and sgd_minibatch_size: A3C makes one gradient of each fragment: "
                 "leave them out"
             )
-        if self.when_stale == "wait" and self.max_policy_lag is None:
-            raise ValueError('when_stale="wait" needs a max_policy_lag')
+        if self.stale_policy == "wait" and self.max_policy_lag is None:
+            raise ValueError('stale_policy="wait" needs a max_policy_lag')
         own = self.max_requests_in_flight_per_worker - 1  # updates that all gradients are older by
         lag = self.max_policy_lag
-        if self.when_stale == "drop" and lag is not None and lag < own:
+        if self.stale_policy == "drop" and lag is not None and lag < own:
             raise ValueError(
                 f"max_policy_lag={lag} would drop most gradients: with "
                 f"max_requests_in_flight_per_worker={own + 1} they are {own} updates old at least. "

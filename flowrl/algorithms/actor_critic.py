@@ -9,7 +9,6 @@ import torch
 from gymnasium import spaces
 from pydantic import Field
 
-from flowrl.algorithms.config import AlgorithmConfig
 from flowrl.algorithms.off_policy import OffPolicyConfig
 from flowrl.policies.config import ModelConfig
 from flowrl.policies.learning.flat_parameters import FlatAdam
@@ -22,6 +21,7 @@ from flowrl.policies.target_network import TargetNetwork
 from flowrl.policies.torch_policy import TensorBatch
 from flowrl.seeding import random_stream
 from flowrl.settings import ConfigError, Count, Fraction, Positive
+from flowrl.trainer.config import AlgorithmConfig
 
 
 class ActorCriticSettings(AlgorithmConfig):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from flowrl.algorithms.config import OnPolicyConfig
 from flowrl.data import SampleBatch
 from flowrl.policies.returns import discounted_returns, generalized_advantages
 from flowrl.policies.torch_policy import TorchPolicy
 from flowrl.settings import ConfigError
+from flowrl.trainer.config import OnPolicyConfig
 
 
 class OnPolicyPolicy(TorchPolicy):
@@ -52,9 +52,9 @@ class OnPolicyPolicy(TorchPolicy):
     def learn_on_minibatches(
         self, batch: SampleBatch, num_sgd_iter: int = 1, sgd_minibatch_size: int = 0
     ) -> dict[str, float]:
-        if "batch_indexes" in batch and not self.config.learn_from_replay:
+        if "batch_indexes" in batch and not self.config.allow_off_policy:
             raise ConfigError(
                 f"{type(self).__name__} learns from what it has just sampled, this batch was drawn "
-                "from a replay buffer: set learn_from_replay=True if that is meant"
+                "from a replay buffer: set allow_off_policy=True if that is meant"
             )
         return super().learn_on_minibatches(batch, num_sgd_iter, sgd_minibatch_size)

@@ -6,14 +6,14 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from flowrl.algorithms.algorithm import Algorithm
-from flowrl.algorithms.beside import LearnerBesideConfig
+from flowrl.algorithms.async_learner import AsyncLearnerConfig
 from flowrl.algorithms.dqn import DQNConfig, DQNTorchPolicy
 from flowrl.policies.config import ExplorationConfig
 from flowrl.settings import Count
+from flowrl.trainer.algorithm import Algorithm
 
 
-class APEXConfig(DQNConfig, LearnerBesideConfig):
+class APEXConfig(DQNConfig, AsyncLearnerConfig):
     """Settings of Ape-X."""
 
     algorithm: ClassVar[str] = "flowrl.algorithms.apex:APEX"

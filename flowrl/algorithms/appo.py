@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 import torch
 from pydantic import Field
 
-from flowrl.algorithms.algorithm import Algorithm
 from flowrl.algorithms.ppo import adapted, clipped_surrogate
 from flowrl.algorithms.vtrace import VTraceConfig, VTracePolicy
 from flowrl.policies.schedules import Schedule, value_at
 from flowrl.policies.target_network import TargetNetwork
 from flowrl.policies.torch_policy import TensorBatch
 from flowrl.settings import Fraction, NotNegative, Positive
+from flowrl.trainer.algorithm import Algorithm
 
 
 class APPOConfig(VTraceConfig):

@@ -11,19 +11,19 @@ import optree
 import torch
 from pydantic import Field
 
-from flowrl.algorithms.algorithm import Algorithm
-from flowrl.algorithms.recorded import RecordedConfig
+from flowrl.algorithms.offline_config import OfflineConfig
 from flowrl.algorithms.sac import SACSettings, SACTorchPolicy
 from flowrl.data import SampleBatch
 from flowrl.ops import ReadMinari, ReadParquet
 from flowrl.policies.torch_policy import TensorBatch
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.settings import Count, NotNegative, Positive
+from flowrl.trainer.algorithm import Algorithm
 
 COLUMNS = ("obs", "new_obs", "actions", "rewards", "terminateds")
 
 
-class CQLConfig(SACSettings, RecordedConfig):
+class CQLConfig(SACSettings, OfflineConfig):
     """Settings of CQL."""
 
     algorithm: ClassVar[str] = "flowrl.algorithms.cql:CQL"

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from flowrl.algorithms.algorithm import Algorithm
 from flowrl.algorithms.ppo import PPOConfig, PPOTorchPolicy
 from flowrl.settings import Count
+from flowrl.trainer.algorithm import Algorithm
 
 
 class DDPPOConfig(PPOConfig):

@@ -14,20 +14,20 @@ import torch
 from gymnasium import spaces
 from pydantic import Field, FiniteFloat, model_validator
 
-from flowrl.algorithms.algorithm import Algorithm
 from flowrl.algorithms.off_policy import OffPolicyConfig
-from flowrl.policies.categorical_q import Atoms
+from flowrl.policies.categorical_q import CategoricalQ
 from flowrl.policies.config import ExplorationConfig
 from flowrl.policies.exploration import Exploration
 from flowrl.policies.learning.kernels.backprop import Backprop
 from flowrl.policies.models.base import Inputs, ModelV2
 from flowrl.policies.models.fcnet import FullyConnectedNetwork, is_quick
 from flowrl.policies.models.noisy import draw_noise, make_noisy
-from flowrl.policies.q_values import ActionValues, Judged
+from flowrl.policies.q_values import QValues, TDLoss
 from flowrl.policies.schedules import Schedule
 from flowrl.policies.target_network import TargetNetwork
 from flowrl.policies.torch_policy import TensorBatch
 from flowrl.settings import ConfigError, Count, Fraction, Positive
+from flowrl.trainer.algorithm import Algorithm
 
 
 class DQNConfig(OffPolicyConfig):
@@ -106,13 +106,13 @@ class DQNTorchPolicy(TargetNetwork):
             raise ConfigError(f"DQN's network sees observations alone, not {sorted(others)}")
 
     @cached_property
-    def values(self) -> ActionValues:
+    def values(self) -> QValues:
         """What the network's outputs mean."""
         config = self.config
         actions = int(self.action_space.n)  # type: ignore[attr-defined]
         if config.num_atoms == 1:
-            return ActionValues(actions, config.dueling)
-        return Atoms(actions, config.num_atoms, config.v_min, config.v_max, config.dueling)
+            return QValues(actions, config.dueling)
+        return CategoricalQ(actions, config.num_atoms, config.v_min, config.v_max, config.dueling)
 
     def _can_backprop(self, model: ModelV2) -> TypeGuard[FullyConnectedNetwork]:
         """Whether the gradient can be had without autograd."""
@@ -198,7 +198,7 @@ class DQNTorchPolicy(TargetNetwork):
         state = self.model.value_function() if self.values.has_state else None
         return self._weighted(batch, self.values.judged(outputs, state, batch["actions"], goals))
 
-    def _weighted(self, batch: TensorBatch, judged: Judged) -> torch.Tensor:
+    def _weighted(self, batch: TensorBatch, judged: TDLoss) -> torch.Tensor:
         self._note(batch, judged)
         losses: torch.Tensor = judged.losses
         return (losses * batch["weights"]).mean() if "weights" in batch else losses.mean()
@@ -236,7 +236,7 @@ class DQNTorchPolicy(TargetNetwork):
         discounts = np.where(batch.array("terminateds"), 0.0, discounts)
         return self.values.goals(following, state, best, batch.array("rewards"), discounts)
 
-    def _note(self, batch: TensorBatch, judged: Judged) -> None:
+    def _note(self, batch: TensorBatch, judged: TDLoss) -> None:
         self.note_rows(batch, td_error=judged.errors)
         count = max(len(judged.errors), 1)
         self.stats["mean_q"] = float(judged.values.sum()) / count

@@ -6,10 +6,10 @@ from typing import ClassVar
 
 import torch
 
-from flowrl.algorithms.algorithm import Algorithm
 from flowrl.algorithms.vtrace import VTraceConfig, VTracePolicy
 from flowrl.policies.schedules import value_at
 from flowrl.policies.torch_policy import TensorBatch
+from flowrl.trainer.algorithm import Algorithm
 
 
 class IMPALAConfig(VTraceConfig):

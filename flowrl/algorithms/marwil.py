@@ -8,19 +8,19 @@ import numpy as np
 import torch
 from pydantic import Field, model_validator
 
-from flowrl.algorithms.algorithm import Algorithm
-from flowrl.algorithms.recorded import RecordedConfig
+from flowrl.algorithms.offline_config import OfflineConfig
 from flowrl.data import SampleBatch
 from flowrl.ops import ReadMinari, ReadParquet
 from flowrl.policies.returns import discounted_returns
 from flowrl.policies.torch_policy import TensorBatch, TorchPolicy
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.settings import ConfigError, Count, NotNegative, Positive
+from flowrl.trainer.algorithm import Algorithm
 
 MOST = 5.0  # exponents are kept below: one row is not to be all of a batch
 
 
-class MARWILConfig(RecordedConfig):
+class MARWILConfig(OfflineConfig):
     """Settings of MARWIL."""
 
     algorithm: ClassVar[str] = "flowrl.algorithms.marwil:MARWIL"

@@ -8,13 +8,13 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from flowrl.algorithms.config import AlgorithmConfig, check_folder
 from flowrl.data import DEFAULT_POLICY_ID
 from flowrl.ops import ReplayActors
 from flowrl.policies.policy_spec import specs_of
 from flowrl.replay import MultiAgentReplayBuffer, PrioritizedReplayBuffer, ReplayBuffer
 from flowrl.seeding import derive_seed
 from flowrl.settings import ConfigError, Count, NotNegative, Positive
+from flowrl.trainer.config import AlgorithmConfig, check_folder
 
 ON_ACTORS = ("num_replay_shards", "replay_buffer_shards_colocated_with_driver")
 

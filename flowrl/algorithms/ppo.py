@@ -8,11 +8,11 @@ import torch
 from pydantic import Field
 
 from flowrl.algorithms.advantages import OnPolicyPolicy
-from flowrl.algorithms.algorithm import Algorithm
-from flowrl.algorithms.config import OnPolicyConfig
 from flowrl.policies.schedules import Schedule, value_at
 from flowrl.policies.torch_policy import TensorBatch
 from flowrl.settings import Count, NotNegative, Positive
+from flowrl.trainer.algorithm import Algorithm
+from flowrl.trainer.config import OnPolicyConfig
 
 
 class PPOConfig(OnPolicyConfig):

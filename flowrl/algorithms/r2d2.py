@@ -9,12 +9,12 @@ import optree
 import torch
 from pydantic import model_validator
 
-from flowrl.algorithms.algorithm import Algorithm
 from flowrl.algorithms.dqn import DQNConfig, DQNTorchPolicy
 from flowrl.data import SampleBatch
 from flowrl.policies.config import ModelConfig
 from flowrl.policies.torch_policy import TensorBatch
 from flowrl.settings import ConfigError, Count, Positive
+from flowrl.trainer.algorithm import Algorithm
 
 PREVIOUS = {"prev_actions": "actions", "prev_rewards": "rewards"}  # views of the step before
 

@@ -15,14 +15,14 @@ from flowrl.algorithms.actor_critic import (
     ActorCriticPolicy,
     ActorCriticSettings,
 )
-from flowrl.algorithms.algorithm import Algorithm
-from flowrl.algorithms.config import AlgorithmConfig
 from flowrl.policies.config import ExplorationConfig
 from flowrl.policies.distributions import Categorical, SquashedGaussian
 from flowrl.policies.exploration import FORBIDDEN
 from flowrl.policies.schedules import Schedule
 from flowrl.policies.torch_policy import TensorBatch
 from flowrl.settings import ConfigError, Positive
+from flowrl.trainer.algorithm import Algorithm
+from flowrl.trainer.config import AlgorithmConfig
 
 
 class SACSettings(ActorCriticSettings):

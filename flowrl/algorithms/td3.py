@@ -9,12 +9,12 @@ import numpy as np
 import torch
 
 from flowrl.algorithms.actor_critic import ActorCriticConfig, ActorCriticPolicy
-from flowrl.algorithms.algorithm import Algorithm
 from flowrl.policies.config import ExplorationConfig
 from flowrl.policies.distributions import SquashedDeterministic
 from flowrl.policies.schedules import Schedule
 from flowrl.policies.torch_policy import TensorBatch
 from flowrl.settings import Count, NotNegative
+from flowrl.trainer.algorithm import Algorithm
 
 
 class TD3Config(ActorCriticConfig):

@@ -9,9 +9,9 @@ from typing import Any, Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from flowrl.algorithms.beside import LearnerBesideConfig
+from flowrl.algorithms.async_learner import AsyncLearnerConfig
 from flowrl.data import SampleBatch
-from flowrl.ops import StepsAhead
+from flowrl.ops import StalenessLimit
 from flowrl.policies.models.fcnet import is_quick
 from flowrl.policies.returns import vtrace
 from flowrl.policies.schedules import Schedule
@@ -21,7 +21,7 @@ from flowrl.settings import ConfigError, Count, Fraction, Positive
 BOOTSTRAP = "bootstrap_values"  # of a network with memory: its values as they were sampled
 
 
-class VTraceConfig(LearnerBesideConfig):
+class VTraceConfig(AsyncLearnerConfig):
     """Settings of the algorithms that correct by V-trace."""
 
     train_batch_size: Count = 500
@@ -41,7 +41,7 @@ class VTraceConfig(LearnerBesideConfig):
     """Weight of the value loss: a number, or a schedule over env steps."""
     max_policy_lag: int | None = Field(default=None, ge=0)
     """The most updates that the weights of a fragment may be old; None for any."""
-    when_stale: Literal["drop", "wait"] = "drop"
+    stale_policy: Literal["drop", "wait"] = "drop"
     """Drop fragments of older weights, or have workers wait, so that there are none."""
     broadcast_interval: Count = 1
     """Fragments between two times that their workers are sent new weights."""
@@ -57,16 +57,16 @@ class VTraceConfig(LearnerBesideConfig):
         """The options of ParallelRollouts by which fragments do not get too old."""
         if self.max_policy_lag is None:
             return {}
-        if self.when_stale == "drop":
+        if self.stale_policy == "drop":
             return {"max_policy_lag": self.max_policy_lag}
         most = self.max_policy_lag // self.num_sgd_iter
-        return {"limit": StepsAhead(self.train_batch_size, most)}
+        return {"limit": StalenessLimit(self.train_batch_size, most)}
 
     @model_validator(mode="after")
     def _check_waiting(self) -> Self:
-        if self.when_stale == "wait":
+        if self.stale_policy == "wait":
             if self.max_policy_lag is None:
-                raise ValueError('when_stale="wait" needs a max_policy_lag')
+                raise ValueError('stale_policy="wait" needs a max_policy_lag')
             needed = {
                 "replay_proportion": 0.0,
                 "minibatch_buffer_size": 1,
@@ -77,7 +77,7 @@ class VTraceConfig(LearnerBesideConfig):
             for name, only in needed.items():
                 if getattr(self, name) != only:
                     raise ValueError(
-                        f'{name}: when_stale="wait" can promise no max_policy_lag unless this is '
+                        f'{name}: stale_policy="wait" can promise no max_policy_lag unless this is '
                         f"{only!r}, got {getattr(self, name)!r}"
                     )
         return self

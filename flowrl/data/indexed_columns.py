@@ -1,7 +1,7 @@
-"""Windows: a column that is stored as positions in another array, and read as an array.
+"""IndexedColumn: a column that is stored as positions in another array, and read as an array.
 
 Views of a trajectory (the next observation, the last four frames) repeat what is stored already.
-A Windows column keeps each stored row once and makes the array when somebody reads it.
+An IndexedColumn keeps each stored row once and makes the array when somebody reads it.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.data.lazy_columns import Unread
+from flowrl.data.lazy_columns import LazyColumn
 
 NOTHING = -1  # the position that stands for zeros
 
 
-class Windows:
+class IndexedColumn:
     """Rows of an array by position: `np.asarray(windows)` is base[index], zeros at NOTHING.
 
     Slices and arrays of row numbers give Windows on the same base; every reading a new array.
@@ -27,8 +27,8 @@ class Windows:
         index: positions [rows] or [rows, k] in it, or NOTHING.
     """
 
-    def __init__(self, base: np.ndarray | Unread, index: np.ndarray):
-        self._bases: list[np.ndarray | Unread] = [base]
+    def __init__(self, base: np.ndarray | LazyColumn, index: np.ndarray):
+        self._bases: list[np.ndarray | LazyColumn] = [base]
         self._index: np.ndarray | None = index
 
     @property
@@ -40,21 +40,22 @@ class Windows:
     @property
     def base(self) -> np.ndarray:
         """The stored rows."""
-        if len(self._bases) > 1 or isinstance(self._bases[0], Unread):
-            made = [b.array() if isinstance(b, Unread) else b for b in self._bases]
+        if len(self._bases) > 1 or isinstance(self._bases[0], LazyColumn):
+            made = [b.array() if isinstance(b, LazyColumn) else b for b in self._bases]
             self._bases = [np.concatenate(made) if len(made) > 1 else made[0]]
         return self._bases[0]  # type: ignore[return-value]
 
     @property
     def unread(self) -> bool:
         """Whether rows are still to be made or fetched."""
-        return any(isinstance(base, Unread) for base in self._bases)
+        return any(isinstance(base, LazyColumn) for base in self._bases)
 
-    def left_behind(self, put: Callable[[Any], Any], get: Callable[[Any], Any]) -> Windows:
-        """The column for another process; see `Unread.left_behind`."""
-        moved = Windows(self._bases[0], self.index)
+    def left_behind(self, put: Callable[[Any], Any], get: Callable[[Any], Any]) -> IndexedColumn:
+        """The column for another process; see `LazyColumn.left_behind`."""
+        moved = IndexedColumn(self._bases[0], self.index)
         moved._bases = [
-            base.left_behind(put, get) if isinstance(base, Unread) else base for base in self._bases
+            base.left_behind(put, get) if isinstance(base, LazyColumn) else base
+            for base in self._bases
         ]
         return moved
 
@@ -81,7 +82,7 @@ class Windows:
     def __getitem__(self, rows: Any) -> Any:
         if isinstance(rows, (int, np.integer)):
             return np.asarray(self[rows : rows + 1 or None])[0]
-        part = Windows(self._bases[0], self.index[rows])
+        part = IndexedColumn(self._bases[0], self.index[rows])
         part._bases = self._bases
         return part
 
@@ -97,15 +98,15 @@ class Windows:
     def __reduce__(self) -> Any:
         if self.unread:
             return _rebuilt, (self._bases, self.index)
-        return Windows, (self.base, self.index)
+        return IndexedColumn, (self.base, self.index)
 
     def __repr__(self) -> str:
-        return f"Windows(shape={self.shape}, dtype={self.dtype})"
+        return f"IndexedColumn(shape={self.shape}, dtype={self.dtype})"
 
     @staticmethod
-    def concat(parts: Sequence[Windows]) -> Windows:
+    def concat(parts: Sequence[IndexedColumn]) -> IndexedColumn:
         """The rows of all; nothing is copied but positions."""
-        bases: list[np.ndarray | Unread] = []
+        bases: list[np.ndarray | LazyColumn] = []
         indices = []
         offset = 0
         for part in parts:
@@ -113,12 +114,12 @@ class Windows:
             indices.append(np.where(part.index == NOTHING, NOTHING, shifted))
             bases += part._bases
             offset += sum(len(base) for base in part._bases)
-        joined = Windows(bases[0], np.concatenate(indices))
+        joined = IndexedColumn(bases[0], np.concatenate(indices))
         joined._bases = bases
         return joined
 
 
-class NextRows(Windows):
+class NextRows(IndexedColumn):
     """What each row led to: the row after it, but for `cuts`, where trajectories end.
 
     Args:
@@ -155,7 +156,7 @@ class NextRows(Windows):
         return NextRows, (self.base, self.rows, self.cuts)
 
 
-def _rebuilt(bases: list[np.ndarray | Unread], index: np.ndarray) -> Windows:
-    windows = Windows(bases[0], index)
+def _rebuilt(bases: list[np.ndarray | LazyColumn], index: np.ndarray) -> IndexedColumn:
+    windows = IndexedColumn(bases[0], index)
     windows._bases = bases
     return windows

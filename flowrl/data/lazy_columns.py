@@ -1,4 +1,4 @@
-"""Unread: a column that a test pass did not see anybody read. It stays where it was made.
+"""LazyColumn: a column that a test pass did not see anybody read. It stays where it was made.
 
 Reading it is always right: what was left on a worker is fetched, with a warning that says how to
 have it shipped.
@@ -20,7 +20,7 @@ SMALL_BYTES = 50_000  # what is smaller travels along: fetching it would cost mo
 _told: set[str] = set()
 
 
-class Unread:
+class LazyColumn:
     """The rows of a column, made or fetched when they are first asked for.
 
     Args:
@@ -62,7 +62,7 @@ class Unread:
             self._make = None
         return self._array
 
-    def left_behind(self, put: Callable[[Any], Any], get: Callable[[Any], Any]) -> Unread:
+    def left_behind(self, put: Callable[[Any], Any], get: Callable[[Any], Any]) -> LazyColumn:
         """The column for another process: in full if it is small, else as a reference.
 
         Args:
@@ -73,12 +73,14 @@ class Unread:
         value: Any = pickle.dumps(array.tolist()) if array.dtype == object else array
         size = len(value) if isinstance(value, bytes) else value.nbytes
         if size > SMALL_BYTES:
-            return Unread(self.name, _Fetched(self.name, put(value), get), self.shape, self.dtype)
-        return Unread(self.name, _Sent(value), self.shape, self.dtype)
+            return LazyColumn(
+                self.name, _Fetched(self.name, put(value), get), self.shape, self.dtype
+            )
+        return LazyColumn(self.name, _Sent(value), self.shape, self.dtype)
 
     def __reduce__(self) -> Any:
         make = self._make if isinstance(self._make, (_Fetched, _Sent)) else _Sent(self.array())
-        return Unread, (self.name, make, self.shape, self.dtype)
+        return LazyColumn, (self.name, make, self.shape, self.dtype)
 
 
 class _Sent:

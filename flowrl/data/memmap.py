@@ -1,4 +1,4 @@
-"""MappedArrays: arrays in files instead of memory, for what is larger than that."""
+"""MemmapArrays: arrays in files instead of memory, for what is larger than that."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 
-class MappedArrays:
+class MemmapArrays:
     """Arrays in files of a folder, whose pages are in memory while there is room.
 
     The files have no names: their room is free again when nobody has the arrays any more, even if

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import optree
 
-from flowrl.data.indexed_columns import Windows
+from flowrl.data.indexed_columns import IndexedColumn
 
 log = logging.getLogger("flowrl")
 
@@ -167,7 +167,7 @@ class SampleBatch(dict[str, Any]):
     def __getitem__(self, key: str | slice | np.ndarray) -> Any:
         if isinstance(key, str):
             column = super().__getitem__(key)
-            return np.asarray(column) if isinstance(column, Windows) else column
+            return np.asarray(column) if isinstance(column, IndexedColumn) else column
         if isinstance(key, slice):
             return self._rows(key)
         return self.take_rows(key)
@@ -203,13 +203,13 @@ class SampleBatch(dict[str, Any]):
         return 0
 
     def stored(self) -> Iterator[tuple[str, Any]]:
-        """The columns as they lie in memory: some may be `Windows`, which read as arrays."""
+        """The columns as they lie in memory: some may be `IndexedColumn`, which read as arrays."""
         return iter(super().items())
 
     def _unread(self, name: str) -> bool:
         """Whether a column is there, but still to be made or fetched."""
         column = dict.get(self, name)
-        return isinstance(column, Windows) and column.unread
+        return isinstance(column, IndexedColumn) and column.unread
 
     def without_unread(self) -> SampleBatch:
         """A new batch without the columns that nobody has read yet and the loss does not read."""
@@ -229,7 +229,7 @@ class SampleBatch(dict[str, Any]):
     def pop(self, key: str, *default: Any) -> Any:
         """The column, taken out of the batch."""
         column = super().pop(key, *default)
-        return np.asarray(column) if isinstance(column, Windows) else column
+        return np.asarray(column) if isinstance(column, IndexedColumn) else column
 
     def get(self, key: str, default: Any = None) -> Any:
         return self[key] if key in self else default
@@ -492,8 +492,8 @@ class SampleBatch(dict[str, Any]):
         columns: dict[str, Any] = {}
         for name in full[0]:
             stored = [dict.__getitem__(batch, name) for batch in full]
-            if all(isinstance(part, Windows) for part in stored):
-                columns[name] = Windows.concat(stored)
+            if all(isinstance(part, IndexedColumn) for part in stored):
+                columns[name] = IndexedColumn.concat(stored)
                 continue
             parts: list[Any] = [batch[name] for batch in full]
             columns[name] = (
@@ -574,7 +574,7 @@ class _Lead:
 
 def _parted(columns: dict[str, Any]) -> dict[str, Any]:
     """The columns with none stored twice."""
-    windows = {name: c for name, c in columns.items() if isinstance(c, Windows)}
+    windows = {name: c for name, c in columns.items() if isinstance(c, IndexedColumn)}
     bases = {name: c.base for name, c in windows.items() if not c.unread}
     for name, column in columns.items():
         for of, base in bases.items():
@@ -598,7 +598,7 @@ def _restore(columns: dict[str, Any], state: tuple[Any, ...]) -> SampleBatch:
 
 
 def _summary(column: Any) -> str:
-    if isinstance(column, Windows):
+    if isinstance(column, IndexedColumn):
         if column.unread:
             return f"np.ndarray({column.shape}, dtype={column.dtype}, not read yet)"
         column = np.asarray(column)

@@ -10,7 +10,7 @@ from gymnasium import spaces
 
 from flowrl.settings import ConfigError
 
-OnBadValues = Literal["raise", "drop", "replace"]
+OnInvalidStep = Literal["raise", "drop", "replace"]
 
 LARGEST_REWARD = float(np.finfo(np.float32).max)  # rewards are stored as float32
 TOLERANCE = 1e-4  # of a bound's size: environments compute in floats

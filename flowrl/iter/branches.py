@@ -64,7 +64,8 @@ class Union(Stage):
         for index, branch in enumerate(branches):
             _refuse_transform(branch, index, self._ordered and not self._stars[index])
         self._children = [
-            [stage for stage in walk(branch) if isinstance(stage, TeeChild)] for branch in branches
+            [stage for stage in walk(branch) if isinstance(stage, DuplicateChild)]
+            for branch in branches
         ]
         self._taken = [0] * len(branches)
         self._credit = [0.0] * len(branches)  # items that a branch may give; negative: that it owes
@@ -225,11 +226,12 @@ def _leans_on_others(stage: Stage) -> bool:
     """Whether what a stage waits for may be for a stage outside of its own stream to bring."""
     own = set(walk(stage))
     return any(
-        not own.issuperset(one.siblings) if isinstance(one, TeeChild) else one.leans for one in own
+        not own.issuperset(one.siblings) if isinstance(one, DuplicateChild) else one.leans
+        for one in own
     )
 
 
-class Tee(Stage):
+class Duplicate(Stage):
     """The shared end of `duplicate(n)`: gives every item to n bounded buffers.
 
     Args:
@@ -253,7 +255,7 @@ class Tee(Stage):
         self.max_buffered = max_buffered
         self.when_full = list(when_full)
         self.buffers: list[deque[tuple[Any, tuple[Source, ...]]]] = [deque() for _ in range(n)]
-        self.children: list[TeeChild] = []
+        self.children: list[DuplicateChild] = []
         self.dropped = [0] * n
         self._left = [False] * n
 
@@ -314,12 +316,12 @@ class Tee(Stage):
         self._left = list(state["left"])
 
 
-class TeeChild(Stage):
+class DuplicateChild(Stage):
     """One of the n streams of `duplicate(n)`."""
 
     kind = "duplicate_child"
 
-    def __init__(self, tee: Tee, index: int):
+    def __init__(self, tee: Duplicate, index: int):
         super().__init__(tee)
         self._tee = tee
         self._index = index
@@ -346,7 +348,7 @@ class TeeChild(Stage):
         return [] if self._tee.blocking() else self._tee.waits()
 
     @property
-    def siblings(self) -> list[TeeChild]:
+    def siblings(self) -> list[DuplicateChild]:
         """All the children of the duplicate."""
         return self._tee.children
 

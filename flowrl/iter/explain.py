@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from flowrl.iter.profiler import Clock
+from flowrl.iter.profiler import Profiler
 from flowrl.iter.stage import Stage, walk
 
 
-def tree(stage: Stage, clock: Clock | None = None) -> str:
+def tree(stage: Stage, clock: Profiler | None = None) -> str:
     """An indented tree, the end of the plan first; a shared stage is drawn once."""
     lines: list[str] = []
     seen: dict[int, int] = {}
@@ -33,7 +33,7 @@ def tree(stage: Stage, clock: Clock | None = None) -> str:
     return "\n".join(lines)
 
 
-def _live(stage: Stage, clock: Clock | None) -> str:
+def _live(stage: Stage, clock: Profiler | None) -> str:
     """What the stage has done so far, once the plan runs."""
     if clock is None:
         return ""
@@ -59,7 +59,7 @@ def _on_shards(stage: Stage) -> list[str]:
     return lines
 
 
-def rows(stage: Stage, clock: Clock | None = None) -> list[dict[str, Any]]:
+def rows(stage: Stage, clock: Profiler | None = None) -> list[dict[str, Any]]:
     """One dict per stage, end first: `id`, `stage`, `chained_at`, `parents`, `items`, and when
     the plan runs its times and figures; `shards` holds the rows of the steps on each shard."""
     ids = {node: index for index, node in enumerate(walk(stage))}
@@ -78,7 +78,7 @@ def rows(stage: Stage, clock: Clock | None = None) -> list[dict[str, Any]]:
     ]
 
 
-def mermaid(stage: Stage, clock: Clock | None = None) -> str:
+def mermaid(stage: Stage, clock: Profiler | None = None) -> str:
     """A mermaid flowchart, sources first."""
     lines = ["flowchart LR"]
     ids = {node: f"s{index}" for index, node in enumerate(walk(stage))}
@@ -90,7 +90,7 @@ def mermaid(stage: Stage, clock: Clock | None = None) -> str:
     return "\n".join(lines)
 
 
-def as_json(stage: Stage, clock: Clock | None = None) -> str:
+def as_json(stage: Stage, clock: Profiler | None = None) -> str:
     """The rows as JSON."""
     return json.dumps(rows(stage, clock), indent=1)
 

@@ -24,7 +24,7 @@ from flowrl.iter.errors import (
     operator_error,
 )
 from flowrl.iter.metrics import current_metrics
-from flowrl.iter.recovery import STARTING_S, Asked, ShardState, is_death
+from flowrl.iter.recovery import STARTING_S, PendingRequest, ShardState, is_death
 from flowrl.iter.shard_server import Reply
 from flowrl.iter.shards import Shards
 from flowrl.iter.stage import NOT_READY, Source, Stage, pack, unpack
@@ -65,7 +65,7 @@ class Gather(Stage):
         # whether shards must answer in time
         self._limited = any(shard.recovery.timeout_s is not None for shard in self.states)
         self._next_check = 0.0
-        self._flight: dict[Any, Asked] = {}
+        self._flight: dict[Any, PendingRequest] = {}
         self._queue: deque[tuple[Any, Source]] = deque()
         self._poll = True
         self._loaded = False
@@ -116,7 +116,7 @@ class Gather(Stage):
         ref = self.shards.request(shard.index, self._batch_ms, shard.accepted)
         incarnation = self.shards.incarnation(shard.index)
         mark = None if self._limit is None else self._limit.mark()
-        self._flight[ref] = Asked(shard, incarnation, time.monotonic(), mark)
+        self._flight[ref] = PendingRequest(shard, incarnation, time.monotonic(), mark)
         shard.requests.append(ref)
         return True
 

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, Literal, TypeVar
 
 from flowrl.iter import metrics as _metrics
-from flowrl.iter.branches import Tee, TeeChild, Union, WhenFull
+from flowrl.iter.branches import Duplicate, DuplicateChild, Union, WhenFull
 from flowrl.iter.buffering_stages import Batch, Shuffle
 from flowrl.iter.concurrent_stages import ForEachConcurrent
 from flowrl.iter.errors import OnError, annotate
 from flowrl.iter.explain import FORMATS, rows
 from flowrl.iter.gather import Gather
 from flowrl.iter.metrics import MetricsContext
-from flowrl.iter.profiler import Clock
+from flowrl.iter.profiler import Profiler
 from flowrl.iter.source import FromIterable
 from flowrl.iter.stage import NOT_READY, Stage, describe, state_names, walk
 from flowrl.iter.unary_stages import (
@@ -53,7 +53,7 @@ class LocalIterator(Generic[T]):
         self.stage = stage if isinstance(stage, Stage) else FromIterable(stage, name)
         self.name = name or self.stage.label()
         self.metrics = MetricsContext()
-        self._clock: Clock | None = None
+        self._clock: Profiler | None = None
         self._waiter = Waiter()
         self._stopped = False
 
@@ -162,8 +162,8 @@ class LocalIterator(Generic[T]):
         if not isinstance(n, int) or n < 2:
             raise ValueError(f"duplicate(n): n must be an int of at least 2, got {n!r}")
         policies = [when_full] * n if isinstance(when_full, str) else list(when_full)
-        tee = Tee(self.stage, n, max_buffered, policies)
-        return [self._then(TeeChild(tee, i), f".duplicate[{i}]") for i in range(n)]
+        tee = Duplicate(self.stage, n, max_buffered, policies)
+        return [self._then(DuplicateChild(tee, i), f".duplicate[{i}]") for i in range(n)]
 
     def union(
         self,
@@ -213,14 +213,14 @@ class LocalIterator(Generic[T]):
             if not stage.name:  # else another child of a duplicate has started it
                 stage.start(None if seed is None else f"{seed}/{name}")
                 stage.name = name
-        self._clock = Clock(self.stage)
+        self._clock = Profiler(self.stage)
 
     def _claim(
         self, stage: Stage, owner: object, readers: Counter[Stage], owners: dict[Stage, object]
     ) -> None:
         """Note whose a stage and those before it shall be; a duplicated stream belongs to its
         `duplicate`."""
-        if isinstance(stage, Tee):
+        if isinstance(stage, Duplicate):
             if stage.owner is None and stage not in owners:
                 owners[stage] = stage
                 self._claim(stage.parents[0], stage, readers, owners)
@@ -256,7 +256,7 @@ class LocalIterator(Generic[T]):
         finally:
             _metrics._current.reset(token)
 
-    def _wait_for_item(self, clock: Clock) -> Any:
+    def _wait_for_item(self, clock: Profiler) -> Any:
         """The one place where a plan with branches waits."""
         moved = -1
         while True:

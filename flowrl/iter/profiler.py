@@ -31,7 +31,7 @@ class Cell:
         self.starved = False
 
 
-class Clock:
+class Profiler:
     """Times the pulls of the plan that ends in `root`.
 
     `next_timed` counts down to the next pull to be made through `pull`.

@@ -56,7 +56,7 @@ class ShardState:
     stages: list[dict[str, Any]] = field(default_factory=list)  # what its steps said last
 
 
-class Asked(NamedTuple):
+class PendingRequest(NamedTuple):
     """A request in flight."""
 
     shard: ShardState

@@ -40,7 +40,7 @@ class Reply(NamedTuple):
     stages: list[dict[str, Any]] | None = None  # now and then, `stats()` of the shard's steps
 
 
-class Order(NamedTuple):
+class ShardRequest(NamedTuple):
     """A request to a shard.
 
     chain: which stream; steps: how to make it, None if the worker has it; skip: items to leave
@@ -56,7 +56,7 @@ class Order(NamedTuple):
     seed: str | None = None
 
 
-_NEXT = Order("", None)
+_NEXT = ShardRequest("", None)
 
 
 def _bound(step: Any, worker: Any) -> Any:
@@ -65,7 +65,7 @@ def _bound(step: Any, worker: Any) -> Any:
     return bind(worker) if callable(bind) else step
 
 
-class Chain:
+class ShardStream:
     """The stream of one shard, where its worker is."""
 
     def __init__(self, worker: Any, chain: str, steps: Sequence[Step], skip: int, seed: Any):
@@ -92,7 +92,7 @@ class Chain:
         self._skip = skip if getattr(worker, "replayable", False) else 0
         stream.start(seed)
 
-    def answer(self, order: Order) -> Reply:
+    def answer(self, order: ShardRequest) -> Reply:
         """The next item, or those of the next `batch_ms` milliseconds."""
         if self._error is not None:
             error, self._error = self._error, None
@@ -138,7 +138,7 @@ class Chain:
                 failed = 0
                 self._skip -= 1
 
-    def _next(self, order: Order) -> Any:
+    def _next(self, order: ShardRequest) -> Any:
         self._skip_accepted()
         if order.part is None:
             return next(self._stream)
@@ -157,13 +157,13 @@ class Chain:
         return backlog.popleft()
 
 
-def serve(worker: Any, order: Order) -> Reply:
+def serve(worker: Any, order: ShardRequest) -> Reply:
     """Runs where the worker is: answer an order."""
     chains = worker.__dict__.setdefault("_flowrl_chains", {})
     if order.chain not in chains:
         if order.steps is None:
             raise RuntimeError("this worker has lost its stream: it is not the one asked before")
-        chains[order.chain] = Chain(worker, order.chain, order.steps, order.skip, order.seed)
+        chains[order.chain] = ShardStream(worker, order.chain, order.steps, order.skip, order.seed)
     try:
         return chains[order.chain].answer(order)
     except BaseException as error:
@@ -180,7 +180,7 @@ def serve_ticket(worker: Any, ticket: int) -> list[Any]:
     return list(_with_traceback(worker._flowrl_tickets[ticket].answer, _NEXT))
 
 
-def serve_remote(worker: Any, order: Order) -> list[Any]:
+def serve_remote(worker: Any, order: ShardRequest) -> list[Any]:
     """Runs in an actor: like `serve`, with a ticket for the requests to come."""
     reply = _with_traceback(serve, worker, order)
     chain = worker._flowrl_chains[order.chain]

@@ -9,8 +9,16 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from flowrl.iter.recovery import Asked, Recovery, is_death
-from flowrl.iter.shard_server import Order, Reply, Step, forget, serve, serve_remote, serve_ticket
+from flowrl.iter.recovery import PendingRequest, Recovery, is_death
+from flowrl.iter.shard_server import (
+    Reply,
+    ShardRequest,
+    Step,
+    forget,
+    serve,
+    serve_remote,
+    serve_ticket,
+)
 
 NOT_YET = -1  # a shard was told its steps and has not answered
 
@@ -116,7 +124,7 @@ class Pool:
         assert self._workers is not None
         return self._workers[index]
 
-    def ask(self, index: int, order: Order) -> Any:
+    def ask(self, index: int, order: ShardRequest) -> Any:
         """Send an order; what is returned stands for the answer. (Here it is worked out when
         `result` asks for it.)"""
         return _Deferred(self.handle(index), order)
@@ -158,7 +166,7 @@ class _Deferred:
 
     __slots__ = ("order", "worker")
 
-    def __init__(self, worker: Any, order: Order):
+    def __init__(self, worker: Any, order: ShardRequest):
         self.worker = worker
         self.order = order
 
@@ -203,7 +211,7 @@ class ActorPool(Pool):
         assert self._handles is not None
         return self._handles[index]
 
-    def ask(self, index: int, order: Order) -> Any:
+    def ask(self, index: int, order: ShardRequest) -> Any:
         return self.handle(index).apply.remote(serve_remote, order)
 
     def asker(self, index: int, ticket: int) -> Callable[[], Any]:
@@ -357,7 +365,7 @@ class Shards:
         self._told.setdefault(index, NOT_YET)
         # partitions share a chain that another may have made: each of them brings the steps
         seed = f"{self.seed}/{index}"
-        order = Order(
+        order = ShardRequest(
             self._chain_of(index), None if told else steps, skip, batch_ms, self._part, seed
         )
         return pool.ask(worker, order)
@@ -371,13 +379,13 @@ class Shards:
             self._names[index] = f"{self.chain}.{sum(same[:index])}/{index}"
         return self._names[index]
 
-    def result(self, asked: Asked, ref: Any) -> Reply:
+    def result(self, asked: PendingRequest, ref: Any) -> Reply:
         """The answer to a request."""
         reply = self._shards[asked.shard.index].pool.result(ref)
         self._note(asked, reply)
         return reply
 
-    def results(self, asked: Sequence[Asked], refs: list[Any]) -> list[Reply | None]:
+    def results(self, asked: Sequence[PendingRequest], refs: list[Any]) -> list[Reply | None]:
         """The answers to requests to actors, fetched together; raises if one did."""
         import ray
 
@@ -388,7 +396,7 @@ class Shards:
             replies.append(reply)
         return replies
 
-    def _note(self, asked: Asked, reply: Reply) -> None:
+    def _note(self, asked: PendingRequest, reply: Reply) -> None:
         """The worker has the stream, and may have a ticket for it."""
         index = asked.shard.index
         self._told[index] = asked.incarnation

@@ -134,7 +134,7 @@ class ForEachHooked(ForEach):
         self._on_fetch_start = getattr(fn, "_on_fetch_start", None)
         self._fetching = False
         self._full = False
-        self.full_s = 0.0  # for which there was no room
+        self.backpressure_s = 0.0  # for which there was no room
         self._full_since = 0.0
         self._held: Any = NOT_READY  # an item that came while the operator got full
         self._item_sources: tuple[Source, ...] = ()
@@ -157,7 +157,7 @@ class ForEachHooked(ForEach):
         if room == self._full:  # that has changed
             now = time.perf_counter()
             if room:
-                self.full_s += now - self._full_since
+                self.backpressure_s += now - self._full_since
             self._full_since, self._full = now, not room
         return room
 
@@ -204,7 +204,7 @@ class ForEachHooked(ForEach):
         if self._ready is None:
             return super().numbers()
         now = time.perf_counter() - self._full_since if self._full else 0.0
-        return {**super().numbers(), "full_s": self.full_s + now}
+        return {**super().numbers(), "backpressure_s": self.backpressure_s + now}
 
     def state_dict(self) -> dict[str, Any]:
         held = [] if self._held is NOT_READY else [[self._held, pack(self._item_sources)]]

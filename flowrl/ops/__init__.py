@@ -2,12 +2,14 @@
 
 from flowrl.data import BatchRef
 from flowrl.iter import _get_shared_metrics
-from flowrl.ops.by_reference import AggregateBatches
-from flowrl.ops.concurrency import Concurrently, Dequeue, Enqueue
-from flowrl.ops.data_parallel import (
+from flowrl.learners.actors import (
     MultiGPUTrainOneStep,
     TrainTFMultiGPU,
 )
+from flowrl.learners.decentralized import TrainOnWorkers
+from flowrl.learners.thread import LearnerThread, MinibatchBuffer
+from flowrl.ops.aggregation import AggregateBatches
+from flowrl.ops.concurrency import Concurrently, Dequeue, Enqueue
 from flowrl.ops.gradients import (
     ApplyGradients,
     AsyncGradients,
@@ -15,14 +17,7 @@ from flowrl.ops.gradients import (
     ComputeGradients,
     Gradients,
 )
-from flowrl.ops.learner import LearnerThread, MinibatchBuffer
 from flowrl.ops.offline import ReadMinari, ReadParquet, WriteParquet
-from flowrl.ops.pace import (
-    OncePerTimeInterval,
-    OncePerTimestepsElapsed,
-    StepsAhead,
-    WaitUntilTimestepsElapsed,
-)
 from flowrl.ops.replay import (
     MixInReplay,
     Replay,
@@ -38,8 +33,13 @@ from flowrl.ops.rollout import (
     SelectExperiences,
     StandardizeFields,
 )
+from flowrl.ops.staleness import (
+    OncePerTimeInterval,
+    OncePerTimestepsElapsed,
+    StalenessLimit,
+    WaitUntilTimestepsElapsed,
+)
 from flowrl.ops.train import TrainOneStep, UpdateTargetNetwork
-from flowrl.ops.train_on_workers import TrainOnWorkers
 from flowrl.ops.training_step import (
     ResultDict,
     TrainingSteps,
@@ -77,9 +77,9 @@ __all__ = [
     "ResultDict",
     "SelectExperiences",
     "SimpleReplayBuffer",
+    "StalenessLimit",
     "StandardMetricsReporting",
     "StandardizeFields",
-    "StepsAhead",
     "StoreToReplayBuffer",
     "TrainOnWorkers",
     "TrainOneStep",

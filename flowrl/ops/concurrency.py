@@ -11,7 +11,7 @@ from flowrl.iter import NOT_READY, LocalIterator, Source, Stage
 from flowrl.iter.branches import Union
 from flowrl.iter.errors import blame, operator_error
 from flowrl.iter.waiting import Signal, queue_signal
-from flowrl.ops.learner import LearnerThread
+from flowrl.learners.thread import LearnerThread
 
 LIVENESS_S = 1.0  # an idle Dequeue asks its `check` again after so many seconds
 

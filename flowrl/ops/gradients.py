@@ -11,8 +11,8 @@ import optree
 
 from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.iter import LocalIterator, _get_shared_metrics
-from flowrl.ops.pace import StepsAhead
 from flowrl.ops.rollout import CountRollouts, DropStale, check_lag
+from flowrl.ops.staleness import StalenessLimit
 from flowrl.ops.train import (
     Info,
     batch_to_learn_from,
@@ -144,8 +144,8 @@ class AsyncGradients(LocalIterator[Gradients]):
         policies: ids of those; None for all in the fragment that are to learn.
         max_policy_lag: drop gradients at weights more than so many updates older than the newest;
             their steps count as `num_env_steps_dropped`, too. None: keep all.
-        when_stale: "drop" those, or "wait": ask for no more while one could get that old; see
-            StepsAhead.
+        stale_policy: "drop" those, or "wait": ask for no more while one could get that old; see
+            StalenessLimit.
     """
 
     def __init__(
@@ -155,18 +155,18 @@ class AsyncGradients(LocalIterator[Gradients]):
         num_async: int = 1,
         policies: Collection[str] | None = None,
         max_policy_lag: int | None = None,
-        when_stale: Literal["drop", "wait"] = "drop",
+        stale_policy: Literal["drop", "wait"] = "drop",
     ):
         check_ids(policies)
         check_lag(max_policy_lag)
-        if when_stale not in ("drop", "wait"):
-            raise ValueError(f'when_stale is "drop" or "wait", got {when_stale!r}')
-        if max_policy_lag is None and when_stale == "wait":
-            raise ValueError('when_stale="wait" needs a max_policy_lag')
+        if stale_policy not in ("drop", "wait"):
+            raise ValueError(f'stale_policy is "drop" or "wait", got {stale_policy!r}')
+        if max_policy_lag is None and stale_policy == "wait":
+            raise ValueError('stale_policy="wait" needs a max_policy_lag')
         limit = None
-        if max_policy_lag is not None and when_stale == "wait":
+        if max_policy_lag is not None and stale_policy == "wait":
             steps = workers.steps_per_fragment()
-            limit, max_policy_lag = StepsAhead(steps, max_policy_lag, steps), None
+            limit, max_policy_lag = StalenessLimit(steps, max_policy_lag, steps), None
         if workers.config.get("output") is not None:
             raise ValueError(
                 "output: AsyncGradients keeps fragments on their workers, so nothing can be "

@@ -11,7 +11,7 @@ from flowrl.iter import NOT_READY, LocalIterator, Source, Stage, _get_shared_met
 from flowrl.iter.errors import blame, operator_error
 from flowrl.iter.stage import pack
 from flowrl.iter.waiting import ready_refs
-from flowrl.ops.replay_actors import Asked, ReplayActors
+from flowrl.ops.replay_actors import PendingRequest, ReplayActors
 from flowrl.ops.train import Info, trained, with_sources
 from flowrl.seeding import random_stream, restore_stream, stream_state
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from flowrl.replay import MultiAgentReplayBuffer
 
 Batch = SampleBatch | MultiAgentBatch
-Trained = tuple[Batch, Info]
+WorkerUpdate = tuple[Batch, Info]
 
 
 class StoreToReplayBuffer:
@@ -154,7 +154,7 @@ class ReplayActorsStage(ReplayStage):
     def __init__(self, actors: ReplayActors, num_async: int):
         super().__init__(actors)
         self._num_async = num_async
-        self._asked: deque[Asked] = deque()
+        self._asked: deque[PendingRequest] = deque()
         self._drawn: deque[Batch] = deque()
         self._sources: tuple[Source, ...] = ()
 
@@ -223,7 +223,7 @@ class UpdateReplayPriorities:
     ):
         self.buffer = _one_of(local_buffer, actors, "UpdateReplayPriorities")
 
-    def __call__(self, item: Trained) -> Trained:
+    def __call__(self, item: WorkerUpdate) -> WorkerUpdate:
         batch, info = trained(item, "UpdateReplayPriorities")
         for policy_id, told in info.items():
             rows = told.get("rows", {})

@@ -235,7 +235,7 @@ class ReplayActors:
         """Whether it is time to ask for a batch."""
         return self.ratio.may_draw(self.batch_rows)
 
-    def ask(self, most: int = 1) -> Asked:
+    def ask(self, most: int = 1) -> PendingRequest:
         """Ask the shard whose turn it is for batches: as many as are due, up to `most`. It is told
         the priorities that have come for it first."""
         index, self._turn = self._turn, (self._turn + 1) % self.num_shards
@@ -246,9 +246,9 @@ class ReplayActors:
         self._in_flight += number
         updates, self._updates[index] = self._updates[index], []
         handle = self.handles()[index]
-        return Asked(index, handle.serve.remote(updates, number), number, handle)
+        return PendingRequest(index, handle.serve.remote(updates, number), number, handle)
 
-    def taken(self, asked: Asked) -> list[Batch]:
+    def taken(self, asked: PendingRequest) -> list[Batch]:
         """What a shard that was asked gave; nothing if it has no rows or is no more.
 
         Raises:
@@ -358,7 +358,7 @@ class ReplayActors:
         return f"ReplayActors(num_shards={self.num_shards}, batch_rows={self.batch_rows})"
 
 
-class Asked(NamedTuple):
+class PendingRequest(NamedTuple):
     """A request for batches."""
 
     shard: int

@@ -12,11 +12,11 @@ import numpy as np
 from flowrl.data import DEFAULT_POLICY_ID
 from flowrl.iter import LocalIterator, Stage, _get_shared_metrics
 from flowrl.iter.stage import walk
-from flowrl.ops.data_parallel import MultiGPUTrainOneStep
+from flowrl.learners.actors import MultiGPUTrainOneStep
+from flowrl.learners.decentralized import TrainOnWorkersStage
+from flowrl.learners.thread import LearnerThread
 from flowrl.ops.gradients import ApplyGradients
-from flowrl.ops.learner import LearnerThread
 from flowrl.ops.train import TrainOneStep
-from flowrl.ops.train_on_workers import TrainOnWorkersStage
 
 if TYPE_CHECKING:
     from flowrl.sampling.worker_set import WorkerSet

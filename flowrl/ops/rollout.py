@@ -11,9 +11,9 @@ import numpy as np
 
 from flowrl.data import BatchRef, MultiAgentBatch, SampleBatch
 from flowrl.iter import LocalIterator, Source, _get_shared_metrics
-from flowrl.ops.by_reference import leave_in_store
+from flowrl.ops.aggregation import leave_in_store
 from flowrl.ops.offline import WriteParquet
-from flowrl.ops.pace import StepsAhead
+from flowrl.ops.staleness import StalenessLimit
 
 if TYPE_CHECKING:
     from flowrl.sampling.worker_set import WorkerSet
@@ -67,7 +67,7 @@ class ParallelRollouts(LocalIterator[Any]):
         mode: Literal["bulk_sync", "async", "raw"] = "bulk_sync",
         num_async: int = 1,
         max_policy_lag: int | None = None,
-        limit: StepsAhead | None = None,
+        limit: StalenessLimit | None = None,
         by_reference: bool = False,
     ):
         check_lag(max_policy_lag)

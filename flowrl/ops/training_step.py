@@ -15,8 +15,8 @@ from flowrl.ops.rollout import ParallelRollouts
 from flowrl.ops.train import learn_from
 
 if TYPE_CHECKING:
-    from flowrl.algorithms.algorithm import Algorithm
     from flowrl.sampling.worker_set import WorkerSet
+    from flowrl.trainer.algorithm import Algorithm
 
 ResultDict = dict[str, Any]
 """What a training step gives: policy id -> {"learner_stats": …, "num_agent_steps_trained": n}, and

@@ -8,7 +8,7 @@ from typing import Any
 
 from flowrl.policies.config import ExplorationConfig, ModelConfig, PolicyConfig
 from flowrl.policies.policy import Policy
-from flowrl.policies.policy_runner import PolicySession
+from flowrl.policies.policy_runner import PolicyRunner
 from flowrl.policies.policy_spec import PolicySpec
 from flowrl.policies.views import ViewRequirement
 from flowrl.settings import ConfigError
@@ -20,7 +20,7 @@ __all__ = [
     "ModelV2",
     "Policy",
     "PolicyConfig",
-    "PolicySession",
+    "PolicyRunner",
     "PolicySpec",
     "RecurrentNetwork",
     "TorchPolicy",

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from flowrl.policies.exploration import FORBIDDEN
-from flowrl.policies.q_values import ActionValues, Judged
+from flowrl.policies.q_values import QValues, TDLoss
 
 
-class Atoms(ActionValues):
+class CategoricalQ(QValues):
     """Returns have one of `num_atoms` values, evenly spaced; a network says how likely each is, and
     learns it by its cross-entropy.
 
@@ -77,7 +77,7 @@ class Atoms(ActionValues):
         state: torch.Tensor | None,
         actions: torch.Tensor,
         goals: np.ndarray,
-    ) -> Judged:
+    ) -> TDLoss:
         index = actions[:, None, None].expand(-1, 1, self.num_atoms)
         logp = self.logits(outputs).gather(1, index)[:, 0].log_softmax(1)
         losses = -(torch.from_numpy(goals).to(logp.device) * logp).sum(1)
@@ -86,7 +86,7 @@ class Atoms(ActionValues):
 
     def judged_by_hand(
         self, outputs: np.ndarray, state: np.ndarray | None, actions: np.ndarray, goals: np.ndarray
-    ) -> Judged:
+    ) -> TDLoss:
         logits = self.logits(outputs)[np.arange(len(actions)), actions]
         logits -= logits.max(1, keepdims=True)
         logp = logits - np.log(np.exp(logits).sum(1, keepdims=True))
@@ -100,10 +100,10 @@ class Atoms(ActionValues):
         chances: np.ndarray,
         goals: np.ndarray,
         slopes: np.ndarray | None = None,
-    ) -> Judged:
+    ) -> TDLoss:
         entropy = -(goals * np.log(np.maximum(goals, 1e-12))).sum(1)
         errors = np.maximum(numbers - entropy, 0.0)  # 0 but for rounding where they are alike
-        return Judged(losses, chances @ self.support, errors, slopes)
+        return TDLoss(losses, chances @ self.support, errors, slopes)
 
     def projected(
         self, chances: np.ndarray, rewards: np.ndarray, discounts: np.ndarray

@@ -169,9 +169,9 @@ class PolicyConfig(Settings):
     grad_clip_by: Literal["global_norm", "norm", "value"] = "global_norm"
     """What is clipped: the norm of all gradients together, that of each parameter, or each
     number."""
-    accumulate_rows: int = Field(default=0, ge=0)
+    microbatch_size: int = Field(default=0, ge=0)
     """Rows whose gradient is computed at once; an update of more adds up those of parts. 0: all."""
-    on_bad_update: Literal["raise", "skip"] = "raise"
+    on_nonfinite_update: Literal["raise", "skip"] = "raise"
     """A loss or gradient that is not finite: stop, or leave the update out and count it in
     `num_skipped_updates`. The weights stay as they were."""
     precision: Literal["float32", "bfloat16"] = "float32"

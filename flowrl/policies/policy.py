@@ -11,7 +11,7 @@ from gymnasium import spaces
 from flowrl.data import SampleBatch
 from flowrl.policies.config import PolicyConfig
 from flowrl.policies.filters import ObservationFilter, RewardScaler
-from flowrl.policies.policy_runner import PolicySession
+from flowrl.policies.policy_runner import PolicyRunner
 from flowrl.policies.views import ViewRequirement, beyond, misfit
 from flowrl.seeding import random_stream, restore_stream, stream_state
 from flowrl.settings import ConfigError
@@ -156,9 +156,9 @@ class Policy:
             )
         return self.session().compute_single_action(obs, explore=explore)
 
-    def session(self) -> PolicySession:
-        """Somebody who plays an episode with the policy, without a worker: see PolicySession."""
-        return PolicySession(self)
+    def session(self) -> PolicyRunner:
+        """Somebody who plays an episode with the policy, without a worker: see PolicyRunner."""
+        return PolicyRunner(self)
 
     def compute_log_likelihoods(
         self, actions: Any, obs_batch: Any = None, input_dict: dict[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""PolicySession: an episode played with a policy, without worker, environment or Ray."""
+"""PolicyRunner: an episode played with a policy, without worker, environment or Ray."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from flowrl.policies.views import ViewRequirement
 
 
-class PolicySession:
+class PolicyRunner:
     """Remembers what a policy wants to see of the episode so far: states, windows of observations,
     earlier actions and rewards.
 

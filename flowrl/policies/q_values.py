@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from flowrl.policies.exploration import FORBIDDEN
 
 
-class Judged(NamedTuple):
+class TDLoss(NamedTuple):
     """How a batch's actions are thought of, beside what should be thought of them."""
 
     losses: Any
@@ -24,7 +24,7 @@ class Judged(NamedTuple):
     """How the losses change with what is thought, [B, …], for `gradient`; None with a graph."""
 
 
-class ActionValues:
+class QValues:
     """Values of the actions of a Discrete space, from a network's outputs [B, num_actions].
 
     Where it is dueling, outputs are the actions' advantages, and the network's value is the
@@ -86,24 +86,24 @@ class ActionValues:
         state: torch.Tensor | None,
         actions: torch.Tensor,
         goals: np.ndarray,
-    ) -> Judged:
+    ) -> TDLoss:
         """Losses with a graph."""
         chosen = self.values_of_tensors(outputs, state).gather(1, actions[:, None])[:, 0]
         losses = F.smooth_l1_loss(
             chosen, torch.from_numpy(goals).to(chosen.device), reduction="none"
         )
         values = chosen.detach().cpu().numpy()
-        return Judged(losses, values, values - goals)
+        return TDLoss(losses, values, values - goals)
 
     def judged_by_hand(
         self, outputs: np.ndarray, state: np.ndarray | None, actions: np.ndarray, goals: np.ndarray
-    ) -> Judged:
+    ) -> TDLoss:
         """The same of arrays, of a network without masks, and the losses' slopes."""
         values = outputs if state is None else _dueling_numpy(outputs, state)
         chosen = values[np.arange(len(actions)), actions]
         errors = chosen - goals
         slopes = np.clip(errors, -1.0, 1.0)  # of the Huber loss, which is s (e - s / 2) there
-        return Judged(slopes * (errors - 0.5 * slopes), chosen, errors, slopes)
+        return TDLoss(slopes * (errors - 0.5 * slopes), chosen, errors, slopes)
 
     def gradient(
         self, slopes: np.ndarray, actions: np.ndarray
@@ -111,7 +111,7 @@ class ActionValues:
         """How a loss changes with the outputs, and with the network's values.
 
         Args:
-            slopes: how it changes with what is thought of these actions, see `Judged`.
+            slopes: how it changes with what is thought of these actions, see `TDLoss`.
             actions: [B].
         """
         made = np.zeros((len(actions), self.num_actions), np.float32)

@@ -107,7 +107,9 @@ class TorchPolicy(Policy):
         self._rates = [[group["lr"] for group in o.param_groups] for o in self.optimizers]
         if self.config.compile:
             self.model.compile_for_learning()
-        self.group: Any = None  # a flowrl.ops.group.Group of the processes that learn with this one
+        self.group: Any = (
+            None  # a flowrl.learners.process_group.Group of the processes that learn with this one
+        )
         self.stats: dict[str, torch.Tensor | float] = {}
         self.num_skipped_updates = 0
         self.noted: list[dict[str, np.ndarray]] = []  # of rows, in the pass that was last begun
@@ -393,7 +395,7 @@ class TorchPolicy(Policy):
             self._learned = None
         self.row_stats = _joined(learned)
         stats["cur_lr"] = float(self.optimizer.param_groups[0]["lr"])
-        if self.config.on_bad_update == "skip":
+        if self.config.on_nonfinite_update == "skip":
             stats["num_skipped_updates"] = float(self.num_skipped_updates - skipped)
         return stats
 
@@ -482,7 +484,7 @@ class TorchPolicy(Policy):
                 return learn(self.prepared(batch) if batch is not None else batch)
         except FloatingPointError:
             _put_back(buffers)
-            if self.config.on_bad_update == "raise":
+            if self.config.on_nonfinite_update == "raise":
                 raise
             self.num_skipped_updates += 1
             return {}
@@ -521,7 +523,7 @@ class TorchPolicy(Policy):
                 self._check_links()
                 stats = take_gradient(self, self.prepared(batch))
         except FloatingPointError:
-            if self.config.on_bad_update == "raise":
+            if self.config.on_nonfinite_update == "raise":
                 raise
             stats = {}
             self.flat.gradient.fill_(torch.nan)  # which apply_gradients leaves out
@@ -542,7 +544,7 @@ class TorchPolicy(Policy):
             )
         norm = float(np.linalg.norm(gradients))
         if not np.isfinite(norm):
-            if self.config.on_bad_update == "raise":
+            if self.config.on_nonfinite_update == "raise":
                 raise FloatingPointError("a gradient that is not finite: the weights are unchanged")
             self.num_skipped_updates += 1
             return

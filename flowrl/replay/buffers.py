@@ -11,7 +11,7 @@ import numpy as np
 
 from flowrl.data.sample_batch import SampleBatch
 from flowrl.replay.ring_buffer import Ring
-from flowrl.replay.sequence_index import Units
+from flowrl.replay.sequence_index import SequenceIndex
 from flowrl.replay.sum_tree import SumTree
 from flowrl.seeding import random_stream, restore_stream, stream_state
 
@@ -88,9 +88,9 @@ class ReplayBuffer:
         self.rng = random_stream(seed, "replay")
         self.num_sampled = 0
         self._ring = Ring(self.capacity, directory)
-        self._units: Units | None = None
+        self._units: SequenceIndex | None = None
         if storage_unit != "timesteps":
-            self._units = Units(storage_unit, self.capacity, int(max_seq_len), int(burn_in))
+            self._units = SequenceIndex(storage_unit, self.capacity, int(max_seq_len), int(burn_in))
         self._pending: list[SampleBatch] = []  # storing many batches at once costs less
         self._counts: list[int] = []
         self._pending_rows = 0

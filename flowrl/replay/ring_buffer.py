@@ -12,7 +12,7 @@ import numpy as np
 import optree
 
 from flowrl.data.indexed_columns import NextRows
-from flowrl.data.memmap import MappedArrays
+from flowrl.data.memmap import MemmapArrays
 from flowrl.data.sample_batch import SampleBatch
 
 OBS, NEXT = SampleBatch.OBS, SampleBatch.NEXT_OBS
@@ -38,7 +38,7 @@ class Ring:
 
     def __init__(self, capacity: int, directory: Path | str | None = None):
         self.capacity = capacity
-        self._mapped = None if directory is None else MappedArrays(directory)
+        self._mapped = None if directory is None else MemmapArrays(directory)
         self.stored = 0  # rows ever; number % capacity is a row's slot
         self.columns: dict[str, list[np.ndarray]] = {}  # name -> leaves
         self.row_bytes = 0
@@ -425,7 +425,7 @@ class Ring:
         copied = state.pop("copied", None)
         vars(self).update(state)
         if copied is not None:
-            self._mapped = MappedArrays(state["_mapped"])
+            self._mapped = MemmapArrays(state["_mapped"])
             self.load_state_dict(copied)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

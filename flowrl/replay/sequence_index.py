@@ -1,4 +1,4 @@
-"""Units: runs of rows that are drawn from a replay buffer as one, sequences or episodes."""
+"""SequenceIndex: runs of rows that are drawn from a replay buffer as one, sequences or episodes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flowrl.replay.ring_buffer import ENDS, order_of
 STATE = "state_in_"
 
 
-class Units:
+class SequenceIndex:
     """The runs of rows in a ring that can be drawn, by numbers that count up.
 
     A unit is gone when the first of its rows is. Sequences share the rows of their burn-in with the

@@ -17,8 +17,8 @@ import numpy as np
 import optree
 
 from flowrl.data import MultiAgentBatch, SampleBatch
-from flowrl.data.indexed_columns import NextRows, Windows
-from flowrl.data.lazy_columns import Unread
+from flowrl.data.indexed_columns import IndexedColumn, NextRows
+from flowrl.data.lazy_columns import LazyColumn
 from flowrl.data.multi_agent_batch import AgentID, EpisodeID, PolicyID
 from flowrl.envs.validation import stacked
 from flowrl.policies.policy import Policy
@@ -26,7 +26,7 @@ from flowrl.sampling.callbacks import call, overrides
 from flowrl.sampling.episode import Ids, MultiAgentEpisode
 from flowrl.sampling.sample_collector import SampleCollector
 from flowrl.sampling.trajectories import RowViews, Segment, Trajectory, column_of
-from flowrl.sampling.views import View, not_for_training, signature_of
+from flowrl.sampling.view_resolver import View, not_for_training, signature_of
 from flowrl.settings import ConfigError
 
 _ALIASES = {
@@ -407,8 +407,8 @@ class SimpleListCollector(SampleCollector):
         for name in names:
             if name == "infos":
                 made = partial(column_of, name, _chained(segments, name))
-                infos = Unread(name, made, (count,), np.dtype(object))
-                rows[name] = Windows(infos, np.arange(count))
+                infos = LazyColumn(name, made, (count,), np.dtype(object))
+                rows[name] = IndexedColumn(infos, np.arange(count))
             elif name not in _IDS:
                 rows[name] = column_of(name, _chained(segments, name))
         if self._hides_ends():
@@ -491,7 +491,7 @@ class SimpleListCollector(SampleCollector):
                 for segment, start in zip(segments, starts, strict=True)
             ]
             at = np.concatenate(index)
-            rows[name] = optree.tree_map(lambda leaf, at=at: Windows(leaf, at), base)
+            rows[name] = optree.tree_map(lambda leaf, at=at: IndexedColumn(leaf, at), base)
             per_sequence = max(per_sequence, view.repeat if view.repeat > 1 else 0)
         if per_sequence:
             rows["seq_lens"] = np.array(

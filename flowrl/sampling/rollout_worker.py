@@ -13,8 +13,8 @@ import numpy as np
 from gymnasium import spaces
 
 from flowrl.data import DEFAULT_POLICY_ID, MultiAgentBatch, SampleBatch
-from flowrl.data.indexed_columns import Windows
-from flowrl.data.lazy_columns import Unread
+from flowrl.data.indexed_columns import IndexedColumn
+from flowrl.data.lazy_columns import LazyColumn
 from flowrl.envs.multi_agent_vector_env import AgentSlots, MultiAgentSlots, SingleAgentSlots
 from flowrl.envs.registry import EnvCreator, env_creator_for
 from flowrl.envs.restarting_envs import EnvSlots
@@ -29,9 +29,8 @@ from flowrl.policies.policy_spec import (
     specs_of,
     to_train,
 )
-from flowrl.sampling.agent_loop import AgentLoop
 from flowrl.sampling.callbacks import DefaultCallbacks, call, overrides
-from flowrl.sampling.collector import ColumnarCollector
+from flowrl.sampling.columnar import ColumnarCollector
 from flowrl.sampling.episode import (
     IDS_PER_INCARNATION,
     IDS_PER_WORKER,
@@ -39,9 +38,10 @@ from flowrl.sampling.episode import (
     Ids,
     MultiAgentEpisode,
 )
-from flowrl.sampling.sampler import AsyncSampler, Collected, SamplerInput, SyncSampler
-from flowrl.sampling.settings import SamplingSettings
-from flowrl.sampling.worker_policies import policy_class_and_config
+from flowrl.sampling.policy_setup import policy_class_and_config
+from flowrl.sampling.row_sampler import AgentLoop
+from flowrl.sampling.sampler import AsyncSampler, SampleResult, SamplerInput, SyncSampler
+from flowrl.sampling.sampling_settings import SamplingSettings
 from flowrl.seeding import derive_seed, random_stream
 from flowrl.settings import ConfigError
 
@@ -249,7 +249,7 @@ class RolloutWorker:
             self._sampler = kind(self._collect)
         return self._sampler
 
-    def _collect(self) -> Collected:
+    def _collect(self) -> SampleResult:
         """One item, and what is to be told of it; in the sampler's thread, if it has one."""
         with self.lock:
             if self._source is None:
@@ -257,7 +257,7 @@ class RolloutWorker:
             batch = self._with_what_is_read(self._source.collect())
             episodes, self._source.episodes = self._source.episodes, []
             fresh = {pid: policy.take_fresh_filters() for pid, policy in self.policy_map.items()}
-            return Collected(
+            return SampleResult(
                 batch,
                 episodes,
                 {pid: policy.version for pid, policy in self.policy_map.items()},
@@ -279,13 +279,13 @@ class RolloutWorker:
                 wanted = name in RESERVED - {"infos"} or name.startswith("state_in_")
                 wanted |= name != "infos" and (read is None or not away)
                 if wanted or (read is not None and name in read):
-                    if isinstance(column, Windows) and column.unread:
+                    if isinstance(column, IndexedColumn) and column.unread:
                         column = np.asarray(column)
-                elif away and isinstance(column, (np.ndarray, Windows)):
-                    if not isinstance(column, Windows) or not column.unread:
+                elif away and isinstance(column, (np.ndarray, IndexedColumn)):
+                    if not isinstance(column, IndexedColumn) or not column.unread:
                         array = np.asarray(column)
-                        unread = Unread(name, partial(_given, array), array.shape, array.dtype)
-                        column = Windows(unread, np.arange(len(array)))
+                        unread = LazyColumn(name, partial(_given, array), array.shape, array.dtype)
+                        column = IndexedColumn(unread, np.arange(len(array)))
                     column = column.left_behind(ray.put, ray.get)
                 columns[name] = column
             made[policy_id] = SampleBatch._of(columns, like=rows)

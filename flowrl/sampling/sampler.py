@@ -15,7 +15,7 @@ from flowrl.sampling.episode import EpisodeMetrics
 Batch = SampleBatch | MultiAgentBatch
 
 
-class Collected(NamedTuple):
+class SampleResult(NamedTuple):
     """A batch and what is to be told of it.
 
     episodes: those that ended in it.
@@ -65,7 +65,7 @@ class SamplerInput(ABC):
     def stop(self) -> None:  # noqa: B027
         """Sample no more."""
 
-    def _take(self, collected: Collected) -> Batch:
+    def _take(self, collected: SampleResult) -> Batch:
         self._episodes += collected.episodes
         self.weights_versions = collected.versions
         if collected.filters:
@@ -80,7 +80,7 @@ class SyncSampler(SamplerInput):
         collect: gives an item.
     """
 
-    def __init__(self, collect: Callable[[], Collected]):
+    def __init__(self, collect: Callable[[], SampleResult]):
         super().__init__()
         self._collect = collect
 
@@ -97,12 +97,12 @@ class AsyncSampler(SamplerInput):
             and one more updates of the weights old, where there is an update per item.
     """
 
-    def __init__(self, collect: Callable[[], Collected], max_ahead: int = 2):
+    def __init__(self, collect: Callable[[], SampleResult], max_ahead: int = 2):
         super().__init__()
         if max_ahead < 1:
             raise ValueError(f"max_ahead must be at least 1, got {max_ahead}")
         self._collect = collect
-        self._ready: queue.Queue[Collected | BaseException] = queue.Queue(max_ahead)
+        self._ready: queue.Queue[SampleResult | BaseException] = queue.Queue(max_ahead)
         self._thread: threading.Thread | None = None
         self._stopped = threading.Event()
 
@@ -114,7 +114,7 @@ class AsyncSampler(SamplerInput):
     def _run(self) -> None:
         while not self._stopped.is_set():
             try:
-                item: Collected | BaseException = self._collect()
+                item: SampleResult | BaseException = self._collect()
             except BaseException as error:
                 item = error
             self._ready.put(item)  # waits while enough lies ready; stop() makes room

@@ -15,7 +15,7 @@ from flowrl.envs.validation import stacked
 from flowrl.policies.policy import Policy
 from flowrl.policies.views import ViewRequirement, zeros_of
 from flowrl.sampling.episode import MultiAgentEpisode
-from flowrl.sampling.views import View, signature_of, wanted_views
+from flowrl.sampling.view_resolver import View, signature_of, wanted_views
 from flowrl.settings import ConfigError
 
 DTYPES = {"rewards": np.float32, "terminateds": bool, "truncateds": bool}

@@ -17,12 +17,12 @@ from flowrl.envs.registry import EnvCreator, env_creator_for
 from flowrl.iter import ParallelIterator
 from flowrl.iter.metrics import current_metrics
 from flowrl.iter.recovery import Recovery
-from flowrl.iter.shard_server import Order, serve_remote, serve_ticket
+from flowrl.iter.shard_server import ShardRequest, serve_remote, serve_ticket
 from flowrl.iter.shards import ActorPool, Pool, Shard, leave_ray, node_id, start_ray
 from flowrl.policies.policy import Policy
 from flowrl.sampling.placement import Placement
 from flowrl.sampling.rollout_worker import RolloutWorker
-from flowrl.sampling.settings import DEFAULT_FRAGMENT_LENGTH
+from flowrl.sampling.sampling_settings import DEFAULT_FRAGMENT_LENGTH
 from flowrl.settings import ConfigError
 
 T = TypeVar("T")
@@ -483,7 +483,7 @@ class RolloutPool(ActorPool):
             told()
         return workers.make_remote(index, workers.incarnations[index])
 
-    def ask(self, index: int, order: Order) -> Any:
+    def ask(self, index: int, order: ShardRequest) -> Any:
         actor = self.handle(index)
         return actor.apply.remote(_serve_with, self._workers_of.weights_for(index), order)
 
@@ -515,7 +515,9 @@ def _begin_again(worker: RolloutWorker) -> int:
     return 0
 
 
-def _serve_with(worker: RolloutWorker, payload: tuple[Any, ...] | None, order: Order) -> list[Any]:
+def _serve_with(
+    worker: RolloutWorker, payload: tuple[Any, ...] | None, order: ShardRequest
+) -> list[Any]:
     if payload is not None:
         worker.set_weights(*payload)
     return serve_remote(worker, order)

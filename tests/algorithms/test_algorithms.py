@@ -10,13 +10,13 @@ import torch
 from gymnasium import spaces
 
 from flowrl.algorithms.a2c import A2CConfig, A2CTorchPolicy
-from flowrl.algorithms.algorithm import Algorithm
-from flowrl.algorithms.config import AlgorithmConfig
 from flowrl.algorithms.ppo import DEFAULT_CONFIG, PPO, PPOConfig, PPOTorchPolicy
 from flowrl.data import SampleBatch
 from flowrl.data.checkpoint import CheckpointError
 from flowrl.policies import ConfigError
 from flowrl.sampling import RolloutWorker
+from flowrl.trainer.algorithm import Algorithm
+from flowrl.trainer.config import AlgorithmConfig
 
 CARTPOLE = gym.make("CartPole-v1")
 
@@ -188,7 +188,7 @@ def test_without_workers_there_is_no_ray(tmp_path):
     import subprocess
 
     code = (
-        "import sys; from flowrl.cli import main; "
+        "import sys; from flowrl.cli.main import main; "
         f"run_dir = {str(tmp_path / 'r')!r}; "
         "code = main(['train', 'ppo', '--stop-iters', '2', '--run-dir', run_dir]); "
         "print(code, 'ray' in sys.modules)"

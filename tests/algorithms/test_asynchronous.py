@@ -12,7 +12,13 @@ from flowrl.algorithms.dqn import DQNConfig
 from flowrl.algorithms.impala import IMPALAConfig
 from flowrl.iter import MetricsContext, metrics_scope
 from flowrl.iter.stage import walk
-from flowrl.ops import AsyncGradients, CollectMetrics, ParallelRollouts, StepsAhead, TrainOneStep
+from flowrl.ops import (
+    AsyncGradients,
+    CollectMetrics,
+    ParallelRollouts,
+    StalenessLimit,
+    TrainOneStep,
+)
 from flowrl.policies import ConfigError
 from flowrl.sampling.episode import EpisodeMetrics
 
@@ -123,7 +129,7 @@ def test_workers_wait_rather_than_get_stale(ray_session, kind, most):
     own = {"train_batch_size": 30} if kind is IMPALAConfig else {}
     config = kind(
         env=slow_on_one, num_workers=3, rollout_fragment_length=10, seed=0, max_policy_lag=most,
-        when_stale="wait", min_sample_timesteps_per_iteration=200, **own,
+        stale_policy="wait", min_sample_timesteps_per_iteration=200, **own,
     )  # fmt: skip
     lags = []
     with config.build() as algorithm:
@@ -140,37 +146,37 @@ def test_workers_wait_rather_than_get_stale(ray_session, kind, most):
 
 
 def test_what_waiting_cannot_promise():
-    wait = {"max_policy_lag": 4, "when_stale": "wait"}
+    wait = {"max_policy_lag": 4, "stale_policy": "wait"}
     for settings in (
         {"replay_proportion": 0.5, "replay_buffer_num_slots": 2}, {"minibatch_buffer_size": 2},
         {"broadcast_interval": 2}, {"sgd_minibatch_size": 10}, {"count_steps_by": "agent_steps"},
     ):  # fmt: skip
-        with pytest.raises(ConfigError, match='when_stale="wait" can promise no max_policy_lag'):
+        with pytest.raises(ConfigError, match='stale_policy="wait" can promise no max_policy_lag'):
             IMPALAConfig(**wait, **settings)
-        IMPALAConfig(**{**wait, "when_stale": "drop"}, **settings)
+        IMPALAConfig(**{**wait, "stale_policy": "drop"}, **settings)
     assert IMPALAConfig(**wait, train_batch_size=50).staleness()["limit"].max_batches == 4
     two = IMPALAConfig(**wait, train_batch_size=50, num_sgd_iter=2)
     assert two.staleness()["limit"].max_batches == 2
     assert IMPALAConfig(max_policy_lag=4).staleness() == {"max_policy_lag": 4}
     for kind in (IMPALAConfig, APPOConfig, A3CConfig):
-        with pytest.raises(ConfigError, match='when_stale="wait" needs a max_policy_lag'):
-            kind(when_stale="wait")
-    with pytest.raises(ConfigError, match="when_stale"):
-        A3CConfig(when_stale="sleep")
+        with pytest.raises(ConfigError, match='stale_policy="wait" needs a max_policy_lag'):
+            kind(stale_policy="wait")
+    with pytest.raises(ConfigError, match="stale_policy"):
+        A3CConfig(stale_policy="sleep")
 
 
 def test_rollouts_that_wait():
     with A3CConfig(env="CartPole-v1", rollout_fragment_length=10).build() as algorithm:
         workers = algorithm.workers
         with pytest.raises(ValueError, match='limit is for mode="async"'):
-            ParallelRollouts(workers, limit=StepsAhead(5, 0))
+            ParallelRollouts(workers, limit=StalenessLimit(5, 0))
         with pytest.raises(ValueError, match='limit is for mode="async"'):
-            ParallelRollouts(workers, mode="raw", limit=StepsAhead(5, 0))
-        with pytest.raises(ValueError, match='when_stale="wait" needs a max_policy_lag'):
-            AsyncGradients(workers, when_stale="wait")
-        with pytest.raises(ValueError, match='when_stale is "drop" or "wait"'):
-            AsyncGradients(workers, when_stale="no")
-        rollouts = ParallelRollouts(workers, mode="async", limit=StepsAhead(30, 0))
+            ParallelRollouts(workers, mode="raw", limit=StalenessLimit(5, 0))
+        with pytest.raises(ValueError, match='stale_policy="wait" needs a max_policy_lag'):
+            AsyncGradients(workers, stale_policy="wait")
+        with pytest.raises(ValueError, match='stale_policy is "drop" or "wait"'):
+            AsyncGradients(workers, stale_policy="no")
+        rollouts = ParallelRollouts(workers, mode="async", limit=StalenessLimit(30, 0))
         assert [batch.count for batch in rollouts.take(3)] == [10, 10, 10]
         with pytest.raises(RuntimeError, match="cannot move: every branch waits"):
             next(rollouts)  # nobody trains
@@ -190,7 +196,7 @@ def test_what_an_error_loses_is_not_waited_for():
 
     with A3CConfig(env="CartPole-v1", rollout_fragment_length=10).build() as algorithm:
         workers = algorithm.workers
-        limit = StepsAhead(10, 0)
+        limit = StalenessLimit(10, 0)
         plan = (
             ParallelRollouts(workers, mode="async", limit=limit)
             .for_each(FailsOnce())
@@ -206,4 +212,4 @@ def test_a_lag_that_every_gradient_has_is_refused():
     with pytest.raises(ConfigError, match="would drop most gradients"):
         A3CConfig(max_policy_lag=0)
     assert A3CConfig(max_policy_lag=0, max_requests_in_flight_per_worker=1).max_policy_lag == 0
-    assert A3CConfig(max_policy_lag=0, when_stale="wait").max_policy_lag == 0
+    assert A3CConfig(max_policy_lag=0, stale_policy="wait").max_policy_lag == 0

@@ -3,10 +3,7 @@
 import numpy as np
 import pytest
 
-from flowrl.algorithms.algorithm import Algorithm
-from flowrl.algorithms.config import AlgorithmConfig
 from flowrl.algorithms.dqn import DQNConfig
-from flowrl.algorithms.plans import load_plan
 from flowrl.algorithms.ppo import PPOConfig, PPOTorchPolicy
 from flowrl.ops import (
     ConcatBatches,
@@ -21,6 +18,9 @@ from flowrl.ops import (
     UpdateTargetNetwork,
 )
 from flowrl.policies import ConfigError, Policy, PolicySpec
+from flowrl.trainer.algorithm import Algorithm
+from flowrl.trainer.config import AlgorithmConfig
+from flowrl.trainer.plan_files import load_plan
 
 PPO = PPOConfig(train_batch_size=64, sgd_minibatch_size=32, num_sgd_iter=2, gamma=0.9, lr=1e-3)
 DQN = DQNConfig(learning_starts=32, replay_buffer_capacity=500, training_intensity=2, lr=2e-3)

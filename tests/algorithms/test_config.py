@@ -8,13 +8,13 @@ import gymnasium as gym
 import pytest
 
 from flowrl.algorithms.a2c import A2CConfig
-from flowrl.algorithms.config import _GROUPS, AlgorithmConfig
 from flowrl.algorithms.dqn import DQN, DQNConfig
 from flowrl.algorithms.ppo import PPOConfig
 from flowrl.algorithms.simple_q import SimpleQConfig
-from flowrl.algorithms.spellings import SPELLINGS
 from flowrl.policies import ConfigError, PolicySpec
 from flowrl.policies.config import ExplorationConfig, ModelConfig
+from flowrl.trainer.config import _GROUPS, AlgorithmConfig
+from flowrl.trainer.setting_aliases import SPELLINGS
 
 CONFIGS = [AlgorithmConfig, A2CConfig, PPOConfig, DQNConfig, SimpleQConfig]
 
@@ -163,8 +163,8 @@ BAD = [
     (PPOConfig, {"grad_clip": 0.0}, "grad_clip: "),
     (PPOConfig, {"grad_clip_by": "size"}, "grad_clip_by: "),
     (PPOConfig, {"adam_epsilon": 0.0}, "adam_epsilon: "),
-    (PPOConfig, {"accumulate_rows": -1}, "accumulate_rows: "),
-    (PPOConfig, {"on_bad_update": "ignore"}, "on_bad_update: "),
+    (PPOConfig, {"microbatch_size": -1}, "microbatch_size: "),
+    (PPOConfig, {"on_nonfinite_update": "ignore"}, "on_nonfinite_update: "),
     (PPOConfig, {"precision": "float16"}, "precision: "),
     (PPOConfig, {"seed": -1}, "seed: "),
     (PPOConfig, {"seed": 1.5}, "seed: "),
@@ -180,7 +180,7 @@ BAD = [
     (PPOConfig, {"batch_mode": "whole"}, "batch_mode: "),
     (PPOConfig, {"horizon": 0}, "horizon: "),
     (PPOConfig, {"soft_horizon": "maybe"}, "soft_horizon: "),
-    (PPOConfig, {"on_bad_values": "hide"}, "on_bad_values: "),
+    (PPOConfig, {"on_invalid_step": "hide"}, "on_invalid_step: "),
     (PPOConfig, {"vectorization_mode": "gpu"}, "vectorization_mode: "),
     (PPOConfig, {"env_config": 3}, "env_config: "),
     (PPOConfig, {"count_steps_by": "seconds"}, "count_steps_by: "),

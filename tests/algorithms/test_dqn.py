@@ -10,7 +10,6 @@ from torch import nn
 
 from flowrl.algorithms.a2c import A2CTorchPolicy
 from flowrl.algorithms.dqn import DQN, DQNConfig, DQNTorchPolicy
-from flowrl.algorithms.plans import load_plan
 from flowrl.algorithms.simple_q import SimpleQ, SimpleQConfig
 from flowrl.data import SampleBatch
 from flowrl.iter import MetricsContext, metrics_scope
@@ -31,6 +30,7 @@ from flowrl.policies.models.fcnet import FullyConnectedNetwork
 from flowrl.policies.models.noisy import NoisyLinear
 from flowrl.replay import ReplayBuffer
 from flowrl.sampling import RolloutWorker, WorkerSet
+from flowrl.trainer.plan_files import load_plan
 
 from ..sampling.fakes import CountEnv, Idle
 
@@ -260,7 +260,7 @@ def test_a_target_that_nothing_moves_is_told():
 
 
 def test_an_update_that_is_left_out_tells_no_errors():
-    policy = DQNTorchPolicy(BOX, THREE, {"on_bad_update": "skip", "seed": 0})
+    policy = DQNTorchPolicy(BOX, THREE, {"on_nonfinite_update": "skip", "seed": 0})
     batch = rows()
     policy.learn_on_minibatches(batch)
     assert len(policy.row_stats["td_error"]) == 12
@@ -271,7 +271,7 @@ def test_an_update_that_is_left_out_tells_no_errors():
 
 
 def test_errors_are_told_however_it_learns():
-    policy = DQNTorchPolicy(BOX, THREE, {"accumulate_rows": 5, "seed": 0})
+    policy = DQNTorchPolicy(BOX, THREE, {"microbatch_size": 5, "seed": 0})
     batch = rows()
     policy.compute_gradients(batch)
     assert policy.row_stats["batch_indexes"].tolist() == list(range(12))
@@ -443,10 +443,10 @@ def test_on_policy_losses_refuse_replayed_rows_unless_asked():
     config = {"rollout_fragment_length": 8, "seed": 0}
     worker = RolloutWorker("CartPole-v1", A2CTorchPolicy, config)
     drawn = worker.sample().with_columns(batch_indexes=np.arange(8))
-    with pytest.raises(ConfigError, match="drawn from a replay buffer: set learn_from_replay"):
+    with pytest.raises(ConfigError, match="drawn from a replay buffer: set allow_off_policy"):
         worker.policy.learn_on_minibatches(drawn)
     spaces_ = worker.policy.observation_space, worker.policy.action_space
-    asked = A2CTorchPolicy(*spaces_, {"learn_from_replay": True})
+    asked = A2CTorchPolicy(*spaces_, {"allow_off_policy": True})
     assert asked.learn_on_minibatches(drawn)["total_loss"] != 0
     worker.stop()
 

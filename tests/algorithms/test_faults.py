@@ -216,7 +216,7 @@ def test_an_observation_that_is_not_finite_gets_no_action():
 
 
 def test_an_evaluation_that_would_not_end_says_so(monkeypatch):
-    monkeypatch.setattr("flowrl.algorithms.evaluation.ENDLESS_STEPS", 1000)
+    monkeypatch.setattr("flowrl.trainer.evaluation.ENDLESS_STEPS", 1000)
 
     class Endless(gym.Env):
         observation_space = gym.spaces.Box(-1, 1, (2,), np.float32)

@@ -5,11 +5,11 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from flowrl.algorithms.plans import load_plan
 from flowrl.algorithms.r2d2 import R2D2Config, R2D2TorchPolicy, scaled, unscaled
 from flowrl.data import SampleBatch
 from flowrl.policies import ConfigError
 from flowrl.sampling import RolloutWorker
+from flowrl.trainer.plan_files import load_plan
 
 from ..envs import HiddenVelocities
 from ..sampling.fakes import CountEnv

@@ -10,14 +10,14 @@ import pytest
 from gymnasium import spaces
 
 from flowrl.algorithms.cql import CQLConfig
-from flowrl.algorithms.evaluation import EvaluationWorkers
 from flowrl.algorithms.marwil import BC, BCConfig, MARWILConfig
+from flowrl.cli.training_run import Stop
 from flowrl.data import SampleBatch
 from flowrl.offline.minari import MinariDataset
 from flowrl.offline.parquet import OfflineDataError, parquet_files, read_parquet, write_parquet
 from flowrl.ops import ReadMinari
 from flowrl.policies import ConfigError
-from flowrl.training import Stop
+from flowrl.trainer.evaluation import EvaluationWorkers
 
 BOX = spaces.Box(-1, 1, (3,), np.float32)
 TWO = spaces.Discrete(2)

@@ -13,11 +13,11 @@ import pytest
 from gymnasium import spaces
 
 from flowrl.algorithms.a2c import A2CConfig
-from flowrl.algorithms.plans import load_plan
 from flowrl.data.checkpoint import CheckpointError, read_checkpoint, write_checkpoint
 from flowrl.envs import MultiAgentEnv, make_multi_agent
 from flowrl.envs.restarting_envs import packed, unpacked
 from flowrl.sampling import DefaultCallbacks
+from flowrl.trainer.plan_files import load_plan
 from tests.data.test_checkpoint import assert_same
 
 TIMES = ("time", "timers", "throughput", "sampler_")
@@ -392,8 +392,8 @@ class Integrates(gym.Env):
     "settings",
     [
         {},
-        {"env_config": {"odd": True}, "on_bad_values": "replace"},
-        {"env_config": {"odd": True}, "on_bad_values": "replace", "callbacks_class": Remembers},
+        {"env_config": {"odd": True}, "on_invalid_step": "replace"},
+        {"env_config": {"odd": True}, "on_invalid_step": "replace", "callbacks_class": Remembers},
         {"batch_mode": "complete_episodes", "callbacks_class": Remembers},
     ],
 )

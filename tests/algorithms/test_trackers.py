@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from mlflow.tracking import MlflowClient
 
-from flowrl.algorithms import trackers
 from flowrl.algorithms.a2c import A2CConfig
-from flowrl.cli import main
+from flowrl.cli.main import main
 from flowrl.policies import ConfigError
 from flowrl.sampling import DefaultCallbacks
+from flowrl.trainer import loggers as trackers
 
 
 def config(**settings):

@@ -5,12 +5,12 @@ import imageio_ffmpeg
 import numpy as np
 import pytest
 
-from flowrl.algorithms import video
 from flowrl.algorithms.a2c import A2CConfig
-from flowrl.algorithms.evaluation import check_evaluation_env
-from flowrl.cli import main
+from flowrl.cli.main import main
 from flowrl.envs import MultiAgentEnv
 from flowrl.policies import ConfigError
+from flowrl.trainer import video
+from flowrl.trainer.evaluation import check_evaluation_env
 
 
 class Greys(gym.Env):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from flowrl.algorithms.dqn import DQNConfig
 from flowrl.data import SampleBatch
-from flowrl.data.memmap import MappedArrays
+from flowrl.data.memmap import MemmapArrays
 from flowrl.policies import ConfigError
 from flowrl.replay import PrioritizedReplayBuffer, ReplayBuffer
 
@@ -188,7 +188,7 @@ def test_a_folder_that_cannot_be_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
         ReplayBuffer(10, directory=tmp_path / "file" / "rows")
-    assert MappedArrays(tmp_path).empty((3, 0), np.float32).shape == (3, 0)
+    assert MemmapArrays(tmp_path).empty((3, 0), np.float32).shape == (3, 0)
 
 
 def test_the_setting_has_an_effect(tmp_path):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from flowrl.data import MultiAgentBatch, SampleBatch, concat_samples
-from flowrl.data.indexed_columns import NOTHING, Windows
+from flowrl.data.indexed_columns import NOTHING, IndexedColumn
 
 
 def batch_of(n, start=0):
@@ -157,7 +157,7 @@ def test_windows_read_as_the_array_that_they_stand_for(data):
     shape = data.draw(st.sampled_from([(5,), (5, 2)]))
     index = data.draw(arrays(np.int64, shape, elements=st.integers(-1, 7)))
     plain = np.where((index == NOTHING)[..., None], 0.0, base[index])
-    windows = Windows(base, index)
+    windows = IndexedColumn(base, index)
     assert windows.shape == plain.shape
     assert np.array_equal(windows, plain)
     assert np.array_equal(windows[1:4], plain[1:4])
@@ -165,7 +165,7 @@ def test_windows_read_as_the_array_that_they_stand_for(data):
     assert np.array_equal(windows[-1], plain[-1])
     rows = np.array([3, 0, 3])
     assert np.array_equal(windows[rows], plain[rows])
-    both = Windows.concat([windows, Windows(base + 100, index)[rows]])
+    both = IndexedColumn.concat([windows, IndexedColumn(base + 100, index)[rows]])
     expected = np.where((index == NOTHING)[..., None], 0.0, (base + 100)[index])[rows]
     assert np.array_equal(both, np.concatenate([plain, expected]))
     assert np.array_equal(both[rows], plain[rows])
@@ -174,7 +174,9 @@ def test_windows_read_as_the_array_that_they_stand_for(data):
 def shifted(n=6):
     base = np.arange(n + 1.0)
     base.flags.writeable = False
-    return SampleBatch(obs=base[:n], new_obs=Windows(base, np.arange(1, n + 1)), x=np.zeros(n))
+    return SampleBatch(
+        obs=base[:n], new_obs=IndexedColumn(base, np.arange(1, n + 1)), x=np.zeros(n)
+    )
 
 
 def test_a_batch_reads_windows_as_arrays():
@@ -205,7 +207,7 @@ def test_what_is_read_from_windows_is_the_readers_own():
 def test_a_pickled_batch_holds_shared_rows_once():
     big = np.zeros((100, 1000))
     big.flags.writeable = False
-    batch = SampleBatch(obs=big[:99], new_obs=Windows(big, np.arange(1, 100)))
+    batch = SampleBatch(obs=big[:99], new_obs=IndexedColumn(big, np.arange(1, 100)))
     data = pickle.dumps(batch)
     assert len(data) < 1.1 * big.nbytes
     back = pickle.loads(data)

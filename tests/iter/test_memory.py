@@ -112,7 +112,7 @@ def test_a_slow_reader_of_large_fragments_holds_the_sources_back(ray_session):
     before = rss_mb()
     got = plan.take(items)
     watch.going = False
-    full = [stage["full_s"] for stage in plan.stats() if "full_s" in stage]
+    full = [stage["backpressure_s"] for stage in plan.stats() if "backpressure_s" in stage]
     plan.stop()
     work.put(None)
     assert [owned for owned, _ in got] == [False] * items

@@ -12,7 +12,7 @@ from flowrl.data import BatchRef, MultiAgentBatch, SampleBatch
 from flowrl.data.checkpoint import read_checkpoint, write_checkpoint
 from flowrl.iter import LocalIterator, Source
 from flowrl.ops import AggregateBatches, ConcatBatches, MixInReplay
-from flowrl.ops.by_reference import leave_in_store
+from flowrl.ops.aggregation import leave_in_store
 from flowrl.policies import ConfigError
 
 pytestmark = pytest.mark.usefixtures("ray_session")

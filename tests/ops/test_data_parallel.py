@@ -232,12 +232,12 @@ def test_what_the_cluster_has_not_got():
             pytest.raises(RuntimeError, match=r"7 learners with a GPU each.*has 0 GPUs"),
         ):
             next(stream)
-    with small(accumulate_rows=5).build() as algorithm:
+    with small(microbatch_size=5).build() as algorithm:
         batches = ParallelRollouts(algorithm.workers).take(1)
         operator = MultiGPUTrainOneStep(algorithm.workers, num_learners=2)
         with (
             LocalIterator(batches).for_each(operator) as stream,
-            pytest.raises(ValueError, match="accumulate_rows"),
+            pytest.raises(ValueError, match="microbatch_size"),
         ):
             next(stream)
 

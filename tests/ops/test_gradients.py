@@ -165,7 +165,7 @@ def test_a_worker_whose_gradients_are_dropped_gets_new_weights(ray_session):
 
 
 def test_gradients_that_are_not_finite_are_left_out_if_that_is_asked_for():
-    with make(on_bad_update="skip") as workers, make() as strict:
+    with make(on_nonfinite_update="skip") as workers, make() as strict:
         (batch,) = ParallelRollouts(strict).take(1)
         odd = batch.with_columns(advantages=np.full(32, np.nan, np.float32))
         before = weights(workers)

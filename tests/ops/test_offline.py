@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from flowrl.algorithms.a2c import A2CConfig
-from flowrl.cli import main
+from flowrl.cli.main import main
 from flowrl.data.checkpoint import CheckpointError
 from flowrl.iter import LocalIterator, from_items
 from flowrl.offline.parquet import parquet_files, read_parquet

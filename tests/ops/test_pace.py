@@ -12,7 +12,7 @@ from flowrl.iter import LocalIterator, MetricsContext, metrics_scope
 from flowrl.ops import (
     OncePerTimeInterval,
     OncePerTimestepsElapsed,
-    StepsAhead,
+    StalenessLimit,
     WaitUntilTimestepsElapsed,
     _get_shared_metrics,
 )
@@ -78,7 +78,7 @@ def test_no_fragment_gets_older_than_it_may(
     """A plan of any workers, fast and slow, and a learner that is late: whatever comes first."""
     rng = np.random.default_rng(seed)
     size = math.ceil(fragment * fragments_per_batch)
-    limit = StepsAhead(size, batches, fragment)
+    limit = StalenessLimit(size, batches, fragment)
     with metrics_scope(MetricsContext()) as metrics:
         counters = metrics.counters
         flight, idle = [], [worker for worker in range(workers) for _ in range(num_async)]
@@ -121,7 +121,7 @@ def test_no_fragment_gets_older_than_it_may(
 
 def test_steps_that_were_sampled_before_are_not_new():
     """A run that goes on begins with what its counters say."""
-    limit = StepsAhead(5, 1, 5)
+    limit = StalenessLimit(5, 1, 5)
     with metrics_scope(MetricsContext()) as metrics:
         metrics.counters["num_env_steps_sampled"] = 105
         metrics.counters["num_env_steps_trained"] = 90
@@ -139,4 +139,4 @@ def test_steps_that_were_sampled_before_are_not_new():
 @pytest.mark.parametrize("numbers", [(0, 5), (5, -1), (True, 5), (2.5, 5), (5, 5, 0)])
 def test_limits_that_are_none(numbers):
     with pytest.raises(ValueError, match="is a whole number from"):
-        StepsAhead(*numbers)
+        StalenessLimit(*numbers)

@@ -4,8 +4,6 @@ import numpy as np
 import pytest
 
 from flowrl.algorithms.a2c import A2C, A2CConfig, A2CTorchPolicy
-from flowrl.algorithms.algorithm import Algorithm
-from flowrl.algorithms.config import AlgorithmConfig
 from flowrl.data import MultiAgentBatch
 from flowrl.envs import make_multi_agent
 from flowrl.ops import (
@@ -15,6 +13,8 @@ from flowrl.ops import (
     train_one_step,
 )
 from flowrl.policies import ConfigError
+from flowrl.trainer.algorithm import Algorithm
+from flowrl.trainer.config import AlgorithmConfig
 
 SETTINGS = {"env": "CartPole-v1", "rollout_fragment_length": 20, "train_batch_size": 70, "seed": 3}
 

@@ -1,17 +1,17 @@
-"""ActionValues and Atoms: what outputs mean, with and without autograd."""
+"""QValues and Atoms: what outputs mean, with and without autograd."""
 
 import numpy as np
 import pytest
 import torch
 
-from flowrl.policies.categorical_q import Atoms
-from flowrl.policies.q_values import ActionValues
+from flowrl.policies.categorical_q import CategoricalQ
+from flowrl.policies.q_values import QValues
 
 KINDS = {
-    "plain": lambda: ActionValues(3, dueling=False),
-    "dueling": lambda: ActionValues(3, dueling=True),
-    "atoms": lambda: Atoms(3, 5, -2.0, 2.0, dueling=False),
-    "dueling atoms": lambda: Atoms(3, 5, -2.0, 2.0, dueling=True),
+    "plain": lambda: QValues(3, dueling=False),
+    "dueling": lambda: QValues(3, dueling=True),
+    "atoms": lambda: CategoricalQ(3, 5, -2.0, 2.0, dueling=False),
+    "dueling atoms": lambda: CategoricalQ(3, 5, -2.0, 2.0, dueling=True),
 }
 FORBIDDEN = -1e9
 
@@ -27,7 +27,7 @@ def given(meaning, rows=8, seed=0):
     outputs = 2 * rng.standard_normal((rows, meaning.num_outputs)).astype(np.float32)
     state = rng.standard_normal(rows).astype(np.float32) if meaning.has_state else None
     actions = rng.integers(0, 3, rows)
-    if isinstance(meaning, Atoms):
+    if isinstance(meaning, CategoricalQ):
         goals = rng.dirichlet(np.ones(5), rows).astype(np.float32)
     else:
         goals = (3 * rng.standard_normal(rows)).astype(np.float32)
@@ -63,7 +63,7 @@ def test_ranks_order_actions_as_their_values_do(meaning):
     tensors = meaning.ranks_of_tensors(torch.from_numpy(outputs))
     np.testing.assert_allclose(tensors, ranks, rtol=1e-5, atol=1e-5)
     assert ranks[2, 0] < ranks[2, 1:].min() - 1e6
-    if not isinstance(meaning, Atoms):
+    if not isinstance(meaning, CategoricalQ):
         worth = None if state is None else torch.from_numpy(state)
         values = meaning.values_of_tensors(torch.from_numpy(outputs), worth).numpy()
         np.testing.assert_array_equal(values.argsort(1), ranks.argsort(1))

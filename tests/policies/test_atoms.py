@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.policies.categorical_q import Atoms
+from flowrl.policies.categorical_q import CategoricalQ
 
 
 def plainly_projected(support, chances, reward, discount):
@@ -28,7 +28,7 @@ def plainly_projected(support, chances, reward, discount):
 def test_a_moved_distribution_is_the_papers(num_atoms, seed):
     rng = np.random.default_rng(seed)
     low = rng.uniform(-20, 0)
-    atoms = Atoms(2, num_atoms, low, low + rng.uniform(1, 40), False)
+    atoms = CategoricalQ(2, num_atoms, low, low + rng.uniform(1, 40), False)
     chances = rng.dirichlet(np.ones(num_atoms), 7).astype(np.float32)
     rewards = rng.normal(0, 10, 7).astype(np.float32)
     discounts = rng.choice([0.0, 0.5, 0.99, 1.0], 7)
@@ -43,7 +43,7 @@ def test_a_moved_distribution_is_the_papers(num_atoms, seed):
 
 
 def test_a_distribution_that_stays_is_the_same():
-    atoms = Atoms(2, 51, -10, 10, False)
+    atoms = CategoricalQ(2, 51, -10, 10, False)
     chances = np.random.default_rng(0).dirichlet(np.ones(51), 3).astype(np.float32)
     made = atoms.projected(chances, np.zeros(3, np.float32), np.ones(3))
     np.testing.assert_allclose(made, chances, atol=1e-5)
@@ -51,7 +51,7 @@ def test_a_distribution_that_stays_is_the_same():
 
 @pytest.mark.parametrize("dueling", [True, False])
 def test_values_are_means_and_forbidden_ones_far_below(dueling):
-    atoms = Atoms(3, 5, 0, 4, dueling)
+    atoms = CategoricalQ(3, 5, 0, 4, dueling)
     rng = np.random.default_rng(0)
     outputs = rng.standard_normal((4, atoms.num_outputs)).astype(np.float32)
     outputs[2, 5:10] = -1e9  # action 1 of row 2
@@ -72,7 +72,7 @@ def test_values_are_means_and_forbidden_ones_far_below(dueling):
 
 @pytest.mark.parametrize("dueling", [True, False])
 def test_the_gradient_is_autograds(dueling):
-    atoms = Atoms(3, 5, 0, 4, dueling)
+    atoms = CategoricalQ(3, 5, 0, 4, dueling)
     outputs = torch.randn(6, atoms.num_outputs, requires_grad=True)
     actions, slopes = torch.tensor([0, 1, 2, 0, 1, 2]), torch.randn(6, 5)
     index = actions[:, None, None].expand(-1, 1, 5)

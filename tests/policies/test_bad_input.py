@@ -222,7 +222,7 @@ class Normed(Plain):
 
 @pytest.mark.parametrize("mode", ["raise", "skip"])
 def test_a_refused_update_changes_nothing(mode):
-    policy = Regress(BOX, TWO, {"model": {"custom_model": Normed}, "on_bad_update": mode})
+    policy = Regress(BOX, TWO, {"model": {"custom_model": Normed}, "on_nonfinite_update": mode})
     before, version = policy.get_weights(), policy.version
     obs = rows()["obs"].copy()
     obs[3] = np.nan
@@ -297,7 +297,7 @@ def burning(**config):
 
 
 def test_burn_in_accumulates_and_is_not_counted():
-    whole, parts = burning(), burning(accumulate_rows=16)
+    whole, parts = burning(), burning(microbatch_size=16)
     batch = whole.sample()
     expected, stats = whole.policy.compute_gradients(batch)
     gradient, told = parts.policy.compute_gradients(batch)

@@ -291,7 +291,7 @@ def test_gradients_are_clipped(by):
 
 
 def test_accumulated_gradients_are_those_of_the_whole_batch():
-    whole, parts, batch = make_policy(), make_policy(accumulate_rows=5), rows()
+    whole, parts, batch = make_policy(), make_policy(microbatch_size=5), rows()
     expected, stats = whole.compute_gradients(batch)
     gradient, told = parts.compute_gradients(batch)
     np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-6)
@@ -308,7 +308,7 @@ def test_accumulated_gradients_of_sequences():
     }
     batch = batch.with_columns(**states)
     expected, _ = make_policy(model=model).compute_gradients(batch)
-    gradient, _ = make_policy(model=model, accumulate_rows=6).compute_gradients(batch)
+    gradient, _ = make_policy(model=model, microbatch_size=6).compute_gradients(batch)
     np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -342,7 +342,7 @@ def test_compiled_networks_learn_the_same():
 
 
 def test_bad_updates_may_be_left_out():
-    policy, batch = make_policy(on_bad_update="skip"), rows()
+    policy, batch = make_policy(on_nonfinite_update="skip"), rows()
     before = policy.get_weights()
     rewards = batch["rewards"].copy()
     rewards[3] = np.nan

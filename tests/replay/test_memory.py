@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from flowrl.data import SampleBatch
-from flowrl.data.indexed_columns import Windows
+from flowrl.data.indexed_columns import IndexedColumn
 from flowrl.replay import ReplayBuffer
 
 SHAPE, ROWS, EPISODE = (84, 84, 4), 200, 500
@@ -40,7 +40,7 @@ def fragment(number):
         t=steps % EPISODE,
     )
     dict.__setitem__(batch, "obs", base[:ROWS])
-    dict.__setitem__(batch, "new_obs", Windows(base, index))
+    dict.__setitem__(batch, "new_obs", IndexedColumn(base, index))
     return batch
 
 

@@ -184,7 +184,7 @@ def test_a_policy_that_remembers_learns_from_draws_as_from_samples(burn_in):
     config = A2CConfig(
         env="CartPole-v1",
         seed=0,
-        learn_from_replay=True,
+        allow_off_policy=True,
         rollout_fragment_length=24,
         model={"use_lstm": True, "max_seq_len": 6, "burn_in": burn_in, "lstm_cell_size": 8},
     )

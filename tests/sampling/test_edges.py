@@ -249,7 +249,7 @@ class AlwaysBad(CountEnv):
 def test_what_is_always_bad_stops_even_where_it_is_dropped(way, mode):
     w = worker(
         lambda: AlwaysBad(3, reuse=False),
-        on_bad_values="drop",
+        on_invalid_step="drop",
         max_num_env_restarts=3,
         sample_collector=way,
         batch_mode=mode,

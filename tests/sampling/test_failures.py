@@ -204,7 +204,7 @@ def test_bad_values_are_refused_at_their_source(way, wrong):
 @pytest.mark.parametrize("wrong", BAD)
 @pytest.mark.parametrize("at", [1, 3, 4, 7])
 def test_bad_values_cost_their_episode(way, wrong, at):
-    worker = lying(way, wrong, at, on_bad_values="drop", normalize_observations=True)
+    worker = lying(way, wrong, at, on_invalid_step="drop", normalize_observations=True)
     batch = worker.sample()
     for name in ("obs", "new_obs", "rewards", "next_values"):
         assert np.isfinite(batch[name]).all()
@@ -225,7 +225,7 @@ def test_bad_values_cost_their_episode(way, wrong, at):
 
 @pytest.mark.parametrize("wrong", BAD)
 def test_bad_values_can_be_replaced(way, wrong):
-    batch = lying(way, wrong, on_bad_values="replace").sample()
+    batch = lying(way, wrong, on_invalid_step="replace").sample()
     assert batch.count == 14
     for name in ("obs", "new_obs", "rewards", "next_values"):
         assert np.isfinite(batch[name]).all()
@@ -277,7 +277,7 @@ def test_agents_share_their_environments_fate(trouble):
             "policy_mapping_fn": lambda agent_id: "pq"[agent_id == "b"],
             "num_envs_per_worker": 2,
             "rollout_fragment_length": 8,
-            "on_bad_values": "drop",
+            "on_invalid_step": "drop",
         },
     )
     batch = worker.sample()

@@ -20,7 +20,7 @@ from flowrl.sampling import (
     SimpleListCollector,
     SyncSampler,
 )
-from flowrl.sampling.sampler import Collected
+from flowrl.sampling.sampler import SampleResult
 
 from .fakes import CountEnv, ObservedValue
 
@@ -188,7 +188,7 @@ def test_a_horizon_cannot_end_what_others_step():
         ({"horizon": 2.5}, "horizon"),
         ({"soft_horizon": True}, "needs a horizon"),
         ({"count_steps_by": "steps"}, "count_steps_by"),
-        ({"on_bad_values": "ignore"}, "on_bad_values"),
+        ({"on_invalid_step": "ignore"}, "on_invalid_step"),
         ({"sample_collector": dict}, "subclass of SampleCollector"),
     ],
 )
@@ -386,7 +386,7 @@ def test_samplers_join_what_lies_ready():
 
     def collect():
         n = next(items)
-        return Collected(SampleBatch(x=np.array([n])), [], {"p": n}, {})
+        return SampleResult(SampleBatch(x=np.array([n])), [], {"p": n}, {})
 
     sampler = AsyncSampler(collect, max_ahead=3)
     first = sampler.next()["x"].tolist()

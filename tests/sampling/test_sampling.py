@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrl.data import SampleBatch
-from flowrl.data.indexed_columns import Windows
+from flowrl.data.indexed_columns import IndexedColumn
 from flowrl.envs import register_env
 from flowrl.policies import ConfigError
 from flowrl.sampling import RolloutWorker, WorkerSet
@@ -127,7 +127,7 @@ def test_batches_do_not_share_memory_with_later_ones():
 @pytest.mark.parametrize("settings", [{}, {"collect_infos": True}])
 def test_infos(settings):
     batch = worker(envs=2, **settings).sample()
-    assert dict(batch.stored())["infos"].__class__ is (np.ndarray if settings else Windows)
+    assert dict(batch.stored())["infos"].__class__ is (np.ndarray if settings else IndexedColumn)
     assert batch["infos"].dtype == object
     assert [info["n"] for info in batch["infos"]] == (batch["t"] + 1).tolist()
     plain = RolloutWorker("CartPole-v1", ObservedCartPole, {}).sample()

@@ -8,8 +8,8 @@ import torch
 
 from flowrl.algorithms.ppo import PPOTorchPolicy
 from flowrl.data import SampleBatch
-from flowrl.data.indexed_columns import Windows
-from flowrl.data.lazy_columns import Unread
+from flowrl.data.indexed_columns import IndexedColumn
+from flowrl.data.lazy_columns import LazyColumn
 from flowrl.policies import ViewRequirement
 from flowrl.sampling import RolloutWorker, WorkerSet
 
@@ -106,8 +106,8 @@ def test_what_is_left_behind_is_fetched_when_it_is_asked_for(ray_session, caplog
     workers = sets(Late)
     batch = first_of(workers)
     stored = dict(batch.stored())
-    assert isinstance(stored["vf_preds"], Windows) and stored["vf_preds"].unread
-    assert isinstance(stored["infos"], Windows) and stored["infos"].unread
+    assert isinstance(stored["vf_preds"], IndexedColumn) and stored["vf_preds"].unread
+    assert isinstance(stored["infos"], IndexedColumn) and stored["infos"].unread
     assert not stored["infos"].nbytes > batch.count * 9
     for name in ("rewards", "terminateds", "advantages"):
         assert isinstance(stored[name], np.ndarray)
@@ -153,7 +153,7 @@ def test_a_policy_that_asks_for_a_column(ray_session):
 
 
 def test_a_column_of_a_worker_that_is_gone():
-    column = Unread("x", lambda: np.zeros(100_000), (100_000,), np.dtype(float))
+    column = LazyColumn("x", lambda: np.zeros(100_000), (100_000,), np.dtype(float))
     moved = pickle.loads(pickle.dumps(column.left_behind(lambda value: 7, _gone)))
     assert len(moved) == 100_000
     with pytest.raises(RuntimeError, match="column 'x' was left on its worker, which is gone"):
@@ -165,11 +165,11 @@ def _gone(reference):
 
 
 def test_small_columns_travel_along():
-    column = Unread("x", lambda: np.arange(5), (5,), np.dtype(int))
+    column = LazyColumn("x", lambda: np.arange(5), (5,), np.dtype(int))
     moved = pickle.loads(pickle.dumps(column.left_behind(None, None)))
     assert moved.array().tolist() == [0, 1, 2, 3, 4]
     objects = np.array([{}, {"a": 1}], object)
-    column = Unread("infos", lambda: objects, (2,), objects.dtype)
+    column = LazyColumn("infos", lambda: objects, (2,), objects.dtype)
     moved = pickle.loads(pickle.dumps(column.left_behind(None, None)))
     assert moved.array().tolist() == [{}, {"a": 1}]
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from flowrl.algorithms import ppo
 from flowrl.data import SampleBatch
-from flowrl.data.indexed_columns import Windows
+from flowrl.data.indexed_columns import IndexedColumn
 from flowrl.policies import ConfigError, ViewRequirement
 from flowrl.policies.models import FullyConnectedNetwork
 from flowrl.sampling import RolloutWorker
@@ -225,7 +225,7 @@ def test_a_stored_frame_is_stored_once():
     batch = w.sample()
     assert batch["obs"].shape == batch["new_obs"].shape == (50, 4, 84, 84)
     stored = dict(batch.stored())
-    assert isinstance(stored["obs"], Windows)
+    assert isinstance(stored["obs"], IndexedColumn)
     assert stored["obs"].base is stored["new_obs"].base
     # 50 frames, the final one, and the lookback of 3
     assert len(stored["obs"].base) == 50 + 1 + 3

@@ -24,7 +24,7 @@ def take_gradient(policy: TorchPolicy, batch: SampleBatch) -> dict[str, float]:
         FloatingPointError: a loss or the gradient is not finite.
     """
     policy.noted = []
-    rows = policy.config.accumulate_rows
+    rows = policy.config.microbatch_size
     if not rows or batch.count <= rows:
         return _take(policy, batch)
     parts = list(

@@ -13,7 +13,7 @@ from gymnasium import spaces
 from torch import nn
 
 from flowrl.data import SampleBatch
-from flowrl.data.indexed_columns import Windows
+from flowrl.data.indexed_columns import IndexedColumn
 from flowrl.policies.config import ModelConfig
 from flowrl.policies.views import ViewRequirement
 from flowrl.settings import ConfigError
@@ -86,7 +86,7 @@ class TensorBatch(Inputs):
         if key not in self._batch:
             raise KeyError(key)
         column = dict.get(self._batch, key)
-        if column is None or (isinstance(column, Windows) and column.unread):
+        if column is None or (isinstance(column, IndexedColumn) and column.unread):
             column = self._batch[key]
         return optree.tree_map(lambda leaf: np.asarray(leaf[index]), column)
 

@@ -31,7 +31,7 @@ WORKER_SETTINGS = {
     "num_envs_per_worker",
     "num_gpus_per_worker",
     "num_workers",
-    "on_bad_values",
+    "on_invalid_step",
     "placement_strategy",
     "policies",
     "policies_to_train",

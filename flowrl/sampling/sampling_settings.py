@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.envs.validation import OnBadValues
+from flowrl.envs.validation import OnInvalidStep
 from flowrl.sampling.callbacks import DefaultCallbacks
 from flowrl.sampling.list_collector import SimpleListCollector
 from flowrl.sampling.sample_collector import SampleCollector
@@ -30,7 +30,7 @@ class SamplingSettings:
     horizon: int | None = None
     soft_horizon: bool = False
     no_done_at_end: bool = False
-    on_bad_values: OnBadValues = "raise"
+    on_invalid_step: OnInvalidStep = "raise"
     max_env_restarts: int = 5
     sample_collector: type[SampleCollector] = SimpleListCollector
     explore: bool = True
@@ -55,7 +55,11 @@ class SamplingSettings:
         for name, value, allowed in (
             ("batch_mode", mode, ("truncate_episodes", "complete_episodes")),
             ("count_steps_by", by, ("env_steps", "agent_steps")),
-            ("on_bad_values", given.get("on_bad_values", "raise"), ("raise", "drop", "replace")),
+            (
+                "on_invalid_step",
+                given.get("on_invalid_step", "raise"),
+                ("raise", "drop", "replace"),
+            ),
         ):
             if value not in allowed:
                 raise ConfigError(f"{name}: one of {', '.join(allowed)} is needed, got {value!r}")
@@ -90,7 +94,7 @@ class SamplingSettings:
             horizon=horizon,
             soft_horizon=bool(given.get("soft_horizon", False)),
             no_done_at_end=bool(given.get("no_done_at_end", False)),
-            on_bad_values=given.get("on_bad_values", "raise"),
+            on_invalid_step=given.get("on_invalid_step", "raise"),
             max_env_restarts=given.get("max_num_env_restarts", 5),
             sample_collector=collector,
             explore=given.get("explore", True),

@@ -66,7 +66,7 @@ class OncePerTimeInterval:
         return True
 
 
-class StepsAhead:
+class StalenessLimit:
     """How far sampling may be ahead of training: so little that no fragment gets old.
 
     A fragment is asked for only while fewer than (max_batches + 1) train batches of env steps were
@@ -149,7 +149,7 @@ class StepsAhead:
         return self._sampled
 
     def __repr__(self) -> str:
-        return f"StepsAhead({self.batch_size}, {self.max_batches})"
+        return f"StalenessLimit({self.batch_size}, {self.max_batches})"
 
 
 def _steps() -> int:

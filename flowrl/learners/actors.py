@@ -54,17 +54,17 @@ class LearnerActor:
         if size > 1:
             from torch.distributed import TCPStore
 
-            from flowrl.ops.group import Group
+            from flowrl.learners.process_group import ProcessGroup
 
             backend = "nccl" if device.startswith("cuda") else "gloo"
             found = TCPStore(*store, is_master=False, wait_for_workers=False)
-            group = Group(found, rank, size, backend, TIMEOUT_S, shares=True)
+            group = ProcessGroup(found, rank, size, backend, TIMEOUT_S, shares=True)
             for policy in self.policies.values():
                 policy.group = group
 
     def take(self, state: bytes) -> None:
         """Learn on from what the local policies are."""
-        from flowrl.ops.group import take_learning_state
+        from flowrl.learners.process_group import take_learning_state
 
         take_learning_state(self.policies, state)
 
@@ -78,7 +78,7 @@ class LearnerActor:
     ) -> tuple[Info, bytes | None]:
         """Learn with the others from all the rows, of which this one takes its share; the first
         gives the policies' states."""
-        from flowrl.ops.group import learning_state
+        from flowrl.learners.process_group import learning_state
 
         for policy in self.policies.values():
             policy.on_global_var_update(global_vars)
@@ -88,7 +88,7 @@ class LearnerActor:
         return info, learning_state(learned) if self._first else None
 
 
-class Learners:
+class LearnerGroup:
     """Learners on Ray actors that learn as one; the local worker's policies are what they have
     become. They are made when they are first needed.
 
@@ -123,7 +123,7 @@ class Learners:
         """
         import ray
 
-        from flowrl.ops.group import take_learning_state
+        from flowrl.learners.process_group import take_learning_state
 
         worker = self.workers.local_worker()
         told_before: dict[str, dict[str, float]] = {policy_id: {} for policy_id in learning}
@@ -167,7 +167,7 @@ class Learners:
         """Make the learners, or let them know what the local policies are now."""
         import ray
 
-        from flowrl.ops.group import learning_state
+        from flowrl.learners.process_group import learning_state
 
         worker = self.workers.local_worker()
         now = self._now()
@@ -229,7 +229,7 @@ class Learners:
             leave_ray()
 
 
-def learners_of(workers: WorkerSet, num_gpus: int, num_learners: int) -> Learners | None:
+def learners_of(workers: WorkerSet, num_gpus: int, num_learners: int) -> LearnerGroup | None:
     """The learners on actors that are asked for; None where the local worker is to learn.
 
     Raises:
@@ -241,7 +241,7 @@ def learners_of(workers: WorkerSet, num_gpus: int, num_learners: int) -> Learner
     if num_gpus and num_learners:
         raise ValueError("num_gpus (learners with a GPU each) or num_learners, not both")
     wanted = num_gpus or num_learners
-    return Learners(workers, wanted, bool(num_gpus)) if wanted else None
+    return LearnerGroup(workers, wanted, bool(num_gpus)) if wanted else None
 
 
 class MultiGPUTrainOneStep:
@@ -327,7 +327,10 @@ def _is_broken(error: BaseException) -> bool:
     """Whether a process is gone, rather than that its code raised."""
     import ray
 
-    return isinstance(error, ray.exceptions.RayActorError) or type(error).__name__ == "GroupBroken"
+    return (
+        isinstance(error, ray.exceptions.RayActorError)
+        or type(error).__name__ == "ProcessGroupError"
+    )
 
 
 def check_torch(policy: Any) -> None:
@@ -337,8 +340,8 @@ def check_torch(policy: Any) -> None:
         raise TypeError(
             f"{type(policy).__name__} cannot learn in several processes: it is no TorchPolicy"
         )
-    if policy.config.accumulate_rows:
-        raise ValueError("accumulate_rows: the processes that learn together share the rows")
+    if policy.config.microbatch_size:
+        raise ValueError("microbatch_size: the processes that learn together share the rows")
 
 
 def _joined(told: list[Info]) -> Info:

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flowrl.algorithms.plans import PLAN_MODULE, load_plan
-from flowrl.algorithms.spellings import our_names
 from flowrl.data.checkpoint import MANIFEST, CheckpointError, read_manifest
 from flowrl.policies.checkpoint_loading import config_from_json, config_to_json, trusted
 from flowrl.settings import ConfigError
+from flowrl.trainer.plan_files import PLAN_MODULE, load_plan
+from flowrl.trainer.setting_aliases import our_names
 
 
 def algorithm_from_checkpoint(

@@ -11,7 +11,7 @@ from typing import Any, get_args, get_origin
 
 from gymnasium import spaces
 
-from flowrl.arguments import mapping
+from flowrl.cli.arguments import mapping
 from flowrl.settings import ConfigError, Settings, nearest
 
 

@@ -16,11 +16,11 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 
-class GroupBroken(RuntimeError):  # noqa: N818
+class ProcessGroupError(RuntimeError):
     """A process of the group has died, or did not answer in time."""
 
 
-class Group:
+class ProcessGroup:
     """One process' part of a group.
 
     Args:
@@ -33,7 +33,7 @@ class Group:
             each learns from rows of its own.
 
     Raises:
-        GroupBroken: the others did not come in time.
+        ProcessGroupError: the others did not come in time.
     """
 
     def __init__(
@@ -53,18 +53,18 @@ class Group:
         try:
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
         except (RuntimeError, ValueError) as error:
-            raise GroupBroken(f"process {rank} of {size} found no group: {error}") from error
+            raise ProcessGroupError(f"process {rank} of {size} found no group: {error}") from error
 
     def sum(self, values: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
         """The sums of all processes' values, in their place.
 
         Raises:
-            GroupBroken
+            ProcessGroupError
         """
         try:
             dist.all_reduce(values, op)
         except RuntimeError as error:
-            raise GroupBroken(f"process {self.rank} of {self.size}: {error}") from error
+            raise ProcessGroupError(f"process {self.rank} of {self.size}: {error}") from error
         return values
 
     def average(self, gradient: torch.Tensor, rows: int) -> int:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flowrl.algorithms.video import Recording, check_renders
 from flowrl.envs.registry import NO_ENVIRONMENT, EnvContext
 from flowrl.policies.policy import Policy
 from flowrl.policies.policy_spec import PolicySpec
@@ -17,9 +16,10 @@ from flowrl.sampling.rollout_worker import RolloutWorker
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.seeding import derive_seed
 from flowrl.settings import ConfigError
+from flowrl.trainer.video import Recording, check_renders
 
 if TYPE_CHECKING:
-    from flowrl.algorithms.config import AlgorithmConfig
+    from flowrl.trainer.config import AlgorithmConfig
 
 log = logging.getLogger("flowrl")
 

@@ -71,7 +71,7 @@ def _version(given: list[str]) -> int:
 
 
 def _plans(given: list[str]) -> int:
-    from flowrl.algorithms.plans import shipped_plans
+    from flowrl.trainer.plan_files import shipped_plans
 
     _parser("plans", "list the shipped plans").parse_args(given)
     plans = shipped_plans()
@@ -82,7 +82,7 @@ def _plans(given: list[str]) -> int:
 
 
 def _copy(given: list[str]) -> int:
-    from flowrl.algorithms.plans import plan_path
+    from flowrl.trainer.plan_files import plan_path
 
     parser = _parser("copy", "start your own plan from a shipped one")
     parser.add_argument("plan")
@@ -103,7 +103,7 @@ def _explain(given: list[str]) -> int:
     parser = _parser("explain", "print a plan as a tree; nothing runs")
     parser.add_argument("plan")
     plan = parser.parse_args(given).plan
-    from flowrl.train_command import load
+    from flowrl.cli.train import load
 
     _, config = load(plan)
     with config.build(plan=plan) as algorithm:
@@ -115,20 +115,20 @@ def _explain(given: list[str]) -> int:
 
 
 def _tell(error: Exception) -> int:
-    from flowrl.training import tell_failure
+    from flowrl.cli.training_run import tell_failure
 
     tell_failure(error)
     return 1
 
 
 def _train(given: list[str]) -> int:
-    from flowrl.train_command import train_command
+    from flowrl.cli.train import train_command
 
     return train_command(given)
 
 
 def _resume(given: list[str]) -> int:
-    from flowrl.train_command import resume_command
+    from flowrl.cli.train import resume_command
 
     return resume_command(given)
 
@@ -140,8 +140,8 @@ def _checkpoint(given: list[str]) -> int:
     parser.add_argument("path", help="a checkpoint, a run directory, or a URI")
     parser.add_argument("--json", action="store_true", help="the manifest as it is")
     options = parser.parse_args(given)
+    from flowrl.cli.run_directory import CHECKPOINTS, newest_checkpoint
     from flowrl.data.checkpoint import CheckpointError, read_checkpoint, read_manifest
-    from flowrl.rundir import CHECKPOINTS, newest_checkpoint
 
     path: Any = options.path
     if "://" not in path:
@@ -176,8 +176,8 @@ def _checkpoint(given: list[str]) -> int:
 
 
 def _evaluate(given: list[str]) -> int:
-    from flowrl.arguments import positive
-    from flowrl.train_command import CHECKPOINT_HELP
+    from flowrl.cli.arguments import positive
+    from flowrl.cli.train import CHECKPOINT_HELP
 
     parser = _parser("evaluate", "play episodes with a trained policy, greedy and sampled")
     parser.add_argument("run_dir", type=Path)
@@ -186,8 +186,8 @@ def _evaluate(given: list[str]) -> int:
     parser.add_argument("--video", type=Path, help="folder for a video of the first greedy episode")
     options = parser.parse_args(given)
 
+    from flowrl.cli.train import checkpoint_named, config_of_run
     from flowrl.data.checkpoint import CheckpointError
-    from flowrl.train_command import checkpoint_named, config_of_run
 
     config, plan = config_of_run(options.run_dir)
     path = checkpoint_named(options.run_dir, options.checkpoint)

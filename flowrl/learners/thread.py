@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from flowrl.iter import _get_shared_metrics
 from flowrl.iter.stage import describe, pack
 from flowrl.iter.waiting import Signal, Waiter, queue_signal
-from flowrl.ops.data_parallel import learners_of
+from flowrl.learners.actors import learners_of
 from flowrl.ops.train import (
     Batch,
     Info,
@@ -38,7 +38,7 @@ class Learned(NamedTuple):
     waited: float  # seconds without a batch before
 
 
-class NotLearned(NamedTuple):
+class LearnFailure(NamedTuple):
     """What a learner gives for a batch that it could not learn from."""
 
     batch: Batch
@@ -139,7 +139,7 @@ class LearnerThread:
         self.policies = policies
         self.sgd_minibatch_size = sgd_minibatch_size
         self.inqueue: queue.Queue[Batch] = queue.Queue(queue_size)
-        self.outqueue: queue.Queue[Learned | NotLearned] = queue.Queue(queue_size)
+        self.outqueue: queue.Queue[Learned | LearnFailure] = queue.Queue(queue_size)
         in_turn = isinstance(minibatch_buffer_size, int) and minibatch_buffer_size > 1
         self._minibatches = MinibatchBuffer(minibatch_buffer_size, num_sgd_iter)
         self._passes = 1
@@ -219,7 +219,7 @@ class LearnerThread:
                 return False  # its learners were closed
             buffer.forget(batch)
             error.add_note(f"raised by the learner's thread, on a {describe(batch)}")
-            self.outqueue.put_nowait(NotLearned(batch, error))
+            self.outqueue.put_nowait(LearnFailure(batch, error))
             return True
         seconds = time.perf_counter() - started
         if last:
@@ -240,14 +240,14 @@ class LearnerThread:
 
     # -- what comes of it, in the plan -----------------------------------------------------------
 
-    def taken(self, result: Learned | NotLearned) -> tuple[Batch, Info]:
+    def taken(self, result: Learned | LearnFailure) -> tuple[Batch, Info]:
         """Count what came out of the queue; (batch, info), as TrainOneStep gives it.
 
         Raises:
             what was raised by learning; the batch counts as dropped.
         """
         metrics = _get_shared_metrics()
-        if isinstance(result, NotLearned):
+        if isinstance(result, LearnFailure):
             metrics.counters["num_env_steps_dropped"] += result.batch.env_steps()
             raise result.error
         metrics.timers["learn"].push(result.seconds)
@@ -281,7 +281,7 @@ class LearnerThread:
         """The batches that wait and those that nobody has taken yet."""
         with self.workers.local_worker().lock:
             done = [one for one in self.outqueue.queue if isinstance(one, Learned)]
-            failed = [one.batch for one in self.outqueue.queue if isinstance(one, NotLearned)]
+            failed = [one.batch for one in self.outqueue.queue if isinstance(one, LearnFailure)]
             waiting = [*failed, *self.inqueue.queue]
             return {
                 "waiting": [[batch, pack(batch.sources)] for batch in waiting],

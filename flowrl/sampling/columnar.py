@@ -15,14 +15,14 @@ import numpy as np
 from gymnasium import spaces
 
 from flowrl.data import DEFAULT_POLICY_ID, SampleBatch
-from flowrl.data.indexed_columns import NextRows, Windows
-from flowrl.data.lazy_columns import Unread
+from flowrl.data.indexed_columns import IndexedColumn, NextRows
+from flowrl.data.lazy_columns import LazyColumn
 from flowrl.envs.validation import BadValueError, ObservationCheck, check_columns, odd_actions
 from flowrl.envs.vector_env import DirectStepper, Step, Stepper
 from flowrl.policies.policy import Policy
 from flowrl.sampling.episode import EpisodeMetrics, fast_metrics
-from flowrl.sampling.settings import TIMINGS, SamplingSettings
-from flowrl.sampling.views import (
+from flowrl.sampling.sampling_settings import TIMINGS, SamplingSettings
+from flowrl.sampling.view_resolver import (
     TrajectoryViews,
     not_for_training,
     signature_of,
@@ -130,7 +130,7 @@ class ColumnarCollector:
     def _start(self) -> None:
         """Begin an episode in every environment."""
         self.stepper.reset(self._raw[0])
-        if self.settings.on_bad_values == "replace":
+        if self.settings.on_invalid_step == "replace":
             self._raw[0] = self._check.repaired(self._raw[0])
         self._episode_ids = self._base + self._next_episode + np.arange(self.stepper.num_envs)
         self._next_episode += self.stepper.num_envs
@@ -296,7 +296,7 @@ class ColumnarCollector:
                 error.add_note(f"at step {t} of a fragment, {self.env_steps} env steps sampled")
                 raise
             stepping += clock() - before
-            if settings.on_bad_values == "replace":
+            if settings.on_invalid_step == "replace":
                 self._repair(t, step)
             if len(step.ended):
                 ends.append((t, step.ended, step.final))
@@ -426,7 +426,9 @@ class ColumnarCollector:
             rows.pop(name, None)
         count = len(rows["rewards"])
         make = partial(_infos, infos, dones.shape, order)
-        rows["infos"] = Windows(Unread("infos", make, (count,), _OBJECT), np.arange(count))
+        rows["infos"] = IndexedColumn(
+            LazyColumn("infos", make, (count,), _OBJECT), np.arange(count)
+        )
         batch = SampleBatch._of(rows)
         return self._postprocess(batch) if apart else batch
 
@@ -502,7 +504,7 @@ class ColumnarCollector:
         problems.sort()
         step, env, what, _ = problems[0]
         error = BadValueError(f"sub-environment {env} gave {what}, at step {step} of a fragment")
-        if self.settings.on_bad_values == "raise" or not isinstance(self.stepper, DirectStepper):
+        if self.settings.on_invalid_step == "raise" or not isinstance(self.stepper, DirectStepper):
             raise error
         self._drop_segments(problems, cuts)
 

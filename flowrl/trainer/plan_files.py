@@ -96,7 +96,7 @@ _WITH_ALGORITHMS: dict[str, tuple[bytes, ModuleType]] = {}
 
 def algorithm_in(module: ModuleType) -> Any:
     """The algorithm that a plan file defines: its last class that says how it trains, if any."""
-    base: Any = getattr(sys.modules.get("flowrl.algorithms.algorithm"), "Algorithm", None)
+    base: Any = getattr(sys.modules.get("flowrl.trainer.algorithm"), "Algorithm", None)
     if base is None or callable(getattr(module, "execution_plan", None)):
         return None
     found = None

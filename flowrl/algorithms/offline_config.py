@@ -1,4 +1,4 @@
-"""RecordedConfig: the settings of the algorithms that learn from recorded experience alone."""
+"""OfflineConfig: the settings of the algorithms that learn from recorded experience alone."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Annotated, Any, ClassVar, Self
 from gymnasium import spaces
 from pydantic import SkipValidation, model_validator
 
-from flowrl.algorithms.config import AlgorithmConfig
 from flowrl.data import DEFAULT_POLICY_ID, SampleBatch
 from flowrl.envs.registry import NoEnvironment
 from flowrl.ops import ReadMinari, ReadParquet
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.settings import ConfigError
+from flowrl.trainer.config import AlgorithmConfig
 
 MINARI = "minari:"
 OWN = {"input_", "input_policy_id", "observation_space", "action_space"}
 NO_INPUT = 'none is set: the folder of recorded experience (input_="experience")'
 
 
-class RecordedConfig(AlgorithmConfig):
+class OfflineConfig(AlgorithmConfig):
     """Settings of the algorithms that learn from recorded experience.
 
     The environment is for evaluations alone, and may be left out: then the spaces must be there.

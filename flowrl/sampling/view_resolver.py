@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.data.indexed_columns import NOTHING, Windows
+from flowrl.data.indexed_columns import NOTHING, IndexedColumn
 from flowrl.policies.views import ViewRequirement
 from flowrl.settings import ConfigError
 
@@ -267,7 +267,9 @@ class TrajectoryViews:
                     there = (age + shift >= 0) & (position >= oldest) & (ahead <= ends)
                     index = np.where(there, env * rows + position, NOTHING)
                 parts.append(index)
-            made[name] = Windows(bases[source], np.stack(parts, 1) if view.is_window else parts[0])
+            made[name] = IndexedColumn(
+                bases[source], np.stack(parts, 1) if view.is_window else parts[0]
+            )
         return made
 
     def _base(self, source: str, observed: np.ndarray) -> np.ndarray:

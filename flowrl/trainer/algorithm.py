@@ -19,19 +19,6 @@ import torch
 from gymnasium import spaces
 
 import flowrl
-from flowrl.algorithms.config import AlgorithmConfig
-from flowrl.algorithms.evaluation import (
-    EvaluationWorkers,
-    check_evaluation_env,
-    evaluate_policies,
-    evaluation_settings,
-    recording_of,
-    summary,
-)
-from flowrl.algorithms.loading import algorithm_from_checkpoint
-from flowrl.algorithms.plans import PLAN_MODULE, load_plan, modules_of, plan_path
-from flowrl.algorithms.trackers import Trackers
-from flowrl.algorithms.video import Recording
 from flowrl.data import DEFAULT_POLICY_ID
 from flowrl.data.checkpoint import (
     CheckpointError,
@@ -56,6 +43,19 @@ from flowrl.policies.policy_spec import specs_of
 from flowrl.sampling.callbacks import call
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.settings import ConfigError
+from flowrl.trainer.checkpoint_loading import algorithm_from_checkpoint
+from flowrl.trainer.config import AlgorithmConfig
+from flowrl.trainer.evaluation import (
+    EvaluationWorkers,
+    check_evaluation_env,
+    evaluate_policies,
+    evaluation_settings,
+    recording_of,
+    summary,
+)
+from flowrl.trainer.loggers import Trackers
+from flowrl.trainer.plan_files import PLAN_MODULE, load_plan, modules_of, plan_path
+from flowrl.trainer.video import Recording
 
 log = logging.getLogger("flowrl")
 

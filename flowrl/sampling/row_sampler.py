@@ -30,7 +30,7 @@ from flowrl.policies.policy import Policy
 from flowrl.sampling.callbacks import call, overrides
 from flowrl.sampling.episode import AgentRecord, EpisodeMetrics, Ids, MultiAgentEpisode
 from flowrl.sampling.sample_collector import SampleCollector
-from flowrl.sampling.settings import TIMINGS, SamplingSettings
+from flowrl.sampling.sampling_settings import TIMINGS, SamplingSettings
 from flowrl.settings import ConfigError
 
 if TYPE_CHECKING:
@@ -428,7 +428,7 @@ class AgentLoop:
     def _checked_step(self, slot: int, episode: MultiAgentEpisode, step: SlotStep) -> SlotStep:
         """The step with arrays of our own, normalised nowhere yet; a failed one if it gave what
         cannot be used."""
-        mode = self.settings.on_bad_values
+        mode = self.settings.on_invalid_step
         problem = None
         given, step.obs = step.obs, {}  # the environment's own dicts are not ours to change
         step.rewards = dict(step.rewards)
@@ -612,7 +612,7 @@ class AgentLoop:
     ) -> tuple[dict[AgentID, Any], Any]:
         """First observations that can be used: repaired, or another episode's, as the settings
         say."""
-        mode = self.settings.on_bad_values
+        mode = self.settings.on_invalid_step
         while True:
             taken = {agent: self._taken(slot, agent, obs) for agent, obs in observations.items()}
             odd = [agent for agent, obs in taken.items() if not self._checks[agent].fits(obs)]

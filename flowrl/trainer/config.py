@@ -11,11 +11,6 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, SkipValidation, model_validator
 from pydantic.json_schema import GenerateJsonSchema
 
-from flowrl.algorithms.plans import algorithm_in, load_plan, plan_path
-from flowrl.algorithms.result_names import check_name
-from flowrl.algorithms.spellings import our_names
-from flowrl.algorithms.trackers import TrackerName, check_trackers
-from flowrl.algorithms.video import check_video
 from flowrl.data import DEFAULT_POLICY_ID
 from flowrl.envs.registry import NO_ENVIRONMENT, env_creator_for
 from flowrl.policies.config import ModelConfig, PolicyConfig
@@ -25,6 +20,11 @@ from flowrl.sampling.callbacks import DefaultCallbacks
 from flowrl.sampling.sample_collector import SampleCollector
 from flowrl.seeding import derive_seed
 from flowrl.settings import ConfigError, Count, Fraction, NotNegative, Positive, imported, nearest
+from flowrl.trainer.loggers import TrackerName, check_trackers
+from flowrl.trainer.metric_names import check_name
+from flowrl.trainer.plan_files import algorithm_in, load_plan, plan_path
+from flowrl.trainer.setting_aliases import our_names
+from flowrl.trainer.video import check_video
 
 log = logging.getLogger("flowrl")
 
@@ -39,7 +39,7 @@ class AlgorithmConfig(PolicyConfig):
         ConfigError: an unknown name (the nearest is offered), a wrong type or range.
     """
 
-    algorithm: ClassVar[str] = "flowrl.algorithms.algorithm:Algorithm"
+    algorithm: ClassVar[str] = "flowrl.trainer.algorithm:Algorithm"
     """Import path of the algorithm's class."""
     samples: ClassVar[bool] = True
     """Whether there are episodes in training: not where all experience was recorded before."""
@@ -75,7 +75,7 @@ class AlgorithmConfig(PolicyConfig):
     """Workers sample ahead in a thread, up to two fragments."""
     sample_collector: Annotated[type | None, SkipValidation] = None
     """A SampleCollector class of one's own, for rows one by one; None takes flowrl's."""
-    on_bad_values: Literal["raise", "drop", "replace"] = "raise"
+    on_invalid_step: Literal["raise", "drop", "replace"] = "raise"
     """Observations and rewards that are not finite, or outside their space: stop; drop the
     episode's rows since the fragment's start and make the environment anew; or put 0 for what is
     not finite and clip the rest into the space."""
@@ -116,7 +116,7 @@ class AlgorithmConfig(PolicyConfig):
     """Train on while the actors evaluate; a result has the evaluation that was done by then."""
     evaluation_config: dict[str, Any] = {}
     """Settings that are others in evaluations: env, env_config, explore (False), horizon,
-    max_num_env_restarts, num_envs_per_worker, on_bad_values, policy_mapping_fn,
+    max_num_env_restarts, num_envs_per_worker, on_invalid_step, policy_mapping_fn,
     vectorization_mode."""
 
     evaluation_video_dir: str | None = None
@@ -207,7 +207,7 @@ class AlgorithmConfig(PolicyConfig):
 
     def rollouts(self, **settings: Any) -> Self:
         """num_workers, num_envs_per_worker, rollout_fragment_length, batch_mode, horizon,
-        soft_horizon, no_done_at_end, sample_async, sample_collector, on_bad_values, collect_infos,
+        soft_horizon, no_done_at_end, sample_async, sample_collector, on_invalid_step, collect_infos,
         and how observations, rewards and actions are normalised."""
         return self._set("rollouts", settings)
 
@@ -473,7 +473,7 @@ IN_EVALUATION = (
     "horizon",
     "max_num_env_restarts",
     "num_envs_per_worker",
-    "on_bad_values",
+    "on_invalid_step",
     "policy_mapping_fn",
     "vectorization_mode",
 )
@@ -491,7 +491,7 @@ _GROUPS: dict[str, set[str]] = {
         "no_done_at_end",
         "sample_async",
         "sample_collector",
-        "on_bad_values",
+        "on_invalid_step",
         "collect_infos",
         "normalize_observations",
         "normalize_rewards",
@@ -572,5 +572,5 @@ class OnPolicyConfig(AlgorithmConfig):
     """Weight of the value loss: a number, or a schedule over env steps."""
     standardize_advantages: bool = False
     """Advantages of each minibatch to mean 0, standard deviation 1."""
-    learn_from_replay: bool = False
+    allow_off_policy: bool = False
     """Take batches from a replay buffer, too, though the loss is for the policy's own, new ones."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from flowrl.iter import NOT_READY, LocalIterator, Source, Stage, _get_shared_metrics
 from flowrl.iter.errors import ShardFailedError
-from flowrl.ops.data_parallel import TIMEOUT_S, check_torch
+from flowrl.learners.actors import TIMEOUT_S, check_torch
 from flowrl.ops.rollout import CountRollouts
 from flowrl.ops.train import (
     Batch,
@@ -30,7 +30,7 @@ MOST_BROKEN = 5  # groups in a row, without a round
 
 
 @dataclass
-class Trained:
+class WorkerUpdate:
     """What a worker that has learned from its fragment tells of it; see Gradients."""
 
     info: Info
@@ -55,7 +55,7 @@ class Trained:
 
 
 class LearnThere:
-    """for_each on the shards, fragment -> Trained: the worker's policies learn from it, together
+    """for_each on the shards, fragment -> WorkerUpdate: the worker's policies learn from it, together
     with those of all other workers.
 
     Args:
@@ -90,8 +90,8 @@ class LearnThere:
             self.timeout_s,
         )  # fmt: skip
 
-    def __call__(self, batch: Batch) -> Trained:
-        from flowrl.ops.group import GroupBroken, learning_state
+    def __call__(self, batch: Batch) -> WorkerUpdate:
+        from flowrl.learners.process_group import ProcessGroupError, learning_state
 
         worker = self._worker
         with worker.lock:
@@ -105,8 +105,8 @@ class LearnThere:
                 own = (Source(worker.worker_index, tags={"weights_versions": told}),)
                 several = len(learning) > 1
                 info = learn_rows(worker.policy_map, learning, own, *self._how, several)
-            except GroupBroken as error:
-                raise GroupBroken(str(error), self._leave(worker)) from None
+            except ProcessGroupError as error:
+                raise ProcessGroupError(str(error), self._leave(worker)) from None
             except Exception:
                 self._leave(worker)  # so that the others do not wait
                 raise
@@ -119,7 +119,7 @@ class LearnThere:
             state = learning_state(worker.policy_map) if first else None
         generation = self._generation.decode()
         steps = batch.env_steps()
-        return Trained(info, steps, batch.steps_by_policy(), digest, generation, state)
+        return WorkerUpdate(info, steps, batch.steps_by_policy(), digest, generation, state)
 
     def _seen(self) -> dict[str, Any]:
         """The env steps sampled so far, which schedules follow: the same in all workers."""
@@ -140,7 +140,7 @@ class LearnThere:
         """Be in the group that is the valid one, with the state that it began with."""
         from torch.distributed import PrefixStore, TCPStore
 
-        from flowrl.ops.group import Group, take_learning_state
+        from flowrl.learners.process_group import ProcessGroup, take_learning_state
 
         if self._store is None:
             assert self.place is not None
@@ -155,7 +155,7 @@ class LearnThere:
         take_learning_state(worker.policy_map, self._store.get(f"state/{name}"))
         size = int(self._store.get(f"size/{name}"))
         self._generation = generation
-        group = Group(
+        group = ProcessGroup(
             PrefixStore(name, self._store), worker.worker_index - 1, size, timeout_s=self.timeout_s
         )
         for policy in worker.policy_map.values():
@@ -166,7 +166,7 @@ class LearnThere:
 
 
 class TrainOnWorkers(LocalIterator[Any]):
-    """(Trained, info) without end: every worker samples a fragment and learns from it, in as many
+    """(WorkerUpdate, info) without end: every worker samples a fragment and learns from it, in as many
     minibatches as the others, whose gradients are averaged over all workers (Wijmans et al. 2019,
     arXiv 1911.00357): all have the same weights after each update, and no rows travel.
 
@@ -246,7 +246,7 @@ class TrainOnWorkersStage(Stage):
 
     def _form(self) -> None:
         """From now on a new group is the valid one, which begins with the policies as they are."""
-        from flowrl.ops.group import learning_state
+        from flowrl.learners.process_group import learning_state
 
         if self._generation > 1:  # somebody may be about to read the last one
             for what in ("state", "size"):
@@ -287,7 +287,7 @@ class TrainOnWorkersStage(Stage):
                 raise
             except Exception as error:
                 self._broken += 1
-                if type(error).__name__ != "GroupBroken" or self._broken > MOST_BROKEN:
+                if type(error).__name__ != "ProcessGroupError" or self._broken > MOST_BROKEN:
                     raise
                 log.warning("workers lost each other, the group is formed anew: %s", error)
                 if error.args[-1] == str(self._generation):
@@ -312,8 +312,8 @@ class TrainOnWorkersStage(Stage):
             _get_shared_metrics().counters["num_env_steps_dropped"] += one.count
         return bool(gone)
 
-    def _round(self, told: list[Trained], sources: tuple[Source, ...]) -> tuple[Any, Info]:
-        from flowrl.ops.group import take_learning_state
+    def _round(self, told: list[WorkerUpdate], sources: tuple[Source, ...]) -> tuple[Any, Info]:
+        from flowrl.learners.process_group import take_learning_state
 
         if len({one.digest for one in told}) > 1:
             raise RuntimeError(

@@ -14,20 +14,20 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flowrl.algorithms.plans import plan_path
-from flowrl.algorithms.result_names import check_name, flat, value_of
-from flowrl.arguments import Rule
-from flowrl.data.checkpoint import CheckpointError
-from flowrl.iter.stage import walk
-from flowrl.ops import WriteParquet
-from flowrl.rundir import (
+from flowrl.cli.arguments import Rule
+from flowrl.cli.run_directory import (
     RunDirectory,
     default_run_dir,
     last_good_checkpoint,
     newest_checkpoint,
     read_goal,
 )
+from flowrl.data.checkpoint import CheckpointError
+from flowrl.iter.stage import walk
+from flowrl.ops import WriteParquet
 from flowrl.settings import ConfigError, nearest
+from flowrl.trainer.metric_names import check_name, flat, value_of
+from flowrl.trainer.plan_files import plan_path
 
 HURRIED_S = 1.0  # a second Ctrl-C so soon after the first is the same one
 LIVE_SECONDS = 0.25  # between two redraws on a terminal
@@ -123,7 +123,7 @@ def check_metric(result: dict[str, Any], name: str, what: str) -> bool:
     return False
 
 
-class Awaited:
+class PendingMetrics:
     """The metrics that a run waits for and that no result has had yet; said once, after some."""
 
     def __init__(self, stop: Stop, score: str | None):
@@ -255,7 +255,7 @@ def _loop(
     started = saved = time.perf_counter()
     code, result = 0, None
     reached = None
-    awaited = Awaited(stop, algorithm.config.checkpoint_score_attribute)
+    awaited = PendingMetrics(stop, algorithm.config.checkpoint_score_attribute)
     if algorithm.config.num_workers:
         print(f"starting {algorithm.config.num_workers} workers …", flush=True)
     try:

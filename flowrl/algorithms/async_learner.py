@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from flowrl.algorithms.config import AlgorithmConfig
 from flowrl.ops import LearnerThread
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.settings import Count
+from flowrl.trainer.config import AlgorithmConfig
 
 
-class LearnerBesideConfig(AlgorithmConfig):
+class AsyncLearnerConfig(AlgorithmConfig):
     """Settings of workers that nobody waits for, and of the learner."""
 
     max_requests_in_flight_per_worker: Count = 2

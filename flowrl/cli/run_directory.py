@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.algorithms.result_names import flat, value_of
 from flowrl.data.checkpoint import (
     CheckpointError,
     is_checkpoint,
@@ -31,6 +30,7 @@ from flowrl.data.checkpoint import (
     remove_checkpoint,
 )
 from flowrl.settings import ConfigError
+from flowrl.trainer.metric_names import flat, value_of
 
 CHECKPOINTS = "checkpoints"
 _CODE = "__code__"  # marks a setting that was code: the plan file has it

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any, ClassVar, Literal
 
-from flowrl.algorithms.result_names import flat
 from flowrl.settings import ConfigError
+from flowrl.trainer.metric_names import flat
 
 log = logging.getLogger("flowrl")
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from flowrl.arguments import finite, mapping, positive, rules, rules_of
+from flowrl.cli.arguments import finite, mapping, positive, rules, rules_of
 from flowrl.settings import ConfigError, nearest
 
 CHECKPOINT_HELP = "its number; or best, by checkpoint_score_attribute (default: the newest one)"
@@ -33,7 +33,7 @@ def train_command(given: list[str]) -> int:
         _run_options(parser)
         _rllib_options(parser)
         parser.parse_args(given)
-    from flowrl.training import train
+    from flowrl.cli.training_run import train
 
     if any(flag == "--run" or flag.startswith("--run=") for flag in given):
         if given and not given[0].startswith("-"):
@@ -60,7 +60,7 @@ def resume_command(given: list[str]) -> int:
     parser.add_argument("--plan", help="another plan file, or the same one though it was changed")
     _run_options(parser)
     options = parser.parse_args(given)
-    from flowrl.training import train
+    from flowrl.cli.training_run import train
 
     config, plan = config_of_run(options.run_dir, options.plan)
     path = None
@@ -84,7 +84,7 @@ def checkpoint_named(run_dir: Path, name: str | None) -> Path:
     Raises:
         ConfigError: there is none.
     """
-    from flowrl.rundir import best_of, checkpoints_of, newest_checkpoint, read_config
+    from flowrl.cli.run_directory import best_of, checkpoints_of, newest_checkpoint, read_config
 
     if name is None:
         return newest_checkpoint(run_dir)
@@ -111,8 +111,8 @@ def load(plan: str) -> tuple[Any, Any]:
     Raises:
         ConfigError: it cannot be loaded, or has none.
     """
-    from flowrl.algorithms.config import AlgorithmConfig
-    from flowrl.algorithms.plans import load_plan
+    from flowrl.trainer.config import AlgorithmConfig
+    from flowrl.trainer.plan_files import load_plan
 
     module = load_plan(plan)
     config = getattr(module, "config", None)
@@ -151,7 +151,7 @@ def _rllib_options(parser: argparse.ArgumentParser) -> None:
 
 def stop_rules(options: argparse.Namespace) -> Any:
     """The stop rules of a command."""
-    from flowrl.training import Stop
+    from flowrl.cli.training_run import Stop
 
     metrics = [rule for one in options.stop for rule in one]
     return Stop(
@@ -179,14 +179,14 @@ def config_by_name(name: str, settings: dict[str, Any]) -> Any:
     Raises:
         ConfigError: there is no such algorithm, or a setting is wrong.
     """
-    from flowrl.algorithms.registry import algorithm_class
+    from flowrl.trainer.registry import algorithm_class
 
     return algorithm_class(name).config_class.from_dict(settings)
 
 
 def _of_yaml(given: list[str]) -> int:
     """Train what a YAML file says: one run, or several by name, one after the other."""
-    from flowrl.training import train
+    from flowrl.cli.training_run import train
 
     parser = argparse.ArgumentParser(prog="flowrl train FILE.yaml")
     parser.add_argument("file", type=Path)
@@ -258,7 +258,7 @@ def _runs_of(file: Path) -> dict[str, Any]:
 
 def _run_of(one: dict[str, Any]) -> tuple[Any, str | None, Any]:
     """Settings, plan and stop rules of a run in a YAML file."""
-    from flowrl.training import Stop
+    from flowrl.cli.training_run import Stop
 
     unknown = sorted(str(key) for key in one if key not in _YAML)
     if unknown:
@@ -307,7 +307,7 @@ def _parse_settings(plan: str, defaults: Any, flags: list[str]) -> tuple[Any, An
     Raises:
         ConfigError: unknown flag (the nearest is offered) or wrong value.
     """
-    from flowrl.settings_flags import settings_from_flags
+    from flowrl.cli.flags import settings_from_flags
 
     parser = argparse.ArgumentParser(
         prog=f"flowrl train {plan}", add_help=False, allow_abbrev=False
@@ -336,7 +336,7 @@ def config_of_run(run_dir: Path, plan: str | None = None) -> tuple[Any, str | No
     Raises:
         ConfigError: its files cannot be read, or name nothing that is there.
     """
-    from flowrl.rundir import read_config, read_goal
+    from flowrl.cli.run_directory import read_config, read_goal
 
     saved = read_config(run_dir)
     command, _ = read_goal(run_dir)

@@ -1,0 +1,1 @@
+"""What runs a plan: algorithms, their settings, evaluation, checkpoints, loggers."""
