@@ -101,7 +101,7 @@ def test_its_rows_are_in_files(tmp_path):
 def test_nothing_is_left_of_a_process_that_was_killed(tmp_path):
     program = f"""
 import os, signal; import numpy as np
-from tests.data.test_mapped import fragment
+from tests.data.test_memmap import fragment
 from flowrl.replay import ReplayBuffer
 buffer = ReplayBuffer(1000, directory={str(tmp_path)!r})
 buffer.add(fragment(np.random.default_rng(0), 0, 500))

@@ -234,7 +234,7 @@ def test_whatever_is_sampled_goes_on_in_the_middle_of_episodes(tmp_path, case):
 
 CASE = """
 import json, sys
-from tests.algorithms.test_resume import of_plan, trained
+from tests.trainer.test_resume import of_plan, trained
 plan, workers, iterations, path, save, out = sys.argv[1:]
 told = trained(
     of_plan(plan, int(workers)), plan, int(iterations), path or None, save or None

@@ -20,7 +20,7 @@ from flowrl.data.checkpoint import CheckpointError, read_manifest
 from flowrl.policies import ConfigError
 from flowrl.trainer.plan_files import plans_folder
 from flowrl.trainer.registry import algorithm_class, register_algorithm
-from tests.test_cli import run
+from tests.cli.test_main import run
 
 REPOSITORY = Path(__file__).parents[1]
 SETTINGS = {"train_batch_size": 64, "sgd_minibatch_size": 32, "num_sgd_iter": 2, "seed": 4}
