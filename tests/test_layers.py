@@ -1,41 +1,67 @@
-"""Who may import whom, read from the source by ast."""
+"""The packages import each other in one direction, without cycles, and stay light."""
 
 import ast
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "flowrl"
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "flowrl"
 MAY_IMPORT = {
     "iter": set(),
     "data": set(),
+    "replay": {"data"},
+    "envs": {"data"},
     "policies": {"data"},
-    "sampling": {"iter", "data", "policies"},
-    "ops": {"iter", "data"},
-    "algorithms": {"iter", "data", "policies", "sampling", "ops"},
+    "offline": {"data", "policies"},
+    "sampling": {"iter", "data", "envs", "policies"},
+    "learners": {"iter", "data", "policies", "sampling"},
+    "ops": {"iter", "data", "replay", "offline", "sampling", "learners"},
+    "trainer": {"iter", "data", "envs", "offline", "ops", "policies", "sampling"},
+    "algorithms": {"data", "envs", "replay", "ops", "learners", "policies", "sampling", "trainer"},
+    "cli": {"iter", "data", "ops", "policies", "trainer"},
 }
+BASE = {"settings", "seeding"}  # modules that every package may import
 
 
-def imported_rooms(path):
-    """Rooms that a file imports at run time."""
-    tree = ast.parse(path.read_text())
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            node.body = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("flowrl."):
-            yield node.module.split(".")[1]
+def module_name(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-@pytest.mark.parametrize("room", MAY_IMPORT)
-def test_a_room_imports_only_what_it_may(room):
-    files = list((PACKAGE / room).rglob("*.py"))
+MODULES = {module_name(path): path for path in PACKAGE.rglob("*.py")}
+
+
+def imports_of(path):
+    """Modules of flowrl that a file imports: at its top, inside functions, and for type checking."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("flowrl"):
+            for name in node.names:
+                inner = f"{node.module}.{name.name}"
+                yield inner if inner in MODULES else node.module
+        elif isinstance(node, ast.Import):
+            yield from (name.name for name in node.names if name.name in MODULES)
+
+
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_package_imports_only_allowed_packages(package):
+    files = list((PACKAGE / package).rglob("*.py"))
     assert files
     for path in files:
-        foreign = set(imported_rooms(path)) - {room, "seeding"} - MAY_IMPORT[room]
+        packages = {name.split(".")[1] for name in imports_of(path) if "." in name}
+        foreign = packages - {package} - BASE - MAY_IMPORT[package]
         assert not foreign, f"{path.name} imports {foreign}"
+
+
+def test_modules_have_no_import_cycles():
+    graph = {name: set(imports_of(path)) - {name} for name, path in MODULES.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"import cycle: {' -> '.join(error.args[1])}")
 
 
 @pytest.mark.parametrize(
@@ -43,7 +69,7 @@ def test_a_room_imports_only_what_it_may(room):
     [
         ("flowrl.iter", ["torch", "ray", "numpy"]),
         ("flowrl.ops", ["torch", "ray"]),
-        ("flowrl.cli", ["torch", "ray"]),
+        ("flowrl.cli.main", ["torch", "ray"]),
         ("flowrl.algorithms.ppo", ["ray"]),
     ],
 )

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from flowrl.replay import MultiAgentReplayBuffer
 
 Batch = SampleBatch | MultiAgentBatch
-WorkerUpdate = tuple[Batch, Info]
+Trained = tuple[Batch, Info]
 
 
 class StoreToReplayBuffer:
@@ -223,7 +223,7 @@ class UpdateReplayPriorities:
     ):
         self.buffer = _one_of(local_buffer, actors, "UpdateReplayPriorities")
 
-    def __call__(self, item: WorkerUpdate) -> WorkerUpdate:
+    def __call__(self, item: Trained) -> Trained:
         batch, info = trained(item, "UpdateReplayPriorities")
         for policy_id, told in info.items():
             rows = told.get("rows", {})

@@ -22,7 +22,7 @@ from flowrl.trainer.plan_files import plans_folder
 from flowrl.trainer.registry import algorithm_class, register_algorithm
 from tests.cli.test_main import run
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 SETTINGS = {"train_batch_size": 64, "sgd_minibatch_size": 32, "num_sgd_iter": 2, "seed": 4}
 SHORT = ["--train-batch-size", "64", "--sgd-minibatch-size", "32", "--seed", "4"]
 

@@ -12,7 +12,7 @@ from flowrl.data import SampleBatch
 from flowrl.replay import MultiAgentReplayBuffer, PrioritizedReplayBuffer, ReplayBuffer
 from flowrl.sampling import RolloutWorker
 
-from .test_replay_buffer import Stream
+from tests.replay.test_buffers import Stream
 
 
 def fragment(stream, steps, kind="windows"):
