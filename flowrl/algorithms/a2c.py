@@ -37,7 +37,7 @@ class A2CTorchPolicy(OnPolicyPolicy):
         dist = self.dist_class(inputs, self.model)
         advantages = batch["advantages"]
         if self.config.standardize_advantages:
-            advantages = self.standardized(advantages)
+            advantages = self.learner.standardize(advantages)
         policy_loss = -(dist.logp(batch["actions"]) * advantages).mean()
         vf_loss = torch.nn.functional.mse_loss(values, batch["value_targets"])
         entropy = dist.entropy().mean()

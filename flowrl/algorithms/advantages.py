@@ -38,16 +38,9 @@ class OnPolicyPolicy(TorchPolicy):
         targets = discounted_returns(cut, dones, following[-1], config.gamma)
         return {"advantages": targets - values, "value_targets": targets}
 
-    def standardized(self, advantages: torch.Tensor) -> torch.Tensor:
-        """Advantages [B] of a minibatch to mean 0 and standard deviation 1."""
-        if self.group is None and len(advantages) < 2:
-            return advantages
-        std, mean = self.std_mean(advantages)
-        return (advantages - mean) / (std + 1e-8)
-
-    def without_rows(self) -> None:
+    def loss_without_rows(self) -> None:
         if self.config.standardize_advantages:
-            self.standardized(torch.empty(0))
+            self.learner.standardize(torch.empty(0))
 
     def learn_on_minibatches(
         self, batch: SampleBatch, num_sgd_iter: int = 1, sgd_minibatch_size: int = 0

@@ -12,7 +12,9 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
+
+R = TypeVar("R")
 
 _current: ContextVar[MetricsContext | None] = ContextVar("flowrl_metrics", default=None)
 
@@ -75,6 +77,7 @@ class MetricsContext:
         self.timers: defaultdict[str, Timer] = defaultdict(Timer)
         self.info: dict[str, Any] = {}
         self.scopes: dict[str, MetricsContext] = {}
+        self._records: dict[type, Any] = {}
         self.on_lost: list[Any] = []  # called with each item that an operator's error has lost
         self._names: dict[int, str] = {}
         self._lock = threading.Lock()
@@ -83,6 +86,13 @@ class MetricsContext:
         """Add to a counter, from any thread (`counters[name] += n` is for the plan's own)."""
         with self._lock:
             self.counters[name] += n
+
+    def record(self, cls: type[R]) -> R:
+        """Return the plan's only record of a type, made by `cls()` at the first call."""
+        if cls not in self._records:
+            self._records[cls] = cls()
+        record: R = self._records[cls]
+        return record
 
     def scope_of(self, operator: Any) -> MetricsContext:
         """The context of one operator: by its name in the plan, numbered if there are several."""

@@ -346,7 +346,7 @@ class BuiltTorchPolicy(TorchPolicy):
     def compute_gradients(self, batch: SampleBatch) -> tuple[Any, dict[str, float]]:
         if "compute_gradients_fn" not in self.hooks:
             return super().compute_gradients(batch)
-        made = self.hooks["compute_gradients_fn"](self, self.prepared(batch))
+        made = self.hooks["compute_gradients_fn"](self, self.learner.prepare_batch(batch))
         gradients, stats = _parts("compute_gradients_fn", made, "gradients, statistics")
         return gradients, _numbers("compute_gradients_fn", stats)
 
@@ -360,7 +360,7 @@ class BuiltTorchPolicy(TorchPolicy):
     def learn_on_batch(self, batch: SampleBatch) -> dict[str, float]:
         if not {"compute_gradients_fn", "apply_gradients_fn"} & set(self.hooks):
             return super().learn_on_batch(batch)
-        return self._unless_odd(batch, self._learn_by_hooks)
+        return self.learner.skip_nonfinite(self._learn_by_hooks, batch)
 
     def _learn_by_hooks(self, batch: SampleBatch) -> dict[str, float]:
         gradients, stats = self.compute_gradients(batch)

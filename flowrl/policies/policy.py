@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import partial
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -11,6 +11,7 @@ from gymnasium import spaces
 from flowrl.data import SampleBatch
 from flowrl.policies.config import PolicyConfig
 from flowrl.policies.filters import ObservationFilter, RewardScaler
+from flowrl.policies.learning.epochs import run_epochs, shuffled_minibatches
 from flowrl.policies.policy_runner import PolicyRunner
 from flowrl.policies.views import ViewRequirement, beyond, misfit
 from flowrl.seeding import random_stream, restore_stream, stream_state
@@ -278,34 +279,8 @@ class Policy:
         Raises:
             ValueError: the minibatch is larger than the batch.
         """
-        size = sgd_minibatch_size or batch.count
-        if size > batch.count:
-            raise ValueError(
-                f"sgd_minibatch_size={size} is larger than the batch of {batch.count} rows: "
-                "make it at most train_batch_size"
-            )
-        means: dict[str, float] = {}
-        for _ in range(num_sgd_iter):
-            told = [self.learn_on_batch(rows) for rows in self._minibatches(batch, size)]
-            stats = [one for one in told if one]  # an update that was left out says nothing
-            names = stats[0] if len(stats) > 1 else {}
-            means = {key: float(np.mean([one[key] for one in stats])) for key in names}
-            if len(stats) == 1:
-                means = dict(stats[0])
-            if self.end_epoch(batch, means):
-                break
-        return {**means, **self.end_learning(batch, means)}
-
-    def _minibatches(self, batch: SampleBatch, size: int) -> Iterator[SampleBatch]:
-        if size == batch.count:
-            yield batch
-            return
-        if "seq_lens" in batch:
-            yield from batch.sequence_minibatches(size, self.shuffle_rng)
-            return
-        shuffled = batch.take_rows(self.shuffle_rng.permutation(batch.count))
-        for start in range(0, batch.count, size):
-            yield shuffled[start : start + size]
+        minibatches = partial(shuffled_minibatches, rng=self.shuffle_rng)
+        return run_epochs(self, minibatches, batch, num_sgd_iter, sgd_minibatch_size)
 
     def compute_gradients(self, batch: SampleBatch) -> tuple[Any, dict[str, float]]:
         """The gradient of one update, which another policy of this class can apply; statistics."""

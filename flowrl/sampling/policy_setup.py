@@ -30,6 +30,7 @@ WORKER_SETTINGS = {
     "num_cpus_per_worker",
     "num_envs_per_worker",
     "num_gpus_per_worker",
+    "num_threads_per_process",
     "num_workers",
     "on_invalid_step",
     "placement_strategy",

@@ -44,6 +44,7 @@ from flowrl.sampling.sampler import AsyncSampler, SampleResult, SamplerInput, Sy
 from flowrl.sampling.sampling_settings import SamplingSettings
 from flowrl.seeding import derive_seed, random_stream
 from flowrl.settings import ConfigError
+from flowrl.threads import limit_threads
 
 T = TypeVar("T")
 
@@ -100,6 +101,7 @@ class RolloutWorker:
         incarnation: int = 0,
     ):
         given = policy_config if policy_config is not None else {}
+        limit_threads(given.get("num_threads_per_process", 1))
         self.config = given
         self.worker_index = worker_index
         self._num_workers = num_workers

@@ -36,13 +36,14 @@ from flowrl.ops import (
     synchronous_parallel_sample,
     train_one_step,
 )
-from flowrl.ops.report import TRAINING
+from flowrl.ops.report import operators_of, training_operators
 from flowrl.policies.checkpoint_loading import config_to_json, describe
 from flowrl.policies.policy import Policy
 from flowrl.policies.policy_spec import specs_of
 from flowrl.sampling.callbacks import call
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.settings import ConfigError
+from flowrl.threads import limit_threads
 from flowrl.trainer.checkpoint_loading import algorithm_from_checkpoint
 from flowrl.trainer.config import AlgorithmConfig
 from flowrl.trainer.evaluation import (
@@ -92,6 +93,7 @@ class Algorithm:
             config = self.config_class(**dict(config.items()))
         config.check()
         self.config = config = config.frozen()
+        limit_threads(config.num_threads_per_process)
         self.iteration = 0
         self._time_total_s = 0.0
         self._save_s = 0.0
@@ -184,26 +186,22 @@ class Algorithm:
                 "plan: execution_plan(workers, config) must return the stream that ends in "
                 f"StandardMetricsReporting, it returned a {type(plan).__name__}"
             )
-        stages = list(walk(plan.stage))
-        self._look_at_targets([s.fn if hasattr(s, "fn") else s for s in stages])
+        self._warn_of_fixed_targets(plan)
         return plan
 
-    def _look_at_targets(self, operators: list[Any]) -> None:
-        """Warn of a policy that learns with a target network which nothing moves."""
-        if any(isinstance(operator, UpdateTargetNetwork) for operator in operators):
+    def _warn_of_fixed_targets(self, plan: LocalIterator[Any]) -> None:
+        """Warn if a policy learns with a target network that the plan never updates."""
+        if any(isinstance(op, UpdateTargetNetwork) for _, op in operators_of(plan.stage)):
             return
         specs = specs_of(self.config.policies or {DEFAULT_POLICY_ID: None})
-        for given in operators:
-            operator = getattr(given, "learner", given)
-            if not isinstance(operator, TRAINING):
-                continue
+        for operator in training_operators(plan.stage):
             for policy_id in specs if operator.policies is None else operator.policies:
-                own = specs[policy_id]
-                made = own.policy_class or getattr(own.config, "policy_class", None)
-                if hasattr(made or self.policy_class, "update_target"):
+                spec = specs[policy_id]
+                policy_class = spec.policy_class or getattr(spec.config, "policy_class", None)
+                if hasattr(policy_class or self.policy_class, "update_target"):
                     warnings.warn(
-                        f"policy {policy_id!r} learns with a target network, but nothing in the "
-                        "plan moves that: chain UpdateTargetNetwork after TrainOneStep",
+                        f"policy {policy_id!r} learns with a target network, but the plan never "
+                        "updates it: chain UpdateTargetNetwork after TrainOneStep",
                         stacklevel=2,
                     )
 

@@ -147,6 +147,9 @@ class AlgorithmConfig(PolicyConfig):
     placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] | None = None
     """Reserve the places of all workers together: on few nodes, or on many (see Ray's placement
     groups). None puts each where there is room."""
+    num_threads_per_process: Count | None = 1
+    """Threads of torch and of numpy's BLAS in this process and on each worker, limited when the
+    algorithm or the worker is built. None changes nothing."""
     address: str | None = None
     """Address of a running Ray cluster ("auto" finds it); None starts Ray on this machine."""
 
@@ -248,7 +251,7 @@ class AlgorithmConfig(PolicyConfig):
 
     def resources(self, **settings: Any) -> Self:
         """num_cpus_per_worker, num_gpus_per_worker, custom_resources_per_worker,
-        placement_strategy, address."""
+        placement_strategy, num_threads_per_process, address."""
         return self._set("resources", settings)
 
     def fault_tolerance(self, **settings: Any) -> Self:
@@ -525,6 +528,7 @@ _GROUPS: dict[str, set[str]] = {
         "num_gpus_per_worker",
         "custom_resources_per_worker",
         "placement_strategy",
+        "num_threads_per_process",
         "address",
     },
     "fault_tolerance": {

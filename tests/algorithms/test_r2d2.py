@@ -48,7 +48,7 @@ def sampled(policy_config, rows=34, length=11):
 
 def values_of(policy, outputs, model):
     state = model.value_function() if policy.config.dueling else None
-    return policy.values.values_of_tensors(outputs, state)
+    return policy.q_function.values(outputs, state)
 
 
 def one_by_one(model, policy, rows, state):

@@ -110,7 +110,7 @@ def test_a_run(num_workers):
         assert 0 <= told["policy_lag_mean"] <= told["policy_lag_max"] <= 8
         stats = {one["stage"]: one for one in algorithm.plan.stats()}
         assert any("learner_idle" in one for one in stats.values()), stats
-        held = sum(batch.count for batch in learner_of(algorithm).held())
+        held = sum(batch.count for batch in learner_of(algorithm).batches())
         sampled, trained = result["num_env_steps_sampled"], result["num_env_steps_trained"]
         assert trained == 6 * 32
         assert 0 <= sampled - trained - held < 64  # waits to be joined
@@ -153,7 +153,7 @@ def test_a_batch_that_fails_is_dropped_once():
             with pytest.raises(ZeroDivisionError):
                 next(stream)
             assert stream.metrics.counters["num_env_steps_dropped"] == batch.count
-            assert learner.held() == []
+            assert learner.batches() == []
 
 
 def test_a_learner_that_nobody_starts_is_told():
@@ -237,7 +237,7 @@ def test_a_checkpoint_has_what_is_in_it(tmp_path):
         counters = dict(algorithm.plan.metrics.counters)
     with Beside(config()) as algorithm:
         algorithm.restore(tmp_path / "c")
-        held = sum(batch.count for batch in learner_of(algorithm).held())
+        held = sum(batch.count for batch in learner_of(algorithm).batches())
         at = algorithm.plan.metrics.counters
         lost = at["num_env_steps_dropped"]
         assert at["num_env_steps_trained"] == counters["num_env_steps_trained"]

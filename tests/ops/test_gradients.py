@@ -15,7 +15,7 @@ from flowrl.ops import (
     ParallelRollouts,
     TrainOneStep,
 )
-from flowrl.ops.gradients import GradientsThere
+from flowrl.ops.gradients import ComputeGradientsOnWorker
 from flowrl.ops.rollout import DropStale
 from flowrl.sampling import WorkerSet
 
@@ -111,7 +111,9 @@ def test_only_the_sources_get_new_weights():
 def test_gradients_in_lockstep_are_those_of_a2c(ray_session):
     """Two workers' gradients at the same weights add up to the gradient of their joined rows."""
     with make(2) as workers, make(2) as other:
-        there = workers.parallel_iterator().for_each(GradientsThere()).batch_across_shards()
+        there = (
+            workers.parallel_iterator().for_each(ComputeGradientsOnWorker()).batch_across_shards()
+        )
         apart = next(there)
         (joined,) = ParallelRollouts(other, mode="bulk_sync").take(1)
         whole = ComputeGradients(other)(joined)

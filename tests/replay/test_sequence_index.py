@@ -11,7 +11,6 @@ from flowrl.algorithms.a2c import A2CConfig, A2CTorchPolicy
 from flowrl.data import SampleBatch
 from flowrl.replay import MultiAgentReplayBuffer, PrioritizedReplayBuffer, ReplayBuffer
 from flowrl.sampling import RolloutWorker
-
 from tests.replay.test_buffers import Stream
 
 
