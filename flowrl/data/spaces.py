@@ -69,6 +69,7 @@ def values_equal(first: Any, second: Any) -> bool:
         if expected.dtype != actual.dtype:
             actual = actual.astype(expected.dtype)
         return np.array_equal(expected, actual, equal_nan=expected.dtype.kind == "f")
-    leaves, structure = optree.tree_flatten(first)  # type: ignore[arg-type]
+    tree: Any = first
+    leaves, structure = optree.tree_flatten(tree)
     other_leaves, other_structure = optree.tree_flatten(second)
     return bool(structure == other_structure) and all(map(values_equal, leaves, other_leaves))
