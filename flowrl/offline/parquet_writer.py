@@ -26,7 +26,7 @@ _UNFLUSHED: dict[int, tuple[int, ParquetWriter]] = {}  # by id: process id and w
 class ParquetWriter:
     """Write batches to `<folder>/<policy id>-<timestamp and token>-<number>.parquet`.
 
-    Remaining rows are written when the process exits. Each writer writes files of its own. A writer
+    Remaining rows are written when the process exits. Writers never share a file. A writer
     that loads a state starts new files; those that the saved writer has written since are its
     `newer_files`.
 
