@@ -11,7 +11,7 @@ from gymnasium import spaces
 from pydantic import SkipValidation, model_validator
 
 from flowrl.data import DEFAULT_POLICY_ID, SampleBatch
-from flowrl.envs.registry import NoEnvironment
+from flowrl.envs.registry import SpacesOnlyEnv
 from flowrl.ops import ReadMinari, ReadParquet
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.settings import ConfigError
@@ -99,7 +99,7 @@ class OfflineConfig(AlgorithmConfig):
     def env_or_spaces(self) -> Any:
         """See AlgorithmConfig."""
         if self.env is None and self.observation_space is not None:
-            return partial(NoEnvironment, self.observation_space, self.action_space)
+            return partial(SpacesOnlyEnv, self.observation_space, self.action_space)
         return super().env_or_spaces()
 
     def recorded(

@@ -223,7 +223,7 @@ def train(
             run.forget_after(algorithm.iteration)
             for stage in walk(algorithm.plan.stage):
                 if isinstance(operator := getattr(stage, "fn", None), WriteParquet):
-                    operator.forget_later()
+                    operator.remove_newer_files()
         else:
             text = None if config.plan is None else plan_path(config.plan)
             run.describe(config, command, tree, text, asdict(stop))

@@ -11,9 +11,9 @@ import optree
 import torch
 from gymnasium import spaces
 
+from flowrl.data.spaces import zeros_of
 from flowrl.policies.models.base import Inputs
 from flowrl.policies.models.noisy import draw_noise
-from flowrl.policies.views import zeros_of
 from flowrl.settings import ConfigError
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import numpy as np
 import optree
 from gymnasium import spaces
 
-from flowrl.policies.views import zeros_of
+from flowrl.data.spaces import zeros_of
 from flowrl.settings import ConfigError
 
 if TYPE_CHECKING:

@@ -151,15 +151,6 @@ def _offsets(shift: Any) -> tuple[int, ...]:
     return tuple(offsets)
 
 
-def zeros_of(space: spaces.Space) -> Any:
-    """Zeros in the shape of one value of the space."""
-    if isinstance(space, spaces.Dict):
-        return {key: zeros_of(space[key]) for key in sorted(space)}
-    if isinstance(space, spaces.Tuple):
-        return tuple(zeros_of(part) for part in space)
-    return np.zeros(space.shape or (), space.dtype)
-
-
 def misfit(space: spaces.Space, values: Any, name: str) -> str | None:
     """What is wrong with arrays [B, …] of values of a space, in words; None if nothing is."""
     if isinstance(space, spaces.Dict):

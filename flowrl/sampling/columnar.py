@@ -17,8 +17,13 @@ from gymnasium import spaces
 from flowrl.data import DEFAULT_POLICY_ID, SampleBatch
 from flowrl.data.indexed_columns import IndexedColumn, NextRows
 from flowrl.data.lazy_columns import LazyColumn
-from flowrl.envs.validation import BadValueError, ObservationCheck, check_columns, odd_actions
-from flowrl.envs.vector_env import DirectStepper, Step, Stepper
+from flowrl.envs.validation import (
+    InvalidStepError,
+    ObservationCheck,
+    check_extra_columns,
+    first_invalid_action,
+)
+from flowrl.envs.vector_env import DirectVectorEnv, VectorEnv, VectorStep
 from flowrl.policies.policy import Policy
 from flowrl.sampling.episode import EpisodeMetrics, fast_metrics
 from flowrl.sampling.sampling_settings import TIMINGS, SamplingSettings
@@ -92,7 +97,7 @@ class ColumnarCollector:
     """
 
     def __init__(
-        self, stepper: Stepper, policy: Policy, settings: SamplingSettings, first_id: int = 0
+        self, stepper: VectorEnv, policy: Policy, settings: SamplingSettings, first_id: int = 0
     ):
         self.stepper = stepper
         self.policy = policy
@@ -131,7 +136,7 @@ class ColumnarCollector:
         """Begin an episode in every environment."""
         self.stepper.reset(self._raw[0])
         if self.settings.on_invalid_step == "replace":
-            self._raw[0] = self._check.repaired(self._raw[0])
+            self._raw[0] = self._check.repair(self._raw[0])
         self._episode_ids = self._base + self._next_episode + np.arange(self.stepper.num_envs)
         self._next_episode += self.stepper.num_envs
         self._carried_return[:] = 0.0
@@ -156,7 +161,7 @@ class ColumnarCollector:
         }
         if self._open:
             state["open"] = {
-                "envs": self.stepper.get_state(),
+                "envs": self.stepper.state_dict(),
                 "obs": self._raw[-1].copy(),
                 "views": None if self._views is None else self._views.get_state(),
                 **{name: getattr(self, f"_{name}").copy() for name in _CARRIED},
@@ -189,7 +194,7 @@ class ColumnarCollector:
         self._prepare_views()
         if self._views is not None and going_on["views"] is not None:
             self._views.set_state(going_on["views"])
-        anew = self.stepper.set_state(going_on["envs"], self._raw[-1])
+        anew = self.stepper.load_state_dict(going_on["envs"], self._raw[-1])
         for env in anew:
             self._episode_ids[env] = self._base + self._next_episode
             self._next_episode += 1
@@ -236,7 +241,7 @@ class ColumnarCollector:
         self.env_steps += batch.count
         broken = set() if cuts.lost is None else set(cuts.lost.nonzero()[1].tolist())
         well = list(set(range(self.stepper.num_envs)) - broken)
-        self.stepper.settle(well)
+        self.stepper.mark_healthy(well)
         self._dropped[well] = 0
         finished = time.perf_counter()
         self.timings["postprocess_s"] += finished - rolled
@@ -252,7 +257,7 @@ class ColumnarCollector:
         settings = self.settings
         normalize, views = policy.observation_filter, self._views
         # flowrl's own vectoriser looks at the numbers of a Discrete space itself
-        direct = isinstance(stepper, DirectStepper)
+        direct = isinstance(stepper, DirectVectorEnv)
         check_actions = not (direct and isinstance(policy.action_space, spaces.Discrete))
         if views is not None:
             views.begin(self._age)
@@ -323,19 +328,19 @@ class ColumnarCollector:
         return self._joined(ends), cuts, infos
 
     def _check_actions(self, actions: np.ndarray) -> None:
-        odd = odd_actions(self.policy.action_space, actions)
+        odd = first_invalid_action(self.policy.action_space, actions)
         if odd is not None:
             raise ValueError(
                 f"the policy gave the action {actions[odd]!r} for sub-environment {odd}; the "
                 f"action space is {self.policy.action_space}"
             )
 
-    def _repair(self, t: int, step: Step) -> None:
+    def _repair(self, t: int, step: VectorStep) -> None:
         """Put numbers that can be used for those that cannot."""
-        self._raw[t + 1] = self._check.repaired(self._raw[t + 1])
+        self._raw[t + 1] = self._check.repair(self._raw[t + 1])
         np.nan_to_num(self._rewards[t], copy=False, posinf=0.0, neginf=0.0)
         if len(step.ended):
-            step.final = [self._check.repaired(np.asarray(final)) for final in step.final]
+            step.final = [self._check.repair(np.asarray(final)) for final in step.final]
 
     def _record_step(self, views: TrajectoryViews, t: int) -> None:
         """Take down what a timestep gave, where a view shows it."""
@@ -362,7 +367,7 @@ class ColumnarCollector:
         )
 
     def _allocate(self, actions: np.ndarray, extra: dict[str, np.ndarray]) -> None:
-        check_columns(DEFAULT_POLICY_ID, extra, self.stepper.num_envs)
+        check_extra_columns(DEFAULT_POLICY_ID, extra, self.stepper.num_envs)
         if len(actions) != self.stepper.num_envs:
             raise ValueError(
                 f"the policy gave {len(actions)} actions for {self.stepper.num_envs} observations"
@@ -475,13 +480,13 @@ class ColumnarCollector:
 
     def _check_values(self, ends: Ends, cuts: Cuts) -> None:
         """What is not finite would spread: into filters, advantages, weights."""
-        fits = self._check.fits(self._raw) and self._check.fits(ends.final)
+        fits = self._check.in_bounds(self._raw) and self._check.in_bounds(ends.final)
         if fits and np.isfinite(self._rewards).all():
             return
         checked = {
-            "an observation": self._check.outside(self._raw),
+            "an observation": self._check.invalid_mask(self._raw),
             "a reward": ~np.isfinite(self._rewards),
-            "a final observation": self._check.outside(ends.final),
+            "a final observation": self._check.invalid_mask(ends.final),
         }
         cut = cuts.after(self._terminateds | self._truncateds)
         problems: list[tuple[int, int, str, int]] = []  # step, environment, what; row, or -1
@@ -503,15 +508,17 @@ class ColumnarCollector:
                 problems.append((step, env, f"{what} {why}", row))
         problems.sort()
         step, env, what, _ = problems[0]
-        error = BadValueError(f"sub-environment {env} gave {what}, at step {step} of a fragment")
-        if self.settings.on_invalid_step == "raise" or not isinstance(self.stepper, DirectStepper):
+        error = InvalidStepError(f"sub-environment {env} gave {what}, at step {step} of a fragment")
+        if self.settings.on_invalid_step == "raise" or not isinstance(
+            self.stepper, DirectVectorEnv
+        ):
             raise error
         self._drop_segments(problems, cuts)
 
     def _drop_segments(self, problems: list[tuple[int, int, str, int]], cuts: Cuts) -> None:
         """Take the segments out in which something bad was given; what is still open goes on
         with another environment."""
-        assert isinstance(self.stepper, DirectStepper)
+        assert isinstance(self.stepper, DirectVectorEnv)
         dones = self._terminateds | self._truncateds
         for step, env, what, row in problems:
             closed = False
@@ -522,7 +529,7 @@ class ColumnarCollector:
                 closed = len(later) > 0
                 cuts.lose(row + int(later[0]) if closed else self.length - 1, env, dones)
             if not closed:
-                error = BadValueError(f"sub-environment {env} gave {what}, at step {step}")
+                error = InvalidStepError(f"sub-environment {env} gave {what}, at step {step}")
                 self._raw[-1, env] = self.stepper.restart(env, error)
                 if self.policy.observation_filter is not None:
                     self._obs[-1, env] = self.policy.observation_filter(self._raw[-1, env])
@@ -532,7 +539,7 @@ class ColumnarCollector:
             if lost.all():
                 self._dropped[env] += 1
                 if self._dropped[env] > self.settings.max_env_restarts:
-                    raise BadValueError(
+                    raise InvalidStepError(
                         f"sub-environment {env} gave {what}, at step {step} of a fragment; it has "
                         f"given nothing that can be used in {self._dropped[env]} fragments"
                     )

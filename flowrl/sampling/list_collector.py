@@ -20,7 +20,7 @@ from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.data.indexed_columns import IndexedColumn, NextRows
 from flowrl.data.lazy_columns import LazyColumn
 from flowrl.data.multi_agent_batch import AgentID, EpisodeID, PolicyID
-from flowrl.envs.validation import stacked
+from flowrl.data.spaces import stack_values
 from flowrl.policies.policy import Policy
 from flowrl.sampling.callbacks import call, overrides
 from flowrl.sampling.episode import Ids, MultiAgentEpisode
@@ -240,10 +240,12 @@ class SimpleListCollector(SampleCollector):
             if view.agents is not None:
                 made[name], made[f"{name}_mask"] = self._of_agents(views, view, given)
             elif view.source == "obs" and view.shifts == (0,) and not view.is_window:
-                made[name] = stacked([t.observations[row - t.dropped] for t, row in given])
+                made[name] = stack_values([t.observations[row - t.dropped] for t, row in given])
             else:
                 shown = [[views.before(view, t, row + s) for s in view.shifts] for t, row in given]
-                made[name] = stacked([stacked(w) if view.is_window else w[0] for w in shown])
+                made[name] = stack_values(
+                    [stack_values(w) if view.is_window else w[0] for w in shown]
+                )
         return made
 
     def _of_agents(
@@ -437,7 +439,7 @@ class SimpleListCollector(SampleCollector):
                 for s in segments
                 for value in s.trajectory.part("obs", s.begin + 1, s.end + 1)
             ]
-            return {"obs": stacked(observations), "new_obs": stacked(after)}
+            return {"obs": stack_values(observations), "new_obs": stack_values(after)}
         base = np.array(observations + finals)
         base.flags.writeable = False  # two columns share it
         return {"obs": base[:count], "new_obs": NextRows(base, count, ends - 1)}

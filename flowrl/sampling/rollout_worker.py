@@ -15,11 +15,12 @@ from gymnasium import spaces
 from flowrl.data import DEFAULT_POLICY_ID, MultiAgentBatch, SampleBatch
 from flowrl.data.indexed_columns import IndexedColumn
 from flowrl.data.lazy_columns import LazyColumn
-from flowrl.envs.multi_agent_vector_env import AgentSlots, MultiAgentSlots, SingleAgentSlots
+from flowrl.envs.env_factory import EnvFactory
+from flowrl.envs.multi_agent_vector_env import MultiAgentVectorEnv
 from flowrl.envs.registry import EnvCreator, env_creator_for
-from flowrl.envs.restarting_envs import EnvSlots
-from flowrl.envs.validation import RESERVED
-from flowrl.envs.vector_env import Stepper, WorkerEnvs
+from flowrl.envs.single_agent_adapter import SingleAgentAdapter
+from flowrl.envs.validation import SAMPLER_COLUMNS
+from flowrl.envs.vector_env import VectorEnv
 from flowrl.iter.shards import node_id
 from flowrl.policies.policy import Policy
 from flowrl.policies.policy_spec import (
@@ -115,7 +116,7 @@ class RolloutWorker:
         self._settings = SamplingSettings.of(given, fragment_length, self._shared["count_steps_by"])
         self.hides_ends = self._settings.no_done_at_end
         self.callbacks: DefaultCallbacks = (given.get("callbacks_class") or DefaultCallbacks)()
-        self._envs = WorkerEnvs(
+        self._envs = EnvFactory(
             env_creator_for(env_creator),
             given.get("env_config") or {},
             given.get("num_envs_per_worker", 1),
@@ -151,18 +152,14 @@ class RolloutWorker:
             self.callbacks.on_sub_environment_created,
             worker=self,
             sub_environment=env,
-            env_context=self._envs.context(vector_index),
+            env_context=self._envs.env_context(vector_index),
         )
 
     def _open_envs(self) -> None:
-        opened = self._envs.open()
-        self._stepper: Stepper | None = None
-        if isinstance(opened, EnvSlots):
-            horizon = None if self._settings.soft_horizon else self._settings.horizon
-            self._agents: AgentSlots = MultiAgentSlots(opened, horizon)
-        else:
-            self._stepper = opened
-            self._agents = SingleAgentSlots(opened)
+        self._agents: MultiAgentVectorEnv = self._envs.make_vector_env()
+        self._stepper: VectorEnv | None = None
+        if isinstance(self._agents, SingleAgentAdapter):
+            self._stepper = self._agents.vector_env
 
     # -- policies ------------------------------------------------------------------------------
 
@@ -278,7 +275,7 @@ class RolloutWorker:
             read = self._read.get(policy_id)
             columns: dict[str, Any] = {}
             for name, column in rows.stored():
-                wanted = name in RESERVED - {"infos"} or name.startswith("state_in_")
+                wanted = name in SAMPLER_COLUMNS - {"infos"} or name.startswith("state_in_")
                 wanted |= name != "infos" and (read is None or not away)
                 if wanted or (read is not None and name in read):
                     if isinstance(column, IndexedColumn) and column.unread:
@@ -571,9 +568,10 @@ class RolloutWorker:
             rows = self._needs_rows() or self._stepper is None
             if rows != (state["way"] == "rows"):
                 raise ValueError(f"a state of sampling by {state['way']}, which is not done here")
-            envs = (state["source"].get("open") or {}).get("envs") or {"journals": (), "own": ()}
-            if "resets" not in envs and not {"journals", "own"} <= set(envs):
-                raise KeyError("journals")
+            needed = {"action_logs", "env_states"}
+            envs = (state["source"].get("open") or {}).get("envs") or needed
+            if "num_restores" not in envs and not needed <= set(envs):
+                raise KeyError("action_logs")
 
     def restart(self) -> None:
         """Begin as when this worker was made: new environments, the first random streams."""

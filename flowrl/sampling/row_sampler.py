@@ -17,14 +17,14 @@ import optree
 
 from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.data.multi_agent_batch import AgentID, EpisodeID, PolicyID
-from flowrl.envs.multi_agent_vector_env import AgentSlots, SlotStep
+from flowrl.envs.multi_agent_vector_env import MultiAgentStep, MultiAgentVectorEnv
 from flowrl.envs.validation import (
     LARGEST_REWARD,
-    BadValueError,
+    InvalidStepError,
     ObservationCheck,
-    check_columns,
+    check_extra_columns,
     check_reward,
-    odd_actions,
+    first_invalid_action,
 )
 from flowrl.policies.policy import Policy
 from flowrl.sampling.callbacks import call, overrides
@@ -57,7 +57,7 @@ class AgentLoop:
 
     def __init__(
         self,
-        slots: AgentSlots,
+        slots: MultiAgentVectorEnv,
         worker: RolloutWorker,
         settings: SamplingSettings,
         first_id: int = 0,
@@ -113,7 +113,7 @@ class AgentLoop:
         self._open = True
         self._update_filters()
         well = set(range(self.slots.num_envs)) - self._failed
-        self.slots.settle(well)
+        self.slots.mark_healthy(well)
         for slot in well:
             self._dropped[slot] = 0
         self._failed.clear()
@@ -202,7 +202,7 @@ class AgentLoop:
         collectors = [collector.get_state() for collector in self._collectors]
         if self._open and None not in collectors:
             state["open"] = {
-                "envs": self.slots.get_state(),
+                "envs": self.slots.state_dict(),
                 "collectors": collectors,
                 "running": [
                     None if episode is None else [episode.episode_id, episode.get_state()]
@@ -253,7 +253,7 @@ class AgentLoop:
             else {a: r.raw_obs for a, r in episode.records.items() if r.raw_obs is not None}
             for episode in self._running
         ]
-        anew = self.slots.set_state(going_on["envs"], seen)
+        anew = self.slots.load_state_dict(going_on["envs"], seen)
         for slot, (observations, infos) in anew.items():
             gone = self._running[slot]
             if gone is not None:
@@ -315,7 +315,7 @@ class AgentLoop:
             chosen, states, extra = policy.compute_actions_from_input_dict(inputs, **self._how)
             columns = {name: _rows(value) for name, value in extra.items()}
             columns |= {f"state_out_{i}": _rows(state) for i, state in enumerate(states)}
-            check_columns(policy_id, extra, len(who))
+            check_extra_columns(policy_id, extra, len(who))
             self._check_actions(policy_id, policy, chosen, who)
             to_env: Any = policy.actions_for_env(chosen)
             if to_env is chosen:  # an environment may write into what it is given
@@ -338,7 +338,7 @@ class AgentLoop:
         count = len(optree.tree_leaves(chosen)[0])
         if count != len(who):
             raise ValueError(f"policy {policy_id!r} gave {count} actions for {len(who)} agents")
-        odd = odd_actions(policy.action_space, chosen)
+        odd = first_invalid_action(policy.action_space, chosen)
         if odd is not None:
             slot, agent = who[odd]
             raise ValueError(
@@ -348,7 +348,7 @@ class AgentLoop:
 
     # -- what an environment gave ------------------------------------------------------------------
 
-    def _take(self, slot: int, step: SlotStep) -> None:
+    def _take(self, slot: int, step: MultiAgentStep) -> None:
         episode = self._running[slot]
         if episode is None:  # a vector environment was busy with the reset
             assert step.start is not None
@@ -389,15 +389,21 @@ class AgentLoop:
         elif self.settings.soft_horizon and episode.length == self.settings.horizon:
             self._pass_horizon(slot, episode, collector)
 
-    def _take_together(self, results: list[SlotStep]) -> None:
+    def _take_together(self, results: list[MultiAgentStep]) -> None:
         """Copy the array observations of a step that look right, and look at their numbers, all of
         one space at once; what is found odd, new or nested is left to `_checked_step`."""
-        groups: dict[int, tuple[ObservationCheck, list[Any], list[tuple[SlotStep, AgentID]]]] = {}
+        groups: dict[
+            int, tuple[ObservationCheck, list[Any], list[tuple[MultiAgentStep, AgentID]]]
+        ] = {}
         checks, seen = self._checks, self._checked
         for slot, step in enumerate(results):
             for agent, obs in step.obs.items():
                 check = checks.get(agent)
-                if check is None or (slot, agent) not in seen or not check.looks_right(obs):
+                if (
+                    check is None
+                    or (slot, agent) not in seen
+                    or not check.matches_shape_and_dtype(obs)
+                ):
                     continue
                 group = groups.get(id(check))
                 if group is None:
@@ -406,7 +412,7 @@ class AgentLoop:
                 group[2].append((step, agent))
         for check, observations, whose in groups.values():
             taken = np.array(observations)
-            if check.fits(taken):
+            if check.in_bounds(taken):
                 taken.flags.writeable = False  # stored, and callbacks are given it
                 for (step, agent), row in zip(whose, taken, strict=True):
                     step.taken[agent] = row
@@ -425,7 +431,9 @@ class AgentLoop:
             self._checks[agent] = check
         return check
 
-    def _checked_step(self, slot: int, episode: MultiAgentEpisode, step: SlotStep) -> SlotStep:
+    def _checked_step(
+        self, slot: int, episode: MultiAgentEpisode, step: MultiAgentStep
+    ) -> MultiAgentStep:
         """The step with arrays of our own, normalised nowhere yet; a failed one if it gave what
         cannot be used."""
         mode = self.settings.on_invalid_step
@@ -438,9 +446,9 @@ class AgentLoop:
                 continue
             taken = self._taken(slot, agent, obs)
             check = self._checks[agent]
-            if not check.fits(taken):
-                problem = problem or (agent, check.describe(taken), "obs")
-                taken = check.repaired(taken) if mode == "replace" else taken
+            if not check.in_bounds(taken):
+                problem = problem or (agent, check.describe_problem(taken), "obs")
+                taken = check.repair(taken) if mode == "replace" else taken
             step.obs[agent] = taken
         for agent, reward in step.rewards.items():
             if ("reward", agent) not in self._checked:
@@ -457,7 +465,7 @@ class AgentLoop:
         if problem is None or mode == "replace":
             return step
         agent, what, field = problem
-        error = BadValueError(
+        error = InvalidStepError(
             f"sub-environment {slot} gave agent {agent!r} {what} ({field}), at step "
             f"{episode.length} of its episode"
         )
@@ -473,10 +481,10 @@ class AgentLoop:
         """The observation, copied; the first one of each agent is compared with its space."""
         check = self._check_of(agent)
         try:
-            if (slot, agent) not in self._checked or not check.looks_right(obs):
-                check.first(obs)
+            if (slot, agent) not in self._checked or not check.matches_shape_and_dtype(obs):
+                check.check_structure(obs)
                 self._checked.add((slot, agent))
-            taken = check.taken(obs)
+            taken = check.copy(obs)
         except ConfigError as error:
             error.add_note(f"given for agent {agent!r} by sub-environment {slot}")
             raise
@@ -489,7 +497,7 @@ class AgentLoop:
             taken.flags.writeable = False  # it is stored, and callbacks are given it
         return taken
 
-    def _credit(self, episode: MultiAgentEpisode, step: SlotStep) -> None:
+    def _credit(self, episode: MultiAgentEpisode, step: MultiAgentStep) -> None:
         """Rewards count for each agent's last action, whenever they come."""
         for agent, reward in step.rewards.items():
             record = episode.records.get(agent)
@@ -615,13 +623,13 @@ class AgentLoop:
         mode = self.settings.on_invalid_step
         while True:
             taken = {agent: self._taken(slot, agent, obs) for agent, obs in observations.items()}
-            odd = [agent for agent, obs in taken.items() if not self._checks[agent].fits(obs)]
+            odd = [agent for agent, obs in taken.items() if not self._checks[agent].in_bounds(obs)]
             if not odd:
                 return taken, infos
             if mode == "replace":
-                return {a: self._checks[a].repaired(obs) for a, obs in taken.items()}, infos
-            what = self._checks[odd[0]].describe(taken[odd[0]])
-            error = BadValueError(
+                return {a: self._checks[a].repair(obs) for a, obs in taken.items()}, infos
+            what = self._checks[odd[0]].describe_problem(taken[odd[0]])
+            error = InvalidStepError(
                 f"sub-environment {slot} gave agent {odd[0]!r} {what} (obs) at its reset"
             )
             if mode == "raise":
@@ -631,7 +639,11 @@ class AgentLoop:
             observations, infos = again.start, again.start_infos
 
     def _end(
-        self, slot: int, episode: MultiAgentEpisode, collector: SampleCollector, step: SlotStep
+        self,
+        slot: int,
+        episode: MultiAgentEpisode,
+        collector: SampleCollector,
+        step: MultiAgentStep,
     ) -> None:
         """The environment says that the episode is over."""
         started = time.perf_counter()
@@ -657,7 +669,7 @@ class AgentLoop:
         self._running[slot] = self._by_id[following.episode_id] = following
         self._call("on_episode_start", slot, following)
 
-    def _drop(self, slot: int, episode: MultiAgentEpisode, step: SlotStep) -> None:
+    def _drop(self, slot: int, episode: MultiAgentEpisode, step: MultiAgentStep) -> None:
         """The environment broke, another has taken its place."""
         assert step.failed is not None and step.start is not None
         own = type(self._collectors[0]).drop_episode

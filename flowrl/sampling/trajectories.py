@@ -11,9 +11,9 @@ import optree
 from flowrl.data.indexed_columns import NOTHING
 from flowrl.data.multi_agent_batch import AgentID, EpisodeID, PolicyID
 from flowrl.data.serialization import can_be_saved
-from flowrl.envs.validation import stacked
+from flowrl.data.spaces import stack_values, zeros_of
 from flowrl.policies.policy import Policy
-from flowrl.policies.views import ViewRequirement, zeros_of
+from flowrl.policies.views import ViewRequirement
 from flowrl.sampling.episode import MultiAgentEpisode
 from flowrl.sampling.view_resolver import View, signature_of, wanted_views
 from flowrl.settings import ConfigError
@@ -254,4 +254,4 @@ def column_of(name: str, values: list[Any]) -> Any:
         return column
     if name in DTYPES:
         return np.array(values, DTYPES[name])
-    return stacked(values)
+    return stack_values(values)

@@ -12,7 +12,7 @@ from pydantic import Field, SkipValidation, model_validator
 from pydantic.json_schema import GenerateJsonSchema
 
 from flowrl.data import DEFAULT_POLICY_ID
-from flowrl.envs.registry import NO_ENVIRONMENT, env_creator_for
+from flowrl.envs.registry import NO_ENV_MESSAGE, env_creator_for
 from flowrl.policies.config import ModelConfig, PolicyConfig
 from flowrl.policies.policy_spec import PolicyMapping, multi_agent_settings, specs_of
 from flowrl.policies.schedules import Schedule
@@ -399,7 +399,7 @@ class AlgorithmConfig(PolicyConfig):
             raise ConfigError('env: no environment is set: .environment(env="CartPole-v1")')
         env_creator_for(self.env_or_spaces())
         if self.env is None and self.evaluation_interval and "env" not in self.evaluation_config:
-            raise ConfigError(f"evaluation_interval: {NO_ENVIRONMENT}")
+            raise ConfigError(f"evaluation_interval: {NO_ENV_MESSAGE}")
         if self.evaluation_config:
             self._check_evaluation()
         if self.checkpoint_score_attribute is not None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flowrl.envs.registry import NO_ENVIRONMENT, EnvContext
+from flowrl.envs.registry import NO_ENV_MESSAGE, EnvContext
 from flowrl.policies.policy import Policy
 from flowrl.policies.policy_spec import PolicySpec
 from flowrl.sampling.episode import EpisodeMetrics
@@ -33,7 +33,7 @@ def check_env(config: AlgorithmConfig) -> None:
         ConfigError
     """
     if config.env is None:
-        raise ConfigError(NO_ENVIRONMENT)
+        raise ConfigError(NO_ENV_MESSAGE)
 
 
 def evaluate_policies(

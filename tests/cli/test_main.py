@@ -417,7 +417,7 @@ def test_switches_records_and_schedules(capsys, tmp_path):
         (["--sgd-minibatch-size", "-5"], "sgd_minibatch_size"),
         (["--stop-reward", "nan"], "must be a number"),
         (["--stop-time-s", "inf"], "finite"),
-        (["--env-config", '{"nope": 1}'], "env_config: CartPole-v1 does not take it"),
+        (["--env-config", '{"nope": 1}'], "env_config: CartPole-v1 does not accept it"),
         (["--metrics-num-episodes-for-smoothing", "9999999999999"], "metrics_num_episodes"),
     ],
 )

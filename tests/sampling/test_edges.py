@@ -438,7 +438,7 @@ def test_an_environment_that_is_both():
         pass
 
     assert worker(Both, {"p": Idle}).sample().env_steps() == 6
-    with pytest.raises(ConfigError, match="is for gymnasium environments"):
+    with pytest.raises(ConfigError, match="requires gymnasium environments"):
         worker(Slow, {"p": Idle}, vectorization_mode="sync")
 
 
@@ -462,7 +462,7 @@ def test_agents_that_come_and_go_leave_nothing_behind():
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({"rewards": np.ones(2)}, "column 'rewards', which is the sampler's"),
+        ({"rewards": np.ones(2)}, "column 'rewards', which is reserved for the sampler"),
         ({"x": np.ones(3)}, "column 'x' with 3 rows for 2"),
     ],
 )
@@ -530,7 +530,7 @@ def test_a_step_of_the_old_kind_is_named(way):
         def step(self, action):
             return super().step(action)[:4]
 
-    with pytest.raises(ConfigError, match=r"step\(\) gives \(observation"):
+    with pytest.raises(ConfigError, match=r"step\(\) \(observation"):
         worker(Old, sample_collector=way).sample()
 
 

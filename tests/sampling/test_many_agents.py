@@ -65,5 +65,5 @@ def test_workers_sample_it():
 
 @pytest.mark.parametrize("odd", [{"num_agents": 0}, {"num_agents": "x"}, {"episode_steps": -1}])
 def test_numbers_that_cannot_be(odd):
-    with pytest.raises(ConfigError, match="a whole number from 1"):
+    with pytest.raises(ConfigError, match="a positive integer"):
         make_multi_agent(creator)(EnvContext(odd))

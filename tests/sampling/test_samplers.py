@@ -173,7 +173,7 @@ def test_a_horizon_above_the_environments_limit_raises_it_everywhere(way, mode):
 
 
 def test_a_horizon_cannot_end_what_others_step():
-    with pytest.raises(ConfigError, match="vectorised elsewhere"):
+    with pytest.raises(ConfigError, match="created elsewhere"):
         RolloutWorker(
             "CartPole-v1",
             PPOTorchPolicy,

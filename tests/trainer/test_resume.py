@@ -15,7 +15,7 @@ from gymnasium import spaces
 from flowrl.algorithms.a2c import A2CConfig
 from flowrl.data.checkpoint import CheckpointError, read_checkpoint, write_checkpoint
 from flowrl.envs import MultiAgentEnv, make_multi_agent
-from flowrl.envs.restarting_envs import packed, unpacked
+from flowrl.envs.env_state import pack_actions, unpack_actions
 from flowrl.sampling import DefaultCallbacks
 from flowrl.trainer.plan_files import load_plan
 from tests.data.test_checkpoint import assert_same
@@ -482,11 +482,11 @@ def test_long_journals_are_short_to_save():
     box = [np.full(2, i, np.float32) for i in range(20_000)]
     nested = [{"a": i, "b": (np.float32(i), np.ones(2))} for i in range(5)] + [{"a": 3}]
     for journal in (box, nested, [], list(range(9)), [True, False]):
-        again = unpacked(packed(journal))
+        again = unpack_actions(pack_actions(journal))
         assert len(again) == len(journal)
         for one, two in zip(again, journal, strict=True):
             assert_same(one, two)
-    assert len(packed(box)) == 1
+    assert len(pack_actions(box)) == 1
 
 
 def test_a_restore_that_fails_leaves_the_run_as_it_is(tmp_path):
