@@ -185,7 +185,7 @@ def test_what_cannot_be_done():
             ApplyGradients(workers)(SampleBatch())
         with pytest.raises(TypeError, match="takes a list of Gradients"):
             AverageGradients()(Gradients({}, {}, {}, 0))
-        with pytest.raises(KeyError, match="no policies"):
+        with pytest.raises(KeyError, match="unknown policies"):
             ApplyGradients(workers)(Gradients({"x": 1}, {"x": 1}, {"x": {}}, 1))
         with pytest.raises(TypeError, match="policies is a collection"):
             ComputeGradients(workers, policies="p")
