@@ -7,7 +7,9 @@ import difflib
 import re
 from collections.abc import Iterator
 from importlib import import_module
-from typing import Annotated, Any, Self
+from inspect import formatannotation
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Self, Union, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -115,6 +117,44 @@ def _names(cls: type[BaseModel], path: tuple[Any, ...]) -> list[str]:
     return list(cls.model_fields)
 
 
+class SettingInfo(NamedTuple):
+    """What is known about one setting of a record.
+
+    Attributes:
+        name: of the field.
+        group: fluent method that sets it.
+        type: as text.
+        default: value.
+        help: what the setting means.
+        in_evaluation: whether `evaluation_config` may override it.
+    """
+
+    name: str
+    group: str
+    type: str
+    default: Any
+    help: str
+    in_evaluation: bool
+
+
+def setting(
+    default: Any, *, group: str = "training", in_evaluation: bool = False, **constraints: Any
+) -> Any:
+    """Declare a setting: a field of a Settings record; its docstring is its help.
+
+    Everything else follows from the declaration: the fluent method that sets it, its flag and help
+    on the command line, whether evaluations may override it, and its row in the reference.
+
+    Args:
+        default: value.
+        group: fluent method that sets it.
+        in_evaluation: whether `evaluation_config` may override it.
+        constraints: for pydantic's Field, such as `ge=0`.
+    """
+    extra = {"group": group, "in_evaluation": in_evaluation}
+    return Field(default, json_schema_extra=extra, **constraints)
+
+
 class Settings(BaseModel):
     """A typed record that also reads as a mapping. Unknown names and wrong values are refused.
 
@@ -132,16 +172,53 @@ class Settings(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """A field with another default says of itself what it said before."""
+        """Let a field with a new default keep its help and group."""
         changed = False
         for name, field in cls.model_fields.items():
             for base in cls.__mro__[1:]:
-                if field.description is None and issubclass(base, Settings):
-                    before = base.model_fields.get(name)
-                    field.description = None if before is None else before.description
-                    changed |= field.description is not None
+                inherited = base.model_fields.get(name) if issubclass(base, Settings) else None
+                if inherited is None:
+                    continue
+                for attribute in ("description", "json_schema_extra"):
+                    value = getattr(inherited, attribute)
+                    if getattr(field, attribute) is None and value is not None:
+                        setattr(field, attribute, value)
+                        changed = True
         if changed:
             cls.model_rebuild(force=True)
+
+    @classmethod
+    def describe(cls) -> list[SettingInfo]:
+        """Return what is known about each setting, in the order of declaration."""
+        infos = []
+        for name, field in cls.model_fields.items():
+            extra: Any = field.json_schema_extra or {}
+            infos.append(
+                SettingInfo(
+                    name,
+                    extra.get("group", "training"),
+                    _type_text(field.annotation),
+                    field.default,
+                    " ".join((field.description or "").split()),
+                    extra.get("in_evaluation", False),
+                )
+            )
+        return infos
+
+    @classmethod
+    def reference(cls) -> str:
+        """Return a Markdown table of the settings."""
+        lines = ["| setting | group | type | default | meaning |", "|---|---|---|---|---|"]
+        for info in cls.describe():
+            cells = [
+                f"`{info.name}`",
+                info.group,
+                f"`{info.type}`",
+                f"`{info.default!r}`",
+                info.help,
+            ]
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        return "\n".join(lines)
 
     def __init__(self, /, **values: Any):
         searched = {name: value for name, value in values.items() if is_search(value)}
@@ -274,6 +351,22 @@ class Settings(BaseModel):
     def chosen(self) -> dict[str, Any]:
         """The settings that somebody has set; the others have their defaults."""
         return {name: self[name] for name in self.keys() if name in self.model_fields_set}
+
+
+def _type_text(annotation: Any) -> str:
+    """Return a type as text, without the constraints of Annotated."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _type_text(arguments[0])
+    if origin in (Union, UnionType):
+        return " | ".join(map(_type_text, arguments))
+    if origin is Literal:
+        return " | ".join(map(repr, arguments))
+    if annotation is NoneType:
+        return "None"
+    if origin in (list, dict, tuple):
+        return f"{origin.__name__}[{', '.join(map(_type_text, arguments))}]"
+    return annotation.__name__ if isinstance(annotation, type) else formatannotation(annotation)
 
 
 def _copied(value: Any) -> Any:

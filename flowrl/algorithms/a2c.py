@@ -6,12 +6,11 @@ from typing import ClassVar
 
 import torch
 
-from flowrl.algorithms.advantages import OnPolicyPolicy
+from flowrl.algorithms.on_policy import OnPolicyConfig, OnPolicyPolicy
 from flowrl.policies.schedules import value_at
 from flowrl.policies.torch_policy import TensorBatch
 from flowrl.settings import Count
 from flowrl.trainer.algorithm import Algorithm
-from flowrl.trainer.config import OnPolicyConfig
 
 
 class A2CConfig(OnPolicyConfig):

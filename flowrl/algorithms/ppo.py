@@ -7,12 +7,11 @@ from typing import Any, ClassVar
 import torch
 from pydantic import Field
 
-from flowrl.algorithms.advantages import OnPolicyPolicy
+from flowrl.algorithms.on_policy import OnPolicyConfig, OnPolicyPolicy
 from flowrl.policies.schedules import Schedule, value_at
 from flowrl.policies.torch_policy import TensorBatch
 from flowrl.settings import Count, NotNegative, Positive
 from flowrl.trainer.algorithm import Algorithm
-from flowrl.trainer.config import OnPolicyConfig
 
 
 class PPOConfig(OnPolicyConfig):

@@ -495,8 +495,8 @@ class TorchLearner:
             return
         raise ConfigError(
             f"{type(policy).__name__}: the model or the memory of its parameters was replaced "
-            "after the policy was made, so learning would not reach it: make the model and its initial "
-            "weights in make_model(), or use set_weights()"
+            "after the policy was made, so learning would not reach it: make the model and its "
+            "initial weights in make_model(), or use set_weights()"
         )
 
     def _check_losses(self, losses: Any) -> None:
