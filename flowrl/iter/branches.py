@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 from flowrl.iter.readonly import isolated
-from flowrl.iter.stage import NOT_READY, Source, Stage, pack, unpack, walk
+from flowrl.iter.stage import NOT_READY, Source, Stage, sources_to_list, sources_from_list, walk
 from flowrl.iter.unary_stages import Transform
 from flowrl.iter.waiting import Signal
 
@@ -226,7 +226,9 @@ def _leans_on_others(stage: Stage) -> bool:
     """Whether what a stage waits for may be for a stage outside of its own stream to bring."""
     own = set(walk(stage))
     return any(
-        not own.issuperset(one.siblings) if isinstance(one, DuplicateChild) else one.leans
+        not own.issuperset(one.siblings)
+        if isinstance(one, DuplicateChild)
+        else one.depends_on_sibling
         for one in own
     )
 
@@ -295,7 +297,7 @@ class Duplicate(Stage):
     def label(self) -> str:
         return f"{self.kind}({len(self.buffers)})"
 
-    def numbers(self) -> dict[str, Any]:
+    def extra_stats(self) -> dict[str, Any]:
         queued = [len(buffer) for buffer in self.buffers]
         return {"queued": queued, **({"dropped": self.dropped} if any(self.dropped) else {})}
 
@@ -303,14 +305,16 @@ class Duplicate(Stage):
         return {
             "items": self.items,
             "dropped": list(self.dropped),
-            "buffers": [[[item, pack(s)] for item, s in buffer] for buffer in self.buffers],
+            "buffers": [
+                [[item, sources_to_list(s)] for item, s in buffer] for buffer in self.buffers
+            ],
             "left": list(self._left),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.items, self.dropped = state["items"], list(state["dropped"])
         self.buffers = [
-            deque((item, unpack(sources)) for item, sources in buffer)
+            deque((item, sources_from_list(sources)) for item, sources in buffer)
             for buffer in state["buffers"]
         ]
         self._left = list(state["left"])

@@ -6,14 +6,14 @@ import os
 import random
 from typing import Any
 
-from flowrl.iter.stage import NOT_READY, Source, Stage, pack, unpack
+from flowrl.iter.stage import NOT_READY, Source, Stage, sources_to_list, sources_from_list
 
 
 class Batch(Stage):
     """Lists of `size` items; the last one may be shorter."""
 
     kind = "batch"
-    lists = True  # unless an item has several sources, or none
+    yields_lists = True  # unless an item has several sources, or none
 
     def __init__(self, parent: Stage, size: int):
         if not isinstance(size, int) or size < 1:
@@ -49,17 +49,17 @@ class Batch(Stage):
     def label(self) -> str:
         return f"batch({self.size})"
 
-    def numbers(self) -> dict[str, Any]:
+    def extra_stats(self) -> dict[str, Any]:
         return {"queued": len(self._pending)}
 
     def state_dict(self) -> dict[str, Any]:
-        sources = pack(self._sources)
+        sources = sources_to_list(self._sources)
         return {**super().state_dict(), "pending": list(self._pending), "sources": sources}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._pending = list(state["pending"])
-        self._sources = list(unpack(state["sources"]))
+        self._sources = list(sources_from_list(state["sources"]))
 
 
 class Shuffle(Stage):
@@ -113,20 +113,20 @@ class Shuffle(Stage):
     def label(self) -> str:
         return f"shuffle({self.size}, seed={self.seed})"
 
-    def numbers(self) -> dict[str, Any]:
+    def extra_stats(self) -> dict[str, Any]:
         return {"queued": len(self._window)}
 
     def state_dict(self) -> dict[str, Any]:
         version, numbers, gauss = self._random.getstate()
         return {
             **super().state_dict(),
-            "window": [[item, pack(sources)] for item, sources in self._window],
+            "window": [[item, sources_to_list(sources)] for item, sources in self._window],
             "random": [version, list(numbers), gauss],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self._window = [(item, unpack(sources)) for item, sources in state["window"]]
+        self._window = [(item, sources_from_list(sources)) for item, sources in state["window"]]
         version, numbers, gauss = state["random"]
         self._random.setstate((version, tuple(numbers), gauss))
         self._loaded = True

@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from flowrl.iter.errors import OnError, Retry, blame
-from flowrl.iter.stage import NOT_READY, Source, Stage, pack, unpack
+from flowrl.iter.errors import OnError, Retry, note_origin
+from flowrl.iter.stage import NOT_READY, Source, Stage, sources_to_list, sources_from_list
 from flowrl.iter.unary_stages import _DROPPED, Mapped
 from flowrl.iter.waiting import ready_refs, wait_for_any
 
@@ -110,7 +110,7 @@ class ForEachConcurrent(Mapped):
                 if item.tries < tries and isinstance(raised, Exception):
                     self._again.append(_Item(item.item, item.sources, item.tries + 1))
                     continue
-                blame(raised, self, item.item)
+                note_origin(raised, self, item.item)
                 if self._give_up(raised, item.item) is _DROPPED:
                     continue
             self._emitted = item.sources
@@ -131,19 +131,20 @@ class ForEachConcurrent(Mapped):
     def label(self) -> str:
         return f"{super().label()[:-1]}, max_concurrency={self.max_concurrency})"
 
-    def numbers(self) -> dict[str, Any]:
-        return {**super().numbers(), "in_flight": len(self._flight)}
+    def extra_stats(self) -> dict[str, Any]:
+        return {**super().extra_stats(), "in_flight": len(self._flight)}
 
     def state_dict(self) -> dict[str, Any]:
         """Items in flight are saved as items: they are computed again."""
         waiting = [*self._flight.values(), *self._again]
-        in_flight = [[one.item, pack(one.sources), one.tries] for one in waiting]
+        in_flight = [[one.item, sources_to_list(one.sources), one.tries] for one in waiting]
         return {**super().state_dict(), "in_flight": in_flight}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._again = deque(
-            _Item(item, unpack(sources), tries) for item, sources, tries in state["in_flight"]
+            _Item(item, sources_from_list(sources), tries)
+            for item, sources, tries in state["in_flight"]
         )
 
     def stop(self) -> None:

@@ -51,7 +51,7 @@ def check_policy(policy: Any) -> OnError:
     return policy
 
 
-def blame(error: BaseException, stage: Stage, item: Any) -> None:
+def note_origin(error: BaseException, stage: Stage, item: Any) -> None:
     """Note on an error where it happened, once: the stage and the item, if there was one."""
     if not hasattr(error, "_flowrl_stage"):
         error._flowrl_stage = stage  # type: ignore[attr-defined]

@@ -40,14 +40,14 @@ def _live(stage: Stage, clock: Profiler | None) -> str:
     shares = clock.of(stage)
     figures = [f"{stage.items:,} items"]
     figures += [f"{name} {shares[name]:.0%}" for name in ("busy", "waiting", "blocked")]
-    figures += [f"{name} {value}" for name, value in stage.numbers().items()]
+    figures += [f"{name} {value}" for name, value in stage.extra_stats().items()]
     return f"  [{', '.join(figures)}]"
 
 
 def _on_shards(stage: Stage) -> list[str]:
     """A line per step on the shards, with the sum of its items and its mean time shares."""
     kinds: dict[tuple[str, ...], list[list[dict[str, Any]]]] = {}
-    for steps in stage.inside().values():
+    for steps in stage.shard_stats().values():
         kinds.setdefault(tuple(row["stage"] for row in steps), []).append(steps)
     lines = []
     for names, shards in kinds.items():
@@ -71,8 +71,8 @@ def rows(stage: Stage, clock: Profiler | None = None) -> list[dict[str, Any]]:
             "parents": [ids[parent] for parent in node.parents],
             "items": node.items,
             **(clock.of(node) if clock is not None else {}),
-            **node.numbers(),
-            **({"shards": node.inside()} if node.inside() else {}),
+            **node.extra_stats(),
+            **({"shards": node.shard_stats()} if node.shard_stats() else {}),
         }
         for node, index in ids.items()
     ]

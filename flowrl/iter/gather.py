@@ -19,7 +19,7 @@ from flowrl.iter.errors import (
     Retry,
     ShardFailedError,
     Skip,
-    blame,
+    note_origin,
     check_policy,
     operator_error,
 )
@@ -27,7 +27,7 @@ from flowrl.iter.metrics import current_metrics
 from flowrl.iter.recovery import STARTING_S, PendingRequest, ShardState, is_death
 from flowrl.iter.shard_server import Reply
 from flowrl.iter.shards import Shards
-from flowrl.iter.stage import NOT_READY, Source, Stage, pack, unpack
+from flowrl.iter.stage import NOT_READY, Source, Stage, sources_to_list, sources_from_list
 from flowrl.iter.waiting import Waiter, ready_refs, wait_for_all, wait_for_any
 
 AT_ONCE_S = 0.0001
@@ -57,7 +57,7 @@ class Gather(Stage):
             raise ValueError(f"{self.kind}: batch_ms must be at least 0, got {batch_ms}")
         super().__init__()
         self.shards = shards
-        self.saved = shards.replayable
+        self.resumable = shards.replayable
         self.on_error = check_policy(on_error)
         self.skipped = 0
         self._batch_ms = batch_ms
@@ -219,7 +219,7 @@ class Gather(Stage):
 
     def _give_up(self, shard: ShardState, why: str, error: BaseException | None) -> None:
         shard.state = "failed"
-        self.shards.given_up(shard.index)
+        self.shards.mark_failed(shard.index)
         _count("num_shards_failed")
         left = len(self.live())
         failed = ShardFailedError(
@@ -227,7 +227,7 @@ class Gather(Stage):
             f"{shard.death}. {left} of {len(self.states)} shards are left; the stream goes on "
             "with them"
         )
-        blame(failed, self, None)
+        note_origin(failed, self, None)
         raise failed from error
 
     def _check_hanging(self) -> None:
@@ -269,7 +269,7 @@ class Gather(Stage):
         failed = ShardFailedError(
             f"all {len(self.states)} shards of {self.shards.name} have failed"
         )
-        blame(failed, self, None)
+        note_origin(failed, self, None)
         return failed
 
     # -- waiting -------------------------------------------------------------------------------
@@ -313,7 +313,7 @@ class Gather(Stage):
     def label(self) -> str:
         return f"{self.kind} {self.shards.name}"
 
-    def numbers(self) -> dict[str, Any]:
+    def extra_stats(self) -> dict[str, Any]:
         states = [shard.state for shard in self.states]
         figures = {
             "shards_live": states.count("live"),
@@ -325,7 +325,7 @@ class Gather(Stage):
         }
         return {name: n for name, n in figures.items() if n or name == "shards_live"}
 
-    def inside(self) -> dict[int, list[dict[str, Any]]]:
+    def shard_stats(self) -> dict[int, list[dict[str, Any]]]:
         return {shard.index: shard.stages for shard in self.states if shard.stages}
 
     def queued(self) -> list[Source]:
@@ -339,15 +339,15 @@ class Gather(Stage):
             "skipped": self.skipped,
             "accepted": [shard.accepted for shard in self.states],
             "ended": [shard.state == "ended" for shard in self.states],
-            "queue": [[item, pack([source])] for item, source in self._queue],
+            "queue": [[item, sources_to_list([source])] for item, source in self._queue],
             "seed": self.shards.seed,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if not self.saved:
+        if not self.resumable:
             return
         self.items, self.skipped = state["items"], state["skipped"]
-        self._queue = deque((item, unpack(source)[0]) for item, source in state["queue"])
+        self._queue = deque((item, sources_from_list(source)[0]) for item, source in state["queue"])
         self.shards.seed, self._loaded = state["seed"], True
         self._follow()
         for shard, accepted, ended in zip(
@@ -377,7 +377,7 @@ class GatherSync(Gather):
 
     def __init__(self, shards: Shards, flat: bool = False, **options: Any):
         super().__init__(shards, **options)
-        self.lists = not flat
+        self.yields_lists = not flat
         if flat:
             self.kind = "gather_sync"
         self._flat = flat
@@ -458,14 +458,14 @@ class GatherSync(Gather):
         return [*super().queued(), *(source for _, source in self._round.values())]
 
     def state_dict(self) -> dict[str, Any]:
-        begun = [[i, item, pack([source])] for i, (item, source) in self._round.items()]
+        begun = [[i, item, sources_to_list([source])] for i, (item, source) in self._round.items()]
         return {**super().state_dict(), "round": begun}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        if self.saved:
+        if self.resumable:
             begun = state["round"]
-            self._round = {i: (item, unpack(source)[0]) for i, item, source in begun}
+            self._round = {i: (item, sources_from_list(source)[0]) for i, item, source in begun}
 
 
 class GatherAsync(Gather):
@@ -499,7 +499,7 @@ class GatherAsync(Gather):
             raise ValueError(f'gather_async: ask_again is "after" or "before", got {ask_again!r}')
         super().__init__(shards, **options)
         self._limit = limit
-        self.leans = limit is not None
+        self.depends_on_sibling = limit is not None
         self._held_back = False
         self.num_async = num_async
         self.max_lag = None if self._batch_ms else num_async - (ask_again == "after")
@@ -590,7 +590,7 @@ class GatherAsync(Gather):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        if self.saved and state["turns"] is not None:
+        if self.resumable and state["turns"] is not None:
             self._idle = deque(self.states[index] for index in state["turns"])
 
     def label(self) -> str:

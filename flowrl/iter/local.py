@@ -280,7 +280,10 @@ class LocalIterator(Generic[T]):
     @staticmethod
     def _waiting(stages: Sequence[Stage]) -> str:
         """The stages that another one has to set going."""
-        return ", ".join(stage.shown() for stage in stages if stage.leans) or "nobody knows"
+        return (
+            ", ".join(stage.shown() for stage in stages if stage.depends_on_sibling)
+            or "nobody knows"
+        )
 
     def take(self, n: int) -> list[T]:
         """The next n items, fewer if the stream ends."""
@@ -364,7 +367,7 @@ class LocalIterator(Generic[T]):
         return {
             "metrics": self.metrics.state_dict(),
             "stages": {name: stage.state_dict() for name, stage in named.items()},
-            "restarts": [name for name, stage in named.items() if not stage.saved],
+            "restarts": [name for name, stage in named.items() if not stage.resumable],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from flowrl.iter.errors import blame, operator_error
+from flowrl.iter.errors import note_origin, operator_error
 from flowrl.iter.stage import Stage
 
 
@@ -30,7 +30,7 @@ class FromIterable(Stage):
         self._name = name or self.kind
         self._iterator: Iterator[Any] | None = None
         self._skip = 0  # items to leave out of an iterator made again
-        self.saved = isinstance(make, Sequence)
+        self.resumable = isinstance(make, Sequence)
 
     def _open(self) -> Iterator[Any]:
         try:
@@ -39,7 +39,7 @@ class FromIterable(Stage):
                 made, self._skip = made[self._skip :], 0
             return iter(made)
         except BaseException as error:
-            blame(error, self, None)
+            note_origin(error, self, None)
             raise operator_error(error) from error.__cause__
 
     def pull(self, block: bool) -> Any:
@@ -59,7 +59,7 @@ class FromIterable(Stage):
         return item
 
     def _after(self, error: BaseException) -> None:
-        blame(error, self, None)
+        note_origin(error, self, None)
         iterator = self._iterator
         if inspect.isgenerator(iterator) and iterator.gi_frame is None:
             if callable(self._make):
@@ -75,7 +75,7 @@ class FromIterable(Stage):
         return self._name
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.saved:
+        if self.resumable:
             super().load_state_dict(state)
             self._iterator, self._skip = None, self.items
 

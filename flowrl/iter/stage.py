@@ -47,13 +47,13 @@ class Source:
     origin: str = field(default="", compare=False, repr=False)
 
 
-def pack(sources: Sequence[Source]) -> list[list[Any]]:
+def sources_to_list(sources: Sequence[Source]) -> list[list[Any]]:
     """Sources as a saved plan holds them."""
     return [[s.worker, s.incarnation, s.seq, s.tags, s.origin] for s in sources]
 
 
-def unpack(saved: Sequence[Sequence[Any]]) -> tuple[Source, ...]:
-    """What `pack` gave, as sources again."""
+def sources_from_list(saved: Sequence[Sequence[Any]]) -> tuple[Source, ...]:
+    """What `sources_to_list` gave, as sources again."""
     return tuple(Source(*fields) for fields in saved)
 
 
@@ -66,9 +66,11 @@ class Stage:
     """
 
     kind = "stage"
-    leans = False  # True where what it waits for may be for another branch of the plan to bring
-    lists = False  # True where items are lists with an element for each of `sources`
-    saved = True  # False where a saved plan cannot say where this stage was: it starts again
+    depends_on_sibling = (
+        False  # True where what it waits for may be for another branch of the plan to bring
+    )
+    yields_lists = False  # True where items are lists with an element for each of `sources`
+    resumable = True  # False where a saved plan cannot say where this stage was: it starts again
 
     def __init__(self, *parents: Stage):
         self.parents = parents
@@ -133,11 +135,11 @@ class Stage:
         None for a stage that keeps nothing and may come and go."""
         return self.kind
 
-    def numbers(self) -> dict[str, Any]:
+    def extra_stats(self) -> dict[str, Any]:
         """Figures of its own for `stats()`, such as the depth of its queue."""
         return {}
 
-    def inside(self) -> dict[int, list[dict[str, Any]]]:
+    def shard_stats(self) -> dict[int, list[dict[str, Any]]]:
         """What the steps on each shard said of themselves last, if this stage reads shards."""
         return {}
 

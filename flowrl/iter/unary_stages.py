@@ -8,9 +8,17 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from flowrl.iter.errors import OnError, Retry, Skip, blame, check_policy, operator_error
+from flowrl.iter.errors import OnError, Retry, Skip, note_origin, check_policy, operator_error
 from flowrl.iter.metrics import current_metrics
-from flowrl.iter.stage import NOT_READY, Source, Stage, describe, function_name, pack, unpack
+from flowrl.iter.stage import (
+    NOT_READY,
+    Source,
+    Stage,
+    describe,
+    function_name,
+    sources_to_list,
+    sources_from_list,
+)
 from flowrl.iter.waiting import Waiter
 
 SOURCES_KEPT = 10_000
@@ -41,14 +49,14 @@ class Mapped(Stage):
 
     def _failed(self, error: BaseException, item: Any) -> Any:
         """The result after all, _DROPPED, or the error raised, as the policy says."""
-        blame(error, self, item)
+        note_origin(error, self, item)
         if isinstance(self.on_error, Retry) and isinstance(error, Exception):
             for _ in range(self.on_error.times):
                 try:
                     return self._call(item)
                 except Exception as again:
                     error = again
-                    blame(error, self, item)
+                    note_origin(error, self, item)
         return self._give_up(error, item)
 
     def _give_up(self, error: BaseException, item: Any) -> Any:
@@ -79,8 +87,8 @@ class Mapped(Stage):
     def short(self) -> str:
         return super().short() if self.title else self.state_name() or self.label()
 
-    def numbers(self) -> dict[str, Any]:
-        own = self.fn.numbers() if hasattr(self.fn, "numbers") else {}
+    def extra_stats(self) -> dict[str, Any]:
+        own = self.fn.extra_stats() if hasattr(self.fn, "extra_stats") else {}
         return {**own, **({"skipped": self.skipped} if self.skipped else {})}
 
     def state_name(self) -> str:
@@ -130,7 +138,7 @@ class ForEachHooked(ForEach):
     def __init__(self, parent: Stage, fn: Any, on_error: OnError = "raise"):
         super().__init__(parent, fn, on_error)
         self._ready = getattr(fn, "ready", None)
-        self.leans = self._ready is not None
+        self.depends_on_sibling = self._ready is not None
         self._on_fetch_start = getattr(fn, "_on_fetch_start", None)
         self._fetching = False
         self._full = False
@@ -147,7 +155,7 @@ class ForEachHooked(ForEach):
         try:
             return hook()
         except BaseException as error:
-            blame(error, self, None)
+            note_origin(error, self, None)
             raise operator_error(error) from error.__cause__
 
     def _has_room(self) -> bool:
@@ -200,20 +208,22 @@ class ForEachHooked(ForEach):
     def can_wait(self) -> bool:
         return self._ready is not None or super().can_wait()
 
-    def numbers(self) -> dict[str, Any]:
+    def extra_stats(self) -> dict[str, Any]:
         if self._ready is None:
-            return super().numbers()
+            return super().extra_stats()
         now = time.perf_counter() - self._full_since if self._full else 0.0
-        return {**super().numbers(), "backpressure_s": self.backpressure_s + now}
+        return {**super().extra_stats(), "backpressure_s": self.backpressure_s + now}
 
     def state_dict(self) -> dict[str, Any]:
-        held = [] if self._held is NOT_READY else [[self._held, pack(self._item_sources)]]
+        held = (
+            [] if self._held is NOT_READY else [[self._held, sources_to_list(self._item_sources)]]
+        )
         return {**super().state_dict(), "held": held}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         for item, sources in state["held"]:
-            self._held, self._item_sources = item, unpack(sources)
+            self._held, self._item_sources = item, sources_from_list(sources)
 
 
 class Tap(Mapped):
@@ -231,7 +241,7 @@ class Tap(Mapped):
             try:
                 self.fn(item)
             except BaseException as error:
-                blame(error, self, item)
+                note_origin(error, self, item)
                 raise operator_error(error) from None
             self.items += 1
         return item
@@ -307,22 +317,22 @@ class Combine(Mapped):
     def sources(self) -> tuple[Source, ...]:
         return self._emitted
 
-    def numbers(self) -> dict[str, Any]:
-        return {**super().numbers(), "queued": len(self._pending)}
+    def extra_stats(self) -> dict[str, Any]:
+        return {**super().extra_stats(), "queued": len(self._pending)}
 
     def state_dict(self) -> dict[str, Any]:
         return {
             **super().state_dict(),
             "pending": list(self._pending),
-            "emitted": pack(self._emitted),
-            "sources": pack(self._sources),
+            "emitted": sources_to_list(self._emitted),
+            "sources": sources_to_list(self._sources),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._pending = deque(state["pending"])
-        self._emitted = unpack(state["emitted"])
-        self._sources.extend(unpack(state["sources"]))
+        self._emitted = sources_from_list(state["emitted"])
+        self._sources.extend(sources_from_list(state["sources"]))
 
 
 class Flatten(Combine):
@@ -338,7 +348,7 @@ class Flatten(Combine):
         fresh = not self._pending
         element = super().pull(block)
         if fresh and element is not NOT_READY:
-            told = self.parents[0].lists and len(self._emitted) == len(self._pending) + 1
+            told = self.parents[0].yields_lists and len(self._emitted) == len(self._pending) + 1
             self._each = self._emitted if told else ()
         return element
 
@@ -353,11 +363,11 @@ class Flatten(Combine):
         return self.kind
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "each": pack(self._each)}
+        return {**super().state_dict(), "each": sources_to_list(self._each)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self._each = unpack(state["each"])
+        self._each = sources_from_list(state["each"])
 
 
 class Transform(Stage):
@@ -368,7 +378,7 @@ class Transform(Stage):
     """
 
     kind = "transform"
-    saved = False
+    resumable = False
 
     def __init__(self, parent: Stage, fn: Callable[[Iterator[Any]], Iterable[Any]]):
         if not callable(fn):
@@ -400,7 +410,7 @@ class Transform(Stage):
         except StopIteration:
             raise
         except BaseException as error:
-            blame(error, self, None)
+            note_origin(error, self, None)
             if inspect.isgenerator(self._iterator):
                 self._iterator = None  # a generator that raised is over: the next pull calls fn
             raise

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flowrl.iter import _get_shared_metrics
-from flowrl.iter.stage import describe, pack
+from flowrl.iter.stage import describe, sources_to_list
 from flowrl.iter.waiting import Signal, Waiter, queue_signal
 from flowrl.learners.actors import learners_of
 from flowrl.ops.train import (
@@ -261,7 +261,7 @@ class LearnerThread:
         note_trained(metrics, result.batch.env_steps(), result.info)
         return result.batch, result.info
 
-    def numbers(self) -> dict[str, Any]:
+    def extra_stats(self) -> dict[str, Any]:
         """For `stats()`: batches that wait on either side, and the share of time since the first
         one in which it had none."""
         total = self.learned_s + self.waited_s
@@ -284,10 +284,10 @@ class LearnerThread:
             failed = [one.batch for one in self.outqueue.queue if isinstance(one, LearnFailure)]
             waiting = [*failed, *self.inqueue.queue]
             return {
-                "waiting": [[batch, pack(batch.sources)] for batch in waiting],
+                "waiting": [[batch, sources_to_list(batch.sources)] for batch in waiting],
                 "minibatches": self._minibatches.state_dict(),
-                "sources": [pack(batch.sources) for batch in self._minibatches.held()],
-                "learned": [[*one, pack(one.batch.sources)] for one in done],
+                "sources": [sources_to_list(batch.sources) for batch in self._minibatches.held()],
+                "learned": [[*one, sources_to_list(one.batch.sources)] for one in done],
             }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from flowrl.iter import NOT_READY, LocalIterator, Source, Stage
 from flowrl.iter.branches import Union
-from flowrl.iter.errors import blame, operator_error
+from flowrl.iter.errors import note_origin, operator_error
 from flowrl.iter.waiting import Signal, queue_signal
 from flowrl.learners.thread import LearnerThread
 
@@ -108,7 +108,7 @@ class Enqueue:
         self.queue.put(item)
         return item
 
-    def numbers(self) -> dict[str, Any]:
+    def extra_stats(self) -> dict[str, Any]:
         """For `stats()`."""
         return {"queue_size": self.queue.qsize()}
 
@@ -149,7 +149,7 @@ class DequeueStage(Stage):
     """The stage of Dequeue."""
 
     kind = "Dequeue"
-    leans = True
+    depends_on_sibling = True
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class DequeueStage(Stage):
         super().__init__()
         self.queue = input_queue
         self.learner = learner
-        self.saved = learner is not None
+        self.resumable = learner is not None
         self._check = check
         self._signal: Signal | None = None
         self._emitted: tuple[Source, ...] = ()
@@ -178,7 +178,7 @@ class DequeueStage(Stage):
         try:
             item = self._next()
         except BaseException as error:
-            blame(error, self, None)
+            note_origin(error, self, None)
             raise operator_error(error) from error.__cause__
         if item is not NOT_READY:
             self.items += 1
@@ -220,9 +220,9 @@ class DequeueStage(Stage):
     def label(self) -> str:
         return self.kind if self.learner is None else f"{self.kind}({self.learner!r})"
 
-    def numbers(self) -> dict[str, Any]:
+    def extra_stats(self) -> dict[str, Any]:
         if self.learner is not None:
-            return self.learner.numbers()
+            return self.learner.extra_stats()
         return {"queue_size": self.queue.qsize()}
 
     def state_dict(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from flowrl.data import DEFAULT_POLICY_ID, MultiAgentBatch, SampleBatch
 from flowrl.iter import LocalIterator, Stage, _get_shared_metrics
-from flowrl.iter.errors import blame, operator_error
+from flowrl.iter.errors import note_origin, operator_error
 from flowrl.offline.minari import MinariDataset
 from flowrl.offline.parquet import (
     OfflineDataError,
@@ -252,7 +252,7 @@ class ReadStage(Stage):
         try:
             batch = self._next()
         except BaseException as error:
-            blame(error, self, None)
+            note_origin(error, self, None)
             raise operator_error(error) from error.__cause__
         self.items += 1
         learner = self._learner()

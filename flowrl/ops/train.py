@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.iter import MetricsContext, _get_shared_metrics
-from flowrl.iter.stage import unpack
+from flowrl.iter.stage import sources_from_list
 
 if TYPE_CHECKING:
     from flowrl.sampling.worker_set import WorkerSet
@@ -163,7 +163,7 @@ def check_ids(policies: Any) -> None:
 
 def with_sources(batch: Batch, sources: Any) -> Batch:
     """A batch of a saved plan, which says again where its rows came from."""
-    batch.sources = unpack(sources)
+    batch.sources = sources_from_list(sources)
     return batch
 
 

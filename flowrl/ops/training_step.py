@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.iter import NOT_READY, LocalIterator, Stage, _get_shared_metrics
-from flowrl.iter.errors import blame, operator_error
+from flowrl.iter.errors import note_origin, operator_error
 from flowrl.iter.waiting import Waiter
 from flowrl.ops.rollout import ParallelRollouts
 from flowrl.ops.train import learn_from
@@ -66,7 +66,7 @@ class TrainingStep(Stage):
                     f"results, it returned a {type(told).__name__}"
                 )
         except BaseException as error:
-            blame(error, self, None)
+            note_origin(error, self, None)
             raise operator_error(error) from error.__cause__
         finally:
             _running.reset(token)

@@ -472,7 +472,7 @@ class RolloutPool(ActorPool):
         self._incarnations = list(self._workers_of.incarnations)
         self.changes += 1
 
-    def given_up(self, index: int) -> None:
+    def mark_failed(self, index: int) -> None:
         self._workers_of.failed.add(index)
 
     def _remake(self, index: int) -> Any:

@@ -46,7 +46,7 @@ def test_a_killed_shard_is_replaced_and_skips_what_it_gave(ray_session, tmp_path
     with stream:
         pairs = [(sources[-1], item) for sources, item in stream.zip_with_source()]
         numbers = stream.stage if gather != "rounds" else stream.stage.parents[0]
-        numbers = numbers.numbers()
+        numbers = numbers.extra_stats()
     items = [item for _, item in pairs]
     assert sorted(items) == sorted([*range(6)] * 2)
     assert os.path.exists(sign)
