@@ -12,7 +12,7 @@ import numpy as np
 
 from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.iter import Source, _get_shared_metrics
-from flowrl.iter.shards import leave_ray, start_ray
+from flowrl.iter.ray_runtime import leave_ray, start_ray
 from flowrl.ops.train import (
     Batch,
     Info,

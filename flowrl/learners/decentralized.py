@@ -210,7 +210,7 @@ class TrainOnWorkers(LocalIterator[Any]):
 class TrainOnWorkersStage(Stage):
     """The stage of TrainOnWorkers."""
 
-    kind = "TrainOnWorkers"
+    name = "TrainOnWorkers"
 
     def __init__(
         self,
@@ -306,7 +306,7 @@ class TrainOnWorkersStage(Stage):
         there was any."""
         gather: Any = self.parents[0]
         current = str(self._generation) if self._store is not None else ""
-        gone = gather.forget(lambda item: item.generation != current)
+        gone = gather.discard(lambda item: item.generation != current)
         for one, source in gone:
             self._count(((source,), one))
             _get_shared_metrics().counters["num_env_steps_dropped"] += one.count
@@ -340,6 +340,3 @@ class TrainOnWorkersStage(Stage):
         if self._form_anew in self.workers.on_remake:
             self.workers.on_remake.remove(self._form_anew)
         self._store = None
-
-    def state_name(self) -> str | None:
-        return self.kind

@@ -58,12 +58,12 @@ class Concurrently(LocalIterator[Any]):
             ordered=mode == "round_robin",
             outputs=output_indexes,
         )
-        stage.title = f"Concurrently(mode={mode!r}"
+        title = f"Concurrently(mode={mode!r}"
         if round_robin_weights is not None:
-            stage.title += f", round_robin_weights={list(round_robin_weights)}"
+            title += f", round_robin_weights={list(round_robin_weights)}"
         if output_indexes is not None:
-            stage.title += f", output_indexes={list(output_indexes)}"
-        stage.title += ")"
+            title += f", output_indexes={list(output_indexes)}"
+        stage.name, stage.title = "Concurrently", f"{title})"
         super().__init__(stage, f"Concurrently[{', '.join(repr(op) for op in ops)}]")
 
 
@@ -148,7 +148,7 @@ class Dequeue(LocalIterator[Any]):
 class DequeueStage(Stage):
     """The stage of Dequeue."""
 
-    kind = "Dequeue"
+    name = "Dequeue"
     depends_on_sibling = True
 
     def __init__(
@@ -160,6 +160,8 @@ class DequeueStage(Stage):
         super().__init__()
         self.queue = input_queue
         self.learner = learner
+        if learner is not None:
+            self.title = f"Dequeue({learner!r})"
         self.resumable = learner is not None
         self._check = check
         self._signal: Signal | None = None
@@ -216,9 +218,6 @@ class DequeueStage(Stage):
 
     def can_wait(self) -> bool:
         return True
-
-    def label(self) -> str:
-        return self.kind if self.learner is None else f"{self.kind}({self.learner!r})"
 
     def extra_stats(self) -> dict[str, Any]:
         if self.learner is not None:

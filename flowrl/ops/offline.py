@@ -226,7 +226,7 @@ class ReadStage(Stage):
 
     def __init__(
         self,
-        kind: str,
+        name: str,
         shelf: ParquetShelf | MinariShelf,
         workers: WorkerSet,
         batch_size: int,
@@ -237,7 +237,7 @@ class ReadStage(Stage):
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
             raise ValueError(f"batch_size is a whole number from 1, got {batch_size!r}")
         super().__init__()
-        self.kind = kind
+        self.name = name
         self.shelf, self.workers, self.batch_size = shelf, workers, batch_size
         self.columns, self._prepare = columns, prepare
         self.rng = random_stream(seed, "offline")

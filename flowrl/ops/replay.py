@@ -115,11 +115,12 @@ class Replay(LocalIterator[Any]):
 class ReplayStage(Stage):
     """The stage of Replay on a local buffer."""
 
-    kind = "Replay"
+    name = "Replay"
     depends_on_sibling = True
 
     def __init__(self, buffer: Any):
         super().__init__()
+        self.title = f"Replay({buffer!r})"
         self.buffer = buffer
 
     def pull(self, block: bool) -> Any:
@@ -140,9 +141,6 @@ class ReplayStage(Stage):
 
     def can_wait(self) -> bool:
         return True
-
-    def label(self) -> str:
-        return f"Replay({self.buffer!r})"
 
     def extra_stats(self) -> dict[str, Any]:
         return {"rows": len(self.buffer)}

@@ -38,10 +38,11 @@ class TrainingSteps(LocalIterator[ResultDict]):
 class TrainingStep(Stage):
     """The stage of TrainingSteps, over the rollouts that `synchronous_parallel_sample` takes."""
 
-    kind = "training_step"
+    name = "training_step"
 
     def __init__(self, algorithm: Algorithm, rollouts: Stage):
         super().__init__(rollouts)
+        self.title = f"{type(algorithm).__name__}.training_step"
         self._algorithm = algorithm
         self._waiter = Waiter()
 
@@ -78,9 +79,6 @@ class TrainingStep(Stage):
 
     def can_wait(self) -> bool:
         return False
-
-    def label(self) -> str:
-        return f"{type(self._algorithm).__name__}.training_step"
 
 
 _running: ContextVar[TrainingStep | None] = ContextVar("running", default=None)

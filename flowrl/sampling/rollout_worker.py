@@ -20,7 +20,7 @@ from flowrl.envs.registry import EnvCreator, env_creator_for
 from flowrl.envs.restarting_envs import EnvSlots
 from flowrl.envs.validation import RESERVED
 from flowrl.envs.vector_env import Stepper, WorkerEnvs
-from flowrl.iter.shards import node_id
+from flowrl.iter.ray_runtime import node_id
 from flowrl.policies.policy import Policy
 from flowrl.policies.policy_spec import (
     PolicyMapping,
