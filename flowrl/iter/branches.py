@@ -64,11 +64,11 @@ class Union(Stage):
             _check_weights(weights, len(branches))
         super().__init__(*branches)
         self._ordered = ordered or weights is not None
-        given = list(weights) if weights is not None else [1.0] * len(branches)
+        all_weights = list(weights) if weights is not None else [1.0] * len(branches)
         if self._ordered:
-            self.title = f"{self.name}(round_robin_weights={given})"
-        self._stars = [weight == "*" for weight in given]
-        self._weights = [0.0 if weight == "*" else float(weight) for weight in given]
+            self.title = f"{self.name}(round_robin_weights={all_weights})"
+        self._stars = [weight == "*" for weight in all_weights]
+        self._weights = [0.0 if weight == "*" else float(weight) for weight in all_weights]
         self._is_output = [outputs is None or i in outputs for i in range(len(branches))]
         for index, branch in enumerate(branches):
             _reject_transform(branch, index, self._ordered and not self._stars[index])

@@ -111,8 +111,7 @@ class GatherAsync(Gather):
         return item
 
     def _next_ready(self, block: bool) -> Any | None:
-        """Return the ref of a request that was answered, None if there is none; may wait if
-        `block`."""
+        """Return the ref of a reply that is ready, else None; wait for one if `block`."""
         if not self.shards.remote:
             return next(iter(self._in_flight), None)
         while self._ready:

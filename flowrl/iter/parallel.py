@@ -144,7 +144,7 @@ class ParallelIterator(Generic[T]):
         """Keep only these shards, in their order.
 
         Raises:
-            ValueError: no index is given, or there is no shard with an index.
+            ValueError: no index, or an index that is out of range.
         """
         indexes = sorted({self._check_index(i) for i in shards_to_keep})
         if not indexes:
@@ -180,7 +180,7 @@ class ParallelIterator(Generic[T]):
 
     def _check_index(self, index: int) -> int:
         if not 0 <= index < len(self._shards):
-            raise ValueError(f"there is no shard {index} among {len(self._shards)} (from 0)")
+            raise ValueError(f"no shard {index}: there are {len(self._shards)} shards, from 0")
         return index
 
     # -- gathering -----------------------------------------------------------------------------

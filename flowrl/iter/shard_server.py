@@ -65,8 +65,8 @@ def _with_traceback(function: Callable[..., Reply], *args: Any) -> Reply:
         return function(*args)
     except Exception as error:
         strip_origin(error)
-        frames = traceback.extract_tb(error.__traceback__)
-        frames = [frame for frame in frames if frame.filename not in _ITER_FILES]
+        stack = traceback.extract_tb(error.__traceback__)
+        frames = [frame for frame in stack if frame.filename not in _ITER_FILES]
         error.add_note("Traceback in the worker:\n" + "".join(traceback.format_list(frames)))
         raise
 

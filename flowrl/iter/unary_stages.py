@@ -283,7 +283,7 @@ class Transform(Stage):
     """Return the items of fn(iterator), where the iterator yields the items of the parent.
 
     `fn` cannot receive NOT_READY, so this stage blocks until its parent has an item. The state of
-    `fn` cannot be saved: a restored plan calls it anew.
+    `fn` cannot be saved: a restored plan calls it again.
     """
 
     name = "transform"
