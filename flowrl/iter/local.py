@@ -6,13 +6,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, Literal, TypeVar
 
+from flowrl.iter import metrics as _metrics
 from flowrl.iter.branches import Duplicate, DuplicateChild, Union, WhenFull
 from flowrl.iter.buffering_stages import Batch, Shuffle
 from flowrl.iter.concurrent_stages import ForEachConcurrent
 from flowrl.iter.errors import OnError, annotate
 from flowrl.iter.explain import FORMATS, stats_rows
 from flowrl.iter.function_stage import FunctionStage
-from flowrl.iter.metrics import MetricsContext, active_context, get_metrics
+from flowrl.iter.metrics import MetricsContext
 from flowrl.iter.profiler import Profiler
 from flowrl.iter.source import FromIterable
 from flowrl.iter.stage import NOT_READY, Source, Stage, describe, stages_by_name, walk
@@ -249,7 +250,8 @@ class LocalIterator(Generic[T]):
             profiler = self._profiler
             assert profiler is not None
         profiler.next_timed -= 1
-        token = active_context.set(self.metrics)
+        # through the module: CPython calls methods of an imported name more slowly
+        token = _metrics.active_context.set(self.metrics)
         try:
             item = self.stage.pull(True) if profiler.next_timed else profiler.pull(True)
             return item if item is not NOT_READY else self._wait_for_item(profiler)
@@ -259,7 +261,7 @@ class LocalIterator(Generic[T]):
             annotate(error, self.stage)
             raise
         finally:
-            active_context.reset(token)
+            _metrics.active_context.reset(token)
 
     def _wait_for_item(self, profiler: Profiler) -> Any:
         """Pull and wait until there is an item; the only place where a plan with branches waits."""
@@ -348,7 +350,7 @@ class LocalIterator(Generic[T]):
     @staticmethod
     def get_metrics() -> MetricsContext:
         """Return the context of the plan being pulled; ValueError outside a pull."""
-        return get_metrics()
+        return _metrics.get_metrics()
 
     def __repr__(self) -> str:
         return f"LocalIterator[{self.name}]"
