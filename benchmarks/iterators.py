@@ -22,9 +22,10 @@ from typing import Any
 import numpy as np
 
 from flowrl.iter import LocalIterator, ParallelIteratorWorker, from_actors
-from flowrl.iter.gather import GatherAsync
-from flowrl.iter.shard_server import Reply
-from flowrl.iter.shards import Pool, Shard, Shards
+from flowrl.iter.gather_async import GatherAsync
+from flowrl.iter.pools import Pool
+from flowrl.iter.shard_stream import Reply
+from flowrl.iter.shards import Shard, Shards
 from flowrl.ops import Concurrently, Dequeue
 
 CHAIN_ITEMS = 100_000
@@ -178,7 +179,7 @@ class FakePool(Pool):
     def __init__(self, count: int):
         super().__init__(lambda: [None] * count, count)
 
-    def ask(self, index: int, order: Any) -> Any:
+    def submit(self, index: int, request: Any) -> Any:
         return object()
 
     def result(self, ref: Any) -> Reply:

@@ -1,11 +1,15 @@
-"""The engine: lazy streams and the stages that move items through them. Knows no RL.
+"""The engine: lazy streams and the stages that move items through them, independent of RL.
 
-`stage.py` what a stage is · `source.py`, `linear.py`, `buffers.py`, `concurrent.py`, `branches.py`,
-`gather.py` the stages · `shards.py` who serves the shards, `serving.py` what a shard does,
-`recovery.py` when one dies · `local.py`, `parallel.py` the iterators that users chain · `errors.py`
-what happens when an operator raises · `waiting.py` where a plan waits · `metrics.py` the shared
-context · `clock.py` where the time goes · `explain.py` the plan's picture · `isolate.py` one item
-for several readers.
+- `local.py`, `parallel.py`: LocalIterator and ParallelIterator, which users chain.
+- `stage.py`: the base class of all stages. `source.py`, `function_stage.py`, `unary_stages.py`,
+  `buffering_stages.py`, `concurrent_stages.py`, `branches.py`: the stages.
+- `gather.py`, `gather_sync.py`, `gather_async.py`: the stages that read shards.
+- `shards.py`, `pools.py`: shards and their workers. `shard_server.py`, `shard_stream.py`: the code
+  that runs where the workers are.
+- `errors.py`, `recovery.py`: exceptions in operators, shards that die or hang.
+- `waiting.py`: the place where a plan waits. `private_api.py`: private interfaces of Python, Ray.
+- `metrics.py`, `profiler.py`, `explain.py`: counters and timers, time per stage, plan displays.
+- `readonly.py`: copies of an item for several readers. `ray_runtime.py`: start and leave Ray.
 """
 
 from flowrl.iter.errors import Retry, ShardFailedError, Skip

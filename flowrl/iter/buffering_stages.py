@@ -1,4 +1,4 @@
-"""Stages that hold items back: batch and shuffle."""
+"""Stages that buffer items: batch and shuffle."""
 
 from __future__ import annotations
 
@@ -6,22 +6,29 @@ import os
 import random
 from typing import Any
 
-from flowrl.iter.stage import NOT_READY, Source, Stage, pack, unpack
+from flowrl.iter.stage import (
+    NOT_READY,
+    Source,
+    Stage,
+    sources_from_list,
+    sources_to_list,
+)
 
 
 class Batch(Stage):
-    """Lists of `size` items; the last one may be shorter."""
+    """Return lists of `size` items; the last one may be shorter."""
 
-    kind = "batch"
-    lists = True  # unless an item has several sources, or none
+    name = "batch"
+    yields_lists = True  # not if an item has several sources, or none
 
     def __init__(self, parent: Stage, size: int):
         if not isinstance(size, int) or size < 1:
             raise ValueError(f"batch(n): n must be an int of at least 1, got {size!r}")
         super().__init__(parent)
+        self.title = f"batch({size})"
         self.size = size
         self._pending: list[Any] = []
-        self._sources: list[Source] = []
+        self._pending_sources: list[Source] = []
         self._emitted: tuple[Source, ...] = ()
 
     def pull(self, block: bool) -> Any:
@@ -36,9 +43,9 @@ class Batch(Stage):
             if item is NOT_READY:
                 return item
             self._pending.append(item)
-            self._sources.extend(parent.sources)
+            self._pending_sources.extend(parent.sources)
         batch, self._pending = self._pending, []
-        self._emitted, self._sources = tuple(self._sources), []
+        self._emitted, self._pending_sources = tuple(self._pending_sources), []
         self.items += 1
         return batch
 
@@ -46,37 +53,35 @@ class Batch(Stage):
     def sources(self) -> tuple[Source, ...]:
         return self._emitted
 
-    def label(self) -> str:
-        return f"batch({self.size})"
-
-    def numbers(self) -> dict[str, Any]:
+    def extra_stats(self) -> dict[str, Any]:
         return {"queued": len(self._pending)}
 
     def state_dict(self) -> dict[str, Any]:
-        sources = pack(self._sources)
+        sources = sources_to_list(self._pending_sources)
         return {**super().state_dict(), "pending": list(self._pending), "sources": sources}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._pending = list(state["pending"])
-        self._sources = list(unpack(state["sources"]))
+        self._pending_sources = list(sources_from_list(state["sources"]))
 
 
 class Shuffle(Stage):
-    """The items in random order within a sliding window of `size` items.
+    """Return the items in random order within a sliding window of `size` items.
 
     Args:
-        seed: of the order; None derives it from the plan's seed.
+        seed: seed of the order; None derives it from the seed of the plan.
     """
 
-    kind = "shuffle"
+    name = "shuffle"
 
     def __init__(self, parent: Stage, size: int, seed: int | None):
         if not isinstance(size, int) or size < 1:
             raise ValueError(
-                f"shuffle(shuffle_buffer_size): an int of at least 1 is needed, got {size!r}"
+                f"shuffle(shuffle_buffer_size) must be an int of at least 1, got {size!r}"
             )
         super().__init__(parent)
+        self.title = f"shuffle({size}, seed={seed})"
         self.size = size
         self.seed = seed
         self._random = random.Random(os.urandom(16) if seed is None else seed)
@@ -110,23 +115,20 @@ class Shuffle(Stage):
     def sources(self) -> tuple[Source, ...]:
         return self._emitted
 
-    def label(self) -> str:
-        return f"shuffle({self.size}, seed={self.seed})"
-
-    def numbers(self) -> dict[str, Any]:
+    def extra_stats(self) -> dict[str, Any]:
         return {"queued": len(self._window)}
 
     def state_dict(self) -> dict[str, Any]:
-        version, numbers, gauss = self._random.getstate()
+        version, words, gauss = self._random.getstate()
         return {
             **super().state_dict(),
-            "window": [[item, pack(sources)] for item, sources in self._window],
-            "random": [version, list(numbers), gauss],
+            "window": [[item, sources_to_list(sources)] for item, sources in self._window],
+            "random": [version, list(words), gauss],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self._window = [(item, unpack(sources)) for item, sources in state["window"]]
-        version, numbers, gauss = state["random"]
-        self._random.setstate((version, tuple(numbers), gauss))
+        self._window = [(item, sources_from_list(sources)) for item, sources in state["window"]]
+        version, words, gauss = state["random"]
+        self._random.setstate((version, tuple(words), gauss))
         self._loaded = True

@@ -1,4 +1,4 @@
-"""for_each as Ray tasks: fn(item) for several items at a time, in other processes."""
+"""for_each with Ray tasks: fn(item) for several items at a time, in other processes."""
 
 from __future__ import annotations
 
@@ -7,31 +7,38 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from flowrl.iter.errors import OnError, Retry, blame
-from flowrl.iter.stage import NOT_READY, Source, Stage, pack, unpack
-from flowrl.iter.unary_stages import _DROPPED, Mapped
+from flowrl.iter.errors import OnError, Retry, note_origin
+from flowrl.iter.function_stage import DROPPED, FunctionStage
+from flowrl.iter.stage import (
+    NOT_READY,
+    Source,
+    Stage,
+    function_title,
+    sources_from_list,
+    sources_to_list,
+)
 from flowrl.iter.waiting import ready_refs, wait_for_any
 
-NO_BOUND = 1000  # tasks in flight where the user set no bound: a stream may have no end
+UNBOUNDED = 1000  # maximum tasks in flight for max_concurrency=0: a stream may be infinite
 
 
-class _Item(NamedTuple):
+class _Task(NamedTuple):
     item: Any
     sources: tuple[Source, ...]
-    tries: int = 0
+    retries: int = 0
 
 
-class ForEachConcurrent(Mapped):
-    """fn(item) as a Ray task per item, results in the order in which they are done.
+class ForEachConcurrent(FunctionStage):
+    """Return fn(item) computed by one Ray task per item, in order of completion.
 
-    fn runs on a copy in another process: what it keeps is lost, and it has no metrics context.
+    `fn` runs on a copy in another process: changes to it are lost, and it has no metrics context.
 
     Args:
-        max_concurrency: tasks in flight; 0 sets no bound of its own (NO_BOUND).
-        resources: of a task, as for `ray.remote` (`num_cpus`, `num_gpus`, `resources`, …).
+        max_concurrency: maximum number of tasks in flight; 0 means UNBOUNDED.
+        resources: options of a task for `ray.remote` (`num_cpus`, `num_gpus`, `resources`, …).
     """
 
-    kind = "for_each"
+    name = "for_each"
 
     def __init__(
         self,
@@ -44,52 +51,53 @@ class ForEachConcurrent(Mapped):
         super().__init__(parent, fn, on_error)
         if max_concurrency < 0:
             raise ValueError(f"for_each: max_concurrency must be >= 0, got {max_concurrency}")
-        self.max_concurrency = max_concurrency or NO_BOUND
+        self.max_concurrency = max_concurrency or UNBOUNDED
+        self.title = f"for_each({function_title(fn)}, max_concurrency={self.max_concurrency})"
         self._resources = dict(resources or {})
-        self._task: Any = None
-        self._flight: dict[Any, _Item] = {}
-        self._again: deque[_Item] = deque()  # to be put in flight
+        self._remote_fn: Any = None
+        self._in_flight: dict[Any, _Task] = {}
+        self._to_submit: deque[_Task] = deque()
         self._done: deque[Any] = deque()
         self._ended = False
         self._emitted: tuple[Source, ...] = ()
 
-    def _submit(self, item: _Item) -> None:
+    def _submit(self, task: _Task) -> None:
         import ray
 
-        if self._task is None:
-            function: Any = ray.remote(_call)
-            self._shipped = ray.put(self.fn)
-            self._task = function.options(max_retries=0, **self._resources)
-        self._flight[self._task.remote(self._shipped, item.item)] = item
+        if self._remote_fn is None:
+            remote_fn: Any = ray.remote(_call)
+            self._fn_ref = ray.put(self.fn)
+            self._remote_fn = remote_fn.options(max_retries=0, **self._resources)
+        self._in_flight[self._remote_fn.remote(self._fn_ref, task.item)] = task
 
     def _fill(self, block: bool) -> None:
-        """Put items in flight, as many as there are and may be."""
+        """Submit tasks until the limit is reached or no item is ready."""
         while True:
-            while self._again:
-                self._submit(self._again[0])
-                self._again.popleft()  # not lost if it could not be submitted
-            if self._ended or len(self._flight) >= self.max_concurrency:
+            while self._to_submit:
+                self._submit(self._to_submit[0])
+                self._to_submit.popleft()  # after submitting: kept if that raises
+            if self._ended or len(self._in_flight) >= self.max_concurrency:
                 return
             try:
-                item = self._pull_up(block and not self._flight)
+                item = self._pull_up(block and not self._in_flight)
             except StopIteration:
                 self._ended = True
                 return
             if item is NOT_READY:
                 return
-            self._again.append(_Item(item, self.parents[0].sources))
+            self._to_submit.append(_Task(item, self.parents[0].sources))
 
     def pull(self, block: bool) -> Any:
         import ray
 
         while True:
             self._fill(block)
-            if not self._flight:
+            if not self._in_flight:
                 if self._ended:
                     raise StopIteration
                 return NOT_READY
             if not self._done:
-                refs = list(self._flight)
+                refs = list(self._in_flight)
                 self._done.extend(ready_refs(refs))
                 if not self._done:
                     full = self._ended or len(refs) >= self.max_concurrency
@@ -100,20 +108,20 @@ class ForEachConcurrent(Mapped):
                     self.waited_s += time.perf_counter() - started
                     self._done.extend(ready_refs(refs))
             ref = self._done.popleft()
-            item = self._flight.pop(ref)
+            task = self._in_flight.pop(ref)
             try:
                 result = ray.get(ref)
             except BaseException as error:
-                cause = getattr(error, "cause", None)  # a RayTaskError's
-                raised = cause if isinstance(cause, Exception) else error
-                tries = self.on_error.times if isinstance(self.on_error, Retry) else 0
-                if item.tries < tries and isinstance(raised, Exception):
-                    self._again.append(_Item(item.item, item.sources, item.tries + 1))
+                cause = getattr(error, "cause", None)  # of a RayTaskError
+                task_error = cause if isinstance(cause, Exception) else error
+                max_retries = self.on_error.times if isinstance(self.on_error, Retry) else 0
+                if task.retries < max_retries and isinstance(task_error, Exception):
+                    self._to_submit.append(_Task(task.item, task.sources, task.retries + 1))
                     continue
-                blame(raised, self, item.item)
-                if self._give_up(raised, item.item) is _DROPPED:
+                note_origin(task_error, self, task.item)
+                if self._drop_or_raise(task_error, task.item) is DROPPED:
                     continue
-            self._emitted = item.sources
+            self._emitted = task.sources
             self.items += 1
             return result
 
@@ -122,38 +130,36 @@ class ForEachConcurrent(Mapped):
         return self._emitted
 
     def waits(self) -> list[Any]:
-        full = self._ended or len(self._flight) >= self.max_concurrency
-        return list(self._flight) + ([] if full else self.parents[0].waits())
+        full = self._ended or len(self._in_flight) >= self.max_concurrency
+        return list(self._in_flight) + ([] if full else self.parents[0].waits())
 
     def can_wait(self) -> bool:
         return True
 
-    def label(self) -> str:
-        return f"{super().label()[:-1]}, max_concurrency={self.max_concurrency})"
-
-    def numbers(self) -> dict[str, Any]:
-        return {**super().numbers(), "in_flight": len(self._flight)}
+    def extra_stats(self) -> dict[str, Any]:
+        return {**super().extra_stats(), "in_flight": len(self._in_flight)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Items in flight are saved as items: they are computed again."""
-        waiting = [*self._flight.values(), *self._again]
-        in_flight = [[one.item, pack(one.sources), one.tries] for one in waiting]
+        """Save the items of tasks in flight; a restored plan submits them again."""
+        tasks = [*self._in_flight.values(), *self._to_submit]
+        in_flight = [[task.item, sources_to_list(task.sources), task.retries] for task in tasks]
         return {**super().state_dict(), "in_flight": in_flight}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self._again = deque(
-            _Item(item, unpack(sources), tries) for item, sources, tries in state["in_flight"]
+        self._to_submit = deque(
+            _Task(item, sources_from_list(sources), retries)
+            for item, sources, retries in state["in_flight"]
         )
 
     def stop(self) -> None:
         super().stop()
-        if self._flight:
+        if self._in_flight:
             import ray
 
-            for ref in self._flight if ray.is_initialized() else ():
+            for ref in self._in_flight if ray.is_initialized() else ():
                 ray.cancel(ref, force=True)
-        self._flight.clear()
+        self._in_flight.clear()
         self._done.clear()
 
 

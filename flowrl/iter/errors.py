@@ -1,4 +1,4 @@
-"""What happens when an operator raises: the notes on its error, and the policies."""
+"""Errors in operators: the policies `Skip` and `Retry`, and the notes added to an error."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from flowrl.iter.stage import Stage, describe
 
 @dataclass(frozen=True)
 class Skip:
-    """Drop the item that an operator failed on, and go on; at most `max` times (None: always).
+    """Drop the item on which an operator fails, at most `max` times (None: no limit).
 
-    The number is reported by `stats()` as `skipped`.
+    `stats()` reports the number of dropped items as `skipped`.
     """
 
     max: int | None = None
 
     def __post_init__(self) -> None:
         if self.max is not None and (not isinstance(self.max, int) or self.max < 1):
-            raise ValueError(f"Skip(max): an int of at least 1, or None for no limit: {self.max!r}")
+            raise ValueError(
+                f"Skip(max) must be an int of at least 1, or None for no limit; got {self.max!r}"
+            )
 
 
 @dataclass(frozen=True)
@@ -30,61 +32,80 @@ class Retry:
 
     def __post_init__(self) -> None:
         if not isinstance(self.times, int) or self.times < 1:
-            raise ValueError(f"Retry(times): an int of at least 1, got {self.times!r}")
+            raise ValueError(f"Retry(times) must be an int of at least 1, got {self.times!r}")
 
 
 OnError = Literal["raise"] | Skip | Retry
 
 
 class ShardFailedError(RuntimeError):
-    """A shard is gone for good: it died, or hung, and could not be replaced."""
+    """A shard has failed permanently: it died or stopped responding and cannot be replaced."""
 
 
 def check_policy(policy: Any) -> OnError:
-    """The policy itself.
+    """Return the error policy unchanged.
 
     Raises:
-        TypeError: it is none.
+        TypeError: it is not an error policy.
     """
     if policy != "raise" and not isinstance(policy, (Skip, Retry)):
-        raise TypeError(f'on_error is "raise", Skip(max) or Retry(times), got {describe(policy)}')
+        raise TypeError(
+            f'on_error must be "raise", Skip(max) or Retry(times), got {describe(policy)}'
+        )
     return policy
 
 
-def blame(error: BaseException, stage: Stage, item: Any) -> None:
-    """Note on an error where it happened, once: the stage and the item, if there was one."""
+def note_origin(error: BaseException, stage: Stage, item: Any) -> None:
+    """Record on an error the stage and the item it came from, unless already recorded.
+
+    Args:
+        item: None if no item was being processed.
+    """
     if not hasattr(error, "_flowrl_stage"):
         error._flowrl_stage = stage  # type: ignore[attr-defined]
-        told = describe(item) if item is not None else None
-        error._flowrl_item = told  # type: ignore[attr-defined]
+        summary = describe(item) if item is not None else None
+        error._flowrl_item = summary  # type: ignore[attr-defined]
 
 
 def operator_error(error: BaseException) -> BaseException:
-    """The error to raise for one from user code: a StopIteration must not end the stream."""
+    """Return the error to raise for one from user code: StopIteration becomes RuntimeError, since
+    it would end the stream."""
     if not isinstance(error, StopIteration):
         return error
-    raised = RuntimeError("the operator raised StopIteration, which would end the stream")
-    raised.__dict__.update(error.__dict__)
-    raised.__cause__ = error
-    return raised
+    wrapped = RuntimeError("the operator raised StopIteration, which would end the stream")
+    wrapped.__dict__.update(error.__dict__)
+    wrapped.__cause__ = error
+    return wrapped
 
 
 def annotate(error: BaseException, root: Stage) -> None:
-    """Add the path from the end of the plan to the stage that an error came from."""
-    from flowrl.iter.explain import path_to
-
+    """Add a note with the path from the end of the plan to the stage that raised the error."""
     stage = getattr(error, "_flowrl_stage", None)
     if stage is None or getattr(error, "_flowrl_noted", False):
         return
-    if stage is root and stage.kind == "from_iterable":
-        return  # a bare source: the error's own traceback says it all
+    if stage is root and stage.name == "from_iterable":
+        return  # the traceback of a plan with one stage is enough
     error._flowrl_noted = True  # type: ignore[attr-defined]
-    note = f"in the plan at {path_to(root, stage)}, chained at {stage.line}"
+    path = " › ".join(_path(root, stage) or [stage.name])
     item = getattr(error, "_flowrl_item", None)
+    note = f"in the plan at {path}, chained at {stage.line}"
     error.add_note(note + (f", on {item}" if item else ""))
 
 
-def strip(error: BaseException) -> None:
-    """Take off what only this process understands, before an error travels to another one."""
+def _path(node: Stage, target: Stage) -> list[str] | None:
+    """Return the names of the stages from `node` to `target`, with the index of the branch taken
+    at each union; None if `node` does not pull from `target`."""
+    if node is target:
+        return [node.name]
+    for index, parent in enumerate(node.parents):
+        rest = _path(parent, target)
+        if rest is not None:
+            name = f"{node.name}[{index}]" if len(node.parents) > 1 else node.name
+            return [name, *rest]
+    return None
+
+
+def strip_origin(error: BaseException) -> None:
+    """Remove the recorded origin before an error is sent to another process."""
     for name in [name for name in vars(error) if name.startswith("_flowrl")]:
         delattr(error, name)

@@ -1,9 +1,9 @@
-"""Gathers: the stages that bring the items of parallel shards to the driver.
+"""Gather, the base of the stages that bring the items of parallel shards to the driver.
 
-A gather decides how many requests are in flight and in which order replies are handed over.
-End, error and failure of a shard are three things: a shard that has ended is left alone; an error
-of its code is raised here, named, and the shard asked again; a shard whose process died or hangs
-is replaced in place, with the others' items kept.
+A gather decides how many requests are in flight and in which order replies are returned. A shard
+that has ended receives no more requests. If its code raises, the error is raised here with the name
+of the shard, and the next request continues the shard. If its process dies or hangs, the shard is
+replaced and the items of the other shards are kept.
 """
 
 from __future__ import annotations
@@ -11,41 +11,59 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from flowrl.iter.errors import (
     OnError,
     Retry,
     ShardFailedError,
     Skip,
-    blame,
     check_policy,
+    note_origin,
     operator_error,
 )
 from flowrl.iter.metrics import current_metrics
 from flowrl.iter.recovery import STARTING_S, PendingRequest, ShardState, is_death
-from flowrl.iter.shard_server import Reply
+from flowrl.iter.shard_stream import Reply
 from flowrl.iter.shards import Shards
-from flowrl.iter.stage import NOT_READY, Source, Stage, pack, unpack
+from flowrl.iter.stage import Source, Stage, sources_from_list, sources_to_list
 from flowrl.iter.waiting import Waiter, ready_refs, wait_for_all, wait_for_any
 
-AT_ONCE_S = 0.0001
-CHECK_S = 0.2  # between two looks for shards that hang
+IMMEDIATE_S = 0.0001  # a wait shorter than this found a reply that was ready
+TIMEOUT_CHECK_S = 0.2  # interval of the checks for hanging shards
 
 log = logging.getLogger("flowrl")
+
+
+class RequestLimit(Protocol):
+    """Limits the requests that a gather has in flight."""
+
+    def mark(self) -> Any:
+        """Return a value that is stored with each request."""
+
+    def may_request(self, in_flight: int, oldest: Any) -> bool:
+        """Return whether to send another request.
+
+        Args:
+            in_flight: number of requests in flight.
+            oldest: mark of the oldest of them, None without one.
+        """
+
+    def received(self, mark: Any, item: Any) -> None:
+        """Note an item that was received, with the mark of its request."""
 
 
 class Gather(Stage):
     """Base of the gathers.
 
     Args:
-        shards: who is asked.
-        batch_ms: a shard collects items for so many milliseconds before it answers.
-        on_error: what to do when a shard's code raises.
+        shards: the shards to read.
+        batch_ms: milliseconds for which a shard collects items before it replies.
+        on_error: policy for exceptions in the code of a shard.
     """
 
-    kind = "gather"
+    name = "gather"
 
     def __init__(
         self,
@@ -54,24 +72,24 @@ class Gather(Stage):
         on_error: OnError = "raise",
     ):
         if not 0 <= batch_ms < float("inf"):
-            raise ValueError(f"{self.kind}: batch_ms must be at least 0, got {batch_ms}")
+            raise ValueError(f"{self.name}: batch_ms must be at least 0, got {batch_ms}")
         super().__init__()
+        self.title = f"{self.name} {shards.name}"
         self.shards = shards
-        self.saved = shards.replayable
+        self.resumable = shards.replayable
         self.on_error = check_policy(on_error)
         self.skipped = 0
-        self._batch_ms = batch_ms
         self.states = [ShardState(index, shards.recovery(index)) for index in range(len(shards))]
-        # whether shards must answer in time
-        self._limited = any(shard.recovery.timeout_s is not None for shard in self.states)
-        self._next_check = 0.0
-        self._flight: dict[Any, PendingRequest] = {}
+        self._batch_ms = batch_ms
+        self._has_timeouts = any(shard.recovery.timeout_s is not None for shard in self.states)
+        self._next_timeout_check = 0.0
+        self._in_flight: dict[Any, PendingRequest] = {}
         self._queue: deque[tuple[Any, Source]] = deque()
         self._poll = True
         self._loaded = False
         self._changes = shards.changes()
         self._sources: tuple[Source, ...] = ()
-        self._limit: Any = None
+        self._limit: RequestLimit | None = None
 
     def start(self, seed: str | None) -> None:
         if seed is not None and not self._loaded:
@@ -82,96 +100,106 @@ class Gather(Stage):
     def sources(self) -> tuple[Source, ...]:
         return self._sources
 
+    def source_actor(self, source: Source) -> Any:
+        return self.shards.handle(source.worker) if source.origin == self.name else None
+
     def can_wait(self) -> bool:
         return self.shards.remote
 
     def live(self) -> list[ShardState]:
-        """The shards that have neither ended nor failed."""
-        return [shard for shard in self.states if shard.state == "live"]
+        """Return the shards that have neither ended nor failed nor left."""
+        return [shard for shard in self.states if shard.status == "live"]
 
-    def _follow(self) -> list[ShardState]:
-        """Look who has joined and who has left; the states of those that have joined."""
+    def _update_members(self) -> list[ShardState]:
+        """Note which workers have joined or left; return the states of those that have joined."""
         self._changes = self.shards.changes()
         joined = []
-        for index, here in enumerate(self.shards.present()):
+        for index, is_present in enumerate(self.shards.present()):
             old = self.states[index] if index < len(self.states) else None
-            if old is not None and not here and old.state != "left":
-                for ref in old.requests:  # what it was asked for went with it
-                    del self._flight[ref]
+            if old is not None and not is_present and old.status != "left":
+                for ref in old.requests:
+                    del self._in_flight[ref]
                 old.requests.clear()
-                old.state = "left"
-            elif here and (old is None or old.state == "left"):
+                old.status = "left"
+            elif is_present and (old is None or old.status == "left"):
                 new = ShardState(index, self.shards.recovery(index))
-                new.accepted = old.accepted if old is not None else 0
+                new.num_received = old.num_received if old is not None else 0
                 self.states[index : index + 1] = [new]
                 joined.append(new)
         return joined
 
-    # -- asking and receiving ------------------------------------------------------------------
+    # -- requests and replies ------------------------------------------------------------------
 
-    def _ask(self, shard: ShardState) -> bool:
-        """Ask a shard; False while its back-off lasts."""
-        if shard.broken is not None and not self._replace(shard):
+    def _request(self, shard: ShardState) -> bool:
+        """Send a request to a shard; return False during its back-off."""
+        if shard.dead_incarnation is not None and not self._replace(shard):
             return False
-        ref = self.shards.request(shard.index, self._batch_ms, shard.accepted)
+        ref = self.shards.submit(shard.index, self._batch_ms, shard.num_received)
         incarnation = self.shards.incarnation(shard.index)
         mark = None if self._limit is None else self._limit.mark()
-        self._flight[ref] = PendingRequest(shard, incarnation, time.monotonic(), mark)
+        self._in_flight[ref] = PendingRequest(shard, incarnation, time.monotonic(), mark)
         shard.requests.append(ref)
         return True
 
     def _replace(self, shard: ShardState) -> bool:
-        """Have a shard made again, unless its back-off lasts, or another gather has done it."""
-        if self.shards.incarnation(shard.index) == shard.broken:
-            if time.monotonic() < shard.not_before:
+        """Recreate a shard, unless another gather has done so; return False during its back-off."""
+        if self.shards.incarnation(shard.index) == shard.dead_incarnation:
+            if time.monotonic() < shard.restart_at:
                 return False
-            incarnation, shard.broken = shard.broken, None
+            incarnation, shard.dead_incarnation = shard.dead_incarnation, None
             try:
                 replaced = self.shards.replace(shard.index)
             except Exception as error:
-                self._lost(shard, incarnation, error)
+                self._handle_death(shard, incarnation, error)
                 return False
             if not replaced:
-                self._give_up(shard, "nobody knows how to make it again (recreate=)", None)
+                self._fail_shard(shard, "there is no way to recreate it (recreate=)", None)
             shard.restarts += 1
             _count("num_shard_restarts")
-        shard.broken, shard.fresh = None, True
+        shard.dead_incarnation, shard.starting = None, True
         return True
 
     def _receive(self, ref: Any, reply: Reply | None = None) -> list[tuple[Any, Source]]:
-        """The items of a reply, fetched if it is not given; none if the shard has ended or must be
-        replaced first."""
-        asked = self._flight.pop(ref)
-        shard = asked.shard
+        """Return the items of a reply; none if the shard has ended or must be replaced.
+
+        Args:
+            reply: the reply, if it was fetched already.
+        """
+        request = self._in_flight.pop(ref)
+        shard = request.shard
         shard.requests.remove(ref)
-        if shard.state != "live":
+        if shard.status != "live":
             return []
         try:
             if reply is None:
-                reply = self.shards.result(asked, ref)
+                reply = self.shards.result(request, ref)
         except BaseException as error:
             if self.shards.remote and is_death(error):
-                self._lost(shard, asked.incarnation, error)
+                self._handle_death(shard, request.incarnation, error)
                 return []
-            return self._failed(shard, error)
-        shard.heard, shard.fresh = time.monotonic(), False
+            return self._handle_error(shard, error)
+        shard.last_reply_at, shard.starting = time.monotonic(), False
         shard.errors = 0
-        given, tags, end, _, stages = reply
-        if stages is not None:
-            shard.stages = stages
+        items, tags, end, _, step_stats = reply
+        if step_stats is not None:
+            shard.step_stats = step_stats
         if end:
-            shard.state = "ended"
-        if given:
+            shard.status = "ended"
+        if items:
             shard.deaths = 0
-        items = []
-        for item, tag in zip(given, tags, strict=True):
-            source = Source(shard.index, asked.incarnation, shard.accepted, tag, self.name)
-            items.append((item, source))
-            shard.accepted += 1
-        return items
+        received = []
+        for item, item_tags in zip(items, tags, strict=True):
+            source = Source(
+                shard.index, request.incarnation, shard.num_received, item_tags, self.name
+            )
+            received.append((item, source))
+            shard.num_received += 1
+        return received
 
-    def _failed(self, shard: ShardState, error: BaseException) -> list[Any]:
-        """The shard's code raised: as the policy says."""
+    # -- failures ------------------------------------------------------------------------------
+
+    def _handle_error(self, shard: ShardState, error: BaseException) -> list[Any]:
+        """Apply the error policy to an exception in the code of a shard."""
         policy = self.on_error
         shard.errors += 1
         if isinstance(error, Exception):
@@ -180,446 +208,184 @@ class Gather(Stage):
                 return []
             if isinstance(policy, Retry) and shard.errors <= policy.times:
                 return []
-        raise self._named(error, shard) from error.__cause__
+        raise self._shard_error(error, shard) from error.__cause__
 
-    def _named(self, error: BaseException, shard: ShardState) -> BaseException:
+    def _shard_error(self, error: BaseException, shard: ShardState) -> BaseException:
         error = operator_error(error)
-        # what the shard's own stream noted stays; the plan's path starts here
+        # keep the notes of the shard's own stream; the path in the plan starts at this stage
         error._flowrl_stage, error._flowrl_noted = self, False  # type: ignore[attr-defined]
         error._flowrl_item = None  # type: ignore[attr-defined]
         error.add_note(f"raised by shard {shard.index} of {self.shards.name}")
         return error
 
-    # -- failure -------------------------------------------------------------------------------
-
-    def _lost(self, shard: ShardState, incarnation: int, error: BaseException) -> None:
-        """A shard died or hangs: have it replaced, or give it up.
+    def _handle_death(self, shard: ShardState, incarnation: int, error: BaseException) -> None:
+        """Schedule the replacement of a shard that died or hangs.
 
         Raises:
-            ShardFailedError: it will not come back.
+            ShardFailedError: it is not replaced.
         """
-        if shard.broken is not None or self.shards.incarnation(shard.index) > incarnation:
-            return  # another request to the same dead worker said so before
-        said = [line for line in str(error).splitlines() if line.strip()] or [""]
-        built = not getattr(error, "actor_init_failed", False)
-        what = f"{type(error).__name__}: {said[0].strip()}" if built else said[-1].strip()
-        shard.deaths = shard.deaths + 1 if what == shard.death else 1
-        shard.death = what
+        if shard.dead_incarnation is not None or self.shards.incarnation(shard.index) > incarnation:
+            return  # another request to the same worker has reported it
+        lines = [line for line in str(error).splitlines() if line.strip()] or [""]
+        constructed = not getattr(error, "actor_init_failed", False)
+        first_line = f"{type(error).__name__}: {lines[0].strip()}"
+        death = first_line if constructed else lines[-1].strip()
+        shard.deaths = shard.deaths + 1 if death == shard.last_death else 1
+        shard.last_death = death
         recovery = shard.recovery
-        if not built:
-            self._give_up(shard, "its constructor raised", error)
+        if not constructed:
+            self._fail_shard(shard, "its constructor raised", error)
         if shard.deaths >= recovery.breaker:
-            self._give_up(shard, f"it died {shard.deaths} times in a row in the same way", error)
+            self._fail_shard(shard, f"it died {shard.deaths} times in a row in the same way", error)
         if shard.restarts >= recovery.max_restarts:
-            self._give_up(shard, f"it was restarted {shard.restarts} times before", error)
-        pause = min(recovery.backoff_s * 2 ** (shard.deaths - 1), recovery.max_backoff_s)
-        shard.broken = incarnation
-        shard.not_before = time.monotonic() + pause
-        log.warning("shard %d of %s died (%s)", shard.index, self.shards.name, what)
+            self._fail_shard(shard, f"it was restarted {shard.restarts} times before", error)
+        backoff_s = min(recovery.backoff_s * 2 ** (shard.deaths - 1), recovery.max_backoff_s)
+        shard.dead_incarnation = incarnation
+        shard.restart_at = time.monotonic() + backoff_s
+        log.warning("shard %d of %s died (%s)", shard.index, self.shards.name, death)
 
-    def _give_up(self, shard: ShardState, why: str, error: BaseException | None) -> None:
-        shard.state = "failed"
-        self.shards.given_up(shard.index)
+    def _fail_shard(self, shard: ShardState, reason: str, error: BaseException | None) -> None:
+        """Mark a shard as failed and raise ShardFailedError."""
+        shard.status = "failed"
+        self.shards.mark_failed(shard.index)
         _count("num_shards_failed")
-        left = len(self.live())
         failed = ShardFailedError(
-            f"shard {shard.index} of {self.shards.name} has failed: {why}. Last seen: "
-            f"{shard.death}. {left} of {len(self.states)} shards are left; the stream goes on "
-            "with them"
+            f"shard {shard.index} of {self.shards.name} has failed: {reason}. Last error: "
+            f"{shard.last_death}. The stream continues with the remaining {len(self.live())} of "
+            f"{len(self.states)} shards"
         )
-        blame(failed, self, None)
+        note_origin(failed, self, None)
         raise failed from error
 
-    def _check_hanging(self) -> None:
-        """Give up the shards that have not answered for too long: their answers are not there,
-        not merely unread."""
+    def _check_timeouts(self) -> None:
+        """Kill the shards whose reply is overdue; a reply that is ready but unread is not."""
         now = time.monotonic()
-        if not self._limited or not self.shards.remote:
+        if not self._has_timeouts or not self.shards.remote:
             return
-        self._next_check = now + CHECK_S
-        for shard, until in self._answers_due():
-            if now <= until or ready_refs([shard.requests[0]]):
+        self._next_timeout_check = now + TIMEOUT_CHECK_S
+        for shard, deadline in self._reply_deadlines():
+            if now <= deadline or ready_refs([shard.requests[0]]):
                 continue
-            limit = shard.recovery.timeout_s
-            self._unanswered(shard, len(shard.requests))
+            timeout_s = shard.recovery.timeout_s
+            self._on_cancelled(shard, len(shard.requests))
             for ref in shard.requests:
-                del self._flight[ref]
+                del self._in_flight[ref]
             shard.requests.clear()
             self.shards.kill(shard.index)
             incarnation = self.shards.incarnation(shard.index)
-            self._lost(shard, incarnation, TimeoutError(f"no answer for {limit} s"))
+            error = TimeoutError(f"no reply for {timeout_s} s")
+            self._handle_death(shard, incarnation, error)
 
-    def _unanswered(self, shard: ShardState, requests: int) -> None:
-        """Requests of a hanging shard are given up."""
+    def _on_cancelled(self, shard: ShardState, num_requests: int) -> None:
+        """Handle the cancellation of the requests of a hanging shard."""
 
-    def _answers_due(self) -> list[tuple[ShardState, float]]:
-        """Until when each shard with requests in flight must answer, where that is limited."""
-        due = []
+    def _reply_deadlines(self) -> list[tuple[ShardState, float]]:
+        """Return the time by which each shard with a timeout and requests in flight must reply."""
+        deadlines = []
         for shard in self.states:
-            limit = shard.recovery.timeout_s
-            if shard.requests and limit is not None:
-                since = max(self._flight[shard.requests[0]].at, shard.heard)
-                due.append((shard, since + limit + STARTING_S * shard.fresh))
-        return due
+            timeout_s = shard.recovery.timeout_s
+            if shard.requests and timeout_s is not None:
+                since = max(self._in_flight[shard.requests[0]].sent_at, shard.last_reply_at)
+                deadlines.append((shard, since + timeout_s + STARTING_S * shard.starting))
+        return deadlines
 
     def _end(self) -> BaseException:
-        """What to raise when no shard is live."""
-        if any(shard.state == "ended" for shard in self.states):
+        """Return the exception to raise when no shard is live."""
+        if any(shard.status == "ended" for shard in self.states):
             return StopIteration()
         failed = ShardFailedError(
             f"all {len(self.states)} shards of {self.shards.name} have failed"
         )
-        blame(failed, self, None)
+        note_origin(failed, self, None)
         return failed
 
     # -- waiting -------------------------------------------------------------------------------
 
     def _deadlines(self) -> list[float]:
-        """When something is due though no request is answered: a back-off ends, a shard hangs."""
+        """Return the times at which a back-off ends or a shard counts as hanging."""
         times = [
-            shard.not_before
+            shard.restart_at
             for shard in self.states
-            if shard.broken is not None and shard.state == "live"
+            if shard.dead_incarnation is not None and shard.status == "live"
         ]
-        if self._limited and self.shards.remote:
-            times += [until for _, until in self._answers_due()]
+        if self._has_timeouts and self.shards.remote:
+            times += [deadline for _, deadline in self._reply_deadlines()]
         return times
 
     def waits(self) -> list[Any]:
         if not self.shards.remote:
             return []
-        return [*self._flight, *self._deadlines()]
+        return [*self._in_flight, *self._deadlines()]
 
     def _wait(self, for_all: bool = False) -> list[Any]:
-        """Wait here: for one request in flight, or for all. Those that are ready."""
+        """Block until one request (or all requests) in flight is answered or a deadline passes;
+        return the refs that are ready."""
         started = time.perf_counter()
         times = self._deadlines()
         timeout = max(0.0, min(times) - time.monotonic()) if times else None
-        refs, ready = list(self._flight), []
+        refs: Sequence[Any] = list(self._in_flight)
+        ready: list[Any] = []
         if not refs:
-            Waiter().wait(times)  # for nothing but the end of a back-off
+            Waiter().wait(times)
         elif for_all:
             ready = wait_for_all(refs, timeout)
         else:
             ready = wait_for_any(refs, timeout)
         waited = time.perf_counter() - started
         self.waited_s += waited
-        # an answer that was there at once is seldom alone
-        self._poll = waited < AT_ONCE_S
+        # if a reply was ready at once, others may be ready, too
+        self._poll = waited < IMMEDIATE_S
         return ready
 
-    # -- what it says of itself ----------------------------------------------------------------
+    # -- inspection and state ------------------------------------------------------------------
 
-    def label(self) -> str:
-        return f"{self.kind} {self.shards.name}"
-
-    def numbers(self) -> dict[str, Any]:
-        states = [shard.state for shard in self.states]
-        figures = {
-            "shards_live": states.count("live"),
-            "shards_failed": states.count("failed"),
+    def extra_stats(self) -> dict[str, Any]:
+        statuses = [shard.status for shard in self.states]
+        stats = {
+            "shards_live": statuses.count("live"),
+            "shards_failed": statuses.count("failed"),
             "restarts": sum(shard.restarts for shard in self.states),
-            "in_flight": len(self._flight),
+            "in_flight": len(self._in_flight),
             "queued": len(self._queue),
             "skipped": self.skipped,
         }
-        return {name: n for name, n in figures.items() if n or name == "shards_live"}
+        return {name: n for name, n in stats.items() if n or name == "shards_live"}
 
-    def inside(self) -> dict[int, list[dict[str, Any]]]:
-        return {shard.index: shard.stages for shard in self.states if shard.stages}
+    def shard_stats(self) -> dict[int, list[dict[str, Any]]]:
+        return {shard.index: shard.step_stats for shard in self.states if shard.step_stats}
 
     def queued(self) -> list[Source]:
-        """Provenance of the items that were received and not handed on yet."""
+        """Return the sources of the items that were received but not returned yet."""
         return [source for _, source in self._queue]
 
     def state_dict(self) -> dict[str, Any]:
-        """How far each shard is; requests in flight are asked again."""
+        """Save the position of each shard; a restored plan repeats the requests in flight."""
         return {
             "items": self.items,
             "skipped": self.skipped,
-            "accepted": [shard.accepted for shard in self.states],
-            "ended": [shard.state == "ended" for shard in self.states],
-            "queue": [[item, pack([source])] for item, source in self._queue],
+            "num_received": [shard.num_received for shard in self.states],
+            "ended": [shard.status == "ended" for shard in self.states],
+            "queue": [[item, sources_to_list([source])] for item, source in self._queue],
             "seed": self.shards.seed,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if not self.saved:
+        if not self.resumable:
             return
         self.items, self.skipped = state["items"], state["skipped"]
-        self._queue = deque((item, unpack(source)[0]) for item, source in state["queue"])
+        self._queue = deque((item, sources_from_list(row)[0]) for item, row in state["queue"])
         self.shards.seed, self._loaded = state["seed"], True
-        self._follow()
-        for shard, accepted, ended in zip(
-            self.states, state["accepted"], state["ended"], strict=True
+        self._update_members()
+        for shard, num_received, ended in zip(
+            self.states, state["num_received"], state["ended"], strict=True
         ):
-            shard.accepted = accepted
-            if shard.state != "left":
-                shard.state = "ended" if ended else "live"
+            shard.num_received = num_received
+            if shard.status != "left":
+                shard.status = "ended" if ended else "live"
 
     def stop(self) -> None:
-        self._flight.clear()
+        self._in_flight.clear()
         self.shards.stop()
-
-
-class GatherSync(Gather):
-    """Lists of one item per live shard, in shard order; asks for a round when it is pulled.
-
-    Nothing is in flight between two pulls, so what the consumer does in between (new weights)
-    reaches every worker before its next item: the lag is 0. A shard that failed is asked again
-    for the same round; the items that the others gave are kept.
-
-    Args:
-        flat: hand over the items of a round one by one.
-    """
-
-    kind = "batch_across_shards"
-
-    def __init__(self, shards: Shards, flat: bool = False, **options: Any):
-        super().__init__(shards, **options)
-        self.lists = not flat
-        if flat:
-            self.kind = "gather_sync"
-        self._flat = flat
-        self._round: dict[int, tuple[Any, Source]] = {}
-
-    def pull(self, block: bool) -> Any:
-        if self.shards.changes() != self._changes:
-            self._follow()
-        while True:
-            if self._queue:
-                item, source = self._queue.popleft()
-                self._sources = (source,)
-                self.items += 1
-                return item
-            if self._complete(block):
-                if not self._round:
-                    raise self._end()
-                in_order = [self._round[index] for index in sorted(self._round)]
-                self._round = {}
-                if self._flat:
-                    self._queue.extend(in_order)
-                    continue
-                self._sources = tuple(source for _, source in in_order)
-                self.items += 1
-                return [item for item, _ in in_order]
-            return NOT_READY
-
-    def forget(self, condition: Callable[[Any], bool]) -> list[tuple[Any, Source]]:
-        """Let go of the items of a round that is not complete for which `condition(item)` holds:
-        their shards are asked again. Those items."""
-        gone = [index for index, (item, _) in self._round.items() if condition(item)]
-        return [self._round.pop(index) for index in gone]
-
-    def _complete(self, block: bool) -> bool:
-        """Ask and receive until the round has an item of every live shard."""
-        round_, remote = self._round, self.shards.remote
-        while True:
-            missing = False
-            for shard in self.states:
-                if shard.state == "live" and shard.index not in round_:
-                    missing = True
-                    if not shard.requests:
-                        self._ask(shard)
-            if not missing and not self._flight:
-                return True
-            # in shard order, so that of two errors the same one comes first
-            refs = [ref for shard in self.states for ref in shard.requests]
-            replies = self._fetch(refs) if remote and block else None
-            if replies is None:
-                replies = [None] * len(refs)
-                if remote:
-                    ready = self._wait(for_all=True) if block else ready_refs(refs) if refs else []
-                    there = set(ready)
-                    refs = [ref for ref in refs if ref in there]
-            for ref, reply in zip(refs, replies, strict=False):
-                index = self._flight[ref].shard.index
-                for item in self._receive(ref, reply):
-                    round_[index] = item
-            if self._limited:
-                self._check_hanging()
-            if not refs and not block:
-                return False
-
-    def _fetch(self, refs: list[Any]) -> list[Reply | None] | None:
-        """All replies in one request to Ray; None where they must be looked at one by one: one
-        raised, or something else is due before they come."""
-        if not refs or self._deadlines():
-            return None
-        started = time.perf_counter()
-        try:
-            return self.shards.results([self._flight[ref] for ref in refs], refs)
-        except Exception:
-            return None
-        finally:
-            self.waited_s += time.perf_counter() - started
-
-    def queued(self) -> list[Source]:
-        return [*super().queued(), *(source for _, source in self._round.values())]
-
-    def state_dict(self) -> dict[str, Any]:
-        begun = [[i, item, pack([source])] for i, (item, source) in self._round.items()]
-        return {**super().state_dict(), "round": begun}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        if self.saved:
-            begun = state["round"]
-            self._round = {i: (item, unpack(source)[0]) for i, item, source in begun}
-
-
-class GatherAsync(Gather):
-    """Items of any shard as they come, `num_async` requests in flight per shard.
-
-    Args:
-        num_async: requests in flight per shard.
-        ask_again: when a shard is asked for its next item. "after": when the item after the
-            handed over one is pulled; the consumer has then finished with it, and an item is at
-            most `num_async - 1` items of its own shard old. "before" the item is handed over: the
-            shard works meanwhile, and an item is at most `num_async` old. With `batch_ms` these
-            are replies, of as many items as come in that time: `max_lag` is None.
-        limit: says when enough is asked for. Its `mark()` is noted with each request; none is sent
-            unless `may_ask(in_flight, oldest)`, of how many there are and the mark of the oldest
-            one (None without); `received(mark, item)` is told of each item.
-    """
-
-    kind = "gather_async"
-
-    def __init__(
-        self,
-        shards: Shards,
-        num_async: int = 1,
-        ask_again: Literal["after", "before"] = "after",
-        limit: Any = None,
-        **options: Any,
-    ):
-        if not isinstance(num_async, int) or num_async < 1:
-            raise ValueError(f"gather_async: num_async must be an int >= 1, got {num_async!r}")
-        if ask_again not in ("after", "before"):
-            raise ValueError(f'gather_async: ask_again is "after" or "before", got {ask_again!r}')
-        super().__init__(shards, **options)
-        self._limit = limit
-        self.leans = limit is not None
-        self._held_back = False
-        self.num_async = num_async
-        self.max_lag = None if self._batch_ms else num_async - (ask_again == "after")
-        self._before = ask_again == "before"
-        self._ready: deque[Any] = deque()
-        self._idle: deque[ShardState] | None = None
-
-    def _ask_idle(self) -> None:
-        if self._idle is None:
-            self._idle = deque(self.live() * self.num_async)
-        for _ in range(len(self._idle)):
-            if self._limit is not None:
-                oldest = next(iter(self._flight.values())).mark if self._flight else None
-                self._held_back = not self._limit.may_ask(len(self._flight), oldest)
-                if self._held_back:
-                    return
-            shard = self._idle.popleft()
-            try:
-                asked = shard.state != "live" or self._ask(shard)
-            except BaseException:
-                self._idle.appendleft(shard)
-                raise
-            if not asked:
-                self._idle.append(shard)
-
-    def pull(self, block: bool) -> Any:
-        if self.shards.changes() != self._changes:
-            joined = self._follow()
-            if self._idle is not None:
-                self._idle.extend(joined * self.num_async)
-        while not self._queue:
-            if self._limited and time.monotonic() > self._next_check:
-                self._check_hanging()  # though others may always have something ready
-            self._ask_idle()
-            if not self._flight and not self._idle:
-                raise self._end()
-            if not self._flight and self._held_back:
-                return NOT_READY  # others must go on first
-            ref = self._next_ready(block)
-            if ref is None:
-                self._check_hanging()
-                if not block:
-                    return NOT_READY
-                continue
-            asked = self._flight[ref]
-            assert self._idle is not None
-            self._idle.append(asked.shard)
-            try:
-                if self._before:
-                    self._ask_idle()  # the shard works while its answer is fetched
-            finally:  # whatever asking raises, this turn is used up
-                received = self._receive(ref)
-                self._queue.extend(received)
-                if self._limit is not None:
-                    for item, _ in received:
-                        self._limit.received(asked.mark, item)
-        item, source = self._queue.popleft()
-        self._sources = (source,)
-        self.items += 1
-        return item
-
-    def _next_ready(self, block: bool) -> Any | None:
-        """A request that is answered; None if there is none, after waiting if that is allowed."""
-        if not self.shards.remote:
-            return next(iter(self._flight), None)
-        while self._ready:
-            ref = self._ready.popleft()
-            if ref in self._flight:  # not given up since, as those of a shard that hangs are
-                # a shard answers in order, though the news of it may come out of order
-                return self._flight[ref].shard.requests[0]
-        if self._flight and (self._poll or not block):
-            self._ready.extend(ready_refs(list(self._flight)))
-        if not self._ready and block:
-            self._ready.extend(self._wait())
-        return self._next_ready(block) if self._ready else None
-
-    def can_wait(self) -> bool:
-        return self._limit is not None or super().can_wait()
-
-    def _unanswered(self, shard: ShardState, requests: int) -> None:
-        assert self._idle is not None
-        self._idle.extend([shard] * requests)
-
-    def state_dict(self) -> dict[str, Any]:
-        turns = [asked.shard.index for asked in self._flight.values()]
-        turns += [shard.index for shard in self._idle or ()]
-        return {**super().state_dict(), "turns": None if self._idle is None else turns}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        if self.saved and state["turns"] is not None:
-            self._idle = deque(self.states[index] for index in state["turns"])
-
-    def label(self) -> str:
-        return f"{self.kind}(num_async={self.num_async}) {self.shards.name}"
-
-    def stop(self) -> None:
-        super().stop()
-        self._ready.clear()
-
-
-class GatherShard(GatherAsync):
-    """The items of one shard in its order, whatever is in flight."""
-
-    kind = "shard"
-
-    def _next_ready(self, block: bool) -> Any | None:
-        oldest = next(iter(self._flight), None)
-        if not self.shards.remote or (oldest is not None and ready_refs([oldest])):
-            return oldest
-        if block:
-            started = time.perf_counter()
-            Waiter().wait(self.waits())
-            self.waited_s += time.perf_counter() - started
-        return None
-
-    def waits(self) -> list[Any]:
-        if not self.shards.remote:
-            return []
-        return [*list(self._flight)[:1], *self._deadlines()]
 
 
 def _count(name: str) -> None:

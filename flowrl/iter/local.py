@@ -1,4 +1,4 @@
-"""LocalIterator: one lazy stream, consumed by one process."""
+"""LocalIterator: a lazy stream that is consumed in one process."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from flowrl.iter.branches import Duplicate, DuplicateChild, Union, WhenFull
 from flowrl.iter.buffering_stages import Batch, Shuffle
 from flowrl.iter.concurrent_stages import ForEachConcurrent
 from flowrl.iter.errors import OnError, annotate
-from flowrl.iter.explain import FORMATS, rows
-from flowrl.iter.gather import Gather
+from flowrl.iter.explain import FORMATS, stats_rows
+from flowrl.iter.function_stage import FunctionStage
 from flowrl.iter.metrics import MetricsContext
 from flowrl.iter.profiler import Profiler
 from flowrl.iter.source import FromIterable
-from flowrl.iter.stage import NOT_READY, Stage, describe, state_names, walk
+from flowrl.iter.stage import NOT_READY, Source, Stage, describe, stages_by_name, walk
 from flowrl.iter.unary_stages import (
     Combine,
     Filter,
     Flatten,
     ForEach,
-    ForEachHooked,
-    Mapped,
+    ForEachWithHooks,
     Tap,
     Transform,
     ZipWithSource,
@@ -35,13 +34,13 @@ U = TypeVar("U")
 
 
 class LocalIterator(Generic[T]):
-    """A lazy stream of items. Every method builds and runs nothing; `next()` pulls one item.
+    """A lazy stream of items. All methods that chain a stage only build; `next()` pulls an item.
 
-    An error in an operator leaves the stream usable: the next `next()` goes on with the next
-    item. A stage has one consumer: use `duplicate()` to read a stream twice.
+    The stream stays usable after an exception in an operator: the next `next()` continues with the
+    next item. A stage has one consumer; use `duplicate()` to read a stream twice.
 
     Args:
-        stage: the stage that gives the items, or an iterable, or a callable returning one.
+        stage: the last stage of the plan; or an iterable, or a callable that returns one.
         name: shown by `repr`.
     """
 
@@ -50,16 +49,16 @@ class LocalIterator(Generic[T]):
         stage: Stage | Iterable[T] | Callable[[], Iterable[T]],
         name: str = "",
     ):
-        self.stage = stage if isinstance(stage, Stage) else FromIterable(stage, name)
-        self.name = name or self.stage.label()
+        self.stage = stage if isinstance(stage, Stage) else FromIterable(stage, name or None)
+        self.name = name or str(self.stage)
         self.metrics = MetricsContext()
-        self._clock: Profiler | None = None
+        self._profiler: Profiler | None = None
         self._waiter = Waiter()
         self._stopped = False
 
     # -- building ------------------------------------------------------------------------------
 
-    def _then(self, stage: Stage, suffix: str) -> LocalIterator[Any]:
+    def _chain(self, stage: Stage, suffix: str) -> LocalIterator[Any]:
         return LocalIterator(stage, f"{self.name}{suffix}")
 
     def for_each(
@@ -69,76 +68,77 @@ class LocalIterator(Generic[T]):
         resources: dict[str, Any] | None = None,
         on_error: OnError = "raise",
     ) -> LocalIterator[U]:
-        """fn(item) for every item.
+        """Apply fn(item) to every item.
 
         Args:
-            fn: the operator. If it has `_on_fetch_start()`, that is called before each item is
-                fetched; if it has `ready()`, nothing is fetched while that is false.
-            max_concurrency: 1 calls fn here; other numbers run it as Ray tasks on copies, so many
-                at a time, results as they are done; 0 sets no bound.
-            resources: of a task (`num_cpus`, `num_gpus`, …); makes it a task even for 1.
+            fn: the operator. `fn._on_fetch_start()`, if defined, is called before each item is
+                pulled; while `fn.ready()`, if defined, is false, nothing is pulled.
+            max_concurrency: 1 calls fn in this process; other values run it as Ray tasks on copies,
+                at most this many at a time, with results in order of completion; 0 sets no limit.
+            resources: of a task (`num_cpus`, `num_gpus`, …); uses tasks even for
+                `max_concurrency=1`.
             on_error: "raise", Skip(max) or Retry(times).
         """
         if max_concurrency == 1 and resources is None:
-            kind = ForEachHooked if ForEachHooked.wanted(fn) else ForEach
-            return self._then(kind(self.stage, fn, on_error), ".for_each()")
+            stage_class = ForEachWithHooks if ForEachWithHooks.has_hooks(fn) else ForEach
+            return self._chain(stage_class(self.stage, fn, on_error), ".for_each()")
         stage = ForEachConcurrent(self.stage, fn, max_concurrency, resources, on_error)
-        return self._then(stage, ".for_each()")
+        return self._chain(stage, ".for_each()")
 
     def filter(self, fn: Callable[[T], bool], on_error: OnError = "raise") -> LocalIterator[T]:
-        """The items for which fn(item) is true."""
-        return self._then(Filter(self.stage, fn, on_error), ".filter()")
+        """Keep the items for which fn(item) is true."""
+        return self._chain(Filter(self.stage, fn, on_error), ".filter()")
 
     def batch(self, n: int) -> LocalIterator[list[T]]:
-        """Lists of n items; the last may be shorter."""
-        return self._then(Batch(self.stage, n), f".batch({n})")
+        """Group the items into lists of n; the last list may be shorter."""
+        return self._chain(Batch(self.stage, n), f".batch({n})")
 
     def flatten(self) -> LocalIterator[Any]:
-        """The elements of items that are lists."""
-        return self._then(Flatten(self.stage), ".flatten()")
+        """Return the elements of items that are lists."""
+        return self._chain(Flatten(self.stage), ".flatten()")
 
     def combine(
         self, fn: Callable[[T], Iterable[U]], on_error: OnError = "raise"
     ) -> LocalIterator[U]:
-        """The elements of fn(item), a list that may be empty, for every item."""
-        return self._then(Combine(self.stage, fn, on_error), ".combine()")
+        """Return the elements of fn(item), a possibly empty list, for every item."""
+        return self._chain(Combine(self.stage, fn, on_error), ".combine()")
 
     def shuffle(self, shuffle_buffer_size: int, seed: int | None = None) -> LocalIterator[T]:
-        """The items in random order within a sliding window.
+        """Return the items in random order within a sliding window.
 
         Args:
-            shuffle_buffer_size: items of the window; 1 changes nothing.
-            seed: of the order; None derives one from the plan's seed.
+            shuffle_buffer_size: items in the window; 1 keeps the order.
+            seed: seed of the order; None derives it from the seed of the plan.
         """
         suffix = f".shuffle(shuffle_buffer_size={shuffle_buffer_size}, seed={seed})"
-        return self._then(Shuffle(self.stage, shuffle_buffer_size, seed), suffix)
+        return self._chain(Shuffle(self.stage, shuffle_buffer_size, seed), suffix)
 
     def transform(self, fn: Callable[[Iterator[T]], Iterable[U]]) -> LocalIterator[U]:
-        """fn(iterator of the items): for what the other operators cannot say."""
-        return self._then(Transform(self.stage, fn), ".transform()")
+        """Apply fn(iterator of the items) to the whole stream."""
+        return self._chain(Transform(self.stage, fn), ".transform()")
 
     def tap(self, name: str, fn: Callable[[T], Any]) -> LocalIterator[T]:
-        """Every item as it is, after fn(item) has seen it."""
-        return self._then(Tap(self.stage, name, fn), f".tap({name})")
+        """Call fn(item) for every item and return the item unchanged."""
+        return self._chain(Tap(self.stage, name, fn), f".tap({name})")
 
     def inspect(self, name: str = "") -> LocalIterator[T]:
-        """Every item as it is, after a line with its type and shapes was printed."""
-        name = name or self.stage.shown()
+        """Print the type and shapes of every item and return the item unchanged."""
+        name = name or str(self.stage)
         return self.tap(name, lambda item: print(f"{name}: {describe(item)}"))
 
     def zip_with_source(self) -> LocalIterator[tuple[tuple[Any, ...], T]]:
-        """(sources, item): the `Source`s that each item came from."""
-        return self._then(ZipWithSource(self.stage), ".zip_with_source()")
+        """Return (sources, item) for every item; `sources` is a tuple of `Source`."""
+        return self._chain(ZipWithSource(self.stage), ".zip_with_source()")
 
     def zip_with_source_actor(self) -> LocalIterator[tuple[Any, T]]:
-        """(actor, item): the actor that each item came from; the last one if several did.
+        """Return (actor, item): the actor that the item came from, the last one of several.
 
         Raises (when pulled):
             ValueError: the stream does not come from actors.
         """
-        resolve = _actor_resolver(self.stage)
-        return self._then(
-            ForEach(ZipWithSource(self.stage), lambda pair: (resolve(pair[0]), pair[1])),
+        find_actor = _actor_finder(self.stage)
+        return self._chain(
+            ForEach(ZipWithSource(self.stage), lambda pair: (find_actor(pair[0]), pair[1])),
             ".zip_with_source_actor()",
         )
 
@@ -148,22 +148,23 @@ class LocalIterator(Generic[T]):
         max_buffered: int = 1,
         when_full: WhenFull | Sequence[WhenFull] = "block",
     ) -> list[LocalIterator[T]]:
-        """n streams of the same items. All must be consumed.
+        """Return n streams of the same items. All of them must be consumed.
 
-        Every child gets a shallow copy of an item, with arrays read-only: what one changes in
-        place is not seen by the others.
+        Every child gets a shallow copy of an item with read-only arrays, so the children do not see
+        each other's in-place changes.
 
         Args:
-            n: children.
-            max_buffered: items that a child may run ahead of the slowest.
-            when_full: what happens then, for all children or one word for each: "block" makes the
-                others wait for it, "drop_oldest" and "drop_newest" lose one of its items, counted.
+            n: number of children.
+            max_buffered: items that a child may be ahead of the slowest one.
+            when_full: what happens at that limit, for all children or one value per child: "block"
+                makes the other children wait for it, "drop_oldest" and "drop_newest" drop one of
+                its items, counted as `dropped`.
         """
         if not isinstance(n, int) or n < 2:
             raise ValueError(f"duplicate(n): n must be an int of at least 2, got {n!r}")
         policies = [when_full] * n if isinstance(when_full, str) else list(when_full)
-        tee = Duplicate(self.stage, n, max_buffered, policies)
-        return [self._then(DuplicateChild(tee, i), f".duplicate[{i}]") for i in range(n)]
+        stage = Duplicate(self.stage, n, max_buffered, policies)
+        return [self._chain(DuplicateChild(stage, i), f".duplicate[{i}]") for i in range(n)]
 
     def union(
         self,
@@ -171,12 +172,12 @@ class LocalIterator(Generic[T]):
         deterministic: bool = False,
         round_robin_weights: Sequence[float | str] | None = None,
     ) -> LocalIterator[Any]:
-        """The items of this stream and the others.
+        """Return the items of this stream and of the others.
 
         Args:
-            deterministic: one item of each in turn, waiting for it.
-            round_robin_weights: items of each per turn; fractions accumulate; "*" means all that
-                is ready. Implies `deterministic`.
+            deterministic: take one item of each stream in turn and wait for it.
+            round_robin_weights: items of each stream per turn; fractions accumulate; "*" takes all
+                items that are ready. Implies `deterministic`.
         """
         for other in others:
             if not isinstance(other, LocalIterator):
@@ -188,102 +189,104 @@ class LocalIterator(Generic[T]):
     # -- running -------------------------------------------------------------------------------
 
     def start(self, seed: int | None = None) -> None:
-        """Take what the plan needs: its stages, its actors. The first pull does it otherwise.
+        """Start the stages and actors of the plan. The first pull does it otherwise.
 
         Args:
-            seed: of the plan; what is random in it and has no seed of its own is derived from it.
+            seed: seed of the plan; the stages without a seed derive theirs from it.
 
         Raises:
             RuntimeError: a stage has two consumers, or the plan was stopped.
         """
         if self._stopped:
             raise RuntimeError(f"{self!r} was stopped: build the plan again")
-        if self._clock is not None:
+        if self._profiler is not None:
             return
-        # a stream read twice would give each reader half of the items
-        readers = Counter(parent for stage in walk(self.stage) for parent in stage.parents)
+        # two consumers of one stage would each get a part of its items
+        num_consumers = Counter(parent for stage in walk(self.stage) for parent in stage.parents)
         owners: dict[Stage, object] = {}
-        self._claim(self.stage, self, readers, owners)
+        self._claim(self.stage, self, num_consumers, owners)
         for stage, owner in owners.items():
             stage.owner = owner
-        named = state_names(self.stage)
-        operators = {n: s.fn for n, s in named.items() if isinstance(s, Mapped)}
-        self.metrics.name_operators(operators)
-        for name, stage in named.items():
-            if not stage.name:  # else another child of a duplicate has started it
+        by_name = stages_by_name(self.stage)
+        self.metrics.name_operators(
+            {name: stage.fn for name, stage in by_name.items() if isinstance(stage, FunctionStage)}
+        )
+        for name, stage in by_name.items():
+            if not stage.started:  # the plan of another child of a duplicate may have started it
                 stage.start(None if seed is None else f"{seed}/{name}")
-                stage.name = name
-        self._clock = Profiler(self.stage)
+                stage.name, stage.started = name, True
+        self._profiler = Profiler(self.stage)
 
     def _claim(
-        self, stage: Stage, owner: object, readers: Counter[Stage], owners: dict[Stage, object]
+        self,
+        stage: Stage,
+        owner: object,
+        num_consumers: Counter[Stage],
+        owners: dict[Stage, object],
     ) -> None:
-        """Note whose a stage and those before it shall be; a duplicated stream belongs to its
-        `duplicate`."""
+        """Add the owner of a stage and of those before it to `owners`. The owner is the plan, or
+        the `duplicate` for the stages before one."""
         if isinstance(stage, Duplicate):
             if stage.owner is None and stage not in owners:
                 owners[stage] = stage
-                self._claim(stage.parents[0], stage, readers, owners)
+                self._claim(stage.parents[0], stage, num_consumers, owners)
             return
-        if stage.owner not in (None, owner) or readers[stage] > 1:
+        if stage.owner not in (None, owner) or num_consumers[stage] > 1:
             raise RuntimeError(
-                f"{stage.shown()} (chained at {stage.line}) has two consumers, so each would "
-                "miss the other's items: split the stream with duplicate() first"
+                f"{stage} (chained at {stage.line}) has two consumers, so each would miss the "
+                "items of the other: split the stream with duplicate() first"
             )
         owners[stage] = owner
         for parent in stage.parents:
-            self._claim(parent, owner, readers, owners)
+            self._claim(parent, owner, num_consumers, owners)
 
     def __iter__(self) -> Iterator[T]:
         return self
 
     def __next__(self) -> T:
-        clock = self._clock
-        if clock is None or self._stopped:
+        profiler = self._profiler
+        if profiler is None or self._stopped:
             self.start()
-            clock = self._clock
-            assert clock is not None
-        clock.next_timed -= 1
-        token = _metrics._current.set(self.metrics)
+            profiler = self._profiler
+            assert profiler is not None
+        profiler.next_timed -= 1
+        # through the module: CPython calls methods of an imported name more slowly
+        token = _metrics.active_context.set(self.metrics)
         try:
-            item = self.stage.pull(True) if clock.next_timed else clock.pull(True)
-            return item if item is not NOT_READY else self._wait_for_item(clock)
+            item = self.stage.pull(True) if profiler.next_timed else profiler.pull(True)
+            return item if item is not NOT_READY else self._wait_for_item(profiler)
         except StopIteration:
             raise
         except BaseException as error:
             annotate(error, self.stage)
             raise
         finally:
-            _metrics._current.reset(token)
+            _metrics.active_context.reset(token)
 
-    def _wait_for_item(self, clock: Profiler) -> Any:
-        """The one place where a plan with branches waits."""
-        moved = -1
+    def _wait_for_item(self, profiler: Profiler) -> Any:
+        """Pull and wait until there is an item; the only place where a plan with branches waits."""
+        total_items = -1
         while True:
             self._waiter.clear()
-            item = clock.pull(True)
+            item = profiler.pull(True)
             if item is not NOT_READY:
                 return item
             waits = self.stage.waits()
             if waits:
-                clock.wait(self._waiter, waits)
+                profiler.wait(self._waiter, waits)
                 continue
-            before, moved = moved, sum(stage.items for stage in clock.stages)
-            if moved == before:
+            before, total_items = total_items, sum(stage.items for stage in profiler.stages)
+            if total_items == before:
+                blocked = [str(one) for one in profiler.stages if one.depends_on_sibling]
                 raise RuntimeError(
-                    f"{self!r} cannot move: every branch waits for another one. Is there a child "
-                    "of duplicate() that nobody consumes, an operator that waits for one that "
-                    "nobody pulls, or a replay buffer that one branch draws from and none stores "
-                    f"into (or the reverse)? Waiting: {self._waiting(clock.stages)}"
+                    f"{self!r} is blocked: every branch waits for another one. Possible causes: a "
+                    "child of duplicate() without a consumer, an operator that waits for another "
+                    "one that is not pulled, or a replay buffer that one branch samples from and "
+                    f"no branch stores into (or the reverse). Waiting: {', '.join(blocked) or '-'}"
                 )
 
-    @staticmethod
-    def _waiting(stages: Sequence[Stage]) -> str:
-        """The stages that another one has to set going."""
-        return ", ".join(stage.shown() for stage in stages if stage.leans) or "nobody knows"
-
     def take(self, n: int) -> list[T]:
-        """The next n items, fewer if the stream ends."""
+        """Return the next n items, fewer if the stream ends."""
         if n < 0:
             raise ValueError(f"take(n): n must be at least 0, got {n}")
         items: list[T] = []
@@ -300,14 +303,14 @@ class LocalIterator(Generic[T]):
             print(item)
 
     def stop(self) -> None:
-        """Release what the plan owns: actors that it started, requests in flight. It does not
-        start again."""
+        """Release the resources of the plan: actors it started, requests in flight. A stopped plan
+        cannot be started again."""
         self._stopped = True
         errors = []
         for stage in walk(self.stage):
             try:
                 stage.stop()
-            except Exception as error:  # the others are to be released all the same
+            except Exception as error:  # stop the remaining stages first
                 errors.append(error)
         if errors:
             raise errors[0]
@@ -318,34 +321,35 @@ class LocalIterator(Generic[T]):
     def __exit__(self, *exc: object) -> None:
         self.stop()
 
-    # -- seeing --------------------------------------------------------------------------------
+    # -- inspection ----------------------------------------------------------------------------
 
     def explain(self, format: Literal["tree", "mermaid", "json"] = "tree") -> str:
-        """The plan as an indented tree, a mermaid flowchart or JSON. Nothing runs; a plan that
-        has run shows items, time shares and queues, too.
+        """Return the plan as an indented tree, a mermaid flowchart or JSON, without running it.
+
+        A started plan includes items, time shares and queue sizes.
 
         Raises:
-            ValueError: another format.
+            ValueError: unknown format.
         """
         if format not in FORMATS:
             raise ValueError(f"explain(format): one of {list(FORMATS)}, got {format!r}")
-        return FORMATS[format](self.stage, self._clock)
+        return FORMATS[format](self.stage, self._profiler)
 
     def stats(self) -> list[dict[str, Any]]:
-        """One dict per stage, end first.
+        """Return one dict per stage, end first.
 
-        `id`, `stage`, `chained_at`, `parents` (ids), `items` handed on; once the plan runs
-        `busy_s` in its own code, `waiting_s` for what it pulls from, `blocked_s` not asked for
-        anything, and their shares of the time since the start, `busy`, `waiting`, `blocked`,
-        which sum to 1 (quick pulls are sampled: estimates); and figures of its own such as
-        `queued`, `in_flight`, `skipped`, `restarts`. A gather has `shards`, too: shard -> the
-        rows of its steps, as it told them last (once a second, and at its end).
+        Keys: `id`, `stage`, `chained_at`, `parents` (ids), `items` returned. Once the plan has
+        started: `busy_s` in its own code, `waiting_s` waiting for its parents, `blocked_s` not
+        pulled, and their shares of the time since the start, `busy`, `waiting`, `blocked`, which
+        sum to 1 (estimates if pulls are quick: these are sampled). Stages add values such as
+        `queued`, `in_flight`, `skipped`, `restarts`. A gather adds `shards`: shard index -> rows of
+        the steps on it, as last reported (once per second, and at the end of the shard).
         """
-        return rows(self.stage, self._clock)
+        return stats_rows(self.stage, self._profiler)
 
     @staticmethod
     def get_metrics() -> MetricsContext:
-        """The context of the plan being pulled; ValueError outside a pull."""
+        """Return the context of the plan being pulled; ValueError outside a pull."""
         return _metrics.get_metrics()
 
     def __repr__(self) -> str:
@@ -354,56 +358,60 @@ class LocalIterator(Generic[T]):
     # -- state ---------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters, and the state of every stage by name.
+        """Return the counters and the state of every stage by name.
 
-        `restarts` lists the stages that cannot say where they are (transforms, foreign
-        generators, actors that sample): loaded, they start again. Items held by stages are in
-        the state as they are.
+        `restarts` lists the stages whose position cannot be saved (transforms, generators, actors
+        that sample): in a restored plan they start from the beginning. Buffered items are part of
+        the state, without copying.
         """
-        named = state_names(self.stage)
+        by_name = stages_by_name(self.stage)
         return {
             "metrics": self.metrics.state_dict(),
-            "stages": {name: stage.state_dict() for name, stage in named.items()},
-            "restarts": [name for name, stage in named.items() if not stage.saved],
+            "stages": {name: stage.state_dict() for name, stage in by_name.items()},
+            "restarts": [name for name, stage in by_name.items() if not stage.resumable],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict()` of the same plan gave, before the first pull.
+        """Restore the result of `state_dict()` of the same plan, before the first pull.
 
         Raises:
-            ValueError: the state is of another plan; nothing is changed.
+            ValueError: the state belongs to another plan; nothing is changed.
             RuntimeError: the plan has started.
         """
-        if self._clock is not None:
-            raise RuntimeError("a plan's state is loaded before its first pull: build it again")
-        named = state_names(self.stage)
+        if self._profiler is not None:
+            raise RuntimeError("load the state before its first pull: build the plan again")
+        by_name = stages_by_name(self.stage)
         if not isinstance(state, dict) or not {"metrics", "stages"} <= set(state):
-            raise ValueError("this is not what state_dict() of a plan gives")
-        saved = state["stages"]
-        if set(named) != set(saved):
-            lacks, extra = sorted(set(named) - set(saved)), sorted(set(saved) - set(named))
+            raise ValueError("this is not the result of state_dict() of a plan")
+        stage_states = state["stages"]
+        if set(by_name) != set(stage_states):
+            missing = sorted(set(by_name) - set(stage_states))
+            extra = sorted(set(stage_states) - set(by_name))
             raise ValueError(
-                f"the saved state is of another plan: it lacks stages {lacks} and has {extra}"
+                f"the saved state is of another plan: it lacks stages {missing} and has {extra}"
             )
         self.metrics.load_state_dict(state["metrics"])
-        for name, stage in named.items():
-            stage.load_state_dict(saved[name])
+        for name, stage in by_name.items():
+            stage.load_state_dict(stage_states[name])
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._clock is not None:
+        if self._profiler is not None:
             raise TypeError(f"{self!r} has started: only a plan that has not can be pickled")
         return self.__dict__
 
 
-def _actor_resolver(stage: Stage) -> Callable[[tuple[Any, ...]], Any]:
-    def resolve(sources: tuple[Any, ...]) -> Any:
+def _actor_finder(stage: Stage) -> Callable[[tuple[Source, ...]], Any]:
+    """Return a function that maps the sources of an item to the actor of the last one."""
+
+    def find(sources: tuple[Source, ...]) -> Any:
         for source in sources[-1:]:
             for node in walk(stage):
-                if isinstance(node, Gather) and node.name == source.origin:
-                    return node.shards.handle(source.worker)
+                actor = node.source_actor(source)
+                if actor is not None:
+                    return actor
         raise ValueError(
-            "no source actor: zip_with_source_actor() works on streams that were gathered from "
-            "actors (gather_sync, gather_async)"
+            "no source actor: zip_with_source_actor() needs a stream that was gathered from actors "
+            "(gather_sync, gather_async)"
         )
 
-    return resolve
+    return find

@@ -1,7 +1,7 @@
-"""The metrics context: counters, timers and info that the operators of one plan share.
+"""MetricsContext: the counters, timers and info that the operators of one plan share.
 
-The outermost pull of a plan makes its context current; operators reach it with
-`_get_shared_metrics()`. Outside a pull there is no current context, and asking is an error.
+The outermost pull of a plan makes its context the current one; operators read it with
+`_get_shared_metrics()`, which raises an error outside a pull.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 
 R = TypeVar("R")
 
-_current: ContextVar[MetricsContext | None] = ContextVar("flowrl_metrics", default=None)
+active_context: ContextVar[MetricsContext | None] = ContextVar("flowrl_metrics", default=None)
 
 
 class Timer:
-    """Durations [s] and the units handled in them, over a sliding window of `window` calls."""
+    """Durations [s] and units processed, over a sliding window of `window` calls."""
 
     def __init__(self, window: int = 10):
         self._seconds: deque[float] = deque(maxlen=window)
@@ -31,7 +31,7 @@ class Timer:
 
     def __enter__(self) -> Timer:
         if self._started is not None:
-            raise RuntimeError("this Timer is already running: a timer cannot be entered twice")
+            raise RuntimeError("this Timer is already running and cannot be entered twice")
         self._started = time.perf_counter()
         return self
 
@@ -41,11 +41,13 @@ class Timer:
         self.push(time.perf_counter() - started)
 
     def push(self, seconds: float) -> None:
+        """Record one duration [s]."""
         self._seconds.append(seconds)
         self.total_s += seconds
         self.count += 1
 
     def push_units_processed(self, units: float) -> None:
+        """Record the units (rows, steps) processed in the last duration."""
         self._units.append(units)
 
     def has_units_processed(self) -> bool:
@@ -53,23 +55,28 @@ class Timer:
 
     @property
     def mean(self) -> float:
-        """Mean duration [s] of the window; 0 when nothing was timed."""
+        """Mean duration [s] of the window; 0 without a recorded duration."""
         return sum(self._seconds) / len(self._seconds) if self._seconds else 0.0
 
     @property
     def mean_throughput(self) -> float:
-        """Units per second over the window; 0 when nothing was timed."""
+        """Units per second over the window; 0 without a recorded duration."""
         seconds = sum(self._seconds)
         return sum(self._units) / seconds if seconds else 0.0
 
 
 class MetricsContext:
-    """What one plan knows of itself.
+    """The metrics of one plan.
 
-    counters: name -> int, only ever grows; timers: name -> Timer; info: name -> anything an
-    operator wants in the report (`info["learner"][policy_id]` holds learner statistics).
-    `scope_of(operator)` gives an operator a context of its own, for what another operator of the
-    same kind would write over.
+    `scope_of(operator)` returns a separate context for one operator, so that two operators of the
+    same class do not overwrite each other's values.
+
+    Attributes:
+        counters: name -> int, never decreasing.
+        timers: name -> Timer.
+        info: name -> any value for the report (`info["learner"][policy_id]`: learner statistics).
+        scopes: operator name -> its MetricsContext.
+        on_lost: functions called with each item that is lost to an exception in an operator.
     """
 
     def __init__(self) -> None:
@@ -78,32 +85,32 @@ class MetricsContext:
         self.info: dict[str, Any] = {}
         self.scopes: dict[str, MetricsContext] = {}
         self._records: dict[type, Any] = {}
-        self.on_lost: list[Any] = []  # called with each item that an operator's error has lost
-        self._names: dict[int, str] = {}
+        self.on_lost: list[Any] = []
+        self._operator_names: dict[int, str] = {}
         self._lock = threading.Lock()
 
     def count(self, name: str, n: int = 1) -> None:
-        """Add to a counter, from any thread (`counters[name] += n` is for the plan's own)."""
+        """Add to a counter from any thread (`counters[name] += n` only from the plan's thread)."""
         with self._lock:
             self.counters[name] += n
 
     def record(self, cls: type[R]) -> R:
-        """Return the plan's only record of a type, made by `cls()` at the first call."""
+        """Return the plan's only record of a type, created with `cls()` at the first call."""
         if cls not in self._records:
             self._records[cls] = cls()
         record: R = self._records[cls]
         return record
 
     def scope_of(self, operator: Any) -> MetricsContext:
-        """The context of one operator: by its name in the plan, numbered if there are several."""
-        name = self._names.get(id(operator), type(operator).__name__)
+        """Return the context of one operator, identified by the name of its stage in the plan."""
+        name = self._operator_names.get(id(operator), type(operator).__name__)
         if name not in self.scopes:
             self.scopes[name] = MetricsContext()
         return self.scopes[name]
 
     def name_operators(self, names: dict[str, Any]) -> None:
-        """Tell the context the operators of its plan by name."""
-        self._names = {id(operator): name for name, operator in names.items()}
+        """Set the names of the operators of the plan, name -> operator."""
+        self._operator_names = {id(operator): name for name, operator in names.items()}
 
     def state_dict(self) -> dict[str, Any]:
         scopes = {name: scope.state_dict() for name, scope in self.scopes.items()}
@@ -112,8 +119,8 @@ class MetricsContext:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.counters.clear()
         self.counters.update(state["counters"])
-        for name, saved in state["scopes"].items():
-            self.scopes.setdefault(name, MetricsContext()).load_state_dict(saved)
+        for name, scope_state in state["scopes"].items():
+            self.scopes.setdefault(name, MetricsContext()).load_state_dict(scope_state)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_lock": None, "on_lost": []}
@@ -123,30 +130,30 @@ class MetricsContext:
 
 
 def get_metrics() -> MetricsContext:
-    """The context of the plan that is being pulled in this thread.
+    """Return the context of the plan that this thread is pulling.
 
     Raises:
         ValueError: outside a pull.
     """
-    context = _current.get()
+    context = active_context.get()
     if context is None:
         raise ValueError(
-            "there is no metrics context outside an iterator: call this from an operator while "
-            "its plan is being pulled, or read `iterator.metrics` of the plan itself"
+            "there is no metrics context outside an iterator: call this in an operator while its "
+            "plan is being pulled, or read `iterator.metrics` of the plan"
         )
     return context
 
 
 def current_metrics() -> MetricsContext | None:
-    """The context of the plan that is being pulled, or None outside a pull."""
-    return _current.get()
+    """Return the context of the plan that this thread is pulling, None outside a pull."""
+    return active_context.get()
 
 
 @contextmanager
 def metrics_scope(context: MetricsContext) -> Iterator[MetricsContext]:
-    """Make `context` the current one, for code that calls operators outside a plan."""
-    token = _current.set(context)
+    """Make `context` the current one, to call operators outside a plan."""
+    token = active_context.set(context)
     try:
         yield context
     finally:
-        _current.reset(token)
+        active_context.reset(token)

@@ -1,8 +1,8 @@
-"""ParallelIterator: a description of parallel shards and of what each does to its items.
+"""ParallelIterator: a description of parallel shards and of the steps applied to their items.
 
 Nothing is created before the first pull, `shards()` or pickling. The shards are workers in this
-process, or Ray actors: any actor with a method `apply(fn, *args)` that returns
-fn(actor's object, *args) and whose object has `items()`.
+process or Ray actors: any actor whose class defines `items()` and `apply(fn, *args)`, which returns
+fn(self, *args).
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ from functools import partial
 from typing import Any, Generic, Literal, TypeVar
 
 from flowrl.iter.errors import OnError
-from flowrl.iter.gather import GatherAsync, GatherShard, GatherSync
+from flowrl.iter.gather import RequestLimit
+from flowrl.iter.gather_async import GatherAsync, GatherShard
+from flowrl.iter.gather_sync import GatherSync
 from flowrl.iter.local import LocalIterator
+from flowrl.iter.pools import ActorPool, Pool
 from flowrl.iter.recovery import Recovery
 from flowrl.iter.shard_server import ParallelIteratorWorker, PartitionWorker
-from flowrl.iter.shards import ActorPool, Pool, Shard, Shards
+from flowrl.iter.shards import Shard, Shards
 from flowrl.iter.stage import chained_at
 
 T = TypeVar("T")
@@ -25,15 +28,15 @@ U = TypeVar("U")
 
 
 class ParallelIterator(Generic[T]):
-    """A set of shards and the steps that each applies to its items, where they are.
+    """A set of shards and the steps that each one applies to its items.
 
-    A description: it may be gathered, selected from and united any number of times, and every
-    gather reads the shards from their beginning. Pickled, it carries the handles of its actors.
+    It is a description: it can be gathered, selected from and united any number of times, and every
+    gather reads the shards from their beginning. Pickling copies the handles of its actors.
 
     Args:
         shards: the shards.
         name: shown by `repr`.
-        recovery: how shards that die or hang are replaced, if not as each says itself.
+        recovery: how shards that die or hang are replaced; None keeps the setting of each shard.
     """
 
     def __init__(self, shards: Sequence[Shard], name: str, recovery: Recovery | None = None):
@@ -42,12 +45,12 @@ class ParallelIterator(Generic[T]):
         self._shards = tuple(shards)
         self.name = name
 
-    def _then(self, method: str, suffix: str, *args: Any, **options: Any) -> ParallelIterator[Any]:
+    def _chain(self, method: str, suffix: str, *args: Any, **options: Any) -> ParallelIterator[Any]:
         step = (method, args, options, chained_at())
         shards = [shard._replace(steps=(*shard.steps, step)) for shard in self._shards]
         return ParallelIterator(shards, f"{self.name}{suffix}")
 
-    # -- what each shard does ------------------------------------------------------------------
+    # -- steps on the shards -------------------------------------------------------------------
 
     def for_each(
         self,
@@ -56,108 +59,106 @@ class ParallelIterator(Generic[T]):
         resources: dict[str, Any] | None = None,
         on_error: OnError = "raise",
     ) -> ParallelIterator[U]:
-        """fn(item) for every item, in the shard's process.
+        """Apply fn(item) to every item in the process of the shard.
 
-        With `max_concurrency` other than 1 as Ray tasks that the shard starts, so many at a time
-        (see LocalIterator.for_each).
+        With `max_concurrency` other than 1 the shard runs fn as Ray tasks, see
+        LocalIterator.for_each.
         """
         options: dict[str, Any] = {"max_concurrency": max_concurrency, "resources": resources}
-        _build(lambda it: it.for_each(fn, on_error=on_error, **options))
-        return self._then("for_each", ".for_each()", fn, on_error=on_error, **options)
+        _validate(lambda it: it.for_each(fn, on_error=on_error, **options))
+        return self._chain("for_each", ".for_each()", fn, on_error=on_error, **options)
 
     def filter(self, fn: Callable[[T], bool], on_error: OnError = "raise") -> ParallelIterator[T]:
-        """The items for which fn(item) is true."""
-        _build(lambda it: it.filter(fn, on_error))
-        return self._then("filter", ".filter()", fn, on_error=on_error)
+        """Keep the items for which fn(item) is true."""
+        _validate(lambda it: it.filter(fn, on_error))
+        return self._chain("filter", ".filter()", fn, on_error=on_error)
 
     def batch(self, n: int) -> ParallelIterator[list[T]]:
-        """Lists of n items of one shard; its last may be shorter."""
-        _build(lambda it: it.batch(n))
-        return self._then("batch", f".batch({n})", n)
+        """Group the items of each shard into lists of n; the last list may be shorter."""
+        _validate(lambda it: it.batch(n))
+        return self._chain("batch", f".batch({n})", n)
 
     def flatten(self) -> ParallelIterator[Any]:
-        """The elements of items that are lists."""
-        return self._then("flatten", ".flatten()")
+        """Return the elements of items that are lists."""
+        return self._chain("flatten", ".flatten()")
 
     def combine(
         self, fn: Callable[[T], Iterable[U]], on_error: OnError = "raise"
     ) -> ParallelIterator[U]:
-        """The elements of fn(item), a list that may be empty, for every item."""
-        _build(lambda it: it.combine(fn, on_error))
-        return self._then("combine", ".combine()", fn, on_error=on_error)
+        """Return the elements of fn(item), a possibly empty list, for every item."""
+        _validate(lambda it: it.combine(fn, on_error))
+        return self._chain("combine", ".combine()", fn, on_error=on_error)
 
     def transform(self, fn: Callable[[Iterator[T]], Iterable[U]]) -> ParallelIterator[U]:
-        """fn(iterator of the items), once per shard."""
-        _build(lambda it: it.transform(fn))
-        return self._then("transform", ".transform()", fn)
+        """Apply fn(iterator of the items) to the stream of each shard."""
+        _validate(lambda it: it.transform(fn))
+        return self._chain("transform", ".transform()", fn)
 
     def local_shuffle(
         self, shuffle_buffer_size: int, seed: int | None = None
     ) -> ParallelIterator[T]:
-        """Each shard's items in random order within a sliding window.
+        """Return the items of each shard in random order within a sliding window.
 
         Args:
-            shuffle_buffer_size: items of the window; 1 changes nothing.
-            seed: of every shard's order; None for another one each time.
+            shuffle_buffer_size: items in the window; 1 keeps the order.
+            seed: seed of the order of every shard; None uses a different one each time.
         """
-        _build(lambda it: it.shuffle(shuffle_buffer_size, seed))
+        _validate(lambda it: it.shuffle(shuffle_buffer_size, seed))
         suffix = f".local_shuffle(shuffle_buffer_size={shuffle_buffer_size}, seed={seed})"
-        return self._then("shuffle", suffix, shuffle_buffer_size, seed)
+        return self._chain("shuffle", suffix, shuffle_buffer_size, seed)
 
-    # -- which shards --------------------------------------------------------------------------
+    # -- sets of shards ------------------------------------------------------------------------
 
     def repartition(self, num_partitions: int, batch_ms: float = 0) -> ParallelIterator[T]:
-        """The same items in another number of shards: partition i gets every
-        `num_partitions`-th item of every shard, from the i-th on.
+        """Distribute the items over another number of shards: partition i gets every
+        `num_partitions`-th item of every shard, starting with item i.
 
-        A partition that dies loses what it has in its hands and goes on; a shard under it that
-        dies is not made again. Read the partitions at about the same pace: a shard keeps at most
-        10,000 items for one that lags.
+        The partitions share one stream per shard. A partition that dies loses the items it has
+        received and continues; a shard under it that dies is not recreated. Read the partitions at
+        about the same pace: a shard buffers at most 10,000 items for each of them.
 
         Args:
-            num_partitions: shards afterwards.
-            batch_ms: a shard collects items for so many milliseconds per request.
+            num_partitions: number of shards afterwards.
+            batch_ms: milliseconds for which a shard collects items per request.
         """
         if num_partitions < 1:
             raise ValueError(f"repartition: num_partitions must be >= 1, got {num_partitions}")
-        key = uuid.uuid4().hex  # other partitions of these shards have streams of their own
+        key = uuid.uuid4().hex  # another repartition of these shards reads its own streams
         generators = [
-            partial(_partition, self._shards, self.name, (i, num_partitions), batch_ms, key)
+            partial(_partition_items, self._shards, self.name, (i, num_partitions), batch_ms, key)
             for i in range(num_partitions)
         ]
         upstream = Shards(self._shards, self.name)
         pool = _pool(generators, False, not upstream.remote, upstream.pools())
         name = f"{self.name}.repartition[num_partitions={num_partitions}]"
-        return ParallelIterator(_all_of(pool), name, self._shards[0].recovery)
+        return ParallelIterator(_shards_of(pool), name, self._shards[0].recovery)
 
     def union(self, other: ParallelIterator[Any]) -> ParallelIterator[Any]:
-        """The shards of both, each with its own steps."""
+        """Return the shards of both iterators, each with its own steps."""
         if not isinstance(other, ParallelIterator):
             raise TypeError(f"union() takes a ParallelIterator, got {type(other).__name__}")
         name = f"ParallelUnion[{self!r}, {other!r}]"
         return ParallelIterator((*self._shards, *other._shards), name)
 
     def select_shards(self, shards_to_keep: Sequence[int]) -> ParallelIterator[T]:
-        """Only these shards, in the order in which they are.
+        """Keep only these shards, in their order.
 
         Raises:
-            ValueError: none, or one that there is not.
+            ValueError: no index, or an index that is out of range.
         """
-        wanted = list(shards_to_keep)
-        if not wanted:
+        indexes = sorted({self._check_index(i) for i in shards_to_keep})
+        if not indexes:
             raise ValueError("select_shards: at least one shard must be selected")
-        chosen = sorted({self._checked(i) for i in wanted})
-        picked = [self._shards[index]._replace(followed=False) for index in chosen]
-        name = f"{self!r}.select_shards({len(picked)} total)"
-        return ParallelIterator(picked, name)
+        selected = [self._shards[index]._replace(followed=False) for index in indexes]
+        name = f"{self!r}.select_shards({len(selected)} total)"
+        return ParallelIterator(selected, name)
 
     def num_shards(self) -> int:
-        """How many shards there are."""
+        """Return the number of shards."""
         return len(self._shards)
 
     def shards(self) -> list[LocalIterator[T]]:
-        """A stream per shard, each to be read by whoever gets it (they pickle); starts the
-        actors."""
+        """Start the actors and return one stream per shard; the streams can be pickled."""
         for pool in Shards(self._shards, self.name).pools():
             pool.start()
         return [self.get_shard(index) for index in range(self.num_shards())]
@@ -165,33 +166,34 @@ class ParallelIterator(Generic[T]):
     def get_shard(
         self, shard_index: int, batch_ms: float = 0, num_async: int = 1
     ) -> LocalIterator[T]:
-        """The items of one shard, in its order.
+        """Return the items of one shard in its order.
 
         Args:
-            shard_index: which one, from 0.
-            batch_ms: it collects items for so many milliseconds per request.
+            shard_index: index of the shard, from 0.
+            batch_ms: milliseconds for which the shard collects items per request.
             num_async: requests in flight.
         """
-        shard = self._shards[self._checked(shard_index)]._replace(followed=False)
+        shard = self._shards[self._check_index(shard_index)]._replace(followed=False)
         shards = Shards([shard], self.name)
         stage = GatherShard(shards, num_async, batch_ms=batch_ms)
         return LocalIterator(stage, f"{self.name}.shard[{shard_index}]")
 
-    def _checked(self, index: int) -> int:
+    def _check_index(self, index: int) -> int:
         if not 0 <= index < len(self._shards):
-            raise ValueError(f"there is no shard {index} among {len(self._shards)} (from 0)")
+            raise ValueError(f"no shard {index}: there are {len(self._shards)} shards, from 0")
         return index
 
     # -- gathering -----------------------------------------------------------------------------
 
     def batch_across_shards(self, on_error: OnError = "raise") -> LocalIterator[list[T]]:
-        """Lists of one item per live shard, in shard order; a barrier between rounds."""
+        """Return lists of one item per live shard, in shard order; a barrier between rounds."""
         shards = Shards(self._shards, self.name)
         stage = GatherSync(shards, on_error=on_error)
         return LocalIterator(stage, f"{self!r}.batch_across_shards()")
 
     def gather_sync(self, on_error: OnError = "raise") -> LocalIterator[T]:
-        """Round by round, the items in shard order. Nothing is asked for between two rounds."""
+        """Return one item of every shard per round, in shard order. No request is in flight between
+        two rounds."""
         shards = Shards(self._shards, self.name)
         stage = GatherSync(shards, flat=True, on_error=on_error)
         return LocalIterator(stage, f"{self!r}.gather_sync()")
@@ -202,19 +204,19 @@ class ParallelIterator(Generic[T]):
         num_async: int = 1,
         ask_again: Literal["after", "before"] = "after",
         on_error: OnError = "raise",
-        limit: Any = None,
+        limit: RequestLimit | None = None,
     ) -> LocalIterator[T]:
-        """Items of any shard as they come.
+        """Return items of any shard as they arrive.
 
         Args:
-            batch_ms: a shard collects items for so many milliseconds before it answers.
+            batch_ms: milliseconds for which a shard collects items before it replies.
             num_async: requests in flight per shard.
-            ask_again: a shard is asked for its next item "after" the consumer has finished with
-                the one handed over (it pulls the next), or "before" it is handed over. An item is
-                at most `num_async - 1` ("after") or `num_async` ("before") items of its own shard
-                old (with `batch_ms` so many replies, of as many items as come in that time).
-            on_error: what to do when a shard's code raises.
-            limit: an object that says when enough is asked for; see GatherAsync.
+            ask_again: when the next request is sent to a shard: "after" the consumer has finished
+                with the returned item (it pulls the next one), or "before" the item is returned. An
+                item is at most `num_async - 1` ("after") or `num_async` ("before") items of its own
+                shard old (with `batch_ms`: replies, of any number of items).
+            on_error: policy for exceptions in the code of a shard.
+            limit: limits the requests in flight, see RequestLimit.
         """
         stage = GatherAsync(
             Shards(self._shards, self.name),
@@ -227,7 +229,7 @@ class ParallelIterator(Generic[T]):
         return LocalIterator(stage, f"{self!r}.gather_async()")
 
     def take(self, n: int) -> list[T]:
-        """The first n items of `gather_sync()`."""
+        """Return the first n items of `gather_sync()`."""
         with self.gather_sync() as stream:
             return stream.take(n)
 
@@ -245,87 +247,97 @@ class ParallelIterator(Generic[T]):
         return f"ParallelIterator[{self.name}]"
 
 
-def _build(chain: Callable[[LocalIterator[Any]], Any]) -> None:
-    """Chain a step on nothing, so that wrong arguments are refused here and now."""
+def _validate(chain: Callable[[LocalIterator[Any]], Any]) -> None:
+    """Chain a step on an empty stream, so that wrong arguments raise immediately."""
     chain(LocalIterator(()))
 
 
-def _partition(
+def _partition_items(
     shards: Sequence[Shard],
     name: str,
-    part: tuple[int, int],
+    partition: tuple[int, int],
     batch_ms: float,
     key: str,
-    chain: str,
+    stream_id: str,
 ) -> LocalIterator[Any]:
-    """Runs in a partition's worker: its part of the items of all shards, as they come. All
-    partitions that one gather reads share the streams of those."""
-    reader = chain.rpartition("/")[0]
-    read = Shards(shards, name, f"{reader}.{key}", part)
-    stage = GatherAsync(read, ask_again="before", batch_ms=batch_ms)
-    return LocalIterator(stage, f"part {part[0]} of {name}")
+    """Return the items of one partition; runs in its worker.
+
+    All partitions that one gather reads have the same id before the slash, and share the streams
+    of the shards.
+    """
+    reader = stream_id.rpartition("/")[0]
+    partitioned = Shards(shards, name, f"{reader}.{key}", partition)
+    stage = GatherAsync(partitioned, ask_again="before", batch_ms=batch_ms)
+    return LocalIterator(stage, f"part {partition[0]} of {name}")
 
 
 def _pool(
     generators: Sequence[Any], repeat: bool, in_process: bool, upstream: Sequence[Pool] = ()
 ) -> Pool:
-    """A worker per generator."""
+    """Return a pool with one worker per generator; with `upstream`, of partitions of these."""
     if not generators:
         raise ValueError("at least one shard is needed")
     for generator in generators:
         if not callable(generator) and not hasattr(generator, "__iter__"):
             raise TypeError(
-                "a shard is made of an iterable or a callable that returns one, got "
+                "a shard needs an iterable or a callable that returns one, got "
                 f"{type(generator).__name__}"
             )
-    worker = PartitionWorker if upstream else ParallelIteratorWorker
-    once = any(not callable(g) and iter(g) is g for g in generators)
-    replayable = not once and not upstream
+    worker_class = PartitionWorker if upstream else ParallelIteratorWorker
+    has_iterator = any(not callable(g) and iter(g) is g for g in generators)  # readable once
+    replayable = not has_iterator and not upstream
     if in_process:
 
-        def workers() -> list[Any]:
-            return [worker(generator, repeat) for generator in generators]
+        def make_workers() -> list[Any]:
+            return [worker_class(generator, repeat) for generator in generators]
 
-        return Pool(workers, len(generators), replayable, upstream)
+        return Pool(make_workers, len(generators), replayable, upstream)
 
-    def actor(index: int) -> Any:
+    def make_actor(index: int) -> Any:
         import ray
 
-        kind = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)(worker)
-        return kind.remote(generators[index], repeat)
+        actor_class = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)(worker_class)
+        return actor_class.remote(generators[index], repeat)
 
-    return ActorPool(actor, len(generators), replayable=replayable, upstream=upstream)
+    return ActorPool(make_actor, len(generators), replayable=replayable, upstream=upstream)
 
 
-def _all_of(pool: Pool) -> list[Shard]:
+def _shards_of(pool: Pool) -> list[Shard]:
     return [Shard(pool, index) for index in range(len(pool))]
 
 
 def from_items(
     items: Sequence[T], num_shards: int = 2, repeat: bool = False, in_process: bool = False
 ) -> ParallelIterator[T]:
-    """The items, dealt to the shards in turn.
+    """Distribute items over shards in turn.
 
     Args:
         items: the items.
-        num_shards: Ray actors to deal them to.
+        num_shards: number of shards, each a Ray actor.
         repeat: start again at the end.
-        in_process: no actors: the shards run in this process.
+        in_process: run the shards in this process, without actors.
     """
     _check_shards(num_shards)
     if not isinstance(items, Sequence):
         items = list(items)
     shards: list[list[T]] = [list(items[i::num_shards]) for i in range(num_shards)]
-    kind = type(items[0]).__name__ if items else "None"
-    tail = ", repeat=True" if repeat else ""
-    name = f"from_items[{kind}, {len(items)}, shards={num_shards}{tail}]"
+    item_type = type(items[0]).__name__ if items else "None"
+    suffix = ", repeat=True" if repeat else ""
+    name = f"from_items[{item_type}, {len(items)}, shards={num_shards}{suffix}]"
     return from_iterators(shards, repeat, name, in_process)
 
 
 def from_range(
     n: int, num_shards: int = 2, repeat: bool = False, in_process: bool = False
 ) -> ParallelIterator[int]:
-    """0 … n-1, a contiguous piece per shard; the last takes the rest."""
+    """Distribute the ints 0 … n-1 over shards in contiguous ranges; the last one takes the rest.
+
+    Args:
+        n: number of ints.
+        num_shards: number of shards, each a Ray actor.
+        repeat: start again at the end.
+        in_process: run the shards in this process, without actors.
+    """
     _check_shards(num_shards)
     size = n // num_shards
     ends = [*(size * i for i in range(1, num_shards)), n]
@@ -346,23 +358,22 @@ def from_iterators(
     in_process: bool = False,
     recovery: Recovery | None = None,
 ) -> ParallelIterator[Any]:
-    """One shard per iterable, or per callable that returns one.
+    """Create one shard per iterable, or per callable that returns one.
 
-    A shard whose actor dies is made again and skips the items that were accepted before, so its
-    generator should give the same items each time.
+    A shard whose actor dies is recreated and skips the items received before, so its generator
+    should return the same items each time.
 
     Args:
-        generators: iterables or callables (a generator object does not pickle: give the callable).
+        generators: iterables or callables (generator objects cannot be pickled: pass callables).
         repeat: start again at the end.
         name: shown by `repr`.
-        in_process: no actors: the shards run in this process.
+        in_process: run the shards in this process, without actors.
         recovery: how shards that die or hang are replaced.
     """
     pool = _pool(generators, repeat, in_process)
-    tail = ", repeat=True" if repeat else ""
-    return ParallelIterator(
-        _all_of(pool), name or f"from_iterators[shards={len(generators)}{tail}]", recovery
-    )
+    suffix = ", repeat=True" if repeat else ""
+    name = name or f"from_iterators[shards={len(generators)}{suffix}]"
+    return ParallelIterator(_shards_of(pool), name, recovery)
 
 
 def from_actors(
@@ -371,16 +382,19 @@ def from_actors(
     recreate: Callable[[int], Any] | None = None,
     recovery: Recovery | None = None,
 ) -> ParallelIterator[Any]:
-    """Shards served by existing actors that have `apply(fn, *args)` and `items()`.
+    """Create shards from existing actors that define `apply(fn, *args)` and `items()`.
 
     Args:
-        actors: the handles.
+        actors: handles of the actors.
         name: shown by `repr`.
-        recreate: makes the actor of a shard again, from its index, when it has died. Without it a
-            dead shard raises ShardFailedError once, and the others go on.
+        recreate: function that creates the actor of a shard, given its index, after it has died.
+            Without it a dead shard raises ShardFailedError once and the stream continues with the
+            others.
         recovery: how shards that die or hang are replaced.
     """
     if not actors:
         raise ValueError("from_actors: at least one actor is needed")
     pool = ActorPool(recreate, len(actors), handles=actors)
-    return ParallelIterator(_all_of(pool), name or f"from_actors[shards={len(actors)}]", recovery)
+    return ParallelIterator(
+        _shards_of(pool), name or f"from_actors[shards={len(actors)}]", recovery
+    )

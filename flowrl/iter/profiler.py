@@ -1,8 +1,8 @@
-"""Where the time of a plan goes: seconds busy, waiting and blocked, stage by stage.
+"""Profiler: the seconds that each stage of a plan is busy, waiting and blocked.
 
-Some pulls of the plan are timed, in all stages at once, by pulling through timing wrappers; the
-others cost nothing extra. Where a pull takes long compared with its timing all are timed; in a
-stream of quick ones each timed pull stands for up to EVERY.
+A timed pull of the plan runs all stages through timing wrappers; other pulls have no overhead. If
+a pull takes long compared with its timing, every pull is timed; in a stream of quick pulls a timed
+one represents up to MAX_INTERVAL pulls.
 """
 
 from __future__ import annotations
@@ -14,41 +14,41 @@ from typing import Any
 from flowrl.iter.stage import NOT_READY, Pull, Stage, walk
 from flowrl.iter.waiting import Waiter
 
-EVERY = 64  # pulls that a timed one stands for, at most
-TIMING_S = 1e-6  # what timing a pull costs per stage
-COST = 0.01  # of the time since the start that timing may cost
+MAX_INTERVAL = 64  # pulls that a timed pull represents
+TIMING_S = 1e-6  # cost of timing a pull, per stage
+MAX_OVERHEAD = 0.01  # timing may take this share of the time since the start
 
 
-class Cell:
-    """Of one stage: seconds in its pulls, of these in its own code, and waiting."""
+class StageTimes:
+    """Seconds in the pulls of one stage, in its own code, and waiting."""
 
-    __slots__ = ("busy_s", "inside_s", "starved", "waited_s")
+    __slots__ = ("busy_s", "pull_s", "starved", "waited_s")
 
     def __init__(self) -> None:
-        self.inside_s = 0.0
+        self.pull_s = 0.0
         self.busy_s = 0.0
-        self.waited_s = 0.0  # for the whole plan's sake, after NOT_READY
+        self.waited_s = 0.0  # while the whole plan waits, after NOT_READY
         self.starved = False
 
 
 class Profiler:
     """Times the pulls of the plan that ends in `root`.
 
-    `next_timed` counts down to the next pull to be made through `pull`.
+    `next_timed` counts down to the next pull that must go through `pull`.
     """
 
     def __init__(self, root: Stage):
         self.stages = list(walk(root))
-        self.cells = {stage: Cell() for stage in self.stages}
-        self.started = time.perf_counter()
+        self._times = {stage: StageTimes() for stage in self.stages}
+        self._started = time.perf_counter()
         self.next_timed = 1
         self._interval = 1
         self._weight = 1
         self._pulls = 0
         self._random = random.Random(0)
-        self._inner = 0.0
-        timed = {stage: self._wrap(stage) for stage in self.stages}
-        self._root = timed[root]
+        self._parents_s = 0.0  # in the parents of the stage being timed
+        timed = {stage: self._timed_pull(stage) for stage in self.stages}
+        self._pull_root = timed[root]
         self._wirings = [
             (
                 stage,
@@ -59,61 +59,66 @@ class Profiler:
             if stage.parents
         ]
 
-    def _wrap(self, stage: Stage) -> Pull:
-        cell, pull, clock = self.cells[stage], stage.pull, time.perf_counter
+    def _timed_pull(self, stage: Stage) -> Pull:
+        times, pull, clock = self._times[stage], stage.pull, time.perf_counter
 
         def timed(block: bool) -> Any:
-            outer, self._inner = self._inner, 0.0
-            waited, began = stage.waited_s, clock()
+            siblings_s, self._parents_s = self._parents_s, 0.0
+            waited, started = stage.waited_s, clock()
             try:
                 item = pull(block)
                 if item is NOT_READY:
-                    cell.starved = True
+                    times.starved = True
                 return item
             finally:
-                inside = clock() - began
+                seconds = clock() - started
                 weight = self._weight
-                cell.inside_s += inside * weight
-                cell.busy_s += (inside - self._inner - (stage.waited_s - waited)) * weight
-                self._inner = outer + inside
+                times.pull_s += seconds * weight
+                times.busy_s += (seconds - self._parents_s - (stage.waited_s - waited)) * weight
+                self._parents_s = siblings_s + seconds
 
         return timed
 
     def pull(self, block: bool) -> Any:
-        """Pull the plan once, timed; it stands for the pulls since the last one that was."""
-        self._inner = 0.0
+        """Pull the plan once with timing; this represents all pulls since the last timed one."""
+        self._parents_s = 0.0
         self._weight = max(self._interval - self.next_timed, 1)
         for stage, _, timed in self._wirings:
             stage.wire(timed)
         try:
-            return self._root(block)
+            return self._pull_root(block)
         finally:
             self._pulls += self._weight
-            mean = (time.perf_counter() - self.started) / self._pulls
-            affordable = min(int(TIMING_S * len(self.stages) / (COST * mean)), EVERY)
-            # at random, so that it does not keep time with something in the plan that recurs
-            interval = self._random.randrange(1, 2 * affordable) if affordable > 1 else 1
+            mean_s = (time.perf_counter() - self._started) / self._pulls
+            mean_interval = min(
+                int(TIMING_S * len(self.stages) / (MAX_OVERHEAD * mean_s)), MAX_INTERVAL
+            )
+            # random, so that it does not coincide with something periodic in the plan
+            interval = self._random.randrange(1, 2 * mean_interval) if mean_interval > 1 else 1
             self._interval = self.next_timed = interval
             for stage, plain, _ in self._wirings:
                 stage.wire(plain)
 
     def wait(self, waiter: Waiter, waits: list[Any]) -> None:
-        """Wait after a timed pull that gave nothing: so does every stage that had nothing."""
-        began = time.perf_counter()
+        """Wait after a timed pull that returned NOT_READY; count it for every starved stage."""
+        started = time.perf_counter()
         waiter.wait(waits)
-        seconds = time.perf_counter() - began
-        for cell in self.cells.values():
-            if cell.starved:
-                cell.waited_s += seconds
-                cell.starved = False
+        seconds = time.perf_counter() - started
+        for times in self._times.values():
+            if times.starved:
+                times.waited_s += seconds
+                times.starved = False
 
-    def of(self, stage: Stage) -> dict[str, float]:
-        """Seconds of a stage since the start: `busy_s` in its own code, `waiting_s` for what it
-        pulls from, `blocked_s` not asked for anything; and their shares, which sum to 1."""
-        cell = self.cells[stage]
-        total = max(time.perf_counter() - self.started, 1e-9)
-        busy = min(max(cell.busy_s, 0.0), total)
-        waiting = min(max(cell.inside_s - cell.busy_s, 0.0) + cell.waited_s, total - busy)
+    def times(self, stage: Stage) -> dict[str, float]:
+        """Return the seconds of a stage since the start, and their shares, which sum to 1.
+
+        `busy_s`: in its own code; `waiting_s`: waiting for its parents; `blocked_s`: not pulled;
+        `busy`, `waiting`, `blocked`: the shares.
+        """
+        times = self._times[stage]
+        total = max(time.perf_counter() - self._started, 1e-9)
+        busy = min(max(times.busy_s, 0.0), total)
+        waiting = min(max(times.pull_s - times.busy_s, 0.0) + times.waited_s, total - busy)
         seconds = {"busy": busy, "waiting": waiting, "blocked": total - busy - waiting}
         return {
             **{f"{name}_s": value for name, value in seconds.items()},

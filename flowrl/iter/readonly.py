@@ -1,4 +1,4 @@
-"""The same item for several readers: what one changes in place, no other must see."""
+"""Copies of an item for several readers, which do not see each other's in-place changes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 
 def isolated(item: Any) -> Any:
-    """A shallow copy whose containers are its own and whose numpy arrays are read-only views.
+    """Return a copy of an item with its own containers and with read-only views of its arrays.
 
-    Arrays are shared, not copied: writing into one raises numpy's "read-only" error at the
+    Numpy arrays are shared, not copied: writing into one raises numpy's "read-only" error in the
     writer. Torch tensors, which cannot be read-only, are copied. An object with a method
-    `isolated()` makes its own copy; other objects are shared as they are.
+    `isolated()` creates its own copy; other objects are shared.
     """
-    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")  # not imported: none either
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")  # None: no such items exist
     if numpy is not None and isinstance(item, numpy.ndarray):
         view = item.view()
         view.flags.writeable = False

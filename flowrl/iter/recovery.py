@@ -1,4 +1,4 @@
-"""How a shard that dies or hangs is told from one that raises, and replaced."""
+"""Recovery of shards that die or hang: the settings, and the state a gather keeps per shard."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ STARTING_S = 60.0  # a process that imports torch on a loaded machine took 20 s
 
 @dataclass(frozen=True)
 class Recovery:
-    """How a shard that died or hangs is replaced.
+    """How a shard that dies or hangs is replaced.
 
     Args:
-        timeout_s: a shard that answers nothing for so long counts as hanging; None: never. Until
-            its first answer it gets STARTING_S more, for its process to start.
-        max_restarts: of one shard; after that it has failed for good.
-        backoff_s: seconds until a dead shard is made again; doubled at each death in a row.
-        max_backoff_s: the most that grows to.
-        breaker: identical deaths in a row, without an item in between, after which the shard has
-            failed for good.
+        timeout_s: seconds without a reply after which a shard counts as hanging; None disables the
+            timeout. The first reply may take STARTING_S longer, for the process to start.
+        max_restarts: restarts of one shard before it fails permanently.
+        backoff_s: seconds before a dead shard is recreated; doubled after each consecutive death.
+        max_backoff_s: upper limit of the back-off.
+        breaker: consecutive identical deaths, without an item in between, after which the shard
+            fails permanently.
     """
 
     timeout_s: float | None = None
@@ -33,41 +33,44 @@ class Recovery:
         if self.timeout_s is not None and not self.timeout_s > 0:
             raise ValueError(f"Recovery: timeout_s must be > 0 or None, got {self.timeout_s}")
         if self.max_restarts < 0 or self.breaker < 1 or self.backoff_s < 0:
-            raise ValueError(f"Recovery: a number is out of range in {self}")
+            raise ValueError(
+                "Recovery: max_restarts and backoff_s must be >= 0 and breaker >= 1, one is out of "
+                f"range in {self}"
+            )
 
 
 @dataclass(slots=True)
 class ShardState:
-    """What a gather knows of one shard."""
+    """The state of one shard in a gather."""
 
     index: int
     recovery: Recovery
-    state: Literal["live", "ended", "failed", "left"] = "live"
-    accepted: int = 0
+    status: Literal["live", "ended", "failed", "left"] = "live"
+    num_received: int = 0  # items
     restarts: int = 0
-    errors: int = 0  # in a row
-    deaths: int = 0  # in a row and identical
-    death: str = ""
-    broken: int | None = None  # the incarnation that is to be replaced before it is asked again
-    not_before: float = 0.0
-    heard: float = 0.0
-    fresh: bool = True  # has not answered since it was made
-    requests: deque[Any] = field(default_factory=deque)  # in flight, oldest first
-    stages: list[dict[str, Any]] = field(default_factory=list)  # what its steps said last
+    errors: int = 0  # consecutive
+    deaths: int = 0  # consecutive and identical
+    last_death: str = ""
+    dead_incarnation: int | None = None  # to be replaced before the next request
+    restart_at: float = 0.0
+    last_reply_at: float = 0.0
+    starting: bool = True  # no reply yet from this incarnation
+    requests: deque[Any] = field(default_factory=deque)  # refs in flight, oldest first
+    step_stats: list[dict[str, Any]] = field(default_factory=list)  # as last reported
 
 
 class PendingRequest(NamedTuple):
-    """A request in flight."""
+    """A request in flight; `mark` is the value of the request limit when it was sent."""
 
     shard: ShardState
     incarnation: int
-    at: float
-    mark: Any = None  # what a limit on the requests notes of it
+    sent_at: float
+    mark: Any = None
 
 
 def is_death(error: BaseException) -> bool:
-    """Whether the process of the shard is gone, not its code at fault."""
+    """Return whether the process of a shard died, as opposed to an exception in its code."""
     from ray.exceptions import ObjectLostError, RayActorError, RayTaskError, WorkerCrashedError
 
-    gone = (RayActorError, WorkerCrashedError, ObjectLostError)
-    return isinstance(error, gone) and not isinstance(error, RayTaskError)
+    deaths = (RayActorError, WorkerCrashedError, ObjectLostError)
+    return isinstance(error, deaths) and not isinstance(error, RayTaskError)

@@ -1,4 +1,4 @@
-"""The stage that a stream of Python items starts from."""
+"""FromIterable, the source stage of a stream of Python items."""
 
 from __future__ import annotations
 
@@ -6,40 +6,46 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from flowrl.iter.errors import blame, operator_error
+from flowrl.iter.errors import note_origin, operator_error
 from flowrl.iter.stage import Stage
 
 
 class FromIterable(Stage):
-    """Source stage over a Python iterable, or a callable that returns one at the first pull.
+    """Return the items of an iterable, or of a callable that returns one at the first pull.
 
-    A generator that raised is over for Python; it is made again from the callable and the items
-    that it gave before are skipped. Over a sequence the position is saved with a plan.
+    A generator is exhausted after it raises; the callable then creates a new one and the items
+    returned before are skipped. The position in a sequence is part of saved state.
+
+    Args:
+        iterable: an iterable, or a callable that returns one.
+        title: display text; None displays the name.
     """
 
-    kind = "from_iterable"
+    name = "from_iterable"
 
-    def __init__(self, make: Iterable[Any] | Callable[[], Iterable[Any]], name: str = ""):
-        if not callable(make) and not hasattr(make, "__iter__"):
+    def __init__(
+        self, iterable: Iterable[Any] | Callable[[], Iterable[Any]], title: str | None = None
+    ):
+        if not callable(iterable) and not hasattr(iterable, "__iter__"):
             raise TypeError(
-                "a stream is made of an iterable, or a callable that returns one, got "
-                f"{type(make).__name__}"
+                "a stream needs an iterable or a callable that returns one, got "
+                f"{type(iterable).__name__}"
             )
         super().__init__()
-        self._make = make
-        self._name = name or self.kind
+        self.title = title
+        self._iterable = iterable
         self._iterator: Iterator[Any] | None = None
-        self._skip = 0  # items to leave out of an iterator made again
-        self.saved = isinstance(make, Sequence)
+        self._skip = 0  # items to skip in a new iterator
+        self.resumable = isinstance(iterable, Sequence)
 
     def _open(self) -> Iterator[Any]:
         try:
-            made = self._make() if callable(self._make) else self._make
-            if isinstance(made, Sequence) and self._skip:
-                made, self._skip = made[self._skip :], 0
-            return iter(made)
+            iterable = self._iterable() if callable(self._iterable) else self._iterable
+            if isinstance(iterable, Sequence) and self._skip:
+                iterable, self._skip = iterable[self._skip :], 0
+            return iter(iterable)
         except BaseException as error:
-            blame(error, self, None)
+            note_origin(error, self, None)
             raise operator_error(error) from error.__cause__
 
     def pull(self, block: bool) -> Any:
@@ -53,40 +59,40 @@ class FromIterable(Stage):
         except StopIteration:
             raise
         except BaseException as error:
-            self._after(error)
+            self._handle_error(error)
             raise
         self.items += 1
         return item
 
-    def _after(self, error: BaseException) -> None:
-        blame(error, self, None)
+    def _handle_error(self, error: BaseException) -> None:
+        note_origin(error, self, None)
         iterator = self._iterator
         if inspect.isgenerator(iterator) and iterator.gi_frame is None:
-            if callable(self._make):
+            if callable(self._iterable):
                 self._iterator, self._skip = None, self.items
             else:
-                error.add_note("this generator cannot go on: give a callable that makes it")
-                self._iterator = _Over(error)
+                error.add_note(
+                    "this generator cannot be restarted: pass a callable that creates it"
+                )
+                self._iterator = _RaisesAgain(error)
 
     def can_wait(self) -> bool:
         return False
 
-    def label(self) -> str:
-        return self._name
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.saved:
+        if self.resumable:
             super().load_state_dict(state)
             self._iterator, self._skip = None, self.items
 
 
-class _Over:
-    """Raises what ended a generator, again and again: an error is not the end of a stream."""
+class _RaisesAgain:
+    """Raises the error of an exhausted generator on every `next()`: an error is not the end of a
+    stream."""
 
     def __init__(self, error: BaseException):
         self._error = error
 
-    def __iter__(self) -> _Over:
+    def __iter__(self) -> _RaisesAgain:
         return self
 
     def __next__(self) -> Any:

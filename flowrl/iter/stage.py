@@ -1,17 +1,18 @@
-"""What a stage is: a node of a plan with one method, `pull(block)`.
+"""Stage, the node of a plan. A subclass implements one method, `pull(block)`.
 
-`pull` returns the next item, or NOT_READY ("nothing now; let another branch move"), or raises
-StopIteration at the end of the stream. State is attributes, never a generator's frame, so an
-exception leaves the plan resumable. NOT_READY stays inside the engine: a stage passes it on
-before its function sees it.
+`pull` returns the next item, returns NOT_READY if there is none yet (another branch may run), or
+raises StopIteration at the end of the stream. State lives in attributes, never in the frame of a
+generator, so a plan stays usable after an exception. NOT_READY stays inside the engine: a stage
+passes it on without calling its function.
 
-Provenance: `stage.sources` says where the item that the stage returned last came from.
+Provenance: `stage.sources` holds the sources of the item that the stage returned last.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -32,12 +33,12 @@ NOT_READY: Final = _NotReady()
 Pull = Callable[[bool], Any]
 
 
-@dataclass(slots=True, unsafe_hash=True)  # frozen ones take five times as long to make
+@dataclass(slots=True, unsafe_hash=True)  # a frozen dataclass takes five times as long to create
 class Source:
-    """Where an item came from: worker index, incarnation (restarts so far), sequence number.
+    """The origin of an item: worker index, incarnation (number of restarts), sequence number.
 
-    `tags` is what the worker said about the item (sampling: weights version, step counts, …);
-    `origin` is the name of the gather, which tells those of a plan apart.
+    `tags` holds what the worker reported with the item (sampling: weights version, step counts);
+    `origin` is the name of the gather stage, unique in the plan.
     """
 
     worker: int
@@ -47,99 +48,102 @@ class Source:
     origin: str = field(default="", compare=False, repr=False)
 
 
-def pack(sources: Sequence[Source]) -> list[list[Any]]:
-    """Sources as a saved plan holds them."""
+def sources_to_list(sources: Sequence[Source]) -> list[list[Any]]:
+    """Convert sources to nested lists for saved state."""
     return [[s.worker, s.incarnation, s.seq, s.tags, s.origin] for s in sources]
 
 
-def unpack(saved: Sequence[Sequence[Any]]) -> tuple[Source, ...]:
-    """What `pack` gave, as sources again."""
-    return tuple(Source(*fields) for fields in saved)
+def sources_from_list(rows: Sequence[Sequence[Any]]) -> tuple[Source, ...]:
+    """Convert the result of `sources_to_list` back to sources."""
+    return tuple(Source(*fields) for fields in rows)
 
 
 class Stage:
-    """One node of a plan. Subclasses write `pull`; parents are the stages it pulls from.
+    """One node of a plan. Subclasses implement `pull`; parents are the stages it pulls from.
 
-    A subclass pulls its parents through `_pull_up` (the first) or `_pulls` (each), so that the
-    time spent in them can be told from its own. It adds to `items` what it gives out, to
-    `waited_s` the seconds in which it did nothing but wait, and says in `waits()` what for.
+    A subclass pulls its parents through `_pull_up` (the first one) or `_pulls` (each one), so that
+    the profiler can separate their time from its own. It increments `items` for each item it
+    returns, adds the seconds it spends waiting to `waited_s`, and lists in `waits()` what it waits
+    for.
+
+    Attributes:
+        name: unique in a plan (a started plan numbers repeated names: `batch`, `batch#2`); the key
+            of the stage in saved state. Subclasses set a default on the class.
+        title: display text with arguments for `explain()` and `stats()`; None displays the name.
+        line: `file:line` where the stage was chained.
     """
 
-    kind = "stage"
-    leans = False  # True where what it waits for may be for another branch of the plan to bring
-    lists = False  # True where items are lists with an element for each of `sources`
-    saved = True  # False where a saved plan cannot say where this stage was: it starts again
+    name: str = "stage"
+    title: str | None = None
+    depends_on_sibling = False  # another branch of the plan may have to run before it can continue
+    yields_lists = False  # items are lists with one element per entry of `sources`
+    has_state = True  # False: not part of saved state, so it may be added to a plan or removed
+    resumable = True  # False: saved state lacks its position, it starts from the beginning
 
     def __init__(self, *parents: Stage):
         self.parents = parents
         self.items = 0
         self.waited_s = 0.0
         self.line = chained_at()
-        self.name = ""  # what the stage is called in its plan, once that has started
+        self.started = False
         self.owner: object | None = None
-        self.title: str | None = None  # set by an operator that is made of several stages
         self.wire([parent.pull for parent in parents])
 
     def wire(self, pulls: Sequence[Pull]) -> None:
-        """Pull the parents through these functions, one for each."""
+        """Set the functions that pull the parents, one per parent."""
         self._pulls = pulls
         if pulls:
             self._pull_up = pulls[0]
 
     def pull(self, block: bool) -> Any:
-        """The next item, NOT_READY, or StopIteration.
+        """Return the next item or NOT_READY, or raise StopIteration.
 
-        With `block=True` a stage that waits for one thing only may wait for it; branches are
-        pulled with `block=False`, and it is the end of the plan that waits, for all of them.
+        With `block=True` a stage that waits for a single event may block. Unions pull their
+        branches with `block=False`; the end of the plan then waits for all of them at once.
         """
         raise NotImplementedError
 
     def waits(self) -> list[Any]:
-        """What could make this stage move after NOT_READY: Ray refs, Signals, and times of
-        `time.monotonic()`."""
+        """Return the events that may end NOT_READY: Ray refs, Signals, `time.monotonic()` times."""
         return [wait for parent in self.parents for wait in parent.waits()]
 
     def can_wait(self) -> bool:
-        """Whether `pull` may ever return NOT_READY."""
+        """Return whether `pull` may return NOT_READY."""
         return any(parent.can_wait() for parent in self.parents)
 
     def start(self, seed: str | None) -> None:
-        """Called once, before the first pull. `seed` is this stage's own, from the plan's."""
+        """Prepare the stage; called once before the first pull.
+
+        Args:
+            seed: seed of this stage, derived from the seed of the plan; None without one.
+        """
 
     def stop(self) -> None:
-        """Release what this stage owns."""
+        """Release the resources that this stage owns."""
 
-    # -- what the stage says of itself -----------------------------------------------------------
+    # -- inspection ----------------------------------------------------------------------------
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """Provenance of the item returned last."""
+        """Sources of the item returned last."""
         return self.parents[0].sources if self.parents else ()
 
-    def label(self) -> str:
-        """What `explain()` prints for this stage."""
-        return self.kind
+    def source_actor(self, source: Source) -> Any:
+        """Return the actor of a source if this stage gathered the item from it, else None."""
+        return None
 
-    def shown(self) -> str:
-        """The title if it has one, else the label."""
-        return self.title or self.label()
-
-    def short(self) -> str:
-        """The same without arguments, for error notes."""
-        return (self.title or self.state_name() or self.label()).split("(", 1)[0]
-
-    def state_name(self) -> str | None:
-        """What the stage is called in a saved plan (numbered where two are called the same);
-        None for a stage that keeps nothing and may come and go."""
-        return self.kind
-
-    def numbers(self) -> dict[str, Any]:
-        """Figures of its own for `stats()`, such as the depth of its queue."""
+    def extra_stats(self) -> dict[str, Any]:
+        """Return additional values for `stats()`, such as queue sizes."""
         return {}
 
-    def inside(self) -> dict[int, list[dict[str, Any]]]:
-        """What the steps on each shard said of themselves last, if this stage reads shards."""
+    def shard_stats(self) -> dict[int, list[dict[str, Any]]]:
+        """Return the latest `stats()` of the steps on each shard, if this stage reads shards."""
         return {}
+
+    def __str__(self) -> str:
+        return self.title or self.name
+
+    # -- state ---------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         return {"items": self.items}
@@ -149,7 +153,7 @@ class Stage:
 
 
 def walk(stage: Stage) -> Iterator[Stage]:
-    """Every stage of the plan that ends in `stage`, each once, end first."""
+    """Yield every stage of the plan that ends in `stage` once, starting at the end."""
     seen: set[int] = set()
     stack = [stage]
     while stack:
@@ -160,32 +164,34 @@ def walk(stage: Stage) -> Iterator[Stage]:
             stack.extend(reversed(node.parents))
 
 
-def state_names(stage: Stage) -> dict[str, Stage]:
-    """The stages of a plan by their names in its saved state, end first."""
-    named: dict[str, Stage] = {}
-    count: dict[str, int] = {}
+def stages_by_name(stage: Stage) -> dict[str, Stage]:
+    """Return the stages of a plan that have state, by their unique names, end first."""
+    by_name: dict[str, Stage] = {}
+    count: Counter[str] = Counter()
     for node in walk(stage):
-        name = node.state_name()
-        if name is not None:
-            count[name] = count.get(name, 0) + 1
-            named[name if count[name] == 1 else f"{name}#{count[name]}"] = node
-    return named
+        if node.has_state:
+            name = node.name.partition("#")[0]  # a started plan has numbered it already
+            count[name] += 1
+            by_name[name if count[name] == 1 else f"{name}#{count[name]}"] = node
+    return by_name
 
 
-_ROOM = os.path.dirname(__file__)
-_INNER = tuple(os.path.join(os.path.dirname(_ROOM), room) + os.sep for room in ("iter", "ops"))
+_ITER_DIR = os.path.dirname(__file__)
+_INTERNAL_DIRS = tuple(
+    os.path.join(os.path.dirname(_ITER_DIR), package) + os.sep for package in ("iter", "ops")
+)
 
 
 def chained_at() -> str:
-    """`file:line` of the nearest caller outside the engine and the operators, for error notes."""
+    """Return `file:line` of the nearest caller outside `flowrl.iter` and `flowrl.ops`."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INNER):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INTERNAL_DIRS):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def describe(item: Any) -> str:
-    """A short summary of an item for error notes: type, count, shapes."""
+    """Return a short summary of an item for error notes: type, size, shapes."""
     if isinstance(item, dict):
         columns = ", ".join(
             f"{key}: {getattr(value, 'shape', type(value).__name__)}"
@@ -204,8 +210,8 @@ def describe(item: Any) -> str:
     return f"{type(item).__name__} {text if len(text) < 80 else text[:77] + '...'}"
 
 
-def function_name(fn: Any) -> str:
-    """How an operator is called in `explain()`: its name, or the repr of an operator object."""
+def function_title(fn: Any) -> str:
+    """Return the display text of an operator: its `__name__`, else its repr."""
     name = getattr(fn, "__name__", None)
     if name is not None:
         return name

@@ -1,4 +1,4 @@
-"""Stages with one parent: what `for_each`, `filter`, `combine` and the like chain on."""
+"""Stages with one parent: for_each, tap, filter, combine, flatten, transform, zip_with_source."""
 
 from __future__ import annotations
 
@@ -8,101 +8,26 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from flowrl.iter.errors import OnError, Retry, Skip, blame, check_policy, operator_error
-from flowrl.iter.metrics import current_metrics
-from flowrl.iter.stage import NOT_READY, Source, Stage, describe, function_name, pack, unpack
+from flowrl.iter.errors import OnError, note_origin, operator_error
+from flowrl.iter.function_stage import DROPPED, FunctionStage
+from flowrl.iter.stage import (
+    NOT_READY,
+    Source,
+    Stage,
+    describe,
+    function_title,
+    sources_from_list,
+    sources_to_list,
+)
 from flowrl.iter.waiting import Waiter
 
-SOURCES_KEPT = 10_000
-
-_DROPPED = object()  # what a policy gives instead of the result of an item that it skips
+MAX_SOURCES = 10_000  # of one item of `combine`
 
 
-class Mapped(Stage):
-    """Base of the stages that apply one function to the items of one parent.
+class ForEach(FunctionStage):
+    """Return fn(item) for every item."""
 
-    Args:
-        parent: gives the items.
-        fn: the operator. Its `state_dict()`, if it has one, is saved with the plan; its `stop()`,
-            if it has one, is called when the plan stops.
-        on_error: what to do when it raises.
-    """
-
-    def __init__(self, parent: Stage, fn: Callable[..., Any], on_error: OnError = "raise"):
-        if not callable(fn):
-            raise TypeError(f"{self.kind}() needs a function, got {describe(fn)}")
-        super().__init__(parent)
-        self.fn = fn
-        self.on_error = check_policy(on_error)
-        self.skipped = 0
-
-    def _call(self, item: Any) -> Any:
-        return self.fn(item)
-
-    def _failed(self, error: BaseException, item: Any) -> Any:
-        """The result after all, _DROPPED, or the error raised, as the policy says."""
-        blame(error, self, item)
-        if isinstance(self.on_error, Retry) and isinstance(error, Exception):
-            for _ in range(self.on_error.times):
-                try:
-                    return self._call(item)
-                except Exception as again:
-                    error = again
-                    blame(error, self, item)
-        return self._give_up(error, item)
-
-    def _give_up(self, error: BaseException, item: Any) -> Any:
-        """_DROPPED, or the error raised: the item is lost."""
-        metrics = current_metrics()
-        if metrics is not None:
-            for told in metrics.on_lost:
-                told(item)
-        policy = self.on_error
-        if isinstance(error, Exception):
-            if isinstance(policy, Retry):
-                error.add_note(f"tried {policy.times + 1} times")
-            elif isinstance(policy, Skip):
-                if policy.max is None or self.skipped < policy.max:
-                    self.skipped += 1
-                    return _DROPPED
-                error.add_note(f"{self.skipped} items were skipped before: no more may be")
-        raise operator_error(error)
-
-    def stop(self) -> None:
-        stop = getattr(self.fn, "stop", None)
-        if callable(stop):
-            stop()
-
-    def label(self) -> str:
-        return f"{self.kind}({function_name(self.fn)})"
-
-    def short(self) -> str:
-        return super().short() if self.title else self.state_name() or self.label()
-
-    def numbers(self) -> dict[str, Any]:
-        own = self.fn.numbers() if hasattr(self.fn, "numbers") else {}
-        return {**own, **({"skipped": self.skipped} if self.skipped else {})}
-
-    def state_name(self) -> str:
-        fn = self.fn
-        return f"{self.kind}({getattr(fn, '__name__', None) or type(fn).__name__})"
-
-    def state_dict(self) -> dict[str, Any]:
-        state = {"items": self.items, "skipped": self.skipped}
-        if hasattr(self.fn, "state_dict"):
-            state["operator"] = self.fn.state_dict()
-        return state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.items, self.skipped = state["items"], state["skipped"]
-        if "operator" in state:
-            self.fn.load_state_dict(state["operator"])  # type: ignore[attr-defined]
-
-
-class ForEach(Mapped):
-    """fn(item) for every item."""
-
-    kind = "for_each"
+    name = "for_each"
 
     def pull(self, block: bool) -> Any:
         while True:
@@ -112,52 +37,52 @@ class ForEach(Mapped):
             try:
                 result = self.fn(item)
             except BaseException as error:
-                result = self._failed(error, item)
-                if result is _DROPPED:
+                result = self._handle_error(error, item)
+                if result is DROPPED:
                     continue
             self.items += 1
             return result
 
 
-class ForEachHooked(ForEach):
-    """for_each with an operator that has a say in when it is fed.
+class ForEachWithHooks(ForEach):
+    """for_each with an operator that has the hook `ready()` or `_on_fetch_start()`.
 
-    `fn.ready()`, if there is one, is asked before anything is pulled; while it is false the stage
-    is not ready and waits for what `fn.waits()` gives. `fn._on_fetch_start()`, if there is one,
-    is called before each item is fetched, once per item.
+    While `fn.ready()` is false, nothing is pulled and the stage waits for `fn.waits()`.
+    `fn._on_fetch_start()` is called once per item, before the item is pulled.
     """
 
     def __init__(self, parent: Stage, fn: Any, on_error: OnError = "raise"):
         super().__init__(parent, fn, on_error)
         self._ready = getattr(fn, "ready", None)
-        self.leans = self._ready is not None
+        self.depends_on_sibling = self._ready is not None
         self._on_fetch_start = getattr(fn, "_on_fetch_start", None)
         self._fetching = False
         self._full = False
-        self.backpressure_s = 0.0  # for which there was no room
         self._full_since = 0.0
-        self._held: Any = NOT_READY  # an item that came while the operator got full
+        self._backpressure_s = 0.0  # total time in which the operator was not ready
+        self._held: Any = NOT_READY  # an item that arrived after the operator became full
         self._item_sources: tuple[Source, ...] = ()
 
     @classmethod
-    def wanted(cls, fn: Any) -> bool:
+    def has_hooks(cls, fn: Any) -> bool:
+        """Return whether the operator has one of the hooks."""
         return any(callable(getattr(fn, name, None)) for name in ("ready", "_on_fetch_start"))
 
-    def _ask(self, hook: Callable[[], Any]) -> Any:
+    def _call_hook(self, hook: Callable[[], Any]) -> Any:
         try:
             return hook()
         except BaseException as error:
-            blame(error, self, None)
+            note_origin(error, self, None)
             raise operator_error(error) from error.__cause__
 
     def _has_room(self) -> bool:
         if self._ready is None:
             return True
-        room = bool(self._ask(self._ready))
-        if room == self._full:  # that has changed
+        room = bool(self._call_hook(self._ready))
+        if room == self._full:  # it has changed
             now = time.perf_counter()
             if room:
-                self.backpressure_s += now - self._full_since
+                self._backpressure_s += now - self._full_since
             self._full_since, self._full = now, not room
         return room
 
@@ -166,7 +91,7 @@ class ForEachHooked(ForEach):
             if not self._has_room():
                 return NOT_READY
             if self._on_fetch_start is not None and not self._fetching:
-                self._ask(self._on_fetch_start)
+                self._call_hook(self._on_fetch_start)
                 self._fetching = True
             if self._held is NOT_READY:
                 item = self._pull_up(block)
@@ -182,8 +107,8 @@ class ForEachHooked(ForEach):
             try:
                 result = self.fn(item)
             except BaseException as error:
-                result = self._failed(error, item)
-                if result is _DROPPED:
+                result = self._handle_error(error, item)
+                if result is DROPPED:
                     continue
             self.items += 1
             return result
@@ -200,30 +125,32 @@ class ForEachHooked(ForEach):
     def can_wait(self) -> bool:
         return self._ready is not None or super().can_wait()
 
-    def numbers(self) -> dict[str, Any]:
+    def extra_stats(self) -> dict[str, Any]:
         if self._ready is None:
-            return super().numbers()
-        now = time.perf_counter() - self._full_since if self._full else 0.0
-        return {**super().numbers(), "backpressure_s": self.backpressure_s + now}
+            return super().extra_stats()
+        full_s = time.perf_counter() - self._full_since if self._full else 0.0
+        return {**super().extra_stats(), "backpressure_s": self._backpressure_s + full_s}
 
     def state_dict(self) -> dict[str, Any]:
-        held = [] if self._held is NOT_READY else [[self._held, pack(self._item_sources)]]
+        empty = self._held is NOT_READY
+        held = [] if empty else [[self._held, sources_to_list(self._item_sources)]]
         return {**super().state_dict(), "held": held}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         for item, sources in state["held"]:
-            self._held, self._item_sources = item, unpack(sources)
+            self._held, self._item_sources = item, sources_from_list(sources)
 
 
-class Tap(Mapped):
-    """Every item as it is, after fn(item) has seen it."""
+class Tap(FunctionStage):
+    """Return every item unchanged after calling fn(item)."""
 
-    kind = "tap"
+    name = "tap"
+    has_state = False
 
-    def __init__(self, parent: Stage, name: str, fn: Callable[[Any], Any]):
+    def __init__(self, parent: Stage, label: str, fn: Callable[[Any], Any]):
         super().__init__(parent, fn)
-        self.name = name
+        self.name = self.title = f"tap({label})"
 
     def pull(self, block: bool) -> Any:
         item = self._pull_up(block)
@@ -231,22 +158,16 @@ class Tap(Mapped):
             try:
                 self.fn(item)
             except BaseException as error:
-                blame(error, self, item)
+                note_origin(error, self, item)
                 raise operator_error(error) from None
             self.items += 1
         return item
 
-    def label(self) -> str:
-        return f"tap({self.name})"
 
-    def state_name(self) -> None:  # type: ignore[override]
-        return None
+class Filter(FunctionStage):
+    """Return the items for which fn(item) is true."""
 
-
-class Filter(Mapped):
-    """The items for which fn(item) is true."""
-
-    kind = "filter"
+    name = "filter"
 
     def pull(self, block: bool) -> Any:
         while True:
@@ -256,18 +177,18 @@ class Filter(Mapped):
             try:
                 keep = self.fn(item)
             except BaseException as error:
-                keep = self._failed(error, item)
-                if keep is _DROPPED:
+                keep = self._handle_error(error, item)
+                if keep is DROPPED:
                     continue
             if keep:
                 self.items += 1
                 return item
 
 
-class Combine(Mapped):
-    """fn(item) gives a list for every item; the lists' elements, one by one."""
+class Combine(FunctionStage):
+    """Return the elements of the lists fn(item), one at a time."""
 
-    kind = "combine"
+    name = "combine"
 
     def __init__(
         self,
@@ -277,12 +198,12 @@ class Combine(Mapped):
     ):
         super().__init__(parent, fn, on_error)
         self._pending: deque[Any] = deque()
-        # of an item that is made of very many, the last ones
-        self._sources: deque[Source] = deque(maxlen=SOURCES_KEPT)
+        # sources of the items since the last non-empty list
+        self._sources: deque[Source] = deque(maxlen=MAX_SOURCES)
         self._emitted: tuple[Source, ...] = ()
 
     def _call(self, item: Any) -> Any:
-        return deque(self.fn(item))  # all of it here: a generator raises when it is read
+        return deque(self.fn(item))  # consumed here: a generator raises only when it is read
 
     def pull(self, block: bool) -> Any:
         while not self._pending:
@@ -290,14 +211,14 @@ class Combine(Mapped):
             if item is NOT_READY:
                 return item
             try:
-                made = self._call(item)
+                elements = self._call(item)
             except BaseException as error:
-                made = self._failed(error, item)
-                if made is _DROPPED:
+                elements = self._handle_error(error, item)
+                if elements is DROPPED:
                     continue
             self._sources.extend(self.parents[0].sources)
-            if made:
-                self._pending = made
+            if elements:
+                self._pending = elements
                 self._emitted = tuple(self._sources)
                 self._sources.clear()
         self.items += 1
@@ -307,79 +228,78 @@ class Combine(Mapped):
     def sources(self) -> tuple[Source, ...]:
         return self._emitted
 
-    def numbers(self) -> dict[str, Any]:
-        return {**super().numbers(), "queued": len(self._pending)}
+    def extra_stats(self) -> dict[str, Any]:
+        return {**super().extra_stats(), "queued": len(self._pending)}
 
     def state_dict(self) -> dict[str, Any]:
         return {
             **super().state_dict(),
             "pending": list(self._pending),
-            "emitted": pack(self._emitted),
-            "sources": pack(self._sources),
+            "emitted": sources_to_list(self._emitted),
+            "sources": sources_to_list(self._sources),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._pending = deque(state["pending"])
-        self._emitted = unpack(state["emitted"])
-        self._sources.extend(unpack(state["sources"]))
+        self._emitted = sources_from_list(state["emitted"])
+        self._sources.extend(sources_from_list(state["sources"]))
 
 
 class Flatten(Combine):
-    """Every item is a list; its elements, one by one."""
+    """Return the elements of items that are lists, one at a time."""
 
-    kind = "flatten"
+    name = "flatten"
 
     def __init__(self, parent: Stage):
         super().__init__(parent, iter)
-        self._each: tuple[Source, ...] = ()  # one per element, where that is known
+        self.name = self.title = "flatten"
+        self._element_sources: tuple[Source, ...] = ()  # one per element, if known
 
     def pull(self, block: bool) -> Any:
-        fresh = not self._pending
+        is_first = not self._pending
         element = super().pull(block)
-        if fresh and element is not NOT_READY:
-            told = self.parents[0].lists and len(self._emitted) == len(self._pending) + 1
-            self._each = self._emitted if told else ()
+        if is_first and element is not NOT_READY:
+            one_each = len(self._emitted) == len(self._pending) + 1
+            known = self.parents[0].yields_lists and one_each
+            self._element_sources = self._emitted if known else ()
         return element
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        return (self._each[-len(self._pending) - 1],) if self._each else self._emitted
-
-    def label(self) -> str:
-        return self.kind
-
-    def state_name(self) -> str:
-        return self.kind
+        if self._element_sources:
+            return (self._element_sources[-len(self._pending) - 1],)
+        return self._emitted
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "each": pack(self._each)}
+        return {**super().state_dict(), "element_sources": sources_to_list(self._element_sources)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self._each = unpack(state["each"])
+        self._element_sources = sources_from_list(state["element_sources"])
 
 
 class Transform(Stage):
-    """fn(iterator) -> iterator, over the whole stream.
+    """Return the items of fn(iterator), where the iterator yields the items of the parent.
 
-    The iterator given to fn cannot say "not now", so this stage waits for its own items. Its
-    function's frame cannot be saved: in a saved plan it starts again.
+    `fn` cannot receive NOT_READY, so this stage blocks until its parent has an item. The state of
+    `fn` cannot be saved: a restored plan calls it again.
     """
 
-    kind = "transform"
-    saved = False
+    name = "transform"
+    resumable = False
 
     def __init__(self, parent: Stage, fn: Callable[[Iterator[Any]], Iterable[Any]]):
         if not callable(fn):
             raise TypeError(f"transform() needs a function, got {describe(fn)}")
         super().__init__(parent)
         self.fn = fn
+        self.title = f"transform({function_title(fn)})"
         self._iterator: Iterator[Any] | None = None
         self._waiter = Waiter()
 
     def next_item(self) -> Any:
-        """The next item of the stage before, waited for."""
+        """Return the next item of the parent; block until it is there."""
         while True:
             self._waiter.clear()
             item = self._pull_up(True)
@@ -387,7 +307,9 @@ class Transform(Stage):
                 return item
             waits = self.parents[0].waits()
             if not waits:
-                raise RuntimeError(f"{self.shown()} cannot move: nothing upstream can")
+                raise RuntimeError(
+                    f"{self} is blocked: the stages before it wait for another branch of the plan"
+                )
             started = time.perf_counter()
             self._waiter.wait(waits)
             self.waited_s += time.perf_counter() - started
@@ -400,9 +322,9 @@ class Transform(Stage):
         except StopIteration:
             raise
         except BaseException as error:
-            blame(error, self, None)
+            note_origin(error, self, None)
             if inspect.isgenerator(self._iterator):
-                self._iterator = None  # a generator that raised is over: the next pull calls fn
+                self._iterator = None  # a generator is exhausted after it raises: call fn again
             raise
         self.items += 1
         return item
@@ -413,15 +335,12 @@ class Transform(Stage):
     def can_wait(self) -> bool:
         return False
 
-    def label(self) -> str:
-        return f"{self.kind}({function_name(self.fn)})"
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         pass
 
 
 class _Upstream:
-    """What the function of a transform reads. An error in it does not end it."""
+    """The iterator passed to the function of a transform; it continues after an error."""
 
     def __init__(self, stage: Transform):
         self._stage = stage
@@ -434,9 +353,9 @@ class _Upstream:
 
 
 class ZipWithSource(Stage):
-    """(sources, item) for every item: the tuple of `Source`s that it came from."""
+    """Return (sources, item) for every item; `sources` is a tuple of `Source`."""
 
-    kind = "zip_with_source"
+    name = "zip_with_source"
 
     def pull(self, block: bool) -> Any:
         item = self._pull_up(block)

@@ -1,7 +1,7 @@
-"""The one place where a plan waits: for Ray refs, for local signals, until a time.
+"""Waiter, the one place where a plan waits: for Ray refs, for local signals, until a time.
 
-Where only refs are waited for, `ray.wait` does it. With a Signal among them every ref gets a
-callback that sets the waiter's event, so that one wait serves all. Nothing polls.
+If a plan waits for refs only, `ray.wait` does it. If it also waits for a Signal, every ref gets a
+callback that sets the event of the waiter, so that one wait covers all. Nothing polls.
 """
 
 from __future__ import annotations
@@ -13,20 +13,22 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+from flowrl.iter.private_api import call_on_put_and_get, call_when_ready
+
 
 class Signal:
-    """Something in this process that may happen: waiters subscribe, `fire()` wakes them."""
+    """An event in this process that occurs repeatedly: `fire()` wakes the subscribed waiters."""
 
     def __init__(self) -> None:
         self._events: weakref.WeakSet[threading.Event] = weakref.WeakSet()
-        self._lock = threading.Lock()  # threads fire it while plans subscribe
+        self._lock = threading.Lock()  # threads fire while plans subscribe
 
     def subscribe(self, event: threading.Event) -> bool:
-        """True if the event was not subscribed before."""
+        """Set `event` whenever the signal fires; return whether it was not subscribed before."""
         with self._lock:
-            fresh = event not in self._events
+            is_new = event not in self._events
             self._events.add(event)
-        return fresh
+        return is_new
 
     def fire(self) -> None:
         with self._lock:
@@ -40,29 +42,21 @@ _signals_lock = threading.Lock()
 
 
 def queue_signal(watched: queue.Queue[Any]) -> Signal:
-    """The signal of a queue: fires when something is put into it or taken out of it."""
+    """Return the signal of a queue, which fires on every put and get."""
     with _signals_lock:
         signal = _signals.get(watched)
         if signal is None:
             signal = _signals[watched] = Signal()
-            # the two methods that queue.Queue offers for overriding; called under its lock
-            for name in ("_put", "_get"):
-                setattr(watched, name, _then_fire(getattr(watched, name), signal))
+            call_on_put_and_get(watched, signal.fire)
     return signal
 
 
-def _then_fire(method: Any, signal: Signal) -> Any:
-    def call(*args: Any) -> Any:
-        result = method(*args)
-        signal.fire()
-        return result
-
-    return call
-
-
 class Waiter:
-    """Waits for one plan. `clear()` before the plan is asked, `wait()` when it could not move:
-    what happens in between is not missed."""
+    """Waits for one plan.
+
+    Call `clear()` before pulling the plan and `wait()` if it returned NOT_READY: an event that
+    occurs in between is not missed.
+    """
 
     def __init__(self) -> None:
         self._event = threading.Event()
@@ -75,50 +69,50 @@ class Waiter:
         self._event.clear()
 
     def wait(self, waits: Sequence[Any]) -> None:
-        """Return when one of them may have happened."""
+        """Block until one of the refs, Signals and `time.monotonic()` times may have occurred."""
         times = [wait for wait in waits if isinstance(wait, float)]
         signals = [wait for wait in waits if isinstance(wait, Signal)]
-        # children of one duplicate wait for the same refs, which ray.wait refuses
+        # without duplicates, which ray.wait rejects: children of a duplicate share their refs
         refs = list(dict.fromkeys(w for w in waits if not isinstance(w, (float, Signal))))
         timeout = max(0.0, min(times) - time.monotonic()) if times else None
         if refs and not signals:
             wait_for_any(refs, timeout)
             return
-        # the first time a signal is met it may have fired before it was subscribed to: look again
-        fresh = [signal for signal in signals if signal.subscribe(self._event)]
+        # a new signal may have fired before the subscription: do not wait, pull again
+        new = [signal for signal in signals if signal.subscribe(self._event)]
         for ref in set(refs) - self._watched:
             self._watched.add(ref)
-            self._wake_on(ref)
-        if not fresh:
+            self._watch(ref)
+        if not new:
             self._event.wait(timeout)
 
-    def _wake_on(self, ref: Any) -> None:
-        def done(*_: Any) -> None:
+    def _watch(self, ref: Any) -> None:
+        def on_ready(*_: Any) -> None:
             self._watched.discard(ref)
             self._event.set()
 
-        if hasattr(ref, "_on_ready"):
-            ref._on_ready(done)  # learns that it is ready without fetching it
-        else:
-            ref.future().add_done_callback(done)
+        call_when_ready(ref, on_ready)
 
 
 def wait_for_any(refs: Sequence[Any], timeout: float | None = None) -> list[Any]:
-    """Block until one of the Ray object refs is ready, fetching nothing; timeout in seconds."""
+    """Block until one Ray object ref is ready or the timeout [s] passes; return the ready refs.
+
+    Does not fetch the objects.
+    """
     import ray
 
     return ray.wait(list(refs), num_returns=1, timeout=timeout, fetch_local=False)[0]
 
 
 def ready_refs(refs: Sequence[Any]) -> list[Any]:
-    """The refs that are ready now, in the order given."""
+    """Return the refs that are ready now, in their order."""
     import ray
 
     return ray.wait(list(refs), num_returns=len(refs), timeout=0, fetch_local=False)[0]
 
 
 def wait_for_all(refs: Sequence[Any], timeout: float | None = None) -> list[Any]:
-    """Block until all refs are ready or the timeout [s] is over; those that are ready."""
+    """Block until all refs are ready or the timeout [s] passes; return the ready refs."""
     import ray
 
     return ray.wait(list(refs), num_returns=len(refs), timeout=timeout, fetch_local=False)[0]

@@ -11,7 +11,7 @@ import numpy as np
 
 from flowrl.data import SampleBatch
 from flowrl.iter import Source
-from flowrl.iter.shards import leave_ray, start_ray
+from flowrl.iter.ray_runtime import leave_ray, start_ray
 from flowrl.learners.learner import (
     Batch,
     Learner,

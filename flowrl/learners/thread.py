@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from flowrl.iter.stage import describe, pack, unpack
+from flowrl.iter.stage import describe, sources_from_list, sources_to_list
 from flowrl.iter.waiting import Signal, Waiter, queue_signal
 from flowrl.learners.actors import make_learner
 from flowrl.learners.learner import Batch, PolicyUpdate, Updates
@@ -248,13 +248,15 @@ class LearnerThread:
             failed = [result.batch for result in results if isinstance(result, LearnFailure)]
             waiting = [*failed, *self.inqueue.queue]
             return {
-                "waiting": [[batch, pack(batch.sources)] for batch in waiting],
+                "waiting": [[batch, sources_to_list(batch.sources)] for batch in waiting],
                 "minibatches": self._minibatches.state_dict(),
-                "minibatch_sources": [pack(batch.sources) for batch in self._minibatches.batches()],
+                "minibatch_sources": [
+                    sources_to_list(batch.sources) for batch in self._minibatches.batches()
+                ],
                 "learned": [
                     {
                         "batch": result.batch,
-                        "sources": pack(result.batch.sources),
+                        "sources": sources_to_list(result.batch.sources),
                         "updates": {pid: u.state_dict() for pid, u in result.updates.items()},
                         "learn_s": result.learn_s,
                         "idle_s": result.idle_s,
@@ -268,7 +270,7 @@ class LearnerThread:
         for batch, sources in zip(
             self._minibatches.batches(), state["minibatch_sources"], strict=True
         ):
-            batch.sources = unpack(sources)
+            batch.sources = sources_from_list(sources)
         # a saved queue may be longer than the capacity of this one
         self.inqueue.queue.extend(with_sources(*entry) for entry in state["waiting"])
         for saved in state["learned"]:
@@ -284,5 +286,5 @@ class LearnerThread:
 
 def with_sources(batch: Batch, sources: Any) -> Batch:
     """Return a batch of a saved plan with the sources of its rows."""
-    batch.sources = unpack(sources)
+    batch.sources = sources_from_list(sources)
     return batch

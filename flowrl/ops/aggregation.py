@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flowrl.data import BatchRef
 from flowrl.iter import LocalIterator, Retry, _get_shared_metrics
-from flowrl.iter.shards import node_id
+from flowrl.iter.ray_runtime import node_id
 
 if TYPE_CHECKING:
     from flowrl.data.batch_ref import Batch
@@ -52,7 +52,7 @@ class AggregateBatches(LocalIterator[Any]):
             joined = batches.for_each(_join)
         joined = joined.combine(_Counted())
         super().__init__(joined.stage, f"AggregateBatches(num_tasks={num_tasks})")
-        self.stage.title = self.name
+        self.stage.name, self.stage.title = "AggregateBatches", self.name
 
 
 class _Joined(NamedTuple):

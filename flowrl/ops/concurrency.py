@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from flowrl.iter import NOT_READY, LocalIterator, Source, Stage, _get_shared_metrics
 from flowrl.iter.branches import Union
-from flowrl.iter.errors import blame, operator_error
+from flowrl.iter.errors import note_origin, operator_error
 from flowrl.iter.waiting import Signal, queue_signal
 from flowrl.learners.learner import Batch
 from flowrl.learners.thread import LearnedBatch, LearnerThread, LearnFailure
@@ -60,12 +60,12 @@ class Concurrently(LocalIterator[Any]):
             ordered=mode == "round_robin",
             outputs=output_indexes,
         )
-        stage.title = f"Concurrently(mode={mode!r}"
+        title = f"Concurrently(mode={mode!r}"
         if round_robin_weights is not None:
-            stage.title += f", round_robin_weights={list(round_robin_weights)}"
+            title += f", round_robin_weights={list(round_robin_weights)}"
         if output_indexes is not None:
-            stage.title += f", output_indexes={list(output_indexes)}"
-        stage.title += ")"
+            title += f", output_indexes={list(output_indexes)}"
+        stage.name, stage.title = "Concurrently", f"{title})"
         super().__init__(stage, f"Concurrently[{', '.join(repr(op) for op in ops)}]")
 
 
@@ -110,7 +110,7 @@ class Enqueue:
         self.queue.put(item)
         return item
 
-    def numbers(self) -> dict[str, Any]:
+    def extra_stats(self) -> dict[str, Any]:
         """For `stats()`."""
         return {"queue_size": self.queue.qsize()}
 
@@ -150,8 +150,8 @@ class Dequeue(LocalIterator[Any]):
 class DequeueStage(Stage):
     """The stage of Dequeue."""
 
-    kind = "Dequeue"
-    leans = True
+    name = "Dequeue"
+    depends_on_sibling = True
 
     def __init__(
         self,
@@ -162,7 +162,9 @@ class DequeueStage(Stage):
         super().__init__()
         self.queue = input_queue
         self.learner = learner
-        self.saved = learner is not None
+        if learner is not None:
+            self.title = f"Dequeue({learner!r})"
+        self.resumable = learner is not None
         self._check = check
         self._signal: Signal | None = None
         self._emitted: tuple[Source, ...] = ()
@@ -180,7 +182,7 @@ class DequeueStage(Stage):
         try:
             item = self._next()
         except BaseException as error:
-            blame(error, self, None)
+            note_origin(error, self, None)
             raise operator_error(error) from error.__cause__
         if item is not NOT_READY:
             self.items += 1
@@ -219,10 +221,7 @@ class DequeueStage(Stage):
     def can_wait(self) -> bool:
         return True
 
-    def label(self) -> str:
-        return self.kind if self.learner is None else f"{self.kind}({self.learner!r})"
-
-    def numbers(self) -> dict[str, Any]:
+    def extra_stats(self) -> dict[str, Any]:
         if self.learner is not None:
             return self.learner.stats()
         return {"queue_size": self.queue.qsize()}

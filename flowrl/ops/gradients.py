@@ -122,7 +122,7 @@ class AsyncGradients(LocalIterator[Gradients]):
         if max_policy_lag is not None:
             counted = counted.filter(DropStale(workers, max_policy_lag))
         super().__init__(counted.stage, f"AsyncGradients(num_async={num_async})")
-        self.stage.title = self.name
+        self.stage.name, self.stage.title = "AsyncGradients", self.name
 
 
 class AverageGradients:

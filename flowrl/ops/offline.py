@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from flowrl.data import DEFAULT_POLICY_ID, MultiAgentBatch, SampleBatch
 from flowrl.iter import LocalIterator, Stage, _get_shared_metrics
-from flowrl.iter.errors import blame, operator_error
+from flowrl.iter.errors import note_origin, operator_error
 from flowrl.offline.parquet import OfflineDataError
 from flowrl.offline.parquet_writer import ParquetWriter
 from flowrl.offline.sources import MinariSource, OfflineSource, ParquetSource
@@ -147,7 +147,7 @@ class ReadStage(Stage):
 
     def __init__(
         self,
-        kind: str,
+        name: str,
         source: OfflineSource,
         workers: WorkerSet,
         batch_size: int,
@@ -158,7 +158,7 @@ class ReadStage(Stage):
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
             raise ValueError(f"batch_size must be a positive integer, got {batch_size!r}")
         super().__init__()
-        self.kind = kind
+        self.name = name
         self.source, self.workers, self.batch_size = source, workers, batch_size
         self.columns, self._prepare = columns, prepare
         self.rng = random_stream(seed, "offline")
@@ -173,7 +173,7 @@ class ReadStage(Stage):
         try:
             batch = self._next_batch()
         except BaseException as error:
-            blame(error, self, None)
+            note_origin(error, self, None)
             raise operator_error(error) from error.__cause__
         self.items += 1
         policy_id = self._trained_policy_id()

@@ -8,8 +8,8 @@ from typing import Any
 
 from flowrl.data import BatchRef, MultiAgentBatch, SampleBatch
 from flowrl.iter import NOT_READY, LocalIterator, Source, Stage, _get_shared_metrics
-from flowrl.iter.errors import blame, operator_error
-from flowrl.iter.stage import pack
+from flowrl.iter.errors import note_origin, operator_error
+from flowrl.iter.stage import sources_to_list
 from flowrl.iter.waiting import ready_refs
 from flowrl.learners.learner import Batch
 from flowrl.learners.thread import with_sources
@@ -65,7 +65,7 @@ class StoreToReplayBuffer:
             counters[f"num_agent_steps_stored/{policy_id}"] += rows
         return batch
 
-    def numbers(self) -> dict[str, Any]:
+    def extra_stats(self) -> dict[str, Any]:
         """For `stats()`."""
         return {"rows": len(self.buffer)}
 
@@ -112,18 +112,19 @@ class Replay(LocalIterator[Any]):
 class ReplayStage(Stage):
     """The stage of Replay on a local buffer."""
 
-    kind = "Replay"
-    leans = True
+    name = "Replay"
+    depends_on_sibling = True
 
     def __init__(self, buffer: Any):
         super().__init__()
+        self.title = f"Replay({buffer!r})"
         self.buffer = buffer
 
     def pull(self, block: bool) -> Any:
         try:
             batch = self._next()
         except BaseException as error:
-            blame(error, self, None)
+            note_origin(error, self, None)
             raise operator_error(error) from error.__cause__
         if batch is not NOT_READY:
             self.items += 1
@@ -138,10 +139,7 @@ class ReplayStage(Stage):
     def can_wait(self) -> bool:
         return True
 
-    def label(self) -> str:
-        return f"Replay({self.buffer!r})"
-
-    def numbers(self) -> dict[str, Any]:
+    def extra_stats(self) -> dict[str, Any]:
         return {"rows": len(self.buffer)}
 
 
@@ -183,7 +181,7 @@ class ReplayActorsStage(ReplayStage):
         return [self._asked[0].ref] if self._asked else []
 
     def state_dict(self) -> dict[str, Any]:
-        drawn = [[batch, pack(batch.sources)] for batch in self._drawn]
+        drawn = [[batch, sources_to_list(batch.sources)] for batch in self._drawn]
         return {**super().state_dict(), "drawn": drawn}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from flowrl.data import BatchRef, MultiAgentBatch, SampleBatch
 from flowrl.iter import Source, _get_shared_metrics
-from flowrl.iter.shards import leave_ray, node_id, start_ray
+from flowrl.iter.ray_runtime import leave_ray, node_id, start_ray
 from flowrl.replay import MultiAgentReplayBuffer
 from flowrl.replay.multi_agent import rows_to_learn
 from flowrl.replay.replay_ratio import ReplayRatio

@@ -54,7 +54,7 @@ class StandardMetricsReporting(LocalIterator[Result]):
         collect = CollectMetrics(workers, window, selected_workers)
         reports = train_op.filter(due).for_each(collect)
         super().__init__(reports.stage, "StandardMetricsReporting")
-        self.stage.title = self.name
+        self.stage.name, self.stage.title = "StandardMetricsReporting", self.name
 
 
 def operators_of(stage: Stage) -> Iterator[tuple[Stage, Any]]:

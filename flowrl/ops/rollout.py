@@ -96,7 +96,7 @@ class ParallelRollouts(LocalIterator[Any]):
         if max_policy_lag is not None:
             counted = counted.filter(DropStale(workers, max_policy_lag))
         super().__init__(counted.stage, f"ParallelRollouts(mode={mode!r})")
-        self.stage.title = self.name
+        self.stage.name, self.stage.title = "ParallelRollouts", self.name
 
 
 def check_lag(max_policy_lag: int | None) -> None:

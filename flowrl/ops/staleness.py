@@ -126,7 +126,7 @@ class StalenessLimit:
         self._sampled = self._count() + item.env_steps()
         self._received.append((self._sampled, mark))
 
-    def may_ask(self, in_flight: int, oldest: int | None) -> bool:
+    def may_request(self, in_flight: int, oldest: int | None) -> bool:
         """Whether to ask for another one."""
         done = self.mark()
         while self._received and self._received[0][0] <= done:

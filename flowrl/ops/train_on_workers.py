@@ -67,7 +67,7 @@ class TrainOnWorkers(LocalIterator[Any]):
 class TrainOnWorkersStage(Stage):
     """The stage of TrainOnWorkers."""
 
-    kind = "TrainOnWorkers"
+    name = "TrainOnWorkers"
     trains = True  # see ops.report
 
     def __init__(
@@ -169,7 +169,7 @@ class TrainOnWorkersStage(Stage):
         """
         gather: Any = self.parents[0]
         current = str(self._generation) if self._store is not None else ""
-        discarded = gather.forget(lambda update: update.generation != current)
+        discarded = gather.discard(lambda update: update.generation != current)
         for update, source in discarded:
             self._count(((source,), update))
             _get_shared_metrics().counters["num_env_steps_dropped"] += update.count
@@ -208,6 +208,3 @@ class TrainOnWorkersStage(Stage):
         if self._form_group_again in self.workers.on_remake:
             self.workers.on_remake.remove(self._form_group_again)
         self._store = None
-
-    def state_name(self) -> str | None:
-        return self.kind

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.iter import NOT_READY, LocalIterator, Stage, _get_shared_metrics
-from flowrl.iter.errors import blame, operator_error
+from flowrl.iter.errors import note_origin, operator_error
 from flowrl.iter.metrics import metrics_scope
 from flowrl.iter.waiting import Waiter
 from flowrl.ops.plan_metrics import PlanMetrics
@@ -48,11 +48,12 @@ class TrainingSteps(LocalIterator[ResultDict]):
 class TrainingStep(Stage):
     """The stage of TrainingSteps; `synchronous_parallel_sample` pulls its rollouts."""
 
-    kind = "training_step"
+    name = "training_step"
 
     def __init__(self, algorithm: SteppedAlgorithm, rollouts: Stage):
         super().__init__(rollouts)
         self._algorithm = algorithm
+        self.title = f"{type(algorithm).__name__}.training_step"
         self._waiter = Waiter()
 
     def sample_round(self, workers: WorkerSet) -> Any:
@@ -76,7 +77,7 @@ class TrainingStep(Stage):
                     f"results, it returned a {type(results).__name__}"
                 )
         except BaseException as error:
-            blame(error, self, None)
+            note_origin(error, self, None)
             raise operator_error(error) from error.__cause__
         finally:
             _running_step.reset(token)
@@ -89,9 +90,6 @@ class TrainingStep(Stage):
 
     def can_wait(self) -> bool:
         return False
-
-    def label(self) -> str:
-        return f"{type(self._algorithm).__name__}.training_step"
 
 
 _running_step: ContextVar[TrainingStep | None] = ContextVar("running_step", default=None)

@@ -21,7 +21,7 @@ from flowrl.envs.registry import EnvCreator, env_creator_for
 from flowrl.envs.single_agent_adapter import SingleAgentAdapter
 from flowrl.envs.validation import SAMPLER_COLUMNS
 from flowrl.envs.vector_env import VectorEnv
-from flowrl.iter.shards import node_id
+from flowrl.iter.ray_runtime import node_id
 from flowrl.policies.policy import Policy
 from flowrl.policies.policy_spec import (
     PolicyMapping,

@@ -16,9 +16,12 @@ from typing import Any, TypeVar
 from flowrl.envs.registry import EnvCreator, env_creator_for
 from flowrl.iter import ParallelIterator
 from flowrl.iter.metrics import current_metrics
+from flowrl.iter.pools import ActorPool, Pool
+from flowrl.iter.ray_runtime import leave_ray, node_id, start_ray
 from flowrl.iter.recovery import Recovery
-from flowrl.iter.shard_server import ShardRequest, serve_remote, serve_ticket
-from flowrl.iter.shards import ActorPool, Pool, Shard, leave_ray, node_id, start_ray
+from flowrl.iter.shard_server import serve_next, serve_remote
+from flowrl.iter.shard_stream import ShardRequest
+from flowrl.iter.shards import Shard
 from flowrl.policies.policy import Policy
 from flowrl.sampling.placement import Placement
 from flowrl.sampling.rollout_worker import RolloutWorker
@@ -472,7 +475,7 @@ class RolloutPool(ActorPool):
         self._incarnations = list(self._workers_of.incarnations)
         self.changes += 1
 
-    def given_up(self, index: int) -> None:
+    def mark_failed(self, index: int) -> None:
         self._workers_of.failed.add(index)
 
     def _remake(self, index: int) -> Any:
@@ -483,13 +486,13 @@ class RolloutPool(ActorPool):
             told()
         return workers.make_remote(index, workers.incarnations[index])
 
-    def ask(self, index: int, order: ShardRequest) -> Any:
+    def submit(self, index: int, request: ShardRequest) -> Any:
         actor = self.handle(index)
-        return actor.apply.remote(_serve_with, self._workers_of.weights_for(index), order)
+        return actor.apply.remote(_serve_with, self._workers_of.weights_for(index), request)
 
-    def asker(self, index: int, ticket: int) -> Callable[[], Any]:
-        actor = self.handle(index)
-        return lambda: actor.apply.remote(_next_with, self._workers_of.weights_for(index), ticket)
+    def next_item_submitter(self, index: int, stream_handle: int) -> Callable[[], Any]:
+        actor, weights_for = self.handle(index), self._workers_of.weights_for
+        return lambda: actor.apply.remote(_next_with, weights_for(index), stream_handle)
 
     def stop(self) -> None:
         """The set ends its workers."""
@@ -516,14 +519,16 @@ def _begin_again(worker: RolloutWorker) -> int:
 
 
 def _serve_with(
-    worker: RolloutWorker, payload: tuple[Any, ...] | None, order: ShardRequest
+    worker: RolloutWorker, payload: tuple[Any, ...] | None, request: ShardRequest
 ) -> list[Any]:
     if payload is not None:
         worker.set_weights(*payload)
-    return serve_remote(worker, order)
+    return serve_remote(worker, request)
 
 
-def _next_with(worker: RolloutWorker, payload: tuple[Any, ...] | None, ticket: int) -> list[Any]:
+def _next_with(
+    worker: RolloutWorker, payload: tuple[Any, ...] | None, stream_handle: int
+) -> list[Any]:
     if payload is not None:
         worker.set_weights(*payload)
-    return serve_ticket(worker, ticket)
+    return serve_next(worker, stream_handle)

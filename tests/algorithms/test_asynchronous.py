@@ -179,7 +179,7 @@ def test_rollouts_that_wait():
             AsyncGradients(workers, stale_policy="no")
         rollouts = ParallelRollouts(workers, mode="async", limit=StalenessLimit(30, 0))
         assert [batch.count for batch in rollouts.take(3)] == [10, 10, 10]
-        with pytest.raises(RuntimeError, match="cannot move: every branch waits"):
+        with pytest.raises(RuntimeError, match="is blocked: every branch waits"):
             next(rollouts)  # nobody trains
 
 

@@ -195,7 +195,7 @@ def test_branches_are_watched_and_pulled_by_hand(capsys):
     algorithm.stop()
     algorithm = Algorithm(two())
     train_ppo, *_ = branches(algorithm.workers, algorithm.config)
-    with pytest.raises(RuntimeError, match="nobody takes them"):  # after what the others hold
+    with pytest.raises(RuntimeError, match="no plan consumes it"):  # after what the others hold
         train_ppo.take(1000)
     algorithm.stop()
 

@@ -1,13 +1,13 @@
-"""Programs written for ray.util.iter give the same after changing their import."""
+"""Programs written for ray.util.iter return the same results with flowrl.iter."""
 
 import pytest
 
-import flowrl.iter as ours
+import flowrl.iter as flowrl_iter
 
-theirs = pytest.importorskip("ray.util.iter")  # as long as Ray still ships it
+ray_iter = pytest.importorskip("ray.util.iter")  # deprecated: a later Ray may not ship it
 
 
-def _reprs(it):
+def _iterators(it):
     a = it.from_range(4).for_each(str).filter(bool)
     b = it.from_items([1, 2, 3], num_shards=3, repeat=True).batch(2).flatten()
     c = it.from_iterators([range(2)], name="named").combine(lambda x: [x])
@@ -69,19 +69,19 @@ PROGRAMS = {
     "concurrency": lambda it: sorted(
         it.from_range(5).for_each(lambda x: x, max_concurrency=2).take(5)
     ),
-    "reprs": lambda it: [repr(made) for made in _reprs(it)],
-    "strings": lambda it: [str(made) for made in _reprs(it)],
+    "reprs": lambda it: [repr(iterator) for iterator in _iterators(it)],
+    "strings": lambda it: [str(iterator) for iterator in _iterators(it)],
 }
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_the_same_program_gives_the_same(program, ray_session):
-    assert PROGRAMS[program](ours) == PROGRAMS[program](theirs)
+def test_program_returns_the_same_result(program, ray_session):
+    assert PROGRAMS[program](flowrl_iter) == PROGRAMS[program](ray_iter)
 
 
-WRONG = {
+MISTAKES = {
     "no_shard": lambda it: it.from_range(3).get_shard(9),
     "nothing_selected": lambda it: it.from_range(3).select_shards([]),
     "union": lambda it: it.from_range(3).union(3),
@@ -95,9 +95,9 @@ WRONG = {
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("mistake", WRONG)
-def test_the_same_mistakes_raise_the_same_types(mistake, ray_session):
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistake_raises_the_same_type(mistake, ray_session):
     with pytest.raises((ValueError, TypeError)) as expected:
-        WRONG[mistake](theirs)
+        MISTAKES[mistake](ray_iter)
     with pytest.raises(expected.type):
-        WRONG[mistake](ours)
+        MISTAKES[mistake](flowrl_iter)

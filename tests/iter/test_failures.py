@@ -1,4 +1,4 @@
-"""Shards that die or hang: replaced in place, the others' items kept, all of it counted."""
+"""Shards that die or hang are replaced; the items of the others are kept; restarts are counted."""
 
 import os
 import signal
@@ -19,25 +19,25 @@ from flowrl.iter import (
 QUICK = Recovery(backoff_s=0.01)
 
 
-class Mortal:
-    """Gives 0 … n-1, and kills its process before `dies_at` unless the file `sign` exists."""
+class Dies:
+    """Yields 0 … n-1; kills its process before item `dies_at` unless the file `marker` exists."""
 
-    def __init__(self, n, dies_at=None, sign=""):
-        self.n, self.dies_at, self.sign = n, dies_at, sign
+    def __init__(self, n, dies_at=None, marker=""):
+        self.n, self.dies_at, self.marker = n, dies_at, marker
 
     def __call__(self):
         for i in range(self.n):
-            if i == self.dies_at and not os.path.exists(self.sign):
-                if self.sign:
-                    open(self.sign, "w").close()
+            if i == self.dies_at and not os.path.exists(self.marker):
+                if self.marker:
+                    open(self.marker, "w").close()
                 os.kill(os.getpid(), signal.SIGKILL)
             yield i
 
 
 @pytest.mark.parametrize("gather", ["sync", "async", "rounds"])
-def test_a_killed_shard_is_replaced_and_skips_what_it_gave(ray_session, tmp_path, gather):
-    sign = str(tmp_path / "died")
-    it = from_iterators([Mortal(6), Mortal(6, 3, sign)], recovery=QUICK)
+def test_killed_shard_is_replaced_and_skips_received_items(ray_session, tmp_path, gather):
+    marker = str(tmp_path / "died")
+    it = from_iterators([Dies(6), Dies(6, 3, marker)], recovery=QUICK)
     stream = {
         "sync": it.gather_sync,
         "async": it.gather_async,
@@ -45,42 +45,42 @@ def test_a_killed_shard_is_replaced_and_skips_what_it_gave(ray_session, tmp_path
     }[gather]()
     with stream:
         pairs = [(sources[-1], item) for sources, item in stream.zip_with_source()]
-        numbers = stream.stage if gather != "rounds" else stream.stage.parents[0]
-        numbers = numbers.numbers()
+        gather_stage = stream.stage if gather != "rounds" else stream.stage.parents[0]
+        stats = gather_stage.extra_stats()
     items = [item for _, item in pairs]
     assert sorted(items) == sorted([*range(6)] * 2)
-    assert os.path.exists(sign)
-    assert numbers["restarts"] == 1
-    assert numbers.get("shards_failed", 0) == 0
+    assert os.path.exists(marker)
+    assert stats["restarts"] == 1
+    assert stats.get("shards_failed", 0) == 0
     if gather != "rounds":
-        mine = [source for source, _ in pairs if source.worker == 1]
-        assert [source.seq for source in mine] == [0, 1, 2, 3, 4, 5]
-        assert [source.incarnation for source in mine] == [0, 0, 0, 1, 1, 1]
+        killed = [source for source, _ in pairs if source.worker == 1]
+        assert [source.seq for source in killed] == [0, 1, 2, 3, 4, 5]
+        assert [source.incarnation for source in killed] == [0, 0, 0, 1, 1, 1]
         assert {source.incarnation for source, _ in pairs if source.worker == 0} == {0}
 
 
-def test_a_shard_that_dies_again_and_again_is_given_up(ray_session):
-    it = from_iterators([Mortal(4), Mortal(4, 2)], name="mortals", recovery=QUICK)
+def test_shard_that_dies_repeatedly_fails(ray_session):
+    it = from_iterators([Dies(4), Dies(4, 2)], name="mortals", recovery=QUICK)
     with it.gather_sync() as stream:
-        got, failures = [], []
+        items, failures = [], []
         while True:
             try:
-                got.append(next(stream))
+                items.append(next(stream))
             except StopIteration:
                 break
             except ShardFailedError as error:
                 failures.append(error)
-        assert sorted(got) == [0, 0, 1, 1, 2, 3]
+        assert sorted(items) == [0, 0, 1, 1, 2, 3]
         (failure,) = failures
         assert "shard 1 of mortals has failed: it died 3 times in a row" in str(failure)
-        assert "1 of 2 shards are left" in str(failure)
-        numbers = stream.stats()[0]
-        assert (numbers["shards_failed"], numbers["restarts"]) == (1, 2)
+        assert "remaining 1 of 2 shards" in str(failure)
+        stats = stream.stats()[0]
+        assert (stats["shards_failed"], stats["restarts"]) == (1, 2)
         assert stream.metrics.counters == {"num_shard_restarts": 2, "num_shards_failed": 1}
 
 
-def test_when_all_have_failed_it_is_no_end(ray_session):
-    with from_iterators([Mortal(4, 1)], recovery=QUICK).gather_async() as stream:
+def test_failure_of_all_shards_is_not_the_end_of_the_stream(ray_session):
+    with from_iterators([Dies(4, 1)], recovery=QUICK).gather_async() as stream:
         assert next(stream) == 0
         with pytest.raises(ShardFailedError, match="3 times"):
             next(stream)
@@ -89,7 +89,7 @@ def test_when_all_have_failed_it_is_no_end(ray_session):
                 next(stream)
 
 
-def test_a_constructor_that_raises_is_not_tried_again(ray_session):
+def test_constructor_that_raises_is_not_retried(ray_session):
     class Broken(ParallelIteratorWorker):
         def __init__(self):
             raise ValueError("no such file")
@@ -98,10 +98,10 @@ def test_a_constructor_that_raises_is_not_tried_again(ray_session):
     it = from_actors([actor.remote()], recreate=lambda index: actor.remote(), recovery=QUICK)
     with pytest.raises(ShardFailedError, match="its constructor raised") as caught:
         next(it.gather_sync())
-    assert "Last seen: ValueError: no such file." in str(caught.value)
+    assert "Last error: ValueError: no such file." in str(caught.value)
 
 
-def test_a_foreign_actor_is_recreated_or_reported(ray_session):
+def test_actor_of_the_user_is_recreated_or_reported(ray_session):
     worker = ray_session.remote(num_cpus=0)(ParallelIteratorWorker)
 
     def actors():
@@ -111,10 +111,10 @@ def test_a_foreign_actor_is_recreated_or_reported(ray_session):
     with from_actors(handles, name="ours", recovery=QUICK).gather_async() as stream:
         stream.take(4)
         ray_session.kill(handles[0])
-        got, errors = [], []
-        while len(got) < 20:
+        items, errors = [], []
+        while len(items) < 20:
             try:
-                got.append(next(stream))
+                items.append(next(stream))
             except ShardFailedError as error:
                 errors.append(str(error))
         (error,) = errors
@@ -122,29 +122,29 @@ def test_a_foreign_actor_is_recreated_or_reported(ray_session):
         assert "recreate" in error
     ray_session.kill(handles[1])
 
-    handles, made = actors(), []
+    handles, recreated = actors(), []
 
     def recreate(index):
-        made.append(index)
+        recreated.append(index)
         return worker.remote(lambda: iter(int, 1))
 
     with from_actors(handles, recreate=recreate, recovery=QUICK).gather_sync() as stream:
         stream.take(4)
         ray_session.kill(handles[1])
         assert stream.take(20) == [0] * 20
-        assert made == [1]
+        assert recreated == [1]
     ray_session.kill(handles[0])
 
 
 @pytest.mark.parametrize("num_async", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_a_shard_that_hangs_is_replaced(ray_session, tmp_path, num_async):
-    sign = tmp_path / "hung"
+def test_hanging_shard_is_replaced(ray_session, tmp_path, num_async):
+    marker = tmp_path / "hung"
 
     class Hangs:
         def __call__(self):
             for i in range(6):
-                if i == 2 and not sign.exists():
-                    sign.touch()
+                if i == 2 and not marker.exists():
+                    marker.touch()
                     time.sleep(600)
                 yield i
 
@@ -155,49 +155,49 @@ def test_a_shard_that_hangs_is_replaced(ray_session, tmp_path, num_async):
         assert stream.stats()[0]["restarts"] == 1
 
 
-def test_others_go_on_while_one_backs_off(ray_session, tmp_path):
-    sign = str(tmp_path / "died")
+def test_other_shards_continue_during_the_back_off_of_one(ray_session, tmp_path):
+    marker = str(tmp_path / "died")
     slow = Recovery(backoff_s=1.0)
-    it = from_iterators([lambda: iter(int, 1), Mortal(4, 1, sign)], recovery=slow)
+    it = from_iterators([lambda: iter(int, 1), Dies(4, 1, marker)], recovery=slow)
     with it.gather_async().zip_with_source() as stream:
-        seen, started = [], time.monotonic()
-        while time.monotonic() - started < 0.8 or len(seen) < 10:
+        workers, started = [], time.monotonic()
+        while time.monotonic() - started < 0.8 or len(workers) < 10:
             sources, _ = next(stream)
-            seen.append(sources[0].worker)
-        assert seen.count(0) > 5  # the other was not held up
-        while seen.count(1) < 4:
+            workers.append(sources[0].worker)
+        assert workers.count(0) > 5
+        while workers.count(1) < 4:
             sources, _ = next(stream)
-            seen.append(sources[0].worker)
+            workers.append(sources[0].worker)
 
 
-def test_stop_leaves_nothing(ray_session):
+def test_stop_ends_all_actors_and_threads(ray_session):
     threads = threading.active_count()
     stream = from_iterators([lambda: iter(int, 1)] * 2).repartition(2).gather_async(num_async=2)
     stream.take(3)
     (pool,) = stream.stage.shards.pools()
-    pools = [pool, *pool._upstream]
+    pools = [pool, *pool.upstream]
     handles = [each.handle(index) for each in pools for index in range(len(each))]
     pids = ray_session.get([handle.apply.remote(lambda worker: os.getpid()) for handle in handles])
     assert len(set(pids)) == 4
     stream.stop()
     deadline = time.monotonic() + 20
-    while any(map(_alive, pids)) and time.monotonic() < deadline:
+    while any(map(is_alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert not any(map(_alive, pids))
+    assert not any(map(is_alive, pids))
     assert not stream.stage.waits()
     assert threading.active_count() <= threads
     with pytest.raises(RuntimeError, match="was stopped"):
         next(stream)
 
 
-def test_bad_recovery_is_refused():
+def test_invalid_recovery_is_rejected():
     with pytest.raises(ValueError, match="timeout_s"):
         Recovery(timeout_s=0)
     with pytest.raises(ValueError, match="out of range"):
         Recovery(breaker=0)
 
 
-def _alive(pid):
+def is_alive(pid):
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().split()[2] != "Z"
@@ -205,56 +205,54 @@ def _alive(pid):
         return False
 
 
-def test_a_recreation_that_fails_is_tried_again(ray_session):
-    import ray
-
-    actor = ray.remote(num_cpus=0)(ParallelIteratorWorker)
-    made = [actor.remote(lambda: iter(range(4)))]
-    tries = []
+def test_failed_recreation_is_retried(ray_session):
+    actor = ray_session.remote(num_cpus=0)(ParallelIteratorWorker)
+    actors = [actor.remote(lambda: iter(range(4)))]
+    attempts = []
 
     def recreate(index):
-        tries.append(index)
-        if len(tries) == 1:
+        attempts.append(index)
+        if len(attempts) == 1:
             raise OSError("the cluster is busy")
-        made.append(actor.remote(lambda: iter(range(4))))
-        return made[-1]
+        actors.append(actor.remote(lambda: iter(range(4))))
+        return actors[-1]
 
-    with from_actors(made[:1], recreate=recreate, recovery=QUICK).gather_async() as stream:
+    with from_actors(actors[:1], recreate=recreate, recovery=QUICK).gather_async() as stream:
         assert next(stream) == 0
-        ray.kill(made[0])
+        ray_session.kill(actors[0])
         rest = list(stream)
         assert stream.stats()[0]["restarts"] == 1
-    # one item was perhaps on its way
+    # one item may have been in flight
     assert rest in ([1, 2, 3], [2, 3])
-    assert tries == [0, 0]
+    assert attempts == [0, 0]
 
 
-def test_a_dead_actor_that_the_code_of_a_shard_asks_is_not_the_death_of_the_shard(ray_session):
-    import ray
+def test_dead_actor_called_by_the_code_of_a_shard_is_not_the_death_of_the_shard(ray_session):
+    helper = ray_session.remote(num_cpus=0)(ParallelIteratorWorker).remote([])
+    ray_session.kill(helper)
 
-    helper = ray.remote(num_cpus=0)(ParallelIteratorWorker).remote([])
-    ray.kill(helper)
+    def call_helper(x):
+        import ray
 
-    def ask(x):
         if x == 1:
             ray.get(helper.apply.remote(len))
         return x
 
-    it = from_iterators([lambda: iter(range(3))], recovery=QUICK).for_each(ask)
+    it = from_iterators([lambda: iter(range(3))], recovery=QUICK).for_each(call_helper)
     with it.gather_sync(on_error=Skip()) as stream:
         assert list(stream) == [0, 2]
         assert stream.stats()[0]["skipped"] == 1
         assert "restarts" not in stream.stats()[0]
 
 
-def test_a_shard_that_hangs_is_found_though_another_is_always_ready(ray_session, tmp_path):
-    sign = str(tmp_path / "hung")
+def test_hanging_shard_is_detected_if_another_is_always_ready(ray_session, tmp_path):
+    marker = str(tmp_path / "hung")
 
     class Hangs:
         def __call__(self):
             yield "started"
-            if not os.path.exists(sign):
-                open(sign, "w").close()
+            if not os.path.exists(marker):
+                open(marker, "w").close()
                 time.sleep(600)
             yield "back"
 
@@ -266,37 +264,33 @@ def test_a_shard_that_hangs_is_found_though_another_is_always_ready(ray_session,
         assert stream.stats()[0]["restarts"] == 1
 
 
-def test_a_partition_that_dies_goes_on_where_the_others_are(ray_session):
-    import ray
-
+def test_partition_that_dies_continues_where_the_others_are(ray_session):
     it = from_iterators([lambda: iter(range(20))], recovery=QUICK).repartition(1)
     with it.gather_sync() as stream:
-        begun = stream.take(5)
-        ray.kill(stream.stage.shards.handle(0))
+        first = stream.take(5)
+        ray_session.kill(stream.stage.shards.handle(0))
         rest = list(stream)
-    # what the dead partition had in its hands is lost, nothing else, and nothing comes twice
-    assert begun == list(range(5))
+    # only the items that the dead partition had received are lost, and none comes twice
+    assert first == list(range(5))
     assert rest == sorted(set(rest))
     assert set(rest) <= set(range(5, 20))
     assert len(rest) >= 12
 
 
 def test_two_gathers_of_one_pool_replace_a_dead_actor_once(ray_session):
-    import ray
-
-    actor = ray.remote(num_cpus=0)(ParallelIteratorWorker)
-    made = []
+    actor = ray_session.remote(num_cpus=0)(ParallelIteratorWorker)
+    actors = []
 
     def recreate(index):
-        made.append(actor.remote(lambda: iter(range(50))))
-        return made[-1]
+        actors.append(actor.remote(lambda: iter(range(50))))
+        return actors[-1]
 
     it = from_actors([recreate(0)], recreate=recreate, recovery=QUICK)
     with it.gather_async() as one, it.gather_async() as two:
         one.take(2), two.take(2)
-        ray.kill(made[0])
-        while len(made) < 2:
+        ray_session.kill(actors[0])
+        while len(actors) < 2:
             next(one)
         assert len(two.take(40)) == 40
         assert len(one.take(40)) == 40
-    assert len(made) == 2
+    assert len(actors) == 2

@@ -1,4 +1,4 @@
-"""LocalIterator: running, the metrics context, one consumer per stream, what a plan shows."""
+"""LocalIterator: running, metrics context, one consumer per stream, explain and stats."""
 
 import json
 import threading
@@ -23,19 +23,19 @@ def test_take_and_show(capsys):
 
 
 def test_nothing_runs_before_the_first_pull():
-    made = []
+    calls = []
 
     def make():
-        made.append(1)
+        calls.append(1)
         return [1]
 
     it = LocalIterator(make).for_each(lambda x: x)
     it.explain()
-    assert not made
+    assert not calls
     assert list(it) == [1]
 
 
-def test_repr_is_the_chain():
+def test_repr_shows_the_chained_methods():
     it = stream(1).for_each(str).filter(bool).batch(2)
     assert repr(it) == "LocalIterator[items.for_each().filter().batch(2)]"
     assert (
@@ -52,7 +52,7 @@ def test_union_order():
     assert list(weighted) == [1, 1, 1, 2, 3, 3, 1, 2, 3]
 
 
-def test_a_stream_used_twice_is_refused():
+def test_stream_with_two_consumers_is_rejected():
     source = stream(1, 2)
     with pytest.raises(RuntimeError, match=r"duplicate\(\) first"):
         next(source.for_each(str).union(source.filter(bool)))
@@ -66,7 +66,7 @@ def test_a_stream_used_twice_is_refused():
         next(same.union(same))
 
 
-def test_a_stopped_plan_says_so():
+def test_stopped_plan_raises():
     plan = stream(1, 2)
     with plan:
         next(plan)
@@ -74,7 +74,7 @@ def test_a_stopped_plan_says_so():
         next(plan)
 
 
-def test_taps_and_inspect(capsys):
+def test_tap_and_inspect(capsys):
     seen = []
     plan = stream(1, [2, 3]).tap("watch", seen.append).inspect("here")
     assert list(plan) == [1, [2, 3]]
@@ -91,7 +91,7 @@ def test_taps_and_inspect(capsys):
     assert "tap(bad)" in "".join(caught.value.__notes__)
 
 
-def test_metrics_belong_to_the_pull():
+def test_metrics_context_is_active_during_a_pull():
     def count(x):
         _get_shared_metrics().counters["seen"] += 1
         return x
@@ -109,7 +109,7 @@ def test_metrics_belong_to_the_pull():
     assert context.counters["seen"] == 1
 
 
-def test_a_plan_inside_an_operator_has_its_own_metrics():
+def test_plan_inside_an_operator_has_its_own_metrics():
     def count(x):
         _get_shared_metrics().counters["seen"] += x
         return x
@@ -126,7 +126,7 @@ def test_a_plan_inside_an_operator_has_its_own_metrics():
     assert inner.metrics.counters["seen"] == 20
 
 
-def test_a_thread_counts_in_the_context_it_was_given():
+def test_threads_count_in_the_context_of_metrics_scope():
     context = MetricsContext()
 
     def work():
@@ -142,36 +142,36 @@ def test_a_thread_counts_in_the_context_it_was_given():
     assert context.counters["done"] == 40_000
 
 
-class Every:
-    """Counts in a scope of its own how often it acted."""
+class EveryNth:
+    """Counts its calls, and every n-th call, in its metrics scope."""
 
     def __init__(self, n):
         self.n = n
 
     def __call__(self, x):
-        mine = _get_shared_metrics().scope_of(self)
-        mine.counters["calls"] += 1
-        mine.counters["acted"] += mine.counters["calls"] % self.n == 0
+        counters = _get_shared_metrics().scope_of(self).counters
+        counters["calls"] += 1
+        counters["every_nth"] += counters["calls"] % self.n == 0
         return x
 
 
-def test_two_operators_of_a_kind_do_not_overwrite_each_other():
+def test_metrics_scopes_separate_two_operators_of_one_class():
     def plan():
-        return stream(*range(12)).for_each(Every(2)).for_each(Every(3))
+        return stream(*range(12)).for_each(EveryNth(2)).for_each(EveryNth(3))
 
     first = plan()
     list(first)
     scopes = first.metrics.scopes
     assert {name: dict(s.counters) for name, s in scopes.items()} == {
-        "for_each(Every)#2": {"calls": 12, "acted": 6},
-        "for_each(Every)": {"calls": 12, "acted": 4},
+        "for_each(EveryNth)#2": {"calls": 12, "every_nth": 6},
+        "for_each(EveryNth)": {"calls": 12, "every_nth": 4},
     }
     second = plan()
     second.load_state_dict(first.state_dict())
-    assert second.metrics.scopes["for_each(Every)"].counters["acted"] == 4
+    assert second.metrics.scopes["for_each(EveryNth)"].counters["every_nth"] == 4
 
 
-def test_timer():
+def test_timer_mean_and_throughput():
     timer = MetricsContext().timers["t"]
     assert timer.mean == 0
     with timer:
@@ -182,12 +182,12 @@ def test_timer():
         pass
 
 
-def test_source_actor_without_actors():
+def test_zip_with_source_actor_without_actors_raises():
     with pytest.raises(ValueError, match="no source actor"):
         next(stream(1).zip_with_source_actor())
 
 
-def test_an_error_names_the_path_without_arguments():
+def test_error_names_the_path_without_arguments():
     class Breaks:
         def __init__(self, lr):
             self.lr = lr
@@ -207,7 +207,7 @@ def test_an_error_names_the_path_without_arguments():
     assert "for_each(Breaks(lr=3))" in plan.explain()
 
 
-def test_times_and_items_of_every_stage():
+def test_stats_report_times_and_items_of_every_stage():
     def work(x):
         until = time.perf_counter() + 0.002
         while time.perf_counter() < until:
@@ -224,7 +224,7 @@ def test_times_and_items_of_every_stage():
     assert [row["items"] for row in before] == [0, 0, 0]
     assert "busy" not in before[0]
     for _ in plan:
-        time.sleep(0.001)  # the consumer's own time
+        time.sleep(0.001)  # time of the consumer
     rows = plan.stats()
     assert [row["stage"] for row in rows] == ["filter(<lambda>)", "for_each(work)", "slow"]
     assert [row["items"] for row in rows] == [50, 100, 100]
@@ -241,14 +241,14 @@ def test_times_and_items_of_every_stage():
     assert "s1 --> s0" in plan.explain("mermaid")
 
 
-def test_quick_pulls_are_sampled_and_counts_are_exact():
+def test_item_counts_are_exact_if_quick_pulls_are_sampled():
     plan = LocalIterator(range(10_000)).for_each(lambda x: x).for_each(lambda x: x)
     for _ in plan:
         pass
     assert [row["items"] for row in plan.stats()] == [10_000] * 3
 
 
-def test_more_wrong_arguments():
+def test_wrong_arguments_are_rejected():
     with pytest.raises(TypeError, match="iterable"):
         LocalIterator(3)
     with pytest.raises(ValueError, match="take"):
@@ -257,8 +257,8 @@ def test_more_wrong_arguments():
         stream(1).load_state_dict({})
 
 
-def test_rare_slow_pulls_are_seen():
-    """One slow pull among many quick ones takes most of the time, whatever the sampling."""
+def test_rare_slow_pulls_are_timed():
+    """One slow pull among many quick ones takes most of the time; sampling must not miss it."""
 
     def work(i):
         if i % 64 == 5:

@@ -1,4 +1,4 @@
-"""Memory stays flat, however many items flow."""
+"""Memory does not grow with the number of items."""
 
 import itertools
 import os
@@ -37,7 +37,7 @@ def local_plan():
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_ten_million_items_through_the_local_stages():
+def test_memory_is_constant_over_ten_million_items_of_local_stages():
     plan = local_plan()
     for _ in itertools.islice(plan, 200_000):
         pass
@@ -48,7 +48,7 @@ def test_ten_million_items_through_the_local_stages():
 
 
 @pytest.mark.slow
-def test_three_hundred_thousand_items_through_actors(ray_session):
+def test_memory_is_constant_over_three_hundred_thousand_items_of_actors(ray_session):
     parallel = from_iterators([itertools.count] * 2)
     for options, items in (({"num_async": 4}, 30_000), ({"batch_ms": 1}, 270_000)):
         with parallel.gather_async(**options) as stream:
@@ -58,15 +58,15 @@ def test_three_hundred_thousand_items_through_actors(ray_session):
             for _ in itertools.islice(stream, items):
                 pass
             assert rss_mb() - warm < 20
-    whole = ray_session.cluster_resources()["object_store_memory"]
-    assert ray_session.available_resources()["object_store_memory"] > 0.99 * whole
+    total = ray_session.cluster_resources()["object_store_memory"]
+    assert ray_session.available_resources()["object_store_memory"] > 0.99 * total
 
 
 LARGE_MB = 16.8
 
 
 class Large(ParallelIteratorWorker):
-    """A shard of fragments of 16.8 MB."""
+    """Serves fragments of 16.8 MB."""
 
     def __init__(self):
         super().__init__(lambda: (self.make(i) for i in itertools.count()))
@@ -77,26 +77,26 @@ class Large(ParallelIteratorWorker):
 
 
 class StoreWatch(threading.Thread):
-    """The most MB that Ray's object store has held."""
+    """Records the peak size of Ray's object store [MB]."""
 
     def __init__(self, ray):
         super().__init__(daemon=True)
-        self.ray, self.most, self.going = ray, 0.0, True
+        self.ray, self.peak_mb, self.running = ray, 0.0, True
 
     def run(self):
-        whole = self.ray.cluster_resources()["object_store_memory"]
-        while self.going:
-            left = self.ray.available_resources().get("object_store_memory", whole)
-            self.most = max(self.most, (whole - left) / 1e6)
+        total = self.ray.cluster_resources()["object_store_memory"]
+        while self.running:
+            free = self.ray.available_resources().get("object_store_memory", total)
+            self.peak_mb = max(self.peak_mb, (total - free) / 1e6)
             time.sleep(0.02)
 
 
 @pytest.mark.slow
-def test_a_slow_reader_of_large_fragments_holds_the_sources_back(ray_session):
-    """What is in flight and in the queue is all that there is, and none of it is copied here."""
-    shards, num_async, room, items = 4, 2, 2, 60
+def test_slow_reader_of_large_fragments_stops_the_shards(ray_session):
+    """Only the fragments in flight and in the queue exist, and none is copied in this process."""
+    shards, num_async, queue_size, items = 4, 2, 2, 60
     actors = [ray_session.remote(num_cpus=0)(Large).remote() for _ in range(shards)]
-    work, done = queue.Queue(room), queue.Queue(1)
+    work, done = queue.Queue(queue_size), queue.Queue(1)
 
     def slow():
         while (batch := work.get()) is not None:
@@ -110,15 +110,15 @@ def test_a_slow_reader_of_large_fragments_holds_the_sources_back(ray_session):
     watch = StoreWatch(ray_session)
     watch.start()
     before = rss_mb()
-    got = plan.take(items)
-    watch.going = False
-    full = [stage["backpressure_s"] for stage in plan.stats() if "backpressure_s" in stage]
+    results = plan.take(items)
+    watch.running = False
+    full_s = [stage["backpressure_s"] for stage in plan.stats() if "backpressure_s" in stage]
     plan.stop()
     work.put(None)
-    assert [owned for owned, _ in got] == [False] * items
-    assert sum(full) > 0.5 * items * 0.05  # most of the time there was no room
-    most = shards * num_async + room + 2  # one being read, one handed on
-    assert LARGE_MB < watch.most < (most + 2) * LARGE_MB
-    assert rss_mb() - before < (most + 2) * LARGE_MB  # what is read of the store is mapped
+    assert [owned for owned, _ in results] == [False] * items
+    assert sum(full_s) > 0.5 * items * 0.05  # the queue was full most of the time
+    limit = shards * num_async + queue_size + 2  # one in the reader, one in the plan
+    assert LARGE_MB < watch.peak_mb < (limit + 2) * LARGE_MB
+    assert rss_mb() - before < (limit + 2) * LARGE_MB  # fragments in the store are memory-mapped
     for actor in actors:
         ray_session.kill(actor)

@@ -1,5 +1,7 @@
 """ParallelIterator in process and on actors: same items, same order, errors name the shard."""
 
+import os
+import threading
 import time
 
 import pytest
@@ -15,34 +17,44 @@ from flowrl.iter import (
     from_range,
 )
 
+# for tests whose case on actors takes seconds
+ACTORS_ARE_SLOW = pytest.mark.parametrize(
+    "num_workers",
+    [
+        pytest.param(0, id="in_process"),
+        pytest.param(2, id="two_actors", marks=pytest.mark.slow),
+    ],
+    indirect=True,
+)
+
 
 @pytest.fixture
 def in_process(num_workers):
     return num_workers == 0
 
 
-def test_gather_sync_order(in_process):
+def test_gather_sync_returns_items_in_shard_order(in_process):
     it = from_range(10, 2, in_process=in_process).for_each(lambda x: 2 * x)
     with it.gather_sync() as stream:
         assert list(stream) == [0, 10, 2, 12, 4, 14, 6, 16, 8, 18]
 
 
-def test_ragged_rounds(in_process):
+def test_last_round_has_items_of_live_shards_only(in_process):
     with from_items([1, 2, 3], 2, in_process=in_process).batch_across_shards() as stream:
         assert list(stream) == [[1, 2], [3]]
 
 
 @pytest.mark.parametrize("ask_again", ["after", "before"])
 @pytest.mark.parametrize("batch_ms", [0, 5])
-def test_gather_async_gives_all(in_process, ask_again, batch_ms):
+def test_gather_async_returns_all_items_with_their_sources(in_process, ask_again, batch_ms):
     it = from_items(list(range(20)), 3, in_process=in_process)
     options = {"num_async": 2, "ask_again": ask_again, "batch_ms": batch_ms}
     with it.gather_async(**options).zip_with_source() as stream:
-        got = list(stream)
-    assert sorted(item for _, item in got) == list(range(20))
-    # the source of every item is right, whatever came together in one answer
-    assert all(sources[0].worker == item % 3 for sources, item in got)
-    assert all(sources[0].seq == item // 3 for sources, item in got)
+        pairs = list(stream)
+    assert sorted(item for _, item in pairs) == list(range(20))
+    # also for several items in one reply
+    assert all(sources[0].worker == item % 3 for sources, item in pairs)
+    assert all(sources[0].seq == item // 3 for sources, item in pairs)
 
 
 def test_steps_run_in_the_shards(in_process):
@@ -55,13 +67,13 @@ def test_steps_run_in_the_shards(in_process):
         assert list(stream) == [-1, -3, -1, -3, -2, -2]
 
 
-def test_local_shuffle():
+def test_local_shuffle_is_seeded():
     it = from_range(8, 1, in_process=True).local_shuffle(3, seed=5)
     assert it.take(8) == it.take(8) != list(range(8))
     assert sorted(it.take(8)) == list(range(8))
 
 
-def test_an_error_names_the_shard_and_the_stream_goes_on(in_process):
+def test_error_names_the_shard_and_the_stream_continues(in_process):
     def bad(x):
         if x == 6:
             raise ValueError("six")
@@ -79,11 +91,11 @@ def test_an_error_names_the_shard_and_the_stream_goes_on(in_process):
         assert sum("for_each(bad), chained at" in note for note in notes) == 1
         assert sum("test_parallel.py:" in note.splitlines()[0] for note in notes) == 2
         assert in_process or any('raise ValueError("six")' in note for note in notes)
-        assert next(stream) == [1, 7]  # shard 0's item was kept, shard 1 asked again
+        assert next(stream) == [1, 7]  # the item of shard 0 was kept
         assert next(stream) == [2, 8]
 
 
-def test_policies_of_a_gather(in_process):
+def test_error_policies_of_a_gather(in_process):
     def bad(x):
         if x in (1, 6, 7):
             raise ValueError(str(x))
@@ -99,12 +111,12 @@ def test_policies_of_a_gather(in_process):
         return
     with it.gather_sync(on_error=Retry(1)) as stream, pytest.raises(ValueError, match="7"):
         list(stream)
-    later = it.for_each(lambda x: x, on_error=Skip())  # a policy is of its own stage
+    later = it.for_each(lambda x: x, on_error=Skip())  # not the policy of the stage before
     with later.gather_sync() as stream, pytest.raises(ValueError, match="1"):
         stream.take(4)
 
 
-def test_a_stop_iteration_in_a_shard_is_an_error(in_process):
+def test_stop_iteration_in_a_shard_is_an_error(in_process):
     def ends(x):
         raise StopIteration
 
@@ -114,13 +126,13 @@ def test_a_stop_iteration_in_a_shard_is_an_error(in_process):
         assert "raised by shard" in "".join(caught.value.__notes__)
 
 
-def test_an_error_in_the_generator_of_a_shard_is_not_its_end(in_process):
-    made = []
+def test_error_in_the_generator_of_a_shard_is_not_its_end(in_process):
+    calls = []
 
     def generator():
-        made.append(1)
+        calls.append(1)
         yield 1
-        if len(made) == 1:
+        if len(calls) == 1:
             raise OSError("once")
         yield 2
 
@@ -131,7 +143,7 @@ def test_an_error_in_the_generator_of_a_shard_is_not_its_end(in_process):
         assert list(stream) == [2]
 
 
-def test_provenance(in_process):
+def test_items_have_the_sources_of_their_shards(in_process):
     with from_range(4, 2, in_process=in_process).gather_sync().zip_with_source() as stream:
         assert next(stream)[1] == 0
         sources, _ = next(stream)
@@ -144,7 +156,7 @@ def test_provenance(in_process):
             assert [source.worker for source in sources] == [abs(x) // 4 for x in items]
 
 
-def test_source_actor(ray_session):
+def test_zip_with_source_actor_returns_the_actor_of_each_item(ray_session):
     worker = ray_session.remote(num_cpus=0)(ParallelIteratorWorker)
     actors = [worker.remote([i] * 3) for i in range(4)]
     a, b = from_actors(actors[:2]).gather_async(), from_actors(actors[2:]).gather_async(num_async=2)
@@ -155,39 +167,35 @@ def test_source_actor(ray_session):
         ray_session.kill(actor)
 
 
-def test_lag_is_what_is_declared(ray_session):
-    """An item is at most max_lag items of its own shard older than the last one handed over."""
-    handed = {"n": 0}
+def test_lag_does_not_exceed_max_lag(ray_session):
+    """An item is at most max_lag items of its shard older than the item returned last."""
 
-    class Told(ParallelIteratorWorker):
-        """Serves what the driver had handed over when it was asked."""
+    class Echo(ParallelIteratorWorker):
+        """Serves the number of items that the driver had received at the time of the request."""
 
         def __init__(self):
-            super().__init__(lambda: iter(lambda: self.known, None))
-            self.known = 0
+            super().__init__(lambda: iter(lambda: self.received, None))
+            self.received = 0
 
-        def tell(self, n):
-            self.known = n
+        def set_received(self, n):
+            self.received = n
 
-    actor = ray_session.remote(num_cpus=0)(Told).remote()
+    actor = ray_session.remote(num_cpus=0)(Echo).remote()
     for num_async in (1, 3):
         for ask_again in ("after", "before"):
-            handed["n"] = 0
-            ray_session.get(actor.tell.remote(0))
+            ray_session.get(actor.set_received.remote(0))
             stream = from_actors([actor]).gather_async(num_async=num_async, ask_again=ask_again)
             lags = []
-            for known in stream:
-                lags.append(handed["n"] - known)
-                handed["n"] += 1
-                actor.tell.remote(handed["n"])
-                if handed["n"] == 20:
-                    break
+            while len(lags) < 20:
+                lags.append(len(lags) - next(stream))
+                actor.set_received.remote(len(lags))
             assert max(lags) == stream.stage.max_lag == num_async - (ask_again == "after")
             stream.stop()
     ray_session.kill(actor)
 
 
-def test_shards_one_by_one(in_process):
+@ACTORS_ARE_SLOW
+def test_get_shard_and_shards_return_streams_of_single_shards(in_process):
     it = from_range(10, 2, in_process=in_process).for_each(lambda x: x + 1)
     assert it.num_shards() == 2
     with it.get_shard(1, num_async=3) as stream:
@@ -200,7 +208,8 @@ def test_shards_one_by_one(in_process):
         stream.stop()
 
 
-def test_select_and_union(in_process):
+@ACTORS_ARE_SLOW
+def test_select_shards_and_union(in_process):
     a, b = from_range(6, 3, in_process=in_process), from_items([7, 8, 9], 1, in_process=in_process)
     assert a.select_shards([2, 0]).take(9) == [0, 4, 1, 5]
     united = a.for_each(lambda x: -x).union(b).for_each(lambda x: 10 * x)
@@ -209,7 +218,8 @@ def test_select_and_union(in_process):
     assert united.select_shards([3]).take(5) == [70, 80, 90]
 
 
-def test_repartition(in_process):
+@ACTORS_ARE_SLOW
+def test_repartition_distributes_all_items(in_process):
     it = from_range(12, 2, in_process=in_process).for_each(lambda x: x)
     two = it.repartition(2)
     assert two.num_shards() == 2
@@ -221,37 +231,36 @@ def test_repartition(in_process):
             assert sorted(even) == [0, 2, 4, 6, 8, 10]
 
 
-def test_partitions_share_the_streams_under_them():
-    """Nothing is made twice, though what comes first under them is left to chance; but for readers
-    of their own."""
-    made = []
+def test_partitions_of_one_reader_share_the_streams_of_the_shards():
+    """An item is generated once for all partitions of a gather, and once more per other reader."""
+    generated = []
 
     def items():
         for i in range(12):
-            made.append(i)
+            generated.append(i)
             yield i
 
     it = from_iterators([items, items], in_process=True)
     parts = it.repartition(2).repartition(3)
     with parts.gather_async() as stream:
         assert sorted(stream) == sorted([*range(12), *range(12)])
-    assert len(made) == 24
+    assert len(generated) == 24
     with it.repartition(2).union(it.repartition(3)).gather_sync() as stream:
         assert sorted(stream) == sorted([*range(12)] * 4)
-    assert len(made) == 3 * 24
+    assert len(generated) == 3 * 24
     with parts.union(parts).gather_sync() as stream:
         assert sorted(stream) == sorted([*range(12)] * 4)
-    assert len(made) == 5 * 24
+    assert len(generated) == 5 * 24
 
 
-def test_a_partition_that_nobody_reads_is_reported(monkeypatch):
-    monkeypatch.setattr("flowrl.iter.shard_server.BACKLOG", 5)
+def test_partition_without_a_reader_raises(monkeypatch):
+    monkeypatch.setattr("flowrl.iter.shard_stream.MAX_BACKLOG", 5)
     stream = from_range(100, 1, in_process=True).repartition(2).get_shard(0)
     with pytest.raises(RuntimeError, match="partition 1 is 5 items behind"):
         list(stream)
 
 
-def test_for_each_as_tasks(ray_session):
+def test_for_each_runs_as_ray_tasks(ray_session):
     def slow(x):
         time.sleep(0.05 * (x == 0))
         return x + 1
@@ -259,8 +268,7 @@ def test_for_each_as_tasks(ray_session):
     with LocalIterator(range(8)).for_each(slow, max_concurrency=3) as stream:
         assert sorted(stream) == list(range(1, 9))
     with LocalIterator(range(8)).for_each(slow, max_concurrency=0) as stream:
-        got = list(stream)
-        assert sorted(got) == list(range(1, 9))
+        assert sorted(stream) == list(range(1, 9))
     with LocalIterator(range(3)).for_each(slow, resources={"num_cpus": 0.5}) as stream:
         assert list(stream) == [1, 2, 3]
     with from_range(6, 2).for_each(slow, max_concurrency=2).gather_sync() as stream:
@@ -272,26 +280,26 @@ def test_for_each_as_tasks(ray_session):
         return x
 
     with LocalIterator(range(5)).for_each(bad, max_concurrency=2) as stream:
-        got, errors = [], []
+        results, errors = [], []
         while True:
             try:
-                got.append(next(stream))
+                results.append(next(stream))
             except StopIteration:
                 break
             except ValueError as error:
                 errors.append("".join(error.__notes__))
-        assert sorted(got) == [0, 1, 3, 4]
+        assert sorted(results) == [0, 1, 3, 4]
         assert len(errors) == 1
         assert "int 2" in errors[0]
     first = LocalIterator(range(8)).for_each(slow, max_concurrency=2)
-    begun = first.take(3)
+    first_items = first.take(3)
     second = LocalIterator(range(8)).for_each(slow, max_concurrency=2)
     second.load_state_dict(first.state_dict())
-    assert sorted(begun + list(second)) == list(range(1, 9))
+    assert sorted(first_items + list(second)) == list(range(1, 9))
     first.stop()
 
 
-def test_tasks_do_not_hold_up_an_async_sibling(ray_session, tmp_path):
+def test_tasks_do_not_block_an_async_sibling(ray_session, tmp_path):
     gate = tmp_path / "open"
 
     def wait(x):
@@ -303,13 +311,13 @@ def test_tasks_do_not_hold_up_an_async_sibling(ray_session, tmp_path):
     plan = tasks.union(LocalIterator(lambda: iter(str, 1)))
     assert plan.take(100) == [""] * 100
     gate.touch()
-    got = []
+    results = []
     deadline = time.monotonic() + 30
-    while len(got) < 3 and time.monotonic() < deadline:
+    while len(results) < 3 and time.monotonic() < deadline:
         item = next(plan)
         if item != "":
-            got.append(item)
-    assert sorted(got) == [0, 1, 2]
+            results.append(item)
+    assert sorted(results) == [0, 1, 2]
     plan.stop()
 
 
@@ -330,7 +338,7 @@ def test_streams_pickle_and_run_in_remote_tasks(ray_session):
     assert ray_session.get(total.remote(it)) == 30
 
 
-def test_a_plan_saved_in_the_middle_goes_on(in_process):
+def test_restored_plan_continues_where_it_was_saved(in_process):
     def plan():
         it = from_range(12, 2, in_process=in_process).for_each(lambda x: x + 1).local_shuffle(3, 1)
         return it.gather_sync().filter(lambda x: x != 5).batch(2).shuffle(2, seed=4)
@@ -340,12 +348,12 @@ def test_a_plan_saved_in_the_middle_goes_on(in_process):
     expected = list(whole)
     for taken in range(5) if in_process else (3,):
         with plan() as first, plan() as second:
-            begun = first.take(taken)
+            first_items = first.take(taken)
             second.load_state_dict(first.state_dict())
-            assert begun + list(second) == expected
+            assert first_items + list(second) == expected
 
 
-def test_what_cannot_be_saved_is_named(ray_session):
+def test_state_lists_gathers_that_restart(ray_session):
     worker = ray_session.remote(num_cpus=0)(ParallelIteratorWorker)
     actor = worker.remote([1, 2, 3])
     assert from_actors([actor]).gather_sync().state_dict()["restarts"] == ["gather_sync"]
@@ -353,30 +361,30 @@ def test_what_cannot_be_saved_is_named(ray_session):
     ray_session.kill(actor)
 
 
-def test_building_starts_nothing(monkeypatch):
+def test_building_a_plan_creates_no_actors(monkeypatch):
     import ray
 
-    monkeypatch.setattr(ray, "remote", None)  # whoever makes an actor fails
+    monkeypatch.setattr(ray, "remote", None)  # creating an actor raises
     it = from_range(4).for_each(str).repartition(3).union(from_items([1]))
     plan = it.gather_async().union(it.gather_sync().for_each(str)).batch(2)
     assert "gather_async" in plan.explain()
     plan.stop()
 
 
-def test_the_steps_on_the_shards_are_reported(in_process):
+def test_stats_include_the_steps_on_the_shards(in_process):
     it = from_range(9, 2, in_process=in_process).for_each(str).filter(lambda text: text != "0")
     with it.gather_sync() as stream:
         assert "shards" not in stream.stats()[0]
         assert len(list(stream)) == 8
         shards = stream.stats()[0]["shards"]
-        filter_and_for_each = [[row["items"] for row in shards[index]] for index in (0, 1)]
-        assert filter_and_for_each == [[3, 4], [5, 5]]
+        items = [[row["items"] for row in shards[index]] for index in (0, 1)]
+        assert items == [[3, 4], [5, 5]]  # of filter and for_each
         assert all(0 <= row["busy"] <= 1 for row in shards[0])
         assert "(on 2 shards: for_each(str)  [9 items" in stream.explain()
         assert "(on 2 shards: filter(" in stream.explain()
 
 
-def test_repeat_and_callables():
+def test_repeat_starts_again_at_the_end():
     it = from_iterators([lambda: [1, 2]], repeat=True, in_process=True)
     assert it.take(5) == [1, 2, 1, 2, 1]
     assert from_items([], 1, repeat=True, in_process=True).take(3) == []
@@ -384,14 +392,14 @@ def test_repeat_and_callables():
         from_iterators([iter([1])], repeat=True, in_process=True).take(1)
 
 
-def test_names():
+def test_repr_shows_the_chained_methods():
     assert (
         repr(from_range(4, 2, in_process=True).for_each(str).filter(bool))
         == "ParallelIterator[from_range[4, shards=2].for_each().filter()]"
     )
 
 
-def test_wrong_arguments_are_refused_at_once():
+def test_wrong_arguments_are_rejected_at_once():
     it = from_range(4, in_process=True)
     with pytest.raises(TypeError, match="gather_sync"):
         iter(it)
@@ -427,7 +435,7 @@ def test_wrong_arguments_are_refused_at_once():
         it.union(from_range(3)).gather_sync()
 
 
-def test_readers_of_one_description_do_not_disturb_each_other(in_process):
+def test_readers_of_one_iterator_are_independent(in_process):
     it = from_range(8, 2, in_process=in_process)
     with it.gather_sync() as stream:
         assert next(stream) == 0
@@ -440,43 +448,44 @@ def test_readers_of_one_description_do_not_disturb_each_other(in_process):
         assert list(stream) == [4, 1, 5, 2, 6, 3, 7]
 
 
-def test_two_readers_of_one_repartition():
+def test_readers_of_one_repartition_are_independent():
     parts = from_range(8, 2, in_process=True).repartition(3)
     one, two = parts.gather_sync(), parts.gather_sync()
     pairs = list(zip(one, two, strict=True))
     assert sorted(a for a, _ in pairs) == sorted(b for _, b in pairs) == list(range(8))
 
 
-def test_a_stream_that_raised_is_replayed_without_its_error():
+def test_restored_stream_does_not_repeat_an_earlier_error():
     def build():
         it = from_range(8, 1, in_process=True)
         return it.for_each(lambda x: 1 // (x - 2) or x).gather_sync()
 
     def rest(stream):
-        got = []
+        results = []
         while True:
             try:
-                got.append(next(stream))
+                results.append(next(stream))
             except ZeroDivisionError:
-                got.append("error")
+                results.append("error")
             except StopIteration:
-                return got
+                return results
 
     whole = rest(build())
     assert whole.count("error") == 1
     first, second = build(), build()
-    begun = []
+    first_items = []
     for _ in range(4):
         try:
-            begun.append(next(first))
+            first_items.append(next(first))
         except ZeroDivisionError:
-            begun.append("error")
-    assert "error" in begun
+            first_items.append("error")
+    assert "error" in first_items
     second.load_state_dict(first.state_dict())
-    assert begun + rest(second) == whole
+    assert first_items + rest(second) == whole
 
 
-def test_what_is_random_on_a_shard_follows_the_seed_and_is_replayed(in_process):
+@ACTORS_ARE_SLOW
+def test_shuffle_on_shards_is_seeded_and_restored(in_process):
     def build():
         return from_range(20, 2, in_process=in_process).local_shuffle(5).gather_sync()
 
@@ -487,26 +496,24 @@ def test_what_is_random_on_a_shard_follows_the_seed_and_is_replayed(in_process):
 
     assert whole(1) == whole(1) != whole(2)
     with build() as first, build() as second:
-        begun = first.take(7)
+        first_items = first.take(7)
         second.load_state_dict(first.state_dict())
-        assert sorted(begun + list(second)) == list(range(20))
+        assert sorted(first_items + list(second)) == list(range(20))
 
 
-def test_tasks_on_a_shard_are_not_replayed(ray_session):
+def test_gather_of_tasks_on_shards_is_not_resumable(ray_session):
     it = from_range(4, 1).for_each(str, max_concurrency=2).gather_sync()
     assert it.state_dict()["restarts"] == ["gather_sync"]
 
 
-def test_lag_is_not_declared_where_replies_hold_many_items():
+def test_max_lag_is_none_with_batch_ms():
     it = from_range(4, 1, in_process=True)
     assert it.gather_async(num_async=2).stage.max_lag == 1
     assert it.gather_async(num_async=2, batch_ms=5).stage.max_lag is None
 
 
-def test_an_actor_may_have_methods_of_any_name(ray_session):
-    import ray
-
-    class Mine:
+def test_actor_can_have_methods_of_any_name(ray_session):
+    class Custom:
         def apply(self, fn, *args):
             return fn(self, *args)
 
@@ -516,20 +523,17 @@ def test_an_actor_may_have_methods_of_any_name(ray_session):
         def next_item(self, *args):
             return ["m"]
 
-    actor = ray.remote(num_cpus=0)(Mine).remote()
+    actor = ray_session.remote(num_cpus=0)(Custom).remote()
     with from_actors([actor]).gather_sync() as stream:
         assert list(stream) == [0, 1, 2]
-    ray.kill(actor)
+    ray_session.kill(actor)
 
 
-def test_a_failed_task_is_tried_again_as_a_task(ray_session):
-    import os
-    import threading
-
-    def moody(x):
+def test_failed_task_is_retried_as_a_task(ray_session):
+    def fails(x):
         raise KeyError(os.getpid())
 
-    with LocalIterator([1, 2]).for_each(moody, max_concurrency=2, on_error=Retry(1)) as stream:
+    with LocalIterator([1, 2]).for_each(fails, max_concurrency=2, on_error=Retry(1)) as stream:
         for _ in range(2):
             with pytest.raises(KeyError) as caught:
                 next(stream)

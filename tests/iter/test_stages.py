@@ -1,4 +1,4 @@
-"""Every stage passes one conformance check; chains mean what lists mean."""
+"""Conformance checks for every stage; chains are equal to operations on lists."""
 
 import json
 
@@ -11,24 +11,24 @@ from flowrl.iter import NOT_READY, LocalIterator, Retry, Skip, Stage, from_items
 from flowrl.iter.stage import walk
 
 
-class Fitful(Stage):
-    """Items with NOT_READY in between, for stages that must pass it on."""
+class WithNotReady(Stage):
+    """Returns NOT_READY before each item."""
 
-    kind = "fitful"
+    name = "with_not_ready"
 
     def __init__(self, items):
         super().__init__()
-        self.script = [x for item in items for x in (NOT_READY, item)]
+        self.results = [x for item in items for x in (NOT_READY, item)]
         self.pulls = 0
 
     def pull(self, block):
         self.pulls += 1
-        if not self.script:
+        if not self.results:
             raise StopIteration
-        return self.script.pop(0)
+        return self.results.pop(0)
 
     def waits(self):
-        return [0.0]  # a time that has come: look again at once
+        return [0.0]  # a time in the past: pull again at once
 
     def can_wait(self):
         return True
@@ -43,7 +43,7 @@ def fail_on(bad):
     return fn
 
 
-class Hooked:
+class WithHooks:
     def __init__(self):
         self.fetches = 0
 
@@ -59,7 +59,7 @@ class Hooked:
 
 STAGES = {
     "for_each": (lambda it: it.for_each(lambda x: x + 1), [2, 3, 4, 5]),
-    "for_each_hooked": (lambda it: it.for_each(Hooked()), [2, 3, 4, 5]),
+    "for_each_with_hooks": (lambda it: it.for_each(WithHooks()), [2, 3, 4, 5]),
     "filter": (lambda it: it.filter(lambda x: x % 2 == 0), [2, 4]),
     "combine": (lambda it: it.combine(lambda x: [x] * (x - 1)), [2, 3, 3, 4, 4, 4]),
     "batch": (lambda it: it.batch(3), [[1, 2, 3], [4]]),
@@ -81,9 +81,9 @@ STAGES = {
 
 
 @pytest.mark.parametrize("name", STAGES)
-def test_a_stage_is_lazy_passes_not_ready_and_ends(name):
+def test_stage_is_lazy_passes_not_ready_on_and_ends(name):
     build, expected = STAGES[name]
-    source = Fitful([1, 2, 3, 4])
+    source = WithNotReady([1, 2, 3, 4])
     iterator = build(LocalIterator(source))
     assert source.pulls == 0
     for format in ("tree", "mermaid", "json"):
@@ -91,41 +91,41 @@ def test_a_stage_is_lazy_passes_not_ready_and_ends(name):
     assert len(json.loads(iterator.explain("json"))) == len(list(walk(iterator.stage)))
     assert source.pulls == 0
     iterator.start()
-    seen = []
+    items = []
     for _ in range(60):
         try:
             item = iterator.stage.pull(False)
         except StopIteration:
             break
         if item is not NOT_READY:
-            seen.append(item)
+            items.append(item)
     else:
         pytest.fail("the stage did not end")
-    assert sorted(map(repr, seen)) == sorted(map(repr, expected))
+    assert sorted(map(repr, items)) == sorted(map(repr, expected))
     with pytest.raises(StopIteration):
         iterator.stage.pull(False)
 
 
 @pytest.mark.parametrize("name", STAGES)
 @pytest.mark.parametrize("taken", [0, 1, 2, 3])
-def test_a_plan_saved_in_the_middle_goes_on_the_same(name, taken):
+def test_restored_plan_continues_with_the_same_items(name, taken):
     build, _ = STAGES[name]
     items = list(range(1, 9))
     whole = [repr(item) for item in build(LocalIterator(items))]
     first = build(LocalIterator(items))
     if first.state_dict()["restarts"]:
-        assert first.state_dict()["restarts"] == [name]  # it says that it cannot
+        assert first.state_dict()["restarts"] == [name]
         return
-    begun = [repr(item) for item in first.take(taken)]
+    first_items = [repr(item) for item in first.take(taken)]
     second = build(LocalIterator(items))
     second.load_state_dict(first.state_dict())
     rest = [repr(item) for item in second]
-    assert begun + rest == whole
+    assert first_items + rest == whole
     assert [repr(item) for item in first] == rest
 
 
 @pytest.mark.parametrize("name", STAGES)
-def test_a_plan_that_has_not_started_pickles(name):
+def test_plan_pickles_before_its_start_only(name):
     build, _ = STAGES[name]
     plan = build(LocalIterator([1, 2, 3, 4]))
     copy = cloudpickle.loads(cloudpickle.dumps(plan))
@@ -136,11 +136,11 @@ def test_a_plan_that_has_not_started_pickles(name):
 
 
 @pytest.mark.parametrize("name", STAGES)
-def test_an_error_in_the_source_is_not_the_end(name):
+def test_error_in_the_source_is_not_the_end(name):
     build, _ = STAGES[name]
 
-    class Moody:
-        """Raises once in the middle; the iteration itself can go on."""
+    class RaisesOnce:
+        """An iterator that raises at its third item and then continues."""
 
         def __init__(self):
             self.n = 0
@@ -151,25 +151,25 @@ def test_an_error_in_the_source_is_not_the_end(name):
         def __next__(self):
             self.n += 1
             if self.n == 3:
-                raise OSError("a bad moment")
+                raise OSError("once")
             if self.n > 5:
                 raise StopIteration
             return self.n
 
-    plan, got, errors = build(LocalIterator(Moody)), [], 0
+    plan, results, errors = build(LocalIterator(RaisesOnce)), [], 0
     while True:
         try:
-            got.append(next(plan))
+            results.append(next(plan))
         except StopIteration:
             break
         except OSError:
             errors += 1
     assert errors == 1
-    assert sorted(map(repr, got)) == sorted(map(repr, build(LocalIterator([1, 2, 4, 5]))))
+    assert sorted(map(repr, results)) == sorted(map(repr, build(LocalIterator([1, 2, 4, 5]))))
 
 
 @pytest.mark.parametrize("name", ["for_each", "filter", "combine"])
-def test_an_error_in_an_operator_leaves_the_stream_usable(name):
+def test_error_in_an_operator_leaves_the_stream_usable(name):
     fn = fail_on(2)
     operator = {"for_each": fn, "filter": fn, "combine": lambda x: [fn(x)]}[name]
     iterator = getattr(LocalIterator([1, 2, 3]), name)(operator).for_each(lambda x: x)
@@ -184,7 +184,7 @@ def test_an_error_in_an_operator_leaves_the_stream_usable(name):
 
 
 @pytest.mark.parametrize("name", ["for_each", "filter", "combine"])
-def test_skip_drops_what_fails_and_counts(name):
+def test_skip_drops_and_counts_failed_items(name):
     fn = fail_on(2)
     operator = {"for_each": fn, "filter": fn, "combine": lambda x: [fn(x)]}[name]
     iterator = getattr(LocalIterator([1, 2, 2, 3]), name)(operator, on_error=Skip(max=2))
@@ -216,7 +216,7 @@ def test_retry_calls_again_with_the_same_item(name):
     assert "tried 2 times" in "".join(caught.value.__notes__)
 
 
-def test_bad_policies_are_refused():
+def test_invalid_error_policies_are_rejected():
     with pytest.raises(TypeError, match="on_error"):
         LocalIterator([1]).for_each(str, on_error="ignore")
     with pytest.raises(ValueError, match="at least 1"):
@@ -225,7 +225,7 @@ def test_bad_policies_are_refused():
         Retry(0)
 
 
-def test_a_stop_iteration_from_an_operator_is_an_error_not_the_end():
+def test_stop_iteration_from_an_operator_is_an_error_not_the_end():
     def ends(x):
         raise StopIteration
 
@@ -235,13 +235,13 @@ def test_a_stop_iteration_from_an_operator_is_an_error_not_the_end():
         next(LocalIterator(lambda: ends(1)))
 
 
-def test_a_generator_that_raised_is_made_again_where_it_was():
-    made = []
+def test_generator_that_raised_is_recreated_at_its_position():
+    calls = []
 
     def generator():
-        made.append(1)
+        calls.append(1)
         for i in range(6):
-            if i == 3 and len(made) == 1:
+            if i == 3 and len(calls) == 1:
                 raise OSError("once")
             yield i
 
@@ -250,7 +250,7 @@ def test_a_generator_that_raised_is_made_again_where_it_was():
     with pytest.raises(OSError, match="once"):
         next(it)
     assert list(it) == [3, 4, 5]
-    one_shot = LocalIterator(iter(generator()))  # made[1]: does not raise
+    one_shot = LocalIterator(iter(generator()))  # a later call: does not raise
     assert list(one_shot) == list(range(6))
 
     def always():
@@ -279,10 +279,10 @@ class Counter:
         self.seen = state["seen"]
 
 
-def test_state_goes_into_a_fresh_plan():
+def test_state_is_loaded_into_a_new_plan():
     first = LocalIterator(range(10)).for_each(Counter())
     first.take(4)
-    second = LocalIterator(range(10)).tap("taps come and go", print).for_each(Counter())
+    second = LocalIterator(range(10)).tap("a tap has no state", print).for_each(Counter())
     second.load_state_dict(first.state_dict())
     assert next(second) == 5
     with pytest.raises(ValueError, match=r"another plan.*Counter"):
@@ -291,14 +291,14 @@ def test_state_goes_into_a_fresh_plan():
         first.load_state_dict(first.state_dict())
 
 
-def test_state_says_what_starts_again():
+def test_state_lists_stages_that_restart():
     plan = LocalIterator(lambda: iter(range(3))).transform(lambda it: it).for_each(str)
     next(plan)
     assert plan.state_dict()["restarts"] == ["transform", "from_iterable"]
     assert LocalIterator([1]).state_dict()["restarts"] == []
 
 
-def test_operators_of_one_kind_keep_their_own_state():
+def test_operators_of_one_class_have_separate_state():
     def plan():
         return LocalIterator(range(10)).for_each(Counter()).for_each(Counter()).batch(2)
 
@@ -311,7 +311,7 @@ def test_operators_of_one_kind_keep_their_own_state():
     assert next(second) == [5, 6]
 
 
-def test_wrong_arguments_are_refused_at_once():
+def test_wrong_arguments_are_rejected_at_once():
     it = LocalIterator([1])
     with pytest.raises(TypeError, match="for_each"):
         it.for_each(3)
@@ -335,24 +335,24 @@ def test_wrong_arguments_are_refused_at_once():
         it.explain("dot")
 
 
-def test_the_fetch_hook_is_called_once_per_item():
-    fn = Hooked()
-    plan = LocalIterator(Fitful([1, 2, 3])).for_each(fn)
+def test_fetch_hook_is_called_once_per_item():
+    fn = WithHooks()
+    plan = LocalIterator(WithNotReady([1, 2, 3])).for_each(fn)
     plan.start()
-    pulled = [plan.stage.pull(False) for _ in range(6)]
-    assert [x for x in pulled if x is not NOT_READY] == [2, 3, 4]
+    results = [plan.stage.pull(False) for _ in range(6)]
+    assert [x for x in results if x is not NOT_READY] == [2, 3, 4]
     assert fn.fetches == 3
-    assert list(plan) == []  # a timed stream ends cleanly, too
+    assert list(plan) == []  # also with timed pulls
 
 
-def test_an_operator_that_is_not_ready_is_fed_nothing():
-    class Full(Hooked):
+def test_operator_that_is_not_ready_gets_no_items():
+    class Full(WithHooks):
         full = False
 
         def ready(self):
             return not self.full
 
-    fn, source = Full(), Fitful([1, 2])
+    fn, source = Full(), WithNotReady([1, 2])
     plan = LocalIterator(source).for_each(fn)
     plan.start()
     fn.full = True
@@ -380,7 +380,7 @@ steps = st.lists(
 
 
 @given(st.lists(st.integers(0, 20), max_size=30), steps)
-def test_chains_mean_what_lists_mean(items, chain):
+def test_chains_are_equal_to_list_operations(items, chain):
     iterator, expected, nested = LocalIterator(list(items)), list(items), False
     for step in chain:
         if nested:
@@ -411,7 +411,7 @@ def test_chains_mean_what_lists_mean(items, chain):
 
 
 @given(st.lists(st.integers(), max_size=20), st.integers(1, 4), st.integers(1, 3))
-def test_gathers_lose_nothing(items, shards, others):
+def test_gathers_return_all_items(items, shards, others):
     parallel = from_items(items, num_shards=shards, in_process=True)
     assert sorted(parallel.gather_sync()) == sorted(items)
     assert sorted(parallel.gather_async(num_async=others)) == sorted(items)
@@ -427,14 +427,14 @@ PROVENANCE = {
     "shuffle": lambda it: it.shuffle(3, seed=1),
     "combine": lambda it: it.batch(2).combine(lambda pair: [sum(pair), max(pair)]),
     "flatten": lambda it: it.batch(2).flatten(),
-    "hooked": lambda it: it.for_each(Hooked()),
+    "hooked": lambda it: it.for_each(WithHooks()),
     "duplicate": lambda it: (lambda a, b: a.union(b))(*it.duplicate(2)),
 }
 
 
 @pytest.mark.parametrize("name", PROVENANCE)
 @pytest.mark.parametrize("taken", [1, 2, 3])
-def test_provenance_is_saved_with_the_items(name, taken):
+def test_sources_are_saved_with_the_items(name, taken):
     def build():
         gathered = from_items(list(range(8)), 2, in_process=True).gather_sync()
         return PROVENANCE[name](gathered).zip_with_source()
@@ -442,91 +442,91 @@ def test_provenance_is_saved_with_the_items(name, taken):
     whole = sources_of(build())
     assert all(sources for _, sources in whole)
     first, second = build(), build()
-    begun = sources_of(first.take(taken))
+    first_items = sources_of(first.take(taken))
     second.load_state_dict(first.state_dict())
-    assert begun + sources_of(second) == whole
+    assert first_items + sources_of(second) == whole
 
 
-def test_the_elements_of_a_round_keep_their_sources():
+def test_elements_of_a_round_keep_their_sources():
     it = from_items(list(range(8)), 2, in_process=True)
     rounds = it.batch_across_shards().flatten().zip_with_source()
     assert sources_of(rounds) == [(i, [(i % 2, i // 2)]) for i in range(8)]
 
 
-def test_a_failed_item_leaves_no_provenance_behind():
+def test_sources_of_a_dropped_item_are_discarded():
     it = from_items([0, 1, 2], 1, in_process=True).gather_sync()
-    seen = sources_of(it.combine(lambda x: [fail_on(1)(x)], on_error=Skip()).zip_with_source())
-    assert seen == [(0, [(0, 0)]), (2, [(0, 2)])]
+    pairs = sources_of(it.combine(lambda x: [fail_on(1)(x)], on_error=Skip()).zip_with_source())
+    assert pairs == [(0, [(0, 0)]), (2, [(0, 2)])]
 
 
 def test_combine_retries_generator_functions():
     calls = []
 
-    def moody(x):
+    def fails_twice(x):
         calls.append(x)
         if len(calls) < 3:
-            raise OSError("a bad moment")
+            raise OSError("not yet")
         yield x
 
-    assert list(LocalIterator([1]).combine(moody, on_error=Retry(2))) == [1]
+    assert list(LocalIterator([1]).combine(fails_twice, on_error=Retry(2))) == [1]
     assert calls == [1, 1, 1]
 
 
-def test_a_generator_may_fail_more_than_once_at_the_same_place():
-    bad = [True, True]
+def test_generator_can_raise_twice_at_the_same_item():
+    failures = [1, 2]
 
     def items():
         for i in range(5):
-            if i == 3 and bad:
-                bad.pop()
-                raise OSError("a bad moment")
+            if i == 3 and failures:
+                failures.pop()
+                raise OSError("twice")
             yield i
 
-    plan, got, errors = LocalIterator(items), [], 0
-    while len(got) < 5:
+    plan, results, errors = LocalIterator(items), [], 0
+    while len(results) < 5:
         try:
-            got.append(next(plan))
+            results.append(next(plan))
         except OSError:
             errors += 1
-    assert (got, errors) == ([0, 1, 2, 3, 4], 2)
+    assert (results, errors) == ([0, 1, 2, 3, 4], 2)
 
 
 @pytest.mark.parametrize("hook", ["ready", "_on_fetch_start"])
-def test_a_hook_that_raises_stop_iteration_is_an_error(hook):
-    class Bad:
+def test_stop_iteration_from_a_hook_is_an_error(hook):
+    class Operator:
         def __call__(self, x):
             return x
 
-    def stop(self):
+    def raise_stop(self):
         raise StopIteration
 
-    setattr(Bad, hook, stop)
-    plan = LocalIterator([1]).for_each(Bad())
+    setattr(Operator, hook, raise_stop)
+    plan = LocalIterator([1]).for_each(Operator())
     for _ in range(2):
         with pytest.raises(RuntimeError, match="StopIteration") as caught:
             next(plan)
-    assert "for_each(Bad)" in "".join(caught.value.__notes__)
+    assert "for_each(Operator)" in "".join(caught.value.__notes__)
 
 
-def test_an_item_whose_repr_raises_does_not_hide_the_error():
-    class Shy:
+def test_item_whose_repr_raises_does_not_hide_the_error():
+    class NoRepr:
         def __repr__(self):
             raise TypeError("no")
 
-    plan = LocalIterator([Shy()]).for_each(lambda x: {}["key"])
+    plan = LocalIterator([NoRepr()]).for_each(lambda x: {}["key"])
     with pytest.raises(KeyError) as caught:
         next(plan)
-    assert "Shy whose repr() raises TypeError" in "".join(caught.value.__notes__)
+    assert "NoRepr whose repr() raises TypeError" in "".join(caught.value.__notes__)
 
 
-def test_a_plan_that_could_not_start_claims_nothing():
+def test_plan_that_fails_to_start_leaves_its_stages_usable():
     source = LocalIterator([1, 2])
     with pytest.raises(RuntimeError, match="two consumers"):
         next(source.union(source))
     assert list(source.for_each(str)) == ["1", "2"]
 
 
-def test_a_stage_is_started_once_for_all_children_of_a_duplicate():
+def test_stage_is_started_once_for_all_children_of_a_duplicate():
     def build():
         return LocalIterator(range(20)).shuffle(10).duplicate(2, max_buffered=30)
 
@@ -534,26 +534,26 @@ def test_a_stage_is_started_once_for_all_children_of_a_duplicate():
     a.start(seed=1)
     first = a.take(5)
     b.start(seed=2)  # does not seed the shuffle again
-    both = first + a.take(15)
-    assert b.take(20) == both
+    items = first + a.take(15)
+    assert b.take(20) == items
     c, _ = build()
     c.start(seed=1)
-    assert c.take(20) == both
+    assert c.take(20) == items
 
 
-def test_stopping_goes_on_after_an_error():
+def test_stop_continues_after_an_error():
     stopped = []
 
-    class Owner(Stage):
-        def __init__(self, *parents, bad=False):
+    class Stoppable(Stage):
+        def __init__(self, *parents, fails=False):
             super().__init__(*parents)
-            self.bad = bad
+            self.fails = fails
 
         def stop(self):
-            stopped.append(self.bad)
-            if self.bad:
-                raise OSError("will not")
+            stopped.append(self.fails)
+            if self.fails:
+                raise OSError("cannot stop")
 
-    with pytest.raises(OSError, match="will not"):
-        LocalIterator(Owner(Owner(), bad=True)).stop()
+    with pytest.raises(OSError, match="cannot stop"):
+        LocalIterator(Stoppable(Stoppable(), fails=True)).stop()
     assert stopped == [True, False]

@@ -1,4 +1,4 @@
-"""Waiting is for events: nothing polls, and what happens in between is not missed."""
+"""Plans wait for events: nothing polls, and no event is missed."""
 
 import queue
 import threading
@@ -12,7 +12,7 @@ from flowrl.ops import Concurrently, Dequeue
 
 
 class Gate(ParallelIteratorWorker):
-    """Serves an item when the file exists, and waits for it until then."""
+    """Serves items as soon as a file exists."""
 
     def __init__(self, path):
         super().__init__(self.generator)
@@ -25,10 +25,10 @@ class Gate(ParallelIteratorWorker):
             yield "served"
 
 
-def test_a_signal_wakes_a_waiter():
+def test_signal_wakes_a_waiter():
     signal, waiter = Signal(), Waiter()
     waiter.clear()
-    waiter.wait([signal])  # the first time it looks again instead of waiting
+    waiter.wait([signal])  # returns at once: the signal was not subscribed to before
     waiter.clear()
     threading.Timer(0.1, signal.fire).start()
     started = time.monotonic()
@@ -36,24 +36,24 @@ def test_a_signal_wakes_a_waiter():
     assert time.monotonic() - started > 0.05
 
 
-def test_what_fired_before_the_wait_is_not_missed():
+def test_signal_fired_before_the_wait_is_not_missed():
     signal, waiter = Signal(), Waiter()
     waiter.wait([signal])
     waiter.clear()
     signal.fire()
-    waiter.wait([signal])  # returns at once, or this test never ends
+    waiter.wait([signal])  # otherwise the test times out
 
 
-def test_a_time_ends_a_wait():
+def test_wait_ends_at_a_time():
     waiter = Waiter()
     started = time.monotonic()
     waiter.wait([started + 0.05])
     assert time.monotonic() - started >= 0.05
 
 
-def test_a_queue_fires_on_put_and_get_of_any_kind():
-    for kind in (queue.Queue, queue.LifoQueue, queue.PriorityQueue):
-        watched = kind()
+def test_queue_signal_fires_on_put_and_get_of_any_queue_class():
+    for queue_class in (queue.Queue, queue.LifoQueue, queue.PriorityQueue):
+        watched = queue_class()
         signal, event = queue_signal(watched), threading.Event()
         assert queue_signal(watched) is signal
         signal.subscribe(event)
@@ -64,7 +64,7 @@ def test_a_queue_fires_on_put_and_get_of_any_kind():
         assert event.is_set()
 
 
-def test_one_wait_serves_refs_and_queues(ray_session, tmp_path):
+def test_one_wait_covers_refs_and_queues(ray_session, tmp_path):
     gate, items = tmp_path / "gate", queue.Queue()
     actor = ray_session.remote(num_cpus=0)(Gate).remote(gate)
     plan = Concurrently([from_actors([actor]).gather_async(), Dequeue(items)], mode="async")
@@ -75,7 +75,7 @@ def test_one_wait_serves_refs_and_queues(ray_session, tmp_path):
 
 
 def idle_plan(ray_session, tmp_path):
-    """Four branches that wait: two actors, a queue, and two stand-ins on actors."""
+    """Return a plan with four waiting branches: three gathers of actors and a queue."""
     actor = ray_session.remote(num_cpus=0)(Gate)
     actors = [actor.remote(tmp_path / f"never{i}") for i in range(4)]
     items: queue.Queue = queue.Queue()
@@ -89,21 +89,21 @@ def idle_plan(ray_session, tmp_path):
     return Concurrently(branches, mode="async"), items, actors
 
 
-def test_an_idle_plan_looks_only_when_something_happens(ray_session, tmp_path):
+def test_idle_plan_is_pulled_only_on_events(ray_session, tmp_path):
     plan, items, actors = idle_plan(ray_session, tmp_path)
-    looks = []
+    pulls = []
     pull = plan.stage.pull
-    plan.stage.pull = lambda block: looks.append(1) or pull(block)
+    plan.stage.pull = lambda block: pulls.append(1) or pull(block)
     threading.Timer(2.5, items.put, ["late"]).start()
     assert next(plan) == "late"
-    # the start, the first subscription, a liveness check each second, the arrival
-    assert len(looks) <= 9
+    # the start, the first subscription, a liveness check each second, the arrival of the item
+    assert len(pulls) <= 9
     for actor in actors:
         ray_session.kill(actor)
 
 
 @pytest.mark.slow
-def test_an_idle_plan_uses_no_cpu(ray_session, tmp_path):
+def test_idle_plan_uses_no_cpu(ray_session, tmp_path):
     plan, items, actors = idle_plan(ray_session, tmp_path)
     items.put("first")
     next(plan)
@@ -116,7 +116,7 @@ def test_an_idle_plan_uses_no_cpu(ray_session, tmp_path):
         ray_session.kill(actor)
 
 
-def test_signals_may_be_fired_while_plans_subscribe():
+def test_signal_can_fire_while_plans_subscribe():
     signal, stop, errors = Signal(), threading.Event(), []
 
     def fire():
@@ -128,8 +128,8 @@ def test_signals_may_be_fired_while_plans_subscribe():
 
     thread = threading.Thread(target=fire)
     thread.start()
-    kept = [threading.Event() for _ in range(2000)]
-    for event in kept:
+    events = [threading.Event() for _ in range(2000)]
+    for event in events:
         signal.subscribe(event)
     stop.set()
     thread.join()

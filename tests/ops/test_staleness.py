@@ -95,7 +95,7 @@ def test_no_fragment_gets_older_than_it_may(
         speeds = rng.uniform(0.01, 1, workers)
         while len(lags) < 60:
             idle_before = len(idle)
-            while idle and limit.may_ask(len(flight), flight[0][1] if flight else None):
+            while idle and limit.may_request(len(flight), flight[0][1] if flight else None):
                 flight.append((idle.pop(), limit.mark(), trained))
             moves = [("answer", i) for i in range(len(flight))] + ["train"] * bool(queue)
             assert moves, f"nothing can go on: {idle_before} workers wait"
@@ -127,13 +127,13 @@ def test_steps_that_were_sampled_before_are_not_new():
         metrics.counters["num_env_steps_trained"] = 90
         metrics.counters["num_env_steps_dropped"] = 10
         assert limit.mark() == 100
-        assert limit.may_ask(0, None)
-        assert not limit.may_ask(1, 100)
-        assert not limit.may_ask(2, 100)
+        assert limit.may_request(0, None)
+        assert not limit.may_request(1, 100)
+        assert not limit.may_request(2, 100)
         assert metrics.counters["num_sampling_waits"] == 1
         metrics.counters["num_env_steps_trained"] = 95
-        assert not limit.may_ask(1, 100)  # the oldest of those in flight holds on
-        assert limit.may_ask(1, 105)
+        assert not limit.may_request(1, 100)  # the oldest of those in flight holds on
+        assert limit.may_request(1, 105)
 
 
 @pytest.mark.parametrize("numbers", [(0, 5), (5, -1), (True, 5), (2.5, 5), (5, 5, 0)])

@@ -1,0 +1,96 @@
+"""FunctionStage, the base of the stages that apply a function to the items of one parent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from flowrl.iter.errors import OnError, Retry, Skip, check_policy, note_origin, operator_error
+from flowrl.iter.metrics import current_metrics
+from flowrl.iter.stage import Stage, describe, function_title
+
+DROPPED = object()  # result of an item that the error policy drops
+
+
+class FunctionStage(Stage):
+    """Base of the stages that apply one function to the items of one parent.
+
+    Args:
+        parent: the stage to pull from.
+        fn: the operator. Its optional methods are called: `state_dict()` and `load_state_dict()`
+            with those of the plan, `stop()` when the plan stops, `extra_stats()` by `stats()`.
+        on_error: policy for exceptions of `fn`.
+    """
+
+    def __init__(self, parent: Stage, fn: Callable[..., Any], on_error: OnError = "raise"):
+        if not callable(fn):
+            raise TypeError(f"{self.name}() needs a function, got {describe(fn)}")
+        super().__init__(parent)
+        self.name = f"{self.name}({getattr(fn, '__name__', None) or type(fn).__name__})"
+        self.fn = fn
+        self.on_error = check_policy(on_error)
+        self.skipped = 0
+        self._title: str | None = None
+
+    @property
+    def title(self) -> str | None:
+        """Display text: the function with its arguments, unless another text was set."""
+        return self._title or f"{type(self).name}({function_title(self.fn)})"
+
+    @title.setter
+    def title(self, text: str | None) -> None:
+        self._title = text
+
+    def _call(self, item: Any) -> Any:
+        return self.fn(item)
+
+    def _handle_error(self, error: BaseException, item: Any) -> Any:
+        """Apply the error policy: return the result of a retry or DROPPED, or raise."""
+        note_origin(error, self, item)
+        if isinstance(self.on_error, Retry) and isinstance(error, Exception):
+            for _ in range(self.on_error.times):
+                try:
+                    return self._call(item)
+                except Exception as next_error:
+                    error = next_error
+                    note_origin(error, self, item)
+        return self._drop_or_raise(error, item)
+
+    def _drop_or_raise(self, error: BaseException, item: Any) -> Any:
+        """Report the item as lost, then return DROPPED or raise."""
+        metrics = current_metrics()
+        if metrics is not None:
+            for callback in metrics.on_lost:
+                callback(item)
+        policy = self.on_error
+        if isinstance(error, Exception):
+            if isinstance(policy, Retry):
+                error.add_note(f"tried {policy.times + 1} times")
+            elif isinstance(policy, Skip):
+                if policy.max is None or self.skipped < policy.max:
+                    self.skipped += 1
+                    return DROPPED
+                error.add_note(f"Skip(max={policy.max}): {self.skipped} items were skipped before")
+        raise operator_error(error)
+
+    def stop(self) -> None:
+        stop = getattr(self.fn, "stop", None)
+        if callable(stop):
+            stop()
+
+    def extra_stats(self) -> dict[str, Any]:
+        stats = dict(self.fn.extra_stats()) if hasattr(self.fn, "extra_stats") else {}
+        if self.skipped:
+            stats["skipped"] = self.skipped
+        return stats
+
+    def state_dict(self) -> dict[str, Any]:
+        state = {"items": self.items, "skipped": self.skipped}
+        if hasattr(self.fn, "state_dict"):
+            state["operator"] = self.fn.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.items, self.skipped = state["items"], state["skipped"]
+        if "operator" in state:
+            self.fn.load_state_dict(state["operator"])  # type: ignore[attr-defined]

@@ -1,0 +1,171 @@
+"""GatherAsync: items of any shard as they arrive; GatherShard: the items of one shard."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any, Literal
+
+from flowrl.iter.gather import Gather, RequestLimit
+from flowrl.iter.recovery import ShardState
+from flowrl.iter.shards import Shards
+from flowrl.iter.stage import NOT_READY
+from flowrl.iter.waiting import Waiter, ready_refs
+
+
+class GatherAsync(Gather):
+    """Return items of any shard as they arrive, with `num_async` requests in flight per shard.
+
+    Args:
+        shards: the shards to read.
+        num_async: requests in flight per shard.
+        ask_again: when the next request is sent to a shard. "after": when the item after the
+            returned one is pulled; the consumer has then finished with it, and an item is at most
+            `num_async - 1` items of its own shard old. "before": before the item is returned; the
+            shard works meanwhile, and an item is at most `num_async` items old. With `batch_ms`
+            these limits count replies, of any number of items: `max_lag` is None.
+        limit: limits the requests in flight.
+        options: see Gather.
+    """
+
+    name = "gather_async"
+
+    def __init__(
+        self,
+        shards: Shards,
+        num_async: int = 1,
+        ask_again: Literal["after", "before"] = "after",
+        limit: RequestLimit | None = None,
+        **options: Any,
+    ):
+        if not isinstance(num_async, int) or num_async < 1:
+            raise ValueError(f"gather_async: num_async must be an int >= 1, got {num_async!r}")
+        if ask_again not in ("after", "before"):
+            raise ValueError(
+                f'gather_async: ask_again must be "after" or "before", got {ask_again!r}'
+            )
+        super().__init__(shards, **options)
+        self.title = f"{self.name}(num_async={num_async}) {shards.name}"
+        self._limit = limit
+        self.depends_on_sibling = limit is not None
+        self._limit_reached = False
+        self.num_async = num_async
+        self.max_lag = None if self._batch_ms else num_async - (ask_again == "after")
+        self._request_first = ask_again == "before"
+        self._ready: deque[Any] = deque()
+        # a shard appears once for each request it should have in flight but has not
+        self._to_request: deque[ShardState] | None = None
+
+    def _send_requests(self) -> None:
+        if self._to_request is None:
+            self._to_request = deque(self.live() * self.num_async)
+        for _ in range(len(self._to_request)):
+            if self._limit is not None:
+                oldest = next(iter(self._in_flight.values())).mark if self._in_flight else None
+                self._limit_reached = not self._limit.may_request(len(self._in_flight), oldest)
+                if self._limit_reached:
+                    return
+            shard = self._to_request.popleft()
+            try:
+                sent = shard.status != "live" or self._request(shard)
+            except BaseException:
+                self._to_request.appendleft(shard)
+                raise
+            if not sent:
+                self._to_request.append(shard)
+
+    def pull(self, block: bool) -> Any:
+        if self.shards.changes() != self._changes:
+            joined = self._update_members()
+            if self._to_request is not None:
+                self._to_request.extend(joined * self.num_async)
+        while not self._queue:
+            if self._has_timeouts and time.monotonic() > self._next_timeout_check:
+                self._check_timeouts()  # even if other shards are always ready
+            self._send_requests()
+            if not self._in_flight and not self._to_request:
+                raise self._end()
+            if not self._in_flight and self._limit_reached:
+                return NOT_READY  # another branch must run first
+            ref = self._next_ready(block)
+            if ref is None:
+                self._check_timeouts()
+                if not block:
+                    return NOT_READY
+                continue
+            request = self._in_flight[ref]
+            assert self._to_request is not None
+            self._to_request.append(request.shard)
+            try:
+                if self._request_first:
+                    self._send_requests()  # the shard works while its reply is fetched
+            finally:  # receive the reply even if sending raises
+                received = self._receive(ref)
+                self._queue.extend(received)
+                if self._limit is not None:
+                    for item, _ in received:
+                        self._limit.received(request.mark, item)
+        item, source = self._queue.popleft()
+        self._sources = (source,)
+        self.items += 1
+        return item
+
+    def _next_ready(self, block: bool) -> Any | None:
+        """Return the ref of a reply that is ready, else None; wait for one if `block`."""
+        if not self.shards.remote:
+            return next(iter(self._in_flight), None)
+        while self._ready:
+            ref = self._ready.popleft()
+            if ref in self._in_flight:  # not cancelled since
+                # a shard replies in order, though its refs may become ready out of order
+                return self._in_flight[ref].shard.requests[0]
+        if self._in_flight and (self._poll or not block):
+            self._ready.extend(ready_refs(list(self._in_flight)))
+        if not self._ready and block:
+            self._ready.extend(self._wait())
+        return self._next_ready(block) if self._ready else None
+
+    def can_wait(self) -> bool:
+        return self._limit is not None or super().can_wait()
+
+    def _on_cancelled(self, shard: ShardState, num_requests: int) -> None:
+        assert self._to_request is not None
+        self._to_request.extend([shard] * num_requests)
+
+    def state_dict(self) -> dict[str, Any]:
+        requests = [request.shard.index for request in self._in_flight.values()]
+        requests += [shard.index for shard in self._to_request or ()]
+        return {
+            **super().state_dict(),
+            "requests": None if self._to_request is None else requests,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        if self.resumable and state["requests"] is not None:
+            self._to_request = deque(self.states[index] for index in state["requests"])
+
+    def stop(self) -> None:
+        super().stop()
+        self._ready.clear()
+
+
+class GatherShard(GatherAsync):
+    """Return the items of one shard in its order, with several requests in flight."""
+
+    name = "shard"
+
+    def _next_ready(self, block: bool) -> Any | None:
+        oldest = next(iter(self._in_flight), None)
+        if not self.shards.remote or (oldest is not None and ready_refs([oldest])):
+            return oldest
+        if block:
+            started = time.perf_counter()
+            Waiter().wait(self.waits())
+            self.waited_s += time.perf_counter() - started
+        return None
+
+    def waits(self) -> list[Any]:
+        if not self.shards.remote:
+            return []
+        return [*list(self._in_flight)[:1], *self._deadlines()]

@@ -1,0 +1,123 @@
+"""GatherSync: one item of every shard per round."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from flowrl.iter.gather import Gather
+from flowrl.iter.shard_stream import Reply
+from flowrl.iter.shards import Shards
+from flowrl.iter.stage import NOT_READY, Source, sources_from_list, sources_to_list
+from flowrl.iter.waiting import ready_refs
+
+
+class GatherSync(Gather):
+    """Return lists of one item per live shard, in shard order; each pull requests one round.
+
+    No request is in flight between two pulls, so changes by the consumer (new weights) reach every
+    worker before its next item: the lag is 0. If a shard fails, the request is repeated in the same
+    round and the items of the other shards are kept.
+
+    Args:
+        shards: the shards to read.
+        flat: return the items of a round one at a time.
+        options: see Gather.
+    """
+
+    name = "batch_across_shards"
+
+    def __init__(self, shards: Shards, flat: bool = False, **options: Any):
+        if flat:
+            self.name = "gather_sync"
+        super().__init__(shards, **options)
+        self.yields_lists = not flat
+        self._flat = flat
+        self._round: dict[int, tuple[Any, Source]] = {}  # shard -> item
+
+    def pull(self, block: bool) -> Any:
+        if self.shards.changes() != self._changes:
+            self._update_members()
+        while True:
+            if self._queue:
+                item, source = self._queue.popleft()
+                self._sources = (source,)
+                self.items += 1
+                return item
+            if self._complete_round(block):
+                if not self._round:
+                    raise self._end()
+                in_order = [self._round[index] for index in sorted(self._round)]
+                self._round = {}
+                if self._flat:
+                    self._queue.extend(in_order)
+                    continue
+                self._sources = tuple(source for _, source in in_order)
+                self.items += 1
+                return [item for item, _ in in_order]
+            return NOT_READY
+
+    def discard(self, condition: Callable[[Any], bool]) -> list[tuple[Any, Source]]:
+        """Remove the items of the current round for which `condition(item)` is true, so that their
+        shards are requested again; return the removed items."""
+        indexes = [index for index, (item, _) in self._round.items() if condition(item)]
+        return [self._round.pop(index) for index in indexes]
+
+    def _complete_round(self, block: bool) -> bool:
+        """Request and receive items; return whether the round has one of every live shard."""
+        round_, remote = self._round, self.shards.remote
+        while True:
+            missing = False
+            for shard in self.states:
+                if shard.status == "live" and shard.index not in round_:
+                    missing = True
+                    if not shard.requests:
+                        self._request(shard)
+            if not missing and not self._in_flight:
+                return True
+            # in shard order, so that of several errors always the same one is raised first
+            refs = [ref for shard in self.states for ref in shard.requests]
+            replies = self._fetch_all(refs) if remote and block else None
+            if replies is None:
+                replies = [None] * len(refs)
+                if remote:
+                    ready = self._wait(for_all=True) if block else ready_refs(refs) if refs else []
+                    ready_set = set(ready)
+                    refs = [ref for ref in refs if ref in ready_set]
+            for ref, reply in zip(refs, replies, strict=False):
+                index = self._in_flight[ref].shard.index
+                for item in self._receive(ref, reply):
+                    round_[index] = item
+            if self._has_timeouts:
+                self._check_timeouts()
+            if not refs and not block:
+                return False
+
+    def _fetch_all(self, refs: list[Any]) -> list[Reply | None] | None:
+        """Fetch all replies in one request to Ray; return None if they must be fetched one at a
+        time, because one of them raised or a deadline may come first."""
+        if not refs or self._deadlines():
+            return None
+        started = time.perf_counter()
+        try:
+            return self.shards.results([self._in_flight[ref] for ref in refs], refs)
+        except Exception:
+            return None
+        finally:
+            self.waited_s += time.perf_counter() - started
+
+    def queued(self) -> list[Source]:
+        return [*super().queued(), *(source for _, source in self._round.values())]
+
+    def state_dict(self) -> dict[str, Any]:
+        current = [
+            [i, item, sources_to_list([source])] for i, (item, source) in self._round.items()
+        ]
+        return {**super().state_dict(), "round": current}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        if self.resumable:
+            rows = state["round"]
+            self._round = {i: (item, sources_from_list(row)[0]) for i, item, row in rows}

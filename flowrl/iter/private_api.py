@@ -1,0 +1,41 @@
+"""The private interfaces of other libraries that the engine uses, all in one place.
+
+`tests/iter/test_private_api.py` fails if a new version of Python or Ray changes one of them.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from typing import Any
+
+
+def call_on_put_and_get(watched: queue.Queue[Any], callback: Callable[[], None]) -> None:
+    """Call `callback` after every put into and every get from a queue.
+
+    Wraps `queue.Queue._put` and `_get`, the methods that subclasses of Queue override; Queue calls
+    them with its lock held.
+    """
+    for name in ("_put", "_get"):
+        setattr(watched, name, _then(getattr(watched, name), callback))
+
+
+def _then(method: Callable[..., Any], callback: Callable[[], None]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        result = method(*args)
+        callback()
+        return result
+
+    return call
+
+
+def call_when_ready(ref: Any, callback: Callable[..., None]) -> None:
+    """Call `callback` from another thread when a Ray object ref is ready.
+
+    Uses `ray.ObjectRef._on_ready`, which does not fetch the object. Refs without it (Ray client)
+    use `future()`.
+    """
+    if hasattr(ref, "_on_ready"):
+        ref._on_ready(callback)
+    else:
+        ref.future().add_done_callback(callback)

@@ -1,0 +1,51 @@
+"""Start, share and leave the Ray runtime of this process."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+_num_users = 0  # of a Ray runtime that `start_ray` started or joined
+
+
+def start_ray(address: str | None = None, **options: Any) -> bool:
+    """Join a Ray cluster or start a local one, unless this process has Ray already.
+
+    Args:
+        address: address of a running cluster; None starts a new local one.
+        options: further arguments of `ray.init`.
+
+    Returns:
+        Whether the runtime was started or joined by this function: the caller must then call
+        `leave_ray()` once when it no longer needs Ray.
+    """
+    import ray
+
+    global _num_users
+    if not ray.is_initialized():
+        defaults: dict[str, Any] = {} if address else {"include_dashboard": False}
+        ray.init(address or "local", logging_level=logging.WARNING, **defaults, **options)
+        _num_users = 0
+    elif not _num_users:
+        return False  # the user of flowrl started it
+    _num_users += 1
+    return True
+
+
+def leave_ray() -> None:
+    """Release the Ray runtime after `start_ray` returned True; the last user shuts it down."""
+    import ray
+
+    global _num_users
+    _num_users = max(0, _num_users - 1)
+    if not _num_users and ray.is_initialized():
+        ray.shutdown()
+
+
+def node_id() -> str | None:
+    """Return the id of the Ray node that this process runs on; None without Ray."""
+    ray: Any = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return None
+    return str(ray.get_runtime_context().get_node_id())

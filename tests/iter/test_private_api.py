@@ -1,0 +1,36 @@
+"""The private interfaces of Python and Ray that the engine uses exist and behave as expected."""
+
+import queue
+import threading
+
+import pytest
+
+from flowrl.iter.private_api import call_on_put_and_get, call_when_ready
+
+
+@pytest.mark.parametrize("queue_class", [queue.Queue, queue.LifoQueue, queue.PriorityQueue])
+def test_queue_calls_its_put_and_get_methods(queue_class):
+    watched, calls = queue_class(maxsize=2), []
+    call_on_put_and_get(watched, lambda: calls.append(watched.mutex.locked()))
+    watched.put(1)
+    watched.put_nowait(2)
+    assert sorted([watched.get(), watched.get_nowait()]) == [1, 2]
+    assert calls == [True] * 4  # once per put and get, with the lock of the queue held
+    with pytest.raises(queue.Empty):
+        watched.get_nowait()
+    assert len(calls) == 4
+
+
+def test_object_ref_calls_back_when_ready(ray_session):
+    ready, ready_again = threading.Event(), threading.Event()
+
+    @ray_session.remote(num_cpus=0)
+    def nothing():
+        return None
+
+    assert hasattr(ray_session.ObjectRef, "_on_ready")
+    ref = nothing.remote()
+    call_when_ready(ref, lambda *_: ready.set())
+    assert ready.wait(60)
+    call_when_ready(ref, lambda *_: ready_again.set())  # also if it is ready already
+    assert ready_again.wait(60)
