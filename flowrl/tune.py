@@ -15,10 +15,10 @@ from ray import tune
 from ray.tune.tune import _Config
 
 from flowrl.data.checkpoint import read_manifest
+from flowrl.setting_aliases import canonical_names
 from flowrl.settings import ConfigError
 from flowrl.trainer.config import AlgorithmConfig
 from flowrl.trainer.registry import algorithm_class, algorithm_names
-from flowrl.trainer.setting_aliases import our_names
 
 _Config.register(AlgorithmConfig)  # what Tune takes by its to_dict()
 
@@ -42,7 +42,7 @@ class AlgorithmTrainable(tune.Trainable):
     def default_resource_request(cls, config: dict[str, Any]) -> tune.PlacementGroupFactory:
         """A CPU for the learner, GPUs for learners that have some, and what the workers beside
         take."""
-        given = our_names(dict(config))
+        given = canonical_names(dict(config))
         fields = cls._class().config_class.model_fields
         default = {name: field.default for name, field in fields.items()}
         config = {**default, **given}

@@ -9,9 +9,9 @@ from typing import Any
 
 from flowrl.data.checkpoint import MANIFEST, CheckpointError, read_manifest
 from flowrl.policies.checkpoint_loading import config_from_json, config_to_json, trusted
+from flowrl.setting_aliases import canonical_names
 from flowrl.settings import ConfigError
 from flowrl.trainer.plan_files import PLAN_MODULE, load_plan
-from flowrl.trainer.setting_aliases import our_names
 
 
 def algorithm_from_checkpoint(
@@ -21,7 +21,7 @@ def algorithm_from_checkpoint(
     if not isinstance(config or {}, Mapping):
         raise ConfigError(f"from_checkpoint: config is a mapping of changes, got {config!r}")
     path = checkpoint_at(path)
-    about, changes = read_manifest(path), our_names(dict(config or {}))
+    about, changes = read_manifest(path), canonical_names(dict(config or {}))
     code: bool | str = trust
     try:
         plan = changes.get("plan", about["plan"])

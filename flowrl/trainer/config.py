@@ -19,11 +19,11 @@ from flowrl.policies.schedules import Schedule
 from flowrl.sampling.callbacks import DefaultCallbacks
 from flowrl.sampling.sample_collector import SampleCollector
 from flowrl.seeding import derive_seed
+from flowrl.setting_aliases import canonical_names
 from flowrl.settings import ConfigError, Count, Fraction, NotNegative, Positive, imported, nearest
 from flowrl.trainer.loggers import TrackerName, check_trackers
 from flowrl.trainer.metric_names import check_name
 from flowrl.trainer.plan_files import algorithm_in, load_plan, plan_path
-from flowrl.trainer.setting_aliases import our_names
 from flowrl.trainer.video import check_video
 
 log = logging.getLogger("flowrl")
@@ -178,11 +178,11 @@ class AlgorithmConfig(PolicyConfig):
 
     @classmethod
     def spelled(cls, values: dict[str, Any]) -> dict[str, Any]:
-        return our_names(values)
+        return canonical_names(values)
 
     def _set(self, group: str, values: dict[str, Any]) -> Self:
         self._check_not_frozen()
-        values = our_names(values)
+        values = canonical_names(values)
         known = _GROUPS[group] if group != "training" else _training_fields(type(self))
         for name in values:
             if name not in known:
@@ -280,7 +280,7 @@ class AlgorithmConfig(PolicyConfig):
         """
         if not isinstance(values, Mapping):
             raise ConfigError(f"from_dict: a mapping is needed, got {type(values).__name__}")
-        return cls(**our_names(dict(values)))
+        return cls(**canonical_names(dict(values)))
 
     def validate(self) -> Self:  # type: ignore[override]
         """Check everything that can be known before a run: every setting, the environment, the
@@ -329,9 +329,9 @@ class AlgorithmConfig(PolicyConfig):
         """Settings under the names that plain mappings have for them."""
         if not isinstance(values, dict):
             return values
-        values = our_names(values)
+        values = canonical_names(values)
         if isinstance(values.get("evaluation_config"), dict):
-            values["evaluation_config"] = our_names(values["evaluation_config"])
+            values["evaluation_config"] = canonical_names(values["evaluation_config"])
         if isinstance(values.get("log_to"), str):
             values["log_to"] = [values["log_to"]]
         if not values.pop("_use_trajectory_view_api", True):
@@ -405,7 +405,7 @@ class AlgorithmConfig(PolicyConfig):
         if self.output is not None:
             check_folder(self.output)
         if self.evaluation_video_dir is not None:
-            own = our_names(self.evaluation_config)
+            own = canonical_names(self.evaluation_config)
             mode = own.get("vectorization_mode", self.vectorization_mode)
             check_video("evaluation_video_dir", mode)
         if self.plan is not None:
@@ -415,7 +415,7 @@ class AlgorithmConfig(PolicyConfig):
         )
 
     def _check_evaluation(self) -> None:
-        own = our_names(self.evaluation_config)
+        own = canonical_names(self.evaluation_config)
         unknown = [name for name in own if name not in IN_EVALUATION]
         if unknown:
             hint = nearest(unknown[0], list(IN_EVALUATION))

@@ -343,7 +343,7 @@ def test_a_yaml_run_can_be_repeated_by_its_name(capsys, tmp_path):
         ("{plan: 5}", "plan: a name or a file is needed"),
         ("{run: PPO, stop: {1: 2}}", "the name of a metric is needed"),
         ("{run: PPO, stop: {training_iteration: }}", "a number is needed, got None"),
-        ("{run: PPO, config: {1: 2}}", "the name of a setting is a string"),
+        ("{run: PPO, config: {1: 2}}", "the name of a setting must be a string"),
         ("{run: PPO, env: A, config: {env: B}}", "env: it is given twice"),
         ("../esc: {run: PPO}", "the name of a run is a plain word"),
         ("2: {run: PPO}", "the name of a run is a plain word"),

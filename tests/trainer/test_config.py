@@ -13,8 +13,8 @@ from flowrl.algorithms.ppo import PPOConfig
 from flowrl.algorithms.simple_q import SimpleQConfig
 from flowrl.policies import ConfigError, PolicySpec
 from flowrl.policies.config import ExplorationConfig, ModelConfig
+from flowrl.setting_aliases import SETTING_ALIASES
 from flowrl.trainer.config import _GROUPS, AlgorithmConfig
-from flowrl.trainer.setting_aliases import SPELLINGS
 
 CONFIGS = [AlgorithmConfig, A2CConfig, PPOConfig, DQNConfig, SimpleQConfig]
 
@@ -100,9 +100,11 @@ def test_an_algorithms_config_is_frozen_and_the_users_is_not():
     assert ModelConfig().updated(fcnet_hiddens=[3]).fcnet_hiddens == [3]
 
 
-@pytest.mark.parametrize("name", [n for n in SPELLINGS if SPELLINGS[n] in PPOConfig.model_fields])
+@pytest.mark.parametrize(
+    "name", [n for n in SETTING_ALIASES if SETTING_ALIASES[n] in PPOConfig.model_fields]
+)
 def test_other_spellings_are_taken_with_a_note(name, caplog):
-    ours = SPELLINGS[name]
+    ours = SETTING_ALIASES[name]
     value = PPOConfig()[ours]
     value = {"model": {}, "callbacks_class": None}.get(ours, value)
     assert PPOConfig(**{name: value})[ours] == PPOConfig()[ours]
@@ -141,7 +143,7 @@ BAD = [
     (PPOConfig, {"model": {"fcnet_hidden": [1]}}, "model.fcnet_hidden'. Did you mean"),
     (PPOConfig, {"exploration_config": {"typ": "Random"}}, "Did you mean 'type'"),
     (PPOConfig, {"policy_kwargs": {}}, "Did you mean 'model'"),
-    (PPOConfig, {"framework": "tf2"}, "framework: it is torch, there is no 'tf2'"),
+    (PPOConfig, {"framework": "tf2"}, "framework: only 'torch' is supported"),
     (PPOConfig, {"_use_trajectory_view_api": False}, "_use_trajectory_view_api"),
     (PPOConfig, {"multiagent": {"polices": {}}}, "multiagent: unknown setting 'polices'"),
     # types and ranges
@@ -279,9 +281,12 @@ def test_spellings_are_the_same_everywhere():
     config.evaluation(evaluation_config={"num_envs_per_env_runner": 2}).check()
     for given, said in (
         ({"num_env_runners": 1, "num_rollout_workers": 2}, "give one of them"),
-        ({"observation_filter": "Mean"}, "observation_filter: 'NoFilter' or 'MeanStdFilter'"),
+        (
+            {"observation_filter": "Mean"},
+            "observation_filter: must be 'NoFilter' or 'MeanStdFilter'",
+        ),
         ({"observation_filter": ["NoFilter"]}, "observation_filter"),
-        ({1: 2}, "the name of a setting is a string"),
+        ({1: 2}, "the name of a setting must be a string"),
     ):
         with pytest.raises(ConfigError, match=said):
             PPOConfig.from_dict(given)
