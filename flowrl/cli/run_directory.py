@@ -30,7 +30,7 @@ from flowrl.data.checkpoint import (
     remove_checkpoint,
 )
 from flowrl.settings import ConfigError
-from flowrl.trainer.metric_names import flat, value_of
+from flowrl.trainer.metric_names import flatten_result, metric_value
 
 CHECKPOINTS = "checkpoints"
 _CODE = "__code__"  # marks a setting that was code: the plan file has it
@@ -123,7 +123,7 @@ class RunDirectory:
         path = self.path / CHECKPOINTS / f"{algorithm.iteration:06d}"
         score = None
         if config.checkpoint_score_attribute is not None and result is not None:
-            score = value_of(result, config.checkpoint_score_attribute)
+            score = metric_value(result, config.checkpoint_score_attribute)
         try:
             algorithm.save(path, score=score)
         except OSError as error:
@@ -205,7 +205,7 @@ class RunDirectory:
     def _write_files(self, result: dict[str, Any]) -> dict[str, Any]:
         self._results.write(json.dumps(_finite(result), allow_nan=False) + "\n")
         self._results.flush()
-        row = dict(flat(result))
+        row = dict(flatten_result(result))
         writer = csv.writer(self._progress)
         if not self._columns:
             self._columns = list(row)

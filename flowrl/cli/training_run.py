@@ -26,7 +26,7 @@ from flowrl.data.checkpoint import CheckpointError
 from flowrl.iter.stage import walk
 from flowrl.ops import WriteParquet
 from flowrl.settings import ConfigError, nearest
-from flowrl.trainer.metric_names import check_name, flat, value_of
+from flowrl.trainer.metric_names import check_metric_name, flatten_result, metric_value
 from flowrl.trainer.plan_files import plan_path
 
 HURRIED_S = 1.0  # a second Ctrl-C so soon after the first is the same one
@@ -79,9 +79,9 @@ class Stop:
     def check(self, config: Any) -> None:
         """Refuse metrics that no result will have."""
         if self.reward is not None:
-            check_name("episode_reward_mean", config, "stop")
+            check_metric_name("episode_reward_mean", config, "stop")
         for name, _, _ in self.metrics:
-            check_name(name, config, "stop")
+            check_metric_name(name, config, "stop")
 
     def reached(self, result: dict[str, Any], window: int, seconds: float) -> str | None:
         """What was reached, in words; None while nothing is."""
@@ -97,7 +97,7 @@ class Stop:
         if self.time_s and seconds >= self.time_s:
             return f"{seconds:.0f} s"
         for name, relation, limit in self.metrics:
-            value = value_of(result, name)
+            value = metric_value(result, name)
             if value is not None and (value >= limit if relation == ">=" else value <= limit):
                 return f"{name} {value:g} {relation} {limit:g}"
         return None
@@ -109,13 +109,15 @@ def check_metric(result: dict[str, Any], name: str, what: str) -> bool:
     Raises:
         ConfigError: it has not, and should have: it will never come.
     """
-    if value_of(result, name) is not None:
+    if metric_value(result, name) is not None:
         return True
     learned = name.startswith(("learners/", "info/learner/")) and result["learners"]
     ended = name.startswith("custom_metrics/") and result["episodes_in_window"]
     if learned or ended:
         group = name.split("/")[0]
-        known = [k for k, v in flat({group: result[group]}) if isinstance(v, (int, float))]
+        known = [
+            k for k, v in flatten_result({group: result[group]}) if isinstance(v, (int, float))
+        ]
         raise ConfigError(
             f"{what}: there is no metric {name!r}.{nearest(name, known)} In {group} there are "
             f"{', '.join(known) or 'none'}"

@@ -21,8 +21,8 @@ from flowrl.sampling.sample_collector import SampleCollector
 from flowrl.seeding import derive_seed
 from flowrl.setting_aliases import canonical_names
 from flowrl.settings import ConfigError, Count, Fraction, NotNegative, Positive, imported, nearest
-from flowrl.trainer.loggers import TrackerName, check_trackers
-from flowrl.trainer.metric_names import check_name
+from flowrl.trainer.loggers import LoggerName, check_loggers
+from flowrl.trainer.metric_names import check_metric_name
 from flowrl.trainer.plan_files import algorithm_in, load_plan, plan_path
 from flowrl.trainer.video import check_video
 
@@ -168,7 +168,7 @@ class AlgorithmConfig(PolicyConfig):
     """Env steps between two reports, at least."""
     metrics_num_episodes_for_smoothing: int = Field(default=100, ge=1, le=1_000_000)
     """Episodes that the reported means are over, the last ones."""
-    log_to: list[TrackerName] = []
+    log_to: list[LoggerName] = []
     """Experiment trackers that get every result: wandb, mlflow (extras of these names)."""
     log_config: dict[str, dict[str, Any]] = {}
     """Tracker -> its settings: those of wandb.init (project, name, mode, …); of mlflow
@@ -400,8 +400,8 @@ class AlgorithmConfig(PolicyConfig):
         if self.evaluation_config:
             self._check_evaluation()
         if self.checkpoint_score_attribute is not None:
-            check_name(self.checkpoint_score_attribute, self, "checkpoint_score_attribute")
-        check_trackers(self.log_to, self.log_config)
+            check_metric_name(self.checkpoint_score_attribute, self, "checkpoint_score_attribute")
+        check_loggers(self.log_to, self.log_config)
         if self.output is not None:
             check_folder(self.output)
         if self.evaluation_video_dir is not None:

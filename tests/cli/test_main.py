@@ -321,7 +321,7 @@ def test_an_env_that_raises_shows_its_own_traceback(capsys, tmp_path):
         ("gym.spaces.Discrete(2)", "gym.spaces.Text(2)", "no action distribution"),
         ("env=lambda context: Short()", "env=lambda context: 3", "not a gymnasium Env"),
         ("config = A2CConfig(", "settings = A2CConfig(", "has no `config`"),
-        ("def execution_plan", "def plan", "no function execution_plan"),
+        ("def execution_plan", "def plan", "neither a function execution_plan"),
         ("def execution_plan", "def execution_plan(", "line"),
     ],
 )

@@ -150,7 +150,7 @@ def test_registered_algorithms():
     register_algorithm("Other", Other)
     register_algorithm("Other", Other)
     assert algorithm_class("other") is Other
-    with pytest.raises(ConfigError, match="'Other' is taken"):
+    with pytest.raises(ConfigError, match="'Other' is already registered"):
         register_algorithm("Other", A2C)
     with pytest.raises(ConfigError, match="Did you mean 'SimpleQ'"):
         algorithm_class("SimpelQ")
@@ -178,7 +178,7 @@ def test_any_metric_ends_a_run(capsys, tmp_path):
     [
         (["--stop", "episode_reward_meen=3"], "Did you mean 'episode_reward_mean'?"),
         (["--stop", "learners/ppo/kl=3"], "there is no policy 'ppo'"),
-        (["--stop", "evaluation/episode_reward_mean=3"], "without evaluations"),
+        (["--stop", "evaluation/episode_reward_mean=3"], "needs evaluations"),
         (["--stop", "what"], "METRIC=VALUE"),
         (["--stop", "timesteps_total=nan"], "must be a number"),
         (["--checkpoint-score-attribute", "retur"], "no result has a metric 'retur'"),
@@ -389,7 +389,7 @@ def test_an_evaluation_that_fails_loses_no_result(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("told", "said"),
     [
-        ({"env_config": {"nope": 1}}, "evaluation_config: its environment cannot be made"),
+        ({"env_config": {"nope": 1}}, "evaluation_config: cannot create its environment"),
         ({"env": "MountainCar-v0"}, "evaluation_config: its environment has the observation_space"),
         ({"model": {"fcnet_hiddens": [8]}}, "it takes no 'model'"),
         ({"num_workers": 2}, "it takes no 'num_workers'"),
@@ -475,7 +475,7 @@ def test_the_checkpoint_of_an_algorithm_in_a_file_opens_in_python(capsys, tmp_pa
         Algorithm.from_checkpoint("r")
     with pytest.raises(CheckpointError, match="no such folder"):
         Algorithm.from_checkpoint("none")
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+    with pytest.raises(CheckpointError, match="contains no checkpoint"):
         Algorithm.from_checkpoint(tmp_path)
 
 

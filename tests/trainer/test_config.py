@@ -280,7 +280,7 @@ def test_spellings_are_the_same_everywhere():
     assert config.batch_mode == "truncate_episodes"
     config.evaluation(evaluation_config={"num_envs_per_env_runner": 2}).check()
     for given, said in (
-        ({"num_env_runners": 1, "num_rollout_workers": 2}, "give one of them"),
+        ({"num_env_runners": 1, "num_rollout_workers": 2}, "give only one of them"),
         (
             {"observation_filter": "Mean"},
             "observation_filter: must be 'NoFilter' or 'MeanStdFilter'",
@@ -323,7 +323,7 @@ def test_an_environment_that_could_not_be_kept_must_be_given_again(tmp_path, cap
         algorithm.save(tmp_path / "c")
         assert "cannot hold the settings ['env']" in caplog.text
         expected = algorithm.train()["episode_len_mean"]
-    with pytest.raises(CheckpointError, match=r"could not hold \['env'\]"):
+    with pytest.raises(CheckpointError, match=r"does not contain the settings \['env'\]"):
         PPO.from_checkpoint(tmp_path / "c")
     with PPO.from_checkpoint(tmp_path / "c", config={"env": seven}) as algorithm:
         assert algorithm.train()["episode_len_mean"] == expected <= 7
