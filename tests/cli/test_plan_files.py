@@ -23,7 +23,7 @@ def test_copied_plan_trains(cli):
     assert code == 0
 
 
-def test_plan_imports_modules_from_its_folder(cli, tmp_path):
+def test_plan_imports_modules_from_its_folder(cli, tmp_path, ray_session):
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "local_env.py").write_text(
