@@ -19,9 +19,8 @@ from pydantic import (
     ValidationError,
 )
 
-
-class ConfigError(ValueError):
-    """A setting that flowrl refuses: names the field, what is allowed, and the nearest name."""
+from flowrl.errors import ConfigError as ConfigError  # part of this module's interface
+from flowrl.setting_aliases import SETTING_SUGGESTIONS
 
 
 def imported(path: str) -> Any:
@@ -37,40 +36,9 @@ def imported(path: str) -> Any:
     return found
 
 
-# what other libraries call settings of ours
-_ELSEWHERE = {
-    "learning_rate": "lr",
-    "discount": "gamma",
-    "discount_factor": "gamma",
-    "n_steps": "rollout_fragment_length",
-    "num_steps": "rollout_fragment_length",
-    "n_epochs": "num_sgd_iter",
-    "update_epochs": "num_sgd_iter",
-    "gae_lambda": "lambda_",
-    "ent_coef": "entropy_coeff",
-    "vf_coef": "vf_loss_coeff",
-    "clip_range": "clip_param",
-    "clip_coef": "clip_param",
-    "max_grad_norm": "grad_clip",
-    "n_envs": "num_envs_per_worker",
-    "num_envs": "num_envs_per_worker",
-    "buffer_size": "replay_buffer_capacity",
-    "gradient_steps": "training_intensity",
-    "train_freq": "training_intensity",
-    "exploration_fraction": "exploration_config",
-    "exploration_final_eps": "exploration_config",
-    "total_timesteps": "stop_timesteps",
-    "policy_kwargs": "model",
-    "net_arch": "model",
-    "target_update_interval": "target_network_update_freq",
-    "env_id": "env",
-    "env_kwargs": "env_config",
-}
-
-
 def nearest(name: str, known: list[str]) -> str:
     """` Did you mean 'x'?`, or nothing when no known name is near."""
-    other = _ELSEWHERE.get(name.replace("-", "_"))
+    other = SETTING_SUGGESTIONS.get(name.replace("-", "_"))
     if other is not None and "-" in name:
         other = other.rstrip("_").replace("_", "-")
     close = [other] if other in known else difflib.get_close_matches(name, known, n=1)

@@ -51,12 +51,12 @@ from flowrl.trainer.evaluation import (
     check_evaluation_env,
     evaluate_policies,
     evaluation_settings,
-    recording_of,
-    summary,
+    recorder_for,
+    summarize_episodes,
 )
-from flowrl.trainer.loggers import Trackers
+from flowrl.trainer.loggers import ResultLoggers
 from flowrl.trainer.plan_files import PLAN_MODULE, load_plan, modules_of, plan_path
-from flowrl.trainer.video import Recording
+from flowrl.trainer.video import VideoRecorder
 
 log = logging.getLogger("flowrl")
 
@@ -100,7 +100,7 @@ class Algorithm:
         self.last_result: dict[str, Any] | None = None
         self._plan: LocalIterator[dict[str, Any]] | None = None
         self._evaluation: EvaluationWorkers | None = None
-        self._trackers = Trackers(config)
+        self._trackers = ResultLoggers(config)
         self._stopped = False
         self.setup(config)
 
@@ -325,14 +325,14 @@ class Algorithm:
             )
         policies = self.workers.local_worker().policy_map
         explore = self._explores(explore)
-        video = recording_of(config, self.iteration)
+        video = recorder_for(config, self.iteration)
         if video_dir is not None:
-            video = Recording(video_dir, "evaluation", config.evaluation_video_episodes)
+            video = VideoRecorder(video_dir, "evaluation", config.evaluation_video_episodes)
         with self.workers.local_worker().lock:  # a learner beside the plan has the same networks
             played = evaluate_policies(
                 policies, config, count, explore, num_envs, by_steps, video=video
             )
-        return summary(played, list(policies))
+        return summarize_episodes(played, list(policies))
 
     def _explores(self, explore: bool | None = None) -> bool:
         """Whether an evaluation explores."""
@@ -356,14 +356,14 @@ class Algorithm:
         policies = self.workers.local_worker().policy_map
         told = None
         if due and not config.evaluation_parallel_to_training:
-            beside.begin(policies, self._explores(), self.iteration)
-            told = beside.take()
+            beside.start(policies, self._explores(), self.iteration)
+            told = beside.collect()
         elif beside.is_running and (due or beside.is_done()):
-            told = beside.take()
+            told = beside.collect()
         if told is not None:
             result["evaluation"] = told
         if due and config.evaluation_parallel_to_training:
-            beside.begin(policies, self._explores(), self.iteration)
+            beside.start(policies, self._explores(), self.iteration)
 
     # -- checkpoints ---------------------------------------------------------------------------
 
@@ -503,7 +503,7 @@ class Algorithm:
             raise
         before, self._plan = self._plan, plan
         if self._evaluation is not None:
-            self._evaluation.forget()
+            self._evaluation.discard()
         if before is not None:
             before.stop()
 
@@ -528,11 +528,11 @@ class Algorithm:
                 raise
             self.workers.global_vars.update(global_vars)
         self.iteration, self._time_total_s = iteration, seconds
-        self._trackers.go_on_with(tracked)
+        self._trackers.resume_runs(tracked)
 
     def forget_trackers(self) -> None:
         """Results of a training that goes on from a checkpoint get tracker runs of their own."""
-        self._trackers.go_on_with({})
+        self._trackers.resume_runs({})
 
     def restore_policies(self, path: Path | str) -> None:
         """Take only the policies from a checkpoint, whatever the plan: to play, or to start from.

@@ -18,6 +18,7 @@ from flowrl.policies.policy_spec import PolicyMapping, multi_agent_settings, spe
 from flowrl.sampling.callbacks import DefaultCallbacks
 from flowrl.sampling.sample_collector import SampleCollector
 from flowrl.seeding import derive_seed
+from flowrl.setting_aliases import canonical_names
 from flowrl.settings import (
     ConfigError,
     Count,
@@ -28,10 +29,9 @@ from flowrl.settings import (
     setting,
 )
 from flowrl.trainer.fluent import FluentSettings
-from flowrl.trainer.loggers import TrackerName, check_trackers
-from flowrl.trainer.metric_names import check_name
+from flowrl.trainer.loggers import LoggerName, check_loggers
+from flowrl.trainer.metric_names import check_metric_name
 from flowrl.trainer.plan_files import algorithm_in, load_plan, plan_path
-from flowrl.trainer.setting_aliases import our_names
 from flowrl.trainer.video import check_video
 
 log = logging.getLogger("flowrl")
@@ -188,7 +188,7 @@ class AlgorithmConfig(FluentSettings):
     """Env steps between two reports, at least."""
     metrics_num_episodes_for_smoothing: int = setting(100, group="reporting", ge=1, le=1_000_000)
     """Episodes that the reported means are over, the last ones."""
-    log_to: list[TrackerName] = setting([], group="reporting")
+    log_to: list[LoggerName] = setting([], group="reporting")
     """Experiment trackers that get every result: wandb, mlflow (extras of these names)."""
     log_config: dict[str, dict[str, Any]] = setting({}, group="reporting")
     """Tracker -> its settings: those of wandb.init (project, name, mode, …); of mlflow
@@ -209,7 +209,7 @@ class AlgorithmConfig(FluentSettings):
         """
         if not isinstance(values, Mapping):
             raise ConfigError(f"from_dict: a mapping is needed, got {type(values).__name__}")
-        return cls(**our_names(dict(values)))
+        return cls(**canonical_names(dict(values)))
 
     def validate(self) -> Self:  # type: ignore[override]
         """Check everything that can be known before a run: every setting, the environment, the
@@ -258,9 +258,9 @@ class AlgorithmConfig(FluentSettings):
         """Settings under the names that plain mappings have for them."""
         if not isinstance(values, dict):
             return values
-        values = our_names(values)
+        values = canonical_names(values)
         if isinstance(values.get("evaluation_config"), dict):
-            values["evaluation_config"] = our_names(values["evaluation_config"])
+            values["evaluation_config"] = canonical_names(values["evaluation_config"])
         if isinstance(values.get("log_to"), str):
             values["log_to"] = [values["log_to"]]
         if not values.pop("_use_trajectory_view_api", True):
@@ -329,12 +329,12 @@ class AlgorithmConfig(FluentSettings):
         if self.evaluation_config:
             self._check_evaluation()
         if self.checkpoint_score_attribute is not None:
-            check_name(self.checkpoint_score_attribute, self, "checkpoint_score_attribute")
-        check_trackers(self.log_to, self.log_config)
+            check_metric_name(self.checkpoint_score_attribute, self, "checkpoint_score_attribute")
+        check_loggers(self.log_to, self.log_config)
         if self.output is not None:
             check_folder(self.output)
         if self.evaluation_video_dir is not None:
-            own = our_names(self.evaluation_config)
+            own = canonical_names(self.evaluation_config)
             mode = own.get("vectorization_mode", self.vectorization_mode)
             check_video("evaluation_video_dir", mode)
         if self.plan is not None:
@@ -344,7 +344,7 @@ class AlgorithmConfig(FluentSettings):
         )
 
     def _check_evaluation(self) -> None:
-        own = our_names(self.evaluation_config)
+        own = canonical_names(self.evaluation_config)
         allowed = [info.name for info in self.describe() if info.in_evaluation]
         unknown = [name for name in own if name not in allowed]
         if unknown:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any, Self
 
 from flowrl.policies.config import ModelConfig, PolicyConfig
+from flowrl.setting_aliases import canonical_names
 from flowrl.settings import ConfigError, nearest
-from flowrl.trainer.setting_aliases import our_names
 
 
 def _group(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -42,7 +42,7 @@ class FluentSettings(PolicyConfig):
 
     @classmethod
     def spelled(cls, values: dict[str, Any]) -> dict[str, Any]:
-        return our_names(values)
+        return canonical_names(values)
 
     @_group
     def environment(self, env: Any = None, **settings: Any) -> Self:
@@ -120,7 +120,7 @@ class FluentSettings(PolicyConfig):
 
     def _set(self, group: str, values: dict[str, Any]) -> Self:
         self._check_not_frozen()
-        values = our_names(values)
+        values = canonical_names(values)
         groups = {info.name: info.group for info in self.describe()}
         for name in values:
             if groups.get(name) != group:

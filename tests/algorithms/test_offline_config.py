@@ -9,7 +9,7 @@ from gymnasium import spaces
 
 from flowrl.algorithms.cql import CQLConfig
 from flowrl.algorithms.marwil import BC, BCConfig, MARWILConfig
-from flowrl.cli.training_run import Stop
+from flowrl.cli.stop_rules import StopRules
 from flowrl.data import SampleBatch
 from flowrl.offline.parquet import OfflineDataError, read_parquet, write_parquet
 from flowrl.settings import ConfigError
@@ -105,14 +105,14 @@ def test_stop_criteria_without_episodes_are_refused(folder):
     config = BCConfig(env="CartPole-v1", input_=str(folder))
     for name in ("episode_reward_mean", "policy_reward_mean/default_policy"):
         with pytest.raises(ConfigError, match=r"'evaluation/episode_reward_mean' \(\.evaluation"):
-            Stop(metrics=[(name, ">=", 9.0)]).check(config)
+            StopRules(metrics=[(name, ">=", 9.0)]).check(config)
     with pytest.raises(ConfigError, match="nothing is sampled"):
-        Stop(reward=9.0).check(config)
-    assert Stop().with_defaults(config).reward is None
+        StopRules(reward=9.0).check(config)
+    assert StopRules().with_defaults(config).reward is None
     with pytest.raises(ConfigError, match="checkpoint_score_attribute: there is no 'episode_rew"):
         config.updated(checkpoint_score_attribute="episode_reward_mean").check()
     evaluated = config.updated(evaluation_interval=1)
-    Stop(metrics=[("evaluation/episode_reward_mean", ">=", 9.0)]).check(evaluated)
+    StopRules(metrics=[("evaluation/episode_reward_mean", ">=", 9.0)]).check(evaluated)
 
 
 @pytest.mark.parametrize(

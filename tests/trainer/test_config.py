@@ -15,10 +15,10 @@ from flowrl.algorithms.simple_q import SimpleQConfig
 from flowrl.cli.flags import settings_from_flags
 from flowrl.policies import ConfigError, PolicySpec
 from flowrl.policies.config import ExplorationConfig, ModelConfig
+from flowrl.setting_aliases import SETTING_ALIASES
 from flowrl.settings import setting
 from flowrl.trainer.config import AlgorithmConfig
 from flowrl.trainer.evaluation import evaluation_settings
-from flowrl.trainer.setting_aliases import SPELLINGS
 
 CONFIGS = [AlgorithmConfig, A2CConfig, PPOConfig, DQNConfig, SimpleQConfig]
 
@@ -141,9 +141,11 @@ def test_an_algorithms_config_is_frozen_and_the_users_is_not():
     assert ModelConfig().updated(fcnet_hiddens=[3]).fcnet_hiddens == [3]
 
 
-@pytest.mark.parametrize("name", [n for n in SPELLINGS if SPELLINGS[n] in PPOConfig.model_fields])
+@pytest.mark.parametrize(
+    "name", [n for n in SETTING_ALIASES if SETTING_ALIASES[n] in PPOConfig.model_fields]
+)
 def test_other_spellings_are_taken_with_a_note(name, caplog):
-    ours = SPELLINGS[name]
+    ours = SETTING_ALIASES[name]
     value = PPOConfig()[ours]
     value = {"model": {}, "callbacks_class": None}.get(ours, value)
     assert PPOConfig(**{name: value})[ours] == PPOConfig()[ours]
