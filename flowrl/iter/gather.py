@@ -219,7 +219,7 @@ class Gather(Stage):
 
     def _give_up(self, shard: ShardState, why: str, error: BaseException | None) -> None:
         shard.state = "failed"
-        self.shards.given_up(shard.index)
+        self.shards.mark_failed(shard.index)
         _count("num_shards_failed")
         left = len(self.live())
         failed = ShardFailedError(

@@ -145,7 +145,7 @@ class Pool:
         """End a worker and put a new one in its place; False if that cannot be done."""
         return False
 
-    def given_up(self, index: int) -> None:
+    def mark_failed(self, index: int) -> None:
         """A worker has failed for good."""
 
     def kill(self, index: int) -> None:
@@ -416,8 +416,8 @@ class Shards:
     def kill(self, index: int) -> None:
         self._shards[index].pool.kill(self._shards[index].worker)
 
-    def given_up(self, index: int) -> None:
-        self._shards[index].pool.given_up(self._shards[index].worker)
+    def mark_failed(self, index: int) -> None:
+        self._shards[index].pool.mark_failed(self._shards[index].worker)
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy in another process reads a stream of its own

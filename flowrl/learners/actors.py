@@ -161,7 +161,7 @@ class LearnerGroup:
         told: dict[str, Any] = {
             p: (one.version, getattr(one, "target_updates", 0)) for p, one in policies.items()
         }
-        return {**told, "": self.workers.times_forgotten}
+        return {**told, "": self.workers.weight_sync.num_invalidations}
 
     def _prepare(self) -> None:
         """Make the learners, or let them know what the local policies are now."""

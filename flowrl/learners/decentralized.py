@@ -228,7 +228,7 @@ class TrainOnWorkersStage(Stage):
         self._count = CountRollouts(workers)
         self._store: Any = None
         self._generation = 0
-        self._members: list[int] = []  # of the group: the incarnation of each worker
+        self._members: list[int] = []  # of the group: the restart count of each worker
         self._fresh = False  # no round of this generation has been completed
 
     def start(self, seed: str | None) -> None:
@@ -241,7 +241,7 @@ class TrainOnWorkersStage(Stage):
         host = ray.util.get_node_ip_address()
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         self._learn.place = host, self._store.port
-        self.workers.on_remake.append(self._form_anew)
+        self.workers.on_recreate.append(self._form_anew)
         self._form()
 
     def _form(self) -> None:
@@ -262,7 +262,7 @@ class TrainOnWorkersStage(Stage):
         self._store.set("generation", name)
 
     def _present(self) -> list[int]:
-        return self.workers.incarnations[: self.workers.num_workers]
+        return self.workers.restart_counts[: self.workers.num_workers]
 
     def _form_anew(self) -> None:
         if self._fresh:
@@ -328,7 +328,7 @@ class TrainOnWorkersStage(Stage):
             with worker.lock:
                 take_learning_state(worker.policy_map, state)
             if not any(policy.observation_filter for policy in worker.policy_map.values()):
-                self.workers.note_weights(range(self.workers.num_workers))
+                self.workers.weight_sync.mark_synced(range(self.workers.num_workers))
         for one, source in zip(told, sources, strict=True):
             self._count(((source,), one))
             note_trained(metrics, one.count, one.info)
@@ -337,8 +337,8 @@ class TrainOnWorkersStage(Stage):
         return told[0], told[0].info
 
     def stop(self) -> None:
-        if self._form_anew in self.workers.on_remake:
-            self.workers.on_remake.remove(self._form_anew)
+        if self._form_anew in self.workers.on_recreate:
+            self.workers.on_recreate.remove(self._form_anew)
         self._store = None
 
     def state_name(self) -> str | None:

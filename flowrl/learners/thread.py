@@ -163,7 +163,7 @@ class LearnerThread:
             self._ending, self.started = False, True
             if self.learners is not None:
                 self.learners.open()
-            self.workers.publish()
+            self.workers.weight_sync.publish()
             self._thread = threading.Thread(target=self._run, name="flowrl-learner", daemon=True)
             self._thread.start()
 
@@ -180,7 +180,7 @@ class LearnerThread:
             if self.learners is not None:
                 self.learners.close()  # the thread does not wait for them any more
             thread.join(JOIN_S)
-            self.workers.unpublish()
+            self.workers.weight_sync.unpublish()
         elif self.learners is not None:
             self.learners.close()
 
@@ -235,7 +235,7 @@ class LearnerThread:
             learning = batch_to_learn_from(self.workers.local_worker(), batch, self.policies)
             info = self.learners.learn(learning, batch.sources, *how)
         if not self._ending:
-            self.workers.publish()
+            self.workers.weight_sync.publish()
         return info
 
     # -- what comes of it, in the plan -----------------------------------------------------------

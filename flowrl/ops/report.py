@@ -183,7 +183,7 @@ class CollectMetrics:
             "num_remote_worker_restarts": counters["num_shard_restarts"],
             "num_env_restarts": restarts,
             "num_faulty_episodes": faulty,
-            "num_episodes_begun_anew": self._workers.episodes_begun_anew,
+            "num_episodes_restarted": self._workers.num_episodes_restarted,
             "info": {
                 **metrics.info.get("told", {}),
                 "learner": {pid: _without_rows(one) for pid, one in learner.items()},
