@@ -105,9 +105,7 @@ class ColumnarCollector:
         self._base = first_id
         self._next_episode = self._next_unroll = 0
         self._open = False
-        self._restarted: list[
-            int
-        ] = []  # environments whose episodes a loaded state could not resume
+        self._restarted: list[int] = []  # environments with new episodes after loading a state
         space: Any = stepper.observation_space
         steps, envs = length, stepper.num_envs
         self._raw = np.empty((steps + 1, envs, *space.shape), space.dtype)
@@ -150,7 +148,7 @@ class ColumnarCollector:
     # -- state -------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the next fragment depends on besides the policy."""
+        """Return the state of environments, episodes and counters, without the policy."""
         state: dict[str, Any] = {
             "base": self._base,
             "next_episode": self._next_episode,

@@ -7,7 +7,7 @@ IDS_PER_RESTART = 1 << 30
 
 
 def first_id(worker_index: int, restart_count: int) -> int:
-    """Return the first id of a worker's range; its replacements get ranges of their own."""
+    """Return the first id of a worker's range; each replacement gets a separate range."""
     return worker_index * IDS_PER_WORKER + restart_count * IDS_PER_RESTART
 
 

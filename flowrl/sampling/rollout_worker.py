@@ -297,10 +297,10 @@ class RolloutWorker:
                 raise
 
     def sampling_state_dict(self) -> dict[str, Any]:
-        """Return what the next samples depend on besides the policies' weights and filters: random
-        streams, environments and running episodes, as far as they can be saved.
+        """Return random streams, environments and running episodes, as far as they can be saved.
 
-        Items that an asynchronous sampler has ready are not included.
+        Weights and filters are part of `state_dict`. Items that an asynchronous sampler has ready
+        are not included.
         """
         with self.lock:
             policies = {pid: policy.get_acting_state() for pid, policy in self.policy_map.items()}

@@ -41,7 +41,7 @@ from flowrl.settings import ConfigError
 log = logging.getLogger("flowrl")
 
 MAX_STEPS_WITHOUT_DATA = 10_000  # env steps without a row or an episode, before a warning
-MAX_CACHED_AGENTS = 10_000  # agents whose first observations were checked
+MAX_CACHED_AGENTS = 10_000  # agents whose first observations are checked
 
 
 class CallbackWorker(SamplingWorker, Protocol):
@@ -215,7 +215,7 @@ class RowSampler:
     # -- state -------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the next fragment depends on besides the policies."""
+        """Return the state of environments, episodes and counters, without the policies."""
         state: dict[str, Any] = {
             "next_id": self._ids.next_id,
             "env_steps": self.env_steps,
