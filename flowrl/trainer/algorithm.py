@@ -399,7 +399,10 @@ class Algorithm:
             if isinstance(stage, Gather)
             for source in stage.queued()
         )
-        counted = self.plan.metrics.counters["num_env_steps_sampled"] - sampling["env_steps_of_removed_workers"]
+        counted = (
+            self.plan.metrics.counters["num_env_steps_sampled"]
+            - sampling["env_steps_of_removed_workers"]
+        )
         return max(0, made - counted - queued)
 
     def save(self, path: Path | str, **about: Any) -> Path | str:
