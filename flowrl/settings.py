@@ -119,7 +119,7 @@ def setting(
         in_evaluation: whether `evaluation_config` may override it.
         constraints: for pydantic's Field, such as `ge=0`.
     """
-    extra = {"group": group, "in_evaluation": in_evaluation}
+    extra: Any = {"group": group, "in_evaluation": in_evaluation}
     return Field(default, json_schema_extra=extra, **constraints)
 
 

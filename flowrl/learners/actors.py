@@ -196,7 +196,7 @@ class LearnerGroup(Learner):
             policy_id: (policy.version, getattr(policy, "target_updates", 0))
             for policy_id, policy in policies.items()
         }
-        return {**versions, "": self.workers.times_forgotten}
+        return {**versions, "": self.workers.weight_sync.num_invalidations}
 
     def _prepare_actors(self) -> None:
         """Start the actors, or send them the local policies if those have changed."""

@@ -155,7 +155,7 @@ class LearnerThread:
         if self._thread is None:
             self._stopping = False
             self.learner.start()
-            self.workers.publish()
+            self.workers.weight_sync.publish()
             self._thread = threading.Thread(target=self._run, name="flowrl-learner", daemon=True)
             self._thread.start()
 
@@ -172,7 +172,7 @@ class LearnerThread:
         self.learner.stop()  # so that the thread does not wait for actors
         if thread is not None:
             thread.join(JOIN_TIMEOUT_S)
-            self.workers.unpublish()
+            self.workers.weight_sync.unpublish()
 
     def _run(self) -> None:
         waiter = Waiter()
@@ -205,7 +205,7 @@ class LearnerThread:
         try:
             updates = self.learner.update(batch)
             if not self._stopping:
-                self.workers.publish()
+                self.workers.weight_sync.publish()
         except BaseException as error:
             if self._stopping:
                 return False  # the learner's actors were killed

@@ -193,7 +193,7 @@ class CollectMetrics:
             "num_remote_worker_restarts": counters["num_shard_restarts"],
             "num_env_restarts": sum(worker.env_restarts for worker in health),
             "num_faulty_episodes": sum(worker.faulty_episodes for worker in health),
-            "num_episodes_begun_anew": self._workers.episodes_begun_anew,
+            "num_episodes_restarted": self._workers.num_episodes_restarted,
             "info": {**plan.step_results, "learner": info},
             "env_runners": {
                 "episode_return_mean": episodes["episode_reward_mean"],

@@ -147,7 +147,7 @@ class CountRollouts:
         for source, item in zip(sources, items, strict=False):
             node, index = source.tags.get("node"), source.worker
             self._workers.nodes[index] = node
-            counted = self._workers.counted
+            counted = self._workers.env_steps_by_worker
             counted[index] = counted.get(index, 0) + source.tags.get("env_steps", 0)
             if node != self._workers.node and hasattr(item, "size_bytes"):
                 counters = _get_shared_metrics().counters

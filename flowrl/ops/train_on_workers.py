@@ -84,7 +84,7 @@ class TrainOnWorkersStage(Stage):
         self._count = CountRollouts(workers)
         self._store: Any = None
         self._generation = 0
-        self._members: list[int] = []  # incarnation of each worker in the group
+        self._members: list[int] = []  # restart count of each worker in the group
         self._is_new_group = False  # no round was completed yet
         self._group_failures = 0  # since the last round
         self._failed_shard: ShardFailedError | None = None
@@ -99,7 +99,7 @@ class TrainOnWorkersStage(Stage):
         host = ray.util.get_node_ip_address()
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         self._learn.store_address = host, self._store.port
-        self.workers.on_remake.append(self._form_group_again)
+        self.workers.on_recreate.append(self._form_group_again)
         self._form_group()
 
     def _form_group(self) -> None:
@@ -120,7 +120,7 @@ class TrainOnWorkersStage(Stage):
         self._store.set("generation", name)
 
     def _current_members(self) -> list[int]:
-        return self.workers.incarnations[: self.workers.num_workers]
+        return self.workers.restart_counts[: self.workers.num_workers]
 
     def _form_group_again(self) -> None:
         if self._is_new_group:
@@ -193,7 +193,7 @@ class TrainOnWorkersStage(Stage):
             with worker.lock:
                 load_learning_state(worker.policy_map, state)
             if not any(policy.observation_filter for policy in worker.policy_map.values()):
-                self.workers.note_weights(range(self.workers.num_workers))
+                self.workers.weight_sync.mark_synced(range(self.workers.num_workers))
         first_info: Info = {}
         for update, source in zip(updates, sources, strict=True):
             self._count(((source,), update))
@@ -205,6 +205,6 @@ class TrainOnWorkersStage(Stage):
         return updates[0], first_info
 
     def stop(self) -> None:
-        if self._form_group_again in self.workers.on_remake:
-            self.workers.on_remake.remove(self._form_group_again)
+        if self._form_group_again in self.workers.on_recreate:
+            self.workers.on_recreate.remove(self._form_group_again)
         self._store = None

@@ -374,9 +374,9 @@ class Algorithm:
             return self._state()
 
     def _state(self) -> dict[str, Any]:
-        sampling = self.workers.get_state()
+        sampling = self.workers.state_dict()
         return {
-            "worker": self.workers.local_worker().get_state(),
+            "worker": self.workers.local_worker().state_dict(),
             "sampling": sampling,
             "plan": self.plan.state_dict(),
             "in_flight": self._in_flight(sampling),
@@ -390,14 +390,17 @@ class Algorithm:
         """Env steps that workers have made and that are in no counter and no queue yet: who goes
         on from a checkpoint has lost them."""
         workers = sampling["remote"] or [sampling["local"]]
-        made = sum(worker["given_steps"][0] for worker in workers if worker is not None)
+        made = sum(worker["returned_steps"][0] for worker in workers if worker is not None)
         queued = sum(
             source.tags.get("env_steps", 0)
             for stage in walk(self.plan.stage)
             if isinstance(stage, Gather)
             for source in stage.queued()
         )
-        counted = self.plan.metrics.counters["num_env_steps_sampled"] - sampling["counted_gone"]
+        counted = (
+            self.plan.metrics.counters["num_env_steps_sampled"]
+            - sampling["env_steps_of_removed_workers"]
+        )
         return max(0, made - counted - queued)
 
     def save(self, path: Path | str, **about: Any) -> Path | str:
@@ -519,12 +522,12 @@ class Algorithm:
             for name in ("num_env_steps_sampled", "num_env_steps_dropped") if lost else ():
                 plan.metrics.counters[name] += lost
             worker = self.workers.local_worker()
-            before = worker.get_state()
-            worker.set_state(state["worker"])
+            before = worker.state_dict()
+            worker.load_state_dict(state["worker"])
             try:
-                self.workers.set_state(state["sampling"])
+                self.workers.load_state_dict(state["sampling"])
             except Exception:
-                worker.set_state(before)
+                worker.load_state_dict(before)
                 raise
             self.workers.global_vars.update(global_vars)
         self.iteration, self._time_total_s = iteration, seconds
@@ -542,8 +545,8 @@ class Algorithm:
         """
         state, _ = read_checkpoint(path, "worker")
         with _fitting(path):
-            self.workers.local_worker().set_state(state["worker"])
-        self.workers.forget_sent()
+            self.workers.local_worker().load_state_dict(state["worker"])
+        self.workers.invalidate_weights()
 
     def stop(self) -> None:
         """End the workers and whatever the plan owns.

@@ -30,7 +30,7 @@ RESULT_METRICS = (
     "num_env_steps_sampled",
     "num_env_steps_sampled_lifetime",
     "num_env_steps_trained",
-    "num_episodes_begun_anew",
+    "num_episodes_restarted",
     "num_faulty_episodes",
     "num_healthy_workers",
     "num_remote_worker_restarts",

@@ -149,7 +149,7 @@ def test_learners_follow_policies_that_were_restored(tmp_path):
             version = policy.version
             policy.set_weights(other)
             policy.version = version
-            algorithm.workers.forget_sent()
+            algorithm.workers.invalidate_weights()
             stream.take(1)
         for name, weight in policy.get_weights().items():
             np.testing.assert_allclose(weight, other[name], atol=0.1)
@@ -364,7 +364,7 @@ class DiesOnce(DefaultCallbacks):
 
     def on_sample_end(self, *, worker, samples, **kwargs):
         worker.fragments = getattr(worker, "fragments", 0) + 1
-        if worker.worker_index == 2 and worker.fragments == 3 and not worker._incarnation:
+        if worker.worker_index == 2 and worker.fragments == 3 and not worker.restart_count:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -412,7 +412,7 @@ class DiesAtFirst(DefaultCallbacks):
     """Worker 2 dies as it begins its first fragment, once."""
 
     def on_sample_end(self, *, worker, samples, **kwargs):
-        if worker.worker_index == 2 and not worker._incarnation:
+        if worker.worker_index == 2 and not worker.restart_count:
             os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -105,7 +105,7 @@ def test_only_the_sources_get_new_weights():
         apply(made)
         assert workers.weights_for(1) is None
         _, versions, *_ = workers.weights_for(0)
-        assert versions == workers.versions()
+        assert versions == workers.weight_sync.versions()
 
 
 def test_gradients_in_lockstep_are_those_of_a2c(ray_session):

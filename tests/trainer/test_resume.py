@@ -51,7 +51,7 @@ def trained(config, plan, iterations, path=None, save=None):
     with config.build(plan=plan) as algorithm:
         if path is not None:
             algorithm.restore(path)
-            assert algorithm.workers.episodes_begun_anew == 0
+            assert algorithm.workers.num_episodes_restarted == 0
         results = [numbers(algorithm.train()) for _ in range(iterations)]
         if save is not None:
             algorithm.save(save)
@@ -295,7 +295,7 @@ def test_episodes_that_cannot_be_played_again_begin_anew_and_are_counted(tmp_pat
     with config.build() as algorithm:
         algorithm.restore(tmp_path / "c")
         result = algorithm.train()
-        assert result["num_episodes_begun_anew"] == 2
+        assert result["num_episodes_restarted"] == 2
         assert result["num_env_steps_trained"] == result["timesteps_total"] > 22
         for _ in range(4):
             result = algorithm.train()
@@ -311,7 +311,7 @@ def test_a_worker_that_is_gone_loses_its_episodes_alone(tmp_path, ray_session, c
         ray_session.kill(algorithm.workers.remote_workers()[0])
         with caplog.at_level(logging.WARNING, "flowrl"):
             algorithm.save(tmp_path / "c")
-        assert "worker 1 could not say its state" in caplog.text
+        assert "worker 1 returned no state" in caplog.text
     with config.build() as algorithm:
         algorithm.restore(tmp_path / "c")
         result = algorithm.train()
@@ -353,8 +353,8 @@ def test_another_number_of_workers_or_environments_is_refused(tmp_path):
         algorithm.save(tmp_path / "c")
     for change, said in (
         ({"num_envs_per_worker": 3}, "num_envs_per_worker"),
-        ({"num_workers": 1}, "a state of 0 workers, not 1"),
-        ({"batch_mode": "complete_episodes"}, "sampling by columns"),
+        ({"num_workers": 1}, "the state has 0 configured workers, this set 1"),
+        ({"batch_mode": "complete_episodes"}, "sampled in columns"),
     ):
         with config.updated(**change).build() as algorithm:
             before = weights(algorithm)

@@ -34,6 +34,7 @@ class QLearningKernel:
     def __call__(self, batch: TensorBatch) -> float:
         policy, q_function = self._policy, self._policy.q_function
         targets = policy.td_targets(batch)
+        state_values: np.ndarray | None
         outputs, state_values = self._backprop.forward(batch.array("obs"))
         actions = batch.array("actions")
         if not q_function.uses_state_value:
