@@ -22,8 +22,8 @@ from urllib.parse import quote, unquote
 import numpy as np
 import optree
 
-from flowrl.data.multi_agent_batch import MultiAgentBatch
-from flowrl.data.sample_batch import DEFAULT_POLICY_ID, SampleBatch
+from flowrl.data.sample_batch import DEFAULT_POLICY_ID, MultiAgentBatch, SampleBatch
+from flowrl.data.sequences import without_padding
 
 log = logging.getLogger("flowrl")
 
@@ -57,12 +57,12 @@ def write_parquet(
     import pyarrow.parquet as pq
 
     arrays: dict[str, Any] = {}
-    batch = batch.without_padding()
+    batch = without_padding(batch)
     made = {
         name: _flattened(name, batch[name], arrays)
         for name in batch
         if name != "seq_lens" and not name.startswith("state_in_")
-        if name != "infos" or "infos" in batch.without_unread()
+        if name != "infos" or "infos" in batch.without_lazy_columns()
     }
     about = {"format": FORMAT, "policy_id": policy_id, "rows": batch.count, "columns": made}
     about["run"] = run
@@ -294,7 +294,7 @@ class ParquetWriter:
         for policy_id, rows in batch.policy_batches.items():
             if not rows.count:
                 continue
-            rows = rows.without_padding()
+            rows = without_padding(rows)
             pending = self._pending.setdefault(policy_id, [])
             if pending and _kinds(pending[0]) != _kinds(rows):
                 self._write(policy_id)  # what does not go together gets a file of its own
@@ -367,7 +367,7 @@ def _kinds(batch: SampleBatch) -> Any:
 
 def _with_plain_infos(batch: SampleBatch) -> SampleBatch:
     """The batch with infos that a saved plan can hold, too."""
-    if "infos" not in batch.without_unread():
+    if "infos" not in batch.without_lazy_columns():
         return batch.without_columns("infos")
     infos = np.empty(batch.count, object)
     infos[:] = [_plain(one) for one in batch["infos"]]

@@ -9,6 +9,7 @@ import numpy as np
 from gymnasium import spaces
 
 from flowrl.data import SampleBatch
+from flowrl.data.sequences import sequence_minibatches
 from flowrl.policies.config import PolicyConfig
 from flowrl.policies.filters import ObservationFilter, RewardScaler
 from flowrl.policies.policy_runner import PolicyRunner
@@ -301,7 +302,7 @@ class Policy:
             yield batch
             return
         if "seq_lens" in batch:
-            yield from batch.sequence_minibatches(size, self.shuffle_rng)
+            yield from sequence_minibatches(batch, size, self.shuffle_rng)
             return
         shuffled = batch.take_rows(self.shuffle_rng.permutation(batch.count))
         for start in range(0, batch.count, size):

@@ -14,7 +14,7 @@ import torch
 from gymnasium import spaces
 
 from flowrl.data import SampleBatch
-from flowrl.data.sequences import with_burn_in
+from flowrl.data.sequences import sequence_minibatches, with_burn_in, without_padding
 from flowrl.policies.config import ModelConfig
 from flowrl.policies.distributions import ActionDistribution, DiagGaussian, distribution_for
 from flowrl.policies.exploration import Exploration
@@ -350,7 +350,7 @@ class TorchPolicy(Policy):
         """The batch as it is cut into minibatches: without padding, with the burn-in of its
         sequences."""
         burn_in = self.config.model.burn_in
-        batch = batch.without_padding()
+        batch = without_padding(batch)
         if not burn_in or not self.is_recurrent or "loss_mask" in batch:
             return batch
         return with_burn_in(batch, self.config.model.max_seq_len, burn_in)
@@ -713,7 +713,7 @@ def _joined(noted: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
 
 def _split_sequences(batch: SampleBatch, size: int) -> list[SampleBatch | None]:
     """Whole sequences for each of `size` learners, as many as the others have."""
-    one_each = list(batch.sequence_minibatches(1, shuffle=False))
+    one_each = list(sequence_minibatches(batch, 1, shuffle=False))
     cuts = [len(one_each) * number // size for number in range(size + 1)]
     parts = [one_each[begin:end] for begin, end in itertools.pairwise(cuts)]
     return [SampleBatch.concat_samples(own) if own else None for own in parts]

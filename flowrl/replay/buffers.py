@@ -188,7 +188,7 @@ class ReplayBuffer:
         self.num_sampled += len(numbers)
         more = {name: np.repeat(column, lengths) for name, column in more.items()}
         rows = self._read(numbers % self.capacity, more)
-        return SampleBatch._of(dict(rows.stored()) | columns)
+        return SampleBatch.unchecked(dict(rows.stored()) | columns)
 
     def rows(self, numbers: np.ndarray) -> SampleBatch:
         """The rows with these numbers [B], which were counted from the first that was stored.

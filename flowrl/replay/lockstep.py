@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from flowrl.data.sample_batch import SampleBatch
-from flowrl.data.sequences import places_in_runs
+from flowrl.data.sequences import expand_runs
 
 
 class Lockstep:
@@ -130,7 +130,7 @@ class _Rows:
 
     def of(self, slots: np.ndarray) -> np.ndarray:
         """The numbers of the rows of the steps in these slots."""
-        where, _ = places_in_runs(self._begins[slots], self.counts[slots])
+        where, _ = expand_runs(self._begins[slots], self.counts[slots])
         numbers: np.ndarray = self._numbers[where % len(self._numbers)]
         return numbers
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.data.multi_agent_batch import MultiAgentBatch
-from flowrl.data.sample_batch import SampleBatch
+from flowrl.data.sample_batch import MultiAgentBatch, SampleBatch
 from flowrl.replay.buffers import ReplayBuffer
 from flowrl.replay.lockstep import Lockstep
 from flowrl.replay.replay_ratio import ReplayRatio

@@ -62,7 +62,7 @@ class Ring:
     @staticmethod
     def names_of(batch: SampleBatch) -> set[str]:
         """The columns of a batch that are stored."""
-        return {name for name in batch if name not in LEFT_OUT and not batch._unread(name)}
+        return {name for name in batch if name not in LEFT_OUT and not batch.is_lazy(name)}
 
     def check(self, batch: SampleBatch) -> None:
         """Refuse rows that cannot be stored with those that are there; columns that the first ones
@@ -371,7 +371,7 @@ class Ring:
                 made[name] = self._taken(name, ends if name in ENDS else slots)
         made[NEXT] = self._taken(OBS, self._following.take(ends, mode="clip"), NEXT)
         made.update(more)
-        return SampleBatch._of(made)
+        return SampleBatch.unchecked(made)
 
     def _taken(self, name: str, at: np.ndarray, called: str = "") -> Any:
         leaves, nest = self.columns[name], self._nests[name]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from flowrl.data.sample_batch import SampleBatch
-from flowrl.data.sequences import burn_in_spans, places_in_runs, sequence_lengths
+from flowrl.data.sequences import burn_in_spans, expand_runs, sequence_lengths
 from flowrl.replay.ring_buffer import ENDS, order_of
 
 STATE = "state_in_"
@@ -168,7 +168,7 @@ class SequenceIndex:
         """Of the units at slots [n]: the numbers of their rows, one unit after another; how long
         each is; and the columns of sequences."""
         lengths = self._lengths[slots]
-        numbers, within = places_in_runs(self._begins[slots], lengths)
+        numbers, within = expand_runs(self._begins[slots], lengths)
         columns: dict[str, Any] = {name: column[slots] for name, column in self.states.items()}
         columns["seq_lens"] = lengths.astype(np.int32)
         if self.burn_in:

@@ -19,7 +19,7 @@ import optree
 from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.data.indexed_columns import IndexedColumn, NextRows
 from flowrl.data.lazy_columns import LazyColumn
-from flowrl.data.multi_agent_batch import AgentID, EpisodeID, PolicyID
+from flowrl.data.types import AgentID, EpisodeID, PolicyID
 from flowrl.envs.validation import stacked
 from flowrl.policies.policy import Policy
 from flowrl.sampling.callbacks import call, overrides
@@ -424,7 +424,7 @@ class SimpleListCollector(SampleCollector):
         if "vf_preds" in rows:
             rows["next_values"] = self._next_values(policy, views, segments, rows, ends)
         self._add_views(views, segments, rows)
-        return SampleBatch._of(rows)
+        return SampleBatch.unchecked(rows)
 
     def _observations(
         self, segments: list[Segment], count: int, ends: np.ndarray

@@ -279,16 +279,16 @@ class RolloutWorker:
                 wanted = name in RESERVED - {"infos"} or name.startswith("state_in_")
                 wanted |= name != "infos" and (read is None or not away)
                 if wanted or (read is not None and name in read):
-                    if isinstance(column, IndexedColumn) and column.unread:
+                    if isinstance(column, IndexedColumn) and column.is_lazy:
                         column = np.asarray(column)
                 elif away and isinstance(column, (np.ndarray, IndexedColumn)):
-                    if not isinstance(column, IndexedColumn) or not column.unread:
+                    if not isinstance(column, IndexedColumn) or not column.is_lazy:
                         array = np.asarray(column)
                         unread = LazyColumn(name, partial(_given, array), array.shape, array.dtype)
                         column = IndexedColumn(unread, np.arange(len(array)))
-                    column = column.left_behind(ray.put, ray.get)
+                    column = column.to_reference(ray.put, ray.get)
                 columns[name] = column
-            made[policy_id] = SampleBatch._of(columns, like=rows)
+            made[policy_id] = SampleBatch.unchecked(columns, like=rows)
         if isinstance(batch, SampleBatch):
             return made[DEFAULT_POLICY_ID]
         return batch.with_batches(made)

@@ -16,7 +16,7 @@ import numpy as np
 import optree
 
 from flowrl.data import MultiAgentBatch, SampleBatch
-from flowrl.data.multi_agent_batch import AgentID, EpisodeID, PolicyID
+from flowrl.data.types import AgentID, EpisodeID, PolicyID
 from flowrl.envs.multi_agent_vector_env import AgentSlots, SlotStep
 from flowrl.envs.validation import (
     LARGEST_REWARD,

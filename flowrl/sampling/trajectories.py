@@ -9,7 +9,7 @@ import numpy as np
 import optree
 
 from flowrl.data.indexed_columns import NOTHING
-from flowrl.data.multi_agent_batch import AgentID, EpisodeID, PolicyID
+from flowrl.data.types import AgentID, EpisodeID, PolicyID
 from flowrl.data.serialization import can_be_saved
 from flowrl.envs.validation import stacked
 from flowrl.policies.policy import Policy

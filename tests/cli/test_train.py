@@ -17,6 +17,7 @@ from flowrl.cli.run_directory import _plain, checkpoints_of, read_config
 from flowrl.cli.training_run import Stop
 from flowrl.data import checkpoint
 from flowrl.data.checkpoint import CheckpointError, read_manifest
+from flowrl.data.checkpoint_storage import LocalStorage
 from flowrl.policies import ConfigError
 from flowrl.trainer.plan_files import plans_folder
 from flowrl.trainer.registry import algorithm_class, register_algorithm
@@ -264,7 +265,7 @@ def test_inspect(capsys, tmp_path):
 
 
 def test_a_full_disk_leaves_the_old_checkpoint_and_training_going(capsys, tmp_path, monkeypatch):
-    real, calls = checkpoint._Folder.write, []
+    real, calls = LocalStorage.write, []
 
     def write(self, name, chunks):
         calls.append(name)
@@ -272,7 +273,7 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_training_going(capsys, tmp_pa
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(self, name, chunks)
 
-    monkeypatch.setattr(checkpoint._Folder, "write", write)
+    monkeypatch.setattr(LocalStorage, "write", write)
     flags = ["--checkpoint-frequency", "1", "--stop-iters", "5", "--run-dir", "r"]
     code, _out, err = run(capsys, "train", "ppo", *SHORT, *flags)
     assert code == 1  # what was asked for was not all done: the last checkpoint is not there

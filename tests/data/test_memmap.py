@@ -140,7 +140,7 @@ def full(*args):
 def test_a_full_disk_is_told(tmp_path, monkeypatch):
     buffer = ReplayBuffer(1000, directory=tmp_path)
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OSError, match="no room for") as told:
+    with pytest.raises(OSError, match="no disk space for") as told:
         buffer.add(fragment(np.random.default_rng(0), 0, 50))
     assert told.value.errno == errno.ENOSPC
     assert str(tmp_path) in str(told.value)
@@ -155,7 +155,7 @@ def test_units_whose_rows_have_no_room_are_not_there(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
         buffer.add(fragment(rng, 50, 50))  # which waits to be stored with others
-        with pytest.raises(OSError, match="no room"):
+        with pytest.raises(OSError, match="no disk space"):
             buffer.sample(1)
     assert buffer._items() == there
     buffer.add(fragment(rng, 100, 50))

@@ -68,7 +68,7 @@ class Stream:
         cuts[steps - 1 :: steps] = True
         cuts = np.flatnonzero(cuts)
         base = np.concatenate([batch["obs"], batch["new_obs"][cuts]])
-        made = SampleBatch._of({**dict(batch.stored()), "obs": base[: batch.count]})
+        made = SampleBatch.unchecked({**dict(batch.stored()), "obs": base[: batch.count]})
         dict.__setitem__(made, "new_obs", NextRows(base, batch.count, cuts))
         return made
 
@@ -537,7 +537,7 @@ def test_parts_of_an_episode_out_of_order_are_not_mixed_with_others():
 )
 def test_a_first_batch_that_cannot_be_stored_leaves_nothing_behind(make, column, match):
     buffer, batch = make(9, seed=0), Stream(1, [5]).fragment(3, "plain")
-    odd = SampleBatch._of(dict(batch.stored()) | column)
+    odd = SampleBatch.unchecked(dict(batch.stored()) | column)
     with pytest.raises(ValueError, match=match):
         buffer.add(odd)
     assert len(buffer) == buffer.num_added == 0

@@ -106,15 +106,15 @@ def test_what_is_left_behind_is_fetched_when_it_is_asked_for(ray_session, caplog
     workers = sets(Late)
     batch = first_of(workers)
     stored = dict(batch.stored())
-    assert isinstance(stored["vf_preds"], IndexedColumn) and stored["vf_preds"].unread
-    assert isinstance(stored["infos"], IndexedColumn) and stored["infos"].unread
+    assert isinstance(stored["vf_preds"], IndexedColumn) and stored["vf_preds"].is_lazy
+    assert isinstance(stored["infos"], IndexedColumn) and stored["infos"].is_lazy
     assert not stored["infos"].nbytes > batch.count * 9
     for name in ("rewards", "terminateds", "advantages"):
         assert isinstance(stored[name], np.ndarray)
     # rows, joins and repr do not fetch
     both = SampleBatch.concat_samples([batch[:100], batch[200:300]])
     assert "not read yet" in repr(both)
-    assert both._unread("infos")
+    assert both.is_lazy("infos")
     assert not caplog.records
     assert [info["n"] for info in both["infos"][:5]] == [1, 2, 3, 1, 2]
     assert both["vf_preds"].shape == (200,)
@@ -138,8 +138,8 @@ def on_an_actor(policy, **config):
 
 def test_what_a_setting_asks_for_is_shipped(ray_session):
     batch = on_an_actor(Late, collect_infos=True).sample()
-    assert not batch._unread("infos")
-    assert batch._unread("vf_preds")
+    assert not batch.is_lazy("infos")
+    assert batch.is_lazy("vf_preds")
 
 
 class Asking(PPOTorchPolicy):
@@ -149,14 +149,14 @@ class Asking(PPOTorchPolicy):
 
 
 def test_a_policy_that_asks_for_a_column(ray_session):
-    assert not on_an_actor(Asking).sample()._unread("vf_preds")
+    assert not on_an_actor(Asking).sample().is_lazy("vf_preds")
 
 
 def test_a_column_of_a_worker_that_is_gone():
     column = LazyColumn("x", lambda: np.zeros(100_000), (100_000,), np.dtype(float))
-    moved = pickle.loads(pickle.dumps(column.left_behind(lambda value: 7, _gone)))
+    moved = pickle.loads(pickle.dumps(column.to_reference(lambda value: 7, _gone)))
     assert len(moved) == 100_000
-    with pytest.raises(RuntimeError, match="column 'x' was left on its worker, which is gone"):
+    with pytest.raises(RuntimeError, match="column 'x' is stored on a worker that is gone"):
         moved.array()
 
 
@@ -166,11 +166,11 @@ def _gone(reference):
 
 def test_small_columns_travel_along():
     column = LazyColumn("x", lambda: np.arange(5), (5,), np.dtype(int))
-    moved = pickle.loads(pickle.dumps(column.left_behind(None, None)))
+    moved = pickle.loads(pickle.dumps(column.to_reference(None, None)))
     assert moved.array().tolist() == [0, 1, 2, 3, 4]
     objects = np.array([{}, {"a": 1}], object)
     column = LazyColumn("infos", lambda: objects, (2,), objects.dtype)
-    moved = pickle.loads(pickle.dumps(column.left_behind(None, None)))
+    moved = pickle.loads(pickle.dumps(column.to_reference(None, None)))
     assert moved.array().tolist() == [{}, {"a": 1}]
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from flowrl.data import SampleBatch
+from flowrl.data.sequences import sequence_minibatches
 from flowrl.settings import ConfigError
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def take_gradient(policy: TorchPolicy, batch: SampleBatch) -> dict[str, float]:
     if not rows or batch.count <= rows:
         return _take(policy, batch)
     parts = list(
-        batch.sequence_minibatches(rows, shuffle=False)
+        sequence_minibatches(batch, rows, shuffle=False)
         if "seq_lens" in batch
         else batch.timeslices(size=rows)
     )
