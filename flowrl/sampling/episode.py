@@ -6,8 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from flowrl.data.types import AgentID, EpisodeID, PolicyID
 from flowrl.data.serialization import can_be_saved
+from flowrl.data.types import AgentID, EpisodeID, PolicyID
 from flowrl.settings import ConfigError
 
 IDS_PER_WORKER = 1 << 40  # episode and unroll ids of different workers never meet,

@@ -9,8 +9,8 @@ import numpy as np
 import optree
 
 from flowrl.data.indexed_columns import NOTHING
-from flowrl.data.types import AgentID, EpisodeID, PolicyID
 from flowrl.data.serialization import can_be_saved
+from flowrl.data.types import AgentID, EpisodeID, PolicyID
 from flowrl.envs.validation import stacked
 from flowrl.policies.policy import Policy
 from flowrl.policies.views import ViewRequirement, zeros_of
