@@ -129,7 +129,7 @@ class R2D2TorchPolicy(DQNTorchPolicy):
             else:
                 after = "new_obs" if name == "obs" else PREVIOUS[name]
                 columns[name] = optree.tree_map(joined, batch.array(name), batch.array(after))
-        unrolled = TensorBatch(SampleBatch._of(columns), self.device)
+        unrolled = TensorBatch(SampleBatch.unchecked(columns), self.device)
         unrolled.warmup = batch.warmup
         return unrolled
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from flowrl.data.sample_batch import DEFAULT_POLICY_ID, SampleBatch
+from flowrl.data.sequences import without_padding
 
 FORMAT = 1
 _METADATA_KEY = b"flowrl"
@@ -53,12 +54,12 @@ def write_parquet(
     import pyarrow.parquet as pq
 
     arrays: dict[str, Any] = {}
-    batch = batch.without_padding()
+    batch = without_padding(batch)
     columns = {
         name: _flatten(name, batch[name], arrays)
         for name in batch
         if name != "seq_lens" and not name.startswith("state_in_")
-        if name != "infos" or "infos" in batch.without_unread()
+        if name != "infos" or "infos" in batch.without_lazy_columns()
     }
     metadata = {"format": FORMAT, "policy_id": policy_id, "rows": batch.count, "columns": columns}
     metadata["run"] = run

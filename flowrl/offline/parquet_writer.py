@@ -14,8 +14,8 @@ from urllib.parse import quote, unquote
 import numpy as np
 import optree
 
-from flowrl.data.multi_agent_batch import MultiAgentBatch
-from flowrl.data.sample_batch import SampleBatch
+from flowrl.data.sample_batch import MultiAgentBatch, SampleBatch
+from flowrl.data.sequences import without_padding
 from flowrl.offline.parquet import to_json_value, write_parquet
 
 log = logging.getLogger("flowrl")
@@ -68,7 +68,7 @@ class ParquetWriter:
         for policy_id, rows in batch.policy_batches.items():
             if not rows.count:
                 continue
-            rows = rows.without_padding()
+            rows = without_padding(rows)
             pending = self._pending.setdefault(policy_id, [])
             if pending and _column_types(pending[0]) != _column_types(rows):
                 self._write(policy_id)  # batches of other types go to another file
@@ -170,7 +170,7 @@ def _column_types(batch: SampleBatch) -> Any:
 
 def _with_json_infos(batch: SampleBatch) -> SampleBatch:
     """Convert infos to JSON values, which a checkpoint can hold; drop infos that were not read."""
-    if "infos" not in batch.without_unread():
+    if "infos" not in batch.without_lazy_columns():
         return batch.without_columns("infos")
     infos = np.empty(batch.count, object)
     infos[:] = [to_json_value(info) for info in batch["infos"]]

@@ -12,7 +12,7 @@ import numpy as np
 from flowrl.data import SampleBatch
 from flowrl.data.indexed_columns import IndexedColumn
 from flowrl.data.lazy_columns import LazyColumn
-from flowrl.data.multi_agent_batch import PolicyID
+from flowrl.data.types import PolicyID
 from flowrl.envs.validation import SAMPLER_COLUMNS
 from flowrl.policies.policy import Policy
 
@@ -53,16 +53,16 @@ class ColumnShipping:
             ship = name in SAMPLER_COLUMNS - {"infos"} or name.startswith("state_in_")
             ship |= name != "infos" and (read is None or ray is None)
             if ship or (read is not None and name in read):
-                if isinstance(column, IndexedColumn) and column.unread:
+                if isinstance(column, IndexedColumn) and column.is_lazy:
                     column = np.asarray(column)
             elif ray is not None and isinstance(column, (np.ndarray, IndexedColumn)):
-                if not isinstance(column, IndexedColumn) or not column.unread:
+                if not isinstance(column, IndexedColumn) or not column.is_lazy:
                     array = np.asarray(column)
                     lazy = LazyColumn(name, partial(_identity, array), array.shape, array.dtype)
                     column = IndexedColumn(lazy, np.arange(len(array)))
-                column = column.left_behind(ray.put, ray.get)
+                column = column.to_reference(ray.put, ray.get)
             columns[name] = column
-        return SampleBatch._of(columns, like=rows)
+        return SampleBatch.unchecked(columns, like=rows)
 
     def _columns_read(self, policy_id: PolicyID, rows: SampleBatch) -> set[str] | None:
         """Return the columns that a policy reads of its first rows or requests by a view."""

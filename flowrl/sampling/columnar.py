@@ -438,7 +438,7 @@ class ColumnarCollector:
         rows["infos"] = IndexedColumn(
             LazyColumn("infos", make, (count,), _OBJECT), np.arange(count)
         )
-        batch = SampleBatch._of(rows)
+        batch = SampleBatch.unchecked(rows)
         return self._postprocess(batch) if per_segment else batch
 
     def _postprocess(self, batch: SampleBatch) -> SampleBatch:

@@ -7,7 +7,7 @@ from typing import Any
 
 from gymnasium import spaces
 
-from flowrl.data.multi_agent_batch import AgentID
+from flowrl.data.types import AgentID
 from flowrl.envs.env_factory import EnvFactory
 from flowrl.envs.multi_agent_vector_env import MultiAgentVectorEnv
 from flowrl.envs.registry import EnvContext, EnvCreator, env_creator_for

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from flowrl.data.multi_agent_batch import AgentID, EpisodeID, PolicyID
 from flowrl.data.serialization import can_be_saved
+from flowrl.data.types import AgentID, EpisodeID, PolicyID
 from flowrl.sampling.sampling_worker import SamplingWorker
 from flowrl.settings import ConfigError
 

@@ -19,8 +19,8 @@ import optree
 from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.data.indexed_columns import IndexedColumn, NextRows
 from flowrl.data.lazy_columns import LazyColumn
-from flowrl.data.multi_agent_batch import AgentID, EpisodeID, PolicyID
 from flowrl.data.spaces import stack_values
+from flowrl.data.types import AgentID, EpisodeID, PolicyID
 from flowrl.policies.policy import Policy
 from flowrl.sampling.callbacks import call, overrides
 from flowrl.sampling.episode import MultiAgentEpisode
@@ -441,7 +441,7 @@ class SimpleListCollector(SampleCollector):
         if "vf_preds" in rows:
             rows["next_values"] = self._next_values(policy, views, segments, rows, ends)
         self._add_views(views, segments, rows)
-        return SampleBatch._of(rows)
+        return SampleBatch.unchecked(rows)
 
     def _observations(
         self, segments: list[Segment], count: int, ends: np.ndarray

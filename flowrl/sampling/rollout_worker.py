@@ -10,7 +10,7 @@ import numpy as np
 from gymnasium import spaces
 
 from flowrl.data import DEFAULT_POLICY_ID, MultiAgentBatch, SampleBatch
-from flowrl.data.multi_agent_batch import PolicyID
+from flowrl.data.types import PolicyID
 from flowrl.envs.registry import EnvContext, EnvCreator
 from flowrl.iter.ray_runtime import node_id
 from flowrl.policies.policy import Policy

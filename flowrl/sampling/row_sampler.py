@@ -18,7 +18,7 @@ import numpy as np
 import optree
 
 from flowrl.data import MultiAgentBatch, SampleBatch
-from flowrl.data.multi_agent_batch import AgentID, EpisodeID, PolicyID
+from flowrl.data.types import AgentID, EpisodeID, PolicyID
 from flowrl.envs.multi_agent_vector_env import MultiAgentStep, MultiAgentVectorEnv
 from flowrl.envs.validation import (
     LARGEST_REWARD,
@@ -428,7 +428,11 @@ class RowSampler:
         for slot, step in enumerate(results):
             for agent, obs in step.obs.items():
                 check = checks.get(agent)
-                if check is None or (slot, agent) not in checked or not check.matches_shape_and_dtype(obs):
+                if (
+                    check is None
+                    or (slot, agent) not in checked
+                    or not check.matches_shape_and_dtype(obs)
+                ):
                     continue
                 group = groups.get(id(check))
                 if group is None:
@@ -652,7 +656,9 @@ class RowSampler:
         mode = self.settings.on_invalid_step
         while True:
             copied = {a: self._copy_checked(slot, a, obs) for a, obs in observations.items()}
-            invalid = [agent for agent, obs in copied.items() if not self._checks[agent].in_bounds(obs)]
+            invalid = [
+                agent for agent, obs in copied.items() if not self._checks[agent].in_bounds(obs)
+            ]
             if not invalid:
                 return copied, infos
             if mode == "replace":

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flowrl.data import MultiAgentBatch
-from flowrl.data.multi_agent_batch import AgentID, EpisodeID, PolicyID
+from flowrl.data.types import AgentID, EpisodeID, PolicyID
 from flowrl.policies.policy import Policy
 from flowrl.sampling.callbacks import DefaultCallbacks
 from flowrl.sampling.episode import MultiAgentEpisode

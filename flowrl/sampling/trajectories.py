@@ -9,9 +9,9 @@ import numpy as np
 import optree
 
 from flowrl.data.indexed_columns import NOTHING
-from flowrl.data.multi_agent_batch import AgentID, EpisodeID, PolicyID
 from flowrl.data.serialization import can_be_saved
 from flowrl.data.spaces import stack_values, zeros_of
+from flowrl.data.types import AgentID, EpisodeID, PolicyID
 from flowrl.policies.policy import Policy
 from flowrl.policies.views import ViewRequirement
 from flowrl.sampling.episode import MultiAgentEpisode

@@ -11,6 +11,7 @@ from torch import nn
 
 from flowrl.algorithms.ppo import PPOConfig, PPOTorchPolicy
 from flowrl.data import SampleBatch, pad_batch_to_sequences_of_same_size
+from flowrl.data.sequences import sequence_minibatches
 from flowrl.policies import (
     ConfigError,
     ExplorationConfig,
@@ -337,7 +338,7 @@ def test_padded_batches_are_learned_from_in_minibatches():
     stats = w.policy.learn_on_minibatches(batch, 2, 8)
     assert other.learn_on_minibatches(padded, 2, 8) == pytest.approx(stats, rel=1e-4, abs=1e-6)
     with pytest.raises(ValueError, match="without_padding"):
-        next(padded.sequence_minibatches(8))
+        next(sequence_minibatches(padded, 8))
 
 
 def test_sequences_of_one_row():

@@ -16,7 +16,7 @@ from flowrl.algorithms.ppo import PPOConfig, PPOTorchPolicy
 from flowrl.algorithms.r2d2 import R2D2Config
 from flowrl.algorithms.sac import SACTorchPolicy
 from flowrl.data import SampleBatch
-from flowrl.data.checkpoint import CheckpointError, _sealed, read_manifest
+from flowrl.data.checkpoint import CheckpointError, read_manifest, seal_manifest
 from flowrl.policies import ConfigError, ModelV2, Policy, ViewRequirement
 from flowrl.policies.checkpoint_loading import space_from_json, space_to_json
 from flowrl.policies.export import example_inputs, leaf_names
@@ -309,14 +309,14 @@ def test_what_is_wrong_with_a_checkpoint_is_said(tmp_path):
         ({"observation_space": None}, "cannot be made"),
     ):
         told = {"default_policy": {**manifest["policies"]["default_policy"], **change}}
-        (path / "manifest.json").write_bytes(_sealed({**manifest, "policies": told}))
+        (path / "manifest.json").write_bytes(seal_manifest({**manifest, "policies": told}))
         with pytest.raises(CheckpointError, match=match):
             Policy.from_checkpoint(path, trust=True)
         if "class" in change:
             with pytest.raises(CheckpointError, match="trust=True"):
                 Policy.from_checkpoint(path)
     del manifest["policies"]
-    (path / "manifest.json").write_bytes(_sealed(manifest))
+    (path / "manifest.json").write_bytes(seal_manifest(manifest))
     with pytest.raises(CheckpointError, match="before checkpoints described"):
         Policy.from_checkpoint(path)
 

@@ -97,9 +97,9 @@ def worker_set(policy, envs=1, **config):
     )
 
 
-def is_unread(batch, name):
+def is_lazy_column(batch, name):
     column = dict(batch.stored())[name]
-    return isinstance(column, IndexedColumn) and column.unread
+    return isinstance(column, IndexedColumn) and column.is_lazy
 
 
 def first_batch(workers):
@@ -111,15 +111,15 @@ def test_unread_columns_are_fetched_on_access(ray_session, caplog):
     workers = worker_set(Late)
     batch = first_batch(workers)
     stored = dict(batch.stored())
-    assert is_unread(batch, "vf_preds")
-    assert is_unread(batch, "infos")
+    assert is_lazy_column(batch, "vf_preds")
+    assert is_lazy_column(batch, "infos")
     assert not stored["infos"].nbytes > batch.count * 9
     for name in ("rewards", "terminateds", "advantages"):
         assert isinstance(stored[name], np.ndarray)
     # slicing, concatenation and repr do not fetch
     both = SampleBatch.concat_samples([batch[:100], batch[200:300]])
     assert "not read yet" in repr(both)
-    assert is_unread(both, "infos")
+    assert is_lazy_column(both, "infos")
     assert not caplog.records
     assert [info["n"] for info in both["infos"][:5]] == [1, 2, 3, 1, 2]
     assert both["vf_preds"].shape == (200,)
@@ -143,8 +143,8 @@ def actor_like_worker(policy, **config):
 
 def test_collect_infos_ships_infos(ray_session):
     batch = actor_like_worker(Late, collect_infos=True).sample()
-    assert not is_unread(batch, "infos")
-    assert is_unread(batch, "vf_preds")
+    assert not is_lazy_column(batch, "infos")
+    assert is_lazy_column(batch, "vf_preds")
 
 
 class WithView(PPOTorchPolicy):
@@ -154,14 +154,14 @@ class WithView(PPOTorchPolicy):
 
 
 def test_columns_of_views_are_shipped(ray_session):
-    assert not is_unread(actor_like_worker(WithView).sample(), "vf_preds")
+    assert not is_lazy_column(actor_like_worker(WithView).sample(), "vf_preds")
 
 
 def test_column_of_a_dead_worker_raises():
     column = LazyColumn("x", lambda: np.zeros(100_000), (100_000,), np.dtype(float))
-    moved = pickle.loads(pickle.dumps(column.left_behind(lambda value: 7, _raise)))
+    moved = pickle.loads(pickle.dumps(column.to_reference(lambda value: 7, _raise)))
     assert len(moved) == 100_000
-    with pytest.raises(RuntimeError, match="column 'x' was left on its worker, which is gone"):
+    with pytest.raises(RuntimeError, match="column 'x' is stored on a worker that is gone"):
         moved.array()
 
 
@@ -171,11 +171,11 @@ def _raise(reference):
 
 def test_small_columns_are_shipped():
     column = LazyColumn("x", lambda: np.arange(5), (5,), np.dtype(int))
-    moved = pickle.loads(pickle.dumps(column.left_behind(None, None)))
+    moved = pickle.loads(pickle.dumps(column.to_reference(None, None)))
     assert moved.array().tolist() == [0, 1, 2, 3, 4]
     objects = np.array([{}, {"a": 1}], object)
     column = LazyColumn("infos", lambda: objects, (2,), objects.dtype)
-    moved = pickle.loads(pickle.dumps(column.left_behind(None, None)))
+    moved = pickle.loads(pickle.dumps(column.to_reference(None, None)))
     assert moved.array().tolist() == [{}, {"a": 1}]
 
 

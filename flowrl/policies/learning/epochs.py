@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from flowrl.data import SampleBatch
+from flowrl.data.sequences import sequence_minibatches
 
 Stats = dict[str, float]
 
@@ -72,7 +73,7 @@ def shuffled_minibatches(
         yield batch
         return
     if "seq_lens" in batch:
-        yield from batch.sequence_minibatches(size, rng)
+        yield from sequence_minibatches(batch, size, rng)
         return
     shuffled = batch.take_rows(rng.permutation(batch.count))
     for start in range(0, batch.count, size):

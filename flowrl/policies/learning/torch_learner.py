@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from flowrl.data import SampleBatch
-from flowrl.data.sequences import with_burn_in
+from flowrl.data.sequences import sequence_minibatches, with_burn_in, without_padding
 from flowrl.policies.learning.epochs import run_epochs, shuffled_minibatches
 from flowrl.policies.learning.flat_parameters import FlatParameters
 from flowrl.policies.learning.kernels.registry import find_kernel
@@ -137,7 +137,7 @@ class TorchLearner:
     def prepare_batch(self, batch: SampleBatch) -> SampleBatch:
         """Return the batch that minibatches are cut from: unpadded, with burn-in rows."""
         model = self.policy.config.model
-        batch = batch.without_padding()
+        batch = without_padding(batch)
         if not model.burn_in or not self.policy.is_recurrent or "loss_mask" in batch:
             return batch
         return with_burn_in(batch, model.max_seq_len, model.burn_in)
@@ -153,7 +153,7 @@ class TorchLearner:
         """Return the rows that one of several processes learns from, whole sequences if there are
         any; None if there are fewer rows than processes."""
         if "seq_lens" in batch:
-            sequences = list(batch.sequence_minibatches(1, shuffle=False))
+            sequences = list(sequence_minibatches(batch, 1, shuffle=False))
             cuts = [len(sequences) * number // size for number in range(size + 1)]
             begin, end = list(itertools.pairwise(cuts))[rank]
             return SampleBatch.concat_samples(sequences[begin:end]) if end > begin else None
@@ -289,7 +289,7 @@ class TorchLearner:
         if not rows or batch.count <= rows:
             return self._compute_microbatch_gradient(batch)
         parts = list(
-            batch.sequence_minibatches(rows, shuffle=False)
+            sequence_minibatches(batch, rows, shuffle=False)
             if "seq_lens" in batch
             else batch.timeslices(size=rows)
         )

@@ -14,6 +14,7 @@ from torch import nn
 
 from flowrl.data import SampleBatch
 from flowrl.data.indexed_columns import IndexedColumn
+from flowrl.data.sequences import without_masked_rows
 from flowrl.policies.config import ModelConfig
 from flowrl.policies.views import ViewRequirement
 from flowrl.settings import ConfigError
@@ -53,7 +54,7 @@ class TensorBatch(Inputs):
         self.device = torch.device(device)
         self._on_cpu = self.device.type == "cpu"
         if dict.__contains__(batch, "loss_mask"):
-            batch, before = batch.without_masked_rows()
+            batch, before = without_masked_rows(batch)
             if before is not None:
                 self.warmup = TensorBatch(before, device)
         self._batch = batch
@@ -86,7 +87,7 @@ class TensorBatch(Inputs):
         if key not in self._batch:
             raise KeyError(key)
         column = dict.get(self._batch, key)
-        if column is None or (isinstance(column, IndexedColumn) and column.unread):
+        if column is None or (isinstance(column, IndexedColumn) and column.is_lazy):
             column = self._batch[key]
         return optree.tree_map(lambda leaf: np.asarray(leaf[index]), column)
 
