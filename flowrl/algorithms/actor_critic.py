@@ -15,7 +15,8 @@ from flowrl.policies.learning.flat_parameters import FlatAdam
 from flowrl.policies.learning.kernels.backprop import Backprop
 from flowrl.policies.models.actor_critic import ActorCritic
 from flowrl.policies.models.base import ModelV2
-from flowrl.policies.models.fcnet import flat_numpy, is_quick
+from flowrl.policies.models.fcnet import uses_numpy
+from flowrl.policies.models.flatten import flatten_numpy
 from flowrl.policies.schedules import Schedule, value_at
 from flowrl.policies.target_network import TargetNetwork
 from flowrl.policies.torch_policy import TensorBatch
@@ -95,8 +96,8 @@ class ActorCriticPolicy(TargetNetwork):
                 f"{name}'s networks see observations alone, without memory or views of "
                 f"{sorted(others)}"
             )
-        self.model.by_numpy &= config.precision == "float32"
-        self.target_model.by_numpy = self.model.by_numpy
+        self.model.use_numpy &= config.precision == "float32"
+        self.target_model.use_numpy = self.model.use_numpy
         self._by_hand = self._networks_by_hand()
 
     def _networks_by_hand(self) -> list[Backprop] | None:
@@ -106,9 +107,9 @@ class ActorCriticPolicy(TargetNetwork):
         known = {ActorCriticPolicy.__qualname__, _class_of(own.actor_by_hand)}
         losses = own.loss, own.critic_loss, own.values_of_actions, own.actor_loss
         networks = [model.actor, *model.critics]
-        plain = isinstance(self.action_space, spaces.Box) and model.by_numpy
+        plain = isinstance(self.action_space, spaces.Box) and model.use_numpy
         plain = plain and all(_class_of(part) in known for part in losses)
-        return [Backprop(n) for n in networks] if plain and all(map(is_quick, networks)) else None
+        return [Backprop(n) for n in networks] if plain and all(map(uses_numpy, networks)) else None
 
     def check_discrete(self, action_space: Any) -> None:
         """Refuse actions that are not continuous, where there is nothing for them."""
@@ -205,7 +206,7 @@ class ActorCriticPolicy(TargetNetwork):
             return None
         self.flat.gradient.zero_()
         goals = self.goals(batch)
-        obs = flat_numpy(self.observation_space, batch.array("obs"))
+        obs = flatten_numpy(self.observation_space, batch.array("obs"))
         seen = _joined(obs, batch.array("actions"))
         critics = self._by_hand[1:]
         errors = np.stack([critic.outputs(seen)[:, 0] for critic in critics])

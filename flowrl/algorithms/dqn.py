@@ -19,9 +19,10 @@ from flowrl.policies.categorical_q import CategoricalQ
 from flowrl.policies.config import ExplorationConfig
 from flowrl.policies.exploration import Exploration
 from flowrl.policies.learning.kernels.backprop import Backprop
-from flowrl.policies.models.base import Inputs, ModelV2
-from flowrl.policies.models.fcnet import FullyConnectedNetwork, is_quick
-from flowrl.policies.models.noisy import draw_noise, make_noisy
+from flowrl.policies.models.base import ModelV2
+from flowrl.policies.models.fcnet import FullyConnectedNetwork, uses_numpy
+from flowrl.policies.models.noisy import make_noisy, resample_noise
+from flowrl.policies.models.tensor_batch import InputDict
 from flowrl.policies.q_values import QValues, TDLoss
 from flowrl.policies.schedules import Schedule
 from flowrl.policies.target_network import TargetNetwork
@@ -120,7 +121,7 @@ class DQNTorchPolicy(TargetNetwork):
         own = type(self).loss is DQNTorchPolicy.loss  # not a subclass' one
         whole = len(self.groups[0]) == len(self.flat.parameters)  # one optimizer has them all
         plain = config.precision == "float32" and not config.compile
-        return own and whole and plain and is_quick(model)
+        return own and whole and plain and uses_numpy(model)
 
     def make_model(self) -> torch.nn.Module:
         """One network for values and advantages up to their heads, unless it is said otherwise."""
@@ -132,7 +133,7 @@ class DQNTorchPolicy(TargetNetwork):
             shared,
             values.num_outputs,
             outputs_per_action=values.outputs_per_action,
-            by_numpy=not config.noisy,
+            use_numpy=not config.noisy,
         )
         if config.noisy:
             told = f"noisy: a {type(model).__name__} has no linear layers that can be replaced"
@@ -156,14 +157,14 @@ class DQNTorchPolicy(TargetNetwork):
         self, input_dict: dict[str, Any], explore: bool
     ) -> tuple[np.ndarray, list[np.ndarray], dict[str, np.ndarray]]:
         if self.config.noisy:
-            draw_noise(self.model, self.rng if explore else None)
+            resample_noise(self.model, self.rng if explore else None)
         ranks, states = self._computed(self._ranks, input_dict)
         return self.exploration.act_on_values(ranks, self, explore), states, {}
 
     def _ranks(self, input_dict: dict[str, Any]) -> tuple[np.ndarray, list[np.ndarray]]:
         """Values [B, n] but for what is the same for all actions of a state; states after it."""
         states: list[np.ndarray] = []
-        if is_quick(self.model):
+        if uses_numpy(self.model):
             outputs = self.model.outputs_numpy(input_dict["obs"])
         else:
             outputs, _, states = self.model.compute_outputs(input_dict)
@@ -193,7 +194,7 @@ class DQNTorchPolicy(TargetNetwork):
         """
         goals = self._goals(batch)
         if self.config.noisy:
-            draw_noise(self.model, self.learn_rng)
+            resample_noise(self.model, self.learn_rng)
         outputs, _ = self.model.from_batch(batch)
         state = self.model.value_function() if self.values.has_state else None
         return self._weighted(batch, self.values.judged(outputs, state, batch["actions"], goals))
@@ -247,7 +248,7 @@ class DQNTorchPolicy(TargetNetwork):
     ) -> tuple[np.ndarray, np.ndarray | None]:
         """Outputs [B, num_outputs] at `new_obs`, and the network's values [B] if they are wanted,
         as numbers. On small networks numpy is twice as fast as torch."""
-        if is_quick(model):
+        if uses_numpy(model):
             observations = batch.array("new_obs")
             if with_state:
                 return model.forward_numpy(observations)
@@ -255,8 +256,8 @@ class DQNTorchPolicy(TargetNetwork):
         with torch.no_grad():
             model.eval()
             if self.config.noisy:
-                draw_noise(model, self.learn_rng)
-            outputs, _ = model(Inputs(obs=batch["new_obs"]), [], None)
+                resample_noise(model, self.learn_rng)
+            outputs, _ = model(InputDict(obs=batch["new_obs"]), [], None)
             state = model.value_function().float().cpu().numpy() if with_state else None
             return outputs.float().cpu().numpy(), state
 

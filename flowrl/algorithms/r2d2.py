@@ -128,7 +128,7 @@ class R2D2TorchPolicy(DQNTorchPolicy):
                 after = "new_obs" if name == "obs" else PREVIOUS[name]
                 columns[name] = optree.tree_map(joined, batch.array(name), batch.array(after))
         unrolled = TensorBatch(SampleBatch._of(columns), self.device)
-        unrolled.warmup = batch.warmup
+        unrolled.burn_in = batch.burn_in
         return unrolled
 
     def _goals_within(

@@ -11,8 +11,8 @@ import optree
 import torch
 from gymnasium import spaces
 
-from flowrl.policies.models.base import Inputs
-from flowrl.policies.models.noisy import draw_noise
+from flowrl.policies.models.noisy import resample_noise
+from flowrl.policies.models.tensor_batch import InputDict
 from flowrl.policies.views import zeros_of
 from flowrl.settings import ConfigError
 
@@ -48,7 +48,7 @@ class Acting(torch.nn.Module):
 
     def forward(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Actions and states after the step, of views [B, …] with raw observations."""
-        inputs = Inputs(inputs)
+        inputs = InputDict(inputs)
         if self._clip is not None:
             mean: Any = self.mean
             scale: Any = self.scale
@@ -132,7 +132,7 @@ def export(policy: TorchPolicy, path: Path | str, format: str | None) -> Path:
     path = Path(path)
     if path.is_dir():
         raise ConfigError(f"export: {str(path)!r} is a folder, not a file")
-    draw_noise(policy.model, None)
+    resample_noise(policy.model, None)
     acting = copy.deepcopy(Acting(policy), _cut_off(policy.model))
     acting = acting.cpu().eval().requires_grad_(False)
     inputs = example_inputs(policy, 2)

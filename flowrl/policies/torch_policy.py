@@ -20,8 +20,10 @@ from flowrl.policies.distributions import ActionDistribution, DiagGaussian, dist
 from flowrl.policies.exploration import Exploration
 from flowrl.policies.learning.flat_parameters import FlatAdam, FlatParameters
 from flowrl.policies.learning.gradients import clip_gradient, take_gradient
-from flowrl.policies.models.base import ModelV2, ModuleModel, TensorBatch
+from flowrl.policies.models.base import ModelV2
 from flowrl.policies.models.catalog import make_model
+from flowrl.policies.models.module_model import ModuleModel
+from flowrl.policies.models.tensor_batch import TensorBatch
 from flowrl.policies.policy import Policy
 from flowrl.policies.schedules import value_at
 from flowrl.policies.views import misfit
@@ -92,7 +94,7 @@ class TorchPolicy(Policy):
         self.flat = FlatParameters(self.model)
         self._linked = self.model
         self._buffers = list(self.model.buffers())
-        self.model.link_numpy()
+        self.model.bind_numpy_views()
         # apart from the stream of minibatches, which those who learn together draw alike
         self.learn_rng = random_stream(self.config.seed, "policy", "learning")
         made = self.make_optimizer()

@@ -140,7 +140,7 @@ def moved_target(policy):
 @pytest.mark.parametrize("twin_q", [True, False])
 def test_sac_against_the_paper(by_numpy, more, twin_q):
     policy = make(gamma=0.9, initial_alpha=0.3, twin_q=twin_q)
-    policy.model.by_numpy = by_numpy
+    policy.model.use_numpy = by_numpy
     moved_target(policy)
     batch = rows(**more)
     c, plain = columns(batch), Plain(policy)

@@ -1,6 +1,5 @@
 """What a network sees when it acts is what it sees when it learns, through the sampler."""
 
-import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium import spaces
@@ -9,28 +8,7 @@ from flowrl.algorithms.ppo import PPO, PPOConfig, PPOTorchPolicy
 from flowrl.data import pad_batch_to_sequences_of_same_size
 from flowrl.sampling import RolloutWorker
 
-BOX = spaces.Box(-1, 1, (3,), np.float32)
-TWO = spaces.Discrete(2)
-
-
-class Drawing(gym.Env):
-    """Random observations of any space; an episode is 7 steps."""
-
-    def __init__(self, observation_space=BOX, action_space=TWO):
-        self.observation_space, self.action_space = observation_space, action_space
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        if seed is not None:
-            self.observation_space.seed(seed)
-        self.t = 0
-        return self.observation_space.sample(), {}
-
-    def step(self, action):
-        assert self.action_space.contains(action), action
-        self.t += 1
-        return self.observation_space.sample(), float(self.t), self.t == 7, False, {}
-
+from .fakes import BOX, TWO, RandomEnv
 
 NESTED = spaces.Dict(a=BOX, b=spaces.Tuple((spaces.Discrete(3, start=1), spaces.MultiBinary(2))))
 ACTIONS = spaces.Dict(x=spaces.Discrete(2, start=1), y=spaces.Box(-1, 1, (2,), np.float32))
@@ -60,7 +38,7 @@ CASES = {
 def worker(name, **config):
     obs_space, action_space, model = CASES[name]
     return RolloutWorker(
-        lambda context: Drawing(obs_space, action_space),
+        lambda context: RandomEnv(obs_space, action_space),
         PPOTorchPolicy,
         {
             "model": {"fcnet_hiddens": [16], **model},
@@ -100,7 +78,7 @@ def test_it_learns_in_minibatches(name):
 def test_an_algorithm_trains_saves_and_plays(name, tmp_path):
     obs_space, action_space, model = CASES[name]
     config = PPOConfig(
-        env=lambda context: Drawing(obs_space, action_space),
+        env=lambda context: RandomEnv(obs_space, action_space),
         model={"fcnet_hiddens": [8], **model},
         train_batch_size=60,
         num_envs_per_worker=2,

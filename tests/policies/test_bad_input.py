@@ -28,8 +28,7 @@ from flowrl.policies.returns import (
 )
 from flowrl.sampling import RolloutWorker
 
-from .test_acting_and_learning import Drawing
-from .test_models import Plain
+from .fakes import PlainModule, RandomEnv
 
 BOX = spaces.Box(-1, 1, (3,), np.float32)
 TWO = spaces.Discrete(2)
@@ -60,7 +59,7 @@ def unchanged(policy, before):
 
 
 def giving(result):
-    class Odd(Plain):
+    class Odd(PlainModule):
         def forward(self, obs):
             return result(self, obs)
 
@@ -91,8 +90,8 @@ class Bare(ModelV2):
 @pytest.mark.parametrize(
     ("model", "match"),
     [
-        (5, "a class, or a function"),
-        (nn.Linear(3, 2), "a class, or a function"),
+        (5, "must be a class, or a function"),
+        (nn.Linear(3, 2), "must be a class, or a function"),
         (nn.Linear, "Linear.*failed"),
         (lambda: None, "lambda.*obs_space.*failed"),
         ("torch:no_such_name", "cannot be imported"),
@@ -100,10 +99,10 @@ class Bare(ModelV2):
         (giving(lambda self, obs: {"a": obs}), "a tensor of floats"),
         (giving(lambda self, obs: self.out(obs).long()), "a tensor of floats"),
         (giving(lambda self, obs: self.out(obs)[:, :1]), r"outputs of shape \[12, 1\]"),
-        (giving(lambda self, obs: (self.out(obs), obs)), r"values \[rows\], it gave \[12, 3\]"),
-        (with_values(lambda n: torch.zeros(n, 1)), r"values \[rows\], it gave \[12, 1\]"),
-        (with_values(lambda n: None), "it gave None"),
-        (Bare, "forward gives"),
+        (giving(lambda self, obs: (self.out(obs), obs)), r"values \[rows\], got \[12, 3\]"),
+        (with_values(lambda n: torch.zeros(n, 1)), r"values \[rows\], got \[12, 1\]"),
+        (with_values(lambda n: None), "got None"),
+        (Bare, "forward must return"),
     ],
 )
 def test_models_that_cannot_be_used(model, match):
@@ -121,7 +120,9 @@ def test_make_model_gives_a_module(made):
 def test_other_precisions_are_refused():
     with pytest.raises(ConfigError, match="is not float32"):
         PPOTorchPolicy(
-            BOX, TWO, {"model": {"custom_model": lambda o, a, n, c, name: Plain(o, a, n).double()}}
+            BOX,
+            TWO,
+            {"model": {"custom_model": lambda o, a, n, c, name: PlainModule(o, a, n).double()}},
         )
 
 
@@ -142,7 +143,7 @@ def test_two_optimizers_of_the_same_parameters_are_refused():
 
 
 def test_frozen_layers_stay_and_the_others_learn():
-    class Frozen(Plain):
+    class Frozen(PlainModule):
         def __init__(self, *args):
             super().__init__(*args)
             self.value.requires_grad_(False)
@@ -211,7 +212,7 @@ def test_losses_are_tensors_of_one_number(result):
     assert unchanged(policy, before)
 
 
-class Normed(Plain):
+class Normed(PlainModule):
     def __init__(self, *args):
         super().__init__(*args)
         self.norm = nn.BatchNorm1d(3)
@@ -259,7 +260,7 @@ def test_a_loss_that_is_not_finite_is_refused_though_its_gradient_is():
 
 
 def test_dropout_follows_the_seed_and_the_describing_does_not_draw():
-    class Dropping(Plain):
+    class Dropping(PlainModule):
         def __init__(self, *args):
             super().__init__(*args)
             self.drop = nn.Dropout(0.5)
@@ -271,7 +272,7 @@ def test_dropout_follows_the_seed_and_the_describing_does_not_draw():
     one, two = (Regress(BOX, TWO, config) for _ in range(2))
     assert one.learn_on_batch(rows()) == two.learn_on_batch(rows())
     w = RolloutWorker(
-        lambda c: Drawing(), PPOTorchPolicy, {**config, "rollout_fragment_length": 50}
+        lambda c: RandomEnv(), PPOTorchPolicy, {**config, "rollout_fragment_length": 50}
     )
     batch = w.sample()
     assert w.policy.describe(batch) == w.policy.describe(batch)
@@ -284,7 +285,7 @@ def test_dropout_follows_the_seed_and_the_describing_does_not_draw():
 def burning(**config):
     model = {"use_lstm": True, "fcnet_hiddens": [8], "lstm_cell_size": 4, "max_seq_len": 5}
     return RolloutWorker(
-        lambda context: Drawing(),
+        lambda context: RandomEnv(),
         PPOTorchPolicy,
         {
             "model": {**model, "burn_in": 6},
@@ -326,7 +327,7 @@ def test_burn_in_wants_its_columns():
 def test_padded_batches_are_learned_from_in_minibatches():
     model = {"use_lstm": True, "fcnet_hiddens": [8], "lstm_cell_size": 4, "max_seq_len": 5}
     w = RolloutWorker(
-        lambda context: Drawing(),
+        lambda context: RandomEnv(),
         PPOTorchPolicy,
         {"model": model, "seed": 0, "rollout_fragment_length": 43},
     )
@@ -343,7 +344,7 @@ def test_padded_batches_are_learned_from_in_minibatches():
 def test_sequences_of_one_row():
     for memory in ({"use_lstm": True}, {"use_attention": True}):
         w = RolloutWorker(
-            lambda context: Drawing(),
+            lambda context: RandomEnv(),
             PPOTorchPolicy,
             {"model": {**memory, "max_seq_len": 1}, "rollout_fragment_length": 20, "seed": 0},
         )
@@ -353,7 +354,7 @@ def test_sequences_of_one_row():
 @pytest.mark.parametrize("change", ["lens", "states"])
 def test_states_and_sequences_must_fit(change):
     w = RolloutWorker(
-        lambda context: Drawing(),
+        lambda context: RandomEnv(),
         PPOTorchPolicy,
         {"model": {"use_lstm": True, "max_seq_len": 5}, "rollout_fragment_length": 20},
     )
@@ -362,7 +363,7 @@ def test_states_and_sequences_must_fit(change):
         batch = batch.with_columns(seq_lens=np.array([20], np.int32))
     else:
         batch = batch.with_columns(state_in_0=np.concatenate([batch["state_in_0"]] * 2))
-    with pytest.raises(ConfigError, match="sequences of 20 rows in all"):
+    with pytest.raises(ConfigError, match="sequences of 20 rows in total"):
         w.policy.learn_on_batch(batch)
 
 
@@ -396,7 +397,7 @@ def test_observations_that_are_not_of_the_space(space, obs):
 
 def test_numbers_out_of_range_have_no_features():
     for space, obs in ((spaces.Discrete(5), [-1]), (spaces.MultiDiscrete([2, 3]), [[2, 1]])):
-        with pytest.raises(ValueError, match="are not of"):
+        with pytest.raises(ValueError, match="are not in"):
             PPOTorchPolicy(space, TWO, {}).compute_actions(np.array(obs))
 
 
@@ -601,7 +602,7 @@ def test_a_state_that_does_not_fit_changes_nothing():
 
 def test_a_mask_deeper_down_is_refused():
     space = spaces.Dict({"a": spaces.Dict({"action_mask": spaces.MultiBinary(2), "at": BOX})})
-    with pytest.raises(ConfigError, match="from the top of a Dict"):
+    with pytest.raises(ConfigError, match="at the top level of a Dict"):
         PPOTorchPolicy(space, TWO, {})
 
 

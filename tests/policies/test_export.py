@@ -21,7 +21,7 @@ from flowrl.policies import ConfigError, ModelV2, Policy, ViewRequirement
 from flowrl.policies.checkpoint_loading import space_from_json, space_to_json
 from flowrl.policies.export import example_inputs, leaf_names
 
-from .test_models import Plain
+from .fakes import PlainModule
 
 BOX = spaces.Box(-1, 1, (4,), np.float32)
 NESTED = spaces.Dict(a=BOX, eye=spaces.Box(0, 255, (12, 12, 3), np.uint8))
@@ -322,7 +322,7 @@ def test_what_is_wrong_with_a_checkpoint_is_said(tmp_path):
 
 
 def test_settings_that_are_code(tmp_path):
-    class Local(Plain):
+    class Local(PlainModule):
         def __init__(self, *given):
             super().__init__(*given)
             self.out, self.value = torch.nn.Linear(4, 2), torch.nn.Linear(4, 1)

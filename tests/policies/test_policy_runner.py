@@ -9,7 +9,7 @@ from flowrl.data import SampleBatch
 from flowrl.policies import ConfigError, ViewRequirement
 from flowrl.sampling import RolloutWorker
 
-from .test_models import Three
+from .fakes import RandomEnv
 
 BOX = spaces.Box(-1, 1, (3,), np.float32)
 TWO = spaces.Discrete(2)
@@ -29,7 +29,7 @@ def test_a_session_sees_what_the_sampler_sees(name, normalize):
     """Replaying an episode gives the distribution that was sampled from, step by step."""
     config = {"model": MODELS[name], "seed": 0, "normalize_observations": normalize}
     settings = {**config, "rollout_fragment_length": 21, "batch_mode": "truncate_episodes"}
-    w = RolloutWorker(lambda context: Three(), PPOTorchPolicy, settings)
+    w = RolloutWorker(lambda context: RandomEnv(), PPOTorchPolicy, settings)
     batch = w.sample()
     told = []
 

@@ -58,8 +58,8 @@ def test_acting_in_numpy_is_the_torch_forward(activation, shared, space):
     outputs, _ = net({"obs": torch.from_numpy(observations)}, [], None)
     values = net.value_function()
     assert outputs.shape == (5, 4)
-    assert net.has_numpy == (activation != "silu")
-    if net.has_numpy:
+    assert net.uses_numpy == (activation != "silu")
+    if net.uses_numpy:
         fast_outputs, fast_values = net.forward_numpy(observations)
         close = {"rtol": 1e-5, "atol": 1e-6}  # sums of float32 in another order
         np.testing.assert_allclose(fast_outputs, outputs.detach(), **close)

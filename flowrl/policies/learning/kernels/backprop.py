@@ -23,7 +23,7 @@ class Backprop:
     each costs a tenth of the time.
 
     Args:
-        network: one whose `has_numpy` is True, without `log_std`; its parameters' gradients stay
+        network: one whose `uses_numpy` is True, without `log_std`; its parameters' gradients stay
             in their memory.
     """
 
