@@ -63,7 +63,7 @@ class SACTorchPolicy(ActorCriticPolicy):
     def make_distribution(self) -> Any:
         if isinstance(self.action_space, spaces.Discrete):
             return Categorical
-        return SquashedGaussian.over(self.action_space)
+        return SquashedGaussian.for_space(self.action_space)
 
     def extra_parameters(self) -> dict[str, torch.Tensor]:
         return {"log_alpha": torch.tensor(math.log(self.config.initial_alpha))}
@@ -145,14 +145,14 @@ class SACTorchPolicy(ActorCriticPolicy):
         size = outputs.shape[1] // 2
         noise = self.learn_rng.standard_normal((len(obs), size), dtype=np.float32)
         squashed: Any = self.dist_class
-        raw, spread, logp = squashed.drawn(outputs, noise)
+        raw, spread, logp = squashed.from_noise(outputs, noise)
         actions = np.tanh(raw)
         values, slopes = self.worth_by_hand(obs, actions)
         loss, entropy = float((alpha * logp - values).mean()), -float(logp.mean())
         self.stats |= {"actor_loss": loss, "entropy": entropy, "alpha": alpha}
         # of log pi: 2 tanh(raw) by raw, -1 by the logarithm of the deviation besides
         d_raw = 2 * alpha * actions - slopes * (1 - actions * actions)
-        d_log_std = (d_raw * spread - alpha) * squashed.inside(outputs[:, size:])
+        d_log_std = (d_raw * spread - alpha) * squashed.is_log_std_in_bounds(outputs[:, size:])
         d_outputs = np.concatenate([d_raw, d_log_std], 1)
         d_outputs *= np.float32(1.0 / len(obs))
         actor.backward(d_outputs)

@@ -60,7 +60,7 @@ class TD3TorchPolicy(ActorCriticPolicy):
         super().__init__(observation_space, action_space, config)
 
     def make_distribution(self) -> Any:
-        return SquashedDeterministic.over(self.action_space)
+        return SquashedDeterministic.for_space(self.action_space)
 
     def updates_actor(self) -> bool:
         return (self._updates + 1) % self.config.policy_delay == 0

@@ -641,15 +641,15 @@ class TorchPolicy(Policy):
         state["rates"] = [[group["lr"] for group in o.param_groups] for o in self.optimizers]
         state["num_skipped_updates"] = self.num_skipped_updates
         state["learn_rng"] = stream_state(self.learn_rng)
-        state["exploration"] = self.exploration.get_state()
+        state["exploration"] = self.exploration.state_dict()
         return state
 
     def get_acting_state(self) -> dict[str, Any]:
-        return {**super().get_acting_state(), "exploration": self.exploration.get_state()}
+        return {**super().get_acting_state(), "exploration": self.exploration.state_dict()}
 
     def set_acting_state(self, state: dict[str, Any]) -> None:
         super().set_acting_state(state)
-        self.exploration.set_state(state["exploration"])
+        self.exploration.load_state_dict(state["exploration"])
 
     def set_state(self, state: dict[str, Any]) -> None:
         before = self.get_state()
@@ -684,7 +684,7 @@ class TorchPolicy(Policy):
                 group["lr"] = rate
         self._follow_schedule()
         self.num_skipped_updates = int(state.get("num_skipped_updates", 0))
-        self.exploration.set_state(state.get("exploration", {}))
+        self.exploration.load_state_dict(state.get("exploration", {}))
         restore_stream(self.learn_rng, state["learn_rng"])
 
 
