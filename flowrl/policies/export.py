@@ -42,8 +42,8 @@ class Acting(torch.nn.Module):
         filter_ = policy.observation_filter
         self._clip = None if filter_ is None else filter_.clip
         if filter_ is not None:
-            self.register_buffer("mean", torch.from_numpy(filter_.seen.mean.astype(np.float32)))
-            scale = (1.0 / (filter_.seen.std + 1e-8)).astype(np.float32)
+            self.register_buffer("mean", torch.from_numpy(filter_.stats.mean.astype(np.float32)))
+            scale = (1.0 / (filter_.stats.std + 1e-8)).astype(np.float32)
             self.register_buffer("scale", torch.from_numpy(scale))
 
     def forward(self, inputs: dict[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from flowrl.policies.models.module_model import ModuleModel
 from flowrl.policies.models.tensor_batch import TensorBatch
 from flowrl.policies.policy import Policy
 from flowrl.policies.schedules import value_at
-from flowrl.policies.views import misfit
+from flowrl.policies.views import find_mismatch
 from flowrl.seeding import random_stream, restore_stream, stream_state
 from flowrl.settings import ConfigError
 
@@ -285,13 +285,13 @@ class TorchPolicy(Policy):
         if missing:
             return f"the view {missing[0]!r} is missing, there is only {sorted(input_dict)}"
         problems = [
-            misfit(view.space, input_dict[name], name)
+            find_mismatch(view.space, input_dict[name], name)
             for name, view in wanted.items()
             if view.space is not None and not view.is_window
         ]
         for i, initial in enumerate(self.get_initial_state()):
             state = spaces.Box(-np.inf, np.inf, initial.shape, np.float32)
-            problems.append(misfit(state, input_dict.get(f"state_in_{i}"), f"state_in_{i}"))
+            problems.append(find_mismatch(state, input_dict.get(f"state_in_{i}"), f"state_in_{i}"))
         found = next((problem for problem in problems if problem), None)
         if found is None:
             seen: dict[str, Any] = {name: optree.tree_leaves(input_dict[name]) for name in wanted}
@@ -334,7 +334,7 @@ class TorchPolicy(Policy):
 
     def _check_actions(self, actions: Any, count: int) -> None:
         """Refuse actions that are not `count` ones as the policy gives them."""
-        problem = misfit(self.action_space, actions, "actions")
+        problem = find_mismatch(self.action_space, actions, "actions")
         if problem is not None:
             raise ValueError(problem)
         leaves: Any = optree.tree_leaves(actions)

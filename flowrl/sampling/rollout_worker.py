@@ -25,9 +25,9 @@ from flowrl.policies.policy import Policy
 from flowrl.policies.policy_spec import (
     PolicyMapping,
     PolicySpec,
+    is_policy_to_train,
     multi_agent_settings,
     specs_of,
-    to_train,
 )
 from flowrl.sampling.callbacks import DefaultCallbacks, call, overrides
 from flowrl.sampling.columnar import ColumnarCollector
@@ -237,7 +237,7 @@ class RolloutWorker:
 
     def is_policy_to_train(self, policy_id: str, batch: Any = None) -> bool:
         """Whether a policy is to learn, by the setting `policies_to_train`."""
-        return to_train(self._shared["policies_to_train"], policy_id, batch)
+        return is_policy_to_train(self._shared["policies_to_train"], policy_id, batch)
 
     # -- sampling ------------------------------------------------------------------------------
 

@@ -532,9 +532,9 @@ def test_hooks_give_tuples(hook, gives):
 @pytest.mark.parametrize(
     ("obs", "match"),
     [
-        ([[0.0, 0.0, 0.0]], r"array of float32 \[B, 3\] is needed, got a list of 1"),
-        (np.zeros(3, np.float32), r"array \[B, 3\] is needed, got one of shape \[3\]"),
-        (np.zeros((2, 4), np.float32), r"array \[B, 3\] is needed, got one of shape \[2, 4\]"),
+        ([[0.0, 0.0, 0.0]], r"expected an array of float32 \[B, 3\], got a list of 1"),
+        (np.zeros(3, np.float32), r"expected an array \[B, 3\], got one of shape \[3\]"),
+        (np.zeros((2, 4), np.float32), r"expected an array \[B, 3\], got one of shape \[2, 4\]"),
         ("abc", "got a str"),
         (None, "got a NoneType"),
         ({"a": np.zeros((2, 3))}, r"got a dict of \['a'\]"),
@@ -552,21 +552,21 @@ def test_views_that_cannot_be_acted_on_are_told():
     nested = PPOTorchPolicy(spaces.Dict(a=BOX, b=TWO), TWO, {})
     obs = np.zeros((2, 3), np.float32)
     for given, match in [
-        (obs, r"a dict of arrays for \['a', 'b'\] is needed, got one of float32 \[2, 3\]"),
+        (obs, r"expected a dict of arrays for \['a', 'b'\], got one of float32 \[2, 3\]"),
         ({"a": obs}, r"got a dict of \['a'\]"),
         ({"a": obs, "b": np.zeros(3, np.int64)}, r"different numbers of rows: {'obs': \[2, 3\]}"),
-        ({"a": obs, "b": ["x", "y"]}, r"obs\['b'\]: an array of int64 \[B\] is needed"),
+        ({"a": obs, "b": ["x", "y"]}, r"obs\['b'\]: expected an array of int64 \[B\]"),
     ]:
         with pytest.raises(ConfigError, match=match):
             nested.compute_actions(given)
     pair = PPOTorchPolicy(spaces.Tuple((BOX, TWO)), TWO, {})
-    with pytest.raises(ConfigError, match="a tuple of 2 arrays is needed, got a list of 2"):
+    with pytest.raises(ConfigError, match="expected a tuple of 2 arrays, got a list of 2"):
         pair.compute_actions([obs, np.zeros((3, 1), np.int64)])
     image = PPOTorchPolicy(spaces.Box(0, 255, (20, 20, 3), np.uint8), TWO, {})
     with pytest.raises(ConfigError, match=r"got one of shape \[2, 3, 20, 20\]"):
         image.compute_actions(np.zeros((2, 3, 20, 20), np.uint8))
     memory = PPOTorchPolicy(BOX, TWO, {"model": {"use_lstm": True}})
-    with pytest.raises(ConfigError, match=r"state_in_0: an array \[B, 64\] is needed"):
+    with pytest.raises(ConfigError, match=r"state_in_0: expected an array \[B, 64\]"):
         memory.compute_actions(obs, state_batches=[np.zeros((2, 3), np.float32)] * 4)
 
 
@@ -617,9 +617,9 @@ def test_as_many_actions_as_observations():
     with pytest.raises(ValueError, match=r"3.* actions for 12 observations"):
         policy.compute_log_likelihoods(np.zeros(3, np.int64), rows()["obs"])
     for actions, match in [
-        (0, r"an array of int64 \[B\] is needed, got a int"),
-        (np.zeros(12), r"an array of int64 \[B\] is needed, got one of float64"),
-        (np.zeros((12, 1), np.int64), r"an array \[B\] is needed, got one of shape \[12, 1\]"),
+        (0, r"expected an array of int64 \[B\], got a int"),
+        (np.zeros(12), r"expected an array of int64 \[B\], got one of float64"),
+        (np.zeros((12, 1), np.int64), r"expected an array \[B\], got one of shape \[12, 1\]"),
         (np.full(12, 2), r"not of Discrete\(2\), with numbers from 0"),
         (np.full(12, -1), r"not of Discrete\(2\), with numbers from 0"),
     ]:
@@ -652,5 +652,5 @@ def test_returns_of_other_shapes_are_refused():
     ):
         with pytest.raises(ValueError, match=r"has the shape \(4, 1\)"):
             call()
-    with pytest.raises(ValueError, match="is an int"):
+    with pytest.raises(ValueError, match="must be an int"):
         n_step_returns(a, a, 2.5, 0.9)

@@ -73,8 +73,8 @@ def a_policy(name, seed=0):
     with torch.no_grad():  # heads as if it had learned something
         policy.flat.vector.add_(0.3 * torch.randn(len(policy.flat.vector)))
     if policy.observation_filter is not None:
-        policy.observation_filter.fresh.update(np.random.default_rng(0).normal(2, 3, (50, 4)))
-        policy.observation_filter.absorb(policy.observation_filter.take_fresh())
+        policy.observation_filter.new_stats.update(np.random.default_rng(0).normal(2, 3, (50, 4)))
+        policy.observation_filter.merge_stats(policy.observation_filter.take_new_stats())
     return policy
 
 

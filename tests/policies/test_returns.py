@@ -110,7 +110,7 @@ def test_n_step_by_hand():
     assert sums[:, 0].tolist() == [2.0, 3.5, 3.0]
     assert counts[:, 0].tolist() == [2, 2, 1]
     np.testing.assert_array_equal(rewards, before)
-    with pytest.raises(ValueError, match="at least 1"):
+    with pytest.raises(ValueError, match="an int >= 1"):
         n_step_returns(rewards, np.zeros((3, 1), bool), 0, 0.5)
 
 

@@ -160,7 +160,7 @@ def test_minibatches_cover_the_batch_every_pass():
 
 def test_state_continues_exactly():
     one = make_policy(normalize_observations=True)
-    one.observation_filter.fresh.update(rows()["obs"])
+    one.observation_filter.new_stats.update(rows()["obs"])
     one.absorb_filters(one.take_fresh_filters())
     one.learn_on_batch(rows())
     two = make_policy(seed=9, normalize_observations=True)
@@ -217,9 +217,9 @@ def test_merged_statistics_are_those_of_all_rows(sizes, seed):
 def test_observation_filter_changes_between_fragments_only():
     normalize = ObservationFilter((2,))
     data = np.array([[1.0, 10.0], [3.0, 30.0]])
-    normalize.fresh.update(data)
+    normalize.new_stats.update(data)
     assert normalize(data)[0, 0] == 1.0
-    normalize.absorb(normalize.take_fresh())
+    normalize.merge_stats(normalize.take_new_stats())
     np.testing.assert_allclose(normalize(data), [[-1, -1], [1, 1]], atol=1e-5)
     assert normalize(np.array([[1e9, 0.0]]))[0, 0] == 10.0
 

@@ -196,7 +196,7 @@ def test_bad_values_are_refused_at_their_source(way, wrong):
     assert "sub-environment 0" in told
     assert "step 3 of a fragment" in told
     assert "worker 0" in told
-    for key, value in worker.policy.observation_filter.fresh.state_dict().items():
+    for key, value in worker.policy.observation_filter.new_stats.state_dict().items():
         assert np.isfinite(value).all(), key
     assert worker.sample().count == 14
 

@@ -319,7 +319,7 @@ def test_other_agents_batches_reach_postprocessing():
     [
         ({"policy_mapping_fn": lambda agent_id: "nobody"}, "maps agent 'a' to 'nobody'"),
         ({}, "policy_mapping_fn"),
-        ({"policy_mapping_fn": "p"}, "a function is needed"),
+        ({"policy_mapping_fn": "p"}, "must be a function"),
         ({"multiagent": {"policy_maping_fn": len}}, "Did you mean 'policy_mapping_fn'"),
     ],
 )
@@ -356,7 +356,7 @@ def test_environments_that_speak_wrongly_are_named(change, message):
     [
         ({}, "at least one"),
         ("p", "a mapping from policy id"),
-        ({3: None}, "an id is a string"),
+        ({3: None}, "must be a non-empty string"),
         ({"p": 5}, "PolicySpec"),
         ({"p": None}, "needs a policy_class"),
     ],
