@@ -583,9 +583,9 @@ class TorchPolicy(Policy):
         Raises:
             ConfigError: another format; the extra is missing; a view that only flowrl can show.
         """
-        from flowrl.policies.export import export
+        from flowrl.policies.export import export_policy
 
-        return export(self, path, format)
+        return export_policy(self, TorchPolicy, path, format)
 
     # -- state ---------------------------------------------------------------------------------
 

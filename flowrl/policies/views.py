@@ -58,7 +58,7 @@ class ViewRequirement:
     ):
         if data_col is not None and not isinstance(data_col, str):
             raise ConfigError(
-                f"ViewRequirement: data_col must be a column's name, got {data_col!r}"
+                f"ViewRequirement: data_col must be a column's name: {data_col!r}"
             )
         self.data_col = data_col
         self.space = space

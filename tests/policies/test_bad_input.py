@@ -391,7 +391,7 @@ def test_acting_without_states():
     ],
 )
 def test_observations_that_are_not_of_the_space(space, obs):
-    with pytest.raises(ConfigError, match="an observation"):
+    with pytest.raises(ConfigError, match="observation (has|is)"):
         PPOTorchPolicy(space, TWO, {}).compute_single_action(obs)
 
 
@@ -405,7 +405,7 @@ def test_rewards_that_are_not_finite_do_not_reach_a_memory():
     model = {"use_lstm": True, "lstm_use_prev_reward": True}
     session = PPOTorchPolicy(BOX, TWO, {"model": model}).session()
     session.compute_single_action([0.0, 0.0, 0.0])
-    with pytest.raises(ConfigError, match="prev_reward that is not finite"):
+    with pytest.raises(ConfigError, match="prev_reward is not finite"):
         session.compute_single_action([0.0, 0.0, 0.0], prev_reward=float("nan"))
 
 

@@ -221,7 +221,7 @@ def test_what_cannot_be_exported(tmp_path):
     policy = a_policy("plain")
     with pytest.raises(ConfigError, match="is a folder"):
         policy.export(tmp_path)
-    with pytest.raises(ConfigError, match="one of torch, onnx"):
+    with pytest.raises(ConfigError, match="must be one of torch, onnx"):
         policy.export(tmp_path / "x", format="tf")
     policy.view_requirements["others"] = ViewRequirement("obs", agents=["x"])
     with pytest.raises(ConfigError, match="shows other agents"):

@@ -60,11 +60,11 @@ def test_single_actions_want_the_observation_alone():
         policy.compute_single_action(np.zeros(3, np.float32))
     plain = PPOTorchPolicy(BOX, TWO, {})
     assert plain.compute_single_action([0.0, 0.0, 0.0]) in (0, 1)
-    with pytest.raises(ConfigError, match="of the shape"):
+    with pytest.raises(ConfigError, match="observation has shape"):
         plain.compute_single_action(np.zeros(4, np.float32))
     nested = PPOTorchPolicy(spaces.Dict(a=BOX), TWO, {})
     assert nested.compute_single_action({"a": np.zeros(3, np.float32)}) in (0, 1)
-    with pytest.raises(ConfigError, match="is not of"):
+    with pytest.raises(ConfigError, match="is not in"):
         nested.compute_single_action({"b": np.zeros(3, np.float32)})
 
 
@@ -75,7 +75,7 @@ def test_views_that_a_session_cannot_show():
         policy.session()
     policy = PPOTorchPolicy(BOX, TWO, {})
     policy.view_requirements["vf"] = ViewRequirement("vf_preds", shift=-1)
-    with pytest.raises(ConfigError, match="give it a space"):
+    with pytest.raises(ConfigError, match="needs a space"):
         policy.session().compute_single_action(np.zeros(3, np.float32))
 
 
