@@ -57,9 +57,7 @@ class ViewRequirement:
         agents: Sequence[Any] | str | None = None,
     ):
         if data_col is not None and not isinstance(data_col, str):
-            raise ConfigError(
-                f"ViewRequirement: data_col must be a column's name: {data_col!r}"
-            )
+            raise ConfigError(f"ViewRequirement: data_col must be a column's name: {data_col!r}")
         self.data_col = data_col
         self.space = space
         self.shifts = _offsets(shift)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.data.checkpoint import MANIFEST, CheckpointError, read_manifest
-from flowrl.policies.checkpoint_loading import config_from_json, config_to_json, trusted
+from flowrl.policies.json_codec import config_from_json, config_to_json, import_trusted
 from flowrl.settings import ConfigError
 from flowrl.trainer.plan_files import PLAN_MODULE, load_plan
 from flowrl.trainer.setting_aliases import our_names
@@ -37,7 +37,7 @@ def algorithm_from_checkpoint(
             code = trust or cls.__module__
         elif in_file and trust:
             load_plan(plan)
-        made = cls if named == own else trusted(named, trust)
+        made = cls if named == own else import_trusted(named, trust)
         if not (isinstance(made, type) and issubclass(made, cls)):
             raise CheckpointError(f"it is of {named}, not of {own}")
         if in_file and named != own and "plan" not in changes and not trust:

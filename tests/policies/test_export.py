@@ -18,8 +18,8 @@ from flowrl.algorithms.sac import SACTorchPolicy
 from flowrl.data import SampleBatch
 from flowrl.data.checkpoint import CheckpointError, _sealed, read_manifest
 from flowrl.policies import ConfigError, ModelV2, Policy, ViewRequirement
-from flowrl.policies.checkpoint_loading import space_from_json, space_to_json
 from flowrl.policies.export import example_inputs, leaf_names
+from flowrl.policies.json_codec import space_from_json, space_to_json
 
 from .fakes import PlainModule
 
@@ -288,7 +288,7 @@ if __name__ == "__main__":
     (tmp_path / "script.py").write_text(script)
     place = tmp_path / "checkpoint"
     subprocess.run([sys.executable, tmp_path / "script.py", place], check=True)
-    with pytest.raises(CheckpointError, match="call from_checkpoint\\(\\) of that one"):
+    with pytest.raises(CheckpointError, match="call its from_checkpoint"):
         Policy.from_checkpoint(place)
     mine = type("Mine", (A2CTorchPolicy,), {})
     mine.__qualname__ = "Mine"
@@ -299,14 +299,14 @@ def test_what_is_wrong_with_a_checkpoint_is_said(tmp_path):
     path, _ = trained(tmp_path)
     with pytest.raises(CheckpointError, match=r"no policy 'x', only \['default_policy'\]"):
         Policy.from_checkpoint(path, "x")
-    with pytest.raises(CheckpointError, match="does not fit it"):
+    with pytest.raises(CheckpointError, match="does not fit the policy"):
         Policy.from_checkpoint(path, config={"model": {"fcnet_hiddens": [3]}})
     manifest = read_manifest(path)
     del manifest["blake2b"]
     for change, match in (
-        ({"class": "os:system"}, "is no Policy"),
-        ({"class": "no.such:Thing"}, "cannot be made"),
-        ({"observation_space": None}, "cannot be made"),
+        ({"class": "os:system"}, "is not a Policy"),
+        ({"class": "no.such:Thing"}, "cannot be created"),
+        ({"observation_space": None}, "cannot be created"),
     ):
         told = {"default_policy": {**manifest["policies"]["default_policy"], **change}}
         (path / "manifest.json").write_bytes(_sealed({**manifest, "policies": told}))
@@ -328,7 +328,7 @@ def test_settings_that_are_code(tmp_path):
             self.out, self.value = torch.nn.Linear(4, 2), torch.nn.Linear(4, 1)
 
     path, policies = trained(tmp_path, model={"custom_model": Local})
-    with pytest.raises(CheckpointError, match=r"does not fit it.*left out.*model"):
+    with pytest.raises(CheckpointError, match=r"does not fit the policy.*left out.*model"):
         Policy.from_checkpoint(path)
     policy = Policy.from_checkpoint(path, config={"model": {"custom_model": Local}})
     obs = np.ones((3, 4), np.float32)
@@ -354,5 +354,5 @@ def test_spaces_as_json(space):
 
 
 def test_spaces_that_are_no_json():
-    with pytest.raises(TypeError, match="cannot be saved"):
+    with pytest.raises(TypeError, match="cannot be stored"):
         space_to_json(spaces.Text(3))
