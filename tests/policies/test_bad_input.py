@@ -458,13 +458,13 @@ def test_hooks_give_numbers(hook, result):
         return model.from_batch(batch)[0].sum()
 
     policy = build_torch_policy("Odd", loss, **{hook: lambda *args: result})(BOX, TWO, {})
-    with pytest.raises(ConfigError, match=f"{hook} gives a dict of numbers"):
+    with pytest.raises(ConfigError, match=f"{hook} must return a dict of numbers"):
         policy.learn_on_batch(rows())
 
 
 def test_columns_of_a_hook_are_a_dict():
     made = build_torch_policy("Odd", lambda *a: None, extra_action_out_fn=lambda *args: None)
-    with pytest.raises(ConfigError, match="gives a dict of columns"):
+    with pytest.raises(ConfigError, match="must return a dict of columns"):
         made(BOX, TWO, {}).compute_actions(rows()["obs"])
 
 
@@ -525,7 +525,7 @@ def _use(made):
 )
 def test_hooks_give_tuples(hook, gives):
     made = build_torch_policy("Odd", lambda *a: None, **{hook: lambda *args, **more: 5})
-    with pytest.raises(ConfigError, match=rf"{hook} gives \({gives}\), it gave 5"):
+    with pytest.raises(ConfigError, match=rf"{hook} must return \({gives}\), got 5"):
         _use(made)
 
 

@@ -305,13 +305,13 @@ def test_several_losses_and_optimizers():
 
 
 def test_mistakes():
-    with pytest.raises(ConfigError, match="a loss_fn is needed"):
+    with pytest.raises(ConfigError, match="a loss_fn is required"):
         build_torch_policy("Nothing")
-    with pytest.raises(ConfigError, match="stats_fn is a function"):
+    with pytest.raises(ConfigError, match="stats_fn must be a function"):
         build_torch_policy("Odd", policy_gradient_loss, stats_fn={"a": 1})
     with pytest.raises(TypeError, match="no hook 'loss_function'"):
         MyTorchPolicy.with_updates(loss_function=policy_gradient_loss)
-    with pytest.raises(ConfigError, match=r"torch.nn.Module is needed"):
+    with pytest.raises(ConfigError, match=r"must return a torch.nn.Module"):
         MyTorchPolicy.with_updates(make_model=lambda *given: 5)(BOX, TWO, {})
     with pytest.raises(ConfigError, match="unknown setting 'betta'"):
         MyTorchPolicy(BOX, TWO, {"betta": 1})
