@@ -276,7 +276,8 @@ class BuiltTorchPolicy(TorchPolicy):
         hooks = _ACTING_HOOKS & set(self.hooks)
         if hooks:
             raise ConfigError(
-                f"export: {type(self).__name__} acts with its {hooks.pop()}, which cannot be exported"
+                f"export: {type(self).__name__} acts with its {hooks.pop()}, which cannot be "
+                "exported"
             )
         return super().export(path, format)
 

@@ -1,9 +1,13 @@
-"""Spaces, environments and modules for the tests of policies."""
+"""Spaces, environments, modules and batches for the tests of policies."""
 
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 from torch import nn
+
+from flowrl.data import SampleBatch
+from flowrl.policies import ModelConfig
+from flowrl.policies.models import make_model
 
 BOX = spaces.Box(-1, 1, (3,), np.float32)
 TWO = spaces.Discrete(2)
@@ -37,3 +41,19 @@ class PlainModule(nn.Module):
 
     def forward(self, obs):
         return self.out(obs), self.value(obs)
+
+
+def rows(n=12, seed=0):
+    """A batch of random observations, actions and rewards."""
+    rng = np.random.default_rng(seed)
+    return SampleBatch(
+        obs=rng.standard_normal((n, 3)).astype(np.float32),
+        actions=rng.integers(0, 2, n),
+        rewards=rng.standard_normal(n).astype(np.float32),
+    )
+
+
+def model_for(obs_space, num_outputs=2, action_space=TWO, seed=0, **config):
+    """The catalog's model for these settings."""
+    rng = np.random.default_rng(seed)
+    return make_model(obs_space, action_space, num_outputs, ModelConfig(**config), rng=rng)
