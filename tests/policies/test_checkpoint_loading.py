@@ -11,7 +11,7 @@ from gymnasium import spaces
 
 from flowrl.algorithms.a2c import A2CTorchPolicy
 from flowrl.algorithms.ppo import PPOConfig, PPOTorchPolicy
-from flowrl.data.checkpoint import CheckpointError, _sealed, read_manifest
+from flowrl.data.checkpoint import CheckpointError, read_checkpoint, write_checkpoint
 from flowrl.policies import Policy
 from flowrl.policies.json_codec import space_from_json, space_to_json
 
@@ -90,22 +90,23 @@ def test_message_describes_invalid_checkpoints(tmp_path):
         Policy.from_checkpoint(path, "x")
     with pytest.raises(CheckpointError, match="does not fit the policy"):
         Policy.from_checkpoint(path, config={"model": {"fcnet_hiddens": [3]}})
-    manifest = read_manifest(path)
-    del manifest["blake2b"]
+    state, manifest = read_checkpoint(path)
+    generated = ("format", "files", "blake2b")
+    about = {key: value for key, value in manifest.items() if key not in generated}
     for change, match in (
         ({"class": "os:system"}, "is not a Policy"),
         ({"class": "no.such:Thing"}, "cannot be created"),
         ({"observation_space": None}, "cannot be created"),
     ):
-        policies = {"default_policy": {**manifest["policies"]["default_policy"], **change}}
-        (path / "manifest.json").write_bytes(_sealed({**manifest, "policies": policies}))
+        policies = {"default_policy": {**about["policies"]["default_policy"], **change}}
+        write_checkpoint(path, state, {**about, "policies": policies})
         with pytest.raises(CheckpointError, match=match):
             Policy.from_checkpoint(path, trust=True)
         if "class" in change:
             with pytest.raises(CheckpointError, match="trust=True"):
                 Policy.from_checkpoint(path)
-    del manifest["policies"]
-    (path / "manifest.json").write_bytes(_sealed(manifest))
+    del about["policies"]
+    write_checkpoint(path, state, about)
     with pytest.raises(CheckpointError, match="before checkpoints described"):
         Policy.from_checkpoint(path)
 
