@@ -124,8 +124,8 @@ class ActorCriticPolicy(TargetNetwork):
                 f"{name}'s networks see only observations, without memory or views of "
                 f"{sorted(others)}"
             )
-        self.model.by_numpy &= config.precision == "float32" and config.numpy_gradients
-        self.target_model.by_numpy = self.model.by_numpy
+        self.model.use_numpy &= config.precision == "float32" and config.numpy_gradients
+        self.target_model.use_numpy = self.model.use_numpy
 
     def check_discrete(self, action_space: Any) -> None:
         """Raise ConfigError for a space that is not a Box, unless the algorithm supports it."""

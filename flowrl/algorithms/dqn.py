@@ -20,9 +20,10 @@ from flowrl.algorithms.off_policy import OffPolicyConfig
 from flowrl.policies.categorical_q import CategoricalQ
 from flowrl.policies.config import ExplorationConfig
 from flowrl.policies.exploration import Exploration
-from flowrl.policies.models.base import Inputs, ModelV2
-from flowrl.policies.models.fcnet import FullyConnectedNetwork, is_quick
-from flowrl.policies.models.noisy import draw_noise, make_noisy
+from flowrl.policies.models.base import ModelV2
+from flowrl.policies.models.fcnet import FullyConnectedNetwork, uses_numpy
+from flowrl.policies.models.noisy import make_noisy, resample_noise
+from flowrl.policies.models.tensor_batch import InputDict
 from flowrl.policies.q_values import QValues, TDLoss
 from flowrl.policies.schedules import Schedule
 from flowrl.policies.target_network import TargetNetwork
@@ -127,7 +128,7 @@ class DQNTorchPolicy(TargetNetwork):
             model_config,
             q_function.num_outputs,
             outputs_per_action=q_function.outputs_per_action,
-            by_numpy=not config.noisy,
+            use_numpy=not config.noisy,
         )
         if config.noisy:
             message = f"noisy: a {type(model).__name__} has no linear layers to replace"
@@ -151,14 +152,14 @@ class DQNTorchPolicy(TargetNetwork):
         self, input_dict: dict[str, Any], explore: bool
     ) -> tuple[np.ndarray, list[np.ndarray], dict[str, np.ndarray]]:
         if self.config.noisy:
-            draw_noise(self.model, self.rng if explore else None)
+            resample_noise(self.model, self.rng if explore else None)
         scores, states = self._computed(self._greedy_scores, input_dict)
         return self.exploration.act_on_values(scores, self, explore), states, {}
 
     def _greedy_scores(self, input_dict: dict[str, Any]) -> tuple[np.ndarray, list[np.ndarray]]:
         """Return scores [B, n] that order actions by value, and states after them."""
         states: list[np.ndarray] = []
-        if is_quick(self.model):
+        if uses_numpy(self.model):
             outputs = self.model.outputs_numpy(input_dict["obs"])
         else:
             outputs, _, states = self.model.compute_outputs(input_dict)
@@ -186,7 +187,7 @@ class DQNTorchPolicy(TargetNetwork):
         """
         targets = self.td_targets(batch)
         if self.config.noisy:
-            draw_noise(self.model, self.learner.rng)
+            resample_noise(self.model, self.learner.rng)
         outputs, _ = self.model.from_batch(batch)
         state_values = self.model.value_function() if self.q_function.uses_state_value else None
         actions = batch["actions"]
@@ -232,7 +233,7 @@ class DQNTorchPolicy(TargetNetwork):
 
         On small networks numpy is twice as fast as torch.
         """
-        if is_quick(model):
+        if uses_numpy(model):
             observations = batch.array("new_obs")
             if with_values:
                 return model.forward_numpy(observations)
@@ -240,8 +241,8 @@ class DQNTorchPolicy(TargetNetwork):
         with torch.no_grad():
             model.eval()
             if self.config.noisy:
-                draw_noise(model, self.learner.rng)
-            outputs, _ = model(Inputs(obs=batch["new_obs"]), [], None)
+                resample_noise(model, self.learner.rng)
+            outputs, _ = model(InputDict(obs=batch["new_obs"]), [], None)
             values = model.value_function().float().cpu().numpy() if with_values else None
             return outputs.float().cpu().numpy(), values
 

@@ -130,7 +130,7 @@ class R2D2TorchPolicy(DQNTorchPolicy):
                 after = "new_obs" if name == "obs" else PREVIOUS[name]
                 columns[name] = optree.tree_map(joined, batch.array(name), batch.array(after))
         unrolled = TensorBatch(SampleBatch.unchecked(columns), self.device)
-        unrolled.warmup = batch.warmup
+        unrolled.burn_in = batch.burn_in
         return unrolled
 
     def _sequence_targets(

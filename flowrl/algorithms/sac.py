@@ -63,7 +63,7 @@ class SACTorchPolicy(ActorCriticPolicy):
     def make_distribution(self) -> Any:
         if isinstance(self.action_space, spaces.Discrete):
             return Categorical
-        return SquashedGaussian.over(self.action_space)
+        return SquashedGaussian.for_space(self.action_space)
 
     def extra_parameters(self) -> dict[str, torch.Tensor]:
         return {"log_alpha": torch.tensor(math.log(self.config.initial_alpha))}

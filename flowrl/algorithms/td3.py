@@ -56,7 +56,7 @@ class TD3TorchPolicy(ActorCriticPolicy):
     config: TD3Config
 
     def make_distribution(self) -> Any:
-        return SquashedDeterministic.over(self.action_space)
+        return SquashedDeterministic.for_space(self.action_space)
 
     def updates_actor(self) -> bool:
         return (self.learner.num_updates + 1) % self.config.policy_delay == 0

@@ -13,7 +13,7 @@ from flowrl.algorithms.async_learner import AsyncLearnerConfig
 from flowrl.data import SampleBatch
 from flowrl.ops import StalenessLimit
 from flowrl.policies.learning.torch_learner import TorchLearner
-from flowrl.policies.models.fcnet import is_quick
+from flowrl.policies.models.fcnet import uses_numpy
 from flowrl.policies.returns import vtrace
 from flowrl.policies.schedules import Schedule
 from flowrl.policies.torch_policy import TensorBatch, TorchPolicy
@@ -134,7 +134,7 @@ class VTracePolicy(TorchPolicy):
     ) -> tuple[Any, list[np.ndarray], dict[str, np.ndarray]]:
         """Without values where they cost extra: the learner works out its own."""
         model = self.model
-        if not is_quick(model) or set(input_dict) != {"obs"}:
+        if not uses_numpy(model) or set(input_dict) != {"obs"}:
             return super()._act(input_dict, explore)
         outputs = self._computed(lambda inputs: model.outputs_numpy(inputs["obs"]), input_dict)
         actions, logp = self.exploration.act(outputs, self, explore)
@@ -183,7 +183,7 @@ class VTracePolicy(TorchPolicy):
         if BOOTSTRAP in batch:
             after = batch.array(BOOTSTRAP)[rows]
         else:
-            after = self.compute_values(batch.rows_of("new_obs", rows))
+            after = self.compute_values(batch.array_rows("new_obs", rows))
         if after is None:
             raise ConfigError(
                 f"{type(self).__name__} learns from values, but its model gives none: write its "

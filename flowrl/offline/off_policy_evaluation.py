@@ -185,7 +185,7 @@ def _select_columns(policy: Policy, run: int, batch: SampleBatch) -> dict[str, n
             f"{', '.join(REQUIRED_COLUMNS)}. Algorithms that sample actions from a distribution "
             "(such as PPO) record likelihoods; DQN, SAC and TD3 do not"
         )
-    problem = policy.misfit(batch)
+    problem = policy.find_mismatch(batch)
     if problem is not None:
         raise OfflineDataError(f"the rows do not fit the spaces of the policy: {problem}")
     logp = policy.compute_log_likelihoods(batch["actions"], batch["obs"])

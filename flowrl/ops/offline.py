@@ -262,7 +262,7 @@ class ReadStage(Stage):
                 f"{self.source.describe_part(part)}: there is no column {missing[0]!r}, only "
                 f"{', '.join(rows)}: training needs it"
             )
-        problem = policy.misfit(rows)
+        problem = policy.find_mismatch(rows)
         if problem is not None:
             raise OfflineDataError(
                 f"{self.source.describe_part(part)}: the rows do not fit the spaces of the policy: "

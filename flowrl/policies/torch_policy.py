@@ -15,14 +15,16 @@ from flowrl.data import SampleBatch
 from flowrl.policies.config import ModelConfig
 from flowrl.policies.distributions import ActionDistribution, DiagGaussian, distribution_for
 from flowrl.policies.exploration import Exploration
-from flowrl.policies.export import export
+from flowrl.policies.export import export_policy
 from flowrl.policies.learning.flat_parameters import FlatAdam, FlatParameters
 from flowrl.policies.learning.torch_learner import TorchLearner
-from flowrl.policies.models.base import ModelV2, ModuleModel, TensorBatch
+from flowrl.policies.models.base import ModelV2
 from flowrl.policies.models.catalog import make_model
+from flowrl.policies.models.module_model import ModuleModel
+from flowrl.policies.models.tensor_batch import TensorBatch
 from flowrl.policies.policy import Policy
 from flowrl.policies.schedules import value_at
-from flowrl.policies.views import misfit
+from flowrl.policies.views import find_mismatch
 from flowrl.seeding import random_stream
 from flowrl.settings import ConfigError
 
@@ -63,7 +65,7 @@ class TorchPolicy(Policy):
         self.model.view_requirements = self.view_requirements
         self.exploration = self.make_exploration()
         self.flat = FlatParameters(self.model)
-        self.model.link_numpy()
+        self.model.bind_numpy_views()
         self.stats: dict[str, torch.Tensor | float] = {}
         self.learner = self.learner_class(self)
 
@@ -221,13 +223,13 @@ class TorchPolicy(Policy):
         if missing:
             return f"the view {missing[0]!r} is missing, there is only {sorted(input_dict)}"
         problems = [
-            misfit(view.space, input_dict[name], name)
+            find_mismatch(view.space, input_dict[name], name)
             for name, view in views.items()
             if view.space is not None and not view.is_window
         ]
         for i, initial in enumerate(self.get_initial_state()):
             state = spaces.Box(-np.inf, np.inf, initial.shape, np.float32)
-            problems.append(misfit(state, input_dict.get(f"state_in_{i}"), f"state_in_{i}"))
+            problems.append(find_mismatch(state, input_dict.get(f"state_in_{i}"), f"state_in_{i}"))
         found = next((problem for problem in problems if problem), None)
         if found is None:
             leaves: dict[str, Any] = {n: optree.tree_leaves(input_dict[n]) for n in views}
@@ -270,7 +272,7 @@ class TorchPolicy(Policy):
 
     def _check_actions(self, actions: Any, count: int) -> None:
         """Raise ValueError for actions that are not `count` actions of the policy."""
-        problem = misfit(self.action_space, actions, "actions")
+        problem = find_mismatch(self.action_space, actions, "actions")
         if problem is not None:
             raise ValueError(problem)
         leaves: Any = optree.tree_leaves(actions)
@@ -369,7 +371,7 @@ class TorchPolicy(Policy):
         Raises:
             ConfigError: another format; the extra is missing; a view that only flowrl can show.
         """
-        return export(self, path, format)
+        return export_policy(self, TorchPolicy, path, format)
 
     # -- state ---------------------------------------------------------------------------------
 
@@ -415,7 +417,7 @@ class TorchPolicy(Policy):
         return {
             **super().get_state(),
             "learner": self.learner.state_dict(),
-            "exploration": self.exploration.get_state(),
+            "exploration": self.exploration.state_dict(),
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -433,14 +435,14 @@ class TorchPolicy(Policy):
         super().set_state(state)
         self.learner.load_state_dict(state["learner"])
         self.learner.follow_schedules()
-        self.exploration.set_state(state["exploration"])
+        self.exploration.load_state_dict(state["exploration"])
 
     def get_acting_state(self) -> dict[str, Any]:
-        return {**super().get_acting_state(), "exploration": self.exploration.get_state()}
+        return {**super().get_acting_state(), "exploration": self.exploration.state_dict()}
 
     def set_acting_state(self, state: dict[str, Any]) -> None:
         super().set_acting_state(state)
-        self.exploration.set_state(state["exploration"])
+        self.exploration.load_state_dict(state["exploration"])
 
 
 def _unchanged(outputs: torch.Tensor) -> torch.Tensor:

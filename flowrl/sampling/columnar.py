@@ -145,7 +145,7 @@ class ColumnarCollector:
         self._carried_length[:] = 0
         self._age[:] = 0
         if self.policy.reward_scaler is not None:
-            self.policy.reward_scaler.restart()
+            self.policy.reward_scaler.reset()
         if self._views is not None:
             self._views.forget()
         self._open = True
@@ -230,7 +230,7 @@ class ColumnarCollector:
         started = time.perf_counter()
         self._prepare_views()
         if self._restarted and self.policy.reward_scaler is not None:
-            self.policy.reward_scaler.restart(self._restarted)
+            self.policy.reward_scaler.reset(self._restarted)
         self._restarted = []
         if self._open:
             self._raw[0] = self._raw[-1]
@@ -390,7 +390,7 @@ class ColumnarCollector:
         self.faulty_episodes += 0 if cuts.lost is None else int(cuts.lost.sum())
         if policy.observation_filter is not None:
             seen = self._raw[1:] if real is None else self._raw[1:][real]
-            policy.observation_filter.fresh.update(seen.reshape(-1, *self._raw.shape[2:]))
+            policy.observation_filter.new_stats.update(seen.reshape(-1, *self._raw.shape[2:]))
             ends = ends._replace(final=policy.observation_filter(ends.final))
         resets = self._terminateds | self._truncateds
         resets = resets if cuts.lost is None else resets | cuts.lost

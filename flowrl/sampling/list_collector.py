@@ -469,7 +469,7 @@ class SimpleListCollector(SampleCollector):
             trajectory.take_sums()
             trajectory.sums = scaler.observe(rows["rewards"][part, None], trajectory.sums)
             begin += len(segment)
-        return scaler.scaled(rows["rewards"])
+        return scaler.scale(rows["rewards"])
 
     def _next_values(
         self,

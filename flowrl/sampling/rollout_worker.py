@@ -14,7 +14,12 @@ from flowrl.data.types import PolicyID
 from flowrl.envs.registry import EnvContext, EnvCreator
 from flowrl.iter.ray_runtime import node_id
 from flowrl.policies.policy import Policy
-from flowrl.policies.policy_spec import PolicyMapping, multi_agent_settings, specs_of, to_train
+from flowrl.policies.policy_spec import (
+    PolicyMapping,
+    is_policy_to_train,
+    multi_agent_settings,
+    specs_of,
+)
 from flowrl.sampling.callbacks import DefaultCallbacks, call, overrides
 from flowrl.sampling.environments import WorkerEnvironments
 from flowrl.sampling.episode import EpisodeMetrics, MultiAgentEpisode
@@ -156,7 +161,7 @@ class RolloutWorker:
 
     def is_policy_to_train(self, policy_id: str, batch: Any = None) -> bool:
         """Return whether a policy learns, by the setting `policies_to_train`."""
-        return to_train(self._multi_agent["policies_to_train"], policy_id, batch)
+        return is_policy_to_train(self._multi_agent["policies_to_train"], policy_id, batch)
 
     # -- sampling ------------------------------------------------------------------------------
 

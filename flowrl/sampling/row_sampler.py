@@ -763,7 +763,7 @@ class RowSampler:
         for policy_id, rows in self._filter_rows.items():
             filter_ = self._policies[policy_id].observation_filter
             assert filter_ is not None
-            filter_.fresh.update(np.array([raw for _, raw in rows]))
+            filter_.new_stats.update(np.array([raw for _, raw in rows]))
         self._filter_rows.clear()
 
     def _warn(self, text: str, *values: Any) -> None:

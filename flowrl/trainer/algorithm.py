@@ -37,7 +37,8 @@ from flowrl.ops import (
     train_one_step,
 )
 from flowrl.ops.report import operators_of, training_operators
-from flowrl.policies.checkpoint_loading import config_to_json, describe
+from flowrl.policies.checkpoint_loading import describe_policy
+from flowrl.policies.json_codec import config_to_json
 from flowrl.policies.policy import Policy
 from flowrl.policies.policy_spec import specs_of
 from flowrl.sampling.callbacks import call
@@ -437,7 +438,7 @@ class Algorithm:
             "plan_sha256": self._plan_hash(),
             "training_iteration": self.iteration,
             "timesteps_total": self.plan.metrics.counters["num_env_steps_sampled"],
-            "policies": {pid: describe(policy) for pid, policy in policies.items()},
+            "policies": {pid: describe_policy(policy) for pid, policy in policies.items()},
             **about,
         }
         written = write_checkpoint(path, self.get_state(), told)

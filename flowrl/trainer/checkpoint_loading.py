@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.data.checkpoint import MANIFEST, CheckpointError, read_manifest
-from flowrl.policies.checkpoint_loading import config_from_json, config_to_json, trusted
+from flowrl.policies.json_codec import config_from_json, config_to_json, import_trusted
 from flowrl.setting_aliases import canonical_names
 from flowrl.settings import ConfigError
 from flowrl.trainer.plan_files import PLAN_MODULE, load_plan
@@ -38,7 +38,7 @@ def algorithm_from_checkpoint(
             trusted_code = trust or cls.__module__
         elif is_plan_file and trust:
             load_plan(plan)
-        algorithm_class = cls if saved_class == own_class else trusted(saved_class, trust)
+        algorithm_class = cls if saved_class == own_class else import_trusted(saved_class, trust)
         if not (isinstance(algorithm_class, type) and issubclass(algorithm_class, cls)):
             raise CheckpointError(f"it belongs to {saved_class}, not to {own_class}")
         if is_plan_file and saved_class != own_class and "plan" not in changes and not trust:

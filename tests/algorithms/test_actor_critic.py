@@ -135,12 +135,12 @@ def moved_target(policy):
             tensor.add_(torch.tensor(rng.normal(scale=0.3, size=tuple(tensor.shape))).float())
 
 
-@pytest.mark.parametrize("by_numpy", [True, False])
+@pytest.mark.parametrize("use_numpy", [True, False])
 @pytest.mark.parametrize("more", [{}, {"n_steps": True, "weights": True}])
 @pytest.mark.parametrize("twin_q", [True, False])
-def test_sac_against_the_paper(by_numpy, more, twin_q):
+def test_sac_against_the_paper(use_numpy, more, twin_q):
     policy = make(gamma=0.9, initial_alpha=0.3, twin_q=twin_q)
-    policy.model.by_numpy = by_numpy
+    policy.model.use_numpy = use_numpy
     moved_target(policy)
     batch = rows(**more)
     c, plain = columns(batch), Plain(policy)
@@ -232,17 +232,17 @@ def test_numpys_gradients_are_autograds(activation, frozen, share, outputs):
     through = torch.from_numpy(rng.normal(size=(20, outputs)).astype(np.float32))
     through *= torch.from_numpy(rng.random((20, 1)) < share)
     found = []
-    for by_numpy in (True, False):
+    for use_numpy in (True, False):
         network.zero_grad()
         features = torch.from_numpy(rng.normal(size=(20, 3)).astype(np.float32) * 0 + 0.5)
         features = (features + torch.arange(20)[:, None] / 10 - 1).requires_grad_()
-        if by_numpy:
+        if use_numpy:
             made = outputs_by_numpy(network, features, frozen)
         else:
             made = network({"obs": features}, [], None)[0]
         made.backward(through)
         told = [made.detach(), features.grad]
-        if not (frozen and not by_numpy):
+        if not (frozen and not use_numpy):
             parameters = [*network.hidden.parameters(), *network.policy_head.parameters()]
             told += [p.grad for p in parameters]
         found.append(told)

@@ -578,7 +578,7 @@ def test_noisy_layers_are_the_papers():
     inputs = torch.randn(6, 4)
     assert layer.weight_sigma.unique().tolist() == [0.25]  # 0.5 / sqrt(4)
     torch.testing.assert_close(layer(inputs), inputs @ layer.weight.T + layer.bias)
-    layer.draw(np.random.default_rng(5))
+    layer.resample(np.random.default_rng(5))
     drawn = np.random.default_rng(5).standard_normal(7, dtype=np.float32)
     e = [float(np.sign(x) * abs(x) ** 0.5) for x in drawn]
     expected = torch.zeros(6, 3)
@@ -590,7 +590,7 @@ def test_noisy_layers_are_the_papers():
                 total += weight * float(inputs[row, i])
             expected[row, out] = total
     torch.testing.assert_close(layer(inputs), expected, rtol=1e-5, atol=1e-6)
-    layer.draw(None)
+    layer.resample(None)
     torch.testing.assert_close(layer(inputs), inputs @ layer.weight.T + layer.bias)
 
 
@@ -627,7 +627,7 @@ def test_each_network_of_a_noisy_loss_has_noise_of_its_own(monkeypatch):
     names = {id(policy.model): "online", id(policy.target_model): "target"}
     drawn = []
     monkeypatch.setattr(
-        "flowrl.algorithms.dqn.draw_noise",
+        "flowrl.algorithms.dqn.resample_noise",
         lambda model, rng: drawn.append((names[id(model)], rng is policy.learner.rng)),
     )
     policy.loss(policy.tensors(rows()))

@@ -57,8 +57,8 @@ def test_acting_in_numpy_is_the_torch_forward(activation, shared, space):
     outputs, _ = net({"obs": torch.from_numpy(observations)}, [], None)
     values = net.value_function()
     assert outputs.shape == (5, 4)
-    assert net.has_numpy == (activation != "silu")
-    if net.has_numpy:
+    assert net.uses_numpy == (activation != "silu")
+    if net.uses_numpy:
         fast_outputs, fast_values = net.forward_numpy(observations)
         close = {"rtol": 1e-5, "atol": 1e-6}  # sums of float32 in another order
         np.testing.assert_allclose(fast_outputs, outputs.detach(), **close)
@@ -159,7 +159,7 @@ def test_minibatches_cover_the_batch_every_pass():
 
 def test_state_continues_exactly():
     one = make_policy(normalize_observations=True)
-    one.observation_filter.fresh.update(rows()["obs"])
+    one.observation_filter.new_stats.update(rows()["obs"])
     one.absorb_filters(one.take_fresh_filters())
     one.learn_on_batch(rows())
     two = make_policy(seed=9, normalize_observations=True)
@@ -216,9 +216,9 @@ def test_merged_statistics_are_those_of_all_rows(sizes, seed):
 def test_observation_filter_changes_between_fragments_only():
     normalize = ObservationFilter((2,))
     data = np.array([[1.0, 10.0], [3.0, 30.0]])
-    normalize.fresh.update(data)
+    normalize.new_stats.update(data)
     assert normalize(data)[0, 0] == 1.0
-    normalize.absorb(normalize.take_fresh())
+    normalize.merge_stats(normalize.take_new_stats())
     np.testing.assert_allclose(normalize(data), [[-1, -1], [1, 1]], atol=1e-5)
     assert normalize(np.array([[1e9, 0.0]]))[0, 0] == 10.0
 

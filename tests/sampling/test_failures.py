@@ -197,7 +197,7 @@ def test_invalid_values_raise_with_their_origin(collector, wrong):
     assert "sub-environment 0" in text
     assert "step 3 of a fragment" in text
     assert "worker 0" in text
-    for key, value in worker.policy.observation_filter.fresh.state_dict().items():
+    for key, value in worker.policy.observation_filter.new_stats.state_dict().items():
         assert np.isfinite(value).all(), key
     assert worker.sample().count == 14
 

@@ -334,7 +334,7 @@ def test_postprocessing_gets_batches_of_other_agents():
     [
         ({"policy_mapping_fn": lambda agent_id: "x"}, "maps agent 'a' to 'x'"),
         ({}, "policy_mapping_fn"),
-        ({"policy_mapping_fn": "p"}, "a function is needed"),
+        ({"policy_mapping_fn": "p"}, "must be a function"),
         ({"multiagent": {"policy_maping_fn": len}}, "Did you mean 'policy_mapping_fn'"),
     ],
 )
@@ -371,7 +371,7 @@ def test_invalid_results_of_an_environment_raise(change, message):
     [
         ({}, "at least one"),
         ("p", "a mapping from policy id"),
-        ({3: None}, "an id is a string"),
+        ({3: None}, "must be a non-empty string"),
         ({"p": 5}, "PolicySpec"),
         ({"p": None}, "needs a policy_class"),
     ],

@@ -171,5 +171,5 @@ def test_batch_repeat_value_is_only_for_states():
     w.policy.view_requirements["x"] = ViewRequirement("rewards", shift=-1, batch_repeat_value=3)
     with pytest.raises(ConfigError, match="view 'x': batch_repeat_value is only for views named"):
         w.sample()
-    with pytest.raises(ConfigError, match="batch_repeat_value is an int"):
+    with pytest.raises(ConfigError, match="batch_repeat_value must be an int"):
         ViewRequirement("x", batch_repeat_value=0)

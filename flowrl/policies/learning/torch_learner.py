@@ -16,7 +16,8 @@ from flowrl.data.sequences import sequence_minibatches, with_burn_in, without_pa
 from flowrl.policies.learning.epochs import run_epochs, shuffled_minibatches
 from flowrl.policies.learning.flat_parameters import FlatParameters
 from flowrl.policies.learning.kernels.registry import find_kernel
-from flowrl.policies.models.base import ModelV2, TensorBatch
+from flowrl.policies.models.base import ModelV2
+from flowrl.policies.models.tensor_batch import TensorBatch
 from flowrl.policies.schedules import value_at
 from flowrl.seeding import random_stream, restore_stream, stream_state
 from flowrl.settings import ConfigError

@@ -9,8 +9,8 @@ import numpy as np
 from gymnasium import spaces
 
 from flowrl.policies.learning.kernels.backprop import Backprop
-from flowrl.policies.models.base import TensorBatch
-from flowrl.policies.models.fcnet import flat_numpy, is_quick
+from flowrl.policies.models.fcnet import flatten_numpy, uses_numpy
+from flowrl.policies.models.tensor_batch import TensorBatch
 
 
 class ActorCriticKernel:
@@ -31,7 +31,7 @@ class ActorCriticKernel:
         policy = self._policy
         policy.flat.gradient.zero_()
         targets = policy.td_targets(batch)
-        obs = flat_numpy(policy.observation_space, batch.array("obs"))
+        obs = flatten_numpy(policy.observation_space, batch.array("obs"))
         inputs = _critic_inputs(obs, batch.array("actions"))
         errors = np.stack([critic.outputs(inputs)[:, 0] for critic in self._critics])
         policy.stats["mean_q"] = float(errors.mean())
@@ -84,14 +84,14 @@ class SACKernel(ActorCriticKernel):
         size = outputs.shape[1] // 2
         noise = policy.learner.rng.standard_normal((len(obs), size), dtype=np.float32)
         dist: Any = policy.dist_class
-        raw, spread, logp = dist.drawn(outputs, noise)
+        raw, spread, logp = dist.from_noise(outputs, noise)
         actions = np.tanh(raw)
         q, q_gradients = self._q_and_gradient(obs, actions)
         loss, entropy = float((alpha * logp - q).mean()), -float(logp.mean())
         policy.stats |= {"actor_loss": loss, "entropy": entropy, "alpha": alpha}
         # d log pi / d raw = 2 tanh(raw); d log pi / d log_std has a further -1
         d_raw = 2 * alpha * actions - q_gradients * (1 - actions * actions)
-        d_log_std = (d_raw * spread - alpha) * dist.inside(outputs[:, size:])
+        d_log_std = (d_raw * spread - alpha) * dist.is_log_std_in_bounds(outputs[:, size:])
         d_outputs = np.concatenate([d_raw, d_log_std], 1)
         d_outputs *= np.float32(1.0 / len(obs))
         self._actor.backward(d_outputs)
@@ -128,7 +128,7 @@ def td3_kernel(policy: Any) -> TD3Kernel | None:
 
 def _is_supported(policy: Any) -> bool:
     networks = [policy.model.actor, *policy.model.critics]
-    return isinstance(policy.action_space, spaces.Box) and all(map(is_quick, networks))
+    return isinstance(policy.action_space, spaces.Box) and all(map(uses_numpy, networks))
 
 
 def _critic_inputs(obs: np.ndarray, actions: np.ndarray) -> np.ndarray:

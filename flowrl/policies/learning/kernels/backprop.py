@@ -23,7 +23,7 @@ class Backprop:
     each batch takes a tenth of the time.
 
     Args:
-        network: one that numpy computes (see `is_quick`), without `log_std`. Its parameters and
+        network: one that numpy computes (see `uses_numpy`), without `log_std`. Its parameters and
             their gradients must stay at their addresses.
     """
 
@@ -213,7 +213,7 @@ def outputs_by_numpy(
     that no gradient needs are left out.
 
     Args:
-        network: one that numpy computes (see `is_quick`).
+        network: one that numpy computes (see `uses_numpy`).
         features: flat observations.
         frozen: differentiate with respect to the features only, not the parameters.
     """

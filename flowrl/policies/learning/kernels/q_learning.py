@@ -8,8 +8,8 @@ import numpy as np
 
 from flowrl.policies.categorical_q import CategoricalQ
 from flowrl.policies.learning.kernels.backprop import Backprop
-from flowrl.policies.models.base import TensorBatch
-from flowrl.policies.models.fcnet import is_quick
+from flowrl.policies.models.fcnet import uses_numpy
+from flowrl.policies.models.tensor_batch import TensorBatch
 from flowrl.policies.q_values import QValues, TDLoss, dueling_numpy
 
 
@@ -52,7 +52,7 @@ class QLearningKernel:
 
 def q_learning_kernel(policy: Any) -> QLearningKernel | None:
     """Return the kernel of a DQN policy; None if numpy does not compute its network."""
-    return QLearningKernel(policy) if is_quick(policy.model) else None
+    return QLearningKernel(policy) if uses_numpy(policy.model) else None
 
 
 def loss_and_gradients(

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from flowrl.policies.learning.kernels.actor_critic import sac_kernel, td3_kernel
 from flowrl.policies.learning.kernels.q_learning import q_learning_kernel
-from flowrl.policies.models.base import TensorBatch
+from flowrl.policies.models.tensor_batch import TensorBatch
 
 Kernel = Callable[[TensorBatch], float]
 """Computes the loss of a batch and writes its gradient into `policy.flat.gradient`."""
