@@ -33,7 +33,7 @@ class TrainerMetrics:
     Attributes:
         policies: ids of the policies that the operator trains; None for all.
         learn: time per update [s], with the rows learned from.
-        num_env_steps_trained: env steps of all batches.
+        num_env_steps_trained: env steps of the batches, until the next report.
         policy_lags: per fragment, the updates since it was sampled; until the next report.
         info: the newest entry of each policy.
     """

@@ -157,6 +157,7 @@ class CollectMetrics:
         self._episodes_total = 0
         self._last_counters: dict[str, int] = {}
         self._info: Info = {}  # newest entry of each policy
+        self._trainers: dict[str, dict[str, Any]] = {}  # name -> totals of a training operator
 
     def __call__(self, item: Any) -> Result:
         context = _get_shared_metrics()
@@ -178,7 +179,7 @@ class CollectMetrics:
         self._info |= plan.info
         info = {policy_id: _without_rows(entry) for policy_id, entry in self._info.items()}
         lags = [lag for trainer in plan.trainers.values() for lag in trainer.policy_lags]
-        trainers = _trainer_metrics(plan)
+        trainers = self._trainer_metrics(plan)
         return {
             "timesteps_total": steps,
             "timesteps_this_iter": since.get("num_env_steps_sampled", 0),
@@ -260,6 +261,17 @@ class CollectMetrics:
             "hist_stats": histograms,
         }
 
+    def _trainer_metrics(self, plan: PlanMetrics) -> dict[str, Any]:
+        """Return the metrics of each training operator; start counting for the next report."""
+        for name, trainer in plan.trainers.items():
+            totals = self._trainers.setdefault(name, {"num_env_steps_trained": 0, "learners": {}})
+            totals["num_env_steps_trained"] += trainer.num_env_steps_trained
+            totals["learners"] |= {pid: e["learner_stats"] for pid, e in trainer.info.items()}
+            totals |= _lag_metrics(trainer.policy_lags)
+            trainer.num_env_steps_trained = 0
+            trainer.policy_lags.clear()
+        return {name: {**t, "learners": dict(t["learners"])} for name, t in self._trainers.items()}
+
     def _timers(self, timers: dict[str, Timer], plan: PlanMetrics) -> dict[str, float]:
         """Return mean times [ms] and throughputs [1/s] of operators, and the samplers' times [s].
 
@@ -290,6 +302,7 @@ class CollectMetrics:
             "episodes_total": self._episodes_total,
             "last_counters": self._last_counters,
             "info": {pid: _without_rows(entry) for pid, entry in self._info.items()},
+            "trainers": self._trainers,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -297,22 +310,10 @@ class CollectMetrics:
         self._episodes_total = state["episodes_total"]
         self._last_counters = dict(state["last_counters"])
         self._info = dict(state["info"])
+        self._trainers = dict(state["trainers"])
 
     def __repr__(self) -> str:
         return f"CollectMetrics(window={self._window.maxlen})"
-
-
-def _trainer_metrics(plan: PlanMetrics) -> dict[str, Any]:
-    """Return the metrics of each training operator, and clear their lags."""
-    metrics: dict[str, Any] = {}
-    for name, trainer in plan.trainers.items():
-        metrics[name] = {
-            "num_env_steps_trained": trainer.num_env_steps_trained,
-            **_lag_metrics(trainer.policy_lags),
-            "learners": {pid: entry["learner_stats"] for pid, entry in trainer.info.items()},
-        }
-        trainer.policy_lags.clear()
-    return metrics
 
 
 def _lag_metrics(lags: Collection[int]) -> dict[str, float]:

@@ -245,6 +245,7 @@ def _check_state(state: Mapping[str, Any], num_envs: int, samples_rows: bool) ->
             f"the state was sampled {kinds[state['samples_rows']]}, this worker samples "
             f"{kinds[samples_rows]}"
         )
-    envs = (state["source"].get("open") or {}).get("envs") or {"journals": (), "own": ()}
-    if "resets" not in envs and not {"journals", "own"} <= set(envs):
-        raise KeyError("journals")
+    needed = {"action_logs", "env_states"}
+    envs = (state["source"].get("open") or {}).get("envs") or needed
+    if "num_restores" not in envs and not needed <= set(envs):
+        raise KeyError("action_logs")

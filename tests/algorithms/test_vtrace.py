@@ -154,13 +154,13 @@ def test_minibatches_keep_trajectories_whole():
         batch = SampleBatch.concat_samples(ParallelRollouts(algorithm.workers).take(4))
         policy = algorithm.get_policy()
         ends = trajectory_ends(batch)
-        parts = list(policy._minibatches(batch, 40))
+        parts = list(policy.learner.minibatches(batch, 40))
         assert len(parts) > 2
         assert all(part.count >= 40 for part in parts[:-1])
         assert sum(trajectory_ends(part).sum() for part in parts) == ends.sum()
         together = np.concatenate([part["obs"] for part in parts])
         assert sorted(map(tuple, together)) == sorted(map(tuple, batch["obs"]))
-        (whole,) = policy._minibatches(batch, batch.count)
+        (whole,) = policy.learner.minibatches(batch, batch.count)
         assert whole is batch
 
 

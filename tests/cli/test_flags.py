@@ -82,7 +82,7 @@ def test_flags_of_one_policy_are_kept_by_a_resumed_run(cli, tmp_path):
         (["--sgd-minibatch-size", "-5"], "sgd_minibatch_size"),
         (["--stop-reward", "nan"], "must be a finite number"),
         (["--stop-time-s", "inf"], "finite"),
-        (["--env-config", '{"nope": 1}'], "env_config: CartPole-v1 does not take it"),
+        (["--env-config", '{"nope": 1}'], "env_config: CartPole-v1 does not accept it"),
         (["--metrics-num-episodes-for-smoothing", "9999999999999"], "metrics_num_episodes"),
     ],
 )

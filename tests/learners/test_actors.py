@@ -209,8 +209,8 @@ def test_plans_with_learners_on_actors(kind):
 @pytest.mark.parametrize(
     ("settings", "error", "said"),
     [
-        ({"num_learners": -1}, ValueError, "num_learners is a whole number"),
-        ({"num_gpus": 1.5}, ValueError, "num_gpus is a whole number"),
+        ({"num_learners": -1}, ValueError, "num_learners must be an int"),
+        ({"num_gpus": 1.5}, ValueError, "num_gpus must be an int"),
         ({"num_gpus": 1, "num_learners": 1}, ValueError, "not both"),
         ({"policies": "x"}, TypeError, "policies is a collection"),
     ],
@@ -228,7 +228,7 @@ def test_what_the_cluster_has_not_got():
         operator = MultiGPUTrainOneStep(algorithm.workers, num_gpus=7)
         with (
             LocalIterator(batches).for_each(operator) as stream,
-            pytest.raises(RuntimeError, match=r"7 learners with a GPU each.*has 0 GPUs"),
+            pytest.raises(RuntimeError, match=r"7 learners need a GPU each.*has 0 GPUs"),
         ):
             next(stream)
     with small(microbatch_size=5).build() as algorithm:

@@ -6,6 +6,7 @@ from gymnasium import spaces
 
 from flowrl.algorithms.ppo import PPO, PPOConfig, PPOTorchPolicy
 from flowrl.data import pad_batch_to_sequences_of_same_size
+from flowrl.data.sequences import sequence_minibatches
 from flowrl.policies import ConfigError
 from flowrl.sampling import RolloutWorker
 
@@ -57,7 +58,7 @@ def test_learning_recomputes_the_outputs_of_acting(name, config):
     w = make_worker(name, **config)
     for _ in range(3):
         batch = w.sample()
-        prepared = w.policy.prepared(batch)
+        prepared = w.policy.learner.prepare_batch(batch)
         inputs, _ = w.policy.model.from_batch(prepared)
         np.testing.assert_allclose(inputs.detach(), batch["action_dist_inputs"], atol=1e-5)
         values = w.policy.model.value_function().detach()
@@ -168,7 +169,7 @@ def test_padded_batches_learn_in_minibatches():
     stats = w.policy.learn_on_minibatches(batch, 2, 8)
     assert other.learn_on_minibatches(padded, 2, 8) == pytest.approx(stats, rel=1e-4, abs=1e-6)
     with pytest.raises(ValueError, match="without_padding"):
-        next(padded.sequence_minibatches(8))
+        next(sequence_minibatches(padded, 8))
 
 
 def test_sequences_of_one_row_learn():

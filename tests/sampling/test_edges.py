@@ -443,7 +443,7 @@ def test_multi_agent_env_may_be_a_gymnasium_env():
         pass
 
     assert worker(BothKinds, {"p": Idle}).sample().env_steps() == 6
-    with pytest.raises(ConfigError, match="is for gymnasium environments"):
+    with pytest.raises(ConfigError, match="requires gymnasium environments"):
         worker(UnevenAgents, {"p": Idle}, vectorization_mode="sync")
 
 
@@ -535,7 +535,7 @@ def test_step_with_four_values_raises(collector):
         def step(self, action):
             return super().step(action)[:4]
 
-    with pytest.raises(ConfigError, match=r"step\(\) gives \(observation"):
+    with pytest.raises(ConfigError, match=r"step\(\) \(observation"):
         worker(FourValueStep, sample_collector=collector).sample()
 
 
@@ -595,7 +595,7 @@ def test_evaluation_is_greedy_when_sampling_rows(mode):
         assert greedy["episode_reward_mean"] in (0, 50)
         assert 0 < algorithm.evaluate(episodes=2, explore=True)["episode_reward_mean"] < 50
         assert algorithm.compute_single_action(np.ones(1, np.float32)) in (0, 1)
-        with pytest.raises(ConfigError, match="an observation of the shape"):
+        with pytest.raises(ConfigError, match="observation has shape"):
             algorithm.compute_single_action(np.ones(2, np.float32))
 
 

@@ -65,5 +65,5 @@ def test_worker_samples_all_agents():
 
 @pytest.mark.parametrize("config", [{"num_agents": 0}, {"num_agents": "x"}, {"episode_steps": -1}])
 def test_invalid_numbers_raise(config):
-    with pytest.raises(ConfigError, match="a whole number from 1"):
+    with pytest.raises(ConfigError, match="a positive integer"):
         make_multi_agent(creator)(EnvContext(config))

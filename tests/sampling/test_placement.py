@@ -78,7 +78,7 @@ def test_tune_resource_request(ray_session):
     )
     assert request.strategy == "SPREAD"
     assert request.bundles[1:] == [{"CPU": 1.0, "GPU": 0.5, "x": 2.0}] * 2
-    with pytest.raises(ConfigError, match="take PACK or SPREAD"):
+    with pytest.raises(ConfigError, match="use PACK or SPREAD"):
         tune.A2C.default_resource_request({"placement_strategy": "STRICT_SPREAD"})
 
 

@@ -182,7 +182,7 @@ def test_horizon_overrides_a_shorter_time_limit(collector, mode):
 
 
 def test_horizon_with_foreign_vectorization_raises():
-    with pytest.raises(ConfigError, match="vectorised elsewhere"):
+    with pytest.raises(ConfigError, match="created elsewhere"):
         RolloutWorker(
             "CartPole-v1",
             PPOTorchPolicy,

@@ -184,7 +184,7 @@ BAD = [
     (PPOConfig, {"model": {"fcnet_hidden": [1]}}, "model.fcnet_hidden'. Did you mean"),
     (PPOConfig, {"exploration_config": {"typ": "Random"}}, "Did you mean 'type'"),
     (PPOConfig, {"policy_kwargs": {}}, "Did you mean 'model'"),
-    (PPOConfig, {"framework": "tf2"}, "framework: it is torch, there is no 'tf2'"),
+    (PPOConfig, {"framework": "tf2"}, "framework: only 'torch' is supported, got 'tf2'"),
     (PPOConfig, {"_use_trajectory_view_api": False}, "_use_trajectory_view_api"),
     (PPOConfig, {"multiagent": {"polices": {}}}, "multiagent: unknown setting 'polices'"),
     # types and ranges
@@ -321,7 +321,7 @@ def test_spellings_are_the_same_everywhere():
     assert config.batch_mode == "truncate_episodes"
     config.evaluation(evaluation_config={"num_envs_per_env_runner": 2}).check()
     for given, said in (
-        ({"num_env_runners": 1, "num_rollout_workers": 2}, "give one of them"),
+        ({"num_env_runners": 1, "num_rollout_workers": 2}, "give only one of them"),
         ({"observation_filter": "Mean"}, "observation_filter: 'NoFilter' or 'MeanStdFilter'"),
         ({"observation_filter": ["NoFilter"]}, "observation_filter"),
         ({1: 2}, "the name of a setting is a string"),
@@ -361,7 +361,7 @@ def test_an_environment_that_could_not_be_kept_must_be_given_again(tmp_path, cap
         algorithm.save(tmp_path / "c")
         assert "cannot hold the settings ['env']" in caplog.text
         expected = algorithm.train()["episode_len_mean"]
-    with pytest.raises(CheckpointError, match=r"could not hold \['env'\]"):
+    with pytest.raises(CheckpointError, match=r"does not contain the settings \['env'\]"):
         PPO.from_checkpoint(tmp_path / "c")
     with PPO.from_checkpoint(tmp_path / "c", config={"env": seven}) as algorithm:
         assert algorithm.train()["episode_len_mean"] == expected <= 7
