@@ -418,7 +418,7 @@ def test_settings_reach_the_buffers():
     assert (actors.num_shards, actors.batch_rows) == (3, 7)
     for ratio in (both.ratio, actors.ratio):
         assert (ratio.learning_starts, ratio.training_intensity) == (40, 3)
-    shards = [actors._make(shard).make_buffer("default_policy") for shard in range(3)]
+    shards = [actors._make(shard)._make_buffer("default_policy") for shard in range(3)]
     assert [shard.capacity for shard in shards] == [34] * 3
     assert len({int(shard.rng.integers(10**9)) for shard in shards}) == 3
     assert type(config.updated(**OFF).new_buffer()) is ReplayBuffer
@@ -430,7 +430,7 @@ def test_settings_reach_the_buffers():
     own = PolicySpec(config=DQNConfig(train_batch_size=8))
     shared = DQNConfig(policies={"a": own}, policy_mapping_fn=lambda *args, **kwargs: "a")
     with pytest.raises(ConfigError, match=r"policy 'a' has train_batch_size=8.*buffer of its own"):
-        shared.replay_buffer().make_buffer("a")
+        shared.replay_buffer()._make_buffer("a")
 
 
 OFF = {
