@@ -72,7 +72,9 @@ def held(plan, policy_id):
             rows += sum(batch.steps_by_policy().get(policy_id, 0) for batch in fresh)
         if isinstance(fn, SelectExperiences) and isinstance(stage.parents[0], DuplicateChild):
             child = stage.parents[0]
-            waiting = child._tee.buffers[child._index] if policy_id in fn.policy_ids else ()
+            [duplicate] = child.parents
+            buffer = duplicate.buffers[duplicate.children.index(child)]
+            waiting = buffer if policy_id in fn.policy_ids else ()
             rows += sum(batch.steps_by_policy().get(policy_id, 0) for batch, _ in waiting)
     return rows
 
