@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from flowrl.iter import NOT_READY, LocalIterator, Source, Stage
-from flowrl.iter.branches import Union
 from flowrl.iter.errors import note_origin, operator_error
+from flowrl.iter.stages.branches import Union
 from flowrl.iter.waiting import Signal, queue_signal
 from flowrl.learners.thread import LearnerThread
 
