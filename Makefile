@@ -1,4 +1,4 @@
-# Each verb makes its own virtual environment in .venv from constraints.txt.
+# Every target first creates a virtual environment in .venv with the versions of constraints.txt.
 PYTHON ?= python3
 BIN := .venv/bin
 BENCHMARKS := iterators asynchronous large_items sampling multi_agent policy train_ppo train_dqn \

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from flowrl.data import SampleBatch
-from flowrl.data.checkpoint import CHUNK, read_checkpoint, write_checkpoint
+from flowrl.data.checkpoint import CHUNK_BYTES, read_checkpoint, write_checkpoint
 from flowrl.replay import ReplayBuffer
 
 
@@ -49,8 +49,8 @@ def written(path: Path, data: np.ndarray) -> float:
     """Seconds that the bytes take to be on the disk."""
     started = time.perf_counter()
     with open(path, "wb") as file:
-        for begin in range(0, len(data), CHUNK):
-            file.write(data[begin : begin + CHUNK].data)
+        for begin in range(0, len(data), CHUNK_BYTES):
+            file.write(data[begin : begin + CHUNK_BYTES].data)
         file.flush()
         os.fsync(file.fileno())
     return time.perf_counter() - started

@@ -1,4 +1,4 @@
-"""One seed, many random streams: each is derived from (seed, what it is for)."""
+"""Independent random streams from one seed, each derived from the seed and its purpose."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ import numpy as np
 
 
 def derive_seed(seed: int | None, *purpose: str | int) -> int | None:
-    """A 32-bit seed for this purpose; None (not seeded) stays None.
+    """Derive a 32-bit seed for a purpose.
 
     >>> derive_seed(1, "env", 0, 3) == derive_seed(1, "env", 0, 3) != derive_seed(1, "env", 1, 3)
     True
+
+    Returns:
+        the derived seed; None (not seeded) if `seed` is None.
     """
     if seed is None:
         return None
@@ -21,15 +24,15 @@ def derive_seed(seed: int | None, *purpose: str | int) -> int | None:
 
 
 def random_stream(seed: int | None, *purpose: str | int) -> np.random.Generator:
-    """A random generator for this purpose; from the machine's entropy if the seed is None."""
+    """Create a random generator for a purpose; None seeds it from the operating system."""
     return np.random.default_rng(derive_seed(seed, *purpose))
 
 
 def stream_state(rng: np.random.Generator) -> dict[str, Any]:
-    """The generator's state as JSON values."""
+    """Return the state of a random generator as JSON values."""
     return dict(rng.bit_generator.state)
 
 
 def restore_stream(rng: np.random.Generator, state: dict[str, Any]) -> None:
-    """Continue where `stream_state` was taken."""
+    """Set a random generator to the result of `stream_state`."""
     rng.bit_generator.state = state

@@ -7,7 +7,9 @@ import difflib
 import re
 from collections.abc import Iterator
 from importlib import import_module
-from typing import Annotated, Any, Self
+from inspect import formatannotation
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Self, Union, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -17,9 +19,8 @@ from pydantic import (
     ValidationError,
 )
 
-
-class ConfigError(ValueError):
-    """A setting that flowrl refuses: names the field, what is allowed, and the nearest name."""
+from flowrl.errors import ConfigError as ConfigError  # part of this module's interface
+from flowrl.setting_aliases import SETTING_SUGGESTIONS
 
 
 def imported(path: str) -> Any:
@@ -35,40 +36,9 @@ def imported(path: str) -> Any:
     return found
 
 
-# what other libraries call settings of ours
-_ELSEWHERE = {
-    "learning_rate": "lr",
-    "discount": "gamma",
-    "discount_factor": "gamma",
-    "n_steps": "rollout_fragment_length",
-    "num_steps": "rollout_fragment_length",
-    "n_epochs": "num_sgd_iter",
-    "update_epochs": "num_sgd_iter",
-    "gae_lambda": "lambda_",
-    "ent_coef": "entropy_coeff",
-    "vf_coef": "vf_loss_coeff",
-    "clip_range": "clip_param",
-    "clip_coef": "clip_param",
-    "max_grad_norm": "grad_clip",
-    "n_envs": "num_envs_per_worker",
-    "num_envs": "num_envs_per_worker",
-    "buffer_size": "replay_buffer_capacity",
-    "gradient_steps": "training_intensity",
-    "train_freq": "training_intensity",
-    "exploration_fraction": "exploration_config",
-    "exploration_final_eps": "exploration_config",
-    "total_timesteps": "stop_timesteps",
-    "policy_kwargs": "model",
-    "net_arch": "model",
-    "target_update_interval": "target_network_update_freq",
-    "env_id": "env",
-    "env_kwargs": "env_config",
-}
-
-
 def nearest(name: str, known: list[str]) -> str:
     """` Did you mean 'x'?`, or nothing when no known name is near."""
-    other = _ELSEWHERE.get(name.replace("-", "_"))
+    other = SETTING_SUGGESTIONS.get(name.replace("-", "_"))
     if other is not None and "-" in name:
         other = other.rstrip("_").replace("_", "-")
     close = [other] if other in known else difflib.get_close_matches(name, known, n=1)
@@ -115,6 +85,44 @@ def _names(cls: type[BaseModel], path: tuple[Any, ...]) -> list[str]:
     return list(cls.model_fields)
 
 
+class SettingInfo(NamedTuple):
+    """What is known about one setting of a record.
+
+    Attributes:
+        name: of the field.
+        group: fluent method that sets it.
+        type: as text.
+        default: value.
+        help: what the setting means.
+        in_evaluation: whether `evaluation_config` may override it.
+    """
+
+    name: str
+    group: str
+    type: str
+    default: Any
+    help: str
+    in_evaluation: bool
+
+
+def setting(
+    default: Any, *, group: str = "training", in_evaluation: bool = False, **constraints: Any
+) -> Any:
+    """Declare a setting: a field of a Settings record; its docstring is its help.
+
+    Everything else follows from the declaration: the fluent method that sets it, its flag and help
+    on the command line, whether evaluations may override it, and its row in the reference.
+
+    Args:
+        default: value.
+        group: fluent method that sets it.
+        in_evaluation: whether `evaluation_config` may override it.
+        constraints: for pydantic's Field, such as `ge=0`.
+    """
+    extra: Any = {"group": group, "in_evaluation": in_evaluation}
+    return Field(default, json_schema_extra=extra, **constraints)
+
+
 class Settings(BaseModel):
     """A typed record that also reads as a mapping. Unknown names and wrong values are refused.
 
@@ -132,16 +140,53 @@ class Settings(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """A field with another default says of itself what it said before."""
+        """Let a field with a new default keep its help and group."""
         changed = False
         for name, field in cls.model_fields.items():
             for base in cls.__mro__[1:]:
-                if field.description is None and issubclass(base, Settings):
-                    before = base.model_fields.get(name)
-                    field.description = None if before is None else before.description
-                    changed |= field.description is not None
+                inherited = base.model_fields.get(name) if issubclass(base, Settings) else None
+                if inherited is None:
+                    continue
+                for attribute in ("description", "json_schema_extra"):
+                    value = getattr(inherited, attribute)
+                    if getattr(field, attribute) is None and value is not None:
+                        setattr(field, attribute, value)
+                        changed = True
         if changed:
             cls.model_rebuild(force=True)
+
+    @classmethod
+    def describe(cls) -> list[SettingInfo]:
+        """Return what is known about each setting, in the order of declaration."""
+        infos = []
+        for name, field in cls.model_fields.items():
+            extra: Any = field.json_schema_extra or {}
+            infos.append(
+                SettingInfo(
+                    name,
+                    extra.get("group", "training"),
+                    _type_text(field.annotation),
+                    field.default,
+                    " ".join((field.description or "").split()),
+                    extra.get("in_evaluation", False),
+                )
+            )
+        return infos
+
+    @classmethod
+    def reference(cls) -> str:
+        """Return a Markdown table of the settings."""
+        lines = ["| setting | group | type | default | meaning |", "|---|---|---|---|---|"]
+        for info in cls.describe():
+            cells = [
+                f"`{info.name}`",
+                info.group,
+                f"`{info.type}`",
+                f"`{info.default!r}`",
+                info.help,
+            ]
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        return "\n".join(lines)
 
     def __init__(self, /, **values: Any):
         searched = {name: value for name, value in values.items() if is_search(value)}
@@ -274,6 +319,22 @@ class Settings(BaseModel):
     def chosen(self) -> dict[str, Any]:
         """The settings that somebody has set; the others have their defaults."""
         return {name: self[name] for name in self.keys() if name in self.model_fields_set}
+
+
+def _type_text(annotation: Any) -> str:
+    """Return a type as text, without the constraints of Annotated."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _type_text(arguments[0])
+    if origin in (Union, UnionType):
+        return " | ".join(map(_type_text, arguments))
+    if origin is Literal:
+        return " | ".join(map(repr, arguments))
+    if annotation is NoneType:
+        return "None"
+    if origin in (list, dict, tuple):
+        return f"{origin.__name__}[{', '.join(map(_type_text, arguments))}]"
+    return annotation.__name__ if isinstance(annotation, type) else formatannotation(annotation)
 
 
 def _copied(value: Any) -> Any:

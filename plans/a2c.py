@@ -1,4 +1,4 @@
-"""A2C: every worker samples, one step on the joined batch."""
+"""A2C: workers sample in parallel, the learner takes one gradient step per train batch."""
 
 from flowrl.algorithms.a2c import A2CConfig
 from flowrl.ops import ConcatBatches, ParallelRollouts, StandardMetricsReporting, TrainOneStep

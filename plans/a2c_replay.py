@@ -1,4 +1,4 @@
-"""A2C with replay: rollouts are stored, and trained on when they are drawn again."""
+"""A2C with replay: store rollouts in a small replay buffer, train on sampled batches."""
 
 from flowrl.algorithms.a2c import A2CConfig
 from flowrl.ops import (
@@ -22,7 +22,7 @@ config = A2CConfig(
 
 
 def execution_plan(workers, config):
-    recent = 4 * config.train_batch_size  # what is older misleads an on-policy loss
+    recent = 4 * config.train_batch_size  # older data misleads an on-policy loss
     buffer = MultiAgentReplayBuffer(
         lambda policy_id: ReplayBuffer(recent, seed=config.seed),
         replay_batch_size=config.train_batch_size,

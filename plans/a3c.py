@@ -1,4 +1,4 @@
-"""A3C: workers compute gradients of what they sample, each applied as it comes."""
+"""A3C: workers compute gradients of their own samples, the learner applies each on arrival."""
 
 from flowrl.algorithms.a3c import A3CConfig
 from flowrl.ops import ApplyGradients, AsyncGradients, StandardMetricsReporting

@@ -1,4 +1,4 @@
-"""Ape-X: workers fill replay actors, a learner beside them sends priorities back."""
+"""Ape-X: workers fill replay buffers on actors, an asynchronous learner updates priorities."""
 
 from flowrl.algorithms.apex import APEXConfig
 from flowrl.ops import (

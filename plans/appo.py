@@ -1,4 +1,4 @@
-"""APPO: workers sample without waiting, a learner beside them takes clipped steps."""
+"""APPO: workers sample without waiting, an asynchronous learner optimizes a clipped loss."""
 
 from flowrl.algorithms.appo import APPOConfig
 from flowrl.ops import (

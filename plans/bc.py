@@ -1,4 +1,4 @@
-"""BC: batches of recorded experience are trained on; the environment is for evaluation alone."""
+"""BC: imitate the actions in recorded experience; the environment is only for evaluation."""
 
 from flowrl.algorithms.marwil import BCConfig
 from flowrl.ops import StandardMetricsReporting, TrainOneStep

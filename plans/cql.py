@@ -1,4 +1,4 @@
-"""CQL: batches of recorded experience are trained on; the environment is for evaluation alone."""
+"""CQL: learn conservative Q-values offline; the environment is only for evaluation."""
 
 from flowrl.algorithms.cql import CQLConfig
 from flowrl.ops import StandardMetricsReporting, TrainOneStep, UpdateTargetNetwork

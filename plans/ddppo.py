@@ -1,4 +1,4 @@
-"""DD-PPO: workers learn from what they sample, with gradients averaged over all of them."""
+"""DD-PPO: every worker learns from its own samples with gradients averaged over all workers."""
 
 from flowrl.algorithms.ddppo import DDPPOConfig
 from flowrl.ops import StandardMetricsReporting, TrainOnWorkers

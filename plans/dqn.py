@@ -1,4 +1,4 @@
-"""DQN: every round of rollouts is stored, and batches of what is stored are trained on."""
+"""DQN: store rollouts in a replay buffer, train on sampled batches."""
 
 from flowrl.algorithms.dqn import DQNConfig
 from flowrl.ops import (

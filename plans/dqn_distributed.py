@@ -1,4 +1,4 @@
-"""DQN with its replay buffer in shards on actors, which workers' fragments reach by reference."""
+"""DQN with a replay buffer sharded over actors, which receive fragments by reference."""
 
 from flowrl.algorithms.dqn import DQNConfig
 from flowrl.ops import (

@@ -1,4 +1,4 @@
-"""IMPALA: workers sample without waiting, a learner beside them corrects by V-trace."""
+"""IMPALA: workers sample without waiting, an asynchronous learner corrects with V-trace."""
 
 from flowrl.algorithms.impala import IMPALAConfig
 from flowrl.ops import (

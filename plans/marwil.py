@@ -1,4 +1,4 @@
-"""MARWIL: recorded experience is trained on, what went better more; then it is evaluated."""
+"""MARWIL: imitate recorded actions, weighted by their advantages."""
 
 from flowrl.algorithms.marwil import MARWILConfig
 from flowrl.ops import StandardMetricsReporting, TrainOneStep

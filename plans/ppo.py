@@ -1,4 +1,4 @@
-"""PPO: every worker samples, several passes over the joined batch in minibatches."""
+"""PPO: workers sample in parallel, the learner takes several epochs over each train batch."""
 
 from flowrl.algorithms.ppo import PPOConfig
 from flowrl.ops import ConcatBatches, ParallelRollouts, StandardMetricsReporting, TrainOneStep

@@ -1,4 +1,4 @@
-"""PPO whose workers sample the next batch while it learns from the last one."""
+"""PPO that samples the next train batch while a learner thread trains on the last one."""
 
 from flowrl.algorithms.ppo import PPOConfig
 from flowrl.ops import (
@@ -25,7 +25,7 @@ config = PPOConfig(
 def execution_plan(workers, config):
     learner = LearnerThread(
         workers,
-        queue_size=1,  # a round is asked for when the one before is learned from: one batch old
+        queue_size=1,  # sampling is one train batch ahead of the learner
         num_sgd_iter=config.num_sgd_iter,
         sgd_minibatch_size=config.sgd_minibatch_size,
     )

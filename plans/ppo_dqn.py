@@ -1,4 +1,4 @@
-"""PPO and DQN in one plan: each trains its own policy from the same stream of experience."""
+"""PPO and DQN in one plan: each trains its own policy on the same stream of experience."""
 
 from flowrl.algorithms.dqn import DQNConfig
 from flowrl.algorithms.ppo import PPOConfig

@@ -1,4 +1,4 @@
-"""R2D2: sequences of rollouts are stored with their states, and trained on as they are drawn."""
+"""R2D2: store sequences with their recurrent states, train on sampled sequences."""
 
 from flowrl.algorithms.r2d2 import R2D2Config
 from flowrl.ops import (

@@ -1,4 +1,4 @@
-"""Rainbow: DQN with distributions of returns, noisy layers, priorities and several steps."""
+"""Rainbow: DQN with return distributions, noisy layers, priorities and n-step returns."""
 
 from flowrl.algorithms.dqn import DQNConfig
 from flowrl.ops import (

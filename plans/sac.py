@@ -1,4 +1,4 @@
-"""SAC: every round of rollouts is stored, and batches of what is stored are trained on."""
+"""SAC: store rollouts in a replay buffer, train an actor and two critics on sampled batches."""
 
 from flowrl.algorithms.sac import SACConfig
 from flowrl.ops import (

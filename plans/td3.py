@@ -1,4 +1,4 @@
-"""TD3: every round of rollouts is stored, and batches of what is stored are trained on."""
+"""TD3: store rollouts in a replay buffer, train a deterministic actor and two critics."""
 
 from flowrl.algorithms.td3 import TD3Config
 from flowrl.ops import (

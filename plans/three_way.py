@@ -1,4 +1,4 @@
-"""PPO, DQN and discrete SAC in one environment: three sub-plans over one stream of experience."""
+"""PPO, DQN and discrete SAC in one environment: three sub-plans share one stream."""
 
 from flowrl.algorithms.dqn import DQNConfig
 from flowrl.algorithms.ppo import PPOConfig

@@ -1,4 +1,4 @@
-"""Plans on a Ray cluster of several nodes, here all on this machine; what is left when they end."""
+"""Plans on a Ray cluster of several nodes, simulated on this machine, and their cleanup."""
 
 import os
 import signal
@@ -25,31 +25,34 @@ ray.init(address=cluster.address, log_to_driver=False)
 from flowrl.trainer.plan_files import load_plan
 
 def nodes(algorithm):
-    told = algorithm.workers.foreach_worker(lambda w: ray.get_runtime_context().get_node_id())
-    return told[0], told[1:]
+    ids = algorithm.workers.foreach_worker(lambda w: ray.get_runtime_context().get_node_id())
+    return ids[0], ids[1:]
 """
 
 
 def run(body, tmp_path, before=CLUSTER, timeout=240):
-    """What a driver prints that runs this. Ray's folder is its own, so that nobody else finds the
-    cluster (a short one: paths of sockets are limited)."""
+    """Run a driver script and return its output.
+
+    It gets a Ray folder of its own, so that other drivers do not find the cluster; the path is
+    short, because socket paths are limited.
+    """
     file = tmp_path / "driver.py"
     file.write_text(before + textwrap.dedent(body))
     with tempfile.TemporaryDirectory(
         prefix="ray", dir="/tmp", ignore_cleanup_errors=True
     ) as folder:
-        own = {"PYTHONPATH": REPOSITORY, "OMP_NUM_THREADS": "1", "RAY_TMPDIR": folder}
-        done = subprocess.run(
+        variables = {"PYTHONPATH": REPOSITORY, "OMP_NUM_THREADS": "1", "RAY_TMPDIR": folder}
+        process = subprocess.run(
             [sys.executable, str(file)], capture_output=True, text=True, timeout=timeout,
-            check=False, env={**os.environ, **own},
+            check=False, env={**os.environ, **variables},
         )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    assert process.returncode == 0, process.stderr[-3000:]
+    return process.stdout
 
 
 @pytest.mark.parametrize("plan", ["impala", "a3c", "ppo", "apex"])
 def test_workers_on_several_nodes(tmp_path, plan):
-    said = run(
+    output = run(
         f"""
         config = load_plan({plan!r}).config.updated(
             num_workers=3, num_envs_per_worker=2, rollout_fragment_length=20, seed=0,
@@ -59,22 +62,22 @@ def test_workers_on_several_nodes(tmp_path, plan):
         with config.build() as algorithm:
             results = [algorithm.train() for _ in range(3)]
             while not all(algorithm.workers.foreach_worker(lambda w: w.env_steps)[1:]):
-                results.append(algorithm.train())  # some may still be starting
+                results.append(algorithm.train())  # some workers may still be starting
             results.append(algorithm.train())
-            here, there = nodes(algorithm)
-        print(len(there), len(set(there)), results[-1]["num_healthy_workers"])
+            local, remote = nodes(algorithm)
+        print(len(remote), len(set(remote)), results[-1]["num_healthy_workers"])
         print(results[-1]["num_env_steps_trained"] >= 3 * 240 - 120)
         print(results[-1]["counters"]["num_bytes_between_nodes"] > 10_000)
         """,
         tmp_path,
     )
-    assert said == "3 2 3\nTrue\nTrue\n"
+    assert output == "3 2 3\nTrue\nTrue\n"
 
 
 @pytest.mark.chaos
-def test_a_node_that_is_lost_takes_no_step_with_it(tmp_path):
-    """Its workers are made again elsewhere, with the newest weights; all that came is counted."""
-    said = run(
+def test_lost_node_loses_no_counted_steps(tmp_path):
+    """Its workers are recreated on other nodes with the newest weights."""
+    output = run(
         """
         config = load_plan("impala").config.updated(
             num_workers=3, num_envs_per_worker=2, rollout_fragment_length=20, seed=0,
@@ -82,8 +85,8 @@ def test_a_node_that_is_lost_takes_no_step_with_it(tmp_path):
         )
         with config.build() as algorithm:
             algorithm.train()
-            here, there = nodes(algorithm)
-            lost = sum(place != here for place in there)
+            local, remote = nodes(algorithm)
+            lost = sum(place != local for place in remote)
             cluster.remove_node(node)
             cluster.add_node(num_cpus=2)
             for _ in range(12):
@@ -97,11 +100,11 @@ def test_a_node_that_is_lost_takes_no_step_with_it(tmp_path):
         """,
         tmp_path,
     )
-    assert said == "True True\n3 True\n"
+    assert output == "True True\n3 True\n"
 
 
-def test_workers_join_on_a_node_that_joins(tmp_path):
-    said = run(
+def test_workers_are_added_on_a_new_node(tmp_path):
+    output = run(
         """
         config = load_plan("impala").config.updated(
             num_workers=2, num_envs_per_worker=2, rollout_fragment_length=20, seed=0,
@@ -112,31 +115,31 @@ def test_workers_join_on_a_node_that_joins(tmp_path):
         with config.build() as algorithm:
             algorithm.train()
             two = nodes(algorithm)[1]
-            joined = cluster.add_node(num_cpus=2, resources={"sampling": 2})
+            new_node = cluster.add_node(num_cpus=2, resources={"sampling": 2})
             cluster.wait_for_nodes()
             algorithm.workers.add(2)
             algorithm.train()
-            here, there = nodes(algorithm)
-            print(there[:2] == two, set(there[2:]) == {joined.node_id}, here in there)
+            local, remote = nodes(algorithm)
+            print(remote[:2] == two, set(remote[2:]) == {new_node.node_id}, local in remote)
             steps = algorithm.workers.foreach_worker(lambda w: w.env_steps)
             for _ in range(10):
                 result = algorithm.train()
             print(min(algorithm.workers.foreach_worker(lambda w: w.env_steps)[1:]) > 0)
-            between = result["counters"]["num_bytes_between_nodes"]
+            transferred = result["counters"]["num_bytes_between_nodes"]
             rows = result["num_env_steps_sampled"]
-            print(rows * 20 < between < rows * 2000)
+            print(rows * 20 < transferred < rows * 2000)
             algorithm.workers.remove(2)
-            cluster.remove_node(joined)
+            cluster.remove_node(new_node)
             result = algorithm.train()
             print(result["num_healthy_workers"], result["num_remote_worker_restarts"])
         """,
         tmp_path,
     )
-    assert said == "True True False\nTrue\nTrue\n2 0\n"
+    assert output == "True True False\nTrue\nTrue\n2 0\n"
 
 
-def test_fragments_of_this_node_are_not_counted_as_sent(tmp_path):
-    said = run(
+def test_transfers_within_a_node_are_not_counted(tmp_path):
+    output = run(
         """
         config = load_plan("ppo").config.updated(
             num_workers=1, rollout_fragment_length=20, seed=0, train_batch_size=120,
@@ -144,16 +147,16 @@ def test_fragments_of_this_node_are_not_counted_as_sent(tmp_path):
         )
         with config.build() as algorithm:
             result = algorithm.train()
-            here, there = nodes(algorithm)
-        print(here == there[0], result["counters"].get("num_bytes_between_nodes", 0))
+            local, remote = nodes(algorithm)
+        print(local == remote[0], result["counters"].get("num_bytes_between_nodes", 0))
         """,
         tmp_path,
     )
-    assert said == "True 0\n"
+    assert output == "True 0\n"
 
 
-def test_nothing_is_left_after_stop(tmp_path):
-    said = run(
+def test_stop_leaves_no_actors_and_threads(tmp_path):
+    output = run(
         """
         import threading, time
         from ray._private.state import actors
@@ -161,7 +164,7 @@ def test_nothing_is_left_after_stop(tmp_path):
         def alive():
             return sum(actor["State"] == "ALIVE" for actor in actors().values())
 
-        def waited_for(condition):
+        def wait_for(condition):
             until = time.monotonic() + 20
             while not condition() and time.monotonic() < until:
                 time.sleep(0.2)
@@ -177,19 +180,19 @@ def test_nothing_is_left_after_stop(tmp_path):
             with config.build() as algorithm:
                 for _ in range(2):
                     algorithm.train()
-                print(plan, waited_for(lambda: alive() >= 2))
-            print(waited_for(lambda: alive() == 0))
+                print(plan, wait_for(lambda: alive() >= 2))
+            print(wait_for(lambda: alive() == 0))
             print(sum(thread.name == "flowrl-learner" for thread in threading.enumerate()))
         """,
         tmp_path,
     )
-    assert said.split() == [
+    assert output.split() == [
         word for plan in ("impala", "apex", "ddppo") for word in (plan, "True", "True", "0")
     ]
 
 
 @pytest.mark.chaos
-def test_nothing_is_left_of_a_driver_that_was_killed(tmp_path):
+def test_killed_driver_leaves_no_processes(tmp_path):
     code = textwrap.dedent(
         """
         from flowrl.trainer.plan_files import load_plan
@@ -208,7 +211,7 @@ def test_nothing_is_left_of_a_driver_that_was_killed(tmp_path):
     assert driver.stdout is not None
     assert driver.stdout.readline() == "trained\n"
 
-    def left():
+    def processes():
         found = {}
         for environ in Path("/proc").glob("[0-9]*/environ"):
             try:
@@ -219,15 +222,15 @@ def test_nothing_is_left_of_a_driver_that_was_killed(tmp_path):
                 continue
         return found
 
-    assert len(left()) > 3
+    assert len(processes()) > 3
     os.kill(driver.pid, signal.SIGKILL)
     driver.wait()
-    # two agents of Ray's may wait a minute for its server, which is gone
-    for seconds, patient in ((30, {"ray::DashboardAgent", "ray::RuntimeEnvAgent"}), (60, set())):
+    # two Ray agents wait up to a minute for the terminated server
+    for seconds, slow in ((30, {"ray::DashboardAgent", "ray::RuntimeEnvAgent"}), (60, set())):
         deadline = time.monotonic() + seconds
-        while set(left().values()) - patient and time.monotonic() < deadline:
+        while set(processes().values()) - slow and time.monotonic() < deadline:
             time.sleep(1)
-        assert set(left().values()) <= patient
+        assert set(processes().values()) <= slow
 
 
 NUMPY = """
@@ -255,7 +258,7 @@ class Numpy(Algorithm):
 
 
 @pytest.mark.parametrize(("count", "numpy"), [(64, True), (16, False)])
-def test_very_many_workers(tmp_path, count, numpy):
+def test_many_workers(tmp_path, count, numpy):
     body = f"""
         import time
         kind = Numpy if {numpy} else A2C
@@ -269,8 +272,8 @@ def test_very_many_workers(tmp_path, count, numpy):
         print(results[-1]["num_env_steps_trained"], results[-1]["num_healthy_workers"])
         print(sum(torch))
         """
-    told = run(body, tmp_path, NUMPY, timeout=280)
-    said = [line for line in told.splitlines() if not line.startswith("(")]  # Ray's own
-    trained, torch = said[-2:]
+    printed = run(body, tmp_path, NUMPY, timeout=280)
+    output = [line for line in printed.splitlines() if not line.startswith("(")]  # Ray's lines
+    trained, torch = output[-2:]
     assert trained == f"{30 * count} {count}"
     assert int(torch) == (0 if numpy else count)

@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "algorithms": {"data", "envs", "replay", "ops", "learners", "policies", "sampling", "trainer"},
     "cli": {"iter", "data", "ops", "policies", "trainer"},
 }
-BASE = {"settings", "seeding"}  # modules that every package may import
+BASE = {"errors", "setting_aliases", "settings", "seeding", "threads"}
 
 
 def module_name(path):
@@ -36,7 +36,7 @@ MODULES = {module_name(path): path for path in PACKAGE.rglob("*.py")}
 
 
 def imports_of(path):
-    """Modules of flowrl that a file imports: at its top, inside functions, and for type checking."""
+    """Yield the flowrl modules that a file imports: at the top, in functions, for type checking."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("flowrl"):
             for name in node.names:

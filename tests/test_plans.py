@@ -68,7 +68,7 @@ def held(plan, policy_id):
         if isinstance(fn, ConcatBatches):
             rows += sum(batch.steps_by_policy().get(policy_id, 0) for batch in fn._pending)
         if getattr(stage, "learner", None) is not None:
-            fresh = [b for b in stage.learner.held() if "batch_indexes" not in b]  # not replayed
+            fresh = [b for b in stage.learner.batches() if "batch_indexes" not in b]  # not replayed
             rows += sum(batch.steps_by_policy().get(policy_id, 0) for batch in fresh)
         if isinstance(fn, SelectExperiences) and isinstance(stage.parents[0], DuplicateChild):
             child = stage.parents[0]

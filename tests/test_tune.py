@@ -1,4 +1,4 @@
-"""Ray Tune: names, search spaces in a config, schedulers, trials that die."""
+"""Ray Tune: registered names, search spaces in a config, schedulers, trials that die."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ from flowrl.policies import ConfigError
 from flowrl.sampling import DefaultCallbacks
 
 
-def small(**settings):
+def ppo_config(**settings):
     base = {
         "env": "CartPole-v1",
         "train_batch_size": 64,
@@ -29,39 +29,39 @@ def small(**settings):
     return PPOConfig(**{**base, **settings})
 
 
-def told(result):
+def steps_and_return(result):
     return {name: result[name] for name in ("timesteps_total", "episode_reward_mean")}
 
 
-def test_a_trial_is_the_algorithm(tmp_path):
-    """The same results as by build(), checkpoints that other trials take over."""
-    with small().build() as algorithm:
+def test_trial_trains_like_the_algorithm_and_restores_other_trials(tmp_path):
+    with ppo_config().build() as algorithm:
         expected = [algorithm.train() for _ in range(4)]
-    trial = flowrl.tune.PPO(config=small().to_dict())
+    trial = flowrl.tune.PPO(config=ppo_config().to_dict())
     try:
         results = [trial.train() for _ in range(2)]
         trial.save(str(tmp_path / "c"))
         results += [trial.train() for _ in range(2)]
         for result, other in zip(results, expected, strict=True):
-            assert told(result) == pytest.approx(told(other), nan_ok=True)
+            expected_result = steps_and_return(other)
+            assert steps_and_return(result) == pytest.approx(expected_result, nan_ok=True)
         assert results[-1]["training_iteration"] == 4
     finally:
         trial.stop()
-    other = flowrl.tune.PPO(config=small(lr=0.5).to_dict())
+    other = flowrl.tune.PPO(config=ppo_config(lr=0.5).to_dict())
     try:
         other.restore(str(tmp_path / "c"))
         result = other.train()
         assert result["training_iteration"] == 3
         assert result["timesteps_total"] == 192
-        # its own settings, as population based training wants it
+        # population based training needs the trial's own settings
         assert result["learners"]["default_policy"]["cur_lr"] == 0.5
-        assert other.reset_config(small(lr=0.25).to_dict())
+        assert other.reset_config(ppo_config(lr=0.25).to_dict())
         assert other.train()["learners"]["default_policy"]["cur_lr"] == 0.25
     finally:
         other.stop()
 
 
-def test_what_a_trial_reserves():
+def test_trial_requests_resources_of_all_workers():
     request = flowrl.tune.PPO.default_resource_request(
         {"num_workers": 2, "evaluation_num_workers": 1}
     )
@@ -69,8 +69,10 @@ def test_what_a_trial_reserves():
     assert flowrl.tune.A2C.default_resource_request({}).bundles == [{"CPU": 1.0}]
 
 
-def test_search_spaces_in_a_config():
-    config = small(lr=tune.loguniform(1e-4, 1e-2), model={"fcnet_hiddens": tune.choice([[8], [9]])})
+def test_config_keeps_search_spaces():
+    config = ppo_config(
+        lr=tune.loguniform(1e-4, 1e-2), model={"fcnet_hiddens": tune.choice([[8], [9]])}
+    )
     config.training(gamma=tune.grid_search([0.9, 0.99]))
     space = config.copy().to_dict()
     assert space["gamma"] == {"grid_search": [0.9, 0.99]}
@@ -79,27 +81,30 @@ def test_search_spaces_in_a_config():
     with pytest.raises(ConfigError, match=r"(lr|gamma): it is a search space"):
         config.build()
     with pytest.raises(ConfigError, match="unknown setting 'lrr'"):
-        small(lrr=tune.choice([1]))
+        ppo_config(lrr=tune.choice([1]))
     with pytest.raises(ConfigError, match="lr"):
-        flowrl.tune.PPO(config={**small().to_dict(), "lr": -1.0})
+        flowrl.tune.PPO(config={**ppo_config().to_dict(), "lr": -1.0})
 
 
-def test_trainables_of_ones_own():
+def test_trainable_of_a_user_defined_algorithm():
     class Mine(A2C):
-        pass
+        def train(self):
+            return {**super().train(), "algorithm": "Mine"}
 
-    made = flowrl.tune.trainable(Mine)
-    trial = made(config=A2CConfig(env="CartPole-v1", train_batch_size=32).to_dict())
+    trial = flowrl.tune.trainable(Mine)(
+        config=A2CConfig(env="CartPole-v1", train_batch_size=32).to_dict()
+    )
     try:
-        assert type(trial._built) is Mine
-        assert trial.train()["timesteps_total"] == 32
+        result = trial.train()
+        assert result["algorithm"] == "Mine"
+        assert result["timesteps_total"] == 32
     finally:
         trial.stop()
-    with pytest.raises(ConfigError, match="a subclass of Algorithm is needed"):
+    with pytest.raises(ConfigError, match="must be a subclass of Algorithm"):
         flowrl.tune.trainable(dict)
 
 
-def test_names_are_there_where_tune_was_imported_before():
+def test_importing_an_algorithm_after_tune_registers_its_name():
     code = textwrap.dedent(
         """
         import sys
@@ -117,7 +122,7 @@ def test_names_are_there_where_tune_was_imported_before():
     assert "flowrl.tune.PPO" in done.stdout
 
 
-def fitted(tmp_path, trainable, space, stop=4, checkpoints=0, failures=0, **settings):
+def fit(tmp_path, trainable, space, stop=4, checkpoints=0, failures=0, **settings):
     return tune.Tuner(
         trainable,
         param_space=space,
@@ -133,27 +138,34 @@ def fitted(tmp_path, trainable, space, stop=4, checkpoints=0, failures=0, **sett
     ).fit()
 
 
-def test_the_founding_example(tmp_path, ray_session):
-    """`tune.run("PPO", config=config)`, with the config object as it is."""
-    config = small().environment(env="CartPole-v1").training(train_batch_size=128)
-    done = tune.run(
+def test_tune_run_accepts_a_config_object(tmp_path, ray_session):
+    config = ppo_config().environment(env="CartPole-v1").training(train_batch_size=128)
+    analysis = tune.run(
         "PPO",
         config=config,
         stop={"training_iteration": 2},
         storage_path=str(tmp_path),
         verbose=0,
     )
-    (trial,) = done.trials
+    (trial,) = analysis.trials
     with config.build() as algorithm:
         algorithm.train()
-        assert told(trial.last_result) == pytest.approx(told(algorithm.train()))
+        expected = steps_and_return(algorithm.train())
+    assert steps_and_return(trial.last_result) == pytest.approx(expected)
+
+
+def test_tuner_accepts_only_dicts_and_config_objects():
+    """The latter by a private interface of Ray, see flowrl.tune."""
+    tune.Tuner(flowrl.tune.PPO, param_space=ppo_config())
+    with pytest.raises(ValueError, match="must be a dict"):
+        tune.Tuner(flowrl.tune.PPO, param_space=[("lr", 1e-3)])
 
 
 @pytest.mark.slow
-def test_asha(tmp_path, ray_session):
-    config = small(lr=tune.grid_search([1e-4, 1e-3, 1e-2, 1e-1]))
+def test_asha_stops_trials_early(tmp_path, ray_session):
+    config = ppo_config(lr=tune.grid_search([1e-4, 1e-3, 1e-2, 1e-1]))
     scheduler = ASHAScheduler(max_t=4, grace_period=1, reduction_factor=2)
-    results = fitted(tmp_path, flowrl.tune.PPO, config, num_samples=1, scheduler=scheduler)
+    results = fit(tmp_path, flowrl.tune.PPO, config, num_samples=1, scheduler=scheduler)
     assert not results.errors
     lengths = [r.metrics["training_iteration"] for r in results]
     assert len(lengths) == 4
@@ -163,12 +175,11 @@ def test_asha(tmp_path, ray_session):
 
 
 @pytest.mark.slow
-def test_optuna(tmp_path, ray_session):
-    """Optuna's samplers draw from the search spaces in a config."""
+def test_optuna_samples_from_the_search_spaces_of_a_config(tmp_path, ray_session):
     from ray.tune.search.optuna import OptunaSearch
 
-    space = small(lr=tune.loguniform(1e-4, 1e-2), gamma=tune.choice([0.9, 0.99]))
-    results = fitted(
+    space = ppo_config(lr=tune.loguniform(1e-4, 1e-2), gamma=tune.choice([0.9, 0.99]))
+    results = fit(
         tmp_path, flowrl.tune.PPO, space, 2, search_alg=OptunaSearch(seed=1), num_samples=3
     )
     assert not results.errors
@@ -180,15 +191,15 @@ def test_optuna(tmp_path, ray_session):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_population_based_training(tmp_path, ray_session):
+def test_population_based_training_keeps_counters_and_changes_settings(tmp_path, ray_session):
     scheduler = PopulationBasedTraining(
         time_attr="training_iteration",
         perturbation_interval=2,
         quantile_fraction=0.5,
         hyperparam_mutations={"lr": tune.loguniform(1e-4, 1e-2)},
     )
-    config = small(lr=tune.grid_search([1e-4, 1e-3, 1e-2, 1e-1]))
-    results = fitted(
+    config = ppo_config(lr=tune.grid_search([1e-4, 1e-3, 1e-2, 1e-1]))
+    results = fit(
         tmp_path, "PPO", config, stop=4, checkpoints=2, num_samples=1, scheduler=scheduler
     )
     assert not results.errors
@@ -199,8 +210,8 @@ def test_population_based_training(tmp_path, ray_session):
         assert learner["cur_lr"] == pytest.approx(result.config["lr"])
 
 
-class DiesOnce(DefaultCallbacks):
-    """Kills its process in the third iteration, once."""
+class KillsItsProcessOnce(DefaultCallbacks):
+    """Kills its process in the third iteration unless the file FLOWRL_TEST_MARK exists."""
 
     def on_train_result(self, *, algorithm, result, **kwargs):
         mark = os.environ["FLOWRL_TEST_MARK"]
@@ -210,19 +221,19 @@ class DiesOnce(DefaultCallbacks):
 
 
 @pytest.mark.slow
-def test_a_killed_trial_goes_on_from_its_checkpoint(tmp_path):
-    """In a Ray of its own, whose workers know the mark."""
+def test_killed_trial_restarts_from_its_checkpoint(tmp_path):
+    """Starts its own Ray, whose workers inherit the environment variable."""
     code = textwrap.dedent(
         f"""
         import ray, sys
         sys.path.insert(0, {os.getcwd()!r})
         ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-        from tests.test_tune import DiesOnce, fitted, small
-        results = fitted({str(tmp_path)!r}, "PPO", small(callbacks_class=DiesOnce),
+        from tests.test_tune import KillsItsProcessOnce, fit, ppo_config
+        results = fit({str(tmp_path)!r}, "PPO", ppo_config(callbacks_class=KillsItsProcessOnce),
                          checkpoints=1, failures=1, num_samples=1)
         (result,) = results
         assert not results.errors, results.errors
-        print("told", result.metrics["training_iteration"], result.metrics["timesteps_total"])
+        print("finished", result.metrics["training_iteration"], result.metrics["timesteps_total"])
         ray.shutdown()
         """
     )
@@ -231,9 +242,9 @@ def test_a_killed_trial_goes_on_from_its_checkpoint(tmp_path):
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env
     )
     assert (tmp_path / "mark").exists(), done.stderr[-3000:]
-    assert "told 4 256" in done.stdout, done.stderr[-3000:]
+    assert "finished 4 256" in done.stdout, done.stderr[-3000:]
 
 
-def test_names_lead_to_their_algorithms():
-    assert flowrl.tune.PPO._class() is PPO
+def test_names_stand_for_their_algorithms():
+    assert flowrl.tune.PPO.get_algorithm_class() is PPO
     assert set(flowrl.tune.__all__) >= {"PPO", "A2C", "DQN", "SimpleQ", "trainable"}

@@ -6,12 +6,11 @@ from typing import ClassVar
 
 import torch
 
-from flowrl.algorithms.advantages import OnPolicyPolicy
+from flowrl.algorithms.on_policy import OnPolicyConfig, OnPolicyPolicy
 from flowrl.policies.schedules import value_at
 from flowrl.policies.torch_policy import TensorBatch
 from flowrl.settings import Count
 from flowrl.trainer.algorithm import Algorithm
-from flowrl.trainer.config import OnPolicyConfig
 
 
 class A2CConfig(OnPolicyConfig):
@@ -37,7 +36,7 @@ class A2CTorchPolicy(OnPolicyPolicy):
         dist = self.dist_class(inputs, self.model)
         advantages = batch["advantages"]
         if self.config.standardize_advantages:
-            advantages = self.standardized(advantages)
+            advantages = self.learner.standardize(advantages)
         policy_loss = -(dist.logp(batch["actions"]) * advantages).mean()
         vf_loss = torch.nn.functional.mse_loss(values, batch["value_targets"])
         entropy = dist.entropy().mean()

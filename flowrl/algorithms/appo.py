@@ -80,7 +80,7 @@ class APPOTorchPolicy(TargetNetwork, VTracePolicy):
 
     def end_learning(self, batch: Any, stats: dict[str, float]) -> dict[str, float]:
         """Adapt the KL coefficient."""
-        kl = self.agreed(stats.get("kl")) if self.kl_coeff else None
+        kl = self.learner.mean_over_group(stats.get("kl")) if self.kl_coeff else None
         if kl is not None:
             self.kl_coeff = adapted(self.kl_coeff, kl, self.config.kl_target)
         return {"cur_kl_coeff": self.kl_coeff}

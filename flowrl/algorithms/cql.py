@@ -66,10 +66,6 @@ class CQLTorchPolicy(SACTorchPolicy):
 
     config_class = CQLConfig
 
-    def __init__(self, observation_space: Any, action_space: Any, config: Any):
-        self._updates = 0
-        super().__init__(observation_space, action_space, config)
-
     def extra_parameters(self) -> dict[str, torch.Tensor]:
         made = super().extra_parameters()
         if self.config.lagrangian:
@@ -95,7 +91,7 @@ class CQLTorchPolicy(SACTorchPolicy):
         sum over continuous actions is an estimate from uniform ones and the policy's, at the
         observations and those after them, each weighed by how likely it was drawn (appendix F)."""
         heat = self.config.temperature
-        recorded = self.values_of_actions(batch)
+        recorded = self.action_values(batch)
         if self.is_discrete:  # forbidden ones are far below
             values = self.model.q_values(batch["obs"])
             return (heat * torch.logsumexp(values / heat, 2) - recorded).mean(1)
@@ -115,35 +111,24 @@ class CQLTorchPolicy(SACTorchPolicy):
         and the logarithms of how likely they were drawn."""
         times, shape = self.config.num_actions, self.action_space.shape or ()
         rows = times * batch.count
-        uniform = self.learn_rng.uniform(-1, 1, (rows, *shape)).astype(np.float32)
+        uniform = self.learner.rng.uniform(-1, 1, (rows, *shape)).astype(np.float32)
         logps = [np.full(rows, -math.prod(shape) * math.log(2.0), np.float32)]
         actions = [uniform]
         for name in ("obs", "new_obs"):
             outputs = self.model.outputs_numpy(batch.array(name))
-            drawn, logp = self.dist_class.act(np.tile(outputs, (times, 1)), self.learn_rng, True)
+            drawn, logp = self.dist_class.act(np.tile(outputs, (times, 1)), self.learner.rng, True)
             actions.append(drawn)
             logps.append(logp)
         return np.concatenate(actions), np.concatenate(logps)
 
     def actor_loss(self, batch: TensorBatch) -> torch.Tensor:
         """SAC's, and the temperature's; while it imitates, minus log pi(a of the batch | s)."""
-        if self._updates >= self.config.bc_iters:
+        if self.learner.num_updates >= self.config.bc_iters:
             return super().actor_loss(batch)
         dist = self.dist_class(self.model.outputs(batch["obs"]), self.model)
         loss = -dist.logp(batch["actions"]).mean()
         self.stats["actor_loss"] = loss.detach()
         return loss
-
-    def _step(self, norm: float) -> None:
-        super()._step(norm)
-        self._updates += 1
-
-    def get_state(self) -> dict[str, Any]:
-        return {**super().get_state(), "updates": self._updates}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        super().set_state(state)
-        self._updates = int(state.get("updates", 0))
 
 
 class CQL(Algorithm):

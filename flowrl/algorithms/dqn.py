@@ -1,13 +1,15 @@
-"""DQN: deep Q-learning (Mnih et al. 2015), double (van Hasselt et al. 2016, arXiv 1509.06461),
-dueling (Wang et al. 2016, arXiv 1511.06581), with steps and priorities as the buffer has them;
-distributional (Bellemare et al. 2017, arXiv 1707.06887) and noisy (Fortunato et al. 2018, arXiv
-1706.10295). With all of these it is Rainbow (Hessel et al. 2018, arXiv 1710.02298)."""
+"""DQN: deep Q-learning (Mnih et al. 2015), and Rainbow (Hessel et al. 2018, arXiv 1710.02298).
+
+Options: double (van Hasselt et al. 2016, arXiv 1509.06461), dueling (Wang et al. 2016, arXiv
+1511.06581), distributional (Bellemare et al. 2017, arXiv 1707.06887) and noisy networks (Fortunato
+et al. 2018, arXiv 1706.10295); multi-step returns and priorities are settings of the replay buffer.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any, ClassVar, Self, TypeGuard
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -18,10 +20,10 @@ from flowrl.algorithms.off_policy import OffPolicyConfig
 from flowrl.policies.categorical_q import CategoricalQ
 from flowrl.policies.config import ExplorationConfig
 from flowrl.policies.exploration import Exploration
-from flowrl.policies.learning.kernels.backprop import Backprop
-from flowrl.policies.models.base import Inputs, ModelV2
-from flowrl.policies.models.fcnet import FullyConnectedNetwork, is_quick
-from flowrl.policies.models.noisy import draw_noise, make_noisy
+from flowrl.policies.models.base import ModelV2
+from flowrl.policies.models.fcnet import FullyConnectedNetwork, uses_numpy
+from flowrl.policies.models.noisy import make_noisy, resample_noise
+from flowrl.policies.models.tensor_batch import InputDict
 from flowrl.policies.q_values import QValues, TDLoss
 from flowrl.policies.schedules import Schedule
 from flowrl.policies.target_network import TargetNetwork
@@ -81,11 +83,11 @@ class DQNConfig(OffPolicyConfig):
 
 
 class DQNTorchPolicy(TargetNetwork):
-    """A policy that acts by the values of actions and learns them by temporal differences.
+    """A policy that acts greedily by Q-values and learns them by temporal differences.
 
     Attributes:
-        target_model: the network that says the values of what follows.
-        row_stats: has `td_error` [rows].
+        target_model: the network that evaluates the next actions.
+        row_stats: contains `td_error` [rows].
     """
 
     config_class = DQNConfig
@@ -97,58 +99,52 @@ class DQNTorchPolicy(TargetNetwork):
             raise ConfigError(f"{name} is for Discrete actions, not {action_space}")
         super().__init__(observation_space, action_space, config)
         self.check_views()
-        self._backprop = Backprop(self.model) if self._can_backprop(self.model) else None
 
     def check_views(self) -> None:
-        """Refuse networks that see what the loss does not give them."""
+        """Raise ConfigError for networks that need more than the loss gives them."""
         others = set(self.model.view_requirements) - {"obs"}
         if others:
-            raise ConfigError(f"DQN's network sees observations alone, not {sorted(others)}")
+            raise ConfigError(f"DQN's network sees only observations, not {sorted(others)}")
 
     @cached_property
-    def values(self) -> QValues:
+    def q_function(self) -> QValues:
         """What the network's outputs mean."""
         config = self.config
-        actions = int(self.action_space.n)  # type: ignore[attr-defined]
+        num_actions = int(self.action_space.n)  # type: ignore[attr-defined]
         if config.num_atoms == 1:
-            return QValues(actions, config.dueling)
-        return CategoricalQ(actions, config.num_atoms, config.v_min, config.v_max, config.dueling)
-
-    def _can_backprop(self, model: ModelV2) -> TypeGuard[FullyConnectedNetwork]:
-        """Whether the gradient can be had without autograd."""
-        config = self.config
-        own = type(self).loss is DQNTorchPolicy.loss  # not a subclass' one
-        whole = len(self.groups[0]) == len(self.flat.parameters)  # one optimizer has them all
-        plain = config.precision == "float32" and not config.compile
-        return own and whole and plain and is_quick(model)
+            return QValues(num_actions, config.dueling)
+        return CategoricalQ(
+            num_actions, config.num_atoms, config.v_min, config.v_max, config.dueling
+        )
 
     def make_model(self) -> torch.nn.Module:
-        """One network for values and advantages up to their heads, unless it is said otherwise."""
-        config, values = self.config, self.values
-        shared = config.model
-        if shared.vf_share_layers is None:
-            shared = shared.updated(vf_share_layers=True)
-        model = self.network(
-            shared,
-            values.num_outputs,
-            outputs_per_action=values.outputs_per_action,
-            by_numpy=not config.noisy,
+        """Return one network with heads for values and advantages, unless `vf_share_layers` is
+        set otherwise."""
+        config, q_function = self.config, self.q_function
+        model_config = config.model
+        if model_config.vf_share_layers is None:
+            model_config = model_config.updated(vf_share_layers=True)
+        model = self.make_catalog_model(
+            model_config,
+            q_function.num_outputs,
+            outputs_per_action=q_function.outputs_per_action,
+            use_numpy=not config.noisy,
         )
         if config.noisy:
-            told = f"noisy: a {type(model).__name__} has no linear layers that can be replaced"
+            message = f"noisy: a {type(model).__name__} has no linear layers to replace"
             if any(isinstance(part, FullyConnectedNetwork) for part in model.modules()):
-                raise ConfigError(f"{told}: build a custom_model of torch.nn.Linear")
+                raise ConfigError(f"{message}: build a custom_model of torch.nn.Linear")
             if not make_noisy(model, config.sigma0):
-                raise ConfigError(told)
+                raise ConfigError(message)
         return model
 
     def make_exploration(self) -> Exploration:
         config = self.config
-        usual = type(config).model_fields["exploration_config"].default
-        if not config.noisy or config.exploration_config.diff(usual):
+        default = type(config).model_fields["exploration_config"].default
+        if not config.noisy or config.exploration_config.diff(default):
             return super().make_exploration()
-        still = ExplorationConfig(type="EpsilonGreedy", epsilon=0.0)  # the noise explores
-        return Exploration(still, self.action_space, self.dist_class, config.normalize_actions)
+        greedy = ExplorationConfig(type="EpsilonGreedy", epsilon=0.0)  # the noise explores
+        return Exploration(greedy, self.action_space, self.dist_class, config.normalize_actions)
 
     # -- acting ------------------------------------------------------------------------------------
 
@@ -156,28 +152,28 @@ class DQNTorchPolicy(TargetNetwork):
         self, input_dict: dict[str, Any], explore: bool
     ) -> tuple[np.ndarray, list[np.ndarray], dict[str, np.ndarray]]:
         if self.config.noisy:
-            draw_noise(self.model, self.rng if explore else None)
-        ranks, states = self._computed(self._ranks, input_dict)
-        return self.exploration.act_on_values(ranks, self, explore), states, {}
+            resample_noise(self.model, self.rng if explore else None)
+        scores, states = self._computed(self._greedy_scores, input_dict)
+        return self.exploration.act_on_values(scores, self, explore), states, {}
 
-    def _ranks(self, input_dict: dict[str, Any]) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Values [B, n] but for what is the same for all actions of a state; states after it."""
+    def _greedy_scores(self, input_dict: dict[str, Any]) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Return scores [B, n] that order actions by value, and states after them."""
         states: list[np.ndarray] = []
-        if is_quick(self.model):
+        if uses_numpy(self.model):
             outputs = self.model.outputs_numpy(input_dict["obs"])
         else:
             outputs, _, states = self.model.compute_outputs(input_dict)
-        return self.values.ranks(outputs), states
+        return self.q_function.greedy_scores(outputs), states
 
     @property
     def dist_inputs(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """From the model's outputs to values of the actions, or what differs by the state alone."""
-        return self.values.ranks_of_tensors
+        """See TorchPolicy."""
+        return self.q_function.greedy_scores_of_tensors
 
     def compute_log_likelihoods(
         self, actions: Any, obs_batch: Any = None, input_dict: dict[str, Any] | None = None
     ) -> np.ndarray:
-        """Of the greedy policy: 0 [B] for the best action, minus infinity for any other."""
+        """Return those of the greedy policy: 0 [B] for the best action, else minus infinity."""
         best, _, _ = self._act({"obs": obs_batch} if input_dict is None else input_dict, False)
         self._check_actions(actions, len(best))
         return np.where(actions == best, 0.0, -np.inf).astype(np.float32)
@@ -185,93 +181,83 @@ class DQNTorchPolicy(TargetNetwork):
     # -- learning ----------------------------------------------------------------------------------
 
     def loss(self, batch: TensorBatch) -> torch.Tensor:
-        """Huber loss of the TD errors, weighted by `weights` [B] where there are some.
+        """Return the mean loss of TD errors, weighted by the column `weights` [B] if there is one.
 
-        The target of double Q-learning (van Hasselt et al. 2016, equation 4) after k steps:
-        R + gamma^k Q_target(s', argmax_a Q(s', a)), R alone where s' is terminal. With atoms it is
-        the cross-entropy to their distribution, moved likewise (Bellemare et al. 2017).
+        It is the Huber loss of QValues, or the cross-entropy of CategoricalQ.
         """
-        goals = self._goals(batch)
+        targets = self.td_targets(batch)
         if self.config.noisy:
-            draw_noise(self.model, self.learn_rng)
+            resample_noise(self.model, self.learner.rng)
         outputs, _ = self.model.from_batch(batch)
-        state = self.model.value_function() if self.values.has_state else None
-        return self._weighted(batch, self.values.judged(outputs, state, batch["actions"], goals))
+        state_values = self.model.value_function() if self.q_function.uses_state_value else None
+        actions = batch["actions"]
+        return self._mean_loss(
+            batch, self.q_function.td_loss(outputs, state_values, actions, targets)
+        )
 
-    def _weighted(self, batch: TensorBatch, judged: TDLoss) -> torch.Tensor:
-        self._note(batch, judged)
-        losses: torch.Tensor = judged.losses
+    def _mean_loss(self, batch: TensorBatch, loss: TDLoss) -> torch.Tensor:
+        self.record_td_loss(batch, loss)
+        losses: torch.Tensor = loss.losses
         return (losses * batch["weights"]).mean() if "weights" in batch else losses.mean()
 
-    def gradient_by_hand(self, batch: TensorBatch) -> float | None:
-        """The same loss and its derivative, where numpy computes the network: in a third of the
-        time."""
-        if self._backprop is None:
-            return None
-        goals = self._goals(batch)
-        outputs, state = self._backprop.forward(batch.array("obs"))
-        actions = batch.array("actions")
-        has_state = self.values.has_state
-        judged = self.values.judged_by_hand(outputs, state if has_state else None, actions, goals)
-        self._note(batch, judged)
-        share: Any = np.float32(1.0 / len(actions))
-        if "weights" in batch:
-            share = share * batch.array("weights").astype(np.float32, copy=False)
-        assert judged.slopes is not None
-        slopes = (judged.slopes.T * share).T
-        self.flat.gradient.zero_()
-        self._backprop.backward(*self.values.gradient(slopes, actions))
-        return float((judged.losses * share).sum())
+    def td_targets(self, batch: TensorBatch) -> np.ndarray:
+        """Return the targets of double Q-learning (van Hasselt et al. 2016, equation 4), [B, …].
 
-    def _goals(self, batch: TensorBatch) -> np.ndarray:
-        """What should be thought of the batch's actions, [B, …]."""
-        following, state = self._at_new_obs(self.target_model, batch, self.values.has_state)
-        chooser = following
+        After k steps they are R + gamma^k Q_target(s', argmax_a Q(s', a)), and R if s' is
+        terminal. With atoms they are distributions, moved likewise (Bellemare et al. 2017).
+        """
+        uses_state_value = self.q_function.uses_state_value
+        outputs, state_values = self._at_new_obs(self.target_model, batch, uses_state_value)
+        choosing_outputs = outputs
         if self.config.double_q:
-            chooser, _ = self._at_new_obs(self.model, batch)
-        best = self.values.ranks(chooser).argmax(1)
+            choosing_outputs, _ = self._at_new_obs(self.model, batch)
+        best_actions = self.q_function.greedy_scores(choosing_outputs).argmax(1)
         discounts: Any = self.config.gamma
         if "n_steps" in batch:
             discounts = discounts ** batch.array("n_steps")
         discounts = np.where(batch.array("terminateds"), 0.0, discounts)
-        return self.values.goals(following, state, best, batch.array("rewards"), discounts)
+        rewards = batch.array("rewards")
+        return self.q_function.td_targets(outputs, state_values, best_actions, rewards, discounts)
 
-    def _note(self, batch: TensorBatch, judged: TDLoss) -> None:
-        self.note_rows(batch, td_error=judged.errors)
-        count = max(len(judged.errors), 1)
-        self.stats["mean_q"] = float(judged.values.sum()) / count
-        self.stats["mean_td_error"] = float(judged.errors.sum()) / count
+    def record_td_loss(self, batch: TensorBatch, loss: TDLoss) -> None:
+        """Record a loss's statistics, and its errors as those of the rows."""
+        self.record_row_stats(batch, td_error=loss.errors)
+        count = max(len(loss.errors), 1)
+        self.stats["mean_q"] = float(loss.q.sum()) / count
+        self.stats["mean_td_error"] = float(loss.errors.sum()) / count
 
     def _at_new_obs(
-        self, model: ModelV2, batch: TensorBatch, with_state: bool = False
+        self, model: ModelV2, batch: TensorBatch, with_values: bool = False
     ) -> tuple[np.ndarray, np.ndarray | None]:
-        """Outputs [B, num_outputs] at `new_obs`, and the network's values [B] if they are wanted,
-        as numbers. On small networks numpy is twice as fast as torch."""
-        if is_quick(model):
+        """Return a network's outputs [B, num_outputs] at `new_obs`, and its values [B] if asked.
+
+        On small networks numpy is twice as fast as torch.
+        """
+        if uses_numpy(model):
             observations = batch.array("new_obs")
-            if with_state:
+            if with_values:
                 return model.forward_numpy(observations)
             return model.outputs_numpy(observations), None
         with torch.no_grad():
             model.eval()
             if self.config.noisy:
-                draw_noise(model, self.learn_rng)
-            outputs, _ = model(Inputs(obs=batch["new_obs"]), [], None)
-            state = model.value_function().float().cpu().numpy() if with_state else None
-            return outputs.float().cpu().numpy(), state
+                resample_noise(model, self.learner.rng)
+            outputs, _ = model(InputDict(obs=batch["new_obs"]), [], None)
+            values = model.value_function().float().cpu().numpy() if with_values else None
+            return outputs.float().cpu().numpy(), values
 
     # -- state -------------------------------------------------------------------------------------
 
     def get_state(self) -> dict[str, Any]:
-        own = self.config
-        atoms = [own.num_atoms, own.v_min, own.v_max] if own.num_atoms > 1 else None
-        return {**super().get_state(), "dueling": own.dueling, "atoms": atoms}
+        config = self.config
+        atoms = [config.num_atoms, config.v_min, config.v_max] if config.num_atoms > 1 else None
+        return {**super().get_state(), "dueling": config.dueling, "atoms": atoms}
 
     def set_state(self, state: dict[str, Any]) -> None:
         if state.get("dueling", self.config.dueling) != self.config.dueling:
             raise ValueError(
                 f"a state with dueling={state['dueling']} for a policy with "
-                f"dueling={self.config.dueling}: its outputs mean something else there"
+                f"dueling={self.config.dueling}: the networks' outputs have different meanings"
             )
         own = self.get_state()["atoms"]
         if state.get("atoms", own) != own:

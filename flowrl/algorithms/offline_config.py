@@ -11,14 +11,13 @@ from gymnasium import spaces
 from pydantic import SkipValidation, model_validator
 
 from flowrl.data import DEFAULT_POLICY_ID, SampleBatch
-from flowrl.envs.registry import NoEnvironment
+from flowrl.envs.registry import SpacesOnlyEnv
 from flowrl.ops import ReadMinari, ReadParquet
 from flowrl.sampling.worker_set import WorkerSet
-from flowrl.settings import ConfigError
+from flowrl.settings import ConfigError, setting
 from flowrl.trainer.config import AlgorithmConfig
 
 MINARI = "minari:"
-OWN = {"input_", "input_policy_id", "observation_space", "action_space"}
 NO_INPUT = 'none is set: the folder of recorded experience (input_="experience")'
 
 
@@ -30,15 +29,15 @@ class OfflineConfig(AlgorithmConfig):
 
     samples: ClassVar[bool] = False
 
-    input_: str | None = None
+    input_: str | None = setting(None, group="offline_data")
     """Folder of recorded experience, as the setting `output` and WriteParquet leave it; or
     "minari:" and the id of a Minari data set (extra minari)."""
-    input_policy_id: str = DEFAULT_POLICY_ID
+    input_policy_id: str = setting(DEFAULT_POLICY_ID, group="offline_data")
     """Whose rows of that folder, if several policies were recorded; the plan's policy of that name
     learns from them, or the only one that it has."""
-    observation_space: Annotated[Any, SkipValidation] = None
+    observation_space: Annotated[Any, SkipValidation] = setting(None, group="offline_data")
     """Of the recorded experience, where no `env` says it."""
-    action_space: Annotated[Any, SkipValidation] = None
+    action_space: Annotated[Any, SkipValidation] = setting(None, group="offline_data")
     """The same of its actions, as an environment would take them."""
 
     @model_validator(mode="after")
@@ -53,13 +52,6 @@ class OfflineConfig(AlgorithmConfig):
         if self.env is None and len({space is None for space in given.values()}) > 1:
             raise ValueError("observation_space and action_space: give both, or an env")
         return self
-
-    def offline_data(self, **settings: Any) -> Self:
-        """input_, input_policy_id, observation_space, action_space."""
-        own = {name: settings.pop(name) for name in OWN & set(settings)}
-        if own:
-            self.training(**own)
-        return super().offline_data(**settings)
 
     def check(self) -> None:
         """Refuse what only shows when a run is near; see AlgorithmConfig.check."""
@@ -99,7 +91,7 @@ class OfflineConfig(AlgorithmConfig):
     def env_or_spaces(self) -> Any:
         """See AlgorithmConfig."""
         if self.env is None and self.observation_space is not None:
-            return partial(NoEnvironment, self.observation_space, self.action_space)
+            return partial(SpacesOnlyEnv, self.observation_space, self.action_space)
         return super().env_or_spaces()
 
     def recorded(

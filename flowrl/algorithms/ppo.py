@@ -7,12 +7,11 @@ from typing import Any, ClassVar
 import torch
 from pydantic import Field
 
-from flowrl.algorithms.advantages import OnPolicyPolicy
+from flowrl.algorithms.on_policy import OnPolicyConfig, OnPolicyPolicy
 from flowrl.policies.schedules import Schedule, value_at
 from flowrl.policies.torch_policy import TensorBatch
 from flowrl.settings import Count, NotNegative, Positive
 from flowrl.trainer.algorithm import Algorithm
-from flowrl.trainer.config import OnPolicyConfig
 
 
 class PPOConfig(OnPolicyConfig):
@@ -56,7 +55,7 @@ class PPOTorchPolicy(OnPolicyPolicy):
 
         advantages = batch["advantages"]
         if config.standardize_advantages:
-            advantages = self.standardized(advantages)
+            advantages = self.learner.standardize(advantages)
         ratio = torch.exp(dist.logp(batch["actions"]) - batch["action_logp"])
         policy_loss = -clipped_surrogate(ratio, advantages, clip)
 
@@ -87,14 +86,14 @@ class PPOTorchPolicy(OnPolicyPolicy):
         sampled it."""
         if self.config.kl_stop is None:
             return False
-        kl = self.agreed(self.describe(batch)["kl"])
+        kl = self.learner.mean_over_group(self.describe(batch)["kl"])
         return kl is not None and kl > self.config.kl_stop
 
     def end_learning(self, batch: Any, stats: dict[str, float]) -> dict[str, float]:
         """Adapt the KL coefficient; add what the whole batch tells."""
         told = self.describe(batch)
         if self.kl_coeff:
-            kl = self.agreed(told["kl"])
+            kl = self.learner.mean_over_group(told["kl"])
             self.kl_coeff = adapted(self.kl_coeff, kl or 0.0, self.config.kl_target)
         clip = value_at(self.config.clip_param, self.timestep)
         return {**told, "cur_kl_coeff": self.kl_coeff, "cur_clip_param": clip}

@@ -96,22 +96,24 @@ class R2D2TorchPolicy(DQNTorchPolicy):
             )
         lens = batch.array("seq_lens").astype(np.int64)
         unrolled = self._unrolled(batch, lens)
+        q_function = self.q_function
+        uses_state_value = q_function.uses_state_value
         outputs, _ = self.model.from_batch(unrolled)
-        state = self.model.value_function() if self.values.has_state else None
+        state_values = self.model.value_function() if uses_state_value else None
         with torch.no_grad():
-            after, _ = self.target_model.from_batch(unrolled, is_training=False)
-            worth = self.target_model.value_function() if self.values.has_state else None
-            following = self.values.values_of_tensors(after, worth).cpu().numpy()
-        chooser = outputs.detach().cpu().numpy() if self.config.double_q else following
-        goals = self._goals_within(batch, lens, chooser, following)
-        places = torch.from_numpy(_places(lens)).to(self.device)
-        state = None if state is None else state[places]
-        judged = self.values.judged(outputs[places], state, batch["actions"], goals)
-        return self._weighted(batch, judged)
+            target_outputs, _ = self.target_model.from_batch(unrolled, is_training=False)
+            target_values = self.target_model.value_function() if uses_state_value else None
+            target_q = q_function.values(target_outputs, target_values).cpu().numpy()
+        scores = outputs.detach().cpu().numpy() if self.config.double_q else target_q
+        targets = self._sequence_targets(batch, lens, scores, target_q)
+        rows = torch.from_numpy(_unrolled_rows(lens)).to(self.device)
+        state_values = None if state_values is None else state_values[rows]
+        loss = q_function.td_loss(outputs[rows], state_values, batch["actions"], targets)
+        return self._mean_loss(batch, loss)
 
     def _unrolled(self, batch: TensorBatch, lens: np.ndarray) -> TensorBatch:
         """What the networks see: the rows of each sequence, and what came after its last."""
-        places, last = _places(lens), np.cumsum(lens) - 1
+        places, last = _unrolled_rows(lens), np.cumsum(lens) - 1
         ends = last + 1 + np.arange(len(lens))
 
         def joined(rows: Any, after: Any) -> np.ndarray:
@@ -127,18 +129,20 @@ class R2D2TorchPolicy(DQNTorchPolicy):
             else:
                 after = "new_obs" if name == "obs" else PREVIOUS[name]
                 columns[name] = optree.tree_map(joined, batch.array(name), batch.array(after))
-        unrolled = TensorBatch(SampleBatch._of(columns), self.device)
-        unrolled.warmup = batch.warmup
+        unrolled = TensorBatch(SampleBatch.unchecked(columns), self.device)
+        unrolled.burn_in = batch.burn_in
         return unrolled
 
-    def _goals_within(
-        self, batch: TensorBatch, lens: np.ndarray, chooser: np.ndarray, following: np.ndarray
+    def _sequence_targets(
+        self, batch: TensorBatch, lens: np.ndarray, scores: np.ndarray, target_q: np.ndarray
     ) -> np.ndarray:
-        """What the values of the batch's actions are to be, [B].
+        """Return the targets [B] of the batch's actions.
 
         Args:
-            chooser: ranks [B + sequences, n] by which next actions are chosen.
-            following: what these are worth.
+            batch: sequences one after another.
+            lens: their lengths.
+            scores: by which next actions are chosen, [B + sequences, n].
+            target_q: the target network's values of the next actions, alike.
         """
         gamma, eps = self.config.gamma, self.config.h_function_epsilon
         rewards = batch.array("rewards").astype(np.float64)
@@ -148,8 +152,8 @@ class R2D2TorchPolicy(DQNTorchPolicy):
         for k in range(int(steps.max(initial=0))):
             some = np.flatnonzero(steps > k)
             gained[some] += gamma**k * rewards[some + k]
-        reached = _places(lens) + steps
-        best = following[reached, chooser[reached].argmax(1)].astype(np.float64)
+        reached = _unrolled_rows(lens) + steps
+        best = target_q[reached, scores[reached].argmax(1)].astype(np.float64)
         if self.config.use_h_function:
             best = unscaled(best, eps)
         over = np.repeat(batch.array("terminateds")[np.cumsum(lens) - 1], lens) & (steps == left)
@@ -170,7 +174,7 @@ def unscaled(x: np.ndarray, eps: float) -> np.ndarray:
     return made
 
 
-def _places(lens: np.ndarray) -> np.ndarray:
+def _unrolled_rows(lens: np.ndarray) -> np.ndarray:
     """Where rows lie when each sequence has one row more at its end."""
     return np.arange(int(lens.sum())) + np.repeat(np.arange(len(lens)), lens)
 

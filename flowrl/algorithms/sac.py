@@ -63,7 +63,7 @@ class SACTorchPolicy(ActorCriticPolicy):
     def make_distribution(self) -> Any:
         if isinstance(self.action_space, spaces.Discrete):
             return Categorical
-        return SquashedGaussian.over(self.action_space)
+        return SquashedGaussian.for_space(self.action_space)
 
     def extra_parameters(self) -> dict[str, torch.Tensor]:
         return {"log_alpha": torch.tensor(math.log(self.config.initial_alpha))}
@@ -97,9 +97,9 @@ class SACTorchPolicy(ActorCriticPolicy):
         assert isinstance(parameter, torch.Tensor)
         return parameter
 
-    def values_of_actions(self, batch: TensorBatch) -> torch.Tensor:
+    def action_values(self, batch: TensorBatch) -> torch.Tensor:
         if not self.is_discrete:
-            return super().values_of_actions(batch)
+            return super().action_values(batch)
         values = self.model.q_values(batch["obs"])
         chosen = batch["actions"].long()[None, :, None].expand(len(values), -1, 1)
         return values.gather(2, chosen).squeeze(2)
@@ -109,15 +109,15 @@ class SACTorchPolicy(ActorCriticPolicy):
         Discrete actions the expectation (Christodoulou 2019, equation 10)."""
         outputs = self.model.outputs_numpy(new_obs)
         if not self.is_discrete:
-            actions, logp = self.dist_class.act(outputs, self.learn_rng, True)
+            actions, logp = self.dist_class.act(outputs, self.learner.rng, True)
             values: np.ndarray = self.target_model.q_values_numpy(new_obs, actions).min(0)
             return values - self.alpha * logp
         logp = outputs - outputs.max(1, keepdims=True)
         logp = logp - np.log(np.exp(logp).sum(1, keepdims=True))
-        chances = np.exp(logp)
-        soft = self.target_model.q_values_numpy(new_obs).min(0) - self.alpha * logp
-        made: np.ndarray = np.where(outputs > FORBIDDEN, chances * soft, 0.0).sum(1)
-        return made
+        probs = np.exp(logp)
+        soft_q = self.target_model.q_values_numpy(new_obs).min(0) - self.alpha * logp
+        expected: np.ndarray = np.where(outputs > FORBIDDEN, probs * soft_q, 0.0).sum(1)
+        return expected
 
     def actor_loss(self, batch: TensorBatch) -> torch.Tensor:
         """Equations 9 and 18 of the paper: the actor's loss and the temperature's."""
@@ -127,7 +127,7 @@ class SACTorchPolicy(ActorCriticPolicy):
             loss, entropy = self._discrete_loss(batch, outputs, alpha)
         else:
             shape = (len(outputs), outputs.shape[1] // 2)
-            noise = self.learn_rng.standard_normal(shape, dtype=np.float32)
+            noise = self.learner.rng.standard_normal(shape, dtype=np.float32)
             dist: Any = self.dist_class(outputs, self.model)
             actions, logp = dist.sample_and_logp(torch.from_numpy(noise).to(self.device))
             values = self.model.q_values(batch["obs"], actions, frozen=True)
@@ -138,43 +138,18 @@ class SACTorchPolicy(ActorCriticPolicy):
             return loss
         return loss + self._log_alpha * (entropy - self.target_entropy)
 
-    def actor_by_hand(self, obs: np.ndarray) -> float:
-        assert self._by_hand is not None
-        actor, alpha = self._by_hand[0], self.alpha
-        outputs = actor.outputs(obs)
-        size = outputs.shape[1] // 2
-        noise = self.learn_rng.standard_normal((len(obs), size), dtype=np.float32)
-        squashed: Any = self.dist_class
-        raw, spread, logp = squashed.drawn(outputs, noise)
-        actions = np.tanh(raw)
-        values, slopes = self.worth_by_hand(obs, actions)
-        loss, entropy = float((alpha * logp - values).mean()), -float(logp.mean())
-        self.stats |= {"actor_loss": loss, "entropy": entropy, "alpha": alpha}
-        # of log pi: 2 tanh(raw) by raw, -1 by the logarithm of the deviation besides
-        d_raw = 2 * alpha * actions - slopes * (1 - actions * actions)
-        d_log_std = (d_raw * spread - alpha) * squashed.inside(outputs[:, size:])
-        d_outputs = np.concatenate([d_raw, d_log_std], 1)
-        d_outputs *= np.float32(1.0 / len(obs))
-        actor.backward(d_outputs)
-        if self.target_entropy is None:
-            return loss
-        wanted = entropy - self.target_entropy
-        assert self._log_alpha.grad is not None
-        self._log_alpha.grad.fill_(wanted)
-        return loss + math.log(alpha) * wanted
-
     def _discrete_loss(
         self, batch: TensorBatch, outputs: torch.Tensor, alpha: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Christodoulou 2019, equation 12, and the mean entropy."""
         logp = torch.log_softmax(outputs, 1)
-        chances = logp.exp()
+        probs = logp.exp()
         with torch.no_grad():
-            values = self.model.q_values(batch["obs"], frozen=True).amin(0)
+            q = self.model.q_values(batch["obs"], frozen=True).amin(0)
         allowed = outputs > FORBIDDEN
-        soft = torch.where(allowed, chances * (alpha * logp - values), 0.0).sum(1)
-        entropy = -torch.where(allowed, chances * logp, 0.0).sum(1)
-        return soft.mean(), entropy.detach().mean()
+        losses = torch.where(allowed, probs * (alpha * logp - q), 0.0).sum(1)
+        entropy = -torch.where(allowed, probs * logp, 0.0).sum(1)
+        return losses.mean(), entropy.detach().mean()
 
 
 class SAC(Algorithm):

@@ -50,36 +50,27 @@ class DDPGConfig(TD3Config):
 
 
 class TD3TorchPolicy(ActorCriticPolicy):
-    """A policy of one action per observation, with noise while it samples."""
+    """A deterministic policy with noise on its actions while sampling."""
 
     config_class = TD3Config
     config: TD3Config
 
-    def __init__(self, observation_space: Any, action_space: Any, config: Any):
-        self._updates = 0
-        super().__init__(observation_space, action_space, config)
-
     def make_distribution(self) -> Any:
-        return SquashedDeterministic.over(self.action_space)
+        return SquashedDeterministic.for_space(self.action_space)
 
     def updates_actor(self) -> bool:
-        return (self._updates + 1) % self.config.policy_delay == 0
-
-    def _step(self, norm: float) -> None:
-        self.optimizer.param_groups[0]["active"] = self.updates_actor()
-        super()._step(norm)
-        self._updates += 1
+        return (self.learner.num_updates + 1) % self.config.policy_delay == 0
 
     def update_target(self, tau: float | None = None) -> None:
-        """See TargetNetwork; only after updates of the actor."""
-        if tau is not None or self._updates % self.config.policy_delay == 0:
+        """See TargetNetwork; without `tau` only after updates of the actor."""
+        if tau is not None or self.learner.num_updates % self.config.policy_delay == 0:
             super().update_target(tau)
 
     def next_values(self, new_obs: Any) -> np.ndarray:
-        """Equations 13 and 14 of the paper: min Q'(s', a' + noise), of the target actor's a'."""
+        """Return min Q'(s', a' + noise) for the target actor's a' (equations 13 and 14)."""
         actions = np.tanh(self.target_model.outputs_numpy(new_obs))
         if self.config.target_noise:
-            drawn = self.learn_rng.standard_normal(actions.shape, dtype=np.float32)
+            drawn = self.learner.rng.standard_normal(actions.shape, dtype=np.float32)
             limit = self.config.target_noise_clip
             noise = (drawn * np.float32(self.config.target_noise)).clip(-limit, limit)
             actions = (actions + noise).clip(-1.0, 1.0)
@@ -87,7 +78,7 @@ class TD3TorchPolicy(ActorCriticPolicy):
         return values
 
     def actor_loss(self, batch: TensorBatch) -> torch.Tensor:
-        """Minus the first critic's value of the actor's actions (section 3, equation 2)."""
+        """Return minus the first critic's value of the actor's actions (section 3, equation 2)."""
         dist: Any = self.dist_class(self.model.outputs(batch["obs"]), self.model)
         values = self.model.q_values(
             batch["obs"], dist.deterministic_sample(), frozen=True, first=1
@@ -95,25 +86,6 @@ class TD3TorchPolicy(ActorCriticPolicy):
         loss = -values[0].mean()
         self.stats["actor_loss"] = loss.detach()
         return loss
-
-    def actor_by_hand(self, obs: np.ndarray) -> float:
-        assert self._by_hand is not None
-        actor = self._by_hand[0]
-        actions = np.tanh(actor.outputs(obs))
-        values, slopes = self.worth_by_hand(obs, actions, first=1)
-        loss = -float(values.mean())
-        self.stats["actor_loss"] = loss
-        d_outputs = slopes * (actions * actions - 1)
-        d_outputs *= np.float32(1.0 / len(obs))
-        actor.backward(d_outputs)
-        return loss
-
-    def get_state(self) -> dict[str, Any]:
-        return {**super().get_state(), "updates": self._updates}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        super().set_state(state)
-        self._updates = int(state.get("updates", 0))
 
 
 class TD3(Algorithm):
@@ -124,7 +96,7 @@ class TD3(Algorithm):
 
 
 class DDPGTorchPolicy(TD3TorchPolicy):
-    """The same with DDPG's settings."""
+    """TD3's policy with DDPG's settings."""
 
     config_class = DDPGConfig
 

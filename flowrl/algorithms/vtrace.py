@@ -12,7 +12,8 @@ from pydantic import Field, model_validator
 from flowrl.algorithms.async_learner import AsyncLearnerConfig
 from flowrl.data import SampleBatch
 from flowrl.ops import StalenessLimit
-from flowrl.policies.models.fcnet import is_quick
+from flowrl.policies.learning.torch_learner import TorchLearner
+from flowrl.policies.models.fcnet import uses_numpy
 from flowrl.policies.returns import vtrace
 from flowrl.policies.schedules import Schedule
 from flowrl.policies.torch_policy import TensorBatch, TorchPolicy
@@ -92,9 +93,39 @@ class VTraceConfig(AsyncLearnerConfig):
         return self
 
 
+class VTraceLearner(TorchLearner):
+    """Keeps trajectories whole when batches are split."""
+
+    def minibatches(self, batch: SampleBatch, size: int) -> Iterator[SampleBatch]:
+        """Yield whole trajectories in random order, at least `size` rows at a time."""
+        if size >= batch.count or "seq_lens" in batch:
+            yield from super().minibatches(batch, min(size, batch.count))
+            return
+        trajectories = _split_trajectories(batch)
+        chosen: list[np.ndarray] = []
+        rows = 0
+        for number in self.policy.shuffle_rng.permutation(len(trajectories)).tolist():
+            chosen.append(trajectories[number])
+            rows += len(chosen[-1])
+            if rows >= size:
+                yield batch.take_rows(np.concatenate(chosen))
+                chosen, rows = [], 0
+        if chosen:
+            yield batch.take_rows(np.concatenate(chosen))
+
+    def share_of(self, batch: SampleBatch, rank: int, size: int) -> SampleBatch | None:
+        """Return whole trajectories, as many as for the other processes."""
+        if "seq_lens" in batch:
+            return super().share_of(batch, rank, size)
+        trajectories = _split_trajectories(batch)
+        begin, end = (len(trajectories) * number // size for number in (rank, rank + 1))
+        return batch.take_rows(np.concatenate(trajectories[begin:end])) if end > begin else None
+
+
 class VTracePolicy(TorchPolicy):
     """Learns from trajectories as they were sampled, with values as they are now."""
 
+    learner_class = VTraceLearner
     config_class = VTraceConfig
     config: VTraceConfig
 
@@ -103,7 +134,7 @@ class VTracePolicy(TorchPolicy):
     ) -> tuple[Any, list[np.ndarray], dict[str, np.ndarray]]:
         """Without values where they cost extra: the learner works out its own."""
         model = self.model
-        if not is_quick(model) or set(input_dict) != {"obs"}:
+        if not uses_numpy(model) or set(input_dict) != {"obs"}:
             return super()._act(input_dict, explore)
         outputs = self._computed(lambda inputs: model.outputs_numpy(inputs["obs"]), input_dict)
         actions, logp = self.exploration.act(outputs, self, explore)
@@ -114,34 +145,6 @@ class VTracePolicy(TorchPolicy):
         if self.is_recurrent and "next_values" in fragment:
             return {BOOTSTRAP: fragment["next_values"]}
         return {}
-
-    def _minibatches(self, batch: SampleBatch, size: int) -> Iterator[Any]:
-        """Trajectories stay whole, so minibatches have at least `size` rows."""
-        if size >= batch.count or "seq_lens" in batch:
-            return super()._minibatches(batch, min(size, batch.count))
-        parts = self._of_trajectories(batch, size)
-        return parts if self.group is None or self.group.shares else self.group.padded(parts)
-
-    def _of_trajectories(self, batch: SampleBatch, size: int) -> Iterator[SampleBatch]:
-        pieces = _pieces(batch)
-        chosen: list[np.ndarray] = []
-        rows = 0
-        for number in self.shuffle_rng.permutation(len(pieces)).tolist():
-            chosen.append(pieces[number])
-            rows += len(chosen[-1])
-            if rows >= size:
-                yield batch.take_rows(np.concatenate(chosen))
-                chosen, rows = [], 0
-        if chosen:
-            yield batch.take_rows(np.concatenate(chosen))
-
-    def share_of(self, batch: SampleBatch, rank: int, size: int) -> SampleBatch | None:
-        """Whole trajectories, as many as the others have."""
-        if "seq_lens" in batch:
-            return super().share_of(batch, rank, size)
-        pieces = _pieces(batch)
-        own = pieces[len(pieces) * rank // size : len(pieces) * (rank + 1) // size]
-        return batch.take_rows(np.concatenate(own)) if own else None
 
     def corrected(
         self, batch: TensorBatch, target_logp: np.ndarray, values: np.ndarray
@@ -180,7 +183,7 @@ class VTracePolicy(TorchPolicy):
         if BOOTSTRAP in batch:
             after = batch.array(BOOTSTRAP)[rows]
         else:
-            after = self.compute_values(batch.rows_of("new_obs", rows))
+            after = self.compute_values(batch.array_rows("new_obs", rows))
         if after is None:
             raise ConfigError(
                 f"{type(self).__name__} learns from values, but its model gives none: write its "
@@ -189,7 +192,7 @@ class VTracePolicy(TorchPolicy):
         return np.where(alive, after, 0.0)
 
 
-def _pieces(batch: SampleBatch) -> list[np.ndarray]:
+def _split_trajectories(batch: SampleBatch) -> list[np.ndarray]:
     """The row numbers of each trajectory."""
     ends = np.flatnonzero(trajectory_ends(batch))
     begins = np.concatenate([[0], ends[:-1] + 1])

@@ -1,1 +1,1 @@
-"""The command line."""
+"""The command line: `main` dispatches to one module per command."""

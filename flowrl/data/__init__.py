@@ -1,19 +1,13 @@
-"""Batches of experience and how they are stored: numpy only."""
+"""Batches of experience and their storage; needs numpy only."""
 
 from flowrl.data.batch_ref import BatchRef
-from flowrl.data.multi_agent_batch import (
-    AgentID,
-    EpisodeID,
-    MultiAgentBatch,
-    PolicyID,
-    TensorType,
-)
-from flowrl.data.sample_batch import DEFAULT_POLICY_ID, SampleBatch
+from flowrl.data.sample_batch import DEFAULT_POLICY_ID, MultiAgentBatch, SampleBatch
 from flowrl.data.sequences import (
     add_time_dimension,
     chop_into_sequences,
     pad_batch_to_sequences_of_same_size,
 )
+from flowrl.data.types import AgentID, EpisodeID, PolicyID, TensorType
 
 concat_samples = SampleBatch.concat_samples
 

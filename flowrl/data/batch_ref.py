@@ -1,4 +1,4 @@
-"""BatchRef: a batch that is somewhere in Ray's object store."""
+"""BatchRef: a batch in Ray's object store."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
-from flowrl.data.multi_agent_batch import MultiAgentBatch
-from flowrl.data.sample_batch import SampleBatch
+from flowrl.data.sample_batch import MultiAgentBatch, SampleBatch
 
 Batch = SampleBatch | MultiAgentBatch
 
@@ -15,13 +14,19 @@ log = logging.getLogger("flowrl")
 
 
 class BatchRef:
-    """A batch by what is to be known of it, while its rows are in Ray's object store.
+    """Step counts of a batch whose rows are in Ray's object store.
+
+    Args:
+        parts: object references of batches, or batches.
+        env_steps: environment steps of all parts.
+        steps_by_policy: policy id -> rows of all parts.
+        node: cluster node of the parts, or None if unknown.
 
     Attributes:
-        parts: references of the batches that it is made of; or such batches themselves.
-        count: env steps.
-        sources: of its rows.
-        nodes: of the cluster, where each part was made; None where that is not known.
+        parts: the object references or batches.
+        nodes: cluster node of each part, or None if unknown.
+        count: environment steps.
+        sources: the fragments that the rows come from (see `flowrl.iter.Source`).
     """
 
     def __init__(
@@ -35,24 +40,26 @@ class BatchRef:
         self.nodes = [node] * len(self.parts)
         self.count = env_steps
         self.sources: tuple[Any, ...] = ()
-        self._by_policy = steps_by_policy
+        self._steps_by_policy = steps_by_policy
 
     def env_steps(self) -> int:
-        """See SampleBatch.env_steps."""
+        """Return the number of environment steps."""
         return self.count
 
     def agent_steps(self) -> int:
-        """See SampleBatch.agent_steps."""
-        return sum(self._by_policy.values())
+        """Return the number of rows of all policies."""
+        return sum(self._steps_by_policy.values())
 
     def steps_by_policy(self) -> dict[str, int]:
-        """See SampleBatch.steps_by_policy."""
-        return dict(self._by_policy)
+        """Return policy id -> rows."""
+        return dict(self._steps_by_policy)
 
     def get(self) -> Batch:
-        """The batch, fetched. Parts that were lost with the process that made them, or its node,
-        are left out, with a warning."""
-        batches = [batch for batch in map(_fetched, self.parts) if batch is not None]
+        """Fetch the batch.
+
+        Parts that were lost with their process or node are left out, with a warning.
+        """
+        batches = [batch for batch in map(_fetch, self.parts) if batch is not None]
         batch = batches[0] if len(batches) == 1 else SampleBatch.concat_samples(batches)
         if len(batches) == len(self.parts):
             batch.sources = self.sources
@@ -60,18 +67,18 @@ class BatchRef:
 
     @staticmethod
     def concat_samples(batches: Iterable[Any]) -> BatchRef:
-        """One of the rows of all, which stay where they are; batches may be among them."""
+        """Concatenate batches and BatchRefs without fetching rows."""
         parts: list[Any] = []
         nodes: list[str | None] = []
-        steps, by_policy, sources = 0, dict[str, int](), list[Any]()
+        env_steps, steps_by_policy, sources = 0, dict[str, int](), list[Any]()
         for batch in batches:
             parts += batch.parts if isinstance(batch, BatchRef) else [batch]
             nodes += batch.nodes if isinstance(batch, BatchRef) else [None]
-            steps += batch.env_steps()
+            env_steps += batch.env_steps()
             for policy_id, rows in batch.steps_by_policy().items():
-                by_policy[policy_id] = by_policy.get(policy_id, 0) + rows
+                steps_by_policy[policy_id] = steps_by_policy.get(policy_id, 0) + rows
             sources += batch.sources
-        joined = BatchRef(parts, steps, by_policy)
+        joined = BatchRef(parts, env_steps, steps_by_policy)
         joined.sources, joined.nodes = tuple(sources), nodes
         return joined
 
@@ -79,7 +86,8 @@ class BatchRef:
         return f"BatchRef(env_steps={self.count}, agent_steps={self.agent_steps()})"
 
 
-def _fetched(part: Any) -> Batch | None:
+def _fetch(part: Any) -> Batch | None:
+    """Return the batch of a part, or None if it was lost."""
     if isinstance(part, (SampleBatch, MultiAgentBatch)):
         return part
     import ray

@@ -1,7 +1,7 @@
-"""IndexedColumn: a column that is stored as positions in another array, and read as an array.
+"""IndexedColumn: a column stored as positions in another array, and read as an array.
 
-Views of a trajectory (the next observation, the last four frames) repeat what is stored already.
-An IndexedColumn keeps each stored row once and makes the array when somebody reads it.
+Views of a trajectory (the next observation, the last four frames) repeat stored rows. An
+IndexedColumn stores each row once and builds the array when it is read.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import numpy as np
 
 from flowrl.data.lazy_columns import LazyColumn
 
-NOTHING = -1  # the position that stands for zeros
+NOTHING = -1  # position that reads as zeros
 
 
 class IndexedColumn:
-    """Rows of an array by position: `np.asarray(windows)` is base[index], zeros at NOTHING.
+    """Rows of a base array by position: `np.asarray(column)` is base[index], zeros at NOTHING.
 
-    Slices and arrays of row numbers give Windows on the same base; every reading a new array.
+    Indexing returns an IndexedColumn on the same base. Each conversion to an array is a new copy.
 
     Args:
-        base: the stored rows [m, …]. Not copied: it must not change any more. Unread rows are
-            made when they are read.
-        index: positions [rows] or [rows, k] in it, or NOTHING.
+        base: the stored rows [m, …], not copied: they must not change. A LazyColumn is computed
+            when rows are read.
+        index: positions [rows] or [rows, k] in the base, or NOTHING.
     """
 
     def __init__(self, base: np.ndarray | LazyColumn, index: np.ndarray):
@@ -33,31 +33,27 @@ class IndexedColumn:
 
     @property
     def index(self) -> np.ndarray:
-        """Positions in the base."""
+        """Positions [rows] or [rows, k] in the base."""
         assert self._index is not None
         return self._index
 
     @property
     def base(self) -> np.ndarray:
-        """The stored rows."""
+        """The stored rows [m, …]; lazy ones are computed."""
         if len(self._bases) > 1 or isinstance(self._bases[0], LazyColumn):
-            made = [b.array() if isinstance(b, LazyColumn) else b for b in self._bases]
-            self._bases = [np.concatenate(made) if len(made) > 1 else made[0]]
+            arrays = [b.array() if isinstance(b, LazyColumn) else b for b in self._bases]
+            self._bases = [np.concatenate(arrays) if len(arrays) > 1 else arrays[0]]
         return self._bases[0]  # type: ignore[return-value]
 
     @property
-    def unread(self) -> bool:
-        """Whether rows are still to be made or fetched."""
+    def is_lazy(self) -> bool:
+        """Whether rows are not computed or fetched yet."""
         return any(isinstance(base, LazyColumn) for base in self._bases)
 
-    def left_behind(self, put: Callable[[Any], Any], get: Callable[[Any], Any]) -> IndexedColumn:
-        """The column for another process; see `LazyColumn.left_behind`."""
-        moved = IndexedColumn(self._bases[0], self.index)
-        moved._bases = [
-            base.left_behind(put, get) if isinstance(base, LazyColumn) else base
-            for base in self._bases
-        ]
-        return moved
+    def to_reference(self, put: Callable[[Any], Any], get: Callable[[Any], Any]) -> IndexedColumn:
+        """Return the column for another process; see `LazyColumn.to_reference`."""
+        bases = [b.to_reference(put, get) if isinstance(b, LazyColumn) else b for b in self._bases]
+        return _with_bases(bases, self.index)
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -73,7 +69,7 @@ class IndexedColumn:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are stored, not those of the array that is read."""
+        """Bytes of the stored rows and positions, not of the array that is read."""
         return self.index.nbytes + sum(base.nbytes for base in self._bases)
 
     def __len__(self) -> int:
@@ -82,13 +78,11 @@ class IndexedColumn:
     def __getitem__(self, rows: Any) -> Any:
         if isinstance(rows, (int, np.integer)):
             return np.asarray(self[rows : rows + 1 or None])[0]
-        part = IndexedColumn(self._bases[0], self.index[rows])
-        part._bases = self._bases
-        return part
+        return _with_bases(self._bases, self.index[rows])
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if copy is False:
-            raise ValueError("Windows are copied when they are read")
+            raise ValueError("an IndexedColumn cannot be read without a copy")
         nothing = self.index == NOTHING
         array = self.base.take(self.index, 0, mode="clip")
         if nothing.any():
@@ -96,8 +90,8 @@ class IndexedColumn:
         return array if dtype is None else array.astype(dtype, copy=False)
 
     def __reduce__(self) -> Any:
-        if self.unread:
-            return _rebuilt, (self._bases, self.index)
+        if self.is_lazy:
+            return _with_bases, (self._bases, self.index)
         return IndexedColumn, (self.base, self.index)
 
     def __repr__(self) -> str:
@@ -105,7 +99,7 @@ class IndexedColumn:
 
     @staticmethod
     def concat(parts: Sequence[IndexedColumn]) -> IndexedColumn:
-        """The rows of all; nothing is copied but positions."""
+        """Concatenate columns; only positions are copied."""
         bases: list[np.ndarray | LazyColumn] = []
         indices = []
         offset = 0
@@ -114,18 +108,16 @@ class IndexedColumn:
             indices.append(np.where(part.index == NOTHING, NOTHING, shifted))
             bases += part._bases
             offset += sum(len(base) for base in part._bases)
-        joined = IndexedColumn(bases[0], np.concatenate(indices))
-        joined._bases = bases
-        return joined
+        return _with_bases(bases, np.concatenate(indices))
 
 
 class NextRows(IndexedColumn):
-    """What each row led to: the row after it, but for `cuts`, where trajectories end.
+    """The row that follows each row: the next one of the base, except at the ends of trajectories.
 
     Args:
-        base: the rows [rows, …], and after them what those at the cuts led to [cuts, …].
-        rows: how many.
-        cuts: numbers [cuts] of rows in rising order; the last row is one.
+        base: the rows [rows, …], followed by the rows [cuts, …] that follow the trajectory ends.
+        rows: number of rows.
+        cuts: rows [cuts] where trajectories end, in ascending order, including the last row.
     """
 
     def __init__(self, base: np.ndarray, rows: int, cuts: np.ndarray):
@@ -139,7 +131,7 @@ class NextRows(IndexedColumn):
 
     @property
     def index(self) -> np.ndarray:
-        """Positions [rows] in the base; made when they are asked for."""
+        """Positions [rows] in the base; computed on first access."""
         if self._index is None:
             self._index = np.arange(1, self.rows + 1)
             self._index[self.cuts] = np.arange(self.rows, self.rows + len(self.cuts))
@@ -156,7 +148,8 @@ class NextRows(IndexedColumn):
         return NextRows, (self.base, self.rows, self.cuts)
 
 
-def _rebuilt(bases: list[np.ndarray | LazyColumn], index: np.ndarray) -> IndexedColumn:
-    windows = IndexedColumn(bases[0], index)
-    windows._bases = bases
-    return windows
+def _with_bases(bases: list[np.ndarray | LazyColumn], index: np.ndarray) -> IndexedColumn:
+    """Create a column whose base is the concatenation of `bases`."""
+    column = IndexedColumn(bases[0], index)
+    column._bases = bases
+    return column

@@ -1,7 +1,8 @@
-"""LazyColumn: a column that a test pass did not see anybody read. It stays where it was made.
+"""LazyColumn: a column that the policy's loss does not read, computed or fetched on access.
 
-Reading it is always right: what was left on a worker is fetched, with a warning that says how to
-have it shipped.
+Workers ship only the columns that the loss reads (detected on the first fragment). Any other
+column stays in the worker's object store and is fetched on access, with a warning that names the
+setting to ship it.
 """
 
 from __future__ import annotations
@@ -15,31 +16,31 @@ import numpy as np
 
 log = logging.getLogger("flowrl")
 
-SMALL_BYTES = 50_000  # what is smaller travels along: fetching it would cost more
+SMALL_BYTES = 50_000  # smaller columns are shipped: a fetch costs more
 
-_told: set[str] = set()
+_warned_columns: set[str] = set()  # warn once per column
 
 
 class LazyColumn:
-    """The rows of a column, made or fetched when they are first asked for.
+    """Rows of a column that are computed or fetched on first access.
 
     Args:
-        name: of the column.
-        make: gives the array [rows, …].
+        name: name of the column.
+        compute: returns the array [rows, …].
         shape, dtype: of that array.
     """
 
     def __init__(
         self,
         name: str,
-        make: Callable[[], np.ndarray],
+        compute: Callable[[], np.ndarray],
         shape: tuple[int, ...],
         dtype: np.dtype[Any],
     ):
         self.name = name
         self.shape = shape
         self.dtype = dtype
-        self._make: Callable[[], np.ndarray] | None = make
+        self._compute: Callable[[], np.ndarray] | None = compute
         self._array: np.ndarray | None = None
 
     def __len__(self) -> int:
@@ -47,44 +48,45 @@ class LazyColumn:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are in this process."""
+        """Bytes in this process."""
         return 0 if self._array is None else self._array.nbytes
 
     def array(self) -> np.ndarray:
-        """The rows.
+        """Return the rows [rows, …].
 
         Raises:
-            RuntimeError: they were left on a worker that is gone.
+            RuntimeError: The worker that holds the rows is gone.
         """
         if self._array is None:
-            assert self._make is not None
-            self._array = self._make()
-            self._make = None
+            assert self._compute is not None
+            self._array = self._compute()
+            self._compute = None
         return self._array
 
-    def left_behind(self, put: Callable[[Any], Any], get: Callable[[Any], Any]) -> LazyColumn:
-        """The column for another process: in full if it is small, else as a reference.
+    def to_reference(self, put: Callable[[Any], Any], get: Callable[[Any], Any]) -> LazyColumn:
+        """Return the column for another process: the rows if they are small, else a reference.
 
         Args:
-            put: stores a value here and gives a reference that can travel.
-            get: fetches the value of a reference, there.
+            put: stores a value in this process and returns a picklable reference.
+            get: returns the value of a reference, called in the other process.
         """
         array = self.array()
         value: Any = pickle.dumps(array.tolist()) if array.dtype == object else array
         size = len(value) if isinstance(value, bytes) else value.nbytes
         if size > SMALL_BYTES:
-            return LazyColumn(
-                self.name, _Fetched(self.name, put(value), get), self.shape, self.dtype
-            )
-        return LazyColumn(self.name, _Sent(value), self.shape, self.dtype)
+            remote = _RemoteRows(self.name, put(value), get)
+            return LazyColumn(self.name, remote, self.shape, self.dtype)
+        return LazyColumn(self.name, _ShippedRows(value), self.shape, self.dtype)
 
     def __reduce__(self) -> Any:
-        make = self._make if isinstance(self._make, (_Fetched, _Sent)) else _Sent(self.array())
-        return LazyColumn, (self.name, make, self.shape, self.dtype)
+        compute = self._compute
+        if not isinstance(compute, (_RemoteRows, _ShippedRows)):
+            compute = _ShippedRows(self.array())
+        return LazyColumn, (self.name, compute, self.shape, self.dtype)
 
 
-class _Sent:
-    """Rows that travelled, objects as a pickle that is opened when they are read."""
+class _ShippedRows:
+    """Rows in the message itself; objects are pickled and unpickled on access."""
 
     def __init__(self, value: Any):
         self.value = value
@@ -98,8 +100,8 @@ class _Sent:
         return array
 
 
-class _Fetched:
-    """Rows that were left in the store of the worker that made them."""
+class _RemoteRows:
+    """Rows in the object store of the worker that sampled them."""
 
     def __init__(self, name: str, reference: Any, get: Callable[[Any], Any]):
         self.name = name
@@ -107,18 +109,18 @@ class _Fetched:
         self.get = get
 
     def __call__(self) -> np.ndarray:
-        if self.name not in _told:
-            _told.add(self.name)
+        if self.name not in _warned_columns:
+            _warned_columns.add(self.name)
             log.warning(
-                "column %r is fetched from its worker: the policy's loss did not read it when it "
-                "was tried, so it is not shipped. To have it in every batch, set "
+                "column %r is fetched from its worker: workers do not ship it because the policy's "
+                "loss did not read it in the trial on the first fragment. To ship it, set "
                 "policy.view_requirements[%r] = ViewRequirement()",
                 self.name,
                 self.name,
             )
         try:
-            return _Sent(self.get(self.reference))()
+            return _ShippedRows(self.get(self.reference))()
         except Exception as error:
             raise RuntimeError(
-                f"column {self.name!r} was left on its worker, which is gone: {error!r}"
+                f"column {self.name!r} is stored on a worker that is gone: {error!r}"
             ) from error

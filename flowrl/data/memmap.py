@@ -1,4 +1,4 @@
-"""MemmapArrays: arrays in files instead of memory, for what is larger than that."""
+"""MemmapArrays: arrays in memory-mapped files, for data that exceeds memory."""
 
 from __future__ import annotations
 
@@ -13,42 +13,43 @@ import numpy as np
 
 
 class MemmapArrays:
-    """Arrays in files of a folder, whose pages are in memory while there is room.
+    """Arrays in memory-mapped files of one directory.
 
-    The files have no names: their room is free again when nobody has the arrays any more, even if
-    the process is killed.
+    The files are unlinked as soon as they are open: the disk space is released with the arrays,
+    even if the process is killed.
 
     Args:
-        directory: of the files; made if it is not there. A local disk: over a network every page
-            that is not in memory is a request.
+        directory: directory of the files, created if missing. Use a local disk: on a network file
+            system each page fault is a request.
 
     Raises:
-        OSError: the folder cannot be made, or nothing can be written there.
+        OSError: The directory cannot be created or written.
     """
 
     def __init__(self, directory: Path | str):
         self.directory = Path(directory)
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._files: dict[int, Any] = {}  # by where the array begins; none ends before this
+        self._files: dict[int, Any] = {}  # address of an array's first byte -> file
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        """An array of this shape; no room is taken yet."""
+        """Return an uninitialized array; no disk space is reserved yet."""
         dtype = np.dtype(dtype)
         size = math.prod(shape) * dtype.itemsize
         if not size:
             return np.empty(shape, dtype)
-        file = tempfile.TemporaryFile(dir=self.directory)  # noqa: SIM115 - as long as the array
+        file = tempfile.TemporaryFile(dir=self.directory)  # noqa: SIM115 - open while mapped
         file.truncate(size)
-        made = np.frombuffer(mmap.mmap(file.fileno(), size), dtype).reshape(shape)
-        self._files[made.ctypes.data] = file
-        return made
+        array = np.frombuffer(mmap.mmap(file.fileno(), size), dtype).reshape(shape)
+        self._files[array.ctypes.data] = file
+        return array
 
     def reserve(self, array: np.ndarray, first: int, count: int) -> None:
-        """Take room for these rows of an array that `empty` gave: a write where there is none left
-        would end the process.
+        """Reserve disk space for rows first … first+count-1 of an array that `empty` returned.
+
+        A write to unreserved pages of a full disk would kill the process.
 
         Raises:
-            OSError: there is none left.
+            OSError: The disk is full.
         """
         file = self._files.get(array.ctypes.data)
         if file is None or not count or not hasattr(os, "posix_fallocate"):
@@ -56,10 +57,10 @@ class MemmapArrays:
         try:
             os.posix_fallocate(file.fileno(), first * array.strides[0], count * array.strides[0])
         except OSError as error:
-            wanted = count * array.strides[0] / 1e6
+            megabytes = count * array.strides[0] / 1e6
             raise OSError(
                 error.errno,
-                f"no room for {wanted:.1f} MB more of a replay buffer: {error.strerror}. Make room "
-                "there, or the buffer's capacity smaller",
+                f"no disk space for {megabytes:.1f} MB of a replay buffer: {error.strerror}. Free "
+                "disk space or reduce the capacity of the buffer",
                 str(self.directory),
             ) from error

@@ -1,8 +1,9 @@
-"""Sequences for recurrent models: rows chopped where a trajectory ends, padded with a mask."""
+"""Sequences for recurrent models: rows cut at trajectory ends, padded, and masked."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,13 +16,13 @@ MASK = "loss_mask"
 def sequence_lengths(
     max_seq_len: int, episode_ids: Any, unroll_ids: Any = None, agent_indices: Any = None
 ) -> np.ndarray:
-    """Lengths [sequences], int32, of the sequences in rows one after another.
+    """Return the lengths [sequences], int32, of the sequences in consecutive rows.
 
-    A new one begins wherever the episode, the unroll or the agent is another than in the row
-    before (each is compared by itself), and after `max_seq_len` rows.
+    A sequence begins where the episode, the unroll or the agent differs from the row before, and
+    after `max_seq_len` rows.
 
     Raises:
-        ValueError: max_seq_len is below 1, or the keys differ in length.
+        ValueError: max_seq_len is below 1, or the ids differ in length.
 
     >>> sequence_lengths(4, [1, 1, 1, 5, 5, 5, 5, 5]).tolist()
     [3, 4, 1]
@@ -30,17 +31,17 @@ def sequence_lengths(
         raise ValueError(f"max_seq_len must be at least 1, got {max_seq_len}")
     keys = [np.asarray(k) for k in (episode_ids, unroll_ids, agent_indices) if k is not None]
     if len({len(key) for key in keys}) > 1:
-        raise ValueError(f"keys of different lengths: {[len(key) for key in keys]}")
+        raise ValueError(f"ids of different lengths: {[len(key) for key in keys]}")
     rows = len(keys[0])
     if not rows:
         return np.zeros(0, np.int32)
-    new = np.zeros(rows, bool)
-    new[0] = True
+    changed = np.zeros(rows, bool)
+    changed[0] = True
     for key in keys:
-        new[1:] |= key[1:] != key[:-1]
-    begins = np.flatnonzero(new)
-    within = np.arange(rows) - np.repeat(begins, np.diff([*begins, rows]))
-    starts = np.flatnonzero(within % max_seq_len == 0)
+        changed[1:] |= key[1:] != key[:-1]
+    trajectory_starts = np.flatnonzero(changed)
+    offsets = np.arange(rows) - np.repeat(trajectory_starts, np.diff([*trajectory_starts, rows]))
+    starts = np.flatnonzero(offsets % max_seq_len == 0)
     return np.diff([*starts, rows]).astype(np.int32)
 
 
@@ -58,24 +59,27 @@ def chop_into_sequences(
     shuffle: bool = False,
     rng: np.random.Generator | None = None,
 ) -> tuple[list[np.ndarray], list[np.ndarray], np.ndarray]:
-    """Chop rows into sequences of equal length, zeros at their ends.
+    """Chop rows into sequences and pad them with zeros at their ends to equal length.
 
     Args:
         feature_columns: arrays [rows, …].
-        state_columns: arrays [rows, …], of which each sequence's first row is kept; or one row
-            per sequence already, with `states_already_reduced_to_init`.
-        max_seq_len: rows per sequence, at most.
+        state_columns: arrays [rows, …], of which each sequence's first row is kept; with
+            `states_already_reduced_to_init`, arrays [sequences, …].
+        max_seq_len: maximum number of rows per sequence.
         episode_ids, unroll_ids, agent_indices: [rows] each; see `sequence_lengths`.
-        dynamic_max: pad to the longest sequence there is, not to `max_seq_len`.
-        seq_lens: the lengths, if they are known.
-        shuffle: sequences in random order, by `rng`.
+        dynamic_max: pad to the longest sequence instead of `max_seq_len`.
+        seq_lens: lengths [sequences], if known.
+        states_already_reduced_to_init: see `state_columns`.
+        shuffle: return the sequences in random order.
+        rng: generator of that order.
 
     Returns:
         features, each [sequences * length, …]; initial states, each [sequences, …]; lengths
         [sequences], int32.
 
     Raises:
-        ValueError: neither lengths nor episode ids; a sequence is longer than `max_seq_len`.
+        ValueError: Neither seq_lens nor episode_ids is given, or a sequence is longer than
+            `max_seq_len`.
     """
     if seq_lens is None:
         if episode_ids is None:
@@ -85,37 +89,37 @@ def chop_into_sequences(
     length = int(lens.max()) if dynamic_max and len(lens) else max_seq_len
     if len(lens) and lens.max() > length:
         raise ValueError(f"a sequence of {lens.max()} rows does not fit max_seq_len={max_seq_len}")
-    begins = np.cumsum(lens) - lens
+    starts = np.cumsum(lens) - lens
     order = np.arange(len(lens))
     if shuffle:
         order = (rng if rng is not None else np.random.default_rng()).permutation(len(lens))
-    place = np.empty(len(lens), np.int64)
-    place[order] = np.arange(len(lens))
-    target = np.repeat(place * length - begins, lens) + np.arange(int(lens.sum()))
+    position = np.empty(len(lens), np.int64)
+    position[order] = np.arange(len(lens))
+    target = np.repeat(position * length - starts, lens) + np.arange(int(lens.sum()))
     features = []
     for column in map(np.asarray, feature_columns):
         padded = np.zeros((len(lens) * length, *column.shape[1:]), column.dtype)
         padded[target] = column
         features.append(padded)
-    at = slice(None) if states_already_reduced_to_init else begins
-    states = [np.asarray(column)[at][order] for column in state_columns]
+    initial = slice(None) if states_already_reduced_to_init else starts
+    states = [np.asarray(column)[initial][order] for column in state_columns]
     return features, states, lens[order]
 
 
 def pad_batch_to_sequences_of_same_size(
     batch: SampleBatch, max_seq_len: int | None = None
 ) -> SampleBatch:
-    """The batch with its sequences padded by zeros to one length, and the column `loss_mask`.
+    """Pad the sequences of a batch with zeros to equal length and add the column `loss_mask`.
 
-    A batch that is padded already is given back. The mask, bool [rows], is True where a row is
-    real: means in a loss are over those alone.
+    A batch that is already padded is returned as it is. The mask, bool [rows], is False for
+    padding; a loss averages over the other rows.
 
     Args:
-        batch: with `seq_lens`, or with `eps_id` to chop it by.
-        max_seq_len: the length; None for the longest sequence there is.
+        batch: batch with `seq_lens`, or with `eps_id` to chop it by.
+        max_seq_len: length of the padded sequences; None for that of the longest sequence.
 
     Raises:
-        ValueError: a sequence is longer than `max_seq_len`; the batch has neither column.
+        ValueError: A sequence is longer than `max_seq_len`, or the batch has neither column.
     """
     if batch.zero_padded:
         return batch
@@ -129,68 +133,160 @@ def pad_batch_to_sequences_of_same_size(
     return batch.with_columns(**{MASK: np.ones(batch.count, bool)}).right_zero_pad(length)
 
 
-def places_in_runs(begins: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The places in runs that begin at `begins` [n], one run after another, and how far from its
-    run's beginning each is.
+def without_padding(batch: SampleBatch) -> SampleBatch:
+    """Return the batch without the zero padding of its sequences."""
+    if not batch.zero_padded:
+        return batch
+    lens = batch["seq_lens"]
+    real = (np.arange(batch.max_seq_len or 0) < lens[:, None]).reshape(-1)
+    return _select(batch, real, np.arange(len(lens)), lens)
 
-    >>> [places.tolist() for places in places_in_runs(np.array([5, 0]), np.array([2, 3]))]
+
+def without_masked_rows(batch: SampleBatch) -> tuple[SampleBatch, SampleBatch | None]:
+    """Split a batch by its `loss_mask`.
+
+    Returns:
+        The rows to learn from, with the lengths of their sequences; and the burn-in rows, which
+        precede the first row to learn from in each sequence (a sequence may have none), or None
+        if there are no burn-in rows. Padding is in neither. `state_in_…` of both are the states
+        before the burn-in.
+
+    Raises:
+        KeyError: No column `loss_mask`.
+    """
+    mask = np.asarray(batch[MASK]).astype(bool)
+    if "seq_lens" not in batch:
+        return batch.map_rows(lambda leaf: leaf[mask]).without_columns(MASK), None
+    lens = batch["seq_lens"]
+    width = np.full(len(lens), batch.max_seq_len) if batch.zero_padded else lens
+    sequence = np.repeat(np.arange(len(lens)), width)
+    loss_lens = np.bincount(sequence[mask], minlength=len(lens))
+    seen = np.concatenate([[0], np.cumsum(mask)])
+    seen_in_sequence = seen[:-1] - np.repeat(seen[np.cumsum(width) - width], width)
+    burn_in = ~mask & (seen_in_sequence == 0) & (loss_lens > 0)[sequence]
+    kept = np.flatnonzero(loss_lens > 0)
+    rows = _select(batch, mask, kept, loss_lens[kept]).without_columns(MASK)
+    if not burn_in.any():
+        return rows, None
+    burn_in_lens = np.bincount(sequence[burn_in], minlength=len(lens))[kept]
+    return rows, _select(batch, burn_in, kept, burn_in_lens).without_columns(MASK)
+
+
+def _select(
+    batch: SampleBatch, rows: np.ndarray, sequences: np.ndarray, lens: np.ndarray
+) -> SampleBatch:
+    """Return these rows and sequences, with new sequence lengths and without padding."""
+    selected = batch.map_rows(lambda leaf: leaf[rows], sequences)
+    selected.zero_padded = False
+    columns = dict(selected.stored()) | {"seq_lens": np.asarray(lens).astype(np.int32)}
+    return SampleBatch.unchecked(columns, like=selected)
+
+
+def sequence_minibatches(
+    batch: SampleBatch, size: int, rng: np.random.Generator | None = None, shuffle: bool = True
+) -> Iterator[SampleBatch]:
+    """Iterate over minibatches of whole sequences.
+
+    Args:
+        batch: batch with `seq_lens`.
+        size: minimum number of rows to learn from (`loss_mask` is not False) in a minibatch; the
+            last minibatch may have fewer.
+        rng: generator of the order.
+        shuffle: take the sequences in random order.
+
+    Raises:
+        ValueError: The batch is zero-padded.
+    """
+    if batch.zero_padded:
+        raise ValueError(
+            "a zero-padded batch has no minibatches: call "
+            "flowrl.data.sequences.without_padding() first"
+        )
+    rng = rng if rng is not None else np.random.default_rng()
+    lens = batch["seq_lens"]
+    starts = np.cumsum(lens) - lens
+    loss_rows = lens
+    if MASK in batch:
+        loss_rows_before = np.concatenate([[0], np.cumsum(batch[MASK])])
+        loss_rows = loss_rows_before[starts + lens] - loss_rows_before[starts]
+    chosen: list[int] = []
+    rows = 0
+    order = rng.permutation(len(lens)).tolist() if shuffle else list(range(len(lens)))
+    for number, sequence in enumerate(order, 1):
+        chosen.append(sequence)
+        rows += int(loss_rows[sequence])
+        if rows >= size or number == len(order):
+            index = np.concatenate([np.arange(starts[i], starts[i] + lens[i]) for i in chosen])
+            yield batch.map_rows(operator.itemgetter(index), np.array(chosen))
+            chosen, rows = [], 0
+
+
+def expand_runs(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the positions covered by consecutive runs, and each position's offset in its run.
+
+    Args:
+        starts: first position [n] of each run.
+        lengths: length [n] of each run.
+
+    >>> [positions.tolist() for positions in expand_runs(np.array([5, 0]), np.array([2, 3]))]
     [[5, 6, 0, 1, 2], [0, 1, 0, 1, 2]]
     """
     ends = np.cumsum(lengths)
-    within = np.arange(int(lengths.sum())) - np.repeat(ends - lengths, lengths)
-    return np.repeat(begins, lengths) + within, within
+    offsets = np.arange(int(lengths.sum())) - np.repeat(ends - lengths, lengths)
+    return np.repeat(starts, lengths) + offsets, offsets
 
 
 def burn_in_spans(
     batch: SampleBatch, max_seq_len: int, burn_in: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Where the sequences of a batch lie, each with the rows of its burn-in before it.
+    """Return where the sequences of a batch lie, each including its preceding burn-in rows.
 
     Args:
-        batch: rows with `eps_id`, and `unroll_id` and `agent_index` where there are several.
-        max_seq_len: rows per sequence without its burn-in, at most.
-        burn_in: rows before each, fewer where the trajectory's part of the fragment begins.
+        batch: rows with `eps_id`, and with `unroll_id` and `agent_index` where there are several.
+        max_seq_len: maximum number of rows per sequence, without burn-in.
+        burn_in: burn-in rows per sequence; fewer near the start of a trajectory in the fragment.
 
     Returns:
-        first rows [sequences]; lengths; how many of those rows are burn-in. All int64.
+        first rows, lengths, and numbers of burn-in rows; [sequences] each, int64.
     """
     keys = [batch.get(name) for name in ("eps_id", "unroll_id", "agent_index")]
     lens = sequence_lengths(max_seq_len, *keys).astype(np.int64)
-    begins = np.cumsum(lens) - lens
-    parts = sequence_lengths(max(batch.count, 1), *keys)
-    part_begins = np.repeat(np.cumsum(parts) - parts, parts)[begins]
-    heads = np.minimum(burn_in, begins - part_begins)
-    return begins - heads, lens + heads, heads
+    starts = np.cumsum(lens) - lens
+    trajectory_lens = sequence_lengths(max(batch.count, 1), *keys)
+    trajectory_starts = np.cumsum(trajectory_lens) - trajectory_lens
+    available = starts - np.repeat(trajectory_starts, trajectory_lens)[starts]
+    burn_in_lens = np.minimum(burn_in, available)
+    return starts - burn_in_lens, lens + burn_in_lens, burn_in_lens
 
 
 def with_burn_in(batch: SampleBatch, max_seq_len: int, burn_in: int) -> SampleBatch:
-    """The batch in sequences, each after the `burn_in` rows that lie before it.
+    """Chop a batch into sequences, each preceded by its burn-in rows.
 
     Args:
-        batch: see `burn_in_spans`; columns `state_in_…` have a row for each row.
+        batch: see `burn_in_spans`; columns `state_in_…` have one row per row.
         max_seq_len, burn_in: see `burn_in_spans`.
 
     Returns:
-        a batch with `seq_lens`, states as they were before each burn-in, and the column
-        `loss_mask`, bool [rows], which is False for burn-in rows.
+        A batch with `seq_lens`, the states before each burn-in, and the column `loss_mask`, bool
+        [rows], which is False for burn-in rows.
 
     Raises:
-        ValueError: no column `eps_id`; the batch is in sequences already.
+        ValueError: The batch has no column `eps_id`, or consists of sequences already.
     """
     if "eps_id" not in batch or "seq_lens" in batch:
         raise ValueError(
-            "burn-in needs the column eps_id, and states of every row (not of sequences): a batch "
-            "as workers of a policy with burn_in sample it"
+            "burn-in needs the column eps_id and a state for each row instead of each sequence, as "
+            "in a batch that workers sample for a policy with burn_in"
         )
-    starts, total, heads = burn_in_spans(batch, max_seq_len, burn_in)
-    index, within = places_in_runs(starts, total)
+    starts, lengths, burn_in_lens = burn_in_spans(batch, max_seq_len, burn_in)
+    index, offsets = expand_runs(starts, lengths)
     states = {n: np.asarray(c)[starts] for n, c in batch.items() if n.startswith("state_in_")}
     rows = batch.without_columns(*states).take_rows(index)
-    mask = within >= np.repeat(heads, total)
-    return rows.with_columns(**states, seq_lens=total.astype(np.int32), **{MASK: mask})
+    mask = offsets >= np.repeat(burn_in_lens, lengths)
+    return rows.with_columns(**states, seq_lens=lengths.astype(np.int32), **{MASK: mask})
 
 
 def add_time_dimension(padded: Any, max_seq_len: int, time_major: bool = False) -> Any:
-    """Rows [sequences * length, …] as [sequences, length, …], or [length, sequences, …]."""
+    """Reshape rows [sequences * length, …] to [sequences, length, …] or [length, sequences, …]."""
     array = padded.reshape(-1, max_seq_len, *padded.shape[1:])
     return array.swapaxes(0, 1) if time_major else array

@@ -1,7 +1,7 @@
-"""State as a tree that JSON can hold, and its arrays apart; it comes back as it was.
+"""Serialization of state trees: JSON values and separate arrays, without pickle.
 
-Leaves are JSON values, numpy scalars and arrays, and batches; between them dicts (of any keys that
-are leaves themselves), lists and tuples. What JSON has no form for is a dict of one reserved key.
+Leaves are JSON values, numpy scalars and arrays, and batches; inner nodes are dicts (with any such
+leaf as a key), lists and tuples. A value without a JSON form becomes a dict with one reserved key.
 """
 
 from __future__ import annotations
@@ -13,30 +13,32 @@ from typing import Any
 import numpy as np
 
 from flowrl.data.batch_ref import BatchRef
-from flowrl.data.multi_agent_batch import MultiAgentBatch
-from flowrl.data.sample_batch import SampleBatch
+from flowrl.data.sample_batch import MultiAgentBatch, SampleBatch
+
+SMALL_BYTES = 1024  # arrays up to this size are packed into one byte string
 
 _ARRAY, _OBJECTS, _SCALAR = "__array__", "__objects__", "__scalar__"
-_PART = "__part__"
+_PACKED = "__packed__"
 _TUPLE, _PAIRS, _BATCH, _POLICIES = "__tuple__", "__pairs__", "__batch__", "__policies__"
 
-SMALL = 1024  # bytes
 
+class ArrayStore(dict[str, np.ndarray]):
+    """The arrays of a state tree by their path.
 
-class Arrays(dict[str, np.ndarray]):
-    """The arrays of a tree by their path; very small ones, of which there may be very many, as
-    bytes one after another."""
+    Arrays of up to SMALL_BYTES are appended to the byte string `packed` instead: a tree can have
+    very many.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.small = bytearray()
+        self.packed = bytearray()
 
     def put(self, path: str, array: np.ndarray) -> Any:
-        """Take an array in; how the tree says where it is."""
-        if array.nbytes <= SMALL and array.dtype.isnative and array.dtype.kind != "U":
-            begin = len(self.small)
-            self.small += array.tobytes()
-            return {_PART: [str(array.dtype), list(array.shape), begin]}
+        """Add an array and return the JSON value that refers to it."""
+        if array.nbytes <= SMALL_BYTES and array.dtype.isnative and array.dtype.kind != "U":
+            offset = len(self.packed)
+            self.packed += array.tobytes()
+            return {_PACKED: [str(array.dtype), list(array.shape), offset]}
         name, number = path, 1
         while name in self:
             number += 1
@@ -45,11 +47,16 @@ class Arrays(dict[str, np.ndarray]):
         return {_ARRAY: name}
 
 
-def encoded(value: Any, path: str, arrays: Arrays) -> Any:
-    """The value as JSON; its arrays are put into `arrays`, by their path in the tree.
+def encode(value: Any, path: str, arrays: ArrayStore) -> Any:
+    """Convert a state tree to JSON and put its arrays into `arrays`.
+
+    Args:
+        value: the tree.
+        path: its path in the whole state, for names and error messages.
+        arrays: receives the arrays.
 
     Raises:
-        TypeError: a leaf cannot be saved; it is named by its path.
+        TypeError: A leaf cannot be saved; the message has its path.
     """
     if isinstance(value, np.generic):
         kind = value.dtype.kind
@@ -60,80 +67,85 @@ def encoded(value: Any, path: str, arrays: Arrays) -> Any:
         return value
     if isinstance(value, np.ndarray):
         if value.dtype == object:
-            items = encoded(value.reshape(-1).tolist(), path, arrays)
+            items = encode(value.reshape(-1).tolist(), path, arrays)
             return {_OBJECTS: [list(value.shape), items]}
         kind = value.dtype.kind
         if kind not in "biufcSU" or (kind in "iuf" and value.dtype.itemsize > 8):
-            raise TypeError(f"checkpoint: {path} is an array of {value.dtype}, which is not saved")
+            raise TypeError(
+                f"checkpoint: {path} is an array of {value.dtype}, which cannot be saved"
+            )
         return arrays.put(path, value)
     if isinstance(value, SampleBatch):
-        return {_BATCH: encoded(dict(value.without_unread()), path, arrays)}
+        return {_BATCH: encode(dict(value.without_lazy_columns()), path, arrays)}
     if isinstance(value, BatchRef):
-        return encoded(value.get(), path, arrays)
+        return encode(value.get(), path, arrays)
     if isinstance(value, MultiAgentBatch):
-        policies = encoded(dict(value.policy_batches), path, arrays)
+        policies = encode(dict(value.policy_batches), path, arrays)
         return {_POLICIES: policies, "env_steps": value.env_steps()}
     if isinstance(value, dict):
         if all(type(key) is str and not key.startswith("__") for key in value):
-            return {k: encoded(v, f"{path}/{k}" if path else k, arrays) for k, v in value.items()}
+            return {k: encode(v, f"{path}/{k}" if path else k, arrays) for k, v in value.items()}
         pairs = [
-            [encoded(k, f"{path}/key {i}", arrays), encoded(v, f"{path}/{i}", arrays)]
+            [encode(k, f"{path}/key {i}", arrays), encode(v, f"{path}/{i}", arrays)]
             for i, (k, v) in enumerate(value.items())
         ]
         return {_PAIRS: pairs}
     if isinstance(value, (list, tuple)):
-        items = [encoded(v, f"{path}/{i}", arrays) for i, v in enumerate(value)]
+        items = [encode(v, f"{path}/{i}", arrays) for i, v in enumerate(value)]
         return items if isinstance(value, list) else {_TUPLE: items}
     raise TypeError(f"checkpoint: {path} is a {type(value).__name__}, which cannot be saved")
 
 
 def can_be_saved(value: Any) -> bool:
-    """Whether `encoded` takes it."""
+    """Return whether `encode` accepts a value."""
     try:
-        encoded(value, "", Arrays())
+        encode(value, "", ArrayStore())
     except (TypeError, RecursionError):
         return False
     return True
 
 
-def decoded(tree: Any, arrays: Mapping[str, np.ndarray], small: Any = b"") -> Any:
-    """What was encoded.
+def decode(tree: Any, arrays: Mapping[str, np.ndarray], packed: Any = b"") -> Any:
+    """Convert the result of `encode` back to the state tree.
+
+    Args:
+        tree: the JSON value.
+        arrays: path -> array.
+        packed: byte string with the small arrays.
 
     Raises:
-        KeyError, TypeError, ValueError: it was not made by `encoded`.
+        KeyError, TypeError, ValueError: `encode` did not produce this tree.
     """
     if isinstance(tree, list):
-        return [decoded(value, arrays, small) for value in tree]
+        return [decode(value, arrays, packed) for value in tree]
     if not isinstance(tree, dict):
         return tree
     if len(tree) > 2 or not tree:
-        return {key: decoded(value, arrays, small) for key, value in tree.items()}
+        return {key: decode(value, arrays, packed) for key, value in tree.items()}
     (kind, inner), *more = tree.items()
     if kind == _POLICIES and len(more) == 1:
-        return MultiAgentBatch(decoded(inner, arrays, small), tree["env_steps"])
+        return MultiAgentBatch(decode(inner, arrays, packed), tree["env_steps"])
     if more or not kind.startswith("__"):
-        return {key: decoded(value, arrays, small) for key, value in tree.items()}
+        return {key: decode(value, arrays, packed) for key, value in tree.items()}
     if kind == _ARRAY:
         return arrays[inner]
-    if kind == _PART:
-        dtype, shape, begin = np.dtype(inner[0]), inner[1], inner[2]
+    if kind == _PACKED:
+        dtype, shape, offset = np.dtype(inner[0]), inner[1], inner[2]
         count = math.prod(shape)
-        return (
-            np.frombuffer(small, dtype, count, begin).reshape(shape).copy()
-            if count
-            else (np.empty(shape, dtype))
-        )
+        if not count:
+            return np.empty(shape, dtype)
+        return np.frombuffer(packed, dtype, count, offset).reshape(shape).copy()
     if kind == _SCALAR:
         return np.dtype(inner[0]).type(inner[1])
     if kind == _TUPLE:
-        return tuple(decoded(value, arrays, small) for value in inner)
+        return tuple(decode(value, arrays, packed) for value in inner)
     if kind == _PAIRS:
-        return {decoded(key, arrays, small): decoded(value, arrays, small) for key, value in inner}
+        return {decode(key, arrays, packed): decode(value, arrays, packed) for key, value in inner}
     if kind == _BATCH:
-        return SampleBatch(decoded(inner, arrays, small))
+        return SampleBatch(decode(inner, arrays, packed))
     if kind == _OBJECTS:
         shape, items = inner
         column = np.empty(len(items), object)
-        column[:] = decoded(items, arrays, small)
+        column[:] = decode(items, arrays, packed)
         return column.reshape(shape)
-    raise ValueError(f"not known here: {kind}")
+    raise ValueError(f"unknown kind of value: {kind}")

@@ -1,4 +1,4 @@
-"""Environments: registry, vectorisation, multi-agent, adapters, validation."""
+"""Environments: registry, vectorization, multi-agent environments, adapters, validation."""
 
 from flowrl.envs.multi_agent import MultiAgentEnv, make_multi_agent
 from flowrl.envs.pettingzoo import ParallelPettingZooEnv, PettingZooEnv

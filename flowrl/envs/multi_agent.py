@@ -1,4 +1,4 @@
-"""Environments of several agents."""
+"""Multi-agent environments: the base class, and copies of a single-agent environment."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from gymnasium import spaces
 from flowrl.envs.registry import EnvContext, env_creator_for
 from flowrl.settings import ConfigError
 
-Dicts = tuple[
+# observations, rewards, terminateds, truncateds, infos, each by agent id
+StepResult = tuple[
     dict[Any, Any], dict[Any, float], dict[Any, bool], dict[Any, bool], dict[Any, dict[str, Any]]
 ]
 
 
 class MultiAgentEnv:
-    """Base of environments in which several agents act. A subclass writes `reset` and `step`.
+    """Base class of multi-agent environments. Subclasses implement `reset` and `step`.
 
-    Whoever is in the observations of a step acts in the next one; agents may come, go and act at
-    different times. A reward counts for the agent's last action, whenever it comes: those of a
-    waiting agent add up until it is observed again.
+    The agents in the observations of one step act in the next one. Agents may join, leave and act
+    at different times. A reward is credited to the agent's last action; rewards that an agent
+    receives between two of its observations are summed.
 
     Attributes:
-        possible_agents: ids of all agents that may come.
-        observation_spaces, action_spaces: by agent id; where they are absent,
-            `observation_space` and `action_space` are every agent's.
+        possible_agents: ids of all agents that may appear.
+        observation_spaces, action_spaces: by agent id. Agents without an entry use
+            `observation_space` and `action_space`.
     """
 
     possible_agents: list[Any] = []
@@ -40,88 +41,94 @@ class MultiAgentEnv:
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[dict[Any, Any], dict[Any, dict[str, Any]]]:
-        """Start an episode: observations of the agents that act first, and infos, by agent id."""
+        """Start an episode.
+
+        Returns:
+            observations of the agents that act first, and infos, each by agent id.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no reset()")
 
-    def step(self, action_dict: dict[Any, Any]) -> Dicts:
-        """Act: observations, rewards, terminateds, truncateds, infos, each by agent id.
+    def step(self, action_dict: dict[Any, Any]) -> StepResult:
+        """Step the environment with the actions of the observed agents.
 
-        The flags of `"__all__"` say whether the episode is over for everybody.
+        Returns:
+            observations, rewards, terminateds, truncateds and infos, each by agent id. The flags
+            `"__all__"` end the episode for all agents.
         """
         raise NotImplementedError(f"{type(self).__name__} has no step()")
 
     def render(self) -> Any:
-        """A picture of the environment, an RGB array [height, width, 3] of bytes, if it has any."""
+        """Return an RGB array [height, width, 3], uint8; None if the env does not render."""
         return None
 
     def close(self) -> None:
-        """Release what the environment holds."""
+        """Release the resources of the environment."""
 
     def get_observation_space(self, agent_id: Any) -> spaces.Space:
-        """One agent's observation space.
+        """Return the observation space of an agent.
 
         Raises:
-            ConfigError: the environment does not say it.
+            ConfigError: the environment does not define one.
         """
         return self._space("observation", agent_id)
 
     def get_action_space(self, agent_id: Any) -> spaces.Space:
-        """One agent's action space.
+        """Return the action space of an agent.
 
         Raises:
-            ConfigError: the environment does not say it.
+            ConfigError: the environment does not define one.
         """
         return self._space("action", agent_id)
 
     def _space(self, kind: str, agent_id: Any) -> spaces.Space:
-        by_agent = getattr(self, f"{kind}_spaces")
-        if by_agent is not None and agent_id in by_agent:
-            return by_agent[agent_id]
+        spaces_by_agent = getattr(self, f"{kind}_spaces")
+        if spaces_by_agent is not None and agent_id in spaces_by_agent:
+            return spaces_by_agent[agent_id]
         shared = getattr(self, f"{kind}_space")
         if shared is None:
             raise ConfigError(
-                f"env: {type(self).__name__} does not say the {kind} space of agent {agent_id!r}: "
-                f"set {kind}_spaces or {kind}_space"
+                f"env: {type(self).__name__} does not define the {kind} space of agent "
+                f"{agent_id!r}: set {kind}_spaces or {kind}_space"
             )
         return shared
 
 
 def is_multi_agent(env: Any) -> bool:
-    """Whether an environment speaks of agents in dicts: a MultiAgentEnv, or one that has its
-    methods."""
+    """Return whether an env is a MultiAgentEnv or has its `get_..._space` methods."""
     return isinstance(env, MultiAgentEnv) or (
         hasattr(env, "get_observation_space") and hasattr(env, "get_action_space")
     )
 
 
-class ManyAgents(MultiAgentEnv):
-    """Copies of a single-agent environment, one for each agent.
+class IndependentAgents(MultiAgentEnv):
+    """A multi-agent environment in which each agent acts in its own copy of a single-agent one.
 
-    `env_config`:
-        num_agents: how many; the agents are 0, 1, ….
-        episode_steps: None: an agent whose copy has ended waits until all have, which ends the
-            episode. A number: it begins anew at once as another agent, whose id is larger by
-            num_agents (so `agent_id % num_agents` says which copy it has), and the episode is
-            truncated after so many steps.
-        The rest is for the copies.
+    `env_config` keys:
+        num_agents: number of agents (2); their ids are 0, 1, ...
+        episode_steps: None (the default): an agent whose copy has ended waits until all copies
+            have ended, which ends the episode. A number: a copy that has ended restarts at once
+            with a new agent, whose id is larger by num_agents (`agent_id % num_agents` is the index
+            of its copy), and the episode is truncated after this many steps.
+        All other keys are passed to the copies.
 
     Args:
         creator: EnvContext -> a gymnasium environment.
-        context: see above.
+        context: see `env_config` above.
 
     Raises:
-        ConfigError: fewer than one agent, or step.
+        ConfigError: num_agents or episode_steps is not a positive integer.
     """
 
     def __init__(self, creator: Callable[[EnvContext], gym.Env], context: Mapping[str, Any]):
-        places = [getattr(context, n, 0) for n in ("worker_index", "vector_index", "num_workers")]
-        own = dict(context)
-        count, self._limit = own.pop("num_agents", 2), own.pop("episode_steps", None)
-        for name, value in (("num_agents", count), ("episode_steps", self._limit or 1)):
+        indices = [getattr(context, n, 0) for n in ("worker_index", "vector_index", "num_workers")]
+        env_config = dict(context)
+        count = env_config.pop("num_agents", 2)
+        self._episode_steps = env_config.pop("episode_steps", None)
+        for name, value in (("num_agents", count), ("episode_steps", self._episode_steps or 1)):
             if not isinstance(value, int) or value < 1:
-                raise ConfigError(f"env_config: {name} is a whole number from 1, got {value!r}")
+                raise ConfigError(f"env_config: {name} must be a positive integer, got {value!r}")
         self.np_random: np.random.Generator | None = None
-        self._envs = [creator(EnvContext(dict(own), *places)) for _ in range(count)]
+        self._envs = [creator(EnvContext(dict(env_config), *indices)) for _ in range(count)]
         self.possible_agents = list(range(count))
         self.observation_space = self._envs[0].observation_space
         self.action_space = self._envs[0].action_space
@@ -133,42 +140,42 @@ class ManyAgents(MultiAgentEnv):
         if seed is not None or self.np_random is None:
             self.np_random = np.random.default_rng(seed)
         self._steps = 0
-        self._acting = list(range(count))  # the agent of each copy
-        self._over: set[int] = set()
-        # each copy's episodes follow from this generator, which says where the whole stands
+        self._finished: set[int] = set()
+        # the copies are seeded from one generator, whose state therefore restores all of them
         seeds = self.np_random.integers(2**31, size=count).tolist()
-        started = [
-            env.reset(seed=own, options=options) for env, own in zip(self._envs, seeds, strict=True)
+        starts = [
+            env.reset(seed=env_seed, options=options)
+            for env, env_seed in zip(self._envs, seeds, strict=True)
         ]
-        return {i: obs for i, (obs, _) in enumerate(started)}, {
-            i: info for i, (_, info) in enumerate(started)
+        return {i: obs for i, (obs, _) in enumerate(starts)}, {
+            i: info for i, (_, info) in enumerate(starts)
         }
 
-    def step(self, action_dict: dict[Any, Any]) -> Dicts:
+    def step(self, action_dict: dict[Any, Any]) -> StepResult:
         count = len(self._envs)
-        made: list[dict[Any, Any]] = [{}, {}, {}, {}, {}]
-        observations, rewards, terminateds, truncateds, infos = made
+        columns: list[dict[Any, Any]] = [{}, {}, {}, {}, {}]
+        observations, rewards, terminateds, truncateds, infos = columns
         self._steps += 1
-        last = self._steps == self._limit
+        is_last = self._steps == self._episode_steps
         for agent, action in action_dict.items():
             env = self._envs[agent % count]
-            for column, value in zip(made, env.step(action), strict=True):
+            for column, value in zip(columns, env.step(action), strict=True):
                 column[agent] = value
             if not (terminateds[agent] or truncateds[agent]):
-                truncateds[agent] = last
-            elif self._limit is None:
-                self._over.add(agent)
-            elif not last:
+                truncateds[agent] = is_last
+            elif self._episode_steps is None:
+                self._finished.add(agent)
+            elif not is_last:
                 observations[agent + count], infos[agent + count] = env.reset()
-        terminateds["__all__"] = len(self._over) == count
-        truncateds["__all__"] = last
+        terminateds["__all__"] = len(self._finished) == count
+        truncateds["__all__"] = is_last
         return observations, rewards, terminateds, truncateds, infos
 
     def render(self) -> Any:
-        """The copies beside each other."""
+        """Return the frames of all copies side by side if their shapes agree, else the first."""
         frames: list[Any] = [env.render() for env in self._envs]
-        alike = len({np.shape(frame) for frame in frames}) == 1
-        return np.hstack(frames) if alike and np.ndim(frames[0]) == 3 else frames[0]
+        same_shape = len({np.shape(frame) for frame in frames}) == 1
+        return np.hstack(frames) if same_shape and np.ndim(frames[0]) == 3 else frames[0]
 
     def close(self) -> None:
         for env in self._envs:
@@ -176,14 +183,14 @@ class ManyAgents(MultiAgentEnv):
 
 
 def make_multi_agent(env: str | type | Callable[..., Any]) -> Callable[[EnvContext], MultiAgentEnv]:
-    """A creator of copies of a single-agent environment, one for each agent; see ManyAgents.
+    """Return a creator of multi-agent copies of a single-agent env; see IndependentAgents.
 
-    >>> from flowrl.sampling import EnvContext
+    >>> from flowrl.envs import EnvContext
     >>> four = make_multi_agent("CartPole-v1")(EnvContext({"num_agents": 4}))
     >>> sorted(four.reset(seed=0)[0])
     [0, 1, 2, 3]
 
     Args:
-        env: an id of gymnasium's, a registered name, a class, or a creator.
+        env: a gymnasium env id, a registered name, an env class or an env creator.
     """
-    return partial(ManyAgents, env_creator_for(env))
+    return partial(IndependentAgents, env_creator_for(env))

@@ -1,4 +1,4 @@
-"""PettingZoo's environments as MultiAgentEnvs (extra `marl`)."""
+"""PettingZoo environments as MultiAgentEnvs (extra `marl`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from gymnasium import spaces
 
-from flowrl.envs.multi_agent import Dicts, MultiAgentEnv
+from flowrl.envs.multi_agent import MultiAgentEnv, StepResult
 from flowrl.settings import ConfigError
 
 
@@ -15,16 +15,16 @@ class _PettingZoo(MultiAgentEnv):
         self.env = env
         self.possible_agents = list(getattr(env, "possible_agents", ()))
         if not self.possible_agents:
-            raise ConfigError(f"env: {env} does not say its possible_agents")
+            raise ConfigError(f"env: {env} does not define possible_agents")
 
     @property
     def unwrapped(self) -> Any:
-        """The environment inside of all wrappers."""
+        """The environment without its wrappers."""
         return self.env.unwrapped
 
     @property
     def metadata(self) -> Any:
-        """What the environment says of itself."""
+        """The metadata of the wrapped environment."""
         return getattr(self.env, "metadata", {})
 
     def render(self) -> Any:
@@ -41,9 +41,9 @@ class _PettingZoo(MultiAgentEnv):
 
 
 class ParallelPettingZooEnv(_PettingZoo):
-    """A parallel PettingZoo environment: all agents act at once.
+    """A parallel PettingZoo environment: all agents act in every step.
 
-    The episode is over when no agent is left.
+    The episode ends when no agents remain.
     """
 
     def reset(
@@ -52,25 +52,17 @@ class ParallelPettingZooEnv(_PettingZoo):
         observations, infos = self.env.reset(seed=seed, options=options)
         return observations, infos or {}
 
-    def step(self, action_dict: dict[Any, Any]) -> Dicts:
+    def step(self, action_dict: dict[Any, Any]) -> StepResult:
         observations, rewards, terminateds, truncateds, infos = self.env.step(action_dict)
-        over = not self.env.agents
-        # one whose agents all ended in the same step by a limit was truncated as a whole
-        cut = over and any(truncateds.values()) and not any(terminateds.values())
-        return (
-            observations,
-            rewards,
-            {**terminateds, "__all__": over and not cut},
-            {**truncateds, "__all__": cut},
-            infos,
-        )
+        flags = _flags_with_all(terminateds, truncateds, done=not self.env.agents)
+        return observations, rewards, *flags, infos
 
 
 class PettingZooEnv(_PettingZoo):
     """A turn-based (AEC) PettingZoo environment: one agent acts in each step.
 
-    An agent is observed when its turn comes, and at the end of the game; rewards that it gets
-    while it waits count for its last action.
+    An agent is observed on its turn and at the end of the game. Rewards that it receives between
+    its turns are credited to its last action.
     """
 
     def reset(
@@ -80,10 +72,10 @@ class PettingZooEnv(_PettingZoo):
         agent = self.env.agent_selection
         return {agent: self.env.observe(agent)}, {agent: self.env.infos[agent]}
 
-    def step(self, action_dict: dict[Any, Any]) -> Dicts:
+    def step(self, action_dict: dict[Any, Any]) -> StepResult:
         env = self.env
         env.step(action_dict[env.agent_selection])
-        # `rewards` are those of this very step (last() would give sums since the agent's turn)
+        # `env.rewards` are of this step; `env.last()` would return sums since the agent's turn
         rewards: dict[Any, float] = {a: r for a, r in env.rewards.items() if r}
         observations: dict[Any, Any] = {}
         terminateds: dict[Any, bool] = {}
@@ -96,13 +88,17 @@ class PettingZooEnv(_PettingZoo):
                 break
             terminateds[agent] = bool(env.terminations[agent])
             truncateds[agent] = bool(env.truncations[agent])
-            env.step(None)  # an agent that is out steps away
-        over = not env.agents
-        cut = over and any(truncateds.values()) and not any(terminateds.values())
-        return (
-            observations,
-            rewards,
-            {**terminateds, "__all__": over and not cut},
-            {**truncateds, "__all__": cut},
-            infos,
-        )
+            env.step(None)  # PettingZoo removes a finished agent on this call
+        flags = _flags_with_all(terminateds, truncateds, done=not env.agents)
+        return observations, rewards, *flags, infos
+
+
+def _flags_with_all(
+    terminateds: dict[Any, bool], truncateds: dict[Any, bool], done: bool
+) -> tuple[dict[Any, bool], dict[Any, bool]]:
+    """Add `"__all__"`: an episode counts as truncated if its last agents were only truncated."""
+    truncated = done and any(truncateds.values()) and not any(terminateds.values())
+    return (
+        {**terminateds, "__all__": done and not truncated},
+        {**truncateds, "__all__": truncated},
+    )

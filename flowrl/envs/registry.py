@@ -1,4 +1,4 @@
-"""Environments by name: creators, what they are told, and time limits."""
+"""Environments by name: the registry, the context passed to creators, and time limits."""
 
 from __future__ import annotations
 
@@ -14,44 +14,41 @@ from flowrl.settings import ConfigError, nearest
 
 EnvCreator = Callable[["EnvContext"], Any]
 
-NO_ENVIRONMENT = (
-    "env: there are only the spaces of recorded experience, and no environment to sample or to "
-    'evaluate in: set env, or evaluation_config={"env": …}'
+NO_ENV_MESSAGE = (
+    "env: only the spaces of recorded experience are set, there is no environment to sample or to "
+    'evaluate in: set env, or evaluation_config={"env": ...}'
 )
 
 _CREATORS: dict[str, EnvCreator] = {}
 
 
-class NoEnvironment(gym.Env):
-    """The spaces of recorded experience; nothing can be sampled in it.
+class SpacesOnlyEnv(gym.Env):
+    """A placeholder with the spaces of recorded experience; it cannot be stepped.
 
     Args:
-        observation_space, action_space: of an agent.
+        observation_space, action_space: of the agent.
+        context: ignored; makes `partial(SpacesOnlyEnv, ...)` an env creator.
     """
 
     def __init__(self, observation_space: Any, action_space: Any, context: Any = None):
         self.observation_space, self.action_space = observation_space, action_space
 
     def reset(self, **_: Any) -> Any:
-        """Refuse.
-
-        Raises:
-            ConfigError
-        """
-        raise ConfigError(NO_ENVIRONMENT)
+        """Raise ConfigError: there is no environment."""
+        raise ConfigError(NO_ENV_MESSAGE)
 
     def step(self, action: Any) -> Any:
-        """Refuse, as `reset` does."""
-        raise ConfigError(NO_ENVIRONMENT)
+        """Raise ConfigError: there is no environment."""
+        raise ConfigError(NO_ENV_MESSAGE)
 
 
 class EnvContext(dict[str, Any]):
-    """The `env_config` given to an env creator, with the place that the environment is for.
+    """The `env_config` passed to an env creator, and the place of the environment in the job.
 
     Attributes:
-        worker_index: 0 in process, 1 … num_workers on actors.
-        vector_index: which of the worker's environments, from 0.
-        num_workers: workers on actors.
+        worker_index: 0 for the local worker, 1 ... num_workers on actors.
+        vector_index: index of the environment within its worker, from 0.
+        num_workers: number of workers on actors.
     """
 
     def __init__(
@@ -68,7 +65,11 @@ class EnvContext(dict[str, Any]):
 
 
 def register_env(name: str, creator: EnvCreator) -> None:
-    """Let `env=name` mean the environment that `creator(env_context)` makes."""
+    """Register a creator, so that `env=name` creates `creator(env_context)`.
+
+    Raises:
+        ConfigError: the name is not a string, or the creator is not callable.
+    """
     if not isinstance(name, str) or not name:
         raise ConfigError(f"register_env: the name is a string, got {name!r}")
     if not callable(creator):
@@ -76,12 +77,12 @@ def register_env(name: str, creator: EnvCreator) -> None:
     _CREATORS[name] = creator
 
 
-def _make_registered(env_id: str, context: EnvContext) -> gym.Env:
+def _make_by_id(env_id: str, context: EnvContext) -> gym.Env:
     try:
         return gym.make(env_id, disable_env_checker=True, **context)
     except TypeError as error:
         if context and "unexpected keyword" in str(error):
-            raise ConfigError(f"env_config: {env_id} does not take it: {error}") from error
+            raise ConfigError(f"env_config: {env_id} does not accept it: {error}") from error
         raise
 
 
@@ -90,11 +91,14 @@ def _make_class(cls: type, context: EnvContext) -> Any:
 
 
 def env_creator_for(env: str | type | EnvCreator) -> EnvCreator:
-    """The creator for an env id, a registered name, a class (called with `env_config` as keyword
-    arguments) or a creator.
+    """Return the creator of an environment.
+
+    Args:
+        env: a gymnasium env id, a registered name, a class (called with `env_config` as keyword
+            arguments) or a creator, which is returned as it is.
 
     Raises:
-        ConfigError: unknown name; the nearest is offered.
+        ConfigError: the name is unknown; the message suggests the nearest one.
     """
     if isinstance(env, str):
         if env in _CREATORS:
@@ -103,33 +107,35 @@ def env_creator_for(env: str | type | EnvCreator) -> EnvCreator:
             gym.spec(env)
         except gym.error.Error as error:
             if ":" not in env:
-                near = nearest(env, [*_CREATORS, *gym.registry])
-                near = near or (
-                    " One of your own is made known by flowrl.sampling.register_env(name, "
-                    "creator), for example in the plan file."
+                hint = nearest(env, [*_CREATORS, *gym.registry]) or (
+                    " Register a custom environment with flowrl.envs.register_env(name, creator), "
+                    "for example in the plan file."
                 )
-                raise ConfigError(f"env: unknown environment {env!r}.{near}") from error
+                raise ConfigError(f"env: unknown environment {env!r}.{hint}") from error
         except (ImportError, ValueError) as error:
             raise ConfigError(f"env: cannot find {env!r}: {error}") from error
-        return partial(_make_registered, env)
+        return partial(_make_by_id, env)
     if isinstance(env, type):
         return partial(_make_class, env)
     if callable(env):
         return env
-    raise ConfigError(f"env: an env id, a class or a creator is needed, got {env!r}")
+    raise ConfigError(f"env: expected an env id, a class or a creator, got {env!r}")
 
 
 def env_id_of(creator: EnvCreator) -> str | None:
-    """The gymnasium id that a creator makes; None where it is none's."""
+    """Return the gymnasium id that a creator makes, or None if it does not use `gym.make`."""
     env_id = creator.args[0] if isinstance(creator, partial) and creator.args else None
     return env_id if isinstance(env_id, str) else None
 
 
-def with_horizon(env: gym.Env, horizon: int | None, soft: bool) -> gym.Env:
-    """The environment with its episodes limited to `horizon` steps.
+def apply_horizon(env: gym.Env, horizon: int | None, soft: bool) -> gym.Env:
+    """Limit the episodes of an environment to `horizon` steps.
 
-    A limit of its own (gymnasium's TimeLimit, `spec.max_episode_steps`) is set to the horizon. A
-    soft horizon ends no episode: it only lifts a limit that would end one before.
+    Existing limits (gymnasium's TimeLimit wrapper, `spec.max_episode_steps`) are set to the
+    horizon. A soft horizon does not end episodes: it only removes shorter TimeLimits.
+
+    Returns:
+        the environment, wrapped in a TimeLimit if it needs one.
     """
     if horizon is None:
         return env

@@ -12,7 +12,9 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
+
+R = TypeVar("R")
 
 active_context: ContextVar[MetricsContext | None] = ContextVar("flowrl_metrics", default=None)
 
@@ -82,6 +84,7 @@ class MetricsContext:
         self.timers: defaultdict[str, Timer] = defaultdict(Timer)
         self.info: dict[str, Any] = {}
         self.scopes: dict[str, MetricsContext] = {}
+        self._records: dict[type, Any] = {}
         self.on_lost: list[Any] = []
         self._operator_names: dict[int, str] = {}
         self._lock = threading.Lock()
@@ -90,6 +93,13 @@ class MetricsContext:
         """Add to a counter from any thread (`counters[name] += n` only from the plan's thread)."""
         with self._lock:
             self.counters[name] += n
+
+    def record(self, cls: type[R]) -> R:
+        """Return the plan's only record of a type, created with `cls()` at the first call."""
+        if cls not in self._records:
+            self._records[cls] = cls()
+        record: R = self._records[cls]
+        return record
 
     def scope_of(self, operator: Any) -> MetricsContext:
         """Return the context of one operator, identified by the name of its stage in the plan."""

@@ -1,6 +1,7 @@
-"""Groups of processes that learn as one: gradients are averaged over torch.distributed.
+"""ProcessGroup: processes that learn together and average their gradients by torch.distributed.
 
-Imported by those processes alone: it needs torch, which operators do not."""
+Only processes of a group import this module: it needs torch, which operators do not.
+"""
 
 from __future__ import annotations
 
@@ -13,27 +14,25 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from flowrl.learners.learner import ProcessGroupError
+
 T = TypeVar("T")
 
 
-class ProcessGroupError(RuntimeError):
-    """A process of the group has died, or did not answer in time."""
-
-
 class ProcessGroup:
-    """One process' part of a group.
+    """This process's membership of a group.
 
     Args:
-        store: where the processes find each other, a torch.distributed store.
+        store: torch.distributed store through which the processes find each other.
         rank: of this process, from 0.
-        size: processes.
+        size: number of processes.
         backend: "gloo", or "nccl" for processes with a GPU each.
         timeout_s: seconds without an answer after which the group counts as broken.
-        shares: every process is given the same rows, of which it learns from its share; if not,
-            each learns from rows of its own.
+        shares_rows: every process is given the same rows and learns from its share of them; if
+            False, each learns from rows of its own.
 
     Raises:
-        ProcessGroupError: the others did not come in time.
+        ProcessGroupError: the other processes did not join in time.
     """
 
     def __init__(
@@ -43,9 +42,9 @@ class ProcessGroup:
         size: int,
         backend: str = "gloo",
         timeout_s: float = 60.0,
-        shares: bool = False,
+        shares_rows: bool = False,
     ):
-        self.rank, self.size, self.shares = rank, size, shares
+        self.rank, self.size, self.shares_rows = rank, size, shares_rows
         self.device = torch.device("cuda" if backend == "nccl" else "cpu")
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -55,11 +54,11 @@ class ProcessGroup:
         except (RuntimeError, ValueError) as error:
             raise ProcessGroupError(f"process {rank} of {size} found no group: {error}") from error
 
-    def sum(self, values: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
-        """The sums of all processes' values, in their place.
+    def all_reduce(self, values: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+        """Reduce a tensor over all processes in place, and return it.
 
         Raises:
-            ProcessGroupError
+            ProcessGroupError: a process died or did not answer in time.
         """
         try:
             dist.all_reduce(values, op)
@@ -67,37 +66,35 @@ class ProcessGroup:
             raise ProcessGroupError(f"process {self.rank} of {self.size}: {error}") from error
         return values
 
-    def average(self, gradient: torch.Tensor, rows: int) -> int:
-        """Make a gradient, the mean over so many rows, that over all processes' rows; how many."""
-        whole = torch.cat([gradient * rows, gradient.new_tensor([float(rows)])]).to(self.device)
-        self.sum(whole)
-        total = int(whole[-1])
-        gradient.copy_(whole[:-1] / max(total, 1))
+    def average_gradient(self, gradient: torch.Tensor, rows: int) -> int:
+        """Average a gradient in place, weighted by each process's rows; return the total rows."""
+        weighted = torch.cat([gradient * rows, gradient.new_tensor([float(rows)])]).to(self.device)
+        self.all_reduce(weighted)
+        total = int(weighted[-1])
+        gradient.copy_(weighted[:-1] / max(total, 1))
         return total
 
     def mean(self, value: float | None) -> float | None:
-        """The mean of the processes' numbers; None where none of them has any."""
-        told = [0.0, 0.0] if value is None else [value, 1.0]
-        total, count = self.sum(
-            torch.tensor(told, dtype=torch.float64, device=self.device)
+        """Return the mean over the processes that have a value; None if no process has one."""
+        own = [0.0, 0.0] if value is None else [value, 1.0]
+        total, count = self.all_reduce(
+            torch.tensor(own, dtype=torch.float64, device=self.device)
         ).tolist()
         return total / count if count else None
 
     def std_mean(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Standard deviation and mean of all processes' values [n] together, as torch.std_mean."""
+        """Return standard deviation and mean of all processes' values [n], as torch.std_mean."""
         wide = values.detach().double()
-        told = torch.stack([wide.new_tensor(float(len(wide))), wide.sum(), (wide * wide).sum()])
-        count, total, squares = self.sum(told.to(self.device)).tolist()
+        sums = torch.stack([wide.new_tensor(float(len(wide))), wide.sum(), (wide * wide).sum()])
+        count, total, squares = self.all_reduce(sums.to(self.device)).tolist()
         mean = total / count
         variance = max(squares - count * mean * mean, 0.0) / max(count - 1, 1)
         return values.new_tensor(math.sqrt(variance)), values.new_tensor(mean)
 
-    def padded(self, parts: Iterator[T]) -> Iterator[T | None]:
-        """The parts, with as many None after them as others have more."""
-        own = list(parts)
-        most = self.sum(
-            torch.tensor([len(own)], device=self.device), dist.ReduceOp.MAX
-        )  # all make as many updates
+    def pad_minibatches(self, minibatches: Iterator[T]) -> Iterator[T | None]:
+        """Yield the minibatches, then None until every process has made as many updates."""
+        own = list(minibatches)
+        most = self.all_reduce(torch.tensor([len(own)], device=self.device), dist.ReduceOp.MAX)
         return iter([*own, *[None] * (int(most[0]) - len(own))])
 
     def close(self) -> None:
@@ -107,15 +104,15 @@ class ProcessGroup:
 
 
 def learning_state(policies: dict[str, Any]) -> bytes:
-    """All that learning depends on, of policies in this or another process of ours."""
-    return pickle.dumps({pid: policy.get_state() for pid, policy in policies.items()})
+    """Return the states of policies, for another process of the same run."""
+    return pickle.dumps({policy_id: policy.get_state() for policy_id, policy in policies.items()})
 
 
-def take_learning_state(policies: dict[str, Any], state: bytes) -> None:
-    """Learn on from `learning_state`; how each acts, its random stream, stays its own."""
-    for policy_id, own in pickle.loads(state).items():
+def load_learning_state(policies: dict[str, Any], state: bytes) -> None:
+    """Set what learning depends on; each policy keeps its own random stream for acting."""
+    for policy_id, learned in pickle.loads(state).items():
         policy = policies[policy_id]
         acting = policy.get_acting_state()
-        policy.set_state(own)
-        learned = {name: own[name] for name in ("version", "timestep", "shuffle_rng")}
-        policy.set_acting_state({**acting, **learned})
+        policy.set_state(learned)
+        shared = {name: learned[name] for name in ("version", "timestep", "shuffle_rng")}
+        policy.set_acting_state({**acting, **shared})

@@ -1,4 +1,4 @@
-"""Learners beside the plan: batches go in by one queue and come out of another, learned from."""
+"""LearnerThread: a learner in a background thread, fed by one queue and read from another."""
 
 from __future__ import annotations
 
@@ -7,115 +7,110 @@ import threading
 import time
 from collections import deque
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from flowrl.iter import _get_shared_metrics
-from flowrl.iter.stage import describe, sources_to_list
+from flowrl.iter.stage import describe, sources_from_list, sources_to_list
 from flowrl.iter.waiting import Signal, Waiter, queue_signal
-from flowrl.learners.actors import learners_of
-from flowrl.ops.train import (
-    Batch,
-    Info,
-    batch_to_learn_from,
-    check_ids,
-    learn,
-    note_trained,
-    with_sources,
-)
+from flowrl.learners.actors import make_learner
+from flowrl.learners.learner import Batch, PolicyUpdate, Updates
+from flowrl.sampling.worker_set import WorkerSet
 
-if TYPE_CHECKING:
-    from flowrl.sampling.worker_set import WorkerSet
-
-JOIN_S = 30.0  # for an update that is under way when the plan stops
+JOIN_TIMEOUT_S = 30.0  # for the running update when the plan stops
 
 
-class Learned(NamedTuple):
-    """What a learner gives for a batch that it has done with."""
+class LearnedBatch(NamedTuple):
+    """A batch that the learner has learned from.
+
+    `learn_s` is the time spent learning; `idle_s` the time without a batch before that.
+    """
 
     batch: Batch
-    info: Info
-    seconds: float  # of learning from it
-    waited: float  # seconds without a batch before
+    updates: Updates
+    learn_s: float
+    idle_s: float
 
 
 class LearnFailure(NamedTuple):
-    """What a learner gives for a batch that it could not learn from."""
+    """A batch on which learning raised an error."""
 
     batch: Batch
     error: BaseException
 
 
 class MinibatchBuffer:
-    """Batches that are handed out several times, `size` of them in turn (Espeholt et al. 2018 use
-    each once: the defaults).
+    """A queue of batches that are each used several times.
+
+    Espeholt et al. 2018 use each batch once: the defaults.
 
     Args:
-        size: batches kept at a time.
-        num_passes: how often each is handed out.
+        size: batches that the buffer holds.
+        num_passes: how many times each batch is returned.
 
     Raises:
-        ValueError: either is below 1.
+        ValueError: an argument is below 1.
     """
 
     def __init__(self, size: int = 1, num_passes: int = 1):
         for name, value in (("size", size), ("num_passes", num_passes)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"MinibatchBuffer: {name} is a whole number from 1, got {value!r}")
+                raise ValueError(f"MinibatchBuffer: {name} must be an int from 1, got {value!r}")
         self.size, self.num_passes = size, num_passes
-        self._kept: deque[tuple[Batch, int]] = deque()  # with the passes that are left
+        self._batches: deque[tuple[Batch, int]] = deque()  # with the remaining passes
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._batches)
 
     def is_full(self) -> bool:
-        """Whether there is no room for another one."""
-        return len(self._kept) >= self.size
+        """Return whether no other batch fits."""
+        return len(self._batches) >= self.size
 
     def put(self, batch: Batch) -> None:
-        """Take a batch."""
-        self._kept.append((batch, self.num_passes))
+        """Add a batch."""
+        self._batches.append((batch, self.num_passes))
 
     def get(self) -> tuple[Batch, bool]:
-        """The batch whose turn it is, and whether this was its last pass."""
-        batch, left = self._kept.popleft()
-        if left > 1:
-            self._kept.append((batch, left - 1))
-        return batch, left == 1
+        """Return the next batch, and whether this is its last pass."""
+        batch, remaining = self._batches.popleft()
+        if remaining > 1:
+            self._batches.append((batch, remaining - 1))
+        return batch, remaining == 1
 
-    def forget(self, batch: Batch) -> None:
-        """Let go of a batch, whatever passes are left."""
-        self._kept = deque(one for one in self._kept if one[0] is not batch)
+    def remove(self, batch: Batch) -> None:
+        """Remove a batch and its remaining passes."""
+        self._batches = deque(entry for entry in self._batches if entry[0] is not batch)
 
-    def held(self) -> list[Batch]:
-        """The batches that are in it."""
-        return [batch for batch, _ in self._kept]
+    def batches(self) -> list[Batch]:
+        """Return the batches in the buffer."""
+        return [batch for batch, _ in self._batches]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"kept": [[batch, left] for batch, left in self._kept]}
+        return {"batches": [[batch, remaining] for batch, remaining in self._batches]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._kept = deque((batch, left) for batch, left in state["kept"])
+        self._batches = deque((batch, remaining) for batch, remaining in state["batches"])
 
 
 class LearnerThread:
-    """Learns in a thread, while the plan gathers what comes next.
+    """Runs a learner in a thread while the plan gathers the next batches.
 
-    Chain Enqueue(learner), and read Dequeue(learner), which starts it with the plan, raises what it
-    raises, and ends it with the plan. It learns while there are batches in `inqueue` and room in
-    `outqueue`, so neither can run away. Workers are sent the weights after its last update.
+    Chain `Enqueue(learner)` to feed it. `Dequeue(learner)` yields its results, starts and stops it
+    with the plan, and raises its errors. The thread learns while `inqueue` has batches and
+    `outqueue` has room. Workers get the weights of its last update.
 
     Args:
-        workers: the WorkerSet whose local worker learns.
-        policies: ids of those that learn; None for all in a batch that are to.
-        queue_size: batches that may wait, on either side.
-        minibatch_buffer_size, num_sgd_iter: batches are used so many times each, so many in turn.
+        workers: the WorkerSet whose policies learn.
+        policies: ids of the policies to update; None updates all that `policies_to_train` allows.
+        queue_size: capacity of each queue, in batches.
+        minibatch_buffer_size, num_sgd_iter: use each batch `num_sgd_iter` times, cycling through
+            `minibatch_buffer_size` batches.
         sgd_minibatch_size: rows per update, 0 for the whole batch.
-        num_learners, num_gpus: learn on so many Ray actors, which take shares of each batch,
-            instead of in this process; see MultiGPUTrainOneStep.
+        num_learners, num_gpus: learn on that many Ray actors instead; see `make_learner`.
 
     Raises:
-        ValueError: a number out of range.
+        ValueError: a number is out of range.
     """
+
+    trains = True  # see ops.report
 
     def __init__(
         self,
@@ -129,79 +124,74 @@ class LearnerThread:
         num_learners: int = 0,
         num_gpus: int = 0,
     ):
-        check_ids(policies)
-        if queue_size < 1 or sgd_minibatch_size < 0:
-            raise ValueError(
-                "queue_size must be at least 1 and sgd_minibatch_size at least 0, got "
-                f"{queue_size} and {sgd_minibatch_size}"
-            )
+        if queue_size < 1:
+            raise ValueError(f"queue_size must be at least 1, got {queue_size}")
+        cycles = isinstance(minibatch_buffer_size, int) and minibatch_buffer_size > 1
+        self._minibatches = MinibatchBuffer(minibatch_buffer_size, num_sgd_iter if cycles else 1)
+        self.learner = make_learner(
+            workers,
+            policies,
+            # without cycling, all passes run at once and no weights are published in between
+            1 if cycles else num_sgd_iter,
+            sgd_minibatch_size,
+            num_gpus=num_gpus,
+            num_learners=num_learners,
+        )
         self.workers = workers
         self.policies = policies
-        self.sgd_minibatch_size = sgd_minibatch_size
         self.inqueue: queue.Queue[Batch] = queue.Queue(queue_size)
-        self.outqueue: queue.Queue[Learned | LearnFailure] = queue.Queue(queue_size)
-        in_turn = isinstance(minibatch_buffer_size, int) and minibatch_buffer_size > 1
-        self._minibatches = MinibatchBuffer(minibatch_buffer_size, num_sgd_iter)
-        self._passes = 1
-        if not in_turn:  # one after the other, without sending weights in between
-            self._passes = num_sgd_iter
-            self._minibatches = MinibatchBuffer(minibatch_buffer_size, 1)
-        self.learners = learners_of(workers, num_gpus, num_learners)
+        self.outqueue: queue.Queue[LearnedBatch | LearnFailure] = queue.Queue(queue_size)
         self._thread: threading.Thread | None = None
-        self._ending = False
-        self._end = Signal()
-        self._waited = 0.0
-        self._begun = False  # before the first batch workers start, which is not its waiting
-        self.started = False
-        self.learned_s = self.waited_s = 0.0
+        self._stopping = False
+        self._stop_signal = Signal()
+        self._idle_s = 0.0
+        self._has_learned = False  # waiting for the first batch does not count as idle
+        self._total_learn_s = self._total_idle_s = 0.0
 
-    # -- its life --------------------------------------------------------------------------------
+    # -- lifecycle -------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to learn."""
+        """Start the thread."""
         if self._thread is None:
-            self._ending, self.started = False, True
-            if self.learners is not None:
-                self.learners.open()
-            self.workers.publish()
+            self._stopping = False
+            self.learner.start()
+            self.workers.weight_sync.publish()
             self._thread = threading.Thread(target=self._run, name="flowrl-learner", daemon=True)
             self._thread.start()
 
     def is_alive(self) -> bool:
-        """Whether it learns."""
+        """Return whether the thread runs."""
         return self._thread is not None and self._thread.is_alive()
 
     def stop(self) -> None:
-        """End after the update that is under way."""
+        """Stop the thread after the running update."""
         thread, self._thread = self._thread, None
         if thread is not None:
-            self._ending = True
-            self._end.fire()
-            if self.learners is not None:
-                self.learners.close()  # the thread does not wait for them any more
-            thread.join(JOIN_S)
-            self.workers.unpublish()
-        elif self.learners is not None:
-            self.learners.close()
+            self._stopping = True
+            self._stop_signal.fire()
+        self.learner.stop()  # so that the thread does not wait for actors
+        if thread is not None:
+            thread.join(JOIN_TIMEOUT_S)
+            self.workers.weight_sync.unpublish()
 
     def _run(self) -> None:
         waiter = Waiter()
         lock = self.workers.local_worker().lock
-        signals = [queue_signal(self.inqueue), queue_signal(self.outqueue), self._end]
+        signals = [queue_signal(self.inqueue), queue_signal(self.outqueue), self._stop_signal]
         while True:
             waiter.clear()
-            if self._ending:
+            if self._stopping:
                 return
-            with lock:  # so that a checkpoint never finds a batch in between
-                moved = self._step()
-            if not moved:
+            with lock:  # a checkpoint never sees a batch in neither queue
+                progressed = self._step()
+            if not progressed:
                 started = time.perf_counter()
                 waiter.wait(signals)
-                if self._begun:
-                    self._waited += time.perf_counter() - started
+                if self._has_learned:
+                    self._idle_s += time.perf_counter() - started
 
     def _step(self) -> bool:
-        """One pass over one batch; False if there is none, or no room for what comes of it."""
+        """Make one pass over one batch; return False without a batch or room for its result."""
         if self.outqueue.full():
             return False
         buffer = self._minibatches
@@ -209,97 +199,92 @@ class LearnerThread:
             buffer.put(self.inqueue.get_nowait())
         if not len(buffer):
             return False
-        batch, last = buffer.get()
-        self._begun = True
+        batch, is_last_pass = buffer.get()
+        self._has_learned = True
         started = time.perf_counter()
         try:
-            info = self._learn(batch)
+            updates = self.learner.update(batch)
+            if not self._stopping:
+                self.workers.weight_sync.publish()
         except BaseException as error:
-            if self._ending:
-                return False  # its learners were closed
-            buffer.forget(batch)
-            error.add_note(f"raised by the learner's thread, on a {describe(batch)}")
+            if self._stopping:
+                return False  # the learner's actors were killed
+            buffer.remove(batch)
+            error.add_note(f"raised in the learner thread, on a {describe(batch)}")
             self.outqueue.put_nowait(LearnFailure(batch, error))
             return True
-        seconds = time.perf_counter() - started
-        if last:
-            waited, self._waited = self._waited, 0.0
-            self.outqueue.put_nowait(Learned(batch, info, seconds, waited))
+        learn_s = time.perf_counter() - started
+        if is_last_pass:
+            idle_s, self._idle_s = self._idle_s, 0.0
+            self._total_learn_s += learn_s
+            self._total_idle_s += idle_s
+            self.outqueue.put_nowait(LearnedBatch(batch, updates, learn_s, idle_s))
         return True
 
-    def _learn(self, batch: Batch) -> Info:
-        how = self._passes, self.sgd_minibatch_size
-        if self.learners is None:
-            info = learn(self.workers, batch, self.policies, *how)
-        else:
-            learning = batch_to_learn_from(self.workers.local_worker(), batch, self.policies)
-            info = self.learners.learn(learning, batch.sources, *how)
-        if not self._ending:
-            self.workers.publish()
-        return info
+    # -- inspection ------------------------------------------------------------------------------
 
-    # -- what comes of it, in the plan -----------------------------------------------------------
-
-    def taken(self, result: Learned | LearnFailure) -> tuple[Batch, Info]:
-        """Count what came out of the queue; (batch, info), as TrainOneStep gives it.
-
-        Raises:
-            what was raised by learning; the batch counts as dropped.
-        """
-        metrics = _get_shared_metrics()
-        if isinstance(result, LearnFailure):
-            metrics.counters["num_env_steps_dropped"] += result.batch.env_steps()
-            raise result.error
-        metrics.timers["learn"].push(result.seconds)
-        metrics.timers["learn"].push_units_processed(result.batch.count)
-        metrics.timers["learner_wait"].push(result.waited)
-        if self.learners is not None:
-            metrics.counters["num_learner_restarts"] += self.learners.restarts
-            self.learners.restarts = 0
-        self.learned_s += result.seconds
-        self.waited_s += result.waited
-        note_trained(metrics, result.batch.env_steps(), result.info)
-        return result.batch, result.info
-
-    def extra_stats(self) -> dict[str, Any]:
-        """For `stats()`: batches that wait on either side, and the share of time since the first
-        one in which it had none."""
-        total = self.learned_s + self.waited_s
+    def stats(self) -> dict[str, Any]:
+        """Return the queue sizes, and the share of time without a batch since the first batch."""
+        total = self._total_learn_s + self._total_idle_s
         return {
             "inqueue_size": self.inqueue.qsize(),
             "outqueue_size": self.outqueue.qsize(),
-            "learner_idle": round(self.waited_s / total, 3) if total else 0.0,
+            "learner_idle": round(self._total_idle_s / total, 3) if total else 0.0,
         }
 
-    def held(self) -> list[Batch]:
-        """The batches that are in it: that wait, or that nobody has taken yet."""
+    def batches(self) -> list[Batch]:
+        """Return the batches inside: waiting, in use, or learned from and not read yet."""
         with self.workers.local_worker().lock:
-            waiting = [*self.inqueue.queue, *self._minibatches.held()]
-            return [*waiting, *(one.batch for one in self.outqueue.queue)]
+            waiting = [*self.inqueue.queue, *self._minibatches.batches()]
+            return [*waiting, *(result.batch for result in self.outqueue.queue)]
+
+    # -- state -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The batches that wait and those that nobody has taken yet."""
+        """Return the batches inside; a batch that failed counts as waiting."""
         with self.workers.local_worker().lock:
-            done = [one for one in self.outqueue.queue if isinstance(one, Learned)]
-            failed = [one.batch for one in self.outqueue.queue if isinstance(one, LearnFailure)]
+            results = list(self.outqueue.queue)
+            learned = [result for result in results if isinstance(result, LearnedBatch)]
+            failed = [result.batch for result in results if isinstance(result, LearnFailure)]
             waiting = [*failed, *self.inqueue.queue]
             return {
                 "waiting": [[batch, sources_to_list(batch.sources)] for batch in waiting],
                 "minibatches": self._minibatches.state_dict(),
-                "sources": [sources_to_list(batch.sources) for batch in self._minibatches.held()],
-                "learned": [[*one, sources_to_list(one.batch.sources)] for one in done],
+                "minibatch_sources": [
+                    sources_to_list(batch.sources) for batch in self._minibatches.batches()
+                ],
+                "learned": [
+                    {
+                        "batch": result.batch,
+                        "sources": sources_to_list(result.batch.sources),
+                        "updates": {pid: u.state_dict() for pid, u in result.updates.items()},
+                        "learn_s": result.learn_s,
+                        "idle_s": result.idle_s,
+                    }
+                    for result in learned
+                ],
             }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        # what there is may be more than the queues hold now
         self._minibatches.load_state_dict(state["minibatches"])
-        for batch, sources in zip(self._minibatches.held(), state["sources"], strict=True):
-            with_sources(batch, sources)
-        self.inqueue.queue.extend(with_sources(*one) for one in state["waiting"])
-        for batch, *fields, sources in state["learned"]:
-            self.outqueue.queue.append(Learned(with_sources(batch, sources), *fields))
+        for batch, sources in zip(
+            self._minibatches.batches(), state["minibatch_sources"], strict=True
+        ):
+            batch.sources = sources_from_list(sources)
+        # a saved queue may be longer than the capacity of this one
+        self.inqueue.queue.extend(with_sources(*entry) for entry in state["waiting"])
+        for saved in state["learned"]:
+            batch = with_sources(saved["batch"], saved["sources"])
+            updates = {pid: PolicyUpdate(**update) for pid, update in saved["updates"].items()}
+            result = LearnedBatch(batch, updates, saved["learn_s"], saved["idle_s"])
+            self.outqueue.queue.append(result)
 
     def __repr__(self) -> str:
-        if self.learners is None:
-            return type(self).__name__
-        return f"{type(self).__name__}(num_learners={self.learners.num_learners})"
+        count = getattr(self.learner, "num_learners", None)
+        return "LearnerThread" if count is None else f"LearnerThread(num_learners={count})"
+
+
+def with_sources(batch: Batch, sources: Any) -> Batch:
+    """Return a batch of a saved plan with the sources of its rows."""
+    batch.sources = sources_from_list(sources)
+    return batch

@@ -1,4 +1,4 @@
-"""Minari data sets as rows (https://minari.farama.org; extra minari)."""
+"""Minari datasets as SampleBatches (https://minari.farama.org; extra `minari`)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,17 @@ ROWS_PER_PART = 50_000
 
 
 class MinariDataset:
-    """A data set, read some episodes at a time.
+    """A Minari dataset, read in parts of about `ROWS_PER_PART` rows.
 
     Args:
-        dataset_id: such as "mujoco/halfcheetah/expert-v0"; downloaded if it is not there.
+        dataset_id: e.g. "mujoco/halfcheetah/expert-v0"; downloaded if it is not on this machine.
+
+    Attributes:
+        dataset_id: see above.
+        observation_space, action_space: of the dataset's environment.
 
     Raises:
-        OfflineDataError: the extra is missing; there is no such data set.
+        OfflineDataError: the extra is not installed, or the dataset cannot be loaded.
     """
 
     def __init__(self, dataset_id: str):
@@ -31,64 +35,69 @@ class MinariDataset:
             import minari
         except ImportError as error:
             raise OfflineDataError(
-                f"Minari data sets need the extra minari: pip install 'flowrl[minari]' ({error})"
+                f"Minari datasets need the extra minari: pip install 'flowrl[minari]' ({error})"
             ) from error
         try:
             self._dataset: Any = minari.load_dataset(dataset_id, download=True)
-        except Exception as error:  # of its storage, of the network, of ids
+        except Exception as error:  # storage, network and id errors have no common base class
             raise OfflineDataError(
-                f"minari:{dataset_id}: it cannot be loaded: {error} (it is downloaded if it is not "
-                "on this machine; an id has a version: mujoco/halfcheetah/expert-v0)"
+                f"minari:{dataset_id}: cannot be loaded: {error} (datasets that are not on this "
+                "machine are downloaded; an id includes a version: mujoco/halfcheetah/expert-v0)"
             ) from error
         self.dataset_id = dataset_id
         self.observation_space: spaces.Space = self._dataset.observation_space
         self.action_space: spaces.Space = self._dataset.action_space
 
     def parts(self) -> list[list[int]]:
-        """Numbers of episodes whose rows are read at once."""
-        made: list[list[int]] = []
+        """Return the episode indices of each part."""
+        parts: list[list[int]] = []
         rows = ROWS_PER_PART
-        with self._told():
-            for number in map(int, self._dataset.episode_indices):
+        with self._read_errors():
+            for index in map(int, self._dataset.episode_indices):
                 if rows >= ROWS_PER_PART:
-                    made.append([])
+                    parts.append([])
                     rows = 0
-                made[-1].append(number)
-                (data,) = self._dataset.storage.get_episode_metadata([number])
-                rows += int(data["total_steps"])
-        return made
-
-    @contextmanager
-    def _told(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # of its storage
-            raise OfflineDataError(
-                f"minari:{self.dataset_id}: it cannot be read: {error}"
-            ) from error
+                parts[-1].append(index)
+                (metadata,) = self._dataset.storage.get_episode_metadata([index])
+                rows += int(metadata["total_steps"])
+        return parts
 
     def read(self, part: list[int]) -> SampleBatch:
-        """The rows of these episodes, one after another: `obs`, `new_obs`, `actions` as the
-        environment took them, `rewards`, `terminateds`, `truncateds`, `eps_id`, `t` and
-        `unroll_id`."""
-        with self._told():
-            rows = [self._rows(episode) for episode in self._episodes(part)]
-        return SampleBatch.concat_samples(rows)
+        """Read the rows of episodes, concatenated.
 
-    def _episodes(self, part: list[int]) -> Iterator[Any]:
-        yield from self._dataset.iterate_episodes(part)
+        Args:
+            part: episode indices.
 
-    @staticmethod
-    def _rows(episode: Any) -> SampleBatch:
-        count = len(episode.rewards)
-        return SampleBatch(
-            obs=optree.tree_map(lambda leaf: np.asarray(leaf)[:-1], episode.observations),
-            new_obs=optree.tree_map(lambda leaf: np.asarray(leaf)[1:], episode.observations),
-            actions=optree.tree_map(np.asarray, episode.actions),
-            rewards=np.asarray(episode.rewards, np.float32),
-            terminateds=np.asarray(episode.terminations, bool),
-            truncateds=np.asarray(episode.truncations, bool),
-            eps_id=np.full(count, episode.id),
-            t=np.arange(count),
-            unroll_id=np.full(count, episode.id),
-        )
+        Returns:
+            the columns `obs`, `new_obs`, `actions` (as passed to the environment), `rewards`,
+            `terminateds`, `truncateds`, `eps_id`, `t` and `unroll_id`.
+
+        Raises:
+            OfflineDataError: the dataset cannot be read.
+        """
+        with self._read_errors():
+            episodes = [_to_batch(episode) for episode in self._dataset.iterate_episodes(part)]
+        return SampleBatch.concat_samples(episodes)
+
+    @contextmanager
+    def _read_errors(self) -> Iterator[None]:
+        """Convert errors of the storage into OfflineDataError."""
+        try:
+            yield
+        except Exception as error:
+            raise OfflineDataError(f"minari:{self.dataset_id}: cannot be read: {error}") from error
+
+
+def _to_batch(episode: Any) -> SampleBatch:
+    count = len(episode.rewards)
+    return SampleBatch(
+        obs=optree.tree_map(lambda leaf: np.asarray(leaf)[:-1], episode.observations),
+        new_obs=optree.tree_map(lambda leaf: np.asarray(leaf)[1:], episode.observations),
+        actions=optree.tree_map(np.asarray, episode.actions),
+        rewards=np.asarray(episode.rewards, np.float32),
+        terminateds=np.asarray(episode.terminations, bool),
+        truncateds=np.asarray(episode.truncations, bool),
+        eps_id=np.full(count, episode.id),
+        t=np.arange(count),
+        unroll_id=np.full(count, episode.id),
+    )

@@ -1,12 +1,11 @@
-"""The operators: what can be done to experience, one file per kind. No torch, no Ray."""
+"""Operators: the functions and streams that plans are built from, one file per kind.
+
+Importing them loads neither torch nor Ray.
+"""
 
 from flowrl.data import BatchRef
 from flowrl.iter import _get_shared_metrics
-from flowrl.learners.actors import (
-    MultiGPUTrainOneStep,
-    TrainTFMultiGPU,
-)
-from flowrl.learners.decentralized import TrainOnWorkers
+from flowrl.learners.gradients import Gradients
 from flowrl.learners.thread import LearnerThread, MinibatchBuffer
 from flowrl.ops.aggregation import AggregateBatches
 from flowrl.ops.concurrency import Concurrently, Dequeue, Enqueue
@@ -15,7 +14,6 @@ from flowrl.ops.gradients import (
     AsyncGradients,
     AverageGradients,
     ComputeGradients,
-    Gradients,
 )
 from flowrl.ops.offline import ReadMinari, ReadParquet, WriteParquet
 from flowrl.ops.replay import (
@@ -39,7 +37,13 @@ from flowrl.ops.staleness import (
     StalenessLimit,
     WaitUntilTimestepsElapsed,
 )
-from flowrl.ops.train import TrainOneStep, UpdateTargetNetwork
+from flowrl.ops.train import (
+    MultiGPUTrainOneStep,
+    TrainOneStep,
+    TrainTFMultiGPU,
+    UpdateTargetNetwork,
+)
+from flowrl.ops.train_on_workers import TrainOnWorkers
 from flowrl.ops.training_step import (
     ResultDict,
     TrainingSteps,

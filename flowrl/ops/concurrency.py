@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from flowrl.iter import NOT_READY, LocalIterator, Source, Stage
+from flowrl.iter import NOT_READY, LocalIterator, Source, Stage, _get_shared_metrics
 from flowrl.iter.errors import note_origin, operator_error
 from flowrl.iter.stages.branches import Union
 from flowrl.iter.waiting import Signal, queue_signal
-from flowrl.learners.thread import LearnerThread
+from flowrl.learners.learner import Batch
+from flowrl.learners.thread import LearnedBatch, LearnerThread, LearnFailure
+from flowrl.ops.plan_metrics import Info, record_updates
 
 LIVENESS_S = 1.0  # an idle Dequeue asks its `check` again after so many seconds
 
@@ -93,7 +95,7 @@ class Enqueue:
             RuntimeError: it is a learner's that nothing in the plan has started.
         """
         full = self.queue.full()
-        if full and self._learner is not None and not self._learner.started:
+        if full and self._learner is not None and not self._learner.is_alive():
             raise RuntimeError(
                 "Enqueue: its learner has not been started: Dequeue(learner) in a branch of the "
                 "same plan starts it"
@@ -198,7 +200,7 @@ class DequeueStage(Stage):
             item.add_note("raised in the thread that fills the queue of Dequeue")
             raise item
         if item is not NOT_READY and self.learner is not None:
-            item = self.learner.taken(item)
+            item = _record(self.learner, item)
             self._emitted = item[0].sources
         return item
 
@@ -221,7 +223,7 @@ class DequeueStage(Stage):
 
     def extra_stats(self) -> dict[str, Any]:
         if self.learner is not None:
-            return self.learner.extra_stats()
+            return self.learner.stats()
         return {"queue_size": self.queue.qsize()}
 
     def state_dict(self) -> dict[str, Any]:
@@ -238,3 +240,23 @@ def _checked(given: Any, operator: str) -> queue.Queue[Any]:
     if not isinstance(given, queue.Queue):
         raise ValueError(f"{operator} takes a queue.Queue, got {type(given).__name__}")
     return given
+
+
+def _record(learner: LearnerThread, result: LearnedBatch | LearnFailure) -> tuple[Batch, Info]:
+    """Count a result of a learner and return (batch, info), as TrainOneStep does.
+
+    Raises:
+        Exception: the error that learning raised; the batch counts as dropped.
+    """
+    metrics = _get_shared_metrics()
+    batch = result.batch
+    if isinstance(result, LearnFailure):
+        metrics.counters["num_env_steps_dropped"] += batch.env_steps()
+        raise result.error
+    metrics.timers["learner_wait"].push(result.idle_s)
+    if restarts := learner.learner.take_restarts():
+        metrics.counters["num_learner_restarts"] += restarts
+    steps = batch.env_steps()
+    return batch, record_updates(
+        metrics, learner, result.updates, steps, batch.count, result.learn_s
+    )

@@ -1,110 +1,44 @@
-"""Operators for gradients that are computed in one place and applied in another."""
+"""Operators that compute gradients and apply them elsewhere."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, cast
+from dataclasses import dataclass
+from typing import Literal
 
-import numpy as np
-import optree
-
-from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.iter import LocalIterator, _get_shared_metrics
+from flowrl.learners.gradients import Gradients
+from flowrl.learners.learner import Batch, LocalLearner, check_policy_ids, compute_gradients
+from flowrl.ops.plan_metrics import Info, record_updates
 from flowrl.ops.rollout import CountRollouts, DropStale, check_lag
 from flowrl.ops.staleness import StalenessLimit
-from flowrl.ops.train import (
-    Info,
-    batch_to_learn_from,
-    check_ids,
-    note_trained,
-    policy_lags,
-    told_of,
-)
 from flowrl.ops.weights import contributors
-
-if TYPE_CHECKING:
-    from flowrl.sampling.worker_set import WorkerSet
-
-Batch = SampleBatch | MultiAgentBatch
+from flowrl.sampling.rollout_worker import RolloutWorker
+from flowrl.sampling.worker_set import WorkerSet
 
 
-@dataclass
-class Gradients:
-    """What a batch says of the policies' losses.
-
-    Attributes:
-        by_policy: policy id -> the gradient that the policy's compute_gradients() gave.
-        rows: policy id -> rows that it is a mean over.
-        stats: policy id -> statistics.
-        count: env steps of the batch.
-        sources: fragments that the rows came from.
-        row_stats: policy id -> what is told of rows (see Policy.row_stats).
-        sampled: policy id -> rows of the batch, of those too that do not learn.
-    """
-
-    by_policy: dict[str, Any]
-    rows: dict[str, int]
-    stats: dict[str, dict[str, float]]
-    count: int
-    sources: tuple[Any, ...] = field(default=(), repr=False)
-    row_stats: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)
-    sampled: dict[str, int] = field(default_factory=dict, repr=False)
-
-    def env_steps(self) -> int:
-        """See SampleBatch.env_steps."""
-        return self.count
-
-    def agent_steps(self) -> int:
-        """See SampleBatch.agent_steps."""
-        return sum(self.sampled.values())
-
-    def steps_by_policy(self) -> dict[str, int]:
-        """See SampleBatch.steps_by_policy."""
-        return dict(self.sampled)
-
-    def size_bytes(self) -> int:
-        """Bytes of the gradients' arrays."""
-        leaves: list[Any] = optree.tree_leaves(cast("Any", self.by_policy))
-        return sum(leaf.nbytes for leaf in leaves)
-
-
-def gradients_of(worker: Any, batch: Batch, policies: Collection[str] | None) -> Gradients:
-    """The gradients of a worker's policies on a batch; they stay as they are."""
-    made = Gradients({}, {}, {}, batch.env_steps(), batch.sources, sampled=batch.steps_by_policy())
-    with worker.lock:
-        for policy_id, rows in batch_to_learn_from(worker, batch, policies).items():
-            policy = worker.policy_map[policy_id]
-            made.by_policy[policy_id], made.stats[policy_id] = policy.compute_gradients(rows)
-            made.rows[policy_id] = rows.count
-            if policy.row_stats:
-                made.row_stats[policy_id] = policy.row_stats
-    return made
-
-
-@dataclass(repr=False)
 class ComputeGradients:
-    """for_each, batch -> Gradients: of the local worker's policies, which stay as they are.
+    """for_each, batch -> Gradients: of the local worker's policies, which do not change.
 
     Times `compute_gradients`.
 
     Args:
         workers: the WorkerSet.
-        policies: ids of those; None for all in the batch that are to learn.
+        policies: ids of the policies; None for all policies of the batch that `policies_to_train`
+            allows.
+
+    Raises:
+        TypeError: `policies` is a string.
     """
 
-    workers: WorkerSet
-    policies: Collection[str] | None = None
-
-    def __post_init__(self) -> None:
-        check_ids(self.policies)
+    def __init__(self, workers: WorkerSet, policies: Collection[str] | None = None):
+        self.learner = LocalLearner(workers, policies)
+        self.policies = policies
 
     def __call__(self, batch: Batch) -> Gradients:
-        worker = self.workers.local_worker()
-        for policy in worker.policy_map.values():
-            policy.on_global_var_update(self.workers.global_vars)
         with _get_shared_metrics().timers["compute_gradients"]:
-            return gradients_of(worker, batch, self.policies)
+            return self.learner.compute_gradients(batch)
 
     def __repr__(self) -> str:
         only = "" if self.policies is None else f"policies={sorted(self.policies)}"
@@ -112,40 +46,47 @@ class ComputeGradients:
 
 
 @dataclass(repr=False)
-class GradientsThere:
+class ComputeGradientsOnWorker:
     """for_each on the shards, fragment -> Gradients: of the policies of the worker that sampled
-    it, where that is."""
+    the fragment."""
 
     policies: Collection[str] | None = None
-    worker: Any = None
+    worker: RolloutWorker | None = None
 
-    def bound_to(self, worker: Any) -> GradientsThere:
-        """The same, on this worker."""
-        return GradientsThere(self.policies, worker)
+    def bound_to(self, worker: RolloutWorker) -> ComputeGradientsOnWorker:
+        """Return the operator for one worker."""
+        return ComputeGradientsOnWorker(self.policies, worker)
 
     def __call__(self, batch: Batch) -> Gradients:
-        return gradients_of(self.worker, batch, self.policies)
+        assert self.worker is not None
+        return compute_gradients(self.worker, batch, self.policies)
 
     def __repr__(self) -> str:
-        return "GradientsThere"
+        return "ComputeGradientsOnWorker"
 
 
 class AsyncGradients(LocalIterator[Gradients]):
-    """Gradients without end: each worker samples a fragment and computes the gradient of its loss,
-    with the newest weights that it was given; they come as they are ready.
+    """Gradients that workers compute on their own fragments, in the order of arrival, without end.
 
-    Counts as ParallelRollouts does. Chain ApplyGradients(workers, update_all=False): a worker gets
-    the new weights with its next request, which is sent when the item after its own is pulled.
+    Each worker samples a fragment and computes the gradient of its loss with the newest weights
+    that it has received. Counts as ParallelRollouts does. Chain
+    `ApplyGradients(workers, update_all=False)`: a worker gets the new weights with its next
+    request, which is sent when the item after its own is pulled.
 
     Args:
         workers: the WorkerSet; without remote workers the local one samples.
-        num_async: requests in flight per worker; with more than one, gradients are so many of the
-            worker's own updates older.
-        policies: ids of those; None for all in the fragment that are to learn.
-        max_policy_lag: drop gradients at weights more than so many updates older than the newest;
-            their steps count as `num_env_steps_dropped`, too. None: keep all.
-        stale_policy: "drop" those, or "wait": ask for no more while one could get that old; see
-            StalenessLimit.
+        num_async: requests in flight per worker. With more than one, gradients are that many of
+            the worker's own updates older.
+        policies: ids of the policies; None for all policies of the fragment that
+            `policies_to_train` allows.
+        max_policy_lag: drop gradients of weights that are more than this many updates older than
+            the newest; their env steps also count as `num_env_steps_dropped`. None keeps all.
+        stale_policy: "drop" drops such gradients; "wait" requests no more fragments while one
+            could become that old (see StalenessLimit).
+
+    Raises:
+        TypeError: `policies` is a string.
+        ValueError: options that do not go together.
     """
 
     def __init__(
@@ -157,7 +98,7 @@ class AsyncGradients(LocalIterator[Gradients]):
         max_policy_lag: int | None = None,
         stale_policy: Literal["drop", "wait"] = "drop",
     ):
-        check_ids(policies)
+        check_policy_ids(policies)
         check_lag(max_policy_lag)
         if stale_policy not in ("drop", "wait"):
             raise ValueError(f'stale_policy is "drop" or "wait", got {stale_policy!r}')
@@ -170,11 +111,11 @@ class AsyncGradients(LocalIterator[Gradients]):
         if workers.config.get("output") is not None:
             raise ValueError(
                 "output: AsyncGradients keeps fragments on their workers, so nothing can be "
-                "written: leave it out, or use ParallelRollouts and ComputeGradients"
+                "written: remove `output`, or use ParallelRollouts and ComputeGradients"
             )
-        there = workers.parallel_iterator().for_each(GradientsThere(policies))
+        gradients = workers.parallel_iterator().for_each(ComputeGradientsOnWorker(policies))
         counted = (
-            there.gather_async(num_async=num_async, limit=limit)
+            gradients.gather_async(num_async=num_async, limit=limit)
             .zip_with_source()
             .for_each(CountRollouts(workers))
         )
@@ -185,8 +126,10 @@ class AsyncGradients(LocalIterator[Gradients]):
 
 
 class AverageGradients:
-    """for_each, list of Gradients -> Gradients: their mean, each weighted by its rows, which is the
-    gradient of the mean over all the rows."""
+    """for_each, list of Gradients -> Gradients: their mean, each weighted by its rows.
+
+    This is the gradient of the mean loss over all the rows.
+    """
 
     def __call__(self, items: Sequence[Gradients]) -> Gradients:
         if not isinstance(items, (list, tuple)) or not items:
@@ -194,56 +137,40 @@ class AverageGradients:
                 "AverageGradients takes a list of Gradients, as .batch(n) makes them, got "
                 f"{type(items).__name__}"
             )
-        made = Gradients(
-            {}, {}, {}, sum(one.count for one in items), sum((o.sources for o in items), ())
-        )
-        for one in items:
-            for policy_id, rows in one.sampled.items():
-                made.sampled[policy_id] = made.sampled.get(policy_id, 0) + rows
-        for policy_id in dict.fromkeys(pid for one in items for pid in one.by_policy):
-            own = [one for one in items if policy_id in one.by_policy]
-            total = sum(one.rows[policy_id] for one in own)
-            shares = [one.rows[policy_id] / total for one in own]
-            given: Any = [one.by_policy[policy_id] for one in own]
-            made.by_policy[policy_id] = optree.tree_map(
-                lambda *parts, s=shares: sum(p * w for p, w in zip(parts, s, strict=True)), *given
-            )
-            names = set.intersection(*(set(one.stats[policy_id]) for one in own))
-            made.stats[policy_id] = {
-                name: sum(o.stats[policy_id][name] * w for o, w in zip(own, shares, strict=True))
-                for name in sorted(names)
-            }
-            made.rows[policy_id] = total
-            told = [one.row_stats[policy_id] for one in own if policy_id in one.row_stats]
-            if told:
-                made.row_stats[policy_id] = {
-                    name: np.concatenate([one[name] for one in told]) for name in told[0]
-                }
-        return made
+        return Gradients.mean(items)
 
     def __repr__(self) -> str:
         return "AverageGradients"
 
 
-@dataclass(repr=False)
 class ApplyGradients:
-    """for_each, Gradients -> (Gradients, info): one update of the local worker's policies.
+    """for_each, Gradients -> (Gradients, info): update the local worker's policies once.
 
-    `info` and what is counted are TrainOneStep's. Times `apply_gradients`.
+    `info` and counters are TrainOneStep's. Times `apply_gradients`.
 
     Args:
         workers: the WorkerSet.
-        policies: ids of those to update; None for all that there are gradients of.
-        update_all: every remote worker gets the new weights with its next request; if not, only
-            those whose experience the gradients are of.
+        policies: ids of the policies to update; None for all that have gradients.
+        update_all: send the new weights to every remote worker with its next request; if False,
+            only to the workers whose experience the gradients come from.
+
+    Raises:
+        TypeError: `policies` is a string; when pulled: the item is not Gradients.
+        KeyError (when pulled): a gradient of a policy that does not exist.
+        ValueError (when pulled): `update_all=False`, and the gradients name no worker.
     """
 
-    workers: WorkerSet
-    policies: Collection[str] | None = None
-    update_all: bool = True
+    trains = True  # see ops.report
 
-    def __post_init__(self) -> None:
-        check_ids(self.policies)
+    def __init__(
+        self,
+        workers: WorkerSet,
+        policies: Collection[str] | None = None,
+        update_all: bool = True,
+    ):
+        self.learner = LocalLearner(workers, policies)
+        self.policies = policies
+        self.update_all = update_all
 
     def __call__(self, item: Gradients) -> tuple[Gradients, Info]:
         if not isinstance(item, Gradients):
@@ -252,32 +179,18 @@ class ApplyGradients:
                 "ComputeGradients or AverageGradients"
             )
         metrics = _get_shared_metrics()
-        worker = self.workers.local_worker()
-        unknown = sorted(set(item.by_policy) - set(worker.policy_map))
-        if unknown:
-            raise KeyError(f"no policies {unknown} here: there are {sorted(worker.policy_map)}")
         sampled_by = contributors(item)
         if not (self.update_all or sampled_by):
             raise ValueError(
-                "ApplyGradients(update_all=False): these gradients do not say which workers their "
-                "rows came from (were they drawn from a buffer?): update all"
+                "ApplyGradients(update_all=False): these gradients name no workers (were their "
+                "rows drawn from a buffer?): use update_all=True"
             )
-        info: Info = {}
-        with worker.lock, metrics.timers["apply_gradients"]:
-            for policy_id, gradient in item.by_policy.items():
-                if self.policies is not None and policy_id not in self.policies:
-                    continue
-                policy = worker.policy_map[policy_id]
-                lags = policy_lags(policy_id, policy.version, item.sources)
-                policy.on_global_var_update(self.workers.global_vars)
-                policy.apply_gradients(gradient)
-                info[policy_id] = told_of(item.stats[policy_id], item.rows[policy_id], lags)
-                if policy_id in item.row_stats:
-                    info[policy_id]["rows"] = item.row_stats[policy_id]
+        started = time.perf_counter()
+        updates = self.learner.apply_gradients(item)
+        metrics.timers["apply_gradients"].push(time.perf_counter() - started)
         if not self.update_all:
-            self.workers.update_only(sampled_by)
-        note_trained(metrics, item.count, info)
-        return item, info
+            self.learner.workers.update_only(sampled_by)
+        return item, record_updates(metrics, self, updates, item.count, item.count, None)
 
     def __repr__(self) -> str:
         only = "" if self.policies is None else f"policies={sorted(self.policies)}, "

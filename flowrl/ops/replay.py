@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flowrl.data import BatchRef, MultiAgentBatch, SampleBatch
 from flowrl.iter import NOT_READY, LocalIterator, Source, Stage, _get_shared_metrics
 from flowrl.iter.errors import note_origin, operator_error
 from flowrl.iter.stage import sources_to_list
 from flowrl.iter.waiting import ready_refs
+from flowrl.learners.learner import Batch
+from flowrl.learners.thread import with_sources
 from flowrl.ops.replay_actors import PendingRequest, ReplayActors
-from flowrl.ops.train import Info, trained, with_sources
+from flowrl.ops.train import Trained, check_trained
+from flowrl.replay import MultiAgentReplayBuffer
 from flowrl.seeding import random_stream, restore_stream, stream_state
-
-if TYPE_CHECKING:
-    from flowrl.replay import MultiAgentReplayBuffer
-
-Batch = SampleBatch | MultiAgentBatch
-Trained = tuple[Batch, Info]
 
 
 class StoreToReplayBuffer:
@@ -222,7 +219,7 @@ class UpdateReplayPriorities:
         self.buffer = _one_of(local_buffer, actors, "UpdateReplayPriorities")
 
     def __call__(self, item: Trained) -> Trained:
-        batch, info = trained(item, "UpdateReplayPriorities")
+        batch, info = check_trained(item, "UpdateReplayPriorities")
         for policy_id, told in info.items():
             rows = told.get("rows", {})
             if "td_error" not in rows or "batch_indexes" not in rows:

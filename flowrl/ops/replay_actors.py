@@ -15,7 +15,7 @@ from flowrl.data import BatchRef, MultiAgentBatch, SampleBatch
 from flowrl.iter import Source, _get_shared_metrics
 from flowrl.iter.ray_runtime import leave_ray, node_id, start_ray
 from flowrl.replay import MultiAgentReplayBuffer
-from flowrl.replay.multi_agent import rows_to_learn
+from flowrl.replay.multi_agent import loss_rows
 from flowrl.replay.replay_ratio import ReplayRatio
 from flowrl.seeding import random_stream, restore_stream, stream_state
 
@@ -267,9 +267,9 @@ class ReplayActors:
                 self._died(index, error)
         finally:
             for _ in range(number - len(batches)):
-                self.ratio.take_back(self.batch_rows)
+                self.ratio.note_drawn(-self.batch_rows, batches=-1)
         for batch in batches:
-            self.ratio.correct(rows_to_learn(batch) - self.batch_rows)
+            self.ratio.note_drawn(loss_rows(batch) - self.batch_rows, batches=0)
             batch.sources = (Source(index, origin=ORIGIN),)
             if self._nodes[index] != self._node:
                 _count_bytes(batch.size_bytes())
@@ -309,7 +309,7 @@ class ReplayActors:
         that has died is made again, empty."""
         ratio = copy(self.ratio)
         for _ in range(self._in_flight):
-            ratio.take_back(self.batch_rows)
+            ratio.note_drawn(-self.batch_rows, batches=-1)
         return {
             "shards": [self._state_of(shard) for shard in range(self.num_shards)],
             "ratio": ratio.state_dict(),

@@ -1,49 +1,41 @@
-"""The operator that ends a plan: what happened, as a stream of result dicts."""
+"""StandardMetricsReporting: the operator that ends a plan and yields its results."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from flowrl.data import DEFAULT_POLICY_ID
 from flowrl.iter import LocalIterator, Stage, _get_shared_metrics
+from flowrl.iter.metrics import Timer
 from flowrl.iter.stage import walk
-from flowrl.learners.actors import MultiGPUTrainOneStep
-from flowrl.learners.decentralized import TrainOnWorkersStage
-from flowrl.learners.thread import LearnerThread
-from flowrl.ops.gradients import ApplyGradients
-from flowrl.ops.train import TrainOneStep
-
-if TYPE_CHECKING:
-    from flowrl.sampling.worker_set import WorkerSet
+from flowrl.ops.plan_metrics import Info, PlanMetrics
+from flowrl.sampling.worker_set import WorkerSet
 
 Result = dict[str, Any]
-TRAINING = (TrainOneStep, ApplyGradients, LearnerThread, MultiGPUTrainOneStep, TrainOnWorkersStage)
-"""What policies learn by; each has `policies`, ids or None for all."""
 
 
 class StandardMetricsReporting(LocalIterator[Result]):
-    """One result dict per report, from the last train operator of a plan.
+    """One result dict per report, from the last training operator of a plan.
 
-    A report comes with the first item after both `min_sample_timesteps_per_iteration` env steps
-    and `min_time_s_per_iteration` seconds have gone by since the last one (by default with every
-    item; only with the default does a seeded run repeat its reports exactly).
+    A report follows the first item after both `min_sample_timesteps_per_iteration` env steps and
+    `min_time_s_per_iteration` seconds have passed since the last report. By default every item
+    makes a report; only then does a seeded run repeat its reports exactly.
 
     Args:
         train_op: the stream to report on.
         workers: the WorkerSet.
-        config: read for the two settings above, `metrics_num_episodes_for_smoothing`, and the
-            policies that there are.
-        selected_workers: indices (from 0) of those whose episodes the means are over; None for
-            all. For workers that explore at random to different degrees.
+        config: the algorithm's settings.
+        selected_workers: indices (from 0) of the workers whose episodes are reported; None for all.
+            For workers that explore to different degrees.
 
     Raises:
-        ValueError: an operator of the plan names a policy that there is not; one of
-            `policies_to_train` is trained by no branch, though each says whom it trains.
+        ValueError: an operator names a policy that does not exist; `policies_to_train` names a
+            policy that no operator trains, although every training operator names its policies.
     """
 
     def __init__(
@@ -57,7 +49,7 @@ class StandardMetricsReporting(LocalIterator[Result]):
             config.get("min_sample_timesteps_per_iteration", 0),
             config.get("min_time_s_per_iteration"),
         )
-        check_branches(train_op.stage, config)
+        check_trained_policies(train_op.stage, config)
         window = config.get("metrics_num_episodes_for_smoothing", 100)
         collect = CollectMetrics(workers, window, selected_workers)
         reports = train_op.filter(due).for_each(collect)
@@ -65,38 +57,47 @@ class StandardMetricsReporting(LocalIterator[Result]):
         self.stage.name, self.stage.title = "StandardMetricsReporting", self.name
 
 
-def check_branches(stage: Stage, config: Any) -> None:
-    """Refuse branches without their policy, and policies without their branch."""
-    known = config.get("policies") or (DEFAULT_POLICY_ID,)
-    trained: set[str] = set()
-    all_say = True
+def operators_of(stage: Stage) -> Iterator[tuple[Stage, Any]]:
+    """Yield each stage of a plan with its operator: a learner, a function, or the stage itself."""
     for node in walk(stage):
-        operator: Any = getattr(node, "learner", None) or getattr(node, "fn", node)
-        trains = isinstance(operator, TRAINING)
-        for field in ("policies", "policy_ids"):
-            named = getattr(operator, field, None)
-            if not isinstance(named, Collection) or isinstance(named, str):
+        yield node, getattr(node, "learner", None) or getattr(node, "fn", node)
+
+
+def training_operators(stage: Stage) -> list[Any]:
+    """Return the operators of a plan that train policies.
+
+    Such an operator has the attributes `trains`, which is True, and `policies`, ids or None.
+    """
+    return [op for _, op in operators_of(stage) if getattr(op, "trains", False)]
+
+
+def check_trained_policies(stage: Stage, config: Any) -> None:
+    """Raise ValueError for operators without their policy, and policies without an operator."""
+    known = config.get("policies") or (DEFAULT_POLICY_ID,)
+    for node, operator in operators_of(stage):
+        for attribute in ("policies", "policy_ids"):
+            ids = getattr(operator, attribute, None)
+            if not isinstance(ids, Collection) or isinstance(ids, str):
                 continue
-            unknown = sorted(set(named) - set(known))
+            unknown = sorted(set(ids) - set(known))
             if unknown:
                 raise ValueError(
                     f"{operator!r}, chained at {node.line}: there is no policy {unknown[0]!r}, "
                     f"only {sorted(known)}"
                 )
-            trained |= set(named) if trains else set()
-        if trains and operator.policies is None:
-            all_say = False
-    wanted = config.get("policies_to_train")
-    left = [] if wanted is None or callable(wanted) else sorted(set(wanted) - trained)
-    if all_say and trained and left:
+    operators = training_operators(stage)
+    trained = {policy_id for op in operators for policy_id in op.policies or ()}
+    to_train = config.get("policies_to_train")
+    untrained = [] if to_train is None or callable(to_train) else sorted(set(to_train) - trained)
+    if untrained and trained and all(op.policies is not None for op in operators):
         raise ValueError(
-            f"policies_to_train names {left[0]!r}, but the plan's branches train {sorted(trained)}"
-            " alone: add a branch, or leave it out"
+            f"policies_to_train names {untrained[0]!r}, but the plan only trains "
+            f"{sorted(trained)}: add a branch that trains it, or remove it"
         )
 
 
 class ReportDue:
-    """filter, any item: true when enough env steps and seconds have gone by."""
+    """filter, any item: True if enough env steps and seconds have passed since the last report."""
 
     def __init__(self, min_steps: int, min_seconds: float | None):
         self.min_steps = min_steps
@@ -129,46 +130,55 @@ class CollectMetrics:
 
     The classic names (`episode_reward_mean`, `timesteps_total`, …) and the nested ones
     (`env_runners/episode_return_mean`, `learners/<policy>/…`) hold the same values; `counters` has
-    all that operators count. Episode numbers are over the last `window` episodes, NaN before the
-    first has ended.
+    everything that operators count, and `trainers` the metrics of each training operator. Episode
+    figures are over the last `window` episodes, NaN before the first episode has ended.
+
+    Args:
+        workers: the WorkerSet.
+        window: episodes that means are taken over.
+        selected_workers: see StandardMetricsReporting.
+
+    Raises:
+        ValueError: `selected_workers` names a worker that does not exist.
     """
 
     def __init__(
         self, workers: WorkerSet, window: int = 100, selected_workers: Collection[int] | None = None
     ):
-        there = range(max(workers.num_workers, 1))
-        odd = sorted(set(selected_workers or ()) - set(there))
-        if odd:
-            raise ValueError(f"selected_workers: there is no worker {odd[0]}, only {[*there]}")
+        indices = range(max(workers.num_workers, 1))
+        unknown = sorted(set(selected_workers or ()) - set(indices))
+        if unknown:
+            raise ValueError(
+                f"selected_workers: there is no worker {unknown[0]}, only {[*indices]}"
+            )
         self._selected = selected_workers
         self._workers = workers
         self._window: deque[Sequence[Any]] = deque(maxlen=window)
         self._episodes_total = 0
-        self._last: dict[str, int] = {}
-        self._learner: dict[str, Any] = {}  # policy id -> what its last training told
+        self._last_counters: dict[str, int] = {}
+        self._info: Info = {}  # newest entry of each policy
 
     def __call__(self, item: Any) -> Result:
-        metrics = _get_shared_metrics()
-        counters = metrics.counters
-        new = metrics.info.get("new_episodes")
-        finished = len(new) if new else 0
-        if new:
-            chosen = self._selected
-            self._window.extend(e for worker, e in new if chosen is None or worker in chosen)
-            new.clear()
+        context = _get_shared_metrics()
+        counters, plan = context.counters, PlanMetrics.of(context)
+        selected = self._selected
+        finished = len(plan.new_episodes)
+        self._window.extend(
+            episode
+            for worker, episode in plan.new_episodes
+            if selected is None or worker in selected
+        )
+        plan.new_episodes.clear()
         self._episodes_total += finished
-        health = metrics.info.get("health", {}).values()
-        restarts = sum(one["env_restarts"] for one in health)
-        faulty = sum(one["faulty_episodes"] for one in health)
+        health = plan.worker_health.values()
         steps = counters["num_env_steps_sampled"]
-        since = {name: counters[name] - self._last.get(name, 0) for name in counters}
-        self._last = dict(counters)
-        episodes = self._summary(finished)
-        self._learner |= metrics.info.get("learner", {})
-        learner = self._learner
-        trained = "num_agent_steps_trained/"
-        lags = list(metrics.info.get("policy_lag", ()))
-        metrics.info.get("policy_lag", deque()).clear()
+        since = {name: counters[name] - self._last_counters.get(name, 0) for name in counters}
+        self._last_counters = dict(counters)
+        episodes = self._episode_metrics(finished)
+        self._info |= plan.info
+        info = {policy_id: _without_rows(entry) for policy_id, entry in self._info.items()}
+        lags = [lag for trainer in plan.trainers.values() for lag in trainer.policy_lags]
+        trainers = _trainer_metrics(plan)
         return {
             "timesteps_total": steps,
             "timesteps_this_iter": since.get("num_env_steps_sampled", 0),
@@ -181,13 +191,10 @@ class CollectMetrics:
             "num_agent_steps_trained": counters["num_agent_steps_trained"],
             "num_healthy_workers": self._workers.num_workers - len(self._workers.failed),
             "num_remote_worker_restarts": counters["num_shard_restarts"],
-            "num_env_restarts": restarts,
-            "num_faulty_episodes": faulty,
-            "num_episodes_begun_anew": self._workers.episodes_begun_anew,
-            "info": {
-                **metrics.info.get("told", {}),
-                "learner": {pid: _without_rows(one) for pid, one in learner.items()},
-            },
+            "num_env_restarts": sum(worker.env_restarts for worker in health),
+            "num_faulty_episodes": sum(worker.faulty_episodes for worker in health),
+            "num_episodes_restarted": self._workers.num_episodes_restarted,
+            "info": {**plan.step_results, "learner": info},
             "env_runners": {
                 "episode_return_mean": episodes["episode_reward_mean"],
                 "episode_return_min": episodes["episode_reward_min"],
@@ -197,28 +204,30 @@ class CollectMetrics:
                 "num_episodes_lifetime": self._episodes_total,
                 "agent_episode_returns_mean": episodes["agent_reward_mean"],
                 "module_episode_returns_mean": episodes["policy_reward_mean"],
-                "policy_lag_mean": float(np.mean(lags)) if lags else 0.0,
-                "policy_lag_max": max(lags, default=0),
+                **_lag_metrics(lags),
             },
             "counters": dict(counters),
             "learners": {
-                pid: {
-                    **one["learner_stats"],
-                    "num_agent_steps_trained_lifetime": counters[trained + pid],
+                policy_id: {
+                    **entry["learner_stats"],
+                    "num_agent_steps_trained_lifetime": counters[
+                        f"num_agent_steps_trained/{policy_id}"
+                    ],
                 }
-                for pid, one in learner.items()
+                for policy_id, entry in info.items()
             },
-            "timers": self._timers(),
+            "trainers": trainers,
+            "timers": self._timers(context.timers, plan),
         }
 
-    def _summary(self, finished: int) -> Result:
+    def _episode_metrics(self, finished: int) -> Result:
         returns = np.array([episode[0] for episode in self._window] or [np.nan])
         lengths = np.array([float(episode[1]) for episode in self._window] or [np.nan])
         by_agent: dict[str, list[float]] = {}
         by_policy: dict[str, list[float]] = {}
         custom: dict[str, list[float]] = {}
         histograms: dict[str, list[float]] = {}
-        for _, _, _, agent_returns, metrics, hist_data in map(_whole, self._window):
+        for _, _, _, agent_returns, metrics, hist_data in map(_padded, self._window):
             for agent_id, policy_id, value in agent_returns or ():
                 by_agent.setdefault(agent_id, []).append(value)
                 by_policy.setdefault(policy_id, []).append(value)
@@ -251,44 +260,74 @@ class CollectMetrics:
             "hist_stats": histograms,
         }
 
-    def _timers(self) -> dict[str, float]:
-        metrics = _get_shared_metrics()
-        timers: dict[str, float] = {}
-        for name, timer in metrics.timers.items():
-            timers[f"{name}_time_ms"] = 1000 * timer.mean
+    def _timers(self, timers: dict[str, Timer], plan: PlanMetrics) -> dict[str, float]:
+        """Return mean times [ms] and throughputs [1/s] of operators, and the samplers' times [s].
+
+        The time of updates is `learn_time_ms` with one training operator, else one entry each,
+        `learn_time_ms/<name>`.
+        """
+        named = dict(timers)
+        several = len(plan.trainers) > 1
+        for name, trainer in plan.trainers.items():
+            if trainer.learn.count:
+                named[f"learn/{name}" if several else "learn"] = trainer.learn
+        figures: dict[str, float] = {}
+        for name, timer in named.items():
+            operator, _, trainer_name = name.partition("/")
+            suffix = f"/{trainer_name}" if trainer_name else ""
+            figures[f"{operator}_time_ms{suffix}"] = 1000 * timer.mean
             if timer.has_units_processed():
-                timers[f"{name}_throughput"] = timer.mean_throughput
-        there = max(self._workers.num_workers, 1)  # those that left say nothing any more
-        told = metrics.info.get("sampler", {})
-        per_worker = [own for worker, own in told.items() if worker < there]
-        for name in {name for one in per_worker for name in one}:
-            timers[f"sampler_{name}"] = sum(one.get(name, 0.0) for one in per_worker)
-        return timers
+                figures[f"{operator}_throughput{suffix}"] = timer.mean_throughput
+        workers = max(self._workers.num_workers, 1)  # without workers that left
+        timings = [own for worker, own in plan.sampler_timings.items() if worker < workers]
+        for part in {part for own in timings for part in own}:
+            figures[f"sampler_{part}"] = sum(own.get(part, 0.0) for own in timings)
+        return figures
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "window": [list(episode) for episode in self._window],
             "episodes_total": self._episodes_total,
-            "last": self._last,
-            "learner": {pid: _without_rows(one) for pid, one in self._learner.items()},
+            "last_counters": self._last_counters,
+            "info": {pid: _without_rows(entry) for pid, entry in self._info.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._window.extend(state["window"])
         self._episodes_total = state["episodes_total"]
-        self._last = dict(state["last"])
-        self._learner = dict(state["learner"])
+        self._last_counters = dict(state["last_counters"])
+        self._info = dict(state["info"])
 
     def __repr__(self) -> str:
         return f"CollectMetrics(window={self._window.maxlen})"
 
 
-def _without_rows(told: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in told.items() if name != "rows"}
+def _trainer_metrics(plan: PlanMetrics) -> dict[str, Any]:
+    """Return the metrics of each training operator, and clear their lags."""
+    metrics: dict[str, Any] = {}
+    for name, trainer in plan.trainers.items():
+        metrics[name] = {
+            "num_env_steps_trained": trainer.num_env_steps_trained,
+            **_lag_metrics(trainer.policy_lags),
+            "learners": {pid: entry["learner_stats"] for pid, entry in trainer.info.items()},
+        }
+        trainer.policy_lags.clear()
+    return metrics
 
 
-def _whole(episode: Sequence[Any]) -> Sequence[Any]:
-    """The fields of an EpisodeMetrics, which may have lost its empty ones."""
+def _lag_metrics(lags: Collection[int]) -> dict[str, float]:
+    return {
+        "policy_lag_mean": float(np.mean(list(lags))) if lags else 0.0,
+        "policy_lag_max": max(lags, default=0),
+    }
+
+
+def _without_rows(entry: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in entry.items() if name != "rows"}
+
+
+def _padded(episode: Sequence[Any]) -> Sequence[Any]:
+    """The fields of an EpisodeMetrics; one that was sent may lack its empty last ones."""
     return [*episode, None, None, None][:6]
 
 

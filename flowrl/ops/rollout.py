@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -13,14 +12,11 @@ from flowrl.data import BatchRef, MultiAgentBatch, SampleBatch
 from flowrl.iter import LocalIterator, Source, _get_shared_metrics
 from flowrl.ops.aggregation import leave_in_store
 from flowrl.ops.offline import WriteParquet
+from flowrl.ops.plan_metrics import PlanMetrics, WorkerHealth
 from flowrl.ops.staleness import StalenessLimit
-
-if TYPE_CHECKING:
-    from flowrl.sampling.worker_set import WorkerSet
+from flowrl.sampling.worker_set import WorkerSet
 
 Batch = SampleBatch | MultiAgentBatch
-
-EPISODES_KEPT = 10_000  # of the finished episodes that no report has taken yet
 
 
 class ParallelRollouts(LocalIterator[Any]):
@@ -131,20 +127,19 @@ class CountRollouts:
             metrics.counters["num_agent_steps_sampled"] += rows
             metrics.counters[f"num_agent_steps_sampled/{policy_id}"] += rows
         self._workers.global_vars["timestep"] = metrics.counters["num_env_steps_sampled"]
-        episodes = metrics.info.setdefault("new_episodes", deque(maxlen=EPISODES_KEPT))
+        plan = PlanMetrics.of(metrics)
         worker = self._workers.local_worker()
         for source in sources:
             ended = source.tags.get("episodes", ())
-            episodes.extend((source.worker, episode) for episode in ended)
-            metrics.info.setdefault("sampler", {})[source.worker] = source.tags.get("timings", {})
+            plan.new_episodes.extend((source.worker, episode) for episode in ended)
+            plan.sampler_timings[source.worker] = source.tags.get("timings", {})
             for fresh in source.tags.get("filters", ()):
                 with worker.lock:
                     for policy_id, seen in fresh.items():
                         worker.policy_map[policy_id].absorb_filters(seen)
-            health = ("faulty_episodes", "env_restarts")
-            metrics.info.setdefault("health", {})[source.worker, source.incarnation] = {
-                name: source.tags.get(name, 0) for name in health
-            }
+            plan.worker_health[source.worker, source.incarnation] = WorkerHealth(
+                source.tags.get("env_restarts", 0), source.tags.get("faulty_episodes", 0)
+            )
         return batch
 
     def _count_transfers(self, sources: tuple[Source, ...], items: list[Any]) -> None:
@@ -152,7 +147,7 @@ class CountRollouts:
         for source, item in zip(sources, items, strict=False):
             node, index = source.tags.get("node"), source.worker
             self._workers.nodes[index] = node
-            counted = self._workers.counted
+            counted = self._workers.env_steps_by_worker
             counted[index] = counted.get(index, 0) + source.tags.get("env_steps", 0)
             if node != self._workers.node and hasattr(item, "size_bytes"):
                 counters = _get_shared_metrics().counters

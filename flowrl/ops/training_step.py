@@ -1,53 +1,63 @@
-"""What `Algorithm.training_step` is made of: sampling, learning, and the plan that calls it."""
+"""The parts of `Algorithm.training_step`: sampling, learning, and the plan that calls it."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Collection
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.iter import NOT_READY, LocalIterator, Stage, _get_shared_metrics
 from flowrl.iter.errors import note_origin, operator_error
+from flowrl.iter.metrics import metrics_scope
 from flowrl.iter.waiting import Waiter
+from flowrl.ops.plan_metrics import PlanMetrics
 from flowrl.ops.rollout import ParallelRollouts
-from flowrl.ops.train import learn_from
-
-if TYPE_CHECKING:
-    from flowrl.sampling.worker_set import WorkerSet
-    from flowrl.trainer.algorithm import Algorithm
+from flowrl.ops.train import TrainOneStep
+from flowrl.sampling.worker_set import WorkerSet
 
 ResultDict = dict[str, Any]
-"""What a training step gives: policy id -> {"learner_stats": …, "num_agent_steps_trained": n}, and
-whatever else it has to tell."""
+"""What a training step returns: policy id -> {"learner_stats": …, "num_agent_steps_trained": n},
+and any other entries, which are reported in `info`."""
+
+
+class SteppedAlgorithm(Protocol):
+    """What these functions need of an Algorithm."""
+
+    workers: WorkerSet
+
+    @property
+    def plan(self) -> LocalIterator[Any]: ...
+
+    def training_step(self) -> ResultDict: ...
 
 
 class TrainingSteps(LocalIterator[ResultDict]):
-    """What `algorithm.training_step()` gives, one call after another, without end.
+    """The results of `algorithm.training_step()`, called again for each item.
 
     Args:
         algorithm: its rounds of rollouts are part of the plan: counted, shown and saved with it.
     """
 
-    def __init__(self, algorithm: Algorithm):
+    def __init__(self, algorithm: SteppedAlgorithm):
         rollouts = ParallelRollouts(algorithm.workers, mode="bulk_sync")
         super().__init__(TrainingStep(algorithm, rollouts.stage), "training_step")
 
 
 class TrainingStep(Stage):
-    """The stage of TrainingSteps, over the rollouts that `synchronous_parallel_sample` takes."""
+    """The stage of TrainingSteps; `synchronous_parallel_sample` pulls its rollouts."""
 
     name = "training_step"
 
-    def __init__(self, algorithm: Algorithm, rollouts: Stage):
+    def __init__(self, algorithm: SteppedAlgorithm, rollouts: Stage):
         super().__init__(rollouts)
-        self.title = f"{type(algorithm).__name__}.training_step"
         self._algorithm = algorithm
+        self.title = f"{type(algorithm).__name__}.training_step"
         self._waiter = Waiter()
 
-    def round_of(self, workers: WorkerSet) -> Any:
-        """A round of rollouts; None where these are not the plan's workers."""
+    def sample_round(self, workers: WorkerSet) -> Any:
+        """Return a round of rollouts; None if `workers` are not the plan's."""
         if workers is not self._algorithm.workers:
             return None
         while True:
@@ -58,31 +68,37 @@ class TrainingStep(Stage):
             self._waiter.wait(self.parents[0].waits())
 
     def pull(self, block: bool) -> Any:
-        token = _running.set(self)
+        token = _running_step.set(self)
         try:
-            told = self._algorithm.training_step()
-            if not isinstance(told, dict):
+            results = self._algorithm.training_step()
+            if not isinstance(results, dict):
                 raise TypeError(
                     f"{type(self._algorithm).__name__}.training_step() must return a dict of "
-                    f"results, it returned a {type(told).__name__}"
+                    f"results, it returned a {type(results).__name__}"
                 )
         except BaseException as error:
             note_origin(error, self, None)
             raise operator_error(error) from error.__cause__
         finally:
-            _running.reset(token)
-        metrics = _get_shared_metrics()
-        learned = metrics.info.get("learner", {})
-        metrics.info["told"] = {name: value for name, value in told.items() if name not in learned}
+            _running_step.reset(token)
+        plan = PlanMetrics.of(_get_shared_metrics())
+        plan.step_results = {
+            name: value for name, value in results.items() if name not in plan.info
+        }
         self.items += 1
-        return told
+        return results
 
     def can_wait(self) -> bool:
         return False
 
 
-_running: ContextVar[TrainingStep | None] = ContextVar("running", default=None)
-_standalone: weakref.WeakKeyDictionary[Any, LocalIterator[Any]] = weakref.WeakKeyDictionary()
+_running_step: ContextVar[TrainingStep | None] = ContextVar("running_step", default=None)
+_standalone_rollouts: weakref.WeakKeyDictionary[Any, LocalIterator[Any]] = (
+    weakref.WeakKeyDictionary()
+)
+_train_operators: weakref.WeakKeyDictionary[Any, dict[Any, TrainOneStep]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def synchronous_parallel_sample(
@@ -92,66 +108,76 @@ def synchronous_parallel_sample(
     max_agent_steps: int | None = None,
     concat: bool = True,
 ) -> Any:
-    """Rounds of one fragment from every worker, with the newest weights, until there are enough.
+    """Sample one fragment from every worker, with the newest weights, until a limit is reached.
+
+    If both limits are None, sample one round.
 
     Args:
         worker_set: without remote workers the local one samples.
-        max_env_steps: stop when there are so many env steps; the last round is kept whole. None,
-            with the next one too: one round.
-        max_agent_steps: the same for rows of agents.
-        concat: join the rounds into one MultiAgentBatch; else a list of them, one for each round.
+        max_env_steps: stop after at least this many env steps; the last round is kept whole.
+        max_agent_steps: the same in agent steps.
+        concat: concatenate the rounds into one MultiAgentBatch; else return a list with a
+            MultiAgentBatch per round.
 
     Raises:
-        ValueError: both limits are given, or one below 1.
+        ValueError: both limits are given, or one is below 1.
     """
     if max_env_steps is not None and max_agent_steps is not None:
-        raise ValueError("synchronous_parallel_sample takes max_env_steps or max_agent_steps")
+        raise ValueError(
+            "synchronous_parallel_sample takes max_env_steps or max_agent_steps, not both"
+        )
     limit = max_agent_steps if max_env_steps is None else max_env_steps
     if limit is not None and limit < 1:
-        raise ValueError(f"synchronous_parallel_sample: at least 1 step is needed, got {limit}")
+        raise ValueError(f"synchronous_parallel_sample: the limit must be at least 1, got {limit}")
     rounds: list[MultiAgentBatch] = []
     steps = 0
     while not rounds or (limit is not None and steps < limit):
-        batch = _round(worker_set)
+        batch = _sample_round(worker_set)
         steps += batch.env_steps() if max_agent_steps is None else batch.agent_steps()
         rounds.append(batch.as_multi_agent())
     return SampleBatch.concat_samples(rounds).as_multi_agent() if concat else rounds
 
 
-def _round(workers: WorkerSet) -> Any:
-    running = _running.get()
-    batch = None if running is None else running.round_of(workers)
+def _sample_round(workers: WorkerSet) -> Any:
+    step = _running_step.get()
+    batch = None if step is None else step.sample_round(workers)
     if batch is not None:
         return batch
-    if workers not in _standalone:
-        _standalone[workers] = ParallelRollouts(workers, mode="bulk_sync")
-    return next(_standalone[workers])
+    if workers not in _standalone_rollouts:
+        _standalone_rollouts[workers] = ParallelRollouts(workers, mode="bulk_sync")
+    return next(_standalone_rollouts[workers])
 
 
 def train_one_step(
-    algorithm: Algorithm,
+    algorithm: SteppedAlgorithm,
     train_batch: SampleBatch | MultiAgentBatch,
     policies_to_train: Collection[str] | None = None,
 ) -> ResultDict:
-    """Let the local worker's policies learn from a batch, as their settings `num_sgd_iter` and
-    `sgd_minibatch_size` say.
+    """Update the local worker's policies from a batch.
+
+    Each policy's settings `num_sgd_iter` and `sgd_minibatch_size` apply.
 
     Args:
-        algorithm: whose `workers` they are of.
-        train_batch: a policy's rows, or those of several.
-        policies_to_train: ids; None: all that are to learn (the setting of that name).
+        algorithm: the algorithm whose policies learn.
+        train_batch: rows of one policy or of several.
+        policies_to_train: ids; None for all policies that the setting of that name allows.
 
     Returns:
-        policy id -> {"learner_stats": {name: mean of the last pass}, "num_agent_steps_trained":
+        policy id -> {"learner_stats": {name: mean over the last pass}, "num_agent_steps_trained":
         rows}.
 
     Raises:
-        KeyError: a policy is named, or there are rows of one, that there is not.
+        KeyError: `policies_to_train` or the batch names a policy that does not exist.
     """
-    called_by_plan = _running.get() is not None
-    metrics = _get_shared_metrics() if called_by_plan else algorithm.plan.metrics
-    return learn_from(algorithm.workers, train_batch, metrics, policies_to_train)
+    operators = _train_operators.setdefault(algorithm, {})
+    key = None if policies_to_train is None else tuple(policies_to_train)
+    if key not in operators:
+        operators[key] = TrainOneStep(algorithm.workers, policies_to_train)
+    if _running_step.get() is not None:
+        return operators[key](train_batch)[1]
+    with metrics_scope(algorithm.plan.metrics):
+        return operators[key](train_batch)[1]
 
 
 multi_gpu_train_one_step = train_one_step
-"""`train_one_step`: policies learn on the device that they are on."""
+"""Another name of `train_one_step`: policies learn on the device that they are on."""

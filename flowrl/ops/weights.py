@@ -6,13 +6,11 @@ at most one update pending. Without one of these every worker gets each version.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flowrl.iter import _get_shared_metrics
 from flowrl.ops.replay_actors import ORIGIN as REPLAYED
-
-if TYPE_CHECKING:
-    from flowrl.sampling.worker_set import WorkerSet
+from flowrl.sampling.worker_set import WorkerSet
 
 
 class BroadcastUpdateLearnerWeights:

@@ -1,6 +1,6 @@
-"""The learner: policies, models, distributions, returns, filters, schedules.
+"""Policies: acting, models, action distributions, exploration, returns, filters, schedules.
 
-Importing a policy by name from here loads torch only where it is needed.
+Names that need torch are imported on first access.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""build_torch_policy: a policy class from functions."""
+"""build_torch_policy: create a policy class from functions."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from pydantic import create_model
 from flowrl.data import SampleBatch
 from flowrl.policies.config import ExplorationConfig, PolicyConfig
 from flowrl.policies.exploration import Exploration
-from flowrl.policies.torch_policy import TensorBatch, TorchPolicy
+from flowrl.policies.models.tensor_batch import TensorBatch
+from flowrl.policies.torch_policy import TorchPolicy
 from flowrl.settings import ConfigError
+
+_ACTING_HOOKS = {"action_sampler_fn", "action_distribution_fn"}
 
 
 def build_torch_policy(
@@ -41,55 +44,59 @@ def build_torch_policy(
     apply_gradients_fn: Callable[..., None] | None = None,
     mixins: Sequence[type] = (),
 ) -> type[BuiltTorchPolicy]:
-    """A TorchPolicy class from functions.
+    """Create a TorchPolicy class from functions.
 
-    The class can be pickled by its name if it is bound to that name in its module, and
-    `with_updates(…)` gives one with some of the functions replaced.
+    The class can be pickled by reference if its module binds it to its name. Its method
+    `with_updates` creates a class with some functions replaced.
 
     Args:
-        name: of the class.
-        loss_fn: (policy, model, dist_class, train_batch) -> the loss, or one for each optimizer.
-        get_default_config: () -> default settings; names that no policy has are its own ones.
+        name: name of the class.
+        loss_fn: (policy, model, dist_class, train_batch) -> the loss, or a list with one loss per
+            optimizer.
+        get_default_config: () -> default settings. Names that PolicyConfig does not have become
+            settings of this class.
         stats_fn: (policy, train_batch) -> statistics of an update.
         postprocess_fn: (policy, sample_batch, other_agent_batches, episode) -> the batch to train
             on; see Policy.postprocess_trajectory.
-        extra_action_out_fn: (policy, input_dict, state_batches, model, action_dist) -> columns to
-            be recorded with the actions.
+        extra_action_out_fn: (policy, input_dict, state_batches, model, action_dist) -> further
+            columns to record with the actions.
         extra_grad_process_fn: (policy, optimizer, loss) -> statistics; called for each optimizer
             before gradients are clipped, when the parameters have their `grad`.
-        extra_learn_fetches_fn: (policy) -> more statistics.
+        extra_learn_fetches_fn: (policy) -> further statistics.
         optimizer_fn: (policy, config) -> an optimizer of `policy.model.parameters()`, or several.
-        validate_spaces, before_init, before_loss_init, after_init: (policy, observation_space,
-            action_space, config); called before anything is there but `policy.config`; after that;
-            when the model is there, before the optimizer; at the end.
+        validate_spaces: (policy, observation_space, action_space, config); called first, when the
+            policy has only its `config`.
+        before_init: same arguments; called after `validate_spaces`.
+        before_loss_init: same arguments; called when the policy has its model, but no optimizer.
+        after_init: same arguments; called at the end.
         action_sampler_fn: (policy, model, input_dict, state_batches, *, explore, timestep) ->
             (actions, logp, dist_inputs or None, states).
         action_distribution_fn: (policy, model, input_dict, *, state_batches, explore, timestep) ->
             (dist_inputs, dist_class, states).
         make_model: (policy, observation_space, action_space, config) -> the model.
-        make_model_and_action_dist: the same -> (model, dist_class).
+        make_model_and_action_dist: same arguments -> (model, dist_class).
         compute_gradients_fn: (policy, batch) -> (gradients, statistics).
         apply_gradients_fn: (policy, gradients) -> None.
-        mixins: more base classes. Their `__init__` is not called; a hook may.
+        mixins: further base classes. Their `__init__` is not called; a hook may call it.
 
     Raises:
-        ConfigError: a hook is not a function; there is neither a loss_fn nor a
-            compute_gradients_fn.
+        ConfigError: a hook is not a function, or both loss_fn and compute_gradients_fn are
+            missing.
     """
     hooks = {k: v for k, v in locals().items() if k not in ("name", "mixins") and v is not None}
     return _build(name, hooks, tuple(mixins), sys._getframe(1).f_globals.get("__name__", __name__))
 
 
 def build_tf_policy(name: str = "", *args: Any, **kwargs: Any) -> NoReturn:
-    """There is no TensorFlow in flowrl.
+    """Raise an error: flowrl does not support TensorFlow.
 
     Raises:
-        ConfigError: always, saying what to use instead.
+        ConfigError: always; the message names the alternatives.
     """
     raise ConfigError(
-        f"build_tf_policy({name!r}): flowrl is torch only: write the loss with torch and use "
-        "build_torch_policy(name=…, loss_fn=…), which takes the same hooks; or subclass Policy, "
-        "which asks for no framework"
+        f"build_tf_policy({name!r}): flowrl is torch only. Write the loss with torch and use "
+        "build_torch_policy(name=…, loss_fn=…), which has the same hooks, or subclass Policy, "
+        "which does not depend on a framework"
     )
 
 
@@ -101,20 +108,22 @@ def _build(
     base: type[BuiltTorchPolicy] | None = None,
 ) -> type[BuiltTorchPolicy]:
     base = BuiltTorchPolicy if base is None else base
-    for hook, own in hooks.items():
-        if not callable(own):
-            raise ConfigError(f"build_torch_policy({name!r}): {hook} is a function, got {own!r}")
+    for hook, fn in hooks.items():
+        if not callable(fn):
+            raise ConfigError(
+                f"build_torch_policy({name!r}): {hook} must be a function, got {fn!r}"
+            )
     if "loss_fn" not in hooks and "compute_gradients_fn" not in hooks:
-        raise ConfigError(f"build_torch_policy({name!r}): a loss_fn is needed")
+        raise ConfigError(f"build_torch_policy({name!r}): a loss_fn is required")
     members: dict[str, Any] = {
         "__module__": module,
-        "__init__": base.__init__,  # not a mixin's
+        "__init__": base.__init__,  # not that of a mixin
         "__doc__": inspect.getdoc(hooks.get("loss_fn")),
         "hooks": hooks,
         "mixins": mixins,
         "base": base,
     }
-    new = {name for name, own in hooks.items() if base.hooks.get(name) is not own}
+    new = {hook for hook, fn in hooks.items() if base.hooks.get(hook) is not fn}
     if "get_default_config" in new:
         members["config_class"] = _config_class(name, hooks["get_default_config"](), module)
     if "postprocess_fn" in new:
@@ -123,25 +132,26 @@ def _build(
 
 
 def _config_class(name: str, default: Any, module: str) -> type[PolicyConfig]:
-    """A record of the default settings; what no policy knows is a setting of its own."""
+    """Return a config class with these defaults. Unknown names become additional fields."""
     if not isinstance(default, (Mapping, PolicyConfig)):
         raise ConfigError(
-            f"build_torch_policy({name!r}): get_default_config gives a mapping, got {default!r}"
+            f"build_torch_policy({name!r}): get_default_config must return a mapping, got "
+            f"{default!r}"
         )
     base = type(default) if isinstance(default, PolicyConfig) else PolicyConfig
     known = base.model_fields
     values = dict(default.items())
-    checked = base(**{k: v for k, v in values.items() if k in known})
+    validated = base(**{k: v for k, v in values.items() if k in known})
     fields: dict[str, Any] = {}
     for key, value in values.items():
         if not isinstance(key, str) or key.startswith("_") or hasattr(base, key):
             raise ConfigError(f"build_torch_policy({name!r}): {key!r} cannot be a setting's name")
-        kind: Any = Any
+        annotation: Any = Any
         if key in known:
-            kind, value = known[key].annotation, checked[key]
-            for limit in known[key].metadata:
-                kind = Annotated[kind, limit]
-        fields[key] = (kind, value)
+            annotation, value = known[key].annotation, validated[key]
+            for constraint in known[key].metadata:
+                annotation = Annotated[annotation, constraint]
+        fields[key] = (annotation, value)
     return create_model(f"{name}Config", __base__=base, __module__=module, **fields)
 
 
@@ -151,19 +161,19 @@ def _postprocess(
     other_agent_batches: dict[Any, Any] | None = None,
     episode: Any = None,
 ) -> SampleBatch:
-    made: SampleBatch = self.hooks["postprocess_fn"](
+    batch: SampleBatch = self.hooks["postprocess_fn"](
         self, sample_batch, other_agent_batches, episode
     )
-    return made
+    return batch
 
 
 class BuiltTorchPolicy(TorchPolicy):
-    """What `build_torch_policy` makes subclasses of.
+    """Base class of the classes that `build_torch_policy` creates.
 
     Attributes:
-        hooks: the functions, by name.
-        mixins: the other base classes.
-        base: the class under the functions: this one, or one with methods of its own.
+        hooks: the functions by name.
+        mixins: the further base classes.
+        base: the class to which the functions are added: this one, or a handwritten subclass.
     """
 
     hooks: ClassVar[dict[str, Any]] = {}
@@ -171,10 +181,10 @@ class BuiltTorchPolicy(TorchPolicy):
     base: ClassVar[Any] = None
 
     def __init__(self, observation_space: Any, action_space: Any, config: Any = None):
-        given = self.config = self.settings_of({} if config is None else config)
+        settings = self.config = self.settings_of({} if config is None else config)
         for hook in ("validate_spaces", "before_init"):
             self._call_init_hook(hook, observation_space, action_space)
-        TorchPolicy.__init__(self, observation_space, action_space, given)
+        TorchPolicy.__init__(self, observation_space, action_space, settings)
         self._call_init_hook("after_init", observation_space, action_space)
 
     def _call_init_hook(self, hook: str, observation_space: Any, action_space: Any) -> None:
@@ -183,22 +193,31 @@ class BuiltTorchPolicy(TorchPolicy):
 
     @classmethod
     def with_updates(cls, **overrides: Any) -> type[BuiltTorchPolicy]:
-        """A class of the same functions but for these; of a subclass that was written, a subclass.
+        """Create a class with some hooks replaced.
+
+        Called on a handwritten subclass, it creates a subclass of that, so that its methods are
+        kept.
+
+        Args:
+            overrides: arguments of `build_torch_policy`; None removes a hook.
 
         Raises:
-            TypeError: there is no such hook, or one of a subclass' base shall be none.
+            TypeError: an unknown hook, or None for a hook of the base class.
         """
         known = inspect.signature(build_torch_policy).parameters
         unknown = [hook for hook in overrides if hook not in known]
         if unknown:
             raise TypeError(f"with_updates(): no hook {unknown[0]!r}, only {', '.join(known)}")
         name = overrides.pop("name", cls.__name__)
-        written = "hooks" not in vars(cls)  # a subclass with methods of its own
-        mixins = tuple(overrides.pop("mixins", () if written else cls.mixins))
-        base = cls if written else cls.base
-        gone = [k for k, v in overrides.items() if v is None and k in base.hooks]
-        if gone:
-            raise TypeError(f"with_updates(): {gone[0]} is {base.__name__}'s: override its method")
+        is_handwritten = "hooks" not in vars(cls)
+        mixins = tuple(overrides.pop("mixins", () if is_handwritten else cls.mixins))
+        base = cls if is_handwritten else cls.base
+        removed = [k for k, v in overrides.items() if v is None and k in base.hooks]
+        if removed:
+            raise TypeError(
+                f"with_updates(): {removed[0]} is {base.__name__}'s and cannot be removed: "
+                "override the method instead"
+            )
         hooks = {k: v for k, v in {**cls.hooks, **overrides}.items() if v is not None}
         module = sys._getframe(1).f_globals.get("__name__", __name__)
         return _build(name, hooks, mixins, module, base)
@@ -206,16 +225,18 @@ class BuiltTorchPolicy(TorchPolicy):
     # -- parts -------------------------------------------------------------------------------------
 
     def make_model(self) -> torch.nn.Module:
-        given = self.observation_space, self.action_space, self.config
+        args = self.observation_space, self.action_space, self.config
         if "make_model_and_action_dist" in self.hooks:
-            made = self.hooks["make_model_and_action_dist"](self, *given)
-            model, self.dist_class = _parts("make_model_and_action_dist", made, "model, dist_class")
+            hook = "make_model_and_action_dist"
+            model, self.dist_class = _unpack(
+                hook, self.hooks[hook](self, *args), "model, dist_class"
+            )
         elif "make_model" in self.hooks:
-            model = self.hooks["make_model"](self, *given)
+            model = self.hooks["make_model"](self, *args)
         else:
             return super().make_model()
         if not isinstance(model, torch.nn.Module):
-            raise ConfigError(f"make_model: a torch.nn.Module is needed, got {model!r}")
+            raise ConfigError(f"make_model: must return a torch.nn.Module, got {model!r}")
         return model
 
     def make_optimizer(self) -> Any:
@@ -227,10 +248,10 @@ class BuiltTorchPolicy(TorchPolicy):
     # -- acting ------------------------------------------------------------------------------------
 
     def make_exploration(self) -> Exploration:
-        acting = {"action_sampler_fn", "action_distribution_fn"} & set(self.hooks)
-        if acting and self.config.exploration_config != ExplorationConfig():
+        hooks = _ACTING_HOOKS & set(self.hooks)
+        if hooks and self.config.exploration_config != ExplorationConfig():
             raise ConfigError(
-                f"exploration_config: {type(self).__name__} explores by its {acting.pop()}"
+                f"exploration_config: {type(self).__name__} explores with its {hooks.pop()}"
             )
         return super().make_exploration()
 
@@ -239,26 +260,34 @@ class BuiltTorchPolicy(TorchPolicy):
     ) -> np.ndarray:
         if "action_sampler_fn" in self.hooks:
             raise ConfigError(
-                f"{type(self).__name__} acts by its action_sampler_fn, which has no log-likelihoods"
+                f"{type(self).__name__} acts with its action_sampler_fn, which has no "
+                "log-likelihoods"
             )
         if "action_distribution_fn" not in self.hooks:
             return super().compute_log_likelihoods(actions, obs_batch, input_dict)
-        outputs, kind, _ = self._distribution(input_dict or {"obs": obs_batch}, explore=False)
+        inputs = input_dict or {"obs": obs_batch}
+        outputs, dist_class, _ = self._call_distribution_fn(inputs, explore=False)
         with torch.inference_mode():
-            logp: np.ndarray = kind(outputs, self.model).logp(torch.as_tensor(actions)).numpy()
+            dist = dist_class(outputs, self.model)
+            logp: np.ndarray = dist.logp(torch.as_tensor(actions)).numpy()
         return logp
 
     def export(self, path: Any, format: str | None = None) -> Any:
-        acting = {"action_sampler_fn", "action_distribution_fn"} & set(self.hooks)
-        if acting:
-            raise ConfigError(f"export: {type(self).__name__} acts by its {acting.pop()}")
+        hooks = _ACTING_HOOKS & set(self.hooks)
+        if hooks:
+            raise ConfigError(
+                f"export: {type(self).__name__} acts with its {hooks.pop()}, which cannot be "
+                "exported"
+            )
         return super().export(path, format)
 
-    def _distribution(self, input_dict: dict[str, Any], explore: bool) -> tuple[Any, Any, Any]:
+    def _call_distribution_fn(
+        self, input_dict: dict[str, Any], explore: bool
+    ) -> tuple[Any, Any, Any]:
         tensors, state = self.model.as_tensors(input_dict)
         self.model.eval()
         with torch.inference_mode():
-            made = self.hooks["action_distribution_fn"](
+            result = self.hooks["action_distribution_fn"](
                 self,
                 self.model,
                 tensors,
@@ -266,39 +295,38 @@ class BuiltTorchPolicy(TorchPolicy):
                 explore=explore,
                 timestep=self.timestep,
             )
-        outputs, kind, states = _parts(
-            "action_distribution_fn", made, "dist_inputs, dist_class, states"
+        outputs, dist_class, states = _unpack(
+            "action_distribution_fn", result, "dist_inputs, dist_class, states"
         )
-        return outputs, kind, states
+        return outputs, dist_class, states
 
     def _act(self, input_dict: dict[str, Any], explore: bool) -> Any:
-        sampler = self.hooks.get("action_sampler_fn")
-        distribution = self.hooks.get("action_distribution_fn")
-        if sampler is None and distribution is None:
+        sampler_fn = self.hooks.get("action_sampler_fn")
+        if sampler_fn is None and "action_distribution_fn" not in self.hooks:
             return super()._act(input_dict, explore)
         extra: dict[str, np.ndarray] = {}
-        if sampler is not None:
+        if sampler_fn is not None:
             tensors, state = self.model.as_tensors(input_dict)
             self.model.eval()
             with torch.inference_mode(), torch.random.fork_rng():
                 torch.manual_seed(int(self.rng.integers(2**63)))
-                made = sampler(
+                result = sampler_fn(
                     self, self.model, tensors, state, explore=explore, timestep=self.timestep
                 )
-            actions, logp, outputs, state = _parts(
-                "action_sampler_fn", made, "actions, logp, dist_inputs, states"
+            actions, logp, outputs, state = _unpack(
+                "action_sampler_fn", result, "actions, logp, dist_inputs, states"
             )
-            actions, dist = _array(actions), None
+            actions, dist = _to_numpy(actions), None
         else:
-            outputs, kind, state = self._distribution(input_dict, explore)
-            actions, logp = kind.act(_array(outputs), self.rng, explore)
-            dist = kind(outputs, self.model)
+            outputs, dist_class, state = self._call_distribution_fn(input_dict, explore)
+            actions, logp = dist_class.act(_to_numpy(outputs), self.rng, explore)
+            dist = dist_class(outputs, self.model)
         if logp is not None:
-            extra["action_logp"] = _array(logp)
+            extra["action_logp"] = _to_numpy(logp)
         if outputs is not None:
-            extra["action_dist_inputs"] = _array(outputs)
-        states = [_array(part) for part in state]
-        extra |= self._extra_of(input_dict, states, dist)
+            extra["action_dist_inputs"] = _to_numpy(outputs)
+        states = [_to_numpy(part) for part in state]
+        extra |= self._call_extra_action_out_fn(input_dict, states, dist)
         return actions, states, extra
 
     def extra_action_out(
@@ -307,19 +335,19 @@ class BuiltTorchPolicy(TorchPolicy):
         if "extra_action_out_fn" not in self.hooks:
             return {}
         dist = self.dist_class(torch.from_numpy(np.array(outputs)), self.model)
-        return self._extra_of(input_dict, states, dist)
+        return self._call_extra_action_out_fn(input_dict, states, dist)
 
-    def _extra_of(
+    def _call_extra_action_out_fn(
         self, input_dict: dict[str, Any], states: list[np.ndarray], dist: Any
     ) -> dict[str, np.ndarray]:
-        own = self.hooks.get("extra_action_out_fn")
-        if own is None:
+        fn = self.hooks.get("extra_action_out_fn")
+        if fn is None:
             return {}
         with torch.inference_mode():
-            made = own(self, input_dict, states, self.model, dist)
-        if not isinstance(made, Mapping):
-            raise ConfigError(f"extra_action_out_fn gives a dict of columns, it gave {made!r}")
-        return {name: _array(value) for name, value in made.items()}
+            columns = fn(self, input_dict, states, self.model, dist)
+        if not isinstance(columns, Mapping):
+            raise ConfigError(f"extra_action_out_fn must return a dict of columns, got {columns!r}")
+        return {name: _to_numpy(value) for name, value in columns.items()}
 
     # -- learning ----------------------------------------------------------------------------------
 
@@ -327,28 +355,28 @@ class BuiltTorchPolicy(TorchPolicy):
         if "loss_fn" not in self.hooks:
             return super().loss(batch)
         loss = self.hooks["loss_fn"](self, self.model, self.dist_class, batch)
-        self._latest = loss, batch
+        self._last_loss = loss, batch
         return loss
 
     def extra_grad_process(self) -> dict[str, torch.Tensor]:
-        losses, batch = self._latest
-        told: dict[str, float] = {}
+        losses, batch = self._last_loss
+        stats: dict[str, float] = {}
         if "extra_grad_process_fn" in self.hooks:
             losses = [losses] if isinstance(losses, torch.Tensor) else losses
             for optimizer, loss in zip(self.optimizers, losses, strict=True):
-                own = self.hooks["extra_grad_process_fn"](self, optimizer, loss)
-                told |= _numbers("extra_grad_process_fn", own or {})
-        for hook, given in (("stats_fn", (self, batch)), ("extra_learn_fetches_fn", (self,))):
+                result = self.hooks["extra_grad_process_fn"](self, optimizer, loss)
+                stats |= _to_stats("extra_grad_process_fn", result or {})
+        for hook, args in (("stats_fn", (self, batch)), ("extra_learn_fetches_fn", (self,))):
             if hook in self.hooks:
-                told |= _numbers(hook, self.hooks[hook](*given))
-        return {name: torch.as_tensor(value) for name, value in told.items()}
+                stats |= _to_stats(hook, self.hooks[hook](*args))
+        return {name: torch.as_tensor(value) for name, value in stats.items()}
 
     def compute_gradients(self, batch: SampleBatch) -> tuple[Any, dict[str, float]]:
         if "compute_gradients_fn" not in self.hooks:
             return super().compute_gradients(batch)
-        made = self.hooks["compute_gradients_fn"](self, self.prepared(batch))
-        gradients, stats = _parts("compute_gradients_fn", made, "gradients, statistics")
-        return gradients, _numbers("compute_gradients_fn", stats)
+        result = self.hooks["compute_gradients_fn"](self, self.learner.prepare_batch(batch))
+        gradients, stats = _unpack("compute_gradients_fn", result, "gradients, statistics")
+        return gradients, _to_stats("compute_gradients_fn", stats)
 
     def apply_gradients(self, gradients: Any) -> None:
         if "apply_gradients_fn" not in self.hooks:
@@ -360,31 +388,32 @@ class BuiltTorchPolicy(TorchPolicy):
     def learn_on_batch(self, batch: SampleBatch) -> dict[str, float]:
         if not {"compute_gradients_fn", "apply_gradients_fn"} & set(self.hooks):
             return super().learn_on_batch(batch)
-        return self._unless_odd(batch, self._learn_by_hooks)
+        return self.learner.skip_nonfinite(self._learn_with_hooks, batch)
 
-    def _learn_by_hooks(self, batch: SampleBatch) -> dict[str, float]:
+    def _learn_with_hooks(self, batch: SampleBatch) -> dict[str, float]:
         gradients, stats = self.compute_gradients(batch)
         self.apply_gradients(gradients)
         return stats
 
 
-def _parts(hook: str, made: Any, names: str) -> Any:
-    """A tuple that a hook gave."""
-    if not isinstance(made, (tuple, list)) or len(made) != len(names.split(", ")):
-        raise ConfigError(f"{hook} gives ({names}), it gave {made!r}")
-    return made
+def _unpack(hook: str, result: Any, names: str) -> Any:
+    """Return a hook's result if it is a tuple of as many values as there are names."""
+    if not isinstance(result, (tuple, list)) or len(result) != len(names.split(", ")):
+        raise ConfigError(f"{hook} must return ({names}), got {result!r}")
+    return result
 
 
-def _numbers(hook: str, made: Any) -> dict[str, float]:
+def _to_stats(hook: str, result: Any) -> dict[str, float]:
     try:
-        return {name: float(value) for name, value in made.items()}
+        return {name: float(value) for name, value in result.items()}
     except (AttributeError, TypeError, ValueError) as error:
-        raise ConfigError(f"{hook} gives a dict of numbers, it gave {made!r}") from error
+        raise ConfigError(f"{hook} must return a dict of numbers, got {result!r}") from error
 
 
-def _array(value: Any) -> Any:
+def _to_numpy(value: Any) -> Any:
+    """Convert tensors in dicts and tuples to arrays."""
     if isinstance(value, dict):
-        return {key: _array(part) for key, part in value.items()}
+        return {key: _to_numpy(part) for key, part in value.items()}
     if isinstance(value, tuple):
-        return tuple(map(_array, value))
+        return tuple(map(_to_numpy, value))
     return value.cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)

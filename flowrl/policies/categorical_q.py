@@ -1,4 +1,4 @@
-"""Atoms: values of actions as distributions (Bellemare et al. 2017, arXiv 1707.06887)."""
+"""CategoricalQ: return distributions on fixed atoms (Bellemare et al. 2017, arXiv 1707.06887)."""
 
 from __future__ import annotations
 
@@ -12,136 +12,115 @@ from flowrl.policies.q_values import QValues, TDLoss
 
 
 class CategoricalQ(QValues):
-    """Returns have one of `num_atoms` values, evenly spaced; a network says how likely each is, and
-    learns it by its cross-entropy.
+    """Distributions of returns over `num_atoms` evenly spaced values, one for each action.
 
-    Its outputs are `num_atoms` logits for each action, and as many for the state where it is
-    dueling (Wang et al. 2016, equation 9, for each atom). An error is the Kullback-Leibler
-    divergence from what it should say, in nats.
+    The network's outputs are `num_atoms` logits per action, and as many for the state in a dueling
+    network (Wang et al. 2016, equation 9, for each atom). The loss is the cross-entropy to the
+    target distribution; an error is the Kullback-Leibler divergence from it [nats].
 
     Args:
         num_actions: of a Discrete space.
-        num_atoms: from 2.
-        v_min, v_max: the first and the last value.
-        dueling: whether there are logits of the state.
+        num_atoms: at least 2.
+        v_min, v_max: the first and the last atom.
+        dueling: whether the network is dueling.
 
     Attributes:
-        support: the values [num_atoms], float32.
+        support: the atoms [num_atoms], float32.
     """
 
     def __init__(self, num_actions: int, num_atoms: int, v_min: float, v_max: float, dueling: bool):
         super().__init__(num_actions, dueling)
         self.num_atoms = self.outputs_per_action = num_atoms
         self.num_outputs = (num_actions + dueling) * num_atoms
-        self.has_state = False  # it is among the outputs
+        self.uses_state_value = False  # its logits are among the outputs
         self.support = np.linspace(v_min, v_max, num_atoms, dtype=np.float32)
 
     def logits(self, outputs: Any) -> Any:
-        """Of each action's atoms [B, actions, atoms], from outputs [B, num_outputs]: arrays or
-        tensors."""
-        split = self.num_actions * self.num_atoms
-        own = outputs[:, :split].reshape(-1, self.num_actions, self.num_atoms)
-        if not self.dueling:
-            return own
-        allowed = own > FORBIDDEN
-        mean = (own * allowed).sum(1) / allowed.sum(1).clip(1)  # none may be, where nothing follows
-        return own + (outputs[:, split:] - mean)[:, None]
+        """Return the logits of each action's atoms, [B, actions, atoms].
 
-    def ranks(self, outputs: np.ndarray) -> np.ndarray:
-        """The mean return [B, actions]; far below all others of actions that are forbidden."""
+        Args:
+            outputs: [B, num_outputs], an array or a tensor.
+        """
+        split = self.num_actions * self.num_atoms
+        of_actions = outputs[:, :split].reshape(-1, self.num_actions, self.num_atoms)
+        if not self.dueling:
+            return of_actions
+        allowed = of_actions > FORBIDDEN
+        # all actions may be forbidden at a terminal state
+        mean = (of_actions * allowed).sum(1) / allowed.sum(1).clip(1)
+        return of_actions + (outputs[:, split:] - mean)[:, None]
+
+    def greedy_scores(self, outputs: np.ndarray) -> np.ndarray:
+        """Return the mean returns [B, actions]; forbidden actions score far below all others."""
         logits = self.logits(outputs)
-        values: np.ndarray = _softmax(logits) @ self.support
+        values: np.ndarray = softmax(logits) @ self.support
         return np.where(logits[..., 0] > FORBIDDEN, values, 10 * FORBIDDEN)
 
-    def ranks_of_tensors(self, outputs: torch.Tensor) -> torch.Tensor:
-        """`ranks` of tensors."""
+    def greedy_scores_of_tensors(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Return `greedy_scores` of tensors."""
         logits = self.logits(outputs)
         values: torch.Tensor = logits.softmax(-1) @ torch.from_numpy(self.support)
         return torch.where(logits[..., 0] > FORBIDDEN, values, 10 * FORBIDDEN)
 
-    def goals(
+    def td_targets(
         self,
         outputs: np.ndarray,
-        state: np.ndarray | None,
-        best: np.ndarray,
+        state_values: np.ndarray | None,
+        best_actions: np.ndarray,
         rewards: np.ndarray,
         discounts: np.ndarray,
     ) -> np.ndarray:
-        """How likely the atoms of actions should be, [B, atoms]."""
-        chances = _softmax(self.logits(outputs)[np.arange(len(best)), best])
-        return self.projected(chances, rewards, discounts)
+        """Return the target distributions of the actions, [B, atoms]."""
+        probs = softmax(self.logits(outputs)[np.arange(len(best_actions)), best_actions])
+        return self.project(probs, rewards, discounts)
 
-    def judged(
+    def td_loss(
         self,
         outputs: torch.Tensor,
-        state: torch.Tensor | None,
+        state_values: torch.Tensor | None,
         actions: torch.Tensor,
-        goals: np.ndarray,
+        targets: np.ndarray,
     ) -> TDLoss:
+        """Return the cross-entropy of the actions' distributions to the targets."""
         index = actions[:, None, None].expand(-1, 1, self.num_atoms)
         logp = self.logits(outputs).gather(1, index)[:, 0].log_softmax(1)
-        losses = -(torch.from_numpy(goals).to(logp.device) * logp).sum(1)
-        chances = logp.detach().exp().cpu().numpy()
-        return self._judged(losses, losses.detach().cpu().numpy(), chances, goals)
+        losses = -(torch.from_numpy(targets).to(logp.device) * logp).sum(1)
+        probs = logp.detach().exp().cpu().numpy()
+        return self.make_td_loss(losses, losses.detach().cpu().numpy(), probs, targets)
 
-    def judged_by_hand(
-        self, outputs: np.ndarray, state: np.ndarray | None, actions: np.ndarray, goals: np.ndarray
+    def make_td_loss(
+        self, losses: Any, cross_entropies: np.ndarray, probs: np.ndarray, targets: np.ndarray
     ) -> TDLoss:
-        logits = self.logits(outputs)[np.arange(len(actions)), actions]
-        logits -= logits.max(1, keepdims=True)
-        logp = logits - np.log(np.exp(logits).sum(1, keepdims=True))
-        losses, chances = -(goals * logp).sum(1), np.exp(logp)
-        return self._judged(losses, losses, chances, goals, chances - goals)
+        """Return the TDLoss of predicted distributions `probs` [B, atoms]."""
+        entropies = -(targets * np.log(np.maximum(targets, 1e-12))).sum(1)
+        errors = np.maximum(cross_entropies - entropies, 0.0)  # rounding may make them negative
+        return TDLoss(losses, probs @ self.support, errors)
 
-    def _judged(
-        self,
-        losses: Any,
-        numbers: np.ndarray,
-        chances: np.ndarray,
-        goals: np.ndarray,
-        slopes: np.ndarray | None = None,
-    ) -> TDLoss:
-        entropy = -(goals * np.log(np.maximum(goals, 1e-12))).sum(1)
-        errors = np.maximum(numbers - entropy, 0.0)  # 0 but for rounding where they are alike
-        return TDLoss(losses, chances @ self.support, errors, slopes)
+    def project(self, probs: np.ndarray, rewards: np.ndarray, discounts: np.ndarray) -> np.ndarray:
+        """Project the distribution of r + d z back onto the atoms, [B, atoms].
 
-    def projected(
-        self, chances: np.ndarray, rewards: np.ndarray, discounts: np.ndarray
-    ) -> np.ndarray:
-        """The distribution of r + d z, on the atoms again [B, atoms]: what falls between two of
-        them is theirs in proportion (Bellemare et al. 2017, algorithm 1).
+        Probability between two atoms is split between them in proportion (Bellemare et al. 2017,
+        algorithm 1).
 
         Args:
-            chances: of the atoms z that follow, [B, atoms].
-            rewards, discounts: [B]; a discount of 0 where nothing follows.
+            probs: of the next state's atoms z, [B, atoms].
+            rewards, discounts: [B]; a discount is 0 at a terminal state.
         """
         first, last = self.support[0], self.support[-1]
         moved = rewards[:, None] + discounts[:, None] * self.support
-        places = (moved.clip(first, last) - first) / (last - first) * (self.num_atoms - 1)
-        # rounding may put a place behind the last atom
-        below = np.minimum(places.astype(np.int64), self.num_atoms - 2)
-        upper = np.minimum(places - below, 1.0)
+        positions = (moved.clip(first, last) - first) / (last - first) * (self.num_atoms - 1)
+        # rounding may move a position behind the last atom
+        below = np.minimum(positions.astype(np.int64), self.num_atoms - 2)
+        upper = np.minimum(positions - below, 1.0)
         rows = np.arange(len(rewards))[:, None]
-        made = np.zeros(chances.shape, np.float64)
-        np.add.at(made, (rows, below), chances * (1.0 - upper))
-        np.add.at(made, (rows, below + 1), chances * upper)
-        return made.astype(np.float32)
-
-    def gradient(
-        self, slopes: np.ndarray, actions: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray | None]:
-        rows = len(actions)
-        made = np.zeros((rows, self.num_outputs), np.float32)
-        own = made[:, : self.num_actions * self.num_atoms]
-        own = own.reshape(rows, self.num_actions, self.num_atoms)  # a view
-        own[np.arange(rows), actions] = slopes
-        if self.dueling:
-            own -= (slopes / self.num_actions)[:, None]
-            made[:, own[0].size :] = slopes
-        return made, None
+        projected = np.zeros(probs.shape, np.float64)
+        np.add.at(projected, (rows, below), probs * (1.0 - upper))
+        np.add.at(projected, (rows, below + 1), probs * upper)
+        return projected.astype(np.float32)
 
 
-def _softmax(logits: np.ndarray) -> np.ndarray:
-    made: np.ndarray = np.exp(logits - logits.max(-1, keepdims=True))
-    made /= made.sum(-1, keepdims=True)
-    return made
+def softmax(logits: np.ndarray) -> np.ndarray:
+    """Return probabilities over the last axis."""
+    probs: np.ndarray = np.exp(logits - logits.max(-1, keepdims=True))
+    probs /= probs.sum(-1, keepdims=True)
+    return probs

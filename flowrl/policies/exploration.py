@@ -1,8 +1,8 @@
-"""Exploration: how actions are taken from a distribution's inputs while sampling."""
+"""Exploration: choose actions from distribution inputs while sampling."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 from gymnasium import spaces
@@ -12,26 +12,33 @@ from flowrl.policies.distributions import Product
 from flowrl.policies.schedules import value_at
 from flowrl.settings import ConfigError
 
-if TYPE_CHECKING:
-    from flowrl.policies.policy import Policy
+FORBIDDEN = -1e8  # logits and values below this belong to masked actions
 
-FORBIDDEN = -1e8  # logits below are of actions that an action mask forbids
+
+class ExploringPolicy(Protocol):
+    """The part of a policy that exploration reads."""
+
+    rng: np.random.Generator
+    timestep: int
+    worker_index: int
+    num_workers: int
 
 
 class Exploration:
-    """Actions and log-probabilities of a policy, explored as the settings say.
+    """Choose actions according to an ExplorationConfig.
+
+    The state of an Ornstein-Uhlenbeck process belongs to a row of a call, and continues across
+    episodes.
 
     Args:
         config: the settings.
-        action_space: of one agent.
+        action_space: action space of one agent.
         dist_class: the policy's distribution class.
-        stretched: whether actions within bounds are in [-1, 1] for the policy.
-
-    An Ornstein-Uhlenbeck drift belongs to a row of a call, and goes on over episodes.
+        normalize_actions: the policy's actions in [-1, 1] are scaled to the bounds of the space.
 
     Raises:
-        ConfigError: noise for actions that are not continuous; a share of random actions where they
-            are not Discrete or MultiDiscrete.
+        ConfigError: noise for actions that are not continuous, or epsilon-greedy exploration for
+            actions that are not Discrete or MultiDiscrete.
     """
 
     def __init__(
@@ -39,46 +46,48 @@ class Exploration:
         config: ExplorationConfig,
         action_space: spaces.Space,
         dist_class: Any,
-        stretched: bool,
+        normalize_actions: bool,
     ):
         self.config = config
         self._space = action_space
         self._dist_class = dist_class
-        self._stretched = stretched
-        self._bounded = stretched and isinstance(action_space, spaces.Box)
+        self._normalize_actions = normalize_actions
+        self._clips_noise = normalize_actions and isinstance(action_space, spaces.Box)
         if isinstance(action_space, spaces.Box):
             finite = np.isfinite(action_space.low).all() and np.isfinite(action_space.high).all()
-            self._bounded = self._bounded and bool(finite)
-        self._drifts: dict[str, np.ndarray] = {}  # by the number of rows
-        self._known_at: tuple[int, int, int] | None = None
-        self._share: float | None = None  # of random actions, then
-        # what most policies do, found out once
-        self._draws = config.type == "StochasticSampling" and not config.random_timesteps
+            self._clips_noise = self._clips_noise and bool(finite)
+        self._ou_noise: dict[str, np.ndarray] = {}  # by the number of rows
+        # fraction of random actions, and the timestep, worker_index and num_workers it is for
+        self._random_fraction: float | None = None
+        self._random_fraction_at: tuple[int, int, int] | None = None
+        self._samples_only = config.type == "StochasticSampling" and not config.random_timesteps
+        self._is_greedy = config.type in ("EpsilonGreedy", "PerWorkerEpsilonGreedy")
         continuous = isinstance(action_space, spaces.Box)
         if config.type in ("GaussianNoise", "OrnsteinUhlenbeckNoise") and not continuous:
             raise ConfigError(
                 f"exploration_config: {config.type} is for Box actions, not {action_space}"
             )
-        greedy = config.type in ("EpsilonGreedy", "PerWorkerEpsilonGreedy")
-        if greedy and not isinstance(action_space, (spaces.Discrete, spaces.MultiDiscrete)):
+        discrete = isinstance(action_space, (spaces.Discrete, spaces.MultiDiscrete))
+        if self._is_greedy and not discrete:
             raise ConfigError(
-                f"exploration_config: {config.type} is for Discrete and MultiDiscrete actions, not "
-                f"{action_space}"
+                f"exploration_config: {config.type} is for Discrete and MultiDiscrete actions, "
+                f"not {action_space}"
             )
 
-    def act(self, inputs: np.ndarray, policy: Policy, explore: bool) -> tuple[Any, Any]:
-        """Actions [B, …] and log-probabilities [B].
-
-        The latter are of what was drawn: exact for StochasticSampling, Random and shares of random
-        actions; those of the best action where noise is added to it.
+    def act(self, inputs: np.ndarray, policy: ExploringPolicy, explore: bool) -> tuple[Any, Any]:
+        """Choose actions from distribution inputs.
 
         Args:
-            inputs: of the distribution, [B, k].
-            policy: whose random stream is drawn from, and which says the env steps sampled so far
-                and the worker.
-            explore: False takes the best action.
+            inputs: distribution inputs [B, num_inputs].
+            policy: provides the random generator, the timestep and the worker's index.
+            explore: False returns the best actions.
+
+        Returns:
+            Actions [B, …] and their log-probabilities [B]. The latter are exact for
+            StochasticSampling, Random and epsilon-greedy exploration; with noise they are those of
+            the best action.
         """
-        if self._draws or not explore:
+        if self._samples_only or not explore:
             return self._dist_class.act(inputs, policy.rng, explore)
         kind, rng, timestep = self.config.type, policy.rng, policy.timestep
         if kind == "Random" or timestep < self.config.random_timesteps:
@@ -86,101 +95,110 @@ class Exploration:
         if kind == "StochasticSampling":
             return self._dist_class.act(inputs, rng, True)
         actions, logp = self._dist_class.act(inputs, rng, False)
-        if kind in ("EpsilonGreedy", "PerWorkerEpsilonGreedy"):
-            return self._mostly(actions, inputs, rng, self.epsilon(policy))
-        return self._noisy(actions, rng, value_at(self.config.scale, timestep)), logp
+        if self._is_greedy:
+            return self._epsilon_greedy(actions, inputs, rng, self.epsilon(policy))
+        return self._add_noise(actions, rng, value_at(self.config.scale, timestep)), logp
 
-    def act_on_values(self, values: np.ndarray, policy: Policy, explore: bool) -> np.ndarray:
-        """Numbers [B] of actions by their values [B, n]: the best ones but for a share of random
-        ones. Of other kinds of exploration values are the logits.
+    def act_on_values(
+        self, values: np.ndarray, policy: ExploringPolicy, explore: bool
+    ) -> np.ndarray:
+        """Choose Discrete actions by their values: the best ones, except for a random fraction.
+
+        Exploration types without a random fraction use the values as logits.
 
         Args:
-            values: below -1e8 those of actions that are forbidden.
+            values: Q-values [B, n]; those of masked actions are below -1e8.
+            policy, explore: see `act`.
+
+        Returns:
+            Actions, int64 [B].
         """
         actions: np.ndarray = values.argmax(1)
         if not explore:
             return actions
-        if self._known_at != (policy.timestep, policy.worker_index, policy.num_workers):
-            self._known_at = policy.timestep, policy.worker_index, policy.num_workers
-            self._share = self._share_of_random(policy)
-        if self._share is None:
+        if self._random_fraction_at != (policy.timestep, policy.worker_index, policy.num_workers):
+            self._random_fraction_at = policy.timestep, policy.worker_index, policy.num_workers
+            self._random_fraction = self._compute_random_fraction(policy)
+        if self._random_fraction is None:
             return self.act(values, policy, explore)[0]
-        chosen = policy.rng.random(len(values)) < self._share
-        if chosen.any():
-            # the largest of random numbers, one for each action that is allowed
+        is_random = policy.rng.random(len(values)) < self._random_fraction
+        if is_random.any():
+            # a uniform choice: the largest of random numbers, one per allowed action
             draws = policy.rng.random(values.shape)
-            actions = np.where(chosen, np.where(values < FORBIDDEN, -1, draws).argmax(1), actions)
+            random = np.where(values < FORBIDDEN, -1, draws).argmax(1)
+            actions = np.where(is_random, random, actions)
         return actions
 
-    def _share_of_random(self, policy: Policy) -> float | None:
-        """Of the actions, now; None where actions are drawn from a distribution."""
-        kind = self.config.type
-        if kind == "Random" or policy.timestep < self.config.random_timesteps:
+    def _compute_random_fraction(self, policy: ExploringPolicy) -> float | None:
+        """Return the fraction of random actions; None if actions are sampled or noisy."""
+        if self.config.type == "Random" or policy.timestep < self.config.random_timesteps:
             return 1.0
-        greedy = kind in ("EpsilonGreedy", "PerWorkerEpsilonGreedy")
-        return self.epsilon(policy) if greedy else None
+        return self.epsilon(policy) if self._is_greedy else None
 
-    def get_state(self) -> dict[str, np.ndarray]:
-        """The drifts."""
-        return {rows: drift.copy() for rows, drift in self._drifts.items()}
+    def epsilon(self, policy: ExploringPolicy) -> float:
+        """Return the fraction of random actions of epsilon-greedy exploration.
 
-    def set_state(self, state: dict[str, np.ndarray]) -> None:
-        """Take over what `get_state` gave."""
-        self._drifts = {rows: np.array(drift) for rows, drift in state.items()}
-
-    def epsilon(self, policy: Policy) -> float:
-        """The share of random actions."""
+        PerWorkerEpsilonGreedy follows Horgan et al. 2018, section 4.
+        """
         config = self.config
         if config.type == "EpsilonGreedy":
             return min(1.0, value_at(config.epsilon, policy.timestep))
         if policy.num_workers and not policy.worker_index:
-            return 0.0  # the local worker of others that sample
-        first, others = max(policy.worker_index - 1, 0), max(policy.num_workers - 1, 1)
-        return float(config.epsilon_base ** (1 + first / others * config.epsilon_exponent))
+            return 0.0  # the local worker, if remote workers sample
+        index, last = max(policy.worker_index - 1, 0), max(policy.num_workers - 1, 1)
+        return float(config.epsilon_base ** (1 + index / last * config.epsilon_exponent))
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Return the state of the Ornstein-Uhlenbeck processes."""
+        return {rows: noise.copy() for rows, noise in self._ou_noise.items()}
+
+    def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
+        """Restore a state from `state_dict`."""
+        self._ou_noise = {rows: np.array(noise) for rows, noise in state.items()}
 
     def _random(self, inputs: np.ndarray, rng: np.random.Generator) -> tuple[Any, Any]:
-        """Uniform actions, of those that are allowed."""
+        """Return uniform actions, without masked ones, and their log-probabilities."""
         return self._uniform(self._space, self._dist_class, inputs, rng)
 
     def _uniform(
         self, space: Any, dist_class: Any, inputs: np.ndarray, rng: np.random.Generator
     ) -> tuple[Any, Any]:
         if issubclass(dist_class, Product):
-            return dist_class.act_apart(
-                inputs, lambda part, own: self._uniform(part.space, part, own, rng)
+            return dist_class.act_by_component(
+                inputs, lambda component, part: self._uniform(component.space, component, part, rng)
             )
         if not isinstance(space, spaces.Box):
-            level = np.where(inputs < FORBIDDEN, inputs, np.float32(0))
-            return dist_class.act(level, rng, True)
+            uniform_logits = np.where(inputs < FORBIDDEN, inputs, np.float32(0))
+            return dist_class.act(uniform_logits, rng, True)
         shape, count = (len(inputs), *space.shape), len(inputs)
         if not (np.isfinite(space.low).all() and np.isfinite(space.high).all()):
             actions = rng.standard_normal(shape)
             logp = -0.5 * (actions**2 + np.log(2 * np.pi)).reshape(count, -1).sum(1)
             return actions.astype(np.float32), logp.astype(np.float32)
-        low: Any = -1.0 if self._stretched else space.low
-        high: Any = 1.0 if self._stretched else space.high
-        volume = np.broadcast_to(np.subtract(high, low), space.shape)
-        logp = np.full(count, -np.log(volume.astype(np.float64)).sum(), np.float32)
+        low: Any = -1.0 if self._normalize_actions else space.low
+        high: Any = 1.0 if self._normalize_actions else space.high
+        widths = np.broadcast_to(np.subtract(high, low), space.shape)
+        logp = np.full(count, -np.log(widths.astype(np.float64)).sum(), np.float32)
         return rng.uniform(low, high, shape).astype(np.float32), logp
 
-    def _mostly(
+    def _epsilon_greedy(
         self, best: np.ndarray, inputs: np.ndarray, rng: np.random.Generator, epsilon: float
     ) -> tuple[np.ndarray, np.ndarray]:
         random, random_logp = self._random(inputs, rng)
-        chosen = rng.random(len(best)) < epsilon
-        chosen = chosen.reshape(-1, *([1] * (best.ndim - 1)))
-        actions = np.where(chosen, random, best)
+        is_random = rng.random(len(best)) < epsilon
+        is_random = is_random.reshape(-1, *([1] * (best.ndim - 1)))
+        actions = np.where(is_random, random, best)
         is_best = (actions == best).reshape(len(best), -1).all(1)
-        chance = epsilon * np.exp(random_logp) + (1 - epsilon) * is_best
-        return actions, np.log(np.maximum(chance, 1e-30)).astype(np.float32)
+        probs = epsilon * np.exp(random_logp) + (1 - epsilon) * is_best
+        return actions, np.log(np.maximum(probs, 1e-30)).astype(np.float32)
 
-    def _noisy(self, actions: np.ndarray, rng: np.random.Generator, scale: float) -> np.ndarray:
+    def _add_noise(self, actions: np.ndarray, rng: np.random.Generator, scale: float) -> np.ndarray:
         noise = rng.standard_normal(actions.shape) * scale
         if self.config.type == "OrnsteinUhlenbeckNoise":
-            drift = self._drifts.get(str(len(actions)), np.zeros(actions.shape))
-            noise = drift + noise - self.config.ou_theta * drift
-            self._drifts[str(len(actions))] = noise
+            previous = self._ou_noise.get(str(len(actions)), np.zeros(actions.shape))
+            noise = previous + noise - self.config.ou_theta * previous
+            self._ou_noise[str(len(actions))] = noise
         noisy = actions + noise
-        if self._bounded:
+        if self._clips_noise:
             noisy = noisy.clip(-1, 1)
         return noisy.astype(np.float32)

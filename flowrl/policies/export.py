@@ -1,69 +1,98 @@
-"""Export: the acting part of a torch policy as a program that needs no flowrl."""
+"""Export: the acting part of a torch policy as a program that does not need flowrl."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import optree
 import torch
 from gymnasium import spaces
 
-from flowrl.policies.models.base import Inputs
-from flowrl.policies.models.noisy import draw_noise
-from flowrl.policies.views import zeros_of
+from flowrl.policies.config import PolicyConfig
+from flowrl.policies.distributions import ActionDistribution
+from flowrl.policies.filters import ObservationFilter
+from flowrl.policies.models.base import ModelV2
+from flowrl.policies.models.noisy import resample_noise
+from flowrl.policies.models.tensor_batch import InputDict
+from flowrl.policies.views import ViewRequirement, zeros_of
 from flowrl.settings import ConfigError
 
-if TYPE_CHECKING:
-    from flowrl.policies.torch_policy import TorchPolicy
-
 FORMATS = ("torch", "onnx")
+_ACTING_METHODS = ("compute_actions", "compute_actions_from_input_dict", "actions_for_env")
 
 
-class Acting(torch.nn.Module):
-    """The best actions of a policy as the environment takes them.
+class ExportablePolicy(Protocol):
+    """The part of a TorchPolicy that is exported."""
+
+    observation_space: spaces.Space
+    action_space: spaces.Space
+    observation_filter: ObservationFilter | None
+    model: ModelV2
+    dist_class: type[ActionDistribution]
+    config: PolicyConfig
+
+    @property
+    def view_requirements(self) -> Mapping[str, ViewRequirement]: ...
+
+    @property
+    def dist_inputs(self) -> Callable[[torch.Tensor], torch.Tensor]: ...
+
+    def get_initial_state(self) -> list[np.ndarray]: ...
+
+
+class ActingModule(torch.nn.Module):
+    """A module that computes a policy's best actions, in the environment's action space.
 
     Args:
-        policy: whose weights and normalisation it has.
+        policy: provides the weights and the normalization.
     """
 
-    def __init__(self, policy: TorchPolicy):
+    def __init__(self, policy: ExportablePolicy):
         super().__init__()
         self.model = policy.model
         self._dist_class: Any = policy.dist_class
         self._dist_inputs = policy.dist_inputs
         self._space = policy.action_space
         self._config = policy.config
-        self._count = len(policy.get_initial_state())
+        self._num_states = len(policy.get_initial_state())
         views = policy.view_requirements.items()
-        self._shows_actions = any((view.data_col or name) == "actions" for name, view in views)
+        self._needs_actions = any((view.data_col or name) == "actions" for name, view in views)
         filter_ = policy.observation_filter
         self._clip = None if filter_ is None else filter_.clip
         if filter_ is not None:
-            self.register_buffer("mean", torch.from_numpy(filter_.seen.mean.astype(np.float32)))
-            scale = (1.0 / (filter_.seen.std + 1e-8)).astype(np.float32)
+            self.register_buffer("mean", torch.from_numpy(filter_.stats.mean.astype(np.float32)))
+            scale = (1.0 / (filter_.stats.std + 1e-8)).astype(np.float32)
             self.register_buffer("scale", torch.from_numpy(scale))
 
     def forward(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Actions and states after the step, of views [B, …] with raw observations."""
-        inputs = Inputs(inputs)
+        """Compute actions and the states after the step.
+
+        Args:
+            inputs: views [B, …] with raw observations.
+
+        Returns:
+            `actions`, `state_out_0`, … and, if a view shows earlier actions, `policy_actions`.
+        """
+        inputs = InputDict(inputs)
         if self._clip is not None:
             mean: Any = self.mean
             scale: Any = self.scale
             inputs["obs"] = ((inputs["obs"] - mean) * scale).clamp(-self._clip, self._clip)
-        state = [inputs[f"state_in_{i}"] for i in range(self._count)]
+        state = [inputs[f"state_in_{i}"] for i in range(self._num_states)]
         outputs, state = self.model(inputs, state, None)
         outputs = self._dist_inputs(outputs)
         actions = self._dist_class(outputs, self.model).deterministic_sample()
-        made = {f"state_out_{i}": part for i, part in enumerate(state)}
-        if self._shows_actions:
-            made["policy_actions"] = actions
-        return {"actions": self._for_env(self._space, actions), **made}
+        extra = {f"state_out_{i}": part for i, part in enumerate(state)}
+        if self._needs_actions:
+            extra["policy_actions"] = actions
+        return {"actions": self._for_env(self._space, actions), **extra}
 
     def _for_env(self, space: Any, actions: Any) -> Any:
-        """Policy.actions_for_env by torch."""
+        """The torch equivalent of Policy.actions_for_env."""
         if isinstance(space, spaces.Dict):
             return {key: self._for_env(space[key], actions[key]) for key in sorted(space)}
         if isinstance(space, spaces.Tuple):
@@ -81,66 +110,80 @@ class Acting(torch.nn.Module):
         return actions.to(low.dtype)
 
 
-def example_inputs(policy: TorchPolicy, rows: int) -> dict[str, Any]:
-    """Zeros in the shape of every view that the policy acts on, tensors [rows, …]."""
-    made: dict[str, Any] = {}
-    initial = policy.get_initial_state()
+def example_inputs(policy: ExportablePolicy, rows: int) -> dict[str, Any]:
+    """Return zeros for each view that the policy acts on, tensors [rows, …].
+
+    Raises:
+        ConfigError: a view shows other agents, or has no space.
+    """
+    inputs: dict[str, Any] = {}
+    initial_state = policy.get_initial_state()
     for name, view in policy.view_requirements.items():
         if not view.known_for_actions(name):
             continue
         column = view.data_col or name
         if view.agents is not None:
-            raise ConfigError(f"export: view {name!r} shows other agents, which nothing else has")
+            raise ConfigError(
+                f"export: view {name!r} shows other agents, which is not possible outside flowrl"
+            )
         if column.startswith("state_out_"):
-            one: Any = initial[int(column.removeprefix("state_out_"))]
+            value: Any = initial_state[int(column.removeprefix("state_out_"))]
         elif column == "rewards":
-            one = np.zeros((), np.float32)
+            value = np.zeros((), np.float32)
         elif column == "obs":
-            one = zeros_of(policy.observation_space)
+            value = zeros_of(policy.observation_space)
         elif column == "actions":
-            one = zeros_of(policy.action_space)
+            value = zeros_of(policy.action_space)
         elif view.space is not None:
-            one = zeros_of(view.space)
+            value = zeros_of(view.space)
         else:
-            raise ConfigError(f"export: view {name!r}: give it a space")
+            raise ConfigError(f"export: view {name!r} needs a space")
         shape = (rows, len(view.shifts)) if view.is_window else (rows,)
-        made[name] = optree.tree_map(lambda leaf, s=shape: _repeated(leaf, s), one)
-    return made
+        inputs[name] = optree.tree_map(lambda leaf, s=shape: _repeat(leaf, s), value)
+    return inputs
 
 
-def _repeated(leaf: Any, shape: tuple[int, ...]) -> torch.Tensor:
+def _repeat(leaf: Any, shape: tuple[int, ...]) -> torch.Tensor:
     leaf = np.asarray(leaf)
     return torch.from_numpy(np.broadcast_to(leaf, (*shape, *leaf.shape)).copy())
 
 
-def _plain() -> type[TorchPolicy]:
-    from flowrl.policies.torch_policy import TorchPolicy
+def export_policy(
+    policy: ExportablePolicy, base: type, path: Path | str, format: str | None
+) -> Path:
+    """Write the acting part of a policy to a file. See TorchPolicy.export.
 
-    return TorchPolicy
+    Args:
+        policy: the policy.
+        base: TorchPolicy, whose way of acting is exported; a class that overrides it is refused.
+        path: path of the file.
+        format: "torch", "onnx", or None to choose by the file's suffix.
 
-
-def export(policy: TorchPolicy, path: Path | str, format: str | None) -> Path:
-    """See TorchPolicy.export."""
+    Returns:
+        The path.
+    """
     if format is None:
         format = "onnx" if Path(path).suffix == ".onnx" else "torch"
     if format not in FORMATS:
-        raise ConfigError(f"export: a format is one of {', '.join(FORMATS)}, got {format!r}")
-    acts = type(policy)
-    for name in ("compute_actions", "compute_actions_from_input_dict", "actions_for_env"):
-        if getattr(acts, name) is not getattr(_plain(), name):
-            raise ConfigError(f"export: {acts.__name__} acts by a {name}() of its own")
+        raise ConfigError(f"export: format must be one of {', '.join(FORMATS)}, got {format!r}")
+    policy_class = type(policy)
+    for name in _ACTING_METHODS:
+        if getattr(policy_class, name) is not getattr(base, name):
+            raise ConfigError(
+                f"export: {policy_class.__name__} overrides {name}(), which cannot be exported"
+            )
     path = Path(path)
     if path.is_dir():
         raise ConfigError(f"export: {str(path)!r} is a folder, not a file")
-    draw_noise(policy.model, None)
-    acting = copy.deepcopy(Acting(policy), _cut_off(policy.model))
-    acting = acting.cpu().eval().requires_grad_(False)
+    resample_noise(policy.model, None)
+    module = copy.deepcopy(ActingModule(policy), _detached_tensors(policy.model))
+    module = module.cpu().eval().requires_grad_(False)
     inputs = example_inputs(policy, 2)
     batch = torch.export.Dim("batch", min=1)
-    every: Any = inputs
-    dynamic = optree.tree_map(lambda leaf: {0: batch}, every)
+    input_tree: Any = inputs
+    dynamic = optree.tree_map(lambda leaf: {0: batch}, input_tree)
     with torch.no_grad():
-        program = torch.export.export(acting, (inputs,), dynamic_shapes=(dynamic,))
+        program = torch.export.export(module, (inputs,), dynamic_shapes=(dynamic,))
     path.parent.mkdir(parents=True, exist_ok=True)
     if format == "torch":
         torch.export.save(program, path)
@@ -150,7 +193,7 @@ def export(policy: TorchPolicy, path: Path | str, format: str | None) -> Path:
     except ImportError as error:
         raise ConfigError("export: the format onnx needs `pip install flowrl[onnx]`") from error
     with torch.no_grad():
-        outputs = acting(inputs)
+        outputs = module(inputs)
     torch.onnx.export(
         program,
         (),
@@ -163,20 +206,21 @@ def export(policy: TorchPolicy, path: Path | str, format: str | None) -> Path:
     return path
 
 
-def _cut_off(model: torch.nn.Module) -> dict[int, Any]:
-    """What models keep of their last forward pass, without its graph: what `copy.deepcopy` is told
-    of, as it refuses such tensors."""
-    kept: Any = [list(vars(module).values()) for module in model.modules()]
-    leaves: list[Any] = optree.tree_leaves(kept)
+def _detached_tensors(model: torch.nn.Module) -> dict[int, Any]:
+    """Return a memo for `copy.deepcopy` with detached copies of the non-leaf tensors that modules
+    keep from their last forward pass: deepcopy does not support tensors with a graph."""
+    attributes: Any = [list(vars(module).values()) for module in model.modules()]
+    leaves: list[Any] = optree.tree_leaves(attributes)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     return {id(tensor): tensor.detach().clone() for tensor in tensors if not tensor.is_leaf}
 
 
 def leaf_names(tree: Any, name: str = "") -> list[str]:
-    """What the arrays of a nest are called, in its order: `obs`, or `obs.eye` and `obs.rest.0`."""
+    """Return the names of the leaves of a nested structure, such as `obs` or `obs.image` and
+    `obs.rest.0`."""
     if isinstance(tree, (list, tuple)):
         tree = dict(enumerate(tree))
     if not isinstance(tree, dict):
         return [name]
-    parts = ((f"{name}.{key}" if name else str(key), part) for key, part in tree.items())
-    return [leaf for called, part in parts for leaf in leaf_names(part, called)]
+    children = ((f"{name}.{key}" if name else str(key), child) for key, child in tree.items())
+    return [leaf for path, child in children for leaf in leaf_names(child, path)]

@@ -1,4 +1,4 @@
-"""Running normalisation of observations and rewards."""
+"""Running normalization of observations and rewards."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import numpy as np
 
 
 class RunningMeanStd:
-    """Mean and variance of all rows seen, in float64, joined exactly (Chan et al. 1979).
+    """Mean and variance of all rows so far, in float64, merged exactly (Chan et al. 1979).
 
     Args:
-        shape: of one row.
+        shape: shape of one row.
     """
 
     def __init__(self, shape: tuple[int, ...] = ()):
         self.count = 0.0
         self.mean = np.zeros(shape)
-        self.m2 = np.zeros(shape)
+        self.m2 = np.zeros(shape)  # sum of squared deviations from the mean
 
     def update(self, rows: np.ndarray) -> None:
         """Add rows [n, *shape]."""
@@ -26,13 +26,13 @@ class RunningMeanStd:
             return
         rows = rows.astype(np.float64)
         mean = rows.mean(0)
-        self._join(float(len(rows)), mean, ((rows - mean) ** 2).sum(0))
+        self._combine(float(len(rows)), mean, ((rows - mean) ** 2).sum(0))
 
     def merge(self, other: RunningMeanStd) -> None:
-        """Add the rows that `other` has seen."""
-        self._join(other.count, other.mean, other.m2)
+        """Add the rows of another RunningMeanStd."""
+        self._combine(other.count, other.mean, other.m2)
 
-    def _join(self, count: float, mean: np.ndarray, m2: np.ndarray) -> None:
+    def _combine(self, count: float, mean: np.ndarray, m2: np.ndarray) -> None:
         total = self.count + count
         if not total:
             return
@@ -43,139 +43,180 @@ class RunningMeanStd:
 
     @property
     def std(self) -> np.ndarray:
-        """Standard deviation; 1 until two rows were seen."""
+        """Standard deviation; 1 for fewer than two rows."""
         if self.count < 2:
             return np.ones_like(self.mean)
         return np.sqrt(self.m2 / self.count)
 
     def state_dict(self) -> dict[str, Any]:
+        """Return count, mean and sum of squared deviations."""
         return {"count": self.count, "mean": self.mean.copy(), "m2": self.m2.copy()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a state from `state_dict`."""
         self.count = float(state["count"])
         self.mean = np.array(state["mean"], dtype=np.float64)
         self.m2 = np.array(state["m2"], dtype=np.float64)
 
     @classmethod
-    def of(cls, state: dict[str, Any]) -> RunningMeanStd:
-        made = cls()
-        made.load_state_dict(state)
-        return made
+    def from_state_dict(cls, state: dict[str, Any]) -> RunningMeanStd:
+        """Create a RunningMeanStd from a `state_dict`."""
+        stats = cls()
+        stats.load_state_dict(state)
+        return stats
 
 
 class ObservationFilter:
-    """Observations minus their running mean, over their standard deviation, clipped to ±`clip`.
+    """Subtract the running mean, divide by the standard deviation, clip to ±`clip`.
 
-    What is being learned is kept apart (`fresh`), so that the workers' parts can be merged; the
-    numbers used change only when fresh rows are absorbed, between fragments.
+    New rows are collected in `new_stats`, so that statistics of several workers can be merged. The
+    normalization changes only when new statistics are merged, between fragments.
+
+    Args:
+        shape: shape of one observation.
+        clip: bound of normalized observations.
+
+    Attributes:
+        stats: statistics that are in use.
+        new_stats: statistics of the rows since the last `take_new_stats`.
     """
 
     def __init__(self, shape: tuple[int, ...], clip: float = 10.0):
-        self.seen = RunningMeanStd(shape)
-        self.fresh = RunningMeanStd(shape)
+        self.stats = RunningMeanStd(shape)
+        self.new_stats = RunningMeanStd(shape)
         self.clip = clip
-        self._cache()
+        self._cache_scale()
 
-    def _cache(self) -> None:
-        self._mean = self.seen.mean.astype(np.float32)
-        self._scale = (1.0 / (self.seen.std + 1e-8)).astype(np.float32)
+    def _cache_scale(self) -> None:
+        self._mean = self.stats.mean.astype(np.float32)
+        self._scale = (1.0 / (self.stats.std + 1e-8)).astype(np.float32)
 
     def __call__(self, observations: np.ndarray) -> np.ndarray:
-        """Normalised float32 copy of observations [n, *shape]."""
-        normal = (observations - self._mean) * self._scale
-        return np.clip(normal, -self.clip, self.clip, out=normal)
+        """Return a normalized float32 copy of observations [n, *shape]."""
+        normalized = (observations - self._mean) * self._scale
+        return np.clip(normalized, -self.clip, self.clip, out=normalized)
 
-    def take_fresh(self) -> dict[str, Any]:
-        """What was seen since the last call, for merging elsewhere."""
-        fresh, self.fresh = self.fresh, RunningMeanStd(self.seen.mean.shape)
-        return fresh.state_dict()
+    def take_new_stats(self) -> dict[str, Any]:
+        """Return the state of `new_stats` and reset it."""
+        new_stats, self.new_stats = self.new_stats, RunningMeanStd(self.stats.mean.shape)
+        return new_stats.state_dict()
 
-    def absorb(self, fresh: dict[str, Any]) -> None:
-        """Merge what a worker has seen."""
-        self.seen.merge(RunningMeanStd.of(fresh))
-        self._cache()
+    def merge_stats(self, new_stats: dict[str, Any]) -> None:
+        """Merge a worker's `take_new_stats` into the statistics in use."""
+        self.stats.merge(RunningMeanStd.from_state_dict(new_stats))
+        self._cache_scale()
 
     def state_dict(self) -> dict[str, Any]:
-        return self.seen.state_dict()
+        """Return the state of the statistics in use."""
+        return self.stats.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.seen.load_state_dict(state)
-        self._cache()
+        """Restore a state from `state_dict`."""
+        self.stats.load_state_dict(state)
+        self._cache_scale()
 
 
 class RewardScaler:
-    """Rewards over the running standard deviation of their discounted sum (clipped to ±`clip`).
+    """Divide rewards by the running standard deviation of their discounted sum; clip to ±`clip`.
 
-    The sum R_t = gamma (1 - done_{t-1}) R_{t-1} + r_t runs forward in every environment, as in
+    The sum R_t = gamma (1 - done_{t-1}) R_{t-1} + r_t runs forward in each environment, as in
     Engstrom et al. 2020 ("Implementation matters in deep policy gradients", appendix A.2).
+
+    Args:
+        gamma: discount factor per env step.
+        clip: bound of scaled rewards.
+
+    Attributes:
+        stats: statistics that are in use.
+        new_stats: statistics since the last `take_new_stats`; they are in use as well.
     """
 
     def __init__(self, gamma: float, clip: float = 10.0):
         self.gamma = gamma
         self.clip = clip
-        self.seen = RunningMeanStd()
-        self.fresh = RunningMeanStd()
-        self._running: np.ndarray | None = None
+        self.stats = RunningMeanStd()
+        self.new_stats = RunningMeanStd()
+        self._discounted_sums: np.ndarray | None = None
 
-    def restart(self, envs: Sequence[int] | None = None) -> None:
-        """New episodes begin everywhere, or in these environments."""
+    def reset(self, envs: Sequence[int] | None = None) -> None:
+        """Start new episodes in these environments, or in all."""
         if envs is None:
-            self._running = None
-        elif self._running is not None:
-            self._running[list(envs)] = 0.0
+            self._discounted_sums = None
+        elif self._discounted_sums is not None:
+            self._discounted_sums[list(envs)] = 0.0
 
     @property
-    def running(self) -> np.ndarray | None:
-        """The sums of the episodes in progress, [N]; None before the first reward."""
-        return self._running
+    def discounted_sums(self) -> np.ndarray | None:
+        """Discounted sums of the episodes in progress, [N]; None before the first reward."""
+        return self._discounted_sums
 
-    @running.setter
-    def running(self, sums: np.ndarray | None) -> None:
-        self._running = None if sums is None else np.array(sums)
+    @discounted_sums.setter
+    def discounted_sums(self, sums: np.ndarray | None) -> None:
+        self._discounted_sums = None if sums is None else np.array(sums)
 
     def __call__(
-        self, rewards: np.ndarray, dones: np.ndarray, real: np.ndarray | None = None
+        self, rewards: np.ndarray, dones: np.ndarray, valid: np.ndarray | None = None
     ) -> np.ndarray:
-        """Scaled float32 rewards [T, N]; learns first from those that are `real`, [T, N]."""
-        self._running = self.observe(rewards, self._running, dones, real)
-        return self.scaled(rewards)
+        """Observe rewards and return them scaled.
+
+        Args:
+            rewards: [T, N].
+            dones: ends of episodes, bool [T, N].
+            valid: rewards to include in the statistics, bool [T, N]; None includes all.
+
+        Returns:
+            Scaled rewards [T, N], float32.
+        """
+        self._discounted_sums = self.observe(rewards, self._discounted_sums, dones, valid)
+        return self.scale(rewards)
 
     def observe(
         self,
         rewards: np.ndarray,
-        running: np.ndarray | None,
+        sums: np.ndarray | None,
         dones: np.ndarray | None = None,
-        real: np.ndarray | None = None,
+        valid: np.ndarray | None = None,
     ) -> np.ndarray:
-        """Learn from rewards [T, N] that follow on the sums `running` [N]; the sums after them."""
-        running = running if running is not None else np.zeros(rewards.shape[1])
-        sums = np.empty(rewards.shape)
+        """Add rewards to the statistics.
+
+        Args:
+            rewards: [T, N].
+            sums: discounted sums before the first reward [N]; None starts new episodes.
+            dones, valid: as in `__call__`.
+
+        Returns:
+            The discounted sums after the last reward [N].
+        """
+        running = sums if sums is not None else np.zeros(rewards.shape[1])
+        all_sums = np.empty(rewards.shape)
         for t in range(len(rewards)):
             running = running * self.gamma + rewards[t]
-            sums[t] = running
+            all_sums[t] = running
             if dones is not None:
                 running = running * (1.0 - dones[t])
-        self.fresh.update(sums.reshape(-1) if real is None else sums[real])
+        self.new_stats.update(all_sums.reshape(-1) if valid is None else all_sums[valid])
         return running
 
-    def scaled(self, rewards: np.ndarray) -> np.ndarray:
-        """Rewards as they are learned from, float32."""
-        known = RunningMeanStd.of(self.seen.state_dict())
-        known.merge(self.fresh)
-        scaled = rewards / (float(known.std) + 1e-8)
+    def scale(self, rewards: np.ndarray) -> np.ndarray:
+        """Return scaled rewards, float32, of the same shape."""
+        stats = RunningMeanStd.from_state_dict(self.stats.state_dict())
+        stats.merge(self.new_stats)
+        scaled = rewards / (float(stats.std) + 1e-8)
         return np.clip(scaled, -self.clip, self.clip).astype(np.float32)
 
-    def take_fresh(self) -> dict[str, Any]:
-        """What was seen since the last call, for merging elsewhere."""
-        fresh, self.fresh = self.fresh, RunningMeanStd()
-        return fresh.state_dict()
+    def take_new_stats(self) -> dict[str, Any]:
+        """Return the state of `new_stats` and reset it."""
+        new_stats, self.new_stats = self.new_stats, RunningMeanStd()
+        return new_stats.state_dict()
 
-    def absorb(self, fresh: dict[str, Any]) -> None:
-        """Merge what a worker has seen."""
-        self.seen.merge(RunningMeanStd.of(fresh))
+    def merge_stats(self, new_stats: dict[str, Any]) -> None:
+        """Merge a worker's `take_new_stats` into the statistics in use."""
+        self.stats.merge(RunningMeanStd.from_state_dict(new_stats))
 
     def state_dict(self) -> dict[str, Any]:
-        return self.seen.state_dict()
+        """Return the state of the statistics in use."""
+        return self.stats.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.seen.load_state_dict(state)
+        """Restore a state from `state_dict`."""
+        self.stats.load_state_dict(state)

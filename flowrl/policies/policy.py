@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import partial
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -11,8 +11,9 @@ from gymnasium import spaces
 from flowrl.data import SampleBatch
 from flowrl.policies.config import PolicyConfig
 from flowrl.policies.filters import ObservationFilter, RewardScaler
+from flowrl.policies.learning.epochs import run_epochs, shuffled_minibatches
 from flowrl.policies.policy_runner import PolicyRunner
-from flowrl.policies.views import ViewRequirement, beyond, misfit
+from flowrl.policies.views import ViewRequirement, find_mismatch, find_out_of_range
 from flowrl.seeding import random_stream, restore_stream, stream_state
 from flowrl.settings import ConfigError
 
@@ -110,12 +111,12 @@ class Policy:
         """Values [B] of observations [B, …]; None for a policy without a value function."""
         return None
 
-    def misfit(self, batch: SampleBatch) -> str | None:
+    def find_mismatch(self, batch: SampleBatch) -> str | None:
         """What is wrong with the observations and actions of rows, in words; None if nothing is
         found. Actions are as the policy gives them: numbers of Discrete ones from 0."""
-        problem = misfit(self.observation_space, batch["obs"], "obs")
-        problem = problem or misfit(self.action_space, batch["actions"], "actions")
-        return problem or beyond(self.action_space, batch["actions"], "actions")
+        problem = find_mismatch(self.observation_space, batch["obs"], "obs")
+        problem = problem or find_mismatch(self.action_space, batch["actions"], "actions")
+        return problem or find_out_of_range(self.action_space, batch["actions"], "actions")
 
     def get_initial_state(self) -> list[np.ndarray]:
         """What a recurrent policy remembers at an episode's start, one array per state (without
@@ -278,34 +279,8 @@ class Policy:
         Raises:
             ValueError: the minibatch is larger than the batch.
         """
-        size = sgd_minibatch_size or batch.count
-        if size > batch.count:
-            raise ValueError(
-                f"sgd_minibatch_size={size} is larger than the batch of {batch.count} rows: "
-                "make it at most train_batch_size"
-            )
-        means: dict[str, float] = {}
-        for _ in range(num_sgd_iter):
-            told = [self.learn_on_batch(rows) for rows in self._minibatches(batch, size)]
-            stats = [one for one in told if one]  # an update that was left out says nothing
-            names = stats[0] if len(stats) > 1 else {}
-            means = {key: float(np.mean([one[key] for one in stats])) for key in names}
-            if len(stats) == 1:
-                means = dict(stats[0])
-            if self.end_epoch(batch, means):
-                break
-        return {**means, **self.end_learning(batch, means)}
-
-    def _minibatches(self, batch: SampleBatch, size: int) -> Iterator[SampleBatch]:
-        if size == batch.count:
-            yield batch
-            return
-        if "seq_lens" in batch:
-            yield from batch.sequence_minibatches(size, self.shuffle_rng)
-            return
-        shuffled = batch.take_rows(self.shuffle_rng.permutation(batch.count))
-        for start in range(0, batch.count, size):
-            yield shuffled[start : start + size]
+        minibatches = partial(shuffled_minibatches, rng=self.shuffle_rng)
+        return run_epochs(self, minibatches, batch, num_sgd_iter, sgd_minibatch_size)
 
     def compute_gradients(self, batch: SampleBatch) -> tuple[Any, dict[str, float]]:
         """The gradient of one update, which another policy of this class can apply; statistics."""
@@ -361,14 +336,14 @@ class Policy:
     def take_fresh_filters(self) -> dict[str, Any]:
         """What the filters of this process saw since the last call."""
         filters = {"observations": self.observation_filter, "rewards": self.reward_scaler}
-        return {k: f.take_fresh() for k, f in filters.items() if f is not None}
+        return {k: f.take_new_stats() for k, f in filters.items() if f is not None}
 
     def absorb_filters(self, fresh: dict[str, Any]) -> None:
         """Merge what a worker's filters saw."""
         if self.observation_filter is not None:
-            self.observation_filter.absorb(fresh["observations"])
+            self.observation_filter.merge_stats(fresh["observations"])
         if self.reward_scaler is not None:
-            self.reward_scaler.absorb(fresh["rewards"])
+            self.reward_scaler.merge_stats(fresh["rewards"])
         if fresh:
             self.version += 1
 
@@ -408,7 +383,7 @@ class Policy:
             "version": self.version,
             "rng": stream_state(self.rng),
             "shuffle_rng": stream_state(self.shuffle_rng),
-            "reward_sums": None if scaler is None else scaler.running,
+            "reward_sums": None if scaler is None else scaler.discounted_sums,
         }
 
     def set_acting_state(self, state: dict[str, Any]) -> None:
@@ -417,7 +392,7 @@ class Policy:
         restore_stream(self.rng, state["rng"])
         restore_stream(self.shuffle_rng, state["shuffle_rng"])
         if self.reward_scaler is not None:
-            self.reward_scaler.running = state["reward_sums"]
+            self.reward_scaler.discounted_sums = state["reward_sums"]
 
     @classmethod
     def from_checkpoint(

@@ -1,38 +1,55 @@
-"""PolicyRunner: an episode played with a policy, without worker, environment or Ray."""
+"""PolicyRunner: act in one episode with a policy, without worker, environment or Ray."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import numpy as np
 import optree
 from gymnasium import spaces
 
-from flowrl.policies.views import zeros_of
+from flowrl.policies.filters import ObservationFilter
+from flowrl.policies.views import ViewRequirement, zeros_of
 from flowrl.settings import ConfigError
 
-if TYPE_CHECKING:
-    from flowrl.policies.policy import Policy
-    from flowrl.policies.views import ViewRequirement
+
+class ActingPolicy(Protocol):
+    """The part of a policy that a PolicyRunner uses; see Policy."""
+
+    observation_space: spaces.Space
+    action_space: spaces.Space
+    observation_filter: ObservationFilter | None
+
+    @property
+    def view_requirements(self) -> Mapping[str, ViewRequirement]: ...
+
+    def get_initial_state(self) -> list[np.ndarray]: ...
+
+    def compute_actions_from_input_dict(
+        self, input_dict: dict[str, Any], explore: bool = True
+    ) -> tuple[Any, list[np.ndarray], dict[str, np.ndarray]]: ...
+
+    def actions_for_env(self, actions: Any) -> Any: ...
 
 
 class PolicyRunner:
-    """Remembers what a policy wants to see of the episode so far: states, windows of observations,
-    earlier actions and rewards.
+    """Compute actions one by one and keep the rows of the episode that the policy's views show:
+    recurrent states, earlier observations, actions and rewards.
 
-        session = policy.session()
-        action = session.compute_single_action(obs)
-        action = session.compute_single_action(next_obs, prev_reward=1.0)
-        session.reset()  # a new episode
+        runner = policy.session()
+        action = runner.compute_single_action(obs)
+        action = runner.compute_single_action(next_obs, prev_reward=1.0)
+        runner.reset()  # start another episode
 
     Args:
-        policy: that acts; it is not changed but for its random stream.
+        policy: the policy; only its random generator changes.
 
     Raises:
-        ConfigError: the policy wants to see other agents.
+        ConfigError: a view of the policy shows other agents.
     """
 
-    def __init__(self, policy: Policy):
+    def __init__(self, policy: ActingPolicy):
         self.policy = policy
         self._views = {
             name: view
@@ -41,80 +58,84 @@ class PolicyRunner:
         }
         for name, view in self._views.items():
             if view.agents is not None:
-                raise ConfigError(f"view {name!r} shows other agents: a session has one agent")
+                raise ConfigError(
+                    f"view {name!r} shows other agents, but a PolicyRunner has only one agent"
+                )
         self.reset()
 
     def reset(self) -> None:
-        """A new episode begins."""
+        """Start a new episode."""
         self._t = 0
-        self._past: dict[str, dict[int, Any]] = {}  # column -> timestep -> value
-        self._initial = self.policy.get_initial_state()
+        self._history: dict[str, dict[int, Any]] = {}  # column -> timestep -> value
+        self._initial_state = self.policy.get_initial_state()
 
     def compute_single_action(
         self, obs: Any, prev_reward: float = 0.0, explore: bool = False
     ) -> Any:
-        """The action to send to the environment.
+        """Compute the action to pass to the environment.
 
         Args:
             obs: raw observation.
-            prev_reward: that came with it, for the action before.
-            explore: whether to draw from the policy, or take what is best.
+            prev_reward: reward of the previous action.
+            explore: sample from the policy; False returns the best action.
 
         Raises:
-            ConfigError: the observation is not of the observation space's shape.
+            ConfigError: the observation is not in the observation space, or the reward is not
+                finite.
         """
         policy, t = self.policy, self._t
-        self._note("obs", t, self._prepared(obs))
+        self._store("obs", t, self._preprocess(obs))
         if not np.isfinite(prev_reward):
-            raise ConfigError(f"a prev_reward that is not finite: {prev_reward!r}")
+            raise ConfigError(f"prev_reward is not finite: {prev_reward!r}")
         if t:
-            self._note("rewards", t - 1, np.float32(prev_reward))
+            self._store("rewards", t - 1, np.float32(prev_reward))
         inputs = {}
         for name, view in self._views.items():
-            shown = [self._at(view, view.data_col or name, t + shift) for shift in view.shifts]
-            value: Any = shown[0]
+            values = [self._lookup(view, view.data_col or name, t + shift) for shift in view.shifts]
+            value: Any = values[0]
             if view.is_window:
-                value = optree.tree_map(lambda *v: np.stack(v), *shown)
+                value = optree.tree_map(lambda *leaves: np.stack(leaves), *values)
             inputs[name] = optree.tree_map(lambda leaf: np.asarray(leaf)[None], value)
         actions, states, extra = policy.compute_actions_from_input_dict(inputs, explore=explore)
-        given: dict[str, Any] = {"actions": actions, **extra}
-        given |= {f"state_out_{i}": state for i, state in enumerate(states)}
-        for column, values in given.items():
-            self._note(column, t, optree.tree_map(_first_row, values))
+        columns: dict[str, Any] = {"actions": actions, **extra}
+        columns |= {f"state_out_{i}": state for i, state in enumerate(states)}
+        for column, value in columns.items():
+            self._store(column, t, optree.tree_map(lambda leaf: leaf[0], value))
         self._t += 1
-        return _first(policy.actions_for_env(actions))
+        return _first_action(policy.actions_for_env(actions))
 
-    def _prepared(self, obs: Any) -> Any:
+    def _preprocess(self, obs: Any) -> Any:
+        """Validate and normalize an observation."""
         space = self.policy.observation_space
         if space.shape is not None and np.shape(obs) != space.shape:
-            raise ConfigError(f"an observation of the shape {np.shape(obs)}, not of {space}")
-        if not isinstance(space, spaces.Box) and not space.contains(obs):
-            raise ConfigError(f"an observation that is not of {space}: {obs!r}")
-        if isinstance(space, spaces.Box) and not np.can_cast(
-            np.asarray(obs).dtype, space.dtype, "same_kind"
-        ):
-            kind = np.asarray(obs).dtype
-            raise ConfigError(f"an observation of dtype {kind}, not of {space}: {obs!r}")
-        if isinstance(space, spaces.Box) and not np.isfinite(np.asarray(obs)).all():
-            raise ConfigError(f"an observation that is not finite: {obs!r}")
+            raise ConfigError(f"observation has shape {np.shape(obs)}, expected {space}")
+        if isinstance(space, spaces.Box):
+            array = np.asarray(obs)
+            if not np.can_cast(array.dtype, space.dtype, "same_kind"):
+                raise ConfigError(f"observation has dtype {array.dtype}, expected {space}: {obs!r}")
+            if not np.isfinite(array).all():
+                raise ConfigError(f"observation is not finite: {obs!r}")
+        elif not space.contains(obs):
+            raise ConfigError(f"observation is not in {space}: {obs!r}")
         if self.policy.observation_filter is not None:
             return self.policy.observation_filter(np.asarray(obs)[None])[0]
         return obs if space.shape is None else np.asarray(obs, space.dtype)
 
-    def _note(self, column: str, t: int, value: Any) -> None:
-        lookback = max((v.lookback for v in self._views.values()), default=0)
-        rows = self._past.setdefault(column, {})
+    def _store(self, column: str, t: int, value: Any) -> None:
+        lookback = max((view.lookback for view in self._views.values()), default=0)
+        rows = self._history.setdefault(column, {})
         rows[t] = value
         rows.pop(t - lookback - 2, None)
 
-    def _at(self, view: ViewRequirement, column: str, t: int) -> Any:
-        rows = self._past.get(column, {})
+    def _lookup(self, view: ViewRequirement, column: str, t: int) -> Any:
+        """Return the value of a column at timestep t, or its value before the episode's start."""
+        rows = self._history.get(column, {})
         if column == "obs":
             t = max(t, 0)
         if t in rows:
             return rows[t]
         if column.startswith("state_out_"):
-            return self._initial[int(column.removeprefix("state_out_"))]
+            return self._initial_state[int(column.removeprefix("state_out_"))]
         if rows:
             return optree.tree_map(np.zeros_like, next(iter(rows.values())))
         if column in ("terminateds", "truncateds", "dones"):
@@ -125,17 +146,16 @@ class PolicyRunner:
         if space is None and column == "actions":
             space = self.policy.action_space
         if space is None:
-            raise ConfigError(f"view of {column!r}: give it a space, to know what is not there")
+            raise ConfigError(
+                f"view of {column!r}: needs a space, for its value before the episode's start"
+            )
         return zeros_of(space)
 
 
-def _first_row(leaf: Any) -> Any:
-    return leaf[0]
-
-
-def _first(actions: Any) -> Any:
+def _first_action(actions: Any) -> Any:
+    """Return the first of actions [B, …] in dicts and tuples."""
     if isinstance(actions, dict):
-        return {key: _first(part) for key, part in actions.items()}
+        return {key: _first_action(part) for key, part in actions.items()}
     if isinstance(actions, tuple):
-        return tuple(map(_first, actions))
+        return tuple(map(_first_action, actions))
     return actions[0]

@@ -1,4 +1,4 @@
-"""What a network's outputs say of actions: a value for each, which is learned by the Huber loss."""
+"""QValues: what the outputs of a Q-network mean; the Huber loss of temporal differences."""
 
 from __future__ import annotations
 
@@ -12,126 +12,108 @@ from flowrl.policies.exploration import FORBIDDEN
 
 
 class TDLoss(NamedTuple):
-    """How a batch's actions are thought of, beside what should be thought of them."""
+    """The temporal-difference loss of a batch.
+
+    Attributes:
+        losses: per row [B], a tensor with its graph, or an array.
+        q: predicted values of the actions, [B].
+        errors: differences to the targets, [B]: the priorities of the rows.
+    """
 
     losses: Any
-    """[B], an array or a tensor with its graph."""
-    values: np.ndarray
-    """What the actions are thought to be worth, [B]."""
+    q: np.ndarray
     errors: np.ndarray
-    """How far that is from what it should be, [B]: the priorities of rows."""
-    slopes: np.ndarray | None = None
-    """How the losses change with what is thought, [B, …], for `gradient`; None with a graph."""
 
 
 class QValues:
     """Values of the actions of a Discrete space, from a network's outputs [B, num_actions].
 
-    Where it is dueling, outputs are the actions' advantages, and the network's value is the
-    state's (Wang et al. 2016, equation 9).
+    In a dueling network the outputs are the actions' advantages, and the network's value is the
+    state's (Wang et al. 2016, arXiv 1511.06581, equation 9).
 
-    Methods take outputs, and `state`: the network's values [B], None without dueling.
+    Methods take `outputs` and `state_values`: the network's values [B], None without dueling.
 
     Args:
         num_actions: of the space.
-        dueling: see above.
+        dueling: whether the network is dueling.
 
     Attributes:
         num_outputs: of the network, for all actions.
-        outputs_per_action: so many of them follow each other for each action.
-        has_state: whether the network's value is used.
+        outputs_per_action: consecutive outputs of each action.
+        uses_state_value: whether `state_values` are needed.
     """
 
     outputs_per_action = 1
 
     def __init__(self, num_actions: int, dueling: bool):
         self.num_actions, self.dueling = num_actions, dueling
-        self.num_outputs, self.has_state = num_actions, dueling
+        self.num_outputs, self.uses_state_value = num_actions, dueling
 
-    def ranks(self, outputs: np.ndarray) -> np.ndarray:
-        """Values [B, actions] but for what is the same for all actions of a state; far below all
-        others where an action is forbidden."""
+    def greedy_scores(self, outputs: np.ndarray) -> np.ndarray:
+        """Return scores [B, actions] that order actions by value.
+
+        They may lack a term that is equal for all actions of a state. Forbidden actions score far
+        below all others.
+        """
         return outputs
 
-    def ranks_of_tensors(self, outputs: torch.Tensor) -> torch.Tensor:
-        """`ranks` of tensors."""
+    def greedy_scores_of_tensors(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Return `greedy_scores` of tensors."""
         return outputs
 
-    def goals(
+    def td_targets(
         self,
         outputs: np.ndarray,
-        state: np.ndarray | None,
-        best: np.ndarray,
+        state_values: np.ndarray | None,
+        best_actions: np.ndarray,
         rewards: np.ndarray,
         discounts: np.ndarray,
     ) -> np.ndarray:
-        """What should be thought of actions: R + d Q(s', best), [B].
+        """Return the targets of the actions' values, R + d Q(s', best action), [B].
 
         Args:
-            outputs, state: at what follows the actions, by the target network.
-            best: the actions there, [B].
-            rewards, discounts: [B]; a discount of 0 where nothing follows.
+            outputs, state_values: of the target network at the next observations.
+            best_actions: the best actions there, [B].
+            rewards, discounts: [B]; a discount is 0 at a terminal state.
         """
-        following = outputs if state is None else _dueling_numpy(outputs, state)
-        reached = discounts * following[np.arange(len(best)), best]
-        return np.where(discounts > 0, rewards + reached, rewards).astype(np.float32)
+        next_q = outputs if state_values is None else dueling_numpy(outputs, state_values)
+        discounted = discounts * next_q[np.arange(len(best_actions)), best_actions]
+        return np.where(discounts > 0, rewards + discounted, rewards).astype(np.float32)
 
-    def values_of_tensors(self, outputs: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
-        """Values [B, actions]."""
-        return outputs if state is None else _dueling(outputs, state)
+    def values(self, outputs: torch.Tensor, state_values: torch.Tensor | None) -> torch.Tensor:
+        """Return the values of all actions, [B, actions]."""
+        return outputs if state_values is None else _dueling(outputs, state_values)
 
-    def judged(
+    def td_loss(
         self,
         outputs: torch.Tensor,
-        state: torch.Tensor | None,
+        state_values: torch.Tensor | None,
         actions: torch.Tensor,
-        goals: np.ndarray,
+        targets: np.ndarray,
     ) -> TDLoss:
-        """Losses with a graph."""
-        chosen = self.values_of_tensors(outputs, state).gather(1, actions[:, None])[:, 0]
-        losses = F.smooth_l1_loss(
-            chosen, torch.from_numpy(goals).to(chosen.device), reduction="none"
-        )
-        values = chosen.detach().cpu().numpy()
-        return TDLoss(losses, values, values - goals)
-
-    def judged_by_hand(
-        self, outputs: np.ndarray, state: np.ndarray | None, actions: np.ndarray, goals: np.ndarray
-    ) -> TDLoss:
-        """The same of arrays, of a network without masks, and the losses' slopes."""
-        values = outputs if state is None else _dueling_numpy(outputs, state)
-        chosen = values[np.arange(len(actions)), actions]
-        errors = chosen - goals
-        slopes = np.clip(errors, -1.0, 1.0)  # of the Huber loss, which is s (e - s / 2) there
-        return TDLoss(slopes * (errors - 0.5 * slopes), chosen, errors, slopes)
-
-    def gradient(
-        self, slopes: np.ndarray, actions: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray | None]:
-        """How a loss changes with the outputs, and with the network's values.
+        """Return the Huber loss of the differences between values and targets.
 
         Args:
-            slopes: how it changes with what is thought of these actions, see `TDLoss`.
-            actions: [B].
+            outputs, state_values: at the observations.
+            actions: taken there, [B].
+            targets: see `td_targets`.
         """
-        made = np.zeros((len(actions), self.num_actions), np.float32)
-        made[np.arange(len(actions)), actions] = slopes
-        if not self.dueling:
-            return made, None
-        made -= (slopes / self.num_actions)[:, None]
-        return made, slopes
+        q = self.values(outputs, state_values).gather(1, actions[:, None])[:, 0]
+        losses = F.smooth_l1_loss(q, torch.from_numpy(targets).to(q.device), reduction="none")
+        values = q.detach().cpu().numpy()
+        return TDLoss(losses, values, values - targets)
 
 
-def _dueling(advantages: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """The mean is over the actions that are allowed."""
+def _dueling(advantages: torch.Tensor, state_values: torch.Tensor) -> torch.Tensor:
+    """Combine advantages [B, n] and values [B]; the mean is over allowed actions."""
     allowed = advantages > FORBIDDEN
     mean = (advantages * allowed).sum(1, keepdim=True) / allowed.sum(1, keepdim=True)
-    return torch.where(allowed, values.unsqueeze(1) + advantages - mean, advantages)
+    return torch.where(allowed, state_values.unsqueeze(1) + advantages - mean, advantages)
 
 
-def _dueling_numpy(advantages: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """The same of arrays; forbidden actions of a network with masks stay as they are."""
+def dueling_numpy(advantages: np.ndarray, state_values: np.ndarray) -> np.ndarray:
+    """Combine advantages [B, n] and values [B] of arrays; forbidden actions do not change."""
     if advantages.min(initial=0.0) > FORBIDDEN:
-        made: np.ndarray = advantages + (values - advantages.mean(1))[:, None]
-        return made
-    return _dueling(torch.from_numpy(advantages), torch.from_numpy(values)).numpy()
+        q: np.ndarray = advantages + (state_values - advantages.mean(1))[:, None]
+        return q
+    return _dueling(torch.from_numpy(advantages), torch.from_numpy(state_values)).numpy()

@@ -1,4 +1,4 @@
-"""Numbers that change with the env steps sampled."""
+"""Schedules: numbers that depend on the number of sampled env steps."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from pydantic import AfterValidator
 ScheduleValue = float | list[tuple[int, float]] | dict[str, float]
 
 
-def _rising(schedule: ScheduleValue) -> ScheduleValue:
+def _validate_schedule(schedule: ScheduleValue) -> ScheduleValue:
     if isinstance(schedule, list):
         steps = [point[0] for point in schedule]
         if not steps or steps != sorted(set(steps)) or steps[0] < 0:
-            raise ValueError("a schedule is a list of (env step, value), the steps rising from 0")
+            raise ValueError("a schedule is a list of (env step, value) with rising steps from 0")
         values = [v for _, v in schedule]
     elif isinstance(schedule, dict):
-        names = {"initial", "decay", "steps"}
-        if not names <= set(schedule) <= names | {"final"}:
+        required = {"initial", "decay", "steps"}
+        if not required <= set(schedule) <= required | {"final"}:
             raise ValueError(
-                f"an exponential schedule has {', '.join(sorted(names))} and maybe final"
+                f"an exponential schedule has the keys {', '.join(sorted(required))} and "
+                "optionally final"
             )
         values = [schedule["initial"], schedule.get("final", 0.0)]
         if not (0 < schedule["decay"] <= 1 and schedule["steps"] >= 1):
-            raise ValueError("an exponential schedule has a decay in (0, 1] and steps from 1")
+            raise ValueError("an exponential schedule needs a decay in (0, 1] and steps >= 1")
     else:
         values = [schedule]
     if not all(0 <= value < float("inf") for value in values):
@@ -33,17 +34,20 @@ def _rising(schedule: ScheduleValue) -> ScheduleValue:
     return schedule
 
 
-Schedule = Annotated[ScheduleValue, AfterValidator(_rising)]
+Schedule = Annotated[ScheduleValue, AfterValidator(_validate_schedule)]
 
 
 def value_at(
     schedule: float | Sequence[Sequence[float]] | Mapping[str, float], timestep: int
 ) -> float:
-    """The value of a schedule at `timestep` [env steps].
+    """Return the value of a schedule.
 
-    A number is constant. A list of (env step, value) in rising order is linear in between; before
-    the first point its value holds, after the last one that value. A mapping is an exponential
-    decay: initial * decay ** (timestep / steps), not below `final` (0 if that is left out).
+    Args:
+        schedule: a number is constant. A list of (env step, value) in rising order is interpolated
+            linearly, and constant before its first and after its last point. A mapping decays
+            exponentially: initial * decay ** (timestep / steps), but not below `final` (default
+            0).
+        timestep: number of env steps sampled so far.
 
     >>> value_at([(0, 1.0), (100, 0.0)], 25)
     0.75

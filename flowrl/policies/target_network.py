@@ -27,7 +27,7 @@ class TargetNetwork(TorchPolicy):
         self.target_model = self.new_model()
         self.target_model.eval().requires_grad_(False)
         self._target = FlatParameters(self.target_model)
-        self.target_model.link_numpy()
+        self.target_model.bind_numpy_views()
         # found once: looking them up takes longer than the update of a small network
         self._buffer_pairs = list(
             zip(self.target_model.buffers(), self.model.buffers(), strict=True)

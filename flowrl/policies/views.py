@@ -1,4 +1,4 @@
-"""ViewRequirement: which part of a trajectory a column shows at each timestep."""
+"""ViewRequirement: which rows of a trajectory a batch column shows at each timestep."""
 
 from __future__ import annotations
 
@@ -15,33 +15,35 @@ _RANGE = re.compile(r"\s*(-?\d+)\s*:\s*(-?\d+)\s*(?::\s*(\d+)\s*)?")
 
 
 class ViewRequirement:
-    """A view on the trajectory: at timestep t the rows t + shift of a column.
+    """A view of the trajectory: at timestep t, the rows t + shift of a column.
 
-    Before the episode's first timestep a view of the observations repeats the first one, any
-    other shows zeros; so do timesteps after the episode's end, or after the fragment's end where
-    they are not known yet (the final observation is). No view reaches into another episode;
-    backwards it reaches into earlier fragments of the same one.
+    Timesteps before the start of the episode show the first observation for observations and
+    zeros for other columns. Timesteps after the end of the episode, or after the end of the
+    fragment, show zeros (but the final observation is known). Views never cross into another
+    episode; with negative shifts they reach into earlier fragments of the same episode.
 
     Args:
-        data_col: the column that is viewed; None: the one of the view's own name.
-        space: of one timestep's value.
-        shift: 0 the timestep itself, 1 the next, -1 the one before. A list, or a range
-            "first:last" or "first:last:step" (both ends included), gives a window: values
-            [rows, k, …] in the order given.
-        batch_repeat_value: one value for every so many rows, counted from the start of each
-            trajectory's part of a fragment: a recurrent state is needed once per sequence. For
-            views named `state_in_…` only.
-        agents: ids of agents of the episode, whatever their policies, instead of the row's own:
-            values [rows, agents, …] as they were in the same env step (plus shift), zeros for an
-            agent that has none then, or (but for observations) has not seen by now what came of
-            its action; the column `<name>_mask`, bool [rows, agents, …], says who has. `"others"`:
-            all of the environment's `possible_agents` but the row's own.
-        used_for_compute_actions: part of the input of action computation. None: wherever it is
-            known by then (nothing later than the observation of the timestep).
-        used_for_training: part of the train batch.
+        data_col: the viewed column; None is the column with the view's name.
+        space: space of the value of one timestep.
+        shift: 0 is the timestep itself, 1 the next, -1 the previous one. A list of ints, or a
+            range "first:last" or "first:last:step" (both ends included), is a window: values
+            [rows, k, …] in that order.
+        batch_repeat_value: number of rows that share one value, counted from the start of each
+            trajectory's part of a fragment: a recurrent state is needed once per sequence. Only
+            for views named `state_in_…`.
+        agents: show other agents of the episode, whatever their policies, instead of the row's
+            own agent: a list of agent ids, or `"others"` for all of the environment's
+            `possible_agents` except the row's own. Values are [rows, agents, …] in the same env
+            step (plus shift), zeros for an agent without a row there or, except for observations,
+            one whose action has not been answered yet. The column `<name>_mask`, bool
+            [rows, agents, …], marks the agents with values.
+        used_for_compute_actions: whether the view is part of the input of action computation. None
+            is True for views that are known by then (nothing later than the observation of the
+            timestep).
+        used_for_training: whether the view is part of the train batch.
 
     Raises:
-        ConfigError: a malformed shift; a view of the future that is to be used for actions.
+        ConfigError: a malformed argument.
     """
 
     def __init__(
@@ -55,18 +57,19 @@ class ViewRequirement:
         agents: Sequence[Any] | str | None = None,
     ):
         if data_col is not None and not isinstance(data_col, str):
-            raise ConfigError(f"ViewRequirement: data_col is a column's name, got {data_col!r}")
+            raise ConfigError(f"ViewRequirement: data_col must be a column's name: {data_col!r}")
         self.data_col = data_col
         self.space = space
         self.shifts = _offsets(shift)
         self.shift = shift if isinstance(shift, (int, str)) else list(shift)
         if not isinstance(batch_repeat_value, int) or batch_repeat_value < 1:
             raise ConfigError(
-                f"ViewRequirement: batch_repeat_value is an int from 1, got {batch_repeat_value!r}"
+                "ViewRequirement: batch_repeat_value must be an int >= 1, got "
+                f"{batch_repeat_value!r}"
             )
         if agents is not None and agents != "others" and not isinstance(agents, (list, tuple)):
             raise ConfigError(
-                f'ViewRequirement: agents is a list of agent ids or "others", got {agents!r}'
+                f'ViewRequirement: agents must be a list of agent ids or "others", got {agents!r}'
             )
         self.batch_repeat_value = batch_repeat_value
         self.agents = agents
@@ -75,34 +78,35 @@ class ViewRequirement:
 
     @property
     def is_window(self) -> bool:
-        """Whether the view has an axis of timesteps."""
+        """Whether values have an axis of timesteps."""
         return not isinstance(self.shift, int)
 
     @property
     def lookback(self) -> int:
-        """Timesteps before its own that the view shows."""
+        """Number of earlier timesteps that the view shows."""
         return max(0, -min(self.shifts))
 
     def known_for_actions(self, name: str) -> bool:
-        """Whether the view is part of the input of action computation.
+        """Return whether the view is part of the input of action computation.
 
         Args:
-            name: of the view.
+            name: name of the view.
 
         Raises:
-            ConfigError: it shall be, but shows what is not known by then.
+            ConfigError: `used_for_compute_actions` is True, but the view shows values that are not
+                known when actions are computed.
         """
         latest = 0 if (self.data_col or name) == "obs" else -1
         known = max(self.shifts) <= latest
         if self.used_for_compute_actions and not known:
             raise ConfigError(
                 f"view {name!r}: shift {self.shift!r} of {self.data_col or name!r} is not known "
-                "when actions are computed: leave used_for_compute_actions out"
+                "when actions are computed: do not set used_for_compute_actions"
             )
         return known if self.used_for_compute_actions is None else self.used_for_compute_actions
 
     def to_dict(self) -> dict[str, Any]:
-        """The arguments but the space, as JSON."""
+        """Return the arguments except the space, as JSON."""
         return {
             "data_col": self.data_col,
             "shift": self.shift,
@@ -114,7 +118,7 @@ class ViewRequirement:
 
     @classmethod
     def from_dict(cls, saved: dict[str, Any], space: spaces.Space | None = None) -> ViewRequirement:
-        """What `to_dict` gave, as a view again."""
+        """Create a view from `to_dict`."""
         return cls(space=space, **saved)
 
     def __repr__(self) -> str:
@@ -132,8 +136,10 @@ class ViewRequirement:
 
 
 def _offsets(shift: Any) -> tuple[int, ...]:
+    """Return the offsets of a `shift` argument."""
+    message = f"ViewRequirement: shift must be an int, a list of ints or a range, got {shift!r}"
     if isinstance(shift, bool):
-        raise ConfigError(f"ViewRequirement: shift is an int, a list of ints or a range: {shift!r}")
+        raise ConfigError(message)
     if isinstance(shift, int):
         return (shift,)
     if isinstance(shift, str):
@@ -141,18 +147,18 @@ def _offsets(shift: Any) -> tuple[int, ...]:
         first, last, step = (int(g) if g else 1 for g in match.groups()) if match else (0, -1, 1)
         if first > last or step < 1:
             raise ConfigError(
-                'ViewRequirement: a range is "first:last" or "first:last:step", both ends '
+                'ViewRequirement: a range must be "first:last" or "first:last:step", both ends '
                 f"included and in order, got {shift!r}"
             )
         return tuple(range(first, last + 1, step))
     offsets = list(shift) if isinstance(shift, (list, tuple)) else []
     if not offsets or not all(isinstance(o, int) and not isinstance(o, bool) for o in offsets):
-        raise ConfigError(f"ViewRequirement: shift is an int, a list of ints or a range: {shift!r}")
+        raise ConfigError(message)
     return tuple(offsets)
 
 
 def zeros_of(space: spaces.Space) -> Any:
-    """Zeros in the shape of one value of the space."""
+    """Return zeros in the structure, shape and dtype of one value of a space."""
     if isinstance(space, spaces.Dict):
         return {key: zeros_of(space[key]) for key in sorted(space)}
     if isinstance(space, spaces.Tuple):
@@ -160,52 +166,73 @@ def zeros_of(space: spaces.Space) -> Any:
     return np.zeros(space.shape or (), space.dtype)
 
 
-def misfit(space: spaces.Space, values: Any, name: str) -> str | None:
-    """What is wrong with arrays [B, …] of values of a space, in words; None if nothing is."""
+def find_mismatch(space: spaces.Space, values: Any, name: str) -> str | None:
+    """Describe how arrays [B, …] differ from a space in structure, shape or kind of dtype.
+
+    Args:
+        space: the space.
+        values: arrays [B, …] in the structure of the space.
+        name: name of the values in the description.
+
+    Returns:
+        A description of the first mismatch; None if there is none.
+    """
     if isinstance(space, spaces.Dict):
         if not isinstance(values, dict) or set(values) != set(space):
-            return f"{name}: a dict of arrays for {sorted(space)} is needed, got {_told(values)}"
-        found = (misfit(space[key], values[key], f"{name}[{key!r}]") for key in sorted(space))
-        return next((problem for problem in found if problem), None)
+            return f"{name}: expected a dict of arrays for {sorted(space)}, got {_brief(values)}"
+        problems = (
+            find_mismatch(space[key], values[key], f"{name}[{key!r}]") for key in sorted(space)
+        )
+        return next((problem for problem in problems if problem), None)
     if isinstance(space, spaces.Tuple):
         if not isinstance(values, tuple) or len(values) != len(space):
-            return f"{name}: a tuple of {len(space)} arrays is needed, got {_told(values)}"
-        found = (
-            misfit(s, v, f"{name}[{i}]") for i, (s, v) in enumerate(zip(space, values, strict=True))
-        )
-        return next((problem for problem in found if problem), None)
+            return f"{name}: expected a tuple of {len(space)} arrays, got {_brief(values)}"
+        pairs = enumerate(zip(space, values, strict=True))
+        problems = (find_mismatch(part, v, f"{name}[{i}]") for i, (part, v) in pairs)
+        return next((problem for problem in problems if problem), None)
     shape = "".join(f", {side}" for side in space.shape or ())
     kinds = "biuf" if isinstance(space, spaces.Box) else "biu"
     if not isinstance(values, np.ndarray) or values.dtype.kind not in kinds:
-        return f"{name}: an array of {space.dtype} [B{shape}] is needed, got {_told(values)}"
+        return f"{name}: expected an array of {space.dtype} [B{shape}], got {_brief(values)}"
     if values.ndim == 0 or values.shape[1:] != (space.shape or ()):
-        return f"{name}: an array [B{shape}] is needed, got one of shape {list(values.shape)}"
+        return f"{name}: expected an array [B{shape}], got one of shape {list(values.shape)}"
     return None
 
 
-def beyond(space: spaces.Space, values: Any, name: str) -> str | None:
-    """What is wrong with the numbers of a policy's actions [B, …], which fit a space otherwise:
-    those of Discrete spaces are from 0. None if nothing is."""
+def find_out_of_range(space: spaces.Space, actions: Any, name: str) -> str | None:
+    """Describe integers in a policy's actions [B, …] that are outside a space.
+
+    Args:
+        space: the action space.
+        actions: arrays for which `find_mismatch` returns None; integers of Discrete and
+            MultiDiscrete spaces start at 0.
+        name: name of the actions in the description.
+
+    Returns:
+        A description of the first problem; None if there is none.
+    """
     if isinstance(space, spaces.Dict):
-        inner = [(space[key], values[key], f"{name}[{key!r}]") for key in sorted(space)]
+        children = [(space[key], actions[key], f"{name}[{key!r}]") for key in sorted(space)]
     elif isinstance(space, spaces.Tuple):
-        inner = [(space[i], values[i], f"{name}[{i}]") for i in range(len(space))]
+        children = [(space[i], actions[i], f"{name}[{i}]") for i in range(len(space))]
     else:
-        inner = []
-    problems = (beyond(*one) for one in inner)
-    if isinstance(space, (spaces.Discrete, spaces.MultiDiscrete)) and len(values):
-        most = space.n if isinstance(space, spaces.Discrete) else space.nvec
-        if ((values < 0) | (values >= most)).any():
-            return f"{name}: numbers from 0 to below {most} are needed, there are " + (
-                f"{values.min()} to {values.max()}"
+        children = []
+    if isinstance(space, (spaces.Discrete, spaces.MultiDiscrete)) and len(actions):
+        size = space.n if isinstance(space, spaces.Discrete) else space.nvec
+        if ((actions < 0) | (actions >= size)).any():
+            return (
+                f"{name}: expected integers from 0 to below {size}, got {actions.min()} to "
+                f"{actions.max()}"
             )
+    problems = (find_out_of_range(*child) for child in children)
     return next((problem for problem in problems if problem), None)
 
 
-def _told(values: Any) -> str:
+def _brief(values: Any) -> str:
+    """Describe values by their type and size."""
     if isinstance(values, dict):
         return f"a dict of {sorted(map(str, values))}"
     if isinstance(values, np.ndarray):
         return f"one of {values.dtype} {list(values.shape)}"
-    told = f"a {type(values).__name__}"
-    return f"{told} of {len(values)}" if isinstance(values, (list, tuple)) else told
+    kind = f"a {type(values).__name__}"
+    return f"{kind} of {len(values)}" if isinstance(values, (list, tuple)) else kind

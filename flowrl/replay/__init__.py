@@ -1,8 +1,9 @@
-"""Replay buffers: uniform, prioritized, multi-agent, reservoir; numpy only."""
+"""Replay buffers: uniform, prioritized, mix-in, reservoir, multi-agent; needs numpy only."""
 
-from flowrl.replay.buffers import PrioritizedReplayBuffer, ReplayBuffer
+from flowrl.replay.buffers import ReplayBuffer
 from flowrl.replay.mix_in import MixInReplayBuffer
 from flowrl.replay.multi_agent import MultiAgentReplayBuffer
+from flowrl.replay.prioritized import PrioritizedReplayBuffer
 from flowrl.replay.reservoir import ReservoirReplayBuffer
 
 __all__ = [

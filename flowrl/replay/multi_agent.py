@@ -1,4 +1,4 @@
-"""MultiAgentReplayBuffer: a buffer for each policy, and how fast they are filled and drawn from."""
+"""MultiAgentReplayBuffer: one buffer per policy, and the ratio of drawn to stored rows."""
 
 from __future__ import annotations
 
@@ -7,39 +7,45 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.data.multi_agent_batch import MultiAgentBatch
-from flowrl.data.sample_batch import SampleBatch
+from flowrl.data.sample_batch import MultiAgentBatch, SampleBatch
 from flowrl.replay.buffers import ReplayBuffer
-from flowrl.replay.lockstep import Lockstep
+from flowrl.replay.env_step_index import EnvStepIndex
 from flowrl.replay.replay_ratio import ReplayRatio
-from flowrl.replay.ring_buffer import in_order
+from flowrl.replay.trajectories import sort_rows
 
 Batch = SampleBatch | MultiAgentBatch
 
 
 class MultiAgentReplayBuffer:
-    """A ReplayBuffer for each policy, made when its first rows come.
+    """One ReplayBuffer per policy, created with the policy's first rows.
 
-    It also says when it is time to store (`can_add`) and when to draw (`can_sample`), so that plans
-    which ask keep the ratio of drawn to stored rows: see ReplayRatio.
+    `can_add` and `can_sample` tell a plan whether to store or to draw next, to keep the ratio of
+    drawn to stored rows; see ReplayRatio.
 
     Args:
-        make: policy id -> its ReplayBuffer.
-        replay_batch_size: rows of each policy in a drawn batch (sequences or episodes, where those
-            are the buffer's storage_unit); in lockstep, env steps.
-        learning_starts, training_intensity: see ReplayRatio.
-        policies: ids of those whose rows are stored; None: all. Rows of others are refused.
-        mode: "independent": each policy's rows are drawn for themselves. "lockstep": env steps are
-            drawn, with all the rows that all policies have of them, in the same order, as
-            centralized critics need them; `eps_id` and `t` say which rows belong together.
+        make_buffer: policy id -> new ReplayBuffer.
+        replay_batch_size: items to draw per policy (rows, sequences or episodes, by the buffer's
+            storage_unit); in lockstep mode, env steps to draw.
+        learning_starts: rows stored before the first draw.
+        training_intensity: rows drawn per row stored after that; None draws one batch per stored
+            batch.
+        policies: ids of the policies to store; rows of others are rejected. None: all policies.
+        mode: "independent" draws the rows of each policy independently. "lockstep" draws env steps
+            with the rows of all policies, in the same order, for centralized critics; `eps_id` and
+            `t` identify the env step.
+
+    Attributes:
+        buffers: policy id -> ReplayBuffer.
+        ratio: the ReplayRatio.
 
     Raises:
-        ValueError: a size below 1; another mode; see ReplayRatio.
+        TypeError: policies is a str.
+        ValueError: replay_batch_size is below 1, or the mode is unknown; see ReplayRatio.
     """
 
     def __init__(
         self,
-        make: Callable[[str], ReplayBuffer],
+        make_buffer: Callable[[str], ReplayBuffer],
         *,
         replay_batch_size: int,
         learning_starts: int = 0,
@@ -53,122 +59,126 @@ class MultiAgentReplayBuffer:
             or replay_batch_size < 1
         ):
             raise ValueError(
-                f"replay_batch_size is a whole number from 1, got {replay_batch_size!r}"
+                f"replay_batch_size must be an integer of at least 1, got {replay_batch_size!r}"
             )
         if isinstance(policies, str):
-            raise TypeError(f"policies is a collection of ids: [{policies!r}]")
+            raise TypeError(f"policies must be a collection of ids, such as [{policies!r}]")
         if mode not in ("independent", "lockstep"):
-            raise ValueError(f'mode is "independent" or "lockstep", got {mode!r}')
-        self._make = make
+            raise ValueError(f'mode must be "independent" or "lockstep", got {mode!r}')
+        self._make_buffer = make_buffer
         self.replay_batch_size = replay_batch_size
         self.ratio = ReplayRatio(learning_starts, training_intensity)
         self.policies = None if policies is None else sorted(policies)
         self.buffers: dict[str, ReplayBuffer] = {}
         self.mode = mode
-        self._steps: Lockstep | None = None  # in lockstep, when there are rows
+        self._env_steps: EnvStepIndex | None = None  # in lockstep mode, once rows are stored
 
     # -- storing and drawing -----------------------------------------------------------------------
 
     def add(self, batch: Batch) -> None:
-        """Store each policy's rows in its buffer.
+        """Store the rows of each policy in its buffer.
 
         Raises:
-            KeyError: there are rows of a policy that is none of `policies`.
-            ValueError: see ReplayBuffer.add; in lockstep, rows without `eps_id` and `t`, or a
-                buffer that draws otherwise than uniformly.
+            KeyError: The batch has rows of a policy that is not in `policies`.
+            ValueError: See ReplayBuffer.add; in lockstep mode also if rows lack `eps_id` or `t`, or
+                a buffer does not draw uniformly.
         """
-        parts = {pid: rows for pid, rows in batch.policy_batches.items() if rows.count}
+        policy_batches = {pid: rows for pid, rows in batch.policy_batches.items() if rows.count}
         if self.policies is not None:
-            foreign = sorted(set(parts) - set(self.policies))
-            if foreign:
+            unknown = sorted(set(policy_batches) - set(self.policies))
+            if unknown:
                 raise KeyError(
-                    f"rows of the policies {foreign} for a replay buffer of {self.policies}: select"
-                    " those before storing (SelectExperiences)"
+                    f"rows of policies {unknown} for a replay buffer of {self.policies}: select "
+                    "the policies to store with SelectExperiences"
                 )
-        made = {
+        buffers = {
             policy_id: self.buffers[policy_id]
             if policy_id in self.buffers
-            else self._make(policy_id)
-            for policy_id in parts
+            else self._make_buffer(policy_id)
+            for policy_id in policy_batches
         }
-        for policy_id, rows in parts.items():
-            made[policy_id].check(rows)  # all of them before any is stored
-        if self.mode == "lockstep" and parts:
-            self._add_in_lockstep(parts, made)
+        for policy_id, rows in policy_batches.items():
+            buffers[policy_id].check(rows)  # check all policies before storing any
+        if self.mode == "lockstep" and policy_batches:
+            self._add_in_lockstep(policy_batches, buffers)
         else:
-            for policy_id, rows in parts.items():
-                made[policy_id].add(rows)
-        self.buffers |= made
-        self.ratio.note_stored(sum(rows.count for rows in parts.values()))
+            for policy_id, rows in policy_batches.items():
+                buffers[policy_id].add(rows)
+        self.buffers |= buffers
+        self.ratio.note_stored(sum(rows.count for rows in policy_batches.values()))
 
     def _add_in_lockstep(
-        self, parts: dict[str, SampleBatch], made: dict[str, ReplayBuffer]
+        self, policy_batches: dict[str, SampleBatch], buffers: dict[str, ReplayBuffer]
     ) -> None:
-        for policy_id, buffer in made.items():
+        for policy_id, buffer in buffers.items():
             if type(buffer) is not ReplayBuffer or buffer.storage_unit != "timesteps":
                 raise ValueError(
-                    f"in lockstep env steps are drawn uniformly: the buffer of {policy_id!r} is a "
-                    f"plain ReplayBuffer of timesteps then, not {buffer!r}"
+                    "lockstep mode draws env steps uniformly: the buffer of policy "
+                    f"{policy_id!r} must be a plain ReplayBuffer of timesteps, got {buffer!r}"
                 )
-        every = {**self.buffers, **made}
-        capacities = {policy_id: buffer.capacity for policy_id, buffer in every.items()}
+        capacities = {pid: buffer.capacity for pid, buffer in {**self.buffers, **buffers}.items()}
         if len(set(capacities.values())) > 1:
-            raise ValueError(f"in lockstep all buffers have one capacity, not {capacities}")
-        if self._steps is None:
-            self._steps = Lockstep(next(iter(capacities.values())))
-        for policy_id, rows in parts.items():
-            if rows.count > capacities[policy_id]:
-                raise ValueError(
-                    f"{rows.count} rows of policy {policy_id!r} at once for a capacity of "
-                    f"{capacities[policy_id]}: no env step of them would be whole"
-                )
-        self._steps.check(parts)
-        parts = {policy_id: in_order(rows) for policy_id, rows in parts.items()}
-        begins = {policy_id: buffer.num_added for policy_id, buffer in made.items()}
-        for policy_id, rows in parts.items():
-            made[policy_id].add(rows)
-        self._steps.extend(parts, begins)
-        self._steps.forget({pid: b.num_added - len(b) for pid, b in made.items()})
+            raise ValueError(
+                f"lockstep mode needs buffers of equal capacity, got capacities {capacities}"
+            )
+        index = self._env_steps
+        if index is None:
+            index = EnvStepIndex(next(iter(capacities.values())))
+        index.check(policy_batches)
+        policy_batches = {pid: sort_rows(rows) for pid, rows in policy_batches.items()}
+        first_rows = {policy_id: buffer.num_added for policy_id, buffer in buffers.items()}
+        for policy_id, rows in policy_batches.items():
+            buffers[policy_id].add(rows)
+        index.extend(policy_batches, first_rows)
+        index.remove_before(
+            {pid: buffer.num_added - len(buffer) for pid, buffer in buffers.items()}
+        )
+        self._env_steps = index
 
     def can_sample(self) -> bool:
-        """Whether it is time to draw a batch."""
+        """Return whether a draw is due."""
         rows = self._rows_per_batch()
         return rows > 0 and self.ratio.may_draw(rows)
 
     def _rows_per_batch(self) -> float:
-        """Rows to learn from in a drawn batch; on average, where they are not always as many."""
+        """Return the mean number of rows to learn from in a drawn batch."""
         size = self.replay_batch_size
-        if self._steps is not None:
-            return size * self._steps.rows_per_step()
+        if self._env_steps is not None:
+            return size * self._env_steps.rows_per_step()
         return size * sum(buffer.rows_per_item() for buffer in self.buffers.values())
 
     def can_add(self) -> bool:
-        """Whether it is time to store a batch."""
+        """Return whether storing a batch is due."""
         return not self.can_sample()
 
     def sample(self) -> Batch:
-        """`replay_batch_size` rows of each policy, or sequences or episodes, or env steps.
+        """Draw `replay_batch_size` items of each policy or, in lockstep mode, env steps.
 
         Raises:
-            ValueError: there are none.
+            ValueError: The buffer is empty.
         """
-        if not self.buffers or (self._steps is not None and not len(self._steps)):
-            raise ValueError("the replay buffer is empty: store something before drawing from it")
+        if not self.buffers or (self._env_steps is not None and not len(self._env_steps)):
+            raise ValueError("the replay buffer is empty: store a batch before drawing from it")
         size = self.replay_batch_size
-        if self._steps is None:
+        if self._env_steps is None:
             drawn = {pid: buffer.sample(size) for pid, buffer in self.buffers.items()}
         else:
             rng = self.buffers[min(self.buffers)].rng
-            numbers = self._steps.draw(size, rng)
-            drawn = {pid: self.buffers[pid].rows(own) for pid, own in numbers.items()}
-        self.ratio.note_drawn(sum(map(rows_to_learn, drawn.values())))
+            row_ids = self._env_steps.draw(size, rng)
+            drawn = {pid: self.buffers[pid].rows_by_id(ids) for pid, ids in row_ids.items()}
+        self.ratio.note_drawn(sum(map(loss_rows, drawn.values())))
         return MultiAgentBatch.wrap_as_needed(drawn, size)
 
     def update_priorities(
         self, policy_id: str, batch_indexes: np.ndarray, priorities: np.ndarray
     ) -> None:
-        """Give a policy's rows new priorities; see PrioritizedReplayBuffer. A buffer without
-        priorities takes no notice."""
+        """Set the priorities of a policy's rows; see PrioritizedReplayBuffer.update_priorities.
+
+        Buffers without priorities ignore them.
+
+        Raises:
+            KeyError: No rows of the policy are stored.
+        """
         if policy_id not in self.buffers:
             raise KeyError(
                 f"priorities of policy {policy_id!r}, whose rows are not in this replay buffer: it "
@@ -177,57 +187,57 @@ class MultiAgentReplayBuffer:
         self.buffers[policy_id].update_priorities(batch_indexes, priorities)
 
     def __len__(self) -> int:
-        """Rows that are there."""
+        """Return the number of rows of all policies."""
         return sum(map(len, self.buffers.values()))
 
     def stats(self) -> dict[str, dict[str, float]]:
-        """Each policy's figures; see ReplayBuffer.stats."""
+        """Return policy id -> ReplayBuffer.stats."""
         return {policy_id: buffer.stats() for policy_id, buffer in self.buffers.items()}
 
     # -- state -------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """All buffers, and where the ratio is."""
+        """Return the state of all buffers and of the ratio."""
         buffers = {policy_id: buffer.state_dict() for policy_id, buffer in self.buffers.items()}
         state = {"buffers": buffers, "ratio": self.ratio.state_dict()}
-        if self._steps is not None:
-            state["steps"] = {"capacity": self._steps.capacity, **self._steps.state_dict()}
+        if self._env_steps is not None:
+            state["env_steps"] = self._env_steps.state_dict()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave, with the same settings.
+        """Restore the result of `state_dict` of a buffer with the same settings.
 
         Raises:
-            ValueError: a buffer does not fit, or it is of the other mode or of other policies;
+            ValueError: A buffer does not fit, or the state has other policies or the other mode;
                 nothing is changed.
         """
-        foreign = sorted(set(state["buffers"]) - set(self.policies or state["buffers"]))
-        if foreign:
+        unknown = sorted(set(state["buffers"]) - set(self.policies or state["buffers"]))
+        if unknown:
             raise ValueError(
-                f"a state of policies {foreign} for a replay buffer of {self.policies}"
+                f"a state of policies {unknown} for a replay buffer of {self.policies}"
             )
-        if state["buffers"] and ("steps" in state) != (self.mode == "lockstep"):
-            raise ValueError(f"a state of the other mode for a replay buffer in mode {self.mode!r}")
-        buffers = {policy_id: self._make(policy_id) for policy_id in state["buffers"]}
+        if state["buffers"] and ("env_steps" in state) != (self.mode == "lockstep"):
+            raise ValueError(f"a state of another mode for a replay buffer of mode {self.mode!r}")
+        buffers = {policy_id: self._make_buffer(policy_id) for policy_id in state["buffers"]}
         for policy_id, buffer in buffers.items():
             buffer.load_state_dict(state["buffers"][policy_id])
         self.buffers = buffers
-        self._steps = None
-        if "steps" in state:
-            self._steps = Lockstep(int(state["steps"]["capacity"]))
-            self._steps.load_state_dict(state["steps"])
+        self._env_steps = None
+        if "env_steps" in state:
+            self._env_steps = EnvStepIndex(int(state["env_steps"]["capacity"]))
+            self._env_steps.load_state_dict(state["env_steps"])
         self.ratio.load_state_dict(state["ratio"])
 
     def __repr__(self) -> str:
-        more = "" if self.policies is None else f", policies={self.policies}"
-        more += f", mode={self.mode!r}" if self.mode != "independent" else ""
+        settings = "" if self.policies is None else f", policies={self.policies}"
+        settings += f", mode={self.mode!r}" if self.mode != "independent" else ""
         if self.ratio.training_intensity is not None:
-            more += f", training_intensity={self.ratio.training_intensity:g}"
-        return f"MultiAgentReplayBuffer(replay_batch_size={self.replay_batch_size}{more})"
+            settings += f", training_intensity={self.ratio.training_intensity:g}"
+        return f"MultiAgentReplayBuffer(replay_batch_size={self.replay_batch_size}{settings})"
 
 
-def rows_to_learn(batch: Batch) -> int:
-    """The rows of a batch but for padding and burn-in."""
+def loss_rows(batch: Batch) -> int:
+    """Return the number of rows to learn from: without padding and burn-in."""
     return sum(
         int(np.count_nonzero(rows["loss_mask"])) if "loss_mask" in rows else rows.count
         for rows in batch.policy_batches.values()

@@ -1,4 +1,4 @@
-"""ReservoirReplayBuffer: a uniform sample of all rows that there ever were."""
+"""ReservoirReplayBuffer: a uniform sample of all rows ever stored."""
 
 from __future__ import annotations
 
@@ -12,44 +12,50 @@ from flowrl.replay.buffers import ReplayBuffer
 
 
 class ReservoirReplayBuffer(ReplayBuffer):
-    """Each row that was ever stored is there with the same chance (Vitter 1985, algorithm R), as
-    for the average policy of fictitious self-play; rows are drawn uniformly.
+    """Keeps each row ever stored with equal probability (Vitter 1985, algorithm R).
 
-    Rows stand alone, so what each led to is stored with it, and there are no n-step returns.
+    Used for the average policy of fictitious self-play. Rows are drawn uniformly. They are not
+    linked: each is stored with its next observation, and there are no n-step returns.
 
     Args:
-        capacity: rows.
-        seed: of what is kept and of the draws.
+        capacity: maximum number of rows.
+        seed: seed of the selection and of the draws.
     """
 
     def __init__(self, capacity: int, *, seed: int | None = None):
         super().__init__(capacity, seed=seed)
-        self._added = 0
+        self._num_added = 0
 
     def add(self, batch: SampleBatch) -> None:
+        """Store a random selection of the rows of a batch.
+
+        Raises:
+            ValueError: See `check`.
+        """
         count = batch.count
         if not count:
             return
         self.check(batch)
-        kept, slots = self._chosen(count)
-        if len(kept):
-            self._ring.replace(batch.take_rows(kept), slots)
-        self._added += count
+        rows, slots = self._select(count)
+        if len(rows):
+            self._ring.replace(batch.take_rows(rows), slots)
+        self._num_added += count
 
-    def _chosen(self, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Which of `count` new rows are kept, and the slots that they get."""
-        numbers = np.arange(self._added, self._added + count)
-        slots = np.where(numbers < self.capacity, numbers, self.rng.integers(0, numbers + 1))
-        kept = np.flatnonzero(slots < self.capacity)
-        return kept, slots[kept]
+    def _select(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Select rows to keep out of `count` new rows; return them and their slots."""
+        row_ids = np.arange(self._num_added, self._num_added + count)
+        slots = np.where(row_ids < self.capacity, row_ids, self.rng.integers(0, row_ids + 1))
+        rows = np.flatnonzero(slots < self.capacity)
+        return rows, slots[rows]
 
     @property
     def num_added(self) -> int:
-        return self._added
+        """Rows ever stored."""
+        return self._num_added
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "added": self._added}
+        return {**super().state_dict(), "num_added": self._num_added}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self._added = int(state["added"])
+        self._num_added = int(state["num_added"])

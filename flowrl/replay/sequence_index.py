@@ -1,83 +1,89 @@
-"""SequenceIndex: runs of rows that are drawn from a replay buffer as one, sequences or episodes."""
+"""SequenceIndex: the sequences or episodes in a ring buffer."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from flowrl.data.sample_batch import SampleBatch
-from flowrl.data.sequences import burn_in_spans, places_in_runs, sequence_lengths
-from flowrl.replay.ring_buffer import ENDS, order_of
+from flowrl.data.sequences import burn_in_spans, expand_runs, sequence_lengths
+from flowrl.replay.schema import DONE_FLAGS
+from flowrl.replay.trajectories import row_order
 
 STATE = "state_in_"
 
 
-class SequenceIndex:
-    """The runs of rows in a ring that can be drawn, by numbers that count up.
+class Sequences(NamedTuple):
+    """The sequences of a batch; arrays [n], int64."""
 
-    A unit is gone when the first of its rows is. Sequences share the rows of their burn-in with the
-    one before; states are kept for the first row of each alone.
+    starts: np.ndarray  # first row, burn-in included
+    lengths: np.ndarray  # rows, burn-in included
+    burn_ins: np.ndarray  # burn-in rows
+    states: dict[str, np.ndarray]  # state column -> states [n, …] at the first rows
+
+
+class SequenceIndex:
+    """Rows of the sequences or episodes in a ring buffer, by item ids that count up.
+
+    An item is removed with the first of its rows. Sequences share their burn-in rows with the
+    previous sequence; recurrent states are stored for the first row of each sequence only.
 
     Args:
         kind: "sequences" or "episodes".
-        capacity: rows of the ring.
-        max_seq_len: rows to learn from in a sequence, at most.
-        burn_in: rows before those, as many of them as there are in the same fragment.
+        capacity: rows of the ring buffer.
+        max_seq_len: maximum number of rows to learn from in a sequence.
+        burn_in: rows before those, fewer where the fragment has fewer.
+
+    Attributes:
+        first: id of the oldest item.
+        num_added: items ever added; the id of the next one.
+        states: state column -> states [slots, …].
     """
 
     def __init__(self, kind: str, capacity: int, max_seq_len: int, burn_in: int):
         self.kind, self.capacity = kind, capacity
         self.max_seq_len, self.burn_in = max_seq_len, burn_in
-        self.first = self.stored = 0  # the oldest that is there; ever
-        self._begins = np.empty(capacity, np.int64)  # the number of a unit's first row
-        self._lengths = np.empty(capacity, np.int64)
-        self._heads = np.empty(capacity, np.int64)  # rows that are burn-in
+        self.first = self.num_added = 0
         self.states: dict[str, np.ndarray] = {}
-        self._to_learn = 0  # rows of all units that are there, without burn-in
+        self._first_rows = np.empty(capacity, np.int64)  # row ids
+        self._lengths = np.empty(capacity, np.int64)
+        self._burn_ins = np.empty(capacity, np.int64)
+        self._loss_rows = 0  # rows of all items without burn-in
 
     def __len__(self) -> int:
-        return self.stored - self.first
+        """Return the number of items."""
+        return self.num_added - self.first
 
     # -- storing -----------------------------------------------------------------------------------
 
-    def rows_of(self, batch: SampleBatch) -> SampleBatch:
-        """The batch without what is of sequences, not of rows."""
+    @staticmethod
+    def rows_of(batch: SampleBatch) -> SampleBatch:
+        """Return the batch without the columns that have a row per sequence."""
         return batch.without_columns(*(n for n in batch if n == "seq_lens" or n.startswith(STATE)))
 
     def check(self, batch: SampleBatch) -> None:
-        """Refuse a batch without such units.
+        """Check that a batch consists of such items.
 
         Raises:
-            ValueError: it has no `eps_id`; it is padded; its sequences are longer than
-                `max_seq_len`, or without the states that are needed; episodes are not whole; a unit
-                is larger than the ring.
+            ValueError: The batch has no `eps_id`, is padded, has longer sequences than
+                `max_seq_len`, lacks states, has incomplete episodes, or an item exceeds the ring
+                buffer's capacity.
         """
         if batch.zero_padded or "loss_mask" in batch:
             raise ValueError("a batch with padding or burn-in: store it as it was sampled")
         if "eps_id" not in batch:
-            raise ValueError(f"{self.kind} are found by the column eps_id, which is missing")
+            raise ValueError(f"{self.kind} need the column eps_id, which is missing")
         if self.kind == "episodes":
-            lengths = self._trajectories(batch)
-            ended = np.zeros(batch.count, bool)
-            for flag in ENDS:
-                if flag in batch:
-                    ended |= np.asarray(batch[flag]).astype(bool)
-            last = np.cumsum(lengths) - 1
-            single = not ("agent_index" in batch and np.any(batch["agent_index"]))
-            begun = "t" in batch and single and np.any(batch["t"][last - lengths + 1])
-            if begun or not ended[last].all() or ended.sum() > len(last):
-                raise ValueError(
-                    "a batch with a part of an episode, where whole ones are stored: sample with "
-                    'batch_mode="complete_episodes"'
-                )
+            lengths = _trajectory_lengths(batch)
+            self._check_complete(batch, lengths)
         elif "seq_lens" in batch:
             lengths = batch["seq_lens"]
             if self.burn_in or lengths.max() > self.max_seq_len:
                 raise ValueError(
                     f"sequences of up to {lengths.max()} rows without burn-in, where the buffer has"
                     f" max_seq_len={self.max_seq_len} and burn_in={self.burn_in}: give the buffer "
-                    "and the policy's model the same"
+                    "the max_seq_len and burn_in of the policy's model"
                 )
         else:
             lengths = np.full(1, self.max_seq_len + self.burn_in)
@@ -87,121 +93,144 @@ class SequenceIndex:
             )
         self._check_states(batch)
 
+    @staticmethod
+    def _check_complete(batch: SampleBatch, lengths: np.ndarray) -> None:
+        done = np.zeros(batch.count, bool)
+        for flag in DONE_FLAGS:
+            if flag in batch:
+                done |= np.asarray(batch[flag]).astype(bool)
+        last = np.cumsum(lengths) - 1
+        single_agent = not ("agent_index" in batch and np.any(batch["agent_index"]))
+        continued = "t" in batch and single_agent and np.any(batch["t"][last - lengths + 1])
+        if continued or not done[last].all() or done.sum() > len(last):
+            raise ValueError(
+                "a batch with part of an episode for a buffer of whole episodes: sample with "
+                'batch_mode="complete_episodes"'
+            )
+
     def _check_states(self, batch: SampleBatch) -> None:
         states = {name: np.asarray(batch[name]) for name in batch if name.startswith(STATE)}
-        if self.stored and set(states) != set(self.states):
-            raise ValueError(f"a batch with {sorted(states)}, those before had {[*self.states]}")
+        if self.num_added and set(states) != set(self.states):
+            raise ValueError(
+                f"a batch with states {sorted(states)}, earlier batches had {[*self.states]}"
+            )
         count = len(batch["seq_lens"]) if "seq_lens" in batch else batch.count
         for name, column in states.items():
-            have = self.states.get(name, column)
-            shape, dtype = have.shape[1:], have.dtype
+            stored = self.states.get(name, column)
+            shape, dtype = stored.shape[1:], stored.dtype
             fits = np.can_cast(column.dtype, dtype, "same_kind")
             if len(column) != count or column.shape[1:] != shape or not fits:
                 raise ValueError(
-                    f"{name}: {dtype} {[count, *shape]} are needed, a state for each "
+                    f"{name}: expected {dtype} {[count, *shape]}, one state for each "
                     f"{'sequence' if 'seq_lens' in batch else 'row'}, got {column.dtype} "
                     f"{list(column.shape)}"
                 )
 
-    def extend(self, batch: SampleBatch, first: int) -> SampleBatch:
-        """Note the units of a batch whose rows get the numbers from `first` on; the rows, in the
-        order in which they are to be stored."""
+    def split(self, batch: SampleBatch) -> tuple[SampleBatch, Sequences]:
+        """Return the rows of a checked batch, in the order to store them, and their sequences."""
         rows = self.rows_of(batch)
-        starts, lengths, heads = self._spans(batch)
-        per_sequence = "seq_lens" in batch
+        starts, lengths, burn_ins = self._spans(batch)
         states = {n: np.asarray(batch[n]) for n in batch if n.startswith(STATE)}
-        if not per_sequence:
+        if "seq_lens" not in batch:
             states = {name: column[starts] for name, column in states.items()}
-        order = order_of(rows)
-        if order is not None:  # runs stay runs: they are of one trajectory, in order of time
+        order = row_order(rows)
+        if order is not None:  # sequences stay contiguous: each has one trajectory, sorted by time
             rows = rows.take_rows(order)
-            where = np.empty(len(order), np.int64)
-            where[order] = np.arange(len(order))
-            by = np.argsort(where[starts], kind="stable")
-            starts, lengths, heads = where[starts][by], lengths[by], heads[by]
-            states = {name: column[by] for name, column in states.items()}
+            position = np.empty(len(order), np.int64)
+            position[order] = np.arange(len(order))
+            by_start = np.argsort(position[starts], kind="stable")
+            starts, lengths = position[starts][by_start], lengths[by_start]
+            burn_ins = burn_ins[by_start]
+            states = {name: column[by_start] for name, column in states.items()}
+        return rows, Sequences(starts, lengths, burn_ins, states)
+
+    def _spans(self, batch: SampleBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return first rows, lengths, and numbers of burn-in rows; [n] each."""
+        if self.kind == "sequences" and "seq_lens" not in batch:
+            return burn_in_spans(batch, self.max_seq_len, self.burn_in)
+        episodes = self.kind == "episodes"
+        lengths = (
+            _trajectory_lengths(batch) if episodes else np.asarray(batch["seq_lens"], np.int64)
+        )
+        return np.cumsum(lengths) - lengths, lengths, np.zeros_like(lengths)
+
+    def extend(self, sequences: Sequences, first_row: int) -> None:
+        """Add the sequences of rows that the ring buffer stored from row id `first_row` on."""
+        starts, lengths, burn_ins, states = sequences
         if not self.states:
             self.states = {
                 n: np.empty((self.capacity, *c.shape[1:]), c.dtype) for n, c in states.items()
             }
-        at = np.arange(self.stored, self.stored + len(starts)) % self.capacity
-        self._begins[at], self._lengths[at], self._heads[at] = first + starts, lengths, heads
+        slots = np.arange(self.num_added, self.num_added + len(starts)) % self.capacity
+        self._first_rows[slots], self._lengths[slots] = first_row + starts, lengths
+        self._burn_ins[slots] = burn_ins
         for name, column in states.items():
-            self.states[name][at] = column
-        self.stored += len(starts)
-        self._to_learn += int((lengths - heads).sum())
-        return rows
+            self.states[name][slots] = column
+        self.num_added += len(starts)
+        self._loss_rows += int((lengths - burn_ins).sum())
 
-    def _spans(self, batch: SampleBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """First rows [units], lengths, and how many of those rows are burn-in."""
-        if self.kind == "sequences" and "seq_lens" not in batch:
-            return burn_in_spans(batch, self.max_seq_len, self.burn_in)
-        whole = self.kind == "episodes"
-        lengths = self._trajectories(batch) if whole else np.asarray(batch["seq_lens"], np.int64)
-        return np.cumsum(lengths) - lengths, lengths, np.zeros_like(lengths)
-
-    @staticmethod
-    def _trajectories(batch: SampleBatch) -> np.ndarray:
-        lengths = sequence_lengths(batch.count, batch["eps_id"], None, batch.get("agent_index"))
-        return lengths.astype(np.int64)
-
-    def mark(self) -> tuple[int, int]:
-        """What there is, for `forget_since`."""
-        return self.stored, self._to_learn
-
-    def forget_since(self, there: tuple[int, int]) -> None:
-        """Those noted since then are not there: their rows could not be stored."""
-        self.stored, self._to_learn = there
-
-    def forget(self, oldest: int) -> None:
-        """The rows before the number `oldest` are gone."""
-        there = np.arange(max(self.first, self.stored - self.capacity), self.stored) % self.capacity
-        count = len(there) - int(np.searchsorted(self._begins[there], oldest))
+    def remove_before(self, oldest: int) -> None:
+        """Remove the items whose first row has an id below `oldest`."""
+        first = max(self.first, self.num_added - self.capacity)
+        slots = np.arange(first, self.num_added) % self.capacity
+        count = len(slots) - int(np.searchsorted(self._first_rows[slots], oldest))
         if count < len(self):
-            self.first = self.stored - count
-            there = there[len(there) - count :]
-            self._to_learn = int((self._lengths[there] - self._heads[there]).sum())
+            self.first = self.num_added - count
+            slots = slots[len(slots) - count :]
+            self._loss_rows = int((self._lengths[slots] - self._burn_ins[slots]).sum())
 
     # -- reading -----------------------------------------------------------------------------------
 
     def read(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
-        """Of the units at slots [n]: the numbers of their rows, one unit after another; how long
-        each is; and the columns of sequences."""
+        """Look up the items at slots [n].
+
+        Returns:
+            the ids of their rows, item by item; the length [n] of each item; the columns
+            `seq_lens`, states and, with burn-in, `loss_mask`.
+        """
         lengths = self._lengths[slots]
-        numbers, within = places_in_runs(self._begins[slots], lengths)
+        row_ids, offsets = expand_runs(self._first_rows[slots], lengths)
         columns: dict[str, Any] = {name: column[slots] for name, column in self.states.items()}
         columns["seq_lens"] = lengths.astype(np.int32)
         if self.burn_in:
-            columns["loss_mask"] = within >= np.repeat(self._heads[slots], lengths)
-        return numbers, lengths, columns
+            columns["loss_mask"] = offsets >= np.repeat(self._burn_ins[slots], lengths)
+        return row_ids, lengths, columns
 
     def mean_rows(self) -> float:
-        """Rows to learn from in a unit, on average."""
-        return self._to_learn / max(len(self), 1)
+        """Return the mean number of rows to learn from per item."""
+        return self._loss_rows / max(len(self), 1)
 
     # -- state -------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        at = np.arange(self.first, self.stored) % self.capacity
+        """Return all items and the settings."""
+        slots = np.arange(self.first, self.num_added) % self.capacity
         return {
             "storage_unit": self.kind,
             "max_seq_len": self.max_seq_len,
             "burn_in": self.burn_in,
             "first": self.first,
-            "begins": self._begins[at],
-            "lengths": self._lengths[at],
-            "heads": self._heads[at],
-            "states": {name: column[at] for name, column in self.states.items()},
+            "first_rows": self._first_rows[slots],
+            "lengths": self._lengths[slots],
+            "burn_ins": self._burn_ins[slots],
+            "states": {name: column[slots] for name, column in self.states.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the result of `state_dict` of an index with the same settings."""
         self.first = int(state["first"])
-        self.stored = self.first + len(state["begins"])
-        at = np.arange(self.first, self.stored) % self.capacity
-        self._begins[at], self._lengths[at] = state["begins"], state["lengths"]
-        self._heads[at] = state["heads"]
+        self.num_added = self.first + len(state["first_rows"])
+        slots = np.arange(self.first, self.num_added) % self.capacity
+        self._first_rows[slots], self._lengths[slots] = state["first_rows"], state["lengths"]
+        self._burn_ins[slots] = state["burn_ins"]
         self.states = {}
         for name, column in state["states"].items():
             self.states[name] = np.empty((self.capacity, *column.shape[1:]), column.dtype)
-            self.states[name][at] = column
-        self._to_learn = int((self._lengths[at] - self._heads[at]).sum())
+            self.states[name][slots] = column
+        self._loss_rows = int((self._lengths[slots] - self._burn_ins[slots]).sum())
+
+
+def _trajectory_lengths(batch: SampleBatch) -> np.ndarray:
+    """Return the lengths [n] of the consecutive rows with equal episode and agent."""
+    lengths = sequence_lengths(batch.count, batch["eps_id"], None, batch.get("agent_index"))
+    return lengths.astype(np.int64)

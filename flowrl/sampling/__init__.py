@@ -1,6 +1,6 @@
 """Sampling: collectors, samplers, rollout workers, worker sets."""
 
-from flowrl.data.multi_agent_batch import AgentID, EpisodeID, PolicyID, TensorType
+from flowrl.data.types import AgentID, EpisodeID, PolicyID, TensorType
 from flowrl.sampling.callbacks import DefaultCallbacks, override
 from flowrl.sampling.episode import EpisodeMetrics, MultiAgentEpisode
 from flowrl.sampling.list_collector import SimpleListCollector

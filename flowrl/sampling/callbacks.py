@@ -1,89 +1,99 @@
-"""DefaultCallbacks: code of one's own at the events of sampling and training."""
+"""DefaultCallbacks: user code that runs at events of sampling and training."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-if TYPE_CHECKING:
-    from flowrl.data import MultiAgentBatch, SampleBatch
-    from flowrl.policies.policy import Policy
-    from flowrl.sampling.episode import MultiAgentEpisode
-    from flowrl.sampling.rollout_worker import RolloutWorker
+from flowrl.data import MultiAgentBatch, SampleBatch
+from flowrl.policies.policy import Policy
+from flowrl.sampling.episode import MultiAgentEpisode
+from flowrl.sampling.sampling_worker import SamplingWorker
+
+EPISODE_EVENTS = (
+    "on_episode_start",
+    "on_episode_step",
+    "on_episode_end",
+    "on_postprocess_trajectory",
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def override(cls: type) -> Callable[[F], F]:
-    """Say that a method stands for one of `cls`.
+    """Mark a method that overrides one of `cls`.
 
     Raises:
-        NameError: `cls` has no such method.
+        NameError: `cls` has no method of this name.
     """
 
     def check(method: F) -> F:
         if not hasattr(cls, method.__name__):
-            raise NameError(f"{method.__name__}() overrides nothing: {cls.__name__} has none")
+            raise NameError(
+                f"{method.__name__}() overrides nothing: {cls.__name__} has no such method"
+            )
         return method
 
     return check
 
 
 class DefaultCallbacks:
-    """What happens at the events of sampling and training: nothing. Override what you need.
+    """Base class of callbacks; every method does nothing. Override the ones that you need.
 
-    One object per worker, made there. Arguments come by name, and more may be added: end the
-    signature in `**kwargs`. An episode's events are `on_episode_start`, once per step
-    `on_episode_step`, and `on_episode_end`. Overriding one of these, or
-    `on_sub_environment_created` with nothing else, changes no row of what is sampled.
+    Each worker creates one object. Arguments are passed by name, and later versions may add some:
+    end each signature in `**kwargs`. The calls of an episode are `on_episode_start`,
+    `on_episode_step` after each step, and `on_episode_end`. Overriding one of these or
+    `on_sub_environment_created` does not change the sampled rows.
     """
 
     def on_sub_environment_created(
-        self, *, worker: RolloutWorker, sub_environment: Any, env_context: Any, **kwargs: Any
+        self, *, worker: SamplingWorker, sub_environment: Any, env_context: Any, **kwargs: Any
     ) -> None:
-        """An environment was made, at the start or in the place of one that broke."""
+        """Called after an environment was created, also if it replaces a failed one."""
 
     def on_episode_start(
         self,
         *,
-        worker: RolloutWorker,
+        worker: SamplingWorker,
         base_env: Any,
         policies: dict[str, Policy],
         episode: MultiAgentEpisode,
         env_index: int,
         **kwargs: Any,
     ) -> None:
-        """An episode begins: its first observations are there, nobody has acted."""
+        """Called when an episode starts: after its first observations, before any action."""
 
     def on_episode_step(
         self,
         *,
-        worker: RolloutWorker,
+        worker: SamplingWorker,
         base_env: Any,
         policies: dict[str, Policy],
         episode: MultiAgentEpisode,
         env_index: int,
         **kwargs: Any,
     ) -> None:
-        """The environment was stepped; called before the episode ends."""
+        """Called after each env step, before `on_episode_end`."""
 
     def on_episode_end(
         self,
         *,
-        worker: RolloutWorker,
+        worker: SamplingWorker,
         base_env: Any,
         policies: dict[str, Policy],
         episode: MultiAgentEpisode,
         env_index: int,
         **kwargs: Any,
     ) -> None:
-        """An episode is over, its rows are postprocessed. If its environment broke,
-        `episode.is_faulty`."""
+        """Called when an episode ends, after its rows were postprocessed.
+
+        `episode.is_faulty` is True if the environment failed.
+        """
 
     def on_postprocess_trajectory(
         self,
         *,
-        worker: RolloutWorker,
+        worker: SamplingWorker,
         episode: MultiAgentEpisode | None,
         agent_id: Any,
         policy_id: str,
@@ -92,32 +102,34 @@ class DefaultCallbacks:
         original_batches: dict[Any, tuple[Policy, SampleBatch]],
         **kwargs: Any,
     ) -> None:
-        """An agent's part of a fragment was postprocessed by its policy.
+        """Called after a policy postprocessed an agent's rows of a fragment.
 
-        Columns may be set in `postprocessed_batch`; they reach the train batch. Arrays are
-        read-only. `original_batches`: by agent id, the policy and the rows before postprocessing.
+        Columns that are set in `postprocessed_batch` reach the train batch. Arrays are read-only.
+        `original_batches` has the policy and the rows before postprocessing by agent id.
         """
 
     def on_sample_end(
-        self, *, worker: RolloutWorker, samples: SampleBatch | MultiAgentBatch, **kwargs: Any
+        self, *, worker: SamplingWorker, samples: SampleBatch | MultiAgentBatch, **kwargs: Any
     ) -> None:
-        """`worker.sample()` is about to return `samples`."""
+        """Called before `worker.sample()` returns `samples`."""
 
     def on_learn_on_batch(
         self, *, policy: Policy, train_batch: SampleBatch, result: dict[str, float], **kwargs: Any
     ) -> None:
-        """A policy is about to learn from a train batch; what is put into `result` is reported
-        with its statistics."""
+        """Called before a policy learns from a train batch.
+
+        Entries that are added to `result` are reported with the policy's statistics.
+        """
 
     def on_train_result(self, *, algorithm: Any, result: dict[str, Any], **kwargs: Any) -> None:
-        """`Algorithm.train()` is about to return `result`, which may be added to."""
+        """Called before `Algorithm.train()` returns `result`; entries may be added."""
 
 
 def call(method: Callable[..., None], **arguments: Any) -> None:
-    """Call a callback; what it raises says so.
+    """Call a callback; add a note with its name to an exception.
 
     Raises:
-        RuntimeError: it raised StopIteration, which would end a stream.
+        RuntimeError: the callback raised StopIteration, which would end a stream.
     """
     try:
         method(**arguments)
@@ -133,7 +145,7 @@ def _name(method: Any) -> str:
 
 
 def overrides(callbacks: DefaultCallbacks, *names: str) -> bool:
-    """Whether the callbacks' class has its own version of one of these methods."""
+    """Return whether the class of the callbacks overrides one of these methods."""
     return any(
         getattr(type(callbacks), name) is not getattr(DefaultCallbacks, name) for name in names
     )

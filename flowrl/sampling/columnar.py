@@ -1,7 +1,7 @@
-"""The columnar collector: one fragment at a time, in preallocated time-major arrays.
+"""ColumnarCollector: collects one fragment at a time in preallocated time-major arrays.
 
-Each step writes [N, …] rows of the arrays [T+1, N, …]; everything that can be derived (episode
-ids, step numbers, returns, advantages) is computed for the whole fragment afterwards.
+Each step writes rows [N, ...] of arrays [T+1, N, ...]. Derived columns (episode ids, step numbers,
+returns, advantages) are computed for the whole fragment afterwards.
 """
 
 from __future__ import annotations
@@ -17,26 +17,31 @@ from gymnasium import spaces
 from flowrl.data import DEFAULT_POLICY_ID, SampleBatch
 from flowrl.data.indexed_columns import IndexedColumn, NextRows
 from flowrl.data.lazy_columns import LazyColumn
-from flowrl.envs.validation import BadValueError, ObservationCheck, check_columns, odd_actions
-from flowrl.envs.vector_env import DirectStepper, Step, Stepper
+from flowrl.envs.validation import (
+    InvalidStepError,
+    ObservationCheck,
+    check_extra_columns,
+    first_invalid_action,
+)
+from flowrl.envs.vector_env import DirectVectorEnv, VectorEnv, VectorStep
 from flowrl.policies.policy import Policy
-from flowrl.sampling.episode import EpisodeMetrics, fast_metrics
+from flowrl.sampling.episode import EpisodeMetrics, make_episode_metrics
 from flowrl.sampling.sampling_settings import TIMINGS, SamplingSettings
 from flowrl.sampling.view_resolver import (
     TrajectoryViews,
+    nontrivial_views,
     not_for_training,
     signature_of,
-    wanted_views,
 )
 
 _OBJECT = np.dtype(object)
 _NONE = np.zeros(0, np.int64)
-_CARRIED = ("episode_ids", "carried_return", "carried_length", "age", "dropped")
+_STATE_ARRAYS = ("episode_ids", "carried_return", "carried_length", "age", "dropped")
 
 
 class Ends(NamedTuple):
-    """The episodes that ended in a fragment: at which step [k], in which environment [k], and
-    their final observations [k, …]."""
+    """The k episodes that ended in a fragment: step [k], environment [k] and final observation
+    [k, ...]."""
 
     steps: np.ndarray
     envs: np.ndarray
@@ -44,10 +49,10 @@ class Ends(NamedTuple):
 
 
 class Cuts:
-    """Where the rows [T, N] of a fragment are cut into segments, and which count.
+    """Boundaries between the segments of a fragment's rows [T, N], and which rows are valid.
 
-    soft: a soft horizon lies after the row. lost: the environment broke there. real: rows that are
-    steps and whose segment is whole; None: all.
+    soft: a soft horizon follows the row. lost: the environment failed in the row. real: the row is
+    an env step of a segment that was not dropped; None: all rows are.
     """
 
     __slots__ = ("lost", "real", "shape", "soft")
@@ -59,18 +64,18 @@ class Cuts:
         self.real: np.ndarray | None = None
 
     def after(self, dones: np.ndarray) -> np.ndarray:
-        """Rows after which a new segment begins, [T, N]."""
+        """Return the rows after which a new segment starts, [T, N]."""
         for more in (self.soft, self.lost):
             dones = dones if more is None else dones | more
         return dones
 
     def skip(self, step: int | slice, envs: Any) -> None:
-        """These rows are no steps."""
+        """Mark rows that are not env steps."""
         self.real = np.ones(self.shape, bool) if self.real is None else self.real
         self.real[step, envs] = False
 
     def lose(self, step: int, env: int, dones: np.ndarray) -> None:
-        """The segment of row `step` is not to count, of what there is up to that row."""
+        """Drop the segment of row `step` up to and including that row."""
         cuts = self.after(dones)[:step, env].nonzero()[0]
         self.skip(slice(cuts[-1] + 1 if len(cuts) else 0, step + 1), env)
         self.lost = np.zeros(self.shape, bool) if self.lost is None else self.lost
@@ -80,19 +85,19 @@ class Cuts:
 class ColumnarCollector:
     """Collects fragments of `length` steps of every environment of a stepper.
 
-    Episodes go on from one fragment into the next. An environment that breaks costs the rows of its
-    episode since the fragment's start. An exception leaves the collector usable: the fragment is
-    dropped and the next one starts new episodes.
+    Episodes continue from one fragment to the next. If an environment fails, its episode's rows
+    since the start of the fragment are dropped. After an exception the collector can be used again:
+    the fragment is dropped and the next one starts new episodes.
 
     Args:
         stepper: the environments.
-        policy: acts, and postprocesses fragments.
-        settings: of sampling; `length` is T, env steps of each environment per fragment.
+        policy: computes actions and postprocesses fragments.
+        settings: the sampling settings; `length` is T, env steps of each environment per fragment.
         first_id: the first episode and unroll id.
     """
 
     def __init__(
-        self, stepper: Stepper, policy: Policy, settings: SamplingSettings, first_id: int = 0
+        self, stepper: VectorEnv, policy: Policy, settings: SamplingSettings, first_id: int = 0
     ):
         self.stepper = stepper
         self.policy = policy
@@ -105,7 +110,7 @@ class ColumnarCollector:
         self._base = first_id
         self._next_episode = self._next_unroll = 0
         self._open = False
-        self._anew: list[int] = []  # episodes that a restored run begins instead of going on
+        self._restarted: list[int] = []  # environments with new episodes after loading a state
         space: Any = stepper.observation_space
         steps, envs = length, stepper.num_envs
         self._raw = np.empty((steps + 1, envs, *space.shape), space.dtype)
@@ -116,37 +121,39 @@ class ColumnarCollector:
         self._terminateds = np.empty((steps, envs), bool)
         self._truncateds = np.empty((steps, envs), bool)
         self._extra: dict[str, np.ndarray] = {}
-        # glibc maps and unmaps large blocks anew each time, at a page fault per 4 KiB, until one
-        # larger has been freed: a fragment's columns then come from memory that is there already.
+        # glibc maps and unmaps each large block, at a page fault per 4 KiB, until a larger block
+        # was freed; afterwards the columns of fragments reuse mapped memory
         np.empty(16 << 20, np.uint8)
-        self._views: TrajectoryViews | None = None  # where the policy wants more than columns
+        self._views: TrajectoryViews | None = (
+            None  # None: the policy acts on obs and trains on columns
+        )
         self._episode_ids = np.zeros(envs, np.int64)
         self._carried_return = np.zeros(envs)
-        self._dropped = np.zeros(envs, np.int64)  # fragments in a row that were dropped whole
+        self._dropped = np.zeros(envs, np.int64)  # consecutive fragments without a valid row
         self._carried_length = np.zeros(envs, np.int64)
-        # env steps of each environment since its last reset: what views look back on
+        # env steps of each environment since its last reset, as far as views look back
         self._age = np.zeros(envs, np.int64)
 
     def _start(self) -> None:
-        """Begin an episode in every environment."""
+        """Start an episode in every environment."""
         self.stepper.reset(self._raw[0])
         if self.settings.on_invalid_step == "replace":
-            self._raw[0] = self._check.repaired(self._raw[0])
+            self._raw[0] = self._check.repair(self._raw[0])
         self._episode_ids = self._base + self._next_episode + np.arange(self.stepper.num_envs)
         self._next_episode += self.stepper.num_envs
         self._carried_return[:] = 0.0
         self._carried_length[:] = 0
         self._age[:] = 0
         if self.policy.reward_scaler is not None:
-            self.policy.reward_scaler.restart()
+            self.policy.reward_scaler.reset()
         if self._views is not None:
             self._views.forget()
         self._open = True
 
     # -- state -------------------------------------------------------------------------------------
 
-    def get_state(self) -> dict[str, Any]:
-        """What the next fragment depends on besides the policy."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of environments, episodes and counters, without the policy."""
         state: dict[str, Any] = {
             "base": self._base,
             "next_episode": self._next_episode,
@@ -156,55 +163,56 @@ class ColumnarCollector:
         }
         if self._open:
             state["open"] = {
-                "envs": self.stepper.get_state(),
+                "envs": self.stepper.state_dict(),
                 "obs": self._raw[-1].copy(),
-                "views": None if self._views is None else self._views.get_state(),
-                **{name: getattr(self, f"_{name}").copy() for name in _CARRIED},
+                "views": None if self._views is None else self._views.state_dict(),
+                **{name: getattr(self, f"_{name}").copy() for name in _STATE_ARRAYS},
             }
         return state
 
-    def set_state(self, state: dict[str, Any]) -> int:
-        """Go on where another collector was.
+    def load_state_dict(self, state: dict[str, Any]) -> int:
+        """Load the result of `state_dict`.
 
         Returns:
-            how many episodes could not be gone on with: others begin in their place.
+            Number of episodes that could not be resumed; new episodes replace them.
 
         Raises:
-            KeyError, ValueError: it is not a state of such environments.
+            KeyError, ValueError: the state belongs to other environments.
         """
         self._base = state["base"]
         self._next_episode, self._next_unroll = state["next_episode"], state["next_unroll"]
         self.env_steps, self.faulty_episodes = state["env_steps"], state["faulty_episodes"]
-        going_on = state.get("open")
+        running = state.get("open")
         self._open = False
-        if going_on is None:
+        if running is None:
             return 0
-        if going_on["obs"].shape != self._raw.shape[1:]:
+        if running["obs"].shape != self._raw.shape[1:]:
             raise ValueError(
-                f"a state of observations {going_on['obs'].shape}, not {self._raw.shape[1:]}"
+                f"the state has observations of shape {running['obs'].shape}, the environments "
+                f"{self._raw.shape[1:]}"
             )
-        self._raw[-1] = going_on["obs"]
-        for name in _CARRIED:
-            getattr(self, f"_{name}")[:] = going_on[name]
+        self._raw[-1] = running["obs"]
+        for name in _STATE_ARRAYS:
+            getattr(self, f"_{name}")[:] = running[name]
         self._prepare_views()
-        if self._views is not None and going_on["views"] is not None:
-            self._views.set_state(going_on["views"])
-        anew = self.stepper.set_state(going_on["envs"], self._raw[-1])
-        for env in anew:
+        if self._views is not None and running["views"] is not None:
+            self._views.load_state_dict(running["views"])
+        restarted = self.stepper.load_state_dict(running["envs"], self._raw[-1])
+        for env in restarted:
             self._episode_ids[env] = self._base + self._next_episode
             self._next_episode += 1
             self._carried_return[env] = self._carried_length[env] = self._age[env] = 0
-        self._anew = anew
+        self._restarted = restarted
         self._open = True
-        return len(anew)
+        return len(restarted)
 
     def _prepare_views(self) -> None:
-        """The views as the policy wants them now: they may have changed since the last fragment."""
-        wanted = self.policy.view_requirements
-        if self._views is not None and self._views.signature == signature_of(wanted):
+        """Update the views if the policy's view requirements changed since the last fragment."""
+        requirements = self.policy.view_requirements
+        if self._views is not None and self._views.signature == signature_of(requirements):
             return
-        acting = [name for name, view in wanted.items() if view.known_for_actions(name)]
-        if acting == ["obs"] and not wanted_views(wanted):
+        acting = [name for name, view in requirements.items() if view.known_for_actions(name)]
+        if acting == ["obs"] and not nontrivial_views(requirements):
             self._views = None
             return
         space = self.policy.action_space
@@ -212,47 +220,47 @@ class ColumnarCollector:
         zeros["rewards"] = np.zeros((), np.float32)
         if space.shape is not None and space.dtype is not None:
             zeros["actions"] = np.zeros(space.shape, space.dtype)
-        self._views = TrajectoryViews(wanted, self.length, self.stepper.num_envs, zeros)
+        self._views = TrajectoryViews(requirements, self.length, self.stepper.num_envs, zeros)
 
     def collect(self) -> SampleBatch:
-        """One fragment: length x num_envs rows, environment by environment, in order of time.
+        """Return one fragment of length x num_envs rows, sorted by environment and time.
 
-        A foreign vector environment that resets in calls of their own gives fewer: its real rows.
+        Calls of a vector environment that only reset are not env steps: they give no rows.
         """
         started = time.perf_counter()
         self._prepare_views()
-        if self._anew and self.policy.reward_scaler is not None:
-            self.policy.reward_scaler.restart(self._anew)
-        self._anew = []
+        if self._restarted and self.policy.reward_scaler is not None:
+            self.policy.reward_scaler.reset(self._restarted)
+        self._restarted = []
         if self._open:
             self._raw[0] = self._raw[-1]
         else:
             self._start()
-        self._open = False  # until the fragment is whole
+        self._open = False  # until the fragment is complete
         ends, cuts, infos = self._roll()
         rolled = time.perf_counter()
         batch = self._finish(ends, cuts, infos)
         self._open = True
         self.env_steps += batch.count
-        broken = set() if cuts.lost is None else set(cuts.lost.nonzero()[1].tolist())
-        well = list(set(range(self.stepper.num_envs)) - broken)
-        self.stepper.settle(well)
-        self._dropped[well] = 0
+        failed = set() if cuts.lost is None else set(cuts.lost.nonzero()[1].tolist())
+        healthy = list(set(range(self.stepper.num_envs)) - failed)
+        self.stepper.mark_healthy(healthy)
+        self._dropped[healthy] = 0
         finished = time.perf_counter()
         self.timings["postprocess_s"] += finished - rolled
         self.timings["sample_s"] += finished - started
         return batch
 
     def _roll(self) -> tuple[Ends, Cuts, list[Any]]:
-        """Act and step T times; returns the ends of episodes, how rows are cut, infos."""
+        """Act and step T times; return the ends of episodes, the cuts between segments, infos."""
         raw, obs, policy, stepper = self._raw, self._obs, self.policy, self.stepper
         rewards, terminateds, truncateds = self._rewards, self._terminateds, self._truncateds
         terminateds[:] = False
         truncateds[:] = False
         settings = self.settings
         normalize, views = policy.observation_filter, self._views
-        # flowrl's own vectoriser looks at the numbers of a Discrete space itself
-        direct = isinstance(stepper, DirectStepper)
+        # DirectVectorEnv checks the actions of a Discrete space itself
+        direct = isinstance(stepper, DirectVectorEnv)
         check_actions = not (direct and isinstance(policy.action_space, spaces.Discrete))
         if views is not None:
             views.begin(self._age)
@@ -267,18 +275,18 @@ class ColumnarCollector:
         act, act_on_views = policy.compute_actions, policy.compute_actions_from_input_dict
         if not settings.explore:
             act, act_on_views = partial(act, explore=False), partial(act_on_views, explore=False)
-        began = clock()
+        start = clock()
         for t in range(self.length):
             if normalize is not None:
                 obs[t] = normalize(raw[t])
-            asked = clock()
+            act_start = clock()
             if views is None:
                 actions, _, extra = act(obs[t])
             else:
                 views.record("obs", t, obs[t])
                 inputs = views.inputs_now(t, obs[t])
                 actions, _, extra = act_on_views(inputs)
-            acted = clock()
+            act_end = clock()
             if t == 0:
                 self._allocate(actions, extra)
             columns = self._extra
@@ -288,14 +296,14 @@ class ColumnarCollector:
             if check_actions:
                 self._check_actions(actions)
             to_env = policy.actions_for_env(actions)
-            before = clock()
-            acting += acted - asked
+            step_start = clock()
+            acting += act_end - act_start
             try:
                 step = stepper.step(to_env, raw[t + 1], rewards[t], terminateds[t], truncateds[t])
             except Exception as error:
                 error.add_note(f"at step {t} of a fragment, {self.env_steps} env steps sampled")
                 raise
-            stepping += clock() - before
+            stepping += clock() - step_start
             if settings.on_invalid_step == "replace":
                 self._repair(t, step)
             if len(step.ended):
@@ -319,39 +327,39 @@ class ColumnarCollector:
             obs[-1] = normalize(raw[-1])
         self.timings["env_step_s"] += stepping
         self.timings["inference_s"] += acting
-        self.timings["collection_s"] += clock() - began - stepping - acting
-        return self._joined(ends), cuts, infos
+        self.timings["collection_s"] += clock() - start - stepping - acting
+        return self._join_ends(ends), cuts, infos
 
     def _check_actions(self, actions: np.ndarray) -> None:
-        odd = odd_actions(self.policy.action_space, actions)
-        if odd is not None:
+        invalid = first_invalid_action(self.policy.action_space, actions)
+        if invalid is not None:
             raise ValueError(
-                f"the policy gave the action {actions[odd]!r} for sub-environment {odd}; the "
-                f"action space is {self.policy.action_space}"
+                f"the policy returned the action {actions[invalid]!r} for sub-environment "
+                f"{invalid}; its action space is {self.policy.action_space}"
             )
 
-    def _repair(self, t: int, step: Step) -> None:
-        """Put numbers that can be used for those that cannot."""
-        self._raw[t + 1] = self._check.repaired(self._raw[t + 1])
+    def _repair(self, t: int, step: VectorStep) -> None:
+        """Replace invalid numbers by valid ones."""
+        self._raw[t + 1] = self._check.repair(self._raw[t + 1])
         np.nan_to_num(self._rewards[t], copy=False, posinf=0.0, neginf=0.0)
         if len(step.ended):
-            step.final = [self._check.repaired(np.asarray(final)) for final in step.final]
+            step.final = [self._check.repair(np.asarray(final)) for final in step.final]
 
     def _record_step(self, views: TrajectoryViews, t: int) -> None:
-        """Take down what a timestep gave, where a view shows it."""
-        given = {
+        """Record the columns of a timestep that views read."""
+        columns = {
             **self._extra,
             "rewards": self._rewards,
             "terminateds": self._terminateds,
             "truncateds": self._truncateds,
         }
         for name in views.sources:
-            if name in given:
-                views.record(name, t, given[name][t])
+            if name in columns:
+                views.record(name, t, columns[name][t])
             elif name == "dones":
                 views.record(name, t, self._terminateds[t] | self._truncateds[t])
 
-    def _joined(self, ends: list[tuple[int, Any, Any]]) -> Ends:
+    def _join_ends(self, ends: list[tuple[int, Any, Any]]) -> Ends:
         if not ends:
             return Ends(_NONE, _NONE, self._raw[:0, 0])
         steps = [np.full(len(envs), t) for t, envs, _ in ends]
@@ -362,30 +370,31 @@ class ColumnarCollector:
         )
 
     def _allocate(self, actions: np.ndarray, extra: dict[str, np.ndarray]) -> None:
-        check_columns(DEFAULT_POLICY_ID, extra, self.stepper.num_envs)
+        check_extra_columns(DEFAULT_POLICY_ID, extra, self.stepper.num_envs)
         if len(actions) != self.stepper.num_envs:
             raise ValueError(
-                f"the policy gave {len(actions)} actions for {self.stepper.num_envs} observations"
+                f"the policy returned {len(actions)} actions for {self.stepper.num_envs} "
+                "observations"
             )
         self._check_actions(actions)
         for name, value in {"actions": actions, **extra}.items():
-            have = self._extra.get(name)
-            if have is None or have.shape[1:] != value.shape or have.dtype != value.dtype:
+            array = self._extra.get(name)
+            if array is None or array.shape[1:] != value.shape or array.dtype != value.dtype:
                 self._extra[name] = np.empty((self.length, *value.shape), value.dtype)
 
     def _finish(self, ends: Ends, cuts: Cuts, infos: list[Any]) -> SampleBatch:
-        """Derive the remaining columns and put the rows environment by environment."""
+        """Derive the remaining columns and sort the rows by environment and time."""
         policy = self.policy
         self._check_values(ends, cuts)
         real = cuts.real
         self.faulty_episodes += 0 if cuts.lost is None else int(cuts.lost.sum())
         if policy.observation_filter is not None:
             seen = self._raw[1:] if real is None else self._raw[1:][real]
-            policy.observation_filter.fresh.update(seen.reshape(-1, *self._raw.shape[2:]))
+            policy.observation_filter.new_stats.update(seen.reshape(-1, *self._raw.shape[2:]))
             ends = ends._replace(final=policy.observation_filter(ends.final))
         resets = self._terminateds | self._truncateds
         resets = resets if cuts.lost is None else resets | cuts.lost
-        dones = cuts.after(resets)  # where a segment ends, whatever the columns say
+        dones = cuts.after(resets)  # segment ends, also those that the columns hide
         steps_done, self._carried_length = self._derive_steps(dones, real, self._carried_length)
         if cuts.soft is None:
             age, self._age = steps_done, self._carried_length
@@ -394,7 +403,7 @@ class ColumnarCollector:
         self._record_episodes(dones, steps_done, cuts.lost)
         if self.settings.no_done_at_end:
             self._terminateds[:] = self._truncateds[:] = False
-        made: dict[str, np.ndarray] = {
+        columns: dict[str, np.ndarray] = {
             **self._extra,
             "rewards": self._rewards,
             "terminateds": self._terminateds,
@@ -403,25 +412,25 @@ class ColumnarCollector:
             "t": steps_done - 1,
         }
         if policy.reward_scaler is not None:
-            made["rewards"] = policy.reward_scaler(self._rewards, resets, real)
-        told = {"obs": self._obs[:-1], **made, "dones": dones}
-        if "vf_preds" in made:
-            told["next_values"] = self._next_values(ends, age)
-        apart = type(policy).postprocess_trajectory is not Policy.postprocess_trajectory
-        if not apart:
-            made.update(policy.postprocess_fragment(told))
-        elif "next_values" in told:
-            made["next_values"] = told["next_values"]
+            columns["rewards"] = policy.reward_scaler(self._rewards, resets, real)
+        fragment = {"obs": self._obs[:-1], **columns, "dones": dones}
+        if "vf_preds" in columns:
+            fragment["next_values"] = self._next_values(ends, age)
+        per_segment = type(policy).postprocess_trajectory is not Policy.postprocess_trajectory
+        if not per_segment:
+            columns.update(policy.postprocess_fragment(fragment))
+        elif "next_values" in fragment:
+            columns["next_values"] = fragment["next_values"]
         order = None if real is None else _order_by_env(real)
         rows: dict[str, Any] = {}
         if self._views is None or not self._views.replace_observations:
             rows = self._observations(ends, dones, order)
-        rows.update({name: _by_env(column, order) for name, column in made.items()})
+        rows.update({name: _by_env(column, order) for name, column in columns.items()})
         if self._views is not None:
             last = self._last_observations(ends, dones)
-            columns = self._views.columns(last, age - 1, dones)
-            kept = slice(None) if real is None else np.flatnonzero(real.T)
-            rows.update({name: column[kept] for name, column in columns.items()})
+            views = self._views.columns(last, age - 1, dones)
+            valid = slice(None) if real is None else np.flatnonzero(real.T)
+            rows.update({name: column[valid] for name, column in views.items()})
         for name in not_for_training(policy.view_requirements, rows):
             rows.pop(name, None)
         count = len(rows["rewards"])
@@ -429,11 +438,11 @@ class ColumnarCollector:
         rows["infos"] = IndexedColumn(
             LazyColumn("infos", make, (count,), _OBJECT), np.arange(count)
         )
-        batch = SampleBatch._of(rows)
-        return self._postprocess(batch) if apart else batch
+        batch = SampleBatch.unchecked(rows)
+        return self._postprocess(batch) if per_segment else batch
 
     def _postprocess(self, batch: SampleBatch) -> SampleBatch:
-        """Hand the rows of each segment to the policy."""
+        """Let the policy postprocess the rows of each segment."""
         cuts = np.flatnonzero(np.diff(batch["unroll_id"])) + 1
         parts = []
         for begin, end in itertools.pairwise([0, *cuts.tolist(), batch.count]):
@@ -449,8 +458,11 @@ class ColumnarCollector:
     def _observations(
         self, ends: Ends, dones: np.ndarray, order: np.ndarray | None
     ) -> dict[str, Any]:
-        """`obs` and `new_obs`, which repeats it but for the last observation of each segment: each
-        is stored once, and `new_obs` made when it is read."""
+        """Return `obs` and `new_obs`.
+
+        Each observation is stored once: `new_obs` is `obs` one row later, except at segment ends,
+        and is built when it is read.
+        """
         if order is not None:
             after = self._obs[1:].copy()
             after[ends.steps, ends.envs] = ends.final
@@ -464,7 +476,7 @@ class ColumnarCollector:
         return {"obs": base[:count], "new_obs": NextRows(base, count, cuts)}
 
     def _last_observations(self, ends: Ends, dones: np.ndarray) -> np.ndarray:
-        """What each segment led to, [segments, …], in the order of the rows."""
+        """Return the observation after each segment, [segments, ...], in the order of the rows."""
         if not dones.any():
             return self._obs[-1].copy()
         cuts = _cuts(dones)
@@ -474,21 +486,22 @@ class ColumnarCollector:
         return last
 
     def _check_values(self, ends: Ends, cuts: Cuts) -> None:
-        """What is not finite would spread: into filters, advantages, weights."""
-        fits = self._check.fits(self._raw) and self._check.fits(ends.final)
+        """Handle observations outside their space and non-finite rewards, before they reach
+        filters, advantages and weights."""
+        fits = self._check.in_bounds(self._raw) and self._check.in_bounds(ends.final)
         if fits and np.isfinite(self._rewards).all():
             return
         checked = {
-            "an observation": self._check.outside(self._raw),
+            "an observation": self._check.invalid_mask(self._raw),
             "a reward": ~np.isfinite(self._rewards),
-            "a final observation": self._check.outside(ends.final),
+            "a final observation": self._check.invalid_mask(ends.final),
         }
         cut = cuts.after(self._terminateds | self._truncateds)
-        problems: list[tuple[int, int, str, int]] = []  # step, environment, what; row, or -1
-        for what, odd in checked.items():
+        problems: list[tuple[int, int, str, int]] = []  # step, environment, what, row or -1
+        for what, invalid in checked.items():
             array = {"a reward": self._rewards, "an observation": self._raw}.get(what, ends.final)
-            axes = tuple(range(2 if what != "a final observation" else 1, odd.ndim))
-            for at in np.argwhere(odd.any(axes)):
+            axes = tuple(range(2 if what != "a final observation" else 1, invalid.ndim))
+            for at in np.argwhere(invalid.any(axes)):
                 if what == "a final observation":
                     step, env = int(ends.steps[at[0]]), int(ends.envs[at[0]])
                 else:
@@ -496,22 +509,25 @@ class ColumnarCollector:
                 fits = np.isfinite(array[tuple(at)]).all()
                 why = f"outside its space {self._check.space}" if fits else "that is not finite"
                 row = step
-                if what == "an observation":  # that of row t was given by step t - 1
+                if what == "an observation":  # step t - 1 returned that of row t
                     step = max(step - 1, 0)
                     if row == self.length:
                         row = -1 if cut[step, env] else step
                 problems.append((step, env, f"{what} {why}", row))
         problems.sort()
         step, env, what, _ = problems[0]
-        error = BadValueError(f"sub-environment {env} gave {what}, at step {step} of a fragment")
-        if self.settings.on_invalid_step == "raise" or not isinstance(self.stepper, DirectStepper):
+        error = InvalidStepError(
+            f"sub-environment {env} returned {what}, at step {step} of a fragment"
+        )
+        if self.settings.on_invalid_step == "raise" or not isinstance(
+            self.stepper, DirectVectorEnv
+        ):
             raise error
         self._drop_segments(problems, cuts)
 
     def _drop_segments(self, problems: list[tuple[int, int, str, int]], cuts: Cuts) -> None:
-        """Take the segments out in which something bad was given; what is still open goes on
-        with another environment."""
-        assert isinstance(self.stepper, DirectStepper)
+        """Drop the segments with invalid values; replace the environments of those still open."""
+        assert isinstance(self.stepper, DirectVectorEnv)
         dones = self._terminateds | self._truncateds
         for step, env, what, row in problems:
             closed = False
@@ -522,7 +538,7 @@ class ColumnarCollector:
                 closed = len(later) > 0
                 cuts.lose(row + int(later[0]) if closed else self.length - 1, env, dones)
             if not closed:
-                error = BadValueError(f"sub-environment {env} gave {what}, at step {step}")
+                error = InvalidStepError(f"sub-environment {env} returned {what}, at step {step}")
                 self._raw[-1, env] = self.stepper.restart(env, error)
                 if self.policy.observation_filter is not None:
                     self._obs[-1, env] = self.policy.observation_filter(self._raw[-1, env])
@@ -532,11 +548,11 @@ class ColumnarCollector:
             if lost.all():
                 self._dropped[env] += 1
                 if self._dropped[env] > self.settings.max_env_restarts:
-                    raise BadValueError(
-                        f"sub-environment {env} gave {what}, at step {step} of a fragment; it has "
-                        f"given nothing that can be used in {self._dropped[env]} fragments"
+                    raise InvalidStepError(
+                        f"sub-environment {env} returned {what}, at step {step} of a fragment; all "
+                        f"of its rows in {self._dropped[env]} consecutive fragments were dropped"
                     )
-            self._rewards[lost, env] = 0.0  # the next sums would not be numbers
+            self._rewards[lost, env] = 0.0  # keeps the next sums finite
             self._raw[:-1][lost, env] = 0
             self._obs[:-1][lost, env] = 0
             for column in self._extra.values():
@@ -545,8 +561,8 @@ class ColumnarCollector:
     def _derive_steps(
         self, cuts: np.ndarray, real: np.ndarray | None, carried: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Env steps since the last cut that each row has with it, [T, N], from 1; those that the
-        next fragment starts with, [N]."""
+        """Return the env steps since the last cut including each row, [T, N], from 1, and the
+        count that the next fragment starts with, [N]."""
         if real is None and not cuts.any():
             steps = np.arange(1, self.length + 1)[:, None] + carried
             return steps, steps[-1]
@@ -559,9 +575,9 @@ class ColumnarCollector:
         return total - ends[:-1], total[-1] - ends[-1]
 
     def _derive_ids(self, dones: np.ndarray) -> dict[str, np.ndarray]:
-        """Episode, unroll, agent and environment ids, [T, N]."""
+        """Return episode, unroll, agent and environment ids, [T, N]."""
         steps, envs = dones.shape
-        if not dones.any():  # as in most short fragments
+        if not dones.any():  # most short fragments
             unrolls = np.arange(self._next_unroll, self._next_unroll + envs) + self._base
             self._next_unroll += envs
             return {
@@ -571,7 +587,9 @@ class ColumnarCollector:
                 "env_id": np.broadcast_to(np.arange(envs), (steps, envs)),
             }
         ended = np.zeros((steps, envs), np.int64)
-        np.cumsum(dones[:-1], 0, out=ended[1:])  # episodes of this fragment before each row
+        np.cumsum(
+            dones[:-1], 0, out=ended[1:]
+        )  # episodes that ended in this fragment before each row
         counts = dones.sum(0)
         first = self._base + self._next_episode + np.cumsum(counts) - counts - 1
         episode_ids = np.where(ended > 0, first + ended, self._episode_ids)
@@ -605,26 +623,26 @@ class ColumnarCollector:
         last = np.ones(len(envs), bool)
         last[:-1] = first[1:]
         self._carried_return[envs[last]] = totals[-1, envs[last]] - at_end[last]
-        order = np.argsort(steps, kind="stable")  # as they ended, not environment by environment
+        order = np.argsort(steps, kind="stable")  # in the order in which they ended
         if lost is not None:
             order = order[~lost[steps[order], envs[order]]]
         returns = (at_end - before)[order].tolist()
         lengths = steps_done[steps, envs][order].tolist()
         nothing = itertools.repeat(None)
-        told = zip(returns, lengths, envs[order].tolist(), nothing, nothing, nothing)  # noqa: B905
-        self.episodes += map(fast_metrics, told)
+        fields = zip(returns, lengths, envs[order].tolist(), nothing, nothing, nothing)  # noqa: B905
+        self.episodes += map(make_episode_metrics, fields)
 
     def _next_values(self, ends: Ends, steps_done: np.ndarray) -> np.ndarray:
-        """Value of the state that each step led to, [T, N]; 0 where it terminated."""
+        """Return the value of the state after each step, [T, N]; 0 after a termination."""
         values = self._extra["vf_preds"]
-        following = np.empty_like(values)
-        following[:-1] = values[1:]
+        next_values = np.empty_like(values)
+        next_values[:-1] = values[1:]
         if self._views is None:
-            following[-1] = self.policy.compute_values(self._obs[-1])
+            next_values[-1] = self.policy.compute_values(self._obs[-1])
         else:
             inputs = self._views.inputs_now(self.length, self._obs[-1])
-            following[-1] = self.policy.compute_values_from_input_dict(inputs)
-        cut = ~self._terminateds[ends.steps, ends.envs]  # none is, if the columns hide ends
+            next_values[-1] = self.policy.compute_values_from_input_dict(inputs)
+        cut = ~self._terminateds[ends.steps, ends.envs]  # all, if no_done_at_end
         if cut.any():
             steps, envs, final = ends.steps[cut], ends.envs[cut], ends.final[cut]
             if self._views is None:
@@ -632,13 +650,13 @@ class ColumnarCollector:
             else:
                 inputs = self._views.inputs(steps + 1, envs, steps_done[steps, envs], final)
                 final_values = self.policy.compute_values_from_input_dict(inputs)
-            following[steps, envs] = final_values
-        following[self._terminateds] = 0.0
-        return following
+            next_values[steps, envs] = final_values
+        next_values[self._terminateds] = 0.0
+        return next_values
 
 
 def _infos(infos: list[Any], shape: tuple[int, int], order: np.ndarray | None) -> np.ndarray:
-    """What every step's environments told, [rows], environment by environment."""
+    """Return the info of each row, sorted by environment and time."""
     array = np.empty(shape, object)
     for t, step in enumerate(infos):
         for env in range(shape[1]):
@@ -647,17 +665,19 @@ def _infos(infos: list[Any], shape: tuple[int, int], order: np.ndarray | None) -
 
 
 def _cuts(dones: np.ndarray) -> np.ndarray:
-    """The rows, environment by environment, that end an episode or the fragment."""
+    """Return the indices of rows, sorted by environment, that end an episode or the fragment."""
     last = dones.T.copy()
     last[:, -1] = True
     return np.flatnonzero(last)
 
 
 def _by_env(column: np.ndarray, order: np.ndarray | None) -> np.ndarray:
-    """[T, N, …] -> a new array [rows, …], environment by environment: all rows, or those at
-    `order` of the rows [T * N]."""
+    """Return a column [T, N, ...] as a new array [rows, ...], sorted by environment and time.
+
+    `order` selects from the time-major rows [T * N]; None selects all.
+    """
     if order is not None:
-        # order is in range by construction: "clip" spares take its check
+        # order is always in range: "clip" skips the check in take
         return column.reshape(-1, *column.shape[2:]).take(order, 0, mode="clip")
     if column.shape[1] == 1:
         return column[:, 0].copy()
@@ -665,5 +685,5 @@ def _by_env(column: np.ndarray, order: np.ndarray | None) -> np.ndarray:
 
 
 def _order_by_env(real: np.ndarray) -> np.ndarray:
-    """Where the real rows [T, N] are among T * N time-major rows, environment by environment."""
+    """Return the time-major indices of the real rows [T, N], sorted by environment and time."""
     return np.arange(real.size).reshape(real.shape).T[real.T]

@@ -1,4 +1,4 @@
-"""Episodes: the record of one in progress, which callbacks get; what is told of a finished one."""
+"""Episodes: the record of a running one, as callbacks get it, and metrics of a finished one."""
 
 from __future__ import annotations
 
@@ -6,35 +6,20 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from flowrl.data.multi_agent_batch import AgentID, EpisodeID, PolicyID
 from flowrl.data.serialization import can_be_saved
+from flowrl.data.types import AgentID, EpisodeID, PolicyID
+from flowrl.sampling.sampling_worker import SamplingWorker
 from flowrl.settings import ConfigError
-
-IDS_PER_WORKER = 1 << 40  # episode and unroll ids of different workers never meet,
-IDS_PER_INCARNATION = 1 << 30  # nor those of a worker and of the one that replaces it
-
-
-class Ids:
-    """Counts up without end, and says what comes next."""
-
-    __slots__ = ("following",)
-
-    def __init__(self, first: int = 0):
-        self.following = first
-
-    def __next__(self) -> int:
-        self.following += 1
-        return self.following - 1
 
 
 class EpisodeMetrics(NamedTuple):
-    """A finished episode.
+    """Metrics of a finished episode.
 
-    episode_return: sum of unscaled rewards, of all agents.
+    episode_return: sum of unscaled rewards of all agents.
     episode_length: env steps.
-    env_id: which of the worker's environments.
-    agent_returns: (agent id, policy id, sum of rewards) of every agent; None where there is one.
-    custom_metrics, hist_data: what callbacks left in the episode; None for nothing.
+    env_id: index of the environment in its worker.
+    agent_returns: (agent id, policy id, sum of rewards) of every agent; None for a single agent.
+    custom_metrics, hist_data: set by callbacks; None if empty.
     """
 
     episode_return: float
@@ -45,11 +30,10 @@ class EpisodeMetrics(NamedTuple):
     hist_data: dict[str, list[float]] | None = None
 
 
-# EpisodeMetrics(*fields), three times as fast
-fast_metrics = partial(tuple.__new__, EpisodeMetrics)
+# EpisodeMetrics._make, three times as fast
+make_episode_metrics = partial(tuple.__new__, EpisodeMetrics)
 
-
-_KEPT = ("length", "total_reward", "custom_metrics", "hist_data", "is_faulty")
+_STATE_FIELDS = ("length", "total_reward", "custom_metrics", "hist_data", "is_faulty")
 
 
 class AgentRecord:
@@ -63,8 +47,8 @@ class AgentRecord:
     def __init__(self, policy_id: PolicyID, agent_index: int):
         self.policy_id = policy_id
         self.agent_index = agent_index
-        self.alive = False  # observed, and not at its end
-        self.action: Any = None  # chosen, its outcome not observed yet
+        self.alive = False  # observed and not done
+        self.action: Any = None  # waits for its reward and next observation
         self.extra: dict[str, Any] = {}
         self.pending_reward = 0.0
         self.total_reward = 0.0
@@ -82,23 +66,24 @@ class MultiAgentEpisode:
 
     Attributes:
         episode_id: as in the column `eps_id`.
-        env_id: which of the worker's environments.
+        env_id: index of the environment in its worker.
         worker: the RolloutWorker.
         length: env steps so far.
-        total_reward: of all agents.
+        total_reward: sum of rewards of all agents.
         agent_rewards: (agent id, policy id) -> sum of rewards.
-        user_data: for callbacks to keep what they like.
-        custom_metrics: name -> number; means, minima and maxima over the reported episodes are
-            part of the results.
-        hist_data: name -> list of numbers; reported whole.
-        is_faulty: its environment broke; it counts nowhere.
+        user_data: storage for callbacks.
+        custom_metrics: name -> number; results contain mean, minimum and maximum over the reported
+            episodes.
+        hist_data: name -> list of numbers; results contain all values.
+        is_faulty: whether the environment failed; faulty episodes are not part of any metric.
+        records: agent id -> AgentRecord.
     """
 
     def __init__(
         self,
         episode_id: EpisodeID,
         env_id: int,
-        worker: Any,
+        worker: SamplingWorker,
         policy_for: Callable[[AgentID, MultiAgentEpisode], PolicyID],
     ):
         self.episode_id = episode_id
@@ -112,16 +97,16 @@ class MultiAgentEpisode:
         self.is_faulty = False
         self.records: dict[AgentID, AgentRecord] = {}
         self._policy_for = policy_for
-        self._chosen: dict[AgentID, PolicyID] = {}  # for those who are still to come
+        self._policy_ids: dict[AgentID, PolicyID] = {}  # chosen before the agent appears
         self._next_index = 0
 
     @property
     def agent_rewards(self) -> dict[tuple[AgentID, PolicyID], float]:
-        """Sum of rewards by (agent id, policy id)."""
+        """Sums of rewards by (agent id, policy id)."""
         return {(a, r.policy_id): r.total_reward for a, r in self.records.items()}
 
     def record(self, agent_id: AgentID) -> AgentRecord:
-        """An agent's record; a new agent is given its policy, for the whole episode."""
+        """Return an agent's record; a new agent gets its policy for the whole episode."""
         record = self.records.get(agent_id)
         if record is None:
             policy_id = self.policy_for(agent_id)
@@ -130,93 +115,94 @@ class MultiAgentEpisode:
         return record
 
     def policy_for(self, agent_id: AgentID) -> PolicyID:
-        """The id of the policy that acts for an agent in this episode."""
+        """Return the id of the policy that acts for an agent in this episode."""
         record = self.records.get(agent_id)
         if record is not None:
             return record.policy_id
-        if agent_id not in self._chosen:
-            self._chosen[agent_id] = self._policy_for(agent_id, self)
-        return self._chosen[agent_id]
+        if agent_id not in self._policy_ids:
+            self._policy_ids[agent_id] = self._policy_for(agent_id, self)
+        return self._policy_ids[agent_id]
 
-    def take_over(self, before: MultiAgentEpisode) -> None:
-        """Go on with the agents that are there, over a soft horizon."""
-        self._next_index = before._next_index
-        for agent_id, record in before.records.items():
+    def continue_from(self, previous: MultiAgentEpisode) -> None:
+        """Take the live agents of the episode before a soft horizon."""
+        self._next_index = previous._next_index
+        for agent_id, record in previous.records.items():
             if record.alive:
                 record.total_reward = 0.0
                 self.records[agent_id] = record
 
-    def get_state(self) -> dict[str, Any]:
-        """All of it but the worker, as a checkpoint holds it. What callbacks left in `user_data`,
-        and infos, are in it where they can be saved."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything but the worker, for a checkpoint; values of callbacks and infos only if
+        they can be saved."""
         records = {}
         for agent, record in self.records.items():
-            own = {name: getattr(record, name) for name in AgentRecord.__slots__}
-            records[agent] = own if can_be_saved(own["info"]) else {**own, "info": {}}
+            fields = {name: getattr(record, name) for name in AgentRecord.__slots__}
+            records[agent] = fields if can_be_saved(fields["info"]) else {**fields, "info": {}}
         return {
-            **{name: getattr(self, name) for name in _KEPT},
+            **{name: getattr(self, name) for name in _STATE_FIELDS},
             "custom_metrics": {k: v for k, v in self.custom_metrics.items() if can_be_saved(v)},
             "hist_data": {k: list(v) for k, v in self.hist_data.items() if can_be_saved(v)},
             "user_data": {k: v for k, v in self.user_data.items() if can_be_saved({k: v})},
             "records": records,
-            "chosen": dict(self._chosen),
+            "policy_ids": dict(self._policy_ids),
             "next_index": self._next_index,
         }
 
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Take over what `get_state` gave."""
-        for name in (*_KEPT, "user_data"):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the result of `state_dict`."""
+        for name in (*_STATE_FIELDS, "user_data"):
             setattr(self, name, state[name])
-        for agent, own in state["records"].items():
-            record = self.records[agent] = AgentRecord(own["policy_id"], own["agent_index"])
-            for name, value in own.items():
+        for agent, fields in state["records"].items():
+            record = self.records[agent] = AgentRecord(fields["policy_id"], fields["agent_index"])
+            for name, value in fields.items():
                 setattr(record, name, value)
-        self._chosen, self._next_index = dict(state["chosen"]), state["next_index"]
+        self._policy_ids, self._next_index = dict(state["policy_ids"]), state["next_index"]
 
     def get_agents(self) -> list[AgentID]:
-        """Ids of the agents seen so far."""
+        """Return the ids of the agents that have appeared so far."""
         return list(self.records)
 
     def agent_index(self, agent_id: AgentID) -> int:
-        """The agent's number, as in the column `agent_index`."""
-        return self._seen(agent_id).agent_index
+        """Return the agent's index, as in the column `agent_index`."""
+        return self._record_of(agent_id).agent_index
 
     def last_observation_for(self, agent_id: AgentID = "agent0") -> Any:
-        """What the policy saw last of an agent; normalised, where observations are."""
-        return self._seen(agent_id).obs
+        """Return the agent's latest observation, normalized if the policy has a filter."""
+        return self._record_of(agent_id).obs
 
     def last_raw_obs_for(self, agent_id: AgentID = "agent0") -> Any:
-        """The last observation as the environment gave it."""
-        return self._seen(agent_id).raw_obs
+        """Return the agent's latest observation as the environment returned it."""
+        return self._record_of(agent_id).raw_obs
 
     def last_action_for(self, agent_id: AgentID = "agent0") -> Any:
-        """The last action, as it is stored; None before the first."""
-        return self._seen(agent_id).last_action
+        """Return the agent's latest action as it is stored; None before the first one."""
+        return self._record_of(agent_id).last_action
 
     def prev_action_for(self, agent_id: AgentID = "agent0") -> Any:
-        """The one before the last."""
-        return self._seen(agent_id).prev_action
+        """Return the agent's action before the latest one."""
+        return self._record_of(agent_id).prev_action
 
     def last_reward_for(self, agent_id: AgentID = "agent0") -> float:
-        """The last reward."""
-        return self._seen(agent_id).last_reward
+        """Return the agent's latest reward."""
+        return self._record_of(agent_id).last_reward
 
     def prev_reward_for(self, agent_id: AgentID = "agent0") -> float:
-        """The one before the last."""
-        return self._seen(agent_id).prev_reward
+        """Return the agent's reward before the latest one."""
+        return self._record_of(agent_id).prev_reward
 
     def last_info_for(self, agent_id: AgentID = "agent0") -> dict[str, Any]:
-        """The last info."""
-        return self._seen(agent_id).info
+        """Return the agent's latest info."""
+        return self._record_of(agent_id).info
 
     def is_done(self, agent_id: AgentID = "agent0") -> bool:
-        """Whether the agent's part is over."""
-        return not self._seen(agent_id).alive
+        """Return whether the agent's part of the episode has ended."""
+        return not self._record_of(agent_id).alive
 
-    def _seen(self, agent_id: AgentID) -> AgentRecord:
+    def _record_of(self, agent_id: AgentID) -> AgentRecord:
         if agent_id not in self.records:
             raise ConfigError(
-                f"no agent {agent_id!r} in this episode so far: there are {list(self.records)}"
+                f"agent {agent_id!r} has not appeared in this episode; its agents are "
+                f"{list(self.records)}"
             )
         return self.records[agent_id]
 

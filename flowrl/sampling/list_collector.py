@@ -1,9 +1,9 @@
-"""SimpleListCollector: rows in lists, agent by agent; the general way to collect.
+"""SimpleListCollector: stores rows in lists by agent; the built-in row-by-row collector.
 
-A trajectory keeps an observation more than rows, and of the rows that were given away as many as
-the views look back. Rows are cut into segments at each episode's end and before a batch is taken;
-the columns of a policy's segments are made together, and postprocessed together unless the policy
-or the callbacks want each segment apart.
+A trajectory has one more observation than rows, and keeps as many returned rows as the views look
+back. Rows are cut into segments at the end of each episode and before a batch is returned. The
+columns of a policy's segments are built and postprocessed together, unless the policy or the
+callbacks postprocess each segment separately.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ import optree
 from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.data.indexed_columns import IndexedColumn, NextRows
 from flowrl.data.lazy_columns import LazyColumn
-from flowrl.data.multi_agent_batch import AgentID, EpisodeID, PolicyID
-from flowrl.envs.validation import stacked
+from flowrl.data.spaces import stack_values
+from flowrl.data.types import AgentID, EpisodeID, PolicyID
 from flowrl.policies.policy import Policy
 from flowrl.sampling.callbacks import call, overrides
-from flowrl.sampling.episode import Ids, MultiAgentEpisode
+from flowrl.sampling.episode import MultiAgentEpisode
+from flowrl.sampling.ids import IdCounter
 from flowrl.sampling.sample_collector import SampleCollector
 from flowrl.sampling.trajectories import RowViews, Segment, Trajectory, column_of
 from flowrl.sampling.view_resolver import View, not_for_training, signature_of
@@ -37,56 +38,60 @@ _ALIASES = {
     "terminated": "terminateds",
     "truncated": "truncateds",
 }
-_NEEDED = {"actions", "rewards", "new_obs", "terminateds", "truncateds"}
+_REQUIRED = {"actions", "rewards", "new_obs", "terminateds", "truncateds"}
 _IDS = ("t", "env_id", "agent_index")
 
 
 class SimpleListCollector(SampleCollector):
-    """Rows in lists, agent by agent."""
+    """Stores rows in lists by agent; see SampleCollector for the arguments."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self._unroll_ids = getattr(self.worker, "unroll_ids", None) or Ids()
-        # trajectories of an agent in an episode; the last one may be open
+        self._unroll_ids = getattr(self.worker, "unroll_ids", None) or IdCounter()
+        # trajectories of each agent in an episode; the last one may be running
         self._trajectories: dict[EpisodeID, dict[AgentID, list[Trajectory]]] = {}
         self._waiting: dict[PolicyID, list[Trajectory]] = {pid: [] for pid in self.policy_map}
         self._closed: dict[PolicyID, list[Segment]] = {}
-        self._made: dict[PolicyID, list[SampleBatch]] = {}
-        self._steps: dict[EpisodeID, set[int]] = {}  # of the open segments
+        self._postprocessed: dict[PolicyID, list[SampleBatch]] = {}
+        self._steps: dict[EpisodeID, set[int]] = {}  # env steps of the running segments
         self._steps_closed = 0
         self._rows_closed = 0
-        self._times: dict[EpisodeID, int] = {}  # env steps so far, soft horizons counted through
+        self._times: dict[
+            EpisodeID, int
+        ] = {}  # env steps so far, including those before a soft horizon
         self._offsets: dict[EpisodeID, int] = {}
         self._views: dict[PolicyID, RowViews] = {}
-        self._apart = {pid: self._wants_apart(p) for pid, p in self.policy_map.items()}
-        self._over: set[EpisodeID] = set()  # nothing more will come of these
+        self._per_segment = {
+            pid: self._postprocesses_segments(p) for pid, p in self.policy_map.items()
+        }
+        self._ended: set[EpisodeID] = set()
 
-    def _wants_apart(self, policy: Policy) -> bool:
-        own = type(policy).postprocess_trajectory is not Policy.postprocess_trajectory
-        return own or overrides(self.callbacks, "on_postprocess_trajectory")
+    def _postprocesses_segments(self, policy: Policy) -> bool:
+        custom = type(policy).postprocess_trajectory is not Policy.postprocess_trajectory
+        return custom or overrides(self.callbacks, "on_postprocess_trajectory")
 
-    # -- rows in -----------------------------------------------------------------------------------
+    # -- adding rows -------------------------------------------------------------------------------
 
     def add_init_obs(
         self, episode_id: EpisodeID, agent_id: AgentID, policy_id: PolicyID, init_obs: Any
     ) -> None:
         if policy_id not in self.policy_map:
             raise ConfigError(
-                f"agent {agent_id!r}: there is no policy {policy_id!r}, only "
+                f"agent {agent_id!r}: no policy {policy_id!r}; the policies are "
                 f"{sorted(self.policy_map)}"
             )
         agents = self._trajectories.setdefault(episode_id, {})
-        own = agents.setdefault(agent_id, [])
-        if own and not own[-1].ended:
+        trajectories = agents.setdefault(agent_id, [])
+        if trajectories and not trajectories[-1].ended:
             raise ValueError(
-                f"add_init_obs: agent {agent_id!r} of episode {episode_id} has begun already"
+                f"add_init_obs: agent {agent_id!r} of episode {episode_id} has started already"
             )
         trajectory = Trajectory(episode_id, agent_id, policy_id)
-        trajectory.observations.append(_own(init_obs))
+        trajectory.observations.append(_copied(init_obs))
         trajectory.initial = self.policy_map[policy_id].get_initial_state()
         trajectory.times.append(self._times.setdefault(episode_id, 0))
         self._steps.setdefault(episode_id, set())
-        own.append(trajectory)
+        trajectories.append(trajectory)
         self._waiting[policy_id].append(trajectory)
 
     def add_action_reward_next_obs(
@@ -96,21 +101,21 @@ class SimpleListCollector(SampleCollector):
         policy_id: PolicyID,
         values: dict[str, Any],
     ) -> None:
-        own = self._trajectories.get(episode_id, {}).get(agent_id)
-        if not own:
+        trajectories = self._trajectories.get(episode_id, {}).get(agent_id)
+        if not trajectories:
             raise ValueError(
                 f"add_action_reward_next_obs: agent {agent_id!r} of episode {episode_id} has no "
                 "first observation: call add_init_obs first"
             )
-        trajectory = own[-1]
+        trajectory = trajectories[-1]
         if trajectory.ended:
             raise ValueError(
                 f"add_action_reward_next_obs: agent {agent_id!r} of episode {episode_id} has ended"
             )
         row = values.copy()
-        if not row.keys() >= _NEEDED:
-            row = _spelled(row)
-        trajectory.observations.append(_own(row.pop("new_obs")))
+        if not row.keys() >= _REQUIRED:
+            row = _canonical(row)
+        trajectory.observations.append(_copied(row.pop("new_obs")))
         trajectory.values.append(row)
         t = row.setdefault("t", trajectory.rows)
         trajectory.rows += 1
@@ -130,16 +135,18 @@ class SimpleListCollector(SampleCollector):
         return self._steps_closed + sum(map(len, self._steps.values()))
 
     def total_agent_steps(self) -> int:
-        return self._rows_closed + sum(t.rows - t.begin for t in self._all())
+        return self._rows_closed + sum(t.rows - t.begin for t in self._all_trajectories())
 
-    def _all(self) -> Iterable[Trajectory]:
+    def _all_trajectories(self) -> Iterable[Trajectory]:
         for agents in self._trajectories.values():
-            for own in agents.values():
-                yield from own
+            for trajectories in agents.values():
+                yield from trajectories
 
     def drop_episode(self, episode_id: EpisodeID) -> None:
-        gone = self._trajectories.pop(episode_id, {})
-        dropped = {id(trajectory) for own in gone.values() for trajectory in own}
+        agents = self._trajectories.pop(episode_id, {})
+        dropped = {
+            id(trajectory) for trajectories in agents.values() for trajectory in trajectories
+        }
         for pid, waiting in self._waiting.items():
             self._waiting[pid] = [t for t in waiting if id(t) not in dropped]
         for state in (self._steps, self._times, self._offsets):
@@ -149,37 +156,40 @@ class SimpleListCollector(SampleCollector):
         old_id = episode.episode_id
         self.postprocess_trajectories_so_far(episode)
         agents = self._trajectories.setdefault(new_episode_id, {})
-        asked = self._of_agents_asked()
-        for agent_id, own in self._trajectories.get(old_id, {}).items():
-            old = own[-1]
+        agent_views = self._has_agent_views()
+        for agent_id, trajectories in self._trajectories.get(old_id, {}).items():
+            old = trajectories[-1]
             if old.ended:
-                if asked:  # somebody may look back on it
-                    agents[agent_id] = list(own)
+                if agent_views:  # views of other agents may look back on it
+                    agents[agent_id] = list(trajectories)
                 continue
             waiting = self._waiting[old.policy_id]
             new = Trajectory(new_episode_id, agent_id, old.policy_id)
-            first = old.dropped if asked else max(old.rows - self._lookback(), old.dropped)
+            first = old.dropped if agent_views else max(old.rows - self._lookback(), old.dropped)
             new.values = old.values[first - old.dropped :]
             new.observations = old.observations[first - old.dropped :]
             new.times = old.times[first - old.dropped :]
             new.rows = new.begin = old.rows
             new.dropped, new.before, new.initial = first, old, old.initial
-            agents[agent_id] = [*(own[:-1] if asked else ()), new]
+            agents[agent_id] = [*(trajectories[:-1] if agent_views else ()), new]
             waiting[:] = [new if t is old else t for t in waiting]
         self._times.setdefault(old_id, self._offsets.get(old_id, 0))
         self._offsets[new_episode_id] = self._times[old_id]
         self._times[new_episode_id] = self._times[old_id]
         self._steps[new_episode_id] = set()
-        self._over.add(old_id)
+        self._ended.add(old_id)
 
     # -- state -------------------------------------------------------------------------------------
 
-    def get_state(self) -> dict[str, Any] | None:
-        if self._closed or self._made:
-            return None  # in the middle of a batch
+    def state_dict(self) -> dict[str, Any] | None:
+        if self._closed or self._postprocessed:
+            return None  # a batch is incomplete
         return {
             "trajectories": {
-                episode: {agent: [t.get_state() for t in own] for agent, own in agents.items()}
+                episode: {
+                    agent: [t.state_dict() for t in trajectories]
+                    for agent, trajectories in agents.items()
+                }
                 for episode, agents in self._trajectories.items()
             },
             "waiting": {
@@ -191,9 +201,12 @@ class SimpleListCollector(SampleCollector):
             "offsets": dict(self._offsets),
         }
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self._trajectories = {
-            episode: {agent: [Trajectory.of_state(t) for t in own] for agent, own in agents.items()}
+            episode: {
+                agent: [Trajectory.from_state_dict(t) for t in trajectories]
+                for agent, trajectories in agents.items()
+            }
             for episode, agents in state["trajectories"].items()
         }
         self._waiting = {
@@ -203,7 +216,7 @@ class SimpleListCollector(SampleCollector):
         self._steps = {episode: set(steps) for episode, steps in state["steps"].items()}
         self._times, self._offsets = dict(state["times"]), dict(state["offsets"])
 
-    # -- what policies see -------------------------------------------------------------------------
+    # -- inputs of policies ------------------------------------------------------------------------
 
     def _lookback(self) -> int:
         return max((self._views_of(pid).lookback for pid in self.policy_map), default=0)
@@ -215,54 +228,57 @@ class SimpleListCollector(SampleCollector):
             views = self._views[policy_id] = RowViews(policy)
         return views
 
-    def _of_agents_asked(self) -> bool:
-        """Whether a view shows other agents."""
+    def _has_agent_views(self) -> bool:
+        """Return whether a view shows other agents."""
         return any(self._views_of(pid).of_agents for pid in self.policy_map)
 
     def get_inference_input_dict(self, model: Any) -> dict[str, Any]:
-        asked = [
+        policy_ids = [
             policy_id
             for policy_id, policy in self.policy_map.items()
             if policy is model or getattr(policy, "model", None) is model
         ]
-        if not asked:
-            raise ConfigError(f"no policy here has the model {model!r}")
-        policy_id = asked[0]
+        if not policy_ids:
+            raise ConfigError(f"no policy of this worker has the model {model!r}")
+        policy_id = policy_ids[0]
         waiting, self._waiting[policy_id] = self._waiting[policy_id], []
         return self._inputs(self._views_of(policy_id), [(t, t.rows) for t in waiting])
 
-    def _inputs(self, views: RowViews, given: list[tuple[Trajectory, int]]) -> dict[str, Any]:
-        """What the acting views show at rows of trajectories, which may be to come, [B, …]."""
-        made: dict[str, Any] = {}
-        if not given:
-            return made
+    def _inputs(self, views: RowViews, rows: list[tuple[Trajectory, int]]) -> dict[str, Any]:
+        """Return the views for actions at B rows of trajectories, [B, ...]; a row may be the next
+        one of its trajectory."""
+        inputs: dict[str, Any] = {}
+        if not rows:
+            return inputs
         for name, view in views.acting.items():
             if view.agents is not None:
-                made[name], made[f"{name}_mask"] = self._of_agents(views, view, given)
+                inputs[name], inputs[f"{name}_mask"] = self._agent_view(views, view, rows)
             elif view.source == "obs" and view.shifts == (0,) and not view.is_window:
-                made[name] = stacked([t.observations[row - t.dropped] for t, row in given])
+                inputs[name] = stack_values([t.observations[row - t.dropped] for t, row in rows])
             else:
-                shown = [[views.before(view, t, row + s) for s in view.shifts] for t, row in given]
-                made[name] = stacked([stacked(w) if view.is_window else w[0] for w in shown])
-        return made
+                values = [[views.before(view, t, row + s) for s in view.shifts] for t, row in rows]
+                inputs[name] = stack_values(
+                    [stack_values(v) if view.is_window else v[0] for v in values]
+                )
+        return inputs
 
-    def _of_agents(
+    def _agent_view(
         self, views: RowViews, view: View, rows: list[tuple[Trajectory, int]]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """A view on other agents for rows of trajectories: values and mask [B, agents, …]."""
+        """Return a view of other agents at B rows: values and mask, [B, agents, ...]."""
         found: list[Any] = []  # by row, agent and shift
         mask: list[bool] = []
         count = 0
         for trajectory, row in rows:
             time = trajectory.times[row - trajectory.dropped]
-            everybody = self._trajectories[trajectory.episode_id]
+            by_agent = self._trajectories[trajectory.episode_id]
             ids = view.agents
             if ids == "others":
                 ids = [a for a in views.possible_agents(self.worker) if a != trajectory.agent_id]
             count = len(ids or ())
             for agent in ids or ():
                 for shift in view.shifts:
-                    value = _at_time(everybody.get(agent, ()), view.source, time, shift)
+                    value = _at_time(by_agent.get(agent, ()), view.source, time, shift)
                     mask.append(value is not None)
                     found.append(
                         views.zero_of_agent(view, agent, self.worker) if value is None else value
@@ -270,7 +286,7 @@ class SimpleListCollector(SampleCollector):
         shapes = {np.shape(value) for value in found}
         if len(shapes) > 1:
             raise ConfigError(
-                f"view of {view.source!r} of the agents {view.agents}: their values have different "
+                f"view of {view.source!r} of the agents {view.agents}: the values have different "
                 f"shapes, {sorted(shapes)}"
             )
         shape: tuple[int, ...] = (len(rows), count)
@@ -279,10 +295,10 @@ class SimpleListCollector(SampleCollector):
         values = column_of(view.source, found)
         return values.reshape(*shape, *values.shape[1:]), np.array(mask, bool).reshape(shape)
 
-    # -- batches out -------------------------------------------------------------------------------
+    # -- batches -----------------------------------------------------------------------------------
 
     def has_non_postprocessed_data(self) -> bool:
-        return any(t.rows > t.begin for t in self._all())
+        return any(t.rows > t.begin for t in self._all_trajectories())
 
     def postprocess_trajectories_so_far(self, episode: MultiAgentEpisode | None = None) -> None:
         ids = list(self._steps) if episode is None else [episode.episode_id]
@@ -290,53 +306,52 @@ class SimpleListCollector(SampleCollector):
             record = episode or self._record_of(episode_id)
             segments = [
                 Segment(trajectory, next(self._unroll_ids), record)
-                for own in self._trajectories.get(episode_id, {}).values()
-                for trajectory in own
+                for trajectories in self._trajectories.get(episode_id, {}).values()
+                for trajectory in trajectories
                 if trajectory.rows > trajectory.begin
             ]
             self._steps_closed += len(self._steps[episode_id]) if episode_id in self._steps else 0
             self._steps[episode_id] = set()
             self._rows_closed += sum(map(len, segments))
-            if any(self._apart[s.trajectory.policy_id] for s in segments):
-                self._postprocess_apart(segments, record)
+            if any(self._per_segment[s.trajectory.policy_id] for s in segments):
+                self._postprocess_segments(segments, record)
             else:
                 for segment in segments:
                     self._closed.setdefault(segment.trajectory.policy_id, []).append(segment)
 
-    def _hides_ends(self) -> bool:
-        """Whether no row is to say that its episode ended (`no_done_at_end`)."""
-        return bool(getattr(self.worker, "hides_ends", False))
+    def _no_done_at_end(self) -> bool:
+        return bool(getattr(self.worker, "no_done_at_end", False))
 
     def _record_of(self, episode_id: EpisodeID) -> MultiAgentEpisode | None:
         find = getattr(self.worker, "episode", None)
         return None if find is None else find(episode_id)
 
-    def _postprocess_apart(
+    def _postprocess_segments(
         self, segments: list[Segment], episode: MultiAgentEpisode | None
     ) -> None:
-        """Hand every segment of an episode to its policy and to the callbacks."""
+        """Let the policy and the callbacks postprocess each segment of an episode."""
         originals: list[tuple[AgentID, PolicyID, SampleBatch]] = []
-        for policy_id, own in _by_policy(segments).items():
-            whole = self._build(policy_id, own)
+        for policy_id, group in _by_policy(segments).items():
+            rows = self._build(policy_id, group)
             begin = 0
-            for segment in own:
-                part = whole[begin : begin + len(segment)]
+            for segment in group:
+                part = rows[begin : begin + len(segment)]
                 originals.append((segment.trajectory.agent_id, policy_id, part))
                 begin += len(segment)
-        told = {
+        batches = {
             agent: (self.policy_map[pid], batch.without_columns("next_values").isolated())
             for agent, pid, batch in originals
         }
         for agent, policy_id, batch in originals:
             policy = self.policy_map[policy_id]
-            others = {a: both for a, both in told.items() if a != agent}
-            made = policy.postprocess_trajectory(batch.isolated(), others or None, episode)
-            if not isinstance(made, SampleBatch):
+            others = {a: pair for a, pair in batches.items() if a != agent}
+            result = policy.postprocess_trajectory(batch.isolated(), others or None, episode)
+            if not isinstance(result, SampleBatch):
                 raise TypeError(
                     f"{type(policy).__name__}.postprocess_trajectory() must return the batch, "
-                    f"it returned a {type(made).__name__}"
+                    f"it returned a {type(result).__name__}"
                 )
-            made = made.without_columns("next_values").isolated()
+            result = result.without_columns("next_values").isolated()
             call(
                 self.callbacks.on_postprocess_trajectory,
                 worker=self.worker,
@@ -344,16 +359,16 @@ class SimpleListCollector(SampleCollector):
                 agent_id=agent,
                 policy_id=policy_id,
                 policies=dict(self.policy_map),
-                postprocessed_batch=made,
-                original_batches={**told, agent: (policy, batch.without_columns("next_values"))},
+                postprocessed_batch=result,
+                original_batches={**batches, agent: (policy, batch.without_columns("next_values"))},
             )
-            self._made.setdefault(policy_id, []).append(made)
+            self._postprocessed.setdefault(policy_id, []).append(result)
 
     def get_multi_agent_batch_and_reset(self) -> MultiAgentBatch:
         self.postprocess_trajectories_so_far()
         batches: dict[PolicyID, SampleBatch] = {}
         for policy_id in self.policy_map:
-            parts = self._made.get(policy_id, [])
+            parts = self._postprocessed.get(policy_id, [])
             closed = self._closed.get(policy_id)
             if closed:
                 closed.sort(key=_env_id)
@@ -361,42 +376,44 @@ class SimpleListCollector(SampleCollector):
             if parts:
                 parts.sort(key=lambda part: part["env_id"][0] if "env_id" in part else 0)
                 batches[policy_id] = SampleBatch.concat_samples(parts)
-        whole = MultiAgentBatch(batches, self._steps_closed)
-        self._made, self._closed = {}, {}
+        batch = MultiAgentBatch(batches, self._steps_closed)
+        self._postprocessed, self._closed = {}, {}
         self._steps_closed = self._rows_closed = 0
         lookback = self._lookback()
-        for episode_id in self._over:
+        for episode_id in self._ended:
             for state in (self._trajectories, self._steps, self._times, self._offsets):
                 state.pop(episode_id, None)
-        asked = self._of_agents_asked()
+        agent_views = self._has_agent_views()
         for agents in self._trajectories.values():
-            live = [own[-1] for own in agents.values() if not own[-1].ended]
-            # what somebody else's row that is not complete yet will look back on
+            live = [
+                trajectories[-1] for trajectories in agents.values() if not trajectories[-1].ended
+            ]
+            # views of other agents look back from the live agents' pending rows
             since = min((t.times[t.begin - t.dropped] for t in live), default=0) - lookback
-            for agent_id, own in list(agents.items()):
-                for trajectory in own:
-                    kept = 0 if trajectory.ended else lookback
-                    trajectory.forget(kept, since if asked else None)
+            for agent_id, trajectories in list(agents.items()):
+                for trajectory in trajectories:
+                    keep = 0 if trajectory.ended else lookback
+                    trajectory.forget(keep, since if agent_views else None)
                     trajectory.take_sums()
-                own[:] = [t for t in own if t.values or not t.ended]
-                if not own:
+                trajectories[:] = [t for t in trajectories if t.values or not t.ended]
+                if not trajectories:
                     del agents[agent_id]
-        self._over.clear()
-        return whole
+        self._ended.clear()
+        return batch
 
     def check_missing_dones(self, episode_id: EpisodeID) -> None:
-        self._over.add(episode_id)
-        for agent_id, own in self._trajectories.get(episode_id, {}).items():
-            if own[-1].rows and not own[-1].ended:
+        self._ended.add(episode_id)
+        for agent_id, trajectories in self._trajectories.get(episode_id, {}).items():
+            if trajectories[-1].rows and not trajectories[-1].ended:
                 raise ValueError(
-                    f"episode {episode_id} is over, but the last row of agent {agent_id!r} is "
+                    f"episode {episode_id} has ended, but the last row of agent {agent_id!r} is "
                     "neither terminated nor truncated"
                 )
 
     # -- columns of segments -----------------------------------------------------------------------
 
     def _build(self, policy_id: PolicyID, segments: list[Segment]) -> SampleBatch:
-        """The columns of a policy's segments, one after another; `next_values` besides."""
+        """Return the columns of a policy's segments, concatenated, and `next_values`."""
         policy, views = self.policy_map[policy_id], self._views_of(policy_id)
         lengths = [len(segment) for segment in segments]
         count, ends = sum(lengths), np.cumsum(lengths)
@@ -406,12 +423,12 @@ class SimpleListCollector(SampleCollector):
         names = segments[0].names()
         for name in names:
             if name == "infos":
-                made = partial(column_of, name, _chained(segments, name))
-                infos = LazyColumn(name, made, (count,), np.dtype(object))
+                build = partial(column_of, name, _chained(segments, name))
+                infos = LazyColumn(name, build, (count,), np.dtype(object))
                 rows[name] = IndexedColumn(infos, np.arange(count))
             elif name not in _IDS:
                 rows[name] = column_of(name, _chained(segments, name))
-        if self._hides_ends():
+        if self._no_done_at_end():
             for name in ("terminateds", "truncateds"):
                 rows[name] = np.zeros(count, bool)
         if policy.reward_scaler is not None:
@@ -424,7 +441,7 @@ class SimpleListCollector(SampleCollector):
         if "vf_preds" in rows:
             rows["next_values"] = self._next_values(policy, views, segments, rows, ends)
         self._add_views(views, segments, rows)
-        return SampleBatch._of(rows)
+        return SampleBatch.unchecked(rows)
 
     def _observations(
         self, segments: list[Segment], count: int, ends: np.ndarray
@@ -437,7 +454,7 @@ class SimpleListCollector(SampleCollector):
                 for s in segments
                 for value in s.trajectory.part("obs", s.begin + 1, s.end + 1)
             ]
-            return {"obs": stacked(observations), "new_obs": stacked(after)}
+            return {"obs": stack_values(observations), "new_obs": stack_values(after)}
         base = np.array(observations + finals)
         base.flags.writeable = False  # two columns share it
         return {"obs": base[:count], "new_obs": NextRows(base, count, ends - 1)}
@@ -447,12 +464,12 @@ class SimpleListCollector(SampleCollector):
         assert scaler is not None
         begin = 0
         for segment in segments:
-            own = slice(begin, begin + len(segment))
+            part = slice(begin, begin + len(segment))
             trajectory = segment.trajectory
             trajectory.take_sums()
-            trajectory.sums = scaler.observe(rows["rewards"][own, None], trajectory.sums)
+            trajectory.sums = scaler.observe(rows["rewards"][part, None], trajectory.sums)
             begin += len(segment)
-        return scaler.scaled(rows["rewards"])
+        return scaler.scale(rows["rewards"])
 
     def _next_values(
         self,
@@ -462,26 +479,26 @@ class SimpleListCollector(SampleCollector):
         rows: dict[str, Any],
         ends: np.ndarray,
     ) -> np.ndarray:
-        """Value of the state that each row led to; 0 where it terminated."""
+        """Return the value of the state after each row; 0 after a termination."""
         values = rows["vf_preds"]
-        following = np.empty_like(values)
-        following[:-1] = values[1:]
-        following[ends - 1] = 0.0
+        next_values = np.empty_like(values)
+        next_values[:-1] = values[1:]
+        next_values[ends - 1] = 0.0
         cut = np.flatnonzero(~rows["terminateds"][ends - 1])
         if len(cut):
             last = [(segments[i].trajectory, segments[i].end) for i in cut.tolist()]
-            found = policy.compute_values_from_input_dict(self._inputs(views, last))
-            following[ends[cut] - 1] = found
-        return following
+            inputs = self._inputs(views, last)
+            next_values[ends[cut] - 1] = policy.compute_values_from_input_dict(inputs)
+        return next_values
 
     def _add_views(self, views: RowViews, segments: list[Segment], rows: dict[str, Any]) -> None:
-        """The views for training, and what is not for it taken away."""
+        """Add the views for training to the rows, and remove columns that are not for training."""
         bases: dict[str, tuple[Any, list[int]]] = {}
         per_sequence = 0
         for name, view in views.training.items():
             if view.agents is not None:
                 each = [(s.trajectory, row) for s in segments for row in range(s.begin, s.end)]
-                rows[name], rows[f"{name}_mask"] = self._of_agents(views, view, each)
+                rows[name], rows[f"{name}_mask"] = self._agent_view(views, view, each)
                 continue
             if view.source not in bases:
                 bases[view.source] = views.base(view, segments)
@@ -506,7 +523,7 @@ class SimpleListCollector(SampleCollector):
             rows.pop(name, None)
 
     def _postprocess_together(self, policy_id: PolicyID, segments: list[Segment]) -> SampleBatch:
-        """What each segment's postprocessing alone would give, computed over all at once."""
+        """Postprocess all segments at once; the result equals that of each segment alone."""
         batch = self._build(policy_id, segments)
         policy = self.policy_map[policy_id]
         if type(policy).postprocess_fragment is Policy.postprocess_fragment:
@@ -521,19 +538,19 @@ class SimpleListCollector(SampleCollector):
                 shape = (longest, len(segments), *column.shape[1:])
                 fragment[name] = np.zeros(shape, column.dtype)
                 fragment[name][step, segment] = column
-        # a segment's end is an end to the estimates, whether the episode goes on or not
+        # estimates end at segment ends, even if the episode continues
         fragment["dones"] = np.ones((longest, len(segments)), bool)
         fragment["dones"][step, segment] = False
         fragment["dones"][lengths - 1, np.arange(len(segments))] = True
-        made = policy.postprocess_fragment(fragment)
-        columns = {name: column[step, segment] for name, column in made.items()}
-        kept = batch if "next_values" in columns else batch.without_columns("next_values")
-        return kept.with_columns(**columns)
+        results = policy.postprocess_fragment(fragment)
+        columns = {name: column[step, segment] for name, column in results.items()}
+        base = batch if "next_values" in columns else batch.without_columns("next_values")
+        return base.with_columns(**columns)
 
 
-def _spelled(values: dict[str, Any]) -> dict[str, Any]:
-    """The row with the columns' names, and both flags."""
-    # of several names for the observation after the step the plainest counts
+def _canonical(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the row with canonical column names and both end flags."""
+    # of several names of the next observation, the most specific one counts
     after = next((n for n in ("new_obs", "next_obs", "obs") if n in values), None)
     others = {"new_obs", "next_obs", "obs"} - {after}
     row = {_ALIASES.get(n, n): value for n, value in values.items() if n not in others}
@@ -541,14 +558,14 @@ def _spelled(values: dict[str, Any]) -> dict[str, Any]:
     if "terminateds" not in row and done is not None:
         row["terminateds"], row["truncateds"] = bool(done), False
     row.setdefault("truncateds", False)
-    lacking = [n for n in ("actions", "rewards", "new_obs", "terminateds") if n not in row]
-    if lacking:
-        raise ValueError(f"add_action_reward_next_obs: the row lacks {lacking}")
+    missing = [n for n in ("actions", "rewards", "new_obs", "terminateds") if n not in row]
+    if missing:
+        raise ValueError(f"add_action_reward_next_obs: the row lacks {missing}")
     return row
 
 
-def _own(observation: Any) -> Any:
-    """The observation, copied if somebody may write into it."""
+def _copied(observation: Any) -> Any:
+    """Return the observation, copied unless it is read-only."""
     if isinstance(observation, np.ndarray):
         return observation.copy() if observation.flags.writeable else observation
     if isinstance(observation, (dict, tuple)):
@@ -576,12 +593,14 @@ def _chained(segments: list[Segment], name: str) -> list[Any]:
 
 
 def _at_time(trajectories: Iterable[Trajectory], source: str, now: int, shift: int) -> Any:
-    """What a column of an agent was `shift` steps from the env step `now`; None if it had none, or
-    if what came of its action was not observed by `now`."""
+    """Return an agent's value of a column `shift` steps from the env step `now`.
+
+    None if there is no such row, or if the outcome of its action was not observed by `now`.
+    """
     for trajectory in trajectories:
         times = trajectory.times
         last = len(times) if source == "obs" else len(times) - 1
-        # an observation after the end is not acted on
+        # the final observation has no action
         if source == "obs" and trajectory.ended:
             last -= 1
         row = _find(times, now + shift, last)

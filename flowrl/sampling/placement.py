@@ -1,4 +1,4 @@
-"""Where remote workers run: what each takes of a Ray cluster, and groups of places for them."""
+"""Placement: the cluster resources of remote workers, and their placement groups."""
 
 from __future__ import annotations
 
@@ -8,29 +8,30 @@ from typing import Any, NamedTuple
 
 from flowrl.settings import ConfigError
 
-PLACING_S = 60.0  # for places to be free
-LEAST_CPU = 0.001  # of a place for a worker that takes nothing
+RESERVE_TIMEOUT_S = 60.0
+MIN_BUNDLE_CPUS = 0.001  # of a worker without any resources; a bundle must not be empty
 
 
-class _Places(NamedTuple):
-    """The places of some workers that came together."""
+class _Reservation(NamedTuple):
+    """Resources of consecutive workers that were added together."""
 
     first: int
-    number: int
-    cpus: float
-    group: Any  # a placement group of as many bundles; None for wherever there is room
+    num_workers: int
+    cpus: float  # of each worker
+    group: Any  # a placement group with one bundle per worker; None without a strategy
 
 
 class Placement:
-    """Places for the remote workers of a set.
+    """Reserves cluster resources for the remote workers of a set; workers are numbered from 0.
 
-    A worker takes `num_cpus_per_worker`, `num_gpus_per_worker` and `custom_resources_per_worker` of
-    the cluster; fewer CPUs where it has not got as many for all. With a `placement_strategy` places
-    are reserved for all that come together, in one of Ray's placement groups; a worker that is made
-    again gets its place back. In a trial of Ray Tune, the trial's places are used.
+    A worker takes `num_cpus_per_worker`, `num_gpus_per_worker` and `custom_resources_per_worker`,
+    with fewer CPUs if the cluster does not have enough for all workers. With a
+    `placement_strategy`, workers that are added together get a Ray placement group; a recreated
+    worker gets the bundle of its predecessor. In a Ray Tune trial, the trial's placement group is
+    used.
 
     Args:
-        config: of the set; see above.
+        config: settings of the set, as named above.
     """
 
     def __init__(self, config: Any):
@@ -38,51 +39,52 @@ class Placement:
         self.num_gpus = config.get("num_gpus_per_worker", 0.0)
         self.custom = dict(config.get("custom_resources_per_worker") or {})
         self.strategy = config.get("placement_strategy")
-        self._places: list[_Places] = []
+        self._reservations: list[_Reservation] = []
 
     def reserve(self, first: int, count: int) -> None:
-        """Find places for so many more workers, which are numbered from `first`.
+        """Reserve resources for `count` more workers, numbered from `first`.
 
         Raises:
-            ConfigError: the cluster has not got what they need.
+            ConfigError: the cluster does not have the resources.
         """
         import ray
 
-        covered = max((p.first + p.number for p in self._places), default=0)
-        count -= max(first, covered) - first  # of workers that have left, places may still be there
-        first = max(first, covered)
+        end = first + count
+        # removed workers may have left reservations behind
+        first = max(first, *(r.first + r.num_workers for r in self._reservations), 0)
+        count = end - first
         if count < 1:
             return
         self._wait_for_resources(count)
-        there = ray.cluster_resources()
-        # those that come later share what the others have left
-        cpus = (ray.available_resources() if first else there).get("CPU", 0.0)
+        total = ray.cluster_resources()
+        # workers that are added later share the remaining CPUs
+        cpus = (ray.available_resources() if first else total).get("CPU", 0.0)
         share = min(self.num_cpus, math.floor(1000 * cpus / count) / 1000)
-        group = self._group(count, share) if self.strategy is not None else None
-        self._places.append(_Places(first, count, share, group))
+        group = self._create_group(count, share) if self.strategy is not None else None
+        self._reservations.append(_Reservation(first, count, share, group))
 
     def _wait_for_resources(self, count: int) -> None:
-        """Until GPUs and other resources for so many are free: those of workers that have just
-        ended take a moment."""
+        """Wait until GPUs and custom resources are free; those of workers that have just ended are
+        released with a delay."""
         import ray
 
-        deadline = time.monotonic() + PLACING_S
-        asked = [("num_gpus_per_worker", "GPU", self.num_gpus)] if self.num_gpus else []
-        asked += [("custom_resources_per_worker", name, n) for name, n in self.custom.items()]
-        for setting, name, each in asked:
+        deadline = time.monotonic() + RESERVE_TIMEOUT_S
+        needed = [("num_gpus_per_worker", "GPU", self.num_gpus)] if self.num_gpus else []
+        needed += [("custom_resources_per_worker", name, n) for name, n in self.custom.items()]
+        for setting, name, amount in needed:
             while True:
-                there = ray.cluster_resources().get(name, 0.0)
+                total = ray.cluster_resources().get(name, 0.0)
                 free = ray.available_resources().get(name, 0.0)
-                if each * count <= free:
+                if amount * count <= free:
                     break
-                if each * count > there or time.monotonic() > deadline:
+                if amount * count > total or time.monotonic() > deadline:
                     raise ConfigError(
-                        f"{setting}: {count} workers with {each:g} of {name!r} each are asked for, "
-                        f"the cluster has {there:g}, of which {free:g} are free"
+                        f"{setting}: {count} workers need {amount:g} of {name!r} each; the cluster "
+                        f"has {total:g}, {free:g} of them free"
                     )
                 time.sleep(0.1)
 
-    def _group(self, count: int, cpus: float) -> Any:
+    def _create_group(self, count: int, cpus: float) -> Any:
         import ray
         from ray.util.placement_group import (
             get_current_placement_group,
@@ -94,38 +96,43 @@ class Placement:
             return None
         bundle = {"CPU": cpus, "GPU": self.num_gpus, **self.custom}
         bundle = {name: amount for name, amount in bundle.items() if amount}
-        bundle = bundle or {"CPU": LEAST_CPU}
+        bundle = bundle or {"CPU": MIN_BUNDLE_CPUS}
         group = placement_group([bundle] * count, strategy=self.strategy)
-        if not group.wait(PLACING_S):
+        if not group.wait(RESERVE_TIMEOUT_S):
             remove_placement_group(group)
             nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-            has = [{n: one[n] for n in sorted(one) if ":" not in n} for one in nodes]
+            available = [{n: one[n] for n in sorted(one) if ":" not in n} for one in nodes]
             raise ConfigError(
-                f"placement_strategy: {count} places of {bundle} by {self.strategy} were not to be "
-                f"had within {PLACING_S:g} s; the cluster's nodes have {has}"
+                f"placement_strategy: could not reserve {count} bundles of {bundle} with "
+                f"{self.strategy} within {RESERVE_TIMEOUT_S:g} s; the cluster's nodes have "
+                f"{available}"
             )
         return group
 
     def options(self, index: int) -> dict[str, Any]:
-        """The options of `ray.remote` for the actor of worker `index`."""
+        """Return the options of `ray.remote` for the actor of worker `index`."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        own = next(p for p in self._places if p.first <= index < p.first + p.number)
-        options: dict[str, Any] = {"num_cpus": own.cpus, "num_gpus": self.num_gpus}
+        reservation = next(
+            r for r in self._reservations if r.first <= index < r.first + r.num_workers
+        )
+        options: dict[str, Any] = {"num_cpus": reservation.cpus, "num_gpus": self.num_gpus}
         options["resources"] = self.custom
-        if own.group is not None:
+        if reservation.group is not None:
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
-                own.group, placement_group_bundle_index=index - own.first
+                reservation.group, placement_group_bundle_index=index - reservation.first
             )
         return options
 
-    def release(self, left: int = 0) -> None:
-        """Give up the places of the workers from `left` on. A group is given up as a whole, when
-        none of its workers is left."""
+    def release(self, num_workers: int = 0) -> None:
+        """Release the resources of workers from `num_workers` on.
+
+        A placement group is only released as a whole, after all its workers were removed.
+        """
         import ray
         from ray.util.placement_group import remove_placement_group
 
-        for places in [p for p in self._places if p.first >= left]:
-            self._places.remove(places)
-            if places.group is not None and ray.is_initialized():
-                remove_placement_group(places.group)
+        for reservation in [r for r in self._reservations if r.first >= num_workers]:
+            self._reservations.remove(reservation)
+            if reservation.group is not None and ray.is_initialized():
+                remove_placement_group(reservation.group)

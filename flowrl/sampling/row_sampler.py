@@ -1,8 +1,8 @@
-"""AgentLoop: steps environments of agents, row by row, into a SampleCollector.
+"""RowSampler: steps environments row by row into a SampleCollector.
 
-The general way to sample: several agents and policies, whole episodes, callbacks at every step,
-recurrent policies, nested observations, collectors of one's own. All agents that one policy acts
-for, in all environments, are one call of it.
+Supports everything that columnar sampling does not: several agents and policies, whole episodes,
+callbacks at every step, recurrent policies, nested observations, custom collectors. A policy is
+called once per step, with all its agents of all environments.
 """
 
 from __future__ import annotations
@@ -10,81 +10,101 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import numpy as np
 import optree
 
 from flowrl.data import MultiAgentBatch, SampleBatch
-from flowrl.data.multi_agent_batch import AgentID, EpisodeID, PolicyID
-from flowrl.envs.multi_agent_vector_env import AgentSlots, SlotStep
+from flowrl.data.types import AgentID, EpisodeID, PolicyID
+from flowrl.envs.multi_agent_vector_env import MultiAgentStep, MultiAgentVectorEnv
 from flowrl.envs.validation import (
     LARGEST_REWARD,
-    BadValueError,
+    InvalidStepError,
     ObservationCheck,
-    check_columns,
+    check_extra_columns,
     check_reward,
-    odd_actions,
+    first_invalid_action,
 )
 from flowrl.policies.policy import Policy
-from flowrl.sampling.callbacks import call, overrides
-from flowrl.sampling.episode import AgentRecord, EpisodeMetrics, Ids, MultiAgentEpisode
+from flowrl.sampling.callbacks import DefaultCallbacks, call, overrides
+from flowrl.sampling.episode import AgentRecord, EpisodeMetrics, MultiAgentEpisode
+from flowrl.sampling.ids import IdCounter
+from flowrl.sampling.list_collector import SimpleListCollector
 from flowrl.sampling.sample_collector import SampleCollector
 from flowrl.sampling.sampling_settings import TIMINGS, SamplingSettings
+from flowrl.sampling.sampling_worker import SamplingWorker
 from flowrl.settings import ConfigError
-
-if TYPE_CHECKING:
-    from flowrl.sampling.rollout_worker import RolloutWorker
 
 log = logging.getLogger("flowrl")
 
-ENDLESS_STEPS = 10_000  # env steps without what was asked for, after which that is said
-AGENTS_REMEMBERED = 10_000  # whose first observations were checked
+MAX_STEPS_WITHOUT_DATA = 10_000  # env steps without a row or an episode, before a warning
+MAX_CACHED_AGENTS = 10_000  # agents whose first observations are checked
 
 
-class AgentLoop:
+class CallbackWorker(SamplingWorker, Protocol):
+    """What sampling uses of a RolloutWorker."""
+
+    callbacks: DefaultCallbacks
+
+    @property
+    def lock(self) -> AbstractContextManager[Any]:
+        """Held while an item is sampled, and while policies learn."""
+
+    @property
+    def policy_for(self) -> Callable[[AgentID, MultiAgentEpisode], PolicyID]:
+        """Return the id of an agent's policy in an episode."""
+
+    def to_sample(self, batch: MultiAgentBatch) -> SampleBatch | MultiAgentBatch:
+        """Return the batch as `sample()` returns it."""
+
+
+class RowSampler:
     """Steps all environments of a worker together and collects the rows of their agents.
 
-    An exception leaves the loop usable: what was not given yet is dropped, and the next call starts
-    new episodes.
+    After an exception it can be used again: rows not returned yet are dropped, and the next call
+    starts new episodes.
 
     Args:
         slots: the environments.
-        worker: its policies act, its callbacks are called.
-        settings: of sampling.
+        worker: its policies act and its callbacks are called.
+        settings: the sampling settings.
         first_id: the first episode id.
     """
 
     def __init__(
         self,
-        slots: AgentSlots,
-        worker: RolloutWorker,
+        slots: MultiAgentVectorEnv,
+        worker: CallbackWorker,
         settings: SamplingSettings,
         first_id: int = 0,
     ):
         self.slots = slots
         self.worker = worker
         self.settings = settings
+        self._collector_class = settings.sample_collector or SimpleListCollector
         self.episodes: list[EpisodeMetrics] = []
         self.env_steps = self.agent_steps = self.faulty_episodes = 0
         self.timings = dict.fromkeys(TIMINGS, 0.0)
         self._policies: dict[PolicyID, Policy] = worker.policy_map
         self._complete = settings.batch_mode == "complete_episodes"
-        self._how: dict[str, Any] = {} if settings.explore else {"explore": False}
-        self._ids = Ids(first_id)
+        self._action_options: dict[str, Any] = {} if settings.explore else {"explore": False}
+        self._ids = IdCounter(first_id)
         self._open = False
         self._collectors: list[SampleCollector] = []
         self._running: list[MultiAgentEpisode | None] = [None] * slots.num_envs
         self._by_id: dict[EpisodeID, MultiAgentEpisode] = {}
-        # by policy, and by collector, who waits for an action, in the collector's order
+        # agents that need an action: by policy and collector, in the collector's order
         self._waiting: dict[PolicyID, list[list[tuple[int, AgentID]]]] = {}
         self._finished: deque[tuple[MultiAgentBatch, EpisodeMetrics]] = deque()
         self._checks: dict[AgentID, ObservationCheck] = {}
         self._latest_check: ObservationCheck | None = None
         self._checked: set[tuple[Any, AgentID]] = set()
-        self._seen: dict[PolicyID, list[tuple[EpisodeID, np.ndarray]]] = {}
-        self._failed: set[int] = set()
-        self._dropped = [0] * slots.num_envs  # episodes in a row that gave what cannot be used
+        self._filter_rows: dict[PolicyID, list[tuple[EpisodeID, np.ndarray]]] = {}
+        self._failed_slots: set[int] = set()
+        self._dropped = [0] * slots.num_envs  # consecutive episodes dropped for invalid values
         self._warned: set[str] = set()
         callbacks = worker.callbacks
         self._calls = {
@@ -93,34 +113,33 @@ class AgentLoop:
             if overrides(callbacks, name)
         }
         if settings.soft_horizon:
-            self._needs("continue_episode", "soft_horizon")
+            self._require_method("continue_episode", "soft_horizon")
 
-    def _needs(self, method: str, setting: str) -> None:
-        own = getattr(self.settings.sample_collector, method)
-        if own is getattr(SampleCollector, method):
-            name = self.settings.sample_collector.__name__
+    def _require_method(self, method: str, setting: str) -> None:
+        if getattr(self._collector_class, method) is getattr(SampleCollector, method):
+            name = self._collector_class.__name__
             raise ConfigError(f"sample_collector: {name} has no {method}(), for {setting}")
 
     # -- a fragment --------------------------------------------------------------------------------
 
     def collect(self) -> SampleBatch | MultiAgentBatch:
-        """A fragment; one whole episode in the mode `complete_episodes`."""
+        """Return a fragment, or one whole episode with `batch_mode="complete_episodes"`."""
         started = time.perf_counter()
         if not self._open:
             self._start()
-        self._open = False  # until the fragment is whole
+        self._open = False  # until the fragment is complete
         batch = self._collect_episode() if self._complete else self._collect_fragment()
         self._open = True
         self._update_filters()
-        well = set(range(self.slots.num_envs)) - self._failed
-        self.slots.settle(well)
-        for slot in well:
+        healthy = set(range(self.slots.num_envs)) - self._failed_slots
+        self.slots.mark_healthy(healthy)
+        for slot in healthy:
             self._dropped[slot] = 0
-        self._failed.clear()
+        self._failed_slots.clear()
         self.env_steps += batch.env_steps()
         self.agent_steps += batch.agent_steps()
         self.timings["sample_s"] += time.perf_counter() - started
-        return self.worker.shaped(batch)
+        return self.worker.to_sample(batch)
 
     def _collect_fragment(self) -> MultiAgentBatch:
         settings, collector = self.settings, self._collectors[0]
@@ -129,50 +148,54 @@ class AgentLoop:
             for steps in range(settings.length):
                 self._advance(steps)
         else:
-            wanted = settings.length * self.slots.num_envs
-            while collector.total_agent_steps() < wanted:
+            min_rows = settings.length * self.slots.num_envs
+            while collector.total_agent_steps() < min_rows:
                 self._advance(steps)
                 steps += 1
-                self._look_out_for_nothing(steps, collector.total_agent_steps(), "row of an agent")
-                if steps > ENDLESS_STEPS and not collector.total_agent_steps():
+                self._warn_without_data(steps, collector.total_agent_steps(), "row of an agent")
+                if steps > MAX_STEPS_WITHOUT_DATA and not collector.total_agent_steps():
                     raise RuntimeError(
-                        f"nobody acted in {steps} steps of every environment, so there are no "
+                        f"no agent acted in {steps} steps of every environment, so there are no "
                         'agent steps to count: use count_steps_by="env_steps"'
                     )
-        return self._batch_of(collector)
+        return self._pop_batch(collector)
 
     def _collect_episode(self) -> MultiAgentBatch:
         steps = 0
         while not self._finished:
             self._advance(steps)
             steps += 1
-            self._look_out_for_nothing(steps, 0, "finished episode")
-        batch, told = self._finished.popleft()
-        self.episodes.append(told)
+            self._warn_without_data(steps, 0, "finished episode")
+        batch, metrics = self._finished.popleft()
+        self.episodes.append(metrics)
         return batch
 
-    def _look_out_for_nothing(self, steps: int, found: int, what: str) -> None:
+    def _warn_without_data(self, steps: int, found: int, what: str) -> None:
         envs = self.slots.num_envs
-        if not found and (steps - 1) * envs < ENDLESS_STEPS <= steps * envs:
-            log.warning("%d env steps without a %s; they are all kept", ENDLESS_STEPS, what)
+        if not found and (steps - 1) * envs < MAX_STEPS_WITHOUT_DATA <= steps * envs:
+            log.warning(
+                "%d env steps without a %s; all of them stay in memory",
+                MAX_STEPS_WITHOUT_DATA,
+                what,
+            )
 
-    def _batch_of(self, collector: SampleCollector) -> MultiAgentBatch:
+    def _pop_batch(self, collector: SampleCollector) -> MultiAgentBatch:
         started = time.perf_counter()
         batch = collector.get_multi_agent_batch_and_reset()
         self.timings["postprocess_s"] += time.perf_counter() - started
         return batch
 
     def _start(self) -> None:
-        """Begin an episode everywhere, with empty collectors."""
+        """Start an episode in every environment, with empty collectors."""
         count = self.slots.num_envs if self._complete else 1
         self._collectors = [self._new_collector() for _ in range(count)]
-        self._forget()
+        self._clear()
         for slot, (observations, infos) in enumerate(self.slots.reset()):
-            self._begin(slot, observations, infos, count=False)
+            self._begin_episode(slot, observations, infos, count=False)
 
     def _new_collector(self) -> SampleCollector:
         settings = self.settings
-        made: SampleCollector = settings.sample_collector(
+        collector: SampleCollector = self._collector_class(
             self._policies,
             callbacks=self.worker.callbacks,
             worker=self.worker,
@@ -180,101 +203,102 @@ class AgentLoop:
             rollout_fragment_length=settings.length,
             count_steps_by=settings.count_steps_by,
         )
-        return made
+        return collector
 
-    def _forget(self) -> None:
+    def _clear(self) -> None:
         self._waiting = {pid: [[] for _ in self._collectors] for pid in self._policies}
         self._by_id.clear()
         self._finished.clear()
         self._checked.clear()
-        self._seen.clear()
+        self._filter_rows.clear()
 
     # -- state -------------------------------------------------------------------------------------
 
-    def get_state(self) -> dict[str, Any]:
-        """What the next fragment depends on besides the policies."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of environments, episodes and counters, without the policies."""
         state: dict[str, Any] = {
-            "next_id": self._ids.following,
+            "next_id": self._ids.next_id,
             "env_steps": self.env_steps,
             "agent_steps": self.agent_steps,
             "faulty_episodes": self.faulty_episodes,
         }
-        collectors = [collector.get_state() for collector in self._collectors]
+        collectors = [collector.state_dict() for collector in self._collectors]
         if self._open and None not in collectors:
             state["open"] = {
-                "envs": self.slots.get_state(),
+                "envs": self.slots.state_dict(),
                 "collectors": collectors,
                 "running": [
-                    None if episode is None else [episode.episode_id, episode.get_state()]
+                    None if episode is None else [episode.episode_id, episode.state_dict()]
                     for episode in self._running
                 ],
                 "waiting": self._waiting,
-                "finished": [(batch, list(told)) for batch, told in self._finished],
+                "finished": [(batch, list(metrics)) for batch, metrics in self._finished],
                 "dropped": list(self._dropped),
             }
         return state
 
-    def set_state(self, state: dict[str, Any]) -> int:
-        """Go on where another loop was.
+    def load_state_dict(self, state: dict[str, Any]) -> int:
+        """Load the result of `state_dict`.
 
         Returns:
-            how many episodes could not be gone on with: others begin in their place.
+            Number of episodes that could not be resumed; new episodes replace them.
 
         Raises:
-            KeyError, ValueError: it is not a state of such environments.
+            KeyError, ValueError: the state belongs to other environments.
         """
-        self._ids = Ids(state["next_id"])
+        self._ids = IdCounter(state["next_id"])
         self.env_steps, self.agent_steps = state["env_steps"], state["agent_steps"]
         self.faulty_episodes = state["faulty_episodes"]
-        going_on, self._open = state.get("open"), False
-        if going_on is None:
+        running, self._open = state.get("open"), False
+        if running is None:
             return 0
-        if len(going_on["running"]) != self.slots.num_envs:
+        if len(running["running"]) != self.slots.num_envs:
             raise ValueError(
-                f"a state of {len(going_on['running'])} environments, not {self.slots.num_envs}"
+                f"the state has {len(running['running'])} environments, this sampler "
+                f"{self.slots.num_envs}"
             )
-        self._collectors = [self._new_collector() for _ in going_on["collectors"]]
-        self._forget()
-        for collector, own in zip(self._collectors, going_on["collectors"], strict=True):
-            collector.set_state(own)
-        self._waiting = going_on["waiting"]
-        self._finished.extend((b, EpisodeMetrics(*told)) for b, told in going_on["finished"])
-        self._dropped = list(going_on["dropped"])
-        for slot, saved in enumerate(going_on["running"]):
+        self._collectors = [self._new_collector() for _ in running["collectors"]]
+        self._clear()
+        for collector, saved in zip(self._collectors, running["collectors"], strict=True):
+            collector.load_state_dict(saved)
+        self._waiting = running["waiting"]
+        self._finished.extend((b, EpisodeMetrics(*values)) for b, values in running["finished"])
+        self._dropped = list(running["dropped"])
+        for slot, saved in enumerate(running["running"]):
             self._running[slot] = None
             if saved is not None:
                 worker = self.worker
                 episode = MultiAgentEpisode(saved[0], slot, worker, worker.policy_for)
-                episode.set_state(saved[1])
+                episode.load_state_dict(saved[1])
                 self._running[slot] = self._by_id[episode.episode_id] = episode
-        seen = [
+        observed = [
             {}
             if episode is None
             else {a: r.raw_obs for a, r in episode.records.items() if r.raw_obs is not None}
             for episode in self._running
         ]
-        anew = self.slots.set_state(going_on["envs"], seen)
-        for slot, (observations, infos) in anew.items():
-            gone = self._running[slot]
-            if gone is not None:
-                self._collectors[slot if self._complete else 0].drop_episode(gone.episode_id)
-                del self._by_id[gone.episode_id]
+        restarted = self.slots.load_state_dict(running["envs"], observed)
+        for slot, (observations, infos) in restarted.items():
+            lost = self._running[slot]
+            if lost is not None:
+                self._collectors[slot if self._complete else 0].drop_episode(lost.episode_id)
+                del self._by_id[lost.episode_id]
             for by_collector in self._waiting.values():
-                by_collector[:] = [[w for w in who if w[0] != slot] for who in by_collector]
-            self._begin(slot, observations, infos, count=False)
+                by_collector[:] = [[w for w in waiting if w[0] != slot] for waiting in by_collector]
+            self._begin_episode(slot, observations, infos, count=False)
         self._open = True
-        return len(anew)
+        return len(restarted)
 
     def episode(self, episode_id: EpisodeID) -> MultiAgentEpisode | None:
-        """The record of a running episode."""
+        """Return the record of a running episode."""
         return self._by_id.get(episode_id)
 
     # -- a step ------------------------------------------------------------------------------------
 
     def _advance(self, step: int) -> None:
-        """Act wherever somebody waits, step every environment, take in what it gave."""
+        """Compute the actions that are needed, step every environment, store the results."""
         clock = time.perf_counter
-        began = clock()
+        start = clock()
         actions = self._act()
         acted = clock()
         try:
@@ -283,13 +307,13 @@ class AgentLoop:
             error.add_note(f"at step {step} of a fragment, {self.env_steps} env steps sampled")
             raise
         stepped = clock()
-        self.timings["inference_s"] += acted - began
+        self.timings["inference_s"] += acted - start
         self.timings["env_step_s"] += stepped - acted
-        self._take_together(results)
+        self._copy_observations(results)
         earlier = self.timings["postprocess_s"]  # of episodes that end in this step
         for slot, result in enumerate(results):
             try:
-                self._take(slot, result)
+                self._store_step(slot, result)
             except Exception as error:
                 error.add_note(f"at step {step} of a fragment, in sub-environment {slot}")
                 raise
@@ -297,67 +321,70 @@ class AgentLoop:
         self.timings["collection_s"] += clock() - stepped - postprocessed
 
     def _act(self) -> list[dict[AgentID, Any]]:
-        """Actions as the environments take them, by agent."""
+        """Return the actions for the environments, by agent."""
         actions: list[dict[AgentID, Any]] = [{} for _ in range(self.slots.num_envs)]
         for policy_id, by_collector in self._waiting.items():
             policy = self._policies[policy_id]
-            parts, who = [], []
+            parts, agents = [], []
             for collector, waiting in zip(self._collectors, by_collector, strict=True):
                 if waiting:
                     parts.append(collector.get_inference_input_dict(policy))
-                    who += waiting
+                    agents += waiting
                     waiting.clear()
-            if not who:
+            if not agents:
                 continue
             inputs: Any = parts[0]
             if len(parts) > 1:
                 inputs = optree.tree_map(lambda *leaves: np.concatenate(leaves), *parts)  # type: ignore[arg-type]
-            chosen, states, extra = policy.compute_actions_from_input_dict(inputs, **self._how)
+            chosen, states, extra = policy.compute_actions_from_input_dict(
+                inputs, **self._action_options
+            )
             columns = {name: _rows(value) for name, value in extra.items()}
             columns |= {f"state_out_{i}": _rows(state) for i, state in enumerate(states)}
-            check_columns(policy_id, extra, len(who))
-            self._check_actions(policy_id, policy, chosen, who)
+            check_extra_columns(policy_id, extra, len(agents))
+            self._check_actions(policy_id, policy, chosen, agents)
             to_env: Any = policy.actions_for_env(chosen)
-            if to_env is chosen:  # an environment may write into what it is given
+            if to_env is chosen:  # an environment may write into its action
                 stored: Any = chosen
                 to_env = optree.tree_map(np.copy, stored)
-            own, given = _rows(chosen), _rows(to_env, numbers=True)
-            extras: Any = zip(*columns.values(), strict=True) if columns else [()] * len(who)
-            for (slot, agent), action, extra_row, to_give in zip(
-                who, own, extras, given, strict=True
+            extras: Any = zip(*columns.values(), strict=True) if columns else [()] * len(agents)
+            for (slot, agent), action, extra_row, env_action in zip(
+                agents, _rows(chosen), extras, _rows(to_env, numbers=True), strict=True
             ):
                 record = self._running[slot].records[agent]  # type: ignore[union-attr]
                 record.action = action
                 record.extra = dict(zip(columns, extra_row, strict=True))
-                actions[slot][agent] = to_give
+                actions[slot][agent] = env_action
         return actions
 
     def _check_actions(
-        self, policy_id: PolicyID, policy: Policy, chosen: Any, who: list[tuple[int, AgentID]]
+        self, policy_id: PolicyID, policy: Policy, chosen: Any, agents: list[tuple[int, AgentID]]
     ) -> None:
         count = len(optree.tree_leaves(chosen)[0])
-        if count != len(who):
-            raise ValueError(f"policy {policy_id!r} gave {count} actions for {len(who)} agents")
-        odd = odd_actions(policy.action_space, chosen)
-        if odd is not None:
-            slot, agent = who[odd]
+        if count != len(agents):
             raise ValueError(
-                f"policy {policy_id!r} gave the action {_rows(chosen)[odd]!r} for agent {agent!r} "
-                f"of sub-environment {slot}; its action space is {policy.action_space}"
+                f"policy {policy_id!r} returned {count} actions for {len(agents)} agents"
+            )
+        invalid = first_invalid_action(policy.action_space, chosen)
+        if invalid is not None:
+            slot, agent = agents[invalid]
+            raise ValueError(
+                f"policy {policy_id!r} returned the action {_rows(chosen)[invalid]!r} for agent "
+                f"{agent!r} of sub-environment {slot}; its action space is {policy.action_space}"
             )
 
-    # -- what an environment gave ------------------------------------------------------------------
+    # -- results of environments -------------------------------------------------------------------
 
-    def _take(self, slot: int, step: SlotStep) -> None:
+    def _store_step(self, slot: int, step: MultiAgentStep) -> None:
         episode = self._running[slot]
-        if episode is None:  # a vector environment was busy with the reset
+        if episode is None:  # this step of a vector environment was the reset
             assert step.start is not None
-            self._begin(slot, step.start, step.start_infos)
+            self._begin_episode(slot, step.start, step.start_infos)
             return
         if step.failed is None:
             step = self._checked_step(slot, episode, step)
         if step.failed is not None:
-            self._drop(slot, episode, step)
+            self._drop_episode(slot, episode, step)
             return
         collector = self._collectors[slot if self._complete else 0]
         t = episode.length
@@ -366,56 +393,64 @@ class AgentLoop:
         terminated = bool(step.terminateds["__all__"])
         truncated = bool(step.truncateds["__all__"])
         over = terminated or truncated
-        self._credit(episode, step)
+        self._add_rewards(episode, step)
         if over and not step.obs and not any(r.alive for r in episode.records.values()):
-            self._warn("an episode ended in which nobody was there")
+            self._warn("an episode ended without any agent")
         for agent, obs in step.obs.items():
-            own_end = bool(step.terminateds.get(agent)), bool(step.truncateds.get(agent))
-            ends = own_end if any(own_end) else (terminated, truncated)
+            agent_ends = bool(step.terminateds.get(agent)), bool(step.truncateds.get(agent))
+            ends = agent_ends if any(agent_ends) else (terminated, truncated)
             self._observe(slot, episode, collector, agent, obs, step.infos.get(agent), ends)
         for agent, record in episode.records.items():
             if not record.alive or agent in step.obs:
                 continue
-            own_end = bool(step.terminateds.get(agent)), bool(step.truncateds.get(agent))
-            if over or any(own_end):
-                # its end was not observed: the last observation stands for the final one
-                ends = own_end if any(own_end) else (terminated, truncated)
+            agent_ends = bool(step.terminateds.get(agent)), bool(step.truncateds.get(agent))
+            if over or any(agent_ends):
+                # no final observation was returned: use the latest one
+                ends = agent_ends if any(agent_ends) else (terminated, truncated)
                 self._complete_row(
                     slot, episode, collector, agent, record, record.obs, step.infos.get(agent), ends
                 )
         self._call("on_episode_step", slot, episode)
         if over:
-            self._end(slot, episode, collector, step)
+            self._end_episode(slot, episode, collector, step)
         elif self.settings.soft_horizon and episode.length == self.settings.horizon:
             self._pass_horizon(slot, episode, collector)
 
-    def _take_together(self, results: list[SlotStep]) -> None:
-        """Copy the array observations of a step that look right, and look at their numbers, all of
-        one space at once; what is found odd, new or nested is left to `_checked_step`."""
-        groups: dict[int, tuple[ObservationCheck, list[Any], list[tuple[SlotStep, AgentID]]]] = {}
-        checks, seen = self._checks, self._checked
+    def _copy_observations(self, results: list[MultiAgentStep]) -> None:
+        """Copy and check the array observations of a step, all of one space at once.
+
+        Observations that are invalid, new or nested are left to `_checked_step`.
+        """
+        groups: dict[
+            int, tuple[ObservationCheck, list[Any], list[tuple[MultiAgentStep, AgentID]]]
+        ] = {}
+        checks, checked = self._checks, self._checked
         for slot, step in enumerate(results):
             for agent, obs in step.obs.items():
                 check = checks.get(agent)
-                if check is None or (slot, agent) not in seen or not check.looks_right(obs):
+                if (
+                    check is None
+                    or (slot, agent) not in checked
+                    or not check.matches_shape_and_dtype(obs)
+                ):
                     continue
                 group = groups.get(id(check))
                 if group is None:
                     group = groups[id(check)] = (check, [], [])
                 group[1].append(obs)
                 group[2].append((step, agent))
-        for check, observations, whose in groups.values():
-            taken = np.array(observations)
-            if check.fits(taken):
-                taken.flags.writeable = False  # stored, and callbacks are given it
-                for (step, agent), row in zip(whose, taken, strict=True):
+        for check, observations, keys in groups.values():
+            copied = np.array(observations)
+            if check.in_bounds(copied):
+                copied.flags.writeable = False  # stored, and passed to callbacks
+                for (step, agent), row in zip(keys, copied, strict=True):
                     step.taken[agent] = row
 
     def _check_of(self, agent: AgentID) -> ObservationCheck:
-        """The check of an agent's observations, which agents of one space have in common."""
+        """Return the check of an agent's observations; agents with equal spaces share it."""
         check = self._checks.get(agent)
         if check is None:
-            if len(self._checks) >= AGENTS_REMEMBERED:
+            if len(self._checks) >= MAX_CACHED_AGENTS:
                 self._checks.clear()
                 self._checked.clear()
             space = self.slots.observation_space(agent)
@@ -425,23 +460,25 @@ class AgentLoop:
             self._checks[agent] = check
         return check
 
-    def _checked_step(self, slot: int, episode: MultiAgentEpisode, step: SlotStep) -> SlotStep:
-        """The step with arrays of our own, normalised nowhere yet; a failed one if it gave what
-        cannot be used."""
+    def _checked_step(
+        self, slot: int, episode: MultiAgentEpisode, step: MultiAgentStep
+    ) -> MultiAgentStep:
+        """Return the step with copied, unnormalized observations; a failed step if a value is
+        invalid."""
         mode = self.settings.on_invalid_step
         problem = None
-        given, step.obs = step.obs, {}  # the environment's own dicts are not ours to change
+        returned, step.obs = step.obs, {}  # the environment's dicts must not be changed
         step.rewards = dict(step.rewards)
-        for agent, obs in given.items():
+        for agent, obs in returned.items():
             if agent in step.taken:
                 step.obs[agent] = step.taken[agent]
                 continue
-            taken = self._taken(slot, agent, obs)
+            copied = self._copy_checked(slot, agent, obs)
             check = self._checks[agent]
-            if not check.fits(taken):
-                problem = problem or (agent, check.describe(taken), "obs")
-                taken = check.repaired(taken) if mode == "replace" else taken
-            step.obs[agent] = taken
+            if not check.in_bounds(copied):
+                problem = problem or (agent, check.describe_problem(copied), "obs")
+                copied = check.repair(copied) if mode == "replace" else copied
+            step.obs[agent] = copied
         for agent, reward in step.rewards.items():
             if ("reward", agent) not in self._checked:
                 check_reward(reward)
@@ -457,28 +494,30 @@ class AgentLoop:
         if problem is None or mode == "replace":
             return step
         agent, what, field = problem
-        error = BadValueError(
-            f"sub-environment {slot} gave agent {agent!r} {what} ({field}), at step "
+        error = InvalidStepError(
+            f"sub-environment {slot} returned for agent {agent!r} {what} ({field}), at step "
             f"{episode.length} of its episode"
         )
         if mode == "raise":
             raise error
         self._dropped[slot] += 1
         if self._dropped[slot] > self.settings.max_env_restarts:
-            error.add_note(f"so did {self._dropped[slot]} episodes of it in a row")
+            error.add_note(
+                f"{self._dropped[slot]} consecutive episodes of it were dropped for this"
+            )
             raise error
         return self.slots.restart(slot, error)
 
-    def _taken(self, slot: int, agent: AgentID, obs: Any) -> Any:
-        """The observation, copied; the first one of each agent is compared with its space."""
+    def _copy_checked(self, slot: int, agent: AgentID, obs: Any) -> Any:
+        """Return a copy of the observation; check the first one of each agent against its space."""
         check = self._check_of(agent)
         try:
-            if (slot, agent) not in self._checked or not check.looks_right(obs):
-                check.first(obs)
+            if (slot, agent) not in self._checked or not check.matches_shape_and_dtype(obs):
+                check.check_structure(obs)
                 self._checked.add((slot, agent))
-            taken = check.taken(obs)
+            copied = check.copy(obs)
         except ConfigError as error:
-            error.add_note(f"given for agent {agent!r} by sub-environment {slot}")
+            error.add_note(f"returned for agent {agent!r} by sub-environment {slot}")
             raise
         except (TypeError, ValueError, KeyError, IndexError) as error:
             raise ConfigError(
@@ -486,18 +525,18 @@ class AgentLoop:
                 f"{error}"
             ) from error
         if check.is_array:
-            taken.flags.writeable = False  # it is stored, and callbacks are given it
-        return taken
+            copied.flags.writeable = False  # stored, and passed to callbacks
+        return copied
 
-    def _credit(self, episode: MultiAgentEpisode, step: SlotStep) -> None:
-        """Rewards count for each agent's last action, whenever they come."""
+    def _add_rewards(self, episode: MultiAgentEpisode, step: MultiAgentStep) -> None:
+        """Add rewards to each agent's latest action, also in later steps."""
         for agent, reward in step.rewards.items():
             record = episode.records.get(agent)
             if record is None or not record.alive:
                 if reward:
                     self._warn(
-                        "a reward for an agent that has not been observed, or not since its end, "
-                        "is dropped (agent %r)",
+                        "dropped the reward of agent %r: it has no observation yet, or none since "
+                        "its end",
                         agent,
                     )
                 continue
@@ -515,13 +554,13 @@ class AgentLoop:
         info: dict[str, Any] | None,
         ends: tuple[bool, bool],
     ) -> None:
-        """An agent is observed: its row is complete, or it has just come."""
+        """Store an agent's observation: complete its row, or start its trajectory."""
         record = episode.records.get(agent)
         if record is None:
             record = episode.record(agent)
             self._check_policy(agent, record)
         if not record.alive and any(ends):
-            return  # gone before it could act
+            return  # ended before its first action
         final = any(ends)
         policy = self._policies[record.policy_id]
         normalize = policy.observation_filter
@@ -530,7 +569,7 @@ class AgentLoop:
             obs = normalize(raw[None])[0]
             obs.flags.writeable = False
         if normalize is not None and not final:
-            self._seen.setdefault(record.policy_id, []).append((episode.episode_id, raw))
+            self._filter_rows.setdefault(record.policy_id, []).append((episode.episode_id, raw))
         record.raw_obs = raw
         if record.alive:
             self._complete_row(slot, episode, collector, agent, record, obs, info, ends)
@@ -547,15 +586,17 @@ class AgentLoop:
         self._checked.add(("policy", (agent, record.policy_id)))
         policy = self._policies[record.policy_id]
         for kind in ("observation", "action"):
-            own = getattr(self.slots, f"{kind}_space")(agent)
-            policys = getattr(policy, f"{kind}_space")
-            # the bounds of observations may differ, actions must be what the agent takes
-            near = own.shape == policys.shape and type(own) is type(policys)
-            nested = own.shape is None or own.dtype is None
-            if own != policys and (kind == "action" or nested or not near):
+            agent_space = getattr(self.slots, f"{kind}_space")(agent)
+            policy_space = getattr(policy, f"{kind}_space")
+            # the bounds of observations may differ, actions must fit exactly
+            similar = agent_space.shape == policy_space.shape and (
+                type(agent_space) is type(policy_space)
+            )
+            nested = agent_space.shape is None or agent_space.dtype is None
+            if agent_space != policy_space and (kind == "action" or nested or not similar):
                 raise ConfigError(
                     f"agent {agent!r} is mapped to policy {record.policy_id!r}, whose {kind} "
-                    f"space {policys} is not the agent's, {own}"
+                    f"space {policy_space} differs from the agent's, {agent_space}"
                 )
 
     def _complete_row(
@@ -591,10 +632,10 @@ class AgentLoop:
 
     # -- episodes ----------------------------------------------------------------------------------
 
-    def _begin(
+    def _begin_episode(
         self, slot: int, observations: dict[AgentID, Any], infos: Any, count: bool = True
     ) -> None:
-        """An episode begins with these observations."""
+        """Start an episode with these observations."""
         observations, infos = self._checked_start(slot, observations, infos)
         episode = MultiAgentEpisode(next(self._ids), slot, self.worker, self.worker.policy_for)
         self._running[slot] = self._by_id[episode.episode_id] = episode
@@ -604,87 +645,94 @@ class AgentLoop:
                 slot, episode, collector, agent, obs, (infos or {}).get(agent), (False, False)
             )
         if not count:
-            self._forget_seen(episode)
+            self._drop_filter_rows(episode)
         self._call("on_episode_start", slot, episode)
 
     def _checked_start(
         self, slot: int, observations: dict[AgentID, Any], infos: Any
     ) -> tuple[dict[AgentID, Any], Any]:
-        """First observations that can be used: repaired, or another episode's, as the settings
-        say."""
+        """Return valid first observations: repaired, or those of another episode, by the setting
+        `on_invalid_step`."""
         mode = self.settings.on_invalid_step
         while True:
-            taken = {agent: self._taken(slot, agent, obs) for agent, obs in observations.items()}
-            odd = [agent for agent, obs in taken.items() if not self._checks[agent].fits(obs)]
-            if not odd:
-                return taken, infos
+            copied = {a: self._copy_checked(slot, a, obs) for a, obs in observations.items()}
+            invalid = [
+                agent for agent, obs in copied.items() if not self._checks[agent].in_bounds(obs)
+            ]
+            if not invalid:
+                return copied, infos
             if mode == "replace":
-                return {a: self._checks[a].repaired(obs) for a, obs in taken.items()}, infos
-            what = self._checks[odd[0]].describe(taken[odd[0]])
-            error = BadValueError(
-                f"sub-environment {slot} gave agent {odd[0]!r} {what} (obs) at its reset"
+                return {a: self._checks[a].repair(obs) for a, obs in copied.items()}, infos
+            agent = invalid[0]
+            what = self._checks[agent].describe_problem(copied[agent])
+            error = InvalidStepError(
+                f"sub-environment {slot} returned for agent {agent!r} {what} (obs) at its reset"
             )
             if mode == "raise":
                 raise error
-            again = self.slots.restart(slot, error)
-            assert again.start is not None
-            observations, infos = again.start, again.start_infos
+            restarted = self.slots.restart(slot, error)
+            assert restarted.start is not None
+            observations, infos = restarted.start, restarted.start_infos
 
-    def _end(
-        self, slot: int, episode: MultiAgentEpisode, collector: SampleCollector, step: SlotStep
+    def _end_episode(
+        self,
+        slot: int,
+        episode: MultiAgentEpisode,
+        collector: SampleCollector,
+        step: MultiAgentStep,
     ) -> None:
-        """The environment says that the episode is over."""
+        """Finish an episode that its environment ended."""
         started = time.perf_counter()
         self._dropped[slot] = 0
         collector.postprocess_trajectories_so_far(episode)
         collector.check_missing_dones(episode.episode_id)
         self.timings["postprocess_s"] += time.perf_counter() - started
         self._call("on_episode_end", slot, episode)
-        self._tell(episode, collector)
+        self._report(episode, collector)
         self._running[slot] = None
         if step.start is not None:
-            self._begin(slot, step.start, step.start_infos)
+            self._begin_episode(slot, step.start, step.start_infos)
 
     def _pass_horizon(
         self, slot: int, episode: MultiAgentEpisode, collector: SampleCollector
     ) -> None:
-        """A soft horizon: another episode begins, nothing is reset."""
-        following = MultiAgentEpisode(next(self._ids), slot, self.worker, self.worker.policy_for)
-        collector.continue_episode(episode, following.episode_id)
+        """Start another episode at a soft horizon, without a reset."""
+        next_episode = MultiAgentEpisode(next(self._ids), slot, self.worker, self.worker.policy_for)
+        collector.continue_episode(episode, next_episode.episode_id)
         self._call("on_episode_end", slot, episode)
-        self._tell(episode, collector)
-        following.take_over(episode)
-        self._running[slot] = self._by_id[following.episode_id] = following
-        self._call("on_episode_start", slot, following)
+        self._report(episode, collector)
+        next_episode.continue_from(episode)
+        self._running[slot] = self._by_id[next_episode.episode_id] = next_episode
+        self._call("on_episode_start", slot, next_episode)
 
-    def _drop(self, slot: int, episode: MultiAgentEpisode, step: SlotStep) -> None:
-        """The environment broke, another has taken its place."""
+    def _drop_episode(self, slot: int, episode: MultiAgentEpisode, step: MultiAgentStep) -> None:
+        """Drop the episode of a failed environment, and start one in the environment that replaces
+        it."""
         assert step.failed is not None and step.start is not None
-        own = type(self._collectors[0]).drop_episode
-        if own is SampleCollector.drop_episode:
+        if type(self._collectors[0]).drop_episode is SampleCollector.drop_episode:
             raise step.failed
-        self._failed.add(slot)
+        self._failed_slots.add(slot)
         self.faulty_episodes += 1
         episode.is_faulty = True
         self._collectors[slot if self._complete else 0].drop_episode(episode.episode_id)
         self._checked = {pair for pair in self._checked if pair[0] != slot}
-        self._forget_seen(episode)
+        self._drop_filter_rows(episode)
         self._call("on_episode_end", slot, episode)
         del self._by_id[episode.episode_id]
-        self._begin(slot, step.start, step.start_infos, count=False)
+        self._begin_episode(slot, step.start, step.start_infos, count=False)
 
-    def _forget_seen(self, episode: MultiAgentEpisode) -> None:
-        """The filters are not to learn from what an episode gave so far."""
-        for policy_id, rows in self._seen.items():
-            self._seen[policy_id] = [row for row in rows if row[0] != episode.episode_id]
+    def _drop_filter_rows(self, episode: MultiAgentEpisode) -> None:
+        """Remove an episode's observations from the pending filter updates."""
+        for policy_id, rows in self._filter_rows.items():
+            self._filter_rows[policy_id] = [row for row in rows if row[0] != episode.episode_id]
 
-    def _tell(self, episode: MultiAgentEpisode, collector: SampleCollector) -> None:
-        """What is reported of a finished episode; its rows, where an item is one."""
+    def _report(self, episode: MultiAgentEpisode, collector: SampleCollector) -> None:
+        """Report a finished episode; in complete_episodes mode together with its rows."""
         returns = [
             (str(agent), record.policy_id, float(record.total_reward))
             for agent, record in episode.records.items()
         ]
-        told = EpisodeMetrics(
+        metrics = EpisodeMetrics(
             float(episode.total_reward),
             episode.length,
             episode.env_id,
@@ -693,9 +741,9 @@ class AgentLoop:
             {name: list(values) for name, values in episode.hist_data.items()} or None,
         )
         if self._complete:
-            self._finished.append((self._batch_of(collector), told))
+            self._finished.append((self._pop_batch(collector), metrics))
         else:
-            self.episodes.append(told)
+            self.episodes.append(metrics)
         del self._by_id[episode.episode_id]
 
     def _call(self, name: str, slot: int, episode: MultiAgentEpisode) -> None:
@@ -712,11 +760,11 @@ class AgentLoop:
         )
 
     def _update_filters(self) -> None:
-        for policy_id, rows in self._seen.items():
+        for policy_id, rows in self._filter_rows.items():
             filter_ = self._policies[policy_id].observation_filter
             assert filter_ is not None
-            filter_.fresh.update(np.array([raw for _, raw in rows]))
-        self._seen.clear()
+            filter_.new_stats.update(np.array([raw for _, raw in rows]))
+        self._filter_rows.clear()
 
     def _warn(self, text: str, *values: Any) -> None:
         if text not in self._warned:
@@ -725,7 +773,7 @@ class AgentLoop:
 
 
 def _rows(value: Any, numbers: bool = False) -> list[Any]:
-    """The rows of an array, or of a nest of arrays; as Python numbers if asked for."""
+    """Return the rows of an array or of nested arrays; optionally as Python numbers."""
     if isinstance(value, np.ndarray):
         return value.tolist() if numbers and value.ndim == 1 else list(value)
     if isinstance(value, (dict, tuple)):

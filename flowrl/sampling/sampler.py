@@ -1,4 +1,4 @@
-"""Samplers: batches of experience from a worker's environments, when asked or ahead of time."""
+"""Samplers: items of experience from a worker's environments, on request or ahead of time."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Batch = SampleBatch | MultiAgentBatch
 
 
 class SampleResult(NamedTuple):
-    """A batch and what is to be told of it.
+    """An item and its metadata.
 
-    episodes: those that ended in it.
-    versions: of the weights that acted, by policy id.
-    filters: what the policies' filters saw, by policy id.
+    episodes: metrics of the episodes that ended in it.
+    versions: versions of the weights that acted, by policy id.
+    filters: updates of the policies' filters, by policy id.
     """
 
     batch: Batch
@@ -30,9 +30,9 @@ class SampleResult(NamedTuple):
 
 
 class SamplerInput(ABC):
-    """A source of experience from live environments. Nothing is stepped before the first item.
+    """A source of experience from live environments; the first item starts the environments.
 
-    An item is a fragment, or one whole episode in the mode `complete_episodes`.
+    An item is a fragment, or one whole episode with `batch_mode="complete_episodes"`.
     """
 
     def __init__(self) -> None:
@@ -42,42 +42,42 @@ class SamplerInput(ABC):
 
     @abstractmethod
     def get_data(self) -> Batch:
-        """The next item.
+        """Return the next item.
 
         Raises:
-            what sampling it raised, once; the next call samples on.
+            Exception: whatever sampling raised, once; the next call continues.
         """
 
     def get_metrics(self) -> list[EpisodeMetrics]:
-        """The episodes that ended in the items since the last call."""
+        """Return the episodes that ended in the items since the last call."""
         episodes, self._episodes = self._episodes, []
         return episodes
 
     def get_extra_batches(self) -> list[Batch]:
-        """Items that are there besides the next one, without waiting."""
+        """Return further items that are ready, without waiting."""
         return []
 
     def next(self) -> Batch:
-        """The next item, joined with those that are there besides."""
+        """Return the next item, concatenated with all further items that are ready."""
         items = [self.get_data(), *self.get_extra_batches()]
         return items[0] if len(items) == 1 else SampleBatch.concat_samples(items)
 
     def stop(self) -> None:  # noqa: B027
-        """Sample no more."""
+        """Stop sampling."""
 
-    def _take(self, collected: SampleResult) -> Batch:
-        self._episodes += collected.episodes
-        self.weights_versions = collected.versions
-        if collected.filters:
-            self.fresh_filters.append(collected.filters)
-        return collected.batch
+    def _unpack(self, result: SampleResult) -> Batch:
+        self._episodes += result.episodes
+        self.weights_versions = result.versions
+        if result.filters:
+            self.fresh_filters.append(result.filters)
+        return result.batch
 
 
 class SyncSampler(SamplerInput):
-    """Samples when it is asked: every action is by the weights in force at the call.
+    """Samples on request: all actions of an item use the weights at the time of the call.
 
     Args:
-        collect: gives an item.
+        collect: returns an item.
     """
 
     def __init__(self, collect: Callable[[], SampleResult]):
@@ -85,16 +85,16 @@ class SyncSampler(SamplerInput):
         self._collect = collect
 
     def get_data(self) -> Batch:
-        return self._take(self._collect())
+        return self._unpack(self._collect())
 
 
 class AsyncSampler(SamplerInput):
-    """Samples ahead in a thread, which starts with the first call of `get_data`.
+    """Samples ahead in a thread, which the first call of `get_data` starts.
 
     Args:
-        collect: gives an item; called in the thread.
-        max_ahead: items that may lie ready. With the one in the making, an item may be as many
-            and one more updates of the weights old, where there is an update per item.
+        collect: returns an item; called in the thread.
+        max_ahead: maximum number of ready items. With one update per item, an item's weights are at
+            most `max_ahead + 1` updates old.
     """
 
     def __init__(self, collect: Callable[[], SampleResult], max_ahead: int = 2):
@@ -108,7 +108,7 @@ class AsyncSampler(SamplerInput):
 
     @property
     def items_ahead(self) -> int:
-        """Items that lie ready."""
+        """Number of ready items."""
         return self._ready.qsize()
 
     def _run(self) -> None:
@@ -117,9 +117,9 @@ class AsyncSampler(SamplerInput):
                 item: SampleResult | BaseException = self._collect()
             except BaseException as error:
                 item = error
-            self._ready.put(item)  # waits while enough lies ready; stop() makes room
+            self._ready.put(item)  # blocks while the queue is full; stop() makes room
             if isinstance(item, BaseException):
-                return  # the next call of get_data starts again
+                return  # the next call of get_data starts a new thread
 
     def get_data(self) -> Batch:
         if self._stopped.is_set():
@@ -131,7 +131,7 @@ class AsyncSampler(SamplerInput):
         if isinstance(item, BaseException):
             self._thread.join()
             raise item
-        return self._take(item)
+        return self._unpack(item)
 
     def get_extra_batches(self) -> list[Batch]:
         batches: list[Batch] = []
@@ -143,7 +143,7 @@ class AsyncSampler(SamplerInput):
             if isinstance(item, BaseException):
                 self._ready.put(item)  # for the next get_data
                 return batches
-            batches.append(self._take(item))
+            batches.append(self._unpack(item))
 
     def stop(self) -> None:
         self._stopped.set()

@@ -1,4 +1,4 @@
-"""SamplingSettings: what a worker's settings say about sampling, checked."""
+"""SamplingSettings: a worker's validated sampling settings."""
 
 from __future__ import annotations
 
@@ -10,19 +10,28 @@ import numpy as np
 
 from flowrl.envs.validation import OnInvalidStep
 from flowrl.sampling.callbacks import DefaultCallbacks
-from flowrl.sampling.list_collector import SimpleListCollector
 from flowrl.sampling.sample_collector import SampleCollector
 from flowrl.settings import ConfigError
 
 DEFAULT_FRAGMENT_LENGTH = 200
-BATCH_MODES = {"truncated_episodes": "truncate_episodes"}  # as one of the documents spells it
-# seconds in environments, in policies that act, in storing rows, in postprocessing, in all of it
+BATCH_MODE_ALIASES = {"truncated_episodes": "truncate_episodes"}  # RLlib documents use both
+CHOICES = {
+    "batch_mode": ("truncate_episodes", "complete_episodes"),
+    "count_steps_by": ("env_steps", "agent_steps"),
+    "on_invalid_step": ("raise", "drop", "replace"),
+}
+FLAGS = ("soft_horizon", "no_done_at_end", "sample_async", "collect_infos", "explore")
+# seconds in environments, action computation, storing of rows, postprocessing, and in total
 TIMINGS = ("env_step_s", "inference_s", "collection_s", "postprocess_s", "sample_s")
 
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """What a worker's settings say about sampling; see AlgorithmConfig."""
+    """The sampling settings of a worker; see AlgorithmConfig.
+
+    `length` is the resolved `rollout_fragment_length`; a `sample_collector` of None selects the
+    built-in one.
+    """
 
     length: int
     batch_mode: str = "truncate_episodes"
@@ -32,77 +41,74 @@ class SamplingSettings:
     no_done_at_end: bool = False
     on_invalid_step: OnInvalidStep = "raise"
     max_env_restarts: int = 5
-    sample_collector: type[SampleCollector] = SimpleListCollector
+    sample_async: bool = False
+    sample_collector: type[SampleCollector] | None = None
     explore: bool = True
 
     @classmethod
-    def of(cls, given: Any, length: int | None, count_steps_by: str | None) -> SamplingSettings:
-        """From a worker's settings, a record or a mapping.
+    def from_config(
+        cls, config: Any, length: int | None, count_steps_by: str | None
+    ) -> SamplingSettings:
+        """Return the settings of a worker's config, a record or a mapping.
 
         Args:
-            length: if not the settings'.
+            config: the worker's settings.
+            length: overrides `rollout_fragment_length`.
             count_steps_by: from the multi-agent settings.
 
         Raises:
-            ConfigError: a wrong type or value.
+            ConfigError: a setting has a wrong type or value.
         """
-        wanted = length
-        if wanted is None:
-            wanted = given.get("rollout_fragment_length", DEFAULT_FRAGMENT_LENGTH)
-        mode = given.get("batch_mode", "truncate_episodes")
-        mode = BATCH_MODES.get(mode, mode)
-        by = count_steps_by or "env_steps"
-        for name, value, allowed in (
-            ("batch_mode", mode, ("truncate_episodes", "complete_episodes")),
-            ("count_steps_by", by, ("env_steps", "agent_steps")),
-            (
-                "on_invalid_step",
-                given.get("on_invalid_step", "raise"),
-                ("raise", "drop", "replace"),
-            ),
-        ):
-            if value not in allowed:
-                raise ConfigError(f"{name}: one of {', '.join(allowed)} is needed, got {value!r}")
-        horizon = given.get("horizon")
-        _check_whole("horizon", horizon, 1, True)
-        _check_whole("num_envs_per_worker", given.get("num_envs_per_worker", 1), 1)
-        _check_whole("max_num_env_restarts", given.get("max_num_env_restarts", 5), 0)
-        _check_whole("seed", given.get("seed"), 0, True)
-        if wanted != "auto":
-            _check_whole("rollout_fragment_length", wanted, 1)
-        for name in ("soft_horizon", "no_done_at_end", "sample_async", "collect_infos", "explore"):
-            if not isinstance(given.get(name, False), bool):
-                raise ConfigError(f"{name}: True or False is needed, got {given.get(name)!r}")
-        if not isinstance(given.get("env_config") or {}, Mapping):
-            raise ConfigError(f"env_config: a mapping is needed, got {given.get('env_config')!r}")
-        callbacks = given.get("callbacks_class") or DefaultCallbacks
-        if not (isinstance(callbacks, type) and issubclass(callbacks, DefaultCallbacks)):
-            raise ConfigError(
-                f"callbacks_class: a subclass of DefaultCallbacks is needed, got {callbacks!r}"
-            )
-        if given.get("soft_horizon") and horizon is None:
+        if length is None:
+            length = config.get("rollout_fragment_length", DEFAULT_FRAGMENT_LENGTH)
+        batch_mode = config.get("batch_mode", "truncate_episodes")
+        chosen = {
+            "batch_mode": BATCH_MODE_ALIASES.get(batch_mode, batch_mode),
+            "count_steps_by": count_steps_by or "env_steps",
+            "on_invalid_step": config.get("on_invalid_step", "raise"),
+        }
+        for name, choices in CHOICES.items():
+            if chosen[name] not in choices:
+                raise ConfigError(
+                    f"{name}: must be one of {', '.join(choices)}, got {chosen[name]!r}"
+                )
+        horizon = config.get("horizon")
+        _check_int("horizon", horizon, 1, optional=True)
+        _check_int("num_envs_per_worker", config.get("num_envs_per_worker", 1), 1)
+        _check_int("max_num_env_restarts", config.get("max_num_env_restarts", 5), 0)
+        _check_int("seed", config.get("seed"), 0, optional=True)
+        if length != "auto":
+            _check_int("rollout_fragment_length", length, 1)
+        for name in FLAGS:
+            if not isinstance(config.get(name, False), bool):
+                raise ConfigError(f"{name}: must be True or False, got {config.get(name)!r}")
+        if not isinstance(config.get("env_config") or {}, Mapping):
+            raise ConfigError(f"env_config: must be a mapping, got {config.get('env_config')!r}")
+        if config.get("soft_horizon") and horizon is None:
             raise ConfigError("soft_horizon needs a horizon")
-        collector = given.get("sample_collector") or SimpleListCollector
-        if not (isinstance(collector, type) and issubclass(collector, SampleCollector)):
-            raise ConfigError(
-                f"sample_collector: a subclass of SampleCollector is needed, got {collector!r}"
-            )
+        _check_subclass("callbacks_class", config.get("callbacks_class"), DefaultCallbacks)
+        collector = config.get("sample_collector") or None
+        _check_subclass("sample_collector", collector, SampleCollector)
         return cls(
-            length=DEFAULT_FRAGMENT_LENGTH if wanted == "auto" else int(wanted),
-            batch_mode=mode,
-            count_steps_by=by,
+            **chosen,
+            length=DEFAULT_FRAGMENT_LENGTH if length == "auto" else int(length),
             horizon=horizon,
-            soft_horizon=bool(given.get("soft_horizon", False)),
-            no_done_at_end=bool(given.get("no_done_at_end", False)),
-            on_invalid_step=given.get("on_invalid_step", "raise"),
-            max_env_restarts=given.get("max_num_env_restarts", 5),
+            soft_horizon=bool(config.get("soft_horizon", False)),
+            no_done_at_end=bool(config.get("no_done_at_end", False)),
+            max_env_restarts=config.get("max_num_env_restarts", 5),
+            sample_async=config.get("sample_async", False),
             sample_collector=collector,
-            explore=given.get("explore", True),
+            explore=config.get("explore", True),
         )
 
 
-def _check_whole(name: str, value: Any, least: int, may_be_none: bool = False) -> None:
-    if may_be_none and value is None:
+def _check_int(name: str, value: Any, minimum: int, optional: bool = False) -> None:
+    if optional and value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-        raise ConfigError(f"{name}: an int from {least} is needed, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < minimum:
+        raise ConfigError(f"{name}: must be an int >= {minimum}, got {value!r}")
+
+
+def _check_subclass(name: str, value: Any, base: type) -> None:
+    if value and not (isinstance(value, type) and issubclass(value, base)):
+        raise ConfigError(f"{name}: must be a subclass of {base.__name__}, got {value!r}")

@@ -1,4 +1,4 @@
-"""Trajectories of single agents as rows in lists, and the views of one policy over them."""
+"""Trajectories of single agents as lists of rows, and the views of one policy of them."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ import numpy as np
 import optree
 
 from flowrl.data.indexed_columns import NOTHING
-from flowrl.data.multi_agent_batch import AgentID, EpisodeID, PolicyID
 from flowrl.data.serialization import can_be_saved
-from flowrl.envs.validation import stacked
+from flowrl.data.spaces import stack_values, zeros_of
+from flowrl.data.types import AgentID, EpisodeID, PolicyID
 from flowrl.policies.policy import Policy
-from flowrl.policies.views import ViewRequirement, zeros_of
+from flowrl.policies.views import ViewRequirement
 from flowrl.sampling.episode import MultiAgentEpisode
-from flowrl.sampling.view_resolver import View, signature_of, wanted_views
+from flowrl.sampling.view_resolver import View, nontrivial_views, signature_of
 from flowrl.settings import ConfigError
 
 DTYPES = {"rewards": np.float32, "terminateds": bool, "truncateds": bool}
 
 
 class Trajectory:
-    """One agent's rows in one episode, as the dicts that they came in.
+    """One agent's rows in one episode, as dicts.
 
-    observations: one more than there are values. rows: so far, those that were let go counted;
-    begin: the first that no segment has; dropped: how many were let go; times: env step in which
-    each row's action was taken, and that of the next; ended: its last row says so; sums: the
-    running discounted sum of rewards, for the reward scaler; before: the trajectory that this one
-    goes on from over a soft horizon; initial: the states that it began with.
+    observations: one more than values. values: the stored rows. rows: number of rows so far,
+    including dropped ones. begin: first row that is in no segment. dropped: number of rows dropped
+    from the front. times: env step of each row's action, and of the next one. ended: whether the
+    last row is terminated or truncated. sums: running discounted sum of rewards, for the reward
+    scaler. before: the trajectory that this one continues after a soft horizon. initial: initial
+    recurrent states.
     """
 
     __slots__ = (
@@ -60,22 +61,22 @@ class Trajectory:
         self.sums: Any = None
         self.before: Trajectory | None = None
 
-    def get_state(self) -> dict[str, Any]:
-        """All of it, as a checkpoint holds it."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return all fields for a checkpoint; infos only if they can be saved."""
         self.take_sums()
         state = {name: getattr(self, name) for name in self.__slots__ if name != "before"}
         return {**state, "values": [savable_row(row) for row in self.values]}
 
     @classmethod
-    def of_state(cls, state: dict[str, Any]) -> Trajectory:
-        """What `get_state` gave, again."""
-        made = cls(state["episode_id"], state["agent_id"], state["policy_id"])
+    def from_state_dict(cls, state: dict[str, Any]) -> Trajectory:
+        """Return a trajectory from the result of `state_dict`."""
+        trajectory = cls(state["episode_id"], state["agent_id"], state["policy_id"])
         for name, value in state.items():
-            setattr(made, name, list(value) if isinstance(value, list) else value)
-        return made
+            setattr(trajectory, name, list(value) if isinstance(value, list) else value)
+        return trajectory
 
     def part(self, name: str, begin: int, end: int) -> list[Any]:
-        """A column's values of rows begin … end-1; zeros where a row came without."""
+        """Return a column's values of rows begin ... end-1; zeros for rows without the column."""
         begin, end = begin - self.dropped, end - self.dropped
         if name == "obs":
             return self.observations[begin:end]
@@ -87,20 +88,19 @@ class Trajectory:
         except KeyError:
             known = next((row[name] for row in rows if name in row), None)
             if known is None:
-                raise ConfigError(
-                    f"no column {name!r} to make a view of: it is not collected"
-                ) from None
+                raise ConfigError(f"cannot view column {name!r}: it is not collected") from None
             zero = optree.tree_map(np.zeros_like, known)
             return [row.get(name, zero) for row in rows]
 
     def take_sums(self) -> None:
-        """Go on with the sums of the trajectory before, whose rows are all in batches."""
+        """Take the reward sums of the previous trajectory; all its rows are in batches."""
         if self.before is not None:
             self.before.take_sums()
             self.sums, self.before = self.before.sums, None
 
     def forget(self, lookback: int, since: int | None = None) -> None:
-        """Let rows go that are in a segment, but the last ones, and those `since` an env step."""
+        """Drop rows of finished segments, except the last `lookback` ones and those from env step
+        `since` on."""
         count = max(0, self.begin - lookback) - self.dropped
         if since is not None:
             count = min(count, bisect.bisect_left(self.times, since))
@@ -110,7 +110,7 @@ class Trajectory:
 
 
 class Segment:
-    """Rows begin … end-1 of a trajectory."""
+    """Rows begin ... end-1 of a trajectory."""
 
     __slots__ = ("begin", "end", "episode", "trajectory", "unroll_id")
 
@@ -126,19 +126,19 @@ class Segment:
         return self.end - self.begin
 
     def names(self) -> list[str]:
-        """The columns that its last row came with."""
+        """Return the columns of its last row."""
         return list(self.trajectory.values[self.end - 1 - self.trajectory.dropped])
 
 
 class RowViews:
-    """The views of one policy, over trajectories in lists."""
+    """The views of one policy of trajectories in lists."""
 
     def __init__(self, policy: Policy):
         self.policy = policy
         self.requirements = dict(policy.view_requirements)
         self.signature = signature_of(self.requirements)
-        wanted: dict[str, ViewRequirement] = wanted_views(self.requirements)
-        self.training = {n: View(n, v) for n, v in wanted.items() if v.used_for_training}
+        views: dict[str, ViewRequirement] = nontrivial_views(self.requirements)
+        self.training = {n: View(n, v) for n, v in views.items() if v.used_for_training}
         self.acting = {
             name: View(name, view)
             for name, view in self.requirements.items()
@@ -147,29 +147,29 @@ class RowViews:
         for name, view in self.training.items():
             if view.repeat > 1 and not name.startswith("state_in_"):
                 raise ConfigError(
-                    f"view {name!r}: batch_repeat_value is for views named state_in_…: the others "
-                    "have a value for each row"
+                    f"view {name!r}: batch_repeat_value is only for views named state_in_*; other "
+                    "views have a value for each row"
                 )
-        everything = [*self.training.values(), *self.acting.values()]
-        self.lookback = max((-min(view.shifts) for view in everything), default=0)
+        resolved = [*self.training.values(), *self.acting.values()]
+        self.lookback = max((-min(view.shifts) for view in resolved), default=0)
         self.lookback = max(self.lookback, 0)
-        self.of_agents = any(view.agents is not None for view in everything)
+        self.of_agents = any(view.agents is not None for view in resolved)
 
     @property
     def replace_observations(self) -> bool:
-        """Whether views stand for both `obs` and `new_obs`."""
+        """Whether views replace both `obs` and `new_obs`."""
         return {"obs", "new_obs"} <= set(self.training)
 
     def possible_agents(self, worker: Any) -> list[Any]:
         agents = getattr(worker, "possible_agents", None)
         if not agents:
             raise ConfigError(
-                'a view of agents="others" needs an environment that says its possible_agents'
+                'a view with agents="others" needs an environment with possible_agents'
             )
         return agents
 
     def zero(self, view: View) -> Any:
-        """What a view shows where there is nothing."""
+        """Return the fill value of a view."""
         source = view.source
         if source.startswith("state_out_"):
             return np.asarray(
@@ -183,16 +183,16 @@ class RowViews:
             return zeros_of(self.policy.action_space)
         if source == "obs":
             return zeros_of(self.policy.observation_space)
-        raise ConfigError(f"view of {source!r}: give it a space, to know what is not there")
+        raise ConfigError(f"view of {source!r}: needs a space, which defines the fill value")
 
     def zero_of_agent(self, view: View, agent: AgentID, worker: Any) -> Any:
-        """What a view shows of an agent that has nothing."""
+        """Return the fill value of a view of an agent without rows."""
         if view.space is None and view.source in ("obs", "actions") and worker is not None:
             return zeros_of(worker.space_of(agent, view.source))
         return self.zero(view)
 
     def before(self, view: View, trajectory: Trajectory, row: int) -> Any:
-        """A column's value at a row; `row` may be the one that is to come, for observations."""
+        """Return a column's value at a row; for observations, the row may be the next one."""
         if view.source == "obs":
             return trajectory.observations[max(row - trajectory.dropped, 0)]
         if not trajectory.dropped <= row < trajectory.rows:
@@ -207,16 +207,16 @@ class RowViews:
         return value if dtype is None else dtype(value)
 
     def base(self, view: View, segments: list[Segment]) -> tuple[Any, list[int]]:
-        """The values of a column that views of the segments may show, and where those of each
-        segment begin. States are followed by the one that the trajectory began with."""
+        """Return the values of a column that views of the segments may show, and the offset of each
+        segment. Recurrent states are followed by the trajectory's initial one."""
         values: list[Any] = []
         starts = []
-        more = 1 if view.source == "obs" else 0
+        extra = 1 if view.source == "obs" else 0
         for segment in segments:
             trajectory = segment.trajectory
             first = max(segment.begin - self.lookback, trajectory.dropped)
             starts.append(len(values) - first)
-            values += trajectory.part(view.source, first, segment.end + more)
+            values += trajectory.part(view.source, first, segment.end + extra)
             if view.source.startswith("state_out_"):
                 values.append(self.before(view, trajectory, trajectory.dropped - 1))
         base = column_of(view.source, values)
@@ -225,7 +225,8 @@ class RowViews:
         return base, starts
 
     def positions(self, view: View, segment: Segment, start: int) -> np.ndarray:
-        """Where in the base a view's rows of a segment are: [rows] or [rows, shifts]."""
+        """Return the positions of a view's rows of a segment in the base: [rows] or
+        [rows, shifts]."""
         rows = np.arange(segment.begin, segment.end, view.repeat)
         first = max(segment.begin - self.lookback, segment.trajectory.dropped)
         nothing = start + segment.end if view.source.startswith("state_out_") else NOTHING
@@ -235,14 +236,14 @@ class RowViews:
             if view.source == "obs":
                 part = np.where(at <= segment.end, start + np.maximum(at, first), nothing)
             else:
-                there = (at >= first) & (at < segment.end)
-                part = np.where(there, start + at, nothing)
+                valid = (at >= first) & (at < segment.end)
+                part = np.where(valid, start + at, nothing)
             parts.append(part)
         return np.stack(parts, 1) if view.is_window else parts[0]
 
 
 def savable_row(row: dict[str, Any]) -> dict[str, Any]:
-    """The row; without infos that no checkpoint can hold."""
+    """Return the row without infos that cannot be saved."""
     infos = row.get("infos")
     return row if not infos or can_be_saved(infos) else {**row, "infos": {}}
 
@@ -254,4 +255,4 @@ def column_of(name: str, values: list[Any]) -> Any:
         return column
     if name in DTYPES:
         return np.array(values, DTYPES[name])
-    return stacked(values)
+    return stack_values(values)

@@ -36,13 +36,15 @@ from flowrl.ops import (
     synchronous_parallel_sample,
     train_one_step,
 )
-from flowrl.ops.report import TRAINING
-from flowrl.policies.checkpoint_loading import config_to_json, describe
+from flowrl.ops.report import operators_of, training_operators
+from flowrl.policies.checkpoint_loading import describe_policy
+from flowrl.policies.json_codec import config_to_json
 from flowrl.policies.policy import Policy
 from flowrl.policies.policy_spec import specs_of
 from flowrl.sampling.callbacks import call
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.settings import ConfigError
+from flowrl.threads import limit_threads
 from flowrl.trainer.checkpoint_loading import algorithm_from_checkpoint
 from flowrl.trainer.config import AlgorithmConfig
 from flowrl.trainer.evaluation import (
@@ -50,12 +52,12 @@ from flowrl.trainer.evaluation import (
     check_evaluation_env,
     evaluate_policies,
     evaluation_settings,
-    recording_of,
-    summary,
+    recorder_for,
+    summarize_episodes,
 )
-from flowrl.trainer.loggers import Trackers
+from flowrl.trainer.loggers import ResultLoggers
 from flowrl.trainer.plan_files import PLAN_MODULE, load_plan, modules_of, plan_path
-from flowrl.trainer.video import Recording
+from flowrl.trainer.video import VideoRecorder
 
 log = logging.getLogger("flowrl")
 
@@ -92,13 +94,14 @@ class Algorithm:
             config = self.config_class(**dict(config.items()))
         config.check()
         self.config = config = config.frozen()
+        limit_threads(config.num_threads_per_process)
         self.iteration = 0
         self._time_total_s = 0.0
         self._save_s = 0.0
         self.last_result: dict[str, Any] | None = None
         self._plan: LocalIterator[dict[str, Any]] | None = None
         self._evaluation: EvaluationWorkers | None = None
-        self._trackers = Trackers(config)
+        self._trackers = ResultLoggers(config)
         self._stopped = False
         self.setup(config)
 
@@ -184,26 +187,22 @@ class Algorithm:
                 "plan: execution_plan(workers, config) must return the stream that ends in "
                 f"StandardMetricsReporting, it returned a {type(plan).__name__}"
             )
-        stages = list(walk(plan.stage))
-        self._look_at_targets([s.fn if hasattr(s, "fn") else s for s in stages])
+        self._warn_of_fixed_targets(plan)
         return plan
 
-    def _look_at_targets(self, operators: list[Any]) -> None:
-        """Warn of a policy that learns with a target network which nothing moves."""
-        if any(isinstance(operator, UpdateTargetNetwork) for operator in operators):
+    def _warn_of_fixed_targets(self, plan: LocalIterator[Any]) -> None:
+        """Warn if a policy learns with a target network that the plan never updates."""
+        if any(isinstance(op, UpdateTargetNetwork) for _, op in operators_of(plan.stage)):
             return
         specs = specs_of(self.config.policies or {DEFAULT_POLICY_ID: None})
-        for given in operators:
-            operator = getattr(given, "learner", given)
-            if not isinstance(operator, TRAINING):
-                continue
+        for operator in training_operators(plan.stage):
             for policy_id in specs if operator.policies is None else operator.policies:
-                own = specs[policy_id]
-                made = own.policy_class or getattr(own.config, "policy_class", None)
-                if hasattr(made or self.policy_class, "update_target"):
+                spec = specs[policy_id]
+                policy_class = spec.policy_class or getattr(spec.config, "policy_class", None)
+                if hasattr(policy_class or self.policy_class, "update_target"):
                     warnings.warn(
-                        f"policy {policy_id!r} learns with a target network, but nothing in the "
-                        "plan moves that: chain UpdateTargetNetwork after TrainOneStep",
+                        f"policy {policy_id!r} learns with a target network, but the plan never "
+                        "updates it: chain UpdateTargetNetwork after TrainOneStep",
                         stacklevel=2,
                     )
 
@@ -327,14 +326,14 @@ class Algorithm:
             )
         policies = self.workers.local_worker().policy_map
         explore = self._explores(explore)
-        video = recording_of(config, self.iteration)
+        video = recorder_for(config, self.iteration)
         if video_dir is not None:
-            video = Recording(video_dir, "evaluation", config.evaluation_video_episodes)
+            video = VideoRecorder(video_dir, "evaluation", config.evaluation_video_episodes)
         with self.workers.local_worker().lock:  # a learner beside the plan has the same networks
             played = evaluate_policies(
                 policies, config, count, explore, num_envs, by_steps, video=video
             )
-        return summary(played, list(policies))
+        return summarize_episodes(played, list(policies))
 
     def _explores(self, explore: bool | None = None) -> bool:
         """Whether an evaluation explores."""
@@ -358,14 +357,14 @@ class Algorithm:
         policies = self.workers.local_worker().policy_map
         told = None
         if due and not config.evaluation_parallel_to_training:
-            beside.begin(policies, self._explores(), self.iteration)
-            told = beside.take()
+            beside.start(policies, self._explores(), self.iteration)
+            told = beside.collect()
         elif beside.is_running and (due or beside.is_done()):
-            told = beside.take()
+            told = beside.collect()
         if told is not None:
             result["evaluation"] = told
         if due and config.evaluation_parallel_to_training:
-            beside.begin(policies, self._explores(), self.iteration)
+            beside.start(policies, self._explores(), self.iteration)
 
     # -- checkpoints ---------------------------------------------------------------------------
 
@@ -376,9 +375,9 @@ class Algorithm:
             return self._state()
 
     def _state(self) -> dict[str, Any]:
-        sampling = self.workers.get_state()
+        sampling = self.workers.state_dict()
         return {
-            "worker": self.workers.local_worker().get_state(),
+            "worker": self.workers.local_worker().state_dict(),
             "sampling": sampling,
             "plan": self.plan.state_dict(),
             "in_flight": self._in_flight(sampling),
@@ -392,14 +391,17 @@ class Algorithm:
         """Env steps that workers have made and that are in no counter and no queue yet: who goes
         on from a checkpoint has lost them."""
         workers = sampling["remote"] or [sampling["local"]]
-        made = sum(worker["given_steps"][0] for worker in workers if worker is not None)
+        made = sum(worker["returned_steps"][0] for worker in workers if worker is not None)
         queued = sum(
             source.tags.get("env_steps", 0)
             for stage in walk(self.plan.stage)
             if isinstance(stage, Gather)
             for source in stage.queued()
         )
-        counted = self.plan.metrics.counters["num_env_steps_sampled"] - sampling["counted_gone"]
+        counted = (
+            self.plan.metrics.counters["num_env_steps_sampled"]
+            - sampling["env_steps_of_removed_workers"]
+        )
         return max(0, made - counted - queued)
 
     def save(self, path: Path | str, **about: Any) -> Path | str:
@@ -436,7 +438,7 @@ class Algorithm:
             "plan_sha256": self._plan_hash(),
             "training_iteration": self.iteration,
             "timesteps_total": self.plan.metrics.counters["num_env_steps_sampled"],
-            "policies": {pid: describe(policy) for pid, policy in policies.items()},
+            "policies": {pid: describe_policy(policy) for pid, policy in policies.items()},
             **about,
         }
         written = write_checkpoint(path, self.get_state(), told)
@@ -505,7 +507,7 @@ class Algorithm:
             raise
         before, self._plan = self._plan, plan
         if self._evaluation is not None:
-            self._evaluation.forget()
+            self._evaluation.discard()
         if before is not None:
             before.stop()
 
@@ -521,20 +523,20 @@ class Algorithm:
             for name in ("num_env_steps_sampled", "num_env_steps_dropped") if lost else ():
                 plan.metrics.counters[name] += lost
             worker = self.workers.local_worker()
-            before = worker.get_state()
-            worker.set_state(state["worker"])
+            before = worker.state_dict()
+            worker.load_state_dict(state["worker"])
             try:
-                self.workers.set_state(state["sampling"])
+                self.workers.load_state_dict(state["sampling"])
             except Exception:
-                worker.set_state(before)
+                worker.load_state_dict(before)
                 raise
             self.workers.global_vars.update(global_vars)
         self.iteration, self._time_total_s = iteration, seconds
-        self._trackers.go_on_with(tracked)
+        self._trackers.resume_runs(tracked)
 
     def forget_trackers(self) -> None:
         """Results of a training that goes on from a checkpoint get tracker runs of their own."""
-        self._trackers.go_on_with({})
+        self._trackers.resume_runs({})
 
     def restore_policies(self, path: Path | str) -> None:
         """Take only the policies from a checkpoint, whatever the plan: to play, or to start from.
@@ -544,8 +546,8 @@ class Algorithm:
         """
         state, _ = read_checkpoint(path, "worker")
         with _fitting(path):
-            self.workers.local_worker().set_state(state["worker"])
-        self.workers.forget_sent()
+            self.workers.local_worker().load_state_dict(state["worker"])
+        self.workers.invalidate_weights()
 
     def stop(self) -> None:
         """End the workers and whatever the plan owns.

@@ -1,4 +1,4 @@
-"""The algorithm that a checkpoint is of, made again."""
+"""Rebuild an algorithm from its checkpoint."""
 
 from __future__ import annotations
 
@@ -8,57 +8,58 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.data.checkpoint import MANIFEST, CheckpointError, read_manifest
-from flowrl.policies.checkpoint_loading import config_from_json, config_to_json, trusted
+from flowrl.policies.json_codec import config_from_json, config_to_json, import_trusted
+from flowrl.setting_aliases import canonical_names
 from flowrl.settings import ConfigError
 from flowrl.trainer.plan_files import PLAN_MODULE, load_plan
-from flowrl.trainer.setting_aliases import our_names
 
 
 def algorithm_from_checkpoint(
     cls: Any, path: Path | str, config: Mapping[str, Any] | None, trust: bool
 ) -> Any:
-    """See Algorithm.from_checkpoint."""
+    """Implement `Algorithm.from_checkpoint`; `cls` is the class that it is called on."""
     if not isinstance(config or {}, Mapping):
-        raise ConfigError(f"from_checkpoint: config is a mapping of changes, got {config!r}")
-    path = checkpoint_at(path)
-    about, changes = read_manifest(path), our_names(dict(config or {}))
-    code: bool | str = trust
+        raise ConfigError(f"from_checkpoint: config must be a mapping of changes, got {config!r}")
+    path = resolve_checkpoint(path)
+    manifest, changes = read_manifest(path), canonical_names(dict(config or {}))
+    trusted_code: bool | str = trust
     try:
-        plan = changes.get("plan", about["plan"])
-        in_file = plan is not None and plan.endswith(".py")
-        named = about["algorithm"]
-        own = f"{cls.__module__}:{cls.__qualname__}"
-        if in_file and named == f"{PLAN_MODULE}{Path(plan).stem}:{cls.__qualname__}":
-            # the run had loaded the file that this class is of as a plan
-            code = trust or named.split(":")[0]
-            sys.modules[named.split(":")[0]] = sys.modules[cls.__module__]
-            named = own
-        elif named == own:
-            code = trust or cls.__module__
-        elif in_file and trust:
+        plan = changes.get("plan", manifest["plan"])
+        is_plan_file = plan is not None and plan.endswith(".py")
+        saved_class = manifest["algorithm"]
+        own_class = f"{cls.__module__}:{cls.__qualname__}"
+        if is_plan_file and saved_class == f"{PLAN_MODULE}{Path(plan).stem}:{cls.__qualname__}":
+            # the run loaded, as a plan file, the module that the caller has imported by its name
+            plan_module = saved_class.split(":")[0]
+            trusted_code = trust or plan_module
+            sys.modules[plan_module] = sys.modules[cls.__module__]
+            saved_class = own_class
+        elif saved_class == own_class:
+            trusted_code = trust or cls.__module__
+        elif is_plan_file and trust:
             load_plan(plan)
-        made = cls if named == own else trusted(named, trust)
-        if not (isinstance(made, type) and issubclass(made, cls)):
-            raise CheckpointError(f"it is of {named}, not of {own}")
-        if in_file and named != own and "plan" not in changes and not trust:
-            raise CheckpointError(f"its plan is the file {plan}: give trust=True to run it")
-        lacking = [name for name in about["left_out"] if name not in changes]
-        if lacking and plan is not None:  # the plan's own code is still there
-            of_plan: Any = getattr(load_plan(plan), "config", None)
-            its = [] if of_plan is None else config_to_json(of_plan)[1]
-            changes = {n: of_plan[n] for n in lacking if n in its} | changes
-            lacking = [name for name in lacking if name not in changes]
-        if lacking:
+        algorithm_class = cls if saved_class == own_class else import_trusted(saved_class, trust)
+        if not (isinstance(algorithm_class, type) and issubclass(algorithm_class, cls)):
+            raise CheckpointError(f"it belongs to {saved_class}, not to {own_class}")
+        if is_plan_file and saved_class != own_class and "plan" not in changes and not trust:
+            raise CheckpointError(f"its plan is the file {plan}: pass trust=True to execute it")
+        missing = [name for name in manifest["left_out"] if name not in changes]
+        if missing and plan is not None:  # take the code from the plan's own config
+            plan_config: Any = getattr(load_plan(plan), "config", None)
+            plan_code = [] if plan_config is None else config_to_json(plan_config)[1]
+            changes = {n: plan_config[n] for n in missing if n in plan_code} | changes
+            missing = [name for name in missing if name not in changes]
+        if missing:
             raise CheckpointError(
-                f"it could not hold {lacking}, which must be given again: "
-                f"from_checkpoint(path, config={{{lacking[0]!r}: …}})"
+                f"it does not contain the settings {missing}; pass them again: "
+                f"from_checkpoint(path, config={{{missing[0]!r}: …}})"
             )
-        settings = config_from_json(about["config"], changes, code)
+        settings = config_from_json(manifest["config"], changes, trusted_code)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     except (ImportError, AttributeError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: it cannot be made again: {error}") from error
-    algorithm = made(settings)
+        raise CheckpointError(f"{path}: cannot rebuild the algorithm: {error}") from error
+    algorithm = algorithm_class(settings)
     try:
         algorithm.restore(path)
     except BaseException:
@@ -67,21 +68,24 @@ def algorithm_from_checkpoint(
     return algorithm
 
 
-def checkpoint_at(path: Path | str) -> Path | str:
-    """The checkpoint that a path stands for: itself, a run directory's newest one, or that in a
-    checkpoint folder of Ray Tune.
+def resolve_checkpoint(path: Path | str) -> Path | str:
+    """Return the checkpoint that a path stands for.
+
+    Args:
+        path: a checkpoint, a run directory (its newest checkpoint), a checkpoint folder of Ray
+            Tune, or a URI.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: the folder contains no checkpoint.
     """
     folder = Path(path)
     if "://" in str(path) or (folder / MANIFEST).exists():
         return path
-    inner = folder / "algorithm"
-    if (inner / MANIFEST).exists():
-        return inner
-    there = sorted(p for p in folder.glob("checkpoints/*") if (p / MANIFEST).exists())
-    if there:
-        return there[-1]
-    what = "it holds no checkpoint" if folder.is_dir() else "there is no such folder"
-    raise CheckpointError(f"{path}: {what}")
+    in_tune_folder = folder / "algorithm"
+    if (in_tune_folder / MANIFEST).exists():
+        return in_tune_folder
+    in_run_directory = sorted(p for p in folder.glob("checkpoints/*") if (p / MANIFEST).exists())
+    if in_run_directory:
+        return in_run_directory[-1]
+    problem = "it contains no checkpoint" if folder.is_dir() else "there is no such folder"
+    raise CheckpointError(f"{path}: {problem}")

@@ -1,14 +1,14 @@
-"""Evaluation: whole episodes in environments of their own, in this process or on actors."""
+"""Evaluation: play whole episodes in separate environments, in this process or on Ray actors."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from flowrl.envs.registry import NO_ENVIRONMENT, EnvContext
+from flowrl.envs.registry import NO_ENV_MESSAGE, EnvContext
 from flowrl.policies.policy import Policy
 from flowrl.policies.policy_spec import PolicySpec
 from flowrl.sampling.episode import EpisodeMetrics
@@ -16,24 +16,22 @@ from flowrl.sampling.rollout_worker import RolloutWorker
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.seeding import derive_seed
 from flowrl.settings import ConfigError
-from flowrl.trainer.video import Recording, check_renders
-
-if TYPE_CHECKING:
-    from flowrl.trainer.config import AlgorithmConfig
+from flowrl.trainer.config import AlgorithmConfig
+from flowrl.trainer.video import VideoRecorder, check_rendering
 
 log = logging.getLogger("flowrl")
 
-ENDLESS_STEPS = 200_000  # of an evaluation in which no episode ends
+ENDLESS_STEPS = 200_000  # env steps without the end of an episode, after which evaluation fails
 
 
 def check_env(config: AlgorithmConfig) -> None:
-    """Refuse to evaluate where there are only the spaces of recorded experience.
+    """Check that there is an environment to evaluate in; offline training can have spaces only.
 
     Raises:
-        ConfigError
+        ConfigError: `env` is not set.
     """
     if config.env is None:
-        raise ConfigError(NO_ENVIRONMENT)
+        raise ConfigError(NO_ENV_MESSAGE)
 
 
 def evaluate_policies(
@@ -44,22 +42,36 @@ def evaluate_policies(
     num_envs: int,
     by_steps: bool = False,
     part: int = 0,
-    video: Recording | None = None,
+    video: VideoRecorder | None = None,
 ) -> list[EpisodeMetrics]:
-    """Play whole episodes with frozen filters; the first ones of every environment count.
+    """Play whole episodes with frozen observation filters.
+
+    By episodes, each environment plays an equal share, so that short episodes are not
+    overrepresented.
 
     Args:
-        duration: episodes; `by_steps` env steps at least, of which the episodes that ended count.
-        part: of several evaluations beside each other, each with episodes of its own.
-        video: records the first environment's first episodes; closed at the end.
+        policies: policy id -> policy.
+        config: the evaluation's settings, see `evaluation_settings`.
+        duration: number of episodes; with `by_steps`, minimum number of env steps.
+        explore: sample actions instead of taking the most likely ones.
+        num_envs: environments that are stepped together.
+        by_steps: return the episodes that end within `duration` env steps.
+        part: index of the worker if several share one evaluation; selects its random seed.
+        video: records the first episodes of the first environment; closed at the end.
+
+    Returns:
+        The episodes in the order in which they ended.
+
+    Raises:
+        RuntimeError: no episode ends within ENDLESS_STEPS env steps.
     """
     check_env(config)
-    purpose = ("evaluation", part) if part else ("evaluation",)
-    envs = min(num_envs, duration)
+    seed_path = ("evaluation", part) if part else ("evaluation",)
+    num_envs = min(num_envs, duration)
     settings = config.updated(
-        num_envs_per_worker=envs,
-        seed=derive_seed(config.seed, *purpose),
-        rollout_fragment_length=min(64, -(-duration // envs)) if by_steps else 64,
+        num_envs_per_worker=num_envs,
+        seed=derive_seed(config.seed, *seed_path),
+        rollout_fragment_length=min(64, -(-duration // num_envs)) if by_steps else 64,
         batch_mode="truncate_episodes",
         count_steps_by="env_steps",
         horizon=None if config.soft_horizon else config.horizon,
@@ -73,54 +85,64 @@ def evaluate_policies(
         policies=None,
         policies_to_train=None,
     )
-    players = {
+    specs = {
         policy_id: PolicySpec(
-            _player(policy, explore), policy.observation_space, policy.action_space, policy.config
+            _evaluation_policy(policy, explore),
+            policy.observation_space,
+            policy.action_space,
+            policy.config,
         )
         for policy_id, policy in policies.items()
     }
     env: Any = config.env
     if video is not None:
         env = video.creator(env)
-        if settings.vectorization_mode == "vector_entry_point":  # which renders nothing
+        if settings.vectorization_mode == "vector_entry_point":  # these do not render
             settings = settings.updated(vectorization_mode="flowrl")
-    worker = RolloutWorker(env, players, settings)
-    envs = worker.num_envs
-    share = [duration // envs + (i < duration % envs) for i in range(envs)]
+    worker = RolloutWorker(env, specs, settings)
+    num_envs = worker.num_envs
+    episodes_left = [duration // num_envs + (i < duration % num_envs) for i in range(num_envs)]
     if video is not None and not by_steps:
-        video.episodes = min(video.episodes, share[0])
-    finished: list[EpisodeMetrics] = []
+        video.episodes = min(video.episodes, episodes_left[0])
+    episodes: list[EpisodeMetrics] = []
     try:
-        while worker.env_steps < duration if by_steps else any(share):
+        while worker.env_steps < duration if by_steps else any(episodes_left):
             worker.sample()
-            if not finished and worker.env_steps > ENDLESS_STEPS and not by_steps:
+            if not episodes and worker.env_steps > ENDLESS_STEPS and not by_steps:
                 raise RuntimeError(
                     f"no episode ended in {worker.env_steps:,} env steps: give the environment "
                     "a limit (gymnasium.wrappers.TimeLimit)"
                 )
             for episode in worker.get_metrics():
-                if share[episode.env_id] or by_steps:
-                    share[episode.env_id] -= 1
-                    finished.append(episode)
+                if episodes_left[episode.env_id] or by_steps:
+                    episodes_left[episode.env_id] -= 1
+                    episodes.append(episode)
     finally:
         if video is not None:
             video.close()
         worker.stop()
-    return finished
+    return episodes
 
 
-def summary(episodes: list[EpisodeMetrics], policies: Sequence[str] = ()) -> dict[str, Any]:
-    """What is told of an evaluation; NaN where no episode ended.
+def summarize_episodes(
+    episodes: list[EpisodeMetrics], policies: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Return the metrics of an evaluation; NaN if no episode ended.
 
     Args:
-        policies: those that there are; where it is one, its returns are the episodes'.
+        episodes: from `evaluate_policies`.
+        policies: ids of all policies. The returns of a single policy are those of the episodes.
+
+    Returns:
+        `episode_reward_mean`, `_min`, `_max`, `_std`, `episode_len_mean` [env steps],
+        `policy_reward_mean` (policy id -> mean return per agent) and `episodes`, their number.
     """
     returns = np.array([episode.episode_return for episode in episodes] or [np.nan])
     lengths = np.array([float(episode.episode_length) for episode in episodes] or [np.nan])
     by_policy: dict[str, list[float]] = {}
     for episode in episodes:
-        for _, policy_id, value in episode.agent_returns or ():
-            by_policy.setdefault(policy_id, []).append(value)
+        for _, policy_id, agent_return in episode.agent_returns or ():
+            by_policy.setdefault(policy_id, []).append(agent_return)
     if len(policies) == 1 and not by_policy:
         by_policy = {policies[0]: returns.tolist()}
     return {
@@ -135,162 +157,170 @@ def summary(episodes: list[EpisodeMetrics], policies: Sequence[str] = ()) -> dic
 
 
 class EvaluationWorkers:
-    """Evaluations on actors: `evaluation_num_workers` of them, which share the episodes.
+    """Ray actors that share the episodes of an evaluation.
 
     Args:
-        config: the algorithm's settings, with those of `evaluation_config` over them.
-        policy_class: of the policies that do not say theirs.
+        config: the evaluation's settings, see `evaluation_settings`.
+        policy_class: default class of the policies.
     """
 
     def __init__(self, config: AlgorithmConfig, policy_class: type[Policy] | None):
         check_env(config)
         self._config = config
-        plain = config.updated(
+        worker_config = config.updated(
             num_workers=config.evaluation_num_workers, num_envs_per_worker=1, sample_async=False
         )
-        self._workers = WorkerSet(config.env_or_spaces(), policy_class, plain)
-        self._running: list[Any] = []
+        self._workers = WorkerSet(config.env_or_spaces(), policy_class, worker_config)
+        self._requests: list[Any] = []  # ray.ObjectRef of each worker's episodes
         self._policies: list[str] = []
         self._iteration = 0
 
     @property
     def is_running(self) -> bool:
-        """Whether an evaluation was begun and not taken."""
-        return bool(self._running)
+        """Whether an evaluation has started and `collect` has not returned it."""
+        return bool(self._requests)
 
-    def begin(self, policies: dict[str, Policy], explore: bool, iteration: int) -> None:
-        """Let all workers play with these policies as they are now; returns at once."""
+    def start(self, policies: dict[str, Policy], explore: bool, iteration: int) -> None:
+        """Start an evaluation of the policies in their current state; return immediately."""
         weights = {pid: policy.get_weights() for pid, policy in policies.items()}
         filters = {pid: policy.filter_state() for pid, policy in policies.items()}
-        told = {"timestep": max(policy.timestep for policy in policies.values())}
+        global_vars = {"timestep": max(policy.timestep for policy in policies.values())}
         workers = self._workers.remote_workers()
         config, count = self._config, len(workers)
-        share = [config.evaluation_duration // count] * count
+        durations = [config.evaluation_duration // count] * count
         for i in range(config.evaluation_duration % count):
-            share[i] += 1
+            durations[i] += 1
         self._iteration = iteration
         self._policies = list(policies)
-        told_all = weights, filters, told, iteration
-        self._running = [
-            worker.apply.remote(_play, told_all, config, duration, explore, part)
-            for part, (worker, duration) in enumerate(zip(workers, share, strict=True))
+        state = weights, filters, global_vars, iteration
+        self._requests = [
+            worker.apply.remote(_evaluate_on_worker, state, config, duration, explore, part)
+            for part, (worker, duration) in enumerate(zip(workers, durations, strict=True))
             if duration
         ]
 
     def is_done(self) -> bool:
-        """Whether an evaluation that was begun can be taken without waiting."""
+        """Return whether `collect` would return without waiting."""
         import ray
 
-        ready, _ = ray.wait(self._running, num_returns=len(self._running), timeout=0)
-        return len(ready) == len(self._running)
+        ready, _ = ray.wait(self._requests, num_returns=len(self._requests), timeout=0)
+        return len(ready) == len(self._requests)
 
-    def take(self) -> dict[str, Any] | None:
-        """The evaluation that was begun, waited for; `training_iteration` is the policies'. None
-        where a worker died, which is made again: the evaluation is lost.
+    def collect(self) -> dict[str, Any] | None:
+        """Wait for the running evaluation and return its metrics.
+
+        `training_iteration` is the iteration of the evaluated policies. Returns None if a worker
+        died: the evaluation is lost, and the next one starts new workers.
 
         Raises:
-            what a worker raised; that it died, where dead workers are not to be made again.
+            Exception: an error on a worker, or its death if `recreate_failed_workers` is False.
         """
         import ray
 
-        running, self._running = self._running, []
+        requests, self._requests = self._requests, []
         try:
-            played = ray.get(running)
+            parts = ray.get(requests)
         except ray.exceptions.RayActorError as error:
             self._workers.stop()
             if not self._config.recreate_failed_workers:
                 raise
-            log.warning("an evaluation is lost, as a worker of it died: %r", error)
+            log.warning("the evaluation is lost because a worker died: %r", error)
             return None
-        episodes = [EpisodeMetrics(*one) for part in played for one in part]
-        return {**summary(episodes, self._policies), "training_iteration": self._iteration}
+        episodes = [EpisodeMetrics(*fields) for part in parts for fields in part]
+        return {
+            **summarize_episodes(episodes, self._policies),
+            "training_iteration": self._iteration,
+        }
 
-    def forget(self) -> None:
-        """Let go of an evaluation that was begun: the run is another one now."""
-        self._running = []
+    def discard(self) -> None:
+        """Ignore the running evaluation."""
+        self._requests = []
 
     def stop(self) -> None:
-        """End the workers."""
-        self._running = []
+        """Stop the workers."""
+        self._requests = []
         self._workers.stop()
 
 
-def _play(
-    worker: RolloutWorker, payload: tuple[Any, ...], config: Any, duration: int, explore: bool,
+def _evaluate_on_worker(
+    worker: RolloutWorker, state: tuple[Any, ...], config: Any, duration: int, explore: bool,
     part: int,
 ) -> list[tuple[Any, ...]]:  # fmt: skip
-    weights, filters, told, iteration = payload
-    worker.set_weights(weights, None, filters, told)
+    weights, filters, global_vars, iteration = state
+    worker.set_weights(weights, None, filters, global_vars)
     by_steps = config.evaluation_duration_unit == "timesteps"
-    envs = config.num_envs_per_worker
-    video = None if part else recording_of(config, iteration)
-    played = evaluate_policies(
-        worker.policy_map, config, duration, explore, envs, by_steps, part, video
+    num_envs = config.num_envs_per_worker
+    video = None if part else recorder_for(config, iteration)
+    episodes = evaluate_policies(
+        worker.policy_map, config, duration, explore, num_envs, by_steps, part, video
     )
-    return [tuple(episode) for episode in played]
+    return [tuple(episode) for episode in episodes]
 
 
-def recording_of(config: AlgorithmConfig, iteration: int) -> Recording | None:
-    """The recording of an evaluation, if there is to be one."""
+def recorder_for(config: AlgorithmConfig, iteration: int) -> VideoRecorder | None:
+    """Return the recorder of an evaluation's video, or None if there is no video."""
     folder = config.evaluation_video_dir
     if folder is None:
         return None
-    return Recording(folder, f"iteration-{iteration:06d}", config.evaluation_video_episodes)
+    return VideoRecorder(folder, f"iteration-{iteration:06d}", config.evaluation_video_episodes)
 
 
 def check_evaluation_env(config: AlgorithmConfig, policies: dict[str, Policy]) -> None:
-    """Refuse an environment of `evaluation_config` that cannot be made, or that the policies
-    cannot act in, and one that renders nothing for a video; it is made once, and closed.
+    """Create the environment of `evaluation_config` once, to check that evaluations will work.
 
     Raises:
-        ConfigError: see above.
+        ConfigError: it cannot be created, its spaces differ from the policies', or it has to be
+            recorded and does not render.
     """
     settings = evaluation_settings(config).updated(num_envs_per_worker=1, callbacks_class=None)
     if config.evaluation_video_dir is not None:
         check_env(settings)
-        check_renders(settings.env, EnvContext(dict(settings.env_config)))
+        check_rendering(settings.env, EnvContext(dict(settings.env_config)))
     if not {"env", "env_config"} & set(config.evaluation_config):
         return
-    players = {
-        pid: PolicySpec(_player(policy, False), config=policy.config)
+    specs = {
+        pid: PolicySpec(_evaluation_policy(policy, False), config=policy.config)
         for pid, policy in policies.items()
     }
     check_env(settings)
     try:
-        worker = RolloutWorker(settings.env_or_spaces(), players, settings)
+        worker = RolloutWorker(settings.env_or_spaces(), specs, settings)
     except Exception as error:
-        raise ConfigError(f"evaluation_config: its environment cannot be made: {error}") from error
+        raise ConfigError(f"evaluation_config: cannot create its environment: {error}") from error
     try:
         for policy_id, policy in policies.items():
-            other = worker.policy_map[policy_id]
-            for kind in ("observation_space", "action_space"):
-                mine, theirs = getattr(policy, kind), getattr(other, kind)
-                if type(mine) is not type(theirs) or mine.shape != theirs.shape:
+            for name in ("observation_space", "action_space"):
+                space = getattr(policy, name)
+                env_space = getattr(worker.policy_map[policy_id], name)
+                if type(space) is not type(env_space) or space.shape != env_space.shape:
                     raise ConfigError(
-                        f"evaluation_config: its environment has the {kind} {theirs}, policy "
-                        f"{policy_id!r} has {mine}"
+                        f"evaluation_config: its environment has the {name} {env_space}, but "
+                        f"policy {policy_id!r} has {space}"
                     )
     finally:
         worker.stop()
 
 
 def evaluation_settings(config: AlgorithmConfig) -> AlgorithmConfig:
-    """The settings with `evaluation_config` over them.
+    """Return the settings with those of `evaluation_config` applied.
 
     Raises:
-        ConfigError: an unknown setting in it.
+        ConfigError: `evaluation_config` has an unknown setting.
     """
-    own = {k: v for k, v in config.evaluation_config.items() if k != "explore"}
+    overrides = {k: v for k, v in config.evaluation_config.items() if k != "explore"}
     try:
-        return config.updated(**own)
+        return config.updated(**overrides)
     except ConfigError as error:
         raise ConfigError(f"evaluation_config: {error}") from None
 
 
-def _player(policy: Policy, explore: bool) -> type[Policy]:
-    """A policy class that acts as `policy` does, records nothing and learns nothing."""
+def _evaluation_policy(policy: Policy, explore: bool) -> type[Policy]:
+    """Return a policy class that acts like `policy` with its own random stream.
 
-    class Player(Policy):
+    It does not learn, records no extra columns and does not update its filters.
+    """
+
+    class EvaluationPolicy(Policy):
         config_class = type(policy.config)
 
         def __init__(self, observation_space: Any, action_space: Any, config: Any):
@@ -303,19 +333,19 @@ def _player(policy: Policy, explore: bool) -> type[Policy]:
         def compute_actions(
             self, obs_batch: Any, explore: bool = explore
         ) -> tuple[np.ndarray, list[np.ndarray], dict[str, np.ndarray]]:
-            return self._played(policy.compute_actions, obs_batch, explore)
+            return self._act(policy.compute_actions, obs_batch, explore)
 
         def compute_actions_from_input_dict(
             self, input_dict: dict[str, Any], explore: bool = explore
         ) -> tuple[np.ndarray, list[np.ndarray], dict[str, np.ndarray]]:
-            return self._played(policy.compute_actions_from_input_dict, input_dict, explore)
+            return self._act(policy.compute_actions_from_input_dict, input_dict, explore)
 
-        def _played(self, act: Any, inputs: Any, explore: bool) -> Any:
-            kept, policy.rng = policy.rng, self.rng
+        def _act(self, compute: Any, inputs: Any, explore: bool) -> Any:
+            training_rng, policy.rng = policy.rng, self.rng
             try:
-                actions, states, _ = act(inputs, explore=explore)
+                actions, states, _ = compute(inputs, explore=explore)
             finally:
-                policy.rng = kept
+                policy.rng = training_rng
             return actions, states, {}
 
         def get_initial_state(self) -> list[np.ndarray]:
@@ -324,4 +354,4 @@ def _player(policy: Policy, explore: bool) -> type[Policy]:
         def actions_for_env(self, actions: np.ndarray) -> np.ndarray:
             return policy.actions_for_env(actions)
 
-    return Player
+    return EvaluationPolicy

@@ -1,4 +1,4 @@
-"""Experiment trackers: every result of `train()` to Weights & Biases or MLflow (extras)."""
+"""Send every result of `train()` to Weights & Biases or MLflow (extras of the same names)."""
 
 from __future__ import annotations
 
@@ -13,78 +13,87 @@ from importlib.util import find_spec
 from typing import Any, ClassVar, Literal
 
 from flowrl.settings import ConfigError
-from flowrl.trainer.metric_names import flat
+from flowrl.trainer.metric_names import flatten_result
 
 log = logging.getLogger("flowrl")
 
-TrackerName = Literal["wandb", "mlflow"]
+LoggerName = Literal["wandb", "mlflow"]
 
 
-def check_trackers(names: list[Any], settings: dict[str, Any]) -> None:
-    """Refuse trackers that are not installed, and settings of trackers that are not used.
+def check_loggers(names: list[Any], settings: dict[str, Any]) -> None:
+    """Check the settings `log_to` and `log_config`.
+
+    Args:
+        names: names of the loggers.
+        settings: logger name -> its settings.
 
     Raises:
-        ConfigError: see above.
+        ConfigError: a logger is not installed, or settings are unknown or for an unused logger.
     """
     for name in names:
         if find_spec(name) is None:
             raise ConfigError(f'log_to: {name} is not installed: pip install "flowrl[{name}]"')
-    for name, own in settings.items():
+    for name, logger_settings in settings.items():
         if name not in names:
             raise ConfigError(f"log_config: {name!r} is not in log_to={list(names)}")
-        unknown = [key for key in own if name == "mlflow" and key not in MlflowRun.SETTINGS]
+        if name != "mlflow":
+            continue
+        unknown = [key for key in logger_settings if key not in MlflowLogger.SETTINGS]
         if unknown:
             raise ConfigError(
                 f"log_config: mlflow has no setting {unknown[0]!r}, only "
-                f"{', '.join(MlflowRun.SETTINGS)}"
+                f"{', '.join(MlflowLogger.SETTINGS)}"
             )
 
 
-def numbers_of(result: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """`a/b/c` -> value of every finite number in a result."""
-    for name, value in flat(result):
+def finite_numbers(result: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield (`a/b/c`, value) for every finite number in a result."""
+    for name, value in flatten_result(result):
         if isinstance(value, (int, float)) and math.isfinite(value):
             yield name, value
 
 
-class WandbRun:
-    """A run of Weights & Biases. Its x axis is `timesteps_total`.
+class WandbLogger:
+    """Log to a run of Weights & Biases. The x axis is `timesteps_total`.
 
     Args:
-        settings: of `wandb.init`, such as project, name, mode, dir.
+        settings: arguments of `wandb.init`, such as project, name, mode, dir.
         config: the algorithm's settings.
-        run_id: of the run to go on with.
+        run_id: run to resume, or None for a new one.
     """
 
     def __init__(self, settings: dict[str, Any], config: dict[str, Any], run_id: str | None):
         import wandb
 
-        own = {"project": "flowrl", "reinit": "create_new", **settings}
-        config = {**config, **own.pop("config", {})}
+        arguments = {"project": "flowrl", "reinit": "create_new", **settings}
+        config = {**config, **arguments.pop("config", {})}
         if run_id is not None:
-            own |= {"id": run_id, "resume": "allow"}
-        self._run = wandb.init(config=config, **own)
+            arguments |= {"id": run_id, "resume": "allow"}
+        self._run = wandb.init(config=config, **arguments)
         self._run.define_metric("*", step_metric="timesteps_total")
         self.run_id: str = self._run.id
 
     def write(self, result: dict[str, Any]) -> None:
-        self._run.log(dict(numbers_of(result)))
+        """Log a result."""
+        self._run.log(dict(finite_numbers(result)))
 
     def close(self, failed: bool) -> None:
+        """Finish the run."""
         self._run.finish(exit_code=int(failed))
 
 
-class MlflowRun:
-    """A run of MLflow. The step of a metric is `timesteps_total`.
+class MlflowLogger:
+    """Log to a run of MLflow. The step of a metric is `timesteps_total`.
 
     Args:
         settings: tracking_uri, experiment_name ("flowrl"), run_name, tags.
         config: the algorithm's settings, logged as parameters.
-        run_id: of the run to go on with.
+        run_id: run to resume, or None for a new one.
     """
 
     SETTINGS: ClassVar = ("tracking_uri", "experiment_name", "run_name", "tags")
-    MOST_METRICS, MOST_PARAMS, LONGEST_PARAM = 1000, 100, 500  # of one call, by MLflow's own rule
+    # MLflow's limits: metrics and parameters per call, characters per parameter
+    MAX_METRICS, MAX_PARAMS, MAX_PARAM_LENGTH = 1000, 100, 500
 
     def __init__(self, settings: dict[str, Any], config: dict[str, Any], run_id: str | None):
         from mlflow.entities import Param
@@ -98,54 +107,56 @@ class MlflowRun:
             return
         name = settings.get("experiment_name", "flowrl")
         if self._client.get_experiment_by_name(name) is None:
-            with contextlib.suppress(MlflowException):  # another run has just made it
+            with contextlib.suppress(MlflowException):  # another run has just created it
                 self._client.create_experiment(name)
         experiment: Any = self._client.get_experiment_by_name(name)
         run = self._client.create_run(
             experiment.experiment_id, tags=settings.get("tags"), run_name=settings.get("run_name")
         )
         self.run_id = run.info.run_id
-        params = [Param(k, str(v)[: self.LONGEST_PARAM]) for k, v in config.items()]
-        for i in range(0, len(params), self.MOST_PARAMS):
-            self._client.log_batch(self.run_id, params=params[i : i + self.MOST_PARAMS])
+        params = [Param(k, str(v)[: self.MAX_PARAM_LENGTH]) for k, v in config.items()]
+        for i in range(0, len(params), self.MAX_PARAMS):
+            self._client.log_batch(self.run_id, params=params[i : i + self.MAX_PARAMS])
 
     def write(self, result: dict[str, Any]) -> None:
+        """Log a result."""
         from mlflow.entities import Metric
 
-        now, step = int(1000 * time.time()), result["timesteps_total"]
+        timestamp_ms, step = int(1000 * time.time()), result["timesteps_total"]
         metrics = [
-            Metric(_mlflow_name(name), float(value), now, step)
-            for name, value in numbers_of(result)
+            Metric(_mlflow_name(name), float(value), timestamp_ms, step)
+            for name, value in finite_numbers(result)
         ]
-        for i in range(0, len(metrics), self.MOST_METRICS):
-            self._client.log_batch(self.run_id, metrics=metrics[i : i + self.MOST_METRICS])
+        for i in range(0, len(metrics), self.MAX_METRICS):
+            self._client.log_batch(self.run_id, metrics=metrics[i : i + self.MAX_METRICS])
 
     def close(self, failed: bool) -> None:
+        """Finish the run."""
         self._client.set_terminated(self.run_id, "FAILED" if failed else "FINISHED")
 
 
 def _mlflow_name(name: str) -> str:
-    """A metric's name as MLflow takes it: a relative path of plain words."""
+    """Return a metric's name in the form that MLflow accepts: a relative path of plain words."""
     parts = [re.sub(r"[^\w\-. ]", "_", part).strip(".") for part in name.split("/")]
     return "/".join(part for part in parts if part)[:250]
 
 
-_KINDS: dict[str, Any] = {"wandb": WandbRun, "mlflow": MlflowRun}
+_LOGGERS: dict[str, Any] = {"wandb": WandbLogger, "mlflow": MlflowLogger}
 
 
-class Trackers:
-    """The trackers that `log_to` names, started at the first result.
+class ResultLoggers:
+    """The loggers of `log_to`, started with the first result.
 
-    One that cannot be started stops the training. One that fails later is told of, and left out
-    after MOST_FAILURES results in a row.
+    A logger that cannot start stops the training. A logger that fails later logs a warning, and is
+    removed after MAX_FAILURES failures in a row.
 
     Attributes:
-        run_ids: tracker -> id of its run, which a checkpoint holds so that who goes on from there
-            adds to the same run.
-        failed: whether the training has, so that runs that end now are marked so.
+        run_ids: logger name -> id of its run. Checkpoints contain them, so that a resumed training
+            continues the same runs.
+        failed: whether the training has failed; runs that end now are marked as failed.
     """
 
-    MOST_FAILURES = 3
+    MAX_FAILURES = 3
 
     def __init__(self, config: Any):
         self._config = config
@@ -155,76 +166,73 @@ class Trackers:
         self.failed = False
 
     def write(self, result: dict[str, Any]) -> None:
-        """Send a result.
+        """Send a result to all loggers.
 
         Raises:
-            ConfigError: a tracker cannot be started; none is.
+            ConfigError: a logger cannot start; then none is running.
         """
         if self._running is None:
             self._start()
-        for name, run in list((self._running or {}).items()):
+        for name, logger in list((self._running or {}).items()):
             try:
-                run.write(result)
+                logger.write(result)
                 self._failures[name] = 0
             except Exception as error:
-                self._note_failure(name, error)
+                self._record_failure(name, error)
 
-    def _note_failure(self, name: str, error: Exception) -> None:
+    def _record_failure(self, name: str, error: Exception) -> None:
         failures = self._failures[name] = self._failures.get(name, 0) + 1
         if failures == 1:
-            log.warning("log_to: %s could not take a result: %r", name, error)
-        if failures >= self.MOST_FAILURES:
-            log.warning("log_to: %s failed %d times and gets no more results", name, failures)
+            log.warning("log_to: %s could not log a result: %r", name, error)
+        if failures >= self.MAX_FAILURES:
+            log.warning("log_to: %s failed %d times in a row and was removed", name, failures)
             assert self._running is not None
-            _end(name, self._running.pop(name), failed=True)
+            _close(name, self._running.pop(name), failed=True)
 
     def _start(self) -> None:
         started: dict[str, Any] = {}
         try:
             for name in self._config.log_to:
                 print(f"flowrl: connecting to {name} …", file=sys.stderr, flush=True)
-                started[name] = self._started(name)
+                started[name] = self._start_logger(name)
         except BaseException:
-            for name, run in started.items():
-                _end(name, run, failed=True)
+            for name, logger in started.items():
+                _close(name, logger, failed=True)
             raise
         self._running = started
-        self.run_ids = {name: run.run_id for name, run in started.items()}
+        self.run_ids = {name: logger.run_id for name, logger in started.items()}
 
-    def _started(self, name: str) -> Any:
-        config = self._config
-        plain = {
+    def _start_logger(self, name: str) -> Any:
+        config = {
             key: value if isinstance(value, (int, float, str)) else repr(value)
-            for key, value in config.chosen().items()
+            for key, value in self._config.chosen().items()
             if key not in ("policies", "log_config")
         }
-        own, run_id = config.log_config.get(name, {}), self.run_ids.get(name)
+        settings, run_id = self._config.log_config.get(name, {}), self.run_ids.get(name)
         try:
             if run_id is not None:
                 try:
-                    return _KINDS[name](own, plain, run_id)
+                    return _LOGGERS[name](settings, config, run_id)
                 except Exception as error:
-                    log.warning(
-                        "log_to: %s: run %s cannot be gone on with: %r", name, run_id, error
-                    )
-            return _KINDS[name](own, plain, None)
+                    log.warning("log_to: %s: cannot resume run %s: %r", name, run_id, error)
+            return _LOGGERS[name](settings, config, None)
         except Exception as error:
-            raise ConfigError(f"log_to: {name} cannot be started: {error}") from error
+            raise ConfigError(f"log_to: cannot start {name}: {error}") from error
 
-    def go_on_with(self, run_ids: dict[str, str]) -> None:
-        """The training goes on from a checkpoint: further results are added to its runs."""
+    def resume_runs(self, run_ids: dict[str, str]) -> None:
+        """Continue these runs, unless the loggers have started."""
         if self._running is None:
             self.run_ids = run_ids
 
     def close(self) -> None:
-        """End the runs."""
+        """Finish all runs."""
         running, self._running = self._running, None
-        for name, run in (running or {}).items():
-            _end(name, run, self.failed)
+        for name, logger in (running or {}).items():
+            _close(name, logger, self.failed)
 
 
-def _end(name: str, run: Any, failed: bool) -> None:
+def _close(name: str, logger: Any, failed: bool) -> None:
     try:
-        run.close(failed)
+        logger.close(failed)
     except Exception as error:
-        log.warning("log_to: %s could not end its run: %r", name, error)
+        log.warning("log_to: %s could not finish its run: %r", name, error)

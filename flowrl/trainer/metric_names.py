@@ -1,4 +1,4 @@
-"""The names that results have: what a stop rule or a score may ask for."""
+"""Names of the metrics in a result, for stop rules and checkpoint scores."""
 
 from __future__ import annotations
 
@@ -9,11 +9,17 @@ import numpy as np
 
 from flowrl.data import DEFAULT_POLICY_ID
 from flowrl.policies.policy_spec import specs_of
+from flowrl.setting_aliases import POLICY_RESULT_ALIASES, RESULT_ALIASES
 from flowrl.settings import ConfigError, nearest
 
-_EPISODES = ("episode_reward_mean", "episode_reward_min", "episode_reward_max", "episode_len_mean")
-ALWAYS = (
-    *_EPISODES,
+_EPISODE_METRICS = (
+    "episode_reward_mean",
+    "episode_reward_min",
+    "episode_reward_max",
+    "episode_len_mean",
+)
+RESULT_METRICS = (
+    *_EPISODE_METRICS,
     "agent_timesteps_total",
     "episodes_in_window",
     "episodes_this_iter",
@@ -24,7 +30,7 @@ ALWAYS = (
     "num_env_steps_sampled",
     "num_env_steps_sampled_lifetime",
     "num_env_steps_trained",
-    "num_episodes_begun_anew",
+    "num_episodes_restarted",
     "num_faulty_episodes",
     "num_healthy_workers",
     "num_remote_worker_restarts",
@@ -33,47 +39,50 @@ ALWAYS = (
     "timesteps_this_iter",
     "timesteps_total",
     "training_iteration",
-    "env_runners/episode_len_mean",
-    "env_runners/episode_return_max",
-    "env_runners/episode_return_mean",
-    "env_runners/episode_return_min",
-    "env_runners/num_episodes",
-    "env_runners/num_episodes_lifetime",
     "env_runners/policy_lag_max",
     "env_runners/policy_lag_mean",
+    *RESULT_ALIASES,
 )
-"""What every result has."""
-_OF_POLICIES = (
+"""Metrics of every result."""
+# one value per policy: NAME/<policy id>
+_POLICY_METRICS = (
     "policy_reward_mean",
     "policy_reward_min",
     "policy_reward_max",
-    "env_runners/module_episode_returns_mean",
-    "learners",
-    "info/learner",
+    *POLICY_RESULT_ALIASES,
 )
-# what callbacks, operators and environments name
-_OPEN = ("custom_metrics", "counters", "timers", "info", "agent_reward_mean", "env_runners/agent")
+# statistics that each policy names itself: GROUP/<policy id>/...
+_LEARNER_GROUPS = ("learners", "info/learner")
+# metrics that callbacks, operators and environments name: GROUP/...
+_OPEN_GROUPS = (
+    "custom_metrics",
+    "counters",
+    "timers",
+    "info",
+    "agent_reward_mean",
+    "env_runners/agent",
+)
 
 
-def flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """`a/b/c` -> leaf for every scalar of a nested dict."""
-    for key, value in tree.items():
+def flatten_result(result: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (`a/b/c`, value) for every scalar in a nested result."""
+    for key, value in result.items():
         if isinstance(value, dict):
-            yield from flat(value, f"{prefix}{key}/")
+            yield from flatten_result(value, f"{prefix}{key}/")
         elif isinstance(value, np.generic):
             yield f"{prefix}{key}", value.item()
         elif isinstance(value, (int, float, str, bool)) or value is None:
             yield f"{prefix}{key}", value
 
 
-def value_of(result: dict[str, Any], name: str) -> Any:
-    """A number of a result by its path `a/b/c`; None where there is none."""
+def metric_value(result: dict[str, Any], name: str) -> Any:
+    """Return the number at the path `a/b/c` of a result, or None if it has none."""
     value: Any = result
     parts = name.split("/")
     while parts:
         if not isinstance(value, dict):
             return None
-        # a name may have slashes itself, as counters do
+        # a key can contain slashes itself, such as the name of a counter: try the longest first
         for end in range(len(parts), 0, -1):
             key = "/".join(parts[:end])
             if key in value:
@@ -81,49 +90,52 @@ def value_of(result: dict[str, Any], name: str) -> Any:
                 break
         else:
             return None
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return value if number else None
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return value if is_number else None
 
 
-def check_name(name: Any, config: Any, what: str) -> None:
-    """Refuse a metric that no result will have.
+def check_metric_name(name: Any, config: Any, setting: str) -> None:
+    """Reject a metric that no result of a run can have.
 
     Args:
-        config: the settings of the run.
-        what: who asks for it, for the message.
+        name: path `a/b/c` of the metric.
+        config: the run's AlgorithmConfig.
+        setting: setting that names the metric, for the error message.
 
     Raises:
-        ConfigError: naming the nearest.
+        ConfigError: there is no such metric; the message suggests the nearest name.
     """
     if not isinstance(name, str):
-        raise ConfigError(f"{what}: the name of a metric is needed, got {name!r}")
+        raise ConfigError(f"{setting}: the name of a metric must be a string, got {name!r}")
     policies = list(specs_of(config.policies or {DEFAULT_POLICY_ID: None}))
     if not config.samples and name.startswith(("episode_", "policy_reward_", "env_runners/")):
         raise ConfigError(
-            f"{what}: there is no {name!r} where nothing is sampled: evaluations have "
+            f"{setting}: there is no {name!r} because nothing is sampled; evaluations report "
             "'evaluation/episode_reward_mean' (.evaluation(evaluation_interval=…))"
         )
-    known = [*ALWAYS, *(f"{group}/{pid}" for group in _OF_POLICIES[:4] for pid in policies)]
-    evaluated = [
-        f"evaluation/{n}"
-        for n in (*_EPISODES, "episode_reward_std", "episodes", "training_iteration")
+    known = [*RESULT_METRICS, *(f"{group}/{pid}" for group in _POLICY_METRICS for pid in policies)]
+    evaluation_metrics = [
+        f"evaluation/{metric}"
+        for metric in (*_EPISODE_METRICS, "episode_reward_std", "episodes", "training_iteration")
     ]
     if config.evaluation_interval is not None:
-        known += [*evaluated, *(f"evaluation/policy_reward_mean/{pid}" for pid in policies)]
-    elif name in evaluated:
+        known += evaluation_metrics
+        known += [f"evaluation/policy_reward_mean/{pid}" for pid in policies]
+    elif name in evaluation_metrics:
         raise ConfigError(
-            f"{what}: there is no {name!r} without evaluations: .evaluation(evaluation_interval=…)"
+            f"{setting}: {name!r} needs evaluations: .evaluation(evaluation_interval=…)"
         )
     if name in known:
         return
-    for group in _OF_POLICIES[4:]:
+    for group in _LEARNER_GROUPS:
         if name.startswith(f"{group}/"):
             policy_id = name.removeprefix(f"{group}/").split("/")[0]
             if policy_id in policies:
-                return  # what a policy tells of its learning shows when it does
+                return  # the policy's statistics are known after its first update
             raise ConfigError(
-                f"{what}: {name!r}: there is no policy {policy_id!r}.{nearest(policy_id, policies)}"
+                f"{setting}: {name!r}: there is no policy {policy_id!r}."
+                f"{nearest(policy_id, policies)}"
             )
-    if any(name.startswith(f"{group}/") and name != f"{group}/" for group in _OPEN):
+    if any(name.startswith(f"{group}/") and name != f"{group}/" for group in _OPEN_GROUPS):
         return
-    raise ConfigError(f"{what}: no result has a metric {name!r}.{nearest(name, known)}")
+    raise ConfigError(f"{setting}: no result has a metric {name!r}.{nearest(name, known)}")

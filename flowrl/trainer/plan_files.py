@@ -1,4 +1,4 @@
-"""Plan files: found by short name or path, loaded, listed. Listing imports nothing of them."""
+"""Plan files: find them by name or path, list the shipped ones and load them."""
 
 from __future__ import annotations
 
@@ -12,30 +12,34 @@ from typing import Any
 
 from flowrl.settings import ConfigError, nearest
 
-PLAN_MODULE = "flowrl_plan_"  # what the modules of plan files are called, and their stem
+PLAN_MODULE = "flowrl_plan_"
+"""Prefix of the module name of a plan file; the file's stem follows."""
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def plans_folder() -> Path:
-    """Where the shipped plans are: in the wheel, or beside the package in a checkout."""
+    """Return the folder of the shipped plans: inside the wheel, or next to it in a checkout."""
     shipped = _PACKAGE / "_plans"
     return shipped if shipped.is_dir() else _PACKAGE.parent / "plans"
 
 
 def shipped_plans() -> dict[str, str]:
-    """Name -> first docstring line of every shipped plan."""
+    """Return name -> first line of the docstring of every shipped plan. Imports no plan."""
     plans = {}
     for path in sorted(plans_folder().glob("*.py")):
-        doc = ast.get_docstring(ast.parse(path.read_text())) or ""
-        plans[path.stem] = doc.split("\n")[0]
+        docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+        plans[path.stem] = docstring.split("\n")[0]
     return plans
 
 
 def plan_path(plan: str) -> Path:
-    """The file of a plan.
+    """Return the file of a plan.
+
+    Args:
+        plan: name of a shipped plan, or path of a plan file.
 
     Raises:
-        ConfigError: no shipped plan of this name and no such file; the nearest is offered.
+        ConfigError: there is no such plan; the message suggests the nearest name.
     """
     shipped = plans_folder() / f"{plan}.py"
     if shipped.is_file():
@@ -47,25 +51,28 @@ def plan_path(plan: str) -> Path:
         raise ConfigError(f"plan: there is no file {plan!r}")
     known = sorted(shipped_plans())
     raise ConfigError(
-        f"plan: unknown plan {plan!r}.{nearest(plan, known)} Shipped: {', '.join(known)}; or give "
-        "the path of a plan file"
+        f"plan: unknown plan {plan!r}.{nearest(plan, known)} Shipped plans: {', '.join(known)}; "
+        "or give the path of a plan file"
     )
 
 
 def load_plan(plan: str) -> ModuleType:
-    """The module of a plan file, loaded afresh. It may import modules that lie beside it.
+    """Execute a plan file and return its module. It can import modules from its own folder.
 
-    A file with an algorithm of its own, a subclass of Algorithm with a plan or a training_step, is
-    loaded once as long as its text stays: its classes are what they are.
+    A file that defines an algorithm (a subclass of Algorithm with a plan or a training_step) is
+    executed again only if its text changes, so that its classes keep their identity.
+
+    Args:
+        plan: name of a shipped plan, or path of a plan file.
 
     Raises:
-        ConfigError: it does not exist, or has neither `execution_plan(workers, config)` nor an
-            algorithm.
+        ConfigError: the file does not exist, fails, or defines neither
+            `execution_plan(workers, config)` nor an algorithm.
     """
     path = plan_path(plan)
     text = path.read_bytes()
-    if str(path) in _WITH_ALGORITHMS and _WITH_ALGORITHMS[str(path)][0] == text:
-        return _WITH_ALGORITHMS[str(path)][1]
+    if str(path) in _LOADED_ALGORITHMS and _LOADED_ALGORITHMS[str(path)][0] == text:
+        return _LOADED_ALGORITHMS[str(path)][1]
     spec = importlib.util.spec_from_file_location(f"{PLAN_MODULE}{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -77,49 +84,56 @@ def load_plan(plan: str) -> ModuleType:
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
-        # the user's own file: its own last frame says more than flowrl's way to it
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        line = getattr(error, "lineno", None) or where.lineno
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        line = getattr(error, "lineno", None) or frame.lineno  # lineno: of a SyntaxError
         raise ConfigError(f"plan: {path}, line {line}: {type(error).__name__}: {error}") from error
     if algorithm_in(module) is not None:
-        _WITH_ALGORITHMS[str(path)] = text, module
+        _LOADED_ALGORITHMS[str(path)] = text, module
     elif not callable(getattr(module, "execution_plan", None)):
         raise ConfigError(
-            f"plan: {path} has no function execution_plan(workers, config), and no Algorithm with "
-            "a plan or a training_step of its own"
+            f"plan: {path} defines neither a function execution_plan(workers, config) nor an "
+            "Algorithm with an execution_plan or a training_step"
         )
     return module
 
 
-_WITH_ALGORITHMS: dict[str, tuple[bytes, ModuleType]] = {}
+# path -> (text, module) of the plan files that define an algorithm
+_LOADED_ALGORITHMS: dict[str, tuple[bytes, ModuleType]] = {}
 
 
 def algorithm_in(module: ModuleType) -> Any:
-    """The algorithm that a plan file defines: its last class that says how it trains, if any."""
+    """Return the algorithm that a plan file defines, or None.
+
+    It is the file's last subclass of Algorithm with an execution_plan or a training_step. A file
+    with a function `execution_plan` defines a plan, not an algorithm.
+    """
     base: Any = getattr(sys.modules.get("flowrl.trainer.algorithm"), "Algorithm", None)
     if base is None or callable(getattr(module, "execution_plan", None)):
         return None
-    found = None
+    algorithm: Any = None
     for value in vars(module).values():
-        if isinstance(value, type) and issubclass(value, base):
-            algorithm: Any = value
-            own = (
-                algorithm.execution_plan is not None
-                or algorithm.training_step is not base.training_step
-            )
-            if own and value.__module__ == module.__name__:
-                found = value
-    return found
+        if not (isinstance(value, type) and issubclass(value, base)):
+            continue
+        subclass: Any = value
+        trains = (
+            subclass.execution_plan is not None or subclass.training_step is not base.training_step
+        )
+        if trains and subclass.__module__ == module.__name__:
+            algorithm = subclass
+    return algorithm
 
 
 def modules_of(plan: ModuleType) -> list[ModuleType]:
-    """The plan and the loaded modules that lie beside it: Ray workers get them by value."""
+    """Return a plan's module and the loaded modules from its folder.
+
+    Ray workers cannot import them, so they are pickled by value.
+    """
     folder = Path(str(plan.__file__)).parent
 
-    def beside(module: ModuleType) -> bool:
+    def is_local(module: ModuleType) -> bool:
         file = Path(str(getattr(module, "__file__", None) or "/"))
-        ours = module.__name__.split(".")[0] in ("flowrl", "__main__")
-        return folder in file.parents and "site-packages" not in file.parts and not ours
+        is_flowrl = module.__name__.split(".")[0] in ("flowrl", "__main__")
+        return folder in file.parents and "site-packages" not in file.parts and not is_flowrl
 
-    own = [module for module in list(sys.modules.values()) if beside(module)]
-    return list({id(module): module for module in (plan, *own)}.values())
+    local = [module for module in list(sys.modules.values()) if is_local(module)]
+    return list({id(module): module for module in (plan, *local)}.values())

@@ -1,4 +1,4 @@
-"""Algorithms by name: their classes are imported when they are asked for."""
+"""Algorithm classes by name. The shipped ones are imported on first use."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 from flowrl.settings import ConfigError, imported, nearest
 
+# name -> class, or the import path of a shipped class
 _ALGORITHMS: dict[str, Any] = {
     "PPO": "flowrl.algorithms.ppo:PPO",
     "A2C": "flowrl.algorithms.a2c:A2C",
@@ -27,32 +28,32 @@ _ALGORITHMS: dict[str, Any] = {
 
 
 def algorithm_names() -> list[str]:
-    """The names that there are."""
+    """Return the names of all registered algorithms."""
     return list(_ALGORITHMS)
 
 
 def register_algorithm(name: str, algorithm: type) -> None:
-    """Give an Algorithm class of one's own a name, for `flowrl train --run=` and Tune.
+    """Register an Algorithm class under a name, for `flowrl train --run=` and Ray Tune.
 
     Raises:
-        ConfigError: the name is taken by another class.
+        ConfigError: the name belongs to another class.
     """
-    known = _ALGORITHMS.get(name, algorithm)
-    if known is not algorithm:
-        raise ConfigError(f"register_algorithm: {name!r} is taken by {known}")
+    registered = _ALGORITHMS.get(name, algorithm)
+    if registered is not algorithm:
+        raise ConfigError(f"register_algorithm: {name!r} is already registered for {registered}")
     _ALGORITHMS[name] = algorithm
 
 
 def algorithm_class(name: str) -> Any:
-    """The Algorithm class of a name, in capitals or not.
+    """Return the Algorithm class registered under a name, ignoring case.
 
     Raises:
-        ConfigError: there is none; the nearest is offered.
+        ConfigError: the name is not registered; the message suggests the nearest name.
     """
-    by_lower = {known.lower(): known for known in _ALGORITHMS}
-    known = by_lower.get(name.lower()) if isinstance(name, str) else None
-    if known is None:
+    by_lowercase_name = {registered.lower(): registered for registered in _ALGORITHMS}
+    registered = by_lowercase_name.get(name.lower()) if isinstance(name, str) else None
+    if registered is None:
         hint = nearest(str(name), algorithm_names())
         raise ConfigError(f"unknown algorithm {name!r}.{hint} Known: {', '.join(_ALGORITHMS)}")
-    found = _ALGORITHMS[known]
-    return imported(found) if isinstance(found, str) else found
+    algorithm = _ALGORITHMS[registered]
+    return imported(algorithm) if isinstance(algorithm, str) else algorithm

@@ -1,4 +1,4 @@
-"""Videos of evaluations: what an environment renders, an mp4 file per episode (extra `video`)."""
+"""Record evaluation episodes as mp4 videos (extra `video`)."""
 
 from __future__ import annotations
 
@@ -17,44 +17,45 @@ from flowrl.settings import ConfigError
 
 log = logging.getLogger("flowrl")
 
-FRAMES_PER_S = 30  # where an environment does not say its own
+DEFAULT_FPS = 30  # frames per second, if the environment's metadata has no `render_fps`
 
 
-def check_video(what: str, mode: str = "flowrl") -> None:
-    """Refuse what cannot be recorded.
+def check_video(setting: str, mode: str = "flowrl") -> None:
+    """Check that videos can be recorded.
 
     Args:
-        what: the setting that asks for a video.
-        mode: how environments are vectorised.
+        setting: setting that requests the video, for the error message.
+        mode: `vectorization_mode` of the environments.
 
     Raises:
-        ConfigError: the extra is missing, or environments are EnvPool's.
+        ConfigError: the extra is not installed, or the environments are EnvPool's.
     """
     if mode == "envpool":
         raise ConfigError(
-            f'{what}: EnvPool renders nothing: evaluation_config={{"vectorization_mode": "flowrl"}}'
+            f"{setting}: EnvPool renders nothing; set "
+            'evaluation_config={"vectorization_mode": "flowrl"}'
         )
     if find_spec("imageio_ffmpeg") is None:
-        raise ConfigError(f'{what} needs an encoder of videos: pip install "flowrl[video]"')
+        raise ConfigError(f'{setting} needs a video encoder: pip install "flowrl[video]"')
 
 
-class Recording:
-    """Writes the first episodes of one environment as folder/<name>-<episode>.mp4.
+class VideoRecorder:
+    """Record the first episodes of one environment as folder/<name>-<episode>.mp4.
 
-    An environment that is made by its id is told to render into arrays; one of another kind has to
-    render RGB arrays [height, width, 3] of bytes by itself. One whose rendering fails later is
-    played on without a video.
+    Environments created by id get render_mode="rgb_array"; others must return RGB arrays
+    [height, width, 3] of uint8 from `render()`. If rendering fails later, recording stops with a
+    warning and the episode continues.
 
     Args:
-        folder: made if it is not there.
-        name: of the files, without their numbers.
-        episodes: how many are recorded.
+        folder: created if it does not exist.
+        name: file name without the episode number.
+        episodes: number of episodes to record.
 
     Attributes:
-        files: those that are whole.
+        files: the completed files.
 
     Raises:
-        ConfigError: the extra is missing, or the folder cannot be made.
+        ConfigError: the extra is not installed, or the folder cannot be created.
     """
 
     def __init__(self, folder: Path | str, name: str, episodes: int = 1):
@@ -63,19 +64,19 @@ class Recording:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"video: cannot make the folder {folder}: {error}") from error
+            raise ConfigError(f"video: cannot create the folder {folder}: {error}") from error
         self._writer: Generator[None, Any, None] | None = None
-        self._shape: tuple[int, ...] = ()
+        self._frame_shape: tuple[int, ...] = ()
         self._path = Path()
-        self._begun = 0
+        self._num_started = 0
         self._env: Any = None
         self.files: list[Path] = []
 
     def creator(self, env: Any) -> EnvCreator:
-        """Makes the same environments as `env`, the first of which is recorded."""
-        return partial(self._make, env_creator_for(env))
+        """Return a creator of the same environments as `env`; it records the first one."""
+        return partial(self._create, env_creator_for(env))
 
-    def _make(self, creator: EnvCreator, context: EnvContext) -> Any:
+    def _create(self, creator: EnvCreator, context: EnvContext) -> Any:
         if context.vector_index:
             return creator(context)
         if env_id_of(creator) is not None:
@@ -84,108 +85,109 @@ class Recording:
         env = self._env = creator(context)
         reset, step = env.reset, env.step
 
-        def recorded_reset(**how: Any) -> Any:
-            began = reset(**how)
-            self._begin(env)
-            return began
+        def recorded_reset(**kwargs: Any) -> Any:
+            result = reset(**kwargs)
+            self._start_episode(env)
+            return result
 
         def recorded_step(action: Any) -> Any:
-            given = step(action)
+            result = step(action)
             if self._writer is not None:
-                self._guarded(self._add, env)
-            return given
+                self._stop_on_error(self._add_frame, env)
+            return result
 
         env.reset, env.step = recorded_reset, recorded_step
         return env
 
-    def _begin(self, env: Any) -> None:
-        self._end()
-        if self._begun < self.episodes:
-            frame_of(env)  # what it gives at all is looked at outside of the guard
-            self._guarded(self._open, env)
+    def _start_episode(self, env: Any) -> None:
+        self._finish_file()
+        if self._num_started < self.episodes:
+            render_frame(env)  # an environment that renders no frames at all is an error
+            self._stop_on_error(self._open_file, env)
 
-    def _open(self, env: Any) -> None:
+    def _open_file(self, env: Any) -> None:
         import imageio_ffmpeg
 
-        frame = frame_of(env)
-        self._path = self._folder / f"{self._name}-{self._begun}.mp4"
-        self._begun += 1
-        self._shape = frame.shape
-        rate = float((getattr(env, "metadata", None) or {}).get("render_fps", FRAMES_PER_S))
+        frame = render_frame(env)
+        self._path = self._folder / f"{self._name}-{self._num_started}.mp4"
+        self._num_started += 1
+        self._frame_shape = frame.shape
+        fps = float((getattr(env, "metadata", None) or {}).get("render_fps", DEFAULT_FPS))
         self._writer = imageio_ffmpeg.write_frames(
-            str(_part(self._path)), frame.shape[1::-1], fps=rate, macro_block_size=2,
+            str(_temporary(self._path)), frame.shape[1::-1], fps=fps, macro_block_size=2,
             ffmpeg_log_level="error",
         )  # fmt: skip
         self._writer.send(None)
         self._writer.send(frame)
 
-    def _add(self, env: Any) -> None:
-        frame = frame_of(env)
-        if frame.shape != self._shape:
-            raise ValueError(f"a frame {frame.shape} after one of {self._shape}")
+    def _add_frame(self, env: Any) -> None:
+        frame = render_frame(env)
+        if frame.shape != self._frame_shape:
+            raise ValueError(f"the frame size changed from {self._frame_shape} to {frame.shape}")
         assert self._writer is not None
         self._writer.send(frame)
 
-    def _guarded(self, record: Any, env: Any) -> None:
+    def _stop_on_error(self, record: Any, env: Any) -> None:
+        """Record; on an error stop recording, not the evaluation."""
         try:
             record(env)
-        except Exception as error:  # the evaluation is worth more than its video
-            log.warning("video: %s was not recorded further: %r", self._path.name, error)
-            self._end()
-            self._begun = self.episodes
+        except Exception as error:
+            log.warning("video: recording of %s stopped: %r", self._path.name, error)
+            self._finish_file()
+            self._num_started = self.episodes
 
-    def _end(self) -> None:
+    def _finish_file(self) -> None:
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
-            os.replace(_part(self._path), self._path)
+            os.replace(_temporary(self._path), self._path)
             self.files.append(self._path)
 
     def close(self) -> None:
-        """End the file that is being written; the environment is as it was."""
-        self._end()
+        """Complete the current file and restore the environment's methods."""
+        self._finish_file()
         env, self._env = self._env, None
         for name in ("reset", "step"):
             vars(env or self).pop(name, None)
 
 
-def _part(path: Path) -> Path:
-    """Where a file is until it is whole."""
+def _temporary(path: Path) -> Path:
+    """Return the path of a file that is being written."""
     return path.with_name(f".{path.name}")
 
 
-def frame_of(env: Any) -> np.ndarray:
-    """What an environment renders now, [height, width, 3] of bytes.
+def render_frame(env: Any) -> np.ndarray:
+    """Return the frame that an environment renders, [height, width, 3] uint8.
 
     Raises:
-        ConfigError: it renders something else, or nothing.
+        ConfigError: `render()` returns something else.
     """
     frame = env.render() if hasattr(env, "render") else None
     if isinstance(frame, np.ndarray):
         if frame.dtype == np.uint8 and frame.ndim == 3 and frame.shape[2] == 3:
             return np.ascontiguousarray(frame)
-        got = f"an array {list(frame.shape)} of {frame.dtype}"
+        rendered = f"an array {list(frame.shape)} of {frame.dtype}"
     else:
-        got = "nothing" if frame is None else f"a {type(frame).__name__}"
+        rendered = "nothing" if frame is None else f"a {type(frame).__name__}"
     raise ConfigError(
-        f"video: {type(env).__name__}.render() gives {got}, an array [height, width, 3] of bytes "
-        'is needed: make it with render_mode="rgb_array", for instance by evaluation_config='
+        f"video: {type(env).__name__}.render() returns {rendered}, not an array [height, width, 3] "
+        'of uint8: create it with render_mode="rgb_array", for example by evaluation_config='
         '{"env_config": {"render_mode": "rgb_array"}}'
     )
 
 
-def check_renders(env: Any, context: EnvContext) -> None:
-    """Make an environment, reset it and render it once.
+def check_rendering(env: Any, context: EnvContext) -> None:
+    """Create an environment, reset it and render one frame.
 
     Raises:
-        ConfigError: it cannot be recorded.
+        ConfigError: it does not render RGB arrays.
     """
     creator = env_creator_for(env)
     if env_id_of(creator) is not None:
         context.setdefault("render_mode", "rgb_array")
-    made = creator(context)
+    created = creator(context)
     try:
-        made.reset()
-        frame_of(made)
+        created.reset()
+        render_frame(created)
     finally:
-        made.close()
+        created.close()

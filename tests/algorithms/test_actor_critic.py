@@ -135,12 +135,12 @@ def moved_target(policy):
             tensor.add_(torch.tensor(rng.normal(scale=0.3, size=tuple(tensor.shape))).float())
 
 
-@pytest.mark.parametrize("by_numpy", [True, False])
+@pytest.mark.parametrize("use_numpy", [True, False])
 @pytest.mark.parametrize("more", [{}, {"n_steps": True, "weights": True}])
 @pytest.mark.parametrize("twin_q", [True, False])
-def test_sac_against_the_paper(by_numpy, more, twin_q):
+def test_sac_against_the_paper(use_numpy, more, twin_q):
     policy = make(gamma=0.9, initial_alpha=0.3, twin_q=twin_q)
-    policy.model.by_numpy = by_numpy
+    policy.model.use_numpy = use_numpy
     moved_target(policy)
     batch = rows(**more)
     c, plain = columns(batch), Plain(policy)
@@ -232,17 +232,17 @@ def test_numpys_gradients_are_autograds(activation, frozen, share, outputs):
     through = torch.from_numpy(rng.normal(size=(20, outputs)).astype(np.float32))
     through *= torch.from_numpy(rng.random((20, 1)) < share)
     found = []
-    for by_numpy in (True, False):
+    for use_numpy in (True, False):
         network.zero_grad()
         features = torch.from_numpy(rng.normal(size=(20, 3)).astype(np.float32) * 0 + 0.5)
         features = (features + torch.arange(20)[:, None] / 10 - 1).requires_grad_()
-        if by_numpy:
+        if use_numpy:
             made = outputs_by_numpy(network, features, frozen)
         else:
             made = network({"obs": features}, [], None)[0]
         made.backward(through)
         told = [made.detach(), features.grad]
-        if not (frozen and not by_numpy):
+        if not (frozen and not use_numpy):
             parameters = [*network.hidden.parameters(), *network.policy_head.parameters()]
             told += [p.grad for p in parameters]
         found.append(told)
@@ -437,11 +437,11 @@ def test_actions_that_the_mask_forbids_count_for_nothing():
     [
         (SACTorchPolicy, spaces.MultiDiscrete([2, 2]), {}, "SAC is for Box and Discrete actions"),
         (TD3TorchPolicy, DISCRETE, {}, "TD3 is for Box actions, not Discrete"),
-        (SACTorchPolicy, spaces.Box(-np.inf, np.inf, (1,)), {}, "SAC needs actions within bounds"),
+        (SACTorchPolicy, spaces.Box(-np.inf, np.inf, (1,)), {}, "SAC needs bounded actions"),
         (TD3TorchPolicy, spaces.Box(-2, 2, (1,)), {"normalize_actions": False},
          "normalize_actions: TD3 acts in"),
-        (SACTorchPolicy, BOX, {"model": {"use_lstm": True}}, "see observations alone"),
-        (SACTorchPolicy, BOX, {"model": {"num_framestacks": 2}}, "stack frames by a wrapper"),
+        (SACTorchPolicy, BOX, {"model": {"use_lstm": True}}, "see only observations"),
+        (SACTorchPolicy, BOX, {"model": {"num_framestacks": 2}}, "stack frames with a wrapper"),
     ],
 )  # fmt: skip
 def test_what_they_are_not_for(kind, actions, settings, said):
@@ -481,8 +481,8 @@ def test_an_environment_of_other_actions_is_refused_when_it_is_built():
     ],
     ids=["sac", "one critic", "td3", "delayed"],
 )
-def test_the_gradient_by_hand_is_autograds(kind, more, activation):
-    """Of all parameters; a second batch leaves nothing of the first one behind."""
+def test_kernel_gradient_equals_autograd(kind, more, activation):
+    """Compare all parameters; the second batch checks that the first one leaves no trace."""
     model = {"fcnet_hiddens": [16, 8], "fcnet_activation": activation}
     policy = kind(OBS, BOX, {"seed": 0, "gamma": 0.9, "model": model, **more})
     policy.flat.vector.data.add_(0.3 * torch.randn(policy.flat.vector.shape))
@@ -490,27 +490,27 @@ def test_the_gradient_by_hand_is_autograds(kind, more, activation):
         policy.model.actor.policy_head.bias.data[-1] = 3.0
     for seed, given in ((0, True), (1, False)):
         batch = rows(seed=seed, n_steps=given, weights=given)
-        stream = policy.learn_rng.bit_generator.state
-        by_hand = policy.gradient_by_hand(policy.tensors(batch))
-        gradient, told = policy.flat.gradient.clone(), dict(policy.stats)
-        policy.learn_rng.bit_generator.state = stream
+        stream = policy.learner.rng.bit_generator.state
+        kernel_loss = policy.learner.kernel(policy.tensors(batch))
+        gradient, stats = policy.flat.gradient.clone(), dict(policy.stats)
+        policy.learner.rng.bit_generator.state = stream
         loss = policy.loss(policy.tensors(batch))
         policy.flat.take_gradient(loss)
-        assert by_hand == pytest.approx(loss.item(), rel=1e-4, abs=1e-5)
+        assert kernel_loss == pytest.approx(loss.item(), rel=1e-4, abs=1e-5)
         expected = {name: float(value) for name, value in policy.stats.items()}
-        assert told == pytest.approx(expected, rel=1e-4, abs=1e-5)
+        assert stats == pytest.approx(expected, rel=1e-4, abs=1e-5)
         assert float(gradient.abs().max()) > 0.01
         torch.testing.assert_close(gradient, policy.flat.gradient, rtol=1e-4, atol=1e-6)
 
 
-def test_only_losses_that_were_differentiated_are_by_hand():
+def test_kernel_is_used_only_for_shipped_losses():
     class Other(SACTorchPolicy):
         def actor_loss(self, batch):
             return 2 * super().actor_loss(batch)
 
     class OtherValues(TD3TorchPolicy):
-        def values_of_actions(self, batch):
-            return 2 * super().values_of_actions(batch)
+        def action_values(self, batch):
+            return 2 * super().action_values(batch)
 
     image = spaces.Box(0, 255, (8, 8, 3), np.uint8)
     cases = [(Other, OBS, BOX, {}), (OtherValues, OBS, BOX, {}),
@@ -518,8 +518,8 @@ def test_only_losses_that_were_differentiated_are_by_hand():
              (SACTorchPolicy, image, BOX, {}), (CQLTorchPolicy, OBS, BOX, {}),
              (SACTorchPolicy, OBS, BOX, {"precision": "bfloat16"})]  # fmt: skip
     for kind, space, actions, more in cases:
-        assert kind(space, actions, {"seed": 0, **more})._by_hand is None
-    assert SACTorchPolicy(OBS, BOX, {})._by_hand is not None
+        assert kind(space, actions, {"seed": 0, **more}).learner.kernel is None
+    assert SACTorchPolicy(OBS, BOX, {}).learner.kernel is not None
 
 
 def test_noise_on_targets_is_cut_off():

@@ -19,6 +19,7 @@ from flowrl.ops import (
     StalenessLimit,
     TrainOneStep,
 )
+from flowrl.ops.plan_metrics import PlanMetrics
 from flowrl.policies import ConfigError
 from flowrl.sampling.episode import EpisodeMetrics
 
@@ -46,13 +47,13 @@ def test_what_the_plan_is_told(kind):
     assert [drop.max_policy_lag for drop in drops] == [7]
     assert learner.outqueue.maxsize == 6
     assert (learner._minibatches.size, learner._minibatches.num_passes) == (2, 4)
-    assert learner.sgd_minibatch_size == 30
+    assert learner.learner.sgd_minibatch_size == 30
     with kind(env="CartPole-v1", num_learners=3).build() as algorithm:
-        learners = learner_of(algorithm).learners
-        assert (learners.num_learners, learners.gpus) == (3, False)
+        learners = learner_of(algorithm).learner
+        assert (learners.num_learners, learners.use_gpus) == (3, False)
     with kind(env="CartPole-v1", num_gpus=2).build() as algorithm:
-        learners = learner_of(algorithm).learners
-        assert (learners.num_learners, learners.gpus) == (2, True)
+        learners = learner_of(algorithm).learner
+        assert (learners.num_learners, learners.use_gpus) == (2, True)
 
 
 def test_what_is_not_said_is_as_in_dqn():
@@ -100,9 +101,9 @@ def test_only_the_chosen_workers_episodes_are_in_the_means():
     with A3CConfig(env="CartPole-v1", num_workers=3).build() as algorithm:
         with metrics_scope(MetricsContext()) as metrics:
             returns = [(0, 10.0), (2, 30.0), (1, 20.0), (2, 50.0)]
-            metrics.info["new_episodes"] = [
+            PlanMetrics.of(metrics).new_episodes.extend(
                 (worker, EpisodeMetrics(value, int(value), 0)) for worker, value in returns
-            ]
+            )
             result = CollectMetrics(algorithm.workers, selected_workers=[2])(None)
         assert result["episode_reward_mean"] == 40
         assert result["episodes_in_window"] == 2

@@ -240,7 +240,7 @@ def test_what_cannot_be_composed():
     unselected = ParallelRollouts(algorithm.workers).for_each(
         StoreToReplayBuffer(local_buffer=buffer)
     )
-    with pytest.raises(KeyError, match=r"\['ppo'\] for a replay buffer of \['dqn'\]: select those"):
+    with pytest.raises(KeyError, match=r"\['ppo'\] for a replay buffer of \['dqn'\]: select"):
         next(unselected)
     algorithm.stop()
     algorithm = Algorithm(two())

@@ -71,9 +71,9 @@ def test_the_gap_of_continuous_actions():
     policy.flat.vector.data += 0.2 * torch.randn(policy.flat.vector.shape)
     batch = rows()
     tensors = policy.tensors(batch)
-    state = policy.learn_rng.bit_generator.state
+    state = policy.learner.rng.bit_generator.state
     drawn, logps = policy._others(tensors)
-    policy.learn_rng.bit_generator.state = state
+    policy.learner.rng.bit_generator.state = state
     with torch.no_grad():
         gaps = policy.gaps(tensors).numpy()
         for critic in range(2):
@@ -161,7 +161,7 @@ def test_it_imitates_first(actions):
         losses.append(policy.learn_on_minibatches(batch)["actor_loss"] + logp)
     assert losses[:2] == pytest.approx([0, 0], abs=1e-4)
     assert abs(losses[2]) > 1e-3
-    assert policy.get_state()["updates"] == 3
+    assert policy.learner.num_updates == 3
 
 
 @pytest.fixture(scope="module")

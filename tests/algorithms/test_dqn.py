@@ -119,9 +119,9 @@ def test_the_loss_is_that_of_the_papers(dueling, double_q, space):
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("activation", ["tanh", "relu"])
 @pytest.mark.parametrize("dueling", [True, False])
-def test_the_gradient_by_hand_is_autograds(dueling, activation, shared):
-    """The chain rule through the layers, the Huber loss's slope and its weights, and the mean that
-    advantages are measured from; a second batch leaves nothing of the first one behind."""
+def test_kernel_gradient_equals_autograd(dueling, activation, shared):
+    """Check all layers, the Huber loss, weights and dueling means; the second batch checks that the
+    first one leaves no trace."""
     policy = DQNTorchPolicy(
         BOX,
         THREE,
@@ -138,17 +138,17 @@ def test_the_gradient_by_hand_is_autograds(dueling, activation, shared):
     for seed, names in ((0, ()), (1, ("weights", "n_steps"))):
         batch = rows(seed=seed).without_columns(*names)
         batch["rewards"] *= 3  # errors on both sides of 1
-        by_hand = policy.gradient_by_hand(policy.tensors(batch))
-        gradient, told = policy.flat.gradient.clone(), dict(policy.stats)
+        kernel_loss = policy.learner.kernel(policy.tensors(batch))
+        gradient, stats = policy.flat.gradient.clone(), dict(policy.stats)
         loss = policy.loss(policy.tensors(batch))
         policy.flat.take_gradient(loss)
-        assert by_hand == pytest.approx(loss.item(), rel=1e-6)
-        assert told == pytest.approx(policy.stats, rel=1e-5, abs=1e-6)
+        assert kernel_loss == pytest.approx(loss.item(), rel=1e-6)
+        assert stats == pytest.approx(policy.stats, rel=1e-5, abs=1e-6)
         assert float(gradient.abs().max()) > 0.01
         torch.testing.assert_close(gradient, policy.flat.gradient, rtol=1e-5, atol=1e-7)
 
 
-def test_only_the_loss_that_was_differentiated_is_by_hand():
+def test_kernel_is_used_only_for_the_shipped_loss():
     class Doubled(DQNTorchPolicy):
         def loss(self, batch):
             return 2 * super().loss(batch)
@@ -160,7 +160,7 @@ def test_only_the_loss_that_was_differentiated_is_by_hand():
     image = spaces.Box(0, 255, (8, 8, 3), np.uint8)
     for space, more in ((MASKED, {}), (image, {}), (BOX, {"precision": "bfloat16"})):
         policy = DQNTorchPolicy(space, THREE, {"seed": 0, **more})
-        assert policy.gradient_by_hand(policy.tensors(batch)) is None
+        assert policy.learner.kernel is None
 
 
 def values_at(policy, obs):
@@ -170,7 +170,9 @@ def values_at(policy, obs):
     )
     count = len(outputs)
     each = [
-        policy.values.goals(outputs, state, np.full(count, a), np.zeros(count), np.ones(count))
+        policy.q_function.td_targets(
+            outputs, state, np.full(count, a), np.zeros(count), np.ones(count)
+        )
         for a in range(policy.action_space.n)
     ]
     return np.stack(each, 1)
@@ -285,7 +287,7 @@ def test_errors_are_told_however_it_learns():
         with metrics_scope(MetricsContext()):
             one = ComputeGradients(workers)(drawn)
             _, info = ApplyGradients(workers)(AverageGradients()([one, one]))
-            with pytest.raises(ValueError, match="do not say which workers"):
+            with pytest.raises(ValueError, match="name no workers"):
                 ApplyGradients(workers, update_all=False)(replace(one, sources=()))
     assert info["default_policy"]["rows"]["batch_indexes"].tolist() == [0, 1, 2, 3] * 2
 
@@ -342,7 +344,7 @@ def test_settings_that_cannot_be(settings, match):
 def test_what_dqn_is_not_for():
     with pytest.raises(ConfigError, match="DQN is for Discrete actions"):
         DQNTorchPolicy(BOX, BOX, {})
-    with pytest.raises(ConfigError, match="sees observations alone"):
+    with pytest.raises(ConfigError, match="sees only observations"):
         DQNTorchPolicy(BOX, THREE, {"model": {"use_lstm": True, "lstm_use_prev_action": True}})
 
 
@@ -520,16 +522,16 @@ def test_the_distributional_loss_is_that_of_the_paper(dueling, double_q, space):
 
 
 @pytest.mark.parametrize("dueling", [True, False])
-def test_the_distributional_gradient_by_hand_is_autograds(dueling):
+def test_categorical_kernel_gradient_equals_autograd(dueling):
     policy = DQNTorchPolicy(BOX, THREE, {**C51, "dueling": dueling})
     for seed, names in ((0, ()), (1, ("weights", "n_steps"))):
         batch = rows(seed=seed).without_columns(*names)
-        by_hand = policy.gradient_by_hand(policy.tensors(batch))
-        gradient, told = policy.flat.gradient.clone(), dict(policy.stats)
+        kernel_loss = policy.learner.kernel(policy.tensors(batch))
+        gradient, stats = policy.flat.gradient.clone(), dict(policy.stats)
         loss = policy.loss(policy.tensors(batch))
         policy.flat.take_gradient(loss)
-        assert by_hand == pytest.approx(loss.item(), rel=1e-5)
-        assert told == pytest.approx(policy.stats, rel=1e-4, abs=1e-5)
+        assert kernel_loss == pytest.approx(loss.item(), rel=1e-5)
+        assert stats == pytest.approx(policy.stats, rel=1e-4, abs=1e-5)
         assert float(gradient.abs().max()) > 0.001
         torch.testing.assert_close(gradient, policy.flat.gradient, rtol=1e-4, atol=1e-6)
 
@@ -576,7 +578,7 @@ def test_noisy_layers_are_the_papers():
     inputs = torch.randn(6, 4)
     assert layer.weight_sigma.unique().tolist() == [0.25]  # 0.5 / sqrt(4)
     torch.testing.assert_close(layer(inputs), inputs @ layer.weight.T + layer.bias)
-    layer.draw(np.random.default_rng(5))
+    layer.resample(np.random.default_rng(5))
     drawn = np.random.default_rng(5).standard_normal(7, dtype=np.float32)
     e = [float(np.sign(x) * abs(x) ** 0.5) for x in drawn]
     expected = torch.zeros(6, 3)
@@ -588,7 +590,7 @@ def test_noisy_layers_are_the_papers():
                 total += weight * float(inputs[row, i])
             expected[row, out] = total
     torch.testing.assert_close(layer(inputs), expected, rtol=1e-5, atol=1e-6)
-    layer.draw(None)
+    layer.resample(None)
     torch.testing.assert_close(layer(inputs), inputs @ layer.weight.T + layer.bias)
 
 
@@ -625,8 +627,8 @@ def test_each_network_of_a_noisy_loss_has_noise_of_its_own(monkeypatch):
     names = {id(policy.model): "online", id(policy.target_model): "target"}
     drawn = []
     monkeypatch.setattr(
-        "flowrl.algorithms.dqn.draw_noise",
-        lambda model, rng: drawn.append((names[id(model)], rng is policy.learn_rng)),
+        "flowrl.algorithms.dqn.resample_noise",
+        lambda model, rng: drawn.append((names[id(model)], rng is policy.learner.rng)),
     )
     policy.loss(policy.tensors(rows()))
     # for the target's values, for the choice of the next actions, and for what is learned

@@ -168,7 +168,7 @@ def test_what_operators_hold_is_saved(tmp_path):
         loaded = two.plan.state_dict()["stages"][concat]["operator"]
         assert saved["steps"] == loaded["steps"] > 0
         for mine, yours in zip(saved["pending"], loaded["pending"], strict=True):
-            for name, column in mine.without_unread().items():
+            for name, column in mine.without_lazy_columns().items():
                 np.testing.assert_array_equal(column, yours[name])
 
 

@@ -166,7 +166,7 @@ def test_data_that_does_not_fit(recorded, tmp_path):
         BCConfig(env="CartPole-v1").build().train()
     with (
         small(BCConfig, recorded, env="Pendulum-v1").build() as algorithm,
-        pytest.raises(OfflineDataError, match="of other spaces than the policy: obs"),
+        pytest.raises(OfflineDataError, match="do not fit the spaces of the policy: obs"),
     ):
         algorithm.train()
     rows = batch_of(None)
@@ -176,13 +176,13 @@ def test_data_that_does_not_fit(recorded, tmp_path):
             algorithm.train()
         with pytest.raises(OfflineDataError, match="there are no rows of policy 'other'"):
             ReadParquet(algorithm.workers, tmp_path, 5, policy_id="other").take(1)
-        with pytest.raises(ValueError, match="batch_size is a whole number from 1"):
+        with pytest.raises(ValueError, match="batch_size must be a positive integer"):
             ReadParquet(algorithm.workers, tmp_path, 0)
     whole = (tmp_path / "a.parquet").read_bytes()
     (tmp_path / "a.parquet").write_bytes(whole[: len(whole) // 2])
     with (
         small(BCConfig, tmp_path).build() as algorithm,
-        pytest.raises(OfflineDataError, match="it cannot be read"),
+        pytest.raises(OfflineDataError, match="cannot be read"),
     ):
         algorithm.train()
 

@@ -48,7 +48,7 @@ def sampled(policy_config, rows=34, length=11):
 
 def values_of(policy, outputs, model):
     state = model.value_function() if policy.config.dueling else None
-    return policy.values.values_of_tensors(outputs, state)
+    return policy.q_function.values(outputs, state)
 
 
 def one_by_one(model, policy, rows, state):
@@ -176,7 +176,7 @@ def test_priorities_of_sequences_come_from_their_rows():
     own = buffer.buffers["default_policy"]
     # the same sequence may have been drawn twice, with the same errors
     expected = (0.9 * errors.max() + 0.1 * errors.mean() + own.eps) ** own.alpha
-    assert own._tree.leaves[number % own.capacity] == pytest.approx(expected, rel=1e-4)
+    assert own.weights[number % own.capacity] == pytest.approx(expected, rel=1e-4)
 
 
 def test_what_is_not_for_it_is_refused():

@@ -12,7 +12,7 @@ from flowrl.algorithms.vtrace import trajectory_ends, vtrace_of_rows
 from flowrl.data import SampleBatch
 from flowrl.ops import ParallelRollouts
 from flowrl.policies.torch_policy import TensorBatch
-from tests.policies.test_returns import slow_vtrace
+from tests.policies.test_returns import reference_vtrace
 
 CLIPS = {"gamma": 0.9, "clip_rho": 1.2, "clip_c": 0.8, "clip_pg_rho": 1.1, "lambda_": 0.95}
 
@@ -30,7 +30,7 @@ def test_rows_of_uneven_trajectories(lengths, seed):
     def column(x):
         return np.asarray(x)[:, None]
 
-    expected = slow_vtrace(
+    expected = reference_vtrace(
         *map(column, (mu, pi, rewards, values, after, ends)), 0.9, 1.2, 0.8, 0.95
     )[:, 0]
     np.testing.assert_allclose(targets, expected, atol=1e-9)
@@ -74,7 +74,7 @@ def plain_parts(policy, batch, target_logp, config):
     def column(x):
         return np.asarray(x, np.float64)[:, None]
 
-    targets = slow_vtrace(
+    targets = reference_vtrace(
         *map(column, (batch["action_logp"], target_logp, batch["rewards"], values, following)),
         ends[:, None], config.gamma, config.vtrace_clip_rho_threshold,
         config.vtrace_clip_c_threshold, config.lambda_,

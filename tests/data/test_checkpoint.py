@@ -1,4 +1,4 @@
-"""Checkpoints: trees come back as they were, damage is refused by name, a writer may be killed."""
+"""Checkpoints: trees round-trip, damage is rejected by file name, a writer may be killed."""
 
 import contextlib
 import errno
@@ -16,17 +16,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from flowrl.data import MultiAgentBatch, SampleBatch, checkpoint
+from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.data.checkpoint import (
-    LARGE,
+    LARGE_BYTES,
     CheckpointError,
     is_checkpoint,
     read_checkpoint,
     read_manifest,
     remove_checkpoint,
+    seal_manifest,
     write_checkpoint,
 )
-from flowrl.data.serialization import SMALL
+from flowrl.data.checkpoint_storage import LocalStorage, digest, storage_of
+from flowrl.data.serialization import SMALL_BYTES
 
 scalars = st.one_of(
     st.none(),
@@ -73,15 +75,15 @@ def assert_same(one, two):
 
 @settings(deadline=None, max_examples=60)
 @given(trees)
-def test_any_tree_comes_back_as_it_was(tmp_path_factory, tree):
+def test_any_tree_round_trips(tmp_path_factory, tree):
     path = tmp_path_factory.mktemp("c")
     write_checkpoint(path, {"tree": tree}, {})
     assert_same(read_checkpoint(path)[0], {"tree": tree})
 
 
-def test_large_arrays_have_files_of_their_own(tmp_path):
+def test_large_arrays_have_their_own_files(tmp_path):
     rng = np.random.default_rng(0)
-    rows = rng.normal(size=(LARGE // 8 + 3, 2))
+    rows = rng.normal(size=(LARGE_BYTES // 8 + 3, 2))
     state = {
         "rows": rows,
         "columns": np.asfortranarray(rows),
@@ -96,15 +98,15 @@ def test_large_arrays_have_files_of_their_own(tmp_path):
     for name in ("rows", "columns", "strided", "small"):
         np.testing.assert_array_equal(read[name], state[name])
         assert read[name].dtype == state[name].dtype
-    read["rows"][0] = 7  # it is ours to write to
+    read["rows"][0] = 7  # the arrays are writable
     np.testing.assert_array_equal(read["batch"]["obs"], rows)
-    held = [about["array"] for about in manifest["files"].values() if "array" in about]
-    assert sorted(held) == ["batch/__batch__/obs", "columns", "rows", "strided"] or len(held) == 4
-    only, _ = read_checkpoint(tmp_path / "c", "small")
-    assert list(only) == ["small"]
+    names = [entry["array"] for entry in manifest["files"].values() if "array" in entry]
+    assert sorted(names) == ["batch/obs", "columns", "rows", "strided"]
+    part, _ = read_checkpoint(tmp_path / "c", "small")
+    assert list(part) == ["small"]
 
 
-def test_batches_and_objects(tmp_path):
+def test_batches_and_objects_round_trip(tmp_path):
     infos = np.empty((2, 1), object)
     infos[:, 0] = [{"a": 1, 3: (np.float32(2),)}, {}]
     batch = SampleBatch(obs=np.ones((2, 3)), infos=infos)
@@ -115,7 +117,7 @@ def test_batches_and_objects(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("leaf", "said"),
+    ("leaf", "message"),
     [
         (object(), "a/0 is a object"),
         ({1, 2}, "a/0 is a set"),
@@ -128,36 +130,44 @@ def test_batches_and_objects(tmp_path):
         (lambda: 0, "a/0 is a function"),
     ],
 )
-def test_what_cannot_be_saved_is_named_before_anything_is_written(tmp_path, leaf, said):
-    with pytest.raises(TypeError, match=said):
+def test_unsupported_leaf_is_named_before_anything_is_written(tmp_path, leaf, message):
+    with pytest.raises(TypeError, match=message):
         write_checkpoint(tmp_path / "c", {"a": [leaf]}, {})
     assert not (tmp_path / "c").exists()
 
 
-def whole(tmp_path):
-    state = {"a": np.arange(5), "b": [1, {"c": 2.5}], "big": np.arange(LARGE, dtype=np.uint8)}
+def write_example(tmp_path):
+    state = {
+        "a": np.arange(5),
+        "b": [1, {"c": 2.5}],
+        "large": np.arange(LARGE_BYTES, dtype=np.uint8),
+    }
     return write_checkpoint(tmp_path / "c", state, {"x": 1})
 
 
-def test_a_thousand_flipped_bits_are_each_refused_with_the_files_name(tmp_path):
-    path, rng = whole(tmp_path), np.random.default_rng(1)
+def write_manifest(path, manifest):
+    (path / "manifest.json").write_bytes(seal_manifest(manifest))
+
+
+def test_flipped_bit_is_rejected_with_the_file_name(tmp_path):
+    path, rng = write_example(tmp_path), np.random.default_rng(1)
     names = sorted(os.listdir(path))
     assert len(names) == 5
     for _ in range(1000 // len(names)):
         for name in names:
             data = bytearray((path / name).read_bytes())
-            at, bit = int(rng.integers(len(data))), int(rng.integers(8))
-            data[at] ^= 1 << bit
+            position, bit = int(rng.integers(len(data))), int(rng.integers(8))
+            data[position] ^= 1 << bit
             (path / name).write_bytes(data)
             with pytest.raises(CheckpointError, match=name):
                 read_checkpoint(path)
-            data[at] ^= 1 << bit
+            data[position] ^= 1 << bit
             (path / name).write_bytes(data)
     assert is_checkpoint(path)
 
 
-def test_truncated_and_missing_files_are_refused_with_their_names(tmp_path):
-    path = whole(tmp_path)
+def test_truncated_and_missing_files_are_rejected_with_the_file_name(tmp_path):
+    path = write_example(tmp_path)
     for name in os.listdir(path):
         data = (path / name).read_bytes()
         for length in (0, 1, len(data) // 2, len(data) - 1):
@@ -171,51 +181,49 @@ def test_truncated_and_missing_files_are_refused_with_their_names(tmp_path):
         (path / name).write_bytes(data)
 
 
-class Planted:
+class MakeFolder:
     def __reduce__(self):
-        return os.mkdir, (os.environ["PLANTED"],)
+        return os.mkdir, (os.environ["FOLDER"],)
 
 
-def test_a_planted_pickle_never_runs(tmp_path, monkeypatch):
-    path = whole(tmp_path)
-    monkeypatch.setenv("PLANTED", str(tmp_path / "ran"))
-    planted = pickle.dumps(Planted())
+def test_planted_pickle_is_never_loaded(tmp_path, monkeypatch):
+    path = write_example(tmp_path)
+    monkeypatch.setenv("FOLDER", str(tmp_path / "loaded"))
     objects = np.empty(1, object)
-    objects[0] = Planted()
+    objects[0] = MakeFolder()
     np.save(tmp_path / "objects.npy", objects, allow_pickle=True)
-    array = (tmp_path / "objects.npy").read_bytes()
+    planted = pickle.dumps(MakeFolder()), (tmp_path / "objects.npy").read_bytes()
     manifest = read_manifest(path)
     for name in os.listdir(path):
-        before = (path / name).read_bytes()
-        for data in (planted, array):
+        original = (path / name).read_bytes()
+        for data in planted:
             (path / name).write_bytes(data)
             with pytest.raises(CheckpointError, match=name):
                 read_checkpoint(path)
-            if name in manifest["files"]:  # even where the manifest was made to agree
-                told = json.loads(json.dumps(manifest))
-                digest = checkpoint._digest(name, data)
-                told["files"][name] |= {"bytes": len(data), "hash": digest}
-                told.pop("blake2b")
+            if name in manifest["files"]:  # also with a matching hash in the manifest
+                changed = json.loads(json.dumps(manifest))
+                changed["files"][name] |= {"bytes": len(data), "hash": digest(name, data)}
+                changed.pop("blake2b")
                 sealed = (path / "manifest.json").read_bytes()
-                (path / "manifest.json").write_bytes(checkpoint._sealed(told))
-                if name.endswith(".bin"):  # numbers, whatever they were written as
+                write_manifest(path, changed)
+                if name.endswith(".bin"):  # any bytes are valid numbers
                     with contextlib.suppress(CheckpointError):
                         read_checkpoint(path)
                 else:
                     with pytest.raises(CheckpointError, match=name):
                         read_checkpoint(path)
                 (path / "manifest.json").write_bytes(sealed)
-        (path / name).write_bytes(before)
-    assert not (tmp_path / "ran").exists()
+        (path / name).write_bytes(original)
+    assert not (tmp_path / "loaded").exists()
 
 
-def test_a_manifest_cannot_name_files_elsewhere(tmp_path):
-    path = whole(tmp_path)
+def test_manifest_cannot_name_files_outside_the_folder(tmp_path):
+    path = write_example(tmp_path)
     manifest = read_manifest(path)
     manifest.pop("blake2b")
     manifest["files"]["../secret.json"] = {"bytes": 1, "hash": "x"}
-    (path / "manifest.json").write_bytes(checkpoint._sealed(manifest))
-    with pytest.raises(CheckpointError, match="no file of a checkpoint"):
+    write_manifest(path, manifest)
+    with pytest.raises(CheckpointError, match="is not a checkpoint file"):
         read_checkpoint(path)
 
 
@@ -224,36 +232,35 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("kind", ["killed", "disk full"])
-def test_at_every_write_there_is_the_old_or_the_new_checkpoint(tmp_path, monkeypatch, kind):
-    """Stop at the n-th call of write, fsync, replace and remove, for every n there is."""
+def test_interrupted_write_leaves_the_previous_or_the_new_checkpoint(tmp_path, monkeypatch, kind):
+    """Interrupt the n-th call of write, fsync, replace and remove, for every n."""
     calls = limit = 0
 
-    def counted(real):
+    def interruptible(fn):
         def call(*args, **kwargs):
             nonlocal calls
             calls += 1
             if calls == limit:
                 raise Killed if kind == "killed" else OSError(errno.ENOSPC, "no space left")
-            return real(*args, **kwargs)
+            return fn(*args, **kwargs)
 
         return call
 
     path = tmp_path / "c"
     for name in ("write", "publish", "remove"):
-        own = getattr(checkpoint._Folder, name)
-        monkeypatch.setattr(checkpoint._Folder, name, counted(own))
+        monkeypatch.setattr(LocalStorage, name, interruptible(getattr(LocalStorage, name)))
     for name in ("fsync", "replace"):
-        monkeypatch.setattr(os, name, counted(getattr(os, name)))
-    write_checkpoint(path, {"n": 0, "array": np.zeros(LARGE)}, {})
+        monkeypatch.setattr(os, name, interruptible(getattr(os, name)))
+    write_checkpoint(path, {"n": 0, "array": np.zeros(LARGE_BYTES)}, {})
     points = calls
     assert points > 10
     seen = set()
     for n in range(1, points + 5):
         calls, limit = 0, 0
-        write_checkpoint(path, {"n": 0, "array": np.zeros(LARGE)}, {})
+        write_checkpoint(path, {"n": 0, "array": np.zeros(LARGE_BYTES)}, {})
         calls, limit = 0, n
         with contextlib.suppress(Killed, OSError):
-            write_checkpoint(path, {"n": n, "array": np.full(LARGE, n)}, {})
+            write_checkpoint(path, {"n": n, "array": np.full(LARGE_BYTES, n)}, {})
         limit = 0
         state, _ = read_checkpoint(path)
         assert state["n"] in (0, n)
@@ -261,83 +268,88 @@ def test_at_every_write_there_is_the_old_or_the_new_checkpoint(tmp_path, monkeyp
         seen.add(state["n"] == 0)
     assert seen == {True, False}
     write_checkpoint(path, {"n": 1}, {})
-    assert len(os.listdir(path)) == 4  # nothing of those that were stopped is left
+    assert len(os.listdir(path)) == 4  # files of interrupted writes are removed
 
 
-def test_a_writer_that_is_killed_leaves_the_old_one(tmp_path):
-    """A real process, killed by the system in the middle of a write."""
+def test_killed_writer_leaves_the_previous_checkpoint(tmp_path):
+    """Kill a real process in the middle of a write."""
     write_checkpoint(tmp_path / "c", {"n": 1}, {})
     code = textwrap.dedent(
         """
         import os, signal, sys
         import numpy as np
-        from flowrl.data import checkpoint
-        real = checkpoint._Folder.publish
+        from flowrl.data.checkpoint import write_checkpoint
+        from flowrl.data.checkpoint_storage import LocalStorage
         def publish(self, name, data):
             os.kill(os.getpid(), signal.SIGKILL)
-        checkpoint._Folder.publish = publish
-        checkpoint.write_checkpoint(sys.argv[1], {"n": 2, "a": np.zeros(1 << 18)}, {})
+        LocalStorage.publish = publish
+        write_checkpoint(sys.argv[1], {"n": 2, "a": np.zeros(1 << 18)}, {})
         """
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "c")], check=False)
-    assert done.returncode == -9
+    process = subprocess.run([sys.executable, "-c", code, str(tmp_path / "c")], check=False)
+    assert process.returncode == -9
     assert len(os.listdir(tmp_path / "c")) > 4
     assert read_checkpoint(tmp_path / "c")[0] == {"n": 1}
     write_checkpoint(tmp_path / "c", {"n": 3}, {})
     assert len(os.listdir(tmp_path / "c")) == 4
 
 
-def test_a_checkpoint_elsewhere(tmp_path):
+def test_checkpoint_on_a_remote_file_system(tmp_path):
     pytest.importorskip("fsspec")
     uri = "memory://flowrl-test/run/c"
-    state = {"a": np.arange(3), "big": np.arange(LARGE, dtype=np.uint8)}
+    state = {"a": np.arange(3), "large": np.arange(LARGE_BYTES, dtype=np.uint8)}
     assert not is_checkpoint(uri)
     for n in range(2):
         write_checkpoint(uri, {**state, "n": n}, {})
         read, _ = read_checkpoint(uri)
         assert read["n"] == n
-        np.testing.assert_array_equal(read["big"], state["big"])
-    assert len(checkpoint._place(uri).names()) == 5
+        np.testing.assert_array_equal(read["large"], state["large"])
+    assert len(storage_of(uri).names()) == 5
     with pytest.raises(CheckpointError, match="nothing"):
         write_checkpoint("nothing://here", {}, {})
 
 
-def test_other_formats_and_other_folders(tmp_path):
-    with pytest.raises(CheckpointError, match=r"manifest\.json: there is no such file"):
+def test_other_format_versions_and_other_folders_are_rejected(tmp_path):
+    with pytest.raises(CheckpointError, match=r"manifest\.json: file not found"):
         read_checkpoint(tmp_path)
     (tmp_path / "manifest.json").write_text('{"format": 1}')
-    with pytest.raises(CheckpointError, match="older format"):
+    with pytest.raises(CheckpointError, match="checkpoint format 1 is not supported"):
         read_checkpoint(tmp_path)
-    (tmp_path / "manifest.json").write_bytes(checkpoint._sealed({"format": 99, "files": {}}))
-    with pytest.raises(CheckpointError, match="of format 99"):
+    (tmp_path / "manifest.json").write_text('{"name": "other"}')
+    with pytest.raises(CheckpointError, match="does not belong to a checkpoint"):
         read_checkpoint(tmp_path)
-    path = whole(tmp_path)
+    path = write_example(tmp_path)
+    for version, remedy in ((2, "train again, or read it with the flowrl version"), (99, "newer")):
+        write_manifest(path, {"format": version, "files": {}})
+        match = rf"manifest\.json: checkpoint format {version} is not supported.*{remedy}"
+        with pytest.raises(CheckpointError, match=match):
+            read_checkpoint(path)
     remove_checkpoint(path)
     assert not path.exists()
 
 
-def test_keys_with_slashes_and_very_many_arrays(tmp_path):
-    big = np.arange(SMALL)
+def test_keys_with_slashes_and_many_arrays_round_trip(tmp_path):
+    array = np.arange(SMALL_BYTES)
     many = [np.full(3, i) for i in range(50_000)]
-    state = {"a/b": big, "a": {"b": -big}, "": {"a": 2 * big}, "many": many}
+    state = {"a/b": array, "a": {"b": -array}, "": {"a": 2 * array}, "many": many}
     write_checkpoint(tmp_path / "c", state, {})
     assert_same(read_checkpoint(tmp_path / "c")[0], state)
 
 
-def test_a_reader_beside_a_writer_finds_the_old_or_the_new_one(tmp_path):
+def test_reader_finds_a_whole_checkpoint_while_another_is_written(tmp_path):
     path, stop, seen = tmp_path / "c", threading.Event(), set()
-    write_checkpoint(path, {"n": 0, "a": np.zeros(LARGE)}, {})
+    write_checkpoint(path, {"n": 0, "a": np.zeros(LARGE_BYTES)}, {})
 
     def write():
         n = 0
         while not stop.is_set():
             n += 1
-            write_checkpoint(path, {"n": n, "a": np.full(LARGE // 8, n)}, {})
+            write_checkpoint(path, {"n": n, "a": np.full(LARGE_BYTES // 8, n)}, {})
 
     writer = threading.Thread(target=write)
     writer.start()
     try:
-        while len(seen) < 6:  # the test's time limit ends it where nothing new is ever found
+        while len(seen) < 6:  # the test's timeout is the limit
             state, _ = read_checkpoint(path)
             assert (state["a"] == state["n"]).all()
             seen.add(state["n"])
@@ -346,7 +358,7 @@ def test_a_reader_beside_a_writer_finds_the_old_or_the_new_one(tmp_path):
         writer.join()
 
 
-def test_what_the_manifest_cannot_say_is_refused_before_anything_is_written(tmp_path):
+def test_metadata_that_is_not_json_is_rejected_before_anything_is_written(tmp_path):
     with pytest.raises(TypeError):
         write_checkpoint(tmp_path / "c", {"a": 1}, {"me": object()})
     assert not (tmp_path / "c").exists()

@@ -22,7 +22,7 @@ def batch_of(n, start=0):
     )
 
 
-def test_columns():
+def test_columns_read_and_write():
     batch = batch_of(5)
     assert (batch["dones"] == batch["truncateds"]).all()
     assert "dones" in batch
@@ -38,7 +38,7 @@ def test_columns():
     assert batch.get("nope", 3) == 3
 
 
-def test_with_columns_shares_and_leaves_the_original():
+def test_with_columns_shares_arrays_and_keeps_the_original():
     batch = batch_of(3)
     other = batch.with_columns(rewards=np.ones(3))
     assert "rewards" not in batch
@@ -49,7 +49,7 @@ def test_with_columns_shares_and_leaves_the_original():
     assert batch["obs"][0, 0] == 0
 
 
-def test_ragged_columns_are_refused():
+def test_ragged_columns_are_rejected():
     with pytest.raises(ValueError, match="differ in length"):
         SampleBatch(obs=np.zeros(3), rewards=np.zeros(2))
 
@@ -62,12 +62,12 @@ def test_nested_columns_count_and_slice():
 
 
 @given(st.integers(0, 12), st.integers(-14, 14), st.integers(-14, 14))
-def test_slices_are_those_of_lists(n, i, j):
+def test_slices_match_list_slices(n, i, j):
     assert batch_of(n)[i:j]["actions"].tolist() == list(range(n))[i:j]
 
 
 @given(st.integers(1, 30), st.integers(1, 12))
-def test_timeslices_cover_all(n, size):
+def test_timeslices_cover_all_rows(n, size):
     for pieces in (batch_of(n).timeslices(size=size), batch_of(n).timeslices(num_slices=size)):
         assert np.concatenate([p["actions"] for p in pieces]).tolist() == list(range(n))
 
@@ -77,24 +77,24 @@ def test_empty_slice_is_empty():
     assert not batch_of(3)[0:0]
 
 
-def test_split_by_episode():
+def test_split_by_episode_uses_dones_or_eps_id():
     assert [p.count for p in batch_of(7).split_by_episode()] == [3, 3, 1]
     with_ids = batch_of(4).with_columns(eps_id=np.array([1, 1, 2, 2]))
     assert [p.count for p in with_ids.split_by_episode()] == [2, 2]
 
 
-def test_concat():
+def test_concat_skips_empty_batches():
     joined = concat_samples([batch_of(2), SampleBatch(), batch_of(3, 2)])
     assert joined["actions"].tolist() == [0, 1, 2, 3, 4]
     assert concat_samples([]).count == 0
 
 
-def test_concat_of_different_columns(caplog):
-    more = batch_of(2).with_columns(odd_one=np.ones(2, np.float32))
+def test_concat_fills_missing_columns_with_zeros(caplog):
+    more = batch_of(2).with_columns(extra=np.ones(2, np.float32))
     joined = concat_samples([batch_of(1), more])
-    assert joined["odd_one"].tolist() == [0, 1, 1]
-    assert joined["odd_one"].dtype == np.float32
-    assert "['odd_one'] are in some batches only" in caplog.text
+    assert joined["extra"].tolist() == [0, 1, 1]
+    assert joined["extra"].dtype == np.float32
+    assert "columns ['extra'] are missing in some batches" in caplog.text
     sequences = SampleBatch(actions=np.arange(2), seq_lens=np.array([2]))
     with pytest.raises(ValueError, match="seq_lens"):
         concat_samples([batch_of(1), sequences])
@@ -106,7 +106,7 @@ def test_shuffle_keeps_rows_together():
     assert (mixed["obs"][:, 0] == mixed["actions"]).all()
 
 
-def test_sequences():
+def test_sequences_slice_and_pad():
     batch = SampleBatch(obs=np.arange(6), seq_lens=[2, 3, 1], state_in_0=np.arange(3))
     assert batch[:3]["obs"].tolist() == [0, 1]
     assert batch[2:6]["state_in_0"].tolist() == [1, 2]
@@ -123,21 +123,21 @@ def test_sequences():
         SampleBatch(obs=np.arange(6), seq_lens=[2, 3])
 
 
-def test_pickle_keeps_everything():
+def test_pickle_keeps_columns_and_sources():
     batch = batch_of(3)
     batch.sources = ("here",)
-    again = pickle.loads(pickle.dumps(batch))
-    assert again.sources == ("here",)
-    assert (again["obs"] == batch["obs"]).all()
+    restored = pickle.loads(pickle.dumps(batch))
+    assert restored.sources == ("here",)
+    assert (restored["obs"] == batch["obs"]).all()
 
 
-def test_repr_summarises():
+def test_repr_summarizes_columns():
     text = repr(batch_of(3))
     assert "'actions': np.ndarray((3,), dtype=int64, min=0, max=2, mean=1)" in text
     assert "'infos': np.ndarray((3,), dtype=object, head={})" in text
 
 
-def test_multi_agent():
+def test_multi_agent_batch():
     both = MultiAgentBatch({"a": batch_of(3), "b": batch_of(2)}, env_steps=3)
     assert (both.count, both.agent_steps()) == (3, 5)
     assert list(both.select(["a"]).policy_batches) == ["a"]
@@ -152,26 +152,26 @@ def test_multi_agent():
 
 
 @given(st.data())
-def test_windows_read_as_the_array_that_they_stand_for(data):
+def test_indexed_column_reads_as_array(data):
     base = np.arange(24.0).reshape(8, 3)
     shape = data.draw(st.sampled_from([(5,), (5, 2)]))
     index = data.draw(arrays(np.int64, shape, elements=st.integers(-1, 7)))
-    plain = np.where((index == NOTHING)[..., None], 0.0, base[index])
-    windows = IndexedColumn(base, index)
-    assert windows.shape == plain.shape
-    assert np.array_equal(windows, plain)
-    assert np.array_equal(windows[1:4], plain[1:4])
-    assert np.array_equal(windows[2], plain[2])
-    assert np.array_equal(windows[-1], plain[-1])
+    expected = np.where((index == NOTHING)[..., None], 0.0, base[index])
+    column = IndexedColumn(base, index)
+    assert column.shape == expected.shape
+    assert np.array_equal(column, expected)
+    assert np.array_equal(column[1:4], expected[1:4])
+    assert np.array_equal(column[2], expected[2])
+    assert np.array_equal(column[-1], expected[-1])
     rows = np.array([3, 0, 3])
-    assert np.array_equal(windows[rows], plain[rows])
-    both = IndexedColumn.concat([windows, IndexedColumn(base + 100, index)[rows]])
-    expected = np.where((index == NOTHING)[..., None], 0.0, (base + 100)[index])[rows]
-    assert np.array_equal(both, np.concatenate([plain, expected]))
-    assert np.array_equal(both[rows], plain[rows])
+    assert np.array_equal(column[rows], expected[rows])
+    both = IndexedColumn.concat([column, IndexedColumn(base + 100, index)[rows]])
+    other = np.where((index == NOTHING)[..., None], 0.0, (base + 100)[index])[rows]
+    assert np.array_equal(both, np.concatenate([expected, other]))
+    assert np.array_equal(both[rows], expected[rows])
 
 
-def shifted(n=6):
+def with_next_obs(n=6):
     base = np.arange(n + 1.0)
     base.flags.writeable = False
     return SampleBatch(
@@ -179,8 +179,8 @@ def shifted(n=6):
     )
 
 
-def test_a_batch_reads_windows_as_arrays():
-    batch = shifted()
+def test_batch_reads_indexed_columns_as_arrays():
+    batch = with_next_obs()
     for columns in (dict(batch), dict(batch.items()), {**batch}):
         assert all(type(column) is np.ndarray for column in columns.values())
     assert batch["new_obs"].tolist() == [1, 2, 3, 4, 5, 6]
@@ -192,11 +192,11 @@ def test_a_batch_reads_windows_as_arrays():
     assert [row["new_obs"] for row in batch.rows()] == [1, 2, 3, 4, 5, 6]
     assert type(batch.pop("new_obs")) is np.ndarray
     assert "new_obs" not in batch
-    assert "new_obs" in repr(shifted())
+    assert "new_obs" in repr(with_next_obs())
 
 
-def test_what_is_read_from_windows_is_the_readers_own():
-    batch = shifted()
+def test_reading_an_indexed_column_returns_a_copy():
+    batch = with_next_obs()
     batch["new_obs"][:] = -1
     assert batch["new_obs"].tolist() == [1, 2, 3, 4, 5, 6]
     assert batch["obs"].tolist() == [0, 1, 2, 3, 4, 5]
@@ -204,13 +204,13 @@ def test_what_is_read_from_windows_is_the_readers_own():
         batch["obs"][0] = 7
 
 
-def test_a_pickled_batch_holds_shared_rows_once():
-    big = np.zeros((100, 1000))
-    big.flags.writeable = False
-    batch = SampleBatch(obs=big[:99], new_obs=IndexedColumn(big, np.arange(1, 100)))
+def test_pickle_stores_shared_rows_once():
+    base = np.zeros((100, 1000))
+    base.flags.writeable = False
+    batch = SampleBatch(obs=base[:99], new_obs=IndexedColumn(base, np.arange(1, 100)))
     data = pickle.dumps(batch)
-    assert len(data) < 1.1 * big.nbytes
-    back = pickle.loads(data)
-    assert back["obs"].shape == back["new_obs"].shape == (99, 1000)
-    assert pickle.loads(pickle.dumps(shifted()[1:3]))["new_obs"].tolist() == [2, 3]
-    assert pickle.loads(pickle.dumps(shifted()[1:3]))["obs"].tolist() == [1, 2]
+    assert len(data) < 1.1 * base.nbytes
+    restored = pickle.loads(data)
+    assert restored["obs"].shape == restored["new_obs"].shape == (99, 1000)
+    assert pickle.loads(pickle.dumps(with_next_obs()[1:3]))["new_obs"].tolist() == [2, 3]
+    assert pickle.loads(pickle.dumps(with_next_obs()[1:3]))["obs"].tolist() == [1, 2]

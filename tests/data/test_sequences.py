@@ -1,4 +1,4 @@
-"""Sequences: where they begin, what is padded, what a mask says."""
+"""Sequences: boundaries, padding and masks."""
 
 import functools
 import operator
@@ -14,10 +14,10 @@ from flowrl.data import (
     chop_into_sequences,
     pad_batch_to_sequences_of_same_size,
 )
-from flowrl.data.sequences import sequence_lengths
+from flowrl.data.sequences import sequence_lengths, sequence_minibatches
 
 
-def test_numbers_of_old():
+def test_chop_into_sequences_example_of_rllib():
     features, states, lens = chop_into_sequences(
         feature_columns=[[101, 102, 103, 201, 202, 203, 204, 205]],
         state_columns=[[209, 208, 207, 109, 108, 107, 106, 105]],
@@ -35,16 +35,16 @@ def test_numbers_of_old():
     [
         (([1] * 8, [1, 1, 2, 2, 3, 3, 4, 4], [1, 1, 2, 3, 4, 4, 5, 5]), [2, 1, 1, 2, 2]),
         (([1] * 8, None, [1, 1, 2, 1, 1, 2, 2, 3]), [2, 1, 2, 2, 1]),
-        # a sum of the keys would be the same in both rows
+        # the sum of the ids is the same in both rows
         (([5, 6], None, [1, 0]), [1, 1]),
         (([], None, None), []),
     ],
 )
-def test_keys_are_compared_one_by_one(keys, lens):
+def test_each_id_is_compared_separately(keys, lens):
     assert sequence_lengths(4, *keys).tolist() == lens
 
 
-def test_padding_to_the_longest_or_to_the_limit():
+def test_dynamic_max_pads_to_the_longest_sequence():
     def padded(dynamic):
         return chop_into_sequences(
             feature_columns=[[1, 2, 3]],
@@ -60,27 +60,27 @@ def test_padding_to_the_longest_or_to_the_limit():
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.integers(1, 5), st.booleans())
 @settings(max_examples=60)
-def test_rows_come_back_from_a_padded_batch(episodes, longest, shuffle):
+def test_padded_sequences_contain_all_rows(episodes, max_seq_len, shuffle):
     rows = np.arange(len(episodes))
     (features,), (states,), lens = chop_into_sequences(
         feature_columns=[rows],
         state_columns=[rows * 10],
-        max_seq_len=longest,
+        max_seq_len=max_seq_len,
         episode_ids=episodes,
         shuffle=shuffle,
         rng=np.random.default_rng(1),
     )
     sequences = add_time_dimension(features, int(lens.max()))
-    back = [sequence[:n].tolist() for sequence, n in zip(sequences, lens, strict=True)]
-    assert sorted(functools.reduce(operator.iadd, back, [])) == rows.tolist()
-    for sequence, state in zip(back, states, strict=True):
+    unpadded = [sequence[:n].tolist() for sequence, n in zip(sequences, lens, strict=True)]
+    assert sorted(functools.reduce(operator.iadd, unpadded, [])) == rows.tolist()
+    for sequence, state in zip(unpadded, states, strict=True):
         assert sequence == list(range(sequence[0], sequence[0] + len(sequence)))
         assert state == 10 * sequence[0]
         assert len({episodes[i] for i in sequence}) == 1
-        assert len(sequence) <= longest
+        assert len(sequence) <= max_seq_len
 
 
-def test_a_batch_with_a_mask():
+def test_padded_batch_has_a_loss_mask():
     batch = SampleBatch(
         obs=np.arange(1, 6),
         seq_lens=np.array([2, 3], np.int32),
@@ -103,7 +103,7 @@ def test_a_batch_with_a_mask():
     ("call", "message"),
     [
         (lambda: sequence_lengths(0, [1]), "max_seq_len"),
-        (lambda: sequence_lengths(2, [1], [1, 2]), "different lengths"),
+        (lambda: sequence_lengths(2, [1], [1, 2]), "ids of different lengths"),
         (lambda: pad_batch_to_sequences_of_same_size(SampleBatch(obs=[1])), "cannot be chopped"),
         (
             lambda: pad_batch_to_sequences_of_same_size(SampleBatch(obs=[1, 2], seq_lens=[2]), 1),
@@ -115,21 +115,21 @@ def test_a_batch_with_a_mask():
         ),
     ],
 )
-def test_what_cannot_be_chopped(call, message):
+def test_invalid_sequences_are_rejected(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=12), st.integers(1, 12))
 @settings(max_examples=60)
-def test_minibatches_of_whole_sequences(lens, size):
+def test_minibatches_contain_whole_sequences(lens, size):
     rows = np.arange(sum(lens))
     starts = np.cumsum(lens) - lens
     batch = SampleBatch(x=rows, seq_lens=np.array(lens, np.int32), state_in_0=starts)
-    parts = list(batch.sequence_minibatches(size, np.random.default_rng(2)))
+    parts = list(sequence_minibatches(batch, size, np.random.default_rng(2)))
     assert sorted(np.concatenate([part["x"] for part in parts]).tolist()) == rows.tolist()
     for part in parts:
-        begins = np.cumsum(part["seq_lens"]) - part["seq_lens"]
-        assert part["x"][begins].tolist() == part["state_in_0"].tolist()
+        first_rows = np.cumsum(part["seq_lens"]) - part["seq_lens"]
+        assert part["x"][first_rows].tolist() == part["state_in_0"].tolist()
     assert all(part.count >= size for part in parts[:-1])
     assert all(part.count < size + 5 for part in parts)

@@ -95,10 +95,9 @@ def test_two_learners_are_one(case):
                     )
         assert one.get_policy().version == other.get_policy().version
         state, same = one.get_policy().get_state(), other.get_policy().get_state()
-        for key, slot in state["optimizer"].items():  # a checkpoint of either goes on
-            np.testing.assert_allclose(
-                same["optimizer"][key]["exp_avg"], slot["exp_avg"], atol=1e-6
-            )
+        (adam,), (other_adam,) = (s["learner"]["optimizers"] for s in (state, same))
+        for index, slot in adam.items():  # a checkpoint of either resumes
+            np.testing.assert_allclose(other_adam[index]["exp_avg"], slot["exp_avg"], atol=1e-6)
 
 
 @pytest.mark.slow
@@ -131,7 +130,7 @@ def test_a_learners_death_is_no_end():
         stream.take(2)
         import ray
 
-        ray.kill(operator.learners._actors[1])
+        ray.kill(operator.learner._actors[1])
         stream.take(2)
         assert stream.metrics.counters["num_learner_restarts"] == 1
         stream.stop()
@@ -150,7 +149,7 @@ def test_learners_follow_policies_that_were_restored(tmp_path):
             version = policy.version
             policy.set_weights(other)
             policy.version = version
-            algorithm.workers.forget_sent()
+            algorithm.workers.invalidate_weights()
             stream.take(1)
         for name, weight in policy.get_weights().items():
             np.testing.assert_allclose(weight, other[name], atol=0.1)
@@ -365,7 +364,7 @@ class DiesOnce(DefaultCallbacks):
 
     def on_sample_end(self, *, worker, samples, **kwargs):
         worker.fragments = getattr(worker, "fragments", 0) + 1
-        if worker.worker_index == 2 and worker.fragments == 3 and not worker._incarnation:
+        if worker.worker_index == 2 and worker.fragments == 3 and not worker.restart_count:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -413,7 +412,7 @@ class DiesAtFirst(DefaultCallbacks):
     """Worker 2 dies as it begins its first fragment, once."""
 
     def on_sample_end(self, *, worker, samples, **kwargs):
-        if worker.worker_index == 2 and not worker._incarnation:
+        if worker.worker_index == 2 and not worker.restart_count:
             os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -1,4 +1,4 @@
-"""Importance sampling against the definition, with its variance and its refusals."""
+"""Off-policy evaluation: importance sampling against its definition, incomplete data, refusals."""
 
 import numpy as np
 import pytest
@@ -11,51 +11,51 @@ from flowrl.algorithms.ppo import PPOConfig
 from flowrl.algorithms.td3 import TD3TorchPolicy
 from flowrl.data import SampleBatch
 from flowrl.offline.off_policy_evaluation import estimate
-from flowrl.offline.parquet import (
-    OfflineDataError,
-    ParquetWriter,
-    parquet_files,
-    read_parquet,
-    write_parquet,
-)
-from flowrl.policies import ConfigError
+from flowrl.offline.parquet import OfflineDataError, parquet_files, read_parquet, write_parquet
+from flowrl.offline.parquet_writer import ParquetWriter
+from flowrl.settings import ConfigError
 
 BOX = spaces.Box(-1, 1, (3,), np.float32)
 
 
 @pytest.fixture
 def policy():
-    made = A2CTorchPolicy(BOX, spaces.Discrete(2), {"seed": 0, "gamma": 0.9})
-    made.flat.vector.data *= 3  # far from uniform
-    return made
+    policy = A2CTorchPolicy(BOX, spaces.Discrete(2), {"seed": 0, "gamma": 0.9})
+    policy.flat.vector.data *= 3  # far from uniform
+    return policy
 
 
-def episodes(count=40, seed=0, longest=6):
-    """Rows of uniformly random actions; reward 1 for action 1, episodes of 1 to `longest` steps."""
+def episode_batch(number, actions, rewards, obs=None):
+    """One episode of a uniformly random policy."""
+    steps = len(actions)
+    return SampleBatch(
+        obs=np.zeros((steps, 3), np.float32) if obs is None else obs,
+        actions=actions,
+        action_logp=np.full(steps, np.log(0.5), np.float32),
+        rewards=np.asarray(rewards, np.float32),
+        terminateds=np.arange(steps) == steps - 1,
+        truncateds=np.zeros(steps, bool),
+        eps_id=np.full(steps, number),
+        t=np.arange(steps),
+    )
+
+
+def random_episodes(count=40, seed=0, longest=6):
+    """Episodes of 1 to `longest` uniformly random actions; reward 1 for action 1."""
     rng = np.random.default_rng(seed)
-    made = []
+    episodes = []
     for number in range(count):
         steps = int(rng.integers(1, longest + 1))
         actions = rng.integers(0, 2, steps)
-        made.append(
-            SampleBatch(
-                obs=rng.uniform(-1, 1, (steps, 3)).astype(np.float32),
-                actions=actions,
-                action_logp=np.full(steps, np.log(0.5), np.float32),
-                rewards=actions.astype(np.float32),
-                terminateds=np.arange(steps) == steps - 1,
-                truncateds=np.zeros(steps, bool),
-                eps_id=np.full(steps, number * 7),
-                t=np.arange(steps),
-            )
-        )
-    return made
+        obs = rng.uniform(-1, 1, (steps, 3)).astype(np.float32)
+        episodes.append(episode_batch(number * 7, actions, actions, obs))
+    return episodes
 
 
-def plainly(policy, rows, gamma):
-    """Both estimates, an episode and a step at a time."""
-    logs = []
-    for episode in rows:
+def reference_estimates(policy, episodes, gamma):
+    """Both estimates ("is", "wis"), computed one episode and one step at a time."""
+    weighted_episodes = []
+    for episode in episodes:
         weight, weights = 1.0, []
         for i in range(episode.count):
             logp = policy.compute_log_likelihoods(
@@ -63,208 +63,198 @@ def plainly(policy, rows, gamma):
             )[0]
             weight *= float(np.exp(logp - episode["action_logp"][i]))
             weights.append(weight)
-        logs.append((weights, episode["rewards"]))
-    longest = max(len(weights) for weights, _ in logs)
-    mean = [np.mean([w[min(t, len(w) - 1)] for w, _ in logs]) for t in range(longest)]
+        weighted_episodes.append((weights, episode["rewards"]))
+    longest = max(len(weights) for weights, _ in weighted_episodes)
+    mean_weight = [
+        np.mean([w[min(t, len(w) - 1)] for w, _ in weighted_episodes]) for t in range(longest)
+    ]
     plain, weighted = [], []
-    for weights, rewards in logs:
-        plain.append(sum(gamma**t * w * rewards[t] for t, w in enumerate(weights)))
-        weighted.append(sum(gamma**t * w / mean[t] * rewards[t] for t, w in enumerate(weights)))
+    for weights, rewards in weighted_episodes:
+        steps = list(enumerate(weights))
+        plain.append(sum(gamma**t * w * rewards[t] for t, w in steps))
+        weighted.append(sum(gamma**t * w / mean_weight[t] * rewards[t] for t, w in steps))
     return np.mean(plain), np.mean(weighted)
 
 
-def test_it_is_the_definition(policy):
-    rows = episodes()
-    plain, weighted = plainly(policy, rows, 0.9)
-    told = estimate(policy, rows)
-    assert told["is"]["v_target"] == pytest.approx(plain, rel=1e-5)
-    assert told["wis"]["v_target"] == pytest.approx(weighted, rel=1e-5)
-    behavior = np.mean([sum(0.9**t * r for t, r in enumerate(e["rewards"])) for e in rows])
-    for one in told.values():
-        assert one["v_behavior"] == pytest.approx(behavior, rel=1e-5)
-        assert one["v_gain"] == pytest.approx(one["v_target"] / one["v_behavior"])
-        assert one["v_delta"] == pytest.approx(one["v_target"] - one["v_behavior"])
-        assert one["num_episodes"] == 40
-        assert 1 <= one["ess"] < 40
-    undiscounted = estimate(policy, rows, gamma=1.0, methods=["is"])
+def test_estimates_follow_the_definition(policy):
+    episodes = random_episodes()
+    plain, weighted = reference_estimates(policy, episodes, 0.9)
+    results = estimate(policy, episodes)
+    assert results["is"]["v_target"] == pytest.approx(plain, rel=1e-5)
+    assert results["wis"]["v_target"] == pytest.approx(weighted, rel=1e-5)
+    returns = [sum(0.9**t * r for t, r in enumerate(e["rewards"])) for e in episodes]
+    for result in results.values():
+        assert result["v_behavior"] == pytest.approx(np.mean(returns), rel=1e-5)
+        assert result["v_gain"] == pytest.approx(result["v_target"] / result["v_behavior"])
+        assert result["v_delta"] == pytest.approx(result["v_target"] - result["v_behavior"])
+        assert result["num_episodes"] == 40
+        assert 1 <= result["ess"] < 40
+    undiscounted = estimate(policy, episodes, gamma=1.0, methods=["is"])
     assert set(undiscounted) == {"is"}
-    assert undiscounted["is"]["v_target"] == pytest.approx(plainly(policy, rows, 1.0)[0], rel=1e-5)
+    expected = reference_estimates(policy, episodes, 1.0)[0]
+    assert undiscounted["is"]["v_target"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_of_the_policy_itself_it_is_what_there_was(policy):
-    rows = []
-    for episode in episodes():
+def test_estimate_of_the_recorded_policy_is_its_mean_return(policy):
+    episodes = []
+    for episode in random_episodes():
         logp = policy.compute_log_likelihoods(episode["actions"], episode["obs"])
-        rows.append(episode.with_columns(action_logp=logp))
-    for one in estimate(policy, rows).values():
-        assert one["v_target"] == pytest.approx(one["v_behavior"], rel=1e-5)
-        assert one["ess"] == pytest.approx(40, rel=1e-5)
+        episodes.append(episode.with_columns(action_logp=logp))
+    for result in estimate(policy, episodes).values():
+        assert result["v_target"] == pytest.approx(result["v_behavior"], rel=1e-5)
+        assert result["ess"] == pytest.approx(40, rel=1e-5)
 
 
-def test_it_is_right_on_average(policy):
-    """What the policy is worth is known here: its chance of action 1, discounted, as long as
-    episodes last."""
+def test_estimates_converge_to_the_true_value(policy):
+    """The true value is known: the discounted probability of action 1 at each step."""
     policy.model.policy_head.bias.data[1] += 1.0
-    rows = episodes(4000, longest=3)
-    chances = [
-        np.exp(policy.compute_log_likelihoods(np.ones(e.count, np.int64), e["obs"])) for e in rows
+    episodes = random_episodes(4000, longest=3)
+    probs = [
+        np.exp(policy.compute_log_likelihoods(np.ones(e.count, np.int64), e["obs"]))
+        for e in episodes
     ]
-    true = np.mean([sum(0.9**t * c for t, c in enumerate(own)) for own in chances])
-    told = estimate(policy, rows)
+    true_value = np.mean([sum(0.9**t * p for t, p in enumerate(episode)) for episode in probs])
+    results = estimate(policy, episodes)
     for method in ("is", "wis"):
-        error = told[method]["v_target_std"] / np.sqrt(4000)
-        assert abs(told[method]["v_target"] - true) < 4 * error
-        assert abs(told[method]["v_delta"]) > 4 * error  # so that it says something
+        standard_error = results[method]["v_target_std"] / np.sqrt(4000)
+        assert abs(results[method]["v_target"] - true_value) < 4 * standard_error
+        assert abs(results[method]["v_delta"]) > 4 * standard_error  # the policies differ enough
 
 
 @pytest.mark.parametrize("method", ["is", "wis"])
-def test_a_policy_that_lasts_longer_is_worth_more(policy, method):
-    """Action 0 ends the episode, each step gives 1: the recorded policy does that half the time."""
+def test_policy_with_longer_episodes_has_a_higher_value(policy, method):
+    """Action 0 ends the episode, each step has reward 1; the recorded policy is uniform."""
     policy.model.policy_head.weight.data.zero_()
     policy.model.policy_head.bias.data[:] = torch.tensor([0.0, 0.8])
-    stays = float(torch.softmax(policy.model.policy_head.bias, 0)[1])
-    rng, rows = np.random.default_rng(0), []
+    prob_stay = float(torch.softmax(policy.model.policy_head.bias.detach(), 0)[1])
+    rng, episodes = np.random.default_rng(0), []
     for number in range(4000):
         steps = int(min(rng.geometric(0.5), 12))
         actions = np.ones(steps, np.int64)
         actions[-1] = 0 if steps < 12 else rng.integers(0, 2)
-        rows.append(
-            SampleBatch(
-                obs=np.zeros((steps, 3), np.float32),
-                actions=actions,
-                action_logp=np.full(steps, np.log(0.5), np.float32),
-                rewards=np.ones(steps, np.float32),
-                terminateds=np.arange(steps) == steps - 1,
-                truncateds=np.zeros(steps, bool),
-                eps_id=np.full(steps, number),
-                t=np.arange(steps),
-            )
-        )
-    true = sum(0.9**t * stays**t for t in range(12))
-    told = estimate(policy, rows)[method]
-    assert told["v_target"] == pytest.approx(true, rel=0.06)
-    assert told["v_behavior"] < 0.8 * true
+        episodes.append(episode_batch(number, actions, np.ones(steps)))
+    true_value = sum(0.9**t * prob_stay**t for t in range(12))
+    result = estimate(policy, episodes)[method]
+    assert result["v_target"] == pytest.approx(true_value, rel=0.06)
+    assert result["v_behavior"] < 0.8 * true_value
 
 
-def test_weights_that_no_number_holds(policy):
+def test_weights_may_overflow_or_vanish(policy):
     steps = 3000
     policy.model.policy_head.weight.data.zero_()
     policy.model.policy_head.bias.data[:] = torch.tensor([0.0, 5.0])
-    long = SampleBatch(
-        obs=np.zeros((steps, 3), np.float32),
-        actions=np.ones(steps, np.int64),
-        action_logp=np.full(steps, np.log(0.5), np.float32),
-        rewards=np.ones(steps, np.float32),
-        terminateds=np.arange(steps) == steps - 1,
-        truncateds=np.zeros(steps, bool),
-        eps_id=np.full(steps, 999),
-        t=np.arange(steps),
-    )
-    told = estimate(policy, [long, *episodes(3)])
-    assert told["is"]["v_target"] == float("inf") or told["is"]["v_target"] > 1e6
-    assert told["wis"]["v_target"] == pytest.approx(10, rel=0.01)  # 1 / (1 - gamma)
-    assert told["wis"]["ess"] == pytest.approx(1)
-    never = DQNTorchPolicy(BOX, spaces.Discrete(2), {"seed": 0})
-    best = int(never.compute_actions(np.zeros((1, 3), np.float32), explore=False)[0][0])
-    told = estimate(never, long.with_columns(actions=np.full(steps, 1 - best)))
-    assert (told["is"]["v_target"], told["wis"]["v_target"], told["wis"]["ess"]) == (0, 0, 0)
+    long_episode = episode_batch(999, np.ones(steps, np.int64), np.ones(steps))
+    results = estimate(policy, [long_episode, *random_episodes(3)])
+    assert results["is"]["v_target"] == float("inf") or results["is"]["v_target"] > 1e6
+    assert results["wis"]["v_target"] == pytest.approx(10, rel=0.01)  # 1 / (1 - gamma)
+    assert results["wis"]["ess"] == pytest.approx(1)
+    greedy = DQNTorchPolicy(BOX, spaces.Discrete(2), {"seed": 0})
+    best = int(greedy.compute_actions(np.zeros((1, 3), np.float32), explore=False)[0][0])
+    impossible = long_episode.with_columns(actions=np.full(steps, 1 - best))
+    results = estimate(greedy, impossible)
+    assert (results["is"]["v_target"], results["wis"]["v_target"]) == (0, 0)
+    assert results["wis"]["ess"] == 0
 
 
-def test_rows_in_any_order_and_parts(policy, tmp_path):
-    rows = episodes()
-    whole = SampleBatch.concat_samples(rows)
-    mixed = whole.take_rows(np.random.default_rng(1).permutation(whole.count))
-    expected = estimate(policy, rows)
-    parts = [mixed[:30], mixed[30:31], mixed[31:]]
-    for told in (estimate(policy, parts), estimate(policy, (part for part in parts))):
-        assert told["wis"]["v_target"] == pytest.approx(expected["wis"]["v_target"])
-    for i, part in enumerate(parts):
-        write_parquet(tmp_path / f"{i}.parquet", part)
-    write_parquet(tmp_path / "other.parquet", rows[0], policy_id="other")
-    told = estimate(policy, tmp_path)
-    assert told["is"]["v_target"] == pytest.approx(expected["is"]["v_target"])
+def test_rows_may_be_in_any_order_and_in_several_batches(policy, tmp_path):
+    episodes = random_episodes()
+    rows = SampleBatch.concat_samples(episodes)
+    shuffled = rows.take_rows(np.random.default_rng(1).permutation(rows.count))
+    expected = estimate(policy, episodes)
+    batches = [shuffled[:30], shuffled[30:31], shuffled[31:]]
+    for results in (estimate(policy, batches), estimate(policy, (batch for batch in batches))):
+        assert results["wis"]["v_target"] == pytest.approx(expected["wis"]["v_target"])
+    for i, batch in enumerate(batches):
+        write_parquet(tmp_path / f"{i}.parquet", batch)
+    write_parquet(tmp_path / "other.parquet", episodes[0], policy_id="other")
+    results = estimate(policy, tmp_path)
+    assert results["is"]["v_target"] == pytest.approx(expected["is"]["v_target"])
 
 
-def test_episodes_of_two_runs_are_not_mixed(policy, tmp_path):
-    """Both number their episodes from 0; a run that goes on has the same ones."""
-    one, other = episodes(20, seed=1), episodes(20, seed=2)
-    for name, rows in (("a", one), ("b", other)):
-        joined = SampleBatch.concat_samples(rows)
+def test_episodes_of_two_runs_are_kept_apart(policy, tmp_path):
+    """Both runs use the same episode ids; a resumed run continues its own."""
+    runs = [random_episodes(20, seed=1), random_episodes(20, seed=2)]
+    for name, episodes in zip(("a", "b"), runs, strict=True):
+        rows = SampleBatch.concat_samples(episodes)
         writer = ParquetWriter(tmp_path / name)
-        writer.add(joined[:11])
+        writer.add(rows[:11])
         writer.flush()
-        again = ParquetWriter(tmp_path / name)  # goes on in the middle of an episode
-        again.load_state_dict(writer.state_dict())
-        again.add(joined[11:])
-        again.flush()
+        resumed = ParquetWriter(tmp_path / name)  # in the middle of an episode
+        resumed.load_state_dict(writer.state_dict())
+        resumed.add(rows[11:])
+        resumed.flush()
     (tmp_path / "both").mkdir()
     for path in [*parquet_files(tmp_path / "a"), *parquet_files(tmp_path / "b")]:
         path.rename(tmp_path / "both" / path.name)
-    told = estimate(policy, tmp_path / "both")["is"]
-    assert (told["num_episodes"], told["num_episodes_left_out"]) == (40, 0)
-    each = [estimate(policy, rows)["is"]["v_target"] for rows in (one, other)]
-    assert told["v_target"] == pytest.approx(np.mean(each))
+    result = estimate(policy, tmp_path / "both")["is"]
+    assert (result["num_episodes"], result["num_episodes_left_out"]) == (40, 0)
+    separate = [estimate(policy, episodes)["is"]["v_target"] for episodes in runs]
+    assert result["v_target"] == pytest.approx(np.mean(separate))
 
 
-def test_parts_of_episodes_are_left_out(policy):
-    rows = [episode for episode in episodes() if episode.count > 2]
-    cut = [rows[0][1:], rows[1][:-1], SampleBatch.concat_samples([rows[2][:1], rows[2][2:]])]
-    told = estimate(policy, [*cut, *rows[3:]])["is"]
-    assert told["num_episodes_left_out"] == 3
-    assert told["v_target"] == pytest.approx(estimate(policy, rows[3:])["is"]["v_target"])
+def test_incomplete_episodes_are_left_out(policy):
+    episodes = [episode for episode in random_episodes() if episode.count > 2]
+    no_start, no_end = episodes[0][1:], episodes[1][:-1]
+    no_middle = SampleBatch.concat_samples([episodes[2][:1], episodes[2][2:]])
+    result = estimate(policy, [no_start, no_end, no_middle, *episodes[3:]])["is"]
+    assert result["num_episodes_left_out"] == 3
+    complete = estimate(policy, episodes[3:])["is"]
+    assert result["v_target"] == pytest.approx(complete["v_target"])
 
 
-def test_what_was_recorded_by_a_run(tmp_path):
+def test_recorded_ppo_run_is_evaluated(tmp_path):
     config = PPOConfig(env="CartPole-v1", seed=1, train_batch_size=400, sgd_minibatch_size=100)
     with config.offline_data(output=str(tmp_path)).build() as algorithm:
-        before = algorithm.get_policy().get_weights()
+        initial_weights = algorithm.get_policy().get_weights()
         algorithm.train()
-        learned = algorithm.get_policy()
-        learned.set_weights(before)
-    told = estimate(learned, tmp_path)["is"]
-    assert told["v_target"] == pytest.approx(told["v_behavior"], rel=1e-4)
-    assert told["num_episodes"] > 5
+        policy = algorithm.get_policy()
+        policy.set_weights(initial_weights)
+    result = estimate(policy, tmp_path)["is"]
+    assert result["v_target"] == pytest.approx(result["v_behavior"], rel=1e-4)
+    assert result["num_episodes"] > 5
     (path,) = parquet_files(tmp_path)
-    assert told["num_episodes_left_out"] == 1 - read_parquet(path)[1]["terminateds"][-1]
+    last_episode_ended = read_parquet(path)[1]["terminateds"][-1]
+    assert result["num_episodes_left_out"] == 1 - last_episode_ended
 
 
-def test_what_cannot_be_judged_is_refused(policy, tmp_path):
-    rows = episodes(3)
+def test_invalid_policies_and_experience_are_refused(policy, tmp_path):
+    episodes = random_episodes(3)
     with pytest.raises(ConfigError, match="is, wis"):
-        estimate(policy, rows, methods=["dm"])
-    with pytest.raises(ConfigError, match=r"a policy is judged \(algorithm\.get_policy"):
-        estimate("ppo", rows)
-    with pytest.raises(ConfigError, match="Minari data sets do not say how likely"):
+        estimate(policy, episodes, methods=["dm"])
+    with pytest.raises(ConfigError, match=r"expected a Policy \(algorithm\.get_policy"):
+        estimate("ppo", episodes)
+    with pytest.raises(ConfigError, match="Minari datasets do not store action likelihoods"):
         estimate(policy, "minari:tests/pendulum-v0")
-    assert estimate(policy, rows, methods="is").keys() == {"is"}
+    assert estimate(policy, episodes, methods="is").keys() == {"is"}
     with pytest.raises(OfflineDataError, match="action_logp"):
-        estimate(policy, [rows[0].without_columns("action_logp")])
-    with pytest.raises(OfflineDataError, match="no whole episode"):
-        estimate(policy, [e[1:] for e in rows if e.count > 1])
+        estimate(policy, [episodes[0].without_columns("action_logp")])
+    with pytest.raises(OfflineDataError, match="no complete episode"):
+        estimate(policy, [e[1:] for e in episodes if e.count > 1])
     with pytest.raises(OfflineDataError, match="no rows"):
         estimate(policy, [])
-    with pytest.raises(OfflineDataError, match="other spaces"):
-        estimate(policy, [rows[0].with_columns(obs=np.zeros((rows[0].count, 4), np.float32))])
-    with pytest.raises(OfflineDataError):
-        estimate(policy, tmp_path / "nowhere")
+    wrong_shape = np.zeros((episodes[0].count, 4), np.float32)
+    with pytest.raises(OfflineDataError, match="do not fit the spaces"):
+        estimate(policy, [episodes[0].with_columns(obs=wrong_shape)])
+    with pytest.raises(OfflineDataError, match="there is no such folder"):
+        estimate(policy, tmp_path / "missing")
     recurrent = A2CTorchPolicy(BOX, spaces.Discrete(2), {"model": {"use_lstm": True}})
     with pytest.raises(ConfigError, match="single observations"):
-        estimate(recurrent, rows)
-    ddpg = TD3TorchPolicy(BOX, BOX, {})
-    acted = [episode.with_columns(actions=episode["obs"]) for episode in rows]
+        estimate(recurrent, episodes)
+    deterministic = TD3TorchPolicy(BOX, BOX, {})
+    continuous = [episode.with_columns(actions=episode["obs"]) for episode in episodes]
     with pytest.raises(ConfigError, match="likelihood"):
-        estimate(ddpg, acted)
+        estimate(deterministic, continuous)
 
 
-def test_of_a_greedy_policy_other_actions_count_nothing():
+def test_greedy_policy_ignores_episodes_from_other_actions():
     policy = DQNTorchPolicy(BOX, spaces.Discrete(2), {"seed": 0, "gamma": 0.9})
-    rows = episodes(500, longest=3)
+    episodes = random_episodes(500, longest=3)
     total = 0.0
-    for episode in rows:
+    for episode in episodes:
         best = policy.compute_actions(episode["obs"], explore=False)[0]
         for t in range(episode.count):
             if (best[: t + 1] == episode["actions"][: t + 1]).all():
                 total += 0.9**t * 2 ** (t + 1) * float(episode["rewards"][t])
-    told = estimate(policy, rows)["is"]
-    assert told["v_target"] == pytest.approx(total / 500, rel=1e-5)
-    assert told["v_target"] > 0
+    result = estimate(policy, episodes)["is"]
+    assert result["v_target"] == pytest.approx(total / 500, rel=1e-5)
+    assert result["v_target"] > 0

@@ -15,7 +15,7 @@ from flowrl.ops import (
     ParallelRollouts,
     TrainOneStep,
 )
-from flowrl.ops.gradients import GradientsThere
+from flowrl.ops.gradients import ComputeGradientsOnWorker
 from flowrl.ops.rollout import DropStale
 from flowrl.sampling import WorkerSet
 
@@ -105,13 +105,15 @@ def test_only_the_sources_get_new_weights():
         apply(made)
         assert workers.weights_for(1) is None
         _, versions, *_ = workers.weights_for(0)
-        assert versions == workers.versions()
+        assert versions == workers.weight_sync.versions()
 
 
 def test_gradients_in_lockstep_are_those_of_a2c(ray_session):
     """Two workers' gradients at the same weights add up to the gradient of their joined rows."""
     with make(2) as workers, make(2) as other:
-        there = workers.parallel_iterator().for_each(GradientsThere()).batch_across_shards()
+        there = (
+            workers.parallel_iterator().for_each(ComputeGradientsOnWorker()).batch_across_shards()
+        )
         apart = next(there)
         (joined,) = ParallelRollouts(other, mode="bulk_sync").take(1)
         whole = ComputeGradients(other)(joined)
@@ -183,7 +185,7 @@ def test_what_cannot_be_done():
             ApplyGradients(workers)(SampleBatch())
         with pytest.raises(TypeError, match="takes a list of Gradients"):
             AverageGradients()(Gradients({}, {}, {}, 0))
-        with pytest.raises(KeyError, match="no policies"):
+        with pytest.raises(KeyError, match="unknown policies"):
             ApplyGradients(workers)(Gradients({"x": 1}, {"x": 1}, {"x": {}}, 1))
         with pytest.raises(TypeError, match="policies is a collection"):
             ComputeGradients(workers, policies="p")

@@ -1,5 +1,6 @@
-"""Experience that plans write: all that was sampled, once, with every column; runs that go on."""
+"""Plans that record experience: every sampled row is written once, also by resumed runs."""
 
+import gymnasium as gym
 import numpy as np
 import pytest
 
@@ -11,19 +12,28 @@ from flowrl.offline.parquet import parquet_files, read_parquet
 from flowrl.ops import ParallelRollouts, WriteParquet
 
 
-def config(tmp_path, **settings):
+def recording_config(tmp_path, **settings):
     base = {"env": "CartPole-v1", "train_batch_size": 40, "seed": 2, "output": str(tmp_path / "e")}
     return A2CConfig(**{**base, "model": {"fcnet_hiddens": [8]}, **settings})
 
 
-def written(tmp_path):
+def recorded_batches(tmp_path):
     return [read_parquet(path)[1] for path in parquet_files(tmp_path / "e")]
 
 
-def test_all_that_is_sampled(tmp_path, num_workers):
-    with config(tmp_path, num_workers=num_workers).build() as algorithm:
+def recorded_steps(tmp_path):
+    """(episode, step) of every row, sorted."""
+    return sorted(
+        pair
+        for batch in recorded_batches(tmp_path)
+        for pair in zip(batch["eps_id"].tolist(), batch["t"].tolist(), strict=True)
+    )
+
+
+def test_all_sampled_rows_are_recorded(tmp_path, num_workers):
+    with recording_config(tmp_path, num_workers=num_workers).build() as algorithm:
         results = [algorithm.train() for _ in range(3)]
-    (batch,) = written(tmp_path)
+    (batch,) = recorded_batches(tmp_path)
     assert batch.count == results[-1]["num_env_steps_sampled"]
     columns = {"obs", "new_obs", "actions", "rewards", "terminateds", "truncateds", "action_logp"}
     assert columns <= set(batch)
@@ -31,69 +41,68 @@ def test_all_that_is_sampled(tmp_path, num_workers):
         assert np.array_equal(rows["obs"][1:], rows["new_obs"][:-1])
 
 
-def steps_of(tmp_path):
-    """(episode, step) of every row, sorted."""
-    return sorted(
-        pair
-        for batch in written(tmp_path)
-        for pair in zip(batch["eps_id"].tolist(), batch["t"].tolist(), strict=True)
-    )
-
-
-def test_a_run_that_goes_on_writes_every_step_once(tmp_path):
+def test_resumed_run_records_every_step_once(tmp_path):
     flags = ["--train-batch-size", "40", "--output", str(tmp_path / "e"), "--seed", "1"]
     flags += ["--output-rows-per-file", "50", "--checkpoint-frequency", "1"]
-    run, keep = ["--run-dir", str(tmp_path / "run")], ["--checkpoint-num-to-keep", "9"]
-    assert main(["train", "a2c", *flags, *run, *keep, "--stop-iters", "5"]) == 0
-    whole = steps_of(tmp_path)
-    assert len(whole) == len(set(whole)) >= 200
-    back = ["resume", str(tmp_path / "run"), "--checkpoint", "2", "--stop-iters", "5"]
-    assert main(back) == 0
-    assert steps_of(tmp_path) == whole
+    flags += ["--run-dir", str(tmp_path / "run"), "--checkpoint-num-to-keep", "9"]
+    assert main(["train", "a2c", *flags, "--stop-iters", "5"]) == 0
+    expected = recorded_steps(tmp_path)
+    assert len(expected) == len(set(expected)) >= 200
+    resume = ["resume", str(tmp_path / "run"), "--checkpoint", "2", "--stop-iters", "5"]
+    assert main(resume) == 0
+    assert recorded_steps(tmp_path) == expected
 
 
-def test_a_restore_takes_nothing_from_other_runs(tmp_path, caplog):
-    with config(tmp_path / "1").build() as algorithm:
+def test_restore_keeps_files_of_other_runs_and_warns_of_newer_ones(tmp_path, caplog):
+    with recording_config(tmp_path / "1").build() as algorithm:
         algorithm.train()
         algorithm.save(tmp_path / "c")
-    with config(tmp_path / "2").build() as algorithm:
+    with recording_config(tmp_path / "2").build() as algorithm:
         for _ in range(3):
             algorithm.train()
-    there = steps_of(tmp_path / "2")
-    other = config(tmp_path / "2", model={"fcnet_hiddens": [16]})
-    with other.build() as algorithm, pytest.raises(CheckpointError):
+    before = recorded_steps(tmp_path / "2")
+    incompatible = recording_config(tmp_path / "2", model={"fcnet_hiddens": [16]})
+    with incompatible.build() as algorithm, pytest.raises(CheckpointError):
         algorithm.restore(tmp_path / "c")
-    assert steps_of(tmp_path / "2") == there
-    with config(tmp_path / "2").build() as algorithm:
+    assert recorded_steps(tmp_path / "2") == before
+    with recording_config(tmp_path / "2").build() as algorithm:
         algorithm.restore(tmp_path / "c")
         algorithm.train()
-    assert len(steps_of(tmp_path / "2")) == len(there) + 80
-    with config(tmp_path / "1").build() as algorithm:
+    assert len(recorded_steps(tmp_path / "2")) == len(before) + 80
+    with recording_config(tmp_path / "1").build() as algorithm:
         algorithm.restore(tmp_path / "c")
     assert "1 files" in caplog.text
 
 
-def test_what_cannot_be_written_at_the_end_ends_everything_else(tmp_path):
-    algorithm = config(tmp_path).build()
+def test_failed_write_at_stop_still_stops_the_algorithm(tmp_path):
+    closed = []
+
+    class ClosingEnv(gym.Wrapper):
+        def close(self):
+            closed.append(True)
+            super().close()
+
+    config = recording_config(tmp_path, env=lambda context: ClosingEnv(gym.make("CartPole-v1")))
+    algorithm = config.build()
     algorithm.train()
-    (tmp_path / "e").write_text("in the way")
+    (tmp_path / "e").write_text("not a folder")
     with pytest.raises(OSError, match="exists"):
         algorithm.stop()
-    assert algorithm.workers._local is None
+    assert closed
     with pytest.raises(RuntimeError, match="this algorithm was stopped"):
         algorithm.train()
 
 
-def test_in_a_plan(tmp_path):
-    with config(tmp_path, output=None).build() as algorithm:
+def test_write_parquet_records_a_stream(tmp_path):
+    with recording_config(tmp_path, output=None).build() as algorithm:
         stream = ParallelRollouts(algorithm.workers).for_each(WriteParquet(tmp_path / "e"))
         assert "WriteParquet" in stream.explain()
         with stream:
             rows = sum(batch.count for batch in stream.take(2))
-    assert sum(batch.count for batch in written(tmp_path)) == rows
+    assert sum(batch.count for batch in recorded_batches(tmp_path)) == rows
 
 
-def test_no_batches(tmp_path):
+def test_items_that_are_no_batches_are_refused(tmp_path):
     stream = LocalIterator(from_items([1], in_process=True).gather_sync().stage)
     with (
         stream.for_each(WriteParquet(tmp_path)) as stream,
@@ -102,17 +111,17 @@ def test_no_batches(tmp_path):
         next(stream)
 
 
-def test_raw_fragments_are_refused(tmp_path):
+def test_raw_fragments_cannot_be_recorded(tmp_path):
     with (
-        config(tmp_path).build() as algorithm,
+        recording_config(tmp_path).build() as algorithm,
         pytest.raises(ValueError, match='output: in mode="raw"'),
     ):
         ParallelRollouts(algorithm.workers, mode="raw")
 
 
 @pytest.mark.usefixtures("ray_session")
-def test_fragments_that_stay_in_the_store_are_refused(tmp_path):
-    with config(tmp_path, num_workers=2).build() as algorithm:
+def test_fragments_passed_by_reference_cannot_be_recorded(tmp_path):
+    with recording_config(tmp_path, num_workers=2).build() as algorithm:
         rollouts = {"mode": "async", "by_reference": True}
         with pytest.raises(ValueError, match="output: the fragments"):
             ParallelRollouts(algorithm.workers, **rollouts)

@@ -34,9 +34,9 @@ class Batch:
 def test_large_weights_are_one_object_per_version(workers, monkeypatch):
     import ray
 
-    from flowrl.sampling import worker_set
+    from flowrl.sampling import weight_sync
 
-    monkeypatch.setattr(worker_set, "BY_VALUE_BYTES", 1000)
+    monkeypatch.setattr(weight_sync, "INLINE_BYTES", 1000)
     put, made = ray.put, []
     monkeypatch.setattr(ray, "put", lambda value: made.append(put(value)) or made[-1])
     for _ in range(3):

@@ -1,41 +1,20 @@
-"""What a network sees when it acts is what it sees when it learns, through the sampler."""
+"""Through the sampler, a network gets the same inputs when it acts and when it learns."""
 
-import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium import spaces
 
 from flowrl.algorithms.ppo import PPO, PPOConfig, PPOTorchPolicy
 from flowrl.data import pad_batch_to_sequences_of_same_size
+from flowrl.policies import ConfigError
 from flowrl.sampling import RolloutWorker
 
-BOX = spaces.Box(-1, 1, (3,), np.float32)
-TWO = spaces.Discrete(2)
-
-
-class Drawing(gym.Env):
-    """Random observations of any space; an episode is 7 steps."""
-
-    def __init__(self, observation_space=BOX, action_space=TWO):
-        self.observation_space, self.action_space = observation_space, action_space
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        if seed is not None:
-            self.observation_space.seed(seed)
-        self.t = 0
-        return self.observation_space.sample(), {}
-
-    def step(self, action):
-        assert self.action_space.contains(action), action
-        self.t += 1
-        return self.observation_space.sample(), float(self.t), self.t == 7, False, {}
-
+from .fakes import BOX, TWO, RandomEnv, rows
 
 NESTED = spaces.Dict(a=BOX, b=spaces.Tuple((spaces.Discrete(3, start=1), spaces.MultiBinary(2))))
 ACTIONS = spaces.Dict(x=spaces.Discrete(2, start=1), y=spaces.Box(-1, 1, (2,), np.float32))
 PREVIOUS = {"use_lstm": True, "lstm_use_prev_action": True, "lstm_use_prev_reward": True}
-CASES = {
+CASES = {  # observation space, action space, model
     "plain": (BOX, TWO, {}),
     "lstm": (BOX, TWO, {**PREVIOUS, "max_seq_len": 4}),
     "gru": (BOX, spaces.Box(-2, 2, (2,)), {**PREVIOUS, "lstm_cell_type": "gru"}),
@@ -52,21 +31,21 @@ CASES = {
     ),
     "frames": (BOX, TWO, {"num_framestacks": 3}),
     "nested": (NESTED, ACTIONS, {}),
-    "nested with memory": (NESTED, ACTIONS, {**PREVIOUS, "max_seq_len": 3}),
-    "nested with attention": (NESTED, ACTIONS, {"use_attention": True}),
+    "nested lstm": (NESTED, ACTIONS, {**PREVIOUS, "max_seq_len": 3}),
+    "nested attention": (NESTED, ACTIONS, {"use_attention": True}),
 }
 
 
-def worker(name, **config):
+def make_worker(name, **config):
     obs_space, action_space, model = CASES[name]
     return RolloutWorker(
-        lambda context: Drawing(obs_space, action_space),
+        lambda context: RandomEnv(obs_space, action_space),
         PPOTorchPolicy,
         {
             "model": {"fcnet_hiddens": [16], **model},
             "seed": 0,
             "num_envs_per_worker": 2,
-            "rollout_fragment_length": 10,  # fragments begin and end within episodes
+            "rollout_fragment_length": 10,  # fragments start and end within episodes
             **config,
         },
     )
@@ -74,8 +53,8 @@ def worker(name, **config):
 
 @pytest.mark.parametrize("config", [{}, {"batch_mode": "complete_episodes"}])
 @pytest.mark.parametrize("name", list(CASES))
-def test_acting_is_learning(name, config):
-    w = worker(name, **config)
+def test_learning_recomputes_the_outputs_of_acting(name, config):
+    w = make_worker(name, **config)
     for _ in range(3):
         batch = w.sample()
         prepared = w.policy.prepared(batch)
@@ -89,18 +68,18 @@ def test_acting_is_learning(name, config):
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_it_learns_in_minibatches(name):
-    w = worker(name)
+def test_each_model_learns_in_minibatches(name):
+    w = make_worker(name)
     stats = w.policy.learn_on_minibatches(w.sample(), 2, 8)
     assert all(np.isfinite(value) for value in stats.values())
-    assert stats["kl"] > 0  # something moved
+    assert stats["kl"] > 0  # the policy changed
 
 
-@pytest.mark.parametrize("name", ["lstm", "burn-in", "attention", "nested with memory"])
-def test_an_algorithm_trains_saves_and_plays(name, tmp_path):
+@pytest.mark.parametrize("name", ["lstm", "burn-in", "attention", "nested lstm"])
+def test_algorithm_trains_saves_restores_and_evaluates(name, tmp_path):
     obs_space, action_space, model = CASES[name]
     config = PPOConfig(
-        env=lambda context: Drawing(obs_space, action_space),
+        env=lambda context: RandomEnv(obs_space, action_space),
         model={"fcnet_hiddens": [8], **model},
         train_batch_size=60,
         num_envs_per_worker=2,
@@ -108,25 +87,111 @@ def test_an_algorithm_trains_saves_and_plays(name, tmp_path):
         num_sgd_iter=2,
         seed=0,
     )
-    with PPO(config.updated()) as algorithm, PPO(config.updated()) as other:
+    with PPO(config.updated()) as algorithm, PPO(config.updated()) as restored:
         algorithm.train()
         algorithm.save(tmp_path / "c")
-        other.restore(tmp_path / "c")
-        mine = algorithm.workers.local_worker().policy.get_weights()
-        for key, weight in other.workers.local_worker().policy.get_weights().items():
-            np.testing.assert_array_equal(weight, mine[key])
-        told = algorithm.evaluate(episodes=4)
-        assert told["episode_len_mean"] == 7
+        restored.restore(tmp_path / "c")
+        weights = algorithm.workers.local_worker().policy.get_weights()
+        for key, weight in restored.workers.local_worker().policy.get_weights().items():
+            np.testing.assert_array_equal(weight, weights[key])
+        assert algorithm.evaluate(episodes=4)["episode_len_mean"] == 7
 
 
-def test_losses_over_padded_rows_are_those_over_the_rows():
-    """Whoever pads a batch gets the same loss: what is not real is left out."""
-    w = worker("lstm")
+# -- sequences -------------------------------------------------------------------------------------
+
+
+def test_padding_does_not_change_the_loss():
+    w = make_worker("lstm")
     batch = w.sample()
     padded = pad_batch_to_sequences_of_same_size(batch)
     assert len(padded["obs"]) > batch.count
-    one, two = (w.policy.compute_gradients(b) for b in (batch, padded))
-    assert one[1] == pytest.approx(two[1], rel=1e-5)
-    np.testing.assert_allclose(one[0], two[0], rtol=1e-5, atol=1e-6)
-    told = w.policy.describe(batch)
-    assert told == pytest.approx(w.policy.describe(padded), rel=1e-4, abs=1e-6)
+    expected, expected_stats = w.policy.compute_gradients(batch)
+    gradient, stats = w.policy.compute_gradients(padded)
+    assert expected_stats == pytest.approx(stats, rel=1e-5)
+    np.testing.assert_allclose(expected, gradient, rtol=1e-5, atol=1e-6)
+    assert w.policy.describe(batch) == pytest.approx(w.policy.describe(padded), rel=1e-4, abs=1e-6)
+
+
+def make_burn_in_worker(**config):
+    model = {"use_lstm": True, "fcnet_hiddens": [8], "lstm_cell_size": 4, "max_seq_len": 5}
+    return RolloutWorker(
+        lambda context: RandomEnv(),
+        PPOTorchPolicy,
+        {
+            "model": {**model, "burn_in": 6},
+            "seed": 0,
+            "rollout_fragment_length": 43,
+            "standardize_advantages": False,
+            **config,
+        },
+    )
+
+
+def test_burn_in_works_in_microbatches_and_does_not_count_as_rows():
+    whole, parts = make_burn_in_worker(), make_burn_in_worker(microbatch_size=16)
+    batch = whole.sample()
+    expected, expected_stats = whole.policy.compute_gradients(batch)
+    gradient, stats = parts.policy.compute_gradients(batch)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-6)
+    assert stats["total_loss"] == pytest.approx(expected_stats["total_loss"], rel=1e-5)
+    counts = []
+    policy = whole.policy
+    policy.learn_on_batch = lambda b: counts.append(policy.tensors(b).count) or {"x": 1.0}
+    policy.end_learning = lambda batch, stats: {}
+    policy.learn_on_minibatches(batch, 1, 10)
+    assert sum(counts) == batch.count
+    assert all(10 <= count < 15 for count in counts[:-1])
+
+
+def test_burn_in_works_in_bfloat16():
+    w = make_burn_in_worker(precision="bfloat16")
+    assert np.isfinite(w.policy.learn_on_batch(w.sample())["total_loss"])
+
+
+def test_burn_in_needs_the_episode_column():
+    policy = make_burn_in_worker().policy
+    with pytest.raises(ValueError, match=r"burn.?in.*eps_id"):
+        policy.learn_on_batch(rows())
+
+
+def test_padded_batches_learn_in_minibatches():
+    model = {"use_lstm": True, "fcnet_hiddens": [8], "lstm_cell_size": 4, "max_seq_len": 5}
+    w = RolloutWorker(
+        lambda context: RandomEnv(),
+        PPOTorchPolicy,
+        {"model": model, "seed": 0, "rollout_fragment_length": 43},
+    )
+    batch = w.sample()
+    padded = pad_batch_to_sequences_of_same_size(batch)
+    other = PPOTorchPolicy(BOX, TWO, w.policy.config)
+    other.set_state(w.policy.get_state())
+    stats = w.policy.learn_on_minibatches(batch, 2, 8)
+    assert other.learn_on_minibatches(padded, 2, 8) == pytest.approx(stats, rel=1e-4, abs=1e-6)
+    with pytest.raises(ValueError, match="without_padding"):
+        next(padded.sequence_minibatches(8))
+
+
+def test_sequences_of_one_row_learn():
+    for memory in ({"use_lstm": True}, {"use_attention": True}):
+        w = RolloutWorker(
+            lambda context: RandomEnv(),
+            PPOTorchPolicy,
+            {"model": {**memory, "max_seq_len": 1}, "rollout_fragment_length": 20, "seed": 0},
+        )
+        assert np.isfinite(w.policy.learn_on_minibatches(w.sample(), 1, 8)["total_loss"])
+
+
+@pytest.mark.parametrize("column", ["seq_lens", "state_in_0"])
+def test_states_and_sequence_lengths_must_match(column):
+    w = RolloutWorker(
+        lambda context: RandomEnv(),
+        PPOTorchPolicy,
+        {"model": {"use_lstm": True, "max_seq_len": 5}, "rollout_fragment_length": 20},
+    )
+    batch = w.sample()
+    if column == "seq_lens":
+        batch = batch.with_columns(seq_lens=np.array([20], np.int32))
+    else:
+        batch = batch.with_columns(state_in_0=np.concatenate([batch["state_in_0"]] * 2))
+    with pytest.raises(ConfigError, match="sequences of 20 rows in total"):
+        w.policy.learn_on_batch(batch)

@@ -1,20 +1,19 @@
-"""build_torch_policy: the founding documents' example, every hook, pickling, updates."""
+"""build_torch_policy: an example, each hook, pickling, with_updates."""
 
 import pickle
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from gymnasium import spaces
 
 from flowrl.algorithms.a2c import A2C, A2CConfig
-from flowrl.data import SampleBatch
 from flowrl.policies import ConfigError, build_tf_policy, build_torch_policy
 from flowrl.policies.distributions import Categorical
 from flowrl.sampling import RolloutWorker, WorkerSet
 
-BOX = spaces.Box(-1, 1, (3,), np.float32)
-TWO = spaces.Discrete(2)
+from . import fakes
+from .fakes import BOX, TWO
 
 
 def policy_gradient_loss(policy, model, dist_class, train_batch):
@@ -27,16 +26,11 @@ def policy_gradient_loss(policy, model, dist_class, train_batch):
 MyTorchPolicy = build_torch_policy(name="MyTorchPolicy", loss_fn=policy_gradient_loss)
 
 
-def rows(n=32, seed=0):
-    rng = np.random.default_rng(seed)
-    return SampleBatch(
-        obs=rng.standard_normal((n, 3)).astype(np.float32),
-        actions=rng.integers(0, 2, n),
-        rewards=rng.standard_normal(n).astype(np.float32),
-    )
+def rows():
+    return fakes.rows(32)
 
 
-def test_the_example():
+def test_policy_gradient_example():
     policy = MyTorchPolicy(BOX, TWO, {})
     batch = rows()
     logits, _ = policy.model.from_batch(batch)
@@ -44,48 +38,44 @@ def test_the_example():
     expected = -(logp * torch.from_numpy(batch["rewards"])).mean()
     stats = policy.learn_on_batch(batch)
     assert stats["total_loss"] == pytest.approx(float(expected.detach()), abs=1e-6)
-    later = policy.learn_on_batch(batch)
-    assert later["total_loss"] < stats["total_loss"]
+    next_stats = policy.learn_on_batch(batch)
+    assert next_stats["total_loss"] < stats["total_loss"]
     assert MyTorchPolicy.__name__ == "MyTorchPolicy"
     assert MyTorchPolicy.__module__ == __name__
 
 
-def test_the_class_is_pickled_by_its_name():
+def test_class_is_pickled_by_reference():
     assert pickle.loads(pickle.dumps(MyTorchPolicy)) is MyTorchPolicy
 
 
-def test_workers_sample_with_it_and_it_learns():
+def test_workers_sample_and_the_policy_learns():
     with WorkerSet(
         policy_class=MyTorchPolicy,
-        env_creator=lambda c: __import__("gymnasium").make("CartPole-v1"),
+        env_creator=lambda context: gym.make("CartPole-v1"),
         num_workers=0,
     ) as workers:
-        batch = SampleBatch.concat_samples([workers.local_worker().sample()])
-        assert np.isfinite(workers.local_worker().policy.learn_on_batch(batch)["total_loss"])
+        worker = workers.local_worker()
+        assert np.isfinite(worker.policy.learn_on_batch(worker.sample())["total_loss"])
 
 
-def test_there_is_no_tensorflow():
+def test_tensorflow_policies_are_refused():
     with pytest.raises(ConfigError, match=r"torch only.*build_torch_policy"):
         build_tf_policy(name="MyTFPolicy", loss_fn=policy_gradient_loss)
 
 
 class Mixin:
     def __init__(self, *args):
-        raise AssertionError("a mixin's constructor is a hook's business")
+        raise AssertionError("constructors of mixins must not be called")
 
     def doubled(self):
         return 2 * self.config["beta"]
 
 
-def test_every_hook():
+def test_each_hook_is_called():
     calls = []
 
-    def note(name, result=None):
-        def hook(*args, **kwargs):
-            calls.append(name)
-            return result
-
-        return hook
+    def record(name):
+        return lambda *args: calls.append(name)
 
     def before_init(policy, observation_space, action_space, config):
         assert config["beta"] == 0.5 and config is policy.config
@@ -104,18 +94,18 @@ def test_every_hook():
         return torch.optim.SGD(policy.model.parameters(), lr=config["lr"])
 
     def extra_out(policy, input_dict, state_batches, model, action_dist):
-        return {"likely": torch.exp(action_dist.logits).max(1).values}
+        return {"max_prob": torch.exp(action_dist.logits).max(1).values}
 
     def process(policy, optimizer, loss):
         assert isinstance(optimizer, torch.optim.SGD)
         total = sum(float((p.grad**2).sum()) for p in policy.model.parameters())
-        return {"squares": total, "the_loss": loss}
+        return {"squared_norm": total, "loss": loss}
 
     def postprocess(policy, sample_batch, other_agent_batches, episode):
         calls.append("postprocess")
         return sample_batch.with_columns(rewards=sample_batch["rewards"] * 0.5)
 
-    made = build_torch_policy(
+    policy_class = build_torch_policy(
         "Hooked",
         loss,
         get_default_config=lambda: {"beta": 0.5, "lr": 0.25},
@@ -125,37 +115,36 @@ def test_every_hook():
         extra_grad_process_fn=process,
         extra_learn_fetches_fn=lambda policy: {"fetched": 7},
         optimizer_fn=optimizer,
-        validate_spaces=note("validate_spaces"),
+        validate_spaces=record("validate_spaces"),
         before_init=before_init,
         before_loss_init=before_loss_init,
-        after_init=note("after_init"),
+        after_init=record("after_init"),
         mixins=[Mixin],
     )
-    w = RolloutWorker("CartPole-v1", made, {"rollout_fragment_length": 50, "seed": 0})
+    w = RolloutWorker("CartPole-v1", policy_class, {"rollout_fragment_length": 50, "seed": 0})
     assert calls == ["validate_spaces", "before_init", "before_loss_init", "after_init"]
     batch = w.sample()
     assert (batch["rewards"] == 0.5).all()
-    assert batch["likely"].shape == (50,)
-    assert ((batch["likely"] >= 0.5) & (batch["likely"] <= 1)).all()
+    assert batch["max_prob"].shape == (50,)
+    assert ((batch["max_prob"] >= 0.5) & (batch["max_prob"] <= 1)).all()
     before = w.policy.get_weights()["hidden.0.weight"]
     gradient, _ = w.policy.compute_gradients(batch)
     stats = w.policy.learn_on_batch(batch)
     assert stats["fetched"] == 7
     assert stats["mean_reward"] == pytest.approx(0.5)
-    assert stats["the_loss"] == pytest.approx(stats["total_loss"])
-    assert stats["squares"] == pytest.approx(float((gradient**2).sum()), rel=1e-4)
-    # plain gradient descent, as the hook said
+    assert stats["loss"] == pytest.approx(stats["total_loss"])
+    assert stats["squared_norm"] == pytest.approx(float((gradient**2).sum()), rel=1e-4)
+    # the optimizer is SGD with a learning rate of 0.25, after clipping to a norm of 0.5
     flat = w.policy.flat
     index = flat.names.index("hidden.0.weight")
-    begin = sum(p.numel() for p in flat.parameters[:index])
-    own = gradient[begin : begin + before.size].reshape(before.shape[::-1]).T
-    norm = np.linalg.norm(gradient)
-    own = own * min(1.0, 0.5 / norm)
+    start = sum(p.numel() for p in flat.parameters[:index])
+    weight_gradient = gradient[start : start + before.size].reshape(before.shape[::-1]).T
+    weight_gradient = weight_gradient * min(1.0, 0.5 / np.linalg.norm(gradient))
     after = w.policy.get_weights()["hidden.0.weight"]
-    np.testing.assert_allclose(after, before - 0.25 * own, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(after, before - 0.25 * weight_gradient, rtol=1e-5, atol=1e-6)
 
 
-def test_own_models_distributions_and_samplers():
+def test_hooks_for_model_distribution_and_sampler():
     def model_and_dist(policy, observation_space, action_space, config):
         class Net(torch.nn.Module):
             def __init__(self):
@@ -167,10 +156,10 @@ def test_own_models_distributions_and_samplers():
 
         return Net(), Categorical
 
-    made = build_torch_policy(
-        "Own", policy_gradient_loss, make_model_and_action_dist=model_and_dist
+    policy_class = build_torch_policy(
+        "Custom", policy_gradient_loss, make_model_and_action_dist=model_and_dist
     )
-    policy = made(BOX, TWO, {})
+    policy = policy_class(BOX, TWO, {})
     actions, _, extra = policy.compute_actions(rows()["obs"])
     assert "vf_preds" not in extra
     assert np.isfinite(policy.learn_on_batch(rows())["total_loss"])
@@ -179,9 +168,9 @@ def test_own_models_distributions_and_samplers():
         count = len(input_dict["obs"])
         return torch.full((count,), int(explore)), torch.zeros(count), None, []
 
-    sampling = made.with_updates(action_sampler_fn=sampler)
-    assert sampling.__name__ == "Own"
-    policy = sampling(BOX, TWO, {})
+    with_sampler = policy_class.with_updates(action_sampler_fn=sampler)
+    assert with_sampler.__name__ == "Custom"
+    policy = with_sampler(BOX, TWO, {})
     actions, _, extra = policy.compute_actions(rows()["obs"])
     assert (actions == 1).all() and set(extra) == {"action_logp"}
     assert (policy.compute_actions(rows()["obs"], explore=False)[0] == 0).all()
@@ -190,13 +179,14 @@ def test_own_models_distributions_and_samplers():
         logits = torch.tensor([[-50.0, 50.0]]).repeat(len(input_dict["obs"]), 1)
         return logits, Categorical, []
 
-    policy = made.with_updates(action_distribution_fn=distribution, name="Two")(BOX, TWO, {})
+    with_distribution = policy_class.with_updates(action_distribution_fn=distribution, name="B")
+    policy = with_distribution(BOX, TWO, {})
     actions, _, extra = policy.compute_actions(rows()["obs"])
     assert (actions == 1).all()
     np.testing.assert_allclose(extra["action_logp"], 0, rtol=1e-5, atol=1e-6)
 
 
-def test_own_gradients():
+def test_gradient_hooks_replace_learning():
     def compute(policy, batch):
         return np.ones(len(policy.flat.gradient), np.float32), {"made_up": 1.0}
 
@@ -204,8 +194,8 @@ def test_own_gradients():
         with torch.no_grad():
             policy.flat.vector.sub_(torch.from_numpy(gradients))
 
-    made = build_torch_policy("Ones", compute_gradients_fn=compute, apply_gradients_fn=apply)
-    policy = made(BOX, TWO, {})
+    hooks = {"compute_gradients_fn": compute, "apply_gradients_fn": apply}
+    policy = build_torch_policy("Ones", **hooks)(BOX, TWO, {})
     before, version = policy.get_weights(), policy.version
     assert policy.learn_on_batch(rows()) == {"made_up": 1.0}
     for name, weight in policy.get_weights().items():
@@ -213,50 +203,46 @@ def test_own_gradients():
     assert policy.version == version + 1
 
 
-def test_updates_of_a_subclass_keep_its_methods():
-    class Own(MyTorchPolicy):
+def test_with_updates_keeps_the_methods_of_a_subclass():
+    class Subclass(MyTorchPolicy):
         def extra_action_out(self, input_dict, states, outputs):
             return {"mine": 2 * outputs}
 
-    updated = Own.with_updates(name="Later", stats_fn=lambda policy, batch: {"told": 1.0})
-    again = updated.with_updates(stats_fn=lambda policy, batch: {"told": 2.0})
-    assert issubclass(updated, Own) and issubclass(again, Own)
-    for made, told in ((updated, 1.0), (again, 2.0)):
-        policy = made(BOX, TWO, {})
-        told_with = policy.compute_actions(rows()["obs"])[2]
-        np.testing.assert_array_equal(told_with["mine"], 2 * told_with["action_dist_inputs"])
-        assert policy.learn_on_batch(rows())["told"] == told
-    with pytest.raises(TypeError, match="loss_fn is Own's"):
+    updated = Subclass.with_updates(name="Updated", stats_fn=lambda policy, batch: {"x": 1.0})
+    again = updated.with_updates(stats_fn=lambda policy, batch: {"x": 2.0})
+    assert issubclass(updated, Subclass) and issubclass(again, Subclass)
+    for policy_class, x in ((updated, 1.0), (again, 2.0)):
+        policy = policy_class(BOX, TWO, {})
+        extra = policy.compute_actions(rows()["obs"])[2]
+        np.testing.assert_array_equal(extra["mine"], 2 * extra["action_dist_inputs"])
+        assert policy.learn_on_batch(rows())["x"] == x
+    with pytest.raises(TypeError, match="loss_fn is Subclass's"):
         updated.with_updates(loss_fn=None)
 
 
-def test_defaults_under_an_algorithms_settings():
-    """What is set for the run goes before the policy's defaults, those before the algorithm's."""
+def test_settings_of_the_run_override_those_of_the_policy_and_the_algorithm():
+    """Precedence: settings of the run, defaults of the policy class, defaults of the algorithm."""
     defaults = {"lr": 1e-2, "betta": 3.0}
-    made = build_torch_policy(
-        "Mine", policy_gradient_loss, get_default_config=lambda: dict(defaults)
+    untyped = build_torch_policy(
+        "Untyped", policy_gradient_loss, get_default_config=lambda: dict(defaults)
     )
     typed = build_torch_policy(
         "Typed", policy_gradient_loss, get_default_config=lambda: A2CConfig(lr=1e-2)
     )
-    for policy_class in (made, typed):
-
-        class Own(A2C):
-            pass
-
-        Own.policy_class = policy_class
-        for chosen, lr in (({}, 1e-2), ({"lr": 1e-4}, 1e-4)):
-            config = A2CConfig(env="CartPole-v1", train_batch_size=32, gamma=0.5, **chosen)
-            with Own(config) as algo:
+    for policy_class in (untyped, typed):
+        algorithm_class = type("CustomA2C", (A2C,), {"policy_class": policy_class})
+        for settings, lr in (({}, 1e-2), ({"lr": 1e-4}, 1e-4)):
+            config = A2CConfig(env="CartPole-v1", train_batch_size=32, gamma=0.5, **settings)
+            with algorithm_class(config) as algo:
                 algo.train()
                 policy = algo.get_policy()
             assert (policy.config.lr, policy.config.gamma) == (lr, 0.5)
             assert policy.optimizer.param_groups[0]["lr"] == lr
-            assert policy_class is not made or policy.config["betta"] == 3.0
+            assert policy_class is not untyped or policy.config["betta"] == 3.0
 
 
 def test_several_losses_and_optimizers():
-    """Each optimizer's parameters follow their own loss alone."""
+    """The parameters of each optimizer follow only its loss."""
 
     def losses(policy, model, dist_class, train_batch):
         model.from_batch(train_batch)
@@ -271,53 +257,53 @@ def test_several_losses_and_optimizers():
         others = [p for n, p in named.items() if not n.startswith("value")]
         return [torch.optim.Adam(others, 1e-2), torch.optim.SGD(values, 1e-2)]
 
-    made = build_torch_policy("Two", losses, optimizer_fn=optimizers)
+    policy_class = build_torch_policy("Two", losses, optimizer_fn=optimizers)
     config = {"seed": 0, "grad_clip": None}
-    both = made(BOX, TWO, config)
-    alone = build_torch_policy(
+    both = policy_class(BOX, TWO, config)
+    single = build_torch_policy(
         "One", policy_gradient_loss, optimizer_fn=lambda p, c: optimizers(p, c)[0]
     )(BOX, TWO, config)
     for _ in range(3):
         stats = both.learn_on_batch(rows())
-        alone.learn_on_batch(rows())
+        single.learn_on_batch(rows())
     assert set(stats) >= {"loss_0", "loss_1", "total_loss", "grad_norm"}
-    weights, expected = both.get_weights(), alone.get_weights()
-    start = made(BOX, TWO, config).get_weights()
+    weights, expected = both.get_weights(), single.get_weights()
+    initial = policy_class(BOX, TWO, config).get_weights()
     for name, weight in weights.items():
         if name.startswith("value"):
-            assert (weight != start[name]).any()
+            assert (weight != initial[name]).any()
         else:
             np.testing.assert_allclose(weight, expected[name], rtol=1e-5, atol=1e-6)
-    # both optimizers' states are saved
+    # the state contains both optimizers
     state = both.get_state()
-    other = made(BOX, TWO, config)
+    other = policy_class(BOX, TWO, config)
     other.set_state(state)
     both.learn_on_batch(rows())
     other.learn_on_batch(rows())
     for name, weight in both.get_weights().items():
         np.testing.assert_array_equal(weight, other.get_weights()[name])
-    one = made.with_updates(loss_fn=policy_gradient_loss)(BOX, TWO, config)
+    one_loss = policy_class.with_updates(loss_fn=policy_gradient_loss)(BOX, TWO, config)
     with pytest.raises(ConfigError, match="1 losses for 2 optimizers"):
-        one.learn_on_batch(rows())
-    three = made.with_updates(optimizer_fn=None)(BOX, TWO, config)
+        one_loss.learn_on_batch(rows())
+    one_optimizer = policy_class.with_updates(optimizer_fn=None)(BOX, TWO, config)
     with pytest.raises(ConfigError, match="2 losses for 1 optimizers"):
-        three.learn_on_batch(rows())
+        one_optimizer.learn_on_batch(rows())
 
 
-def test_mistakes():
-    with pytest.raises(ConfigError, match="a loss_fn is needed"):
+def test_invalid_arguments_are_refused():
+    with pytest.raises(ConfigError, match="a loss_fn is required"):
         build_torch_policy("Nothing")
-    with pytest.raises(ConfigError, match="stats_fn is a function"):
-        build_torch_policy("Odd", policy_gradient_loss, stats_fn={"a": 1})
+    with pytest.raises(ConfigError, match="stats_fn must be a function"):
+        build_torch_policy("Bad", policy_gradient_loss, stats_fn={"a": 1})
     with pytest.raises(TypeError, match="no hook 'loss_function'"):
         MyTorchPolicy.with_updates(loss_function=policy_gradient_loss)
-    with pytest.raises(ConfigError, match=r"torch.nn.Module is needed"):
-        MyTorchPolicy.with_updates(make_model=lambda *given: 5)(BOX, TWO, {})
+    with pytest.raises(ConfigError, match=r"must return a torch.nn.Module"):
+        MyTorchPolicy.with_updates(make_model=lambda *args: 5)(BOX, TWO, {})
     with pytest.raises(ConfigError, match="unknown setting 'betta'"):
         MyTorchPolicy(BOX, TWO, {"betta": 1})
 
-    def missing(policy, model, dist_class, train_batch):
+    def missing_column_loss(policy, model, dist_class, train_batch):
         return train_batch["advantages"].mean()
 
     with pytest.raises(KeyError, match="advantages"):
-        MyTorchPolicy.with_updates(loss_fn=missing)(BOX, TWO, {}).learn_on_batch(rows())
+        MyTorchPolicy.with_updates(loss_fn=missing_column_loss)(BOX, TWO, {}).learn_on_batch(rows())

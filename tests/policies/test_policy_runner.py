@@ -1,4 +1,4 @@
-"""Policies without worker, environment or Ray: sessions, single actions, log-likelihoods."""
+"""Acting without worker, environment or Ray: PolicyRunner, single actions, log-likelihoods."""
 
 import numpy as np
 import pytest
@@ -9,10 +9,7 @@ from flowrl.data import SampleBatch
 from flowrl.policies import ConfigError, ViewRequirement
 from flowrl.sampling import RolloutWorker
 
-from .test_models import Three
-
-BOX = spaces.Box(-1, 1, (3,), np.float32)
-TWO = spaces.Discrete(2)
+from .fakes import BOX, TWO, RandomEnv
 
 MODELS = {
     "plain": {},
@@ -25,84 +22,85 @@ MODELS = {
 
 @pytest.mark.parametrize("name", list(MODELS))
 @pytest.mark.parametrize("normalize", [False, True])
-def test_a_session_sees_what_the_sampler_sees(name, normalize):
-    """Replaying an episode gives the distribution that was sampled from, step by step."""
+def test_runner_shows_the_policy_the_same_views_as_the_sampler(name, normalize):
+    """Replaying sampled episodes gives the sampled distribution inputs, step by step."""
     config = {"model": MODELS[name], "seed": 0, "normalize_observations": normalize}
     settings = {**config, "rollout_fragment_length": 21, "batch_mode": "truncate_episodes"}
-    w = RolloutWorker(lambda context: Three(), PPOTorchPolicy, settings)
+    w = RolloutWorker(lambda context: RandomEnv(), PPOTorchPolicy, settings)
     batch = w.sample()
-    told = []
+    outputs = []
 
-    class Listening(PPOTorchPolicy):
+    class ReplayingPolicy(PPOTorchPolicy):
+        """Records the distribution inputs and returns the sampled actions."""
+
         def compute_actions_from_input_dict(self, input_dict, explore=True):
-            made = super().compute_actions_from_input_dict(input_dict, explore)
-            told.append(made[2]["action_dist_inputs"][0])
-            # act as was acted then
-            actions = batch["actions"][len(told) - 1 : len(told)]
-            return actions, made[1], made[2]
+            _, states, extra = super().compute_actions_from_input_dict(input_dict, explore)
+            outputs.append(extra["action_dist_inputs"][0])
+            actions = batch["actions"][len(outputs) - 1 : len(outputs)]
+            return actions, states, extra
 
-    policy = Listening(BOX, TWO, config)
-    session = policy.session()
+    policy = ReplayingPolicy(BOX, TWO, config)
+    runner = policy.session()
     reward = 0.0
     for i in range(batch.count):
         if batch["t"][i] == 0:
-            session.reset()
+            runner.reset()
         obs = batch["obs"][i]
         obs = obs if obs.ndim == 1 else obs[-1]  # the latest frame
-        assert session.compute_single_action(obs, prev_reward=reward) == batch["actions"][i]
+        assert runner.compute_single_action(obs, prev_reward=reward) == batch["actions"][i]
         reward = batch["rewards"][i]
-    np.testing.assert_allclose(told, batch["action_dist_inputs"], atol=1e-5)
+    np.testing.assert_allclose(outputs, batch["action_dist_inputs"], atol=1e-5)
 
 
-def test_single_actions_want_the_observation_alone():
+def test_compute_single_action_needs_only_the_observation():
     policy = PPOTorchPolicy(BOX, TWO, {"model": {"use_lstm": True}})
-    with pytest.raises(ConfigError, match=r"use policy.session\(\)"):
+    with pytest.raises(ConfigError, match=r"policy.session\(\)"):
         policy.compute_single_action(np.zeros(3, np.float32))
     plain = PPOTorchPolicy(BOX, TWO, {})
     assert plain.compute_single_action([0.0, 0.0, 0.0]) in (0, 1)
-    with pytest.raises(ConfigError, match="of the shape"):
+    with pytest.raises(ConfigError, match="observation has shape"):
         plain.compute_single_action(np.zeros(4, np.float32))
     nested = PPOTorchPolicy(spaces.Dict(a=BOX), TWO, {})
     assert nested.compute_single_action({"a": np.zeros(3, np.float32)}) in (0, 1)
-    with pytest.raises(ConfigError, match="is not of"):
+    with pytest.raises(ConfigError, match="is not in"):
         nested.compute_single_action({"b": np.zeros(3, np.float32)})
 
 
-def test_views_that_a_session_cannot_show():
+def test_unsupported_views_are_refused():
     policy = PPOTorchPolicy(BOX, TWO, {})
     policy.view_requirements["others"] = ViewRequirement("obs", agents=["x"])
     with pytest.raises(ConfigError, match="shows other agents"):
         policy.session()
     policy = PPOTorchPolicy(BOX, TWO, {})
     policy.view_requirements["vf"] = ViewRequirement("vf_preds", shift=-1)
-    with pytest.raises(ConfigError, match="give it a space"):
+    with pytest.raises(ConfigError, match="needs a space"):
         policy.session().compute_single_action(np.zeros(3, np.float32))
 
 
 @pytest.mark.parametrize(
     "space", [TWO, spaces.MultiDiscrete([2, 3]), spaces.Box(-1, 1, (2,), np.float32)]
 )
-def test_log_likelihoods(space):
+def test_log_likelihoods_equal_those_of_acting(space):
     policy = PPOTorchPolicy(BOX, space, {"seed": 1})
     obs = np.random.default_rng(0).standard_normal((20, 3)).astype(np.float32)
     actions, _, extra = policy.compute_actions(obs)
-    found = policy.compute_log_likelihoods(actions, obs)
-    np.testing.assert_allclose(found, extra["action_logp"], atol=1e-5)
+    logp = policy.compute_log_likelihoods(actions, obs)
+    np.testing.assert_allclose(logp, extra["action_logp"], atol=1e-5)
 
 
-def test_log_likelihoods_of_policies_that_remember():
+def test_log_likelihoods_of_recurrent_policies():
     policy = PPOTorchPolicy(BOX, TWO, {"seed": 1, "model": {"use_lstm": True}})
     obs = np.random.default_rng(0).standard_normal((4, 3)).astype(np.float32)
     states = [np.ones((4, 64), np.float32)] * 4
-    actions, after, extra = policy.compute_actions(obs, state_batches=states)
-    assert [part.shape for part in after] == [(4, 64)] * 4
+    actions, new_states, extra = policy.compute_actions(obs, state_batches=states)
+    assert [part.shape for part in new_states] == [(4, 64)] * 4
     views = {"obs": obs, **{f"state_in_{i}": part for i, part in enumerate(states)}}
-    found = policy.compute_log_likelihoods(actions, input_dict=views)
-    np.testing.assert_allclose(found, extra["action_logp"], atol=1e-5)
+    logp = policy.compute_log_likelihoods(actions, input_dict=views)
+    np.testing.assert_allclose(logp, extra["action_logp"], atol=1e-5)
 
 
-def test_a_session_does_not_touch_the_batch():
+def test_runner_leaves_the_observation_writeable():
     obs = np.zeros(3, np.float32)
     PPOTorchPolicy(BOX, TWO, {}).session().compute_single_action(obs)
-    obs[0] = 1  # still the caller's
+    obs[0] = 1
     assert SampleBatch(obs=obs[None]).count == 1

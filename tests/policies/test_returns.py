@@ -1,4 +1,4 @@
-"""Advantages and returns against plain loops and hand-computed numbers."""
+"""Returns and advantages against loops over their definitions and hand-computed numbers."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from flowrl.policies.returns import (
 )
 
 
-def slow_gae(rewards, values, following, dones, gamma, lambda_):
+def reference_gae(rewards, values, next_values, dones, gamma, lambda_):
     """The definition, one environment and one step at a time, in float64."""
     steps, envs = rewards.shape
     advantages = np.zeros((steps, envs))
@@ -22,7 +22,7 @@ def slow_gae(rewards, values, following, dones, gamma, lambda_):
         for t in range(steps):
             weight = 1.0
             for k in range(t, steps):
-                delta = rewards[k, i] + gamma * following[k, i] - values[k, i]
+                delta = rewards[k, i] + gamma * next_values[k, i] - values[k, i]
                 advantages[t, i] += weight * delta
                 if dones[k, i]:
                     break
@@ -36,32 +36,33 @@ def slow_gae(rewards, values, following, dones, gamma, lambda_):
     st.integers(0, 2**31),
     st.sampled_from([(0.99, 0.95), (0.9, 0.0), (1.0, 1.0), (0.5, 0.3)]),
 )
-def test_gae_is_its_definition(steps, envs, seed, discounts):
+def test_gae_equals_its_definition(steps, envs, seed, discounts):
     rng = np.random.default_rng(seed)
-    rewards, values, following = rng.standard_normal((3, steps, envs))
+    rewards, values, next_values = rng.standard_normal((3, steps, envs))
     terminated, truncated = rng.random((2, steps, envs)) < 0.2
-    following[terminated] = 0.0
+    next_values[terminated] = 0.0
     dones = terminated | truncated
-    fast = generalized_advantages(rewards, values, following, dones, *discounts)
-    np.testing.assert_allclose(fast, slow_gae(rewards, values, following, dones, *discounts))
+    advantages = generalized_advantages(rewards, values, next_values, dones, *discounts)
+    expected = reference_gae(rewards, values, next_values, dones, *discounts)
+    np.testing.assert_allclose(advantages, expected)
 
 
 @pytest.mark.parametrize(
-    ("dones", "following", "expected"),
+    ("dones", "next_values", "expected"),
     [
-        # terminated at the end: nothing after; gamma = lambda = 0.5, V = 1, r = 2
+        # terminated at the end, no bootstrap; gamma = lambda = 0.5, V = 1, r = 2
         ([False, True], [1.0, 0.0], [1.5 + 0.25 * 1.0, 1.0]),
-        # truncated at the end: bootstraps from the final observation's value 4
+        # truncated at the end, bootstrapped with the final observation's value 4
         ([False, True], [1.0, 4.0], [1.5 + 0.25 * 3.0, 3.0]),
-        # an end in the middle cuts the estimate
+        # the end of an episode in the middle cuts the estimate
         ([True, False], [0.0, 4.0], [1.0, 3.0]),
     ],
 )
-def test_gae_by_hand(dones, following, expected):
+def test_gae_of_hand_computed_examples(dones, next_values, expected):
     got = generalized_advantages(
         np.full((2, 1), 2.0),
         np.ones((2, 1)),
-        np.array(following)[:, None],
+        np.array(next_values)[:, None],
         np.array(dones)[:, None],
         0.5,
         0.5,
@@ -69,7 +70,7 @@ def test_gae_by_hand(dones, following, expected):
     assert got[:, 0].tolist() == expected
 
 
-def test_returns_by_hand():
+def test_discounted_returns_of_a_hand_computed_example():
     got = discounted_returns(
         np.array([[1.0], [2.0], [3.0]]), np.array([[False], [True], [False]]), np.array([10.0]), 0.5
     )
@@ -86,7 +87,7 @@ def test_returns_by_hand():
     st.integers(1, 6),
     st.sampled_from([0.0, 0.5, 0.99, 1.0]),
 )
-def test_n_step_is_its_definition(steps, envs, seed, n, gamma):
+def test_n_step_returns_equal_their_definition(steps, envs, seed, n, gamma):
     rng = np.random.default_rng(seed)
     rewards = rng.standard_normal((steps, envs))
     dones = rng.random((steps, envs)) < 0.25
@@ -103,14 +104,14 @@ def test_n_step_is_its_definition(steps, envs, seed, n, gamma):
             np.testing.assert_allclose(sums[t, i], total, atol=1e-12)
 
 
-def test_n_step_by_hand():
+def test_n_step_returns_of_a_hand_computed_example():
     rewards = np.array([1, 2, 3], np.int64)[:, None]
     before = rewards.copy()
     sums, counts = n_step_returns(rewards, np.zeros((3, 1), bool), 2, 0.5)
     assert sums[:, 0].tolist() == [2.0, 3.5, 3.0]
     assert counts[:, 0].tolist() == [2, 2, 1]
     np.testing.assert_array_equal(rewards, before)
-    with pytest.raises(ValueError, match="at least 1"):
+    with pytest.raises(ValueError, match="an int >= 1"):
         n_step_returns(rewards, np.zeros((3, 1), bool), 0, 0.5)
 
 
@@ -122,21 +123,21 @@ def test_n_step_by_hand():
 )
 def test_lambda_returns_are_advantages_plus_values(steps, envs, seed, discounts):
     rng = np.random.default_rng(seed)
-    rewards, values, following = rng.standard_normal((3, steps, envs))
+    rewards, values, next_values = rng.standard_normal((3, steps, envs))
     terminated, truncated = rng.random((2, steps, envs)) < 0.2
-    following[terminated] = 0.0
+    next_values[terminated] = 0.0
     dones = terminated | truncated
-    # values of states within an episode are one and the same thing
-    inside = ~dones[:-1]
-    following[:-1][inside] = values[1:][inside]
-    got = lambda_returns(rewards, following, dones, *discounts)
+    # within an episode, next_values are the values of the next row
+    within_episode = ~dones[:-1]
+    next_values[:-1][within_episode] = values[1:][within_episode]
+    got = lambda_returns(rewards, next_values, dones, *discounts)
     np.testing.assert_allclose(
-        got, values + slow_gae(rewards, values, following, dones, *discounts), atol=1e-9
+        got, values + reference_gae(rewards, values, next_values, dones, *discounts), atol=1e-9
     )
 
 
-def slow_vtrace(mu, pi, rewards, values, following, dones, gamma, rho_bar, c_bar, lambda_):
-    """Equation 1 of the paper as the sum that it is, one step at a time."""
+def reference_vtrace(mu, pi, rewards, values, next_values, dones, gamma, rho_bar, c_bar, lambda_):
+    """Equation 1 of the paper as a sum, one step at a time."""
     steps, envs = rewards.shape
     targets = np.zeros((steps, envs))
     ratio = np.exp(pi - mu)
@@ -144,7 +145,7 @@ def slow_vtrace(mu, pi, rewards, values, following, dones, gamma, rho_bar, c_bar
         for s in range(steps):
             total, weight = values[s, i], 1.0
             for t in range(s, steps):
-                delta = rewards[t, i] + gamma * following[t, i] - values[t, i]
+                delta = rewards[t, i] + gamma * next_values[t, i] - values[t, i]
                 total += weight * min(rho_bar, ratio[t, i]) * delta
                 if dones[t, i]:
                     break
@@ -159,37 +160,67 @@ def slow_vtrace(mu, pi, rewards, values, following, dones, gamma, rho_bar, c_bar
     st.integers(0, 2**31),
     st.sampled_from([(0.99, 1.0, 1.0, 1.0), (0.9, 2.0, 0.5, 0.7), (1.0, 0.5, 1.5, 1.0)]),
 )
-def test_vtrace_is_its_definition(steps, envs, seed, settings):
+def test_vtrace_equals_its_definition(steps, envs, seed, settings):
     gamma, rho_bar, c_bar, lambda_ = settings
     rng = np.random.default_rng(seed)
-    rewards, values, following, mu, pi = rng.standard_normal((5, steps, envs))
+    rewards, values, next_values, mu, pi = rng.standard_normal((5, steps, envs))
     terminated, truncated = rng.random((2, steps, envs)) < 0.2
-    following[terminated] = 0.0
+    next_values[terminated] = 0.0
     dones = terminated | truncated
-    following[:-1] = np.where(dones[:-1], following[:-1], values[1:])
+    next_values[:-1] = np.where(dones[:-1], next_values[:-1], values[1:])
     got, advantages = vtrace(
-        mu, pi, rewards, values, following, dones, gamma, rho_bar, c_bar, 1.3, lambda_
+        mu, pi, rewards, values, next_values, dones, gamma, rho_bar, c_bar, 1.3, lambda_
     )
-    expected = slow_vtrace(
-        mu, pi, rewards, values, following, dones, gamma, rho_bar, c_bar, lambda_
+    expected = reference_vtrace(
+        mu, pi, rewards, values, next_values, dones, gamma, rho_bar, c_bar, lambda_
     )
     np.testing.assert_allclose(got, expected, atol=1e-9)
     for t in range(steps):
         for i in range(envs):
-            after = following[t, i]
+            next_target = next_values[t, i]
             if not dones[t, i] and t + 1 < steps:
-                after = expected[t + 1, i]
+                next_target = expected[t + 1, i]
             ratio = min(1.3, np.exp(pi[t, i] - mu[t, i]))
-            own = ratio * (rewards[t, i] + gamma * after - values[t, i])
-            np.testing.assert_allclose(advantages[t, i], own, atol=1e-9)
+            advantage = ratio * (rewards[t, i] + gamma * next_target - values[t, i])
+            np.testing.assert_allclose(advantages[t, i], advantage, atol=1e-9)
 
 
-def test_vtrace_on_policy_is_the_n_step_return():
+def test_on_policy_vtrace_is_the_n_step_return():
     """Remark 1 of the paper: with pi = mu and no clipping below 1."""
     rng = np.random.default_rng(0)
     rewards, values = rng.standard_normal((2, 6, 1))
-    following = np.concatenate([values[1:], [[0.7]]])
+    next_values = np.concatenate([values[1:], [[0.7]]])
     logp = rng.standard_normal((6, 1))
-    got, _ = vtrace(logp, logp, rewards, values, following, np.zeros((6, 1), bool), 0.9)
+    got, _ = vtrace(logp, logp, rewards, values, next_values, np.zeros((6, 1), bool), 0.9)
     expected = discounted_returns(rewards, np.zeros((6, 1), bool), np.array([0.7]), 0.9)
     np.testing.assert_allclose(got, expected)
+
+
+# -- inputs ----------------------------------------------------------------------------------------
+
+
+def test_integer_rewards_have_float_returns():
+    ones, zeros = np.ones((4, 1), np.int64), np.zeros((4, 1), np.int64)
+    dones = np.zeros((4, 1), bool)
+    expected = [[3.439], [2.71], [1.9], [1.0]]
+    np.testing.assert_allclose(discounted_returns(ones, dones, np.zeros(1), 0.9), expected)
+    np.testing.assert_allclose(lambda_returns(ones, zeros, dones, 0.9, 1), expected)
+    advantages = generalized_advantages(ones, zeros, zeros, dones, 0.9, 1)
+    np.testing.assert_allclose(advantages, expected)
+    targets, _ = vtrace(zeros, zeros, ones, zeros, zeros, dones, 0.9)
+    np.testing.assert_allclose(targets, expected)
+
+
+def test_arrays_of_different_shapes_are_refused():
+    a, b = np.ones((4, 2)), np.ones((4, 1))
+    for call in (
+        lambda: discounted_returns(a, b, np.zeros(2), 0.9),
+        lambda: generalized_advantages(a, a, b, a, 0.9, 1),
+        lambda: lambda_returns(a, b, a, 0.9, 1),
+        lambda: n_step_returns(a, b, 2, 0.9),
+        lambda: vtrace(a, a, a, b, a, a, 0.9),
+    ):
+        with pytest.raises(ValueError, match=r"has the shape \(4, 1\)"):
+            call()
+    with pytest.raises(ValueError, match="must be an int"):
+        n_step_returns(a, a, 2.5, 0.9)

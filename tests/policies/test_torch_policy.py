@@ -13,7 +13,6 @@ from flowrl.data import SampleBatch
 from flowrl.policies import ConfigError, ModelConfig, PolicyConfig, TorchPolicy
 from flowrl.policies.filters import ObservationFilter, RewardScaler, RunningMeanStd
 from flowrl.policies.learning.flat_parameters import FlatAdam, FlatParameters
-from flowrl.policies.learning.gradients import clip_gradient
 from flowrl.policies.models import FullyConnectedNetwork
 from flowrl.policies.schedules import value_at
 from flowrl.sampling import RolloutWorker
@@ -58,8 +57,8 @@ def test_acting_in_numpy_is_the_torch_forward(activation, shared, space):
     outputs, _ = net({"obs": torch.from_numpy(observations)}, [], None)
     values = net.value_function()
     assert outputs.shape == (5, 4)
-    assert net.has_numpy == (activation != "silu")
-    if net.has_numpy:
+    assert net.uses_numpy == (activation != "silu")
+    if net.uses_numpy:
         fast_outputs, fast_values = net.forward_numpy(observations)
         close = {"rtol": 1e-5, "atol": 1e-6}  # sums of float32 in another order
         np.testing.assert_allclose(fast_outputs, outputs.detach(), **close)
@@ -160,7 +159,7 @@ def test_minibatches_cover_the_batch_every_pass():
 
 def test_state_continues_exactly():
     one = make_policy(normalize_observations=True)
-    one.observation_filter.fresh.update(rows()["obs"])
+    one.observation_filter.new_stats.update(rows()["obs"])
     one.absorb_filters(one.take_fresh_filters())
     one.learn_on_batch(rows())
     two = make_policy(seed=9, normalize_observations=True)
@@ -217,9 +216,9 @@ def test_merged_statistics_are_those_of_all_rows(sizes, seed):
 def test_observation_filter_changes_between_fragments_only():
     normalize = ObservationFilter((2,))
     data = np.array([[1.0, 10.0], [3.0, 30.0]])
-    normalize.fresh.update(data)
+    normalize.new_stats.update(data)
     assert normalize(data)[0, 0] == 1.0
-    normalize.absorb(normalize.take_fresh())
+    normalize.merge_stats(normalize.take_new_stats())
     np.testing.assert_allclose(normalize(data), [[-1, -1], [1, 1]], atol=1e-5)
     assert normalize(np.array([[1e9, 0.0]]))[0, 0] == 10.0
 
@@ -280,7 +279,7 @@ def test_gradients_are_clipped(by):
     gradient, _ = policy.compute_gradients(batch)
     pieces = dict(zip(policy.flat.names, (p.grad for p in policy.flat.parameters), strict=True))
     before = {name: piece.clone() for name, piece in pieces.items()}
-    clip_gradient(policy, float(np.linalg.norm(gradient)))
+    policy.learner.clip_gradient(float(np.linalg.norm(gradient)))
     for name, piece in pieces.items():
         if by == "value":
             expected = before[name].clamp(-0.01, 0.01)
@@ -360,7 +359,7 @@ def test_bad_updates_may_be_left_out():
 
 def test_devices():
     assert make_policy().device.type in ("cpu", "cuda")
-    with pytest.raises(ConfigError, match="'cuda:99' is not there"):
+    with pytest.raises(ConfigError, match="'cuda:99' is not available"):
         make_policy(device="cuda:99")
     with pytest.raises(ConfigError, match="device: auto, cpu, cuda"):
         make_policy(device="abacus")

@@ -1,4 +1,4 @@
-"""An image buffer holds each frame once, and does not grow when it is full."""
+"""A buffer of images stores each frame once and does not grow when it is full."""
 
 import gc
 import multiprocessing
@@ -21,14 +21,13 @@ def megabytes():
 
 
 def fragment(number):
-    """Rows of one environment, as its sampler gives them; bytes that no page shares."""
+    """Return rows of one environment as its sampler returns them; no two frames are equal."""
     base = np.empty((ROWS + 1, *SHAPE), np.uint8)
     base[:] = np.arange(number * ROWS, (number + 1) * ROWS + 1).reshape(-1, 1, 1, 1) % 251
     steps = np.arange(number * ROWS, (number + 1) * ROWS)
     dones = steps % EPISODE == EPISODE - 1
     cuts = np.union1d(np.flatnonzero(dones), [ROWS - 1])
-    last = base[cuts + 1]
-    base = np.concatenate([base[:ROWS], last])
+    base = np.concatenate([base[:ROWS], base[cuts + 1]])
     index = np.arange(1, ROWS + 1)
     index[cuts] = np.arange(ROWS, len(base))
     batch = SampleBatch(
@@ -45,7 +44,7 @@ def fragment(number):
 
 
 def measure(capacity):
-    """MB that a buffer takes when it is full, and that it grows in being written over."""
+    """Return the MB of a full buffer, and its growth in MB while rows are overwritten."""
     buffer = ReplayBuffer(capacity, seed=0)
     fragment(0)
     gc.collect()
@@ -64,10 +63,10 @@ def measure(capacity):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_an_image_buffer_holds_each_frame_once():
+def test_image_buffer_stores_each_frame_once():
     capacity = 100_000
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        taken, grown = pool.apply(measure, (capacity,))
+        size, growth = pool.apply(measure, (capacity,))
     frames = capacity * np.prod(SHAPE) / 2**20
-    assert taken < 1.1 * frames
-    assert grown < 0.02 * frames
+    assert size < 1.1 * frames
+    assert growth < 0.02 * frames

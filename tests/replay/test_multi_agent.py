@@ -1,4 +1,4 @@
-"""MultiAgentReplayBuffer: who is stored where, and when."""
+"""MultiAgentReplayBuffer: one buffer per policy, and the ratio of drawn to stored rows."""
 
 import numpy as np
 import pytest
@@ -17,12 +17,12 @@ def rows(n, value=0.0):
     )
 
 
-def make(**settings_):
-    given_ = {"replay_batch_size": 8, **settings_}
-    return MultiAgentReplayBuffer(lambda policy_id: ReplayBuffer(1000, seed=0), **given_)
+def make(**arguments):
+    arguments = {"replay_batch_size": 8, **arguments}
+    return MultiAgentReplayBuffer(lambda policy_id: ReplayBuffer(1000, seed=0), **arguments)
 
 
-def test_each_policy_has_its_own_rows():
+def test_each_policy_has_its_own_buffer():
     buffer = make(policies=["a", "b"])
     buffer.add(MultiAgentBatch({"a": rows(5, 1.0), "b": rows(9, 2.0), "c": rows(0)}, 9))
     drawn = buffer.sample()
@@ -35,7 +35,7 @@ def test_each_policy_has_its_own_rows():
     assert len(buffer) == 14
 
 
-def test_a_batch_is_stored_whole_or_not_at_all():
+def test_invalid_policy_batch_rejects_the_whole_batch():
     buffer = make(training_intensity=1)
     buffer.add(MultiAgentBatch({"a": rows(5)}, 5))
     with pytest.raises(ValueError, match="without obs and new_obs"):
@@ -45,7 +45,7 @@ def test_a_batch_is_stored_whole_or_not_at_all():
     assert buffer.can_sample()
 
 
-def test_drawing_unasked_leaves_nothing_owed():
+def test_extra_draws_do_not_delay_the_next_draw():
     buffer = make()
     buffer.add(rows(5))
     for _ in range(3):
@@ -54,7 +54,7 @@ def test_drawing_unasked_leaves_nothing_owed():
     assert buffer.can_sample()
 
 
-def test_a_single_agents_batches_stay_what_they_are():
+def test_single_agent_draws_are_sample_batches():
     buffer = make()
     buffer.add(rows(5))
     assert isinstance(buffer.sample(), SampleBatch)
@@ -62,13 +62,13 @@ def test_a_single_agents_batches_stay_what_they_are():
 
 @pytest.mark.parametrize("intensity", [0.25, 1, 3.7, 64])
 @pytest.mark.parametrize("fragment", [1, 7, 50])
-def test_the_ratio_is_exact_to_one_batch(intensity, fragment):
-    """10,000 steps of two sides, either of which is stalled now and then."""
+def test_ratio_is_exact_to_one_batch(intensity, fragment):
+    """10,000 steps in which storing or drawing stalls at times."""
     rng = np.random.default_rng(0)
     buffer = make(training_intensity=intensity, learning_starts=20)
     stored = drawn = 0
     for step in range(10_000):
-        stalled = (step // 100) % 3  # neither side, the one that stores, the one that draws
+        stalled = (step // 100) % 3  # 0: none, 1: storing, 2: drawing
         assert buffer.can_add() != buffer.can_sample()
         if buffer.can_add():
             if stalled != 1 or rng.random() < 0.1:
@@ -84,7 +84,7 @@ def test_the_ratio_is_exact_to_one_batch(intensity, fragment):
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=30), st.integers(0, 60))
-def test_without_a_ratio_it_is_a_batch_for_a_batch(sizes, starts):
+def test_without_training_intensity_one_batch_is_drawn_per_stored_batch(sizes, starts):
     buffer = make(learning_starts=starts)
     stored = drawn = learning = 0
     for size in sizes:
@@ -98,7 +98,7 @@ def test_without_a_ratio_it_is_a_batch_for_a_batch(sizes, starts):
         assert drawn == learning
 
 
-def test_a_restored_buffer_goes_on_the_same():
+def test_restored_buffer_continues_identically():
     buffer = make(training_intensity=2, learning_starts=4)
     buffer.add(rows(9))
     buffer.sample()
@@ -113,18 +113,18 @@ def test_a_restored_buffer_goes_on_the_same():
 
 
 @pytest.mark.parametrize(
-    ("settings_", "match"),
+    ("arguments", "match"),
     [
-        ({"replay_batch_size": 0}, "replay_batch_size is a whole number from 1"),
-        ({"learning_starts": -1}, "learning_starts is at least 0"),
-        ({"training_intensity": 0}, "training_intensity is a number above 0"),
-        ({"training_intensity": float("nan")}, "training_intensity is a number above 0"),
+        ({"replay_batch_size": 0}, "replay_batch_size must be an integer"),
+        ({"learning_starts": -1}, "learning_starts must be at least 0"),
+        ({"training_intensity": 0}, "training_intensity must be above 0"),
+        ({"training_intensity": float("nan")}, "training_intensity must be above 0"),
     ],
 )
-def test_settings_that_cannot_be(settings_, match):
+def test_invalid_settings_are_rejected(arguments, match):
     with pytest.raises(ValueError, match=match):
-        make(**settings_)
-    with pytest.raises(TypeError, match="policies is a collection"):
+        make(**arguments)
+    with pytest.raises(TypeError, match="policies must be a collection"):
         make(policies="a")
     with pytest.raises(ValueError, match="empty"):
         make().sample()

@@ -1,4 +1,4 @@
-"""Sequences and episodes in replay buffers, against the trajectories that they are cut from."""
+"""Draws of sequences and episodes against the trajectories that they are cut from."""
 
 import itertools
 
@@ -11,44 +11,42 @@ from flowrl.algorithms.a2c import A2CConfig, A2CTorchPolicy
 from flowrl.data import SampleBatch
 from flowrl.replay import MultiAgentReplayBuffer, PrioritizedReplayBuffer, ReplayBuffer
 from flowrl.sampling import RolloutWorker
+from tests.replay.streams import FragmentStream
 
-from tests.replay.test_buffers import Stream
 
-
-def fragment(stream, steps, kind="windows"):
-    """A state says which row it is of, [episode, step], as the observation does."""
+def fragment(stream, steps, kind="indexed"):
+    """Return rows whose recurrent state is [episode, step], like the observation."""
     batch = stream.fragment(steps, kind)
     return batch.with_columns(state_in_0=batch["obs"].copy())
 
 
 def cut(batch, max_seq_len, burn_in):
-    """The sequences of a batch, the plain way: their rows (episode, step), and how many of them
-    are burn-in."""
+    """Cut a batch into sequences; return their rows (episode, step) and numbers of burn-in rows."""
     rows = [tuple(row) for row in batch["obs"].astype(int).tolist()]
-    made = []
+    sequences = []
     for _, part in itertools.groupby(rows, key=lambda row: row[0]):
-        own = list(part)
-        for at in range(0, len(own), max_seq_len):
-            head = min(burn_in, at)
-            made.append((tuple(own[at - head : at + max_seq_len]), head))
-    return made
+        trajectory = list(part)
+        for start in range(0, len(trajectory), max_seq_len):
+            head = min(burn_in, start)
+            sequences.append((tuple(trajectory[start - head : start + max_seq_len]), head))
+    return sequences
 
 
 def drawn_from(buffer, count):
-    """The sequences of a draw likewise; each has the state of its first row."""
+    """Return the sequences of a draw like `cut`; check that each has the state of its first row."""
     batch = buffer.sample(count)
     rows = [tuple(row) for row in batch["obs"].astype(int).tolist()]
     mask = batch["loss_mask"] if "loss_mask" in batch else np.ones(batch.count, bool)
-    made, begin = [], 0
+    sequences, start = [], 0
     for length, state in zip(batch["seq_lens"], batch["state_in_0"].astype(int), strict=True):
-        own, real = rows[begin : begin + length], mask[begin : begin + length]
-        assert tuple(state) == own[0]
-        head = int(length - real.sum())
-        assert not real[:head].any()
-        made.append((tuple(own), head))
-        begin += length
-    assert begin == batch.count
-    return made
+        sequence, loss_mask = rows[start : start + length], mask[start : start + length]
+        assert tuple(state) == sequence[0]
+        head = int(length - loss_mask.sum())
+        assert not loss_mask[:head].any()
+        sequences.append((tuple(sequence), head))
+        start += length
+    assert start == batch.count
+    return sequences
 
 
 @settings(max_examples=50, deadline=None)
@@ -59,32 +57,32 @@ def drawn_from(buffer, count):
     max_seq_len=st.integers(1, 5),
     burn_in=st.integers(0, 4),
     capacity=st.integers(28, 60),
-    kind=st.sampled_from(["windows", "plain"]),
+    kind=st.sampled_from(["indexed", "plain"]),
     prioritized=st.booleans(),
 )
-def test_draws_are_the_sequences_that_are_whole(
+def test_complete_sequences_are_drawn(
     envs, lengths, steps, max_seq_len, burn_in, capacity, kind, prioritized
 ):
-    made = PrioritizedReplayBuffer if prioritized else ReplayBuffer
-    unit = {"storage_unit": "sequences", "max_seq_len": max_seq_len, "burn_in": burn_in}
-    buffer, stream, stored = made(capacity, seed=0, **unit), Stream(envs, lengths), []
+    make = PrioritizedReplayBuffer if prioritized else ReplayBuffer
+    arguments = {"storage_unit": "sequences", "max_seq_len": max_seq_len, "burn_in": burn_in}
+    buffer, stream, stored = make(capacity, seed=0, **arguments), FragmentStream(envs, lengths), []
     for count in steps:
         batch = fragment(stream, count, kind)
         buffer.add(batch)
         stored += cut(batch, max_seq_len, burn_in)
-        there = {(episode, step) for episode, step, *_ in stream.rows[-capacity:]}
-        whole = {(rows, head) for rows, head in stored if set(rows) <= there}
+        present = {(episode, step) for episode, step, *_ in stream.rows[-capacity:]}
+        complete = {(rows, head) for rows, head in stored if set(rows) <= present}
         drawn = set(drawn_from(buffer, 40))
-        assert drawn <= whole
-        if len(whole) < 4:
-            assert drawn == whole
-        to_learn = [len(rows) - head for rows, head in whole]
-        assert buffer.rows_per_item() == pytest.approx(np.mean(to_learn))
+        assert drawn <= complete
+        if len(complete) < 4:
+            assert drawn == complete
+        loss_rows = [len(rows) - head for rows, head in complete]
+        assert buffer.rows_per_item() == pytest.approx(np.mean(loss_rows))
 
 
-def test_rows_that_came_in_pieces_are_put_in_order():
-    """As where fragments of several environments were joined."""
-    stream = Stream(2, [9, 9])
+def test_scattered_rows_are_sorted():
+    """Concatenated fragments of several environments interleave their trajectories."""
+    stream = FragmentStream(2, [9, 9])
     one, two = fragment(stream, 3), fragment(stream, 3)
     buffer = ReplayBuffer(40, storage_unit="sequences", max_seq_len=3, seed=0)
     buffer.add(SampleBatch.concat_samples([one, two]))
@@ -92,30 +90,29 @@ def test_rows_that_came_in_pieces_are_put_in_order():
     assert {rows for rows, _ in drawn_from(buffer, 60)} == expected
 
 
-def test_episodes_are_whole():
-    stream = Stream(1, [3, 5, 2, 4, 6])
+def test_complete_episodes_are_drawn():
+    stream = FragmentStream(1, [3, 5, 2, 4, 6])
     buffer = ReplayBuffer(12, storage_unit="episodes", seed=0)
     for length in (3, 5, 2, 4):
         buffer.add(stream.fragment(length))
     batch = buffer.sample(50)
-    assert set(batch["seq_lens"].tolist()) == {5, 2, 4}  # the first has lost a row
+    assert set(batch["seq_lens"].tolist()) == {5, 2, 4}  # the first is partly overwritten
     assert set(batch["obs"][:, 0].astype(int)) == {1, 2, 3}
     assert batch["terminateds"][np.cumsum(batch["seq_lens"]) - 1].all()
     with pytest.raises(ValueError, match=r"part of an episode.*complete_episodes"):
         buffer.add(stream.fragment(2))
     assert len(buffer) == 12
-    tail = Stream(1, [5])
+    tail = FragmentStream(1, [5])
     tail.fragment(2)
     with pytest.raises(ValueError, match="part of an episode"):
-        buffer.add(tail.fragment(3))  # ends, but does not begin in it
+        buffer.add(tail.fragment(3))  # contains the end of the episode, not its start
     small = ReplayBuffer(4, storage_unit="episodes")
     with pytest.raises(ValueError, match="episodes of 5 rows do not fit a capacity of 4"):
-        small.add(Stream(1, [5]).fragment(5))
+        small.add(FragmentStream(1, [5]).fragment(5))
 
 
-def test_sequences_span_several_steps():
-    """n-step returns of their rows look beyond the sequence, not beyond the trajectory."""
-    stream = Stream(1, [8])
+def test_n_steps_reach_beyond_the_sequence_but_not_beyond_the_trajectory():
+    stream = FragmentStream(1, [8])
     buffer = ReplayBuffer(20, storage_unit="sequences", max_seq_len=4, n_step=3, gamma=0.5, seed=0)
     buffer.add(fragment(stream, 8))
     batch = buffer.sample(30)
@@ -127,9 +124,9 @@ def test_sequences_span_several_steps():
     np.testing.assert_allclose(batch["rewards"], expected, rtol=1e-6)
 
 
-def test_a_sequence_has_one_priority():
-    """0.9 of its rows' largest error and 0.1 of their mean; draws follow."""
-    stream = Stream(1, [100])
+def test_sequence_priority_is_max_and_mean_of_its_rows():
+    """0.9 of the maximum error and 0.1 of the mean."""
+    stream = FragmentStream(1, [100])
     buffer = PrioritizedReplayBuffer(
         40, storage_unit="sequences", max_seq_len=4, alpha=1.0, beta=1.0, eps=0.0, seed=0
     )
@@ -138,49 +135,49 @@ def test_a_sequence_has_one_priority():
     buffer.update_priorities(np.repeat([0, 1, 2], 4), errors)
     priorities = np.array([0.9 * 4 + 0.1, 1.0, 0.9 * 2 + 0.1])
     batch = buffer.sample(3000)
-    units = batch["batch_indexes"][::4]
-    assert (batch["obs"][::4, 1] == 4 * units).all()
-    shares = np.bincount(units, minlength=3) / 3000
+    items = batch["batch_indexes"][::4]
+    assert (batch["obs"][::4, 1] == 4 * items).all()
+    shares = np.bincount(items, minlength=3) / 3000
     np.testing.assert_allclose(shares, priorities / priorities.sum(), atol=1e-3)
-    weights = {int(u): float(w) for u, w in zip(units, batch["weights"][::4], strict=True)}
-    assert weights == pytest.approx({u: 1 / p for u, p in enumerate(priorities)}, rel=1e-5)
-    with pytest.raises(ValueError, match=r"sequences .* of 3 that were ever stored"):
+    weights = {int(i): float(w) for i, w in zip(items, batch["weights"][::4], strict=True)}
+    assert weights == pytest.approx({i: 1 / p for i, p in enumerate(priorities)}, rel=1e-5)
+    with pytest.raises(ValueError, match=r"sequences .* do not exist: 3 were ever stored"):
         buffer.update_priorities(np.array([3]), np.array([1.0]))
 
 
 @pytest.mark.parametrize("unit", ["sequences", "episodes"])
-def test_a_restored_buffer_draws_the_same(unit):
-    made = [
+def test_restored_buffer_draws_identically(unit):
+    buffers = [
         PrioritizedReplayBuffer(30, storage_unit=unit, max_seq_len=3, seed=seed) for seed in (0, 1)
     ]
-    stream = Stream(1, [3, 4, 5] * 9)
+    stream = FragmentStream(1, [3, 4, 5] * 9)
     for length in [3, 4, 5] * 4:
-        made[0].add(fragment(stream, length))
-    made[0].update_priorities(made[0].sample(2)["batch_indexes"][:1], np.array([3.0]))
-    made[1].load_state_dict(made[0].state_dict())
+        buffers[0].add(fragment(stream, length))
+    buffers[0].update_priorities(buffers[0].sample(2)["batch_indexes"][:1], np.array([3.0]))
+    buffers[1].load_state_dict(buffers[0].state_dict())
     more = fragment(stream, 3)
-    for buffer in made:
+    for buffer in buffers:
         buffer.add(more)
-    one, two = (buffer.sample(20) for buffer in made)
+    one, two = (buffer.sample(20) for buffer in buffers)
     assert one.keys() == two.keys()
     for name in one:
         np.testing.assert_array_equal(one[name], two[name])
-    state = made[0].state_dict()
-    for odd, match in (
+    state = buffers[0].state_dict()
+    for other, match in (
         (ReplayBuffer(30, storage_unit=unit, max_seq_len=3), "kind='PrioritizedReplayBuffer'"),
         (PrioritizedReplayBuffer(30), f"storage_unit='{unit}' for one with 'timesteps'"),
         (PrioritizedReplayBuffer(30, storage_unit=unit, max_seq_len=4), "max_seq_len=3 for one"),
     ):
         with pytest.raises(ValueError, match=match):
-            odd.load_state_dict(state)
-        assert len(odd) == 0
+            other.load_state_dict(state)
+        assert len(other) == 0
     with pytest.raises(ValueError, match="storage_unit='timesteps'"):
-        made[0].load_state_dict(PrioritizedReplayBuffer(30).state_dict())
+        buffers[0].load_state_dict(PrioritizedReplayBuffer(30).state_dict())
 
 
 @pytest.mark.parametrize("burn_in", [0, 3])
-def test_a_policy_that_remembers_learns_from_draws_as_from_samples(burn_in):
-    """The gradient of a drawn batch that has every sequence once is that of the fragment."""
+def test_recurrent_policy_learns_from_draws_as_from_fragments(burn_in):
+    """The gradient of all sequences, each drawn once, is the gradient of the fragment."""
     config = A2CConfig(
         env="CartPole-v1",
         seed=0,
@@ -211,11 +208,11 @@ def test_a_policy_that_remembers_learns_from_draws_as_from_samples(burn_in):
     np.testing.assert_allclose(sum(parts) / sum(weights), expected, atol=2e-6)
 
 
-def test_what_has_no_such_units_is_refused():
-    batch = fragment(Stream(1, [9]), 6)
+def test_invalid_sequences_are_rejected():
+    batch = fragment(FragmentStream(1, [9]), 6)
     sequences = {"storage_unit": "sequences", "max_seq_len": 4}
     buffer = ReplayBuffer(40, **sequences)
-    for odd, match in (
+    for invalid, match in (
         (batch.without_columns("eps_id"), "column eps_id, which is missing"),
         (batch.with_columns(loss_mask=np.ones(6, bool)), "padding or burn-in"),
         (
@@ -224,19 +221,21 @@ def test_what_has_no_such_units_is_refused():
         ),
     ):
         with pytest.raises(ValueError, match=match):
-            buffer.add(odd)
+            buffer.add(invalid)
     buffer.add(batch)
-    with pytest.raises(ValueError, match=r"a batch with \[\], those before had \['state_in_0'\]"):
+    with pytest.raises(
+        ValueError, match=r"a batch with states \[\], earlier batches had \['state_in_0'\]"
+    ):
         buffer.add(batch.without_columns("state_in_0"))
     with pytest.raises(ValueError, match="sequences of 44 rows do not fit a capacity of 40"):
         ReplayBuffer(40, storage_unit="sequences", max_seq_len=44).add(batch)
-    for settings_, match in (
-        ({"storage_unit": "rows"}, "storage_unit is one of timesteps, sequences, episodes"),
-        ({"burn_in": 3}, "of sequences only"),
-        ({**sequences, "burn_in": -1}, "burn_in is at least 0"),
-        ({**sequences, "max_seq_len": 0}, "max_seq_len: a whole number"),
+    for arguments, match in (
+        ({"storage_unit": "rows"}, "storage_unit must be one of timesteps, sequences, episodes"),
+        ({"burn_in": 3}, "above 0 only with storage_unit"),
+        ({**sequences, "burn_in": -1}, "burn_in must be at least 0"),
+        ({**sequences, "max_seq_len": 0}, "max_seq_len must be an integer"),
     ):
         with pytest.raises(ValueError, match=match):
-            ReplayBuffer(40, **settings_)
+            ReplayBuffer(40, **arguments)
     with pytest.raises(ValueError, match="give the buffer storage_unit"):
         ReplayBuffer(40).add(batch)

@@ -1,4 +1,4 @@
-"""Small deterministic environments for tests."""
+"""Small deterministic environments and policies for tests."""
 
 import gymnasium as gym
 import numpy as np
@@ -7,10 +7,10 @@ from flowrl.policies import Policy
 
 
 class CountEnv(gym.Env):
-    """Observes (episode, step); reward is the step number; ends after `length` steps.
+    """Observes (episode, step); the reward is the step number; ends after `length` steps.
 
-    Every second episode is truncated, the others terminate. With `reuse`
-    all observations are one buffer.
+    Odd episodes are truncated, even ones terminate. With `reuse`, all observations share one
+    buffer. The step `fail_at` (episode, step) raises `fail_with` once.
     """
 
     observation_space = gym.spaces.Box(-1.0, 1e6, (2,), np.float32)
@@ -47,7 +47,7 @@ class CountEnv(gym.Env):
 
 
 class WrongEnv(CountEnv):
-    """Gives `wrong` as its n-th step's observation, reward or flag."""
+    """Returns `wrong` as observation, reward or flag of its step number `at`."""
 
     def __init__(self, at=4, **wrong):
         super().__init__(reuse=False)
@@ -64,7 +64,7 @@ class WrongEnv(CountEnv):
 
 
 class Idle(Policy):
-    """Acts 0 and knows nothing."""
+    """Always acts 0; has no weights."""
 
     def compute_actions(self, obs_batch, explore=True):
         return np.zeros(len(obs_batch), np.int64), [], {}
@@ -77,7 +77,7 @@ class Idle(Policy):
 
 
 class ObservedValue(Policy):
-    """Acts 0; values an observation 100 * episode + step, so tests can tell whose value it is."""
+    """Always acts 0; the value of an observation is 100 * episode + step."""
 
     def compute_actions(self, obs_batch, explore=True):
         zeros = np.zeros(len(obs_batch), np.int64)

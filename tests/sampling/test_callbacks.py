@@ -1,4 +1,4 @@
-"""Callbacks: in which order, with what, and what they leave behind."""
+"""Callbacks: order of calls, arguments, and effects on batches and results."""
 
 import numpy as np
 import pytest
@@ -48,14 +48,14 @@ class Recorder(DefaultCallbacks):
         assert (agent_id, policy_id) == ("agent0", "default_policy")
         assert set(original_batches) == {"agent0"}
         assert episode.episode_id == postprocessed_batch["eps_id"][0]
-        postprocessed_batch["mine"] = np.arange(postprocessed_batch.count)
+        postprocessed_batch["custom"] = np.arange(postprocessed_batch.count)
         EVENTS.append(("post", episode.env_id, episode.episode_id))
 
     def on_sample_end(self, *, worker, samples, **kwargs):
         EVENTS.append(("sample", samples.count))
 
 
-def test_the_sequence():
+def test_call_order_of_an_episode():
     EVENTS.clear()
     worker = RolloutWorker(
         lambda context: CountEnv(3),
@@ -64,7 +64,7 @@ def test_the_sequence():
     )
     assert EVENTS == [("created", 0)]
     batch = worker.sample()
-    assert batch["mine"].tolist() == [0, 1, 2, 0]
+    assert batch["custom"].tolist() == [0, 1, 2, 0]
     step = ("step", 0, 0)
     assert EVENTS[1:] == [
         ("start", 0, 0),
@@ -83,7 +83,7 @@ def test_the_sequence():
     assert episode.hist_data == {"lengths": [1, 2, 3]}
 
 
-def test_a_soft_horizon_ends_and_starts_an_episode():
+def test_soft_horizon_ends_and_starts_an_episode():
     class Counter(DefaultCallbacks):
         def on_episode_start(self, *, episode, **kwargs):
             EVENTS.append(("start", episode.episode_id))
@@ -105,27 +105,27 @@ def test_a_soft_horizon_ends_and_starts_an_episode():
     assert EVENTS == [("start", 0), ("end", 0), ("start", 1), ("end", 1), ("start", 2)]
 
 
-def test_an_environment_that_is_made_anew_is_announced_and_its_episode_marked():
-    class Marked(DefaultCallbacks):
+def test_recreated_environment_is_reported_and_its_episode_is_faulty():
+    class FaultRecorder(DefaultCallbacks):
         def on_sub_environment_created(self, *, env_context, **kwargs):
             EVENTS.append("created")
 
         def on_episode_end(self, *, episode, **kwargs):
-            EVENTS.append("broken" if episode.is_faulty else "end")
+            EVENTS.append("faulty" if episode.is_faulty else "end")
 
     EVENTS.clear()
     environments = iter([CountEnv(3, fail_at=(1, 2)), CountEnv(3)])
     worker = RolloutWorker(
         lambda context: next(environments),
         ObservedValue,
-        {"callbacks_class": Marked, "rollout_fragment_length": 8},
+        {"callbacks_class": FaultRecorder, "rollout_fragment_length": 8},
     )
     worker.sample()
-    assert EVENTS == ["created", "end", "created", "broken", "end"]
+    assert EVENTS == ["created", "end", "created", "faulty", "end"]
 
 
 class NextActions(DefaultCallbacks):
-    """As in the documents."""
+    """The example of the RLlib documentation."""
 
     @override(DefaultCallbacks)
     def on_postprocess_trajectory(
@@ -147,20 +147,20 @@ class NextActions(DefaultCallbacks):
         )
 
 
-def test_the_documents_callback():
+def test_callback_adds_next_actions_column():
     worker = RolloutWorker(
         "CartPole-v1", PPOTorchPolicy, {"callbacks_class": NextActions, "seed": 1}
     )
     batch = worker.sample()
-    following = np.append(batch["actions"][1:], 0)
+    next_actions = np.append(batch["actions"][1:], 0)
     ends = np.append(np.diff(batch["unroll_id"]) != 0, True)
-    assert np.array_equal(batch["next_actions"], np.where(ends, 0, following))
+    assert np.array_equal(batch["next_actions"], np.where(ends, 0, next_actions))
     assert "advantages" in batch
     worker.policy.learn_on_batch(batch)
 
 
-def test_a_column_that_comes_only_sometimes(caplog):
-    class Sometimes(DefaultCallbacks):
+def test_column_missing_in_some_segments_is_filled_with_zeros(caplog):
+    class OddEpisodes(DefaultCallbacks):
         def on_postprocess_trajectory(self, *, postprocessed_batch, **kwargs):
             if postprocessed_batch["obs"][0, 0] == 1:
                 postprocessed_batch["rare"] = np.ones(postprocessed_batch.count, np.float32)
@@ -168,40 +168,40 @@ def test_a_column_that_comes_only_sometimes(caplog):
     worker = RolloutWorker(
         lambda context: CountEnv(3),
         ObservedValue,
-        {"callbacks_class": Sometimes, "rollout_fragment_length": 9},
+        {"callbacks_class": OddEpisodes, "rollout_fragment_length": 9},
     )
     assert worker.sample()["rare"].tolist() == [0, 0, 0, 1, 1, 1, 0, 0, 0]
     assert "rare" in caplog.text
 
 
-class Trained(DefaultCallbacks):
+class TrainingCallbacks(DefaultCallbacks):
     def on_learn_on_batch(self, *, policy, train_batch, result, **kwargs):
         result["rows"] = float(train_batch.count)
 
     def on_train_result(self, *, algorithm, result, **kwargs):
-        result["mine"] = algorithm.iteration
+        result["custom"] = algorithm.iteration
 
     def on_episode_end(self, *, episode, **kwargs):
         episode.custom_metrics["double"] = 2 * episode.length
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_in_a_whole_run(workers, ray_session):
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_callbacks_add_to_train_results(workers, ray_session):
     config = (
         A2CConfig(env="CartPole-v1", train_batch_size=100, seed=1, num_workers=workers)
-        .callbacks(Trained)
+        .callbacks(TrainingCallbacks)
         .rollouts(rollout_fragment_length=100)
     )
     with config.build() as algorithm:
         result = algorithm.train()
-        assert result["mine"] == 1
+        assert result["custom"] == 1
         assert result["info"]["learner"]["default_policy"]["learner_stats"]["rows"] == 100
         metrics = result["custom_metrics"]
         assert metrics["double_mean"] == 2 * result["episode_len_mean"]
         assert metrics["double_min"] <= metrics["double_mean"] <= metrics["double_max"]
 
 
-def test_overriding_what_is_not_there():
+def test_override_of_unknown_method_raises():
     with pytest.raises(NameError, match="on_episod_start"):
 
         class Wrong(DefaultCallbacks):
@@ -213,9 +213,9 @@ def test_overriding_what_is_not_there():
         A2CConfig().callbacks(dict)
 
 
-def test_an_agent_that_was_never_seen_is_named():
+def test_unknown_agent_is_named_in_error():
     episode = MultiAgentEpisode(1, 0, None, lambda agent, episode: "p")
-    with pytest.raises(ConfigError, match="no agent 'x'"):
+    with pytest.raises(ConfigError, match="agent 'x' has not appeared"):
         episode.last_reward_for("x")
     assert episode.policy_for("x") == "p"
-    assert episode.get_agents() == []  # it has not come yet
+    assert episode.get_agents() == []  # it has not appeared

@@ -1,4 +1,4 @@
-"""SampleCollectors by hand, as the documents describe them, and one's own by the setting."""
+"""SampleCollectors called directly, and custom ones selected by the setting."""
 
 import numpy as np
 import pytest
@@ -31,18 +31,18 @@ def row(t, agent=0, end=False, **more):
     }
 
 
-def test_the_documents_example():
-    mine = policy(Idle)
-    collector = SimpleListCollector({"pol0": mine})
+def test_example_of_the_rllib_documentation():
+    policy_a = policy(Idle)
+    collector = SimpleListCollector({"pol0": policy_a})
     collector.add_init_obs(12345, 0, "pol0", obs(0))
-    input_dict = collector.get_inference_input_dict(mine)
-    action = mine.compute_actions_from_input_dict(input_dict)[0][0]
-    given = {"action": action, "obs": obs(1), "reward": 1.0, "done": False}
-    kept = dict(given)
-    collector.add_action_reward_next_obs(12345, 0, "pol0", given)
-    assert given == kept
-    assert collector.get_inference_input_dict(mine)["obs"].tolist() == [[0, 1]]
-    collector.add_action_reward_next_obs(12345, 0, "pol0", {**given, "obs": obs(2), "done": True})
+    input_dict = collector.get_inference_input_dict(policy_a)
+    action = policy_a.compute_actions_from_input_dict(input_dict)[0][0]
+    values = {"action": action, "obs": obs(1), "reward": 1.0, "done": False}
+    copy = dict(values)
+    collector.add_action_reward_next_obs(12345, 0, "pol0", values)
+    assert values == copy
+    assert collector.get_inference_input_dict(policy_a)["obs"].tolist() == [[0, 1]]
+    collector.add_action_reward_next_obs(12345, 0, "pol0", {**values, "obs": obs(2), "done": True})
     collector.check_missing_dones(12345)
     batch = collector.get_multi_agent_batch_and_reset()
     assert isinstance(batch, MultiAgentBatch)
@@ -53,23 +53,23 @@ def test_the_documents_example():
     assert (rows["rewards"].dtype, rows["t"].tolist()) == (np.float32, [0, 1])
 
 
-def test_inference_gives_those_who_wait_in_order():
-    mine, other = policy(), policy()
-    collector = SimpleListCollector({"a": mine, "b": other})
+def test_inference_input_follows_the_order_of_observations():
+    policy_a, other = policy(), policy()
+    collector = SimpleListCollector({"a": policy_a, "b": other})
     for agent, pid in ((3, "a"), (1, "b"), (2, "a")):
         collector.add_init_obs(1, agent, pid, obs(0, agent))
-    assert collector.get_inference_input_dict(mine)["obs"][:, 0].tolist() == [3, 2]
+    assert collector.get_inference_input_dict(policy_a)["obs"][:, 0].tolist() == [3, 2]
     assert collector.get_inference_input_dict(other)["obs"][:, 0].tolist() == [1]
     collector.add_action_reward_next_obs(1, 2, "a", row(0, 2))
     collector.add_action_reward_next_obs(1, 3, "a", row(0, 3, end=True))
-    assert collector.get_inference_input_dict(mine)["obs"].tolist() == [[2, 1]]
-    with pytest.raises(ConfigError, match="no policy here"):
+    assert collector.get_inference_input_dict(policy_a)["obs"].tolist() == [[2, 1]]
+    with pytest.raises(ConfigError, match="no policy of this worker"):
         collector.get_inference_input_dict(object())
 
 
-def test_what_is_counted():
-    mine = policy()
-    collector = SimpleListCollector({"a": mine})
+def test_step_counts():
+    policy_a = policy()
+    collector = SimpleListCollector({"a": policy_a})
     assert not collector.has_non_postprocessed_data()
     for agent in range(3):
         collector.add_init_obs(1, agent, "a", obs(0, agent))
@@ -85,16 +85,16 @@ def test_what_is_counted():
     collector.add_action_reward_next_obs(1, 0, "a", row(2, 0))
     batch = collector.get_multi_agent_batch_and_reset()
     assert (batch.env_steps(), batch.agent_steps()) == (3, 7)
-    # the row that came after the first postprocessing is a segment of its own
-    own = batch["a"].take_rows(np.flatnonzero(batch["a"]["obs"][:, 0] == 0))
-    assert len(set(own["unroll_id"])) == 2
+    # the row added after the first postprocessing is a separate segment
+    rows = batch["a"].take_rows(np.flatnonzero(batch["a"]["obs"][:, 0] == 0))
+    assert len(set(rows["unroll_id"])) == 2
     assert (collector.total_env_steps(), collector.total_agent_steps()) == (0, 0)
 
 
-def test_trajectories_go_on_after_a_batch():
-    mine = policy()
-    mine.view_requirements["before"] = ViewRequirement("rewards", shift="-3:-1")
-    collector = SimpleListCollector({"a": mine})
+def test_trajectories_continue_after_a_batch():
+    policy_a = policy()
+    policy_a.view_requirements["before"] = ViewRequirement("rewards", shift="-3:-1")
+    collector = SimpleListCollector({"a": policy_a})
     collector.add_init_obs(1, 0, "a", obs(0))
     seen = []
     for t in range(9):
@@ -105,13 +105,13 @@ def test_trajectories_go_on_after_a_batch():
     assert seen == [padded[t : t + 3] for t in range(8)]
 
 
-def test_wrong_orders_are_refused():
-    mine = policy()
-    collector = SimpleListCollector({"a": mine})
+def test_calls_in_wrong_order_raise():
+    policy_a = policy()
+    collector = SimpleListCollector({"a": policy_a})
     with pytest.raises(ValueError, match="call add_init_obs first"):
         collector.add_action_reward_next_obs(1, 0, "a", row(0))
     collector.add_init_obs(1, 0, "a", obs(0))
-    with pytest.raises(ValueError, match="has begun already"):
+    with pytest.raises(ValueError, match="has started already"):
         collector.add_init_obs(1, 0, "a", obs(0))
     with pytest.raises(ConfigError, match="no policy 'b'"):
         collector.add_init_obs(1, 1, "b", obs(0))
@@ -125,9 +125,9 @@ def test_wrong_orders_are_refused():
         collector.add_action_reward_next_obs(1, 0, "a", row(2))
 
 
-def test_postprocessing_one_episode():
-    mine = policy()
-    collector = SimpleListCollector({"a": mine})
+def test_postprocessing_a_single_episode():
+    policy_a = policy()
+    collector = SimpleListCollector({"a": policy_a})
     for episode_id in (1, 2):
         collector.add_init_obs(episode_id, 0, "a", obs(0))
         collector.add_action_reward_next_obs(episode_id, 0, "a", row(0))
@@ -137,7 +137,7 @@ def test_postprocessing_one_episode():
     assert collector.get_multi_agent_batch_and_reset()["a"]["eps_id"].tolist() == [1, 2]
 
 
-def test_what_is_abstract():
+def test_abstract_methods():
     with pytest.raises(TypeError, match="abstract"):
         SampleCollector({})
     assert SampleCollector.__abstractmethods__ == {
@@ -152,14 +152,14 @@ def test_what_is_abstract():
     }
 
 
-class Mine(SampleCollector):
-    """The eight methods, as simply as can be: one agent, no views."""
+class MinimalCollector(SampleCollector):
+    """The eight abstract methods for one agent without views."""
 
-    made = 0
+    num_created = 0
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        Mine.made += 1
+        MinimalCollector.num_created += 1
         self.obs, self.rows, self.waiting = {}, [], []
 
     def add_init_obs(self, episode_id, agent_id, policy_id, init_obs):
@@ -189,56 +189,60 @@ class Mine(SampleCollector):
     def get_multi_agent_batch_and_reset(self):
         rows, self.rows = self.rows, []
         columns = {name: np.array([row[name] for row in rows]) for name in rows[0]}
-        columns["mine"] = np.ones(len(rows))
+        columns["custom"] = np.ones(len(rows))
         return MultiAgentBatch({"default_policy": SampleBatch(columns)}, len(rows))
 
     def check_missing_dones(self, episode_id):
         assert self.rows[-1]["terminateds"] or self.rows[-1]["truncateds"]
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_a_collector_of_ones_own(ahead):
-    Mine.made = 0
-    worker = RolloutWorker(
-        lambda context: CountEnv(3),
-        ObservedValue,
-        {"sample_collector": Mine, "rollout_fragment_length": 7, "sample_async": ahead},
-    )
-    batches = [worker.sample() for _ in range(2)]
-    worker.stop()
-    assert Mine.made == 1
-    whole = SampleBatch.concat_samples(batches)
-    assert whole["mine"].sum() == 14
-    assert whole["obs"][:, 1].tolist() == [0, 1, 2] * 4 + [0, 1]
-    assert whole["t"].tolist() == whole["obs"][:, 1].tolist()
-    assert "vf_preds" in whole
-
-
-def test_a_collector_of_ones_own_for_whole_episodes():
-    Mine.made = 0
+@pytest.mark.parametrize("sample_async", [False, True])
+def test_custom_collector(sample_async):
+    MinimalCollector.num_created = 0
     worker = RolloutWorker(
         lambda context: CountEnv(3),
         ObservedValue,
         {
-            "sample_collector": Mine,
+            "sample_collector": MinimalCollector,
+            "rollout_fragment_length": 7,
+            "sample_async": sample_async,
+        },
+    )
+    batches = [worker.sample() for _ in range(2)]
+    worker.stop()
+    assert MinimalCollector.num_created == 1
+    joined = SampleBatch.concat_samples(batches)
+    assert joined["custom"].sum() == 14
+    assert joined["obs"][:, 1].tolist() == [0, 1, 2] * 4 + [0, 1]
+    assert joined["t"].tolist() == joined["obs"][:, 1].tolist()
+    assert "vf_preds" in joined
+
+
+def test_custom_collector_with_complete_episodes():
+    MinimalCollector.num_created = 0
+    worker = RolloutWorker(
+        lambda context: CountEnv(3),
+        ObservedValue,
+        {
+            "sample_collector": MinimalCollector,
             "rollout_fragment_length": 4,
             "num_envs_per_worker": 2,
             "batch_mode": "complete_episodes",
         },
     )
     assert worker.sample().count == 9
-    assert Mine.made == 2  # one for each environment
+    assert MinimalCollector.num_created == 2  # one per environment
 
 
-def test_what_a_simple_collector_cannot_do_is_said():
+def test_missing_optional_methods_are_named():
     def worker(**config):
         return RolloutWorker(
             lambda context: CountEnv(3, fail_at=(1, 1)),
             ObservedValue,
-            {"sample_collector": Mine, **config},
+            {"sample_collector": MinimalCollector, **config},
         )
 
-    with pytest.raises(ConfigError, match="Mine has no continue_episode"):
+    with pytest.raises(ConfigError, match="MinimalCollector has no continue_episode"):
         worker(horizon=2, soft_horizon=True).sample()
     with pytest.raises(ValueError, match="the environment broke"):
         worker().sample()

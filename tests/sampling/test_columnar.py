@@ -1,4 +1,4 @@
-"""Fragments: what every column says, at ends, cuts and resets, in every way to step."""
+"""Columnar fragments: contents of every column at episode ends, cuts and resets."""
 
 from functools import partial
 
@@ -27,7 +27,7 @@ def worker(length=3, fragment=7, envs=1, creator=None, **config):
 
 
 def check_rows(batch, length):
-    """Every row's columns against the environment's rules."""
+    """Check every row's columns against the rules of CountEnv."""
     for row in batch.rows():
         episode, step = row["obs"]
         end = step + 1 == length
@@ -42,7 +42,7 @@ def check_rows(batch, length):
 
 @given(st.integers(1, 5), st.integers(1, 9), st.integers(1, 3))
 @settings(max_examples=40, deadline=None)
-def test_fragments_are_one_long_run(length, fragment, envs):
+def test_fragments_continue_each_other(length, fragment, envs):
     w = worker(length, fragment, envs)
     fragments = [w.sample() for _ in range(4)]
     unrolls = set()
@@ -54,10 +54,10 @@ def test_fragments_are_one_long_run(length, fragment, envs):
         unrolls |= new
     joined = SampleBatch.concat_samples(fragments)
     for env in range(envs):
-        own = joined.take_rows(np.flatnonzero(joined["env_id"] == env))
-        steps = own["obs"][:, 0] * length + own["obs"][:, 1]
+        rows = joined.take_rows(np.flatnonzero(joined["env_id"] == env))
+        steps = rows["obs"][:, 0] * length + rows["obs"][:, 1]
         assert steps.tolist() == list(range(4 * fragment))
-        episodes = own.split_by_episode()
+        episodes = rows.split_by_episode()
         assert all(set(e["obs"][:, 0]) == {i} for i, e in enumerate(episodes))
     assert len(set(joined["eps_id"])) == len(set(zip(joined["env_id"], joined["obs"][:, 0])))  # noqa: B905
     finished = w.get_metrics()
@@ -68,26 +68,26 @@ def test_fragments_are_one_long_run(length, fragment, envs):
 
 @pytest.mark.parametrize("mode", list(AutoresetMode))
 @pytest.mark.parametrize("envs", [1, 3])
-def test_autoreset_modes_give_the_same_episodes(mode, envs):
+def test_episodes_do_not_depend_on_autoreset_mode(mode, envs):
     def creator(context):
         # gymnasium keeps the final observation by reference in SAME_STEP mode
         makers = [partial(CountEnv, 3 + i, reuse=False) for i in range(envs)]
         return SyncVectorEnv(makers, autoreset_mode=mode)
 
-    foreign = worker(fragment=24, envs=envs, creator=creator)
-    batches = [foreign.sample() for _ in range(2)]
+    vectorized = worker(fragment=24, envs=envs, creator=creator)
+    batches = [vectorized.sample() for _ in range(2)]
     skipped = mode is AutoresetMode.NEXT_STEP
     assert (batches[0].count < 24 * envs) == skipped
     joined = SampleBatch.concat_samples(batches)
     for env in range(envs):
         check_rows(joined.take_rows(np.flatnonzero(joined["env_id"] == env)), 3 + env)
-    tags = foreign.reply_tags()
+    tags = vectorized.reply_tags()
     assert tags["env_steps"] == joined.count
     assert all(e[1] in range(3, 3 + envs) for e in tags["episodes"])
 
 
 @pytest.mark.parametrize("mode", ["sync", "vector_entry_point"])
-def test_gymnasium_vectorises(mode):
+def test_gymnasium_vectorization(mode):
     w = RolloutWorker(
         "CartPole-v1",
         ObservedValue,
@@ -103,8 +103,8 @@ def test_gymnasium_vectorises(mode):
     assert (batch["rewards"] == 1).all()
 
 
-def test_a_vector_env_that_hides_its_mode_is_refused():
-    class Silent(SyncVectorEnv):
+def test_vector_env_without_autoreset_mode_is_refused():
+    class Unspecified(SyncVectorEnv):
         metadata = {}
 
         def __init__(self):
@@ -112,20 +112,20 @@ def test_a_vector_env_that_hides_its_mode_is_refused():
             self.metadata = {}
 
     with pytest.raises(ConfigError, match="autoreset_mode"):
-        worker(creator=lambda context: Silent())
+        worker(creator=lambda context: Unspecified())
 
 
 def test_batches_do_not_share_memory_with_later_ones():
     w = worker()
     first = w.sample()
-    kept = first.copy()
+    copy = first.copy()
     w.sample()
     for name in first:
-        assert (first[name] == kept[name]).all(), name
+        assert (first[name] == copy[name]).all(), name
 
 
 @pytest.mark.parametrize("settings", [{}, {"collect_infos": True}])
-def test_infos(settings):
+def test_infos_are_lazy_unless_collected(settings):
     batch = worker(envs=2, **settings).sample()
     assert dict(batch.stored())["infos"].__class__ is (np.ndarray if settings else IndexedColumn)
     assert batch["infos"].dtype == object
@@ -147,17 +147,17 @@ def test_nothing_is_stepped_before_the_first_sample():
     assert env.episode >= 0
 
 
-def test_the_creator_hears_where_the_environment_is_for():
-    seen = []
+def test_creator_gets_worker_and_vector_index():
+    places = []
 
     def creator(context):
-        seen.append((context.worker_index, context.vector_index, context["x"]))
+        places.append((context.worker_index, context.vector_index, context["x"]))
         return CountEnv()
 
     RolloutWorker(
         creator, ObservedValue, {"num_envs_per_worker": 2, "env_config": {"x": 1}}
     ).sample()
-    assert seen == [(0, 0, 1), (0, 1, 1)]
+    assert places == [(0, 0, 1), (0, 1, 1)]
 
 
 def test_environments_by_name():
@@ -175,7 +175,7 @@ def test_environments_by_name():
         worker(creator=lambda context: 5)
 
 
-def test_observations_that_do_not_fit_the_space():
+def test_observation_outside_its_space_raises():
     class Wrong(CountEnv):
         observation_space = gym.spaces.Box(-1, 1, (5,), np.float32)
 
@@ -183,24 +183,24 @@ def test_observations_that_do_not_fit_the_space():
         worker(creator=lambda context: Wrong()).sample()
 
 
-def test_worker_set_is_a_description_until_asked():
-    made = []
+def test_worker_set_creates_workers_lazily():
+    created = []
 
     def creator(context):
-        made.append(1)
+        created.append(1)
         return CountEnv()
 
     workers = WorkerSet(creator, ObservedValue, num_workers=0)
     workers.parallel_iterator().gather_sync()
-    assert not made
+    assert not created
     workers.local_worker()
-    assert made
+    assert created
     with pytest.raises(ConfigError, match="num_workers"):
         WorkerSet(creator, ObservedValue, num_workers=-1)
 
 
 def test_standalone_workers(ray_session):
-    """The founding example: sample on actors, learn here, send the weights as one object."""
+    """Sample on actors, learn in this process, send the weights as one object."""
     env = CountEnv()
     policy = ObservedValue(env.observation_space, env.action_space, {})
     workers = WorkerSet(policy_class=ObservedValue, env_creator=lambda c: CountEnv(), num_workers=3)
@@ -209,7 +209,9 @@ def test_standalone_workers(ray_session):
             ray_session.get([w.sample.remote() for w in workers.remote_workers()])
         )
         assert batch.count == 600
-        assert len(set(batch["eps_id"])) == 3 * (66 + rounds)  # a third of an episode goes on
+        assert len(set(batch["eps_id"])) == 3 * (
+            66 + rounds
+        )  # 200 steps are 66 episodes and two steps
         policy.learn_on_batch(batch)
         weights = ray_session.put({"default_policy": policy.get_weights()})
         for w in workers.remote_workers():
@@ -222,7 +224,7 @@ def test_standalone_workers(ray_session):
     workers.stop()
 
 
-def test_weights_travel_once():
+def test_weights_are_sent_once_per_version():
     workers = WorkerSet("CartPole-v1", ObservedValue, num_workers=2)
     assert workers.weights_for(0) is not None
     assert workers.weights_for(0) is None
@@ -243,12 +245,12 @@ def test_weights_travel_once():
         ({"terminated": float("nan")}, "are bools"),
     ],
 )
-def test_what_numpy_would_have_coerced_is_refused(wrong, message):
+def test_values_of_wrong_type_are_not_cast(wrong, message):
     with pytest.raises(ConfigError, match=message):
         worker(creator=lambda c: WrongEnv(at=1, **wrong)).sample()
 
 
-def test_sub_environments_have_the_same_spaces():
+def test_sub_environments_with_different_spaces_raise():
     def creator(context):
         env = CountEnv()
         if context.vector_index == 1:
@@ -259,16 +261,16 @@ def test_sub_environments_have_the_same_spaces():
         worker(creator=creator, envs=2).sample()
 
 
-def test_every_environment_is_closed(caplog):
+def test_stop_closes_every_environment_despite_errors(caplog):
     closed = []
 
-    class Leaves(CountEnv):
+    class FailsToClose(CountEnv):
         def close(self):
             closed.append(1)
-            raise OSError("the door is stuck")
+            raise OSError("cannot close")
 
-    w = worker(creator=lambda c: Leaves(), envs=2)
+    w = worker(creator=lambda c: FailsToClose(), envs=2)
     w.sample()
     w.stop()
     assert len(closed) == 2
-    assert "the door is stuck" in caplog.text
+    assert "cannot close" in caplog.text

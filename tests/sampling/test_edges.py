@@ -1,4 +1,4 @@
-"""Edges of sampling, each of which was wrong once."""
+"""Regression tests of edge cases of sampling."""
 
 import gymnasium as gym
 import numpy as np
@@ -13,20 +13,21 @@ from flowrl.sampling import DefaultCallbacks, RolloutWorker, SimpleListCollector
 
 from .fakes import CountEnv, Idle, ObservedValue
 
-WAYS = {"columns": None, "rows": SimpleListCollector}
+COLLECTORS = {"columns": None, "rows": SimpleListCollector}
 
 
-@pytest.fixture(params=list(WAYS))
-def way(request):
-    return WAYS[request.param]
+@pytest.fixture(params=list(COLLECTORS))
+def collector(request):
+    """None samples in columns, SimpleListCollector row by row."""
+    return COLLECTORS[request.param]
 
 
 def worker(env, policy=Idle, **config):
     return RolloutWorker(lambda context: env(), policy, {"rollout_fragment_length": 6, **config})
 
 
-class Keeps(MultiAgentEnv):
-    """Writes everything into the same dicts and arrays."""
+class ReusesDicts(MultiAgentEnv):
+    """Returns the same dicts and arrays in every step."""
 
     observation_space = gym.spaces.Box(-1, 100, (1,), np.float32)
     action_space = gym.spaces.MultiDiscrete([4, 4])
@@ -48,30 +49,30 @@ class Keeps(MultiAgentEnv):
         return self.obs, self.rewards, {"__all__": self.n == 6}, {"__all__": False}, self.infos
 
 
-class Threes(Idle):
+class ActsThree(Idle):
     def compute_actions(self, obs_batch, explore=True):
         return np.full((len(obs_batch), 2), 3), [], {}
 
 
-def test_an_environment_may_keep_its_dicts():
-    rows = worker(Keeps, {"p": Threes}).sample()["p"]
+def test_environment_may_reuse_its_dicts():
+    rows = worker(ReusesDicts, {"p": ActsThree}).sample()["p"]
     assert rows["obs"][:, 0].tolist() == [0, 1, 2, 3, 4, 5]
     assert rows["new_obs"][:, 0].tolist() == [1, 2, 3, 4, 5, 6]
     assert rows["rewards"].tolist() == [1, 2, 3, 4, 5, 6]
     assert (rows["actions"] == 3).all()
 
 
-def test_what_callbacks_are_given_is_read_only():
-    class Rude(DefaultCallbacks):
+def test_callbacks_get_read_only_arrays():
+    class WritesIntoObservation(DefaultCallbacks):
         def on_episode_step(self, *, episode, **kwargs):
             episode.last_observation_for()[:] = -1
 
     with pytest.raises(ValueError, match="read-only"):
-        worker(CountEnv, callbacks_class=Rude).sample()
+        worker(CountEnv, callbacks_class=WritesIntoObservation).sample()
 
 
-class Slow(MultiAgentEnv):
-    """`fast` always acts, `slow` every fourth step; never ends, but for `gone` after step 2."""
+class UnevenAgents(MultiAgentEnv):
+    """`fast` always acts, `slow` every fourth step, `gone` ends after step 2. Never ends."""
 
     observation_space = gym.spaces.Box(-1, 1e6, (1,), np.float32)
     action_space = gym.spaces.Discrete(2)
@@ -81,9 +82,9 @@ class Slow(MultiAgentEnv):
         self.agents = agents
 
     def observe(self):
-        there = {"fast": True, "slow": self.n % 4 == 0, "gone": self.n <= 2}
+        present = {"fast": True, "slow": self.n % 4 == 0, "gone": self.n <= 2}
         obs = np.full(1, self.n, np.float32)
-        return {agent: obs.copy() for agent in self.agents if there[agent]}
+        return {agent: obs.copy() for agent in self.agents if present[agent]}
 
     def reset(self, *, seed=None, options=None):
         self.n = 0
@@ -95,7 +96,7 @@ class Slow(MultiAgentEnv):
         return self.observe(), {}, {**ends, "__all__": False}, {"__all__": False}, {}
 
 
-class Seen(Idle):
+class RecordsInputs(Idle):
     def __init__(self, *args):
         super().__init__(*args)
         self.seen = []
@@ -107,8 +108,10 @@ class Seen(Idle):
         return super().compute_actions_from_input_dict(input_dict, explore)
 
 
-def test_views_of_others_reach_over_soft_horizons():
-    w = worker(Slow, {"p": Seen}, horizon=6, soft_horizon=True, rollout_fragment_length=11)
+def test_views_of_other_agents_cross_soft_horizons():
+    w = worker(
+        UnevenAgents, {"p": RecordsInputs}, horizon=6, soft_horizon=True, rollout_fragment_length=11
+    )
     policy = w.policy_map["p"]
     policy.view_requirements["others"] = ViewRequirement(
         "obs", agents=["fast", "gone"], shift=[-1, 0]
@@ -126,17 +129,17 @@ def test_views_of_others_reach_over_soft_horizons():
 
 
 @pytest.mark.parametrize("fragment", [3, 20])
-def test_a_soft_horizon_with_nobody_there(fragment):
+def test_soft_horizon_without_agents(fragment):
     w = worker(
-        lambda: Slow(("gone",)), {"p": Idle}, horizon=5, soft_horizon=True,
+        lambda: UnevenAgents(("gone",)), {"p": Idle}, horizon=5, soft_horizon=True,
         rollout_fragment_length=fragment,
     )  # fmt: skip
     assert sum(w.sample().env_steps() for _ in range(6)) == 6 * fragment
 
 
-def test_sums_of_rewards_reach_over_soft_horizons():
+def test_reward_sums_cross_soft_horizons():
     def seen(**config):
-        w = worker(lambda: Slow(("slow",)), {"p": PPOTorchPolicy}, normalize_rewards=True,
+        w = worker(lambda: UnevenAgents(("slow",)), {"p": PPOTorchPolicy}, normalize_rewards=True,
                    gamma=1.0, rollout_fragment_length=24, **config)  # fmt: skip
         w.sample()
         return w.reply_tags()["filters"][0]["p"]["rewards"]
@@ -146,8 +149,8 @@ def test_sums_of_rewards_reach_over_soft_horizons():
     assert plain["mean"] == soft["mean"]
 
 
-def test_a_state_begins_as_the_policy_says_now():
-    class Learned(Idle):
+def test_new_episodes_use_the_current_initial_state():
+    class LearnedState(Idle):
         start = 0.0
 
         def __init__(self, *args):
@@ -161,32 +164,32 @@ def test_a_state_begins_as_the_policy_says_now():
             states = input_dict["state_in_0"]
             return np.zeros(len(states), np.int64), [states], {"state": states[:, 0]}
 
-    w = worker(lambda: CountEnv(3), Learned)
+    w = worker(lambda: CountEnv(3), LearnedState)
     w.sample()
     w.policy.start = 7.0
     batch = w.sample()
-    # an episode that has begun already goes on with its own
+    # the running episode keeps its state
     assert batch["state"].tolist() == [0, 0, 0, 7, 7, 7]
     assert batch["state_in_0"][:, 0].tolist() == [0, 7]
 
 
-def test_environments_made_anew_have_seeds_of_their_own(way):
+def test_recreated_environments_get_new_seeds(collector):
     seeds = []
 
-    class Seeded(CountEnv):
+    class RecordsSeeds(CountEnv):
         def reset(self, *, seed=None, options=None):
             if seed is not None:
                 seeds.append(seed)
             return super().reset(seed=seed)
 
-    w = worker(lambda: Seeded(20, fail_at=(0, 10)), seed=1, sample_collector=way)
+    w = worker(lambda: RecordsSeeds(20, fail_at=(0, 10)), seed=1, sample_collector=collector)
     for _ in range(12):
         w.sample()
     assert len(seeds) == len(set(seeds)) >= 5
 
 
-def test_windows_of_rewards_have_one_dtype(way):
-    w = worker(lambda: CountEnv(5), Seen, sample_collector=way)
+def test_reward_views_have_the_same_dtype_for_acting_and_training(collector):
+    w = worker(lambda: CountEnv(5), RecordsInputs, sample_collector=collector)
     w.policy.view_requirements["r"] = ViewRequirement("rewards", shift="-3:-1")
     batch = w.sample()
     assert batch["r"].dtype == np.float32
@@ -194,31 +197,31 @@ def test_windows_of_rewards_have_one_dtype(way):
 
 
 @pytest.mark.parametrize("mode", list(AutoresetMode))
-def test_infos_are_the_steps_own(mode, way):
+def test_infos_belong_to_their_steps(mode, collector):
     vector = SyncVectorEnv([lambda: CountEnv(3, reuse=False)] * 2, autoreset_mode=mode)
-    batch = worker(lambda: vector, sample_collector=way, rollout_fragment_length=8).sample()
+    batch = worker(lambda: vector, sample_collector=collector, rollout_fragment_length=8).sample()
     assert [info["n"] for info in batch["infos"]] == (batch["t"] + 1).tolist()
 
 
-def test_an_environment_may_keep_its_info(way):
-    class Keeping(CountEnv):
-        told = {}
+def test_environment_may_reuse_its_info(collector):
+    class ReusesInfo(CountEnv):
+        info = {}
 
         def step(self, action):
             *rest, _ = super().step(action)
-            self.told["n"] = self.steps
-            return (*rest, self.told)
+            self.info["n"] = self.steps
+            return (*rest, self.info)
 
-    batch = worker(lambda: Keeping(20), sample_collector=way).sample()
+    batch = worker(lambda: ReusesInfo(20), sample_collector=collector).sample()
     assert [info["n"] for info in batch["infos"]] == [1, 2, 3, 4, 5, 6]
 
 
-def test_filters_see_what_is_given_and_no_more(way):
+def test_filters_only_see_returned_rows(collector):
     environments = iter([CountEnv(20, fail_at=(0, 4)), CountEnv(20)])
     w = worker(
         lambda: next(environments),
         PPOTorchPolicy,
-        sample_collector=way,
+        sample_collector=collector,
         normalize_observations=True,
         normalize_rewards=True,
         rollout_fragment_length=9,
@@ -228,7 +231,7 @@ def test_filters_see_what_is_given_and_no_more(way):
     assert (seen["observations"]["count"], seen["rewards"]["count"]) == (5, 5)
 
 
-def test_padding_does_not_write_over_rows():
+def test_padding_does_not_overwrite_rows():
     with pytest.raises(ValueError, match="does not fit max_seq_len=3"):
         chop_into_sequences(
             feature_columns=[[1, 2, 3, 4, 5, 6, 7]],
@@ -239,19 +242,19 @@ def test_padding_does_not_write_over_rows():
         )
 
 
-class AlwaysBad(CountEnv):
+class InvalidLastReward(CountEnv):
     def step(self, action):
         observation, reward, *rest = super().step(action)
         return (observation, np.nan if self.steps == self.length else reward, *rest)
 
 
 @pytest.mark.parametrize("mode", ["truncate_episodes", "complete_episodes"])
-def test_what_is_always_bad_stops_even_where_it_is_dropped(way, mode):
+def test_drop_mode_raises_if_every_episode_is_invalid(collector, mode):
     w = worker(
-        lambda: AlwaysBad(3, reuse=False),
+        lambda: InvalidLastReward(3, reuse=False),
         on_invalid_step="drop",
         max_num_env_restarts=3,
-        sample_collector=way,
+        sample_collector=collector,
         batch_mode=mode,
     )
     with pytest.raises(ValueError, match="reward that is not finite"):
@@ -259,23 +262,23 @@ def test_what_is_always_bad_stops_even_where_it_is_dropped(way, mode):
 
 
 @pytest.mark.parametrize("vector", [SyncVectorEnv, AsyncVectorEnv])
-def test_a_vector_environment_that_raised_is_made_anew(vector):
-    made = []
+def test_failed_vector_environment_is_recreated(vector):
+    created = []
 
     def creator():
-        made.append(1)
-        fail_at = (0, 2) if len(made) == 1 else None
+        created.append(1)
+        fail_at = (0, 2) if len(created) == 1 else None
         return vector([lambda: CountEnv(3, fail_at=fail_at, reuse=False)] * 2)
 
     w = worker(creator)
     with pytest.raises(ValueError, match="the environment broke"):
         w.sample()
-    assert w.sample().count == 10  # twelve calls, two of which were resets
+    assert w.sample().count == 10  # two of twelve calls are resets
     w.stop()
 
 
-def test_views_take_columns_away_either_way(way):
-    w = worker(lambda: CountEnv(4), ObservedValue, sample_collector=way)
+def test_views_remove_columns_from_training(collector):
+    w = worker(lambda: CountEnv(4), ObservedValue, sample_collector=collector)
     w.policy.view_requirements["vf_preds"] = ViewRequirement(used_for_training=False)
     assert "vf_preds" not in w.sample()
     view = w.policy.view_requirements["x"] = ViewRequirement("rewards", shift=-1)
@@ -284,7 +287,7 @@ def test_views_take_columns_away_either_way(way):
     assert "x" not in w.sample()
 
 
-def test_a_view_that_comes_too_late_for_columns():
+def test_agent_view_after_the_first_fragment_raises():
     w = worker(lambda: CountEnv(4))
     w.sample()
     w.policy.view_requirements["x"] = ViewRequirement("obs", agents=["agent0"])
@@ -301,29 +304,29 @@ def test_a_view_that_comes_too_late_for_columns():
     ],
     ids=str,
 )
-def test_actions_that_nobody_takes(way, space, action):
-    class Acts(CountEnv):
+def test_action_outside_its_space_raises(collector, space, action):
+    class OtherActions(CountEnv):
         action_space = space
 
-    class Odd(Idle):
+    class InvalidActions(Idle):
         def compute_actions(self, obs_batch, explore=True):
             return np.array([action] * len(obs_batch)), [], {}
 
     with pytest.raises(ValueError, match="the action"):
-        worker(Acts, Odd, sample_collector=way).sample()
+        worker(OtherActions, InvalidActions, sample_collector=collector).sample()
 
 
-def test_agents_of_other_actions_need_other_policies():
-    class Unequal(Slow):
+def test_agent_with_other_action_space_needs_another_policy():
+    class UnequalActions(UnevenAgents):
         def get_action_space(self, agent_id):
             return gym.spaces.Discrete(5 if agent_id == "fast" else 2)
 
     with pytest.raises(ConfigError, match="agent 'slow' is mapped to policy 'p', whose action"):
-        worker(Unequal, {"p": Idle}).sample()
+        worker(UnequalActions, {"p": Idle}).sample()
 
 
-def test_views_of_agents_with_other_shapes():
-    class Shapes(Slow):
+def test_view_of_agents_with_different_shapes_raises():
+    class UnequalObservations(UnevenAgents):
         def get_observation_space(self, agent_id):
             return gym.spaces.Box(-1, 1e6, (3 if agent_id == "slow" else 1,), np.float32)
 
@@ -333,32 +336,32 @@ def test_views_of_agents_with_other_shapes():
                 for agent in super().observe()
             }
 
-    def sampled(agents):
+    def view_of(agents):
         w = worker(
-            Shapes,
-            {"p": Seen, "q": Idle},
+            UnequalObservations,
+            {"p": RecordsInputs, "q": Idle},
             policy_mapping_fn=lambda agent: "q" if agent == "slow" else "p",
         )
         w.policy_map["p"].view_requirements["x"] = ViewRequirement("obs", agents=agents)
         return w.sample()["p"]["x"]
 
-    assert sampled(["slow"]).shape[1:] == (1, 3)
+    assert view_of(["slow"]).shape[1:] == (1, 3)
     with pytest.raises(ConfigError, match="different shapes"):
-        sampled(["slow", "fast"])
+        view_of(["slow", "fast"])
 
 
-def test_announcing_environments_changes_nothing_else():
-    class Announced(DefaultCallbacks):
-        made = []
+def test_environment_callback_does_not_change_sampling():
+    class RecordsEnvs(DefaultCallbacks):
+        indices = []
 
         def on_sub_environment_created(self, *, env_context, **kwargs):
-            self.made.append(env_context.vector_index)
+            self.indices.append(env_context.vector_index)
 
     w = RolloutWorker(
         "CartPole-v1",
         ObservedCartPole,
         {
-            "callbacks_class": Announced,
+            "callbacks_class": RecordsEnvs,
             "vectorization_mode": "vector_entry_point",
             "num_envs_per_worker": 2,
         },
@@ -367,9 +370,9 @@ def test_announcing_environments_changes_nothing_else():
 
     class Raising(DefaultCallbacks):
         def on_sub_environment_created(self, **kwargs):
-            raise KeyError("mine")
+            raise KeyError("callback failed")
 
-    with pytest.raises(KeyError, match="mine"):
+    with pytest.raises(KeyError, match="callback failed"):
         worker(CountEnv, callbacks_class=Raising)
 
 
@@ -377,29 +380,29 @@ class ObservedCartPole(Idle):
     pass
 
 
-def test_a_horizon_sets_every_limit(way):
+def test_horizon_overrides_every_time_limit(collector):
     def limited():
         return gym.wrappers.TimeLimit(gym.wrappers.TimeLimit(CountEnv(100), 5), 8)
 
-    w = worker(limited, horizon=20, rollout_fragment_length=60, sample_collector=way)
+    w = worker(limited, horizon=20, rollout_fragment_length=60, sample_collector=collector)
     w.sample()
     assert {e.episode_length for e in w.get_metrics()} == {20}
 
 
 @pytest.mark.parametrize("mode", ["truncate_episodes", "complete_episodes"])
-def test_columns_that_come_only_sometimes_can_be_joined(mode):
-    class Sometimes(DefaultCallbacks):
+def test_columns_missing_in_some_batches_can_be_concatenated(mode):
+    class OddEpisodes(DefaultCallbacks):
         def on_postprocess_trajectory(self, *, postprocessed_batch, **kwargs):
             if postprocessed_batch["obs"][0, 0] == 1:
                 postprocessed_batch["x"] = np.ones(postprocessed_batch.count)
 
-    w = worker(lambda: CountEnv(3), callbacks_class=Sometimes, batch_mode=mode)
+    w = worker(lambda: CountEnv(3), callbacks_class=OddEpisodes, batch_mode=mode)
     both = SampleBatch.concat_samples([w.sample(), w.sample()])
     assert both["x"].tolist() == [0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 0]
 
 
-def test_episodes_before_an_error_are_given_afterwards():
-    class Once(Idle):
+def test_episodes_before_an_error_are_returned_afterwards():
+    class FailsOnce(Idle):
         calls = 0
 
         def compute_actions(self, obs_batch, explore=True):
@@ -408,7 +411,9 @@ def test_episodes_before_an_error_are_given_afterwards():
                 raise RuntimeError("once")
             return super().compute_actions(obs_batch, explore)
 
-    w = worker(lambda: CountEnv(3), Once, batch_mode="complete_episodes", rollout_fragment_length=9)
+    w = worker(
+        lambda: CountEnv(3), FailsOnce, batch_mode="complete_episodes", rollout_fragment_length=9
+    )
     with pytest.raises(RuntimeError, match="once"):
         w.sample()
     batch = w.sample()
@@ -424,26 +429,26 @@ def test_episodes_before_an_error_are_given_afterwards():
         (lambda g: (g[0], {"fast": None}, *g[2:]), "reward is one number"),
     ],
 )
-def test_wrong_dicts_are_named(change, message):
-    class Odd(Slow):
+def test_invalid_multi_agent_results_are_named(change, message):
+    class InvalidResult(UnevenAgents):
         def step(self, action_dict):
             return change(super().step(action_dict))
 
     with pytest.raises(ConfigError, match=message):
-        worker(Odd, {"p": Idle}).sample()
+        worker(InvalidResult, {"p": Idle}).sample()
 
 
-def test_an_environment_that_is_both():
-    class Both(Slow, gym.Env):
+def test_multi_agent_env_may_be_a_gymnasium_env():
+    class BothKinds(UnevenAgents, gym.Env):
         pass
 
-    assert worker(Both, {"p": Idle}).sample().env_steps() == 6
+    assert worker(BothKinds, {"p": Idle}).sample().env_steps() == 6
     with pytest.raises(ConfigError, match="is for gymnasium environments"):
-        worker(Slow, {"p": Idle}, vectorization_mode="sync")
+        worker(UnevenAgents, {"p": Idle}, vectorization_mode="sync")
 
 
-def test_agents_that_come_and_go_leave_nothing_behind():
-    class Endless(Slow):
+def test_memory_of_ended_agents_is_released():
+    class ChangingAgents(UnevenAgents):
         def observe(self):
             return {agent: np.zeros(1, np.float32) for agent in (self.n // 3, self.n // 3 + 1)}
 
@@ -451,40 +456,40 @@ def test_agents_that_come_and_go_leave_nothing_behind():
             obs, rewards, ends, cuts, infos = super().step(action_dict)
             return obs, rewards, {**ends, **{a: a not in obs for a in action_dict}}, cuts, infos
 
-    w = worker(lambda: Endless(()), {"p": Idle}, rollout_fragment_length=60)
+    w = worker(lambda: ChangingAgents(()), {"p": Idle}, rollout_fragment_length=60)
     for _ in range(5):
         w.sample()
-    (collector,) = w._source._collectors
-    (agents,) = collector._trajectories.values()
+    (collector_state,) = w.sampling_state_dict()["source"]["open"]["collectors"]
+    (agents,) = collector_state["trajectories"].values()
     assert len(agents) <= 2
 
 
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({"rewards": np.ones(2)}, "column 'rewards', which is the sampler's"),
+        ({"rewards": np.ones(2)}, "column 'rewards', which is reserved for the sampler"),
         ({"x": np.ones(3)}, "column 'x' with 3 rows for 2"),
     ],
 )
-def test_columns_that_a_policy_may_not_give(way, extra, message):
-    class Gives(Idle):
+def test_invalid_extra_columns_of_a_policy_raise(collector, extra, message):
+    class ReturnsExtra(Idle):
         def compute_actions(self, obs_batch, explore=True):
             return np.zeros(len(obs_batch), np.int64), [], extra
 
     with pytest.raises(ValueError, match=message):
-        worker(CountEnv, Gives, sample_collector=way, num_envs_per_worker=2).sample()
+        worker(CountEnv, ReturnsExtra, sample_collector=collector, num_envs_per_worker=2).sample()
 
 
 @pytest.mark.parametrize(
     "actions", [np.full(2, np.nan), np.full(2, 0.7), np.zeros((2, 1), np.int64), np.zeros(3, int)]
 )
-def test_actions_of_the_wrong_kind(way, actions):
-    class Odd(Idle):
+def test_actions_of_wrong_type_or_shape_raise(collector, actions):
+    class InvalidActions(Idle):
         def compute_actions(self, obs_batch, explore=True):
             return actions, [], {}
 
-    with pytest.raises(ValueError, match="gave"):
-        worker(CountEnv, Odd, sample_collector=way, num_envs_per_worker=2).sample()
+    with pytest.raises(ValueError, match=r"actions? |column"):
+        worker(CountEnv, InvalidActions, sample_collector=collector, num_envs_per_worker=2).sample()
 
 
 @pytest.mark.parametrize(
@@ -499,71 +504,71 @@ def test_actions_of_the_wrong_kind(way, actions):
     ],
     ids=str,
 )
-def test_observations_are_not_cast(way, space, wrong):
-    class Odd(CountEnv):
+def test_observations_are_not_cast(collector, space, wrong):
+    class WrongObservation(CountEnv):
         observation_space = space
 
         def observe(self):
             return wrong if self.steps == 3 else np.zeros(space.shape, space.dtype)
 
     with pytest.raises(ConfigError, match="does not fit the space"):
-        worker(lambda: Odd(5), sample_collector=way).sample()
+        worker(lambda: WrongObservation(5), sample_collector=collector).sample()
 
 
-def test_rewards_must_fit_their_column(way):
-    class Rich(CountEnv):
+def test_reward_beyond_float32_raises(collector):
+    class LargeReward(CountEnv):
         def step(self, action):
             observation, _, *rest = super().step(action)
             return (observation, 1e300, *rest)
 
     with np.errstate(over="ignore"), pytest.raises(ValueError, match="reward that is not finite"):
-        worker(Rich, sample_collector=way).sample()
+        worker(LargeReward, sample_collector=collector).sample()
 
 
-def test_a_creator_that_forgets_to_return():
+def test_creator_without_return_value_raises():
     with pytest.raises(ConfigError, match="does it return the environment"):
         worker(lambda: None)
 
 
-def test_a_step_of_the_old_kind_is_named(way):
-    class Old(CountEnv):
+def test_step_with_four_values_raises(collector):
+    class FourValueStep(CountEnv):
         def step(self, action):
             return super().step(action)[:4]
 
     with pytest.raises(ConfigError, match=r"step\(\) gives \(observation"):
-        worker(Old, sample_collector=way).sample()
+        worker(FourValueStep, sample_collector=collector).sample()
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_envs_per_worker": 0}, "num_envs_per_worker: an int from 1"),
+        ({"num_envs_per_worker": 0}, "num_envs_per_worker: must be an int >= 1"),
         ({"num_envs_per_worker": True}, "num_envs_per_worker"),
         ({"rollout_fragment_length": "x"}, "rollout_fragment_length"),
         ({"seed": -1}, "seed"),
-        ({"no_done_at_end": "no"}, "no_done_at_end: True or False"),
+        ({"no_done_at_end": "no"}, "no_done_at_end: must be True or False"),
         ({"sample_async": "false"}, "sample_async"),
-        ({"env_config": 5}, "env_config: a mapping"),
+        ({"env_config": 5}, "env_config: must be a mapping"),
         ({"callbacks_class": 5}, "callbacks_class"),
     ],
 )
-def test_plain_settings_are_checked(settings, message):
+def test_settings_in_a_mapping_are_validated(settings, message):
     with pytest.raises(ConfigError, match=message):
         worker(CountEnv, **settings)
 
 
-def test_agent_steps_that_never_come():
-    w = worker(lambda: Slow(()), {"p": Idle}, count_steps_by="agent_steps")
-    with pytest.raises(RuntimeError, match="nobody acted"):
+def test_counting_agent_steps_without_agents_raises():
+    w = worker(lambda: UnevenAgents(()), {"p": Idle}, count_steps_by="agent_steps")
+    with pytest.raises(RuntimeError, match="no agent acted"):
         w.sample()
 
 
 @pytest.mark.parametrize("mode", ["truncate_episodes", "complete_episodes"])
-def test_greedy_is_greedy_however_rows_are_collected(mode):
+def test_evaluation_is_greedy_when_sampling_rows(mode):
     from flowrl.algorithms.ppo import PPOConfig
 
     class Zeros(gym.Env):
-        """A reward for every 0."""
+        """Rewards the action 0."""
 
         observation_space = gym.spaces.Box(-1, 1, (1,), np.float32)
         action_space = gym.spaces.Discrete(2)
@@ -583,7 +588,7 @@ def test_greedy_is_greedy_however_rows_are_collected(mode):
         train_batch_size=100,
         sgd_minibatch_size=0,
     )
-    config.rollouts(rollout_fragment_length=50).callbacks(Ends)
+    config.rollouts(rollout_fragment_length=50).callbacks(EpisodeEnds)
     with config.build() as algorithm:
         algorithm.train()
         greedy = algorithm.evaluate(episodes=2)
@@ -594,12 +599,12 @@ def test_greedy_is_greedy_however_rows_are_collected(mode):
             algorithm.compute_single_action(np.ones(2, np.float32))
 
 
-class Ends(DefaultCallbacks):
+class EpisodeEnds(DefaultCallbacks):
     def on_episode_end(self, **kwargs):
         pass
 
 
-def test_an_evaluation_plays_whole_episodes_over_soft_horizons():
+def test_evaluation_ignores_soft_horizons():
     from flowrl.algorithms.ppo import PPOConfig
 
     config = PPOConfig(env="CartPole-v1", seed=1, horizon=5, soft_horizon=True)

@@ -1,4 +1,4 @@
-"""Environments that break or lie cost their own episode's rows, and nothing else."""
+"""Failing environments and invalid values drop only the rows of their own episode."""
 
 import numpy as np
 import pytest
@@ -11,58 +11,59 @@ from flowrl.sampling import DefaultCallbacks, RolloutWorker, SimpleListCollector
 
 from .fakes import CountEnv, ObservedValue, WrongEnv
 
-WAYS = {"columns": None, "rows": SimpleListCollector}
+COLLECTORS = {"columns": None, "rows": SimpleListCollector}
 
 
-@pytest.fixture(params=list(WAYS))
-def way(request):
-    return WAYS[request.param]
+@pytest.fixture(params=list(COLLECTORS))
+def collector(request):
+    """None samples in columns, SimpleListCollector row by row."""
+    return COLLECTORS[request.param]
 
 
-class Breaks(CountEnv):
-    """Raises in the calls whose numbers, counted over all environments of a slot, are in `at`."""
+class FailingEnv(CountEnv):
+    """Raises in the calls `at` (slot, call number); calls of all environments in a slot count."""
 
     def __init__(self, calls, at, slot, length=3):
         self.calls, self.at, self.slot = calls, at, slot
         self.tick("init")
         super().__init__(length)
-        self.made = self.calls[self.slot]
+        self.created_at = self.calls[self.slot]
 
     def tick(self, what):
         self.calls[self.slot] = self.calls.get(self.slot, -1) + 1
         if (self.slot, self.calls[self.slot]) in self.at:
-            raise OSError(f"{what} broke")
+            raise OSError(f"{what} failed")
 
     def reset(self, *, seed=None, options=None):
         self.tick("reset")
         observation, info = super().reset()
-        # which environment this is shows in the observation
-        self.buffer[0] += 100 * self.made
+        # makes the observations of each environment unique
+        self.buffer[0] += 100 * self.created_at
         return observation, info
 
     def step(self, action):
         self.tick("step")
         result = super().step(action)
-        self.buffer[0] += 100 * self.made
+        self.buffer[0] += 100 * self.created_at
         return result
 
 
-def breaking(at, length=3, fragment=6, envs=2, way=None, **config):
+def failing_worker(at, length=3, fragment=6, envs=2, collector=None, **config):
     calls = {}
     return RolloutWorker(
-        lambda context: Breaks(calls, at, context.vector_index, length),
+        lambda context: FailingEnv(calls, at, context.vector_index, length),
         ObservedValue,
         {
             "num_envs_per_worker": envs,
             "rollout_fragment_length": fragment,
-            "sample_collector": way,
+            "sample_collector": collector,
             **config,
         },
     )
 
 
 def segments(batch):
-    """The rows of each part of an episode: (environment, episode as observed, steps)."""
+    """Yield (environment, observed episode, steps) of each segment."""
     cuts = np.flatnonzero(np.diff(batch["unroll_id"])) + 1
     for part in np.split(np.arange(batch.count), cuts):
         rows = batch.take_rows(part)
@@ -75,15 +76,15 @@ def segments(batch):
     st.sets(st.tuples(st.integers(0, 1), st.integers(0, 40)), max_size=4),
     st.integers(1, 5),
     st.integers(1, 7),
-    st.sampled_from(list(WAYS)),
+    st.sampled_from(list(COLLECTORS)),
 )
 @settings(max_examples=80, deadline=None)
-def test_whatever_breaks_whole_rows_are_left(at, length, fragment, way):
-    worker = breaking(at, length, fragment, way=WAYS[way])
-    clean = breaking(set(), length, fragment, way=WAYS[way])
+def test_remaining_rows_are_complete_whatever_fails(at, length, fragment, collector):
+    worker = failing_worker(at, length, fragment, collector=COLLECTORS[collector])
+    clean = failing_worker(set(), length, fragment, collector=COLLECTORS[collector])
     batches = [worker.sample() for _ in range(5)]
-    told = sum(batch.count for batch in batches)
-    assert worker.env_steps == worker.reply_tags()["env_steps"] == told
+    total = sum(batch.count for batch in batches)
+    assert worker.env_steps == worker.reply_tags()["env_steps"] == total
     for batch in (b for b in batches if b.count):
         for row in batch.rows():
             assert row["obs"][1] == row["t"]
@@ -94,9 +95,9 @@ def test_whatever_breaks_whole_rows_are_left(at, length, fragment, way):
         for _, _, steps in segments(batch):
             assert steps == list(range(steps[0], steps[0] + len(steps)))
     full = [clean.sample() for _ in range(5)]
-    broken = {slot for slot, _ in at}
+    failed = {slot for slot, _ in at}
     for a, b in zip(batches, full, strict=True):
-        for slot in {0, 1} - broken:
+        for slot in {0, 1} - failed:
             assert (a.get("env_id", np.array([])) == slot).sum() == (b["env_id"] == slot).sum()
     assert all(
         e.episode_return == length * (length + 1) / 2 and e.episode_length == length
@@ -104,9 +105,9 @@ def test_whatever_breaks_whole_rows_are_left(at, length, fragment, way):
     )
 
 
-def test_what_was_given_before_a_failure_stays(way):
-    # calls: init, reset, step x 6, then the seventh step raises, in the second fragment
-    worker = breaking({(0, 8)}, length=10, envs=1, way=way)
+def test_rows_returned_before_a_failure_are_kept(collector):
+    # calls: init, reset, six steps; the seventh step, in the second fragment, raises
+    worker = failing_worker({(0, 8)}, length=10, envs=1, collector=collector)
     first, second = worker.sample(), worker.sample()
     assert first["t"].tolist() == [0, 1, 2, 3, 4, 5]
     assert second["t"].tolist() == [0, 1, 2, 3, 4]
@@ -116,33 +117,33 @@ def test_what_was_given_before_a_failure_stays(way):
 
 
 @pytest.mark.parametrize("call", ["__init__", "reset", "step"])
-def test_one_that_always_raises_stops_the_run_with_its_own_traceback(way, call):
-    class Broken(CountEnv):
+def test_permanent_failure_raises_with_its_traceback(collector, call):
+    class FailingMethod(CountEnv):
         pass
 
     calls = []
 
-    def broken(self, *args, **kwargs):
+    def fail(self, *args, **kwargs):
         calls.append(1)
         raise OSError("the simulator is gone")
 
-    setattr(Broken, call, broken)
+    setattr(FailingMethod, call, fail)
     with pytest.raises(OSError, match="the simulator is gone") as caught:
         RolloutWorker(
-            lambda context: Broken() if context.vector_index else CountEnv(),
+            lambda context: FailingMethod() if context.vector_index else CountEnv(),
             ObservedValue,
-            {"num_envs_per_worker": 2, "sample_collector": way, "max_num_env_restarts": 2},
+            {"num_envs_per_worker": 2, "sample_collector": collector, "max_num_env_restarts": 2},
         ).sample()
     notes = " ".join(caught.value.__notes__)
     assert "sub-environment 1, which failed 3 times in a row" in notes
     assert "worker 0" in notes
     assert len(calls) == 3
-    assert "broken" in [entry.name for entry in caught.traceback]
+    assert "fail" in [entry.name for entry in caught.traceback]
 
 
-def test_without_restarts_the_first_failure_stops_and_the_next_sample_goes_on(way):
-    worker = breaking({(1, 4)}, way=way, max_num_env_restarts=0)
-    with pytest.raises(OSError, match="step broke") as caught:
+def test_without_restarts_the_first_failure_raises_and_the_worker_recovers(collector):
+    worker = failing_worker({(1, 4)}, collector=collector, max_num_env_restarts=0)
+    with pytest.raises(OSError, match="step failed") as caught:
         worker.sample()
     assert "step 2 of a fragment" in " ".join(caught.value.__notes__)
     again = worker.sample()
@@ -150,17 +151,17 @@ def test_without_restarts_the_first_failure_stops_and_the_next_sample_goes_on(wa
     assert again["t"][0] == 0
 
 
-def test_stop_iteration_is_no_end_of_the_stream(way):
+def test_stop_iteration_of_an_environment_is_an_error(collector):
     worker = RolloutWorker(
         lambda context: CountEnv(fail_at=(1, 2), fail_with=StopIteration),
         ObservedValue,
-        {"sample_collector": way, "max_num_env_restarts": 0, "rollout_fragment_length": 7},
+        {"sample_collector": collector, "max_num_env_restarts": 0, "rollout_fragment_length": 7},
     )
     with pytest.raises(RuntimeError, match="StopIteration"):
         worker.sample()
 
 
-BAD = [
+INVALID = [
     {"obs": np.array([1, np.nan], np.float32)},
     {"obs": np.array([1, 2e6], np.float32)},
     {"reward": float("nan")},
@@ -168,12 +169,12 @@ BAD = [
 ]
 
 
-def lying(way, wrong, at=4, **config):
-    made = []
+def invalid_worker(collector, wrong, at=4, **config):
+    created = []
 
     def creator(context):
-        made.append(context.vector_index)
-        return WrongEnv(at if made == [0] else -1, **wrong)
+        created.append(context.vector_index)
+        return WrongEnv(at if created == [0] else -1, **wrong)
 
     return RolloutWorker(
         creator,
@@ -181,41 +182,43 @@ def lying(way, wrong, at=4, **config):
         {
             "num_envs_per_worker": 2,
             "rollout_fragment_length": 7,
-            "sample_collector": way,
+            "sample_collector": collector,
             **config,
         },
     )
 
 
-@pytest.mark.parametrize("wrong", BAD)
-def test_bad_values_are_refused_at_their_source(way, wrong):
-    worker = lying(way, wrong, normalize_observations=True)
+@pytest.mark.parametrize("wrong", INVALID)
+def test_invalid_values_raise_with_their_origin(collector, wrong):
+    worker = invalid_worker(collector, wrong, normalize_observations=True)
     with pytest.raises(ValueError, match=r"not finite|outside its space") as caught:
         worker.sample()
-    told = str(caught.value) + " ".join(caught.value.__notes__)
-    assert "sub-environment 0" in told
-    assert "step 3 of a fragment" in told
-    assert "worker 0" in told
-    for key, value in worker.policy.observation_filter.fresh.state_dict().items():
+    text = str(caught.value) + " ".join(caught.value.__notes__)
+    assert "sub-environment 0" in text
+    assert "step 3 of a fragment" in text
+    assert "worker 0" in text
+    for key, value in worker.policy.observation_filter.new_stats.state_dict().items():
         assert np.isfinite(value).all(), key
     assert worker.sample().count == 14
 
 
-@pytest.mark.parametrize("wrong", BAD)
+@pytest.mark.parametrize("wrong", INVALID)
 @pytest.mark.parametrize("at", [1, 3, 4, 7])
-def test_bad_values_cost_their_episode(way, wrong, at):
-    worker = lying(way, wrong, at, on_invalid_step="drop", normalize_observations=True)
+def test_invalid_values_drop_their_episode(collector, wrong, at):
+    worker = invalid_worker(
+        collector, wrong, at, on_invalid_step="drop", normalize_observations=True
+    )
     batch = worker.sample()
     for name in ("obs", "new_obs", "rewards", "next_values"):
         assert np.isfinite(batch[name]).all()
     assert (batch["new_obs"] <= 1e6).all()
     assert (batch["env_id"] == 1).sum() == 7
     steps = batch["t"][batch["env_id"] == 0].tolist()
-    # episodes of three steps; the one with the bad step is gone: at once where rows come one by
-    # one, else with the steps that it still made
+    # episodes have three steps; the one with the invalid step is dropped: immediately when
+    # sampling rows, with its later steps when sampling columns
     before = [0, 1, 2] * ((at - 1) // 3)
     after = {1: [0, 1, 2, 0], 3: [0, 1, 2, 0], 4: [0], 7: []}[at]
-    if way is not None:
+    if collector is not None:
         after = {1: [0, 1, 2, 0, 1, 2], 3: [0, 1, 2, 0], 4: [0, 1, 2], 7: []}[at]
     assert steps == before + after
     again = worker.sample()
@@ -223,24 +226,24 @@ def test_bad_values_cost_their_episode(way, wrong, at):
     assert worker.reply_tags()["faulty_episodes"] >= 1
 
 
-@pytest.mark.parametrize("wrong", BAD)
-def test_bad_values_can_be_replaced(way, wrong):
-    batch = lying(way, wrong, on_invalid_step="replace").sample()
+@pytest.mark.parametrize("wrong", INVALID)
+def test_invalid_values_can_be_replaced(collector, wrong):
+    batch = invalid_worker(collector, wrong, on_invalid_step="replace").sample()
     assert batch.count == 14
     for name in ("obs", "new_obs", "rewards", "next_values"):
         assert np.isfinite(batch[name]).all()
     assert (batch["new_obs"] <= 1e6).all()
 
 
-class Two(MultiAgentEnv):
-    """Two agents; `break_at` raises, `lie_at` gives agent "b" a value of NaN."""
+class TwoAgents(MultiAgentEnv):
+    """TwoAgents agents; step `fail_at` raises, step `nan_at` returns NaN to agent "b"."""
 
     possible_agents = ["a", "b"]
     observation_space = CountEnv.observation_space
     action_space = CountEnv.action_space
 
-    def __init__(self, length=4, break_at=None, lie_at=None):
-        self.length, self.break_at, self.lie_at = length, break_at, lie_at
+    def __init__(self, length=4, fail_at=None, nan_at=None):
+        self.length, self.fail_at, self.nan_at = length, fail_at, nan_at
         self.steps = self.total = 0
 
     def observe(self):
@@ -253,23 +256,23 @@ class Two(MultiAgentEnv):
     def step(self, action_dict):
         self.steps += 1
         self.total += 1
-        if self.total == self.break_at:
-            raise OSError("the arena is gone")
+        if self.total == self.fail_at:
+            raise OSError("the arena failed")
         obs = self.observe()
-        if self.total == self.lie_at:
+        if self.total == self.nan_at:
             obs["b"][1] = np.nan
         over = self.steps == self.length
         return obs, dict.fromkeys("ab", 1.0), {"__all__": over}, {"__all__": False}, {}
 
 
-@pytest.mark.parametrize("trouble", [{"break_at": 6}, {"lie_at": 6}])
-def test_agents_share_their_environments_fate(trouble):
+@pytest.mark.parametrize("failure", [{"fail_at": 6}, {"nan_at": 6}])
+def test_failure_drops_the_rows_of_all_agents(failure):
     def creator(context):
-        first = context.vector_index == 0 and not made
-        made.append(1)
-        return Two(**(trouble if first else {}))
+        first = context.vector_index == 0 and not created
+        created.append(1)
+        return TwoAgents(**(failure if first else {}))
 
-    made = []
+    created = []
     worker = RolloutWorker(
         creator,
         {"p": ObservedValue, "q": ObservedValue},
@@ -289,23 +292,23 @@ def test_agents_share_their_environments_fate(trouble):
         assert rows["t"][rows["env_id"] == 0].tolist() == [0, 1, 2, 3, 0, 1]
 
 
-def test_a_callback_that_raises_leaves_the_worker_usable():
-    class Once(DefaultCallbacks):
+def test_worker_is_usable_after_a_callback_raises():
+    class FailsOnce(DefaultCallbacks):
         raised = False
 
         def on_episode_step(self, *, episode, **kwargs):
-            if not Once.raised and episode.length == 2:
-                Once.raised = True
-                raise KeyError("my mistake")
+            if not FailsOnce.raised and episode.length == 2:
+                FailsOnce.raised = True
+                raise KeyError("callback failed")
 
     worker = RolloutWorker(
         lambda context: CountEnv(),
         ObservedValue,
-        {"callbacks_class": Once, "rollout_fragment_length": 7},
+        {"callbacks_class": FailsOnce, "rollout_fragment_length": 7},
     )
-    with pytest.raises(KeyError, match="my mistake") as caught:
+    with pytest.raises(KeyError, match="callback failed") as caught:
         worker.sample()
-    assert "Once.on_episode_step()" in " ".join(caught.value.__notes__)
+    assert "FailsOnce.on_episode_step()" in " ".join(caught.value.__notes__)
     assert worker.env_steps == 0
     batches = [worker.sample() for _ in range(2)]
     assert SampleBatch.concat_samples(batches)["t"].tolist() == [0, 1, 2] * 4 + [0, 1]

@@ -1,4 +1,4 @@
-"""What nobody was seen to read is not shipped, and is there all the same."""
+"""Columns that the loss does not read stay on the worker and are fetched on access."""
 
 import pickle
 
@@ -22,7 +22,7 @@ def worker(policy=PPOTorchPolicy, **config):
     )
 
 
-def test_the_trial_finds_what_is_read_and_changes_nothing():
+def test_columns_read_are_detected_without_side_effects():
     w = worker()
     batch = w.sample()
     before, random = w.policy.get_state(), torch.get_rng_state()
@@ -40,7 +40,7 @@ def test_the_trial_finds_what_is_read_and_changes_nothing():
     assert torch.equal(random, torch.get_rng_state())
 
 
-class Dropping(PPOTorchPolicy):
+class Stochastic(PPOTorchPolicy):
     """Draws random numbers and has a buffer that every forward pass changes."""
 
     def make_model(self):
@@ -54,8 +54,8 @@ class Dropping(PPOTorchPolicy):
         return super().loss(batch)
 
 
-def test_models_and_random_streams_are_as_before():
-    w = worker(Dropping)
+def test_detection_restores_models_and_random_streams():
+    w = worker(Stochastic)
     batch = w.sample()
     state, random = w.policy.get_state(), torch.get_rng_state()
     assert w.policy.columns_read(batch) is not None
@@ -69,21 +69,21 @@ class Failing(PPOTorchPolicy):
         raise RuntimeError("not today")
 
 
-def test_a_loss_that_cannot_be_tried_gets_everything():
+def test_all_columns_are_shipped_if_the_loss_fails():
     w = worker(Failing)
     assert w.policy.columns_read(w.sample()) is None
 
 
 class Late(PPOTorchPolicy):
-    """Reads a column only later on."""
+    """Reads another column after 100 updates."""
 
     def loss(self, batch):
         if self.version > 100:
-            self.stats["odd"] = batch["vf_preds"].mean()
+            self.stats["late"] = batch["vf_preds"].mean()
         return super().loss(batch)
 
 
-def sets(policy, envs=1, **config):
+def worker_set(policy, envs=1, **config):
     return WorkerSet(
         lambda context: CountEnv(3),
         policy,
@@ -97,36 +97,41 @@ def sets(policy, envs=1, **config):
     )
 
 
-def first_of(workers):
+def is_lazy_column(batch, name):
+    column = dict(batch.stored())[name]
+    return isinstance(column, IndexedColumn) and column.is_lazy
+
+
+def first_batch(workers):
     (batch,) = next(iter(workers.parallel_iterator().batch_across_shards().take(1)))
     return batch
 
 
-def test_what_is_left_behind_is_fetched_when_it_is_asked_for(ray_session, caplog):
-    workers = sets(Late)
-    batch = first_of(workers)
+def test_unread_columns_are_fetched_on_access(ray_session, caplog):
+    workers = worker_set(Late)
+    batch = first_batch(workers)
     stored = dict(batch.stored())
-    assert isinstance(stored["vf_preds"], IndexedColumn) and stored["vf_preds"].unread
-    assert isinstance(stored["infos"], IndexedColumn) and stored["infos"].unread
+    assert is_lazy_column(batch, "vf_preds")
+    assert is_lazy_column(batch, "infos")
     assert not stored["infos"].nbytes > batch.count * 9
     for name in ("rewards", "terminateds", "advantages"):
         assert isinstance(stored[name], np.ndarray)
-    # rows, joins and repr do not fetch
+    # slicing, concatenation and repr do not fetch
     both = SampleBatch.concat_samples([batch[:100], batch[200:300]])
     assert "not read yet" in repr(both)
-    assert both._unread("infos")
+    assert is_lazy_column(both, "infos")
     assert not caplog.records
     assert [info["n"] for info in both["infos"][:5]] == [1, 2, 3, 1, 2]
     assert both["vf_preds"].shape == (200,)
-    told = [record.getMessage() for record in caplog.records]
-    assert any("column 'infos' is fetched from its worker" in text for text in told)
+    messages = [record.getMessage() for record in caplog.records]
+    assert any("column 'infos' is fetched from its worker" in text for text in messages)
     assert np.allclose(batch["advantages"] + batch["vf_preds"], batch["value_targets"], atol=1e-5)
     workers.stop()
-    assert batch["infos"][0] == {"n": 1}  # it was fetched before
+    assert batch["infos"][0] == {"n": 1}  # fetched before
 
 
-def on_an_actor(policy, **config):
-    """A worker as it is on an actor, where Ray runs, but in this process."""
+def actor_like_worker(policy, **config):
+    """A worker in this process that ships columns as on an actor; Ray must run."""
     return RolloutWorker(
         lambda context: CountEnv(3),
         policy,
@@ -136,44 +141,44 @@ def on_an_actor(policy, **config):
     )
 
 
-def test_what_a_setting_asks_for_is_shipped(ray_session):
-    batch = on_an_actor(Late, collect_infos=True).sample()
-    assert not batch._unread("infos")
-    assert batch._unread("vf_preds")
+def test_collect_infos_ships_infos(ray_session):
+    batch = actor_like_worker(Late, collect_infos=True).sample()
+    assert not is_lazy_column(batch, "infos")
+    assert is_lazy_column(batch, "vf_preds")
 
 
-class Asking(PPOTorchPolicy):
+class WithView(PPOTorchPolicy):
     def __init__(self, *args):
         super().__init__(*args)
         self.view_requirements["vf_preds"] = ViewRequirement()
 
 
-def test_a_policy_that_asks_for_a_column(ray_session):
-    assert not on_an_actor(Asking).sample()._unread("vf_preds")
+def test_columns_of_views_are_shipped(ray_session):
+    assert not is_lazy_column(actor_like_worker(WithView).sample(), "vf_preds")
 
 
-def test_a_column_of_a_worker_that_is_gone():
+def test_column_of_a_dead_worker_raises():
     column = LazyColumn("x", lambda: np.zeros(100_000), (100_000,), np.dtype(float))
-    moved = pickle.loads(pickle.dumps(column.left_behind(lambda value: 7, _gone)))
+    moved = pickle.loads(pickle.dumps(column.to_reference(lambda value: 7, _raise)))
     assert len(moved) == 100_000
-    with pytest.raises(RuntimeError, match="column 'x' was left on its worker, which is gone"):
+    with pytest.raises(RuntimeError, match="column 'x' is stored on a worker that is gone"):
         moved.array()
 
 
-def _gone(reference):
+def _raise(reference):
     raise KeyError(reference)
 
 
-def test_small_columns_travel_along():
+def test_small_columns_are_shipped():
     column = LazyColumn("x", lambda: np.arange(5), (5,), np.dtype(int))
-    moved = pickle.loads(pickle.dumps(column.left_behind(None, None)))
+    moved = pickle.loads(pickle.dumps(column.to_reference(None, None)))
     assert moved.array().tolist() == [0, 1, 2, 3, 4]
     objects = np.array([{}, {"a": 1}], object)
     column = LazyColumn("infos", lambda: objects, (2,), objects.dtype)
-    moved = pickle.loads(pickle.dumps(column.left_behind(None, None)))
+    moved = pickle.loads(pickle.dumps(column.to_reference(None, None)))
     assert moved.array().tolist() == [{}, {"a": 1}]
 
 
-def test_a_pickle_without_a_worker_has_everything():
+def test_pickle_in_process_contains_all_columns():
     batch = pickle.loads(pickle.dumps(worker().sample()))
     assert [info["n"] for info in batch["infos"][:3]] == [1, 2, 3]

@@ -1,4 +1,4 @@
-"""Copies of a single-agent environment as agents of one."""
+"""make_multi_agent: copies of a single-agent environment as agents."""
 
 import numpy as np
 import pytest
@@ -14,37 +14,37 @@ def creator(context):
     return CountEnv(context.get("length", 3))
 
 
-def test_the_episode_ends_with_the_last_agent():
+def test_episode_ends_with_its_last_agent():
     lengths = iter([2, 4])
     env = make_multi_agent(lambda context: CountEnv(next(lengths)))(EnvContext({"num_agents": 2}))
     obs, _ = env.reset(seed=0)
     assert sorted(obs) == [0, 1]
     for step in range(1, 5):
         obs, rewards, terminateds, truncateds, _ = env.step(dict.fromkeys(obs, 0))
-        there = [0, 1] if step <= 2 else [1]
-        assert sorted(rewards) == there
-        over = [a for a in there if terminateds[a] or truncateds[a]]
-        assert over == ([0] if step == 2 else [1] if step == 4 else [])
+        agents = [0, 1] if step <= 2 else [1]
+        assert sorted(rewards) == agents
+        ended = [a for a in agents if terminateds[a] or truncateds[a]]
+        assert ended == ([0] if step == 2 else [1] if step == 4 else [])
         assert terminateds["__all__"] == (step == 4)
-        for agent in over:
+        for agent in ended:
             obs.pop(agent)
     assert not obs
 
 
-def test_agents_begin_anew_under_other_names_until_the_steps_are_over():
+def test_episode_steps_restart_agents_under_new_ids():
     env = make_multi_agent(creator)(EnvContext({"num_agents": 2, "episode_steps": 7}))
     obs, _ = env.reset(seed=0)
-    names = []
+    ids = []
     for step in range(1, 8):
         obs, _, terminateds, truncateds, _ = env.step(dict.fromkeys(obs, 0))
         for agent in [a for a in obs if terminateds.get(a) or truncateds.get(a)]:
             obs.pop(agent)
-        names.append(sorted(obs))
+        ids.append(sorted(obs))
         assert truncateds["__all__"] == (step == 7)
-    assert names == [[0, 1], [0, 1], [2, 3], [2, 3], [2, 3], [4, 5], []]
+    assert ids == [[0, 1], [0, 1], [2, 3], [2, 3], [2, 3], [4, 5], []]
 
 
-def test_workers_sample_it():
+def test_worker_samples_all_agents():
     worker = RolloutWorker(
         make_multi_agent(creator),
         {"even": Idle, "odd": Idle},
@@ -63,7 +63,7 @@ def test_workers_sample_it():
     worker.stop()
 
 
-@pytest.mark.parametrize("odd", [{"num_agents": 0}, {"num_agents": "x"}, {"episode_steps": -1}])
-def test_numbers_that_cannot_be(odd):
+@pytest.mark.parametrize("config", [{"num_agents": 0}, {"num_agents": "x"}, {"episode_steps": -1}])
+def test_invalid_numbers_raise(config):
     with pytest.raises(ConfigError, match="a whole number from 1"):
-        make_multi_agent(creator)(EnvContext(odd))
+        make_multi_agent(creator)(EnvContext(config))

@@ -1,4 +1,4 @@
-"""Sampling for long keeps nothing: memory and the number of objects stay as they are."""
+"""Memory and the number of objects stay constant while sampling."""
 
 import gc
 import logging
@@ -18,7 +18,7 @@ ENVS, FRAGMENT = 16, 250
 
 
 class Crowd(MultiAgentEnv):
-    """Agents that come and go, each for a few steps; episodes of 250."""
+    """Each agent stays for ten steps; episodes have 250."""
 
     observation_space = CountEnv.observation_space
     action_space = CountEnv.action_space
@@ -28,18 +28,18 @@ class Crowd(MultiAgentEnv):
         return self.observe(), {}
 
     def observe(self):
-        there = range(self.now // 5, self.now // 5 + 2)
-        return {agent: np.array([0, self.now], np.float32) for agent in there}
+        agents = range(self.now // 5, self.now // 5 + 2)
+        return {agent: np.array([0, self.now], np.float32) for agent in agents}
 
     def step(self, action_dict):
         self.now += 1
         obs = self.observe()
-        gone = {agent: True for agent in action_dict if agent not in obs}
+        ended = {agent: True for agent in action_dict if agent not in obs}
         over = self.now == FRAGMENT
         return (
             obs,
             dict.fromkeys(obs, 1.0),
-            {**gone, "__all__": over},
+            {**ended, "__all__": over},
             {"__all__": False},
             {},
         )
@@ -70,7 +70,7 @@ def megabytes():
 
 
 def measure(mode, steps):
-    """Growth in MB and in objects over so many env steps, after a warm-up."""
+    """Return the growth in MB and in objects over `steps` env steps, after a warm-up."""
     logging.disable(logging.WARNING)
     failing = {"fail_at": (10, 3)} if mode.startswith("failures") else {}
     worker = RolloutWorker(
@@ -79,11 +79,11 @@ def measure(mode, steps):
         {"num_envs_per_worker": ENVS, "rollout_fragment_length": FRAGMENT, **MODES[mode]},
     )
 
-    def sample(wanted):
+    def sample(num_steps):
         done = 0
-        while done < wanted:
+        while done < num_steps:
             done += worker.sample().env_steps()
-            worker.reply_tags()  # takes the episodes away, as a plan does
+            worker.reply_tags()  # clears the episodes, as a plan does
         gc.collect()
         return megabytes(), len(gc.get_objects())
 
@@ -95,19 +95,19 @@ def measure(mode, steps):
 
 
 @pytest.mark.parametrize("mode", ["columns, soft horizon", "rows, soft horizon", "agents"])
-def test_nothing_is_kept(mode):
+def test_sampling_keeps_no_objects(mode):
     _, objects = measure(mode, 8_000)
-    # what a fragment holds at its cut differs a little from one to the next
+    # the number of objects at the end of a fragment varies a little
     assert objects < 2_000
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("mode", MODES)
-def test_millions_of_steps(mode):
-    """In a process of its own: what others have left in the heap would be counted as growth."""
+def test_memory_is_constant_over_millions_of_steps(mode):
+    """Run in a new process, because earlier tests affect the heap."""
     millions = 2 if mode.startswith("columns") or mode == "failures" else 1
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        grown, objects = pool.apply(measure, (mode, millions * 1_000_000))
-    assert grown < 4 * millions
+        growth, objects = pool.apply(measure, (mode, millions * 1_000_000))
+    assert growth < 4 * millions
     assert objects < 2_000

@@ -1,4 +1,4 @@
-"""Several agents: who comes and goes, who acts when, whose reward it is, and which policy."""
+"""Several agents: joining and leaving, turns, rewards, and policy mapping."""
 
 import gymnasium as gym
 import numpy as np
@@ -17,8 +17,11 @@ from .fakes import Idle, ObservedValue
 
 
 class Script(MultiAgentEnv):
-    """Plays a script: one dict per step, agent -> (reward, terminated, truncated) for those who are
-    observed; "rewards" are for others. An observation is (agent number, env step)."""
+    """Plays a script with one dict per step.
+
+    A dict has agent -> (reward, terminated, truncated) of the observed agents; "rewards" and "ends"
+    are for other agents. An observation is (agent id, env step).
+    """
 
     observation_space = gym.spaces.Box(-1, 1e6, (2,), np.float32)
     action_space = gym.spaces.Discrete(2)
@@ -39,21 +42,21 @@ class Script(MultiAgentEnv):
         self.acted.append(sorted(action_dict))
         script = self.steps[self.now]
         self.now += 1
-        seen = {agent: v for agent, v in script.items() if agent not in ("rewards", "ends")}
+        observed = {agent: v for agent, v in script.items() if agent not in ("rewards", "ends")}
         last = self.now == len(self.steps)
         return (
-            {agent: self.observation(agent) for agent in seen},
-            {agent: v[0] for agent, v in seen.items()} | script.get("rewards", {}),
-            {a: v[1] for a, v in seen.items()}
+            {agent: self.observation(agent) for agent in observed},
+            {agent: v[0] for agent, v in observed.items()} | script.get("rewards", {}),
+            {a: v[1] for a, v in observed.items()}
             | script.get("ends", {})
             | {"__all__": last and not self.truncated},
-            {a: v[2] for a, v in seen.items()} | {"__all__": last and self.truncated},
-            {agent: {"step": self.now} for agent in seen},
+            {a: v[2] for a, v in observed.items()} | {"__all__": last and self.truncated},
+            {agent: {"step": self.now} for agent in observed},
         )
 
 
 def play(script, fragment=None, policies=("p",), mapping=None, **config):
-    """One worker over a scripted environment."""
+    """Return a worker with a scripted environment."""
     return RolloutWorker(
         lambda context: script,
         dict.fromkeys(policies, ObservedValue),
@@ -67,16 +70,16 @@ def play(script, fragment=None, policies=("p",), mapping=None, **config):
 
 def rows_of(batch, agent, policy="p"):
     rows = batch[policy]
-    own = rows.take_rows(np.flatnonzero(rows["obs"][:, 0] == agent))
+    rows = rows.take_rows(np.flatnonzero(rows["obs"][:, 0] == agent))
     names = ("t", "rewards", "terminateds", "truncateds")
-    return list(zip(*(own[name].tolist() for name in names), strict=True))
+    return list(zip(*(rows[name].tolist() for name in names), strict=True))
 
 
-ON = (1.0, False, False)
+REWARD = (1.0, False, False)
 
 
 def test_agents_that_always_act():
-    script = Script([0, 1], {0: ON, 1: ON}, {0: ON, 1: ON})
+    script = Script([0, 1], {0: REWARD, 1: REWARD}, {0: REWARD, 1: REWARD})
     batch = play(script).sample()
     assert isinstance(batch, MultiAgentBatch)
     assert (batch.env_steps(), batch.agent_steps()) == (2, 4)
@@ -85,7 +88,7 @@ def test_agents_that_always_act():
         assert rows_of(batch, agent) == [(0, 1.0, False, False), (1, 1.0, True, False)]
 
 
-def test_turns_and_rewards_between_them():
+def test_rewards_between_turns_are_summed():
     # agent 0 acts at steps 0 and 2, agent 1 at 1; 0's reward comes in three parts
     script = Script(
         [0],
@@ -99,55 +102,61 @@ def test_turns_and_rewards_between_them():
     assert rows_of(batch, 0) == [(1, 15.0, False, False), (3, 7.0, True, False)]
     assert rows_of(batch, 1) == [(2, 2.0, False, False), (3, 3.0, True, False)]
     rows = batch["p"]
-    # nobody was observed at the end: the last observation stands for the final one
+    # without a final observation, the latest one is used
     last = rows["new_obs"][rows["terminateds"]].tolist()
     assert sorted(last) == [[0.0, 2.0], [1.0, 3.0]]
     assert (batch.env_steps(), batch.agent_steps()) == (4, 4)
 
 
-def test_an_agent_that_ends_early_and_one_that_joins_late():
+def test_agents_may_end_early_and_join_late():
     script = Script(
         [0, 1],
-        {0: (1.0, True, False), 1: ON},
-        {1: ON, 2: (9.0, False, False)},
-        {1: ON, 2: ON},
+        {0: (1.0, True, False), 1: REWARD},
+        {1: REWARD, 2: (9.0, False, False)},
+        {1: REWARD, 2: REWARD},
     )
     worker = play(script)
     batch = worker.sample()
     assert script.acted == [[0, 1], [1], [1, 2]]
     assert rows_of(batch, 0) == [(0, 1.0, True, False)]
-    assert rows_of(batch, 2) == [(2, 1.0, True, False)]  # the 9.0 came before it had acted
+    assert rows_of(batch, 2) == [(2, 1.0, True, False)]  # the reward 9.0 preceded its first action
     assert batch["p"]["agent_index"].tolist() == [0, 1, 1, 1, 2]
     (episode,) = worker.get_metrics()
     assert episode.agent_returns == [("0", "p", 1.0), ("1", "p", 3.0), ("2", "p", 1.0)]
     assert episode.episode_return == 5.0
 
 
-def test_an_agent_that_comes_back_begins_anew():
-    script = Script([0, 1], {0: (1.0, True, False), 1: ON}, {0: ON, 1: ON}, {0: ON, 1: ON})
+def test_returning_agent_starts_a_new_trajectory():
+    script = Script(
+        [0, 1], {0: (1.0, True, False), 1: REWARD}, {0: REWARD, 1: REWARD}, {0: REWARD, 1: REWARD}
+    )
     batch = play(script).sample()
     assert rows_of(batch, 0) == [(0, 1.0, True, False), (2, 1.0, True, False)]
-    own = batch["p"].take_rows(np.flatnonzero(batch["p"]["obs"][:, 0] == 0))
-    assert len(set(own["unroll_id"])) == 2
-    assert len(set(own["eps_id"])) == 1
+    rows = batch["p"].take_rows(np.flatnonzero(batch["p"]["obs"][:, 0] == 0))
+    assert len(set(rows["unroll_id"])) == 2
+    assert len(set(rows["eps_id"])) == 1
 
 
-def test_one_whose_end_is_said_without_an_observation():
-    script = Script([0, 1], {1: ON, "rewards": {0: 4.0}, "ends": {0: True}}, {1: ON}, {1: ON})
+def test_end_of_an_agent_without_a_final_observation():
+    script = Script(
+        [0, 1], {1: REWARD, "rewards": {0: 4.0}, "ends": {0: True}}, {1: REWARD}, {1: REWARD}
+    )
     batch = play(script).sample()
     assert rows_of(batch, 0) == [(0, 4.0, True, False)]
     assert script.acted == [[0, 1], [1], [1]]
 
 
-def test_one_that_is_done_when_it_first_appears(caplog):
-    script = Script([0], {0: ON, 1: (3.0, True, False)}, {0: ON})
+def test_agent_that_is_done_on_its_first_observation(caplog):
+    script = Script([0], {0: REWARD, 1: (3.0, True, False)}, {0: REWARD})
     batch = play(script).sample()
     assert rows_of(batch, 1) == []
-    assert "has not been observed" in caplog.text
+    assert "has no observation yet" in caplog.text
 
 
-def test_a_limit_truncates_everybody():
-    script = Script([0, 1], {0: ON, 1: ON}, {0: ON, "rewards": {1: 7.0}}, truncated=True)
+def test_time_limit_truncates_all_agents():
+    script = Script(
+        [0, 1], {0: REWARD, 1: REWARD}, {0: REWARD, "rewards": {1: 7.0}}, truncated=True
+    )
     batch = play(script).sample()
     assert rows_of(batch, 0)[-1] == (1, 1.0, False, True)
     assert rows_of(batch, 1)[-1] == (1, 7.0, False, True)
@@ -156,8 +165,8 @@ def test_a_limit_truncates_everybody():
 
 
 @pytest.mark.parametrize("soft", [False, True])
-def test_a_horizon_keeps_every_reward(soft):
-    steps = [{0: ON, "rewards": {1: 7.0}}] * 5
+def test_horizon_keeps_every_reward(soft):
+    steps = [{0: REWARD, "rewards": {1: 7.0}}] * 5
     script = Script([0, 1], *steps)
     worker = play(script, 4, horizon=2, soft_horizon=soft)
     batch = worker.sample()
@@ -165,7 +174,7 @@ def test_a_horizon_keeps_every_reward(soft):
     assert sum(r for _, r, _, _ in rows_of(batch, 0)) == 4
     if soft:
         assert not (batch["p"]["truncateds"] | batch["p"]["terminateds"]).any()
-        assert rows_of(batch, 1) == []  # it still waits for an observation
+        assert rows_of(batch, 1) == []  # its row is not complete
         assert len(set(batch["p"]["eps_id"])) == 2
     else:
         assert rows_of(batch, 1) == [(1, 14.0, False, True)] * 2
@@ -184,7 +193,7 @@ def test_a_horizon_keeps_every_reward(soft):
     st.integers(1, 5),
 )
 @settings(max_examples=100, deadline=None)
-def test_any_schedule_gives_consistent_rows(steps, first, fragment):
+def test_rows_are_consistent_for_any_schedule(steps, first, fragment):
     script = Script(sorted(first), *steps)
     worker = play(script, fragment)
     batches = [worker.sample() for _ in range(6)]
@@ -196,20 +205,23 @@ def test_any_schedule_gives_consistent_rows(steps, first, fragment):
             agent, seen = row["obs"]
             assert seen <= row["t"]
             assert row["new_obs"][0] == agent
-            assert row["new_obs"][1] in (row["t"] + 1, seen)  # or its end was not observed
-    # an agent acts in a step if and only if it was observed before it and had not ended
+            assert row["new_obs"][1] in (
+                row["t"] + 1,
+                seen,
+            )  # the latter without a final observation
+    # each agent acts at most once in a step
     for acted, before in zip(script.acted[1:], script.acted, strict=False):
         assert len(set(acted)) == len(acted), before
     total = sum(batch.agent_steps() for batch in batches)
-    begun = sum(len(acted) for acted in script.acted)
-    assert 0 <= begun - total <= 4  # the rest wait for what comes of it
+    actions = sum(len(acted) for acted in script.acted)
+    assert 0 <= actions - total <= 4  # rows that are not complete
 
 
 # -- policies -------------------------------------------------------------------------------------
 
 
-class Arena(MultiAgentEnv):
-    """Agents with spaces of their own, all of them acting for four steps."""
+class FourStepEnv(MultiAgentEnv):
+    """Agents with different observation spaces that all act for four steps."""
 
     def __init__(self, agents=("a", "b", "c")):
         self.possible_agents = list(agents)
@@ -234,9 +246,9 @@ class Arena(MultiAgentEnv):
         return self.observe(), rewards, {"__all__": over}, {"__all__": False}, {}
 
 
-def test_policies_take_their_agents_spaces():
+def test_policies_use_the_spaces_of_their_agents():
     worker = RolloutWorker(
-        lambda context: Arena(),
+        lambda context: FourStepEnv(),
         {agent: PolicySpec(PPOTorchPolicy) for agent in "abc"},
         {"policy_mapping_fn": lambda agent_id, **kwargs: agent_id, "seed": 1},
     )
@@ -249,14 +261,14 @@ def test_policies_take_their_agents_spaces():
         "c": 3,
     }
     assert "advantages" in batch["a"]
-    # the same class and seed, but networks of their own
+    # policies with the same class and seed have different weights
     same = [RolloutWorker("CartPole-v1", dict.fromkeys("xy", PPOTorchPolicy),
                           {"seed": 1, "policy_mapping_fn": lambda a: "x"}).policy_map]  # fmt: skip
     weights = [p.get_weights()["hidden.0.weight"] for p in same[0].values()]
     assert not np.array_equal(*weights)
 
 
-def test_several_agents_are_one_call():
+def test_all_agents_of_a_policy_share_one_call():
     calls = []
 
     class Counting(ObservedValue):
@@ -264,7 +276,10 @@ def test_several_agents_are_one_call():
             calls.append(len(obs_batch))
             return super().compute_actions(obs_batch, explore)
 
-    script = [Script([0, 1, 2], {0: ON, 1: ON, 2: ON}, {0: ON, 1: ON, 2: ON}) for _ in range(2)]
+    script = [
+        Script([0, 1, 2], {0: REWARD, 1: REWARD, 2: REWARD}, {0: REWARD, 1: REWARD, 2: REWARD})
+        for _ in range(2)
+    ]
     RolloutWorker(
         lambda context: script[context.vector_index],
         {"p": Counting},
@@ -273,82 +288,82 @@ def test_several_agents_are_one_call():
     assert calls == [6, 6]
 
 
-def test_a_mapping_holds_for_the_whole_episode():
-    asked = []
+def test_policy_mapping_is_fixed_for_an_episode():
+    calls = []
 
     def mapping(agent_id, episode, worker, **kwargs):
-        asked.append((agent_id, episode is not None))
-        return "pq"[len(asked) % 2]
+        calls.append((agent_id, episode is not None))
+        return "pq"[len(calls) % 2]
 
-    script = Script([0], *([{0: ON}] * 4))
+    script = Script([0], *([{0: REWARD}] * 4))
     worker = play(script, 8, policies=("p", "q"), mapping=mapping)
-    asked.clear()
+    calls.clear()
     batch = worker.sample()
-    assert asked == [(0, True)] * 3  # two whole episodes, and one that has begun
+    assert calls == [(0, True)] * 3  # two complete episodes and a running one
     assert {pid: rows.count for pid, rows in batch.policy_batches.items()} == {"p": 4, "q": 4}
 
 
-def test_other_agents_batches_reach_postprocessing():
-    told = []
+def test_postprocessing_gets_batches_of_other_agents():
+    inputs = []
 
-    class Curious(ObservedValue):
+    class TeamReward(ObservedValue):
         def postprocess_trajectory(self, sample_batch, other_agent_batches=None, episode=None):
-            mine = int(sample_batch["obs"][0, 0])
+            agent_id = int(sample_batch["obs"][0, 0])
             others = {
                 agent: rows["rewards"].sum() for agent, (_, rows) in other_agent_batches.items()
             }
-            told.append((mine, others, episode.length))
+            inputs.append((agent_id, others, episode.length))
             return sample_batch.with_columns(team=np.full(sample_batch.count, sum(others.values())))
 
-    script = Script([0, 1, 2], *([{0: ON, 1: (2.0, False, False), 2: ON}] * 3))
+    script = Script([0, 1, 2], *([{0: REWARD, 1: (2.0, False, False), 2: REWARD}] * 3))
     worker = RolloutWorker(
         lambda context: script,
-        {"p": Curious, "q": ObservedValue},
+        {"p": TeamReward, "q": ObservedValue},
         {
             "rollout_fragment_length": 3,
             "policy_mapping_fn": lambda agent_id: "q" if agent_id == 2 else "p",
         },
     )
     batch = worker.sample()
-    assert told == [(0, {1: 6.0, 2: 3.0}, 3), (1, {0: 3.0, 2: 3.0}, 3)]
+    assert inputs == [(0, {1: 6.0, 2: 3.0}, 3), (1, {0: 3.0, 2: 3.0}, 3)]
     assert batch["p"]["team"].tolist() == [9.0] * 3 + [6.0] * 3
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"policy_mapping_fn": lambda agent_id: "nobody"}, "maps agent 'a' to 'nobody'"),
+        ({"policy_mapping_fn": lambda agent_id: "x"}, "maps agent 'a' to 'x'"),
         ({}, "policy_mapping_fn"),
-        ({"policy_mapping_fn": "p"}, "a function is needed"),
+        ({"policy_mapping_fn": "p"}, "must be a function"),
         ({"multiagent": {"policy_maping_fn": len}}, "Did you mean 'policy_mapping_fn'"),
     ],
 )
-def test_what_cannot_be_mapped_is_refused(settings, message):
+def test_invalid_mappings_raise(settings, message):
     with pytest.raises(ConfigError, match=message):
         RolloutWorker(
-            lambda context: Arena(), {"p": ObservedValue, "q": ObservedValue}, settings
+            lambda context: FourStepEnv(), {"p": ObservedValue, "q": ObservedValue}, settings
         ).sample()
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda given: (*given[:2], {}, *given[3:]), r'terminateds\["__all__"\]'),
-        (lambda given: (*given[:3], {}, *given[4:]), r'truncateds\["__all__"\]'),
-        (lambda given: ([1, 2], *given[1:]), "observations as a dict by agent id"),
-        (lambda given: (given[0], 1.0, *given[2:]), "rewards as a dict by agent id"),
-        (lambda given: (given[0], {"a": "1"}, *given[2:]), "reward is one number"),
-        (lambda given: ({"a": np.zeros(7, np.float32)}, *given[1:]), "shape"),
-        (lambda given: ({"x": np.zeros(1, np.float32)}, *given[1:]), "space of agent 'x'"),
+        (lambda result: (*result[:2], {}, *result[3:]), r'terminateds\["__all__"\]'),
+        (lambda result: (*result[:3], {}, *result[4:]), r'truncateds\["__all__"\]'),
+        (lambda result: ([1, 2], *result[1:]), "observations as a dict by agent id"),
+        (lambda result: (result[0], 1.0, *result[2:]), "rewards as a dict by agent id"),
+        (lambda result: (result[0], {"a": "1"}, *result[2:]), "reward is one number"),
+        (lambda result: ({"a": np.zeros(7, np.float32)}, *result[1:]), "shape"),
+        (lambda result: ({"x": np.zeros(1, np.float32)}, *result[1:]), "space of agent 'x'"),
     ],
 )
-def test_environments_that_speak_wrongly_are_named(change, message):
-    class Odd(Arena):
+def test_invalid_results_of_an_environment_raise(change, message):
+    class InvalidResult(FourStepEnv):
         def step(self, action_dict):
             return change(super().step(action_dict))
 
     with pytest.raises(ConfigError, match=message):
-        RolloutWorker(lambda context: Odd("a"), {"p": Idle}, {}).sample()
+        RolloutWorker(lambda context: InvalidResult("a"), {"p": Idle}, {}).sample()
 
 
 @pytest.mark.parametrize(
@@ -356,19 +371,19 @@ def test_environments_that_speak_wrongly_are_named(change, message):
     [
         ({}, "at least one"),
         ("p", "a mapping from policy id"),
-        ({3: None}, "an id is a string"),
+        ({3: None}, "must be a non-empty string"),
         ({"p": 5}, "PolicySpec"),
         ({"p": None}, "needs a policy_class"),
     ],
 )
-def test_wrong_policies_are_refused(policies, message):
+def test_invalid_policies_raise(policies, message):
     with pytest.raises(ConfigError, match=message):
-        RolloutWorker(lambda context: Arena("a"), policies, {})
+        RolloutWorker(lambda context: FourStepEnv("a"), policies, {})
 
 
-def test_an_agent_whose_policy_has_another_space():
+def test_agent_whose_policy_has_another_space_raises():
     worker = RolloutWorker(
-        lambda context: Arena("ab"), {"p": ObservedValue}, {"rollout_fragment_length": 4}
+        lambda context: FourStepEnv("ab"), {"p": ObservedValue}, {"rollout_fragment_length": 4}
     )
     with pytest.raises(ConfigError, match=r"agent 'b' is mapped to policy 'p', whose observation"):
         worker.sample()
@@ -377,8 +392,8 @@ def test_an_agent_whose_policy_has_another_space():
 # -- views of other agents ------------------------------------------------------------------------
 
 
-class Listening(Idle):
-    """Keeps what it is given to act on; acts by step, so that actions differ."""
+class RecordsInputs(Idle):
+    """Records its inputs; its actions differ from step to step."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -405,14 +420,16 @@ class Listening(Idle):
     st.sampled_from([0, -1, [-1, 0], "-2:0"]),
 )
 @settings(max_examples=80, deadline=None)
-def test_views_of_other_agents_are_the_same_at_acting_and_training(steps, fragment, shift):
+def test_views_of_other_agents_are_equal_for_acting_and_training(steps, fragment, shift):
     script = Script([0, 1, 2], *steps)
     worker = RolloutWorker(
-        lambda context: script, {"p": Listening}, {"rollout_fragment_length": fragment}
+        lambda context: script, {"p": RecordsInputs}, {"rollout_fragment_length": fragment}
     )
     policy = worker.policy_map["p"]
-    policy.view_requirements["told"] = ViewRequirement("obs", shift=shift, agents=[1, 2])
-    policy.view_requirements["did"] = ViewRequirement("actions", shift=-1, agents=[0, 1, 2])
+    policy.view_requirements["others"] = ViewRequirement("obs", shift=shift, agents=[1, 2])
+    policy.view_requirements["prev_actions"] = ViewRequirement(
+        "actions", shift=-1, agents=[0, 1, 2]
+    )
     batches = [worker.sample() for _ in range(6)]
     acted = {tuple(seen["obs"]): [] for seen in policy.seen}
     for seen in policy.seen:
@@ -422,18 +439,18 @@ def test_views_of_other_agents_are_the_same_at_acting_and_training(steps, fragme
             continue
         for row in batch["p"].rows():
             candidates = acted[tuple(row["obs"])]
-            names = ("told", "told_mask", "did", "did_mask")
+            names = ("others", "others_mask", "prev_actions", "prev_actions_mask")
             assert any(all(np.array_equal(c[n], row[n]) for n in names) for c in candidates), row
             if shift == 0:
                 for i, agent in enumerate((1, 2)):
-                    if row["told_mask"][i]:
-                        assert row["told"][i].tolist() == [agent, row["obs"][1]]
+                    if row["others_mask"][i]:
+                        assert row["others"][i].tolist() == [agent, row["obs"][1]]
                     else:
-                        assert not row["told"][i].any()
+                        assert not row["others"][i].any()
 
 
-def test_all_others():
-    script = Script([0, 1], *([{0: ON, 1: ON}] * 2))
+def test_view_of_all_other_agents():
+    script = Script([0, 1], *([{0: REWARD, 1: REWARD}] * 2))
     worker = play(script)
     worker.policy_map["p"].view_requirements["others"] = ViewRequirement("obs", agents="others")
     rows = worker.sample()["p"]
@@ -442,18 +459,18 @@ def test_all_others():
     assert rows["others"][:, 0, 0].tolist() == [1, 1, 0, 0]
 
 
-# -- in whole runs ---------------------------------------------------------------------------------
+# -- training --------------------------------------------------------------------------------------
 
 
-def test_workers_on_actors(ray_session):
+def test_multi_agent_workers_on_actors(ray_session):
     workers = WorkerSet(
-        lambda context: Arena(),
+        lambda context: FourStepEnv(),
         None,
         {
             "policies": {
                 "a": PolicySpec(PPOTorchPolicy),
                 "b": PolicySpec(PPOTorchPolicy),
-                "c": PolicySpec(Heuristic),
+                "c": PolicySpec(Constant),
             },
             "policy_mapping_fn": lambda agent_id, **kwargs: agent_id,
             "rollout_fragment_length": 8,
@@ -465,10 +482,10 @@ def test_workers_on_actors(ray_session):
     workers.stop()
 
 
-def config_for_three():
+def three_policy_config():
     return (
         PPOConfig(seed=1, train_batch_size=200, sgd_minibatch_size=32, num_sgd_iter=2)
-        .environment(env=lambda context: Arena())
+        .environment(env=lambda context: FourStepEnv())
         .multi_agent(
             policies={
                 "a": PolicySpec(),
@@ -481,8 +498,8 @@ def config_for_three():
     )
 
 
-def test_a_run_of_several_policies():
-    config = config_for_three()
+def test_training_several_policies():
+    config = three_policy_config()
     assert config.for_policy("b").lr == 1e-3
     assert config.for_policy("c").lr == 2e-3
     with config.build() as algorithm:
@@ -504,32 +521,32 @@ def test_a_run_of_several_policies():
     "mapping",
     [
         lambda aid, ep, worker: aid if ep is None or ep.length >= 0 else worker.x,
-        lambda agent_id, worker, episode: aid_of(agent_id, worker, episode),
+        lambda agent_id, worker, episode: agent_to_policy(agent_id, worker, episode),
         lambda agent_id, *, episode: agent_id if episode is None else str(agent_id),
         lambda agent_id, **kwargs: agent_id if set(kwargs) == {"episode", "worker"} else "",
         str,
         {agent: agent for agent in "abc"}.__getitem__,
     ],
 )
-def test_mappings_of_any_signature(mapping):
+def test_mapping_functions_of_any_signature(mapping):
     w = RolloutWorker(
-        lambda context: Arena(), dict.fromkeys("abc", Idle), {"policy_mapping_fn": mapping}
+        lambda context: FourStepEnv(), dict.fromkeys("abc", Idle), {"policy_mapping_fn": mapping}
     )
     assert set(w.sample().policy_batches) == set("abc")
 
 
-def aid_of(agent_id, worker, episode):
+def agent_to_policy(agent_id, worker, episode):
     assert isinstance(worker, RolloutWorker)
     assert episode is None or episode.worker is worker
     return agent_id
 
 
-def test_a_mapping_that_raises_is_named():
+def test_error_in_a_mapping_function_is_named():
     def broken(agent_id):
         raise KeyError(agent_id)
 
     w = RolloutWorker(
-        lambda context: Arena(), dict.fromkeys("ab", Idle), {"policy_mapping_fn": broken}
+        lambda context: FourStepEnv(), dict.fromkeys("ab", Idle), {"policy_mapping_fn": broken}
     )
     with pytest.raises(KeyError) as caught:
         w.sample()
@@ -541,18 +558,21 @@ def test_a_mapping_that_raises_is_named():
     [
         (PolicySpec(int), "policy_class of 'p'"),
         (PolicySpec("PPO"), "policy_class of 'p'"),
-        (PolicySpec(Idle, config=5), "config of 'p' is a mapping"),
-        (PolicySpec(Idle, config={"num_workers": 2}), "'num_workers' of 'p' is the run's"),
+        (PolicySpec(Idle, config=5), "config of 'p' must be a mapping"),
+        (
+            PolicySpec(Idle, config={"num_workers": 2}),
+            "'num_workers' in the config of 'p' is a setting of the run",
+        ),
         (PolicySpec(Idle, config={"gama": 0.5}), "gama"),
     ],
 )
-def test_wrong_specs_are_refused(spec, message):
+def test_invalid_specs_raise(spec, message):
     with pytest.raises(ConfigError, match=message):
-        RolloutWorker(lambda context: Arena("a"), {"p": spec}, {})
+        RolloutWorker(lambda context: FourStepEnv("a"), {"p": spec}, {})
 
 
-class Apart(MultiAgentEnv):
-    """Two agents; what one should do the other should not."""
+class OpposedAgents(MultiAgentEnv):
+    """Two agents; each is rewarded for its own index as action."""
 
     observation_space = gym.spaces.Box(-1, 1, (1,), np.float32)
     action_space = gym.spaces.Discrete(2)
@@ -563,9 +583,9 @@ class Apart(MultiAgentEnv):
         return self.observe(), {}
 
     def observe(self):
-        # the second is seen every fifth step only
-        there = self.possible_agents if self.n % 5 == 0 else ["zero"]
-        return {agent: np.zeros(1, np.float32) for agent in there}
+        # the second agent is observed every fifth step
+        agents = self.possible_agents if self.n % 5 == 0 else ["zero"]
+        return {agent: np.zeros(1, np.float32) for agent in agents}
 
     def step(self, action_dict):
         self.n += 1
@@ -573,9 +593,9 @@ class Apart(MultiAgentEnv):
         return self.observe(), rewards, {"__all__": self.n == 20}, {"__all__": False}, {}
 
 
-def test_each_policy_learns_and_plays_its_own():
+def test_each_policy_learns_its_own_task():
     config = (
-        PPOConfig(env=lambda context: Apart(), train_batch_size=400, seed=1, lr=3e-3)
+        PPOConfig(env=lambda context: OpposedAgents(), train_batch_size=400, seed=1, lr=3e-3)
         .rollouts(num_envs_per_worker=2)
         .multi_agent(policies=["zero", "one"])
         .multi_agent(policy_mapping_fn=lambda agent_id: agent_id)
@@ -588,64 +608,64 @@ def test_each_policy_learns_and_plays_its_own():
         assert algorithm.evaluate(episodes=3)["episode_reward_mean"] == 24
 
 
-class Heuristic(Policy):
+class Constant(Policy):
     """Does not learn."""
 
     def compute_actions(self, obs_batch, explore=True):
         return np.ones(len(obs_batch), np.int64), [], {}
 
 
-def test_a_policy_that_does_not_learn(tmp_path):
-    config = config_for_three()
-    config.multi_agent(policies={**config.policies, "c": PolicySpec(Heuristic)})
+def test_policy_without_learning(tmp_path):
+    config = three_policy_config()
+    config.multi_agent(policies={**config.policies, "c": PolicySpec(Constant)})
     with config.build() as algorithm:
         assert set(algorithm.train()["info"]["learner"]) == {"a", "b"}
         algorithm.save(tmp_path / "c")
         algorithm.restore(tmp_path / "c")
-        with pytest.raises(NotImplementedError, match="Heuristic has no learn_on_batch"):
+        with pytest.raises(NotImplementedError, match="Constant has no learn_on_batch"):
             algorithm.get_policy("c").learn_on_batch(None)
         with pytest.raises(ValueError, match="has no weights"):
             algorithm.get_policy("c").set_weights({"w": np.zeros(1)})
 
 
-def test_a_checkpoint_of_other_policies_changes_nothing(tmp_path):
-    with config_for_three().build() as algorithm:
+def test_checkpoint_of_other_policies_changes_nothing(tmp_path):
+    with three_policy_config().build() as algorithm:
         algorithm.train()
         algorithm.save(tmp_path / "c")
-    other = config_for_three()
+    other = three_policy_config()
     other.multi_agent(
         policies={**other.policies, "c": PolicySpec(config={"model": {"fcnet_hiddens": [8]}})}
     )
-    with other.build() as again:
-        before = again.workers.local_worker().get_weights()
+    with other.build() as other_algorithm:
+        before = other_algorithm.workers.local_worker().get_weights()
         with pytest.raises(CheckpointError, match="does not fit"):
-            again.restore(tmp_path / "c")
-        after = again.workers.local_worker().get_weights()
-        for policy_id, own in before.items():
-            assert all(np.array_equal(own[name], after[policy_id][name]) for name in own)
+            other_algorithm.restore(tmp_path / "c")
+        after = other_algorithm.workers.local_worker().get_weights()
+        for policy_id, weights in before.items():
+            assert all(np.array_equal(weights[n], after[policy_id][n]) for n in weights)
 
 
-def test_an_evaluation_of_several_policies():
-    with config_for_three().build() as algorithm:
-        told = algorithm.evaluate(episodes=3, num_envs=2)
-        assert (told["episodes"], told["episode_reward_mean"]) == (3, 12.0)
+def test_evaluation_of_several_policies():
+    with three_policy_config().build() as algorithm:
+        result = algorithm.evaluate(episodes=3, num_envs=2)
+        assert (result["episodes"], result["episode_reward_mean"]) == (3, 12.0)
         assert algorithm.compute_single_action(np.zeros(2, np.float32), policy_id="b") in range(3)
         with pytest.raises(ConfigError, match="no policy 'd'"):
             algorithm.compute_single_action(np.zeros(2, np.float32), policy_id="d")
 
 
-def test_a_checkpoint_of_several_policies(tmp_path):
-    with config_for_three().build() as algorithm:
+def test_checkpoint_of_several_policies(tmp_path):
+    with three_policy_config().build() as algorithm:
         algorithm.train()
         algorithm.save(tmp_path / "c")
         weights = algorithm.workers.local_worker().get_weights()
-    with config_for_three().build() as again:
-        again.restore(tmp_path / "c")
-        restored = again.workers.local_worker().get_weights()
-        for policy_id, own in weights.items():
-            for name, array in own.items():
+    with three_policy_config().build() as other_algorithm:
+        other_algorithm.restore(tmp_path / "c")
+        restored = other_algorithm.workers.local_worker().get_weights()
+        for policy_id, arrays in weights.items():
+            for name, array in arrays.items():
                 assert np.array_equal(restored[policy_id][name], array)
-        assert again.train()["training_iteration"] == 2
+        assert other_algorithm.train()["training_iteration"] == 2
 
 
 @pytest.mark.parametrize(
@@ -657,12 +677,12 @@ def test_a_checkpoint_of_several_policies(tmp_path):
         ({"policies": 5}, "a mapping"),
     ],
 )
-def test_settings_that_contradict_each_other(settings, message):
+def test_contradicting_settings_raise(settings, message):
     with pytest.raises(ConfigError, match=message):
         PPOConfig(env="CartPole-v1").multi_agent(**settings).build()
 
 
-def test_the_mapping_of_plain_dicts():
+def test_multiagent_settings_as_a_dict():
     config = PPOConfig(
         multiagent={
             "policies": {"a": (None, None, None, {"lr": 0.5})},
@@ -679,8 +699,8 @@ def test_the_mapping_of_plain_dicts():
 # -- PettingZoo ------------------------------------------------------------------------------------
 
 
-class Legal(Policy):
-    """Plays any move that the mask allows."""
+class RandomLegalMoves(Policy):
+    """Plays a random move that the action mask allows."""
 
     def compute_actions(self, obs_batch, explore=True):
         masks = obs_batch["action_mask"]
@@ -692,7 +712,7 @@ def test_tictactoe():
     classic = pytest.importorskip("pettingzoo.classic")
     worker = RolloutWorker(
         lambda context: PettingZooEnv(classic.tictactoe_v3.env()),
-        {"x": Legal, "o": Legal},
+        {"x": RandomLegalMoves, "o": RandomLegalMoves},
         {
             "policy_mapping_fn": lambda agent_id: {"player_1": "x", "player_2": "o"}[agent_id],
             "rollout_fragment_length": 200,
@@ -706,10 +726,10 @@ def test_tictactoe():
     assert len(episodes) >= 20
     for episode in episodes:
         assert 5 <= episode.episode_length <= 9
-        assert episode.episode_return == 0  # what one wins the other loses
+        assert episode.episode_return == 0  # zero-sum
         assert sorted(value for _, _, value in episode.agent_returns) in ([-1, 1], [0, 0])
     for rows in batch.policy_batches.values():
-        # every move was legal, and rewards come at the ends alone
+        # every move is legal, and only final rows have rewards
         moves = rows["obs"]["action_mask"][np.arange(rows.count), rows["actions"]]
         assert moves.all()
         assert not rows["rewards"][~rows["dones"]].any()
@@ -717,7 +737,7 @@ def test_tictactoe():
     assert sum(wins) == pytest.approx(0, abs=1)
 
 
-def test_a_parallel_game():
+def test_parallel_pettingzoo_env():
     classic = pytest.importorskip("pettingzoo.classic")
     worker = RolloutWorker(
         lambda context: ParallelPettingZooEnv(classic.rps_v2.parallel_env(max_cycles=10)),
@@ -731,6 +751,6 @@ def test_a_parallel_game():
     assert not batch["p"]["terminateds"].any()
 
 
-def test_a_pettingzoo_env_without_agents_is_refused():
+def test_pettingzoo_env_without_agents_raises():
     with pytest.raises(ConfigError, match="possible_agents"):
         ParallelPettingZooEnv(object())

@@ -1,4 +1,4 @@
-"""postprocess_trajectory: each episode's part of a fragment, apart."""
+"""postprocess_trajectory: postprocessing of single segments."""
 
 import numpy as np
 import pytest
@@ -14,8 +14,8 @@ def worker(policy_class, **config):
     return RolloutWorker(lambda context: CountEnv(3), policy_class, settings)
 
 
-class ByHand(PPOTorchPolicy):
-    """GAE for each part apart, and a column of its own."""
+class PerSegment(PPOTorchPolicy):
+    """Computes GAE per segment and adds a column."""
 
     def postprocess_trajectory(self, sample_batch, other_agent_batches=None, episode=None):
         assert len(set(sample_batch["eps_id"])) == 1
@@ -25,10 +25,10 @@ class ByHand(PPOTorchPolicy):
         return batch
 
 
-def test_parts_give_what_the_whole_fragment_gives():
-    whole, parts = worker(PPOTorchPolicy), worker(ByHand)
+def test_segments_give_the_columns_of_the_whole_fragment():
+    whole, segments = worker(PPOTorchPolicy), worker(PerSegment)
     for _ in range(3):
-        a, b = whole.sample(), parts.sample()
+        a, b = whole.sample(), segments.sample()
         assert set(b) - set(a) == {"return_to_go"}
         for name in set(a) - {"infos"}:
             assert np.allclose(a[name], b[name]), name
@@ -36,20 +36,20 @@ def test_parts_give_what_the_whole_fragment_gives():
         assert b["return_to_go"].shape == (14,)
 
 
-def test_what_is_given_cannot_be_changed_in_place():
-    class Rude(ObservedValue):
+def test_postprocessing_input_is_read_only():
+    class WritesInPlace(ObservedValue):
         def postprocess_trajectory(self, sample_batch, other_agent_batches=None, episode=None):
             sample_batch["rewards"][:] = 0
             return sample_batch
 
     with pytest.raises(ValueError, match="read-only"):
-        worker(Rude).sample()
+        worker(WritesInPlace).sample()
 
 
-def test_a_policy_that_returns_nothing_is_named():
-    class Forgetful(ObservedValue):
+def test_postprocessing_without_return_value_raises():
+    class ReturnsNone(ObservedValue):
         def postprocess_trajectory(self, sample_batch, other_agent_batches=None, episode=None):
             pass
 
-    with pytest.raises(TypeError, match=r"Forgetful.postprocess_trajectory\(\) must return"):
-        worker(Forgetful).sample()
+    with pytest.raises(TypeError, match=r"ReturnsNone.postprocess_trajectory\(\) must return"):
+        worker(ReturnsNone).sample()

@@ -1,4 +1,4 @@
-"""Recurrent data: states go round, sequences are chopped, memory windows look back."""
+"""Recurrent policies: states, sequences and windows of states."""
 
 import numpy as np
 import pytest
@@ -14,8 +14,8 @@ from .fakes import CountEnv, Idle
 START = 1000.0
 
 
-class Adding(Idle):
-    """Its state is START plus all the steps that it has seen; its value shows the state."""
+class SummingState(Idle):
+    """Its state is START plus the sum of the observed steps (from 1); its value is the state."""
 
     max_seq_len = 4
 
@@ -42,7 +42,7 @@ class Adding(Idle):
         return {"next_values": fragment["next_values"]}
 
 
-def worker(length=5, fragment=7, envs=1, policy=Adding, **config):
+def worker(length=5, fragment=7, envs=1, policy=SummingState, **config):
     return RolloutWorker(
         lambda context: CountEnv(length),
         policy,
@@ -51,13 +51,13 @@ def worker(length=5, fragment=7, envs=1, policy=Adding, **config):
 
 
 def state_before(t):
-    """The state before step t: START + 1 + 2 + … + t."""
+    """Return the state before step t: START + 1 + 2 + ... + t."""
     return START + t * (t + 1) / 2
 
 
 @given(st.integers(1, 9), st.integers(1, 11), st.integers(1, 3))
 @settings(max_examples=60, deadline=None)
-def test_states_and_sequences(length, fragment, envs):
+def test_states_and_sequences_are_consistent(length, fragment, envs):
     w = worker(length, fragment, envs)
     batches = [w.sample() for _ in range(3)]
     for batch in batches:
@@ -67,15 +67,15 @@ def test_states_and_sequences(length, fragment, envs):
         assert batch["state_in_0"].shape == (len(batch["seq_lens"]), 1)
         assert "state_out_0" not in batch
         assert np.allclose(batch["vf_preds"], [state_before(t + 1) for t in batch["t"]])
-        begins = np.cumsum(batch["seq_lens"]) - batch["seq_lens"]
-        expected = [state_before(t) for t in batch["t"][begins]]
+        starts = np.cumsum(batch["seq_lens"]) - batch["seq_lens"]
+        expected = [state_before(t) for t in batch["t"][starts]]
         assert np.allclose(batch["state_in_0"][:, 0], expected)
-        for begin, count in zip(begins, batch["seq_lens"], strict=True):
-            assert len(set(batch["unroll_id"][begin : begin + count])) == 1
-        # the value after the last step is of the state after it
-        going_on = ~batch["terminateds"]
+        for start, count in zip(starts, batch["seq_lens"], strict=True):
+            assert len(set(batch["unroll_id"][start : start + count])) == 1
+        # the value after the last step uses the state after it
+        running = ~batch["terminateds"]
         assert np.allclose(
-            batch["next_values"][going_on], [state_before(t + 2) for t in batch["t"][going_on]]
+            batch["next_values"][running], [state_before(t + 2) for t in batch["t"][running]]
         )
     joined = SampleBatch.concat_samples(batches)
     assert joined["seq_lens"].sum() == joined.count
@@ -85,13 +85,13 @@ def test_states_and_sequences(length, fragment, envs):
     assert padded["loss_mask"].sum() == joined.count
 
 
-def test_chunks_are_counted_from_the_fragments_start():
-    w = worker(length=5, fragment=4, policy=type("Three", (Adding,), {"max_seq_len": 3}))
+def test_sequences_start_at_the_fragment_start():
+    w = worker(length=5, fragment=4, policy=type("Three", (SummingState,), {"max_seq_len": 3}))
     assert w.sample()["seq_lens"].tolist() == [3, 1]
     assert w.sample()["seq_lens"].tolist() == [1, 3]
 
 
-def test_a_soft_horizon_keeps_the_state_and_a_hard_one_does_not():
+def test_only_soft_horizons_keep_the_state():
     soft = worker(100, 12, horizon=3, soft_horizon=True)
     batch = soft.sample()
     assert batch["t"].tolist() == [0, 1, 2] * 4
@@ -103,19 +103,19 @@ def test_a_soft_horizon_keeps_the_state_and_a_hard_one_does_not():
     assert np.allclose(hard["vf_preds"], [state_before(t + 1) for t in (0, 1, 2)] * 4)
 
 
-def test_previous_actions_and_rewards_besides():
-    class More(Adding):
+def test_state_with_a_view_of_previous_rewards():
+    class WithPreviousReward(SummingState):
         def __init__(self, *args):
             super().__init__(*args)
             self.view_requirements["prev_rewards"] = ViewRequirement("rewards", shift=-1)
 
-    batch = worker(policy=More).sample()
+    batch = worker(policy=WithPreviousReward).sample()
     assert batch["prev_rewards"].tolist() == batch["t"].tolist()
 
 
-def test_memory_windows():
-    class Attending(Adding):
-        """Sees its last three outputs."""
+def test_windows_of_states():
+    class WindowState(SummingState):
+        """Its state input is the window of its last three outputs."""
 
         def __init__(self, *args):
             Idle.__init__(self, *args)
@@ -139,22 +139,22 @@ def test_memory_windows():
         def postprocess_fragment(self, fragment):
             return {}
 
-    w = worker(length=100, fragment=6, policy=Attending)
+    w = worker(length=100, fragment=6, policy=WindowState)
     batches = [w.sample() for _ in range(2)]
     assert w.policy.seen[:5] == [[0, 0, 0], [0, 0, 1], [0, 1, 2], [1, 2, 3], [2, 3, 4]]
     windows = np.concatenate([batch["state_in_0"][:, :, 0] for batch in batches])
-    # of the sequences that begin at 0, 4 and, in the second fragment, 6 and 10
+    # the sequences start at 0 and 4, and in the second fragment at 6 and 10
     assert windows.tolist() == [w.policy.seen[t] for t in (0, 4, 6, 10)]
 
 
-def test_minibatches_keep_sequences_whole():
+def test_minibatches_do_not_split_sequences():
     learned = []
 
-    class Learning(Adding):
+    class Learning(SummingState):
         def learn_on_batch(self, batch):
-            begins = np.cumsum(batch["seq_lens"]) - batch["seq_lens"]
+            starts = np.cumsum(batch["seq_lens"]) - batch["seq_lens"]
             assert np.allclose(
-                batch["state_in_0"][:, 0], [state_before(t) for t in batch["t"][begins]]
+                batch["state_in_0"][:, 0], [state_before(t) for t in batch["t"][starts]]
             )
             learned.append(batch.count)
             return {"rows": float(batch.count)}
@@ -163,13 +163,13 @@ def test_minibatches_keep_sequences_whole():
     w.policy.learn_on_minibatches(w.sample(), num_sgd_iter=2, sgd_minibatch_size=10)
     assert sum(learned) == 80
     assert all(0 < n <= 13 for n in learned)
-    assert sum(n < 10 for n in learned) <= 2  # the last one of a pass
+    assert sum(n < 10 for n in learned) <= 2  # the last one of each pass
 
 
-def test_repeated_values_are_for_states_only():
+def test_batch_repeat_value_is_only_for_states():
     w = worker()
     w.policy.view_requirements["x"] = ViewRequirement("rewards", shift=-1, batch_repeat_value=3)
-    with pytest.raises(ConfigError, match="view 'x': batch_repeat_value is for views named"):
+    with pytest.raises(ConfigError, match="view 'x': batch_repeat_value is only for views named"):
         w.sample()
-    with pytest.raises(ConfigError, match="batch_repeat_value is an int"):
+    with pytest.raises(ConfigError, match="batch_repeat_value must be an int"):
         ViewRequirement("x", batch_repeat_value=0)

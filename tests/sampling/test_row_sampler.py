@@ -1,4 +1,4 @@
-"""Rows one by one give what columns give: the same rows, whatever the settings."""
+"""Row-by-row sampling returns the same rows as columnar sampling, for all settings."""
 
 import numpy as np
 import pytest
@@ -12,12 +12,12 @@ from flowrl.sampling import RolloutWorker, SimpleListCollector
 
 from .fakes import CountEnv
 
-NUMBERS_OF_THEIR_OWN = ("eps_id", "unroll_id")
+ID_COLUMNS = ("eps_id", "unroll_id")
 
 
 def pair(length=3, fragment=7, envs=2, views=(), **config):
-    """A worker that samples in columns and one that samples rows, otherwise the same."""
-    made = []
+    """Return a worker that samples in columns and one that samples rows, otherwise equal."""
+    workers = []
     for collector in (None, SimpleListCollector):
         settings = {
             "num_envs_per_worker": envs,
@@ -28,8 +28,8 @@ def pair(length=3, fragment=7, envs=2, views=(), **config):
         }
         worker = RolloutWorker(lambda context: CountEnv(length), PPOTorchPolicy, settings)
         worker.policy.view_requirements.update(views)
-        made.append(worker)
-    return made
+        workers.append(worker)
+    return workers
 
 
 def assert_same(columns, rows):
@@ -37,7 +37,7 @@ def assert_same(columns, rows):
     for name in columns:
         a, b = columns[name], rows[name]
         assert a.dtype == b.dtype, name
-        if name in NUMBERS_OF_THEIR_OWN:
+        if name in ID_COLUMNS:
             assert np.array_equal(np.diff(a) != 0, np.diff(b) != 0), name
         elif name == "infos":
             assert a.tolist() == b.tolist()
@@ -45,9 +45,9 @@ def assert_same(columns, rows):
             assert np.allclose(a, b, atol=1e-6), (name, a, b)
 
 
-def assert_told_the_same(columns, rows):
-    told = [sorted(tuple(e[:3]) for e in worker.get_metrics()) for worker in (columns, rows)]
-    assert told[0] == told[1]
+def assert_same_episodes(columns, rows):
+    episodes = [sorted(tuple(e[:3]) for e in worker.get_metrics()) for worker in (columns, rows)]
+    assert episodes[0] == episodes[1]
     assert columns.env_steps == rows.env_steps
 
 
@@ -57,18 +57,18 @@ def assert_told_the_same(columns, rows):
     envs=st.integers(1, 3),
     horizon=st.sampled_from([None, 2, 4]),
     soft=st.booleans(),
-    hidden=st.booleans(),
+    no_done_at_end=st.booleans(),
     normalize=st.booleans(),
 )
 @settings(max_examples=60, deadline=None)
-def test_rows_are_what_columns_are(length, fragment, envs, horizon, soft, hidden, normalize):
+def test_rows_equal_columns(length, fragment, envs, horizon, soft, no_done_at_end, normalize):
     columns, rows = pair(
         length,
         fragment,
         envs,
         horizon=horizon,
         soft_horizon=soft and horizon is not None,
-        no_done_at_end=hidden,
+        no_done_at_end=no_done_at_end,
         normalize_observations=normalize,
         normalize_rewards=normalize,
     )
@@ -78,7 +78,7 @@ def test_rows_are_what_columns_are(length, fragment, envs, horizon, soft, hidden
             worker.policy.observation_filter.load_state_dict(seen)
     for _ in range(3):
         assert_same(columns.sample(), rows.sample())
-        # what the filters saw besides
+        # updates of the filters
         for one, other in zip(columns.reply_tags()["filters"], rows.reply_tags()["filters"]):  # noqa: B905
             for kind, fresh in one["default_policy"].items():
                 for name, value in fresh.items():
@@ -88,11 +88,11 @@ def test_rows_are_what_columns_are(length, fragment, envs, horizon, soft, hidden
 
 @given(st.integers(1, 5), st.integers(1, 9), st.sampled_from([None, 2, 4]), st.booleans())
 @settings(max_examples=20, deadline=None)
-def test_episodes_are_told_the_same(length, fragment, horizon, soft):
+def test_episode_metrics_equal_columns(length, fragment, horizon, soft):
     columns, rows = pair(length, fragment, horizon=horizon, soft_horizon=soft and bool(horizon))
     for _ in range(4):
         columns.sample(), rows.sample()
-    assert_told_the_same(columns, rows)
+    assert_same_episodes(columns, rows)
 
 
 SHIFTS = st.one_of(
@@ -110,7 +110,7 @@ SHIFTS = st.one_of(
     st.sampled_from([None, 2, 3]),
 )
 @settings(max_examples=60, deadline=None)
-def test_views_of_rows_are_those_of_columns(shift, column, length, fragment, soft):
+def test_views_equal_columns(shift, column, length, fragment, soft):
     from gymnasium.spaces import Box
 
     view = ViewRequirement(column, shift=shift)
@@ -127,8 +127,8 @@ def test_views_of_rows_are_those_of_columns(shift, column, length, fragment, sof
         assert_same(columns.sample(), rows.sample())
 
 
-class ByHand(PPOTorchPolicy):
-    """Postprocesses each part apart."""
+class PerSegment(PPOTorchPolicy):
+    """Postprocesses each segment separately."""
 
     def postprocess_trajectory(self, sample_batch, other_agent_batches=None, episode=None):
         assert len(set(sample_batch["eps_id"])) == 1
@@ -136,9 +136,9 @@ class ByHand(PPOTorchPolicy):
 
 
 @pytest.mark.parametrize("use_gae", [True, False])
-def test_parts_apart_are_what_they_are_together(use_gae):
-    made = []
-    for policy in (PPOTorchPolicy, ByHand):
+def test_postprocessing_segments_equals_postprocessing_together(use_gae):
+    batches = []
+    for policy in (PPOTorchPolicy, PerSegment):
         worker = RolloutWorker(
             lambda context: CountEnv(3),
             policy,
@@ -150,13 +150,13 @@ def test_parts_apart_are_what_they_are_together(use_gae):
                 "sample_collector": SimpleListCollector,
             },
         )
-        made.append([worker.sample() for _ in range(3)])
-    for whole, parts in zip(*made, strict=True):
-        order = [np.lexsort((b["t"], b["unroll_id"])) for b in (whole, parts)]
-        assert_same(whole.take_rows(order[0]), parts.take_rows(order[1]))
+        batches.append([worker.sample() for _ in range(3)])
+    for whole, segments in zip(*batches, strict=True):
+        order = [np.lexsort((b["t"], b["unroll_id"])) for b in (whole, segments)]
+        assert_same(whole.take_rows(order[0]), segments.take_rows(order[1]))
 
 
-def test_the_next_observation_is_stored_once():
+def test_observations_are_stored_once():
     _, rows = pair(fragment=50)
     batch = rows.sample()
     stored = dict(batch.stored())

@@ -1,4 +1,4 @@
-"""Samplers, batch modes, horizons, units: what an item is, and how many steps it has."""
+"""Samplers, batch modes, horizons and step units."""
 
 import threading
 import time
@@ -15,6 +15,7 @@ from flowrl.envs import MultiAgentEnv
 from flowrl.policies import ConfigError
 from flowrl.sampling import (
     AsyncSampler,
+    DefaultCallbacks,
     RolloutWorker,
     SamplerInput,
     SimpleListCollector,
@@ -24,12 +25,13 @@ from flowrl.sampling.sampler import SampleResult
 
 from .fakes import CountEnv, ObservedValue
 
-WAYS = {"columns": None, "rows": SimpleListCollector}
+COLLECTORS = {"columns": None, "rows": SimpleListCollector}
 
 
-@pytest.fixture(params=list(WAYS))
-def way(request):
-    return WAYS[request.param]
+@pytest.fixture(params=list(COLLECTORS))
+def collector(request):
+    """None samples in columns, SimpleListCollector row by row."""
+    return COLLECTORS[request.param]
 
 
 def worker(length=3, fragment=7, envs=1, policy=ObservedValue, **config):
@@ -40,15 +42,15 @@ def worker(length=3, fragment=7, envs=1, policy=ObservedValue, **config):
 # -- complete episodes -----------------------------------------------------------------------------
 
 
-def test_the_documents_example_of_complete_episodes():
+def test_complete_episodes_example_of_the_rllib_documentation():
     w = worker(98, 100, batch_mode="complete_episodes")
     assert [w.sample().count for _ in range(3)] == [196, 196, 196]
-    assert w.sampler.get_data().count == 98  # a sampler's item is one episode
+    assert w.sampler.get_data().count == 98  # an item of the sampler is one episode
 
 
 @given(st.integers(1, 9), st.integers(1, 12), st.integers(1, 3))
 @settings(max_examples=40, deadline=None)
-def test_episodes_are_whole_and_none_is_lost(length, fragment, envs):
+def test_complete_episodes_are_complete_and_none_is_lost(length, fragment, envs):
     w = worker(length, fragment, envs, batch_mode="complete_episodes")
     batches = [w.sample() for _ in range(4)]
     for batch in batches:
@@ -59,19 +61,19 @@ def test_episodes_are_whole_and_none_is_lost(length, fragment, envs):
             assert len(set(episode["unroll_id"])) == 1
     whole = SampleBatch.concat_samples(batches)
     for env in range(envs):
-        own = whole["obs"][whole["env_id"] == env]
-        played = list(dict.fromkeys(own[:, 0].tolist()))
-        assert played == list(range(len(played)))  # in order, without a gap
+        obs = whole["obs"][whole["env_id"] == env]
+        episodes = list(dict.fromkeys(obs[:, 0].tolist()))
+        assert episodes == list(range(len(episodes)))  # in order, without a gap
     assert len(w.get_metrics()) == len(set(whole["eps_id"]))
 
 
-def test_an_environment_that_does_not_end_is_told_of(caplog):
+def test_endless_episode_logs_a_warning(caplog):
     w = worker(11_000, 5, batch_mode="complete_episodes")
     assert w.sample().count == 11_000
     assert "10000 env steps without a finished episode" in caplog.text
 
 
-def test_both_spellings_of_the_mode():
+def test_both_names_of_the_batch_mode():
     assert worker(batch_mode="truncated_episodes").sample().count == 7
     assert PPOConfig(batch_mode="truncated_episodes").batch_mode == "truncate_episodes"
     with pytest.raises(ConfigError, match="batch_mode"):
@@ -93,11 +95,11 @@ def episodes_of(batch):
 F, T = False, True
 
 
-def test_the_table_of_horizons(way):
-    """Episodes of 5 steps, which terminate, then truncate, …; horizon 3, fragments of 10."""
+def test_horizon_settings_and_end_flags(collector):
+    """Episodes have 5 steps and alternately terminate and truncate; fragments have 10."""
 
     def flags(**config):
-        batch = worker(5, 10, sample_collector=way, **config).sample()
+        batch = worker(5, 10, sample_collector=collector, **config).sample()
         return [(len(t), term[-1], trunc[-1]) for t, term, trunc in episodes_of(batch)]
 
     assert flags() == [(5, T, F), (5, F, T)]
@@ -111,24 +113,24 @@ def test_the_table_of_horizons(way):
         (3, F, F),
         (2, F, F),
     ]
-    # the environment ends at the very step of the horizon: both are true, as TimeLimit says it
+    # the environment ends in the step of the horizon: both flags are set, as by TimeLimit
     assert flags(horizon=5) == [(5, T, T), (5, F, T)]
 
 
-def test_values_at_every_kind_of_end(way):
-    def following(**config):
-        batch = worker(5, 6, sample_collector=way, **config).sample()
+def test_next_values_at_every_kind_of_end(collector):
+    def next_values(**config):
+        batch = worker(5, 6, sample_collector=collector, **config).sample()
         return batch["next_values"].tolist()
 
     # the observed value is 100 * episode + step
-    assert following() == [1, 2, 3, 4, 0, 101]
-    assert following(no_done_at_end=True) == [1, 2, 3, 4, 5, 101]
-    assert following(horizon=2) == [1, 2, 101, 102, 201, 202]
-    assert following(horizon=2, soft_horizon=True) == [1, 2, 3, 4, 0, 101]
+    assert next_values() == [1, 2, 3, 4, 0, 101]
+    assert next_values(no_done_at_end=True) == [1, 2, 3, 4, 5, 101]
+    assert next_values(horizon=2) == [1, 2, 101, 102, 201, 202]
+    assert next_values(horizon=2, soft_horizon=True) == [1, 2, 3, 4, 0, 101]
 
 
-class Limited(gym.Env):
-    """Never ends by itself."""
+class TimeLimited(gym.Env):
+    """Never ends without a time limit."""
 
     observation_space = gym.spaces.Box(0, 1e6, (1,), np.float32)
     action_space = gym.spaces.Discrete(2)
@@ -142,11 +144,11 @@ class Limited(gym.Env):
         return np.full(1, self.n, np.float32), 1.0, False, False, {}
 
 
-gym.register("FlowrlLimited-v0", entry_point=Limited, max_episode_steps=3)
+gym.register("FlowrlLimited-v0", entry_point=TimeLimited, max_episode_steps=3)
 
 
 @pytest.mark.parametrize("mode", ["flowrl", "sync"])
-def test_a_horizon_above_the_environments_limit_raises_it_everywhere(way, mode):
+def test_horizon_overrides_a_shorter_time_limit(collector, mode):
     def lengths(**config):
         w = RolloutWorker(
             "FlowrlLimited-v0",
@@ -155,7 +157,7 @@ def test_a_horizon_above_the_environments_limit_raises_it_everywhere(way, mode):
                 "num_envs_per_worker": 2,
                 "rollout_fragment_length": 24,
                 "vectorization_mode": mode,
-                "sample_collector": way,
+                "sample_collector": collector,
                 "seed": 1,
                 **config,
             },
@@ -167,12 +169,19 @@ def test_a_horizon_above_the_environments_limit_raises_it_everywhere(way, mode):
     assert set(lengths(horizon=6)) == {(0, 6), (1, 6)}
     assert set(lengths(horizon=2)) == {(0, 2), (1, 2)}
     assert set(lengths(horizon=6, soft_horizon=True)) == {(0, 6), (1, 6)}
-    w = RolloutWorker("FlowrlLimited-v0", PPOTorchPolicy, {"horizon": 6, "seed": 1})
-    assert w._stepper.envs[0].unwrapped.spec.max_episode_steps == 6
-    assert w._stepper.envs[0].spec.max_episode_steps == 6
+    envs = []
+
+    class RecordsEnvs(DefaultCallbacks):
+        def on_sub_environment_created(self, *, sub_environment, **kwargs):
+            envs.append(sub_environment)
+
+    settings = {"horizon": 6, "seed": 1, "callbacks_class": RecordsEnvs}
+    RolloutWorker("FlowrlLimited-v0", PPOTorchPolicy, settings)
+    assert envs[0].unwrapped.spec.max_episode_steps == 6
+    assert envs[0].spec.max_episode_steps == 6
 
 
-def test_a_horizon_cannot_end_what_others_step():
+def test_horizon_with_foreign_vectorization_raises():
     with pytest.raises(ConfigError, match="vectorised elsewhere"):
         RolloutWorker(
             "CartPole-v1",
@@ -192,17 +201,17 @@ def test_a_horizon_cannot_end_what_others_step():
         ({"sample_collector": dict}, "subclass of SampleCollector"),
     ],
 )
-def test_wrong_settings_are_refused(config, message):
+def test_invalid_settings_raise(config, message):
     with pytest.raises(ConfigError, match=message):
         worker(**config)
     with pytest.raises(ConfigError, match=message):
         PPOConfig(env="CartPole-v1", **config).build()
 
 
-# -- units -----------------------------------------------------------------------------------------
+# -- step units ------------------------------------------------------------------------------------
 
 
-class Several(MultiAgentEnv):
+class TwoOrMoreAgents(MultiAgentEnv):
     """`agents` agents that all act for `length` steps."""
 
     observation_space = CountEnv.observation_space
@@ -234,9 +243,9 @@ class Several(MultiAgentEnv):
         (1, 5, "agent_steps", 5, 5),
     ],
 )
-def test_fragments_count_in_either_unit(agents, fragment, by, env_steps, agent_steps):
+def test_fragments_count_env_or_agent_steps(agents, fragment, by, env_steps, agent_steps):
     w = RolloutWorker(
-        lambda context: Several(agents),
+        lambda context: TwoOrMoreAgents(agents),
         ObservedValue,
         {"rollout_fragment_length": fragment, "count_steps_by": by},
     )
@@ -248,10 +257,10 @@ def test_fragments_count_in_either_unit(agents, fragment, by, env_steps, agent_s
     assert (tags["env_steps"], tags["agent_steps"]) == (4 * env_steps, 4 * agent_steps)
 
 
-def test_complete_episodes_count_in_either_unit():
-    def sampled(by):
+def test_complete_episodes_count_env_or_agent_steps():
+    def env_steps(by):
         w = RolloutWorker(
-            lambda context: Several(2, 5),
+            lambda context: TwoOrMoreAgents(2, 5),
             ObservedValue,
             {
                 "rollout_fragment_length": 12,
@@ -261,14 +270,14 @@ def test_complete_episodes_count_in_either_unit():
         )
         return w.sample().env_steps()
 
-    assert sampled("env_steps") == 15
-    assert sampled("agent_steps") == 10
+    assert env_steps("env_steps") == 15
+    assert env_steps("agent_steps") == 10
 
 
-def test_train_batches_count_in_either_unit():
-    def trained(by):
+def test_train_batches_count_env_or_agent_steps():
+    def steps_trained(by):
         config = PPOConfig(
-            env=lambda context: Several(2),
+            env=lambda context: TwoOrMoreAgents(2),
             train_batch_size=40,
             rollout_fragment_length=10,
             count_steps_by=by,
@@ -278,19 +287,19 @@ def test_train_batches_count_in_either_unit():
         with config.build() as algorithm:
             return algorithm.train()["num_env_steps_trained"]
 
-    assert trained("env_steps") == 40
-    assert trained("agent_steps") == 20
+    assert steps_trained("env_steps") == 40
+    assert steps_trained("agent_steps") == 20
 
 
 # -- samplers --------------------------------------------------------------------------------------
 
 
-def test_a_workers_sampler():
+def test_sync_sampler_of_a_worker():
     env = CountEnv()
     w = RolloutWorker(lambda context: env, ObservedValue, {"rollout_fragment_length": 7})
     assert isinstance(w.sampler, SyncSampler)
     assert isinstance(w.sampler, SamplerInput)
-    assert env.episode == -1  # nothing was stepped
+    assert env.episode == -1  # not reset yet
     batch = w.sampler.next()
     assert batch.count == 7
     assert len(w.sampler.get_metrics()) == 2
@@ -298,18 +307,18 @@ def test_a_workers_sampler():
     assert w.sampler.get_extra_batches() == []
 
 
-def test_an_asynchronous_sampler_gives_the_same_rows():
-    ahead, sync = worker(sample_async=True), worker()
-    assert isinstance(ahead.sampler, AsyncSampler)
+def test_async_sampler_returns_the_same_rows():
+    async_worker, sync = worker(sample_async=True), worker()
+    assert isinstance(async_worker.sampler, AsyncSampler)
     for _ in range(10):
-        a, b = ahead.sample(), sync.sample()
+        a, b = async_worker.sample(), sync.sample()
         for name in b:
             assert np.array_equal(a[name], b[name]), name
-    assert ahead.env_steps == sync.env_steps
-    ahead.stop()
+    assert async_worker.env_steps == sync.env_steps
+    async_worker.stop()
 
 
-def test_it_starts_with_the_first_call_and_stays_bounded():
+def test_async_sampler_starts_lazily_and_is_bounded():
     env = CountEnv()
     w = RolloutWorker(
         lambda context: env, ObservedValue, {"rollout_fragment_length": 5, "sample_async": True}
@@ -321,16 +330,16 @@ def test_it_starts_with_the_first_call_and_stays_bounded():
     deadline = time.monotonic() + 10
     while w.sampler.items_ahead < 2 and time.monotonic() < deadline:
         time.sleep(0.001)
-    # one given, two that lie ready, one in the thread's hands
+    # four items of 5 steps: one returned, two ready, and one waiting in the thread
     time.sleep(0.05)
-    assert w._source.env_steps == 20
+    assert 3 * env.episode + env.steps == 20
     w.stop()
     assert threading.active_count() == before
     with pytest.raises(RuntimeError, match="stopped"):
         w.sample()
 
 
-def test_weights_change_between_items_only():
+def test_weights_only_change_between_items():
     class Versioned(ObservedValue):
         def compute_actions(self, obs_batch, explore=True):
             time.sleep(0.0005)
@@ -345,12 +354,12 @@ def test_weights_change_between_items_only():
         batch = w.sample()
         assert len(set(batch["version"])) == 1
         assert w.reply_tags()["weights_versions"] == {"default_policy": batch["version"][0]}
-        assert version - 1 - batch["version"][0] <= 3  # two ready, one in the making
+        assert version - 1 - batch["version"][0] <= 3  # two items ready, one being sampled
         w.set_weights({"default_policy": {}}, {"default_policy": version})
     w.stop()
 
 
-def test_training_while_a_thread_samples():
+def test_training_with_async_sampling():
     config = PPOConfig(
         env="CartPole-v1",
         train_batch_size=200,
@@ -363,11 +372,13 @@ def test_training_while_a_thread_samples():
         for _ in range(3):
             result = algorithm.train()
         assert result["num_env_steps_trained"] == 600
-        assert result["env_runners"]["policy_lag_max"] <= 2 * 16 * 10 * 3  # three items of updates
+        assert (
+            result["env_runners"]["policy_lag_max"] <= 2 * 16 * 10 * 3
+        )  # the updates of three items
         assert np.isfinite(result["episode_reward_mean"])
 
 
-def test_an_error_in_the_thread_is_told_once():
+def test_error_in_the_sampler_thread_is_raised_once():
     environments = iter([CountEnv(fail_at=(3, 2)), CountEnv()])
     w = RolloutWorker(
         lambda context: next(environments),
@@ -381,7 +392,7 @@ def test_an_error_in_the_thread_is_told_once():
     w.stop()
 
 
-def test_samplers_join_what_lies_ready():
+def test_next_concatenates_ready_items():
     items = iter(range(100))
 
     def collect():
@@ -405,7 +416,7 @@ def test_samplers_join_what_lies_ready():
 # -- environments ----------------------------------------------------------------------------------
 
 
-def test_envpool_is_sampled():
+def test_envpool():
     pytest.importorskip("envpool")
     w = RolloutWorker(
         "CartPole-v1",
@@ -418,7 +429,7 @@ def test_envpool_is_sampled():
         },
     )
     batch = w.sample()
-    assert 300 < batch.count < 400  # a call per episode is spent on its reset
+    assert 300 < batch.count < 400  # one call per episode is its reset
     assert (batch["rewards"] == 1).all()
     for episode in batch.split_by_episode():
         assert np.array_equal(episode["new_obs"][:-1], episode["obs"][1:])
@@ -427,7 +438,7 @@ def test_envpool_is_sampled():
 
 
 class Nested(gym.Env):
-    """Observes and acts in nested spaces; `reuse` gives the same arrays each time."""
+    """Nested observation and action spaces; observations reuse the same arrays."""
 
     observation_space = gym.spaces.Dict(
         {
@@ -499,7 +510,7 @@ def test_nested_spaces(mode):
     ],
     ids=str,
 )
-def test_spaces_keep_their_dtypes(space, way):
+def test_spaces_keep_their_dtypes(space, collector):
     class Sampled(gym.Env):
         observation_space = action_space = space
 
@@ -512,10 +523,10 @@ def test_spaces_keep_their_dtypes(space, way):
 
     class Random(ObservedValue):
         def compute_actions(self, obs_batch, explore=True):
-            drawn = np.array([space.sample() for _ in obs_batch])
+            samples = np.array([space.sample() for _ in obs_batch])
             if isinstance(space, gym.spaces.Discrete):
-                drawn -= space.start
-            return drawn, [], {}
+                samples -= space.start
+            return samples, [], {}
 
         def postprocess_fragment(self, fragment):
             return {}
@@ -527,7 +538,7 @@ def test_spaces_keep_their_dtypes(space, way):
         {
             "num_envs_per_worker": 2,
             "rollout_fragment_length": 5,
-            "sample_collector": way,
+            "sample_collector": collector,
             "normalize_actions": False,
         },
     )
@@ -536,11 +547,11 @@ def test_spaces_keep_their_dtypes(space, way):
     assert batch["obs"].shape == (10, *space.shape)
 
 
-def test_an_action_out_of_range_is_named(way):
-    class Wild(ObservedValue):
+def test_action_out_of_range_raises(collector):
+    class InvalidActions(ObservedValue):
         def compute_actions(self, obs_batch, explore=True):
             actions, state, extra = super().compute_actions(obs_batch)
             return actions + 7, state, extra
 
     with pytest.raises(ValueError, match="the action"):
-        worker(policy=Wild, sample_collector=way).sample()
+        worker(policy=InvalidActions, sample_collector=collector).sample()

@@ -1,4 +1,4 @@
-"""Views of trajectories: the same at acting and at training, right at starts, cuts and ends."""
+"""Views of trajectories: equal for acting and training, correct at starts, cuts and ends."""
 
 import gymnasium as gym
 import numpy as np
@@ -17,8 +17,8 @@ from flowrl.sampling import RolloutWorker
 from .fakes import CountEnv, ObservedValue
 
 
-class Seeing(ObservedValue):
-    """Keeps what it is given to act on; its actions differ from step to step."""
+class RecordsInputs(ObservedValue):
+    """Records its inputs; its actions differ from step to step."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -35,30 +35,30 @@ class Seeing(ObservedValue):
 
 
 def worker(views, length=3, fragment=5, envs=2, **config):
-    made = RolloutWorker(
+    w = RolloutWorker(
         lambda context: CountEnv(length),
-        Seeing,
+        RecordsInputs,
         {"num_envs_per_worker": envs, "rollout_fragment_length": fragment, **config},
     )
-    made.policy.view_requirements.update(views)
-    return made
+    w.policy.view_requirements.update(views)
+    return w
 
 
 def expected(run, row, column, shift):
-    """What a view shows, found by looking through all rows of one environment's run."""
+    """Return a view's value, found by a search through all rows of one environment."""
     shape = run[0][column].shape
     zero = np.zeros(shape, run[0][column].dtype)
-    mine = {r["t"]: r for r in run if r["eps_id"] == row["eps_id"]}
+    episode = {r["t"]: r for r in run if r["eps_id"] == row["eps_id"]}
     t = row["t"] + shift
     if t < 0:
-        return mine[0]["obs"] if column == "obs" else zero
+        return episode[0]["obs"] if column == "obs" else zero
     if shift <= 0:
-        return mine[t][column]
-    last = max(r["t"] for r in mine.values() if r["unroll_id"] == row["unroll_id"])
+        return episode[t][column]
+    last = max(r["t"] for r in episode.values() if r["unroll_id"] == row["unroll_id"])
     if t <= last:
-        return mine[t][column]
+        return episode[t][column]
     if column == "obs" and t == last + 1:
-        return mine[last]["new_obs"]
+        return episode[last]["new_obs"]
     return zero
 
 
@@ -77,7 +77,7 @@ SHIFTS = st.one_of(
     st.integers(1, 2),
 )
 @settings(max_examples=60, deadline=None)
-def test_views_show_what_a_look_through_all_rows_finds(shift, column, length, fragment, envs):
+def test_views_equal_a_search_through_all_rows(shift, column, length, fragment, envs):
     w = worker({"view": ViewRequirement(column, shift=shift)}, length, fragment, envs)
     if column == "vf_preds":
         w.policy.view_requirements["view"].space = gym.spaces.Box(-1, 1, (), np.float32)
@@ -88,14 +88,14 @@ def test_views_show_what_a_look_through_all_rows_finds(shift, column, length, fr
         run = [row for row in joined.rows() if row["env_id"] == env]
         for row in run:
             values = [expected(run, row, column, s) for s in view.shifts]
-            wanted = np.stack(values) if view.is_window else values[0]
-            assert np.array_equal(row["view"], wanted), (row, wanted)
+            value = np.stack(values) if view.is_window else values[0]
+            assert np.array_equal(row["view"], value), (row, value)
     assert joined["view"].dtype == joined[column].dtype
 
 
 @given(st.integers(-4, 0), st.integers(1, 6), st.integers(1, 7), st.integers(1, 3))
 @settings(max_examples=40, deadline=None)
-def test_acting_sees_what_training_sees(first, length, fragment, envs):
+def test_views_are_equal_for_acting_and_training(first, length, fragment, envs):
     views = {
         "obs": ViewRequirement("obs", shift=f"{first}:0"),
         "prev_actions": ViewRequirement("actions", shift=-1),
@@ -106,13 +106,13 @@ def test_acting_sees_what_training_sees(first, length, fragment, envs):
         batch = w.sample()
         seen = w.policy.seen[number * fragment : (number + 1) * fragment]
         for name in views:
-            told = np.stack([inputs[name] for inputs in seen], 1)  # [N, T, …]
-            assert np.array_equal(told.reshape(-1, *told.shape[2:]), batch[name]), name
+            inputs = np.stack([step[name] for step in seen], 1)  # [N, T, ...]
+            assert np.array_equal(inputs.reshape(-1, *inputs.shape[2:]), batch[name]), name
         assert batch["new_obs"].shape == batch["obs"].shape
         assert np.array_equal(batch["new_obs"][:, -1], batch["obs"][:, -1] + [0, 1])
 
 
-def test_the_example_of_a_view_added_after_construction():
+def test_view_added_after_construction():
     action_space = Discrete(2)
     rollout_worker = RolloutWorker(
         env_creator=lambda _: gym.make("CartPole-v1"),
@@ -125,13 +125,13 @@ def test_the_example_of_a_view_added_after_construction():
     )
     batch = rollout_worker.sample()
     assert "next_actions" in batch.data
-    following = np.append(batch["actions"][1:], 0)
+    next_actions = np.append(batch["actions"][1:], 0)
     ends = np.append(batch["eps_id"][1:] != batch["eps_id"][:-1], True)
-    assert np.array_equal(batch["next_actions"], np.where(ends, 0, following))
+    assert np.array_equal(batch["next_actions"], np.where(ends, 0, next_actions))
     policy.learn_on_batch(batch)
 
 
-def test_a_model_declares_its_views():
+def test_model_declares_its_views():
     class Model(FullyConnectedNetwork):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
@@ -142,8 +142,8 @@ def test_a_model_declares_its_views():
     class Declared(ppo.PPOTorchPolicy):
         def make_model(self):
             rng = np.random.default_rng(0)
-            given = self.observation_space, self.action_space, 2, self.config.model
-            return Model(*given, rng=rng)
+            arguments = self.observation_space, self.action_space, 2, self.config.model
+            return Model(*arguments, rng=rng)
 
         def compute_actions_from_input_dict(self, input_dict, explore=True):
             assert set(input_dict) == {"obs", "prev_actions"}
@@ -160,12 +160,12 @@ def test_a_model_declares_its_views():
     )
 
 
-def test_views_may_come_change_and_go():
+def test_views_can_be_added_changed_and_removed():
     w = worker({}, length=10, fragment=4, envs=1)
     plain = w.sample()
     assert "view" not in plain
     w.policy.view_requirements["view"] = ViewRequirement("rewards", shift="-2:-1")
-    # what was before the view is not known: zeros
+    # rows before the view was added are zeros
     assert w.sample()["view"].tolist() == [[0, 0], [0, 5], [5, 6], [6, 7]]
     w.policy.view_requirements["view"] = ViewRequirement("rewards", shift=1)
     assert w.sample()["view"].tolist() == [10, 0, 2, 0]
@@ -173,10 +173,10 @@ def test_views_may_come_change_and_go():
     assert "view" not in w.sample()
 
 
-def test_what_is_not_for_acting_stays_away():
+def test_views_not_for_acting_are_no_input():
     views = {
         "known": ViewRequirement("rewards", shift=-1),
-        "unwanted": ViewRequirement("rewards", shift=-1, used_for_compute_actions=False),
+        "excluded": ViewRequirement("rewards", shift=-1, used_for_compute_actions=False),
         "unknown": ViewRequirement("actions", shift=1),
     }
     w = worker(views)
@@ -184,17 +184,17 @@ def test_what_is_not_for_acting_stays_away():
     assert set(w.policy.seen[0]) == {"obs", "known"}
 
 
-def test_what_is_not_for_training_stays_away():
+def test_views_not_for_training_are_no_column():
     views = {
         "new_obs": ViewRequirement("obs", shift=1, used_for_training=False),
-        "rewards": ViewRequirement(used_for_training=False),  # these always stay
+        "rewards": ViewRequirement(used_for_training=False),  # always in batches
     }
     batch = worker(views).sample()
     assert "new_obs" not in batch
     assert "rewards" in batch
 
 
-def test_no_window_reaches_into_another_episode_or_shares_memory():
+def test_windows_stay_in_their_episode_and_copy_memory():
     views = {"window": ViewRequirement("obs", shift="-6:6")}
     w = worker(views, length=4, fragment=11, envs=3)
     for _ in range(3):
@@ -208,7 +208,7 @@ def test_no_window_reaches_into_another_episode_or_shares_memory():
         assert not (batch["obs"] == -1).any()
 
 
-def test_a_stored_frame_is_stored_once():
+def test_frames_are_stored_once():
     class Frames(gym.Env):
         observation_space = gym.spaces.Box(0, 255, (84, 84), np.uint8)
         action_space = Discrete(2)
@@ -220,7 +220,7 @@ def test_a_stored_frame_is_stored_once():
         def step(self, action):
             return np.full((84, 84), 1, np.uint8), 0.0, False, False, {}
 
-    w = RolloutWorker(lambda context: Frames(), Seeing, {"rollout_fragment_length": 50})
+    w = RolloutWorker(lambda context: Frames(), RecordsInputs, {"rollout_fragment_length": 50})
     w.policy.view_requirements["obs"] = ViewRequirement("obs", shift="-3:0")
     batch = w.sample()
     assert batch["obs"].shape == batch["new_obs"].shape == (50, 4, 84, 84)
@@ -232,7 +232,7 @@ def test_a_stored_frame_is_stored_once():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ({"shift": "5"}, "range"),
         ({"shift": "3:1"}, "range"),
@@ -244,21 +244,21 @@ def test_a_stored_frame_is_stored_once():
         ({"data_col": 3}, "column's name"),
     ],
 )
-def test_malformed_views_are_refused(arguments, said):
-    with pytest.raises(ConfigError, match=said):
+def test_malformed_views_raise(arguments, message):
+    with pytest.raises(ConfigError, match=message):
         ViewRequirement(**arguments)
 
 
-def test_views_that_cannot_be_are_refused_by_name():
+def test_impossible_views_raise_with_their_name():
     with pytest.raises(ConfigError, match=r"'next'.*not known when"):
         worker(
             {"next": ViewRequirement("actions", shift=1, used_for_compute_actions=True)}
         ).sample()
     with pytest.raises(ConfigError, match="'nothing'"):
-        worker({"odd": ViewRequirement("nothing", shift=1)}).sample()
+        worker({"view": ViewRequirement("nothing", shift=1)}).sample()
 
 
-def test_a_view_says_what_it_is():
+def test_repr_and_dict_of_a_view():
     view = ViewRequirement("actions", Discrete(2), shift="-5:-1:2", used_for_training=False)
     assert view.shifts == (-5, -3, -1)
     assert repr(view) == (

@@ -1,5 +1,6 @@
 """AlgorithmConfig: groups, spellings, copies, schema; what is refused, and how."""
 
+import inspect
 import json
 import sys
 import time
@@ -11,23 +12,63 @@ from flowrl.algorithms.a2c import A2CConfig
 from flowrl.algorithms.dqn import DQN, DQNConfig
 from flowrl.algorithms.ppo import PPOConfig
 from flowrl.algorithms.simple_q import SimpleQConfig
+from flowrl.cli.flags import settings_from_flags
 from flowrl.policies import ConfigError, PolicySpec
 from flowrl.policies.config import ExplorationConfig, ModelConfig
-from flowrl.trainer.config import _GROUPS, AlgorithmConfig
-from flowrl.trainer.setting_aliases import SPELLINGS
+from flowrl.setting_aliases import SETTING_ALIASES
+from flowrl.settings import setting
+from flowrl.trainer.config import AlgorithmConfig
+from flowrl.trainer.evaluation import evaluation_settings
 
 CONFIGS = [AlgorithmConfig, A2CConfig, PPOConfig, DQNConfig, SimpleQConfig]
 
 
-def test_every_group_has_its_method_which_names_its_settings():
-    for group, names in _GROUPS.items():
-        method = getattr(AlgorithmConfig, group)
-        assert names <= set(AlgorithmConfig.model_fields)
-        for name in names - {"callbacks_class"}:
-            if group != "rollouts" or not name.startswith(("normalize", "clip")):
-                assert name in method.__doc__, f"{group}: {name}"
-    grouped = [name for names in _GROUPS.values() for name in names]
-    assert len(grouped) == len(set(grouped))
+@pytest.mark.parametrize("config", CONFIGS)
+def test_group_methods_document_their_settings(config):
+    groups = {info.name: info.group for info in config.describe()}
+    assert set(groups.values()) == set(config.groups())
+    for name, group in groups.items():
+        method = getattr(config, group)
+        assert f"    {name}: " in method.__doc__, f"{group}: {name}"
+        assert name in inspect.signature(method).parameters
+
+
+class ConfigWithNewSetting(PPOConfig):
+    """PPO's settings, and one more."""
+
+    new_setting: int = setting(3, group="rollouts", in_evaluation=True, ge=1)
+    """Meaning of the new setting."""
+
+
+def test_new_setting_is_declared_once_and_found_everywhere(capsys):
+    config = ConfigWithNewSetting(env="CartPole-v1", train_batch_size=200).rollouts(new_setting=5)
+    assert config.new_setting == config["new_setting"] == 5
+    with pytest.raises(ConfigError, match=r"new_setting: input should be greater than or equal"):
+        config.rollouts(new_setting=0)
+    with pytest.raises(ConfigError, match=r"It belongs to \.rollouts\(\)"):
+        config.training(new_setting=5)
+    assert "new_setting: Meaning of the new setting. Default: 3." in config.rollouts.__doc__
+    assert inspect.signature(ConfigWithNewSetting.rollouts).parameters["new_setting"].default == 3
+    assert "new_setting" not in PPOConfig.rollouts.__doc__
+
+    flags = settings_from_flags(ConfigWithNewSetting(), ["--new-setting", "7"], "flowrl train", {})
+    assert flags.new_setting == 7
+    with pytest.raises(SystemExit):
+        settings_from_flags(ConfigWithNewSetting(), ["--help"], "flowrl train", {})
+    assert "Meaning of the new setting." in capsys.readouterr().out
+
+    evaluation = config.updated(evaluation_config={"new_setting": 9})
+    evaluation.check()
+    assert evaluation_settings(evaluation).new_setting == 9
+    with pytest.raises(ConfigError, match="it takes no 'train_batch_size'"):
+        config.updated(evaluation_config={"train_batch_size": 9}).check()
+
+    with config.build() as algorithm:
+        assert algorithm.workers.local_worker().config.new_setting == 5
+    schema = ConfigWithNewSetting.json_schema()["properties"]["new_setting"]
+    assert (schema["description"], schema["group"]) == ("Meaning of the new setting.", "rollouts")
+    row = "| `new_setting` | rollouts | `int` | `3` | Meaning of the new setting. |"
+    assert row in ConfigWithNewSetting.reference()
 
 
 @pytest.mark.parametrize("config", [*CONFIGS, ModelConfig, ExplorationConfig])
@@ -100,9 +141,11 @@ def test_an_algorithms_config_is_frozen_and_the_users_is_not():
     assert ModelConfig().updated(fcnet_hiddens=[3]).fcnet_hiddens == [3]
 
 
-@pytest.mark.parametrize("name", [n for n in SPELLINGS if SPELLINGS[n] in PPOConfig.model_fields])
+@pytest.mark.parametrize(
+    "name", [n for n in SETTING_ALIASES if SETTING_ALIASES[n] in PPOConfig.model_fields]
+)
 def test_other_spellings_are_taken_with_a_note(name, caplog):
-    ours = SPELLINGS[name]
+    ours = SETTING_ALIASES[name]
     value = PPOConfig()[ours]
     value = {"model": {}, "callbacks_class": None}.get(ours, value)
     assert PPOConfig(**{name: value})[ours] == PPOConfig()[ours]
@@ -228,8 +271,8 @@ BAD = [
     (PPOConfig, {"checkpoint_score_order": "min"}, "needs a checkpoint_score_attribute"),
     (PPOConfig, {"checkpoint_score_attribute": "scor"}, "no result has a metric 'scor'"),
     (PPOConfig, {"policies": {}}, "policies: there must be at least one"),
-    (PPOConfig, {"policies": "main"}, "policies: a mapping"),
-    (PPOConfig, {"policies": {"a": 3}}, "policies: each is a PolicySpec"),
+    (PPOConfig, {"policies": "main"}, "policies: must be a mapping"),
+    (PPOConfig, {"policies": {"a": 3}}, "policies: each value must be a PolicySpec"),
     (PPOConfig, {"policies": {"a", "b"}}, "policy_mapping_fn: with the policies"),
     (PPOConfig, {"policy_mapping_fn": "main"}, "policy_mapping_fn"),
     (PPOConfig, {"policies_to_train": ["x"]}, "there is no policy 'x'"),
@@ -240,7 +283,7 @@ BAD = [
     (PPOConfig, {"plan": None}, "plan: no execution plan is set"),
     (PPOConfig, {"env": None}, "env: no environment is set"),
     (PPOConfig, {"env": "CartPol-v1"}, "Did you mean 'CartPole-v"),
-    (PPOConfig, {"env": 7}, "env: an env id, a class or a creator"),
+    (PPOConfig, {"env": 7}, "env: expected an env id, a class or a creator"),
 ]
 
 

@@ -1,5 +1,6 @@
-"""Evaluation in between, on actors, beside training; by episodes and by steps."""
+"""Evaluation during training: in process, on actors, in parallel; by episodes and by steps."""
 
+import os
 import threading
 
 import gymnasium as gym
@@ -10,7 +11,7 @@ from flowrl.algorithms.a2c import A2CConfig
 from flowrl.policies import ConfigError
 
 
-def small(**settings):
+def a2c_config(**settings):
     base = {
         "env": "CartPole-v1",
         "train_batch_size": 32,
@@ -20,14 +21,14 @@ def small(**settings):
     return A2CConfig(**{**base, **settings})
 
 
-class Counts(gym.Env):
-    """Its episodes are as long as it is told, each step worth what it is told."""
+class FixedLength(gym.Env):
+    """Episodes of a given length [env steps] and reward per step."""
 
     observation_space = gym.spaces.Box(0, 1, (1,))
     action_space = gym.spaces.Discrete(2)
 
-    def __init__(self, length=3, worth=1.0):
-        self.length, self.worth = length, worth
+    def __init__(self, length=3, reward=1.0):
+        self.length, self.reward = length, reward
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -36,97 +37,100 @@ class Counts(gym.Env):
 
     def step(self, action):
         self.t += 1
-        return np.zeros(1, np.float32), self.worth, self.t == self.length, False, {}
+        return np.zeros(1, np.float32), self.reward, self.t == self.length, False, {}
 
 
-def test_in_between_with_settings_of_its_own():
-    config = small(env=Counts).evaluation(
+def test_evaluation_config_overrides_settings():
+    config = a2c_config(env=FixedLength).evaluation(
         evaluation_interval=2,
         evaluation_duration=4,
-        evaluation_config={"env_config": {"length": 5, "worth": 2.0}},
+        evaluation_config={"env_config": {"length": 5, "reward": 2.0}},
     )
     with config.build() as algorithm:
         results = [algorithm.train() for _ in range(4)]
         assert ["evaluation" in result for result in results] == [False, True, False, True]
-        told = results[3]["evaluation"]
-        assert told["episode_reward_mean"] == 10.0
-        assert told["episode_len_mean"] == 5.0
-        assert told["episodes"] == 4
-        assert told["training_iteration"] == 4
+        evaluation = results[3]["evaluation"]
+        assert evaluation["episode_reward_mean"] == 10.0
+        assert evaluation["episode_len_mean"] == 5.0
+        assert evaluation["episodes"] == 4
+        assert evaluation["training_iteration"] == 4
         assert results[3]["episode_reward_mean"] == 3.0
         assert algorithm.evaluate(episodes=2)["episode_reward_mean"] == 10.0
 
 
-def test_by_steps_the_episodes_that_ended_count():
-    config = small(env=Counts, evaluation_duration=17, evaluation_duration_unit="timesteps")
+def test_evaluation_by_steps_counts_completed_episodes():
+    config = a2c_config(
+        env=FixedLength, evaluation_duration=17, evaluation_duration_unit="timesteps"
+    )
     with config.build() as algorithm:
-        told = algorithm.evaluate()
-        assert told["episodes"] >= 17 // 3
-        assert told["episode_reward_mean"] == 3.0
-        assert np.isnan(
-            small(env=Counts, env_config={"length": 1000})
-            .build()
-            .evaluate(timesteps=10)["episode_reward_mean"]
-        )
+        evaluation = algorithm.evaluate()
+        assert evaluation["episodes"] >= 17 // 3
+        assert evaluation["episode_reward_mean"] == 3.0
+    with a2c_config(env=FixedLength, env_config={"length": 1000}).build() as algorithm:
+        assert np.isnan(algorithm.evaluate(timesteps=10)["episode_reward_mean"])
 
 
-def test_evaluating_changes_nothing_of_the_run():
-    results = []
+def test_evaluation_does_not_change_training():
+    returns = []
     for interval in (None, 1):
-        with small(evaluation_interval=interval, evaluation_duration=2).build() as algorithm:
-            results.append([algorithm.train()["episode_reward_mean"] for _ in range(4)])
-    assert results[0] == pytest.approx(results[1], nan_ok=True)
+        with a2c_config(evaluation_interval=interval, evaluation_duration=2).build() as algorithm:
+            returns.append([algorithm.train()["episode_reward_mean"] for _ in range(4)])
+    assert returns[0] == pytest.approx(returns[1], nan_ok=True)
 
 
-def test_exploring_evaluations():
-    with small(evaluation_config={"explore": True}).build() as algorithm:
+def test_evaluation_config_sets_the_default_of_explore():
+    with a2c_config(evaluation_config={"explore": True}).build() as algorithm:
         assert algorithm.evaluate(episodes=3) == algorithm.evaluate(episodes=3, explore=True)
         assert algorithm.evaluate(episodes=3) != algorithm.evaluate(episodes=3, explore=False)
 
 
 def test_workers_share_an_evaluation(ray_session):
-    config = small(
+    config = a2c_config(
         evaluation_interval=1, evaluation_duration=5, evaluation_num_workers=2, num_workers=0
     )
     with config.build() as algorithm:
-        told = algorithm.train()["evaluation"]
-        assert told["episodes"] == 5
-        assert told["training_iteration"] == 1
-        assert told["episode_reward_max"] > told["episode_reward_min"]  # not the same ones twice
+        evaluation = algorithm.train()["evaluation"]
+        assert evaluation["episodes"] == 5
+        assert evaluation["training_iteration"] == 1
+        # the workers play different episodes
+        assert evaluation["episode_reward_max"] > evaluation["episode_reward_min"]
 
 
-def test_beside_training(ray_session):
-    config = small(
+def test_evaluation_parallel_to_training(ray_session):
+    config = a2c_config(
         evaluation_interval=2,
         evaluation_duration=2,
         evaluation_num_workers=1,
         evaluation_parallel_to_training=True,
     )
     with config.build() as algorithm:
-        told = [algorithm.train().get("evaluation") for _ in range(6)]
-    assert told[0] is None
-    assert told[1] is None  # it was begun there
-    taken = [one["training_iteration"] for one in told if one is not None]
-    assert taken == [2, 4] or taken == [2, 4, 6]
+        evaluations = [algorithm.train().get("evaluation") for _ in range(6)]
+    assert evaluations[0] is None
+    assert evaluations[1] is None  # the first evaluation starts here
+    evaluated = [e["training_iteration"] for e in evaluations if e is not None]
+    assert evaluated == [2, 4] or evaluated == [2, 4, 6]
 
 
-class Breaks(gym.Wrapper):
+class StepFails(gym.Wrapper):
     def step(self, action):
         raise ArithmeticError("broken on purpose")
 
 
-def test_an_evaluation_that_fails_says_so(ray_session):
-    broken = {"env": lambda context: Breaks(gym.make("CartPole-v1")), "max_num_env_restarts": 0}
+def test_error_in_an_evaluation_is_raised(ray_session):
+    broken_env = {
+        "env": lambda context: StepFails(gym.make("CartPole-v1")),
+        "max_num_env_restarts": 0,
+    }
     for workers in (0, 1):
-        config = small(
-            evaluation_interval=1, evaluation_num_workers=workers, evaluation_config=broken
+        config = a2c_config(
+            evaluation_interval=1, evaluation_num_workers=workers, evaluation_config=broken_env
         )
         with config.build() as algorithm, pytest.raises(ArithmeticError, match="on purpose"):
             algorithm.train()
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"evaluation_config": {"envv": 1}}, "evaluation_config: unknown setting 'envv'"),
         ({"evaluation_config": {"env": "CartPol-v1"}}, "evaluation_config: env"),
@@ -142,57 +146,81 @@ def test_an_evaluation_that_fails_says_so(ray_session):
         ({"evaluation_duration_unit": "days"}, "evaluation_duration_unit"),
     ],
 )
-def test_wrong_settings(settings, said):
-    with pytest.raises(ConfigError, match=said):
-        small(**settings).build()
+def test_invalid_settings_are_rejected(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        a2c_config(**settings).build()
 
 
-def test_no_episodes():
-    with small().build() as algorithm, pytest.raises(ConfigError, match="at least 1"):
+def test_zero_episodes_are_rejected():
+    with a2c_config().build() as algorithm, pytest.raises(ConfigError, match="at least 1"):
         algorithm.evaluate(episodes=0)
 
 
 @pytest.mark.parametrize("batch_mode", ["truncate_episodes", "complete_episodes"])
-def test_workers_that_do_not_explore_take_the_best_actions(batch_mode):
-    config = small(explore=False, batch_mode=batch_mode, train_batch_size=64)
+def test_workers_without_exploration_sample_greedy_actions(batch_mode):
+    config = a2c_config(explore=False, batch_mode=batch_mode, train_batch_size=64)
     with config.build() as algorithm:
         policy = algorithm.get_policy()
         batch = algorithm.workers.local_worker().sample()
-        best, _, _ = policy.compute_actions(batch["obs"], explore=False)
-        np.testing.assert_array_equal(batch["actions"], best)
+        greedy_actions, _, _ = policy.compute_actions(batch["obs"], explore=False)
+        np.testing.assert_array_equal(batch["actions"], greedy_actions)
 
 
-def test_a_dead_evaluation_worker_is_made_again(ray_session, caplog):
-    config = small(evaluation_interval=1, evaluation_duration=1, evaluation_num_workers=1)
+class KillsItsProcessOnce(FixedLength):
+    """Ends its process in the first reset after the file `trigger` appears."""
+
+    def __init__(self, trigger):
+        super().__init__()
+        self.trigger = trigger
+
+    def reset(self, *, seed=None, options=None):
+        if os.path.exists(self.trigger):
+            os.remove(self.trigger)
+            os._exit(1)
+        return super().reset(seed=seed, options=options)
+
+
+@pytest.mark.slow
+def test_dead_evaluation_worker_is_replaced(ray_session, caplog, tmp_path):
+    config = a2c_config(
+        env=FixedLength,
+        evaluation_interval=1,
+        evaluation_duration=1,
+        evaluation_num_workers=1,
+        evaluation_config={
+            "env": KillsItsProcessOnce,
+            "env_config": {"trigger": str(tmp_path / "trigger")},
+        },
+    )
     with config.build() as algorithm:
         assert "evaluation" in algorithm.train()
-        ray_session.kill(algorithm._evaluation._workers.remote_workers()[0])
+        (tmp_path / "trigger").touch()
         assert "evaluation" not in algorithm.train()
-        assert "an evaluation is lost" in caplog.text
+        assert "the evaluation is lost because a worker died" in caplog.text
         assert algorithm.train()["evaluation"]["training_iteration"] == 3
 
 
-def test_episodes_or_timesteps():
-    with small().build() as algorithm:
-        for given in ({"episodes": 1, "timesteps": 2}, {"episodes": "5"}, {"episodes": 1.5}):
+def test_episodes_and_timesteps_are_validated():
+    with a2c_config().build() as algorithm:
+        for duration in ({"episodes": 1, "timesteps": 2}, {"episodes": "5"}, {"episodes": 1.5}):
             with pytest.raises(ConfigError):
-                algorithm.evaluate(**given)
+                algorithm.evaluate(**duration)
 
 
-def test_who_learns_beside_the_plan_waits():
-    """A learner in a thread has the networks that an evaluation in this process acts with."""
-    with small().build() as algorithm:
+def test_evaluation_holds_the_lock_of_the_local_worker():
+    """A learner thread shares the networks that an evaluation in this process uses."""
+    with a2c_config().build() as algorithm:
         worker = algorithm.workers.local_worker()
-        policy, free = algorithm.get_policy(), []
-        act = policy.compute_actions
+        policy, acquired = algorithm.get_policy(), []
+        compute_actions = policy.compute_actions
 
-        def watched(*args, **more):
-            thread = threading.Thread(target=lambda: free.append(worker.lock.acquire(False)))
+        def try_to_lock(*args, **kwargs):
+            thread = threading.Thread(target=lambda: acquired.append(worker.lock.acquire(False)))
             thread.start()
             thread.join()
-            return act(*args, **more)
+            return compute_actions(*args, **kwargs)
 
-        policy.compute_actions = watched
+        policy.compute_actions = try_to_lock
         algorithm.evaluate(1)
-    assert len(free) > 5
-    assert not any(free)
+    assert len(acquired) > 5
+    assert not any(acquired)

@@ -1,169 +1,188 @@
-"""Experiment trackers: what W&B and MLflow get, a run that goes on, and what cannot be."""
+"""Experiment loggers: what W&B and MLflow receive, resumed runs, failures and bad settings."""
 
 import json
 
 import numpy as np
 import pytest
+import wandb
 from mlflow.tracking import MlflowClient
 
 from flowrl.algorithms.a2c import A2CConfig
 from flowrl.cli.main import main
 from flowrl.policies import ConfigError
 from flowrl.sampling import DefaultCallbacks
-from flowrl.trainer import loggers as trackers
+from flowrl.trainer import loggers
+from flowrl.trainer.loggers import MlflowLogger
 
 
-def config(**settings):
+def a2c_config(**settings):
     base = {"env": "CartPole-v1", "train_batch_size": 40, "seed": 2}
     return A2CConfig(**{**base, "model": {"fcnet_hiddens": [8]}, **settings})
 
 
+def mlflow_config(database, callbacks_class=None, **settings):
+    log_config = mlflow_settings(database, **settings)
+    return a2c_config(log_to=["mlflow"], log_config=log_config, callbacks_class=callbacks_class)
+
+
+def mlflow_settings(database, **settings):
+    return {"mlflow": {"tracking_uri": database, "experiment_name": "poles", **settings}}
+
+
 @pytest.fixture
-def store(tmp_path):
-    """An MLflow database of its own."""
+def database(tmp_path):
+    """URI of an empty MLflow database."""
     return f"sqlite:///{tmp_path}/mlflow.db"
 
 
-def mlflow_of(store, **settings):
-    return {"mlflow": {"tracking_uri": store, "experiment_name": "poles", **settings}}
-
-
-def runs_of(store):
-    client = MlflowClient(store)
+def mlflow_runs(database):
+    client = MlflowClient(database)
     return client.search_runs([client.get_experiment_by_name("poles").experiment_id])
 
 
-def test_mlflow_gets_every_result(store):
-    own = config(log_to=["mlflow"], log_config=mlflow_of(store, run_name="mine", tags={"a": "b"}))
-    with own.build() as algorithm:
+def metric_history(database, run, name):
+    """Return (step, value) of every logged value of a metric."""
+    history = MlflowClient(database).get_metric_history(run.info.run_id, name)
+    return [(metric.step, metric.value) for metric in history]
+
+
+def logged_iterations(database, run):
+    return [value for _, value in metric_history(database, run, "training_iteration")]
+
+
+def test_mlflow_receives_every_result(database):
+    with mlflow_config(database, run_name="mine", tags={"a": "b"}).build() as algorithm:
         results = [algorithm.train() for _ in range(3)]
-    (run,) = runs_of(store)
+    (run,) = mlflow_runs(database)
     assert run.info.run_name == "mine"
     assert run.info.status == "FINISHED"
     assert run.data.tags["a"] == "b"
     assert run.data.params["train_batch_size"] == "40"
-    told = MlflowClient(store).get_metric_history(run.info.run_id, "num_env_steps_trained")
-    assert [(m.step, m.value) for m in told] == [
+    assert metric_history(database, run, "num_env_steps_trained") == [
         (r["timesteps_total"], r["num_env_steps_trained"]) for r in results
     ]
-    loss = MlflowClient(store).get_metric_history(
-        run.info.run_id, "learners/default_policy/policy_loss"
-    )
-    assert [m.value for m in loss] == [
+    losses = metric_history(database, run, "learners/default_policy/policy_loss")
+    assert [loss for _, loss in losses] == [
         r["learners"]["default_policy"]["policy_loss"] for r in results
     ]
 
 
-def test_who_goes_on_from_a_checkpoint_adds_to_the_run(store, tmp_path):
-    own = config(log_to=["mlflow"], log_config=mlflow_of(store))
-    with own.build() as algorithm:
+def test_restored_algorithm_continues_the_run(database, tmp_path):
+    config = mlflow_config(database)
+    with config.build() as algorithm:
         algorithm.train()
         algorithm.save(tmp_path / "c")
-    with own.build() as algorithm:
+    with config.build() as algorithm:
         algorithm.restore(tmp_path / "c")
         algorithm.train()
-    (run,) = runs_of(store)
-    told = MlflowClient(store).get_metric_history(run.info.run_id, "training_iteration")
-    assert [m.value for m in told] == [1, 2]
+    (run,) = mlflow_runs(database)
+    assert logged_iterations(database, run) == [1, 2]
 
 
-def test_wandb_gets_every_result(tmp_path, monkeypatch):
+def test_wandb_receives_every_result(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
+    runs, init = [], wandb.init
+    monkeypatch.setattr(
+        wandb, "init", lambda **arguments: runs.append(init(**arguments)) or runs[0]
+    )
     settings = {"wandb": {"mode": "offline", "dir": str(tmp_path), "project": "poles"}}
-    with config(log_to=["wandb"], log_config=settings).build() as algorithm:
+    with a2c_config(log_to=["wandb"], log_config=settings).build() as algorithm:
         algorithm.train()
-        sent = algorithm.train()
-        (tracker,) = algorithm._trackers._running.values()
-        assert dict(tracker._run.config)["train_batch_size"] == 40
-        assert tracker._run.project == "poles"
-        assert tracker._run.offline
+        result = algorithm.train()
+        (run,) = runs
+        assert dict(run.config)["train_batch_size"] == 40
+        assert run.project == "poles"
+        assert run.offline
     (folder,) = (tmp_path / "wandb").glob("offline-run-*")
     (file,) = folder.glob("*.wandb")
     assert b"learners/default_policy/policy_loss" in file.read_bytes()
-    assert json.dumps(sent["num_env_steps_trained"]).encode() in file.read_bytes()
+    assert json.dumps(result["num_env_steps_trained"]).encode() in file.read_bytes()
 
 
-def test_without_a_result_nothing_is_started(store):
-    with config(log_to=["mlflow"], log_config=mlflow_of(store)).build() as algorithm:
+def test_loggers_start_with_the_first_result(database):
+    with mlflow_config(database).build() as algorithm:
         algorithm.plan.explain()
-    assert MlflowClient(store).get_experiment_by_name("poles") is None
+    assert MlflowClient(database).get_experiment_by_name("poles") is None
 
 
-def test_one_that_fails_later_is_left_out(store, caplog):
-    with config(log_to=["mlflow"], log_config=mlflow_of(store)).build() as algorithm:
+def lose_results(monkeypatch):
+    """Make MLflow reject all results until `monkeypatch.undo()`."""
+
+    def write(self, result):
+        raise ConnectionError
+
+    monkeypatch.setattr(MlflowLogger, "write", write)
+
+
+def test_failing_logger_is_removed_after_three_failures(database, caplog, monkeypatch):
+    with mlflow_config(database).build() as algorithm:
         algorithm.train()
-        tracker = algorithm._trackers._running["mlflow"]
-        tracker.run_id = "lost"
+        lose_results(monkeypatch)
         for iteration in range(2, 7):
             assert algorithm.train()["training_iteration"] == iteration
-    assert caplog.text.count("mlflow could not take a result") == 1
-    assert caplog.text.count("mlflow failed 3 times and gets no more results") == 1
+    assert caplog.text.count("mlflow could not log a result") == 1
+    assert caplog.text.count("mlflow failed 3 times in a row and was removed") == 1
 
 
-def test_a_result_that_is_lost_does_not_end_it(store):
-    with config(log_to=["mlflow"], log_config=mlflow_of(store)).build() as algorithm:
+def test_logger_continues_after_a_lost_result(database, monkeypatch):
+    with mlflow_config(database).build() as algorithm:
         algorithm.train()
-        tracker = algorithm._trackers._running["mlflow"]
-        run_id, tracker.run_id = tracker.run_id, "lost"
+        lose_results(monkeypatch)
         algorithm.train()
-        tracker.run_id = run_id
+        monkeypatch.undo()
         algorithm.train()
-    told = MlflowClient(store).get_metric_history(run_id, "training_iteration")
-    assert [m.value for m in told] == [1, 3]
+    (run,) = mlflow_runs(database)
+    assert logged_iterations(database, run) == [1, 3]
 
 
-class Odd(DefaultCallbacks):
-    """Adds numbers under names that MLflow does not take."""
+class AddsMetrics(DefaultCallbacks):
+    """Adds metrics whose names MLflow does not accept."""
 
     def on_train_result(self, *, algorithm, result, **kwargs):
         result["mine"] = {"a//b": np.float32(7), "/../x(1)": 1, "y" * 300: True}
 
 
-def test_odd_names_and_what_callbacks_add(store):
-    own = config(log_to=["mlflow"], log_config=mlflow_of(store), callbacks_class=Odd)
-    with own.build() as algorithm:
+def test_metric_names_are_converted_for_mlflow(database):
+    with mlflow_config(database, AddsMetrics).build() as algorithm:
         algorithm.train()
-    (run,) = runs_of(store)
+    (run,) = mlflow_runs(database)
     assert run.data.metrics["mine/a/b"] == 7
     assert run.data.metrics["mine/x_1_"] == 1
     assert "log_config" not in run.data.params
 
 
-class Breaks(DefaultCallbacks):
-    """Raises in the second iteration."""
-
+class FailsInSecondIteration(DefaultCallbacks):
     def on_train_result(self, *, algorithm, result, **kwargs):
         if result["training_iteration"] == 2:
             raise ArithmeticError
 
 
-def test_a_run_that_fails_is_marked(store):
-    own = config(log_to=["mlflow"], log_config=mlflow_of(store), callbacks_class=Breaks)
-    algorithm = own.build()
+def test_failed_training_marks_the_run_as_failed(database):
+    algorithm = mlflow_config(database, FailsInSecondIteration).build()
     algorithm.train()
     with pytest.raises(ArithmeticError), algorithm:
         algorithm.train()
-    (run,) = runs_of(store)
+    (run,) = mlflow_runs(database)
     assert run.info.status == "FAILED"
 
 
-def test_another_store_gets_a_new_run(store, tmp_path, caplog):
-    with config(log_to=["mlflow"], log_config=mlflow_of(store)).build() as algorithm:
+def test_run_that_cannot_be_resumed_is_replaced_by_a_new_one(database, tmp_path, caplog):
+    with mlflow_config(database).build() as algorithm:
         algorithm.train()
         algorithm.save(tmp_path / "c")
-    elsewhere = f"sqlite:///{tmp_path}/other.db"
-    with config(log_to=["mlflow"], log_config=mlflow_of(elsewhere)).build() as algorithm:
+    other_database = f"sqlite:///{tmp_path}/other.db"
+    with mlflow_config(other_database).build() as algorithm:
         algorithm.restore(tmp_path / "c")
         algorithm.train()
-    assert len(runs_of(elsewhere)) == 1
-    assert "cannot be gone on with" in caplog.text
+    assert len(mlflow_runs(other_database)) == 1
+    assert "mlflow: cannot resume run" in caplog.text
 
 
-def test_one_that_cannot_be_started_stops_the_run():
+def test_logger_that_cannot_start_stops_training():
     settings = {"mlflow": {"tracking_uri": "nowhere://at/all"}}
-    with config(log_to=["mlflow"], log_config=settings).build() as algorithm:
-        for _ in range(2):  # it does not go on without
-            with pytest.raises(ConfigError, match="log_to: mlflow cannot be started"):
+    with a2c_config(log_to=["mlflow"], log_config=settings).build() as algorithm:
+        for _ in range(2):  # it does not continue without the logger
+            with pytest.raises(ConfigError, match="log_to: cannot start mlflow"):
                 algorithm.train()
 
 
@@ -180,22 +199,21 @@ def test_one_that_cannot_be_started_stops_the_run():
         ({"log_to": ["mlflow"], "log_config": {"mlflow": 3}}, "log_config"),
     ],
 )
-def test_bad_settings(settings, message):
+def test_invalid_settings_are_rejected(settings, message):
     with pytest.raises(ConfigError, match=message):
-        config(**settings).build()
+        a2c_config(**settings).build()
 
 
-def test_without_the_package(monkeypatch):
-    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
+def test_missing_package_names_the_extra(monkeypatch):
+    monkeypatch.setattr(loggers, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r'pip install "flowrl\[wandb\]"'):
-        config(log_to=["wandb"]).build()
+        a2c_config(log_to=["wandb"]).build()
 
 
-def test_by_flags(store, tmp_path):
-    flags = ["--log-to", "mlflow", "--log-config", json.dumps(mlflow_of(store))]
+def test_command_line_flags(database, tmp_path):
+    flags = ["--log-to", "mlflow", "--log-config", json.dumps(mlflow_settings(database))]
     stop = ["--stop-iters", "2", "--train-batch-size", "64", "--run-dir", str(tmp_path / "run")]
     assert main(["train", "a2c", *flags, *stop]) == 0
     assert main(["resume", str(tmp_path / "run"), "--stop-iters", "3"]) == 0
-    (run,) = runs_of(store)
-    told = MlflowClient(store).get_metric_history(run.info.run_id, "training_iteration")
-    assert [m.value for m in told] == [1, 2, 3]
+    (run,) = mlflow_runs(database)
+    assert logged_iterations(database, run) == [1, 2, 3]

@@ -15,7 +15,7 @@ from gymnasium import spaces
 from flowrl.algorithms.a2c import A2CConfig
 from flowrl.data.checkpoint import CheckpointError, read_checkpoint, write_checkpoint
 from flowrl.envs import MultiAgentEnv, make_multi_agent
-from flowrl.envs.restarting_envs import packed, unpacked
+from flowrl.envs.env_state import pack_actions, unpack_actions
 from flowrl.sampling import DefaultCallbacks
 from flowrl.trainer.plan_files import load_plan
 from tests.data.test_checkpoint import assert_same
@@ -51,7 +51,7 @@ def trained(config, plan, iterations, path=None, save=None):
     with config.build(plan=plan) as algorithm:
         if path is not None:
             algorithm.restore(path)
-            assert algorithm.workers.episodes_begun_anew == 0
+            assert algorithm.workers.num_episodes_restarted == 0
         results = [numbers(algorithm.train()) for _ in range(iterations)]
         if save is not None:
             algorithm.save(save)
@@ -295,7 +295,7 @@ def test_episodes_that_cannot_be_played_again_begin_anew_and_are_counted(tmp_pat
     with config.build() as algorithm:
         algorithm.restore(tmp_path / "c")
         result = algorithm.train()
-        assert result["num_episodes_begun_anew"] == 2
+        assert result["num_episodes_restarted"] == 2
         assert result["num_env_steps_trained"] == result["timesteps_total"] > 22
         for _ in range(4):
             result = algorithm.train()
@@ -311,7 +311,7 @@ def test_a_worker_that_is_gone_loses_its_episodes_alone(tmp_path, ray_session, c
         ray_session.kill(algorithm.workers.remote_workers()[0])
         with caplog.at_level(logging.WARNING, "flowrl"):
             algorithm.save(tmp_path / "c")
-        assert "worker 1 could not say its state" in caplog.text
+        assert "worker 1 returned no state" in caplog.text
     with config.build() as algorithm:
         algorithm.restore(tmp_path / "c")
         result = algorithm.train()
@@ -353,8 +353,8 @@ def test_another_number_of_workers_or_environments_is_refused(tmp_path):
         algorithm.save(tmp_path / "c")
     for change, said in (
         ({"num_envs_per_worker": 3}, "num_envs_per_worker"),
-        ({"num_workers": 1}, "a state of 0 workers, not 1"),
-        ({"batch_mode": "complete_episodes"}, "sampling by columns"),
+        ({"num_workers": 1}, "the state has 0 configured workers, this set 1"),
+        ({"batch_mode": "complete_episodes"}, "sampled in columns"),
     ):
         with config.updated(**change).build() as algorithm:
             before = weights(algorithm)
@@ -482,11 +482,11 @@ def test_long_journals_are_short_to_save():
     box = [np.full(2, i, np.float32) for i in range(20_000)]
     nested = [{"a": i, "b": (np.float32(i), np.ones(2))} for i in range(5)] + [{"a": 3}]
     for journal in (box, nested, [], list(range(9)), [True, False]):
-        again = unpacked(packed(journal))
+        again = unpack_actions(pack_actions(journal))
         assert len(again) == len(journal)
         for one, two in zip(again, journal, strict=True):
             assert_same(one, two)
-    assert len(packed(box)) == 1
+    assert len(pack_actions(box)) == 1
 
 
 def test_a_restore_that_fails_leaves_the_run_as_it_is(tmp_path):

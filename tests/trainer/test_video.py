@@ -1,4 +1,4 @@
-"""Videos of evaluations: how many frames, of which episodes, and what cannot be recorded."""
+"""Videos of evaluations: files, frames and errors."""
 
 import gymnasium as gym
 import imageio_ffmpeg
@@ -13,8 +13,8 @@ from flowrl.trainer import video
 from flowrl.trainer.evaluation import check_evaluation_env
 
 
-class Greys(gym.Env):
-    """Episodes of five steps; frames that get brighter, or what it is told to render."""
+class GrayFrames(gym.Env):
+    """Episodes of five steps; each frame is brighter than the one before."""
 
     observation_space = gym.spaces.Box(0, 1, (1,))
     action_space = gym.spaces.Discrete(2)
@@ -36,16 +36,14 @@ class Greys(gym.Env):
         return np.full(self.shape, 40 * self.t, self.dtype)
 
 
-class TwoGreys(MultiAgentEnv):
-    """Two agents in one of them."""
-
+class TwoAgentGrayFrames(MultiAgentEnv):
     possible_agents = ["a", "b"]
-
-    metadata = Greys.metadata
+    metadata = GrayFrames.metadata
 
     def __init__(self):
-        self.env = Greys()
-        self.observation_space, self.action_space = Greys.observation_space, Greys.action_space
+        self.env = GrayFrames()
+        self.observation_space = GrayFrames.observation_space
+        self.action_space = GrayFrames.action_space
 
     def reset(self, *, seed=None, options=None):
         obs, _ = self.env.reset(seed=seed)
@@ -53,43 +51,49 @@ class TwoGreys(MultiAgentEnv):
 
     def step(self, action_dict):
         obs, reward, terminated, _, _ = self.env.step(0)
-        ended = {"__all__": terminated}
-        return dict.fromkeys("ab", obs), dict.fromkeys("ab", reward), ended, {"__all__": False}, {}
+        terminateds = {"__all__": terminated}
+        return (
+            dict.fromkeys("ab", obs), dict.fromkeys("ab", reward), terminateds, {"__all__": False},
+            {},
+        )  # fmt: skip
 
     def render(self):
         return self.env.render()
 
 
-def config(**settings):
-    base = {"env": Greys, "train_batch_size": 40, "seed": 2, "model": {"fcnet_hiddens": [8]}}
+def a2c_config(**settings):
+    base = {"env": GrayFrames, "train_batch_size": 40, "seed": 2, "model": {"fcnet_hiddens": [8]}}
     return A2CConfig(**{**base, **settings})
 
 
-def frames_of(path):
+def read_video(path):
+    """Return the metadata and the frames of a file."""
     reader = imageio_ffmpeg.read_frames(str(path))
-    about = next(reader)
-    width, height = about["size"]
+    metadata = next(reader)
+    width, height = metadata["size"]
     frames = [np.frombuffer(frame, np.uint8).reshape(height, width, 3) for frame in reader]
-    return about, frames
+    return metadata, frames
 
 
-@pytest.mark.parametrize("env", [Greys, lambda context: TwoGreys()], ids=["one", "agents"])
-def test_an_episode_is_a_file(tmp_path, env):
-    with config(env=env).build() as algorithm:
+@pytest.mark.parametrize(
+    "env", [GrayFrames, lambda context: TwoAgentGrayFrames()], ids=["one", "agents"]
+)
+def test_video_has_one_frame_per_observation(tmp_path, env):
+    with a2c_config(env=env).build() as algorithm:
         algorithm.evaluate(episodes=4, num_envs=2, video_dir=tmp_path / "films")
     (file,) = (tmp_path / "films").iterdir()
-    about, frames = frames_of(file)
-    assert about["fps"] == 10
-    assert len(frames) == 6  # after the reset, and after each step
-    levels = [frame.mean() for frame in frames]
-    assert np.allclose(levels, [0, 40, 80, 120, 160, 200], atol=6)
+    metadata, frames = read_video(file)
+    assert metadata["fps"] == 10
+    assert len(frames) == 6  # after the reset and after each step
+    brightness = [frame.mean() for frame in frames]
+    assert np.allclose(brightness, [0, 40, 80, 120, 160, 200], atol=6)
 
 
-def test_in_between(tmp_path):
-    own = config().evaluation(
+def test_evaluations_during_training_are_recorded(tmp_path):
+    config = a2c_config().evaluation(
         evaluation_interval=2, evaluation_video_dir=str(tmp_path), evaluation_video_episodes=2
     )
-    with own.build() as algorithm:
+    with config.build() as algorithm:
         for _ in range(4):
             algorithm.train()
     assert sorted(path.name for path in tmp_path.iterdir()) == [
@@ -97,26 +101,27 @@ def test_in_between(tmp_path):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
-def test_on_actors_one_of_them_records(tmp_path):
-    own = config().evaluation(
+def test_one_of_several_evaluation_workers_records(tmp_path):
+    config = a2c_config().evaluation(
         evaluation_interval=1, evaluation_num_workers=2, evaluation_video_dir=str(tmp_path)
     )
-    with own.build() as algorithm:
+    with config.build() as algorithm:
         algorithm.train()
     assert [path.name for path in tmp_path.iterdir()] == ["iteration-000001-0.mp4"]
 
 
-def test_an_environment_by_id_is_told_to_render(tmp_path):
-    with config(env="CartPole-v1").build() as algorithm:
-        told = algorithm.evaluate(episodes=1, video_dir=tmp_path)
-    _, frames = frames_of(tmp_path / "evaluation-0.mp4")
-    assert len(frames) == told["episode_len_mean"] + 1
+def test_environment_created_by_id_renders(tmp_path):
+    with a2c_config(env="CartPole-v1").build() as algorithm:
+        metrics = algorithm.evaluate(episodes=1, video_dir=tmp_path)
+    _, frames = read_video(tmp_path / "evaluation-0.mp4")
+    assert len(frames) == metrics["episode_len_mean"] + 1
     assert frames[0].shape == (400, 600, 3)
     assert frames[0].std() > 0
 
 
-def test_the_command(tmp_path, capsys):
+def test_evaluate_command_records_a_video(tmp_path, capsys):
     run = str(tmp_path / "run")
     stop = ["--stop-iters", "1", "--train-batch-size", "64", "--seed", "1"]
     assert main(["train", "a2c", *stop, "--run-dir", run]) == 0
@@ -125,21 +130,23 @@ def test_the_command(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("env", "settings", "got"),
+    ("env", "env_config", "rendered"),
     [
-        (Greys, {"shape": (4, 4)}, r"an array \[4, 4\]"),
-        (Greys, {"dtype": "float32"}, "an array .* of float32"),
+        (GrayFrames, {"shape": (4, 4)}, r"an array \[4, 4\]"),
+        (GrayFrames, {"dtype": "float32"}, "an array .* of float32"),
         (lambda context: gym.make("CartPole-v1"), {}, "nothing"),
     ],
 )
-def test_what_renders_nothing_is_refused_before_the_run(tmp_path, env, settings, got):
-    own = config(env=env, env_config=settings, evaluation_video_dir=str(tmp_path))
-    with pytest.raises(ConfigError, match=f"gives {got}.*rgb_array"):
-        check_evaluation_env(own, {})
+def test_environment_without_rgb_frames_is_rejected_before_training(
+    tmp_path, env, env_config, rendered
+):
+    config = a2c_config(env=env, env_config=env_config, evaluation_video_dir=str(tmp_path))
+    with pytest.raises(ConfigError, match=f"returns {rendered}.*rgb_array"):
+        check_evaluation_env(config, {})
 
 
-class Fails(Greys):
-    """Renders another size, or not at all, from the third step on."""
+class RenderingFails(GrayFrames):
+    """From the third step on, renders frames of another size or raises."""
 
     metadata = {"render_fps": np.int64(10)}
 
@@ -156,19 +163,20 @@ class Fails(Greys):
 
 
 @pytest.mark.parametrize("size", [None, (48, 33, 3)])
-def test_rendering_that_fails_costs_only_the_video(tmp_path, caplog, size):
-    own = config(env=Fails, env_config={"size": size}, max_num_env_restarts=0)
-    with own.build() as algorithm:
-        told = algorithm.evaluate(episodes=3, video_dir=tmp_path)
-    assert told["episodes"] == 3
-    assert caplog.text.count("was not recorded further") == 1
-    _, frames = frames_of(tmp_path / "evaluation-0.mp4")
+def test_rendering_failure_stops_only_the_video(tmp_path, caplog, size):
+    config = a2c_config(env=RenderingFails, env_config={"size": size}, max_num_env_restarts=0)
+    with config.build() as algorithm:
+        metrics = algorithm.evaluate(episodes=3, video_dir=tmp_path)
+    assert metrics["episodes"] == 3
+    assert caplog.text.count("recording of evaluation-0.mp4 stopped") == 1
+    _, frames = read_video(tmp_path / "evaluation-0.mp4")
     assert len(frames) == 3
 
 
-def test_an_environment_that_is_shared_is_recorded_in_evaluations_alone(tmp_path):
-    shared = Greys()
-    with config(env=lambda context: shared, evaluation_video_episodes=5).build() as algorithm:
+def test_training_in_the_recorded_environment_is_not_recorded(tmp_path):
+    shared = GrayFrames()
+    config = a2c_config(env=lambda context: shared, evaluation_video_episodes=5)
+    with config.build() as algorithm:
         algorithm.evaluate(episodes=2, video_dir=tmp_path)
         for _ in range(3):
             algorithm.train()
@@ -176,21 +184,21 @@ def test_an_environment_that_is_shared_is_recorded_in_evaluations_alone(tmp_path
 
 
 @pytest.mark.parametrize("mode", ["vector_entry_point", "sync"])
-def test_other_ways_to_vectorise(tmp_path, mode):
-    own = config(env="CartPole-v1", vectorization_mode=mode, num_envs_per_worker=2)
-    with own.build() as algorithm:
-        told = algorithm.evaluate(episodes=2, num_envs=2, video_dir=tmp_path)
-    assert told["episodes"] == 2
+def test_vectorization_modes(tmp_path, mode):
+    config = a2c_config(env="CartPole-v1", vectorization_mode=mode, num_envs_per_worker=2)
+    with config.build() as algorithm:
+        metrics = algorithm.evaluate(episodes=2, num_envs=2, video_dir=tmp_path)
+    assert metrics["episodes"] == 2
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_envpool_is_refused():
-    own = config(env="CartPole-v1", vectorization_mode="envpool", evaluation_video_dir="x")
+def test_envpool_is_rejected():
+    config = a2c_config(env="CartPole-v1", vectorization_mode="envpool", evaluation_video_dir="x")
     with pytest.raises(ConfigError, match="EnvPool renders nothing"):
-        own.check()
+        config.check()
 
 
-def test_pettingzoo_renders(tmp_path):
+def test_pettingzoo_environment_renders(tmp_path):
     from pettingzoo.classic import tictactoe_v3
 
     from flowrl.envs.pettingzoo import PettingZooEnv
@@ -198,26 +206,26 @@ def test_pettingzoo_renders(tmp_path):
     def make(context):
         return PettingZooEnv(tictactoe_v3.env(render_mode="rgb_array"))
 
-    with config(env=make).build() as algorithm:
+    with a2c_config(env=make).build() as algorithm:
         algorithm.evaluate(episodes=1, video_dir=tmp_path)
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_without_the_package(monkeypatch, tmp_path):
+def test_missing_package_names_the_extra(monkeypatch, tmp_path):
     monkeypatch.setattr(video, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r'pip install "flowrl\[video\]"'):
-        config(evaluation_video_dir=str(tmp_path)).build()
+        a2c_config(evaluation_video_dir=str(tmp_path)).build()
     with (
-        config().build() as algorithm,
+        a2c_config().build() as algorithm,
         pytest.raises(ConfigError, match=r'pip install "flowrl\[video\]"'),
     ):
         algorithm.evaluate(episodes=1, video_dir=tmp_path)
 
 
-def test_a_folder_that_cannot_be(tmp_path):
+def test_folder_that_cannot_be_created_is_rejected(tmp_path):
     (tmp_path / "file").write_text("")
     with (
-        config().build() as algorithm,
-        pytest.raises(ConfigError, match="cannot make the folder"),
+        a2c_config().build() as algorithm,
+        pytest.raises(ConfigError, match="cannot create the folder"),
     ):
         algorithm.evaluate(episodes=1, video_dir=tmp_path / "file")

@@ -1,8 +1,9 @@
-"""Models: from what a policy sees to distribution inputs and values."""
+"""Models: networks that map a policy's views to distribution inputs and values."""
 
-from flowrl.policies.models.base import ModelV2, ModuleModel
+from flowrl.policies.models.base import ModelV2
 from flowrl.policies.models.catalog import make_model, register_model
 from flowrl.policies.models.fcnet import FullyConnectedNetwork
+from flowrl.policies.models.module_model import ModuleModel
 from flowrl.policies.models.recurrent import RecurrentNetwork
 
 __all__ = [

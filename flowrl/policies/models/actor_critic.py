@@ -1,4 +1,4 @@
-"""ActorCritic: a network that acts, and others that say what its actions are worth."""
+"""ActorCritic: an actor and several Q-networks."""
 
 from __future__ import annotations
 
@@ -12,23 +12,28 @@ from torch import nn
 
 from flowrl.policies.config import ModelConfig
 from flowrl.policies.learning.kernels.backprop import outputs_by_numpy
-from flowrl.policies.models.base import Inputs, ModelV2, State
+from flowrl.policies.models.base import ModelV2, State
 from flowrl.policies.models.catalog import make_model
-from flowrl.policies.models.encoders import flat, flat_size, is_image
-from flowrl.policies.models.fcnet import flat_numpy, is_quick
+from flowrl.policies.models.encoders import is_image
+from flowrl.policies.models.fcnet import uses_numpy
+from flowrl.policies.models.flatten import flat_size, flatten, flatten_numpy
+from flowrl.policies.models.tensor_batch import InputDict
 
 
 class ActorCritic(ModelV2):
-    """Acts as its actor does; has critics besides, which see observations and actions.
+    """An actor that computes action distribution inputs, and critics that compute Q-values.
 
     Args:
         actor: the network that acts.
-        action_space: a Box: critics see the action and have one value; a Discrete: they have a
-            value for each action.
-        num_critics: networks of the same shape, each with weights of its own.
-        config: the settings of the critics' networks.
-        rng: what their weights are drawn from.
-        extra: further parameters, by name, such as a temperature.
+        action_space: a Box, where critics take the action and return one Q-value, or a Discrete,
+            where they return one Q-value per action.
+        num_critics: number of critics, with the same layers and separate weights.
+        config: settings of the critics' networks.
+        rng: generator of the critics' initial weights.
+        extra: further parameters by name, such as a temperature.
+
+    Attributes:
+        use_numpy: evaluate networks with numpy while learning, where they support it.
     """
 
     def __init__(
@@ -43,39 +48,40 @@ class ActorCritic(ModelV2):
         super().__init__(actor.obs_space, action_space, actor.num_outputs, config)
         self.view_requirements = actor.view_requirements
         self.actor = actor
-        self._of_actions = isinstance(action_space, spaces.Box)
+        self._takes_actions = isinstance(action_space, spaces.Box)
         nested = isinstance(self.obs_space, (spaces.Dict, spaces.Tuple))
-        self._flat = not nested and not is_image(self.obs_space)
-        seen: spaces.Space = self.obs_space
-        outputs = 1
-        if not self._of_actions:
-            outputs = int(action_space.n)  # type: ignore[attr-defined]
-        elif self._flat:
+        self._is_flat = not nested and not is_image(self.obs_space)
+        critic_space: spaces.Space = self.obs_space
+        num_outputs = 1
+        if not self._takes_actions:
+            num_outputs = int(action_space.n)  # type: ignore[attr-defined]
+        elif self._is_flat:
             size = flat_size(self.obs_space) + flat_size(action_space)
-            seen = spaces.Box(-np.inf, np.inf, (size,), np.float32)
+            critic_space = spaces.Box(-np.inf, np.inf, (size,), np.float32)
         else:
-            seen = spaces.Tuple((self.obs_space, action_space))
+            critic_space = spaces.Tuple((self.obs_space, action_space))
         single = config.updated(vf_share_layers=True)
         self.critics = nn.ModuleList(
-            make_model(seen, action_space, outputs, single, rng=rng) for _ in range(num_critics)
+            make_model(critic_space, action_space, num_outputs, single, rng=rng)
+            for _ in range(num_critics)
         )
         for name, value in (extra or {}).items():
             self.register_parameter(name, nn.Parameter(value))
-        self._each: list[Any] = list(self.critics)
-        self.by_numpy = True  # where numpy can compute the networks
+        self._critic_list: list[Any] = list(self.critics)  # faster access than a ModuleList
+        self.use_numpy = True
 
     # -- acting ------------------------------------------------------------------------------------
 
     def forward(
         self, input_dict: Mapping[str, Any], state: State, seq_lens: torch.Tensor | None
     ) -> tuple[torch.Tensor, State]:
-        made: tuple[torch.Tensor, State] = self.actor(input_dict, state, seq_lens)
-        return made
+        result: tuple[torch.Tensor, State] = self.actor(input_dict, state, seq_lens)
+        return result
 
     def compute_outputs(
         self, inputs: Mapping[str, Any]
     ) -> tuple[np.ndarray, np.ndarray | None, list[np.ndarray]]:
-        if is_quick(self.actor):
+        if uses_numpy(self.actor):
             return self.actor.outputs_numpy(inputs["obs"]), None, []
         outputs, _, state = self.actor.compute_outputs(inputs)
         return outputs, None, state
@@ -83,70 +89,75 @@ class ActorCritic(ModelV2):
     def get_initial_state(self) -> list[np.ndarray]:
         return self.actor.get_initial_state()
 
-    def link_numpy(self) -> None:
-        for network in (self.actor, *self._each):
-            network.link_numpy()
+    def bind_numpy_views(self) -> None:
+        for network in (self.actor, *self._critic_list):
+            network.bind_numpy_views()
 
     # -- learning ----------------------------------------------------------------------------------
 
     def compile_for_learning(self) -> None:
-        self.by_numpy = False
-        for network in (self.actor, *self._each):
+        self.use_numpy = False
+        for network in (self.actor, *self._critic_list):
             network.compile_for_learning()
 
     def outputs(self, obs: Any) -> torch.Tensor:
-        """The actor's outputs [B, num_outputs] for observations, tensors [B, …]."""
+        """Return the actor's outputs [B, num_outputs] of observations, tensors [B, …]."""
         return self._run(self.actor, obs, False)
 
     def q_values(
         self, obs: Any, actions: Any = None, frozen: bool = False, first: int | None = None
     ) -> torch.Tensor:
-        """Values [critics, B], or [critics, B, n] of all actions of a Discrete space.
+        """Return Q-values [critics, B], or [critics, B, n] for a Discrete action space.
 
         Args:
-            obs, actions: tensors [B, …]; no actions of a Discrete space.
-            frozen: the gradient goes to the actions alone, not to the critics.
-            first: so many of the critics; None: all.
+            obs: observations, tensors [B, …].
+            actions: tensor [B, …]; None for a Discrete action space.
+            frozen: compute gradients of the actions only, not of the critics.
+            first: number of critics to evaluate; None evaluates all.
         """
-        seen = obs
-        if self._of_actions and self._flat:
-            seen = torch.cat([flat(self.obs_space, obs), actions.flatten(1)], 1)
-        elif self._of_actions:
-            seen = (obs, actions)
-        values = torch.stack([self._run(critic, seen, frozen) for critic in self._each[:first]])
-        return values.squeeze(-1) if self._of_actions else values
+        inputs = obs
+        if self._takes_actions and self._is_flat:
+            inputs = torch.cat([flatten(self.obs_space, obs), actions.flatten(1)], 1)
+        elif self._takes_actions:
+            inputs = (obs, actions)
+        critics = self._critic_list[:first]
+        q = torch.stack([self._run(critic, inputs, frozen) for critic in critics])
+        return q.squeeze(-1) if self._takes_actions else q
 
     def _run(self, network: Any, obs: Any, frozen: bool) -> torch.Tensor:
-        if self.by_numpy and is_quick(network):
-            return outputs_by_numpy(network, flat(network.obs_space, obs), frozen)
-        learning = [p for p in network.parameters() if frozen and p.requires_grad]
-        for parameter in learning:
+        if self.use_numpy and uses_numpy(network):
+            return outputs_by_numpy(network, flatten(network.obs_space, obs), frozen)
+        parameters = [p for p in network.parameters() if frozen and p.requires_grad]
+        for parameter in parameters:
             parameter.requires_grad_(False)
         try:
-            outputs: torch.Tensor = network._learning(Inputs(obs=obs), [], None)[0]
+            outputs: torch.Tensor = network.train_forward(InputDict(obs=obs), [], None)[0]
         finally:
-            for parameter in learning:
+            for parameter in parameters:
                 parameter.requires_grad_(True)
         return outputs
 
     # -- without gradients -------------------------------------------------------------------------
 
     def outputs_numpy(self, obs: Any) -> np.ndarray:
-        """The actor's outputs [B, num_outputs] for observations, arrays [B, …]."""
+        """Return the actor's outputs [B, num_outputs] of observations, arrays [B, …]."""
         return self.compute_outputs({"obs": obs})[0]
 
     def q_values_numpy(self, obs: Any, actions: np.ndarray | None = None) -> np.ndarray:
-        """`q_values` of arrays."""
-        seen = obs
-        if self._of_actions and self._flat:
+        """Return `q_values` of arrays, without gradients."""
+        inputs = obs
+        if self._takes_actions and self._is_flat:
             assert actions is not None
-            parts = [flat_numpy(self.obs_space, obs), actions.reshape(len(actions), -1)]
-            seen = np.concatenate(parts, 1, dtype=np.float32)
-        elif self._of_actions:
-            seen = (obs, actions)
-        made = [
-            (c.outputs_numpy(seen) if is_quick(c) else c.compute_outputs({"obs": seen})[0])
-            for c in self._each
-        ]
-        values = np.stack(made)
-        return values[..., 0] if self._of_actions else values
+            features = [flatten_numpy(self.obs_space, obs), actions.reshape(len(actions), -1)]
+            inputs = np.concatenate(features, 1, dtype=np.float32)
+        elif self._takes_actions:
+            inputs = (obs, actions)
+        q = np.stack(
+            [
+                critic.outputs_numpy(inputs)
+                if uses_numpy(critic)
+                else critic.compute_outputs({"obs": inputs})[0]
+                for critic in self._critic_list
+            ]
+        )
+        return q[..., 0] if self._takes_actions else q

@@ -18,37 +18,45 @@ from flowrl.policies.views import ViewRequirement
 
 
 class GRUGate(nn.Module):
-    """The gate in the place of a residual connection (section 3.2 of the paper, "GRU-type").
+    """A gate in place of a residual connection (section 3.2 of the paper, "GRU-type").
 
     Args:
-        size: of the features.
-        bias: how far the gate is closed at first: 0 is a plain GRU, 2 lets little through.
+        size: number of features.
+        bias: initial bias of the update gate: 0 is a plain GRU, with 2 the gate starts almost
+            closed, so that little of `y` passes.
     """
 
     def __init__(self, size: int, bias: float):
         super().__init__()
-        self.of_y = nn.Linear(size, 3 * size, bias=False)
-        self.of_x = nn.Linear(size, 2 * size, bias=False)
-        self.of_reset = nn.Linear(size, size, bias=False)
+        self.y_gates = nn.Linear(size, 3 * size, bias=False)
+        self.x_gates = nn.Linear(size, 2 * size, bias=False)
+        self.reset_gate = nn.Linear(size, size, bias=False)
         self.bias = nn.Parameter(torch.full((size,), bias))
-        for layer in (self.of_y, self.of_x, self.of_reset):
+        for layer in (self.y_gates, self.x_gates, self.reset_gate):
             nn.init.xavier_uniform_(layer.weight)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        reset_y, update_y, new_y = self.of_y(y).chunk(3, -1)
-        reset_x, update_x = self.of_x(x).chunk(2, -1)
+        reset_y, update_y, candidate_y = self.y_gates(y).chunk(3, -1)
+        reset_x, update_x = self.x_gates(x).chunk(2, -1)
         reset = torch.sigmoid(reset_y + reset_x)
         update = torch.sigmoid(update_y + update_x - self.bias)
-        new = torch.tanh(new_y + self.of_reset(reset * x))
-        return (1 - update) * x + update * new
+        candidate = torch.tanh(candidate_y + self.reset_gate(reset * x))
+        return (1 - update) * x + update * candidate
 
 
 class RelativeAttention(nn.Module):
-    """Multi-head attention by distance (Transformer-XL, Dai et al. 2019, section 3.3)."""
+    """Multi-head attention with relative positions (Transformer-XL, Dai et al. 2019, section 3.3).
 
-    def __init__(self, size: int, num_heads: int, head_size: int, reach: int):
+    Args:
+        size: number of features.
+        num_heads: number of heads.
+        head_size: size of each head.
+        max_distance: largest distance between a row and its context, in rows.
+    """
+
+    def __init__(self, size: int, num_heads: int, head_size: int, max_distance: int):
         super().__init__()
-        self._heads, self._head_size = num_heads, head_size
+        self._num_heads, self._head_size = num_heads, head_size
         self.queries = nn.Linear(size, num_heads * head_size, bias=False)
         self.keys_values = nn.Linear(size, 2 * num_heads * head_size, bias=False)
         self.distances = nn.Linear(size, num_heads * head_size, bias=False)
@@ -57,61 +65,69 @@ class RelativeAttention(nn.Module):
         self.distance_bias = nn.Parameter(torch.zeros(num_heads, head_size))
         for layer in (self.queries, self.keys_values, self.distances, self.out):
             nn.init.xavier_uniform_(layer.weight)
-        self.waves: torch.Tensor
-        self.register_buffer("waves", _waves(reach + 1, size), persistent=False)
+        self.encodings: torch.Tensor
+        encodings = _sinusoidal_encodings(max_distance + 1, size)
+        self.register_buffer("encodings", encodings, persistent=False)
 
     def forward(
         self, rows: torch.Tensor, context: torch.Tensor, distance: torch.Tensor, mask: torch.Tensor
     ) -> torch.Tensor:
-        """What each row finds in its context.
+        """Attend from each row to its context.
 
         Args:
             rows: [S, L, size].
             context: [S, K, size].
-            distance: steps from each row back to each row of the context [L, K], 0 … reach.
-            mask: whether a row may look there [S, L, K]; at least at one.
+            distance: distance from each row back to each row of the context, int [L, K], between
+                0 and `max_distance`.
+            mask: True where a row may attend to a row of the context, bool [S, L, K]; each row
+                attends to at least one.
+
+        Returns:
+            Features [S, L, size].
         """
-        heads, size = self._heads, self._head_size
+        heads, size = self._num_heads, self._head_size
         q = self.queries(rows).unflatten(-1, (heads, size))
         k, v = self.keys_values(context).unflatten(-1, (2, heads, size)).unbind(-3)
-        far = self.distances(self.waves).unflatten(-1, (heads, size))  # [reach + 1, heads, size]
-        content = torch.einsum("slhd,skhd->shlk", q + self.content_bias, k)
-        by_distance = torch.einsum("slhd,rhd->shlr", q + self.distance_bias, far)
-        index = distance.expand(*by_distance.shape[:2], *distance.shape)
-        scores = (content + by_distance.gather(-1, index)) / math.sqrt(size)
+        r = self.distances(self.encodings).unflatten(-1, (heads, size))  # [distances, heads, size]
+        content_scores = torch.einsum("slhd,skhd->shlk", q + self.content_bias, k)
+        distance_scores = torch.einsum("slhd,rhd->shlr", q + self.distance_bias, r)
+        index = distance.expand(*distance_scores.shape[:2], *distance.shape)
+        scores = (content_scores + distance_scores.gather(-1, index)) / math.sqrt(size)
         weights = scores.masked_fill(~mask[:, None], -torch.inf).softmax(-1)
-        found = torch.einsum("shlk,skhd->slhd", weights, v).flatten(-2)
-        made: torch.Tensor = self.out(found)
-        return made
+        attended = torch.einsum("shlk,skhd->slhd", weights, v).flatten(-2)
+        features: torch.Tensor = self.out(attended)
+        return features
 
 
 class TransformerUnit(nn.Module):
-    """Attention and a position-wise network, each normalised before and gated after."""
+    """Attention and a position-wise network, each with layer norm before and a gate after it."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        size, wide = config.attention_dim, config.attention_position_wise_mlp_dim
-        self.before_attention = nn.LayerNorm(size)
+        size, hidden_size = config.attention_dim, config.attention_position_wise_mlp_dim
+        self.attention_norm = nn.LayerNorm(size)
         self.attention = RelativeAttention(
             size, config.attention_num_heads, config.attention_head_dim, config.attention_memory
         )
-        self.after_attention = GRUGate(size, config.attention_init_gru_gate_bias)
-        self.before_mlp = nn.LayerNorm(size)
-        self.mlp = nn.Sequential(nn.Linear(size, wide), nn.ReLU(), nn.Linear(wide, size))
-        self.after_mlp = GRUGate(size, config.attention_init_gru_gate_bias)
+        self.attention_gate = GRUGate(size, config.attention_init_gru_gate_bias)
+        self.mlp_norm = nn.LayerNorm(size)
+        self.mlp = nn.Sequential(
+            nn.Linear(size, hidden_size), nn.ReLU(), nn.Linear(hidden_size, size)
+        )
+        self.mlp_gate = GRUGate(size, config.attention_init_gru_gate_bias)
 
     def forward(
         self, rows: torch.Tensor, memory: torch.Tensor, distance: torch.Tensor, mask: torch.Tensor
     ) -> torch.Tensor:
-        context = self.before_attention(torch.cat([memory, rows], 1))
-        found = self.attention(context[:, memory.shape[1] :], context, distance, mask)
-        rows = self.after_attention(rows, torch.relu(found))
-        made: torch.Tensor = self.after_mlp(rows, torch.relu(self.mlp(self.before_mlp(rows))))
-        return made
+        context = self.attention_norm(torch.cat([memory, rows], 1))
+        attended = self.attention(context[:, memory.shape[1] :], context, distance, mask)
+        rows = self.attention_gate(rows, torch.relu(attended))
+        features: torch.Tensor = self.mlp_gate(rows, torch.relu(self.mlp(self.mlp_norm(rows))))
+        return features
 
 
-class Tower(nn.Module):
-    """A torso and transformer units: rows of sequences to features."""
+class AttentionTower(nn.Module):
+    """A torso and transformer units."""
 
     def __init__(self, obs_space: spaces.Space, config: ModelConfig):
         super().__init__()
@@ -125,48 +141,50 @@ class Tower(nn.Module):
         self,
         observations: Any,
         memory: State,
-        there: torch.Tensor | None,
+        valid: torch.Tensor | None,
         distance: torch.Tensor,
-        near: torch.Tensor,
+        in_reach: torch.Tensor,
     ) -> tuple[torch.Tensor, State]:
-        """Features [rows, size], and what went into each unit [rows, size + 1].
+        """Return features [rows, size] and the inputs of each unit [rows, size + 1].
 
         Args:
-            observations: of all rows.
-            memory: what went into each unit in the rows before the sequences.
-            there: which places of [sequences, longest] are rows; None if each row is a sequence.
-            distance, near: how far back each place of memory and sequence lies from each of the
-                sequence, and whether that is in reach, [longest, memory + longest].
+            observations: observations of all rows.
+            memory: inputs of each unit in the rows before the sequences,
+                [sequences, memory, size + 1].
+            valid: False for padding, bool [sequences, longest]; None if each row is a sequence.
+            distance: distance from each row of a sequence back to each row of memory and sequence,
+                int [longest, memory + longest].
+            in_reach: whether a row may attend at that distance, bool of the same shape.
         """
         embedded = self.embed(self.torso(observations))
-        if there is None:
+        if valid is None:
             rows = embedded.unsqueeze(1)
         else:
-            rows = embedded.new_zeros(*there.shape, embedded.shape[1])
-            rows[there] = embedded
-        after = []
-        for unit, remembered in zip(self.units, memory, strict=True):
-            here = torch.ones_like(rows[..., 0], dtype=torch.bool) if there is None else there
-            known = torch.cat([remembered[..., -1] > 0, here], 1)
-            mask = near[None] & known[:, None, :]
-            mask = mask | (~here)[..., None]  # padding may look anywhere: it is not used
-            own = rows[:, 0] if there is None else rows[there]
-            after.append(torch.cat([own, torch.ones_like(own[:, :1])], 1).detach())
-            rows = unit(rows, remembered[..., :-1], distance, mask)
-        return rows[:, 0] if there is None else rows[there], after
+            rows = embedded.new_zeros(*valid.shape, embedded.shape[1])
+            rows[valid] = embedded
+        new_memory = []
+        for unit, unit_memory in zip(self.units, memory, strict=True):
+            is_row = torch.ones_like(rows[..., 0], dtype=torch.bool) if valid is None else valid
+            is_context = torch.cat([unit_memory[..., -1] > 0, is_row], 1)
+            mask = in_reach[None] & is_context[:, None, :]
+            mask = mask | (~is_row)[..., None]  # a row of padding needs any context; it is unused
+            inputs = rows[:, 0] if valid is None else rows[valid]
+            new_memory.append(torch.cat([inputs, torch.ones_like(inputs[:, :1])], 1).detach())
+            rows = unit(rows, unit_memory[..., :-1], distance, mask)
+        return rows[:, 0] if valid is None else rows[valid], new_memory
 
 
 class AttentionNetwork(ModelV2):
-    """A torso, transformer units that look back on `attention_memory` rows, and heads for policy
-    and value; or one such tower for each.
+    """A torso, transformer units that attend to the last `attention_memory` rows, and heads for
+    policy and value; policy and value share the units or have separate ones.
 
-    The memory of unit i is the view `state_in_i` of what went into it in the rows before; the last
-    number of each says whether there was a row (zeros before an episode's start are not looked at).
-    A row sees the same rows when it acts and when it is learned from.
+    The memory of unit i is the view `state_in_i`: the unit's inputs in earlier rows. The last
+    number of each entry is 1 if the row exists; zeros before an episode's start are not attended
+    to. A row attends to the same rows when acting and when learning.
 
     Args:
-        obs_space, action_space, num_outputs, model_config, name: see ModelV2. The settings
-            `attention_…` and `max_seq_len` are for it.
+        obs_space, action_space, num_outputs, model_config, name: see ModelV2. It uses the settings
+            `attention_…` and `max_seq_len`.
         free_log_std: the second half of the outputs is a parameter.
     """
 
@@ -182,9 +200,9 @@ class AttentionNetwork(ModelV2):
         super().__init__(obs_space, action_space, num_outputs, model_config, name)
         config = model_config
         self._memory, self._size = config.attention_memory, config.attention_dim
-        self.tower = Tower(obs_space, config)
+        self.tower = AttentionTower(obs_space, config)
         shared = shares_layers(config, obs_space)
-        self.value_tower = None if shared else Tower(obs_space, config)
+        self.value_tower = None if shared else AttentionTower(obs_space, config)
         self.heads = Heads(self._size, num_outputs, free_log_std)
         box = spaces.Box(-np.inf, np.inf, (self._size + 1,), np.float32)
         for i in range(len(self.get_initial_state())):
@@ -204,31 +222,31 @@ class AttentionNetwork(ModelV2):
         self, input_dict: Mapping[str, Any], state: State, seq_lens: torch.Tensor | None
     ) -> tuple[torch.Tensor, State]:
         device, memory = state[0].device, self._memory
-        longest, there = 1, None
+        longest, valid = 1, None
         if seq_lens is not None:
-            lens = seq_lens.to(device).long()
-            longest = int(lens.max())
-            there = torch.arange(longest, device=device)[None, :] < lens[:, None]
+            seq_lens = seq_lens.to(device).long()
+            longest = int(seq_lens.max())
+            valid = torch.arange(longest, device=device)[None, :] < seq_lens[:, None]
         steps = torch.arange(longest, device=device)
-        places = torch.arange(memory + longest, device=device)
-        distance = memory + steps[:, None] - places[None, :]
-        near = (distance >= 0) & (distance <= memory)
-        where = there, distance.clamp(0, memory), near
+        positions = torch.arange(memory + longest, device=device)
+        distance = memory + steps[:, None] - positions[None, :]
+        in_reach = (distance >= 0) & (distance <= memory)
+        layout = valid, distance.clamp(0, memory), in_reach
         count, observations = len(self.tower.units), input_dict["obs"]
-        features, after = self.tower(observations, state[:count], *where)
+        features, new_memory = self.tower(observations, state[:count], *layout)
         self._features = features
         if self.value_tower is not None:
-            self._features, own = self.value_tower(observations, state[count:], *where)
-            after = after + own
-        return self.heads.outputs(features), after
+            self._features, value_memory = self.value_tower(observations, state[count:], *layout)
+            new_memory = new_memory + value_memory
+        return self.heads.outputs(features), new_memory
 
     def value_function(self) -> torch.Tensor:
         assert self._features is not None
         return self.heads.values(self._features)
 
 
-def _waves(count: int, size: int) -> torch.Tensor:
-    """Sines and cosines of distances 0 … count-1, [count, size] (Vaswani et al. 2017, 3.5)."""
+def _sinusoidal_encodings(count: int, size: int) -> torch.Tensor:
+    """Return encodings of distances 0 … count - 1, [count, size] (Vaswani et al. 2017, 3.5)."""
     frequencies = torch.exp(torch.arange(0, size, 2) * (-math.log(10_000.0) / size))
     angles = torch.arange(count)[:, None] * frequencies[None, :]
     return torch.cat([angles.sin(), angles.cos()], 1)[:, :size]

@@ -1,4 +1,4 @@
-"""The model for a pair of spaces and settings."""
+"""make_model: choose a model for spaces and settings."""
 
 from __future__ import annotations
 
@@ -12,22 +12,30 @@ from torch import nn
 
 from flowrl.policies.config import ModelConfig
 from flowrl.policies.models.attention import AttentionNetwork
-from flowrl.policies.models.base import ModelV2, ModuleModel
+from flowrl.policies.models.base import ModelV2
 from flowrl.policies.models.encoders import has_image, is_image
 from flowrl.policies.models.fcnet import FullyConnectedNetwork
 from flowrl.policies.models.masked import MASK, MaskedModel
+from flowrl.policies.models.module_model import ModuleModel
 from flowrl.policies.models.recurrent import RecurrentNetwork
 from flowrl.policies.models.torso import TorsoNetwork
 from flowrl.policies.views import ViewRequirement
 from flowrl.settings import ConfigError, imported, nearest
 
-_CUSTOM: dict[str, Callable[..., Any]] = {}
+_CUSTOM_MODELS: dict[str, Callable[..., Any]] = {}
 
 
-def register_model(name: str, maker: Callable[..., Any]) -> None:
-    """Make a model known by a name, for `custom_model`. On Ray's actors it is known where the
-    module that registers it is imported: there the class itself, or its path, is better."""
-    _CUSTOM[name] = maker
+def register_model(name: str, model: Callable[..., Any]) -> None:
+    """Register a model under a name for the setting `custom_model`.
+
+    Ray actors know the name only if they import the module that registers it; with actors, use
+    the class itself or its import path instead.
+
+    Args:
+        name: value of `custom_model` that selects the model.
+        model: a model class, or a function that returns a model.
+    """
+    _CUSTOM_MODELS[name] = model
 
 
 def make_model(
@@ -38,27 +46,26 @@ def make_model(
     free_log_std: bool = False,
     rng: np.random.Generator | None = None,
     outputs_per_action: int = 1,
-    by_numpy: bool = True,
+    use_numpy: bool = True,
 ) -> ModelV2:
-    """A model as the settings say, and as the observation space needs.
+    """Create the model for an observation space and settings.
 
-    `custom_model` if there is one; a GTrXL with `use_attention`, an LSTM or GRU with `use_lstm`;
-    for images and nested spaces an encoder of each leaf; else two networks of linear layers. A Dict
-    observation with a leaf `action_mask` masks the outputs.
+    This is the `custom_model` if set; a GTrXL with `use_attention`; an LSTM or GRU with
+    `use_lstm`; for images and nested spaces a network with an encoder per leaf; otherwise fully
+    connected networks. The leaf `action_mask` of a Dict observation masks the outputs.
 
     Args:
-        obs_space, action_space: of one agent.
-        num_outputs: inputs of the action distribution.
+        obs_space, action_space: spaces of one agent.
+        num_outputs: number of inputs of the action distribution.
         config: the settings.
-        free_log_std: the second half of the outputs is a parameter, not the network's.
-        rng: what the initial weights are drawn from.
-        outputs_per_action: outputs that a mask forbids with each action; what comes after those of
-            all actions it leaves alone.
-        by_numpy: whether a network that numpy computes, too, will do: its layers are no modules
-            that could be replaced.
+        free_log_std: the second half of the outputs is a parameter.
+        rng: generator of the initial weights.
+        outputs_per_action: outputs of each action, which a mask masks together. Outputs after
+            those of all actions are not masked.
+        use_numpy: allow networks that act with numpy, whose layers cannot be replaced later.
 
     Raises:
-        ConfigError: a space that no encoder is for; settings that do not fit the space.
+        ConfigError: there is no encoder for the space, or settings do not fit the space.
     """
     rng = np.random.default_rng() if rng is None else rng
     if (
@@ -66,23 +73,22 @@ def make_model(
         and isinstance(obs_space, spaces.Dict)
         and MASK in obs_space.spaces
     ):
-        rest = {key: space for key, space in obs_space.items() if key != MASK}
+        unmasked = {key: space for key, space in obs_space.items() if key != MASK}
         if config.num_framestacks > 1:
             raise ConfigError(
-                f"model: num_framestacks is not for nested spaces such as {obs_space}"
+                f"model: num_framestacks does not support nested spaces such as {obs_space}"
             )
-        if not rest:
-            raise ConfigError(f"observation space {obs_space}: there is nothing but an action_mask")
-        seen = next(iter(rest.values())) if len(rest) == 1 else spaces.Dict(rest)
+        if not unmasked:
+            raise ConfigError(f"observation space {obs_space}: it has only an action_mask")
+        inner_space = next(iter(unmasked.values())) if len(unmasked) == 1 else spaces.Dict(unmasked)
         inner = make_model(
-            seen, action_space, num_outputs, config, free_log_std, rng, by_numpy=by_numpy
+            inner_space, action_space, num_outputs, config, free_log_std, rng, use_numpy=use_numpy
         )
-        given = obs_space, action_space, num_outputs, config
-        return MaskedModel(inner, *given, outputs_per_action)
-    quick = by_numpy and config.custom_model is None and _is_flat(obs_space, config)
+        return MaskedModel(inner, obs_space, action_space, num_outputs, config, outputs_per_action)
+    is_fcnet = use_numpy and config.custom_model is None and _is_flat(obs_space, config)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0 if quick else int(rng.integers(2**63)))
-        model = _make(obs_space, action_space, num_outputs, config, free_log_std, rng, quick)
+        torch.manual_seed(0 if is_fcnet else int(rng.integers(2**63)))
+        model = _make(obs_space, action_space, num_outputs, config, free_log_std, rng, is_fcnet)
     if config.num_framestacks > 1:
         shift = f"-{config.num_framestacks - 1}:0"
         model.view_requirements["obs"] = ViewRequirement("obs", obs_space, shift)
@@ -101,57 +107,71 @@ def _make(
     config: ModelConfig,
     free_log_std: bool,
     rng: np.random.Generator,
-    quick: bool,
+    is_fcnet: bool,
 ) -> ModelV2:
-    given = (obs_space, action_space, num_outputs, config)
+    args = (obs_space, action_space, num_outputs, config)
     if config.custom_model is not None:
-        return _custom(config, *given)
+        return _make_custom(config, *args)
     if not has_image(obs_space):
         for name in ("conv_filters", "conv_type", "conv_activation", "post_fcnet_hiddens"):
             if getattr(config, name) != ModelConfig.model_fields[name].default:
-                raise ConfigError(f"model: {name} is for images, {obs_space} has none")
+                raise ConfigError(f"model: {name} needs images, {obs_space} has none")
     if config.num_framestacks > 1 and isinstance(obs_space, (spaces.Dict, spaces.Tuple)):
-        raise ConfigError(f"model: num_framestacks is not for nested spaces such as {obs_space}")
-    if quick:
-        return FullyConnectedNetwork(*given, rng=rng, name="model", free_log_std=free_log_std)
-    kind: Any = TorsoNetwork
+        raise ConfigError(
+            f"model: num_framestacks does not support nested spaces such as {obs_space}"
+        )
+    if is_fcnet:
+        return FullyConnectedNetwork(*args, rng=rng, name="model", free_log_std=free_log_std)
+    model_class: Any = TorsoNetwork
     if config.use_attention or config.use_lstm:
-        kind = AttentionNetwork if config.use_attention else RecurrentNetwork
-    model: ModelV2 = kind(*given, "model", free_log_std)
+        model_class = AttentionNetwork if config.use_attention else RecurrentNetwork
+    model: ModelV2 = model_class(*args, "model", free_log_std)
     return model
 
 
-def _custom(config: ModelConfig, *given: Any) -> ModelV2:
-    maker: Any = config.custom_model
-    if isinstance(maker, str):
-        if maker in _CUSTOM:
-            maker = _CUSTOM[maker]
-        elif ":" in maker:
-            try:
-                maker = imported(maker)
-            except (ImportError, AttributeError, ValueError) as error:
-                raise ConfigError(f"custom_model: {maker!r} cannot be imported: {error}") from error
-        else:
-            raise ConfigError(
-                f"custom_model: no model {maker!r}.{nearest(maker, sorted(_CUSTOM))} Register one "
-                'with register_model(), or give a class, or its path "module:Class"'
-            )
-    settings: Mapping[str, Any] = config.custom_model_config
-    if isinstance(maker, nn.Module) or not callable(maker):
-        raise ConfigError(f"custom_model: a class, or a function that makes a model, got {maker!r}")
-    plain = isinstance(maker, type) and not issubclass(maker, ModelV2)
-    own = given[:3] if plain else (*given, "custom_model")
-    made: Any
+def _make_custom(config: ModelConfig, *args: Any) -> ModelV2:
+    factory = _custom_factory(config.custom_model)
+    kwargs: Mapping[str, Any] = config.custom_model_config
+    is_plain_module = isinstance(factory, type) and not issubclass(factory, ModelV2)
+    factory_args = args[:3] if is_plain_module else (*args, "custom_model")
+    model: Any
     try:
-        made = maker(*own, **settings)
+        model = factory(*factory_args, **kwargs)
     except (TypeError, AttributeError) as error:
-        names = "obs_space, action_space, num_outputs" + ("" if plain else ", model_config, name")
-        more = "".join(f", {name}=…" for name in settings)
+        names = "obs_space, action_space, num_outputs"
+        names += "" if is_plain_module else ", model_config, name"
+        names += "".join(f", {name}=…" for name in kwargs)
         raise ConfigError(
-            f"custom_model: {getattr(maker, '__name__', maker)}({names}{more}) failed: {error}"
+            f"custom_model: {getattr(factory, '__name__', factory)}({names}) failed: {error}"
         ) from error
-    if isinstance(made, nn.Module) and not isinstance(made, ModelV2):
-        made = ModuleModel(made, *given, name=type(made).__name__)
-    if not isinstance(made, ModelV2):
-        raise ConfigError(f"custom_model: a torch.nn.Module is needed, got {made!r}")
-    return made
+    if isinstance(model, nn.Module) and not isinstance(model, ModelV2):
+        model = ModuleModel(model, *args, name=type(model).__name__)
+    if not isinstance(model, ModelV2):
+        raise ConfigError(f"custom_model: must create a torch.nn.Module, got {model!r}")
+    return model
+
+
+def _custom_factory(custom_model: Any) -> Any:
+    """Return the class or function that `custom_model` refers to."""
+    factory = custom_model
+    if isinstance(factory, str):
+        if factory in _CUSTOM_MODELS:
+            factory = _CUSTOM_MODELS[factory]
+        elif ":" in factory:
+            try:
+                factory = imported(factory)
+            except (ImportError, AttributeError, ValueError) as error:
+                raise ConfigError(
+                    f"custom_model: {factory!r} cannot be imported: {error}"
+                ) from error
+        else:
+            hint = nearest(factory, sorted(_CUSTOM_MODELS))
+            raise ConfigError(
+                f"custom_model: no model is registered as {factory!r}.{hint} Register it with "
+                'register_model(), or set a class or its import path "module:Class"'
+            )
+    if isinstance(factory, nn.Module) or not callable(factory):
+        raise ConfigError(
+            f"custom_model: must be a class, or a function that creates a model, got {factory!r}"
+        )
+    return factory

@@ -1,4 +1,4 @@
-"""FullyConnectedNetwork: policy and value networks of linear layers, with a fast way to act."""
+"""FullyConnectedNetwork: policy and value networks of linear layers, fast on small batches."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from gymnasium import spaces
 from torch import nn
 
 from flowrl.policies.config import ModelConfig
-from flowrl.policies.models.base import ModelV2, State, exact
-from flowrl.policies.models.encoders import flat, flat_size
+from flowrl.policies.models.base import ModelV2, State, full_precision
+from flowrl.policies.models.flatten import flat_size, flatten, flatten_numpy
 
-MANY = 4096  # numbers
+MIN_TORCH_RELU_SIZE = 4096  # elements
 
-Layer = tuple[nn.Parameter, nn.Parameter]
+Layer = tuple[nn.Parameter, nn.Parameter]  # weight, bias
 NumpyLayer = tuple[np.ndarray, np.ndarray]
 
-_TORCH: dict[str, Callable[..., Any]] = {
+_TORCH_ACTIVATIONS: dict[str, Callable[..., Any]] = {
     "tanh": torch.tanh,
     "relu": F.relu,
     "silu": F.silu,
@@ -32,7 +32,8 @@ _TORCH: dict[str, Callable[..., Any]] = {
 
 
 def _relu(x: np.ndarray, out: np.ndarray) -> np.ndarray:
-    if x is out and x.size > MANY:  # torch's is several times faster, and slower to call
+    # torch's in-place relu is several times faster, but costs more per call
+    if x is out and x.size > MIN_TORCH_RELU_SIZE:
         torch.from_numpy(x).relu_()
         return x
     return np.maximum(x, 0.0, out=out)
@@ -41,8 +42,10 @@ def _relu(x: np.ndarray, out: np.ndarray) -> np.ndarray:
 NUMPY_ACTIVATIONS: dict[str, Callable[..., Any]] = {"tanh": np.tanh, "relu": _relu}
 
 
-def orthogonal(size_in: int, size_out: int, gain: float, rng: np.random.Generator) -> nn.Linear:
-    """A linear layer with an orthogonal weight scaled by `gain` and zero bias."""
+def orthogonal_linear(
+    size_in: int, size_out: int, gain: float, rng: np.random.Generator
+) -> nn.Linear:
+    """Return a linear layer with an orthogonal weight scaled by `gain` and zero bias."""
     layer = nn.Linear(size_in, size_out)
     normal = rng.standard_normal((max(size_in, size_out), min(size_in, size_out)))
     q, r = np.linalg.qr(normal)
@@ -55,20 +58,24 @@ def orthogonal(size_in: int, size_out: int, gain: float, rng: np.random.Generato
 
 
 class FullyConnectedNetwork(ModelV2):
-    """Policy and value networks of equal-shaped hidden layers, apart or with a shared trunk.
+    """Policy and value networks with the same hidden layers, separate or with a shared trunk.
 
-    Initialisation: orthogonal, gain sqrt(2) in hidden layers, 0.01 at the policy head, 1 at the
+    With float32 parameters on the CPU and the activation tanh or relu the network acts with numpy
+    on the parameters' memory (see `uses_numpy`): for small batches a torch call is mostly dispatch
+    overhead.
+
+    Initialization: orthogonal, gain sqrt(2) in hidden layers, 0.01 at the policy head, 1 at the
     value head, biases zero (Engstrom et al. 2020; Andrychowicz et al. 2021).
 
     Args:
-        obs_space, action_space, num_outputs, model_config, name: see ModelV2; spaces that are not
-            nested are flattened, or one-hot.
-        free_log_std: the second half of the outputs is a parameter, not a function of the
+        obs_space, action_space, num_outputs, model_config, name: see ModelV2. Observations are
+            flattened or one-hot; the space is not nested.
+        free_log_std: the second half of the outputs is a parameter, independent of the
             observation.
-        rng: draws the initial weights; None takes the machine's entropy.
+        rng: generator of the initial weights; None seeds it from the operating system.
 
     Raises:
-        ConfigError: a space that cannot be flattened.
+        ConfigError: the observation space cannot be flattened.
     """
 
     def __init__(
@@ -84,57 +91,57 @@ class FullyConnectedNetwork(ModelV2):
         super().__init__(obs_space, action_space, num_outputs, model_config, name)
         rng = np.random.default_rng() if rng is None else rng
         activation = model_config.fcnet_activation
-        self._activation: Callable[..., Any] = _TORCH[activation]
+        self._activation: Callable[..., Any] = _TORCH_ACTIVATIONS[activation]
         self._numpy_activation = NUMPY_ACTIVATIONS.get(activation)
         self._frames = frames = model_config.num_framestacks
-        hidden = [flat_size(obs_space) * frames, *model_config.fcnet_hiddens]
-        mean_outputs = num_outputs // 2 if free_log_std else num_outputs
+        sizes = [flat_size(obs_space) * frames, *model_config.fcnet_hiddens]
+        num_means = num_outputs // 2 if free_log_std else num_outputs
 
-        def trunk() -> nn.ModuleList:
+        def hidden_layers() -> nn.ModuleList:
             gain = math.sqrt(2.0)
-            pairs = itertools.pairwise(hidden)
-            return nn.ModuleList(orthogonal(i, o, gain, rng) for i, o in pairs)
+            pairs = itertools.pairwise(sizes)
+            return nn.ModuleList(orthogonal_linear(i, o, gain, rng) for i, o in pairs)
 
         self._shared = bool(model_config.vf_share_layers)
-        self.hidden = trunk()
-        self.policy_head = orthogonal(hidden[-1], mean_outputs, 0.01, rng)
-        self.value_hidden = self.hidden if self._shared else trunk()
-        self.value_head = orthogonal(hidden[-1], 1, 1.0, rng)
-        self.log_std = nn.Parameter(torch.zeros(mean_outputs)) if free_log_std else None
-        # Looking parameters up through nn.Module costs more than the arithmetic of a small layer.
-        self._policy_layers = _layers([*self.hidden, self.policy_head])
-        self._value_layers = _layers([*self.value_hidden, self.value_head])
+        self.hidden = hidden_layers()
+        self.policy_head = orthogonal_linear(sizes[-1], num_means, 0.01, rng)
+        self.value_hidden = self.hidden if self._shared else hidden_layers()
+        self.value_head = orthogonal_linear(sizes[-1], 1, 1.0, rng)
+        self.log_std = nn.Parameter(torch.zeros(num_means)) if free_log_std else None
+        # Attribute access through nn.Module costs more than the arithmetic of a small layer.
+        self._policy_layers = _parameters([*self.hidden, self.policy_head])
+        self._value_layers = _parameters([*self.value_hidden, self.value_head])
         self._features: torch.Tensor | None = None
-        self.link_numpy()
+        self.bind_numpy_views()
 
-    def link_numpy(self) -> None:
-        """Make the numpy side read the parameters' memory; call again when that has moved."""
+    def bind_numpy_views(self) -> None:
+        """Refresh numpy views of the parameters. Called when the parameters' memory has moved."""
         self._numpy: dict[str, list[NumpyLayer]] | None = None
         on_cpu = all(p.device.type == "cpu" and p.dtype == torch.float32 for p in self.parameters())
-        if self._numpy_activation is None or not on_cpu or self._is_other():
+        if self._numpy_activation is None or not on_cpu or self._is_overridden():
             return
-        self._scratch: list[np.ndarray] = []
+        self._buffers_numpy: list[np.ndarray] = []  # outputs of the hidden layers
         self._numpy = {
-            "policy": numpy_layers(self._policy_layers),
-            "value": numpy_layers(self._value_layers),
+            "policy": numpy_views(self._policy_layers),
+            "value": numpy_views(self._value_layers),
         }
         self._numpy_log_std = None if self.log_std is None else self.log_std.detach().numpy()
 
     @classmethod
-    def _is_other(cls) -> bool:
-        """Whether a subclass computes something else."""
-        own = FullyConnectedNetwork
-        return cls.forward is not own.forward or cls.value_function is not own.value_function
+    def _is_overridden(cls) -> bool:
+        """Return whether a subclass computes outputs or values differently."""
+        base = FullyConnectedNetwork
+        return cls.forward is not base.forward or cls.value_function is not base.value_function
 
     # -- learning ----------------------------------------------------------------------------------
 
     def forward(
         self, input_dict: Mapping[str, Any], state: State, seq_lens: torch.Tensor | None
     ) -> tuple[torch.Tensor, State]:
-        features = self._flattened(input_dict["obs"])
+        features = self._flatten(input_dict["obs"])
         hidden = self._run(features, self._policy_layers[:-1])
         self._features = hidden if self._shared else features
-        with exact(hidden):
+        with full_precision(hidden):
             outputs = F.linear(hidden.float(), *self._policy_layers[-1])
         if self.log_std is not None:
             outputs = torch.cat([outputs, self.log_std.expand_as(outputs)], -1)
@@ -145,7 +152,7 @@ class FullyConnectedNetwork(ModelV2):
         hidden = self._features
         if not self._shared:
             hidden = self._run(hidden, self._value_layers[:-1])
-        with exact(hidden):
+        with full_precision(hidden):
             return F.linear(hidden.float(), *self._value_layers[-1]).squeeze(-1)
 
     def _run(self, hidden: torch.Tensor, layers: list[Layer]) -> torch.Tensor:
@@ -153,17 +160,17 @@ class FullyConnectedNetwork(ModelV2):
             hidden = self._activation(F.linear(hidden, weight, bias))
         return hidden
 
-    def _flattened(self, observations: torch.Tensor) -> torch.Tensor:
+    def _flatten(self, observations: torch.Tensor) -> torch.Tensor:
         if isinstance(self.obs_space, (spaces.Discrete, spaces.MultiDiscrete)):
-            every = observations.flatten(0, 1) if self._frames > 1 else observations
-            return flat(self.obs_space, every).reshape(observations.shape[0], -1)
+            frames = observations.flatten(0, 1) if self._frames > 1 else observations
+            return flatten(self.obs_space, frames).reshape(observations.shape[0], -1)
         return observations.reshape(observations.shape[0], -1).to(torch.float32)
 
     # -- acting ------------------------------------------------------------------------------------
 
     @property
-    def has_numpy(self) -> bool:
-        """Whether `forward_numpy` and `values_numpy` work for this network as it is now."""
+    def uses_numpy(self) -> bool:
+        """Whether the network acts with numpy, so that the `..._numpy` methods can be called."""
         return self._numpy is not None
 
     def compute_outputs(
@@ -175,30 +182,35 @@ class FullyConnectedNetwork(ModelV2):
         return outputs, values, []
 
     def compute_values(self, inputs: Mapping[str, Any]) -> np.ndarray | None:
-        return (
-            super().compute_values(inputs)
-            if self._numpy is None
-            else self.values_numpy(inputs["obs"])
-        )
+        if self._numpy is None:
+            return super().compute_values(inputs)
+        return self.values_numpy(inputs["obs"])
 
     def forward_numpy(self, observations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Outputs and values, computed by numpy on the same memory, for acting.
-
-        A torch call on a small batch is mostly dispatch: for one CartPole observation this takes
-        a fifth of the time.
-        """
+        """Return outputs [B, num_outputs] and values [B], computed with numpy."""
         assert self._numpy is not None
         features = self.features_numpy(observations)
-        outputs, hidden = self._outputs_numpy(features)
+        outputs, hidden = self._policy_numpy(features)
         if not self._shared:
             hidden = self._run_numpy(features, self._numpy["value"][:-1])
-        return outputs, self._head_numpy(hidden)
+        return outputs, self._value_head_numpy(hidden)
 
     def outputs_numpy(self, observations: np.ndarray) -> np.ndarray:
-        """Outputs [B, num_outputs] alone."""
-        return self._outputs_numpy(self.features_numpy(observations))[0]
+        """Return outputs [B, num_outputs] only."""
+        return self._policy_numpy(self.features_numpy(observations))[0]
 
-    def _outputs_numpy(self, features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def values_numpy(self, observations: np.ndarray) -> np.ndarray:
+        """Return values [B] only."""
+        assert self._numpy is not None
+        features = self.features_numpy(observations)
+        return self._value_head_numpy(self._run_numpy(features, self._numpy["value"][:-1]))
+
+    def features_numpy(self, observations: np.ndarray) -> np.ndarray:
+        """Return the first layer's input [B, size], float32, of observations [B, …]."""
+        return flatten_numpy(self.obs_space, observations)
+
+    def _policy_numpy(self, features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the outputs and the activations of the last hidden layer."""
         assert self._numpy is not None
         hidden = self._run_numpy(features, self._numpy["policy"][:-1])
         weight, bias = self._numpy["policy"][-1]
@@ -209,13 +221,7 @@ class FullyConnectedNetwork(ModelV2):
             outputs = np.concatenate([outputs, log_std], 1)
         return outputs, hidden
 
-    def values_numpy(self, observations: np.ndarray) -> np.ndarray:
-        """Values [B] alone."""
-        assert self._numpy is not None
-        features = self.features_numpy(observations)
-        return self._head_numpy(self._run_numpy(features, self._numpy["value"][:-1]))
-
-    def _head_numpy(self, hidden: np.ndarray) -> np.ndarray:
+    def _value_head_numpy(self, hidden: np.ndarray) -> np.ndarray:
         assert self._numpy is not None
         weight, bias = self._numpy["value"][-1]
         values = hidden @ weight
@@ -223,51 +229,29 @@ class FullyConnectedNetwork(ModelV2):
         return values[:, 0]
 
     def _run_numpy(self, hidden: np.ndarray, layers: list[NumpyLayer]) -> np.ndarray:
-        """Activations of the last hidden layer, in memory that the next call writes over."""
+        """Return activations of the last hidden layer, in memory that the next call overwrites."""
         activation = self._numpy_activation
         assert activation is not None
-        if not self._scratch or len(self._scratch[0]) != len(hidden):
-            self._scratch = [np.empty((len(hidden), b.shape[0]), np.float32) for _, b in layers]
-        for (weight, bias), out in zip(layers, self._scratch, strict=True):
+        buffers = self._buffers_numpy
+        if not buffers or len(buffers[0]) != len(hidden):
+            buffers = [np.empty((len(hidden), b.shape[0]), np.float32) for _, b in layers]
+            self._buffers_numpy = buffers
+        for (weight, bias), out in zip(layers, buffers, strict=True):
             np.dot(hidden, weight, out)
             out += bias
             hidden = activation(out, out)
         return hidden
 
-    def features_numpy(self, observations: np.ndarray) -> np.ndarray:
-        """Observations [B, …] as what the first layer takes, [B, size]."""
-        return flat_numpy(self.obs_space, observations)
+
+def uses_numpy(model: Any) -> TypeGuard[FullyConnectedNetwork]:
+    """Return whether a model is a FullyConnectedNetwork that acts with numpy."""
+    return isinstance(model, FullyConnectedNetwork) and model.uses_numpy
 
 
-def flat_numpy(space: spaces.Space, values: np.ndarray) -> np.ndarray:
-    """`flat` by numpy: features [rows, size], float32."""
-    if isinstance(space, spaces.Discrete):
-        numbers = values.reshape(-1) - int(space.start)
-        if numbers.size and not (numbers.min() >= 0 and numbers.max() < space.n):
-            raise ValueError(f"observations {values} are not of {space}")
-        one_hot = np.eye(int(space.n), dtype=np.float32)[numbers]
-        return one_hot.reshape(values.shape[0], -1)
-    if isinstance(space, spaces.MultiDiscrete):
-        nvec, start = space.nvec.reshape(-1), space.start.reshape(-1)
-        numbers = values.reshape(len(values), -1, len(nvec)) - start
-        if ((numbers < 0) | (numbers >= nvec)).any():
-            raise ValueError(f"observations {values} are not of {space}")
-        numbers = numbers + np.cumsum(nvec) - nvec
-        rows = np.zeros((*numbers.shape[:2], int(nvec.sum())), np.float32)
-        np.put_along_axis(rows, numbers, 1.0, axis=2)
-        return rows.reshape(values.shape[0], -1)
-    return values.reshape(values.shape[0], -1).astype(np.float32, copy=False)
-
-
-def _layers(modules: list[Any]) -> list[Layer]:
-    return [(module.weight, module.bias) for module in modules]
-
-
-def numpy_layers(layers: list[Layer]) -> list[NumpyLayer]:
-    """Weights, transposed, and biases as arrays that share the parameters' memory."""
+def numpy_views(layers: list[Layer]) -> list[NumpyLayer]:
+    """Return transposed weights and biases as arrays that share the parameters' memory."""
     return [(w.detach().numpy().T, b.detach().numpy()) for w, b in layers]
 
 
-def is_quick(model: Any) -> TypeGuard[FullyConnectedNetwork]:
-    """Whether numpy computes a network, too."""
-    return isinstance(model, FullyConnectedNetwork) and model.has_numpy
+def _parameters(modules: list[Any]) -> list[Layer]:
+    return [(module.weight, module.bias) for module in modules]

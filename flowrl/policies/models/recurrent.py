@@ -1,4 +1,4 @@
-"""RecurrentNetwork: an LSTM or a GRU around any torso."""
+"""RecurrentNetwork: an LSTM or a GRU on any torso."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import optree
 import torch
 from gymnasium import spaces
 from torch import nn
@@ -14,48 +13,60 @@ from torch.nn.utils.rnn import PackedSequence
 
 from flowrl.policies.config import ModelConfig
 from flowrl.policies.models.base import ModelV2, State
-from flowrl.policies.models.encoders import FlatEncoder, flat, nested_size
-from flowrl.policies.models.fcnet import NUMPY_ACTIVATIONS, flat_numpy, numpy_layers
+from flowrl.policies.models.encoders import FlatEncoder
+from flowrl.policies.models.fcnet import NUMPY_ACTIVATIONS, numpy_views
+from flowrl.policies.models.flatten import (
+    flatten,
+    flatten_actions_numpy,
+    flatten_numpy,
+    nested_size,
+)
 from flowrl.policies.models.torso import Heads, Torso, shares_layers
 from flowrl.policies.views import ViewRequirement
 
+PackedOrder = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
-def packed_order(lens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """How rows of sequences one after another lie in a PackedSequence.
+
+def packed_order(seq_lens: torch.Tensor) -> PackedOrder:
+    """Return the order of the rows of consecutive sequences in a PackedSequence.
 
     Args:
-        lens: rows of each sequence [sequences], on the CPU, each at least 1.
+        seq_lens: length of each sequence [sequences], on the CPU, each at least 1.
 
     Returns:
-        the row at each packed place [rows]; how many sequences have a t-th row [longest]; the
-        sequences from the longest to the shortest [sequences].
+        The row at each packed position [rows], the number of sequences that have a t-th row
+        [longest], and the sequences in order of decreasing length [sequences].
     """
-    order = torch.argsort(lens, descending=True, stable=True)
-    begins = (torch.cumsum(lens, 0) - lens)[order]
-    sorted_lens = lens[order]
+    sequences = torch.argsort(seq_lens, descending=True, stable=True)
+    starts = (torch.cumsum(seq_lens, 0) - seq_lens)[sequences]
+    sorted_lens = seq_lens[sequences]
     steps = torch.arange(int(sorted_lens[0]))
-    there = steps[:, None] < sorted_lens[None, :]
-    rows = (begins[None, :] + steps[:, None])[there]
-    return rows, there.sum(1), order
+    has_step = steps[:, None] < sorted_lens[None, :]
+    rows = (starts[None, :] + steps[:, None])[has_step]
+    return rows, has_step.sum(1), sequences
 
 
-class Tower(nn.Module):
-    """A torso and a recurrent cell: rows of sequences to features.
+class RecurrentTower(nn.Module):
+    """A torso and a recurrent cell.
 
     Args:
-        obs_space: what the torso is for.
+        obs_space: observation space of one frame.
         config: the settings.
-        more: features besides the torso's.
+        num_extra: number of features of the cell's input besides the torso's.
+
+    Attributes:
+        size: number of features.
+        num_states: number of recurrent states, 2 for an LSTM and 1 for a GRU.
     """
 
-    def __init__(self, obs_space: spaces.Space, config: ModelConfig, more: int):
+    def __init__(self, obs_space: spaces.Space, config: ModelConfig, num_extra: int):
         super().__init__()
         torso: Any = Torso(obs_space, config)
         self.torso = torso
         self.size = config.lstm_cell_size
         self.is_lstm = config.lstm_cell_type == "lstm"
-        kind: Any = nn.LSTM if self.is_lstm else nn.GRU
-        rnn: Any = kind(torso.size + more, self.size)
+        cell_class: Any = nn.LSTM if self.is_lstm else nn.GRU
+        rnn: Any = cell_class(torso.size + num_extra, self.size)
         for parameter in (rnn.weight_ih_l0, rnn.weight_hh_l0):
             for gate in parameter.data.split(self.size):
                 nn.init.orthogonal_(gate)
@@ -68,35 +79,37 @@ class Tower(nn.Module):
     def forward(
         self,
         observations: Any,
-        more: list[torch.Tensor],
+        extra: list[torch.Tensor],
         state: State,
-        order: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+        order: PackedOrder | None,
     ) -> tuple[torch.Tensor, State]:
-        """Features [rows, size] and the states after each sequence.
+        """Return features [rows, size] and the states after each sequence.
 
         Args:
-            observations: of all rows.
-            more: features [rows, …] besides the torso's.
-            state: before each sequence.
-            order: of the rows, see `packed_order`; None if each row is a sequence.
+            observations: observations of all rows.
+            extra: further features [rows, …].
+            state: states before each sequence.
+            order: order of the rows, see `packed_order`; None if each row is a sequence.
         """
-        features = torch.cat([self.torso(observations), *more], 1)
+        features = torch.cat([self.torso(observations), *extra], 1)
         if order is None:
-            each: Any = [part.unsqueeze(0) for part in state]
-            hidden, last = self.rnn(features.unsqueeze(0), tuple(each) if self.is_lstm else each[0])
+            parts: Any = [part.unsqueeze(0) for part in state]
+            hidden, last = self.rnn(
+                features.unsqueeze(0), tuple(parts) if self.is_lstm else parts[0]
+            )
             return hidden[0], [part[0] for part in (last if self.is_lstm else (last,))]
-        rows, sizes, sequences = order
-        first: Any = [part[sequences].unsqueeze(0) for part in state]
-        first = tuple(first) if self.is_lstm else first[0]
-        packed, last = self.rnn(PackedSequence(features[rows], sizes), first)
+        rows, batch_sizes, sequences = order
+        initial: Any = [part[sequences].unsqueeze(0) for part in state]
+        initial = tuple(initial) if self.is_lstm else initial[0]
+        packed, last = self.rnn(PackedSequence(features[rows], batch_sizes), initial)
         hidden = torch.empty_like(packed.data).index_copy(0, rows, packed.data)
-        back = torch.argsort(sequences)
-        return hidden, [part.squeeze(0)[back] for part in (last if self.is_lstm else (last,))]
+        inverse = torch.argsort(sequences)
+        return hidden, [part.squeeze(0)[inverse] for part in (last if self.is_lstm else (last,))]
 
     # -- acting ------------------------------------------------------------------------------------
 
-    def link_numpy(self) -> bool:
-        """Make the numpy side read the parameters' memory; whether there is one."""
+    def bind_numpy_views(self) -> bool:
+        """Refresh numpy views of the parameters; return whether `step_numpy` can be used."""
         on_cpu = all(p.device.type == "cpu" and p.dtype == torch.float32 for p in self.parameters())
         if self._activation is None or not on_cpu:
             return False
@@ -104,56 +117,64 @@ class Tower(nn.Module):
             return False
         linear: list[Any] = [m for m in self.torso.hidden if isinstance(m, nn.Linear)]
         rnn: Any = self.rnn
-        self._hidden = numpy_layers([(m.weight, m.bias) for m in linear])
-        self._given = numpy_layers([(rnn.weight_ih_l0, rnn.bias_ih_l0)])[0]
-        self._held = numpy_layers([(rnn.weight_hh_l0, rnn.bias_hh_l0)])[0]
+        self._hidden = numpy_views([(m.weight, m.bias) for m in linear])
+        self._input_layer = numpy_views([(rnn.weight_ih_l0, rnn.bias_ih_l0)])[0]
+        self._state_layer = numpy_views([(rnn.weight_hh_l0, rnn.bias_hh_l0)])[0]
         return True
 
-    def step(
-        self, observations: np.ndarray, more: list[np.ndarray], state: list[np.ndarray]
+    def step_numpy(
+        self, observations: np.ndarray, extra: list[np.ndarray], state: list[np.ndarray]
     ) -> list[np.ndarray]:
-        """The states after one step of each of B rows by numpy; the first are the features."""
+        """Return the states [B, size] after one step of each of B rows, computed with numpy.
+
+        The first state is also the features.
+
+        Args:
+            observations: flattened observations [B, …].
+            extra: further features [B, …].
+            state: states before the step.
+        """
         assert self._activation is not None
         hidden = observations
         for weight, bias in self._hidden:
             hidden = hidden @ weight
             hidden += bias
             hidden = self._activation(hidden, hidden)
-        features = np.concatenate([hidden, *more], 1) if more else hidden
+        features = np.concatenate([hidden, *extra], 1) if extra else hidden
         return self._lstm(features, *state) if self.is_lstm else self._gru(features, *state)
 
     def _lstm(self, x: np.ndarray, h: np.ndarray, c: np.ndarray) -> list[np.ndarray]:
         """Hochreiter & Schmidhuber 1997 with forget gates; gates in torch's order i, f, g, o."""
         size = self.size
-        gates = x @ self._given[0]
-        gates += h @ self._held[0]
-        gates += self._given[1] + self._held[1]
-        new = np.tanh(gates[:, 2 * size : 3 * size])
-        opened = _sigmoid(gates)
-        cell = opened[:, size : 2 * size] * c + opened[:, :size] * new
-        return [opened[:, 3 * size :] * np.tanh(cell), cell]
+        gates = x @ self._input_layer[0]
+        gates += h @ self._state_layer[0]
+        gates += self._input_layer[1] + self._state_layer[1]
+        candidate = np.tanh(gates[:, 2 * size : 3 * size])
+        sigmoids = _sigmoid(gates)
+        cell = sigmoids[:, size : 2 * size] * c + sigmoids[:, :size] * candidate
+        return [sigmoids[:, 3 * size :] * np.tanh(cell), cell]
 
     def _gru(self, x: np.ndarray, h: np.ndarray) -> list[np.ndarray]:
-        """Cho et al. 2014 as torch has it: gates in the order r, z, n."""
+        """Cho et al. 2014 in torch's variant; gates in torch's order r, z, n."""
         size = self.size
-        given = x @ self._given[0] + self._given[1]
-        held = h @ self._held[0] + self._held[1]
-        reset = _sigmoid(given[:, :size] + held[:, :size])
-        update = _sigmoid(given[:, size : 2 * size] + held[:, size : 2 * size])
-        new = np.tanh(given[:, 2 * size :] + reset * held[:, 2 * size :])
-        return [(1 - update) * new + update * h]
+        from_input = x @ self._input_layer[0] + self._input_layer[1]
+        from_state = h @ self._state_layer[0] + self._state_layer[1]
+        reset = _sigmoid(from_input[:, :size] + from_state[:, :size])
+        update = _sigmoid(from_input[:, size : 2 * size] + from_state[:, size : 2 * size])
+        candidate = np.tanh(from_input[:, 2 * size :] + reset * from_state[:, 2 * size :])
+        return [(1 - update) * candidate + update * h]
 
 
 class RecurrentNetwork(ModelV2):
-    """A torso, a recurrent cell, and heads for policy and value on the cell's output; or one such
-    tower for each, which learn apart (large value losses do not disturb the policy's memory).
+    """A torso, a recurrent cell, and heads for policy and value.
 
-    Sequences are computed without padding: a row that is not there costs nothing and cannot leak.
+    The value head shares the policy's cell, or has a separate torso and cell, so that large value
+    losses do not disturb the policy's states. Sequences are packed, not padded.
 
     Args:
-        obs_space, action_space, num_outputs, model_config, name: see ModelV2. The settings
-            `lstm_cell_type`, `lstm_cell_size`, `lstm_use_prev_action`, `lstm_use_prev_reward`,
-            `max_seq_len` and `burn_in` are for it.
+        obs_space, action_space, num_outputs, model_config, name: see ModelV2. It uses the
+            settings `lstm_cell_type`, `lstm_cell_size`, `lstm_use_prev_action`,
+            `lstm_use_prev_reward`, `max_seq_len` and `burn_in`.
         free_log_std: the second half of the outputs is a parameter.
     """
 
@@ -168,21 +189,21 @@ class RecurrentNetwork(ModelV2):
     ):
         super().__init__(obs_space, action_space, num_outputs, model_config, name)
         config = model_config
-        more = 0
+        num_extra = 0
         if config.lstm_use_prev_action:
             self.view_requirements["prev_actions"] = ViewRequirement(
                 "actions", action_space, shift=-1
             )
-            more += nested_size(action_space)
+            num_extra += nested_size(action_space)
         if config.lstm_use_prev_reward:
             self.view_requirements["prev_rewards"] = ViewRequirement("rewards", shift=-1)
-            more += 1
-        self.tower = Tower(obs_space, config, more)
+            num_extra += 1
+        self.tower = RecurrentTower(obs_space, config, num_extra)
         shared = shares_layers(config, obs_space)
-        self.value_tower = None if shared else Tower(obs_space, config, more)
+        self.value_tower = None if shared else RecurrentTower(obs_space, config, num_extra)
         self.heads = Heads(config.lstm_cell_size, num_outputs, free_log_std)
         self._features: torch.Tensor | None = None
-        self.link_numpy()
+        self.bind_numpy_views()
 
     def get_initial_state(self) -> list[np.ndarray]:
         count = self.tower.num_states * (1 if self.value_tower is None else 2)
@@ -193,22 +214,22 @@ class RecurrentNetwork(ModelV2):
     def forward(
         self, input_dict: Mapping[str, Any], state: State, seq_lens: torch.Tensor | None
     ) -> tuple[torch.Tensor, State]:
-        more = []
+        extra = []
         if self.model_config.lstm_use_prev_action:
-            more.append(flat(self.action_space, input_dict["prev_actions"], True))
+            extra.append(flatten(self.action_space, input_dict["prev_actions"], zero_based=True))
         if self.model_config.lstm_use_prev_reward:
-            more.append(input_dict["prev_rewards"].reshape(-1, 1).to(torch.float32))
+            extra.append(input_dict["prev_rewards"].reshape(-1, 1).to(torch.float32))
         order = None
         if seq_lens is not None:
-            rows, sizes, sequences = packed_order(seq_lens.cpu())
-            order = rows.to(state[0].device), sizes, sequences.to(state[0].device)
-        count = self.tower.num_states
-        hidden, after = self.tower(input_dict["obs"], more, state[:count], order)
+            rows, batch_sizes, sequences = packed_order(seq_lens.cpu())
+            order = rows.to(state[0].device), batch_sizes, sequences.to(state[0].device)
+        count, obs = self.tower.num_states, input_dict["obs"]
+        hidden, new_state = self.tower(obs, extra, state[:count], order)
         self._features = hidden
         if self.value_tower is not None:
-            self._features, own = self.value_tower(input_dict["obs"], more, state[count:], order)
-            after = after + own
-        return self.heads.outputs(hidden), after
+            self._features, value_state = self.value_tower(obs, extra, state[count:], order)
+            new_state = new_state + value_state
+        return self.heads.outputs(hidden), new_state
 
     def value_function(self) -> torch.Tensor:
         assert self._features is not None
@@ -216,62 +237,52 @@ class RecurrentNetwork(ModelV2):
 
     # -- acting ------------------------------------------------------------------------------------
 
-    def link_numpy(self) -> None:
-        """Make the numpy side read the parameters' memory."""
+    def bind_numpy_views(self) -> None:
+        """Refresh numpy views of the parameters. Called when the parameters' memory has moved."""
         self._numpy: dict[str, Any] | None = None
-        own = RecurrentNetwork
-        same = type(self).forward is own.forward
-        same &= type(self).value_function is own.value_function
+        base = RecurrentNetwork
+        is_base = type(self).forward is base.forward
+        is_base &= type(self).value_function is base.value_function
         towers = [self.tower] + ([] if self.value_tower is None else [self.value_tower])
-        if not (same and all(tower.link_numpy() for tower in towers)):
+        if not (is_base and all(tower.bind_numpy_views() for tower in towers)):
             return
         heads: Any = self.heads
         self._numpy = {
-            "policy": numpy_layers([(heads.policy.weight, heads.policy.bias)])[0],
-            "value": numpy_layers([(heads.value.weight, heads.value.bias)])[0],
+            "policy": numpy_views([(heads.policy.weight, heads.policy.bias)])[0],
+            "value": numpy_views([(heads.value.weight, heads.value.bias)])[0],
             "log_std": None if heads.log_std is None else heads.log_std.detach().numpy(),
         }
 
     def compute_outputs(
         self, inputs: Mapping[str, Any]
     ) -> tuple[np.ndarray, np.ndarray | None, list[np.ndarray]]:
-        """One step by numpy, where the torso is of linear layers: torch's dispatch would take
-        most of the time."""
-        parts = self._numpy
-        if parts is None:
+        parameters = self._numpy
+        if parameters is None:  # one step of a small network in torch is mostly dispatch overhead
             return super().compute_outputs(inputs)
-        observations = flat_numpy(self.obs_space, inputs["obs"])
-        more = []
+        observations = flatten_numpy(self.obs_space, inputs["obs"])
+        extra = []
         if self.model_config.lstm_use_prev_action:
-            more.append(_previous_numpy(self.action_space, inputs["prev_actions"]))
+            extra.append(flatten_actions_numpy(self.action_space, inputs["prev_actions"]))
         if self.model_config.lstm_use_prev_reward:
-            more.append(inputs["prev_rewards"].reshape(-1, 1).astype(np.float32))
+            extra.append(inputs["prev_rewards"].reshape(-1, 1).astype(np.float32))
         count = self.tower.num_states
-        state = [inputs[name] for name in self._states_in(inputs)]
-        after = self.tower.step(observations, more, state[:count])
-        hidden = value_hidden = after[0]
+        state = [inputs[name] for name in self._state_columns(inputs)]
+        new_state = self.tower.step_numpy(observations, extra, state[:count])
+        hidden = value_hidden = new_state[0]
         if self.value_tower is not None:
-            own = self.value_tower.step(observations, more, state[count:])
-            value_hidden, after = own[0], after + own
-        outputs = hidden @ parts["policy"][0] + parts["policy"][1]
-        if parts["log_std"] is not None:
-            free = np.broadcast_to(parts["log_std"], outputs.shape)
-            outputs = np.concatenate([outputs, free], 1)
-        values = value_hidden @ parts["value"][0] + parts["value"][1]
-        return outputs, values[:, 0], after
+            value_state = self.value_tower.step_numpy(observations, extra, state[count:])
+            value_hidden, new_state = value_state[0], new_state + value_state
+        outputs = hidden @ parameters["policy"][0] + parameters["policy"][1]
+        if parameters["log_std"] is not None:
+            log_std = np.broadcast_to(parameters["log_std"], outputs.shape)
+            outputs = np.concatenate([outputs, log_std], 1)
+        values = value_hidden @ parameters["value"][0] + parameters["value"][1]
+        return outputs, values[:, 0], new_state
 
 
 def _sigmoid(x: np.ndarray) -> np.ndarray:
-    # through tanh: it does not overflow
-    made: np.ndarray = np.tanh(x * np.float32(0.5))
-    made += np.float32(1)
-    made *= np.float32(0.5)
-    return made
-
-
-def _previous_numpy(space: spaces.Space, values: Any) -> np.ndarray:
-    """Features of a policy's earlier actions, whose numbers begin at 0."""
-    if isinstance(space, spaces.Discrete):
-        return np.eye(int(space.n), dtype=np.float32)[values]
-    tensors = optree.tree_map(lambda leaf: torch.from_numpy(np.array(leaf)), values)
-    return flat(space, tensors, True).numpy()
+    # tanh does not overflow
+    result: np.ndarray = np.tanh(x * np.float32(0.5))
+    result += np.float32(1)
+    result *= np.float32(0.5)
+    return result

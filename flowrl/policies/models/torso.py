@@ -10,74 +10,87 @@ from gymnasium import spaces
 from torch import nn
 
 from flowrl.policies.config import ModelConfig
-from flowrl.policies.models.base import ModelV2, State, exact
+from flowrl.policies.models.base import ModelV2, State, full_precision
 from flowrl.policies.models.encoders import (
     NestedEncoder,
-    encoder_for,
     has_image,
-    initialised,
-    layers,
+    init_orthogonal,
+    make_encoder,
+    mlp,
 )
 
 
 def shares_layers(config: ModelConfig, obs_space: spaces.Space) -> bool:
-    """Whether policy and value have one network, as the settings say or the space suggests."""
-    chosen = config.vf_share_layers
-    return has_image(obs_space) if chosen is None else chosen
+    """Return whether policy and value share a network: `vf_share_layers`, by default if the
+    observation has images."""
+    shared = config.vf_share_layers
+    return has_image(obs_space) if shared is None else shared
 
 
 class Torso(nn.Module):
-    """Observations to features: an encoder, then the hidden layers (but for a lone image, which
-    has those after its convolutions)."""
+    """An encoder, then the hidden layers (`fcnet_hiddens`).
+
+    A single image has no further hidden layers: its encoder ends in `post_fcnet_hiddens`.
+
+    Args:
+        space: observation space of one frame.
+        config: the settings.
+
+    Attributes:
+        size: number of features.
+    """
 
     def __init__(self, space: spaces.Space, config: ModelConfig):
         super().__init__()
-        encoder: Any = encoder_for(space, config, config.num_framestacks)
+        encoder: Any = make_encoder(space, config, config.num_framestacks)
         self.encoder = encoder
         size: int = encoder.size
-        plain = isinstance(self.encoder, NestedEncoder) or not hasattr(self.encoder, "convs")
-        hiddens = config.fcnet_hiddens if plain else []
-        self.hidden = layers([size, *hiddens], config.fcnet_activation)
+        is_single_image = hasattr(encoder, "convs") and not isinstance(encoder, NestedEncoder)
+        hiddens = [] if is_single_image else config.fcnet_hiddens
+        self.hidden = mlp([size, *hiddens], config.fcnet_activation)
         self.size: int = hiddens[-1] if hiddens else size
 
     def forward(self, observations: Any) -> torch.Tensor:
-        made: torch.Tensor = self.hidden(self.encoder(observations))
-        return made
+        features: torch.Tensor = self.hidden(self.encoder(observations))
+        return features
 
 
 class Heads(nn.Module):
-    """Features to distribution inputs, and to values.
+    """Linear layers from features to distribution inputs and to values, in float32.
 
     Args:
-        size: of the features.
-        num_outputs: inputs of the distribution.
-        free_log_std: their second half is a parameter.
+        size: number of features.
+        num_outputs: number of inputs of the action distribution.
+        free_log_std: the second half of the distribution inputs is a parameter.
     """
 
     def __init__(self, size: int, num_outputs: int, free_log_std: bool):
         super().__init__()
-        outputs = num_outputs // 2 if free_log_std else num_outputs
-        self.policy = initialised(nn.Linear(size, outputs), 0.01)
-        self.value = initialised(nn.Linear(size, 1), 1.0)
-        self.log_std = nn.Parameter(torch.zeros(outputs)) if free_log_std else None
+        num_means = num_outputs // 2 if free_log_std else num_outputs
+        self.policy = init_orthogonal(nn.Linear(size, num_means), 0.01)
+        self.value = init_orthogonal(nn.Linear(size, 1), 1.0)
+        self.log_std = nn.Parameter(torch.zeros(num_means)) if free_log_std else None
 
     def outputs(self, features: torch.Tensor) -> torch.Tensor:
-        with exact(features):
-            made: torch.Tensor = self.policy(features.float())
+        """Return distribution inputs [rows, num_outputs] of features [rows, size]."""
+        with full_precision(features):
+            outputs: torch.Tensor = self.policy(features.float())
         if self.log_std is not None:
-            made = torch.cat([made, self.log_std.expand_as(made)], -1)
-        return made
+            outputs = torch.cat([outputs, self.log_std.expand_as(outputs)], -1)
+        return outputs
 
     def values(self, features: torch.Tensor) -> torch.Tensor:
-        with exact(features):
-            made: torch.Tensor = self.value(features.float()).squeeze(-1)
-        return made
+        """Return values [rows] of features [rows, size]."""
+        with full_precision(features):
+            values: torch.Tensor = self.value(features.float()).squeeze(-1)
+        return values
 
 
 class TorsoNetwork(ModelV2):
-    """Policy and value over one torso, or each over its own.
+    """Policy and value heads on one torso, or on a separate torso each.
 
-    Initialisation: orthogonal, gain sqrt(2), 0.01 at the policy head, 1 at the value head.
+    Initialization: orthogonal, gain sqrt(2) in hidden layers, 0.01 at the policy head, 1 at the
+    value head.
 
     Args:
         obs_space, action_space, num_outputs, model_config, name: see ModelV2.

@@ -1,215 +1,226 @@
-"""Gradients of fully connected networks by numpy: without autograd, or within it."""
+"""Backpropagation through fully connected networks with numpy, without autograd or within it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-if TYPE_CHECKING:
-    from flowrl.policies.models.fcnet import FullyConnectedNetwork
+from flowrl.policies.models.fcnet import FullyConnectedNetwork
 
+_threshold_backward = torch.ops.aten.threshold_backward.grad_input
 
-_THROUGH = torch.ops.aten.threshold_backward.grad_input
+SPARSE_ROWS = 0.75  # rows without a gradient are left out if fewer than this share have one
 
 
 class Backprop:
-    """What a FullyConnectedNetwork gives for a batch, and the gradient of a loss on that.
+    """Forward and backward passes of a network in numpy.
 
-    Autograd costs more than the arithmetic of a small network. Here a policy says itself how its
-    loss changes with the network's outputs; the chain rule through the layers is this class's.
-    What is between the layers lies in memory that the next batch writes over: fresh memory for
-    each costs a tenth of the time.
+    Autograd costs more than the arithmetic of a small network. Here the caller computes the
+    gradient of its loss with respect to the outputs, and `backward` applies the chain rule.
+    Activations are kept in buffers that the next batch overwrites, because allocating them for
+    each batch takes a tenth of the time.
 
     Args:
-        network: one whose `has_numpy` is True, without `log_std`; its parameters' gradients stay
-            in their memory.
+        network: one that numpy computes (see `uses_numpy`), without `log_std`. Its parameters and
+            their gradients must stay at their addresses.
     """
 
     def __init__(self, network: FullyConnectedNetwork):
         self._network = network
-        self._shared = network.value_hidden is network.hidden
-        self._tanh = network.model_config.fcnet_activation == "tanh"
-        trunks = [network.hidden] if self._shared else [network.hidden, network.value_hidden]
+        self._is_shared = network.value_hidden is network.hidden
+        self._is_tanh = network.model_config.fcnet_activation == "tanh"
+        trunks = [network.hidden] if self._is_shared else [network.hidden, network.value_hidden]
         self._trunks = [[_Layer(linear) for linear in trunk] for trunk in trunks]
         self._heads = [_Layer(network.policy_head), _Layer(network.value_head)]
-        self._kept: list[list[np.ndarray]] = []  # inputs of each trunk's layers and of its head
+        # of each trunk: the inputs of its layers, and of its head
+        self._activations: list[list[np.ndarray]] = []
 
     def forward(self, observations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Outputs [B, n] and values [B], and what `backward` needs of them is kept."""
+        """Return outputs [B, n] and values [B], and keep the activations for `backward`."""
         features = self._network.features_numpy(observations)
-        self._kept = [self._run(features, trunk) for trunk in self._trunks]
-        outputs, values = self._heads
-        return outputs(self._kept[0][-1]), values(self._kept[-1][-1])[:, 0]
+        self._activations = [self._run(features, trunk) for trunk in self._trunks]
+        policy_head, value_head = self._heads
+        values = value_head(self._activations[-1][-1])[:, 0]
+        return policy_head(self._activations[0][-1]), values
 
     def outputs(self, features: np.ndarray) -> np.ndarray:
-        """`forward` of features [B, size], without values."""
-        self._kept = [self._run(features, self._trunks[0])]
-        return self._heads[0](self._kept[0][-1])
+        """Return the outputs [B, n] for features [B, size], and keep the activations."""
+        self._activations = [self._run(features, self._trunks[0])]
+        return self._heads[0](self._activations[0][-1])
 
     def _run(self, hidden: np.ndarray, trunk: list[_Layer]) -> list[np.ndarray]:
-        kept = [hidden]
+        activations = [hidden]
         for layer in trunk:
-            hidden = layer(hidden, layer.room(1, len(hidden)))
-            np.tanh(hidden, out=hidden) if self._tanh else torch.from_numpy(hidden).relu_()
-            kept.append(hidden)
-        return kept
+            hidden = layer(hidden, out=layer.output_buffer(len(hidden)))
+            np.tanh(hidden, out=hidden) if self._is_tanh else torch.from_numpy(hidden).relu_()
+            activations.append(hidden)
+        return activations
 
     def backward(self, d_outputs: np.ndarray, d_values: np.ndarray | None = None) -> None:
-        """Put the gradient of a loss into that of the parameters that it reaches.
+        """Write the gradient of a loss into the gradients of the parameters that it depends on.
 
         Args:
-            d_outputs: how the loss changes with the outputs of the last `forward`, [B, n].
-            d_values: and with its values, [B]; None: not at all.
+            d_outputs: gradient with respect to the outputs of the last forward pass, [B, n].
+            d_values: gradient with respect to its values, [B]; None if the loss has none.
         """
-        through = self._heads[0].backward(self._kept[0][-1], d_outputs)
+        gradient = self._heads[0].backward(self._activations[0][-1], d_outputs)
         if d_values is not None:
-            other = self._heads[1].backward(self._kept[-1][-1], d_values[:, None])
-            if self._shared:
-                through += other
+            of_values = self._heads[1].backward(self._activations[-1][-1], d_values[:, None])
+            if self._is_shared:
+                gradient += of_values
             else:
-                self._back(other, 1)
-        self._back(through, 0)
+                self._backward_trunk(of_values, 1)
+        self._backward_trunk(gradient, 0)
 
-    def _back(self, gradient: np.ndarray, number: int) -> None:
-        kept, trunk = self._kept[number], self._trunks[number]
+    def _backward_trunk(self, gradient: np.ndarray, number: int) -> None:
+        activations, trunk = self._activations[number], self._trunks[number]
         for i in reversed(range(len(trunk))):
-            gradient = _sloped(gradient, kept[i + 1], self._tanh)
-            trunk[i].note(kept[i], gradient)
-            if i:  # nobody asks for the features' own
-                gradient = trunk[i].to_inputs(gradient)
+            gradient = _activation_gradient(gradient, activations[i + 1], self._is_tanh)
+            trunk[i].write_gradient(activations[i], gradient)
+            if i:  # the gradient of the features is not needed
+                gradient = trunk[i].input_gradient(gradient)
 
-    def to_inputs(self, d_outputs: np.ndarray, rows: np.ndarray | slice) -> np.ndarray:
-        """How a loss changes with the features of these rows [n, size], until the next call; no
-        parameter's gradient is touched.
+    def input_gradient(self, d_outputs: np.ndarray, rows: np.ndarray | slice) -> np.ndarray:
+        """Return the gradient with respect to the features of some rows, [n, size].
+
+        It is valid until the next call. Gradients of parameters do not change.
 
         Args:
-            d_outputs: how it changes with their outputs of the last forward pass, [n, outputs].
-            rows: numbers [n], or a slice.
+            d_outputs: gradient with respect to these rows' outputs, [n, outputs].
+            rows: of the last forward pass: numbers [n], or a slice.
         """
-        gradient = self._heads[0].to_inputs(d_outputs)
-        layers = zip(reversed(self._trunks[0]), reversed(self._kept[0]), strict=False)
-        for layer, made in layers:
-            gradient = layer.to_inputs(_sloped(gradient, made[rows], self._tanh))
+        gradient = self._heads[0].input_gradient(d_outputs)
+        layers = zip(reversed(self._trunks[0]), reversed(self._activations[0]), strict=False)
+        for layer, activation in layers:
+            gradient = _activation_gradient(gradient, activation[rows], self._is_tanh)
+            gradient = layer.input_gradient(gradient)
         return gradient
 
 
 class _Layer:
-    """A linear layer as arrays in the memory of its parameters and of their gradients."""
+    """A linear layer as arrays that share the memory of its parameters and their gradients."""
 
     def __init__(self, linear: Any):
         weight, bias = linear.weight, linear.bias
         assert weight.grad is not None and bias.grad is not None
         self.weight, self.bias = weight.detach().numpy().T, bias.detach().numpy()
-        self.d_weight, self.d_bias = weight.grad.numpy().T, bias.grad.numpy()
-        self._rooms = [np.empty((0, len(side)), np.float32) for side in (self.weight, self.bias)]
+        self._d_weight, self._d_bias = weight.grad.numpy().T, bias.grad.numpy()
+        self._inputs = np.empty((0, len(self.weight)), np.float32)
+        self._outputs = np.empty((0, len(self.bias)), np.float32)
 
-    def room(self, side: int, rows: int) -> np.ndarray:
-        """Memory for so many rows of inputs (0) or outputs (1), the same every time."""
-        if len(self._rooms[side]) < rows:
-            self._rooms[side] = np.empty((rows, self._rooms[side].shape[1]), np.float32)
-        return self._rooms[side][:rows]
+    def output_buffer(self, rows: int) -> np.ndarray:
+        """Return memory for outputs [rows, n], the same at every call."""
+        if len(self._outputs) < rows:
+            self._outputs = np.empty((rows, self._outputs.shape[1]), np.float32)
+        return self._outputs[:rows]
+
+    def _input_buffer(self, rows: int) -> np.ndarray:
+        if len(self._inputs) < rows:
+            self._inputs = np.empty((rows, self._inputs.shape[1]), np.float32)
+        return self._inputs[:rows]
 
     def __call__(self, inputs: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-        made: np.ndarray = np.matmul(inputs, self.weight, out=out)
-        made += self.bias
-        return made
+        outputs: np.ndarray = np.matmul(inputs, self.weight, out=out)
+        outputs += self.bias
+        return outputs
 
     def backward(self, inputs: np.ndarray, gradient: np.ndarray) -> np.ndarray:
-        """Note the gradient of the parameters; that of the inputs."""
-        self.note(inputs, gradient)
-        return self.to_inputs(gradient)
+        """Write the gradient of the parameters; return that of the inputs."""
+        self.write_gradient(inputs, gradient)
+        return self.input_gradient(gradient)
 
-    def note(self, inputs: np.ndarray, gradient: np.ndarray) -> None:
-        """Put the gradient of the parameters into their memory."""
-        np.dot(inputs.T, gradient, out=self.d_weight)
-        gradient.sum(0, out=self.d_bias)
+    def write_gradient(self, inputs: np.ndarray, gradient: np.ndarray) -> None:
+        """Write the gradient of the parameters."""
+        np.dot(inputs.T, gradient, out=self._d_weight)
+        gradient.sum(0, out=self._d_bias)
 
-    def to_inputs(self, gradient: np.ndarray) -> np.ndarray:
-        """The gradient of the inputs, until the next call."""
-        made = self.room(0, len(gradient))
+    def input_gradient(self, gradient: np.ndarray) -> np.ndarray:
+        """Return the gradient of the inputs, valid until the next call."""
+        result = self._input_buffer(len(gradient))
         if gradient.shape[1] == 1:  # many times faster without BLAS
-            return np.multiply(gradient, self.weight.T, out=made)
-        return np.matmul(gradient, self.weight.T, out=made)
+            return np.multiply(gradient, self.weight.T, out=result)
+        return np.matmul(gradient, self.weight.T, out=result)
 
 
-def _sloped(gradient: np.ndarray, made: np.ndarray, tanh: bool) -> np.ndarray:
-    """A gradient through activations that made these outputs; it is written over."""
-    if tanh:
-        gradient *= 1.0 - made * made
+def _activation_gradient(gradient: np.ndarray, outputs: np.ndarray, is_tanh: bool) -> np.ndarray:
+    """Multiply a gradient, in place, by the derivative of the activation with these outputs."""
+    if is_tanh:
+        gradient *= 1.0 - outputs * outputs
         return gradient
-    to = torch.from_numpy(gradient)
-    _THROUGH(to, torch.from_numpy(made), 0, grad_input=to)
+    tensor = torch.from_numpy(gradient)
+    _threshold_backward(tensor, torch.from_numpy(outputs), 0, grad_input=tensor)
     return gradient
 
 
-SPARSE = 0.75  # share of rows with a gradient below which the others are left out
-
-
-class _Outputs(torch.autograd.Function):
-    """A network's outputs by numpy, with what autograd needs to go on from there."""
+class _NumpyForward(torch.autograd.Function):
+    """A network's forward pass in numpy, and its backward pass for autograd."""
 
     @staticmethod
     def forward(ctx: Any, features: Any, activation: str, *parameters: Any) -> Any:
         hidden = features.detach().numpy()
-        kept, layers = [hidden], list(zip(parameters[::2], parameters[1::2], strict=True))
+        activations, layers = [hidden], list(zip(parameters[::2], parameters[1::2], strict=True))
         for i, (weight, bias) in enumerate(layers):
             hidden = hidden @ weight.detach().numpy().T
             hidden += bias.detach().numpy()
             if i < len(layers) - 1:
-                made = torch.from_numpy(hidden)  # the same memory
-                made.tanh_() if activation == "tanh" else made.relu_()
-                kept.append(hidden)
-        ctx.kept, ctx.activation = kept, activation
+                tensor = torch.from_numpy(hidden)  # the same memory
+                tensor.tanh_() if activation == "tanh" else tensor.relu_()
+                activations.append(hidden)
+        ctx.activations, ctx.activation = activations, activation
         ctx.weights = [weight.detach() for weight, _ in layers]
         return torch.from_numpy(hidden)
 
     @staticmethod
     def backward(ctx: Any, *d_outputs: Any) -> Any:
-        gradient, wanted, kept = d_outputs[0].numpy(), ctx.needs_input_grad, ctx.kept
-        found: list[Any] = [None] * len(wanted)
+        gradient, needed = d_outputs[0].numpy(), ctx.needs_input_grad
+        activations = ctx.activations
+        gradients: list[Any] = [None] * len(needed)
         rows = None
-        if not any(wanted[2:]):  # rows that nobody asks about are left out
+        if not any(needed[2:]):  # frozen parameters: leave out rows without a gradient
             rows = np.flatnonzero(gradient.any(1))
-            if len(rows) < SPARSE * len(gradient):
-                gradient, kept = gradient[rows], [one[rows] for one in kept]
+            if len(rows) < SPARSE_ROWS * len(gradient):
+                gradient, activations = gradient[rows], [one[rows] for one in activations]
             else:
                 rows = None
         for i in reversed(range(len(ctx.weights))):
-            if wanted[2 + 2 * i]:
-                found[2 + 2 * i] = torch.from_numpy((kept[i].T @ gradient).T)
-                found[3 + 2 * i] = torch.from_numpy(gradient.sum(0))
-            if i or wanted[0]:
+            if needed[2 + 2 * i]:
+                gradients[2 + 2 * i] = torch.from_numpy((activations[i].T @ gradient).T)
+                gradients[3 + 2 * i] = torch.from_numpy(gradient.sum(0))
+            if i or needed[0]:
                 weight = ctx.weights[i].numpy()
                 # a product with one column is many times faster without BLAS
                 gradient = gradient * weight if len(weight) == 1 else gradient @ weight
             if i:
-                gradient = _sloped(gradient, kept[i], ctx.activation == "tanh")
-        if wanted[0]:
-            whole = gradient
+                is_tanh = ctx.activation == "tanh"
+                gradient = _activation_gradient(gradient, activations[i], is_tanh)
+        if needed[0]:
+            d_features = gradient
             if rows is not None:
-                whole = np.zeros((len(d_outputs[0]), gradient.shape[1]), np.float32)
-                whole[rows] = gradient
-            found[0] = torch.from_numpy(whole)
-        return tuple(found)
+                d_features = np.zeros((len(d_outputs[0]), gradient.shape[1]), np.float32)
+                d_features[rows] = gradient
+            gradients[0] = torch.from_numpy(d_features)
+        return tuple(gradients)
 
 
 def outputs_by_numpy(
     network: FullyConnectedNetwork, features: torch.Tensor, frozen: bool = False
 ) -> torch.Tensor:
-    """Outputs [B, n] of a network that numpy computes, for features [B, size], with gradients.
+    """Return a network's outputs [B, n] for features [B, size], differentiable by autograd.
 
-    Its products of matrices are faster than torch's on many processors, and those whose result
-    nobody asks for are left out.
+    The products of matrices are numpy's, which are faster than torch's on many processors; those
+    that no gradient needs are left out.
 
     Args:
-        frozen: the gradient goes to the features alone.
+        network: one that numpy computes (see `uses_numpy`).
+        features: flat observations.
+        frozen: differentiate with respect to the features only, not the parameters.
     """
     layers = [*network.hidden, network.policy_head]
     parameters: list[Any] = [p for layer in layers for p in (layer.weight, layer.bias)]
     if frozen:
         parameters = [p.detach() for p in parameters]
     activation = network.model_config.fcnet_activation
-    made: Any = _Outputs.apply(features, activation, *parameters)
-    return made
+    outputs: Any = _NumpyForward.apply(features, activation, *parameters)
+    return outputs

@@ -1,4 +1,4 @@
-"""What the on-policy algorithms share: advantages and value targets for every fragment."""
+"""On-policy algorithms: their common settings, and advantages and value targets of fragments."""
 
 from __future__ import annotations
 
@@ -7,9 +7,27 @@ import torch
 
 from flowrl.data import SampleBatch
 from flowrl.policies.returns import discounted_returns, generalized_advantages
+from flowrl.policies.schedules import Schedule
 from flowrl.policies.torch_policy import TorchPolicy
-from flowrl.settings import ConfigError
-from flowrl.trainer.config import OnPolicyConfig
+from flowrl.settings import ConfigError, Fraction
+from flowrl.trainer.config import AlgorithmConfig
+
+
+class OnPolicyConfig(AlgorithmConfig):
+    """Settings that the on-policy algorithms share."""
+
+    use_gae: bool = True
+    """Generalized advantage estimation; without, advantages are returns minus values."""
+    lambda_: Fraction = 0.95
+    """GAE's lambda: 0 trusts the values, 1 the returns."""
+    entropy_coeff: Schedule = 0.0
+    """Weight of the entropy bonus: a number, or a schedule over env steps."""
+    vf_loss_coeff: Schedule = 0.5
+    """Weight of the value loss: a number, or a schedule over env steps."""
+    standardize_advantages: bool = False
+    """Advantages of each minibatch to mean 0, standard deviation 1."""
+    allow_off_policy: bool = False
+    """Take batches from a replay buffer, too, though the loss is for the policy's own, new ones."""
 
 
 class OnPolicyPolicy(TorchPolicy):
@@ -38,16 +56,9 @@ class OnPolicyPolicy(TorchPolicy):
         targets = discounted_returns(cut, dones, following[-1], config.gamma)
         return {"advantages": targets - values, "value_targets": targets}
 
-    def standardized(self, advantages: torch.Tensor) -> torch.Tensor:
-        """Advantages [B] of a minibatch to mean 0 and standard deviation 1."""
-        if self.group is None and len(advantages) < 2:
-            return advantages
-        std, mean = self.std_mean(advantages)
-        return (advantages - mean) / (std + 1e-8)
-
-    def without_rows(self) -> None:
+    def loss_without_rows(self) -> None:
         if self.config.standardize_advantages:
-            self.standardized(torch.empty(0))
+            self.learner.standardize(torch.empty(0))
 
     def learn_on_minibatches(
         self, batch: SampleBatch, num_sgd_iter: int = 1, sgd_minibatch_size: int = 0

@@ -1,0 +1,29 @@
+"""`flowrl copy PLAN FILE`: copy a shipped plan as a start for your own."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+
+from flowrl.settings import ConfigError
+from flowrl.trainer.plan_files import plan_path
+
+
+def copy_command(arguments: list[str]) -> int:
+    """Run the command; return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="flowrl copy", description="Copy a shipped plan as a start for your own."
+    )
+    parser.add_argument("plan")
+    parser.add_argument("file", type=Path)
+    options = parser.parse_args(arguments)
+    source = plan_path(options.plan)
+    if options.file.exists():
+        raise ConfigError(f"{options.file} already exists; choose another name")
+    try:
+        shutil.copyfile(source, options.file)
+    except OSError as error:
+        raise ConfigError(f"cannot write {options.file}: {error.strerror}") from error
+    print(f"{options.file}: train it with `flowrl train {options.file}`")
+    return 0

@@ -1,0 +1,60 @@
+"""`flowrl evaluate RUN_DIR`: play episodes with a trained policy."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from flowrl.cli.arguments import add_checkpoint_option, positive
+from flowrl.cli.display import print_failure
+from flowrl.cli.run_settings import config_of_run
+from flowrl.cli.saved_run import find_checkpoint
+from flowrl.data.checkpoint import CheckpointError
+
+NUM_ENVS = 16  # environments that are stepped together
+
+
+def evaluate_command(arguments: list[str]) -> int:
+    """Run the command; return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="flowrl evaluate",
+        description="Play episodes with a trained policy, with greedy and with sampled actions.",
+    )
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument(
+        "--episodes", type=positive(int), default=100, help="number of episodes each (default: 100)"
+    )
+    add_checkpoint_option(parser)
+    parser.add_argument(
+        "--video", metavar="FOLDER", type=Path, help="record the first greedy episode here"
+    )
+    options = parser.parse_args(arguments)
+    config, plan = config_of_run(options.run_dir)
+    checkpoint = find_checkpoint(options.run_dir, options.checkpoint)
+    config = config.updated(num_workers=0, log_to=[], log_config={}, output=None)
+    with config.build(plan=plan) as algorithm:
+        try:
+            algorithm.restore_policies(checkpoint)
+        except CheckpointError as error:
+            print(f"flowrl: {error}", file=sys.stderr)
+            return 1
+        for name, explore in (("greedy", False), ("sampled", True)):
+            video = None if explore else options.video
+            try:
+                metrics = algorithm.evaluate(options.episodes, explore, NUM_ENVS, video_dir=video)
+            except Exception as error:
+                print_failure(error)
+                return 1
+            print(
+                f"{name:8} mean return {metrics['episode_reward_mean']:.1f} "
+                f"(min {metrics['episode_reward_min']:.1f}, "
+                f"max {metrics['episode_reward_max']:.1f}, "
+                f"std {metrics['episode_reward_std']:.1f}), "
+                f"mean length {metrics['episode_len_mean']:.1f}, {metrics['episodes']} episodes"
+            )
+            if video is not None:
+                print(f"         video: {video / 'evaluation-0.mp4'}")
+            for policy_id, mean_return in metrics["policy_reward_mean"].items():
+                print(f"         policy {policy_id}: mean return {mean_return:.1f} per agent")
+    return 0

@@ -1,0 +1,24 @@
+"""`flowrl explain PLAN`: print a plan as a tree."""
+
+from __future__ import annotations
+
+import argparse
+
+from flowrl.cli.display import print_failure
+from flowrl.cli.run_settings import plan_config
+
+
+def explain_command(arguments: list[str]) -> int:
+    """Run the command; return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="flowrl explain", description="Print a plan as a tree without running it."
+    )
+    parser.add_argument("plan")
+    plan = parser.parse_args(arguments).plan
+    with plan_config(plan).build(plan=plan) as algorithm:
+        try:
+            print(algorithm.plan.explain())
+        except Exception as error:
+            print_failure(error)
+            return 1
+    return 0

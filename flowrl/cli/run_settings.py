@@ -1,0 +1,148 @@
+"""The settings of a run: from a plan, an algorithm's name, flags, or a run directory."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from flowrl.cli.arguments import mapping
+from flowrl.cli.saved_run import read_command, read_config
+from flowrl.cli.stop_rules import add_stop_options
+from flowrl.settings import ConfigError
+
+
+def plan_config(plan: str) -> Any:
+    """Return the AlgorithmConfig of a plan.
+
+    Args:
+        plan: name of a shipped plan, or path of a plan file.
+
+    Raises:
+        ConfigError: the plan cannot be loaded or has no config.
+    """
+    from flowrl.trainer.config import AlgorithmConfig
+    from flowrl.trainer.plan_files import load_plan
+
+    config = getattr(load_plan(plan), "config", None)
+    if not isinstance(config, AlgorithmConfig):
+        raise ConfigError(f"plan: {plan} has no `config` that is an AlgorithmConfig")
+    return config
+
+
+def algorithm_config(name: str, settings: dict[str, Any]) -> Any:
+    """Return the config of a registered algorithm: its defaults, changed by settings.
+
+    Raises:
+        ConfigError: the algorithm or a setting is unknown, or a value is invalid.
+    """
+    from flowrl.trainer.registry import algorithm_class
+
+    return algorithm_class(name).config_class.from_dict(settings)
+
+
+def parse_plan_run(plan: str, arguments: list[str]) -> tuple[argparse.Namespace, Any]:
+    """Parse the arguments after `flowrl train PLAN`.
+
+    Returns:
+        The run's options and its config.
+
+    Raises:
+        ConfigError: unknown flag or invalid value.
+        SystemExit: after `--help`.
+    """
+    defaults = plan_config(plan)
+    options, config = _parse(plan, defaults, arguments)
+    _reject_flags_without_effect(config, defaults)
+    return options, config
+
+
+def parse_algorithm_run(arguments: list[str]) -> tuple[argparse.Namespace, Any]:
+    """Parse the arguments after `flowrl train` if they include `--run=NAME`.
+
+    Returns and raises: see `parse_plan_run`.
+    """
+    parser = argparse.ArgumentParser(prog="flowrl train", add_help=False, allow_abbrev=False)
+    parser.add_argument("--run")
+    options, flags = parser.parse_known_args(arguments)
+    return _parse(f"--run={options.run}", algorithm_config(options.run, {}), flags)
+
+
+def _parse(plan: str, defaults: Any, arguments: list[str]) -> tuple[argparse.Namespace, Any]:
+    """Parse the options of a run, and apply `--config` and all other flags to `defaults`."""
+    from flowrl.cli.flags import settings_from_flags
+
+    program = f"flowrl train {plan}"
+    parser = argparse.ArgumentParser(prog=program, add_help=False, allow_abbrev=False)
+    add_stop_options(parser)
+    parser.add_argument("--run-dir", type=Path, help="output folder (default: runs/…)")
+    parser.add_argument("--env", help="id of a Gymnasium environment, or a registered name")
+    parser.add_argument(
+        "--config", type=mapping, default={}, help="settings as a JSON object; flags override them"
+    )
+    options, flags = parser.parse_known_args(arguments)
+    changes = {**options.config, **({} if options.env is None else {"env": options.env})}
+    if changes:
+        defaults = defaults.updated(**changes)
+    if "-h" in flags or "--help" in flags:
+        print(parser.format_help())
+        sys.stdout.flush()
+    return options, settings_from_flags(defaults, flags, program, vars(options))
+
+
+def _reject_flags_without_effect(config: Any, defaults: Any) -> None:
+    """Reject changes of policy settings if every policy has its own config."""
+    from flowrl.policies.config import PolicyConfig
+    from flowrl.policies.policy_spec import specs_of
+
+    if config.policies is None:
+        return
+    specs = specs_of(config.policies)
+    if not all(isinstance(spec.config, PolicyConfig) for spec in specs.values()):
+        return
+    for name in PolicyConfig.model_fields:
+        if name != "seed" and getattr(config, name) != getattr(defaults, name):
+            flag = name.rstrip("_").replace("_", "-")
+            raise ConfigError(
+                f"--{flag}: every policy of this plan has its own settings: "
+                f"--policies.{next(iter(specs))}.config.{flag}"
+            )
+
+
+def is_algorithm_run(arguments: list[str]) -> bool:
+    """Return whether the arguments include `--run`."""
+    return any(flag == "--run" or flag.startswith("--run=") for flag in arguments)
+
+
+def config_of_run(run_dir: Path, plan: str | None = None) -> tuple[Any, str | None]:
+    """Return the config and the plan of an existing run.
+
+    Settings that are code come from the plan or the algorithm, all others from config.json.
+
+    Args:
+        run_dir: the run directory.
+        plan: plan to use instead of the run's.
+
+    Raises:
+        ConfigError: a file is damaged, or the plan cannot be loaded.
+    """
+    settings = read_config(run_dir)
+    command = read_command(run_dir)
+    if plan is not None:
+        settings["plan"] = absolute_plan(plan)
+    if is_algorithm_run(command):
+        _, config = parse_algorithm_run(command[command.index("train") + 1 :])
+        return config.updated(**settings), None
+    name = settings.get("plan") if plan is None else plan
+    if not isinstance(name, str):
+        raise ConfigError("config.json names no plan")
+    config = plan_config(name)
+    if any(flag.startswith("--policies.") for flag in command):  # config.json has no PolicySpecs
+        _, config = _parse(name, config, command[command.index("train") + 2 :])
+    return config.updated(**settings), name
+
+
+def absolute_plan(plan: str) -> str:
+    """Return the absolute path of a plan file, or the name of a shipped plan."""
+    return str(Path(plan).resolve()) if plan.endswith(".py") else plan

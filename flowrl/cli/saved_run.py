@@ -1,0 +1,152 @@
+"""Read a run directory: its settings, command, stop rules and checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import shlex
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flowrl.data.checkpoint import CheckpointError, is_checkpoint, read_manifest
+from flowrl.settings import ConfigError
+
+CHECKPOINTS = "checkpoints"
+_CODE = "__code__"  # key that marks a setting that is code, which the plan file contains
+
+
+def read_command(run_dir: Path) -> list[str]:
+    """Return the command that started a run.
+
+    Raises:
+        ConfigError: command.txt is missing or damaged.
+    """
+    try:
+        return shlex.split((run_dir / "command.txt").read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{run_dir}: cannot read command.txt: {error}") from None
+
+
+def read_stop_rules(run_dir: Path) -> dict[str, Any]:
+    """Return the contents of stop.json.
+
+    Raises:
+        ConfigError: the file is missing or damaged.
+    """
+    try:
+        return dict(json.loads((run_dir / "stop.json").read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{run_dir}: cannot read stop.json: {error}") from None
+
+
+def read_config(run_dir: Path) -> dict[str, Any]:
+    """Return the settings of a run, without those that are code.
+
+    Raises:
+        ConfigError: config.json is missing or damaged.
+    """
+    file = run_dir / "config.json"
+    if not file.is_file():
+        raise ConfigError(f"{run_dir} is not a run directory: it has no config.json")
+    try:
+        settings = json.loads(file.read_text())
+        return {name: value for name, value in settings.items() if not _contains_code(value)}
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(f"{file}: damaged: {error}") from error
+
+
+def settings_to_json(value: Any) -> Any:
+    """Return settings as JSON values; code is replaced by the place of its definition."""
+    if hasattr(value, "items"):
+        return {key: settings_to_json(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [settings_to_json(inner) for inner in value]
+    if isinstance(value, np.generic):
+        return value.item()
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    place = f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', repr(value))}"
+    return {_CODE: place}
+
+
+def _contains_code(value: Any) -> bool:
+    if isinstance(value, dict):
+        return set(value) == {_CODE} or any(map(_contains_code, value.values()))
+    return isinstance(value, list) and any(map(_contains_code, value))
+
+
+def list_checkpoints(run_dir: Path) -> list[Path]:
+    """Return the complete checkpoints of a run, oldest first."""
+    folder = run_dir / CHECKPOINTS
+    paths = [path for path in folder.iterdir() if path.name.isdecimal()] if folder.is_dir() else []
+    return sorted(path for path in paths if (path / "manifest.json").exists())
+
+
+def best_checkpoint(checkpoints: list[Path], order: str = "max") -> Path | None:
+    """Return the checkpoint with the best score, or None if none has a score.
+
+    Args:
+        checkpoints: paths of checkpoints.
+        order: "max" or "min", as `checkpoint_score_order`.
+    """
+    scores = {}
+    for path in checkpoints:
+        with contextlib.suppress(CheckpointError):
+            score = read_manifest(path).get("score")
+            if score is not None and math.isfinite(score):
+                scores[path] = score if order == "max" else -score
+    return max(scores, key=scores.__getitem__, default=None)
+
+
+def newest_checkpoint(run_dir: Path) -> Path:
+    """Return the newest checkpoint of a run.
+
+    Raises:
+        ConfigError: the run has no checkpoint.
+    """
+    checkpoints = list_checkpoints(run_dir)
+    if not checkpoints:
+        raise ConfigError(
+            f"{run_dir}: this run has no checkpoint; start it again with the same run directory"
+        )
+    return checkpoints[-1]
+
+
+def find_checkpoint(run_dir: Path, name: str | None) -> Path:
+    """Return a checkpoint of a run.
+
+    Args:
+        run_dir: the run directory.
+        name: number of the checkpoint, "best", or None for the newest one.
+
+    Raises:
+        ConfigError: there is no such checkpoint.
+    """
+    if name is None:
+        return newest_checkpoint(run_dir)
+    checkpoints = list_checkpoints(run_dir)
+    if name == "best":
+        order = read_config(run_dir).get("checkpoint_score_order", "max")
+        best = best_checkpoint(checkpoints, order)
+        if best is None:
+            raise ConfigError(
+                f"{run_dir}: no checkpoint has a score; train with --checkpoint-score-attribute "
+                "episode_reward_mean"
+            )
+        return best
+    for path in checkpoints:
+        if path.name == name or (name.isdecimal() and int(path.name) == int(name)):
+            return path
+    raise ConfigError(
+        f"{run_dir}: there is no checkpoint {name!r}, only "
+        f"{', '.join(path.name for path in checkpoints)}"
+    )
+
+
+def last_intact_checkpoint(run_dir: Path, before: Path) -> Path | None:
+    """Return the newest undamaged checkpoint of a run that is older than a damaged one."""
+    older = [path for path in list_checkpoints(run_dir) if path < before]
+    return next((path for path in reversed(older) if is_checkpoint(path)), None)

@@ -1,0 +1,242 @@
+"""When a run stops: limits on reward, env steps, iterations, time and any other metric."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+from flowrl.cli.arguments import finite, mapping, positive
+from flowrl.settings import ConfigError, nearest
+from flowrl.trainer.metric_names import check_metric_name, flatten_result, metric_value
+
+DEFAULT_TIMESTEPS = 500_000  # env steps of a run without stop rules
+MAX_RESULTS_WITHOUT_METRIC = 20  # results without an expected metric before a warning
+
+MetricRule = tuple[str, str, float]
+"""Path of a metric, ">=" or "<=", limit."""
+
+
+@dataclass
+class StopRules:
+    """Limits that end a run; the first one reached counts.
+
+    Args:
+        reward: mean return of the last episodes.
+        timesteps: env steps.
+        iters: iterations.
+        time_s: seconds.
+        metrics: limits on other metrics.
+    """
+
+    reward: float | None = None
+    timesteps: int | None = None
+    iters: int | None = None
+    time_s: float | None = None
+    metrics: list[MetricRule] = field(default_factory=list)
+
+    @classmethod
+    def from_options(cls, options: argparse.Namespace) -> StopRules:
+        """Return the rules of the options that `add_stop_options` adds."""
+        return cls(
+            options.stop_reward,
+            options.stop_timesteps,
+            options.stop_iters,
+            options.stop_time_s,
+            [rule for rules in options.stop for rule in rules],
+        )
+
+    @classmethod
+    def from_saved(cls, values: dict[str, Any]) -> StopRules:
+        """Return the rules saved in stop.json.
+
+        Raises:
+            ConfigError: the file is damaged.
+        """
+        try:
+            rules = cls(**values)
+            rules.metrics = [(str(n), str(r), float(v)) for n, r, v in rules.metrics]
+            return rules
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"stop.json: contains no stop rules: {error}") from None
+
+    def is_set(self) -> bool:
+        """Return whether there is any rule."""
+        return self != StopRules()
+
+    def with_defaults(self, config: Any) -> StopRules:
+        """Return these rules, or if there are none, the default ones.
+
+        The default is the environment's own reward threshold or DEFAULT_TIMESTEPS env steps.
+        """
+        if self.is_set():
+            return self
+        reward = _reward_threshold(config.env) if config.samples else None
+        return StopRules(reward=reward, timesteps=DEFAULT_TIMESTEPS)
+
+    def check(self, config: Any) -> None:
+        """Check the names of the metrics.
+
+        Raises:
+            ConfigError: no result of a run with this config has the metric.
+        """
+        if self.reward is not None:
+            check_metric_name("episode_reward_mean", config, "stop")
+        for name, _, _ in self.metrics:
+            check_metric_name(name, config, "stop")
+
+    def reached(self, result: dict[str, Any], window: int, seconds: float) -> str | None:
+        """Return a description of the first limit that a result reaches, or None.
+
+        Args:
+            result: newest result of the run.
+            window: number of episodes that the mean return is over.
+            seconds: duration of the run.
+        """
+        mean_return = result["episode_reward_mean"]
+        window_is_full = result["episodes_in_window"] >= window
+        if self.reward is not None and window_is_full and mean_return >= self.reward:
+            return f"mean return {mean_return:.1f} of the last {window} episodes >= {self.reward:g}"
+        if self.timesteps and result["timesteps_total"] >= self.timesteps:
+            return f"{result['timesteps_total']:,} env steps"
+        if self.iters and result["training_iteration"] >= self.iters:
+            iteration = result["training_iteration"]
+            return f"{iteration} iteration{'s' if iteration > 1 else ''}"
+        if self.time_s and seconds >= self.time_s:
+            return f"{seconds:.0f} s"
+        for name, relation, limit in self.metrics:
+            value = metric_value(result, name)
+            if value is not None and (value >= limit if relation == ">=" else value <= limit):
+                return f"{name} {value:g} {relation} {limit:g}"
+        return None
+
+
+def _reward_threshold(env: Any) -> float | None:
+    import gymnasium as gym
+
+    if not isinstance(env, str) or env not in gym.registry:
+        return None
+    return gym.spec(env).reward_threshold
+
+
+def add_stop_options(
+    parser: argparse.ArgumentParser,
+    default: str = f"the environment's own reward threshold, and {DEFAULT_TIMESTEPS:,} env steps",
+) -> None:
+    """Add the options of `StopRules.from_options`.
+
+    Args:
+        parser: gets the options.
+        default: rules that apply without these options, for the help text.
+    """
+    group = parser.add_argument_group(
+        "stop rules", f"Stop at the first of these limits. Default: {default}."
+    )
+    group.add_argument("--stop-reward", type=finite, help="mean return of the last 100 episodes")
+    group.add_argument("--stop-timesteps", type=positive(int), help="env steps")
+    group.add_argument("--stop-iters", type=positive(int), help="iterations")
+    group.add_argument("--stop-time-s", type=positive(float), help="seconds")
+    group.add_argument(
+        "--stop",
+        type=parse_metric_rules,
+        action="append",
+        default=[],
+        metavar="METRIC=VALUE",
+        help="minimum of any metric, by its path a/b/c in a result (METRIC<=VALUE: maximum)",
+    )
+
+
+def parse_metric_rules(text: str) -> list[MetricRule]:
+    """Parse `METRIC=VALUE`, `METRIC>=VALUE`, `METRIC<=VALUE` or a JSON object metric -> value."""
+    if text.lstrip().startswith("{"):
+        return metric_rules(mapping(text))
+    match = re.fullmatch(r"\s*([^<>=\s]+)\s*(>=|<=|=)\s*([^=\s]+)\s*", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"must be METRIC=VALUE, got {text!r}")
+    name, relation, value = match.groups()
+    return [(name, "<=" if relation == "<=" else ">=", finite(value))]
+
+
+def metric_rules(limits: Any) -> list[MetricRule]:
+    """Return the rules of a mapping of metrics (`a/b`, or `a/b<=`) to limits.
+
+    Raises:
+        argparse.ArgumentTypeError: it is not such a mapping.
+    """
+    if not isinstance(limits, dict):
+        raise argparse.ArgumentTypeError(f"stop: must map metrics to values, got {limits!r}")
+    rules: list[MetricRule] = []
+    for name, limit in limits.items():
+        if isinstance(limit, bool) or not isinstance(limit, (int, float)):
+            raise argparse.ArgumentTypeError(f"stop: {name}: must be a number, got {limit!r}")
+        if not isinstance(name, str):
+            raise argparse.ArgumentTypeError(
+                f"stop: the name of a metric must be a string, got {name!r}"
+            )
+        rules += parse_metric_rules(f"{name}{'' if name.rstrip().endswith('=') else '='}{limit}")
+    return rules
+
+
+class PendingMetrics:
+    """The metrics a run needs that no result has had yet.
+
+    Callbacks, operators and losses name metrics at run time, so that these names cannot be checked
+    before the run.
+
+    Args:
+        stop: the run's stop rules.
+        score: the run's `checkpoint_score_attribute`.
+    """
+
+    def __init__(self, stop: StopRules, score: str | None):
+        self._settings = {name: "stop" for name, _, _ in stop.metrics}  # metric -> setting
+        if score is not None:
+            self._settings.setdefault(score, "checkpoint_score_attribute")
+        self._num_results = 0
+
+    def check(self, result: dict[str, Any]) -> None:
+        """Look for the metrics in a result; warn once if some are still missing after a while.
+
+        Raises:
+            ConfigError: the result has the metric's group but not the metric.
+        """
+        self._num_results += 1
+        self._settings = {
+            name: setting
+            for name, setting in self._settings.items()
+            if not has_metric(result, name, setting)
+        }
+        if self._num_results == MAX_RESULTS_WITHOUT_METRIC:
+            for name, setting in self._settings.items():
+                print(
+                    f"flowrl: {setting}: no result has had {name!r} so far", file=sys.stderr,
+                    flush=True,
+                )  # fmt: skip
+
+
+def has_metric(result: dict[str, Any], name: str, setting: str) -> bool:
+    """Return whether a result has a metric.
+
+    Args:
+        result: newest result of the run.
+        name: path `a/b/c` of the metric.
+        setting: setting that names the metric, for the error message.
+
+    Raises:
+        ConfigError: it has not, although the statistics that would contain it have been reported.
+    """
+    if metric_value(result, name) is not None:
+        return True
+    learned = name.startswith(("learners/", "info/learner/")) and result["learners"]
+    episodes_ended = name.startswith("custom_metrics/") and result["episodes_in_window"]
+    if learned or episodes_ended:
+        group = name.split("/")[0]
+        metrics = flatten_result({group: result[group]})
+        known = [path for path, value in metrics if isinstance(value, (int, float))]
+        raise ConfigError(
+            f"{setting}: there is no metric {name!r}.{nearest(name, known)} Metrics in {group}: "
+            f"{', '.join(known) or 'none'}"
+        )
+    return False

@@ -1,0 +1,128 @@
+"""Train the runs in a YAML file: `flowrl train FILE.yaml`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from flowrl.cli.run_settings import algorithm_config, plan_config
+from flowrl.cli.stop_rules import StopRules, add_stop_options, metric_rules
+from flowrl.cli.training_run import start_run
+from flowrl.settings import ConfigError, nearest
+
+_KEYS = ("run", "plan", "env", "env_config", "stop", "config")
+
+
+class YamlRun(NamedTuple):
+    """A run in a YAML file; the name is "" if the file describes a single run."""
+
+    name: str
+    config: Any
+    plan: str | None
+    stop: StopRules
+
+
+def train_yaml(arguments: list[str]) -> int:
+    """Train the runs in a YAML file one after the other; return the exit code.
+
+    All of them are checked before the first one starts.
+    """
+    parser = argparse.ArgumentParser(
+        prog="flowrl train FILE.yaml", description="Train the runs in a YAML file."
+    )
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--run-dir", type=Path, help="output folder (default: runs/…)")
+    parser.add_argument("--only", metavar="NAME", help="train only the run with this name")
+    parser.add_argument("--seed", type=int, help="override the seed in the file")
+    add_stop_options(parser, default="the stop rules in the file")
+    options = parser.parse_args(arguments)
+    entries = _read(options.file)
+    if options.only is not None and options.only not in entries:
+        raise ConfigError(
+            f"{options.file}: there is no run {options.only!r}."
+            f"{nearest(options.only, list(entries))}"
+        )
+    runs = [
+        _prepare(name, entry, options)
+        for name, entry in entries.items()
+        if options.only in (None, name)
+    ]
+    for run in runs:
+        run_dir = options.run_dir
+        if run_dir is not None and run.name and len(entries) > 1:
+            run_dir = run_dir / run.name
+        if len(runs) > 1:
+            print(f"== {run.name}", flush=True)
+        only = ["--only", run.name] if run.name and options.only is None else []
+        command = ["flowrl", "train", *arguments, *only]
+        exit_code = start_run(run.config, run.plan, run.stop, run_dir, command)
+        if exit_code:
+            return exit_code
+    return 0
+
+
+def _prepare(name: str, entry: dict[str, Any], options: argparse.Namespace) -> YamlRun:
+    """Return a checked run with the options of the command line applied."""
+    try:
+        config, plan, stop = _parse_run(entry)
+        if options.seed is not None:
+            config = config.updated(seed=options.seed)
+        config.check()
+        from_options = StopRules.from_options(options)
+        stop = from_options if from_options.is_set() else stop
+        stop.check(config)
+    except (ConfigError, argparse.ArgumentTypeError) as error:
+        where = f"{options.file}{f', {name}' if name else ''}"
+        raise ConfigError(f"{where}: {error}") from None
+    return YamlRun(name, config, plan, stop)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """Return name -> entry of every run in a YAML file; the name of a single run is ""."""
+    import yaml
+
+    try:
+        entries = yaml.safe_load(file.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{file}: cannot be read: {error}") from None
+    if not isinstance(entries, dict) or not entries:
+        raise ConfigError(f"{file}: contains no runs")
+    if {"run", "plan"} & set(entries):
+        return {"": entries}
+    if set(entries) & set(_KEYS):
+        raise ConfigError(f"{file}: needs either run (an algorithm) or plan")
+    for name, entry in entries.items():
+        if not isinstance(entry, dict):
+            hint = nearest(str(name), list(_KEYS))
+            raise ConfigError(
+                f"{file}: {name!r}: must be a mapping with run or plan, got {entry!r}.{hint}"
+            )
+        if not isinstance(name, str) or not name or "/" in name or name.startswith("."):
+            raise ConfigError(f"{file}: the name of a run must be a plain word, got {name!r}")
+    return entries
+
+
+def _parse_run(entry: dict[str, Any]) -> tuple[Any, str | None, StopRules]:
+    """Return config, plan and stop rules of an entry in a YAML file."""
+    unknown = sorted(str(key) for key in entry if key not in _KEYS)
+    if unknown:
+        raise ConfigError(f"unknown {unknown[0]!r}.{nearest(unknown[0], list(_KEYS))}")
+    if ("run" in entry) == ("plan" in entry):
+        raise ConfigError("needs either run (an algorithm) or plan")
+    for key in ("config", "env_config", "stop"):
+        if not isinstance(entry.get(key) or {}, dict):
+            raise ConfigError(f"{key}: must be a mapping, got {entry[key]!r}")
+    settings = dict(entry.get("config") or {})
+    for key in ("env", "env_config"):
+        if key in entry and key in settings:
+            raise ConfigError(f"{key}: is given twice, at the top level and in config")
+        if key in entry:
+            settings[key] = entry[key]
+    stop = StopRules(metrics=metric_rules(entry.get("stop") or {}))
+    if "run" in entry:
+        return algorithm_config(entry["run"], settings), None, stop
+    plan = entry["plan"]
+    if not isinstance(plan, str):
+        raise ConfigError(f"plan: must be a name or a file, got {plan!r}")
+    return plan_config(plan).updated(**settings), plan, stop

@@ -1,0 +1,289 @@
+"""Columns: a dict of named arrays of equal length."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import optree
+
+from flowrl.data.indexed_columns import IndexedColumn
+
+log = logging.getLogger("flowrl")
+
+PER_SEQUENCE = ("seq_lens", "state_in_")  # prefixes of columns with one row per sequence
+_ALIASES = {"next_obs": "new_obs"}
+
+_warned_columns: set[str] = set()  # warn once per column
+
+
+def leaves_of(column: Any) -> list[np.ndarray]:
+    """Return the arrays of a column."""
+    return [column] if isinstance(column, np.ndarray) else optree.tree_leaves(column)
+
+
+def map_leaves(fn: Callable[[Any], Any], column: Any) -> Any:
+    """Apply `fn` to each array of a column."""
+    return fn(column) if isinstance(column, np.ndarray) else optree.tree_map(fn, column)
+
+
+def readonly_view(leaf: Any) -> Any:
+    """Return a read-only view of an array; clone a tensor; return any other object itself."""
+    if not isinstance(leaf, np.ndarray):
+        return leaf.clone() if hasattr(leaf, "clone") else leaf
+    view = leaf.view()
+    view.flags.writeable = False
+    return view
+
+
+def as_column(name: str, value: Any) -> Any:
+    """Convert a value to an array, or to a nest of arrays."""
+    if isinstance(value, np.ndarray):
+        return value
+    if name == "infos":
+        column = np.empty(len(value), dtype=object)
+        column[:] = value
+        return column
+    if isinstance(value, (dict, tuple)):
+        return optree.tree_map(np.asarray, value)  # type: ignore[arg-type]
+    return value if hasattr(value, "shape") else np.asarray(value)
+
+
+def summarize(column: Any) -> str:
+    """Return shape, dtype and range of a column as one line."""
+    if isinstance(column, IndexedColumn):
+        if column.is_lazy:
+            return f"np.ndarray({column.shape}, dtype={column.dtype}, not read yet)"
+        column = np.asarray(column)
+    if not isinstance(column, np.ndarray):
+        return str(optree.tree_map(summarize, column)) if not hasattr(column, "shape") else "tensor"
+    head = f"np.ndarray({column.shape}, dtype={column.dtype}"
+    if column.dtype == object:
+        return f"{head}, head={column[0] if len(column) else None})"
+    if not column.size:
+        return f"{head})"
+    numbers = column.astype(np.float64)
+    low, high, mean = numbers.min(), numbers.max(), numbers.mean()
+    return f"{head}, min={low:.4g}, max={high:.4g}, mean={mean:.4g})"
+
+
+class Columns(dict[str, Any]):
+    """A dict of columns [count, …], each a numpy array or a nest of arrays.
+
+    Indexed and lazy columns (`IndexedColumn`) read as arrays. `next_obs` is an alias of `new_obs`;
+    `dones` is derived as terminated or truncated. Columns named `seq_lens` and `state_in_*` have
+    one row per sequence.
+
+    Args:
+        columns: name -> array, list, or nest of arrays; None values are skipped.
+
+    Raises:
+        ValueError: The columns differ in length.
+    """
+
+    def __init__(self, columns: Mapping[str, Any] | None = None, /, **more: Any):
+        super().__init__()
+        self.zero_padded = False
+        self.max_seq_len: int | None = None
+        for name, value in {**(columns or {}), **more}.items():
+            if value is not None:
+                super().__setitem__(name, as_column(name, value))
+        self._check_lengths()
+
+    def _check_lengths(self) -> None:
+        lengths = {
+            name: len(leaf)
+            for name, column in self.stored()
+            if not name.startswith(PER_SEQUENCE)
+            for leaf in leaves_of(column)
+        }
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"columns of a SampleBatch differ in length: {lengths}")
+        if "seq_lens" in self and not self.zero_padded and lengths:
+            rows, total = next(iter(lengths.values())), int(np.sum(self["seq_lens"]))
+            if rows != total:
+                raise ValueError(f"seq_lens add up to {total}, but the columns have {rows} rows")
+
+    # -- size ----------------------------------------------------------------------------------
+
+    @property
+    def count(self) -> int:
+        """Number of rows, without padding."""
+        if dict.__contains__(self, "seq_lens"):
+            return int(np.sum(self["seq_lens"]))
+        for column in dict.values(self):
+            if type(column) is np.ndarray:
+                return len(column)
+            for leaf in leaves_of(column):
+                return len(leaf)
+        return 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __bool__(self) -> bool:
+        return self.count > 0
+
+    def size_bytes(self) -> int:
+        """Return the bytes of all arrays in this process."""
+        return sum(leaf.nbytes for _, column in self.stored() for leaf in leaves_of(column))
+
+    def _padded_count(self) -> int:
+        for name, column in self.stored():
+            if not name.startswith(PER_SEQUENCE):
+                return len(leaves_of(column)[0])
+        return 0
+
+    # -- reading -------------------------------------------------------------------------------
+
+    def __getitem__(self, key: str) -> Any:
+        column = super().__getitem__(key)
+        return np.asarray(column) if isinstance(column, IndexedColumn) else column
+
+    def __missing__(self, key: str) -> Any:
+        if key in _ALIASES:
+            return self[_ALIASES[key]]
+        if key == "dones" and "terminateds" in self:
+            return np.logical_or(self["terminateds"], self["truncateds"])
+        raise KeyError(f"no column {key!r} in this batch; it has {sorted(self)}")
+
+    def __contains__(self, key: object) -> bool:
+        if super().__contains__(key):
+            return True
+        if key == "dones":
+            return super().__contains__("terminateds")
+        return isinstance(key, str) and super().__contains__(_ALIASES.get(key, ""))
+
+    def stored(self) -> Iterator[tuple[str, Any]]:
+        """Iterate over (name, column) as stored: some columns may be an `IndexedColumn`."""
+        return iter(super().items())
+
+    def is_lazy(self, name: str) -> bool:
+        """Return whether a column exists but is not computed or fetched yet."""
+        column = dict.get(self, name)
+        return isinstance(column, IndexedColumn) and column.is_lazy
+
+    def __iter__(self) -> Iterator[str]:
+        return super().__iter__()  # an override makes dict(batch) use our __getitem__
+
+    def items(self) -> Any:
+        """Return a list of (name, column)."""
+        return [(name, self[name]) for name in self]
+
+    def values(self) -> Any:
+        """Return a list of the columns."""
+        return [self[name] for name in self]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key] if key in self else default
+
+    def columns(self, keys: Sequence[str]) -> list[Any]:
+        """Return the named columns in that order."""
+        return [self[key] for key in keys]
+
+    # -- writing -------------------------------------------------------------------------------
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        column = as_column(key, value)
+        if not key.startswith(PER_SEQUENCE) and self:
+            for leaf in leaves_of(column):
+                if len(leaf) != self._padded_count():
+                    raise ValueError(
+                        f"column {key!r} has {len(leaf)} rows, the batch {self._padded_count()}"
+                    )
+        super().__setitem__(key, column)
+
+    def pop(self, key: str, *default: Any) -> Any:
+        """Remove a column and return it."""
+        column = super().pop(key, *default)
+        return np.asarray(column) if isinstance(column, IndexedColumn) else column
+
+    # -- identity ------------------------------------------------------------------------------
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        stored = dict(self.stored())
+        lines = ",\n  ".join(f"{name!r}: {summarize(stored[name])}" for name in sorted(self))
+        return "{ " + lines + "\n}"
+
+
+def concat_columns(batches: Sequence[Columns]) -> dict[str, Any]:
+    """Return name -> column with the rows of all batches.
+
+    A column that some batches lack is dropped if it is lazy in any of them (checkpoints omit lazy
+    columns), else filled with zeros there, with a warning.
+    """
+    names = dict.fromkeys(name for batch in batches for name in batch)
+    incomplete = [name for name in names if not all(dict.__contains__(b, name) for b in batches)]
+    if incomplete:
+        dropped = {name for name in incomplete if any(batch.is_lazy(name) for batch in batches)}
+        filled = [name for name in incomplete if name not in dropped]
+        if filled and not _warned_columns.issuperset(filled):
+            _warned_columns.update(filled)
+            log.warning("columns %s are missing in some batches: filled with zeros there", filled)
+        names = dict.fromkeys(name for name in names if name not in dropped)
+    return {name: _concat_column(name, batches) for name in names}
+
+
+def _concat_column(name: str, batches: Sequence[Columns]) -> Any:
+    stored = [dict.get(batch, name) for batch in batches]
+    if all(isinstance(part, IndexedColumn) for part in stored):
+        return IndexedColumn.concat(stored)  # type: ignore[arg-type]
+    parts: list[Any] = [batch[name] for batch in batches if dict.__contains__(batch, name)]
+    if len(parts) < len(batches):
+        like, present = parts[0], iter(parts)
+        parts = [
+            next(present) if dict.__contains__(batch, name) else _zeros(batch.count, like)
+            for batch in batches
+        ]
+    if isinstance(parts[0], np.ndarray):
+        return np.concatenate(parts)
+    return optree.tree_map(lambda *leaves: np.concatenate(leaves), *parts)
+
+
+def _zeros(rows: int, like: Any) -> Any:
+    return map_leaves(lambda leaf: np.zeros((rows, *leaf.shape[1:]), leaf.dtype), like)
+
+
+# -- pickling --------------------------------------------------------------------------------------
+
+
+class _Prefix:
+    """Placeholder in a pickle for a column that is the first rows of another column's base."""
+
+    def __init__(self, of: str, rows: int):
+        self.of = of
+        self.rows = rows
+
+
+def deduplicate(columns: dict[str, Any]) -> dict[str, Any]:
+    """Replace columns that share memory with the base of an indexed column by placeholders.
+
+    Changes `columns` in place and returns it; see `restore_duplicates`.
+    """
+    indexed = {name: c for name, c in columns.items() if isinstance(c, IndexedColumn)}
+    bases = {name: c.base for name, c in indexed.items() if not c.is_lazy}
+    for name, column in columns.items():
+        for of, base in bases.items():
+            if isinstance(column, np.ndarray) and column.base is base and _is_prefix(column, base):
+                columns[name] = _Prefix(of, len(column))
+    return columns
+
+
+def restore_duplicates(columns: dict[str, Any]) -> dict[str, Any]:
+    """Undo `deduplicate`, in place."""
+    for name, column in columns.items():
+        if isinstance(column, _Prefix):
+            columns[name] = columns[column.of].base[: column.rows]
+    return columns
+
+
+def _is_prefix(column: np.ndarray, base: np.ndarray) -> bool:
+    same_start = column.__array_interface__["data"] == base.__array_interface__["data"]
+    return same_start and column.shape[1:] == base.shape[1:] and column.strides == base.strides

@@ -1,0 +1,75 @@
+"""Values of gymnasium spaces, which may be nested: zeros, leaves, copies and stacks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import optree
+from gymnasium import spaces
+
+
+def zeros_of(space: spaces.Space) -> Any:
+    """Return zeros in the shape of one value of the space."""
+    if isinstance(space, spaces.Dict):
+        return {key: zeros_of(space[key]) for key in sorted(space)}
+    if isinstance(space, spaces.Tuple):
+        return tuple(zeros_of(part) for part in space)
+    return np.zeros(space.shape or (), space.dtype)
+
+
+def leaf_spaces(space: spaces.Space) -> list[spaces.Space]:
+    """Return the leaves of a nested space, with dict keys in sorted order."""
+    if isinstance(space, spaces.Dict):
+        return [leaf for key in sorted(space) for leaf in leaf_spaces(space[key])]
+    if isinstance(space, spaces.Tuple):
+        return [leaf for part in space for leaf in leaf_spaces(part)]
+    return [space]
+
+
+def leaf_values(space: spaces.Space, value: Any) -> list[Any]:
+    """Return the leaves of a nested value, in the order of `leaf_spaces`.
+
+    Raises:
+        KeyError, IndexError, TypeError, ValueError: the value does not have the space's structure.
+    """
+    if isinstance(space, spaces.Dict):
+        return [leaf for key in sorted(space) for leaf in leaf_values(space[key], value[key])]
+    if isinstance(space, spaces.Tuple):
+        if len(value) != len(space.spaces):
+            raise ValueError(f"a tuple of length {len(value)} for {space}")
+        return [leaf for part, v in zip(space, value, strict=True) for leaf in leaf_values(part, v)]
+    return [value]
+
+
+def copy_value(space: spaces.Space, value: Any) -> Any:
+    """Copy a value into plain dicts and tuples of arrays with the dtypes of the space."""
+    if isinstance(space, spaces.Dict):
+        return {key: copy_value(space[key], value[key]) for key in sorted(space)}
+    if isinstance(space, spaces.Tuple):
+        return tuple(copy_value(part, v) for part, v in zip(space, value, strict=True))
+    return np.array(value, space.dtype) if space.dtype is not None else value
+
+
+def stack_values(values: list[Any]) -> Any:
+    """Stack arrays, numbers or nests of them into arrays [len(values), ...]."""
+    first = values[0]
+    if isinstance(first, (dict, tuple)):
+        return optree.tree_map(lambda *leaves: np.array(leaves), *values)
+    return np.array(values)
+
+
+def values_equal(first: Any, second: Any) -> bool:
+    """Return whether two values are equal; floats compare NaN as equal.
+
+    `second` is cast to the dtype of `first`.
+    """
+    if not isinstance(first, (dict, tuple, list)):
+        expected, actual = np.asarray(first), np.asarray(second)
+        if expected.dtype != actual.dtype:
+            actual = actual.astype(expected.dtype)
+        return np.array_equal(expected, actual, equal_nan=expected.dtype.kind == "f")
+    tree: Any = first
+    leaves, structure = optree.tree_flatten(tree)
+    other_leaves, other_structure = optree.tree_flatten(second)
+    return bool(structure == other_structure) and all(map(values_equal, leaves, other_leaves))

@@ -1,0 +1,156 @@
+"""EnvFactory: create the environments of a worker from its settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, cast
+
+import gymnasium as gym
+from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
+
+from flowrl.envs.gymnasium_vector_env import GymnasiumVectorEnv
+from flowrl.envs.multi_agent import is_multi_agent
+from flowrl.envs.multi_agent_vector_env import DirectMultiAgentVectorEnv
+from flowrl.envs.registry import EnvContext, EnvCreator, apply_horizon, env_id_of
+from flowrl.envs.restarting_envs import RestartingEnvs
+from flowrl.envs.single_agent_adapter import SingleAgentAdapter
+from flowrl.envs.vector_env import DirectVectorEnv, VectorEnv
+from flowrl.seeding import derive_seed
+from flowrl.settings import ConfigError
+
+VectorizationMode = Literal["flowrl", "sync", "async", "vector_entry_point", "envpool"]
+
+
+class EnvFactory:
+    """Create the environments of a worker.
+
+    Args:
+        creator: EnvContext -> environment.
+        env_config: passed to the creator.
+        num_envs: number of environments that the worker steps together.
+        worker_index, num_workers: passed to the creator.
+        seed: from which the first resets of all environments are seeded.
+        vectorization_mode: "flowrl" steps environments in this process; "sync" and "async" use
+            gymnasium's vector environments; "vector_entry_point" and "envpool" create a vector
+            environment from the env id.
+        horizon, soft_horizon: see AlgorithmConfig.
+        max_restarts, on_env_created: see RestartingEnvs.
+    """
+
+    def __init__(
+        self,
+        creator: EnvCreator,
+        env_config: dict[str, Any],
+        num_envs: int,
+        worker_index: int = 0,
+        num_workers: int = 0,
+        seed: int | None = None,
+        vectorization_mode: VectorizationMode = "flowrl",
+        horizon: int | None = None,
+        soft_horizon: bool = False,
+        max_restarts: int = 5,
+        on_env_created: Callable[[int, Any], None] | None = None,
+    ):
+        self._creator = creator
+        self._env_config = env_config
+        self._num_envs = num_envs
+        self._worker_index, self._num_workers = worker_index, num_workers
+        self._seed = derive_seed(seed, "worker", worker_index)
+        self._mode = vectorization_mode
+        self._horizon, self._soft_horizon = horizon, soft_horizon
+        self._max_restarts = max_restarts
+        self._on_env_created = on_env_created
+
+    def env_context(self, vector_index: int) -> EnvContext:
+        """Return the context that the creator receives for an environment."""
+        return EnvContext(self._env_config, self._worker_index, vector_index, self._num_workers)
+
+    def make_env(self, vector_index: int) -> Any:
+        """Create one environment, with the horizon applied to gymnasium environments."""
+        try:
+            env = self._creator(self.env_context(vector_index))
+        except Exception as error:
+            error.add_note(
+                f"while creating sub-environment {vector_index} of worker {self._worker_index}"
+            )
+            raise
+        if not _is_gymnasium(env):
+            return env
+        return apply_horizon(env, self._horizon, self._soft_horizon)
+
+    def make_vector_env(self) -> SingleAgentAdapter | DirectMultiAgentVectorEnv:
+        """Create all environments of the worker.
+
+        Raises:
+            ConfigError: the creator returns no environment, or the environment does not support the
+                vectorization mode.
+        """
+        if self._mode in ("vector_entry_point", "envpool"):
+            return SingleAgentAdapter(self._make_from_id())
+        if self._mode in ("sync", "async"):
+            env_fns = [partial(self._make_gymnasium_env, i) for i in range(self._num_envs)]
+            make = partial(SyncVectorEnv if self._mode == "sync" else AsyncVectorEnv, env_fns)
+            return SingleAgentAdapter(GymnasiumVectorEnv(make(), self._seed, make))
+        envs = RestartingEnvs(
+            self.make_env, self._num_envs, self._seed, self._max_restarts, self._on_env_created
+        )
+        first = envs.get(0)
+        if isinstance(first, gym.vector.VectorEnv):
+            self._check_horizon()
+            make_first = partial(self.make_env, 0)
+            return SingleAgentAdapter(GymnasiumVectorEnv(first, self._seed, make_first))
+        if _is_gymnasium(first):
+            return SingleAgentAdapter(DirectVectorEnv(envs))
+        return DirectMultiAgentVectorEnv(envs, None if self._soft_horizon else self._horizon)
+
+    def _make_gymnasium_env(self, vector_index: int) -> gym.Env:
+        env = self.make_env(vector_index)
+        if not _is_gymnasium(env):
+            raise ConfigError(
+                f'vectorization_mode="{self._mode}" requires gymnasium environments, the creator '
+                f"returned a {type(env).__name__}"
+            )
+        if self._on_env_created is not None:
+            self._on_env_created(vector_index, env)
+        return env
+
+    def _check_horizon(self) -> None:
+        if self._horizon is not None and not self._soft_horizon:
+            raise ConfigError(
+                f"horizon={self._horizon} cannot truncate the episodes of a vector environment "
+                "that is created elsewhere: set the limit there, or use soft_horizon=True"
+            )
+
+    def _make_from_id(self) -> VectorEnv:
+        """Create a vector environment from the env id, by gymnasium or EnvPool."""
+        env_id = env_id_of(self._creator)
+        if env_id is None:
+            raise ConfigError(f'vectorization_mode="{self._mode}" needs an env id')
+        self._check_horizon()
+        if self._mode == "vector_entry_point":
+            try:
+                env = gym.make_vec(
+                    env_id, self._num_envs, vectorization_mode=self._mode, **self._env_config
+                )
+            except gym.error.Error as error:
+                raise ConfigError(f"env: {env_id!r} has no vector entry point: {error}") from error
+            return GymnasiumVectorEnv(env, self._seed)
+        try:
+            import envpool
+        except ImportError as error:
+            raise ConfigError(
+                'vectorization_mode="envpool" needs EnvPool: pip install "flowrl[envpool]"'
+            ) from error
+        if env_id not in envpool.list_all_envs():
+            raise ConfigError(f"env: EnvPool has no environment {env_id!r}")
+        settings = {"num_threads": 1, **self._env_config}
+        seed = derive_seed(self._seed, "envpool")
+        pool = envpool.make_gymnasium(
+            env_id, num_envs=self._num_envs, seed=0 if seed is None else seed % 2**31, **settings
+        )
+        return GymnasiumVectorEnv(cast(gym.vector.VectorEnv, pool), None)  # already seeded
+
+
+def _is_gymnasium(env: Any) -> bool:
+    return isinstance(env, gym.Env) and not is_multi_agent(env)

@@ -1,0 +1,121 @@
+"""State of one environment: its own `get_state`, its random generator, its logged actions."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+from typing import Any
+
+import numpy as np
+import optree
+from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
+
+from flowrl.data.serialization import can_be_saved
+from flowrl.seeding import restore_stream
+
+
+def find_rng(env: Any) -> np.random.Generator | None:
+    """Return the random generator of an environment, or None if it has not created one."""
+    attributes = getattr(getattr(env, "unwrapped", env), "__dict__", {})
+    for name in ("_np_random", "np_random"):
+        if isinstance(attributes.get(name), np.random.Generator):
+            return attributes[name]
+    return None
+
+
+def _stateful_layer(env: Any) -> tuple[Any, list[Any]]:
+    """Return the layer that has `get_state()` and `set_state(state)`, and the TimeLimits around it.
+
+    The layer is None if there is none, or if it is inside of a wrapper that may have state itself.
+    """
+    limits: list[Any] = []
+    while env is not None:
+        methods: list[Any] = [getattr(env, name, None) for name in ("get_state", "set_state")]
+        if all(callable(method) for method in methods):
+            with contextlib.suppress(TypeError, ValueError):
+                inspect.signature(methods[0]).bind()
+                inspect.signature(methods[1]).bind(None)
+                return env, limits
+            return None, limits
+        if isinstance(env, TimeLimit):
+            limits.append(env)
+        elif not isinstance(env, (OrderEnforcing, PassiveEnvChecker)):
+            return None, limits
+        env = env.env
+    return None, limits
+
+
+def get_env_state(env: Any) -> dict[str, Any] | None:
+    """Return the state of an environment that implements `get_state` and `set_state`.
+
+    Returns:
+        its state, the state of its random generator and the elapsed steps of its TimeLimits; None
+        if the environment does not implement the methods or its state cannot be saved.
+    """
+    layer, limits = _stateful_layer(env)
+    if layer is None:
+        return None
+    rng = find_rng(env)
+    state = {
+        "state": layer.get_state(),
+        "rng": None if rng is None else rng.bit_generator.state,
+        "elapsed_steps": [limit._elapsed_steps for limit in limits],
+    }
+    return copy.deepcopy(state) if can_be_saved(state) else None
+
+
+def set_env_state(env: Any, state: dict[str, Any]) -> bool:
+    """Restore the result of `get_env_state`; return False if the env has other layers."""
+    layer, limits = _stateful_layer(env)
+    if layer is None or len(limits) != len(state["elapsed_steps"]):
+        return False
+    layer.set_state(state["state"])
+    for limit, elapsed_steps in zip(limits, state["elapsed_steps"], strict=True):
+        limit._elapsed_steps = elapsed_steps
+    rng = find_rng(env)
+    if rng is not None and state["rng"] is not None:
+        restore_stream(rng, state["rng"])
+    return True
+
+
+def copy_actions(actions: dict[Any, Any]) -> dict[Any, Any]:
+    """Copy actions by agent id, because an environment may modify them in place."""
+    return {a: v if type(v) is int else copy.deepcopy(v) for a, v in actions.items()}
+
+
+def pack_actions(actions: list[Any]) -> list[Any]:
+    """Store consecutive actions of equal structure as one array per leaf.
+
+    Returns:
+        a list of [first action, [array [count, ...] per leaf]].
+    """
+    runs: list[Any] = []
+    previous = None
+    for action in actions:
+        leaves, treespec = optree.tree_flatten(action)
+        types = [(type(leaf), np.shape(leaf), np.asarray(leaf).dtype) for leaf in leaves]
+        structure = (treespec, types)
+        if structure != previous:
+            previous = structure
+            runs.append([action, [[] for _ in leaves]])
+        for column, leaf in zip(runs[-1][1], leaves, strict=True):
+            column.append(leaf)
+    return [[first, [np.array(column) for column in columns]] for first, columns in runs]
+
+
+def unpack_actions(runs: list[Any]) -> list[Any]:
+    """Return the actions that `pack_actions` stored."""
+    actions = []
+    for first, columns in runs:
+        leaves, treespec = optree.tree_flatten(first)
+        is_python_scalar = [
+            isinstance(leaf, (bool, int, float)) and not isinstance(leaf, np.generic)
+            for leaf in leaves
+        ]
+        values = [
+            column.tolist() if scalar else list(column)
+            for column, scalar in zip(columns, is_python_scalar, strict=True)
+        ]
+        actions += [optree.tree_unflatten(treespec, row) for row in zip(*values, strict=True)]
+    return actions

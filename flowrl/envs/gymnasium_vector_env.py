@@ -1,0 +1,159 @@
+"""GymnasiumVectorEnv: a gymnasium VectorEnv behind flowrl's VectorEnv interface."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import gymnasium.vector
+import numpy as np
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from gymnasium.vector.utils import concatenate, create_empty_array, iterate
+
+from flowrl.envs.restarting_envs import close_quietly
+from flowrl.envs.validation import ObservationCheck
+from flowrl.envs.vector_env import VectorStep
+from flowrl.seeding import derive_seed
+from flowrl.settings import ConfigError
+
+
+class GymnasiumVectorEnv:
+    """A gymnasium VectorEnv with any autoreset mode.
+
+    Args:
+        env: the vector environment.
+        seed: of the first reset; None does not seed.
+        make_env: recreates the vector environment after an error; None resets it instead.
+
+    Attributes:
+        env: the vector environment.
+        autoreset_mode: its gymnasium.vector.AutoresetMode.
+
+    Raises:
+        ConfigError: `metadata["autoreset_mode"]` is missing.
+    """
+
+    num_restarts = 0
+
+    def __init__(
+        self,
+        env: gymnasium.vector.VectorEnv,
+        seed: int | None,
+        make_env: Callable[[], gymnasium.vector.VectorEnv] | None = None,
+    ):
+        self.env = env
+        self._make_env = make_env
+        self._failed = False
+        self.num_envs = env.num_envs
+        self.observation_space = env.single_observation_space
+        self.action_space = env.single_action_space
+        self._check = ObservationCheck(self.observation_space)
+        self._seed = seed
+        mode = env.metadata.get("autoreset_mode")
+        if not isinstance(mode, AutoresetMode):
+            raise ConfigError(
+                f"env: {type(env).__name__} does not define how it resets: set "
+                'metadata["autoreset_mode"] to a gymnasium.vector.AutoresetMode'
+            )
+        self.autoreset_mode = mode
+        self._resetting: np.ndarray = np.zeros(self.num_envs, bool)
+        self._num_restores = 0  # each restored run starts episodes with other seeds
+
+    def reset(self, observations: Any) -> None:
+        if self._failed and self._make_env is not None:  # it may be unusable after an error
+            close_quietly(self.env, 0)
+            self.env = self._make_env()
+        self._failed = False
+        purpose = ("resumed", self._num_restores) if self._num_restores else ()
+        seed: Any = derive_seed(self._seed, "env", *purpose)
+        if self._seed is not None and isinstance(self.env, (SyncVectorEnv, AsyncVectorEnv)):
+            seed = [derive_seed(self._seed, "env", i, *purpose) for i in range(self.num_envs)]
+        first, _ = self.env.reset() if seed is None else self.env.reset(seed=seed)
+        observations[:] = self._by_env(first)
+        self._seed = None
+        self._resetting[:] = False
+
+    def _by_env(self, observations: Any) -> Any:
+        """Return observations indexed by environment: the array, or a list of nested ones."""
+        if self._check.is_array:
+            return observations
+        return list(iterate(self.env.observation_space, observations))
+
+    def step(
+        self, actions: Any, observations: Any, rewards: Any, terminateds: Any, truncateds: Any
+    ) -> VectorStep:
+        result = VectorStep()
+        env_actions: Any = actions
+        if isinstance(actions, list):
+            out: Any = create_empty_array(self.action_space, self.num_envs)
+            env_actions = concatenate(self.action_space, actions, out)
+        self._failed = True
+        stepped, rewards[:], terminateds[:], truncateds[:], infos = self.env.step(env_actions)
+        self._failed = False
+        next_obs = self._by_env(stepped)
+        done = np.logical_or(terminateds, truncateds)
+        if done.any():
+            ended = result.ended = np.flatnonzero(done)
+            same_step = self.autoreset_mode is AutoresetMode.SAME_STEP
+            if self._check.is_array and not same_step:
+                result.final = next_obs[ended]
+            else:
+                final = infos["final_obs"] if same_step else next_obs
+                result.final = [self._check.copy(final[i]) for i in ended]
+        if self.autoreset_mode is AutoresetMode.DISABLED and len(result.ended):
+            reset, _ = self.env.reset(options={"reset_mask": done})
+            next_obs = self._by_env(reset)
+        if self.autoreset_mode is AutoresetMode.NEXT_STEP:
+            if self._resetting.any():
+                result.skipped = np.flatnonzero(self._resetting)
+            self._resetting = done
+        observations[:] = next_obs
+        result.infos = _Infos(infos, self.num_envs, set(map(int, result.ended))) if infos else []
+        return result
+
+    def mark_healthy(self, indices: Iterable[int]) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any] | None:
+        return {"num_restores": self._num_restores}
+
+    def load_state_dict(self, state: dict[str, Any] | None, observations: Any) -> list[int]:
+        self._num_restores = 0 if state is None else state["num_restores"] + 1
+        self.reset(observations)
+        return list(range(self.num_envs))
+
+    def close(self) -> None:
+        self.env.close()
+
+
+_FINAL_KEYS = ("final_obs", "_final_obs", "final_info", "_final_info")
+
+
+class _Infos(Sequence[dict[str, Any]]):
+    """The infos of a vector environment by environment, extracted on access."""
+
+    def __init__(self, infos: dict[str, Any], num_envs: int, ended: set[int]):
+        self._infos = {key: value for key, value in infos.items() if key not in _FINAL_KEYS}
+        self._num_envs = num_envs
+        # in SAME_STEP mode the infos of an episode's last step are in final_info
+        self._ended = ended if "final_info" in infos else set()
+        self._final_infos = infos.get("final_info")
+
+    def __len__(self) -> int:
+        return self._num_envs
+
+    def __getitem__(self, index: Any) -> Any:
+        if index in self._ended and isinstance(self._final_infos, dict):
+            return _info_of(self._final_infos, index)
+        return _info_of(self._infos, index)
+
+
+def _info_of(infos: dict[str, Any], index: int) -> dict[str, Any]:
+    """Return the infos of one environment."""
+    return {
+        key: _info_of(value, index)
+        if isinstance(value, dict)
+        else (value[index] if isinstance(value, (np.ndarray, list, tuple)) else value)
+        for key, value in infos.items()
+        if not key.startswith("_") and infos.get(f"_{key}", np.ones(index + 1, bool))[index]
+    }

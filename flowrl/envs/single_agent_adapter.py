@@ -1,0 +1,114 @@
+"""SingleAgentAdapter: a VectorEnv behind the MultiAgentVectorEnv interface."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
+
+from flowrl.data.spaces import zeros_of
+from flowrl.envs.gymnasium_vector_env import GymnasiumVectorEnv
+from flowrl.envs.multi_agent_vector_env import MultiAgentStep, ResetResult
+from flowrl.envs.vector_env import DirectVectorEnv, VectorEnv
+
+SINGLE_AGENT = "agent0"
+
+
+class SingleAgentAdapter:
+    """Present each environment of a VectorEnv as one with a single agent, `"agent0"`.
+
+    Attributes:
+        vector_env: the wrapped VectorEnv.
+    """
+
+    possible_agents = [SINGLE_AGENT]
+
+    def __init__(self, vector_env: VectorEnv):
+        self.vector_env = vector_env
+        self.num_envs = n = vector_env.num_envs
+        self._observations: list[Any] = [None] * n
+        self._rewards: list[Any] = [0.0] * n
+        # placeholder action of environments that are being reset, which ignore it
+        self._no_action = zeros_of(vector_env.action_space)
+        if isinstance(vector_env.action_space, spaces.Discrete):
+            self._no_action = int(vector_env.action_space.start)
+        self._resets_in_next_step = (
+            isinstance(vector_env, GymnasiumVectorEnv)
+            and vector_env.autoreset_mode is AutoresetMode.NEXT_STEP
+        )
+
+    @property
+    def num_restarts(self) -> int:
+        return self.vector_env.num_restarts
+
+    def observation_space(self, agent_id: Any) -> spaces.Space:
+        return self.vector_env.observation_space
+
+    def action_space(self, agent_id: Any) -> spaces.Space:
+        return self.vector_env.action_space
+
+    def reset(self) -> list[ResetResult]:
+        self.vector_env.reset(self._observations)
+        return [({SINGLE_AGENT: obs}, {}) for obs in self._observations]
+
+    def step(self, actions: list[dict[Any, Any]]) -> list[MultiAgentStep]:
+        n = self.num_envs
+        env_actions = [by_agent.get(SINGLE_AGENT, self._no_action) for by_agent in actions]
+        terminateds, truncateds = [False] * n, [False] * n
+        result = self.vector_env.step(
+            env_actions, self._observations, self._rewards, terminateds, truncateds
+        )
+        final = dict(zip((int(i) for i in result.ended), result.final, strict=True))
+        failed = dict(result.failed)
+        skipped = {int(i) for i in result.skipped}
+        steps = []
+        for i in range(n):
+            step = MultiAgentStep()
+            steps.append(step)
+            obs = self._observations[i]
+            if i in failed:
+                step.failed, step.start = failed[i], {SINGLE_AGENT: obs}
+                continue
+            if i in skipped:
+                step.skipped, step.start = True, {SINGLE_AGENT: obs}
+                continue
+            if i in final:
+                step.terminateds = {"__all__": bool(terminateds[i])}
+                step.truncateds = {"__all__": bool(truncateds[i])}
+                step.obs = {SINGLE_AGENT: final[i]}
+                step.start = None if self._resets_in_next_step else {SINGLE_AGENT: obs}
+            else:
+                step.obs = {SINGLE_AGENT: obs}
+            step.rewards = {SINGLE_AGENT: self._rewards[i]}
+            if result.infos:
+                step.infos = {SINGLE_AGENT: result.infos[i]}
+        return steps
+
+    def restart(self, index: int, error: Exception) -> MultiAgentStep:
+        if not isinstance(self.vector_env, DirectVectorEnv):
+            raise error  # a gymnasium VectorEnv cannot replace one of its environments
+        step = MultiAgentStep()
+        step.failed, step.start = error, {SINGLE_AGENT: self.vector_env.restart(index, error)}
+        return step
+
+    def get_sub_environments(self) -> list[Any]:
+        env: Any = self.vector_env
+        return list(env.envs) if isinstance(env, DirectVectorEnv) else [env.env]
+
+    def mark_healthy(self, indices: Iterable[int]) -> None:
+        self.vector_env.mark_healthy(indices)
+
+    def state_dict(self) -> dict[str, Any] | None:
+        return self.vector_env.state_dict()
+
+    def load_state_dict(
+        self, state: Any, observations: list[dict[Any, Any]]
+    ) -> dict[int, ResetResult]:
+        self._observations = [by_agent.get(SINGLE_AGENT) for by_agent in observations]
+        restarted = self.vector_env.load_state_dict(state, self._observations)
+        return {i: ({SINGLE_AGENT: self._observations[i]}, {}) for i in restarted}
+
+    def close(self) -> None:
+        self.vector_env.close()

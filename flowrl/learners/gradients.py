@@ -1,0 +1,87 @@
+"""Gradients: the gradients of several policies' losses on one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+import optree
+
+from flowrl.iter import Source
+
+
+@dataclass
+class Gradients:
+    """Gradients of the policies' losses on a batch.
+
+    Attributes:
+        by_policy: policy id -> the gradient that the policy's compute_gradients() returned.
+        rows: policy id -> rows that the gradient is a mean over.
+        stats: policy id -> statistics.
+        count: env steps of the batch.
+        sources: fragments that the rows come from.
+        row_stats: policy id -> values per row (see Policy.row_stats).
+        sampled: policy id -> rows of the batch, including policies that do not learn.
+    """
+
+    by_policy: dict[str, Any]
+    rows: dict[str, int]
+    stats: dict[str, dict[str, float]]
+    count: int
+    sources: tuple[Source, ...] = field(default=(), repr=False)
+    row_stats: dict[str, dict[str, np.ndarray]] = field(default_factory=dict, repr=False)
+    sampled: dict[str, int] = field(default_factory=dict, repr=False)
+
+    def env_steps(self) -> int:
+        """See SampleBatch.env_steps."""
+        return self.count
+
+    def agent_steps(self) -> int:
+        """See SampleBatch.agent_steps."""
+        return sum(self.sampled.values())
+
+    def steps_by_policy(self) -> dict[str, int]:
+        """See SampleBatch.steps_by_policy."""
+        return dict(self.sampled)
+
+    def size_bytes(self) -> int:
+        """Return the bytes of the gradients' arrays."""
+        leaves: list[Any] = optree.tree_leaves(cast("Any", self.by_policy))
+        return sum(leaf.nbytes for leaf in leaves)
+
+    @classmethod
+    def mean(cls, items: Sequence[Gradients]) -> Gradients:
+        """Return the mean, each item weighted by its rows: the gradient of the mean over all rows.
+
+        Statistics are averaged alike; those that some item lacks are left out.
+        """
+        count = sum(item.count for item in items)
+        mean = cls({}, {}, {}, count, tuple(s for item in items for s in item.sources))
+        for item in items:
+            for policy_id, rows in item.sampled.items():
+                mean.sampled[policy_id] = mean.sampled.get(policy_id, 0) + rows
+        for policy_id in dict.fromkeys(pid for item in items for pid in item.by_policy):
+            own = [item for item in items if policy_id in item.by_policy]
+            total = sum(item.rows[policy_id] for item in own)
+            weights = [item.rows[policy_id] / total for item in own]
+            parts: Any = [item.by_policy[policy_id] for item in own]
+            mean.by_policy[policy_id] = optree.tree_map(
+                lambda *leaves, w=weights: sum(p * s for p, s in zip(leaves, w, strict=True)),
+                *parts,
+            )
+            names = set.intersection(*(set(item.stats[policy_id]) for item in own))
+            mean.stats[policy_id] = {
+                name: sum(
+                    item.stats[policy_id][name] * w for item, w in zip(own, weights, strict=True)
+                )
+                for name in sorted(names)
+            }
+            mean.rows[policy_id] = total
+            row_stats = [item.row_stats[policy_id] for item in own if policy_id in item.row_stats]
+            if row_stats:
+                mean.row_stats[policy_id] = {
+                    name: np.concatenate([one[name] for one in row_stats]) for name in row_stats[0]
+                }
+        return mean

@@ -1,0 +1,293 @@
+"""Learner: update policies from batches. The base class, what learners share, the local learner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from flowrl.data import MultiAgentBatch, SampleBatch
+from flowrl.iter import Source
+from flowrl.learners.gradients import Gradients
+from flowrl.policies.policy import Policy
+from flowrl.sampling.rollout_worker import RolloutWorker
+from flowrl.sampling.worker_set import WorkerSet
+
+Batch = SampleBatch | MultiAgentBatch
+
+OnLearn = Callable[[Policy, SampleBatch, dict[str, float]], None]
+"""Called with a policy, its rows and a dict for more statistics, before the policy learns."""
+
+
+class ProcessGroupError(RuntimeError):
+    """A process of the group died, or did not answer in time.
+
+    Attributes:
+        generation: of the group, where groups are formed again.
+    """
+
+    def __init__(self, message: str, generation: str = ""):
+        super().__init__(message, generation)
+        self.generation = generation
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+@dataclass
+class PolicyUpdate:
+    """What an update reports about one policy.
+
+    Attributes:
+        stats: statistics, means over the minibatches of the last pass.
+        rows: rows that the policy learned from.
+        replayed_rows: how many of them were drawn from a replay buffer.
+        policy_lags: for each fragment that the rows come from, the number of updates made since
+            it was sampled. Fragments drawn from a buffer have none.
+        row_stats: values per row, arrays [rows] (see Policy.row_stats).
+    """
+
+    stats: dict[str, float]
+    rows: int
+    replayed_rows: int = 0
+    policy_lags: list[int] = field(default_factory=list)
+    row_stats: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        lags = self.policy_lags
+        if lags:
+            lag = {"policy_lag_mean": sum(lags) / len(lags), "policy_lag_max": float(max(lags))}
+            self.stats = {**self.stats, **lag}
+
+    def info(self) -> dict[str, Any]:
+        """The entry of a training operator's `info`."""
+        info: dict[str, Any] = {
+            "learner_stats": self.stats,
+            "num_agent_steps_trained": self.rows,
+        }
+        return {**info, "rows": self.row_stats} if self.row_stats else info
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+Updates = dict[str, PolicyUpdate]
+"""Policy id -> what its update reports."""
+
+
+class Learner:
+    """Updates the policies of a WorkerSet.
+
+    Args:
+        workers: the WorkerSet.
+        policies: ids of the policies to update; None updates all policies of a batch that
+            `policies_to_train` allows.
+        num_sgd_iter: passes over a batch; None uses each policy's own setting.
+        sgd_minibatch_size: rows per update, 0 for the whole batch; None uses each policy's own
+            setting, or the whole batch if that is smaller.
+
+    Raises:
+        TypeError: `policies` is a string.
+        ValueError: a number is out of range.
+    """
+
+    def __init__(
+        self,
+        workers: WorkerSet,
+        policies: Collection[str] | None = None,
+        num_sgd_iter: int | None = None,
+        sgd_minibatch_size: int | None = None,
+    ):
+        check_policy_ids(policies)
+        if num_sgd_iter is not None and num_sgd_iter < 1:
+            raise ValueError(f"num_sgd_iter must be at least 1, got {num_sgd_iter}")
+        if sgd_minibatch_size is not None and sgd_minibatch_size < 0:
+            raise ValueError(f"sgd_minibatch_size must be at least 0, got {sgd_minibatch_size}")
+        self.workers = workers
+        self.policies = policies
+        self.num_sgd_iter = num_sgd_iter
+        self.sgd_minibatch_size = sgd_minibatch_size
+
+    def update(self, batch: Batch) -> Updates:
+        """Update the policies from a batch.
+
+        Raises:
+            TypeError: `batch` is not a batch.
+            KeyError: `policies` or the batch names a policy that does not exist.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no update(batch)")
+
+    def start(self) -> None:
+        """Allow updates; a learner that was stopped may be started again."""
+
+    def stop(self) -> None:
+        """Release processes and connections."""
+
+    def take_restarts(self) -> int:
+        """Return the number of learner processes restarted since the last call."""
+        return 0
+
+
+class LocalLearner(Learner):
+    """Updates the policies of the local worker, in the calling thread."""
+
+    def update(self, batch: Batch) -> Updates:
+        worker = self.workers.local_worker()
+        rows = select_rows(worker, batch, self.policies)
+        with worker.lock:
+            for policy_id in rows:
+                worker.policy_map[policy_id].on_global_var_update(self.workers.global_vars)
+            return update_policies(
+                worker.policy_map,
+                rows,
+                batch.sources,
+                self.num_sgd_iter,
+                self.sgd_minibatch_size,
+                is_multi_agent=isinstance(batch, MultiAgentBatch),
+                on_learn=worker.on_learn_on_batch,
+            )
+
+    def compute_gradients(self, batch: Batch) -> Gradients:
+        """Return the gradients of the policies' losses on a batch; the policies do not change."""
+        worker = self.workers.local_worker()
+        for policy in worker.policy_map.values():
+            policy.on_global_var_update(self.workers.global_vars)
+        return compute_gradients(worker, batch, self.policies)
+
+    def apply_gradients(self, gradients: Gradients) -> Updates:
+        """Update each policy once with its gradient.
+
+        Raises:
+            KeyError: a gradient of a policy that does not exist.
+        """
+        worker = self.workers.local_worker()
+        check_policies_exist(worker, gradients.by_policy)
+        updates: Updates = {}
+        with worker.lock:
+            for policy_id, gradient in gradients.by_policy.items():
+                if self.policies is not None and policy_id not in self.policies:
+                    continue
+                policy = worker.policy_map[policy_id]
+                lags = policy_lags(policy_id, policy.version, gradients.sources)
+                policy.on_global_var_update(self.workers.global_vars)
+                policy.apply_gradients(gradient)
+                updates[policy_id] = PolicyUpdate(
+                    gradients.stats[policy_id],
+                    gradients.rows[policy_id],
+                    policy_lags=lags,
+                    row_stats=gradients.row_stats.get(policy_id, {}),
+                )
+        return updates
+
+
+def update_policies(
+    policies: Mapping[str, Policy],
+    rows: Mapping[str, SampleBatch],
+    sources: Iterable[Source],
+    num_sgd_iter: int | None,
+    sgd_minibatch_size: int | None,
+    is_multi_agent: bool,
+    on_learn: OnLearn | None = None,
+) -> Updates:
+    """Update policies from their rows.
+
+    Args:
+        policies: policy id -> policy.
+        rows: policy id -> the rows that it learns from.
+        sources: of the rows.
+        num_sgd_iter, sgd_minibatch_size: see Learner.
+        is_multi_agent: reduce the minibatch size to the number of rows where a policy has fewer.
+        on_learn: see OnLearn.
+    """
+    sources = tuple(sources)
+    updates: Updates = {}
+    for policy_id, batch in rows.items():
+        policy = policies[policy_id]
+        size = sgd_minibatch_size
+        if size is None:
+            size = policy.config.sgd_minibatch_size
+        if is_multi_agent or sgd_minibatch_size is None:
+            size = min(size, batch.count)
+        callback_stats: dict[str, float] = {}
+        lags = policy_lags(policy_id, policy.version, sources)
+        if on_learn is not None:
+            on_learn(policy, batch, callback_stats)
+        passes = policy.config.num_sgd_iter if num_sgd_iter is None else num_sgd_iter
+        stats = policy.learn_on_minibatches(batch, passes, size)
+        updates[policy_id] = PolicyUpdate(
+            {**stats, **callback_stats},
+            batch.count,
+            replayed_rows=batch.count if "batch_indexes" in batch else 0,
+            policy_lags=lags,
+            row_stats=policy.row_stats,
+        )
+    return updates
+
+
+def compute_gradients(
+    worker: RolloutWorker, batch: Batch, policies: Collection[str] | None
+) -> Gradients:
+    """Return the gradients of a worker's policies on a batch; the policies do not change."""
+    gradients = Gradients(
+        {}, {}, {}, batch.env_steps(), batch.sources, sampled=batch.steps_by_policy()
+    )
+    with worker.lock:
+        for policy_id, rows in select_rows(worker, batch, policies).items():
+            policy = worker.policy_map[policy_id]
+            gradient, stats = policy.compute_gradients(rows)
+            gradients.by_policy[policy_id], gradients.stats[policy_id] = gradient, stats
+            gradients.rows[policy_id] = rows.count
+            if policy.row_stats:
+                gradients.row_stats[policy_id] = policy.row_stats
+    return gradients
+
+
+def select_rows(
+    worker: RolloutWorker, batch: Batch, policies: Collection[str] | None
+) -> dict[str, SampleBatch]:
+    """Return policy id -> the rows that the policy learns from.
+
+    Raises:
+        TypeError: `batch` is not a batch.
+        KeyError: `policies` or the batch names a policy that the worker does not have.
+    """
+    if not isinstance(batch, (SampleBatch, MultiAgentBatch)):
+        raise TypeError(
+            f"a learner takes a batch, got {type(batch).__name__}: does the operator before it "
+            "return its item?"
+        )
+    check_policies_exist(worker, batch.policy_batches if policies is None else policies)
+    return {
+        policy_id: rows
+        for policy_id, rows in batch.policy_batches.items()
+        if rows.count
+        and (
+            worker.is_policy_to_train(policy_id, rows)
+            if policies is None
+            else policy_id in policies
+        )
+    }
+
+
+def policy_lags(policy_id: str, version: int, sources: Iterable[Source]) -> list[int]:
+    """Return, for each source fragment, the number of updates since it was sampled.
+
+    Fragments drawn from a replay buffer carry no version and are left out.
+    """
+    versions = [source.tags.get("weights_versions") for source in sources]
+    return [version - by_policy[policy_id] for by_policy in versions if by_policy is not None]
+
+
+def check_policy_ids(policies: Any) -> None:
+    """Raise TypeError for a single policy id where a collection of ids is expected."""
+    if isinstance(policies, str):
+        raise TypeError(f"policies is a collection of ids: [{policies!r}]")
+
+
+def check_policies_exist(worker: RolloutWorker, policy_ids: Iterable[str]) -> None:
+    """Raise KeyError for ids of policies that the worker does not have."""
+    unknown = sorted(set(policy_ids) - set(worker.policy_map))
+    if unknown:
+        raise KeyError(f"unknown policies {unknown}: there are {sorted(worker.policy_map)}")

@@ -1,0 +1,177 @@
+"""ParquetWriter: collect batches and write them to Parquet files of a given size."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import secrets
+import time
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote
+
+import numpy as np
+import optree
+
+from flowrl.data.sample_batch import MultiAgentBatch, SampleBatch
+from flowrl.data.sequences import without_padding
+from flowrl.offline.parquet import to_json_value, write_parquet
+
+log = logging.getLogger("flowrl")
+
+_UNFLUSHED: dict[int, tuple[int, ParquetWriter]] = {}  # by id: process id and writer
+
+
+class ParquetWriter:
+    """Write batches to `<folder>/<policy id>-<timestamp and token>-<number>.parquet`.
+
+    Remaining rows are written when the process exits. Writers never share a file. A writer
+    that loads a state starts new files; those that the saved writer has written since are its
+    `newer_files`.
+
+    Args:
+        folder: created if necessary.
+        rows_per_file: a file is written when a policy has this many rows, or at `flush()`.
+
+    Raises:
+        ValueError: `rows_per_file` is not a positive integer.
+    """
+
+    def __init__(self, folder: Path | str, rows_per_file: int = 50_000):
+        is_int = isinstance(rows_per_file, int) and not isinstance(rows_per_file, bool)
+        if not is_int or rows_per_file < 1:
+            raise ValueError(f"rows_per_file must be at least 1, got {rows_per_file!r}")
+        self.folder = Path(folder)
+        path = self.folder.absolute()
+        self._existing_parent = next(p for p in (path, *path.parents) if p.exists())
+        self.rows_per_file = rows_per_file
+        self._tag = self._run = _new_tag()
+        self._pending: dict[str, list[SampleBatch]] = {}  # by policy, as the next two
+        self._pending_rows: dict[str, int] = {}
+        self._next_number: dict[str, int] = {}
+        self._loaded: tuple[str, dict[str, int]] | None = None  # tag and next numbers
+        self._used = False
+
+    def add(self, batch: SampleBatch | MultiAgentBatch) -> None:
+        """Add rows; write the files that are full.
+
+        Raises:
+            OfflineDataError, OSError: a file cannot be written; its rows stay in the writer.
+        """
+        import concurrent.futures.thread  # noqa: F401 - cannot be imported at exit
+
+        import pyarrow.parquet  # noqa: F401
+
+        self._used = True
+        _UNFLUSHED[id(self)] = os.getpid(), self
+        for policy_id, rows in batch.policy_batches.items():
+            if not rows.count:
+                continue
+            rows = without_padding(rows)
+            pending = self._pending.setdefault(policy_id, [])
+            if pending and _column_types(pending[0]) != _column_types(rows):
+                self._write(policy_id)  # batches of other types go to another file
+                pending = self._pending.setdefault(policy_id, [])
+            pending.append(_with_json_infos(rows))
+            self._pending_rows[policy_id] = self._pending_rows.get(policy_id, 0) + rows.count
+            if self._pending_rows[policy_id] >= self.rows_per_file:
+                self._write(policy_id)
+
+    def flush(self) -> None:
+        """Write the remaining rows.
+
+        Rows of a loaded state are written only if rows were added since: otherwise another writer
+        may resume from the same state.
+        """
+        for policy_id in list(self._pending) if self._used else ():
+            self._write(policy_id)
+        _UNFLUSHED.pop(id(self), None)
+
+    def flush_at_exit(self) -> None:
+        """Write the remaining rows, unless the folder that held the files has been removed.
+
+        Raises:
+            FileNotFoundError: it has.
+            OfflineDataError, OSError: a file cannot be written.
+        """
+        if not self._existing_parent.exists():
+            raise FileNotFoundError(f"{self._existing_parent} was removed")
+        self.flush()
+
+    def _write(self, policy_id: str) -> None:
+        rows = SampleBatch.concat_samples(self._pending[policy_id])
+        number = self._next_number.get(policy_id, 0)
+        name = f"{quote(policy_id, safe='')}-{self._tag}-{number:06d}.parquet"
+        write_parquet(self.folder / name, rows, policy_id, self._run)
+        self._next_number[policy_id] = number + 1
+        del self._pending[policy_id], self._pending_rows[policy_id]
+
+    def newer_files(self) -> list[Path]:
+        """Return the files that the saved writer wrote after the loaded state.
+
+        A resumed run records their rows again.
+        """
+        if self._loaded is None:
+            return []
+        tag, next_number = self._loaded
+        files = []
+        for path in sorted(self.folder.glob(f"*-{tag}-*.parquet")):
+            policy_id, _, number = path.stem.rpartition(f"-{tag}-")
+            if int(number) >= next_number.get(unquote(policy_id), 0):
+                files.append(path)
+        return files
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the rows that are not written yet, and the names of the files."""
+        pending = {policy_id: list(batches) for policy_id, batches in self._pending.items()}
+        files = {"run": self._run, "tag": self._tag, "next": dict(self._next_number)}
+        return {"pending": pending, **files}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved state with new files."""
+        self._pending = {
+            policy_id: list(batches) for policy_id, batches in state["pending"].items()
+        }
+        self._pending_rows = {
+            policy_id: sum(batch.count for batch in batches)
+            for policy_id, batches in self._pending.items()
+        }
+        self._loaded = state["tag"], dict(state["next"])
+        self._run = state.get("run", state["tag"])
+        self._tag, self._next_number, self._used = _new_tag(), {}, False
+
+
+@atexit.register
+def _flush_all_at_exit() -> None:
+    """Write the rows of writers that were not flushed."""
+    for process_id, writer in list(_UNFLUSHED.values()):
+        if process_id != os.getpid():  # inherited by a forked process
+            continue
+        try:
+            writer.flush_at_exit()
+        except Exception as error:  # an exit handler has no caller to raise to
+            log.error("%s: the rows recorded last are lost: %s", writer.folder, error)
+
+
+def _new_tag() -> str:
+    """Return a unique tag; tags sort by creation time."""
+    return f"{time.strftime('%Y%m%dT%H%M%S')}-{secrets.token_hex(3)}"
+
+
+def _column_types(batch: SampleBatch) -> Any:
+    """Return the columns, dtypes and shapes that must agree to concatenate two batches."""
+    return {
+        name: optree.tree_map(lambda leaf: (leaf.dtype, leaf.shape[1:]), column)
+        for name, column in batch.stored()
+        if name != "infos"
+    }
+
+
+def _with_json_infos(batch: SampleBatch) -> SampleBatch:
+    """Convert infos to JSON values, which a checkpoint can hold; drop infos that were not read."""
+    if "infos" not in batch.without_lazy_columns():
+        return batch.without_columns("infos")
+    infos = np.empty(batch.count, object)
+    infos[:] = [to_json_value(info) for info in batch["infos"]]
+    return batch.with_columns(infos=infos)

@@ -1,0 +1,129 @@
+"""Typed metrics of one plan: operators write them, StandardMetricsReporting reports them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from flowrl.iter import MetricsContext
+from flowrl.iter.metrics import Timer
+from flowrl.learners.learner import Updates
+
+MAX_EPISODES = 10_000  # finished episodes that no report has read yet
+MAX_LAGS = 10_000  # policy lags that no report has read yet
+
+Info = dict[str, Any]
+"""Policy id -> {"learner_stats": …, "num_agent_steps_trained": …}, and "rows" where there are."""
+
+
+@dataclass
+class WorkerHealth:
+    """Failures of environments on one incarnation of a worker, since it started."""
+
+    env_restarts: int = 0
+    faulty_episodes: int = 0
+
+
+@dataclass
+class TrainerMetrics:
+    """Metrics of one training operator.
+
+    Attributes:
+        policies: ids of the policies that the operator trains; None for all.
+        learn: time per update [s], with the rows learned from.
+        num_env_steps_trained: env steps of all batches.
+        policy_lags: per fragment, the updates since it was sampled; until the next report.
+        info: the newest entry of each policy.
+    """
+
+    policies: Collection[str] | None
+    learn: Timer = field(default_factory=Timer)
+    num_env_steps_trained: int = 0
+    policy_lags: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_LAGS))
+    info: Info = field(default_factory=dict)
+
+
+@dataclass
+class PlanMetrics:
+    """Metrics of one plan besides counters and timers; `PlanMetrics.of(context)` returns them.
+
+    Attributes:
+        new_episodes: (worker index, episode) of episodes that ended since the last report.
+        worker_health: (worker index, incarnation) -> WorkerHealth.
+        sampler_timings: worker index -> seconds per part of sampling.
+        trainers: name -> metrics of each training operator, in the order of their first updates.
+        step_results: what the last `training_step` returned besides the policies' entries.
+    """
+
+    new_episodes: deque[tuple[int, Any]] = field(default_factory=lambda: deque(maxlen=MAX_EPISODES))
+    worker_health: dict[tuple[int, int], WorkerHealth] = field(default_factory=dict)
+    sampler_timings: dict[int, dict[str, float]] = field(default_factory=dict)
+    trainers: dict[str, TrainerMetrics] = field(default_factory=dict)
+    step_results: dict[str, Any] = field(default_factory=dict)
+    _trainer_names: dict[int, tuple[str, Any]] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, context: MetricsContext) -> PlanMetrics:
+        """Return the metrics of a context's plan."""
+        return context.record(cls)
+
+    def trainer(self, operator: Any) -> TrainerMetrics:
+        """Return the metrics of a training operator.
+
+        Its name is its type with the ids that it trains, `TrainOneStep(ppo)`; operators of the
+        same name are numbered.
+        """
+        if id(operator) not in self._trainer_names:
+            policies = operator.policies
+            only = "" if policies is None else f"({','.join(sorted(policies))})"
+            base = name = f"{type(operator).__name__.removesuffix('Stage')}{only}"
+            number = 1
+            while name in self.trainers:
+                number += 1
+                name = f"{base}#{number}"
+            self.trainers[name] = TrainerMetrics(policies)
+            self._trainer_names[id(operator)] = name, operator  # keeps the id in use
+        return self.trainers[self._trainer_names[id(operator)][0]]
+
+    @property
+    def info(self) -> Info:
+        """The newest entry of each policy, of whichever operator."""
+        return {pid: entry for one in self.trainers.values() for pid, entry in one.info.items()}
+
+
+def record_updates(
+    context: MetricsContext,
+    operator: Any,
+    updates: Updates,
+    env_steps: int,
+    rows: int,
+    learn_s: float | None,
+) -> Info:
+    """Count the updates of a training operator and return its `info`.
+
+    Args:
+        context: of the plan.
+        operator: the training operator.
+        updates: what the learner reported.
+        env_steps, rows: of the batch.
+        learn_s: seconds of the update; None if they are not known.
+    """
+    counters = context.counters
+    trainer = PlanMetrics.of(context).trainer(operator)
+    counters["num_env_steps_trained"] += env_steps
+    trainer.num_env_steps_trained += env_steps
+    if learn_s is not None:
+        trainer.learn.push(learn_s)
+        trainer.learn.push_units_processed(rows)
+    info: Info = {}
+    for policy_id, update in updates.items():
+        counters["num_agent_steps_trained"] += update.rows
+        counters[f"num_agent_steps_trained/{policy_id}"] += update.rows
+        if update.replayed_rows:
+            counters[f"num_agent_steps_replayed/{policy_id}"] += update.replayed_rows
+        trainer.policy_lags.extend(update.policy_lags)
+        info[policy_id] = update.info()
+    trainer.info.update(info)
+    return info

@@ -1,0 +1,210 @@
+"""TrainOnWorkers: workers learn from their own fragments, with averaged gradients (DD-PPO)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from typing import Any
+
+from flowrl.iter import NOT_READY, LocalIterator, Source, Stage, _get_shared_metrics
+from flowrl.iter.errors import ShardFailedError
+from flowrl.learners.actors import TIMEOUT_S
+from flowrl.learners.decentralized import LearnOnWorker, WorkerUpdate
+from flowrl.learners.learner import LocalLearner, ProcessGroupError
+from flowrl.ops.plan_metrics import Info, record_updates
+from flowrl.ops.rollout import CountRollouts
+from flowrl.sampling.worker_set import WorkerSet
+
+log = logging.getLogger("flowrl")
+
+MAX_GROUP_FAILURES = 5  # in a row, without a completed round
+
+
+class TrainOnWorkers(LocalIterator[Any]):
+    """(WorkerUpdate, info) without end: every worker samples a fragment and learns from it.
+
+    All workers make the same number of minibatches, and gradients are averaged over the workers
+    (Wijmans et al. 2019, arXiv 1911.00357), so all have the same weights after each update and no
+    rows travel. After a round the local worker's policies get the result. Counts as
+    ParallelRollouts and TrainOneStep do. If a worker dies, joins or leaves, a new group is formed
+    from the state after the last round; counts `num_group_restarts`.
+
+    Args:
+        workers: the WorkerSet; without remote workers the local one learns alone.
+        num_sgd_iter: passes over a fragment; None uses each policy's own setting.
+        sgd_minibatch_size: rows of one worker per update, 0 for the whole fragment; None uses each
+            policy's own setting.
+        policies: ids of the policies to update; None for all that `policies_to_train` allows.
+        timeout_s: for answers between workers; a dead process is noticed at once.
+
+    Raises:
+        ValueError: a number is out of range, or the setting `output` is set.
+        TypeError (when pulled): a policy cannot learn in several processes.
+        RuntimeError (when pulled): the workers' weights differ.
+    """
+
+    def __init__(
+        self,
+        workers: WorkerSet,
+        *,
+        num_sgd_iter: int | None = None,
+        sgd_minibatch_size: int | None = None,
+        policies: Collection[str] | None = None,
+        timeout_s: float = TIMEOUT_S,
+    ):
+        LocalLearner(workers, policies, num_sgd_iter, sgd_minibatch_size)  # checks the arguments
+        if workers.config.get("output") is not None:
+            raise ValueError("output: fragments stay on their workers, so nothing can be written")
+        global_vars = None if workers.num_workers else workers.global_vars
+        learn = LearnOnWorker(
+            num_sgd_iter, sgd_minibatch_size, policies, global_vars, timeout_s=timeout_s
+        )
+        rounds = workers.parallel_iterator().for_each(learn).batch_across_shards()
+        stage = TrainOnWorkersStage(rounds.stage, workers, learn, policies)
+        super().__init__(stage, "TrainOnWorkers")
+
+
+class TrainOnWorkersStage(Stage):
+    """The stage of TrainOnWorkers."""
+
+    name = "TrainOnWorkers"
+    trains = True  # see ops.report
+
+    def __init__(
+        self,
+        rounds: Stage,
+        workers: WorkerSet,
+        learn: LearnOnWorker,
+        policies: Collection[str] | None,
+    ):
+        super().__init__(rounds)
+        self.policies = policies
+        self.workers = workers
+        self._learn = learn
+        self._count = CountRollouts(workers)
+        self._store: Any = None
+        self._generation = 0
+        self._members: list[int] = []  # restart count of each worker in the group
+        self._is_new_group = False  # no round was completed yet
+        self._group_failures = 0  # since the last round
+        self._failed_shard: ShardFailedError | None = None
+
+    def start(self, seed: str | None) -> None:
+        if not self.workers.num_workers:
+            return
+        import ray
+        from torch.distributed import TCPStore
+
+        self.workers.remote_workers()  # starts Ray
+        host = ray.util.get_node_ip_address()
+        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self._learn.store_address = host, self._store.port
+        self.workers.on_recreate.append(self._form_group_again)
+        self._form_group()
+
+    def _form_group(self) -> None:
+        """Make a new group current; it starts from the local policies."""
+        from flowrl.learners.process_group import learning_state
+
+        if self._generation > 1:  # a worker may still read the entries of the last group
+            for entry in ("state", "size"):
+                self._store.delete_key(f"{entry}/{self._generation - 1}")
+        self._generation += 1
+        self._members = self._current_members()
+        self._is_new_group = True
+        self._store.set("timestep", str(self.workers.global_vars["timestep"]))
+        name = str(self._generation)
+        state = learning_state(self.workers.local_worker().policy_map)
+        self._store.set(f"state/{name}", state)
+        self._store.set(f"size/{name}", str(len(self._members)))
+        self._store.set("generation", name)
+
+    def _current_members(self) -> list[int]:
+        return self.workers.restart_counts[: self.workers.num_workers]
+
+    def _form_group_again(self) -> None:
+        if self._is_new_group:
+            self._members = self._current_members()
+            return  # the new worker joins the group that is waiting for it
+        _get_shared_metrics().counters["num_group_restarts"] += 1
+        self._form_group()
+
+    def pull(self, block: bool) -> Any:
+        while True:
+            if self._failed_shard is not None:
+                raise self._failed_shard  # the other workers would wait for it
+            if self._store is not None and self._members != self._current_members():
+                self._is_new_group = False  # nobody waits for the workers that left
+                self._form_group_again()
+            self._discard_old_generations()
+            try:
+                # without blocking: a dead worker is replaced while the others wait for it
+                updates = self._pull_up(False)
+            except ShardFailedError as error:
+                self._failed_shard = error
+                raise
+            except ProcessGroupError as error:
+                self._group_failures += 1
+                if self._group_failures > MAX_GROUP_FAILURES:
+                    raise
+                log.warning("the workers' group broke; forming a new one: %s", error)
+                if error.generation == str(self._generation):
+                    self._is_new_group = False
+                    self._form_group_again()
+                continue
+            except Exception:
+                self._group_failures += 1
+                raise
+            if updates is NOT_READY:
+                if self._discard_old_generations():
+                    continue  # a new group was formed: request these workers again
+                return updates
+            self.items += 1
+            return self._finish_round(updates, self.parents[0].sources)
+
+    def _discard_old_generations(self) -> bool:
+        """Discard updates made in an earlier group; return whether there were any.
+
+        Their workers are requested again.
+        """
+        gather: Any = self.parents[0]
+        current = str(self._generation) if self._store is not None else ""
+        discarded = gather.discard(lambda update: update.generation != current)
+        for update, source in discarded:
+            self._count(((source,), update))
+            _get_shared_metrics().counters["num_env_steps_dropped"] += update.count
+        return bool(discarded)
+
+    def _finish_round(
+        self, updates: list[WorkerUpdate], sources: tuple[Source, ...]
+    ) -> tuple[WorkerUpdate, Info]:
+        from flowrl.learners.process_group import load_learning_state
+
+        if len({update.digest for update in updates}) > 1:
+            raise RuntimeError(
+                "TrainOnWorkers: the workers' weights differ although all gradients were averaged: "
+                "does a policy change its weights outside of its optimizer?"
+            )
+        worker = self.workers.local_worker()
+        metrics = _get_shared_metrics()
+        self._is_new_group, self._group_failures = False, 0
+        if self.workers.num_workers:
+            state = next(update.state for update in updates if update.state is not None)
+            with worker.lock:
+                load_learning_state(worker.policy_map, state)
+            if not any(policy.observation_filter for policy in worker.policy_map.values()):
+                self.workers.weight_sync.mark_synced(range(self.workers.num_workers))
+        first_info: Info = {}
+        for update, source in zip(updates, sources, strict=True):
+            self._count(((source,), update))
+            steps = update.count
+            info = record_updates(metrics, self, update.updates, steps, steps, None)
+            first_info = first_info or info
+        if self._store is not None:
+            self._store.set("timestep", str(self.workers.global_vars["timestep"]))
+        return updates[0], first_info
+
+    def stop(self) -> None:
+        if self._form_group_again in self.workers.on_recreate:
+            self.workers.on_recreate.remove(self._form_group_again)
+        self._store = None

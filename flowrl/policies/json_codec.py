@@ -1,0 +1,220 @@
+"""Settings and spaces as JSON, for checkpoints. Code is stored as an import path."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+
+from flowrl.data.checkpoint import CheckpointError
+from flowrl.policies.policy_spec import PolicySpec
+from flowrl.settings import Settings, imported
+
+# keys that mark encoded objects
+_CODE = "__code__"
+_SETTINGS, _SPEC, _SPACE = "__settings__", "__policy_spec__", "__space__"
+_TUPLE, _SET = "__tuple__", "__set__"
+
+_SPEC_FIELDS = ("policy_class", "observation_space", "action_space", "config")
+
+
+def code_path(code: Any) -> str:
+    """Return the import path "module:name" of a class or function."""
+    return f"{code.__module__}:{code.__qualname__}"
+
+
+def import_trusted(path: str, trust: bool | str) -> Any:
+    """Import an object from flowrl, or from elsewhere if that code is trusted.
+
+    Args:
+        path: import path "module:name".
+        trust: True trusts all code, False none outside flowrl, a module name that module.
+
+    Raises:
+        CheckpointError: the code is outside flowrl and not trusted.
+        ImportError, AttributeError: the object does not exist.
+    """
+    is_trusted = path.split(":")[0] == trust if isinstance(trust, str) else trust
+    if not is_trusted and not path.startswith("flowrl."):
+        raise CheckpointError(
+            f"it names the code {path!r}: pass trust=True to allow its import (or import the class "
+            "and call its from_checkpoint())"
+        )
+    return imported(path)
+
+
+# -- settings --------------------------------------------------------------------------------------
+
+
+def config_to_json(config: Settings) -> tuple[dict[str, Any], list[str]]:
+    """Return settings as JSON, and the names of settings that cannot be stored."""
+    values, left_out = values_to_json(config)
+    return {_SETTINGS: code_path(type(config)), "values": values}, left_out
+
+
+def values_to_json(config: Settings) -> tuple[dict[str, Any], list[str]]:
+    """Return the values of settings as JSON, and the names of settings that cannot be stored.
+
+    Those are objects, and code without an import path.
+    """
+    values, left_out = {}, []
+    for name, value in config.items():
+        try:
+            values[name] = encode(value)
+        except TypeError:
+            left_out.append(name)
+    return values, left_out
+
+
+def config_from_json(saved: dict[str, Any], changes: dict[str, Any], trust: bool | str) -> Any:
+    """Create settings from `config_to_json`.
+
+    Args:
+        saved: settings as JSON.
+        changes: settings that replace saved ones.
+        trust: see `import_trusted`.
+
+    Raises:
+        CheckpointError: code in the settings is not trusted, or cannot be imported.
+        ConfigError: a change is not a valid setting.
+    """
+    try:
+        cls = import_trusted(saved[_SETTINGS], trust)
+        values = {
+            name: decode(value, trust)
+            for name, value in saved["values"].items()
+            if name not in changes and name in cls.model_fields
+        }
+    except (ImportError, AttributeError, KeyError, TypeError) as error:
+        raise CheckpointError(f"its settings cannot be restored: {error}") from error
+    config = cls(**values)
+    return config.updated(**changes) if changes else config
+
+
+def merge_changes(saved: Any, changes: Any, trust: bool) -> dict[str, Any]:
+    """Decode saved settings with some replaced; a nested mapping replaces only its own keys."""
+    merged = {}
+    for name, value in {**saved, **dict(changes)}.items():
+        if name not in changes:
+            merged[name] = decode(value, trust)
+        elif isinstance(value, dict) and isinstance(saved.get(name), dict):
+            merged[name] = merge_changes(saved[name].get("values", saved[name]), value, trust)
+        else:
+            merged[name] = value
+    return merged
+
+
+def encode(value: Any) -> Any:
+    """Return a setting as JSON.
+
+    Raises:
+        TypeError: the value is an object, or code without an import path.
+    """
+    if isinstance(value, Settings):
+        values = {name: encode(part) for name, part in value.items()}
+        return {_SETTINGS: code_path(type(value)), "values": values}
+    if isinstance(value, PolicySpec):
+        return {_SPEC: {field: encode(getattr(value, field)) for field in _SPEC_FIELDS}}
+    if isinstance(value, spaces.Space):
+        return {_SPACE: space_to_json(value)}
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, list):
+        return [encode(part) for part in value]
+    if isinstance(value, tuple):
+        return {_TUPLE: [encode(part) for part in value]}
+    if isinstance(value, (set, frozenset)):
+        return {_SET: sorted(encode(part) for part in value)}
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: encode(part) for key, part in value.items()}
+    path = code_path(value) if hasattr(value, "__qualname__") else ""
+    try:
+        if not path or imported(path) is not value:
+            raise TypeError(f"{value!r} cannot be stored")
+    except (ImportError, AttributeError) as error:
+        raise TypeError(f"{value!r} cannot be imported") from error
+    return {_CODE: path}
+
+
+def decode(value: Any, trust: bool | str) -> Any:
+    """Return a setting from `encode`.
+
+    Raises:
+        CheckpointError: it is code that is not trusted.
+        ImportError, AttributeError: it is code that does not exist.
+    """
+    if isinstance(value, list):
+        return [decode(part, trust) for part in value]
+    if not isinstance(value, dict):
+        return value
+    if set(value) == {_CODE}:
+        return import_trusted(value[_CODE], trust)
+    if set(value) == {_SETTINGS, "values"}:
+        return config_from_json(value, {}, trust)
+    if set(value) == {_SPEC}:
+        return PolicySpec(**{name: decode(part, trust) for name, part in value[_SPEC].items()})
+    if set(value) == {_SPACE}:
+        return space_from_json(value[_SPACE])
+    if set(value) == {_TUPLE}:
+        return tuple(decode(part, trust) for part in value[_TUPLE])
+    if set(value) == {_SET}:
+        return {decode(part, trust) for part in value[_SET]}
+    return {key: decode(part, trust) for key, part in value.items()}
+
+
+# -- spaces ----------------------------------------------------------------------------------------
+
+
+def space_to_json(space: spaces.Space) -> dict[str, Any]:
+    """Return a space as JSON.
+
+    Raises:
+        TypeError: it is not a fundamental space of Gymnasium, or a Dict or Tuple of those.
+    """
+    if isinstance(space, spaces.Dict):
+        return {"Dict": {key: space_to_json(part) for key, part in space.items()}}
+    if isinstance(space, spaces.Tuple):
+        return {"Tuple": [space_to_json(part) for part in space]}
+    if isinstance(space, spaces.Discrete):
+        return {"Discrete": int(space.n), "start": int(space.start)}
+    if isinstance(space, spaces.MultiDiscrete):
+        return {"MultiDiscrete": space.nvec.tolist(), "start": space.start.tolist()}
+    if isinstance(space, spaces.MultiBinary):
+        return {"MultiBinary": list(space.shape)}
+    if isinstance(space, spaces.Box):
+        bounds = [_bound_to_json(bound) for bound in (space.low, space.high)]
+        return {"Box": bounds, "shape": list(space.shape), "dtype": str(space.dtype)}
+    raise TypeError(f"{space} cannot be stored")
+
+
+def _bound_to_json(bound: np.ndarray) -> Any:
+    """Return numbers as strings (JSON has no infinity), or one string if they are all equal."""
+    first = str(bound.flat[0]) if bound.size else "0"
+    if bound.size and (bound == bound.flat[0]).all():
+        return first
+    return [str(number) for number in bound.reshape(-1)]
+
+
+def space_from_json(saved: dict[str, Any]) -> spaces.Space:
+    """Create a space from `space_to_json`."""
+    if "Dict" in saved:
+        return spaces.Dict({key: space_from_json(part) for key, part in saved["Dict"].items()})
+    if "Tuple" in saved:
+        return spaces.Tuple([space_from_json(part) for part in saved["Tuple"]])
+    if "Discrete" in saved:
+        return spaces.Discrete(saved["Discrete"], start=saved["start"])
+    if "MultiDiscrete" in saved:
+        return spaces.MultiDiscrete(saved["MultiDiscrete"], start=saved["start"])
+    if "MultiBinary" in saved:
+        return spaces.MultiBinary(saved["MultiBinary"])
+    dtype: Any = np.dtype(saved["dtype"])
+    shape = tuple(saved["shape"])
+    low, high = (_bound_from_json(bound, shape, dtype) for bound in saved["Box"])
+    return spaces.Box(low, high, shape, dtype.type)
+
+
+def _bound_from_json(bound: Any, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    if isinstance(bound, str):
+        return np.full(shape, dtype.type(bound), dtype)
+    return np.array([dtype.type(number) for number in bound], dtype).reshape(shape)

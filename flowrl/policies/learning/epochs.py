@@ -1,0 +1,80 @@
+"""Passes over a batch in minibatches, for policies of any framework."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import numpy as np
+
+from flowrl.data import SampleBatch
+from flowrl.data.sequences import sequence_minibatches
+
+Stats = dict[str, float]
+
+
+class LearningPolicy(Protocol):
+    """What `run_epochs` needs of a policy."""
+
+    def learn_on_batch(self, batch: SampleBatch) -> Stats: ...
+    def end_epoch(self, batch: SampleBatch, stats: Stats) -> bool: ...
+    def end_learning(self, batch: SampleBatch, stats: Stats) -> Stats: ...
+
+
+def run_epochs(
+    policy: LearningPolicy,
+    minibatches: Callable[[SampleBatch, int], Iterator[Any]],
+    batch: SampleBatch,
+    num_sgd_iter: int,
+    sgd_minibatch_size: int,
+) -> Stats:
+    """Update a policy in several passes over a batch; see Policy.learn_on_minibatches.
+
+    Args:
+        policy: its `end_epoch` may stop early.
+        minibatches: (batch, size) -> the minibatches of one pass.
+        batch: the rows.
+        num_sgd_iter: passes.
+        sgd_minibatch_size: rows per minibatch; 0 for the whole batch.
+
+    Returns:
+        the means of the last pass's statistics, and those of `end_learning`.
+
+    Raises:
+        ValueError: the minibatch is larger than the batch.
+    """
+    size = sgd_minibatch_size or batch.count
+    if size > batch.count:
+        raise ValueError(
+            f"sgd_minibatch_size={size} is larger than the batch of {batch.count} rows: "
+            "make it at most train_batch_size"
+        )
+    means: Stats = {}
+    for _ in range(num_sgd_iter):
+        updates = [policy.learn_on_batch(rows) for rows in minibatches(batch, size)]
+        stats = [update for update in updates if update]  # skipped updates report nothing
+        names = stats[0] if len(stats) > 1 else {}
+        means = {name: float(np.mean([one[name] for one in stats])) for name in names}
+        if len(stats) == 1:
+            means = dict(stats[0])
+        if policy.end_epoch(batch, means):
+            break
+    return {**means, **policy.end_learning(batch, means)}
+
+
+def shuffled_minibatches(
+    batch: SampleBatch, size: int, rng: np.random.Generator
+) -> Iterator[SampleBatch]:
+    """Yield the rows of a batch in random order, `size` at a time; the last may be smaller.
+
+    Sequences stay whole. A minibatch of all rows keeps their order.
+    """
+    if size == batch.count:
+        yield batch
+        return
+    if "seq_lens" in batch:
+        yield from sequence_minibatches(batch, size, rng)
+        return
+    shuffled = batch.take_rows(rng.permutation(batch.count))
+    for start in range(0, batch.count, size):
+        yield shuffled[start : start + size]

@@ -1,0 +1,107 @@
+"""Kernels of DQN's loss, for scalar and for categorical Q-values."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flowrl.policies.categorical_q import CategoricalQ
+from flowrl.policies.learning.kernels.backprop import Backprop
+from flowrl.policies.models.fcnet import uses_numpy
+from flowrl.policies.models.tensor_batch import TensorBatch
+from flowrl.policies.q_values import QValues, TDLoss, dueling_numpy
+
+
+class LossGradient(NamedTuple):
+    """A loss, and its gradient with respect to what the network predicts, [B, …] per row."""
+
+    loss: TDLoss
+    gradients: np.ndarray
+
+
+class QLearningKernel:
+    """Computes DQN's loss and its gradient; see DQNTorchPolicy.loss.
+
+    Args:
+        policy: a DQN policy whose network numpy computes.
+    """
+
+    def __init__(self, policy: Any):
+        self._policy = policy
+        self._backprop = Backprop(policy.model)
+
+    def __call__(self, batch: TensorBatch) -> float:
+        policy, q_function = self._policy, self._policy.q_function
+        targets = policy.td_targets(batch)
+        state_values: np.ndarray | None
+        outputs, state_values = self._backprop.forward(batch.array("obs"))
+        actions = batch.array("actions")
+        if not q_function.uses_state_value:
+            state_values = None
+        loss, gradients = loss_and_gradients(q_function, outputs, state_values, actions, targets)
+        policy.record_td_loss(batch, loss)
+        share: Any = np.float32(1.0 / len(actions))
+        if "weights" in batch:
+            share = share * batch.array("weights").astype(np.float32, copy=False)
+        gradients = (gradients.T * share).T
+        policy.flat.gradient.zero_()
+        self._backprop.backward(*output_gradients(q_function, gradients, actions))
+        return float((loss.losses * share).sum())
+
+
+def q_learning_kernel(policy: Any) -> QLearningKernel | None:
+    """Return the kernel of a DQN policy; None if numpy does not compute its network."""
+    return QLearningKernel(policy) if uses_numpy(policy.model) else None
+
+
+def loss_and_gradients(
+    q_function: QValues,
+    outputs: np.ndarray,
+    state_values: np.ndarray | None,
+    actions: np.ndarray,
+    targets: np.ndarray,
+) -> LossGradient:
+    """Return the loss of `q_function.td_loss` with its gradients, for outputs without forbidden
+    actions."""
+    rows = np.arange(len(actions))
+    if isinstance(q_function, CategoricalQ):
+        logits = q_function.logits(outputs)[rows, actions]
+        logits -= logits.max(1, keepdims=True)
+        logp = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+        losses, probs = -(targets * logp).sum(1), np.exp(logp)
+        loss = q_function.make_td_loss(losses, losses, probs, targets)
+        return LossGradient(loss, probs - targets)
+    values = outputs if state_values is None else dueling_numpy(outputs, state_values)
+    q = values[rows, actions]
+    errors = q - targets
+    gradients = np.clip(errors, -1.0, 1.0)  # g of the Huber loss, which equals g (e - g / 2)
+    losses = gradients * (errors - 0.5 * gradients)
+    return LossGradient(TDLoss(losses, q, errors), gradients)
+
+
+def output_gradients(
+    q_function: QValues, gradients: np.ndarray, actions: np.ndarray
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return gradients with respect to the outputs [B, num_outputs] and the state values [B].
+
+    Args:
+        q_function: what the outputs mean.
+        gradients: see LossGradient.
+        actions: [B].
+    """
+    rows, num_actions = len(actions), q_function.num_actions
+    d_outputs = np.zeros((rows, q_function.num_outputs), np.float32)
+    if isinstance(q_function, CategoricalQ):
+        size = num_actions * q_function.num_atoms
+        of_actions = d_outputs[:, :size].reshape(rows, num_actions, q_function.num_atoms)  # a view
+        of_actions[np.arange(rows), actions] = gradients
+        if q_function.dueling:
+            of_actions -= (gradients / num_actions)[:, None]
+            d_outputs[:, size:] = gradients
+        return d_outputs, None
+    d_outputs[np.arange(rows), actions] = gradients
+    if not q_function.dueling:
+        return d_outputs, None
+    d_outputs -= (gradients / num_actions)[:, None]
+    return d_outputs, gradients

@@ -1,0 +1,45 @@
+"""Which kernel computes the gradient of which policy's loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from flowrl.policies.learning.kernels.actor_critic import sac_kernel, td3_kernel
+from flowrl.policies.learning.kernels.q_learning import q_learning_kernel
+from flowrl.policies.models.tensor_batch import TensorBatch
+
+Kernel = Callable[[TensorBatch], float]
+"""Computes the loss of a batch and writes its gradient into `policy.flat.gradient`."""
+
+
+class _Entry(NamedTuple):
+    make: Callable[[Any], Kernel | None]  # None for a network that numpy does not compute
+    methods: tuple[str, ...]  # the kernel computes the same as these methods of the class
+
+
+_ACTOR_CRITIC_METHODS = ("loss", "critic_loss", "action_values", "actor_loss")
+_KERNELS = {
+    "flowrl.algorithms.dqn.DQNTorchPolicy": _Entry(q_learning_kernel, ("loss",)),
+    "flowrl.algorithms.sac.SACTorchPolicy": _Entry(sac_kernel, _ACTOR_CRITIC_METHODS),
+    "flowrl.algorithms.td3.TD3TorchPolicy": _Entry(td3_kernel, _ACTOR_CRITIC_METHODS),
+}
+
+
+def find_kernel(policy: Any, has_single_optimizer: bool) -> Kernel | None:
+    """Return the kernel for a policy's loss; None if autograd has to differentiate it.
+
+    There is a kernel only if the policy inherits the methods that make up the loss unchanged, one
+    optimizer has all parameters, arithmetic is float32 and not compiled, and the network is one
+    that numpy computes.
+    """
+    config, cls = policy.config, type(policy)
+    plain = config.precision == "float32" and not config.compile
+    if not (config.numpy_gradients and plain and has_single_optimizer):
+        return None
+    for base in cls.__mro__:
+        entry = _KERNELS.get(f"{base.__module__}.{base.__qualname__}")
+        if entry is not None:
+            same = all(getattr(cls, name) is getattr(base, name) for name in entry.methods)
+            return entry.make(policy) if same else None
+    return None

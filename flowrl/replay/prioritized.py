@@ -1,0 +1,163 @@
+"""PrioritizedReplayBuffer: draws in proportion to priorities."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from flowrl.data.sample_batch import SampleBatch
+from flowrl.replay.buffers import ReplayBuffer
+from flowrl.replay.sum_tree import SumTree
+
+ETA = 0.9  # weight of the maximum in a sequence's priority (Kapturowski et al. 2019, section 2.3)
+
+Beta = float | Sequence[Sequence[float]]
+
+
+class PrioritizedReplayBuffer(ReplayBuffer):
+    """Rows drawn in proportion to priority^alpha (Schaul et al. 2016, arXiv 1511.05952).
+
+    New rows have the highest priority so far. A drawn batch has the column `weights` [B],
+    (N P(i))^-beta divided by the largest weight of the batch (section 3.4). Sequences and episodes
+    have one priority each: 0.9 of the maximum of their rows and 0.1 of the mean (Kapturowski et al.
+    2019, section 2.3).
+
+    Args:
+        capacity: see ReplayBuffer.
+        alpha: prioritization exponent; 0 draws uniformly.
+        beta: importance-sampling exponent; 1 corrects fully for the priorities. A number, or points
+            [(rows stored, value), …] in ascending order, interpolated linearly.
+        eps: added to priorities, so that none is 0.
+        settings: n_step, gamma, seed, storage_unit, max_seq_len, burn_in, directory; see
+            ReplayBuffer.
+
+    Raises:
+        ValueError: alpha, beta or eps is negative; see ReplayBuffer.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        *,
+        alpha: float = 0.6,
+        beta: Beta = 0.4,
+        eps: float = 1e-6,
+        **settings: Any,
+    ):
+        super().__init__(capacity, **settings)
+        points = [(0, beta)] if np.ndim(beta) == 0 else beta
+        self._beta = np.asarray(points, np.float64).reshape(-1, 2).T
+        ascending = (np.diff(self._beta[0]) > 0).all()
+        numbers = np.concatenate([self._beta.ravel(), [alpha, eps]])
+        valid = np.isfinite(numbers).all() and (numbers >= 0).all()
+        if not valid or not self._beta.size or not ascending:
+            raise ValueError(
+                "alpha, beta and eps must be finite and at least 0, and the points of beta "
+                f"ascending, got {alpha!r}, {beta!r} and {eps!r}"
+            )
+        self.alpha, self.eps = float(alpha), float(eps)
+        self._tree = SumTree(self.capacity)
+        self._max_weight = 1.0  # highest priority^alpha so far
+
+    @property
+    def beta(self) -> float:
+        """The current importance-sampling exponent."""
+        return float(np.interp(self.num_added, *self._beta))
+
+    @property
+    def weights(self) -> np.ndarray:
+        """priority^alpha [slots] of the stored items; read-only by convention."""
+        self._flush()
+        return self._tree.leaves[: min(self.item_ids().stop, self.capacity)]
+
+    def _store(self, batches: list[SampleBatch], counts: list[int]) -> None:
+        before = self.item_ids()
+        super()._store(batches, counts)
+        after = self.item_ids()
+        self._set_weight(before.stop, after.stop, self._max_weight)
+        if self._sequences is not None:  # items that were removed, but whose slots are not reused
+            oldest_slot = max(before.start, after.stop - self.capacity)
+            self._set_weight(oldest_slot, after.start, 0.0)
+
+    def _set_weight(self, first: int, end: int, weight: float) -> None:
+        """Set the weight of the items first … end-1."""
+        if end - first >= self.capacity:
+            self._tree.fill(0, self.capacity, weight)
+        elif first < end:
+            start, stop = first % self.capacity, (end - 1) % self.capacity + 1
+            pieces = [(start, stop)] if start < stop else [(start, self.capacity), (0, stop)]
+            for piece in pieces:
+                self._tree.fill(*piece, weight)
+
+    def _draw(self, count: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        slots, weights = self._tree.draw(count, self.rng)
+        weights /= weights.min()  # N and the total cancel: the largest weight is 1
+        return slots, {"weights": weights.astype(np.float32) ** np.float32(-self.beta)}
+
+    def update_priorities(self, batch_indexes: np.ndarray, priorities: np.ndarray) -> None:
+        """Set the priorities of drawn rows, such as their absolute TD errors.
+
+        Args:
+            batch_indexes: item ids [n] of the rows; those overwritten since are ignored.
+            priorities: priorities [n] of the rows, at least 0.
+
+        Raises:
+            ValueError: The lengths differ, a priority is negative or not finite, or an id was never
+                stored. Nothing is changed.
+        """
+        self._flush()
+        ids = np.asarray(batch_indexes)
+        priorities = np.asarray(priorities, np.float64)
+        if ids.shape != priorities.shape or ids.ndim != 1:
+            raise ValueError(
+                f"priorities {list(priorities.shape)} for batch_indexes {list(ids.shape)}: "
+                "expected one priority per row"
+            )
+        if len(ids) and ids.dtype.kind not in "iu":
+            raise ValueError(f"batch_indexes must be integers, got {ids.dtype}")
+        if not len(ids):
+            return
+        low, high = priorities.min(), priorities.max()
+        if not (low >= 0 and high < np.inf):  # also rejects NaN
+            raise ValueError(f"priorities must be finite and at least 0, got {priorities}")
+        stored = self.item_ids()
+        oldest = int(ids.min())
+        if ids.max() >= stored.stop or oldest < 0:
+            raise ValueError(
+                f"{self.storage_unit} {ids} do not exist: {stored.stop} were ever stored"
+            )
+        if self._sequences is not None:
+            ids, priorities = _priorities_per_item(ids, priorities)
+            high = priorities.max()
+        weights = priorities + self.eps
+        weights **= self.alpha
+        if oldest < stored.start:
+            present = ids >= stored.start
+            ids, weights = ids[present], weights[present]
+        self._tree.set(ids % self.capacity, weights)
+        self._max_weight = max(self._max_weight, float((high + self.eps) ** self.alpha))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            **super().state_dict(),
+            "weights": self.weights.copy(),
+            "max_weight": self._max_weight,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        weights = np.asarray(state["weights"], np.float64)
+        self._tree = SumTree(self.capacity)
+        self._tree.set(np.arange(len(weights)), weights)
+        self._max_weight = float(state["max_weight"])
+
+
+def _priorities_per_item(ids: np.ndarray, priorities: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Reduce the priorities [n] of rows to one per item; return unique ids and priorities."""
+    unique, inverse = np.unique(ids, return_inverse=True)
+    highest = np.zeros(len(unique))
+    np.maximum.at(highest, inverse, priorities)
+    mean = np.bincount(inverse, priorities) / np.bincount(inverse)
+    return unique, ETA * highest + (1 - ETA) * mean

@@ -1,0 +1,282 @@
+"""Trajectories in a ring buffer: the order of a batch's rows, and which row follows which.
+
+A *row id* counts up from the first row ever stored; a row's *slot* is its id modulo the capacity.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import optree
+
+from flowrl.data.indexed_columns import NextRows
+from flowrl.data.sample_batch import SampleBatch
+from flowrl.replay.schema import DONE_FLAGS, NEXT_OBS, OBS
+
+TrajectoryKey = tuple[int, int]  # episode, agent
+
+
+class SuccessorTable:
+    """The slot of the observation that follows each row, for the last `capacity` rows.
+
+    That is the slot of the trajectory's next row or, while that row is not stored, a *final slot*:
+    a place for one observation, numbered from `capacity` to 2 * capacity - 1.
+
+    Args:
+        capacity: rows.
+    """
+
+    def __init__(self, capacity: int):
+        self.capacity = capacity
+        self.next_slots = np.empty(capacity, np.int64)
+        self.num_free = capacity
+        self._free = np.arange(2 * capacity - 1, capacity - 1, -1)  # stack of final slots
+        # trajectory -> last step, its row id; for trajectories that may continue
+        self._unfinished: dict[TrajectoryKey, tuple[int, int]] = {}
+
+    def append(self, first: int, count: int, ends: np.ndarray) -> np.ndarray:
+        """Add consecutive rows, each followed by the next one except at `ends`.
+
+        Args:
+            first: row id of the first; the rows end at the last slot or before it.
+            count: number of rows.
+            ends: offsets [k] of the rows that get final slots.
+
+        Returns:
+            the final slots [k].
+        """
+        start = first % self.capacity
+        if first >= self.capacity:
+            if start == 0:  # once per round
+                oldest = first - self.capacity
+                self._unfinished = {
+                    k: end for k, end in self._unfinished.items() if end[1] >= oldest
+                }
+            overwritten = self.next_slots[start : start + count]
+            self._release(overwritten[overwritten >= self.capacity])
+        self.next_slots[start : start + count] = np.arange(start + 1, start + count + 1)
+        self.num_free -= len(ends)
+        final_slots = self._free[self.num_free : self.num_free + len(ends)].copy()
+        self.next_slots[start + ends] = final_slots
+        return final_slots
+
+    def isolate(self, slots: np.ndarray) -> np.ndarray:
+        """Give each of these slots [n] its own final slot, without links; return those [n]."""
+        self.next_slots[slots] = self.capacity + slots
+        return self.capacity + slots
+
+    def _release(self, final_slots: np.ndarray) -> None:
+        self._free[self.num_free : self.num_free + len(final_slots)] = final_slots
+        self.num_free += len(final_slots)
+
+    def path(self, slots: np.ndarray, steps: int) -> np.ndarray:
+        """Return the slots [steps, n] of rows [n] and of the rows that follow them.
+
+        At the end of a trajectory the last row is repeated.
+        """
+        path = np.empty((steps, len(slots)), np.int64)
+        path[0] = slots
+        for t in range(1, steps):
+            following = self.next_slots.take(path[t - 1], mode="clip")
+            path[t] = np.where(following < self.capacity, following, path[t - 1])
+        return path
+
+    # -- linking the parts of trajectories ---------------------------------------------------------
+
+    def link(
+        self, columns: dict[str, list[np.ndarray]], first: int, ends: np.ndarray, oldest: int
+    ) -> None:
+        """Link new parts of trajectories with each other and with earlier parts.
+
+        Args:
+            columns: name -> leaves [slots, …] of the ring buffer, new rows included.
+            first: row id of the first new row.
+            ends: offsets [k] of the last rows of the parts.
+            oldest: row id of the oldest stored row.
+        """
+        if len(ends) == 1:  # a short fragment of one environment
+            end = first + int(ends[0])
+            self._link_earlier(columns, first, oldest)
+            slot = end % self.capacity
+            if not any(columns[flag][0][slot] for flag in DONE_FLAGS if flag in columns):
+                self._mark_unfinished(columns, end)
+            return
+        starts = np.empty_like(ends)
+        starts[0] = 0
+        starts[1:] = ends[:-1] + 1
+        start_slots, end_slots = starts + first % self.capacity, ends + first % self.capacity
+        steps = columns["t"][0]
+        first_steps, last_steps = steps.take(start_slots), steps.take(end_slots)
+        keys = [
+            columns[name][0].take(end_slots)
+            for name in ("agent_index", "eps_id")
+            if name in columns
+        ]
+        unfinished = np.ones(len(ends), bool)
+        for flag in DONE_FLAGS:
+            if flag in columns:
+                unfinished &= ~columns[flag][0].take(end_slots)
+        order = np.lexsort((first_steps, *keys))
+        part, next_part = order[:-1], order[1:]
+        adjacent = unfinished[part] & (first_steps[next_part] == last_steps[part] + 1)
+        for key in keys:
+            adjacent &= key[part] == key[next_part]
+        adjacent &= next_part > part  # a row must not outlive its successor
+        part, next_part = part[adjacent], next_part[adjacent]
+        self._release(self.next_slots[end_slots[part]])
+        self.next_slots[end_slots[part]] = start_slots[next_part]
+        unfinished[part] = False
+        continued = first_steps > 0
+        continued[next_part] = False
+        for i in (unfinished | continued).nonzero()[0].tolist():
+            if continued[i]:
+                self._link_earlier(columns, first + int(starts[i]), oldest)
+            if unfinished[i]:
+                self._mark_unfinished(columns, first + int(ends[i]))
+
+    def _link_earlier(self, columns: dict[str, list[np.ndarray]], row: int, oldest: int) -> None:
+        """Link the last row of the trajectory's earlier part, if it is stored, with its next row.
+
+        If steps between them are missing (other agents acted, or rows were lost), the observations
+        must be equal. For consecutive steps they may differ: running normalization changes them.
+        """
+        slot = row % self.capacity
+        step = columns["t"][0][slot]
+        last_step, last_row = self._unfinished.pop(_key(columns, slot), (step, 0))
+        if last_step >= step or last_row < oldest:
+            return
+        last_slot = last_row % self.capacity
+        final_slot = int(self.next_slots[last_slot])
+        if last_step + 1 == step or all(
+            np.array_equal(leaf[final_slot], leaf[slot]) for leaf in columns[OBS]
+        ):
+            self.next_slots[last_slot] = slot
+            self._free[self.num_free] = final_slot
+            self.num_free += 1
+
+    def _mark_unfinished(self, columns: dict[str, list[np.ndarray]], row: int) -> None:
+        slot = row % self.capacity
+        self._unfinished[_key(columns, slot)] = int(columns["t"][0][slot]), row
+
+    # -- state -------------------------------------------------------------------------------------
+
+    def final_slots(self, rows: int) -> np.ndarray:
+        """Return the final slots that the first `rows` slots use."""
+        following = self.next_slots[:rows]
+        return following[following >= self.capacity]
+
+    def state_dict(self, rows: int) -> dict[str, Any]:
+        """Return the state of the first `rows` slots."""
+        return {
+            "next_slots": self.next_slots[:rows].copy(),
+            "unfinished": [[*key, *end] for key, end in self._unfinished.items()],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the result of `state_dict`."""
+        next_slots = np.asarray(state["next_slots"], np.int64)
+        self.next_slots[: len(next_slots)] = next_slots
+        used = self.final_slots(len(next_slots))
+        free = np.setdiff1d(np.arange(self.capacity, 2 * self.capacity), used)
+        self._free[: len(free)] = free[::-1]
+        self.num_free = len(free)
+        self._unfinished = {(e, a): (step, row) for e, a, step, row in state["unfinished"]}
+
+
+def _key(columns: dict[str, list[np.ndarray]], slot: int) -> TrajectoryKey:
+    agents = columns.get("agent_index")
+    return int(columns["eps_id"][0][slot]), int(agents[0][slot]) if agents else 0
+
+
+# -- rows of batches -------------------------------------------------------------------------------
+
+
+def split_final_observations(
+    batches: list[SampleBatch], counts: list[int]
+) -> tuple[list[SampleBatch], np.ndarray, list[np.ndarray]]:
+    """Order rows so that each is followed by its successor, and find the rows that are not.
+
+    Args:
+        batches: batches with obs and new_obs.
+        counts: rows of each batch.
+
+    Returns:
+        The ordered batches; offsets [k], in all batches together, of the rows without a successor
+        among them; the observations that follow those rows, one array [k, …] per leaf.
+    """
+    next_obs = list(map(dict.__getitem__, batches, itertools.repeat(NEXT_OBS)))
+    obs = list(map(dict.__getitem__, batches, itertools.repeat(OBS)))
+    if set(map(type, next_obs)) == {NextRows} and set(map(type, obs)) == {np.ndarray}:
+        bases = [rows.base for rows in next_obs]
+        if all(column.base is base for column, base in zip(obs, bases, strict=True)):
+            # fragments of our samplers
+            cuts = [rows.cuts for rows in next_obs]
+            finals = [base[count:] for base, count in zip(bases, counts, strict=True)]
+            if len(batches) == 1:
+                return batches, cuts[0], finals
+            ends = np.concatenate(cuts)
+            ends += np.repeat(np.cumsum(counts) - counts, [len(cut) for cut in cuts])
+            return batches, ends, [np.concatenate(finals)]
+    parts = [_split_batch(batch) for batch in batches]
+    offsets = itertools.accumulate(counts, initial=0)
+    ends = np.concatenate([end + at for (_, end, _), at in zip(parts, offsets, strict=False)])
+    leaves = zip(*(leaves for _, _, leaves in parts), strict=True)
+    return [batch for batch, _, _ in parts], ends, [np.concatenate(leaf) for leaf in leaves]
+
+
+def _split_batch(batch: SampleBatch) -> tuple[SampleBatch, np.ndarray, list[np.ndarray]]:
+    """`split_final_observations` of one batch."""
+    batch = sort_rows(batch)
+    followed = np.zeros(batch.count, bool)  # row i + 1 is the successor of row i
+    if "eps_id" in batch and "t" in batch:
+        followed[:-1] = _same_trajectory(batch["eps_id"], _agents(batch)) & (
+            np.diff(batch["t"]) > 0
+        )
+        for flag in DONE_FLAGS:
+            if flag in batch:
+                followed[:-1] &= ~batch[flag][:-1]
+    obs: Any = optree.tree_leaves(batch[OBS])
+    next_obs: Any = optree.tree_leaves(batch[NEXT_OBS])
+    for leaf, next_leaf in zip(obs, next_obs, strict=True):
+        rows = np.flatnonzero(followed)
+        equal = leaf[rows + 1] == next_leaf[rows]
+        followed[rows[~equal.all(tuple(range(1, equal.ndim)))]] = False
+    ends = np.flatnonzero(~followed)
+    return batch, ends, [leaf[ends] for leaf in next_obs]
+
+
+def row_order(batch: SampleBatch) -> np.ndarray | None:
+    """Return the order [rows] that makes trajectories contiguous and sorted by time.
+
+    None if the rows have that order already, or lack `eps_id` or `t`.
+    """
+    if "eps_id" not in batch or "t" not in batch:
+        return None
+    agents = _agents(batch)
+    order: np.ndarray = np.lexsort((batch["t"], agents, batch["eps_id"]))
+    same = _same_trajectory(batch["eps_id"], agents)
+    same_if_sorted = _same_trajectory(batch["eps_id"][order], agents[order])
+    scattered = same.sum() < same_if_sorted.sum()
+    backwards = (np.diff(batch["t"])[same] <= 0).any()
+    return order if scattered or backwards else None
+
+
+def sort_rows(batch: SampleBatch) -> SampleBatch:
+    """Return the rows in the order of `row_order`."""
+    order = row_order(batch)
+    return batch if order is None else batch.take_rows(order)
+
+
+def _agents(batch: SampleBatch) -> np.ndarray:
+    agents: np.ndarray = (
+        batch["agent_index"] if "agent_index" in batch else np.zeros(batch.count, np.int64)
+    )
+    return agents
+
+
+def _same_trajectory(episodes: np.ndarray, agents: np.ndarray) -> np.ndarray:
+    """Return whether each row and the next one have the same trajectory, [rows - 1]."""
+    same: np.ndarray = (np.diff(episodes) == 0) & (np.diff(agents) == 0)
+    return same

@@ -1,0 +1,79 @@
+"""ColumnShipping: which columns of a fragment leave the worker, and which are fetched on access."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from flowrl.data import SampleBatch
+from flowrl.data.indexed_columns import IndexedColumn
+from flowrl.data.lazy_columns import LazyColumn
+from flowrl.data.types import PolicyID
+from flowrl.envs.validation import SAMPLER_COLUMNS
+from flowrl.policies.policy import Policy
+
+
+class ColumnShipping:
+    """Ships the columns that policies read; the others stay on the actor until they are accessed.
+
+    The columns that a policy reads are detected on its first fragment (`Policy.columns_read`).
+    `infos` is built only if a policy reads it or `collect_infos` is set.
+
+    Args:
+        policy_map: policy id -> Policy.
+        remote: whether the worker is a Ray actor; in process, all columns but `infos` are ready.
+        collect_infos: the setting.
+    """
+
+    def __init__(self, policy_map: Mapping[PolicyID, Policy], remote: bool, collect_infos: bool):
+        self._policy_map = policy_map
+        self._remote = remote
+        self._collect_infos = collect_infos
+        self._read: dict[PolicyID, set[str] | None] = {}  # None: all columns
+
+    def prepare(self, batches: Mapping[PolicyID, SampleBatch]) -> dict[PolicyID, SampleBatch]:
+        """Return the batches by policy, with the unread columns left behind."""
+        ray: Any = sys.modules.get("ray") if self._remote else None
+        if ray is not None and not ray.is_initialized():
+            ray = None
+        return {
+            policy_id: self._prepare(policy_id, rows, ray) for policy_id, rows in batches.items()
+        }
+
+    def _prepare(self, policy_id: PolicyID, rows: SampleBatch, ray: Any) -> SampleBatch:
+        if rows.count and policy_id not in self._read:
+            self._read[policy_id] = self._columns_read(policy_id, rows)
+        read = self._read.get(policy_id)
+        columns: dict[str, Any] = {}
+        for name, column in rows.stored():
+            ship = name in SAMPLER_COLUMNS - {"infos"} or name.startswith("state_in_")
+            ship |= name != "infos" and (read is None or ray is None)
+            if ship or (read is not None and name in read):
+                if isinstance(column, IndexedColumn) and column.is_lazy:
+                    column = np.asarray(column)
+            elif ray is not None and isinstance(column, (np.ndarray, IndexedColumn)):
+                if not isinstance(column, IndexedColumn) or not column.is_lazy:
+                    array = np.asarray(column)
+                    lazy = LazyColumn(name, partial(_identity, array), array.shape, array.dtype)
+                    column = IndexedColumn(lazy, np.arange(len(array)))
+                column = column.to_reference(ray.put, ray.get)
+            columns[name] = column
+        return SampleBatch.unchecked(columns, like=rows)
+
+    def _columns_read(self, policy_id: PolicyID, rows: SampleBatch) -> set[str] | None:
+        """Return the columns that a policy reads of its first rows or requests by a view."""
+        policy = self._policy_map[policy_id]
+        read = policy.columns_read(rows)
+        if read is None and not self._collect_infos:
+            return None
+        views = {n for n, view in policy.view_requirements.items() if view.used_for_training}
+        infos = {"infos"} if self._collect_infos else set()
+        return (set(rows) if read is None else read) | views | infos
+
+
+def _identity(array: np.ndarray) -> np.ndarray:
+    return array

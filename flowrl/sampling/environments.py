@@ -1,0 +1,79 @@
+"""WorkerEnvironments: the environments of one RolloutWorker, opened from its settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from gymnasium import spaces
+
+from flowrl.data.types import AgentID
+from flowrl.envs.env_factory import EnvFactory
+from flowrl.envs.multi_agent_vector_env import MultiAgentVectorEnv
+from flowrl.envs.registry import EnvContext, EnvCreator, env_creator_for
+from flowrl.envs.single_agent_adapter import SingleAgentAdapter
+from flowrl.envs.vector_env import VectorEnv
+from flowrl.sampling.sampling_settings import SamplingSettings
+
+
+class WorkerEnvironments:
+    """Creates the environments of a worker and can replace them all.
+
+    Args:
+        env_creator: function from an EnvContext to an environment, or an environment id.
+        config: the worker's settings.
+        settings: its sampling settings.
+        worker_index, num_workers: passed to the creator.
+        seed: seeds the first episode of each environment.
+        on_created: called with each new environment and its EnvContext.
+
+    Attributes:
+        slots: the environments, stepped with actions by agent id.
+        stepper: the environments, stepped with arrays; None for multi-agent environments.
+    """
+
+    def __init__(
+        self,
+        env_creator: EnvCreator | str,
+        config: Any,
+        settings: SamplingSettings,
+        worker_index: int,
+        num_workers: int,
+        seed: int | None,
+        on_created: Callable[[Any, EnvContext], None],
+    ):
+        self._envs = EnvFactory(
+            env_creator_for(env_creator),
+            config.get("env_config") or {},
+            config.get("num_envs_per_worker", 1),
+            worker_index,
+            num_workers,
+            seed,
+            config.get("vectorization_mode", "flowrl"),
+            settings.horizon,
+            settings.soft_horizon,
+            settings.max_env_restarts,
+            lambda index, env: on_created(env, self._envs.env_context(index)),
+        )
+        self._open()
+
+    def _open(self) -> None:
+        self.slots: MultiAgentVectorEnv = self._envs.make_vector_env()
+        self.stepper: VectorEnv | None = None
+        if isinstance(self.slots, SingleAgentAdapter):
+            self.stepper = self.slots.vector_env
+
+    def reopen(self) -> None:
+        """Replace the environments; the first episodes are those of a new worker."""
+        self.close()
+        self._open()
+
+    def space_of(self, agent_id: AgentID, column: str) -> spaces.Space:
+        """Return the space of an agent's `obs` or `actions`."""
+        if column == "obs":
+            return self.slots.observation_space(agent_id)
+        return self.slots.action_space(agent_id)
+
+    def close(self) -> None:
+        """Close the environments."""
+        self.slots.close()

@@ -1,0 +1,250 @@
+"""FragmentSampler: fragments of a worker's environments, their step counts and saved state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from flowrl.data import DEFAULT_POLICY_ID, MultiAgentBatch, SampleBatch
+from flowrl.sampling.callbacks import EPISODE_EVENTS, overrides
+from flowrl.sampling.column_shipping import ColumnShipping
+from flowrl.sampling.columnar import ColumnarCollector
+from flowrl.sampling.environments import WorkerEnvironments
+from flowrl.sampling.episode import EpisodeMetrics, MultiAgentEpisode
+from flowrl.sampling.ids import IdCounter
+from flowrl.sampling.row_sampler import CallbackWorker, RowSampler
+from flowrl.sampling.sampler import AsyncSampler, SampleResult, SamplerInput, SyncSampler
+from flowrl.sampling.sampling_settings import SamplingSettings
+
+STATE_KEYS = ("next_unroll", "returned_steps", "reported_steps", "episodes_ready", "samples_rows")
+
+
+class FragmentSampler:
+    """Samples fragments in columns or row by row, synchronously or ahead of time.
+
+    Args:
+        worker: its policies act and its callbacks are called; its lock is held while an item is
+            sampled.
+        envs: its environments.
+        settings: the sampling settings.
+        first_id: the first episode and unroll id.
+    """
+
+    def __init__(
+        self,
+        worker: CallbackWorker,
+        envs: WorkerEnvironments,
+        settings: SamplingSettings,
+        first_id: int,
+    ):
+        self._worker = worker
+        self._envs = envs
+        self._settings = settings
+        self._first_id = first_id
+        self.unroll_ids = IdCounter(first_id)
+        self._shipping = ColumnShipping(
+            worker.policy_map,
+            remote=bool(worker.worker_index) and worker.config.get("output") is None,
+            collect_infos=bool(worker.config.get("collect_infos", False)),
+        )
+        self._source: ColumnarCollector | RowSampler | None = None
+        self._sampler: SamplerInput | None = None
+        self._reset_counts()
+
+    def _reset_counts(self) -> None:
+        self._episodes_ready: list[Any] = []
+        self._returned_steps = [0, 0]  # env steps, agent steps
+        self._reported_steps = [0, 0]
+
+    @property
+    def env_steps(self) -> int:
+        """Env steps returned so far."""
+        return self._returned_steps[0]
+
+    @property
+    def sampler(self) -> SamplerInput:
+        """The source of items; created on the first access."""
+        if self._sampler is None:
+            sampler_class = AsyncSampler if self._settings.sample_async else SyncSampler
+            self._sampler = sampler_class(self._collect)
+        return self._sampler
+
+    def _collect(self) -> SampleResult:
+        """Sample one item; runs in the sampler's thread if it has one."""
+        policy_map = self._worker.policy_map
+        with self._worker.lock:
+            if self._source is None:
+                self._source = self._make_source()
+            batch = self._source.collect()
+            batches = self._shipping.prepare(batch.policy_batches)
+            episodes, self._source.episodes = self._source.episodes, []
+            filters = {pid: policy.take_fresh_filters() for pid, policy in policy_map.items()}
+            return SampleResult(
+                batches[DEFAULT_POLICY_ID]
+                if isinstance(batch, SampleBatch)
+                else batch.with_batches(batches),
+                episodes,
+                {pid: policy.version for pid, policy in policy_map.items()},
+                {pid: seen for pid, seen in filters.items() if seen},
+            )
+
+    def _make_source(self) -> ColumnarCollector | RowSampler:
+        if self._samples_rows():
+            return RowSampler(self._envs.slots, self._worker, self._settings, self._first_id)
+        assert self._envs.stepper is not None
+        policy = self._worker.policy_map[DEFAULT_POLICY_ID]
+        return ColumnarCollector(self._envs.stepper, policy, self._settings, self._first_id)
+
+    def _samples_rows(self) -> bool:
+        """Return whether the settings or the policies need sampling row by row."""
+        settings, worker = self._settings, self._worker
+        if worker.is_multi_agent or settings.batch_mode == "complete_episodes":
+            return True
+        if settings.sample_collector is not None:
+            return True
+        policy = worker.policy_map[DEFAULT_POLICY_ID]
+        nested = any(
+            space.shape is None or space.dtype is None
+            for space in (policy.observation_space, policy.action_space)
+        )
+        views = policy.view_requirements.values()
+        row_views = any(view.agents is not None or view.batch_repeat_value > 1 for view in views)
+        callbacks = overrides(worker.callbacks, *EPISODE_EVENTS)
+        return nested or row_views or policy.is_recurrent or callbacks
+
+    def sample(self) -> SampleBatch | MultiAgentBatch:
+        """Return one fragment, or at least as many steps in whole episodes."""
+        sampler = self.sampler
+        if self._settings.batch_mode == "truncate_episodes":
+            return sampler.get_data()
+        by_agent = self._settings.count_steps_by == "agent_steps"
+        items = self._episodes_ready  # includes episodes from before an error
+        min_steps = self._settings.length * self._envs.slots.num_envs
+        while sum(i.agent_steps() if by_agent else i.env_steps() for i in items) < min_steps:
+            items.append(sampler.get_data())
+        self._episodes_ready = []
+        return items[0] if len(items) == 1 else SampleBatch.concat_samples(items)
+
+    def count(self, samples: SampleBatch | MultiAgentBatch) -> None:
+        """Count the steps of samples that the worker returns."""
+        self._returned_steps[0] += samples.env_steps()
+        self._returned_steps[1] += samples.agent_steps()
+
+    def episode(self, episode_id: int) -> MultiAgentEpisode | None:
+        """Return the record of a running episode; None if sampling is columnar."""
+        return self._source.episode(episode_id) if isinstance(self._source, RowSampler) else None
+
+    def get_metrics(self) -> list[EpisodeMetrics]:
+        """Return the episodes that finished since the last call."""
+        return [] if self._sampler is None else self._sampler.get_metrics()
+
+    def reply_tags(self) -> dict[str, Any]:
+        """Return the metadata of the last fragment: steps, episodes, timings, filter updates."""
+        if self._sampler is None or self._source is None:
+            return {}
+        filters, self._sampler.fresh_filters = self._sampler.fresh_filters, []
+        env_steps, agent_steps = (
+            total - reported
+            for total, reported in zip(self._returned_steps, self._reported_steps, strict=True)
+        )
+        self._reported_steps = list(self._returned_steps)
+        return {
+            "env_steps": env_steps,
+            "agent_steps": agent_steps,
+            "weights_versions": self._sampler.weights_versions,
+            "episodes": [tuple(episode) for episode in self.get_metrics()],
+            "timings": dict(self._source.timings),
+            "filters": filters,
+            "faulty_episodes": self._source.faulty_episodes,
+            "env_restarts": self._envs.slots.num_restarts,
+        }
+
+    # -- state ---------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return environments, running episodes and counters, as far as they can be saved.
+
+        Items that an asynchronous sampler has ready are not included.
+        """
+        returned = list(self._returned_steps)
+        if self._settings.sample_async and self._source is not None:
+            returned[0] = self._source.env_steps  # counts the items that are lost
+        return {
+            "num_envs": self._envs.slots.num_envs,
+            "source": None if self._source is None else self._source.state_dict(),
+            "samples_rows": isinstance(self._source, RowSampler),
+            "next_unroll": self.unroll_ids.next_id,
+            "returned_steps": returned,
+            "reported_steps": list(self._reported_steps),
+            "episodes_ready": list(self._episodes_ready),
+        }
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raise KeyError or ValueError if `load_state_dict` could not load a state."""
+        _check_state(state, self._envs.slots.num_envs, self._samples_rows())
+
+    def load_state_dict(self, state: dict[str, Any]) -> int:
+        """Load the result of `state_dict`; the worker's lock must be held.
+
+        Returns:
+            Number of episodes that could not be resumed; new episodes replace them.
+
+        Raises:
+            KeyError, ValueError: it belongs to other settings or environments.
+        """
+        unroll_ids, self.unroll_ids = self.unroll_ids, IdCounter(state["next_unroll"])
+        source, restarted = None, 0
+        try:
+            if state["source"] is not None:
+                source = self._make_source()
+                restarted = source.load_state_dict(state["source"])
+            elif self._source is not None:
+                self._envs.reopen()
+        except Exception:
+            self.unroll_ids = unroll_ids
+            raise
+        self._source = source
+        self._returned_steps = list(state["returned_steps"])
+        self._reported_steps = list(state["reported_steps"])
+        self._episodes_ready = list(state["episodes_ready"])
+        return restarted
+
+    def reset(self) -> None:
+        """Return to the state after construction, with new environments; the lock must be held."""
+        self._source = None
+        self._envs.reopen()
+        self.unroll_ids = IdCounter(self._first_id)
+        self._reset_counts()
+
+    def stop_sampler(self) -> None:
+        """Stop the sampler's thread; the next fragment starts a new one."""
+        if self._sampler is not None:
+            self._sampler.stop()
+            self._sampler = None
+
+    def stop(self) -> None:
+        """Stop sampling for good."""
+        if self._sampler is not None:
+            self._sampler.stop()
+
+
+def _check_state(state: Mapping[str, Any], num_envs: int, samples_rows: bool) -> None:
+    for key in STATE_KEYS:
+        if key not in state:
+            raise KeyError(key)
+    if state["num_envs"] != num_envs:
+        raise ValueError(
+            f"the state has {state['num_envs']} environments, this worker {num_envs} "
+            "(num_envs_per_worker)"
+        )
+    if state["source"] is None:
+        return
+    if state["samples_rows"] != samples_rows:
+        kinds = {True: "row by row", False: "in columns"}
+        raise ValueError(
+            f"the state was sampled {kinds[state['samples_rows']]}, this worker samples "
+            f"{kinds[samples_rows]}"
+        )
+    envs = (state["source"].get("open") or {}).get("envs") or {"journals": (), "own": ()}
+    if "resets" not in envs and not {"journals", "own"} <= set(envs):
+        raise KeyError("journals")

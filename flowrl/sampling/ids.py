@@ -1,0 +1,24 @@
+"""Ids of episodes and unrolls, unique over all workers of a set."""
+
+from __future__ import annotations
+
+IDS_PER_WORKER = 1 << 40
+IDS_PER_RESTART = 1 << 30
+
+
+def first_id(worker_index: int, restart_count: int) -> int:
+    """Return the first id of a worker's range; each replacement gets a separate range."""
+    return worker_index * IDS_PER_WORKER + restart_count * IDS_PER_RESTART
+
+
+class IdCounter:
+    """An endless counter that shows its next value."""
+
+    __slots__ = ("next_id",)
+
+    def __init__(self, first: int = 0):
+        self.next_id = first
+
+    def __next__(self) -> int:
+        self.next_id += 1
+        return self.next_id - 1

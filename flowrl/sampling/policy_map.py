@@ -1,0 +1,159 @@
+"""Build the policies of a worker: class, settings and spaces of each."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+from gymnasium import spaces
+
+from flowrl.data import DEFAULT_POLICY_ID
+from flowrl.envs.multi_agent_vector_env import MultiAgentVectorEnv
+from flowrl.policies.config import PolicyConfig
+from flowrl.policies.policy import Policy
+from flowrl.policies.policy_spec import PolicyMapping, PolicySpec
+from flowrl.seeding import derive_seed
+from flowrl.settings import ConfigError
+
+# settings in a plain mapping that configure the worker or the set, not a policy
+WORKER_SETTINGS = {
+    "address",
+    "batch_mode",
+    "callbacks_class",
+    "collect_infos",
+    "count_steps_by",
+    "custom_resources_per_worker",
+    "delay_between_worker_restarts_s",
+    "env_config",
+    "horizon",
+    "max_num_env_restarts",
+    "max_num_worker_restarts",
+    "multiagent",
+    "no_done_at_end",
+    "num_cpus_per_worker",
+    "num_envs_per_worker",
+    "num_gpus_per_worker",
+    "num_threads_per_process",
+    "num_workers",
+    "on_invalid_step",
+    "placement_strategy",
+    "policies",
+    "policies_to_train",
+    "policy_mapping_fn",
+    "recreate_failed_workers",
+    "rollout_fragment_length",
+    "sample_async",
+    "sample_collector",
+    "sample_timeout_s",
+    "soft_horizon",
+    "train_batch_size",
+    "vectorization_mode",
+}
+
+
+def build_policy_map(
+    specs: Mapping[str, PolicySpec],
+    default_class: type[Policy] | None,
+    config: Any,
+    envs: MultiAgentVectorEnv,
+    mapping: PolicyMapping,
+) -> dict[str, Policy]:
+    """Return the policies by id.
+
+    Args:
+        specs: policy id -> PolicySpec.
+        default_class: class of the policies whose spec names none.
+        config: the run's settings, a mapping or a record.
+        envs: its agents' spaces are used where a spec has none.
+        mapping: from agents to policies.
+
+    Raises:
+        ConfigError: a policy has no class, or its settings are invalid.
+    """
+    policies = {}
+    for policy_id, spec in specs.items():
+        observation_space, action_space = _spaces_for(policy_id, spec, envs, mapping, len(specs))
+        try:
+            policy_class, settings = policy_class_and_config(policy_id, spec, default_class, config)
+            policies[policy_id] = policy_class(observation_space, action_space, settings)
+        except ConfigError as error:
+            if len(specs) > 1:
+                error.add_note(f"in the settings of policy {policy_id!r}")
+            raise
+    return policies
+
+
+def _spaces_for(
+    policy_id: str,
+    spec: PolicySpec,
+    envs: MultiAgentVectorEnv,
+    mapping: PolicyMapping,
+    num_policies: int,
+) -> tuple[spaces.Space, spaces.Space]:
+    """Return observation and action space: the spec's, or those of an agent that is mapped to the
+    policy."""
+    if spec.observation_space is not None and spec.action_space is not None:
+        return spec.observation_space, spec.action_space
+    agents = list(envs.possible_agents)
+    mapped = []
+    if num_policies == 1:
+        mapped = agents
+    else:
+        # fails for a mapping function that uses the episode
+        with contextlib.suppress(Exception):
+            mapped = [agent for agent in agents if mapping(agent) == policy_id]
+    agent = (mapped or agents or [None])[0]
+    return (
+        spec.observation_space or envs.observation_space(agent),
+        spec.action_space or envs.action_space(agent),
+    )
+
+
+def policy_class_and_config(
+    policy_id: str, spec: PolicySpec, default_class: type[Policy] | None, config: Any
+) -> tuple[type[Policy], Any]:
+    """Return a policy's class and settings; the spec's settings override the run's.
+
+    Raises:
+        ConfigError: there is no class, or the spec's config is invalid.
+    """
+    policy_class, seed = spec.policy_class, config.get("seed")
+    overrides = {} if spec.config is None else spec.config
+    if not isinstance(overrides, (Mapping, PolicyConfig)):
+        raise ConfigError(f"policies: config of {policy_id!r} must be a mapping, got {overrides!r}")
+    foreign = sorted(set(overrides) & WORKER_SETTINGS) if isinstance(overrides, Mapping) else []
+    if foreign:
+        raise ConfigError(
+            f"policies: {foreign[0]!r} in the config of {policy_id!r} is a setting of the run, not "
+            "of a policy"
+        )
+    if isinstance(overrides, PolicyConfig):
+        policy_class = policy_class or getattr(overrides, "policy_class", None) or default_class
+        config = overrides
+        overrides = {} if config.seed is None else {"seed": config.seed}
+    policy_class = policy_class or default_class
+    if policy_class is None:
+        raise ConfigError(f"policies: {policy_id!r} needs a policy_class")
+    if not (isinstance(policy_class, type) and issubclass(policy_class, Policy)):
+        raise ConfigError(
+            f"policies: policy_class of {policy_id!r} must be a subclass of Policy, got "
+            f"{policy_class!r}"
+        )
+    if policy_id != DEFAULT_POLICY_ID and "seed" not in overrides:
+        overrides = {**overrides, "seed": derive_seed(seed, "policy", policy_id)}
+    if isinstance(config, policy_class.config_class):
+        return policy_class, config.updated(**overrides) if overrides else config
+    return policy_class, {**_policy_settings(policy_class, config), **overrides}
+
+
+def _policy_settings(policy_class: type[Policy], config: Any) -> dict[str, Any]:
+    """Return the settings of `config` that the policy's record has.
+
+    Of another class's record only explicitly set values count, so that the policy keeps its own
+    defaults.
+    """
+    known = policy_class.config_class.model_fields
+    if isinstance(config, PolicyConfig):
+        return dict(policy_class.settings_of(config).chosen())
+    return {k: v for k, v in config.items() if k in known or k not in WORKER_SETTINGS}

@@ -1,0 +1,82 @@
+"""RolloutPool: the remote workers of a WorkerSet as a pool of shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from flowrl.iter.pools import ActorPool
+from flowrl.iter.shard_server import serve_next, serve_remote
+from flowrl.iter.shard_stream import ShardRequest
+from flowrl.sampling.rollout_worker import RolloutWorker
+from flowrl.sampling.weight_sync import load_weights
+
+
+class RemoteWorkers(Protocol):
+    """The part of a WorkerSet that a RolloutPool uses; workers are numbered from 0."""
+
+    num_workers: int
+    failed: set[int]
+    restart_counts: list[int]
+
+    def remote_workers(self) -> list[Any]:
+        """Return the actor handles."""
+
+    def recreate(self, index: int) -> Any:
+        """Return a new actor that replaces a failed one."""
+
+    def weights_for(self, index: int) -> Any | None:
+        """Return the weights that a worker must load before it samples."""
+
+
+class RolloutPool(ActorPool):
+    """Remote workers that a WorkerSet creates and stops; a request carries missing weights.
+
+    Args:
+        workers: the WorkerSet.
+        recreate_failed: whether failed workers are replaced.
+    """
+
+    def __init__(self, workers: RemoteWorkers, recreate_failed: bool):
+        super().__init__(workers.recreate if recreate_failed else None, workers.num_workers)
+        self._owned = set()
+        self._workers_of = workers
+
+    def start(self) -> None:
+        # the set's own list: it sees the actors that replace failed ones
+        self._handles = self._workers_of.remote_workers()
+        self._incarnations = list(self._workers_of.restart_counts)
+
+    def resize(self, num_workers: int) -> None:
+        """Follow a change of the number of workers."""
+        self._count = num_workers
+        self._incarnations = list(self._workers_of.restart_counts)
+        self.changes += 1
+
+    def mark_failed(self, index: int) -> None:
+        self._workers_of.failed.add(index)
+
+    def submit(self, index: int, request: ShardRequest) -> Any:
+        actor = self.handle(index)
+        return actor.apply.remote(_serve, self._workers_of.weights_for(index), request)
+
+    def next_item_submitter(self, index: int, stream_handle: int) -> Callable[[], Any]:
+        actor, weights_for = self.handle(index), self._workers_of.weights_for
+        return lambda: actor.apply.remote(_serve_next, weights_for(index), stream_handle)
+
+    def stop(self) -> None:
+        """Do nothing: the set stops its workers."""
+
+
+def _serve(
+    worker: RolloutWorker, payload: tuple[Any, ...] | None, request: ShardRequest
+) -> list[Any]:
+    load_weights(worker, payload)
+    return serve_remote(worker, request)
+
+
+def _serve_next(
+    worker: RolloutWorker, payload: tuple[Any, ...] | None, stream_handle: int
+) -> list[Any]:
+    load_weights(worker, payload)
+    return serve_next(worker, stream_handle)

@@ -1,0 +1,164 @@
+"""WeightSync: which weights each remote worker has, and which it must load next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from flowrl.iter.metrics import current_metrics
+from flowrl.sampling.rollout_worker import RolloutWorker
+
+INLINE_BYTES = 100_000  # larger weights go through the object store, one object per version
+
+
+class _Snapshot(NamedTuple):
+    """Copies of the policies' weights and filters, by policy id."""
+
+    versions: dict[str, int]
+    weights: dict[str, Any]
+    filters: dict[str, Any]
+
+
+class _Payload:
+    """The arguments of `RolloutWorker.set_weights`, or a Ray reference to them.
+
+    nodes: the cluster nodes that hold the object; None if the payload is sent inline every time.
+    """
+
+    def __init__(self, snapshot: _Snapshot, global_vars: dict[str, Any], node: str | None):
+        self.versions = snapshot.versions
+        self.num_bytes = sum(
+            array.nbytes for weights in snapshot.weights.values() for array in weights.values()
+        )
+        self.nodes: set[str | None] | None = None
+        self.content: Any = (
+            snapshot.weights, snapshot.versions, snapshot.filters, dict(global_vars),
+        )  # fmt: skip
+        if self.num_bytes > INLINE_BYTES:
+            import ray
+
+            self.content = ray.put(self.content)
+            self.nodes = {node}
+
+    def count_transfer(self, from_node: str | None, to_node: str | None) -> None:
+        """Add the bytes that this transfer moves between nodes to `num_bytes_between_nodes`."""
+        metrics = current_metrics()
+        if to_node == from_node or metrics is None:
+            return
+        if self.nodes is None or to_node not in self.nodes:
+            metrics.counters["num_bytes_between_nodes"] += self.num_bytes
+        if self.nodes is not None:
+            self.nodes.add(to_node)
+
+
+class WeightSync:
+    """Tracks the weights versions of remote workers; workers are numbered from 0.
+
+    Args:
+        local_worker: returns the worker whose policies learn.
+        global_vars: sent along with the weights; see `Policy.on_global_var_update`.
+
+    Attributes:
+        num_invalidations: number of calls of `invalidate`.
+    """
+
+    def __init__(self, local_worker: Callable[[], RolloutWorker], global_vars: dict[str, Any]):
+        self._local_worker = local_worker
+        self._global_vars = global_vars
+        self._sent: dict[int, dict[str, int]] = {}  # by worker, the versions that it has
+        self._selected: set[int] | None = None  # workers that may get new weights; None: all
+        self._published: _Snapshot | None = None
+        self._payload: _Payload | None = None
+        self.num_invalidations = 0
+
+    def versions(self) -> dict[str, int]:
+        """Return the published versions by policy id, or else those of the local policies."""
+        if self._published is not None:
+            return self._published.versions
+        return {pid: policy.version for pid, policy in self._local_worker().policy_map.items()}
+
+    def publish(self) -> None:
+        """Send a copy of the current weights until the next call.
+
+        A learner thread calls this after each update, because no other thread may read weights that
+        it is changing.
+        """
+        with self._local_worker().lock:
+            self._published = self._snapshot()
+
+    def unpublish(self) -> None:
+        """Send the weights as they are at the time of sending; requires that no thread learns."""
+        self._published = None
+
+    def _snapshot(self) -> _Snapshot:
+        policies = self._local_worker().policy_map
+        return _Snapshot(
+            {pid: policy.version for pid, policy in policies.items()},
+            {pid: policy.get_weights() for pid, policy in policies.items()},
+            {pid: policy.filter_state() for pid, policy in policies.items()},
+        )
+
+    def payload_for(self, index: int, from_node: str | None, to_node: str | None) -> Any | None:
+        """Return what a worker must load before it samples, and mark it as sent.
+
+        Args:
+            index: the worker.
+            from_node, to_node: cluster nodes of this process and of the worker; transfers between
+                different nodes are counted.
+
+        Returns:
+            An argument for `load_weights`; None if the worker needs nothing.
+        """
+        versions = self.versions()
+        if self._sent.get(index) == versions:
+            return None
+        if self._selected is not None and index in self._sent:
+            if index not in self._selected:
+                return None
+            self._selected.discard(index)
+        if self._payload is None or self._payload.versions != versions:
+            snapshot = self._published or self._snapshot()
+            self._payload = _Payload(snapshot, self._global_vars, from_node)
+        self._sent[index] = self._payload.versions
+        self._payload.count_transfer(from_node, to_node)
+        return self._payload.content
+
+    def update_only(self, indices: Iterable[int]) -> None:
+        """Send new weights only to these workers, once, and to new workers; calls accumulate."""
+        self._selected = (self._selected or set()) | set(indices)
+
+    def update_also(self, indices: Iterable[int]) -> None:
+        """Add workers to the selection of `update_only`, if there is one."""
+        if self._selected is not None:
+            self._selected |= set(indices)
+
+    def update_all(self) -> None:
+        """Send new weights to every worker; undoes `update_only`."""
+        self._selected = None
+
+    def mark_synced(self, indices: Iterable[int]) -> None:
+        """Note that these workers have the current weights, because they learn, too."""
+        for index in indices:
+            self._sent[index] = self.versions()
+
+    def forget(self, index: int) -> None:
+        """Note that a worker was replaced or has outdated weights."""
+        self._sent.pop(index, None)
+
+    def invalidate(self) -> None:
+        """Send weights to every worker again: they changed without a new version."""
+        self.num_invalidations += 1
+        self._sent.clear()
+        self._payload = None
+        if self._published is not None:
+            self.publish()
+
+    def clear(self) -> None:
+        """Note that all workers have stopped."""
+        self._sent.clear()
+
+
+def load_weights(worker: RolloutWorker, payload: tuple[Any, ...] | None) -> None:
+    """Load what `WeightSync.payload_for` returned into a worker; runs on its actor."""
+    if payload is not None:
+        worker.set_weights(*payload)

@@ -1,0 +1,162 @@
+"""FluentSettings: methods that set the settings of one group and return the config."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, Self
+
+from flowrl.policies.config import ModelConfig, PolicyConfig
+from flowrl.setting_aliases import canonical_names
+from flowrl.settings import ConfigError, nearest
+
+
+def _group(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a method that sets the settings of the group of its name."""
+    method._is_group = True  # type: ignore[attr-defined]
+    return method
+
+
+class FluentSettings(PolicyConfig):
+    """Settings with a method for each group.
+
+    Each class gets its own version of the methods, whose signature and docstring list its settings.
+
+    Raises (from every method):
+        ConfigError: an unknown name, or a wrong type or range; nothing changes.
+    """
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        super().__pydantic_init_subclass__(**kwargs)
+        for name, method in inspect.getmembers(FluentSettings, inspect.isfunction):
+            if getattr(method, "_is_group", False):
+                setattr(cls, name, _documented(cls, name, vars(cls).get(name, method)))
+
+    @classmethod
+    def groups(cls) -> list[str]:
+        """Return the names of the groups."""
+        members = inspect.getmembers(FluentSettings, inspect.isfunction)
+        return [name for name, method in members if getattr(method, "_is_group", False)]
+
+    @classmethod
+    def spelled(cls, values: dict[str, Any]) -> dict[str, Any]:
+        return canonical_names(values)
+
+    @_group
+    def environment(self, env: Any = None, **settings: Any) -> Self:
+        """Set the environment."""
+        return self._set("environment", {**({} if env is None else {"env": env}), **settings})
+
+    @_group
+    def rollouts(self, **settings: Any) -> Self:
+        """Set how workers sample."""
+        return self._set("rollouts", settings)
+
+    def rollout(self, **settings: Any) -> Self:
+        """Another name of `rollouts`."""
+        return self.rollouts(**settings)
+
+    @_group
+    def training(self, **settings: Any) -> Self:
+        """Set how policies learn, and the algorithm's own settings."""
+        return self._set("training", settings)
+
+    @_group
+    def multi_agent(self, **settings: Any) -> Self:
+        """Set the policies, and which agents they act for."""
+        return self._set("multi_agent", settings)
+
+    @_group
+    def exploration(self, **settings: Any) -> Self:
+        """Set how actions are explored."""
+        return self._set("exploration", settings)
+
+    @_group
+    def evaluation(self, **settings: Any) -> Self:
+        """Set when and how policies are evaluated."""
+        return self._set("evaluation", settings)
+
+    @_group
+    def offline_data(self, **settings: Any) -> Self:
+        """Set where experience is written to and read from."""
+        return self._set("offline_data", settings)
+
+    @_group
+    def framework(self, framework: str = "torch", **settings: Any) -> Self:
+        """Set the device and the arithmetic; the framework is torch."""
+        return self._set("framework", {"framework": framework, **settings})
+
+    @_group
+    def checkpointing(self, **settings: Any) -> Self:
+        """Set when a run writes checkpoints, and which it keeps."""
+        return self._set("checkpointing", settings)
+
+    @_group
+    def resources(self, **settings: Any) -> Self:
+        """Set the processors and the cluster that workers use."""
+        return self._set("resources", settings)
+
+    @_group
+    def fault_tolerance(self, **settings: Any) -> Self:
+        """Set what happens when workers and environments fail."""
+        return self._set("fault_tolerance", settings)
+
+    @_group
+    def callbacks(self, callbacks_class: type, **settings: Any) -> Self:
+        """Set the class of callbacks."""
+        return self._set("callbacks", {"callbacks_class": callbacks_class, **settings})
+
+    @_group
+    def reporting(self, **settings: Any) -> Self:
+        """Set what results contain, and when there is one."""
+        return self._set("reporting", settings)
+
+    @_group
+    def debugging(self, **settings: Any) -> Self:
+        """Set the seed."""
+        return self._set("debugging", settings)
+
+    def _set(self, group: str, values: dict[str, Any]) -> Self:
+        self._check_not_frozen()
+        values = canonical_names(values)
+        groups = {info.name: info.group for info in self.describe()}
+        for name in values:
+            if groups.get(name) != group:
+                known = sorted(known for known, own in groups.items() if own == group)
+                hint = (
+                    f" It belongs to .{groups[name]}()." if name in groups else nearest(name, known)
+                )
+                if name in ModelConfig.model_fields:
+                    hint = f' It is the network\'s: .training(model={{"{name}": …}}).'
+                raise ConfigError(f".{group}() has no setting {name!r}.{hint}")
+        changed = self.updated(**values)
+        vars(self).update({name: getattr(changed, name) for name in values})  # checked together
+        self.model_fields_set.update(values)
+        return self
+
+
+def _documented(cls: type[FluentSettings], group: str, method: Callable[..., Any]) -> Any:
+    """Return a group's method with the signature and the docstring for one class."""
+
+    @functools.wraps(method)
+    def set_group(self: FluentSettings, *args: Any, **settings: Any) -> FluentSettings:
+        config: FluentSettings = method(self, *args, **settings)
+        return config
+
+    infos = [info for info in cls.describe() if info.group == group]
+    own = inspect.signature(method).parameters.values()
+    parameters = [p for p in own if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    names = {parameter.name for parameter in parameters}
+    for info in infos:
+        if info.name not in names:
+            kind = inspect.Parameter.KEYWORD_ONLY
+            parameters.append(
+                inspect.Parameter(info.name, kind, default=info.default, annotation=info.type)
+            )
+    set_group.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    lines = [f"    {info.name}: {info.help} Default: {info.default!r}." for info in infos]
+    summary = (inspect.getdoc(method) or "").split("\n\nArgs:")[0]
+    set_group.__doc__ = "\n".join([f"{summary}\n\nArgs:", *lines])
+    return set_group

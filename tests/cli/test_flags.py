@@ -1,0 +1,111 @@
+"""Settings from flags: switches, schedules, nested settings, policies' settings, wrong flags."""
+
+import pytest
+
+from flowrl.cli.run_settings import config_of_run
+from tests.cli.helpers import TWO_ITERATIONS, read_settings
+
+
+def test_numbers_lists_and_switches(cli, tmp_path):
+    flags = ["--lr", "3e-4", "--model.fcnet-hiddens", "8", "8", "--normalize-observations"]
+    code, _, _ = cli("train", "ppo", "--run-dir", "r", *TWO_ITERATIONS, *flags)
+    assert code == 0
+    settings = read_settings(tmp_path / "r")
+    assert settings["lr"] == 3e-4
+    assert settings["model"]["fcnet_hiddens"] == [8, 8]
+    assert settings["normalize_observations"] is True
+
+
+def test_schedule_as_a_list_or_as_numbers(cli, tmp_path):
+    for name, values in (("a", ["[[0, 0.001], [1000, 0]]"]), ("b", ["0", "0.001", "1000", "0"])):
+        code, _, err = cli("train", "ppo", "--run-dir", name, "--lr", *values, *TWO_ITERATIONS)
+        assert code == 0, err
+        assert read_settings(tmp_path / name)["lr"] == [[0, 0.001], [1000, 0.0]]
+    code, _, err = cli("train", "ppo", "--lr", "[[0, 0.001]")
+    assert code == 2
+    assert "not a schedule" in err
+
+
+def test_trailing_underscore_of_a_setting_is_optional(cli, tmp_path):
+    for number, flag in enumerate(("--lambda", "--lambda_")):
+        run_dir = f"r{number}"
+        code, _, err = cli("train", "ppo", flag, "0.9", "--run-dir", run_dir, *TWO_ITERATIONS)
+        assert code == 0, err
+        assert read_settings(tmp_path / run_dir)["lambda_"] == 0.9
+
+
+def test_switches_records_and_schedules(cli, tmp_path):
+    flags = ["--double_q", "false", "--dueling=true", "--no-prioritized-replay"]
+    code, _, err = cli("train", "dqn", *flags, "--run-dir", "d", "--stop-iters", "1")
+    assert (code, err) == (0, "")
+    dqn = read_settings(tmp_path / "d")
+    assert (dqn["double_q"], dqn["dueling"], dqn["prioritized_replay"]) == (False, True, False)
+    flags = ["--q-model", '{"fcnet_hiddens": [8]}', "--actor-lr", "0", "1e-3", "1000", "0"]
+    flags += ["--learning-starts", "300", "--min-sample-timesteps-per-iteration", "310"]
+    code, _, err = cli("train", "sac", *flags, "--run-dir", "s", "--stop-iters", "1")
+    assert (code, err) == (0, "")
+    sac = read_settings(tmp_path / "s")
+    assert sac["q_model"]["fcnet_hiddens"] == [8]
+    assert sac["actor_lr"] == [[0, 1e-3], [1000, 0.0]]
+    prefix = "--policies.ppo.config"
+    flags = [f"{prefix}.lambda", "0.5", f"{prefix}.use-gae", "false", "--stop-iters", "1"]
+    flags += ["--min-sample-timesteps-per-iteration", "300", "--run-dir", "p"]
+    code, _, err = cli("train", "ppo_dqn", *flags)
+    assert (code, err) == (0, "")
+    ppo = config_of_run(tmp_path / "p")[0].for_policy("ppo")
+    assert (ppo.lambda_, ppo.use_gae) == (0.5, False)
+
+
+def test_flags_of_one_policy_are_kept_by_a_resumed_run(cli, tmp_path):
+    flags = ["--policies.dqn.config.tau", "0.25", "--seed", "1", "--stop-iters", "1"]
+    flags += ["--min-sample-timesteps-per-iteration", "300"]
+    code, _, err = cli("train", "ppo_dqn", "--run-dir", "r", *flags)
+    assert (code, err) == (0, "")
+    code, _, err = cli("train", "ppo_dqn", "--lr", "1e-4", "--stop-iters", "1")
+    assert code == 2  # every policy has its own lr
+    assert "--policies.ppo.config.lr" in err
+    config, _ = config_of_run(tmp_path / "r")
+    assert config.for_policy("dqn").tau == 0.25
+    code, out, _ = cli("evaluate", "r", "--episodes", "1")
+    assert code == 0
+    assert "policy dqn: mean return" in out
+    code, out, _ = cli("train", "--resume", "r", "--stop-iters", "2")
+    assert code == 0
+    assert "reached: 2 iterations" in out
+    assert "dqn" in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--plan", "a2c"], "name the plan after the command"),
+        (["--sgd-minibatch-size", "-5"], "sgd_minibatch_size"),
+        (["--stop-reward", "nan"], "must be a finite number"),
+        (["--stop-time-s", "inf"], "finite"),
+        (["--env-config", '{"nope": 1}'], "env_config: CartPole-v1 does not take it"),
+        (["--metrics-num-episodes-for-smoothing", "9999999999999"], "metrics_num_episodes"),
+    ],
+)
+def test_wrong_flags_of_a_plan(cli, tmp_path, flags, message):
+    code, _, err = cli("train", "ppo", *flags, "--run-dir", "r")
+    assert code == 2
+    assert message in err
+    assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--config={bad"], "not JSON"),
+        (["--stop", "training_iteration=abc"], "must be a number, got abc"),
+        (["--stop", "training_iteration==2"], "METRIC=VALUE"),
+        (["--stop", '{"training_iteration": true}'], "must be a number, got True"),
+        (["--stop-timestep", "5"], "Did you mean --stop-timesteps"),
+        (['--config={"plan": "dqn"}'], "it is for another algorithm"),
+    ],
+)
+def test_wrong_flags_of_an_algorithm(cli, tmp_path, flags, message):
+    code, _, err = cli("train", "--run=PPO", "--env=CartPole-v1", *flags, "--run-dir", "r")
+    assert code == 2
+    assert message in err
+    assert not (tmp_path / "r").exists()

@@ -1,0 +1,199 @@
+"""Plan files: copies of shipped plans, their imports and environments, algorithms, errors."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from flowrl.algorithms import Algorithm
+from flowrl.data.checkpoint import CheckpointError
+from flowrl.trainer.plan_files import plans_folder
+from tests.cli.helpers import ALGORITHM_FILE, ENVIRONMENT_PLAN, REPOSITORY, read_results
+
+
+def test_copied_plan_trains(cli):
+    assert cli("copy", "a2c", "mine.py")[0] == 0
+    assert cli("copy", "a2c", "mine.py")[0] == 2  # the file exists
+    code, out, _ = cli("explain", "mine.py")
+    assert code == 0
+    assert "TrainOneStep" in out
+    code, _, _ = cli("train", "mine.py", "--stop-iters", "1", "--run-dir", "r")
+    assert code == 0
+
+
+def test_plan_imports_modules_from_its_folder(cli, tmp_path, ray_session):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "local_env.py").write_text(
+        "import gymnasium as gym\n\n\ndef make(context):\n    return gym.make('CartPole-v1')\n"
+    )
+    cli("copy", "a2c", "mine/plan_with_env.py")
+    plan = folder / "plan_with_env.py"
+    text = plan.read_text().replace('env="CartPole-v1"', "env=make")
+    plan.write_text("from local_env import make\n\n" + text)
+    for workers in ("0", "1"):
+        flags = ["--num-workers", workers, "--stop-iters", "1", "--run-dir", f"r{workers}"]
+        code, _, err = cli("train", "mine/plan_with_env.py", *flags)
+        assert code == 0, err
+    # a run whose plan has changed can be evaluated but not resumed
+    plan.write_text(plan.read_text() + "\n# changed\n")
+    assert cli("evaluate", "r0", "--episodes", "2")[0] == 0
+    code, _, err = cli("train", "--resume", "r0", "--stop-iters", "2")
+    assert code == 1
+    assert "plan.py" in err
+
+
+def test_plan_defines_its_environment(cli, tmp_path, monkeypatch):
+    (tmp_path / "own.py").write_text(ENVIRONMENT_PLAN)
+    assert cli("train", "own.py", "--stop-iters", "2", "--run-dir", "r")[0] == 0
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    code, out, _ = cli("evaluate", "../r", "--episodes", "4")
+    assert code == 0
+    assert "mean return 5.0" in out
+    assert cli("train", "--resume", "../r", "--stop-iters", "3")[0] == 0
+
+
+@pytest.mark.parametrize("workers", ["0", pytest.param("1", marks=pytest.mark.slow)])
+def test_file_with_an_algorithm_trains(cli, tmp_path, workers, ray_session):
+    (tmp_path / "mine.py").write_text(ALGORITHM_FILE)
+    flags = ["--num-workers", workers, "--seed", "1", "--run-dir", "r"]
+    code, out, err = cli("train", "mine.py", *flags, "--stop-iters", "2")
+    assert code == 0, err
+    assert [r["timesteps_total"] for r in read_results(tmp_path / "r")] == [32, 64]
+    assert cli("resume", "r", "--stop-iters", "3")[0] == 0
+    assert cli("evaluate", "r", "--episodes", "1")[0] == 0
+    code, out, _ = cli("explain", "mine.py")
+    assert "Mine.training_step" in out
+    (tmp_path / "mine.py").write_text(ALGORITHM_FILE + "\n# changed\n")
+    code, _, err = cli("resume", "r", "--stop-iters", "4")
+    assert code == 1
+    assert "another plan" in err
+    assert cli("resume", "r", "--plan", "mine.py", "--stop-iters", "4")[0] == 0
+    assert len(read_results(tmp_path / "r")) == 4
+    assert "# changed" in (tmp_path / "r/plan.py").read_text()
+
+
+def test_resuming_a_changed_plan_suggests_the_plan_option(cli, tmp_path):
+    text = (plans_folder() / "a2c.py").read_text()
+    (tmp_path / "plan.py").write_text(text)
+    assert cli("train", "plan.py", "--stop-iters", "1", "--run-dir", "r")[0] == 0
+    (tmp_path / "plan.py").write_text(text + "\n# changed\n")
+    code, _, err = cli("resume", "r", "--stop-iters", "2")
+    assert code == 1
+    assert "--plan" in err
+    assert cli("resume", "r", "--stop-iters", "2", "--plan", "plan.py")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            "gym.spaces.Box(0, 9, (1,), np.float32)",
+            "gym.spaces.Dict()",
+            "no model for the space",
+        ),
+        ("gym.spaces.Discrete(2)", "gym.spaces.Text(2)", "no action distribution"),
+        ("env=lambda context: Short()", "env=lambda context: 3", "not a gymnasium Env"),
+        ("config = A2CConfig(", "settings = A2CConfig(", "has no `config`"),
+        ("def execution_plan", "def plan", "neither a function execution_plan"),
+        ("def execution_plan", "def execution_plan(", "line"),
+    ],
+)
+def test_invalid_plans_and_environments_are_rejected(cli, tmp_path, old, new, message):
+    (tmp_path / "own.py").write_text(ENVIRONMENT_PLAN.replace(old, new))
+    code, _, err = cli("train", "own.py", "--run-dir", "r")
+    assert code == 2
+    assert message in err
+    assert "Traceback" not in err
+    assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("    return 3\n", "it returned a int"),
+        ("    return ParallelRollouts(workers)\n", "must end in StandardMetricsReporting"),
+        ("    import sys; sys.exit(3)\n", "SystemExit: 3"),
+        (
+            "    return StandardMetricsReporting(\n"
+            "        ParallelRollouts(workers).for_each(lambda b: exit(0)), workers, config)\n",
+            "SystemExit: 0",
+        ),
+    ],
+)
+def test_plan_with_a_wrong_result_fails(cli, tmp_path, body, message):
+    (tmp_path / "wrong.py").write_text(
+        '"""A wrong plan."""\n'
+        "from flowrl.algorithms.a2c import A2CConfig\n"
+        "from flowrl.ops import ParallelRollouts, StandardMetricsReporting\n"
+        'config = A2CConfig(env="CartPole-v1", train_batch_size=64)\n'
+        "def execution_plan(workers, config):\n" + body
+    )
+    code, _, err = cli("train", "wrong.py", "--run-dir", "r", "--stop-iters", "1")
+    assert code in (1, 2)
+    assert message in err
+
+
+def test_plan_with_wrong_parameters_is_rejected(cli, tmp_path):
+    (tmp_path / "wrong.py").write_text(
+        "from flowrl.algorithms.a2c import A2CConfig\n"
+        'config = A2CConfig(env="CartPole-v1")\n'
+        "def execution_plan(workers):\n    return None\n"
+    )
+    code, _, err = cli("train", "wrong.py")
+    assert code == 2
+    assert "execution_plan(workers, config) is needed: too many positional arguments" in err
+
+
+def run_python(code, folder):
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{REPOSITORY}"},
+    )  # fmt: skip
+
+
+def test_checkpoint_of_an_algorithm_file_opens_in_python(cli, tmp_path):
+    (tmp_path / "mine_again.py").write_text(ALGORITHM_FILE.replace("Mine", "Again"))
+    assert cli("train", "mine_again.py", "--stop-iters", "1", "--run-dir", "r")[0] == 0
+    with_trust = textwrap.dedent(
+        """
+        from flowrl.algorithms import Algorithm
+        with Algorithm.from_checkpoint("r", trust=True) as algorithm:
+            print(type(algorithm).__name__, algorithm.iteration)
+        """
+    )
+    with_class = textwrap.dedent(
+        """
+        from mine_again import Again
+        with Again.from_checkpoint("r") as algorithm:
+            print(type(algorithm).__name__, algorithm.iteration)
+        """
+    )
+    for code in (with_trust, with_class):
+        done = run_python(code, tmp_path)
+        assert done.stdout == "Again 1\n", done.stderr
+    with pytest.raises(CheckpointError, match="trust=True"):
+        Algorithm.from_checkpoint("r")
+    with pytest.raises(CheckpointError, match="no such folder"):
+        Algorithm.from_checkpoint("none")
+    with pytest.raises(CheckpointError, match="contains no checkpoint"):
+        Algorithm.from_checkpoint(tmp_path)
+
+
+def test_imported_algorithm_class_needs_no_trust(tmp_path):
+    (tmp_path / "own_class.py").write_text(ALGORITHM_FILE)
+    code = textwrap.dedent(
+        """
+        from own_class import Mine, config
+        with Mine(config) as algorithm:
+            algorithm.train()
+            algorithm.save("c")
+        with Mine.from_checkpoint("c") as algorithm:
+            print(algorithm.iteration)
+        """
+    )
+    done = run_python(code, tmp_path)
+    assert done.stdout == "1\n", done.stderr

@@ -1,0 +1,114 @@
+"""Run directories: their owner, damaged files, and results after failures."""
+
+import json
+import shutil
+
+import pytest
+
+from flowrl.cli.run_directory import RunDirectory
+from flowrl.cli.saved_run import list_checkpoints, read_config, settings_to_json
+from flowrl.data.checkpoint import read_manifest
+from tests.cli.helpers import ALGORITHM_FILE, TWO_ITERATIONS, read_results
+
+
+def test_run_without_a_checkpoint_cannot_be_resumed_but_overwritten(cli, tmp_path):
+    cli("train", "ppo", "--run-dir", "r", *TWO_ITERATIONS)
+    shutil.rmtree(tmp_path / "r/checkpoints")
+    code, _, err = cli("train", "--resume", "r")
+    assert code == 2
+    assert "has no checkpoint" in err
+    assert cli("train", "ppo", "--run-dir", "r", *TWO_ITERATIONS)[0] == 0
+
+
+@pytest.mark.parametrize("name", ["config.json", "checkpoints/000002/state"])
+def test_damaged_run_is_rejected(cli, tmp_path, name):
+    cli("train", "ppo", "--run-dir", "r", *TWO_ITERATIONS)
+    (path,) = (tmp_path / "r").glob(f"{name}*")
+    path.write_text("{")
+    for command in (["evaluate", "r"], ["train", "--resume", "r"]):
+        code, _, err = cli(*command)
+        assert code in (1, 2)
+        assert name.split("/")[-1] in err
+        assert "Traceback" not in err
+
+
+def test_new_run_does_not_overwrite_a_run(cli):
+    assert cli("train", "ppo", "--run-dir", "r", *TWO_ITERATIONS)[0] == 0
+    code, _, err = cli("train", "ppo", "--run-dir", "r", *TWO_ITERATIONS)
+    assert code == 2
+    assert "r contains a run" in err
+
+
+def test_run_directory_with_other_files_or_in_use_is_rejected(cli, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/thesis.txt").write_text("precious")
+    code, _, err = cli("train", "ppo", "--run-dir", "mine", *TWO_ITERATIONS)
+    assert code == 2
+    assert "not empty and contains no run" in err
+    assert [p.name for p in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
+
+    assert cli("train", "ppo", "--run-dir", "r", *TWO_ITERATIONS)[0] == 0
+    locked = RunDirectory(tmp_path / "r", resume=True)
+    code, _, err = cli("train", "--resume", "r", "--stop-iters", "3")
+    locked.close()
+    assert code == 2
+    assert "in use by another process" in err
+    assert cli("train", "--resume", "r", "--stop-iters", "3")[0] == 0
+
+
+def test_run_that_failed_without_a_checkpoint_can_be_repeated(cli, tmp_path):
+    (tmp_path / "fails.py").write_text(
+        '"""Fails until the file `ok` exists."""\n'
+        "import os\n"
+        "from flowrl.algorithms.a2c import A2CConfig\n"
+        "from flowrl.ops import ParallelRollouts, StandardMetricsReporting\n"
+        'config = A2CConfig(env="CartPole-v1", train_batch_size=64)\n'
+        "def check(batch):\n"
+        '    if not os.path.exists("ok"): raise OSError("not yet")\n'
+        "    return batch\n"
+        "def execution_plan(workers, config):\n"
+        "    rollouts = ParallelRollouts(workers).for_each(check)\n"
+        "    return StandardMetricsReporting(rollouts, workers, config)\n"
+    )
+    code, _, err = cli("train", "fails.py", "--run-dir", "r", "--stop-iters", "1")
+    assert code == 1
+    assert "OSError: not yet" in err
+    (tmp_path / "ok").touch()
+    assert cli("train", "fails.py", "--run-dir", "r", "--stop-iters", "1")[0] == 0
+
+
+def test_incomplete_lines_of_results_are_removed(cli, tmp_path):
+    assert cli("train", "ppo", "--run-dir", "r", *TWO_ITERATIONS)[0] == 0
+    with open(tmp_path / "r/result.json", "a") as file:
+        file.write('{"training_it')
+    (tmp_path / "r/progress.csv").write_bytes(b"\xff\n3,40")
+    assert cli("train", "--resume", "r", "--stop-iters", "3")[0] == 0
+    assert [r["training_iteration"] for r in read_results(tmp_path / "r")] == [1, 2, 3]
+    lines = (tmp_path / "r/progress.csv").read_text().splitlines()
+    assert len(lines) == 4
+    assert len({line.count(",") for line in lines}) == 1
+
+
+def test_failing_evaluation_keeps_the_result(cli, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        ALGORITHM_FILE + "import gymnasium as gym\n"
+        "class StepFails(gym.Wrapper):\n"
+        "    def step(self, action):\n"
+        "        raise ArithmeticError('on purpose')\n"
+        "config = config.updated(evaluation_interval=2, max_num_env_restarts=0,\n"
+        "    checkpoint_score_attribute='training_iteration', evaluation_config={\n"
+        "    'env': lambda context: StepFails(gym.make('CartPole-v1')),\n"
+        "    'max_num_env_restarts': 0})\n"
+    )
+    code, _, err = cli("train", "mine.py", "--stop-iters", "4", "--run-dir", "r")
+    assert code == 1
+    assert "on purpose" in err
+    assert [r["training_iteration"] for r in read_results(tmp_path / "r")] == [1, 2]
+    (path,) = list_checkpoints(tmp_path / "r")
+    assert read_manifest(path)["score"] == 2
+
+
+def test_env_config_that_resembles_code_is_kept(tmp_path):
+    settings = settings_to_json({"env_config": {"code": 3}})
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    assert read_config(tmp_path) == {"env_config": {"code": 3}}

@@ -1,0 +1,85 @@
+"""Stop rules: any metric, unknown metrics, several rules, damaged files."""
+
+import pytest
+
+from flowrl.cli.saved_run import list_checkpoints
+from flowrl.cli.stop_rules import StopRules
+from tests.cli.helpers import SEEDED, read_results
+
+
+def test_rules_are_set_if_any_is_given():
+    assert not StopRules().is_set()
+    assert StopRules(metrics=[("a", ">=", 1.0)]).is_set()
+
+
+def test_any_metric_can_stop_a_run(cli):
+    for number, (rule, message) in enumerate(
+        [
+            ("num_env_steps_sampled_lifetime=128", "num_env_steps_sampled_lifetime 128 >= 128"),
+            ("learners/default_policy/entropy<=10", "entropy 0.6"),
+            ("counters/num_env_steps_trained>=64", "counters/num_env_steps_trained 64 >= 64"),
+        ]
+    ):
+        code, out, err = cli("train", "ppo", *SEEDED, "--stop", rule, "--run-dir", f"r{number}")
+        assert code == 0, err
+        assert message in out
+    code, out, _ = cli("resume", "r0")
+    assert "already reached: num_env_steps_sampled_lifetime 128" in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--stop", "episode_reward_meen=3"], "Did you mean 'episode_reward_mean'?"),
+        (["--stop", "learners/ppo/kl=3"], "there is no policy 'ppo'"),
+        (["--stop", "evaluation/episode_reward_mean=3"], "needs evaluations"),
+        (["--stop", "what"], "METRIC=VALUE"),
+        (["--stop", "timesteps_total=nan"], "must be a finite number"),
+        (["--checkpoint-score-attribute", "retur"], "no result has a metric 'retur'"),
+        (["--checkpoint-num-to-keep", "0"], "checkpoint_num_to_keep"),
+        (["--evaluation-parallel-to-training"], "needs workers to evaluate"),
+        (["--evaluation-config", "[3]"], "--evaluation-config: must be a JSON object, got [3]"),
+        (["--evaluation-config", '{"explor": true}'], "Did you mean 'explore'?"),
+    ],
+)
+def test_unknown_metrics_are_rejected_before_the_run(cli, tmp_path, flags, message):
+    code, _, err = cli("train", "ppo", *SEEDED, "--run-dir", "r", *flags)
+    assert code == 2
+    assert message in err.replace("\n", " ")
+    assert not (tmp_path / "r").exists()
+
+
+def test_metric_missing_from_learner_statistics_fails_with_a_checkpoint(cli, tmp_path):
+    rule = "learners/default_policy/entropyy=3"
+    code, _, err = cli("train", "ppo", *SEEDED, "--run-dir", "r", "--stop", rule)
+    assert code == 1
+    assert "Did you mean 'learners/default_policy/entropy'?" in err
+    assert list_checkpoints(tmp_path / "r")
+
+
+def test_metric_missing_for_long_is_reported_once(cli):
+    rules = ["--stop", "counters/nothing=2", "--stop-iters", "25"]
+    code, _, err = cli("train", "ppo", *SEEDED, *rules, "--run-dir", "r")
+    assert code == 0
+    assert err.count("no result has had 'counters/nothing' so far") == 1
+    score = ["--checkpoint-score-attribute", "learners/default_policy/nope"]
+    code, _, err = cli("train", "ppo", *SEEDED, *score, "--run-dir", "s")
+    assert code == 1
+    assert "there is no metric 'learners/default_policy/nope'" in err
+
+
+def test_first_of_two_rules_for_one_metric_stops(cli):
+    rules = ["--stop", "training_iteration=2", "--stop", "training_iteration<=0"]
+    code, out, _ = cli("train", "ppo", *SEEDED, *rules, "--run-dir", "r")
+    assert code == 0
+    assert "training_iteration 2 >= 2" in out
+
+
+@pytest.mark.parametrize("text", ['{"a": 1}', '{"metrics": {"a": 5}}', "[1]"])
+def test_damaged_stop_rules_are_rejected(cli, tmp_path, text):
+    cli("train", "ppo", *SEEDED, "--stop-iters", "1", "--run-dir", "r")
+    (tmp_path / "r/stop.json").write_text(text)
+    code, _, err = cli("resume", "r")
+    assert code == 2
+    assert "stop" in err
+    assert len(read_results(tmp_path / "r")) == 1

@@ -1,0 +1,55 @@
+"""`flowrl train FILE.yaml`: repeating its runs, and files with errors."""
+
+import os
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[1, 2]", "contains no runs"),
+        ("a: 3", "must be a mapping with run or plan"),
+        ("run: PPPO", "unknown algorithm 'PPPO'. Did you mean 'PPO'?"),
+        ("{run: PPO, plan: ppo}", "either run (an algorithm) or plan"),
+        ("{run: PPO, envv: x}", "unknown 'envv'. Did you mean 'env'?"),
+        ("{run: PPO, env: CartPole-v1, config: {lrr: 1}}", "unknown setting 'lrr'"),
+        ("{run: PPO, env: CartPole-v1, stop: {nothing: 1}}", "no result has a metric 'nothing'"),
+        ("{run: PPO, env: CartPole-v1, stop: {timesteps_total: x}}", "must be a number, got 'x'"),
+        ("{run: PPO, env: CartPol-v1}", "unknown environment"),
+        ("{run: PPO", "cannot be read"),
+        ("{run: PPO, stop: 5}", "stop: must be a mapping"),
+        ("{run: PPO, config: [1]}", "config: must be a mapping"),
+        ("{plan: 5}", "plan: must be a name or a file"),
+        ("{run: PPO, stop: {1: 2}}", "the name of a metric must be a string"),
+        ("{run: PPO, stop: {training_iteration: }}", "must be a number, got None"),
+        ("{run: PPO, config: {1: 2}}", "the name of a setting must be a string"),
+        ("{run: PPO, env: A, config: {env: B}}", "env: is given twice"),
+        ("../esc: {run: PPO}", "the name of a run must be a plain word"),
+        ("2: {run: PPO}", "the name of a run must be a plain word"),
+        ("runn: PPO", "Did you mean 'run'"),
+    ],
+)
+def test_invalid_files_are_rejected(cli, tmp_path, text, message):
+    (tmp_path / "x.yaml").write_text(text)
+    code, _, err = cli("train", "x.yaml", "--run-dir", "r")
+    assert code == 2
+    assert message in err
+    assert os.listdir(tmp_path) == ["x.yaml"]
+
+
+def test_each_run_can_be_repeated_by_its_name(cli, tmp_path):
+    (tmp_path / "x.yaml").write_text(
+        "a: {plan: a2c, stop: {training_iteration: 1}}\nb: {plan: a2c, stop: {timesteps_total: 64}}"
+    )
+    code, out, err = cli("train", "x.yaml", "--run-dir", "r")
+    assert code == 0, err
+    repeats = [line for line in out.splitlines() if line.startswith("repeat:")]
+    assert ["--only a" in repeats[0], "--only b" in repeats[1]] == [True, True]
+    assert all("--seed" in line for line in repeats)
+    code, _, err = cli("train", "x.yaml", "--only", "b", "--seed", "1", "--run-dir", "s")
+    assert code == 0, err
+    assert (tmp_path / "s/b/result.json").exists()
+    code, _, err = cli("train", "x.yaml", "--only", "c")
+    assert code == 2
+    assert "there is no run 'c'" in err

@@ -1,0 +1,150 @@
+"""ParquetWriter: file sizes, one file per policy and type, saved states, failures."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from flowrl.data import MultiAgentBatch, SampleBatch
+from flowrl.offline.parquet import parquet_files, read_parquet
+from flowrl.offline.parquet_writer import ParquetWriter
+
+from .batches import count_batch
+
+
+def test_full_files_are_written(tmp_path):
+    writer = ParquetWriter(tmp_path / "e", rows_per_file=10)
+    for start in range(0, 24, 6):
+        writer.add(count_batch(6, start))
+    names = [path.name for path in parquet_files(tmp_path / "e")]
+    assert [name[-14:] for name in names] == ["000000.parquet", "000001.parquet"]
+    assert all(name.startswith("default_policy-") for name in names)
+    writer.add(count_batch(3, 24))
+    writer.flush()
+    writer.flush()
+    batches = [read_parquet(path)[1] for path in parquet_files(tmp_path / "e")]
+    assert [batch.count for batch in batches] == [12, 12, 3]
+    assert np.concatenate([batch["t"] for batch in batches]).tolist() == list(range(27))
+
+
+def test_policies_have_separate_files(tmp_path):
+    writer = ParquetWriter(tmp_path, rows_per_file=10)
+    batches = {"a/b": count_batch(4), "c": count_batch(12), "d": count_batch(0)}
+    writer.add(MultiAgentBatch(batches, 12))
+    assert [path.name[:2] for path in parquet_files(tmp_path)] == ["c-"]
+    writer.flush()
+    files = [read_parquet(path) for path in parquet_files(tmp_path)]
+    assert {policy_id: rows.count for policy_id, rows in files} == {"a/b": 4, "c": 12}
+
+
+def test_writers_do_not_overwrite_each_others_files(tmp_path):
+    writers = [ParquetWriter(tmp_path, 4) for _ in range(3)]
+    for writer in writers:
+        writer.add(count_batch(3))
+    for writer in writers:
+        writer.add(count_batch(3))
+    assert sum(read_parquet(path)[1].count for path in parquet_files(tmp_path)) == 18
+
+
+def test_restored_writer_starts_new_files_and_lists_newer_ones(tmp_path):
+    writer = ParquetWriter(tmp_path, 10)
+    for start in (0, 6, 12):
+        writer.add(count_batch(6, start))
+    state = writer.state_dict()
+    writer.add(count_batch(6, 900))  # newer than the state
+    restored = ParquetWriter(tmp_path, 10)
+    restored.load_state_dict(state)
+    (newer,) = restored.newer_files()
+    assert read_parquet(newer)[1]["t"].tolist() == [*range(12, 18), *range(900, 906)]
+    restored.flush()  # nothing was added: the rows of the state are not written
+    assert len(list(parquet_files(tmp_path))) == 2
+    restored.add(count_batch(6, 18))
+    restored.flush()
+    newer.unlink()
+    steps = [read_parquet(path)[1]["t"] for path in parquet_files(tmp_path)]
+    assert sorted(np.concatenate(steps).tolist()) == list(range(24))
+
+
+def test_batches_of_other_shapes_go_to_another_file(tmp_path):
+    writer = ParquetWriter(tmp_path)
+    writer.add(SampleBatch(obs=np.zeros((2, 3))))
+    writer.add(SampleBatch(obs=np.zeros((2, 4))))
+    writer.flush()
+    shapes = sorted(read_parquet(p)[1]["obs"].shape for p in parquet_files(tmp_path))
+    assert shapes == [(2, 3), (2, 4)]
+
+
+def test_many_small_batches_fill_one_file(tmp_path):
+    writer = ParquetWriter(tmp_path, 10_000)
+    for start in range(3000):
+        writer.add(count_batch(1, start))
+    writer.flush()
+    assert read_parquet(next(parquet_files(tmp_path)))[1].count == 3000
+
+
+def test_padding_byte_order_and_infos_are_normalized(tmp_path):
+    batch = SampleBatch(
+        obs=np.arange(5, dtype=">f4"),
+        infos=[{"seen": {1}, 3: (1, 2)}] * 5,
+        seq_lens=np.array([2, 3]),
+    )
+    writer = ParquetWriter(tmp_path)
+    writer.add(batch.right_zero_pad(3))
+    writer.flush()
+    _, read = read_parquet(next(parquet_files(tmp_path)))
+    assert read["obs"].tolist() == [0, 1, 2, 3, 4]
+    assert read["obs"].dtype == np.float32
+    assert read["infos"][0] == {"seen": "{1}", "3": [1, 2]}
+
+
+def test_failed_write_keeps_the_rows(tmp_path):
+    (tmp_path / "e").write_text("not a folder")
+    writer = ParquetWriter(tmp_path / "e", 4)
+    with pytest.raises(OSError, match="exists"):
+        writer.add(count_batch(6))
+    (tmp_path / "e").unlink()
+    writer.flush()
+    assert read_parquet(next(parquet_files(tmp_path / "e")))[1].count == 6
+
+
+@pytest.mark.parametrize("rows", [0, -1, 1.5, True])
+def test_invalid_rows_per_file_is_refused(tmp_path, rows):
+    with pytest.raises(ValueError, match="rows_per_file"):
+        ParquetWriter(tmp_path, rows)
+
+
+def test_unflushed_rows_are_written_at_exit(tmp_path):
+    code = """
+import gc, os, shutil, sys
+import numpy as np
+from flowrl.data import SampleBatch
+from flowrl.offline.parquet_writer import ParquetWriter
+
+def record(folder):
+    writer = ParquetWriter(folder)
+    writer.add(SampleBatch(obs=np.zeros(200), actions=np.zeros(200)))
+    return writer
+
+os.mkdir("open"), os.mkdir("removed")
+writer, removed = record("open"), record("removed")
+record("dropped")
+gc.collect()
+shutil.rmtree("removed")
+child = os.fork()
+if child == 0:
+    sys.exit()
+os.waitpid(child, 0)
+assert not os.listdir("open")
+writer.add(SampleBatch(obs=np.zeros(1), actions=np.zeros(1)))
+raise RuntimeError("the process fails")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert "RuntimeError: the process fails" in done.stderr
+    assert "removed: the rows recorded last are lost: /" in done.stderr
+    assert not (tmp_path / "removed").exists()
+    for folder, rows in (("open", 201), ("dropped", 200)):
+        (path,) = parquet_files(tmp_path / folder)
+        assert read_parquet(path)[1].count == rows

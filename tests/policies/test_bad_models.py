@@ -1,0 +1,324 @@
+"""Invalid models, optimizers, losses and updates are refused and change nothing."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from flowrl.algorithms.ppo import PPOTorchPolicy
+from flowrl.policies import ConfigError, ModelV2, TorchPolicy, build_torch_policy
+from flowrl.sampling import RolloutWorker
+
+from .fakes import BOX, TWO, PlainModule, RandomEnv, rows
+
+
+class ReinforcePolicy(TorchPolicy):
+    def loss(self, batch):
+        inputs, _ = self.model.from_batch(batch)
+        logp = self.dist_class(inputs, self.model).logp(batch["actions"])
+        return -(logp * batch["rewards"]).mean()
+
+
+def weights_equal(policy, weights):
+    return all(np.array_equal(w, weights[name]) for name, w in policy.get_weights().items())
+
+
+# -- models and optimizers -------------------------------------------------------------------------
+
+
+def module_returning(result):
+    """A module class whose forward returns result(module, obs)."""
+
+    class BadModule(PlainModule):
+        def forward(self, obs):
+            return result(self, obs)
+
+    return BadModule
+
+
+def model_with_values(values):
+    """A model class whose value_function returns values(number of rows)."""
+
+    class BadModel(ModelV2):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.out = nn.Linear(3, self.num_outputs)
+
+        def forward(self, input_dict, state, seq_lens):
+            self.rows = len(input_dict["obs"])
+            return self.out(input_dict["obs"]), state
+
+        def value_function(self):
+            return values(self.rows)
+
+    return BadModel
+
+
+class StatelessModel(ModelV2):
+    """forward returns no states."""
+
+    def forward(self, input_dict, state, seq_lens):
+        return input_dict["obs"][:, :2]
+
+
+@pytest.mark.parametrize(
+    ("model", "match"),
+    [
+        (5, "must be a class, or a function"),
+        (nn.Linear(3, 2), "must be a class, or a function"),
+        (nn.Linear, "Linear.*failed"),
+        (lambda: None, "lambda.*obs_space.*failed"),
+        ("torch:no_such_name", "cannot be imported"),
+        (module_returning(lambda self, obs: None), "a tensor of floats"),
+        (module_returning(lambda self, obs: {"a": obs}), "a tensor of floats"),
+        (module_returning(lambda self, obs: self.out(obs).long()), "a tensor of floats"),
+        (module_returning(lambda self, obs: self.out(obs)[:, :1]), r"outputs of shape \[12, 1\]"),
+        (module_returning(lambda self, obs: (self.out(obs), obs)), r"\[rows\], got \[12, 3\]"),
+        (model_with_values(lambda n: torch.zeros(n, 1)), r"values \[rows\], got \[12, 1\]"),
+        (model_with_values(lambda n: None), "got None"),
+        (StatelessModel, "forward must return"),
+    ],
+)
+def test_invalid_models_are_refused(model, match):
+    with pytest.raises(ConfigError, match=match):
+        PPOTorchPolicy(BOX, TWO, {"model": {"custom_model": model}}).compute_actions(rows()["obs"])
+
+
+@pytest.mark.parametrize("model", [None, 5, nn.Linear, (nn.Linear(3, 2),)])
+def test_make_model_must_return_a_module(model):
+    policy_class = type("BadPolicy", (ReinforcePolicy,), {"make_model": lambda self: model})
+    with pytest.raises(ConfigError, match=r"torch.nn.Module"):
+        policy_class(BOX, TWO, {})
+
+
+def test_float64_parameters_are_refused():
+    def double_model(obs_space, action_space, num_outputs, model_config, name):
+        return PlainModule(obs_space, action_space, num_outputs).double()
+
+    with pytest.raises(ConfigError, match="float32"):
+        PPOTorchPolicy(BOX, TWO, {"model": {"custom_model": double_model}})
+
+
+@pytest.mark.parametrize("optimizer", [None, [], "adam", {}])
+def test_make_optimizer_must_return_optimizers(optimizer):
+    policy_class = type("BadPolicy", (ReinforcePolicy,), {"make_optimizer": lambda self: optimizer})
+    with pytest.raises(ConfigError, match="make_optimizer"):
+        policy_class(BOX, TWO, {})
+
+
+def test_two_optimizers_of_the_same_parameters_are_refused():
+    def optimizers(policy, config):
+        return [torch.optim.SGD(policy.model.parameters(), 0.1) for _ in range(2)]
+
+    policy_class = build_torch_policy("Bad", lambda p, m, d, b: None, optimizer_fn=optimizers)
+    with pytest.raises(ConfigError, match="the same parameters"):
+        policy_class(BOX, TWO, {})
+
+
+def test_frozen_layers_do_not_change():
+    class Frozen(PlainModule):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.value.requires_grad_(False)
+
+    policy = ReinforcePolicy(BOX, TWO, {"model": {"custom_model": Frozen}, "lr": 0.1})
+    before = policy.get_weights()
+    policy.learn_on_batch(rows())
+    after = policy.get_weights()
+    assert np.array_equal(before["module.value.weight"], after["module.value.weight"])
+    assert not np.array_equal(before["module.out.weight"], after["module.out.weight"])
+
+
+@pytest.mark.parametrize("replaced", ["memory", "model", "layer moved"])
+def test_learning_is_refused_if_the_model_was_replaced(replaced):
+    policy = ReinforcePolicy(BOX, TWO, {})
+    if replaced == "model":
+        policy.model = ReinforcePolicy(BOX, TWO, {}).model
+    else:
+        for parameter in policy.model.parameters():
+            parameter.data = torch.ones_like(parameter)
+    with pytest.raises(ConfigError, match="replaced"):
+        policy.learn_on_batch(rows())
+    with pytest.raises(ConfigError, match="replaced"):
+        policy.set_weights(policy.get_weights())
+
+
+@pytest.mark.parametrize("model", [{}, {"use_lstm": True}])
+def test_copies_of_a_policy_share_no_weights(model):
+    policy = PPOTorchPolicy(BOX, TWO, {"seed": 0, "model": model})
+    for copied in (copy.deepcopy(policy), pickle.loads(pickle.dumps(policy))):
+        inputs = {"obs": rows()["obs"]}
+        for i, state in enumerate(policy.get_initial_state()):
+            inputs[f"state_in_{i}"] = np.repeat(state[None], 12, 0)
+        expected = policy.compute_actions_from_input_dict(inputs, explore=False)[2]
+        extra = copied.compute_actions_from_input_dict(inputs, explore=False)[2]
+        np.testing.assert_array_equal(extra["action_dist_inputs"], expected["action_dist_inputs"])
+        before = policy.get_weights()
+        copied.flat.vector.data.add_(1.0)
+        assert weights_equal(policy, before)
+        changed = copied.compute_actions_from_input_dict(inputs, explore=False)[2]
+        assert (changed["vf_preds"] != extra["vf_preds"]).any()
+
+
+def test_learning_from_values_without_a_value_function_is_refused():
+    class NoValues(ModelV2):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.out = nn.Linear(4, 2)
+
+        def forward(self, input_dict, state, seq_lens):
+            return self.out(input_dict["obs"]), state
+
+    worker = RolloutWorker("CartPole-v1", PPOTorchPolicy, {"model": {"custom_model": NoValues}})
+    with pytest.raises(ConfigError, match="learns from values, but its model"):
+        worker.sample()
+
+
+# -- updates ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        lambda loss: None,
+        lambda loss: 1.0,
+        lambda loss: loss.detach(),
+        lambda loss: loss.repeat(3),
+        lambda loss: [loss.detach()],
+    ],
+)
+def test_losses_must_be_scalar_tensors(result):
+    class BadLoss(ReinforcePolicy):
+        def loss(self, batch):
+            return result(super().loss(batch))
+
+    policy = BadLoss(BOX, TWO, {})
+    before = policy.get_weights()
+    with pytest.raises(ConfigError, match=r"loss.*(scalar|one number)"):
+        policy.learn_on_batch(rows())
+    assert weights_equal(policy, before)
+
+
+class BatchNormModule(PlainModule):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, obs):
+        return super().forward(self.norm(obs))
+
+
+@pytest.mark.parametrize("mode", ["raise", "skip"])
+def test_nonfinite_update_changes_nothing(mode):
+    config = {"model": {"custom_model": BatchNormModule}, "on_nonfinite_update": mode}
+    policy = ReinforcePolicy(BOX, TWO, config)
+    before, version = policy.get_weights(), policy.version
+    obs = rows()["obs"].copy()
+    obs[3] = np.nan
+    bad_rows = rows().with_columns(obs=obs)
+    if mode == "raise":
+        with pytest.raises(FloatingPointError, match=r"not finite.*obs"):
+            policy.learn_on_batch(bad_rows)
+    else:
+        assert policy.learn_on_batch(bad_rows) == {}
+    assert weights_equal(policy, before)
+    assert policy.version == version
+    gradient, _ = policy.compute_gradients(rows())
+    assert weights_equal(policy, before)
+    gradient[0] = np.nan
+    if mode == "raise":
+        with pytest.raises(FloatingPointError, match="not finite"):
+            policy.apply_gradients(gradient)
+    else:
+        policy.apply_gradients(gradient)
+        assert policy.num_skipped_updates == 2
+        other = ReinforcePolicy.like(policy)
+        other.set_state(policy.get_state())
+        assert other.num_skipped_updates == 2
+    assert weights_equal(policy, before)
+
+
+def test_nonfinite_loss_with_finite_gradient_is_refused():
+    class NanLoss(ReinforcePolicy):
+        def loss(self, batch):
+            return super().loss(batch) + float("nan")
+
+    with pytest.raises(FloatingPointError, match="total_loss"):
+        NanLoss(BOX, TWO, {}).learn_on_batch(rows())
+
+
+def test_dropout_follows_the_seed_and_is_off_in_describe():
+    class DropoutModule(PlainModule):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.drop = nn.Dropout(0.5)
+
+        def forward(self, obs):
+            return super().forward(self.drop(obs))
+
+    config = {"model": {"custom_model": DropoutModule}, "seed": 0}
+    first, second = (ReinforcePolicy(BOX, TWO, config) for _ in range(2))
+    assert first.learn_on_batch(rows()) == second.learn_on_batch(rows())
+    w = RolloutWorker(
+        lambda context: RandomEnv(), PPOTorchPolicy, {**config, "rollout_fragment_length": 50}
+    )
+    batch = w.sample()
+    assert w.policy.describe(batch) == w.policy.describe(batch)
+    assert w.policy.describe(batch)["kl"] == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("value", [np.ones(2), torch.ones(1), "x", None])
+def test_statistics_must_be_numbers(value):
+    class BadStats(ReinforcePolicy):
+        def loss(self, batch):
+            self.stats["mine"] = value
+            return super().loss(batch)
+
+    with pytest.raises(ConfigError, match=r"numbers.*mine"):
+        BadStats(BOX, TWO, {}).learn_on_batch(rows())
+
+
+def test_columns_of_objects_cannot_become_tensors():
+    class ReadsInfos(ReinforcePolicy):
+        def loss(self, batch):
+            return super().loss(batch) + len(batch["infos"])
+
+    batch = rows().with_columns(infos=[{}] * 12)
+    with pytest.raises(TypeError, match="column 'infos' holds objects"):
+        ReadsInfos(BOX, TWO, {}).learn_on_batch(batch)
+
+
+# -- state -----------------------------------------------------------------------------------------
+
+
+def test_invalid_state_changes_nothing():
+    policy, other = (ReinforcePolicy(BOX, TWO, {"seed": seed}) for seed in (0, 1))
+    for one in (policy, other):
+        one.learn_on_batch(rows())
+    before, state = policy.get_state(), other.get_state()
+    slot = state["optimizer"]["0"]
+    for part in before:
+        if part in ("rates", "num_skipped_updates", "exploration"):
+            continue  # optional: older checkpoints do not have them
+        with pytest.raises((ValueError, KeyError), match=part):
+            policy.set_state({k: v for k, v in state.items() if k != part})
+    for changes, match in [
+        ({"optimizer": {}}, "step, exp_avg and exp_avg_sq"),
+        ({"optimizer": {"0": {"momentum": np.zeros(2)}}}, r"\['momentum'\]"),
+        ({"optimizer": {"0": {**slot, "exp_avg": np.zeros(2)}}}, "optimizer 0, a FlatAdam"),
+        ({"rng": {}}, "PCG64"),
+        ({"rates": [[1.0, 2.0]]}, "zip"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            policy.set_state({**state, **changes})
+    after = policy.get_state()
+    for name, weight in before["weights"].items():
+        np.testing.assert_array_equal(after["weights"][name], weight)
+    for name, part in before["optimizer"]["0"].items():
+        np.testing.assert_array_equal(after["optimizer"]["0"][name], part)
+    assert {k: after[k] for k in ("rng", "rates", "version")} == {
+        k: before[k] for k in ("rng", "rates", "version")
+    }

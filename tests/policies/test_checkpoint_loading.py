@@ -1,0 +1,151 @@
+"""Policies from checkpoints."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+from flowrl.algorithms.a2c import A2CTorchPolicy
+from flowrl.algorithms.ppo import PPOConfig, PPOTorchPolicy
+from flowrl.data.checkpoint import CheckpointError, read_checkpoint, write_checkpoint
+from flowrl.policies import Policy
+from flowrl.policies.json_codec import space_from_json, space_to_json
+
+from .fakes import PlainModule
+
+BOX = spaces.Box(-1, 1, (4,), np.float32)
+NESTED = spaces.Dict(a=BOX, image=spaces.Box(0, 255, (12, 12, 3), np.uint8))
+
+
+def train_and_save(tmp_path, **settings):
+    config = PPOConfig(env="CartPole-v1", train_batch_size=200, seed=3, **settings)
+    with config.build() as algorithm:
+        algorithm.train()
+        path = algorithm.save(tmp_path / "checkpoint")
+        policies = dict(algorithm.workers.local_worker().policy_map)
+    return path, policies
+
+
+def test_loaded_policy_acts_like_the_original(tmp_path):
+    path, policies = train_and_save(
+        tmp_path, normalize_observations=True, model={"fcnet_hiddens": [8]}
+    )
+    policy = Policy.from_checkpoint(path)
+    original = policies["default_policy"]
+    assert type(policy) is PPOTorchPolicy
+    assert policy.observation_space == original.observation_space
+    assert policy.config.model.fcnet_hiddens == [8]
+    for _ in range(20):
+        obs = original.observation_space.sample()
+        assert policy.compute_single_action(obs) == original.compute_single_action(obs)
+
+
+def test_loading_needs_neither_environment_nor_ray(tmp_path):
+    path, policies = train_and_save(tmp_path, model={"use_lstm": True})
+    code = f"""
+import sys
+from flowrl.policies import Policy
+runner = Policy.from_checkpoint({str(path)!r}).session()
+print([int(runner.compute_single_action([0.1 * t, 0.0, 0.05, 0.0], 1.0)) for t in range(10)])
+assert "ray" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    runner = policies["default_policy"].session()
+    expected = [
+        int(runner.compute_single_action([0.1 * t, 0.0, 0.05, 0.0], 1.0)) for t in range(10)
+    ]
+    assert json.loads(done.stdout) == expected
+
+
+def test_class_of_a_script_loads_with_a_class_of_the_same_name(tmp_path):
+    """A class in `__main__` cannot be imported in another process."""
+    script = """
+import sys
+from flowrl.algorithms.a2c import A2C, A2CConfig, A2CTorchPolicy
+class CustomPolicy(A2CTorchPolicy):
+    pass
+class CustomA2C(A2C):
+    policy_class = CustomPolicy
+if __name__ == "__main__":
+    with CustomA2C(A2CConfig(env="CartPole-v1", train_batch_size=32)) as algo:
+        algo.train()
+        algo.save(sys.argv[1])
+"""
+    (tmp_path / "script.py").write_text(script)
+    path = tmp_path / "checkpoint"
+    subprocess.run([sys.executable, tmp_path / "script.py", path], check=True)
+    with pytest.raises(CheckpointError, match="call its from_checkpoint"):
+        Policy.from_checkpoint(path)
+    policy_class = type("CustomPolicy", (A2CTorchPolicy,), {"__qualname__": "CustomPolicy"})
+    assert type(policy_class.from_checkpoint(path)) is policy_class
+
+
+def test_message_describes_invalid_checkpoints(tmp_path):
+    path, _ = train_and_save(tmp_path)
+    with pytest.raises(CheckpointError, match=r"no policy 'x', only \['default_policy'\]"):
+        Policy.from_checkpoint(path, "x")
+    with pytest.raises(CheckpointError, match="does not fit the policy"):
+        Policy.from_checkpoint(path, config={"model": {"fcnet_hiddens": [3]}})
+    state, manifest = read_checkpoint(path)
+    generated = ("format", "files", "blake2b")
+    about = {key: value for key, value in manifest.items() if key not in generated}
+    for change, match in (
+        ({"class": "os:system"}, "is not a Policy"),
+        ({"class": "no.such:Thing"}, "cannot be created"),
+        ({"observation_space": None}, "cannot be created"),
+    ):
+        policies = {"default_policy": {**about["policies"]["default_policy"], **change}}
+        write_checkpoint(path, state, {**about, "policies": policies})
+        with pytest.raises(CheckpointError, match=match):
+            Policy.from_checkpoint(path, trust=True)
+        if "class" in change:
+            with pytest.raises(CheckpointError, match="trust=True"):
+                Policy.from_checkpoint(path)
+    del about["policies"]
+    write_checkpoint(path, state, about)
+    with pytest.raises(CheckpointError, match="before checkpoints described"):
+        Policy.from_checkpoint(path)
+
+
+def test_code_without_an_import_path_must_be_passed_again(tmp_path):
+    class Local(PlainModule):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.out, self.value = torch.nn.Linear(4, 2), torch.nn.Linear(4, 1)
+
+    path, policies = train_and_save(tmp_path, model={"custom_model": Local})
+    with pytest.raises(CheckpointError, match=r"does not fit the policy.*left out.*model"):
+        Policy.from_checkpoint(path)
+    policy = Policy.from_checkpoint(path, config={"model": {"custom_model": Local}})
+    obs = np.ones((3, 4), np.float32)
+    expected = policies["default_policy"].model.compute_outputs({"obs": obs})[0]
+    np.testing.assert_array_equal(policy.model.compute_outputs({"obs": obs})[0], expected)
+
+
+# -- JSON ------------------------------------------------------------------------------------------
+
+
+SPACES = [
+    BOX,
+    spaces.Box(np.array([-1.0, -np.inf]), np.array([np.inf, 2.5]), dtype=np.float64),
+    spaces.Box(0, 255, (2, 3), np.uint8),
+    spaces.Discrete(3, start=-1),
+    spaces.MultiDiscrete([[2, 3], [4, 5]], start=[[1, 0], [0, 2]]),
+    spaces.MultiBinary((2, 3)),
+    NESTED,
+    spaces.Tuple((BOX, spaces.Dict(b=spaces.Discrete(2)))),
+]
+
+
+@pytest.mark.parametrize("space", SPACES, ids=str)
+def test_spaces_survive_json(space):
+    assert space_from_json(json.loads(json.dumps(space_to_json(space), allow_nan=False))) == space
+
+
+def test_unsupported_spaces_are_refused():
+    with pytest.raises(TypeError, match="cannot be stored"):
+        space_to_json(spaces.Text(3))

@@ -1,0 +1,210 @@
+"""Replay buffers in files: draws as in memory, unlinked files, errors for a full disk."""
+
+import copy
+import errno
+import os
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowrl.algorithms.dqn import DQNConfig
+from flowrl.data import SampleBatch
+from flowrl.data.memmap import MemmapArrays
+from flowrl.policies import ConfigError
+from flowrl.replay import PrioritizedReplayBuffer, ReplayBuffer
+
+KINDS = {
+    "rows": (ReplayBuffer, {"n_step": 3}),
+    "prioritized": (PrioritizedReplayBuffer, {}),
+    "sequences": (ReplayBuffer, {"storage_unit": "sequences", "max_seq_len": 4, "burn_in": 2}),
+}
+
+
+def fragment(rng, first, rows):
+    """Return rows with nested observations, of an environment whose episodes last 7 steps."""
+    steps = np.arange(first, first + rows)
+    positions = rng.standard_normal((rows + 1, 2)).astype(np.float32)
+    flags = rng.integers(0, 5, (rows + 1, 3)).astype(np.uint8)
+    return SampleBatch(
+        obs={"position": positions[:-1], "flags": flags[:-1]},
+        new_obs={"position": positions[1:], "flags": flags[1:]},
+        actions=rng.integers(0, 2, rows),
+        rewards=rng.standard_normal(rows).astype(np.float32),
+        terminateds=steps % 7 == 6,
+        truncateds=np.zeros(rows, bool),
+        eps_id=steps // 7,
+        t=steps % 7,
+    )
+
+
+def leaves(batch):
+    arrays = {}
+    for name, column in dict(batch.stored()).items():
+        parts = column.items() if isinstance(column, dict) else [("", column)]
+        arrays |= {f"{name}/{key}": np.asarray(part) for key, part in parts}
+    return arrays
+
+
+def assert_same(one, other):
+    one, other = leaves(one), leaves(other)
+    assert one.keys() == other.keys()
+    for name in one:
+        np.testing.assert_array_equal(one[name], other[name])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(sizes=st.lists(st.integers(1, 60), min_size=1, max_size=8), seed=st.integers(0, 99))
+@settings(max_examples=25, deadline=None)
+def test_buffer_in_files_draws_like_one_in_memory(kind, sizes, seed, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rows")
+    make, arguments = KINDS[kind]
+    in_memory = make(100, seed=seed, **arguments)
+    in_files = make(100, seed=seed, directory=folder, **arguments)
+    first = 0
+    for i, size in enumerate(sizes):
+        rng = np.random.default_rng((seed, i))
+        batch = fragment(rng, first, size)
+        first += size
+        for buffer in (in_memory, in_files):
+            buffer.add(batch)
+        assert_same(in_memory.sample(5), in_files.sample(5))
+        if i == len(sizes) // 2:  # restore both from the state of the buffer in files
+            state = in_files.state_dict()
+            in_memory = make(100, seed=0, **arguments)
+            in_memory.load_state_dict(state)
+            restored = make(100, seed=0, directory=folder, **arguments)
+            restored.load_state_dict(state)
+            in_files = restored
+    assert not list(folder.iterdir())  # the files are unlinked
+
+
+def test_rows_are_in_files(tmp_path):
+    buffer = ReplayBuffer(10_000, directory=tmp_path)
+    buffer.add(fragment(np.random.default_rng(0), 0, 50))
+    (position, flags) = buffer.state_dict()["ring"]["columns"]["obs"]  # views of the files
+    spans = []
+    with open("/proc/self/maps") as file:
+        for line in file:
+            span, *_, name = line.split(maxsplit=5)
+            if str(tmp_path) in name:
+                start, end = (int(part, 16) for part in span.split("-"))
+                spans.append((start, end))
+    for leaf in (position, flags):
+        assert any(start <= leaf.ctypes.data < end for start, end in spans)
+
+
+def test_killed_process_leaves_no_files(tmp_path):
+    program = f"""
+import os, signal; import numpy as np
+from tests.replay.test_memmap import fragment
+from flowrl.replay import ReplayBuffer
+buffer = ReplayBuffer(1000, directory={str(tmp_path)!r})
+buffer.add(fragment(np.random.default_rng(0), 0, 500))
+buffer.sample(1)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    process = subprocess.run([sys.executable, "-c", program], check=False)
+    assert process.returncode == -9
+    assert not list(tmp_path.iterdir())
+
+
+def reserved_bytes(folder, size):
+    """Return the reserved disk space of the open file of this size in a folder."""
+    for fd in os.listdir("/proc/self/fd"):
+        path = f"/proc/self/fd/{fd}"
+        if os.path.exists(path) and os.readlink(path).startswith(str(folder)):
+            stat = os.stat(path)
+            if stat.st_size == size:
+                return stat.st_blocks * 512
+    raise AssertionError(f"no open file of {size} bytes in {folder}")
+
+
+def test_disk_space_is_reserved_before_rows_are_written(tmp_path):
+    """A write to a file on a full disk kills the process: all used slots must be reserved."""
+    buffer = ReplayBuffer(100, directory=tmp_path)
+    rng = np.random.default_rng(0)
+    row_bytes = 4000
+    for i in range(30):
+        batch = fragment(rng, 17 * i, 17)
+        obs = rng.integers(0, 255, (18, row_bytes), np.uint8)
+        buffer.add(batch.with_columns(obs=obs[:-1], new_obs=obs[1:]))
+        next_slots = buffer.state_dict()["ring"]["successors"]["next_slots"]
+        used = [*range(len(buffer)), *next_slots[next_slots >= 100]]
+        pages = {int(slot) * row_bytes // 4096 for slot in used}
+        assert reserved_bytes(tmp_path, 2 * 100 * row_bytes) >= 4096 * len(pages)
+
+
+def disk_full(*args):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_full_disk_raises_an_error_with_the_folder(tmp_path, monkeypatch):
+    buffer = ReplayBuffer(1000, directory=tmp_path)
+    monkeypatch.setattr(os, "posix_fallocate", disk_full)
+    with pytest.raises(OSError, match="no disk space for") as caught:
+        buffer.add(fragment(np.random.default_rng(0), 0, 50))
+    assert caught.value.errno == errno.ENOSPC
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_sequences_of_rows_that_were_not_stored_are_not_drawn(tmp_path, monkeypatch):
+    arguments = {"storage_unit": "sequences", "max_seq_len": 5}
+    buffer = ReplayBuffer(1000, directory=tmp_path, **arguments)
+    rng = np.random.default_rng(0)
+    buffer.add(fragment(rng, 0, 50))
+    items = buffer.item_ids()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", disk_full)
+        buffer.add(fragment(rng, 50, 50))  # stored with the next batch or draw
+        with pytest.raises(OSError, match="no disk space"):
+            buffer.sample(1)
+    assert buffer.item_ids() == items
+    buffer.add(fragment(rng, 100, 50))
+    assert set(buffer.sample(200)["batch_indexes"].tolist()) <= set(range(2 * items.stop + 2))
+
+
+def test_copied_buffer_has_its_own_files(tmp_path):
+    buffer = ReplayBuffer(100, seed=0, directory=tmp_path)
+    rng = np.random.default_rng(0)
+    buffer.add(fragment(rng, 0, 150))
+    for other in (copy.deepcopy(buffer), pickle.loads(pickle.dumps(buffer))):
+        expected = buffer.rows_by_id(np.arange(50, 150))
+        other.add(fragment(rng, 150, 60))
+        other.sample(1)
+        assert_same(expected, buffer.rows_by_id(np.arange(50, 150)))
+        rows = np.arange(120, 149)
+        assert_same(buffer.rows_by_id(rows), other.rows_by_id(rows))
+
+
+def test_object_columns_are_rejected_and_nothing_is_stored(tmp_path):
+    buffer = ReplayBuffer(100, directory=tmp_path)
+    rng = np.random.default_rng(0)
+    names = np.array([None] * 20, object)
+    with pytest.raises(ValueError, match="'names' holds objects"):
+        buffer.add(fragment(rng, 0, 20).with_columns(names=names))
+    buffer.add(fragment(rng, 0, 20))
+    assert "rewards" in buffer.sample(3)
+
+
+def test_folder_that_cannot_be_created_is_rejected(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        ReplayBuffer(10, directory=tmp_path / "file" / "rows")
+    assert MemmapArrays(tmp_path).empty((3, 0), np.float32).shape == (3, 0)
+
+
+def test_replay_buffer_dir_sets_the_folder(tmp_path):
+    config = DQNConfig(env="CartPole-v1", replay_buffer_dir=str(tmp_path / "rows"))
+    assert config.new_buffer().directory == tmp_path / "rows"
+    assert DQNConfig().new_buffer().directory is None
+    (tmp_path / "file").write_text("")
+    for invalid in (str(tmp_path / "file"), "s3://bucket/rows"):
+        with pytest.raises(ConfigError, match="replay_buffer_dir"):
+            config.updated(replay_buffer_dir=invalid).build()
+    with pytest.raises(ConfigError, match="replay_buffer_dir: it cannot be written"):
+        config.updated(replay_buffer_dir="/proc/none").new_buffer()

@@ -1,0 +1,103 @@
+"""Importing flowrl changes nothing in the user's process."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from threadpoolctl import threadpool_info
+
+from flowrl.algorithms.a2c import A2CConfig
+from flowrl.threads import limit_threads
+
+ROOT = Path(__file__).parents[1]
+
+CHECK = """
+import importlib, logging, os, pkgutil, random, signal, sys, warnings
+
+# what flowrl depends on changes some of this itself
+import gymnasium, numpy as np, optree, pyarrow.parquet, pydantic, ray, ray.tune, rich.console
+import safetensors.torch, torch, torch.distributed, torch.export, tyro, yaml
+import gymnasium.vector, gymnasium.wrappers
+from threadpoolctl import threadpool_info
+
+def state():
+    loggers = [logging.getLogger(), *map(logging.getLogger, logging.root.manager.loggerDict)]
+    return {
+        "torch threads": (torch.get_num_threads(), torch.get_num_interop_threads()),
+        "BLAS threads": [(pool["filepath"], pool["num_threads"]) for pool in threadpool_info()],
+        "environment": dict(os.environ),
+        "warnings": list(warnings.filters),
+        "signals": {s: signal.getsignal(s) for s in signal.valid_signals()},
+        "logging": {
+            logger.name: (logger.level, list(logger.handlers), logger.propagate, logger.disabled)
+            for logger in loggers
+            if not logger.name.startswith("flowrl")
+        },
+        "logging disabled": logging.root.manager.disable,
+        "flowrl handlers": list(logging.getLogger("flowrl").handlers),
+        "random": random.getstate(),
+        "numpy random": str(np.random.get_state()),
+        "torch random": torch.get_rng_state().tolist(),
+        "float errors": np.geterr(),
+        "excepthook": sys.excepthook,
+        "directory": os.getcwd(),
+        "path": list(sys.path),
+    }
+
+before = state()
+import flowrl
+names = [module.name for module in pkgutil.walk_packages(flowrl.__path__, "flowrl.")]
+names = [name for name in names if not name.endswith("__main__") and "_plans" not in name]
+for name in names:
+    importlib.import_module(name)
+after = state()
+new = set(after["logging"]) - set(before["logging"])
+for name in new:
+    del after["logging"][name]
+changed = [name for name in before if before[name] != after[name]]
+assert not changed, {name: (before[name], after[name]) for name in changed}
+print(len(names))
+"""
+
+
+def test_importing_every_module_changes_no_process_state():
+    env = {name: value for name, value in os.environ.items() if not name.endswith("NUM_THREADS")}
+    command = [sys.executable, "-c", CHECK]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert int(done.stdout) > 100
+
+
+def blas_threads():
+    return {pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"}
+
+
+def test_threads_are_limited_when_an_algorithm_is_built():
+    before = torch.get_num_threads(), max(blas_threads())
+    try:
+        limit_threads(2)
+        config = A2CConfig(env="CartPole-v1")
+        config.resources(num_threads_per_process=None).build()
+        assert (torch.get_num_threads(), blas_threads()) == (2, {2})
+        config.resources(num_threads_per_process=1).build()
+        assert (torch.get_num_threads(), blas_threads()) == (1, {1})
+    finally:
+        torch.set_num_threads(before[0])
+        limit_threads(before[1])
+
+
+def test_threads_are_limited_on_workers(ray_session):
+    config = A2CConfig(env="CartPole-v1", num_workers=1).resources(num_threads_per_process=2)
+
+    def threads(worker):
+        np.ones((8, 8)) @ np.ones((8, 8))
+        return torch.get_num_threads(), sorted(blas_threads())
+
+    with config.build() as algorithm:
+        limit_threads(1)
+        _, remote = algorithm.workers.foreach_worker(threads)
+    limit_threads(1)
+    assert remote == (2, [2])
