@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from flowrl.algorithms.off_policy import OffPolicyConfig
-from flowrl.iter.branches import DuplicateChild
 from flowrl.iter.stage import walk
+from flowrl.iter.stages.branches import DuplicateChild
 from flowrl.ops import ConcatBatches, SelectExperiences
 from flowrl.trainer.plan_files import load_plan, shipped_plans
 

@@ -1,8 +1,7 @@
 """The engine: lazy streams and the stages that move items through them, independent of RL.
 
 - `local.py`, `parallel.py`: LocalIterator and ParallelIterator, which users chain.
-- `stage.py`: the base class of all stages. `source.py`, `function_stage.py`, `unary_stages.py`,
-  `buffering_stages.py`, `concurrent_stages.py`, `branches.py`: the stages.
+- `stage.py`: the base class of all stages. `stages/`: the stages.
 - `gather.py`, `gather_sync.py`, `gather_async.py`: the stages that read shards.
 - `shards.py`, `pools.py`: shards and their workers. `shard_server.py`, `shard_stream.py`: the code
   that runs where the workers are.

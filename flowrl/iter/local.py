@@ -7,17 +7,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, Literal, TypeVar
 
 from flowrl.iter import metrics as _metrics
-from flowrl.iter.branches import Duplicate, DuplicateChild, Union, WhenFull
-from flowrl.iter.buffering_stages import Batch, Shuffle
-from flowrl.iter.concurrent_stages import ForEachConcurrent
 from flowrl.iter.errors import OnError, annotate
 from flowrl.iter.explain import FORMATS, stats_rows
-from flowrl.iter.function_stage import FunctionStage
 from flowrl.iter.metrics import MetricsContext
 from flowrl.iter.profiler import Profiler
-from flowrl.iter.source import FromIterable
 from flowrl.iter.stage import NOT_READY, Source, Stage, describe, stages_by_name, walk
-from flowrl.iter.unary_stages import (
+from flowrl.iter.stages.branches import Duplicate, DuplicateChild, Union, WhenFull
+from flowrl.iter.stages.buffering import Batch, Shuffle
+from flowrl.iter.stages.function_stage import FunctionStage
+from flowrl.iter.stages.source import FromIterable
+from flowrl.iter.stages.tasks import ForEachConcurrent
+from flowrl.iter.stages.unary import (
     Combine,
     Filter,
     Flatten,

@@ -3,7 +3,6 @@ ParallelIteratorWorker, the base class of workers."""
 
 from __future__ import annotations
 
-import glob
 import os
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -14,7 +13,7 @@ from flowrl.iter.shard_stream import PartitionedStream, Reply, ShardRequest, Sha
 
 U = TypeVar("U")
 
-_ITER_FILES = frozenset(glob.glob(os.path.join(os.path.dirname(__file__), "*.py")))
+_ITER_DIR = os.path.dirname(__file__) + os.sep
 _NEXT_ITEM = ShardRequest("", None)
 
 
@@ -66,7 +65,7 @@ def _with_traceback(function: Callable[..., Reply], *args: Any) -> Reply:
     except Exception as error:
         strip_origin(error)
         stack = traceback.extract_tb(error.__traceback__)
-        frames = [frame for frame in stack if frame.filename not in _ITER_FILES]
+        frames = [frame for frame in stack if not frame.filename.startswith(_ITER_DIR)]
         error.add_note("Traceback in the worker:\n" + "".join(traceback.format_list(frames)))
         raise
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from flowrl.iter import NOT_READY, LocalIterator, Source, Stage, _get_shared_metrics
-from flowrl.iter.branches import Union
 from flowrl.iter.errors import note_origin, operator_error
+from flowrl.iter.stages.branches import Union
 from flowrl.iter.waiting import Signal, queue_signal
 from flowrl.learners.learner import Batch
 from flowrl.learners.thread import LearnedBatch, LearnerThread, LearnFailure

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl.iter import NOT_READY, LocalIterator, Stage, from_range
-from flowrl.iter.branches import Union
+from flowrl.iter.stages.branches import Union
 from flowrl.ops import Concurrently
 
 

@@ -322,7 +322,10 @@ def test_spellings_are_the_same_everywhere():
     config.evaluation(evaluation_config={"num_envs_per_env_runner": 2}).check()
     for given, said in (
         ({"num_env_runners": 1, "num_rollout_workers": 2}, "give only one of them"),
-        ({"observation_filter": "Mean"}, "observation_filter: must be 'NoFilter' or 'MeanStdFilter'"),
+        (
+            {"observation_filter": "Mean"},
+            "observation_filter: must be 'NoFilter' or 'MeanStdFilter'",
+        ),
         ({"observation_filter": ["NoFilter"]}, "observation_filter"),
         ({1: 2}, "the name of a setting is a string"),
     ):

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from flowrl.iter.errors import OnError, Retry, note_origin
-from flowrl.iter.function_stage import DROPPED, FunctionStage
 from flowrl.iter.stage import (
     NOT_READY,
     Source,
@@ -17,6 +16,7 @@ from flowrl.iter.stage import (
     sources_from_list,
     sources_to_list,
 )
+from flowrl.iter.stages.function_stage import DROPPED, FunctionStage
 from flowrl.iter.waiting import ready_refs, wait_for_any
 
 UNBOUNDED = 1000  # maximum tasks in flight for max_concurrency=0: a stream may be infinite

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from flowrl.iter.errors import OnError, note_origin, operator_error
-from flowrl.iter.function_stage import DROPPED, FunctionStage
 from flowrl.iter.stage import (
     NOT_READY,
     Source,
@@ -19,6 +18,7 @@ from flowrl.iter.stage import (
     sources_from_list,
     sources_to_list,
 )
+from flowrl.iter.stages.function_stage import DROPPED, FunctionStage
 from flowrl.iter.waiting import Waiter
 
 MAX_SOURCES = 10_000  # of one item of `combine`

@@ -18,7 +18,7 @@ from flowrl.iter.stage import (
     sources_to_list,
     walk,
 )
-from flowrl.iter.unary_stages import Transform
+from flowrl.iter.stages.unary import Transform
 from flowrl.iter.waiting import Signal
 
 MAX_STAR_ITEMS = 100  # of a "*" branch per turn, before the other branches
