@@ -10,11 +10,11 @@ from flowrl.trainer.plan_files import load_plan
 
 from .envs import Catch, HiddenVelocities, RepeatPast
 
-pytestmark = pytest.mark.timeout(900)  # and slow, where it is not of other seeds: see conftest.py
+pytestmark = pytest.mark.timeout(900)
 
-OTHER = pytest.mark.seeds
+SLOW, OTHER = pytest.mark.slow, pytest.mark.seeds
 SEEDS = pytest.mark.parametrize(
-    "seed", [0, pytest.param(1, marks=OTHER), pytest.param(2, marks=OTHER)]
+    "seed", [pytest.param(0, marks=SLOW), *(pytest.param(s, marks=OTHER) for s in (1, 2))]
 )
 
 
@@ -30,7 +30,9 @@ def steps_to(plan, goal, limit, **settings):
         return result["timesteps_total"], algorithm.evaluate(100, num_envs=16)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(s, marks=OTHER) for s in range(3, 10))])
+@pytest.mark.parametrize(
+    "seed", [pytest.param(s, marks=SLOW if s < 3 else OTHER) for s in range(10)]
+)
 def test_ppo_cartpole(seed):
     steps, told = steps_to("ppo", 475, 75_000, seed=seed)
     assert steps <= 75_000
@@ -113,14 +115,17 @@ def test_r2d2_hidden_velocities(seed):
     assert steps <= 300_000
 
 
+@pytest.mark.slow
 def test_dqn_over_replay_actors(ray_session):
     assert steps_to("dqn_distributed", 400, 100_000, seed=0)[0] <= 100_000
 
 
+@pytest.mark.slow
 def test_a2c_with_replay():
     assert steps_to("a2c_replay", 400, 200_000, seed=2)[0] <= 200_000
 
 
+@pytest.mark.slow
 def test_ppo_and_dqn_in_one_plan():
     """Both, in one run; each alone takes some 24,000 and 28,000 env steps."""
     with load_plan("ppo_dqn").config.updated(seed=0).build(plan="ppo_dqn") as algorithm:
@@ -192,6 +197,7 @@ def test_lstm_ppo_without_velocities(seed):
     assert steps is not None, best
 
 
+@pytest.mark.slow
 def test_without_memory_velocities_cannot_be_made_up_for():
     steps, best = returns_of(hidden_velocities(0), 400, 200_000)
     assert steps is None
@@ -223,6 +229,7 @@ def test_attention_ppo_repeats_what_was_shown(seed):
     assert steps is not None, best
 
 
+@pytest.mark.slow
 def test_without_memory_nothing_is_repeated():
     steps, best = returns_of(repeat_past(0), 26, 100_000)
     assert steps is None

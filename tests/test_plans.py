@@ -92,7 +92,15 @@ def check_ledger(algorithm):
         assert own["sampled"] > 0
 
 
-@pytest.mark.parametrize("name", [plan for plan in PLANS if plan not in OFFLINE])
+@pytest.mark.slow_on_actors
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(plan, marks=pytest.mark.slow if plan in SHARDED else ())
+        for plan in PLANS
+        if plan not in OFFLINE
+    ],
+)
 def test_plan_runs(name, num_workers):
     with tiny(name, num_workers).build(plan=name) as algorithm:
         results = []

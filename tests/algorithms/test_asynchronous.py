@@ -125,6 +125,7 @@ def slow_on_one(context):
     return Slow(env) if context.worker_index == 2 else env
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "most"), [(IMPALAConfig, 0), (IMPALAConfig, 2), (A3CConfig, 1)])
 def test_workers_wait_rather_than_get_stale(ray_session, kind, most):
     own = {"train_batch_size": 30} if kind is IMPALAConfig else {}

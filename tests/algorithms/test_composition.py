@@ -159,6 +159,7 @@ class WithFrozen(Algorithm):
         return StandardMetricsReporting(both, workers, config)
 
 
+@pytest.mark.slow_on_actors
 def test_a_frozen_opponent(num_workers):
     policies = {
         "ppo": PolicySpec(config=PPO),

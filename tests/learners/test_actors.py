@@ -74,7 +74,9 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", ["ppo", *(pytest.param(c, marks=pytest.mark.slow) for c in ("a2c", "lstm", "one row"))]
+)
 def test_two_learners_are_one(case):
     kind, settings = CASES[case]
     config = small(kind, **settings)
@@ -155,6 +157,7 @@ def test_learners_follow_policies_that_were_restored(tmp_path):
             np.testing.assert_allclose(weight, other[name], atol=0.1)
 
 
+@pytest.mark.slow
 def test_what_learning_raises_comes_from_the_learners():
     with small().build() as algorithm:
         batch = SampleBatch(obs=np.zeros((4, 4), np.float32))
@@ -164,6 +167,7 @@ def test_what_learning_raises_comes_from_the_learners():
             next(stream)
 
 
+@pytest.mark.slow
 def test_priorities_of_all_shares_come_back():
     config = small(DQNConfig, rollout_fragment_length=50, dueling=False)
     with config.build(plan="a2c") as algorithm:
@@ -177,6 +181,7 @@ def test_priorities_of_all_shares_come_back():
         assert stream.metrics.counters["num_agent_steps_replayed/default_policy"] == 50
 
 
+@pytest.mark.slow
 def test_a_learners_thread_on_actors():
     config = small(train_batch_size=60, sgd_minibatch_size=20)
     with config.build() as one, config.build() as other:
@@ -253,6 +258,7 @@ def everywhere(algorithm):
     return algorithm.workers.foreach_worker(lambda worker: worker.policy.get_weights())
 
 
+@pytest.mark.slow
 def test_all_workers_have_the_same_weights_after_each_round():
     with ddppo().build() as algorithm:
         before = weights(algorithm)
@@ -272,6 +278,7 @@ def test_all_workers_have_the_same_weights_after_each_round():
         assert np.isfinite(told["total_loss"])
 
 
+@pytest.mark.slow
 def test_a_round_is_the_update_of_all_rows():
     """One minibatch of each worker's whole fragment is one update on the rows of both."""
     how = {"sgd_minibatch_size": 60, "num_sgd_iter": 1, "kl_coeff": 0.0, "grad_clip": None}
@@ -285,7 +292,7 @@ def test_a_round_is_the_update_of_all_rows():
             assert_same_weights(other, algorithm, atol=2e-6)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_schedules_follow_the_env_steps(num_workers):
     own = ddppo(num_workers=num_workers, lr=[(0, 1e-3), (480, 0.0)])
     with own.build() as algorithm:

@@ -83,6 +83,7 @@ class Holder:
         return leave_in_store(batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tasks", [0, 2])
 def test_a_fragment_that_was_lost_counts_as_dropped(tasks):
     import ray
@@ -111,6 +112,7 @@ class DeadlyOnce(BatchRef):
         return super().get()
 
 
+@pytest.mark.slow
 def test_a_task_that_dies_is_run_again(tmp_path):
     batch = DeadlyOnce([rows(3)], 3, {"default_policy": 3})
     batch.mark = str(tmp_path / "died")
@@ -135,6 +137,7 @@ def small(kind=IMPALAConfig, **settings):
     return kind(env="CartPole-v1", **{**base, **settings})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [IMPALAConfig, APPOConfig])
 def test_plans_learn_from_aggregated_batches(kind):
     with small(kind).build() as algorithm:
@@ -149,6 +152,7 @@ def test_plans_learn_from_aggregated_batches(kind):
         assert told["policy_lag_max"] >= 0
 
 
+@pytest.mark.slow
 def test_it_goes_on_from_a_checkpoint(tmp_path):
     mixed = {"replay_proportion": 1.0, "replay_buffer_num_slots": 4}
     with small(**mixed).build() as algorithm:

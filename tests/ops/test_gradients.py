@@ -69,6 +69,7 @@ def test_the_mean_of_equal_parts_is_their_mean():
     assert AverageGradients()([*items, one_more]).by_policy["q"].tolist() == [5.0]
 
 
+@pytest.mark.slow_on_actors
 def test_in_a_plan_over_workers(num_workers):
     with make(num_workers) as workers:
         plan = (
@@ -108,6 +109,7 @@ def test_only_the_sources_get_new_weights():
         assert versions == workers.weight_sync.versions()
 
 
+@pytest.mark.slow
 def test_gradients_in_lockstep_are_those_of_a2c(ray_session):
     """Two workers' gradients at the same weights add up to the gradient of their joined rows."""
     with make(2) as workers, make(2) as other:
@@ -122,6 +124,7 @@ def test_gradients_in_lockstep_are_those_of_a2c(ray_session):
         assert [one.rows["default_policy"] for one in apart] == [32, 32]
 
 
+@pytest.mark.slow_on_actors
 def test_gradients_as_they_come(num_workers, metrics):
     with make(num_workers) as workers:
         plan = AsyncGradients(workers).for_each(ApplyGradients(workers, update_all=False))

@@ -248,6 +248,7 @@ def test_priorities_that_cannot_be_are_told(actors):
         UpdateReplayPriorities(actors=actors)((two, told))
 
 
+@pytest.mark.slow
 def test_a_restored_set_of_shards_goes_on(actors):
     for i in range(8):
         actors.add(rows(5, i))

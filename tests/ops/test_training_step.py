@@ -38,6 +38,7 @@ def weights(algorithm):
     return algorithm.get_policy().get_weights()
 
 
+@pytest.mark.slow_on_actors
 def test_it_is_what_the_plan_does(num_workers):
     """A2C's shipped plan and the same by hand: the same reports and weights, bit for bit."""
     config = A2CConfig(**SETTINGS, num_workers=num_workers)
@@ -100,6 +101,7 @@ def test_what_else_it_tells_is_in_info():
     assert set(result["info"]["learner"]) == {"default_policy"}
 
 
+@pytest.mark.slow_on_actors
 def test_rounds_are_joined_or_listed(num_workers):
     config = AlgorithmConfig(
         env=make_multi_agent("CartPole-v1"),

@@ -31,6 +31,7 @@ class Batch:
         self.sources = tuple(Source(i, tags=tags, origin=origin) for i in indices)
 
 
+@pytest.mark.slow
 def test_large_weights_are_one_object_per_version(workers, monkeypatch):
     import ray
 

@@ -167,6 +167,7 @@ def without_times(result):
     return json.loads(json.dumps(kept))
 
 
+@pytest.mark.slow_on_actors
 @pytest.mark.parametrize("normal", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_seeded_run_repeats(num_workers, normal):
     if num_workers and not normal:

@@ -327,7 +327,7 @@ def test_spellings_are_the_same_everywhere():
             "observation_filter: must be 'NoFilter' or 'MeanStdFilter'",
         ),
         ({"observation_filter": ["NoFilter"]}, "observation_filter"),
-        ({1: 2}, "the name of a setting is a string"),
+        ({1: 2}, "the name of a setting must be a string"),
     ):
         with pytest.raises(ConfigError, match=said):
             PPOConfig.from_dict(given)

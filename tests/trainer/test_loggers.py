@@ -1,6 +1,7 @@
 """Experiment loggers: what W&B and MLflow receive, resumed runs, failures and bad settings."""
 
 import json
+import time
 
 import numpy as np
 import pytest
@@ -95,6 +96,10 @@ def test_wandb_receives_every_result(tmp_path, monkeypatch):
         assert run.offline
     (folder,) = (tmp_path / "wandb").glob("offline-run-*")
     (file,) = folder.glob("*.wandb")
+    # W&B's own process writes the file, and may do so after finish() has returned
+    deadline = time.monotonic() + 30
+    while b"num_env_steps_trained" not in file.read_bytes() and time.monotonic() < deadline:
+        time.sleep(0.05)
     assert b"learners/default_policy/policy_loss" in file.read_bytes()
     assert json.dumps(result["num_env_steps_trained"]).encode() in file.read_bytes()
 

@@ -86,6 +86,7 @@ def test_in_process_a_resumed_run_is_the_same_run(tmp_path, plan):
     goes_on_as_if_nothing_had_been(of_plan(plan, 0), plan, tmp_path / "c")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["ppo", "a2c", "dqn", "ppo_dqn"])
 def test_on_actors_a_resumed_run_is_the_same_run(tmp_path, plan, ray_session):
     goes_on_as_if_nothing_had_been(of_plan(plan, 2), plan, tmp_path / "c")
@@ -302,6 +303,7 @@ def test_episodes_that_cannot_be_played_again_begin_anew_and_are_counted(tmp_pat
         assert result["episodes_total"] > 0
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_gone_loses_its_episodes_alone(tmp_path, ray_session, caplog):
     config = A2CConfig(
         env="CartPole-v1", num_workers=2, train_batch_size=32, seed=1, sample_timeout_s=30
@@ -318,6 +320,7 @@ def test_a_worker_that_is_gone_loses_its_episodes_alone(tmp_path, ray_session, c
         assert result["timesteps_total"] == 64
 
 
+@pytest.mark.slow
 def test_with_async_rollouts_counters_go_on_and_what_was_in_flight_is_dropped(
     tmp_path, ray_session
 ):
@@ -449,7 +452,7 @@ def test_environments_that_say_their_state(tmp_path, env, horizon):
     goes_on_as_if_nothing_had_been(A2CConfig(env=env, **settings), "a2c", tmp_path / "c")
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("iterations", [0, 2])
 def test_a_live_algorithm_goes_back(tmp_path, workers, iterations, request):
     if workers:
