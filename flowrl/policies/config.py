@@ -25,65 +25,66 @@ class ModelConfig(Settings):
     """The network."""
 
     fcnet_hiddens: list[Count] = [64, 64]
-    """Sizes of the hidden layers (but for a lone image: `post_fcnet_hiddens`)."""
+    """Sizes of the hidden layers; for image observations see `post_fcnet_hiddens`."""
     fcnet_activation: Activation = "tanh"
     """Activation of the hidden layers."""
     vf_share_layers: bool | None = None
-    """One network for the policy and the value up to their heads. None: one where there are images,
-    two else."""
+    """Share one network between policy and value up to their heads. None shares it only for
+    image observations."""
     free_log_std: bool = True
-    """Continuous actions: the log standard deviation is a parameter, not a network output."""
+    """For continuous actions, make the log standard deviation a parameter instead of an
+    output."""
     num_framestacks: Count = 1
-    """Observations that the network sees at once, the latest ones of the episode."""
+    """Number of latest observations that the network sees at once."""
 
     conv_type: Literal["plain", "resnet"] = "plain"
-    """Images: convolutions one after another, or IMPALA's small residual network."""
+    """For images: plain convolutions, or IMPALA's small residual network."""
     conv_filters: list[tuple[Count, Count, Count]] | None = None
-    """Plain convolutions: [channels, kernel, stride] each. None: the Nature CNN's, or two small
-    ones below 36 pixels."""
+    """Plain convolutions, [channels, kernel, stride] each. None uses those of the Nature CNN,
+    or two small ones below 36 pixels."""
     conv_activation: Activation = "relu"
     """Activation of the convolutions and of `post_fcnet_hiddens`."""
     post_fcnet_hiddens: list[Count] = [512]
     """Sizes of the layers after convolutions."""
 
     use_lstm: bool = False
-    """A recurrent cell after the hidden layers."""
+    """Add a recurrent cell after the hidden layers."""
     lstm_cell_type: Literal["lstm", "gru"] = "lstm"
-    """Its kind."""
+    """Kind of the recurrent cell."""
     lstm_cell_size: Count = 64
-    """Its size."""
+    """Size of the recurrent cell."""
     lstm_use_prev_action: bool = False
-    """The cell also sees the action before."""
+    """Also feed the previous action to the cell."""
     lstm_use_prev_reward: bool = False
-    """The cell also sees the reward before."""
+    """Also feed the previous reward to the cell."""
     max_seq_len: Count = 20
-    """Networks with memory: rows per training sequence, at most."""
+    """Maximum rows per training sequence of networks with memory."""
     burn_in: int = Field(default=0, ge=0)
-    """Recurrent networks: so many rows before each training sequence are computed to have fresh
-    states, and not learned from."""
+    """Rows before each training sequence that a recurrent network computes only to refresh its
+    state."""
 
     use_attention: bool = False
-    """Gated transformer units (GTrXL) after the hidden layers."""
+    """Add gated transformer units (GTrXL) after the hidden layers."""
     attention_num_transformer_units: Count = 1
-    """How many."""
+    """Number of transformer units."""
     attention_dim: Count = 64
-    """Size of what they work on."""
+    """Size of the embeddings."""
     attention_num_heads: Count = 2
-    """Heads of each."""
+    """Attention heads per unit."""
     attention_head_dim: Count = 32
-    """Size of a head."""
+    """Size of each head."""
     attention_memory: Count = 50
-    """Earlier rows that each row looks back on."""
+    """Number of earlier rows that each row attends to."""
     attention_position_wise_mlp_dim: Count = 64
     """Size of the hidden layer after attention."""
     attention_init_gru_gate_bias: float = 2.0
-    """How far the gates are closed at first."""
+    """Initial bias of the gates; larger values keep them more closed."""
 
     custom_model: Annotated[Any, SkipValidation] = None
-    """A ModelV2 or torch.nn.Module class, a function that makes one, the name of a registered one,
-    or a path "module:Class"."""
+    """A ModelV2 or torch.nn.Module class, a function that returns a model, the name of a
+    registered model, or a path "module:Class"."""
     custom_model_config: dict[str, Any] = {}
-    """Keyword arguments for it."""
+    """Keyword arguments of the custom model."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -118,10 +119,11 @@ class ExplorationConfig(Settings):
         "OrnsteinUhlenbeckNoise",
         "Random",
     ] = "StochasticSampling"
-    """Draw from the distribution; the best action but for a share of random ones; that with a share
-    of each worker's own; the best action plus noise (independent, or drifting); random actions."""
+    """Sample from the distribution; take the best action, except for a share of random ones;
+    the same with a different share on each worker; add noise to the best action (independent or
+    correlated); or act randomly."""
     random_timesteps: int = Field(default=0, ge=0)
-    """Env steps of random actions before anything else."""
+    """Env steps of random actions at the start."""
     epsilon: Schedule = Field(default=[(0, 1.0), (10_000, 0.05)])
     """EpsilonGreedy: share of random actions."""
     epsilon_base: Fraction = 0.4
@@ -130,9 +132,9 @@ class ExplorationConfig(Settings):
     epsilon_exponent: NotNegative = 7.0
     """PerWorkerEpsilonGreedy: how far the workers differ."""
     scale: Schedule = 0.1
-    """Noise: its standard deviation, in actions stretched to [-1, 1]."""
+    """Standard deviation of the noise, for actions in [-1, 1]."""
     ou_theta: NotNegative = 0.15
-    """OrnsteinUhlenbeckNoise: how fast it goes back to 0, per step."""
+    """OrnsteinUhlenbeckNoise: rate at which the noise returns to 0, per step."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -165,43 +167,45 @@ class PolicyConfig(Settings):
     adam_epsilon: Positive = 1e-5
     """Epsilon of the Adam optimizer."""
     grad_clip: Positive | None = 0.5
-    """Gradients are clipped to this; None leaves them."""
+    """Limit to which gradients are clipped; None does not clip."""
     grad_clip_by: Literal["global_norm", "norm", "value"] = "global_norm"
-    """What is clipped: the norm of all gradients together, that of each parameter, or each
+    """Clip the norm of all gradients together, the norm of each parameter's gradient, or each
     number."""
     microbatch_size: int = Field(default=0, ge=0)
-    """Rows whose gradient is computed at once; an update of more adds up those of parts. 0: all."""
+    """Rows whose gradient is computed at once; larger updates average the gradients of their
+    parts. 0 computes all rows at once."""
     on_nonfinite_update: Literal["raise", "skip"] = "raise"
-    """A loss or gradient that is not finite: stop, or leave the update out and count it in
-    `num_skipped_updates`. The weights stay as they were."""
+    """If a loss or gradient is not finite: raise an error, or skip the update and count it in
+    `num_skipped_updates`. Either way the weights do not change."""
     precision: Literal["float32", "bfloat16"] = setting("float32", group="framework")
-    """Of the network's arithmetic while learning; weights are float32."""
+    """Precision of the network's arithmetic while learning; weights are float32."""
     compile: bool = setting(False, group="framework")
     """Compile the network for learning with torch.compile."""
     numpy_gradients: bool = setting(True, group="framework")
     """Compute gradients with numpy where that is faster than autograd: for the shipped losses of
     DQN, SAC, TD3 and CQL on fully connected networks. Results differ by rounding only."""
     device: Annotated[str, AfterValidator(_device)] = setting("auto", group="framework")
-    """Where a process that learns keeps the network: "cpu", "cuda", "cuda:1"; "auto" takes the GPU
-    if there is one. Workers that only sample act on the CPU."""
+    """Device of the network in processes that learn: "cpu", "cuda", "cuda:1"; "auto" uses the
+    GPU if there is one. Workers that only sample use the CPU."""
     model: ModelConfig = ModelConfig()
     """The network."""
     exploration_config: ExplorationConfig = setting(ExplorationConfig(), group="exploration")
     """How the policy explores."""
     normalize_observations: bool = setting(False, group="rollouts")
-    """Observations minus their running mean, over their standard deviation."""
+    """Subtract the running mean from observations and divide by the standard deviation."""
     normalize_rewards: bool = setting(False, group="rollouts")
-    """Rewards over the running standard deviation of their discounted sum."""
+    """Divide rewards by the running standard deviation of their discounted sum."""
     normalize_actions: bool = setting(True, group="rollouts")
-    """Continuous actions in [-1, 1] are stretched to the bounds of the action space."""
+    """Scale continuous actions from [-1, 1] to the bounds of the action space."""
     clip_actions: bool = setting(True, group="rollouts")
-    """Continuous actions outside the bounds are clipped before they reach the environment."""
+    """Clip continuous actions to the bounds before they reach the environment."""
     seed: int | None = setting(None, group="debugging", ge=0)
-    """Seed of every random stream; None takes the machine's entropy."""
+    """Seed of every random stream; None uses entropy of the machine."""
     num_sgd_iter: Count = 1
     """Passes over each train batch."""
     sgd_minibatch_size: int = Field(default=0, ge=0)
-    """Rows per update; 0 makes one update of the whole batch. The last one may be smaller."""
+    """Rows per update; 0 makes one update of the whole batch. The last minibatch may be
+    smaller."""
 
     @model_validator(mode="before")
     @classmethod

@@ -55,115 +55,118 @@ class AlgorithmConfig(FluentSettings):
     env: Annotated[Env | None, SkipValidation] = setting(
         None, group="environment", in_evaluation=True
     )
-    """Environment: an id of gymnasium's, a registered name, a class, or a creator."""
+    """Environment: a gymnasium id, a registered name, a class, or a function of an
+    EnvContext."""
     env_config: dict[str, Any] = setting({}, group="environment", in_evaluation=True)
-    """Given to the environment's creator; keyword arguments for an id or a class."""
+    """Passed to the environment's creator; keyword arguments of an id or a class."""
     vectorization_mode: Literal["flowrl", "sync", "async", "vector_entry_point", "envpool"] = (
         setting("flowrl", group="environment", in_evaluation=True)
     )
-    """How a worker steps several environments: flowrl's own way, one of gymnasium's, or EnvPool."""
+    """How a worker steps several environments: by flowrl, by gymnasium, or by EnvPool."""
 
     num_workers: int = setting(0, group="rollouts", ge=0)
-    """Workers on Ray actors; 0 samples in this process, without Ray."""
+    """Number of workers on Ray actors; 0 samples in this process, without Ray."""
     num_envs_per_worker: Count = setting(1, group="rollouts", in_evaluation=True)
-    """Environments that each worker steps together."""
+    """Number of environments that each worker steps together."""
     rollout_fragment_length: Count | Literal["auto"] = setting("auto", group="rollouts")
-    """Env steps of each environment per fragment; "auto" makes one round of all workers a train
-    batch."""
+    """Env steps of each environment per fragment; "auto" makes one round of all workers one
+    train batch."""
     batch_mode: BatchMode = setting("truncate_episodes", group="rollouts")
-    """Fragments of an exact length, which may begin and end within episodes; or whole episodes, as
-    many as have at least that length."""
+    """Sample fragments of an exact length, which may start and end within episodes; or whole
+    episodes of at least that total length."""
     horizon: Count | None = setting(None, group="rollouts", in_evaluation=True)
-    """Env steps after which an episode is truncated; an environment's own limit is set to it."""
+    """Env steps after which an episode is truncated; replaces the environment's own limit."""
     soft_horizon: bool = setting(False, group="rollouts")
-    """At the horizon another episode begins without a reset: no flag is set, states and windows
-    reach back."""
+    """Start a new episode at the horizon without resetting the environment: no flag is set, and
+    recurrent states and views continue."""
     no_done_at_end: bool = setting(False, group="rollouts")
-    """No row says that its episode ended, so values are bootstrapped there; environments are
-    reset as always."""
+    """Do not mark the ends of episodes, so that values are bootstrapped there; environments are
+    reset as usual."""
     sample_async: bool = setting(False, group="rollouts")
-    """Workers sample ahead in a thread, up to two fragments."""
+    """Sample ahead in a thread of the worker, up to two fragments."""
     sample_collector: Annotated[type | None, SkipValidation] = setting(None, group="rollouts")
-    """A SampleCollector class of one's own, for rows one by one; None takes flowrl's."""
+    """A custom SampleCollector class, which collects row by row; None uses flowrl's."""
     on_invalid_step: Literal["raise", "drop", "replace"] = setting(
         "raise", group="rollouts", in_evaluation=True
     )
-    """Observations and rewards that are not finite, or outside their space: stop; drop the
-    episode's rows since the fragment's start and make the environment anew; or put 0 for what is
-    not finite and clip the rest into the space."""
+    """What to do with observations and rewards that are not finite or outside their space:
+    raise an error; drop the episode's rows of this fragment and recreate the environment; or
+    replace non-finite numbers by 0 and clip the others to the space."""
     collect_infos: bool = setting(False, group="rollouts")
-    """Record the environments' infos in the column `infos`."""
+    """Store the environments' infos in the column `infos`."""
 
     plan: str | None = None
-    """Execution plan: the name of a shipped one or the path of a plan file."""
+    """Execution plan: the name of a shipped plan, or the path of a plan file."""
     train_batch_size: Count = 4000
     """Env steps per train batch, at least."""
     count_steps_by: Literal["env_steps", "agent_steps"] = setting("env_steps", group="multi_agent")
-    """Unit of the train batch size, and of fragments of several agents."""
+    """Unit of the train batch size, and of the fragment length with several agents."""
     policies: Annotated[Any, SkipValidation] = setting(None, group="multi_agent")
-    """Policy id -> PolicySpec, or a collection of ids; None is the default policy alone."""
+    """Policy id -> PolicySpec, or a collection of ids; None for one default policy."""
     policy_mapping_fn: Annotated[Callable[..., str] | None, SkipValidation] = setting(
         None, group="multi_agent", in_evaluation=True
     )
-    """fn(agent_id, episode, worker, **kwargs) -> policy id, asked once per agent and episode."""
+    """fn(agent_id, episode, worker, **kwargs) -> policy id, called once per agent and
+    episode."""
     policies_to_train: Annotated[Any, SkipValidation] = setting(None, group="multi_agent")
     """Ids of the policies that learn, or fn(policy_id, batch) -> bool; None for all."""
     callbacks_class: Annotated[type | None, SkipValidation] = setting(None, group="callbacks")
-    """A DefaultCallbacks class of one's own."""
+    """A subclass of DefaultCallbacks."""
     explore: bool = setting(True, group="exploration", in_evaluation=True)
-    """Whether workers explore while they sample; if not, they take the best actions."""
+    """Whether workers explore while sampling; if False, they take the best actions."""
 
     output: str | None = setting(None, group="offline_data")
-    """Folder into which all sampled experience is written, as Parquet files."""
+    """Folder where sampled experience is written as Parquet files."""
     output_rows_per_file: Count = setting(50_000, group="offline_data")
-    """Rows of a policy in each of those files; the last has what is left at the end."""
+    """Rows of one policy per file; the last file may have fewer."""
 
     evaluation_interval: Count | None = setting(None, group="evaluation")
-    """Iterations between two evaluations; None: only when `evaluate()` is called."""
+    """Iterations between evaluations; None evaluates only when `evaluate()` is called."""
     evaluation_duration: Count = setting(10, group="evaluation")
-    """Length of one evaluation, in the unit below."""
+    """Length of an evaluation, in `evaluation_duration_unit`."""
     evaluation_duration_unit: Literal["episodes", "timesteps"] = setting(
         "episodes", group="evaluation"
     )
-    """Whole episodes; or env steps, at least, of which the episodes that ended count."""
+    """Whole episodes; or a minimum of env steps, where only finished episodes count."""
     evaluation_num_workers: int = setting(0, group="evaluation", ge=0)
-    """Ray actors that share an evaluation; 0 evaluates in this process."""
+    """Number of Ray actors that share an evaluation; 0 evaluates in this process."""
     evaluation_parallel_to_training: bool = setting(False, group="evaluation")
-    """Train on while the actors evaluate; a result has the evaluation that was done by then."""
+    """Continue training during an evaluation; a result includes the latest finished
+    evaluation."""
     evaluation_config: dict[str, Any] = setting({}, group="evaluation")
     """Settings of evaluations that differ, such as env, env_config or explore (False by default);
     a setting that evaluations do not use is refused."""
 
     evaluation_video_dir: str | None = setting(None, group="evaluation")
-    """Folder for mp4 videos of the first episodes of each evaluation (extra video); on the machine
-    that evaluates."""
+    """Folder for mp4 videos of the first episodes of each evaluation, on the machine that
+    evaluates; needs the extra `video`."""
     evaluation_video_episodes: Count = setting(1, group="evaluation")
-    """Episodes of an evaluation that are recorded, of its first environment."""
+    """Episodes recorded per evaluation, from its first environment."""
 
     checkpoint_frequency: int = setting(0, group="checkpointing", ge=0)
-    """Iterations between two checkpoints of a run; 0 goes by seconds alone."""
+    """Iterations between checkpoints of a run; 0 uses `checkpoint_every_s` only."""
     checkpoint_every_s: Positive | None = setting(60.0, group="checkpointing")
-    """Seconds between two checkpoints of a run, about; None goes by iterations alone. A run leaves
-    one at its end in any case."""
+    """Approximate seconds between checkpoints of a run; None uses `checkpoint_frequency` only.
+    A run always writes one at its end."""
     checkpoint_num_to_keep: Count = setting(2, group="checkpointing")
-    """Newest checkpoints of a run that are kept."""
+    """Number of newest checkpoints that a run keeps."""
     checkpoint_score_attribute: str | None = setting(None, group="checkpointing")
-    """A metric of the results, such as episode_reward_mean: the checkpoint that has the best one is
-    kept besides."""
+    """Metric of the results, such as episode_reward_mean; the checkpoint with its best value is
+    also kept."""
     checkpoint_score_order: Literal["max", "min"] = setting("max", group="checkpointing")
-    """Whether the largest or the smallest is the best."""
+    """Whether the largest or the smallest value is the best."""
 
     num_cpus_per_worker: NotNegative = setting(1.0, group="resources")
-    """CPUs that Ray reserves per worker; less where the cluster has not got as many."""
+    """CPUs that Ray reserves per worker; fewer if the cluster has fewer."""
     num_gpus_per_worker: NotNegative = setting(0.0, group="resources")
-    """GPUs, or shares of one, that Ray reserves per worker."""
+    """GPUs, or fractions of one, that Ray reserves per worker."""
     custom_resources_per_worker: dict[str, Positive] = setting({}, group="resources")
-    """What else of a cluster's resources each worker takes: name -> amount."""
+    """Custom cluster resources that each worker takes: name -> amount."""
     placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] | None = setting(
         None, group="resources"
     )
-    """Reserve the places of all workers together: on few nodes, or on many (see Ray's placement
-    groups). None puts each where there is room."""
+    """Reserve resources for all workers together, on few nodes or on many (see Ray's placement
+    groups). None places each worker wherever there is room."""
     num_threads_per_process: Count | None = setting(1, group="resources")
     """Threads of torch and of numpy's BLAS in this process and on each worker, limited when the
     algorithm or the worker is built. None changes nothing."""
@@ -171,25 +174,27 @@ class AlgorithmConfig(FluentSettings):
     """Address of a running Ray cluster ("auto" finds it); None starts Ray on this machine."""
 
     recreate_failed_workers: bool = setting(True, group="fault_tolerance")
-    """Replace a worker whose process died or hangs; if not, the run goes on with the others after
-    one error."""
+    """Replace workers whose process died or hangs; if False, the run raises one error and can
+    continue with the other workers."""
     max_num_env_restarts: int = setting(5, group="fault_tolerance", in_evaluation=True, ge=0)
-    """Of one environment that raises, in a row, before its error stops the run."""
+    """Consecutive failures of one environment after which its error stops the run."""
     max_num_worker_restarts: int = setting(1000, group="fault_tolerance", ge=0)
-    """Of one worker; after that it has failed for good."""
+    """Restarts of one worker, after which it counts as failed."""
     delay_between_worker_restarts_s: NotNegative = setting(0.1, group="fault_tolerance")
-    """Seconds until a dead worker is made again; doubled at each death in a row, up to 30."""
+    """Seconds before a dead worker is replaced; doubles with each consecutive death, up to
+    30."""
     sample_timeout_s: Positive | None = setting(None, group="fault_tolerance")
-    """A worker that gives no fragment for so many seconds counts as hanging and is replaced."""
+    """Seconds without a fragment after which a worker counts as hanging and is replaced."""
 
     min_time_s_per_iteration: NotNegative | None = setting(None, group="reporting")
-    """Seconds between two reports, at least; None reports by steps alone, so that runs repeat."""
+    """Minimum seconds between reports; None reports by steps only, so that seeded runs
+    repeat."""
     min_sample_timesteps_per_iteration: int = setting(0, group="reporting", ge=0)
     """Env steps between two reports, at least."""
     metrics_num_episodes_for_smoothing: int = setting(100, group="reporting", ge=1, le=1_000_000)
-    """Episodes that the reported means are over, the last ones."""
+    """Number of last episodes that reported means are taken over."""
     log_to: list[LoggerName] = setting([], group="reporting")
-    """Experiment trackers that get every result: wandb, mlflow (extras of these names)."""
+    """Experiment trackers that receive every result: wandb, mlflow (extras of these names)."""
     log_config: dict[str, dict[str, Any]] = setting({}, group="reporting")
     """Tracker -> its settings: those of wandb.init (project, name, mode, …); of mlflow
     tracking_uri, experiment_name, run_name, tags."""
