@@ -55,7 +55,7 @@ class ActorCriticConfig(ActorCriticSettings, OffPolicyConfig):
 
 
 class ActorCriticLearner(TorchLearner):
-    """Steps the actor, the critics and further parameters at learning rates of their own.
+    """Steps the actor, the critics and further parameters at separate learning rates.
 
     The actor is stepped only in updates of the actor (see ActorCriticPolicy.updates_actor).
     """

@@ -91,12 +91,12 @@ class PPOTorchPolicy(OnPolicyPolicy):
 
     def end_learning(self, batch: Any, stats: dict[str, float]) -> dict[str, float]:
         """Adapt the KL coefficient; add what the whole batch tells."""
-        told = self.describe(batch)
+        stats_of_batch = self.describe(batch)
         if self.kl_coeff:
-            kl = self.learner.mean_over_group(told["kl"])
+            kl = self.learner.mean_over_group(stats_of_batch["kl"])
             self.kl_coeff = adapted(self.kl_coeff, kl or 0.0, self.config.kl_target)
         clip = value_at(self.config.clip_param, self.timestep)
-        return {**told, "cur_kl_coeff": self.kl_coeff, "cur_clip_param": clip}
+        return {**stats_of_batch, "cur_kl_coeff": self.kl_coeff, "cur_clip_param": clip}
 
     def describe(self, batch: Any) -> dict[str, float]:
         """KL from the sampling policy [nats], entropy [nats], and the share of the value

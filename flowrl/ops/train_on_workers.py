@@ -134,7 +134,7 @@ class TrainOnWorkersStage(Stage):
             if self._failed_shard is not None:
                 raise self._failed_shard  # the other workers would wait for it
             if self._store is not None and self._members != self._current_members():
-                self._is_new_group = False  # nobody waits for the workers that left
+                self._is_new_group = False  # no member waits for the workers that left
                 self._form_group_again()
             self._discard_old_generations()
             try:

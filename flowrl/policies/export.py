@@ -12,13 +12,14 @@ import optree
 import torch
 from gymnasium import spaces
 
+from flowrl.data.spaces import zeros_of
 from flowrl.policies.config import PolicyConfig
 from flowrl.policies.distributions import ActionDistribution
 from flowrl.policies.filters import ObservationFilter
 from flowrl.policies.models.base import ModelV2
 from flowrl.policies.models.noisy import resample_noise
 from flowrl.policies.models.tensor_batch import InputDict
-from flowrl.policies.views import ViewRequirement, zeros_of
+from flowrl.policies.views import ViewRequirement
 from flowrl.settings import ConfigError
 
 FORMATS = ("torch", "onnx")

@@ -9,8 +9,9 @@ import numpy as np
 import optree
 from gymnasium import spaces
 
+from flowrl.data.spaces import zeros_of
 from flowrl.policies.filters import ObservationFilter
-from flowrl.policies.views import ViewRequirement, zeros_of
+from flowrl.policies.views import ViewRequirement
 from flowrl.settings import ConfigError
 
 

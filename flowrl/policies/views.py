@@ -157,15 +157,6 @@ def _offsets(shift: Any) -> tuple[int, ...]:
     return tuple(offsets)
 
 
-def zeros_of(space: spaces.Space) -> Any:
-    """Return zeros in the structure, shape and dtype of one value of a space."""
-    if isinstance(space, spaces.Dict):
-        return {key: zeros_of(space[key]) for key in sorted(space)}
-    if isinstance(space, spaces.Tuple):
-        return tuple(zeros_of(part) for part in space)
-    return np.zeros(space.shape or (), space.dtype)
-
-
 def find_mismatch(space: spaces.Space, values: Any, name: str) -> str | None:
     """Describe how arrays [B, …] differ from a space in structure, shape or kind of dtype.
 

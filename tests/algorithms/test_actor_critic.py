@@ -516,10 +516,14 @@ def test_kernel_is_used_only_for_shipped_losses():
     cases = [(Other, OBS, BOX, {}), (OtherValues, OBS, BOX, {}),
              (SACTorchPolicy, OBS, spaces.Discrete(2), {}),
              (SACTorchPolicy, image, BOX, {}), (CQLTorchPolicy, OBS, BOX, {}),
-             (SACTorchPolicy, OBS, BOX, {"precision": "bfloat16"})]  # fmt: skip
+             (SACTorchPolicy, OBS, BOX, {"precision": "bfloat16"}),
+             (SACTorchPolicy, OBS, BOX, {"numpy_gradients": False}),
+             (TD3TorchPolicy, OBS, BOX, {"numpy_gradients": False})]  # fmt: skip
     for kind, space, actions, more in cases:
         assert kind(space, actions, {"seed": 0, **more}).learner.kernel is None
     assert SACTorchPolicy(OBS, BOX, {}).learner.kernel is not None
+    assert SACTorchPolicy(OBS, BOX, {}).model.use_numpy
+    assert not CQLTorchPolicy(OBS, BOX, {"numpy_gradients": False}).model.use_numpy
 
 
 def test_noise_on_targets_is_cut_off():

@@ -158,7 +158,13 @@ def test_kernel_is_used_only_for_the_shipped_loss():
     one, two = (policy.compute_gradients(batch)[0] for policy in (plain, doubled))
     np.testing.assert_allclose(two, 2 * one, rtol=1e-5, atol=1e-7)
     image = spaces.Box(0, 255, (8, 8, 3), np.uint8)
-    for space, more in ((MASKED, {}), (image, {}), (BOX, {"precision": "bfloat16"})):
+    switched_off = {"numpy_gradients": False}
+    for space, more in (
+        (MASKED, {}),
+        (image, {}),
+        (BOX, {"precision": "bfloat16"}),
+        (BOX, switched_off),
+    ):
         policy = DQNTorchPolicy(space, THREE, {"seed": 0, **more})
         assert policy.learner.kernel is None
 

@@ -128,6 +128,27 @@ def test_only_the_policies_asked_for_learn():
             train(MultiAgentBatch({"ghost": rows(1)}, 1))
 
 
+def test_two_training_operators_report_separately():
+    workers = WorkerSet(lambda c: CountEnv(), ObservedValue)
+    first, second = TrainOneStep(workers), TrainOneStep(workers)
+    with metrics_scope(MetricsContext()) as metrics:
+        for train, size in ((first, 4), (second, 2), (first, 3)):
+            train(rows(size))
+        trainers = PlanMetrics.of(metrics).trainers
+        assert {name: one.learn.count for name, one in trainers.items()} == {
+            "TrainOneStep": 2,
+            "TrainOneStep#2": 1,
+        }
+        result = CollectMetrics(workers)(None)
+        one, two = result["trainers"].values()
+        assert (one["num_env_steps_trained"], two["num_env_steps_trained"]) == (7, 2)
+        stats = [own["learners"]["default_policy"]["rows"] for own in (one, two)]
+        assert stats == [3.0, 2.0]
+        assert "learn_time_ms" not in result["timers"]
+        for name in ("TrainOneStep", "TrainOneStep#2"):
+            assert f"learn_time_ms/{name}" in result["timers"]
+
+
 def test_reports(workers):
     rollouts = ParallelRollouts(workers, mode="bulk_sync")
     config = {"min_sample_timesteps_per_iteration": 50, "metrics_num_episodes_for_smoothing": 4}

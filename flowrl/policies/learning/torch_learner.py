@@ -435,7 +435,7 @@ class TorchLearner:
         first, now = value_at(lr, 0), value_at(lr, timestep)
         for optimizer, initial in zip(self.optimizers, self._initial_lrs, strict=True):
             for group, rate in zip(optimizer.param_groups, initial, strict=True):
-                if rate == first:  # other groups have rates of their own
+                if rate == first:  # groups with another rate keep it
                     group["lr"] = now
 
     def state_dict(self) -> dict[str, Any]:
