@@ -99,7 +99,7 @@ class ActorCriticPolicy(TargetNetwork):
 
     def __init__(self, observation_space: Any, action_space: Any, config: Any):
         name = type(self).__name__.removesuffix("TorchPolicy")
-        config = self.settings_of(config)
+        config = self.config_from(config)
         if isinstance(action_space, spaces.Box):
             bounded = np.isfinite(action_space.low).all() and np.isfinite(action_space.high).all()
             is_unit = (action_space.low == -1).all() and (action_space.high == 1).all()

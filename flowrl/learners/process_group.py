@@ -109,10 +109,6 @@ def learning_state(policies: dict[str, Any]) -> bytes:
 
 
 def load_learning_state(policies: dict[str, Any], state: bytes) -> None:
-    """Set what learning depends on; each policy keeps its own random stream for acting."""
+    """Load states of policies; each keeps its random stream for acting."""
     for policy_id, learned in pickle.loads(state).items():
-        policy = policies[policy_id]
-        acting = policy.get_acting_state()
-        policy.set_state(learned)
-        shared = {name: learned[name] for name in ("version", "timestep", "shuffle_rng")}
-        policy.set_acting_state({**acting, **shared})
+        policies[policy_id].load_learned_state(learned)

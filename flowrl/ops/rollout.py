@@ -136,7 +136,7 @@ class CountRollouts:
             for fresh in source.tags.get("filters", ()):
                 with worker.lock:
                     for policy_id, seen in fresh.items():
-                        worker.policy_map[policy_id].absorb_filters(seen)
+                        worker.policy_map[policy_id].merge_filter_updates(seen)
             plan.worker_health[source.worker, source.incarnation] = WorkerHealth(
                 source.tags.get("env_restarts", 0), source.tags.get("faulty_episodes", 0)
             )

@@ -181,7 +181,7 @@ class BuiltTorchPolicy(TorchPolicy):
     base: ClassVar[Any] = None
 
     def __init__(self, observation_space: Any, action_space: Any, config: Any = None):
-        settings = self.config = self.settings_of({} if config is None else config)
+        settings = self.config = self.config_from({} if config is None else config)
         for hook in ("validate_spaces", "before_init"):
             self._call_init_hook(hook, observation_space, action_space)
         TorchPolicy.__init__(self, observation_space, action_space, settings)

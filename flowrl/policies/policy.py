@@ -1,4 +1,4 @@
-"""Policy: numpy in, numpy out, no framework in the interface."""
+"""Policy: the interface of all policies; arrays in and out, independent of a framework."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 from gymnasium import spaces
 
 from flowrl.data import SampleBatch
+from flowrl.policies import action_scaling
 from flowrl.policies.config import PolicyConfig
 from flowrl.policies.filters import ObservationFilter, RewardScaler
 from flowrl.policies.learning.epochs import run_epochs, shuffled_minibatches
@@ -17,26 +18,26 @@ from flowrl.policies.views import ViewRequirement, find_mismatch, find_out_of_ra
 from flowrl.seeding import random_stream, restore_stream, stream_state
 from flowrl.settings import ConfigError
 
-_STATE = ("weights", "filters", "timestep", "version", "rng", "shuffle_rng")
+_STATE_KEYS = ("weights", "filters", "timestep", "version", "rng", "shuffle_rng")
 
 
 class Policy:
-    """Decides on actions and learns from batches.
+    """Chooses actions and learns from batches.
 
-    A subclass writes `compute_actions`; one that learns also `learn_on_batch`, `get_weights` and
-    `set_weights`. The rest has defaults.
+    A subclass implements `compute_actions`; one that learns also implements `learn_on_batch`,
+    `get_weights` and `set_weights`. Everything else has a default.
 
     Args:
-        observation_space, action_space: of one agent.
+        observation_space, action_space: spaces of one agent.
         config: settings; a mapping is merged over the defaults of `config_class`.
 
     Attributes:
-        view_requirements: view name -> ViewRequirement. What batches show of the trajectory
-            besides the columns as they are; may be changed, from the next fragment on.
-        version: grows with every change of the weights.
-        worker_index, num_workers: of the process, 0 and 0 where nobody samples on actors.
-        observation_filter, reward_scaler: running normalisation, None where it is off.
-        row_stats: what the last learning tells of rows, arrays [rows] by name, such as `td_error`
+        view_requirements: view name -> ViewRequirement; columns that batches have in addition to
+            those that are always recorded. Changes apply from the next fragment on.
+        version: increases with every change of the weights.
+        worker_index, num_workers: of the worker that has the policy; 0 without remote workers.
+        observation_filter, reward_scaler: running normalization; None if it is off.
+        row_stats: values per row of the last update, arrays [rows] by name, such as `td_error`
             for the rows `batch_indexes` of a replay buffer.
     """
 
@@ -45,7 +46,7 @@ class Policy:
     def __init__(self, observation_space: spaces.Space, action_space: spaces.Space, config: Any):
         self.observation_space = observation_space
         self.action_space = action_space
-        self.config = self.settings_of(config)
+        self.config = self.config_from(config)
         self.view_requirements: dict[str, ViewRequirement] = {
             "obs": ViewRequirement(space=observation_space)
         }
@@ -67,12 +68,16 @@ class Policy:
             self.reward_scaler = RewardScaler(self.config.gamma)
 
     @classmethod
-    def settings_of(cls, config: Any) -> Any:
-        """A mapping merged over the defaults of `config_class`; of another record only what is set
-        in it and known here, so that the policy's own defaults go before that one's.
+    def config_from(cls, config: Any) -> Any:
+        """Return settings as a record of `config_class`.
+
+        Args:
+            config: a mapping, which is merged over the defaults; or a record. Of a record of
+                another class only values that were set explicitly are used, so that this class
+                keeps its own defaults.
 
         Raises:
-            ConfigError: an unknown setting, or a wrong value.
+            ConfigError: a setting is unknown or has a wrong value.
         """
         if isinstance(config, cls.config_class):
             return config
@@ -86,55 +91,58 @@ class Policy:
     def compute_actions(
         self, obs_batch: np.ndarray, explore: bool = True
     ) -> tuple[np.ndarray, list[np.ndarray], dict[str, np.ndarray]]:
-        """Actions for observations [B, …] as the sampler stores them (normalised).
+        """Return actions for observations [B, …], which are normalized as the sampler stores them.
 
         Returns:
-            actions [B, …]; states after the step, [B, …] each (see `get_initial_state`); extra
-            columns [B, …] to be recorded, such as `action_logp` and `vf_preds`.
+            actions [B, …]; recurrent states after the step, [B, …] each (see
+            `get_initial_state`); extra columns [B, …] to record, such as `action_logp` and
+            `vf_preds`.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} has no compute_actions(): write one that gives (actions, "
+            f"{type(self).__name__} has no compute_actions(): implement it to return (actions, "
             "states, extra columns)"
         )
 
     def compute_actions_from_input_dict(
         self, input_dict: dict[str, Any], explore: bool = True
     ) -> tuple[np.ndarray, list[np.ndarray], dict[str, np.ndarray]]:
-        """Like `compute_actions`, from every view that is known by then, [B, …] each."""
+        """Return the same as `compute_actions`, from all views known at that step, [B, …] each."""
         return self.compute_actions(input_dict["obs"], explore=explore)
 
     def compute_values_from_input_dict(self, input_dict: dict[str, Any]) -> np.ndarray | None:
-        """Like `compute_values`, from every view that is known by then, [B, …] each."""
+        """Return the same as `compute_values`, from all views known at that step, [B, …] each."""
         return self.compute_values(input_dict["obs"])
 
     def compute_values(self, obs_batch: np.ndarray) -> np.ndarray | None:
-        """Values [B] of observations [B, …]; None for a policy without a value function."""
+        """Return values [B] of observations [B, …]; None if there is no value function."""
         return None
 
     def find_mismatch(self, batch: SampleBatch) -> str | None:
-        """What is wrong with the observations and actions of rows, in words; None if nothing is
-        found. Actions are as the policy gives them: numbers of Discrete ones from 0."""
+        """Return how observations or actions of a batch differ from the spaces; None if they fit.
+
+        Actions are in the policy's form, where discrete actions count from 0.
+        """
         problem = find_mismatch(self.observation_space, batch["obs"], "obs")
         problem = problem or find_mismatch(self.action_space, batch["actions"], "actions")
         return problem or find_out_of_range(self.action_space, batch["actions"], "actions")
 
     def get_initial_state(self) -> list[np.ndarray]:
-        """What a recurrent policy remembers at an episode's start, one array per state (without
-        the batch axis). Empty for one that remembers nothing.
+        """Return the recurrent states at the start of an episode, without batch axis; empty for a
+        policy without memory.
 
-        A policy with states has for each i the view `state_in_i` (see `recurrent_views`), and
-        its `compute_actions_from_input_dict` gives the states after the step.
+        A recurrent policy has a view `state_in_i` for each state (see `recurrent_views`), and its
+        `compute_actions_from_input_dict` returns the states after the step.
         """
         return []
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether the policy has states."""
+        """Whether the policy has recurrent states."""
         return bool(self.get_initial_state())
 
     def recurrent_views(self, max_seq_len: int) -> dict[str, ViewRequirement]:
-        """The views of a recurrent policy's states: what each step before gave, once per
-        `max_seq_len` rows for training."""
+        """Return the views of the recurrent states: the state after the previous step, stored once
+        per `max_seq_len` rows for training."""
         return {
             f"state_in_{i}": ViewRequirement(
                 f"state_out_{i}", shift=-1, batch_repeat_value=max_seq_len
@@ -143,83 +151,52 @@ class Policy:
         }
 
     def compute_single_action(self, obs: Any, explore: bool = False) -> Any:
-        """The action to send to an environment that gave the raw observation `obs`.
+        """Return the action for one raw observation, in the environment's form.
 
         Raises:
-            ConfigError: it is not of the observation space's shape; the policy wants to see more
-                than an observation (then a `session()` remembers it).
+            ConfigError: the observation does not fit the space, or the policy needs more than the
+                current observation (use `session()`).
         """
-        wanted = [n for n, view in self.view_requirements.items() if view.known_for_actions(n)]
-        if wanted != ["obs"] or self.view_requirements["obs"].shift != 0:
+        views = [n for n, view in self.view_requirements.items() if view.known_for_actions(n)]
+        if views != ["obs"] or self.view_requirements["obs"].shift != 0:
             raise ConfigError(
-                f"{type(self).__name__} sees {wanted}, not the observation alone: use "
-                "policy.session(), which remembers what came before"
+                f"{type(self).__name__} needs the views {views}, not only the current observation: "
+                "use policy.session(), which remembers the episode"
             )
         return self.session().compute_single_action(obs, explore=explore)
 
     def session(self) -> PolicyRunner:
-        """Somebody who plays an episode with the policy, without a worker: see PolicyRunner."""
+        """Return a PolicyRunner, which plays episodes with this policy without a worker."""
         return PolicyRunner(self)
 
     def compute_log_likelihoods(
         self, actions: Any, obs_batch: Any = None, input_dict: dict[str, Any] | None = None
     ) -> np.ndarray:
-        """Log-probabilities [B] of actions [B, …] at observations, or at all views of
-        `input_dict`."""
+        """Return log-probabilities [B] of actions [B, …], given observations or all views."""
         raise NotImplementedError(f"{type(self).__name__} has no compute_log_likelihoods()")
 
     def actions_for_env(self, actions: Any) -> Any:
-        """Actions [B, …] as the environment takes them: stretched and clipped to its bounds, whole
-        numbers counted from the space's start."""
-        return self._for_env(self.action_space, actions)
-
-    def _for_env(self, space: spaces.Space, actions: Any) -> Any:
-        if isinstance(space, spaces.Discrete):
-            return actions + space.start if space.start else actions
-        if isinstance(space, spaces.MultiDiscrete):
-            return actions + space.start if space.start.any() else actions
-        if isinstance(space, spaces.Dict):
-            return {key: self._for_env(space[key], actions[key]) for key in sorted(space)}
-        if isinstance(space, spaces.Tuple):
-            return tuple(self._for_env(s, a) for s, a in zip(space, actions, strict=True))
-        if not isinstance(space, spaces.Box):
-            return actions
-        bounded = np.isfinite(space.low).all() and np.isfinite(space.high).all()
-        if bounded and self.config.normalize_actions:
-            low, high = 0.5 * space.low, 0.5 * space.high  # halves: the whole may be too wide
-            actions = (high + low) + actions * (high - low)
-        if self.config.clip_actions:
-            actions = np.clip(actions, space.low, space.high)
-        return actions.astype(space.dtype, copy=False).reshape(-1, *space.shape)
+        """Return actions [B, …] as the environment takes them: scaled and clipped to its bounds,
+        discrete actions counted from the space's start."""
+        config = self.config
+        return action_scaling.to_env(
+            self.action_space, actions, config.normalize_actions, config.clip_actions
+        )
 
     def actions_from_env(self, actions: Any) -> Any:
-        """Actions [B, …] as the policy gives them, of those that an environment took: the other way
-        round than `actions_for_env`."""
-        return self._from_env(self.action_space, actions)
-
-    def _from_env(self, space: spaces.Space, actions: Any) -> Any:
-        if isinstance(space, (spaces.Discrete, spaces.MultiDiscrete)):
-            return actions - space.start
-        if isinstance(space, spaces.Dict):
-            return {key: self._from_env(space[key], actions[key]) for key in sorted(space)}
-        if isinstance(space, spaces.Tuple):
-            return tuple(self._from_env(s, a) for s, a in zip(space, actions, strict=True))
-        if not isinstance(space, spaces.Box):
-            return actions
-        bounded = np.isfinite(space.low).all() and np.isfinite(space.high).all()
-        if bounded and self.config.normalize_actions:
-            low, high = 0.5 * space.low, 0.5 * space.high
-            width = np.where(high > low, high - low, 1.0)
-            actions = (actions - (high + low)) / width
-        return actions.astype(np.float32, copy=False)
+        """Return the environment's actions [B, …] in the policy's form; inverse of
+        `actions_for_env`."""
+        return action_scaling.from_env(self.action_space, actions, self.config.normalize_actions)
 
     # -- learning ------------------------------------------------------------------------------
 
     def postprocess_fragment(self, fragment: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Columns to add to a fragment of time-major columns [T, N, …], such as advantages.
+        """Return columns [T, N] to add to a fragment, such as advantages.
 
-        Besides the batch columns the fragment has `next_values` [T, N]: the value of the state
-        that each step led to, 0 where it terminated; only if `compute_values` gives values.
+        Args:
+            fragment: time-major columns [T, N, …]: those of the batch, and `next_values` [T, N]
+                if `compute_values` returns values: the value of the state that each step led to,
+                0 where it terminated.
         """
         return {}
 
@@ -229,18 +206,17 @@ class Policy:
         other_agent_batches: dict[Any, Any] | None = None,
         episode: Any = None,
     ) -> SampleBatch:
-        """The rows of one episode's part of a fragment, as they shall be trained on.
+        """Return the rows of one episode within one fragment as they are trained on.
 
-        Called at the end of each fragment and of each episode, never with rows of two. By default
-        it adds what `postprocess_fragment` gives. Where a subclass overrides it, each part is
-        handed to it apart (`super()` adds the columns); it gives a new batch, with the same new
-        columns each time. The batch also has the column `next_values` (see
-        `postprocess_fragment`), which is taken off afterwards.
+        Called at the end of each fragment and of each episode. The default adds the columns of
+        `postprocess_fragment`. An override returns a new batch, with the same new columns in each
+        call; `super()` adds the default ones.
 
         Args:
-            sample_batch: columns [rows, …], in order of time; arrays are read-only.
-            other_agent_batches: of the other agents in the episode; None where there are none.
-            episode: the episode, where the sampler keeps a record of it.
+            sample_batch: columns [rows, …] in order of time; arrays are read-only. The column
+                `next_values` (see `postprocess_fragment`) is removed afterwards.
+            other_agent_batches: rows of the other agents of the episode; None if there are none.
+            episode: the MultiAgentEpisode, if the sampler keeps one.
         """
         columns = {
             name: column[:, None]
@@ -248,33 +224,38 @@ class Policy:
             if isinstance(column, np.ndarray)
             and not name.startswith(("state_in_", "seq_lens", "infos"))
         }
-        made = self.postprocess_fragment({**columns, "dones": sample_batch["dones"][:, None]})
-        return sample_batch.with_columns(**{name: column[:, 0] for name, column in made.items()})
+        added = self.postprocess_fragment({**columns, "dones": sample_batch["dones"][:, None]})
+        return sample_batch.with_columns(**{name: column[:, 0] for name, column in added.items()})
 
     def columns_read(self, batch: SampleBatch) -> set[str] | None:
-        """The columns that learning from a batch reads; None where that cannot be tried.
+        """Return the columns that learning from a batch reads; None if that cannot be found out.
 
-        Nothing is changed by the trial. It only says what workers on actors ship with every batch:
-        a column that is not read here can be read all the same, and is fetched then.
+        Workers on actors ship only these columns; others are fetched on access. The policy does
+        not change.
         """
         return None
 
     def learn_on_batch(self, batch: SampleBatch) -> dict[str, float]:
-        """One update from all the rows; returns statistics."""
+        """Update the policy once with all rows; return statistics."""
         raise NotImplementedError(
-            f"{type(self).__name__} has no learn_on_batch(): leave it out of policies_to_train, or "
-            "write one"
+            f"{type(self).__name__} has no learn_on_batch(): implement it, or leave the policy out "
+            "of policies_to_train"
         )
 
     def learn_on_minibatches(
         self, batch: SampleBatch, num_sgd_iter: int = 1, sgd_minibatch_size: int = 0
     ) -> dict[str, float]:
-        """Several passes over the rows in random order, one update per minibatch.
+        """Make several passes over the rows in random order, with one update per minibatch.
 
         The last minibatch of a pass may be smaller. `end_epoch` may stop early.
 
+        Args:
+            batch: the rows.
+            num_sgd_iter: number of passes.
+            sgd_minibatch_size: rows per update; 0 for all rows at once.
+
         Returns:
-            the means of the statistics of the last pass.
+            means of the statistics of the last pass.
 
         Raises:
             ValueError: the minibatch is larger than the batch.
@@ -283,75 +264,73 @@ class Policy:
         return run_epochs(self, minibatches, batch, num_sgd_iter, sgd_minibatch_size)
 
     def compute_gradients(self, batch: SampleBatch) -> tuple[Any, dict[str, float]]:
-        """The gradient of one update, which another policy of this class can apply; statistics."""
-        raise NotImplementedError(f"{type(self).__name__} has no compute_gradients(): write one")
+        """Return the gradient of one update, which `apply_gradients` takes, and statistics."""
+        raise NotImplementedError(f"{type(self).__name__} has no compute_gradients()")
 
     def apply_gradients(self, gradients: Any) -> None:
-        """One update by what `compute_gradients` gave."""
-        raise NotImplementedError(f"{type(self).__name__} has no apply_gradients(): write one")
+        """Update the policy once with a gradient from `compute_gradients`."""
+        raise NotImplementedError(f"{type(self).__name__} has no apply_gradients()")
 
     def end_epoch(self, batch: SampleBatch, stats: dict[str, float]) -> bool:
-        """Called after each pass with its statistics' means; True makes it the last."""
+        """Return True to stop after this pass; called after each pass with its mean statistics."""
         return False
 
     def end_learning(self, batch: SampleBatch, stats: dict[str, float]) -> dict[str, float]:
-        """Called after the last pass; returns more statistics."""
+        """Return more statistics; called after the last pass."""
         return {}
 
     def on_global_var_update(self, global_vars: dict[str, Any]) -> None:
-        """Take note of `timestep`, the env steps sampled so far: schedules follow it."""
+        """Store `timestep`, the env steps sampled so far, which schedules depend on."""
         self.timestep = int(global_vars["timestep"])
 
     # -- state ---------------------------------------------------------------------------------
 
     def export(self, path: Any, format: str | None = None) -> Any:
-        """Write the acting part to a file that needs no flowrl."""
-        raise NotImplementedError(f"{type(self).__name__} has no export(): write one")
+        """Write the acting part to a file that can be used without flowrl."""
+        raise NotImplementedError(f"{type(self).__name__} has no export()")
 
     def get_weights(self) -> dict[str, np.ndarray]:
-        """Copies of the weights by name; none for a policy that does not learn."""
+        """Return copies of the weights by name; empty for a policy that does not learn."""
         return {}
 
     def set_weights(self, weights: dict[str, np.ndarray]) -> None:
-        """Take over weights that `get_weights` gave.
+        """Set weights that `get_weights` returned.
 
         Raises:
-            ValueError: there are some, and this policy has none.
+            ValueError: there are weights, but this policy has none.
         """
         if weights:
             raise ValueError(f"{type(self).__name__} has no weights, got {sorted(weights)}")
 
-    def filter_state(self) -> dict[str, Any]:
-        """What the workers need besides the weights: the normalisation in force."""
+    def _filters(self) -> dict[str, Any]:
         filters = {"observations": self.observation_filter, "rewards": self.reward_scaler}
-        return {k: f.state_dict() for k, f in filters.items() if f is not None}
+        return {name: one for name, one in filters.items() if one is not None}
 
-    def set_filter_state(self, state: dict[str, Any]) -> None:
-        """Take over what `filter_state` gave."""
-        if self.observation_filter is not None:
-            self.observation_filter.load_state_dict(state["observations"])
-        if self.reward_scaler is not None:
-            self.reward_scaler.load_state_dict(state["rewards"])
+    def filter_state_dict(self) -> dict[str, Any]:
+        """Return the state of the running normalization, which workers need besides weights."""
+        return {name: one.state_dict() for name, one in self._filters().items()}
 
-    def take_fresh_filters(self) -> dict[str, Any]:
-        """What the filters of this process saw since the last call."""
-        filters = {"observations": self.observation_filter, "rewards": self.reward_scaler}
-        return {k: f.take_new_stats() for k, f in filters.items() if f is not None}
+    def load_filter_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a state from `filter_state_dict`."""
+        for name, one in self._filters().items():
+            one.load_state_dict(state[name])
 
-    def absorb_filters(self, fresh: dict[str, Any]) -> None:
-        """Merge what a worker's filters saw."""
-        if self.observation_filter is not None:
-            self.observation_filter.merge_stats(fresh["observations"])
-        if self.reward_scaler is not None:
-            self.reward_scaler.merge_stats(fresh["rewards"])
-        if fresh:
+    def take_filter_updates(self) -> dict[str, Any]:
+        """Return the statistics that the filters collected in this process since the last call."""
+        return {name: one.take_new_stats() for name, one in self._filters().items()}
+
+    def merge_filter_updates(self, updates: dict[str, Any]) -> None:
+        """Merge statistics from a worker's `take_filter_updates`."""
+        for name, one in self._filters().items():
+            one.merge_stats(updates[name])
+        if updates:
             self.version += 1
 
     def get_state(self) -> dict[str, Any]:
-        """Everything that the policy's future depends on."""
+        """Return the complete state: weights, filters, counters and random streams."""
         return {
             "weights": self.get_weights(),
-            "filters": self.filter_state(),
+            "filters": self.filter_state_dict(),
             "timestep": self.timestep,
             "version": self.version,
             "rng": stream_state(self.rng),
@@ -359,24 +338,23 @@ class Policy:
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Take over what `get_state` gave.
+        """Load a state from `get_state`.
 
         Raises:
-            ValueError: parts of it are missing, or the weights are another network's; nothing is
-                changed.
+            ValueError: an entry is missing, or the weights do not fit; nothing changes.
         """
-        missing = [part for part in _STATE if part not in state]
+        missing = [key for key in _STATE_KEYS if key not in state]
         if missing:
-            raise ValueError(f"a policy's state without {', '.join(missing)}")
+            raise ValueError(f"the state of a {type(self).__name__} lacks {', '.join(missing)}")
         self.set_weights(state["weights"])
-        self.set_filter_state(state["filters"])
+        self.load_filter_state_dict(state["filters"])
         self.timestep = int(state["timestep"])
         self.version = int(state["version"])
         restore_stream(self.rng, state["rng"])
         restore_stream(self.shuffle_rng, state["shuffle_rng"])
 
-    def get_acting_state(self) -> dict[str, Any]:
-        """What actions depend on besides the weights and what filters have learned."""
+    def acting_state_dict(self) -> dict[str, Any]:
+        """Return what actions depend on besides weights and filter statistics."""
         scaler = self.reward_scaler
         return {
             "timestep": self.timestep,
@@ -386,13 +364,20 @@ class Policy:
             "reward_sums": None if scaler is None else scaler.discounted_sums,
         }
 
-    def set_acting_state(self, state: dict[str, Any]) -> None:
-        """Take over what `get_acting_state` gave."""
+    def load_acting_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a state from `acting_state_dict`."""
         self.timestep, self.version = state["timestep"], state["version"]
         restore_stream(self.rng, state["rng"])
         restore_stream(self.shuffle_rng, state["shuffle_rng"])
         if self.reward_scaler is not None:
             self.reward_scaler.discounted_sums = state["reward_sums"]
+
+    def load_learned_state(self, state: dict[str, Any]) -> None:
+        """Load another process's `get_state`, but keep this process's streams for acting."""
+        acting = self.acting_state_dict()
+        self.set_state(state)
+        learned = {key: state[key] for key in ("version", "timestep", "shuffle_rng")}
+        self.load_acting_state_dict({**acting, **learned})
 
     @classmethod
     def from_checkpoint(
@@ -402,19 +387,19 @@ class Policy:
         config: dict[str, Any] | None = None,
         trust: bool = False,
     ) -> Policy:
-        """The policy of a checkpoint: without environment, Ray or plan.
+        """Return the policy of a checkpoint; needs no environment, no Ray and no plan.
 
         Args:
-            path: of the checkpoint's folder.
-            policy_id: which one; None for the only one.
-            config: settings that are to be others, or that could not be saved (such as a
-                `custom_model` that is defined in a function: `{"model": {"custom_model": …}}`).
-            trust: import code that the checkpoint names and that is not flowrl's, such as the class
-                of a policy of one's own (not needed where this is called of that class).
+            path: folder of the checkpoint.
+            policy_id: None if the checkpoint has only one policy.
+            config: settings to change, or settings that could not be saved (such as a
+                `custom_model` defined in a function: `{"model": {"custom_model": …}}`).
+            trust: allow imports of code that the checkpoint names and that is not part of flowrl,
+                such as a custom policy class. Not needed if called on that class.
 
         Raises:
-            CheckpointError: it cannot be read, has no such policy, or its class or model cannot be
-                made again.
+            CheckpointError: the checkpoint cannot be read, lacks the policy, or the policy's class
+                or model cannot be created.
         """
         from flowrl.policies.checkpoint_loading import policy_from_checkpoint
 
@@ -422,5 +407,5 @@ class Policy:
 
     @classmethod
     def like(cls, other: Policy) -> Self:
-        """A new policy of this class with another one's spaces and settings."""
+        """Return a new policy of this class with the spaces and settings of another policy."""
         return cls(other.observation_space, other.action_space, other.config)

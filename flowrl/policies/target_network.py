@@ -1,4 +1,4 @@
-"""Target networks: a policy's network as it was, which follows it."""
+"""TargetNetwork: base of policies with a delayed copy of the network."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from flowrl.policies.torch_policy import TorchPolicy
 
 
 class TargetNetwork(TorchPolicy):
-    """Base of policies with a target network, which is moved by `update_target()` (see the operator
-    UpdateTargetNetwork) and saved with the policy.
+    """Base of policies with a target network.
 
-    Its settings have `tau`.
+    The operator UpdateTargetNetwork calls `update_target()`. The target network is part of the
+    policy's state. The policy's settings have `tau`.
 
     Attributes:
-        target_model: the network; its parameters take no gradient.
-        target_updates: how often it was moved.
+        target_model: the target network; its parameters have no gradient.
+        target_updates: number of updates of the target network.
     """
 
     def __init__(self, observation_space: Any, action_space: Any, config: Any):
@@ -28,7 +28,7 @@ class TargetNetwork(TorchPolicy):
         self.target_model.eval().requires_grad_(False)
         self._target = FlatParameters(self.target_model)
         self.target_model.bind_numpy_views()
-        # found once: looking them up takes longer than the update of a small network
+        # listed once, because finding them takes longer than updating a small network
         self._buffer_pairs = list(
             zip(self.target_model.buffers(), self.model.buffers(), strict=True)
         )
@@ -36,11 +36,15 @@ class TargetNetwork(TorchPolicy):
         self.update_target(1.0)
 
     def update_target(self, tau: float | None = None) -> None:
-        """Move the target network towards the online one: w' <- tau w + (1 - tau) w'."""
+        """Update the target network: w' <- tau w + (1 - tau) w'.
+
+        Args:
+            tau: share of the online network's weights w; None uses the setting `tau`.
+        """
         tau = self.config.tau if tau is None else tau
         self._target.vector.data.lerp_(self.flat.vector.data, tau)
-        for own, buffer in self._buffer_pairs:
-            own.copy_(buffer)
+        for target_buffer, buffer in self._buffer_pairs:
+            target_buffer.copy_(buffer)
         self.target_updates += 1
 
     def get_state(self) -> dict[str, Any]:
@@ -50,11 +54,11 @@ class TargetNetwork(TorchPolicy):
 
     def set_state(self, state: dict[str, Any]) -> None:
         if "target" not in state:
-            raise ValueError(f"the state of a {type(self).__name__} without target")
-        own, given = self.target_model.state_dict(), state["target"]
-        shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
-        if shapes != {name: np.shape(array) for name, array in given.items()}:
-            raise ValueError("this state's target is another network")
+            raise ValueError(f"the state of a {type(self).__name__} lacks target")
+        tensors, arrays = self.target_model.state_dict(), state["target"]
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        if shapes != {name: np.shape(array) for name, array in arrays.items()}:
+            raise ValueError("the target network of this state has other parameters")
         super().set_state(state)
-        for name, tensor in own.items():
-            tensor.copy_(torch.from_numpy(np.array(given[name])))
+        for name, tensor in tensors.items():
+            tensor.copy_(torch.from_numpy(np.array(arrays[name])))

@@ -24,7 +24,7 @@ from flowrl.policies.models.module_model import ModuleModel
 from flowrl.policies.models.tensor_batch import TensorBatch
 from flowrl.policies.policy import Policy
 from flowrl.policies.schedules import value_at
-from flowrl.policies.views import find_mismatch
+from flowrl.policies.views import find_input_problem, find_mismatch
 from flowrl.seeding import random_stream
 from flowrl.settings import ConfigError
 
@@ -211,32 +211,11 @@ class TorchPolicy(Policy):
         try:
             return compute(input_dict)
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            problem = self._misfit(input_dict)
+            views, states = self.view_requirements, self.get_initial_state()
+            problem = find_input_problem(views, states, input_dict)
             if problem is None or isinstance(error, ConfigError):
                 raise
             raise ConfigError(f"{type(self).__name__} cannot act on this: {problem}") from error
-
-    def _misfit(self, input_dict: dict[str, Any]) -> str | None:
-        """Return what is wrong with the views of a step; None if nothing is found."""
-        views = {n: v for n, v in self.view_requirements.items() if v.known_for_actions(n)}
-        missing = sorted(set(views) - set(input_dict))
-        if missing:
-            return f"the view {missing[0]!r} is missing, there is only {sorted(input_dict)}"
-        problems = [
-            find_mismatch(view.space, input_dict[name], name)
-            for name, view in views.items()
-            if view.space is not None and not view.is_window
-        ]
-        for i, initial in enumerate(self.get_initial_state()):
-            state = spaces.Box(-np.inf, np.inf, initial.shape, np.float32)
-            problems.append(find_mismatch(state, input_dict.get(f"state_in_{i}"), f"state_in_{i}"))
-        found = next((problem for problem in problems if problem), None)
-        if found is None:
-            leaves: dict[str, Any] = {n: optree.tree_leaves(input_dict[n]) for n in views}
-            rows = {n: sorted({len(leaf) for leaf in own}) for n, own in leaves.items()}
-            if len({count for counts in rows.values() for count in counts}) > 1:
-                return f"arrays of different numbers of rows: {rows}"
-        return found
 
     def compute_values(self, obs_batch: Any) -> np.ndarray | None:
         return self.model.compute_values({"obs": obs_batch})
@@ -352,24 +331,25 @@ class TorchPolicy(Policy):
         super().on_global_var_update(global_vars)
         self.learner.follow_schedules()
 
-    # -- elsewhere -----------------------------------------------------------------------------
+    # -- export --------------------------------------------------------------------------------
 
     def export(self, path: Path | str, format: str | None = None) -> Path:
-        """Write the acting part, best actions and all normalisation, to a file without flowrl.
+        """Write the acting part to a file that can be used without flowrl.
 
-        The program takes a dict of the views that the policy acts on, [B, …] each: `obs` (raw),
-        and of one that remembers `state_in_0`, …; zeros at an episode's start. It gives a dict of
-        `actions` as the environment takes them, and `state_out_0`, …; where a view shows earlier
-        actions also `policy_actions`, which are those that it is to show.
+        The exported program includes the normalization and takes the best actions. Its input is a
+        dict of the policy's views, [B, …] each: `obs` (raw observations) and, for recurrent
+        policies, `state_in_0`, … (zeros at an episode's start). Its output is a dict of `actions`
+        in the environment's form and `state_out_0`, …; if a view contains earlier actions also
+        `policy_actions`, the actions to pass in that view.
 
         Args:
             path: of the file.
             format: "torch" (a torch.export program: `torch.export.load(path).module()`) or "onnx"
-                (its inputs and outputs have the same names, leaves of nested ones `obs.key`; needs
-                the extra `onnx`). None: by the file's ending, `.onnx` or any other.
+                (inputs and outputs have the same names, parts of nested ones `obs.key`; needs the
+                extra `onnx`). None chooses "onnx" for a path that ends in `.onnx`.
 
         Raises:
-            ConfigError: another format; the extra is missing; a view that only flowrl can show.
+            ConfigError: the format is unknown, the extra is missing, or a view cannot be exported.
         """
         return export_policy(self, TorchPolicy, path, format)
 
@@ -437,11 +417,11 @@ class TorchPolicy(Policy):
         self.learner.follow_schedules()
         self.exploration.load_state_dict(state["exploration"])
 
-    def get_acting_state(self) -> dict[str, Any]:
-        return {**super().get_acting_state(), "exploration": self.exploration.state_dict()}
+    def acting_state_dict(self) -> dict[str, Any]:
+        return {**super().acting_state_dict(), "exploration": self.exploration.state_dict()}
 
-    def set_acting_state(self, state: dict[str, Any]) -> None:
-        super().set_acting_state(state)
+    def load_acting_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_acting_state_dict(state)
         self.exploration.load_state_dict(state["exploration"])
 
 

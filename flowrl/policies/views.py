@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import optree
 from gymnasium import spaces
 
 from flowrl.settings import ConfigError
@@ -188,6 +189,39 @@ def find_mismatch(space: spaces.Space, values: Any, name: str) -> str | None:
     if values.ndim == 0 or values.shape[1:] != (space.shape or ()):
         return f"{name}: expected an array [B{shape}], got one of shape {list(values.shape)}"
     return None
+
+
+def find_input_problem(
+    view_requirements: dict[str, ViewRequirement],
+    initial_states: list[np.ndarray],
+    input_dict: dict[str, Any],
+) -> str | None:
+    """Return what is wrong with the views of a step, [B, …] each; None if nothing is found.
+
+    Args:
+        view_requirements: of the policy.
+        initial_states: recurrent states at an episode's start, without batch axis.
+        input_dict: the views to check.
+    """
+    views = {n: v for n, v in view_requirements.items() if v.known_for_actions(n)}
+    missing = sorted(set(views) - set(input_dict))
+    if missing:
+        return f"the view {missing[0]!r} is missing, there is only {sorted(input_dict)}"
+    problems = [
+        find_mismatch(view.space, input_dict[name], name)
+        for name, view in views.items()
+        if view.space is not None and not view.is_window
+    ]
+    for i, initial in enumerate(initial_states):
+        state = spaces.Box(-np.inf, np.inf, initial.shape, np.float32)
+        problems.append(find_mismatch(state, input_dict.get(f"state_in_{i}"), f"state_in_{i}"))
+    found = next((problem for problem in problems if problem), None)
+    if found is None:
+        leaves: dict[str, Any] = {n: optree.tree_leaves(input_dict[n]) for n in views}
+        rows = {n: sorted({len(leaf) for leaf in arrays}) for n, arrays in leaves.items()}
+        if len({count for counts in rows.values() for count in counts}) > 1:
+            return f"arrays of different numbers of rows: {rows}"
+    return found
 
 
 def find_out_of_range(space: spaces.Space, actions: Any, name: str) -> str | None:

@@ -78,7 +78,7 @@ class FragmentSampler:
             batch = self._source.collect()
             batches = self._shipping.prepare(batch.policy_batches)
             episodes, self._source.episodes = self._source.episodes, []
-            filters = {pid: policy.take_fresh_filters() for pid, policy in policy_map.items()}
+            filters = {pid: policy.take_filter_updates() for pid, policy in policy_map.items()}
             return SampleResult(
                 batches[DEFAULT_POLICY_ID]
                 if isinstance(batch, SampleBatch)

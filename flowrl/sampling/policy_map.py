@@ -155,5 +155,5 @@ def _policy_settings(policy_class: type[Policy], config: Any) -> dict[str, Any]:
     """
     known = policy_class.config_class.model_fields
     if isinstance(config, PolicyConfig):
-        return dict(policy_class.settings_of(config).chosen())
+        return dict(policy_class.config_from(config).chosen())
     return {k: v for k, v in config.items() if k in known or k not in WORKER_SETTINGS}

@@ -271,7 +271,7 @@ class RolloutWorker:
                 policy = self.policy_map[policy_id]
                 policy.set_weights(policy_weights)
                 if filters:
-                    policy.set_filter_state(filters[policy_id])
+                    policy.load_filter_state_dict(filters[policy_id])
                 if versions:
                     policy.version = versions[policy_id]
                 if global_vars:
@@ -310,7 +310,7 @@ class RolloutWorker:
         are not included.
         """
         with self.lock:
-            policies = {pid: policy.get_acting_state() for pid, policy in self.policy_map.items()}
+            policies = {pid: policy.acting_state_dict() for pid, policy in self.policy_map.items()}
             return {**self._sampling.state_dict(), "policies": policies}
 
     def load_sampling_state_dict(self, state: dict[str, Any]) -> int:
@@ -327,7 +327,7 @@ class RolloutWorker:
         with self.lock:
             restarted = self._sampling.load_state_dict(state)
             for policy_id, policy_state in state["policies"].items():
-                self.policy_map[policy_id].set_acting_state(policy_state)
+                self.policy_map[policy_id].load_acting_state_dict(policy_state)
             return restarted
 
     def check_sampling_state(self, state: dict[str, Any]) -> None:
@@ -373,6 +373,6 @@ def _check_acting_states(
     """Raise KeyError or ValueError if a policy or an entry of its acting state is missing."""
     _check_policy_ids(states, policy_map)
     for policy_id, state in states.items():
-        for key in policy_map[policy_id].get_acting_state():
+        for key in policy_map[policy_id].acting_state_dict():
             if key not in state:
                 raise KeyError(f"{policy_id}/{key}")

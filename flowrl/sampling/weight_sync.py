@@ -95,7 +95,7 @@ class WeightSync:
         return _Snapshot(
             {pid: policy.version for pid, policy in policies.items()},
             {pid: policy.get_weights() for pid, policy in policies.items()},
-            {pid: policy.filter_state() for pid, policy in policies.items()},
+            {pid: policy.filter_state_dict() for pid, policy in policies.items()},
         )
 
     def payload_for(self, index: int, from_node: str | None, to_node: str | None) -> Any | None:

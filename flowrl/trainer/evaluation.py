@@ -183,7 +183,7 @@ class EvaluationWorkers:
     def start(self, policies: dict[str, Policy], explore: bool, iteration: int) -> None:
         """Start an evaluation of the policies in their current state; return immediately."""
         weights = {pid: policy.get_weights() for pid, policy in policies.items()}
-        filters = {pid: policy.filter_state() for pid, policy in policies.items()}
+        filters = {pid: policy.filter_state_dict() for pid, policy in policies.items()}
         global_vars = {"timestep": max(policy.timestep for policy in policies.values())}
         workers = self._workers.remote_workers()
         config, count = self._config, len(workers)

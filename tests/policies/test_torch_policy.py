@@ -160,7 +160,7 @@ def test_minibatches_cover_the_batch_every_pass():
 def test_state_continues_exactly():
     one = make_policy(normalize_observations=True)
     one.observation_filter.new_stats.update(rows()["obs"])
-    one.absorb_filters(one.take_fresh_filters())
+    one.merge_filter_updates(one.take_filter_updates())
     one.learn_on_batch(rows())
     two = make_policy(seed=9, normalize_observations=True)
     two.set_state(one.get_state())
@@ -279,7 +279,7 @@ def test_gradients_are_clipped(by):
     gradient, _ = policy.compute_gradients(batch)
     pieces = dict(zip(policy.flat.names, (p.grad for p in policy.flat.parameters), strict=True))
     before = {name: piece.clone() for name, piece in pieces.items()}
-    policy.learner.clip_gradient(float(np.linalg.norm(gradient)))
+    policy.learner.gradient.clip(float(np.linalg.norm(gradient)))
     for name, piece in pieces.items():
         if by == "value":
             expected = before[name].clamp(-0.01, 0.01)

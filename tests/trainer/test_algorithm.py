@@ -271,7 +271,7 @@ def test_restore_refuses_what_does_not_fit(tmp_path):
 def test_evaluation_is_fair_and_changes_nothing():
     with small(normalize_observations=True).build() as algorithm:
         algorithm.train()
-        before = json.dumps(algorithm.get_policy().filter_state(), default=str)
+        before = json.dumps(algorithm.get_policy().filter_state_dict(), default=str)
         told = algorithm.evaluate(episodes=7, num_envs=3)
         assert told["episodes"] == 7
         assert told["episode_reward_mean"] == told["episode_len_mean"]
@@ -280,7 +280,7 @@ def test_evaluation_is_fair_and_changes_nothing():
         foreign = algorithm.evaluate(episodes=7, num_envs=3)
         assert foreign["episodes"] == 7
         assert foreign["episode_reward_mean"] == foreign["episode_len_mean"]
-        assert json.dumps(algorithm.get_policy().filter_state(), default=str) == before
+        assert json.dumps(algorithm.get_policy().filter_state_dict(), default=str) == before
         with pytest.raises(ConfigError, match="episodes"):
             algorithm.evaluate(episodes=0)
 

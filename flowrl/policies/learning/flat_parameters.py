@@ -1,4 +1,4 @@
-"""All parameters of a network in one vector, and Adam on it."""
+"""FlatParameters: all parameters of a network in one vector; FlatAdam: Adam on that vector."""
 
 from __future__ import annotations
 
@@ -10,16 +10,24 @@ import torch
 
 from flowrl.settings import ConfigError
 
-_FUSED: Any = getattr(torch, "_fused_adam_", None)  # one call: a quarter of the time
+_FUSED: Any = getattr(torch, "_fused_adam_", None)  # four times faster than separate calls
 
 
 class FlatParameters:
     """All parameters of a module in one vector, and their gradients in another.
 
-    One optimizer call and one norm for the whole network, and weights that copy in one piece.
-    Matrices keep their shape but lie transposed, input by input: the products of the forward pass
-    then read them in order of memory. The parameters' `grad` share the memory of `gradient`, so
-    optimizers of some of them work, too.
+    The optimizer step, the norm of the gradient and copies of the weights are single operations.
+    Matrices keep their shape but are stored transposed, so that the forward pass reads them in
+    memory order. The `grad` of each parameter is a view of `gradient`, so optimizers of some
+    parameters work, too.
+
+    Args:
+        module: its parameters are replaced by views of `vector`.
+
+    Attributes:
+        names, parameters: of the module, in order.
+        vector: all parameters [n], float32.
+        gradient: their gradients [n], float32.
 
     Raises:
         ConfigError: a parameter is not float32.
@@ -45,47 +53,49 @@ class FlatParameters:
             parameter.data = piece
             parameter.grad = _piece(self.gradient[start:end], parameter)
             start = end
-        self._places = [p.data_ptr() for p in self.parameters]
+        self._addresses = [p.data_ptr() for p in self.parameters]
         self._gradients = [p.grad for p in self.parameters]
 
     def part(self, parameters: Iterable[torch.nn.Parameter]) -> slice:
-        """Where parameters that follow each other lie in the vector."""
-        wanted = {id(p) for p in parameters}
+        """Return the slice of the vector that has these parameters, which must be consecutive."""
+        ids = {id(p) for p in parameters}
         start = end = None
-        place = 0
+        position = 0
         for parameter in self.parameters:
-            if id(parameter) in wanted:
-                assert end is None or end == place
-                start, end = place if start is None else start, place + parameter.numel()
-            place += parameter.numel()
+            if id(parameter) in ids:
+                assert end is None or end == position
+                start, end = position if start is None else start, position + parameter.numel()
+            position += parameter.numel()
         return slice(start, end)
 
     def is_intact(self) -> bool:
-        """Whether the parameters still lie in the vector; their gradients are put back into the
-        other one, if somebody has taken them out (as torch's zero_grad() does)."""
-        parts = zip(self.parameters, self._places, self._gradients, strict=True)
-        for parameter, place, gradient in parts:
-            if parameter.data_ptr() != place:
+        """Return whether the parameters are still views of the vector.
+
+        Restores their `grad` views if they were replaced (as torch's zero_grad() does).
+        """
+        parts = zip(self.parameters, self._addresses, self._gradients, strict=True)
+        for parameter, address, gradient in parts:
+            if parameter.data_ptr() != address:
                 return False
             if parameter.grad is not gradient:
                 parameter.grad = gradient
         return True
 
     def take_gradient(self, loss: torch.Tensor) -> None:
-        """Put d loss / d parameters into `gradient`; a parameter that loss misses gets zeros."""
+        """Write d loss / d parameters into `gradient`; zeros for parameters that are not used."""
         self.gradient.zero_()
         loss.backward()
 
     def take_gradients(
         self, losses: Sequence[torch.Tensor], groups: Sequence[Sequence[torch.Tensor]]
     ) -> None:
-        """Put the gradient of each loss with respect to its group of parameters into `gradient`,
-        zeros elsewhere."""
+        """Write the gradient of each loss with respect to its group of parameters into
+        `gradient`, zeros elsewhere."""
         self.gradient.zero_()
         for loss, group in zip(losses, groups, strict=True):
-            wanted = [p for p in group if p.requires_grad]
-            found = torch.autograd.grad(loss, wanted, allow_unused=True, retain_graph=True)
-            for parameter, gradient in zip(wanted, found, strict=True):
+            trainable = [p for p in group if p.requires_grad]
+            gradients = torch.autograd.grad(loss, trainable, allow_unused=True, retain_graph=True)
+            for parameter, gradient in zip(trainable, gradients, strict=True):
                 if gradient is not None:
                     assert parameter.grad is not None
                     parameter.grad.add_(gradient)
@@ -100,16 +110,16 @@ def _piece(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 class FlatAdam:
     """Adam (Kingma & Ba 2015, algorithm 1, in the order of its section 2) on one vector.
 
-    A handful of torch calls per step, whatever the number of layers. `param_groups` and
-    `state_dict()` have the shape of torch.optim's.
+    A step takes a few torch calls, independent of the number of layers. `param_groups` and
+    `state_dict()` have the same structure as those of torch.optim.
 
     Args:
         flat: the parameters and their gradient.
         lr: learning rate.
         betas: decay of the mean and of the mean square of gradients.
         eps: added to the root of the mean square.
-        parts: (slice of the vector, learning rate) of parameters that are stepped apart, each with
-            a group of its own; one whose `active` is False stays as it is. None: all in one.
+        parts: (slice of the vector, learning rate) for each parameter group; groups whose
+            `active` is False are not updated. None for one group of all parameters.
     """
 
     def __init__(
@@ -120,14 +130,14 @@ class FlatAdam:
         eps: float = 1e-8,
         parts: Sequence[tuple[slice, float]] | None = None,
     ):
-        given = [(slice(None), lr)] if parts is None else parts
+        slices = [(slice(None), lr)] if parts is None else parts
         self.param_groups: list[dict[str, Any]] = [
-            {"lr": rate, "betas": betas, "eps": eps, "active": True} for _, rate in given
+            {"lr": rate, "betas": betas, "eps": eps, "active": True} for _, rate in slices
         ]
-        self._parts = [_AdamPart(flat, where) for where, _ in given]
+        self._parts = [_AdamPart(flat, where) for where, _ in slices]
 
     def step(self) -> None:
-        """One update of the vector from its gradient."""
+        """Update the vector with its gradient."""
         for part, group in zip(self._parts, self.param_groups, strict=True):
             if group["active"]:
                 part.step(group)
@@ -147,7 +157,9 @@ class FlatAdam:
         for i, part in enumerate(self._parts):
             slot = state["state"].get(i, {})
             if set(slot) != {"step", "exp_avg", "exp_avg_sq"}:
-                raise KeyError(f"Adam keeps step, exp_avg and exp_avg_sq, these are {sorted(slot)}")
+                raise KeyError(
+                    f"the state of Adam has step, exp_avg and exp_avg_sq, got {sorted(slot)}"
+                )
             part.steps = int(slot["step"])
             part.count.fill_(float(part.steps))
             part.mean.copy_(slot["exp_avg"])
@@ -155,7 +167,7 @@ class FlatAdam:
 
 
 class _AdamPart:
-    """A piece of the vector, and what Adam knows of it."""
+    """A slice of the vector, and its moments."""
 
     def __init__(self, flat: FlatParameters, where: slice):
         self.vector = flat.vector.data[where]
@@ -163,7 +175,9 @@ class _AdamPart:
         self.mean = torch.zeros_like(self.vector)
         self.square = torch.zeros_like(self.vector)
         self.steps = 0
-        self.count = torch.zeros((), device=self.vector.device)  # the same, as torch wants it
+        self.count = torch.zeros(
+            (), device=self.vector.device
+        )  # steps, for the fused kernel
 
     def step(self, group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]

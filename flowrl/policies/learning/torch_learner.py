@@ -1,12 +1,11 @@
-"""TorchLearner: the learning part of a TorchPolicy: gradients, optimizer steps, minibatches."""
+"""TorchLearner: the learning part of a TorchPolicy: minibatches and optimizer steps."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,54 +13,13 @@ import torch
 from flowrl.data import SampleBatch
 from flowrl.data.sequences import sequence_minibatches, with_burn_in, without_padding
 from flowrl.policies.learning.epochs import run_epochs, shuffled_minibatches
-from flowrl.policies.learning.flat_parameters import FlatParameters
 from flowrl.policies.learning.kernels.registry import find_kernel
-from flowrl.policies.models.base import ModelV2
-from flowrl.policies.models.tensor_batch import TensorBatch
+from flowrl.policies.learning.loss_gradient import LossGradient
+from flowrl.policies.learning.protocols import ProcessGroup, Stats, TrainablePolicy
+from flowrl.policies.learning.tracked_batch import TrackedBatch
 from flowrl.policies.schedules import value_at
 from flowrl.seeding import random_stream, restore_stream, stream_state
 from flowrl.settings import ConfigError
-
-Stats = dict[str, float]
-
-
-class ProcessGroup(Protocol):
-    """Processes that learn together; see flowrl.learners.process_group."""
-
-    rank: int
-    size: int
-    shares_rows: bool
-
-    def average_gradient(self, gradient: torch.Tensor, rows: int) -> int: ...
-    def mean(self, value: float | None) -> float | None: ...
-    def std_mean(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
-    def pad_minibatches(self, minibatches: Iterator[Any]) -> Iterator[Any]: ...
-    def close(self) -> None: ...
-
-
-class TrainablePolicy(Protocol):
-    """What a learner needs of a policy: the network, the loss, and hooks. See TorchPolicy."""
-
-    config: Any
-    model: ModelV2
-    flat: FlatParameters
-    device: torch.device
-    shuffle_rng: np.random.Generator
-    stats: dict[str, torch.Tensor | float]
-    row_stats: dict[str, np.ndarray]
-    timestep: int
-    version: int
-
-    @property
-    def is_recurrent(self) -> bool: ...
-    def tensors(self, batch: SampleBatch) -> TensorBatch: ...
-    def loss(self, batch: TensorBatch) -> torch.Tensor | Sequence[torch.Tensor]: ...
-    def loss_without_rows(self) -> None: ...
-    def make_optimizer(self) -> Any: ...
-    def extra_grad_process(self) -> dict[str, torch.Tensor]: ...
-    def learn_on_batch(self, batch: SampleBatch) -> Stats: ...
-    def end_epoch(self, batch: SampleBatch, stats: Stats) -> bool: ...
-    def end_learning(self, batch: SampleBatch, stats: Stats) -> Stats: ...
 
 
 class TorchLearner:
@@ -80,6 +38,7 @@ class TorchLearner:
         num_skipped_updates: updates left out because they were not finite.
         process_group: the processes that learn together; None if this process learns alone.
         kernel: computes the gradient instead of autograd; None if there is none.
+        gradient: the LossGradient.
         rng: random stream of the loss, such as noise on actions.
 
     Raises:
@@ -112,9 +71,9 @@ class TorchLearner:
         self.process_group: ProcessGroup | None = None
         self.num_updates = 0
         self.num_skipped_updates = 0
-        self._row_stats: list[dict[str, np.ndarray]] = []  # of the current update, by microbatch
         self._epoch_row_stats: list[dict[str, np.ndarray]] | None = None  # of all minibatches
-        self.kernel = find_kernel(policy, self.has_single_optimizer)
+        self.kernel = find_kernel(policy, self._has_single_optimizer())
+        self.gradient = LossGradient(policy, self.parameters, self.kernel)
 
     def _parameters_of(self, optimizer: Any) -> list[torch.Tensor]:
         flat = self.policy.flat
@@ -126,9 +85,8 @@ class TorchLearner:
             raise ConfigError("make_optimizer: an optimizer has parameters that the model lacks")
         return parameters
 
-    @property
-    def has_single_optimizer(self) -> bool:
-        """Whether one optimizer has all parameters of the network."""
+    def _has_single_optimizer(self) -> bool:
+        """Return whether one optimizer has all parameters of the network."""
         return len(self.optimizers) == 1 and len(self.parameters[0]) == len(
             self.policy.flat.parameters
         )
@@ -200,16 +158,16 @@ class TorchLearner:
         self.check_model()
         if self.process_group is None:
             assert batch is not None
-            stats = self._compute_gradient(batch)
+            stats = self.gradient.compute(batch)
         else:
-            stats = self._compute_averaged_gradient(batch, self.process_group)
+            stats = self.gradient.compute_over_group(batch, self.process_group, self.share_of)
         self.step(stats["grad_norm"])
         if len(stats) == 1:
             return {}  # this process had no rows
         if self._epoch_row_stats is None:
-            self.policy.row_stats = _concatenate(self._row_stats)
+            self.policy.row_stats = _concatenate(self.gradient.row_stats)
         else:
-            self._epoch_row_stats += self._row_stats
+            self._epoch_row_stats += self.gradient.row_stats
         return stats
 
     def skip_nonfinite(self, update: Callable[[Any], Stats], batch: SampleBatch | None) -> Stats:
@@ -228,7 +186,7 @@ class TorchLearner:
 
     def step(self, grad_norm: float) -> None:
         """Clip the gradient, which has this norm, and step the optimizers."""
-        self.clip_gradient(grad_norm)
+        self.gradient.clip(grad_norm)
         for optimizer in self.optimizers:
             optimizer.step()
         self.num_updates += 1
@@ -241,7 +199,7 @@ class TorchLearner:
         try:
             with self._seeded():
                 self.check_model()
-                stats = self._compute_gradient(self.prepare_batch(batch))
+                stats = self.gradient.compute(self.prepare_batch(batch))
         except FloatingPointError:
             if self.policy.config.on_nonfinite_update == "raise":
                 raise
@@ -249,7 +207,7 @@ class TorchLearner:
             flat.gradient.fill_(torch.nan)  # apply_gradients skips it
         finally:
             _restore(buffers)
-        self.policy.row_stats = _concatenate(self._row_stats)
+        self.policy.row_stats = _concatenate(self.gradient.row_stats)
         return flat.gradient.cpu().numpy().copy(), stats
 
     def apply_gradients(self, gradients: np.ndarray) -> None:
@@ -273,121 +231,11 @@ class TorchLearner:
         flat.gradient.copy_(torch.from_numpy(np.array(gradients)))
         self.step(norm)
 
-    # -- gradients -----------------------------------------------------------------------------
-
-    def _compute_gradient(self, batch: SampleBatch) -> Stats:
-        """Write the gradient of the loss into `policy.flat.gradient`; return statistics.
-
-        A batch of more than `microbatch_size` rows is cut, and the gradients are averaged.
-
-        Raises:
-            ConfigError: the policy returned no loss, or not one per optimizer.
-            FloatingPointError: a loss or the gradient is not finite.
-        """
-        self._row_stats = []
-        policy = self.policy
-        rows = policy.config.microbatch_size
-        if not rows or batch.count <= rows:
-            return self._compute_microbatch_gradient(batch)
-        parts = list(
-            sequence_minibatches(batch, rows, shuffle=False)
-            if "seq_lens" in batch
-            else batch.timeslices(size=rows)
-        )
-        counts = [policy.tensors(part).count for part in parts]  # rows that a loss is a mean over
-        total = torch.zeros_like(policy.flat.gradient)
-        means: Stats = {}
-        for part, count in zip(parts, counts, strict=True):
-            weight = count / sum(counts)
-            for name, value in self._compute_microbatch_gradient(part).items():
-                means[name] = means.get(name, 0.0) + weight * value
-            total.add_(policy.flat.gradient, alpha=weight)
-        policy.flat.gradient.copy_(total)
-        return {**means, "grad_norm": float(torch.linalg.vector_norm(total))}
-
-    def _compute_microbatch_gradient(self, batch: SampleBatch) -> Stats:
-        policy = self.policy
-        policy.stats = {}
-        named: dict[str, Any]
-        if self.kernel is None:
-            named = self._compute_gradient_by_autograd(batch)
-        else:
-            named = {"total_loss": self.kernel(policy.tensors(batch))}
-        named |= policy.stats
-        named |= policy.extra_grad_process()
-        named["grad_norm"] = torch.linalg.vector_norm(policy.flat.gradient)
-        stats = self._as_floats(named)
-        if not (math.isfinite(stats["grad_norm"]) and math.isfinite(stats["total_loss"])):
-            self._raise_nonfinite(stats, batch)
-        return stats
-
-    def _compute_gradient_by_autograd(self, batch: SampleBatch) -> dict[str, torch.Tensor]:
-        policy = self.policy
-        if policy.config.precision == "bfloat16":
-            with torch.autocast(policy.device.type, torch.bfloat16):
-                losses = policy.loss(policy.tensors(batch))
-        else:
-            losses = policy.loss(policy.tensors(batch))
-        each = [losses] if isinstance(losses, torch.Tensor) else losses
-        self._check_losses(each)
-        named: dict[str, torch.Tensor] = {}
-        if isinstance(losses, torch.Tensor):
-            named["total_loss"] = losses
-        else:
-            named["total_loss"] = torch.stack([loss.detach() for loss in losses]).sum()
-            named |= {f"loss_{i}": loss for i, loss in enumerate(losses)}
-        if self.has_single_optimizer:
-            policy.flat.take_gradient(each[0])
-        else:
-            policy.flat.take_gradients(each, self.parameters)
-        return named
-
-    def _compute_averaged_gradient(self, batch: SampleBatch | None, group: ProcessGroup) -> Stats:
-        """Write the gradient over all processes' rows into `policy.flat.gradient`; return the
-        statistics of this process, only `grad_norm` if it has no rows."""
-        policy = self.policy
-        if group.shares_rows and batch is not None:
-            batch = self.share_of(batch, group.rank, group.size)
-        stats: Stats = {}
-        policy.flat.gradient.zero_()
-        if batch is None:
-            policy.loss_without_rows()
-        else:
-            try:
-                stats = self._compute_gradient(batch)
-            except FloatingPointError:  # so that every process notices
-                policy.flat.gradient.fill_(torch.nan)
-        group.average_gradient(policy.flat.gradient, 0 if batch is None else batch.count)
-        norm = float(torch.linalg.vector_norm(policy.flat.gradient))
-        if not np.isfinite(norm):
-            raise FloatingPointError(
-                f"the gradient of {type(policy).__name__} over {group.size} processes is not "
-                "finite: the update was refused and the weights are unchanged"
-            )
-        return {**stats, "grad_norm": norm}
-
-    def clip_gradient(self, norm: float) -> None:
-        """Clip the gradient, which has this norm, as the settings say."""
-        config, flat = self.policy.config, self.policy.flat
-        clip = config.grad_clip
-        if clip is None:
-            return
-        if config.grad_clip_by == "value":
-            flat.gradient.clamp_(-clip, clip)
-        elif config.grad_clip_by == "norm":
-            for parameter in flat.parameters:
-                assert parameter.grad is not None
-                parameter_norm = float(torch.linalg.vector_norm(parameter.grad))
-                if parameter_norm > clip:
-                    parameter.grad.mul_(clip / parameter_norm)
-        elif norm > clip:
-            flat.gradient.mul_(clip / norm)
-
     # -- for losses ----------------------------------------------------------------------------
 
     def record_row_stats(self, row_stats: dict[str, np.ndarray]) -> None:
         """Keep values per row of the current update; see TorchPolicy.record_row_stats."""
-        self._row_stats.append(row_stats)
+        self.gradient.row_stats.append(row_stats)
 
     def mean_over_group(self, value: float | None) -> float | None:
         """Return the mean of a number over the processes that have it, equal on all of them."""
@@ -500,53 +348,6 @@ class TorchLearner:
             "initial weights in make_model(), or use set_weights()"
         )
 
-    def _check_losses(self, losses: Any) -> None:
-        name = type(self.policy).__name__
-        for loss in losses if isinstance(losses, (list, tuple)) else [losses]:
-            if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-                is_tensor = isinstance(loss, torch.Tensor)
-                found = f"shape {list(loss.shape)}" if is_tensor else repr(loss)
-                raise ConfigError(
-                    f"{name}: a loss is a tensor of one number that depends on the model's "
-                    f"parameters, or a list of such tensors, got {found}"
-                )
-        if len(losses) != len(self.optimizers):
-            raise ConfigError(
-                f"{name} returned {len(losses)} losses for {len(self.optimizers)} optimizers: "
-                "return a list with one loss per optimizer"
-            )
-
-    def _as_floats(self, named: dict[str, Any]) -> Stats:
-        """Return statistics as floats; those on another device in one transfer."""
-        device = self.policy.device
-        try:
-            if device.type == "cpu":
-                return {name: _as_float(value) for name, value in named.items()}
-            tensors = [
-                torch.as_tensor(v, dtype=torch.float32, device=device) for v in named.values()
-            ]
-            return dict(zip(named, torch.stack(tensors).tolist(), strict=True))
-        except (RuntimeError, TypeError, ValueError) as error:
-            wrong = [name for name, value in named.items() if not _is_number(value)]
-            raise ConfigError(
-                f"{type(self.policy).__name__}: statistics are numbers or tensors without axes, "
-                f"but {', '.join(wrong)} is {[named[name] for name in wrong]}"
-            ) from error
-
-    def _raise_nonfinite(self, stats: Stats, batch: SampleBatch) -> None:
-        names = [name for name, value in stats.items() if not np.isfinite(value)]
-        columns = [
-            name
-            for name, column in batch.items()
-            if hasattr(column, "dtype") and column.dtype.kind == "f"
-            if not np.isfinite(column).all()
-        ]
-        cause = f" (not finite in it: {', '.join(columns)})" if columns else ""
-        raise FloatingPointError(
-            f"{', '.join(names)} of {type(self.policy).__name__} not finite on a batch of "
-            f"{batch.count} rows{cause}: the update was refused and the weights are unchanged"
-        )
-
     @contextlib.contextmanager
     def _seeded(self) -> Iterator[None]:
         """Seed torch's random numbers, for dropout, from the policy's seed."""
@@ -556,51 +357,6 @@ class TorchLearner:
         with torch.random.fork_rng():
             torch.manual_seed(int(self.policy.shuffle_rng.integers(2**63)))
             yield
-
-
-class TrackedBatch(SampleBatch):
-    """A batch that records which of its columns are read."""
-
-    read: set[str]
-
-    def __init__(self, batch: SampleBatch):
-        dict.__init__(self, batch.stored())
-        vars(self).update(vars(batch))
-        self._num_rows = batch.count
-        self.read = set()
-
-    @property
-    def count(self) -> int:
-        return self._num_rows
-
-    def __getitem__(self, key: Any) -> Any:
-        if isinstance(key, str):
-            self.read.add(key)
-        return super().__getitem__(key)
-
-    def __contains__(self, key: object) -> bool:
-        if isinstance(key, str):
-            self.read.add(key)
-        return super().__contains__(key)
-
-    def stored(self) -> Any:
-        """Return all columns; they count as read."""
-        self.read |= set(dict.keys(self))
-        return super().stored()
-
-
-def _as_float(value: Any) -> float:
-    if isinstance(value, torch.Tensor):
-        if value.dim():
-            raise TypeError("a tensor with axes")
-        return float(value.item())
-    return float(value)
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.dim() == 0
-    return isinstance(value, (bool, int, float, np.number))
 
 
 def _concatenate(row_stats: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:

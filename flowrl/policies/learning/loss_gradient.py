@@ -1,0 +1,229 @@
+"""LossGradient: the gradient of a policy's loss on a batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from flowrl.data import SampleBatch
+from flowrl.data.sequences import sequence_minibatches
+from flowrl.policies.learning.kernels.registry import Kernel
+from flowrl.policies.learning.protocols import ProcessGroup, Stats, TrainablePolicy
+from flowrl.settings import ConfigError
+
+
+class LossGradient:
+    """Writes the gradient of a policy's loss into `policy.flat.gradient`.
+
+    Args:
+        policy: has the loss.
+        parameters: for each optimizer, the parameters that it updates.
+        kernel: computes the gradient instead of autograd; None if there is none.
+
+    Attributes:
+        row_stats: values per row that the loss recorded, one dict per microbatch.
+    """
+
+    def __init__(
+        self,
+        policy: TrainablePolicy,
+        parameters: Sequence[Sequence[torch.Tensor]],
+        kernel: Kernel | None,
+    ):
+        self.row_stats: list[dict[str, np.ndarray]] = []
+        self._policy = policy
+        self._parameters = parameters
+        self._kernel = kernel
+
+    def compute(self, batch: SampleBatch) -> Stats:
+        """Write the gradient on a batch; return statistics, among them its `grad_norm`.
+
+        A batch of more than `microbatch_size` rows is split, and the gradients are averaged.
+
+        Raises:
+            ConfigError: the policy returned no loss, or not one per optimizer.
+            FloatingPointError: a loss or the gradient is not finite.
+        """
+        self.row_stats = []
+        policy = self._policy
+        rows = policy.config.microbatch_size
+        if not rows or batch.count <= rows:
+            return self._compute_microbatch(batch)
+        parts = list(
+            sequence_minibatches(batch, rows, shuffle=False)
+            if "seq_lens" in batch
+            else batch.timeslices(size=rows)
+        )
+        counts = [policy.tensors(part).count for part in parts]  # rows that a loss is a mean over
+        total = torch.zeros_like(policy.flat.gradient)
+        means: Stats = {}
+        for part, count in zip(parts, counts, strict=True):
+            weight = count / sum(counts)
+            for name, value in self._compute_microbatch(part).items():
+                means[name] = means.get(name, 0.0) + weight * value
+            total.add_(policy.flat.gradient, alpha=weight)
+        policy.flat.gradient.copy_(total)
+        return {**means, "grad_norm": float(torch.linalg.vector_norm(total))}
+
+    def compute_over_group(
+        self,
+        batch: SampleBatch | None,
+        group: ProcessGroup,
+        share_of: Callable[[SampleBatch, int, int], SampleBatch | None],
+    ) -> Stats:
+        """Write the gradient over the rows of all processes.
+
+        Args:
+            batch: None if this process has no rows.
+            group: the processes.
+            share_of: (batch, rank, size) -> the rows of one process, used if all processes of the
+                group get the same batch.
+
+        Returns:
+            the statistics of this process; only `grad_norm` if it has no rows.
+
+        Raises:
+            FloatingPointError: the gradient of some process is not finite.
+        """
+        policy = self._policy
+        if group.shares_rows and batch is not None:
+            batch = share_of(batch, group.rank, group.size)
+        stats: Stats = {}
+        policy.flat.gradient.zero_()
+        if batch is None:
+            policy.loss_without_rows()
+        else:
+            try:
+                stats = self.compute(batch)
+            except FloatingPointError:  # so that every process notices
+                policy.flat.gradient.fill_(torch.nan)
+        group.average_gradient(policy.flat.gradient, 0 if batch is None else batch.count)
+        norm = float(torch.linalg.vector_norm(policy.flat.gradient))
+        if not np.isfinite(norm):
+            raise FloatingPointError(
+                f"the gradient of {type(policy).__name__} over {group.size} processes is not "
+                "finite: the update was refused and the weights are unchanged"
+            )
+        return {**stats, "grad_norm": norm}
+
+    def clip(self, norm: float) -> None:
+        """Clip the gradient, which has this norm, as the settings `grad_clip` and `grad_clip_by`
+        say."""
+        config, flat = self._policy.config, self._policy.flat
+        limit = config.grad_clip
+        if limit is None:
+            return
+        if config.grad_clip_by == "value":
+            flat.gradient.clamp_(-limit, limit)
+        elif config.grad_clip_by == "norm":
+            for parameter in flat.parameters:
+                assert parameter.grad is not None
+                parameter_norm = float(torch.linalg.vector_norm(parameter.grad))
+                if parameter_norm > limit:
+                    parameter.grad.mul_(limit / parameter_norm)
+        elif norm > limit:
+            flat.gradient.mul_(limit / norm)
+
+    def _compute_microbatch(self, batch: SampleBatch) -> Stats:
+        policy = self._policy
+        policy.stats = {}
+        named: dict[str, Any]
+        if self._kernel is None:
+            named = self._compute_by_autograd(batch)
+        else:
+            named = {"total_loss": self._kernel(policy.tensors(batch))}
+        named |= policy.stats
+        named |= policy.extra_grad_process()
+        named["grad_norm"] = torch.linalg.vector_norm(policy.flat.gradient)
+        stats = self._as_floats(named)
+        if not (math.isfinite(stats["grad_norm"]) and math.isfinite(stats["total_loss"])):
+            self._raise_nonfinite(stats, batch)
+        return stats
+
+    def _compute_by_autograd(self, batch: SampleBatch) -> dict[str, torch.Tensor]:
+        policy = self._policy
+        if policy.config.precision == "bfloat16":
+            with torch.autocast(policy.device.type, torch.bfloat16):
+                losses = policy.loss(policy.tensors(batch))
+        else:
+            losses = policy.loss(policy.tensors(batch))
+        each = [losses] if isinstance(losses, torch.Tensor) else losses
+        self._check_losses(each)
+        named: dict[str, torch.Tensor] = {}
+        if isinstance(losses, torch.Tensor):
+            named["total_loss"] = losses
+        else:
+            named["total_loss"] = torch.stack([loss.detach() for loss in losses]).sum()
+            named |= {f"loss_{i}": loss for i, loss in enumerate(losses)}
+        if len(each) == 1 and len(self._parameters[0]) == len(policy.flat.parameters):
+            policy.flat.take_gradient(each[0])
+        else:
+            policy.flat.take_gradients(each, self._parameters)
+        return named
+
+    # -- checks --------------------------------------------------------------------------------
+
+    def _check_losses(self, losses: Any) -> None:
+        name = type(self._policy).__name__
+        for loss in losses if isinstance(losses, (list, tuple)) else [losses]:
+            if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+                is_tensor = isinstance(loss, torch.Tensor)
+                found = f"shape {list(loss.shape)}" if is_tensor else repr(loss)
+                raise ConfigError(
+                    f"{name}: a loss is a tensor of one number that depends on the model's "
+                    f"parameters, or a list of such tensors, got {found}"
+                )
+        if len(losses) != len(self._parameters):
+            raise ConfigError(
+                f"{name} returned {len(losses)} losses for {len(self._parameters)} optimizers: "
+                "return a list with one loss per optimizer"
+            )
+
+    def _as_floats(self, named: dict[str, Any]) -> Stats:
+        """Return statistics as floats; those on another device in one transfer."""
+        device = self._policy.device
+        try:
+            if device.type == "cpu":
+                return {name: _as_float(value) for name, value in named.items()}
+            tensors = [
+                torch.as_tensor(v, dtype=torch.float32, device=device) for v in named.values()
+            ]
+            return dict(zip(named, torch.stack(tensors).tolist(), strict=True))
+        except (RuntimeError, TypeError, ValueError) as error:
+            wrong = [name for name, value in named.items() if not _is_number(value)]
+            raise ConfigError(
+                f"{type(self._policy).__name__}: statistics are numbers or tensors without axes, "
+                f"but {', '.join(wrong)} is {[named[name] for name in wrong]}"
+            ) from error
+
+    def _raise_nonfinite(self, stats: Stats, batch: SampleBatch) -> None:
+        names = [name for name, value in stats.items() if not np.isfinite(value)]
+        columns = [
+            name
+            for name, column in batch.items()
+            if hasattr(column, "dtype") and column.dtype.kind == "f"
+            if not np.isfinite(column).all()
+        ]
+        cause = f" (not finite in it: {', '.join(columns)})" if columns else ""
+        raise FloatingPointError(
+            f"{', '.join(names)} of {type(self._policy).__name__} not finite on a batch of "
+            f"{batch.count} rows{cause}: the update was refused and the weights are unchanged"
+        )
+
+
+def _as_float(value: Any) -> float:
+    if isinstance(value, torch.Tensor):
+        if value.dim():
+            raise TypeError("a tensor with axes")
+        return float(value.item())
+    return float(value)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.dim() == 0
+    return isinstance(value, (bool, int, float, np.number))
