@@ -218,7 +218,7 @@ class LearnerGroup(Learner):
         import ray
         from torch.distributed import TCPStore
 
-        self._owns_ray = self._owns_ray or start_ray(self.workers.config.get("address"))
+        self._owns_ray = self._owns_ray or start_ray(self.workers.config.address)
         gpus = ray.cluster_resources().get("GPU", 0)
         if self.use_gpus and gpus < self.num_learners:
             raise RuntimeError(
@@ -238,7 +238,7 @@ class LearnerGroup(Learner):
             num_cpus=0, num_gpus=int(self.use_gpus), max_restarts=0, max_task_retries=0
         )(LearnerActor)
         device = "cuda" if self.use_gpus else "cpu"
-        threads = self.workers.config.get("num_threads_per_process", 1)
+        threads = self.workers.config.num_threads_per_process
         self._actors = [
             actor.remote(policies_ref, rank, self.num_learners, address, device, threads)
             for rank in range(self.num_learners)

@@ -108,7 +108,7 @@ class AsyncGradients(LocalIterator[Gradients]):
         if max_policy_lag is not None and stale_policy == "wait":
             steps = workers.steps_per_fragment()
             limit, max_policy_lag = StalenessLimit(steps, max_policy_lag, steps), None
-        if workers.config.get("output") is not None:
+        if workers.config.output is not None:
             raise ValueError(
                 "output: AsyncGradients keeps fragments on their workers, so nothing can be "
                 "written: remove `output`, or use ParallelRollouts and ComputeGradients"

@@ -53,7 +53,7 @@ class TrainOnWorkers(LocalIterator[Any]):
         timeout_s: float = TIMEOUT_S,
     ):
         LocalLearner(workers, policies, num_sgd_iter, sgd_minibatch_size)  # checks the arguments
-        if workers.config.get("output") is not None:
+        if workers.config.output is not None:
             raise ValueError("output: fragments stay on their workers, so nothing can be written")
         global_vars = None if workers.num_workers else workers.global_vars
         learn = LearnOnWorker(

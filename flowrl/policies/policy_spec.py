@@ -10,9 +10,7 @@ from typing import Any
 from gymnasium import spaces
 
 from flowrl.data import DEFAULT_POLICY_ID
-from flowrl.settings import ConfigError, nearest
-
-MULTIAGENT_KEYS = ("policies", "policy_mapping_fn", "policies_to_train", "count_steps_by")
+from flowrl.settings import ConfigError
 
 
 @dataclass
@@ -70,20 +68,6 @@ def specs_of(policies: Any) -> dict[str, PolicySpec]:
     if not specs:
         raise ConfigError("policies: there must be at least one")
     return {policy_id: PolicySpec.from_value(spec) for policy_id, spec in specs.items()}
-
-
-def multi_agent_settings(config: Any) -> dict[str, Any]:
-    """Return the multi-agent settings of a config, which may be nested under "multiagent".
-
-    Raises:
-        ConfigError: an unknown key under "multiagent".
-    """
-    nested = config.get("multiagent") or {}
-    unknown = sorted(set(nested) - set(MULTIAGENT_KEYS))
-    if unknown:
-        hint = nearest(unknown[0], list(MULTIAGENT_KEYS))
-        raise ConfigError(f"multiagent: unknown setting {unknown[0]!r}.{hint}")
-    return {key: nested.get(key, config.get(key)) for key in MULTIAGENT_KEYS}
 
 
 class PolicyMapping:

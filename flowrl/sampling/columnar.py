@@ -26,13 +26,14 @@ from flowrl.envs.validation import (
 from flowrl.envs.vector_env import DirectVectorEnv, VectorEnv, VectorStep
 from flowrl.policies.policy import Policy
 from flowrl.sampling.episode import EpisodeMetrics, make_episode_metrics
-from flowrl.sampling.sampling_settings import TIMINGS, SamplingSettings
+from flowrl.sampling.sampler import TIMINGS
 from flowrl.sampling.view_resolver import (
     TrajectoryViews,
     nontrivial_views,
     not_for_training,
     signature_of,
 )
+from flowrl.sampling.worker_config import WorkerConfig
 
 _OBJECT = np.dtype(object)
 _NONE = np.zeros(0, np.int64)
@@ -97,12 +98,12 @@ class ColumnarCollector:
     """
 
     def __init__(
-        self, stepper: VectorEnv, policy: Policy, settings: SamplingSettings, first_id: int = 0
+        self, stepper: VectorEnv, policy: Policy, settings: WorkerConfig, first_id: int = 0
     ):
         self.stepper = stepper
         self.policy = policy
         self.settings = settings
-        self.length = length = settings.length
+        self.length = length = settings.fragment_length
         self.episodes: list[EpisodeMetrics] = []
         self.env_steps = self.faulty_episodes = 0
         self.timings = dict.fromkeys(TIMINGS, 0.0)
@@ -547,7 +548,7 @@ class ColumnarCollector:
             lost = ~cuts.real[:, env]
             if lost.all():
                 self._dropped[env] += 1
-                if self._dropped[env] > self.settings.max_env_restarts:
+                if self._dropped[env] > self.settings.max_num_env_restarts:
                     raise InvalidStepError(
                         f"sub-environment {env} returned {what}, at step {step} of a fragment; all "
                         f"of its rows in {self._dropped[env]} consecutive fragments were dropped"

@@ -13,7 +13,7 @@ from flowrl.envs.multi_agent_vector_env import MultiAgentVectorEnv
 from flowrl.envs.registry import EnvContext, EnvCreator, env_creator_for
 from flowrl.envs.single_agent_adapter import SingleAgentAdapter
 from flowrl.envs.vector_env import VectorEnv
-from flowrl.sampling.sampling_settings import SamplingSettings
+from flowrl.sampling.worker_config import WorkerConfig
 
 
 class WorkerEnvironments:
@@ -22,7 +22,6 @@ class WorkerEnvironments:
     Args:
         env_creator: function from an EnvContext to an environment, or an environment id.
         config: the worker's settings.
-        settings: its sampling settings.
         worker_index, num_workers: passed to the creator.
         seed: seeds the first episode of each environment.
         on_created: called with each new environment and its EnvContext.
@@ -35,8 +34,7 @@ class WorkerEnvironments:
     def __init__(
         self,
         env_creator: EnvCreator | str,
-        config: Any,
-        settings: SamplingSettings,
+        config: WorkerConfig,
         worker_index: int,
         num_workers: int,
         seed: int | None,
@@ -44,15 +42,15 @@ class WorkerEnvironments:
     ):
         self._envs = EnvFactory(
             env_creator_for(env_creator),
-            config.get("env_config") or {},
-            config.get("num_envs_per_worker", 1),
+            config.env_config,
+            config.num_envs_per_worker,
             worker_index,
             num_workers,
             seed,
-            config.get("vectorization_mode", "flowrl"),
-            settings.horizon,
-            settings.soft_horizon,
-            settings.max_env_restarts,
+            config.vectorization_mode,
+            config.horizon,
+            config.soft_horizon,
+            config.max_num_env_restarts,
             lambda index, env: on_created(env, self._envs.env_context(index)),
         )
         self._open()

@@ -14,7 +14,7 @@ from flowrl.sampling.episode import EpisodeMetrics, MultiAgentEpisode
 from flowrl.sampling.ids import IdCounter
 from flowrl.sampling.row_sampler import CallbackWorker, RowSampler
 from flowrl.sampling.sampler import AsyncSampler, SampleResult, SamplerInput, SyncSampler
-from flowrl.sampling.sampling_settings import SamplingSettings
+from flowrl.sampling.worker_config import WorkerConfig
 
 STATE_KEYS = ("next_unroll", "returned_steps", "reported_steps", "episodes_ready", "samples_rows")
 
@@ -26,7 +26,7 @@ class FragmentSampler:
         worker: its policies act and its callbacks are called; its lock is held while an item is
             sampled.
         envs: its environments.
-        settings: the sampling settings.
+        settings: the worker's settings.
         first_id: the first episode and unroll id.
     """
 
@@ -34,7 +34,7 @@ class FragmentSampler:
         self,
         worker: CallbackWorker,
         envs: WorkerEnvironments,
-        settings: SamplingSettings,
+        settings: WorkerConfig,
         first_id: int,
     ):
         self._worker = worker
@@ -44,8 +44,8 @@ class FragmentSampler:
         self.unroll_ids = IdCounter(first_id)
         self._shipping = ColumnShipping(
             worker.policy_map,
-            remote=bool(worker.worker_index) and worker.config.get("output") is None,
-            collect_infos=bool(worker.config.get("collect_infos", False)),
+            remote=bool(worker.worker_index) and settings.output is None,
+            collect_infos=settings.collect_infos,
         )
         self._source: ColumnarCollector | RowSampler | None = None
         self._sampler: SamplerInput | None = None
@@ -119,7 +119,7 @@ class FragmentSampler:
             return sampler.get_data()
         by_agent = self._settings.count_steps_by == "agent_steps"
         items = self._episodes_ready  # includes episodes from before an error
-        min_steps = self._settings.length * self._envs.slots.num_envs
+        min_steps = self._settings.fragment_length * self._envs.slots.num_envs
         while sum(i.agent_steps() if by_agent else i.env_steps() for i in items) < min_steps:
             items.append(sampler.get_data())
         self._episodes_ready = []

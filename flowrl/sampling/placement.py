@@ -6,6 +6,7 @@ import math
 import time
 from typing import Any, NamedTuple
 
+from flowrl.sampling.worker_config import WorkerConfig
 from flowrl.settings import ConfigError
 
 RESERVE_TIMEOUT_S = 60.0
@@ -34,11 +35,11 @@ class Placement:
         config: settings of the set, as named above.
     """
 
-    def __init__(self, config: Any):
-        self.num_cpus = config.get("num_cpus_per_worker", 1.0)
-        self.num_gpus = config.get("num_gpus_per_worker", 0.0)
-        self.custom = dict(config.get("custom_resources_per_worker") or {})
-        self.strategy = config.get("placement_strategy")
+    def __init__(self, config: WorkerConfig):
+        self.num_cpus = config.num_cpus_per_worker
+        self.num_gpus = config.num_gpus_per_worker
+        self.custom = dict(config.custom_resources_per_worker)
+        self.strategy = config.placement_strategy
         self._reservations: list[_Reservation] = []
 
     def reserve(self, first: int, count: int) -> None:

@@ -13,49 +13,16 @@ from flowrl.envs.multi_agent_vector_env import MultiAgentVectorEnv
 from flowrl.policies.config import PolicyConfig
 from flowrl.policies.policy import Policy
 from flowrl.policies.policy_spec import PolicyMapping, PolicySpec
+from flowrl.sampling.worker_config import WORKER_SETTINGS
 from flowrl.seeding import derive_seed
+from flowrl.setting_aliases import canonical_names
 from flowrl.settings import ConfigError
-
-# settings in a plain mapping that configure the worker or the set, not a policy
-WORKER_SETTINGS = {
-    "address",
-    "batch_mode",
-    "callbacks_class",
-    "collect_infos",
-    "count_steps_by",
-    "custom_resources_per_worker",
-    "delay_between_worker_restarts_s",
-    "env_config",
-    "horizon",
-    "max_num_env_restarts",
-    "max_num_worker_restarts",
-    "multiagent",
-    "no_done_at_end",
-    "num_cpus_per_worker",
-    "num_envs_per_worker",
-    "num_gpus_per_worker",
-    "num_threads_per_process",
-    "num_workers",
-    "on_invalid_step",
-    "placement_strategy",
-    "policies",
-    "policies_to_train",
-    "policy_mapping_fn",
-    "recreate_failed_workers",
-    "rollout_fragment_length",
-    "sample_async",
-    "sample_collector",
-    "sample_timeout_s",
-    "soft_horizon",
-    "train_batch_size",
-    "vectorization_mode",
-}
 
 
 def build_policy_map(
     specs: Mapping[str, PolicySpec],
     default_class: type[Policy] | None,
-    config: Any,
+    config: Mapping[str, Any] | PolicyConfig,
     envs: MultiAgentVectorEnv,
     mapping: PolicyMapping,
 ) -> dict[str, Policy]:
@@ -122,7 +89,9 @@ def policy_class_and_config(
     overrides = {} if spec.config is None else spec.config
     if not isinstance(overrides, (Mapping, PolicyConfig)):
         raise ConfigError(f"policies: config of {policy_id!r} must be a mapping, got {overrides!r}")
-    foreign = sorted(set(overrides) & WORKER_SETTINGS) if isinstance(overrides, Mapping) else []
+    foreign = []
+    if isinstance(overrides, Mapping):
+        foreign = sorted(set(overrides) & {*WORKER_SETTINGS, "multiagent"})
     if foreign:
         raise ConfigError(
             f"policies: {foreign[0]!r} in the config of {policy_id!r} is a setting of the run, not "
@@ -156,4 +125,8 @@ def _policy_settings(policy_class: type[Policy], config: Any) -> dict[str, Any]:
     known = policy_class.config_class.model_fields
     if isinstance(config, PolicyConfig):
         return dict(policy_class.config_from(config).chosen())
-    return {k: v for k, v in config.items() if k in known or k not in WORKER_SETTINGS}
+    return {
+        name: value
+        for name, value in canonical_names(dict(config)).items()
+        if name in known or name not in {*WORKER_SETTINGS, "multiagent"}
+    }

@@ -17,7 +17,6 @@ from flowrl.policies.policy import Policy
 from flowrl.policies.policy_spec import (
     PolicyMapping,
     is_policy_to_train,
-    multi_agent_settings,
     specs_of,
 )
 from flowrl.sampling.callbacks import DefaultCallbacks, call, overrides
@@ -27,7 +26,7 @@ from flowrl.sampling.fragment_sampler import FragmentSampler
 from flowrl.sampling.ids import IdCounter, first_id
 from flowrl.sampling.policy_map import build_policy_map
 from flowrl.sampling.sampler import SamplerInput
-from flowrl.sampling.sampling_settings import SamplingSettings
+from flowrl.sampling.worker_config import WorkerConfig
 from flowrl.seeding import derive_seed, random_stream
 from flowrl.threads import limit_threads
 
@@ -46,10 +45,8 @@ class RolloutWorker:
             or an environment id.
         policy_spec: class of the policies whose spec names none (see the setting `policies`), or a
             mapping from policy id to PolicySpec.
-        policy_config: settings, a mapping or a record. Of an algorithm's settings the worker reads
-            `rollout_fragment_length` (200 if absent or "auto"), `num_envs_per_worker`,
-            `env_config`, `seed`, `batch_mode`, `horizon`, `callbacks_class`, `policy_mapping_fn`
-            and the other sampling settings.
+        policy_config: settings of the worker (see WorkerConfig) and of its policies, a mapping or a
+            record. A `rollout_fragment_length` of "auto" means 200.
         worker_index: 0 in process, 1 ... num_workers on actors.
         num_workers: number of workers on actors.
         fragment_length: env steps of each environment per `sample()`; overrides the settings.
@@ -77,35 +74,31 @@ class RolloutWorker:
         fragment_length: int | None = None,
         restart_count: int = 0,
     ):
-        config = policy_config if policy_config is not None else {}
-        limit_threads(config.get("num_threads_per_process", 1))
+        config = WorkerConfig.of(policy_config)
+        if fragment_length is not None:
+            config = config.updated(rollout_fragment_length=fragment_length)
         self.config = config
+        limit_threads(config.num_threads_per_process)
         self.worker_index = worker_index
         self.restart_count = restart_count
         self._num_workers = num_workers
-        self._seed = config.get("seed")
+        self._seed = config.seed
         if restart_count:
             self._seed = derive_seed(self._seed, "incarnation", restart_count)
-        self._multi_agent = multi_agent_settings(config)
-        settings = SamplingSettings.from_config(
-            config, fragment_length, self._multi_agent["count_steps_by"]
-        )
-        self.no_done_at_end = settings.no_done_at_end
-        self.callbacks: DefaultCallbacks = (config.get("callbacks_class") or DefaultCallbacks)()
+        self.no_done_at_end = config.no_done_at_end
+        self.callbacks: DefaultCallbacks = (config.callbacks_class or DefaultCallbacks)()
         self._envs = WorkerEnvironments(
-            env_creator, config, settings, worker_index, num_workers, self._seed,
-            self._on_env_created,
-        )  # fmt: skip
+            env_creator, config, worker_index, num_workers, self._seed, self._on_env_created
+        )
         self.possible_agents = self._envs.slots.possible_agents
-        self.policy_map = self._build_policies(policy_spec)
+        self.policy_map = self._build_policies(policy_spec, policy_config or {})
         self._seed_policies()
-        mapping_fn = self._multi_agent["policy_mapping_fn"]
-        self.policy_for = PolicyMapping(mapping_fn, list(self.policy_map), self)
+        self.policy_for = PolicyMapping(config.policy_mapping_fn, list(self.policy_map), self)
         single = self._envs.stepper is not None and list(self.policy_map) == [DEFAULT_POLICY_ID]
         self.is_multi_agent = not single
         self.lock = threading.RLock()
         ids = first_id(worker_index, restart_count)
-        self._sampling = FragmentSampler(self, self._envs, settings, ids)
+        self._sampling = FragmentSampler(self, self._envs, config, ids)
         self._node = node_id() if worker_index else None
 
     # -- environments --------------------------------------------------------------------------
@@ -129,14 +122,14 @@ class RolloutWorker:
 
     # -- policies ------------------------------------------------------------------------------
 
-    def _build_policies(self, policy_spec: Any) -> dict[str, Policy]:
+    def _build_policies(self, policy_spec: Any, policy_config: Any) -> dict[str, Policy]:
         default_class = None
         if policy_spec is None or isinstance(policy_spec, type):
             default_class = policy_spec
-            policy_spec = self._multi_agent["policies"] or {DEFAULT_POLICY_ID: None}
+            policy_spec = self.config.policies or {DEFAULT_POLICY_ID: None}
         specs = specs_of(policy_spec)
-        mapping = PolicyMapping(self._multi_agent["policy_mapping_fn"], list(specs), self)
-        return build_policy_map(specs, default_class, self.config, self._envs.slots, mapping)
+        mapping = PolicyMapping(self.config.policy_mapping_fn, list(specs), self)
+        return build_policy_map(specs, default_class, policy_config, self._envs.slots, mapping)
 
     def _seed_policies(self) -> None:
         """Give each policy its place among the workers and a new random stream."""
@@ -161,7 +154,7 @@ class RolloutWorker:
 
     def is_policy_to_train(self, policy_id: str, batch: Any = None) -> bool:
         """Return whether a policy learns, by the setting `policies_to_train`."""
-        return is_policy_to_train(self._multi_agent["policies_to_train"], policy_id, batch)
+        return is_policy_to_train(self.config.policies_to_train, policy_id, batch)
 
     # -- sampling ------------------------------------------------------------------------------
 

@@ -34,8 +34,9 @@ from flowrl.sampling.episode import AgentRecord, EpisodeMetrics, MultiAgentEpiso
 from flowrl.sampling.ids import IdCounter
 from flowrl.sampling.list_collector import SimpleListCollector
 from flowrl.sampling.sample_collector import SampleCollector
-from flowrl.sampling.sampling_settings import TIMINGS, SamplingSettings
+from flowrl.sampling.sampler import TIMINGS
 from flowrl.sampling.sampling_worker import SamplingWorker
+from flowrl.sampling.worker_config import WorkerConfig
 from flowrl.settings import ConfigError
 
 log = logging.getLogger("flowrl")
@@ -78,7 +79,7 @@ class RowSampler:
         self,
         slots: MultiAgentVectorEnv,
         worker: CallbackWorker,
-        settings: SamplingSettings,
+        settings: WorkerConfig,
         first_id: int = 0,
     ):
         self.slots = slots
@@ -145,10 +146,10 @@ class RowSampler:
         settings, collector = self.settings, self._collectors[0]
         steps = 0
         if settings.count_steps_by == "env_steps":
-            for steps in range(settings.length):
+            for steps in range(settings.fragment_length):
                 self._advance(steps)
         else:
-            min_rows = settings.length * self.slots.num_envs
+            min_rows = settings.fragment_length * self.slots.num_envs
             while collector.total_agent_steps() < min_rows:
                 self._advance(steps)
                 steps += 1
@@ -200,7 +201,7 @@ class RowSampler:
             callbacks=self.worker.callbacks,
             worker=self.worker,
             multiple_episodes_in_batch=not self._complete,
-            rollout_fragment_length=settings.length,
+            rollout_fragment_length=settings.fragment_length,
             count_steps_by=settings.count_steps_by,
         )
         return collector
@@ -501,7 +502,7 @@ class RowSampler:
         if mode == "raise":
             raise error
         self._dropped[slot] += 1
-        if self._dropped[slot] > self.settings.max_env_restarts:
+        if self._dropped[slot] > self.settings.max_num_env_restarts:
             error.add_note(
                 f"{self._dropped[slot]} consecutive episodes of it were dropped for this"
             )

@@ -13,6 +13,8 @@ from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.sampling.episode import EpisodeMetrics
 
 Batch = SampleBatch | MultiAgentBatch
+# seconds in environments, action computation, storing of rows, postprocessing, and in total
+TIMINGS = ("env_step_s", "inference_s", "collection_s", "postprocess_s", "sample_s")
 
 
 class SampleResult(NamedTuple):

@@ -23,8 +23,8 @@ from flowrl.policies.policy import Policy
 from flowrl.sampling.placement import Placement
 from flowrl.sampling.rollout_pool import RolloutPool
 from flowrl.sampling.rollout_worker import RolloutWorker
-from flowrl.sampling.sampling_settings import DEFAULT_FRAGMENT_LENGTH
 from flowrl.sampling.weight_sync import WeightSync, load_weights
+from flowrl.sampling.worker_config import WorkerConfig
 from flowrl.settings import ConfigError
 
 T = TypeVar("T")
@@ -43,9 +43,8 @@ class WorkerSet:
         env_creator: function from an EnvContext to an environment, or an environment id.
         policy_class: class of the policies whose spec names none, or a mapping from policy id to
             PolicySpec.
-        config: settings of the policies, the workers and the set (see RolloutWorker). The set reads
-            `num_workers`, `address`, `train_batch_size`, the settings of failed workers, and those
-            of Placement.
+        config: settings of the set and its workers (see WorkerConfig) and of the policies, a
+            mapping or a record.
         num_workers: overrides the setting. With 0, the local worker samples and Ray is not used.
 
     Attributes:
@@ -69,10 +68,11 @@ class WorkerSet:
         config: Any = None,
         num_workers: int | None = None,
     ):
-        self.config = config if config is not None else {}
+        self.config = WorkerConfig.of(config)
+        self._policy_config = config
         self._creator = env_creator_for(env_creator)
         self._policy_class = policy_class
-        count = self.config.get("num_workers", 0) if num_workers is None else num_workers
+        count = self.config.num_workers if num_workers is None else num_workers
         if not isinstance(count, int) or count < 0:
             raise ConfigError(f"num_workers: must be an int >= 0, got {count!r}")
         self.num_workers = self._num_configured = count
@@ -99,15 +99,14 @@ class WorkerSet:
         With `rollout_fragment_length="auto"`, one round of all workers gives at least one train
         batch.
         """
-        length = self.config.get("rollout_fragment_length", DEFAULT_FRAGMENT_LENGTH)
-        if length != "auto":
-            return int(length)
-        envs = self.config.get("num_envs_per_worker", 1) * max(1, self._num_configured)
-        return math.ceil(self.config.get("train_batch_size", DEFAULT_FRAGMENT_LENGTH) / envs)
+        if self.config.rollout_fragment_length != "auto":
+            return self.config.rollout_fragment_length
+        envs = self.config.num_envs_per_worker * max(1, self._num_configured)
+        return math.ceil(self.config.train_batch_size / envs)
 
     def steps_per_fragment(self) -> int:
         """Return the env steps of one worker's fragment; whole episodes may give more."""
-        return self.fragment_length() * int(self.config.get("num_envs_per_worker", 1))
+        return self.fragment_length() * self.config.num_envs_per_worker
 
     # -- workers -------------------------------------------------------------------------------
 
@@ -115,7 +114,7 @@ class WorkerSet:
         return {
             "env_creator": self._creator,
             "policy_spec": self._policy_class,
-            "policy_config": self.config,
+            "policy_config": self._policy_config,
             "worker_index": worker_index,
             "num_workers": self.num_workers,
             "fragment_length": self.fragment_length(),
@@ -140,7 +139,7 @@ class WorkerSet:
         return self._remote
 
     def _start_ray(self) -> None:
-        address = self.config.get("address")
+        address = self.config.address
         cores = {} if address else {"num_cpus": max(os.cpu_count() or 1, self.num_workers)}
         try:
             self._owns_ray = self._owns_ray or start_ray(address, **cores)
@@ -387,14 +386,14 @@ class WorkerSet:
         """Return endless fragments: one shard per remote worker, or one of the local worker."""
         if self._pool is None:
             if self.num_workers:
-                self._pool = RolloutPool(self, self.config.get("recreate_failed_workers", True))
+                self._pool = RolloutPool(self, self.config.recreate_failed_workers)
             else:
                 self._pool = Pool(lambda: [self.local_worker()], 1)
         shards = [Shard(self._pool, index, followed=True) for index in range(len(self._pool))]
         recovery = Recovery(
-            timeout_s=self.config.get("sample_timeout_s"),
-            max_restarts=self.config.get("max_num_worker_restarts", 1000),
-            backoff_s=self.config.get("delay_between_worker_restarts_s", 0.1),
+            timeout_s=self.config.sample_timeout_s,
+            max_restarts=self.config.max_num_worker_restarts,
+            backoff_s=self.config.delay_between_worker_restarts_s,
         )
         return ParallelIterator(shards, f"rollouts[workers={self.num_workers}]", recovery)
 

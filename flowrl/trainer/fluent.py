@@ -7,7 +7,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Self
 
-from flowrl.policies.config import ModelConfig, PolicyConfig
+from flowrl.policies.config import ModelConfig
+from flowrl.sampling.worker_config import WorkerConfig
 from flowrl.setting_aliases import canonical_names
 from flowrl.settings import ConfigError, nearest
 
@@ -18,7 +19,7 @@ def _group(method: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-class FluentSettings(PolicyConfig):
+class FluentSettings(WorkerConfig):
     """Settings with a method for each group.
 
     Each class gets its own version of the methods, whose signature and docstring list its settings.

@@ -112,7 +112,7 @@ def test_wrong_usage(cli, tmp_path, arguments, message):
         (["train", "bc", "--input_", "nowhere"], "nowhere: the setting `output` of a run that"),
         (["train", "dqn", "--env", "Pendulum-v1"], "DQN is for Discrete actions"),
         (["train", "rainbow", "--num-replay-shards", "3"], "whose buffer is on actors"),
-        (["train", "ppo", "--output", "s3://a/b"], "output: a folder of this machine"),
+        (["train", "ppo", "--output", "s3://a/b"], "output: must be a folder"),
         (["train", "ppo", "--output", "/dev/null/x"], "output: /dev/null/x cannot be written"),
     ],
 )
@@ -128,8 +128,8 @@ def test_invalid_settings_are_rejected_before_the_run(cli, tmp_path, command, me
     [
         ({"env_config": {"nope": 1}}, "evaluation_config: cannot create its environment"),
         ({"env": "MountainCar-v0"}, "evaluation_config: its environment has the observation_space"),
-        ({"model": {"fcnet_hiddens": [8]}}, "it takes no 'model'"),
-        ({"num_workers": 2}, "it takes no 'num_workers'"),
+        ({"model": {"fcnet_hiddens": [8]}}, "do not use the setting 'model'"),
+        ({"num_workers": 2}, "do not use the setting 'num_workers'"),
     ],
 )
 def test_invalid_evaluation_config_is_rejected_before_the_run(

@@ -542,13 +542,13 @@ def test_step_with_four_values_raises(collector):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_envs_per_worker": 0}, "num_envs_per_worker: must be an int >= 1"),
-        ({"num_envs_per_worker": True}, "num_envs_per_worker"),
+        ({"num_envs_per_worker": 0}, "num_envs_per_worker: input should be greater"),
+        ({"num_envs_per_worker": 2.5}, "num_envs_per_worker"),
         ({"rollout_fragment_length": "x"}, "rollout_fragment_length"),
         ({"seed": -1}, "seed"),
-        ({"no_done_at_end": "no"}, "no_done_at_end: must be True or False"),
-        ({"sample_async": "false"}, "sample_async"),
-        ({"env_config": 5}, "env_config: must be a mapping"),
+        ({"no_done_at_end": "never"}, "no_done_at_end: input should be a valid boolean"),
+        ({"sample_async": "ahead"}, "sample_async"),
+        ({"env_config": 5}, "env_config: input should be a valid dict"),
         ({"callbacks_class": 5}, "callbacks_class"),
     ],
 )

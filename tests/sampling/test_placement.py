@@ -6,6 +6,7 @@ from flowrl.algorithms.a2c import A2CConfig
 from flowrl.policies import ConfigError
 from flowrl.sampling import placement
 from flowrl.sampling.placement import Placement
+from flowrl.sampling.worker_config import WorkerConfig
 
 
 def groups(ray):
@@ -154,7 +155,7 @@ def test_invalid_settings_raise(settings):
 
 
 def test_cpus_are_shared_if_scarce(ray_session):
-    placement_of_eight = Placement({"num_cpus_per_worker": 1.0})
+    placement_of_eight = Placement(WorkerConfig(num_cpus_per_worker=1.0))
     placement_of_eight.reserve(0, 8)
     assert placement_of_eight.options(7)["num_cpus"] == 0.5
-    assert Placement({}).num_cpus == 1.0
+    assert Placement(WorkerConfig()).num_cpus == 1.0

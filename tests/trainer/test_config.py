@@ -60,7 +60,7 @@ def test_new_setting_is_declared_once_and_found_everywhere(capsys):
     evaluation = config.updated(evaluation_config={"new_setting": 9})
     evaluation.check()
     assert evaluation_settings(evaluation).new_setting == 9
-    with pytest.raises(ConfigError, match="it takes no 'train_batch_size'"):
+    with pytest.raises(ConfigError, match="evaluations do not use the setting"):
         config.updated(evaluation_config={"train_batch_size": 9}).check()
 
     with config.build() as algorithm:
@@ -267,7 +267,7 @@ BAD = [
     (DQNConfig, {"replay_buffer_capacity": 10}, "is less than train_batch_size=32"),
     (DQNConfig, {"prioritized_replay": False, "prioritized_replay_alpha": 0.3}, "needs priori"),
     (DQNConfig, {"replay_mode": "lockstep"}, "draws uniformly"),
-    (PPOConfig, {"evaluation_parallel_to_training": True}, "needs workers to evaluate"),
+    (PPOConfig, {"evaluation_parallel_to_training": True}, "needs evaluation workers"),
     (PPOConfig, {"checkpoint_score_order": "min"}, "needs a checkpoint_score_attribute"),
     (PPOConfig, {"checkpoint_score_attribute": "scor"}, "no result has a metric 'scor'"),
     (PPOConfig, {"policies": {}}, "policies: there must be at least one"),
@@ -276,8 +276,8 @@ BAD = [
     (PPOConfig, {"policies": {"a", "b"}}, "policy_mapping_fn: with the policies"),
     (PPOConfig, {"policy_mapping_fn": "main"}, "policy_mapping_fn"),
     (PPOConfig, {"policies_to_train": ["x"]}, "there is no policy 'x'"),
-    (PPOConfig, {"callbacks_class": dict}, "callbacks_class: a subclass"),
-    (PPOConfig, {"sample_collector": dict}, "sample_collector: a subclass"),
+    (PPOConfig, {"callbacks_class": dict}, "callbacks_class: must be a subclass"),
+    (PPOConfig, {"sample_collector": dict}, "sample_collector: must be a subclass"),
     (PPOConfig, {"plan": "pppo"}, "unknown plan 'pppo'. Did you mean 'ppo'"),
     (PPOConfig, {"plan": "nowhere.py"}, "there is no file 'nowhere.py'"),
     (PPOConfig, {"plan": None}, "plan: no execution plan is set"),
@@ -308,7 +308,7 @@ def test_specs_in_a_config_survive_a_dict():
     config = A2CConfig(env=E, policies={"a": PolicySpec(config={"lr": 0.1})})
     again = A2CConfig.from_dict(config.to_dict())
     assert again.for_policy("a").lr == 0.1
-    with pytest.raises(ConfigError, match="a mapping is needed"):
+    with pytest.raises(ConfigError, match="must be a mapping"):
         A2CConfig.from_dict([1])
 
 

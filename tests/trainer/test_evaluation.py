@@ -135,8 +135,8 @@ def test_error_in_an_evaluation_is_raised(ray_session):
         ({"evaluation_config": {"envv": 1}}, "evaluation_config: unknown setting 'envv'"),
         ({"evaluation_config": {"env": "CartPol-v1"}}, "evaluation_config: env"),
         ({"evaluation_config": {"horizon": 0}}, "evaluation_config: horizon"),
-        ({"evaluation_config": {"explore": 3}}, "explore is True or False"),
-        ({"evaluation_parallel_to_training": True}, "needs workers to evaluate"),
+        ({"evaluation_config": {"explore": 3}}, "explore must be True or False"),
+        ({"evaluation_parallel_to_training": True}, "needs evaluation workers"),
         (
             {"evaluation_parallel_to_training": True, "evaluation_num_workers": 1},
             "needs an evaluation_interval",

@@ -175,9 +175,7 @@ class _AdamPart:
         self.mean = torch.zeros_like(self.vector)
         self.square = torch.zeros_like(self.vector)
         self.steps = 0
-        self.count = torch.zeros(
-            (), device=self.vector.device
-        )  # steps, for the fused kernel
+        self.count = torch.zeros((), device=self.vector.device)  # steps, for the fused kernel
 
     def step(self, group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]

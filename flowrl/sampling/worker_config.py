@@ -1,0 +1,196 @@
+"""WorkerConfig: the settings that rollout workers and the WorkerSet read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import SkipValidation, model_validator
+
+from flowrl.data import DEFAULT_POLICY_ID
+from flowrl.envs.validation import OnInvalidStep
+from flowrl.policies.config import PolicyConfig
+from flowrl.policies.policy_spec import specs_of
+from flowrl.sampling.callbacks import DefaultCallbacks
+from flowrl.sampling.sample_collector import SampleCollector
+from flowrl.setting_aliases import canonical_names
+from flowrl.settings import ConfigError, Count, NotNegative, Positive, nearest, setting
+
+DEFAULT_FRAGMENT_LENGTH = 200
+MULTIAGENT_KEYS = ("policies", "policy_mapping_fn", "policies_to_train", "count_steps_by")
+
+
+class WorkerConfig(PolicyConfig):
+    """Settings of workers, and the default settings of their policies."""
+
+    num_workers: int = setting(0, group="rollouts", ge=0)
+    """Number of workers on Ray actors; 0 samples in this process, without Ray."""
+    num_envs_per_worker: Count = setting(1, group="rollouts", in_evaluation=True)
+    """Number of environments that each worker steps together."""
+
+    env_config: dict[str, Any] = setting({}, group="environment", in_evaluation=True)
+    """Passed to the environment's creator; keyword arguments of an id or a class."""
+    vectorization_mode: Literal["flowrl", "sync", "async", "vector_entry_point", "envpool"] = (
+        setting("flowrl", group="environment", in_evaluation=True)
+    )
+    """How a worker steps several environments: by flowrl, by gymnasium, or by EnvPool."""
+
+    rollout_fragment_length: Count | Literal["auto"] = setting("auto", group="rollouts")
+    """Env steps of each environment per fragment; "auto" makes one round of all workers one
+    train batch."""
+    batch_mode: Literal["truncate_episodes", "complete_episodes"] = setting(
+        "truncate_episodes", group="rollouts"
+    )
+    """Sample fragments of an exact length, which may start and end within episodes; or whole
+    episodes of at least that total length."""
+    train_batch_size: Count = 4000
+    """Env steps per train batch, at least."""
+    count_steps_by: Literal["env_steps", "agent_steps"] = setting("env_steps", group="multi_agent")
+    """Unit of the train batch size, and of the fragment length with several agents."""
+    horizon: Count | None = setting(None, group="rollouts", in_evaluation=True)
+    """Env steps after which an episode is truncated; replaces the environment's own limit."""
+    soft_horizon: bool = setting(False, group="rollouts")
+    """Start a new episode at the horizon without resetting the environment: no flag is set, and
+    recurrent states and views continue."""
+    no_done_at_end: bool = setting(False, group="rollouts")
+    """Do not mark the ends of episodes, so that values are bootstrapped there; environments are
+    reset as usual."""
+    sample_async: bool = setting(False, group="rollouts")
+    """Sample ahead in a thread of the worker, up to two fragments."""
+    sample_collector: Annotated[type | None, SkipValidation] = setting(None, group="rollouts")
+    """A custom SampleCollector class, which collects row by row; None uses flowrl's."""
+    on_invalid_step: OnInvalidStep = setting("raise", group="rollouts", in_evaluation=True)
+    """What to do with observations and rewards that are not finite or outside their space:
+    raise an error; drop the episode's rows of this fragment and recreate the environment; or
+    replace non-finite numbers by 0 and clip the others to the space."""
+    collect_infos: bool = setting(False, group="rollouts")
+    """Store the environments' infos in the column `infos`."""
+    explore: bool = setting(True, group="exploration", in_evaluation=True)
+    """Whether workers explore while sampling; if False, they take the best actions."""
+
+    policies: Annotated[Any, SkipValidation] = setting(None, group="multi_agent")
+    """Policy id -> PolicySpec, or a collection of ids; None for one default policy."""
+    policy_mapping_fn: Annotated[Callable[..., str] | None, SkipValidation] = setting(
+        None, group="multi_agent", in_evaluation=True
+    )
+    """fn(agent_id, episode, worker, **kwargs) -> policy id, called once per agent and
+    episode."""
+    policies_to_train: Annotated[Any, SkipValidation] = setting(None, group="multi_agent")
+    """Ids of the policies that learn, or fn(policy_id, batch) -> bool; None for all."""
+    callbacks_class: Annotated[type | None, SkipValidation] = setting(None, group="callbacks")
+    """A subclass of DefaultCallbacks."""
+
+    output: str | None = setting(None, group="offline_data")
+    """Folder where sampled experience is written as Parquet files."""
+    output_rows_per_file: Count = setting(50_000, group="offline_data")
+    """Rows of one policy per file; the last file may have fewer."""
+
+    num_cpus_per_worker: NotNegative = setting(1.0, group="resources")
+    """CPUs that Ray reserves per worker; fewer if the cluster has fewer."""
+    num_gpus_per_worker: NotNegative = setting(0.0, group="resources")
+    """GPUs, or fractions of one, that Ray reserves per worker."""
+    custom_resources_per_worker: dict[str, Positive] = setting({}, group="resources")
+    """Custom cluster resources that each worker takes: name -> amount."""
+    placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] | None = setting(
+        None, group="resources"
+    )
+    """Reserve resources for all workers together, on few nodes or on many (see Ray's placement
+    groups). None places each worker wherever there is room."""
+    num_threads_per_process: Count | None = setting(1, group="resources")
+    """Threads of torch and of numpy's BLAS in this process and on each worker, limited when the
+    algorithm or the worker is built. None changes nothing."""
+    address: str | None = setting(None, group="resources")
+    """Address of a running Ray cluster ("auto" finds it); None starts Ray on this machine."""
+
+    recreate_failed_workers: bool = setting(True, group="fault_tolerance")
+    """Replace workers whose process died or hangs; if False, the run raises one error and can
+    continue with the other workers."""
+    max_num_env_restarts: int = setting(5, group="fault_tolerance", in_evaluation=True, ge=0)
+    """Consecutive failures of one environment after which its error stops the run."""
+    max_num_worker_restarts: int = setting(1000, group="fault_tolerance", ge=0)
+    """Restarts of one worker, after which it counts as failed."""
+    delay_between_worker_restarts_s: NotNegative = setting(0.1, group="fault_tolerance")
+    """Seconds before a dead worker is replaced; doubles with each consecutive death, up to
+    30."""
+    sample_timeout_s: Positive | None = setting(None, group="fault_tolerance")
+    """Seconds without a fragment after which a worker counts as hanging and is replaced."""
+
+    @property
+    def fragment_length(self) -> int:
+        """`rollout_fragment_length` as an int; 200 for "auto"."""
+        length = self.rollout_fragment_length
+        return DEFAULT_FRAGMENT_LENGTH if length == "auto" else length
+
+    @classmethod
+    def of(cls, config: Any) -> WorkerConfig:
+        """Return the settings that workers read in a config.
+
+        Args:
+            config: a WorkerConfig, which is returned as it is; another record or a mapping, which
+                may also have settings of policies; None for the defaults. In a mapping,
+                `rollout_fragment_length` is 200 by default.
+
+        Raises:
+            ConfigError: a setting has a wrong type or value.
+        """
+        if isinstance(config, WorkerConfig):
+            return config
+        if isinstance(config, PolicyConfig):
+            return cls(seed=config.seed, rollout_fragment_length=DEFAULT_FRAGMENT_LENGTH)
+        values = _flattened(canonical_names(dict(config or {})))
+        known = {k: v for k, v in values.items() if k in WORKER_SETTINGS or k == "seed"}
+        return cls(**{"rollout_fragment_length": DEFAULT_FRAGMENT_LENGTH, **known})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rename(cls, values: Any) -> Any:
+        """Accept aliases, and multi-agent settings that are nested under "multiagent"."""
+        if not isinstance(values, dict):
+            return values
+        values = canonical_names(values)
+        if not values.pop("_use_trajectory_view_api", True):
+            raise ValueError("_use_trajectory_view_api: must be True, the only supported value")
+        return _flattened(values)
+
+    @model_validator(mode="after")
+    def _check_worker_settings(self) -> Self:
+        if self.soft_horizon and self.horizon is None:
+            raise ValueError("soft_horizon needs a horizon: .rollouts(horizon=…)")
+        for name, base in (
+            ("sample_collector", SampleCollector),
+            ("callbacks_class", DefaultCallbacks),
+        ):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, type) and issubclass(value, base)):
+                raise ValueError(f"{name}: must be a subclass of {base.__name__}, got {value!r}")
+        policies = {DEFAULT_POLICY_ID: None} if self.policies is None else self.policies
+        ids = list(specs_of(policies))
+        to_train = self.policies_to_train
+        if to_train is not None and not callable(to_train):
+            if isinstance(to_train, str) or not hasattr(to_train, "__iter__"):
+                raise ValueError(
+                    "policies_to_train: must be a collection of policy ids or a function, got "
+                    f"{to_train!r}"
+                )
+            to_train = vars(self)["policies_to_train"] = list(to_train)
+            unknown = [policy_id for policy_id in to_train if policy_id not in ids]
+            if unknown:
+                raise ValueError(
+                    f"policies_to_train: there is no policy {unknown[0]!r}, only {ids}"
+                )
+        return self
+
+
+WORKER_SETTINGS = frozenset(WorkerConfig.model_fields) - frozenset(PolicyConfig.model_fields)
+"""Names of the settings that configure workers and not policies."""
+
+
+def _flattened(values: dict[str, Any]) -> dict[str, Any]:
+    """Return settings with the entries of "multiagent" at the top level."""
+    nested = values.get("multiagent") or {}
+    unknown = sorted(set(nested) - set(MULTIAGENT_KEYS))
+    if unknown:
+        hint = nearest(unknown[0], list(MULTIAGENT_KEYS))
+        raise ConfigError(f"multiagent: unknown setting {unknown[0]!r}.{hint}")
+    values = {name: value for name, value in values.items() if name != "multiagent"}
+    return values | {name: value for name, value in nested.items() if value is not None}
