@@ -93,7 +93,7 @@ class AlgorithmTrainable(tune.Trainable):
         path = os.path.join(str(checkpoint), "algorithm")
         self._algorithm.restore(path)
         if read_manifest(path).get("trial") != self.trial_id:
-            self._algorithm.forget_trackers()
+            self._algorithm.start_new_logger_runs()
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         """Build another algorithm in the same process (`reuse_actors`)."""

@@ -119,3 +119,16 @@ def unpack_actions(runs: list[Any]) -> list[Any]:
         ]
         actions += [optree.tree_unflatten(treespec, row) for row in zip(*values, strict=True)]
     return actions
+
+
+def check_vector_env_state(state: dict[str, Any] | None) -> None:
+    """Raise KeyError if a state of environments that step together lacks an entry.
+
+    Args:
+        state: of RestartingEnvs, of a gymnasium VectorEnv ("num_restores"), or None.
+    """
+    if state is None or "num_restores" in state:
+        return
+    for key in ("resets", "action_logs", "env_states"):
+        if key not in state:
+            raise KeyError(key)

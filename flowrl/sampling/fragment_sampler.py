@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flowrl.data import DEFAULT_POLICY_ID, MultiAgentBatch, SampleBatch
+from flowrl.envs.env_state import check_vector_env_state
 from flowrl.sampling.callbacks import EPISODE_EVENTS, overrides
 from flowrl.sampling.column_shipping import ColumnShipping
 from flowrl.sampling.columnar import ColumnarCollector
@@ -245,7 +246,6 @@ def _check_state(state: Mapping[str, Any], num_envs: int, samples_rows: bool) ->
             f"the state was sampled {kinds[state['samples_rows']]}, this worker samples "
             f"{kinds[samples_rows]}"
         )
-    needed = {"action_logs", "env_states"}
-    envs = (state["source"].get("open") or {}).get("envs") or needed
-    if "num_restores" not in envs and not needed <= set(envs):
-        raise KeyError("action_logs")
+    running = state["source"].get("open")
+    if running is not None:
+        check_vector_env_state(running["envs"])

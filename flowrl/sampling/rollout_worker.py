@@ -306,6 +306,16 @@ class RolloutWorker:
             policies = {pid: policy.acting_state_dict() for pid, policy in self.policy_map.items()}
             return {**self._sampling.state_dict(), "policies": policies}
 
+    @staticmethod
+    def env_steps_in(state: dict[str, Any]) -> int:
+        """Return the env steps that `sample()` had returned in a sampling state."""
+        return int(state["returned_steps"][0])
+
+    @staticmethod
+    def versions_in(state: dict[str, Any]) -> dict[str, int]:
+        """Return the versions of the policies in a sampling state, by policy id."""
+        return {policy_id: policy["version"] for policy_id, policy in state["policies"].items()}
+
     def load_sampling_state_dict(self, state: dict[str, Any]) -> int:
         """Load the result of `sampling_state_dict`.
 

@@ -313,6 +313,13 @@ class WorkerSet:
             "env_steps_of_removed_workers": self.env_steps_of_removed_workers,
         }
 
+    @staticmethod
+    def env_steps_in(state: dict[str, Any]) -> int:
+        """Return the env steps that all workers of a state have returned, past ones included."""
+        workers = state["remote"] or [state["local"]]
+        returned = [RolloutWorker.env_steps_in(worker) for worker in workers if worker is not None]
+        return sum(returned) + int(state["env_steps_of_removed_workers"])
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the result of `state_dict`; the local policies must be loaded already.
 
@@ -360,10 +367,8 @@ class WorkerSet:
                 refs.append(worker.apply.remote(_restart))
                 continue
             payload = self.weights_for(index)
-            if {pid: own["version"] for pid, own in state["policies"].items()} != versions:
-                self.weight_sync.forget(
-                    index
-                )  # outdated: its next request carries the newest weights
+            if RolloutWorker.versions_in(state) != versions:
+                self.weight_sync.forget(index)  # its next request carries the newest weights
             refs.append(worker.apply.remote(_resume, payload, state))
         restarted = sum(ray.get(refs))
         self._loaded = None

@@ -1,63 +1,45 @@
-"""Algorithm: the workers, the plan that drives them, and one result at a time."""
+"""Algorithm: trains policies by pulling results from an execution plan."""
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 import logging
 import time
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar
 
-import gymnasium
 import numpy as np
 import optree
-import torch
 from gymnasium import spaces
 
-import flowrl
-from flowrl.data import DEFAULT_POLICY_ID
-from flowrl.data.checkpoint import (
-    CheckpointError,
-    read_checkpoint,
-    write_checkpoint,
-)
-from flowrl.iter import LocalIterator
-from flowrl.iter.gather import Gather
+from flowrl.data.checkpoint import CheckpointError, read_checkpoint, write_checkpoint
 from flowrl.iter.stage import walk
 from flowrl.ops import (
     ResultDict,
     StandardMetricsReporting,
     TrainingSteps,
-    UpdateTargetNetwork,
     synchronous_parallel_sample,
     train_one_step,
 )
-from flowrl.ops.report import operators_of, training_operators
-from flowrl.policies.checkpoint_loading import describe_policy
-from flowrl.policies.json_codec import config_to_json
 from flowrl.policies.policy import Policy
-from flowrl.policies.policy_spec import specs_of
 from flowrl.sampling.callbacks import call
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.settings import ConfigError
 from flowrl.threads import limit_threads
 from flowrl.trainer.checkpoint_loading import algorithm_from_checkpoint
-from flowrl.trainer.config import AlgorithmConfig
-from flowrl.trainer.evaluation import (
-    EvaluationWorkers,
-    check_evaluation_env,
-    evaluate_policies,
-    evaluation_settings,
-    recorder_for,
-    summarize_episodes,
+from flowrl.trainer.checkpoint_saving import (
+    load_sampling_state,
+    loading_errors,
+    manifest_of,
+    sampling_state_of,
 )
+from flowrl.trainer.config import AlgorithmConfig
+from flowrl.trainer.evaluation import check_evaluation_env
+from flowrl.trainer.evaluator import Evaluator
 from flowrl.trainer.loggers import ResultLoggers
-from flowrl.trainer.plan_files import PLAN_MODULE, load_plan, modules_of, plan_path
-from flowrl.trainer.video import VideoRecorder
+from flowrl.trainer.plan_building import Plan, PlanBuilder
+from flowrl.trainer.plan_files import PLAN_MODULE
 
 log = logging.getLogger("flowrl")
 
@@ -65,20 +47,24 @@ log = logging.getLogger("flowrl")
 class Algorithm:
     """Trains by pulling results from an execution plan.
 
-    A subclass names its `policy_class` and `config_class`. The plan is the file that `config.plan`
-    names; a static `execution_plan(workers, config)` of the subclass; or the subclass' own
-    `training_step`, called again and again (that of this class, where nothing else is given).
+    A subclass sets `policy_class` and `config_class`. The plan is, in this order: the subclass's
+    static method `execution_plan(workers, config)`, its method `training_step`, the file of the
+    setting `plan`, or the `training_step` of this class.
 
     Args:
         config: settings; a mapping is merged over the defaults.
 
     Attributes:
+        config: the settings; they cannot be changed.
         workers: the WorkerSet.
-        iteration: results so far.
-        last_result: the newest one.
+        iteration: number of results so far.
+        last_result: the latest result, or None.
+
+    Raises:
+        ConfigError: the settings are invalid, or there is no plan.
     """
 
-    policy_class: ClassVar[type[Policy] | None] = None  # None: every policy has its own
+    policy_class: ClassVar[type[Policy] | None] = None  # None: each PolicySpec has its own
     config_class: ClassVar[type[AlgorithmConfig]] = AlgorithmConfig
     execution_plan: ClassVar[Any] = None
 
@@ -88,7 +74,7 @@ class Algorithm:
                 self.config_class.model_fields
             ):
                 raise ConfigError(
-                    f"{type(self).__name__} takes a {self.config_class.__name__}, got a "
+                    f"{type(self).__name__} needs a {self.config_class.__name__}, got a "
                     f"{type(config).__name__}"
                 )
             config = self.config_class(**dict(config.items()))
@@ -96,56 +82,43 @@ class Algorithm:
         self.config = config = config.frozen()
         limit_threads(config.num_threads_per_process)
         self.iteration = 0
-        self._time_total_s = 0.0
-        self._save_s = 0.0
         self.last_result: dict[str, Any] | None = None
-        self._plan: LocalIterator[dict[str, Any]] | None = None
-        self._evaluation: EvaluationWorkers | None = None
-        self._trackers = ResultLoggers(config)
+        self._time_total_s = 0.0
+        self._save_s = 0.0  # spent on checkpoints since the last result
+        self._plan: Plan | None = None
+        self._loggers = ResultLoggers(config)
+        self._warned_about_left_out = False
         self._stopped = False
         self.setup(config)
 
     def setup(self, config: AlgorithmConfig) -> None:
-        """Make the WorkerSet (it starts nothing yet) and find the plan."""
+        """Create the WorkerSet, which starts no worker yet, and find the plan."""
         self.workers = WorkerSet(config.env_or_spaces(), self.policy_class, config)
-        self._module: Any = None  # of the plan, where it is a file
-        self._said_left_out = False
-        steps = type(self).training_step is not Algorithm.training_step
-        if steps and self.execution_plan is not None:
+        self._evaluator = Evaluator(config, self.workers, self.policy_class)
+        function, cls = self.execution_plan, type(self)
+        overrides_step = cls.training_step is not Algorithm.training_step
+        if overrides_step and function is not None:
             raise ConfigError(
-                f"{type(self).__name__} has both a training_step and an execution_plan: one of them"
+                f"{cls.__name__} has a training_step and an execution_plan: define only one"
             )
-        own = steps or self.execution_plan is not None
-        if not own and config.plan is None and not self._may_do_without(config):
+        # a config class whose plan is None by default uses the training_step of this class
+        needs_plan = type(config).model_fields["plan"].default is not None
+        if function is None and (overrides_step or (config.plan is None and not needs_plan)):
+            function = self._plan_of_steps
+        if function is None and config.plan is None:
             raise ConfigError("plan: no execution plan is set; shipped plans: `flowrl plans`")
-        if config.plan is not None and (not own or type(self).__module__.startswith(PLAN_MODULE)):
-            self._module = load_plan(config.plan)
-        if self.execution_plan is not None:
-            self._build_plan = self.execution_plan
-        elif own or self._module is None:
-            self._build_plan = self._plan_of_steps
-        else:
-            self._build_plan = self._module.execution_plan
-        if self._module is not None and config.num_workers:
-            import ray
-
-            for part in modules_of(self._module):
-                ray.cloudpickle.register_pickle_by_value(part)
-
-    @staticmethod
-    def _may_do_without(config: AlgorithmConfig) -> bool:
-        """Whether there is no plan and none is missing: this class has a step of its own."""
-        return config.plan is None and type(config).model_fields["plan"].default is None
+        in_plan_file = cls.__module__.startswith(PLAN_MODULE)
+        self._plan_builder = PlanBuilder(config, function, in_plan_file)
 
     def training_step(self) -> ResultDict:
-        """One round of sampling and learning: override it to write an algorithm.
+        """Sample and learn once; override this method to write an algorithm without a plan.
 
-        This one is plain policy gradients': rollouts of all workers until there are
-        `train_batch_size` env steps, one training on them, new weights for the workers. Called at
-        each `train()`, again until `min_sample_timesteps_per_iteration` and the like hold.
+        The default is a policy gradient step: it samples `train_batch_size` steps with all workers,
+        trains on them, and sends the new weights to the workers. `train()` repeats it until the
+        minimum steps and seconds of an iteration have passed.
 
         Returns:
-            policy id -> {"learner_stats": …, "num_agent_steps_trained": n}; anything else in it is
+            policy id -> {"learner_stats": …, "num_agent_steps_trained": n}; other entries are
             reported in `info`.
         """
         by_agent = self.config.count_steps_by == "agent_steps"
@@ -161,97 +134,67 @@ class Algorithm:
         return StandardMetricsReporting(TrainingSteps(self), workers, config)
 
     @property
-    def plan(self) -> LocalIterator[dict[str, Any]]:
-        """The execution plan, built when first asked for."""
+    def plan(self) -> Plan:
+        """The execution plan; built on the first access."""
         if self._plan is None:
-            self._plan = self._new_plan()
+            self._plan = self._plan_builder.build(self.workers, self.policy_class)
         return self._plan
 
-    def _new_plan(self) -> LocalIterator[dict[str, Any]]:
-        own: AlgorithmConfig = self.config
-        try:
-            inspect.signature(self._build_plan).bind(self.workers, own)
-        except TypeError as error:
-            raise ConfigError(f"plan: execution_plan(workers, config) is needed: {error}") from None
-        try:
-            plan = self._build_plan(self.workers, own)
-        except AttributeError as error:
-            if error.obj is not own:
-                raise
-            raise ConfigError(
-                f"plan: {own.plan!r} asks its settings for {error.name!r}, which a "
-                f"{type(own).__name__} has not got: it is for another algorithm"
-            ) from error
-        if not isinstance(plan, LocalIterator):
-            raise ConfigError(
-                "plan: execution_plan(workers, config) must return the stream that ends in "
-                f"StandardMetricsReporting, it returned a {type(plan).__name__}"
-            )
-        self._warn_of_fixed_targets(plan)
-        return plan
-
-    def _warn_of_fixed_targets(self, plan: LocalIterator[Any]) -> None:
-        """Warn if a policy learns with a target network that the plan never updates."""
-        if any(isinstance(op, UpdateTargetNetwork) for _, op in operators_of(plan.stage)):
-            return
-        specs = specs_of(self.config.policies or {DEFAULT_POLICY_ID: None})
-        for operator in training_operators(plan.stage):
-            for policy_id in specs if operator.policies is None else operator.policies:
-                spec = specs[policy_id]
-                policy_class = spec.policy_class or getattr(spec.config, "policy_class", None)
-                if hasattr(policy_class or self.policy_class, "update_target"):
-                    warnings.warn(
-                        f"policy {policy_id!r} learns with a target network, but the plan never "
-                        "updates it: chain UpdateTargetNetwork after TrainOneStep",
-                        stacklevel=2,
-                    )
+    # -- training ------------------------------------------------------------------------------
 
     def train(self) -> dict[str, Any]:
-        """One result of the plan, with `training_iteration` and times [s]."""
-        self._trackers.failed = True
+        """Return the next result of the plan, with `training_iteration` and times [s].
+
+        Raises:
+            RuntimeError: the algorithm was stopped, or the plan has ended.
+        """
+        self._loggers.failed = True
         result = self._train()
-        self._trackers.failed = False
+        self._loggers.failed = False
         return result
 
     def _train(self) -> dict[str, Any]:
         if self._stopped:
-            raise RuntimeError("this algorithm was stopped: build another one")
+            raise RuntimeError("this algorithm was stopped: build a new one")
         started = time.perf_counter()
         self.plan.start(self.config.seed)
         try:
-            result = next(self.plan)
+            plan_result = next(self.plan)
         except StopIteration:
-            raise RuntimeError("the plan has ended: it gives no more results") from None
-        if type(result) is not dict or "timesteps_total" not in result:
+            raise RuntimeError("the plan has ended: it yields no more results") from None
+        if type(plan_result) is not dict or "timesteps_total" not in plan_result:
             raise ConfigError(
-                f"plan: it must end in StandardMetricsReporting, it gave a {type(result).__name__}"
+                "plan: it must end in StandardMetricsReporting, but it yielded a "
+                f"{type(plan_result).__name__}"
             )
         elapsed = time.perf_counter() - started
         self.iteration += 1
         self._time_total_s += elapsed
-        whole = {
+        result = {
             "training_iteration": self.iteration,
-            **result,
+            **plan_result,
             "time_this_iter_s": elapsed,
             "time_total_s": self._time_total_s,
         }
         if self._save_s:
-            whole["timers"]["checkpoint_time_ms"] = 1000 * self._save_s
+            result["timers"]["checkpoint_time_ms"] = 1000 * self._save_s
             self._save_s = 0.0
-        self.last_result = whole  # is there whatever becomes of its evaluation
-        self._evaluate_if_due(whole)
-        call(self.workers.local_worker().callbacks.on_train_result, algorithm=self, result=whole)
+        self.last_result = result  # set even if the evaluation fails
+        evaluation = self._evaluator.evaluate_if_due(self.iteration, self.evaluate)
+        if evaluation is not None:
+            result["evaluation"] = evaluation
+        call(self.workers.local_worker().callbacks.on_train_result, algorithm=self, result=result)
         if self.config.log_to:
-            self._trackers.write(whole)
-        return whole
+            self._loggers.write(result)
+        return result
 
-    def check_evaluation(self) -> None:
-        """Refuse evaluations that cannot be: see `check_evaluation_env`."""
-        policies = self.workers.local_worker().policy_map
-        check_evaluation_env(self.config, policies)
+    # -- policies ------------------------------------------------------------------------------
 
     def get_policy(self, policy_id: str | None = None) -> Policy:
-        """A policy of the local worker; the default one, or the first, if none is named.
+        """Return a policy of the local worker.
+
+        Args:
+            policy_id: None for the default policy, or the first one if there is no default policy.
 
         Raises:
             ConfigError: there is no such policy.
@@ -260,16 +203,18 @@ class Algorithm:
         if policy_id is None:
             return worker.policy
         if policy_id not in worker.policy_map:
-            raise ConfigError(f"no policy {policy_id!r} here: there are {list(worker.policy_map)}")
+            raise ConfigError(f"there is no policy {policy_id!r}, only {list(worker.policy_map)}")
         return worker.policy_map[policy_id]
 
     def compute_single_action(
         self, observation: Any, explore: bool = False, policy_id: str | None = None
     ) -> Any:
-        """The action for one observation, as the environment takes it.
+        """Return the action for one observation, as the environment takes it.
 
         Args:
-            policy_id: of the policy that acts; see `get_policy`.
+            observation: as the environment returned it.
+            explore: sample the action instead of taking the most likely one.
+            policy_id: see `get_policy`.
 
         Raises:
             ValueError: the observation is not finite.
@@ -282,6 +227,16 @@ class Algorithm:
                 raise ValueError(f"the observation is not finite: {observation}")
         return policy.compute_single_action(observation, explore=explore)
 
+    # -- evaluation ----------------------------------------------------------------------------
+
+    def check_evaluation(self) -> None:
+        """Check that evaluations will work; see `check_evaluation_env`.
+
+        Raises:
+            ConfigError: the environment of `evaluation_config` does not fit.
+        """
+        check_evaluation_env(self.config, self.workers.local_worker().policy_map)
+
     def evaluate(
         self,
         episodes: int | None = None,
@@ -290,158 +245,77 @@ class Algorithm:
         timesteps: int | None = None,
         video_dir: Path | str | None = None,
     ) -> dict[str, Any]:
-        """Whole episodes in new environments with the policies as they are; filters are frozen,
-        callbacks are not called. In this process, with the settings of `evaluation_config`.
+        """Play whole episodes in new environments in this process, and return metrics.
+
+        Uses the settings of `evaluation_config`. Observation filters are not updated and callbacks
+        are not called.
 
         Args:
-            episodes: how many; `evaluation_duration` if None.
-            explore: sample actions instead of taking the most likely ones; if None as
-                `evaluation_config` says, or not.
-            num_envs: environments stepped together; each plays its share, so that short episodes
-                are not preferred.
-            timesteps: env steps instead of episodes; the episodes that ended in them count.
-            video_dir: folder for mp4 videos of the first episodes (extra `video`): evaluation-0.mp4
-                and so on, `evaluation_video_episodes` of them.
+            episodes: number of episodes; None for `evaluation_duration`.
+            explore: sample actions instead of taking the most likely ones; None for the value in
+                `evaluation_config`, False by default.
+            num_envs: environments stepped together; each plays an equal share of the episodes.
+            timesteps: env steps instead of episodes; episodes that end within them count.
+            video_dir: folder for mp4 videos of the first `evaluation_video_episodes` episodes,
+                named evaluation-0.mp4, … (needs the extra `video`).
 
         Returns:
-            `episode_reward_mean`, `_min`, `_max`, `_std`, `episode_len_mean`, `episodes`; of
-            several agents `policy_reward_mean`, policy id -> mean return of each of its agents.
+            `episode_reward_mean`, `_min`, `_max`, `_std`, `episode_len_mean` [env steps],
+            `episodes`, and `policy_reward_mean`: policy id -> mean return per agent.
+
+        Raises:
+            ConfigError: an argument is invalid, or there is no environment.
         """
-        config = evaluation_settings(self.config)
-        if episodes is not None and timesteps is not None:
-            raise ConfigError("evaluate: episodes or timesteps, not both")
-        by_steps = timesteps is not None
-        if episodes is None and not by_steps:
-            by_steps = config.evaluation_duration_unit == "timesteps"
-        count = timesteps if timesteps is not None else episodes
-        count = config.evaluation_duration if count is None else count
-        if isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < 1:
-            what = "timesteps" if timesteps is not None else "episodes"
-            raise ConfigError(f"{what}: a whole number of at least 1 is needed, got {count!r}")
-        if num_envs is None:
-            num_envs = (
-                config.num_envs_per_worker
-                if "num_envs_per_worker" in (self.config.evaluation_config)
-                else 1
-            )
-        policies = self.workers.local_worker().policy_map
-        explore = self._explores(explore)
-        video = recorder_for(config, self.iteration)
-        if video_dir is not None:
-            video = VideoRecorder(video_dir, "evaluation", config.evaluation_video_episodes)
-        with self.workers.local_worker().lock:  # a learner beside the plan has the same networks
-            played = evaluate_policies(
-                policies, config, count, explore, num_envs, by_steps, video=video
-            )
-        return summarize_episodes(played, list(policies))
-
-    def _explores(self, explore: bool | None = None) -> bool:
-        """Whether an evaluation explores."""
-        own = self.config.evaluation_config.get("explore", False)
-        return bool(own if explore is None else explore)
-
-    def _evaluate_if_due(self, result: dict[str, Any]) -> None:
-        """Put an evaluation into the result, if one is due, or one that was begun is done."""
-        config = self.config
-        if config.evaluation_interval is None:
-            return
-        due = self.iteration % config.evaluation_interval == 0
-        if not config.evaluation_num_workers:
-            if due:
-                result["evaluation"] = {**self.evaluate(), "training_iteration": self.iteration}
-            return
-        if self._evaluation is None:
-            settings = evaluation_settings(config)
-            self._evaluation = EvaluationWorkers(settings, self.policy_class)
-        beside = self._evaluation
-        policies = self.workers.local_worker().policy_map
-        told = None
-        if due and not config.evaluation_parallel_to_training:
-            beside.start(policies, self._explores(), self.iteration)
-            told = beside.collect()
-        elif beside.is_running and (due or beside.is_done()):
-            told = beside.collect()
-        if told is not None:
-            result["evaluation"] = told
-        if due and config.evaluation_parallel_to_training:
-            beside.start(policies, self._explores(), self.iteration)
+        return self._evaluator.evaluate(
+            self.iteration, episodes, explore, num_envs, timesteps, video_dir
+        )
 
     # -- checkpoints ---------------------------------------------------------------------------
 
-    def get_state(self) -> dict[str, Any]:
-        """What a checkpoint holds: the learner, the workers' episodes and random streams, the
-        plan's counters and operators, the clock."""
-        with self.workers.local_worker().lock:  # a learner of its own thread waits
-            return self._state()
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint contains: policies and optimizers, the workers' episodes and
+        random streams, the plan's counters and operators, and times."""
+        with self.workers.local_worker().lock:  # pauses a learner thread
+            return {
+                **sampling_state_of(self.workers, self.plan),
+                "worker": self.workers.local_worker().state_dict(),
+                "global_vars": dict(self.workers.global_vars),
+                "iteration": self.iteration,
+                "time_total_s": self._time_total_s,
+                "loggers": self._loggers.state_dict(),
+            }
 
-    def _state(self) -> dict[str, Any]:
-        sampling = self.workers.state_dict()
-        return {
-            "worker": self.workers.local_worker().state_dict(),
-            "sampling": sampling,
-            "plan": self.plan.state_dict(),
-            "in_flight": self._in_flight(sampling),
-            "global_vars": dict(self.workers.global_vars),
-            "iteration": self.iteration,
-            "time_total_s": self._time_total_s,
-            "trackers": dict(self._trackers.run_ids),
-        }
+    def save(self, path: Path | str, **metadata: Any) -> Path | str:
+        """Write a checkpoint; see `flowrl.data.checkpoint`.
 
-    def _in_flight(self, sampling: dict[str, Any]) -> int:
-        """Env steps that workers have made and that are in no counter and no queue yet: who goes
-        on from a checkpoint has lost them."""
-        workers = sampling["remote"] or [sampling["local"]]
-        made = sum(worker["returned_steps"][0] for worker in workers if worker is not None)
-        queued = sum(
-            source.tags.get("env_steps", 0)
-            for stage in walk(self.plan.stage)
-            if isinstance(stage, Gather)
-            for source in stage.queued()
-        )
-        counted = (
-            self.plan.metrics.counters["num_env_steps_sampled"]
-            - sampling["env_steps_of_removed_workers"]
-        )
-        return max(0, made - counted - queued)
-
-    def save(self, path: Path | str, **about: Any) -> Path | str:
-        """Write a checkpoint: a folder, or a URI that fsspec knows. See `flowrl.data.checkpoint`.
-
-        Settings that are code without an import path (a lambda) are not in it; a warning names
-        them.
+        Settings that are code without an import path (such as a lambda) are left out; a warning
+        names them.
 
         Args:
-            about: more that the manifest is to say, as JSON.
+            path: a folder, or a URI that fsspec supports.
+            metadata: further JSON values for the manifest.
 
         Raises:
-            OSError: it cannot be written; what was there is untouched.
+            OSError: the checkpoint cannot be written; existing files are unchanged.
         """
         started = time.perf_counter()
         policies = self.workers.local_worker().policy_map
-        settings, left_out = config_to_json(self.config)
-        plans_own = getattr(self._module, "config", None)  # it is there as long as the plan is
-        lost = [n for n in left_out if plans_own is None or plans_own.get(n) is not self.config[n]]
-        if lost and not self._said_left_out:
+        manifest = manifest_of(type(self), self.config, policies)
+        # a plan file that loading executes again brings its own code
+        lost = [n for n in manifest["left_out"] if not self._plan_builder.has_setting(n)]
+        if lost and not self._warned_about_left_out:
             log.warning(
-                "a checkpoint cannot hold the settings %s, which are code without an import path: "
-                "they must be given again, from_checkpoint(path, config={…})", lost,
+                "the checkpoint does not contain the settings %s, because they are code without "
+                "an import path: pass them again, from_checkpoint(path, config={…})", lost,
             )  # fmt: skip
-            self._said_left_out = True
-        told = {
-            "flowrl": flowrl.__version__,
-            "torch": torch.__version__,
-            "gymnasium": gymnasium.__version__,
-            "algorithm": f"{type(self).__module__}:{type(self).__qualname__}",
-            "config": settings,
-            "left_out": left_out,
-            "plan": self.config.plan,
-            "plan_sha256": self._plan_hash(),
+            self._warned_about_left_out = True
+        manifest |= {
+            "plan_sha256": self._plan_builder.sha256(),
             "training_iteration": self.iteration,
             "timesteps_total": self.plan.metrics.counters["num_env_steps_sampled"],
-            "policies": {pid: describe_policy(policy) for pid, policy in policies.items()},
-            **about,
+            **metadata,
         }
-        written = write_checkpoint(path, self.get_state(), told)
+        written = write_checkpoint(path, self.state_dict(), manifest)
         self._save_s += time.perf_counter() - started
         return written
 
@@ -452,132 +326,104 @@ class Algorithm:
         config: Mapping[str, Any] | None = None,
         trust: bool = False,
     ) -> Algorithm:
-        """The algorithm of a checkpoint, ready to train on.
+        """Return the algorithm of a checkpoint, ready to train.
 
         Args:
-            path: of the checkpoint; of a run directory the newest one is taken, of Ray Tune's
-                folders the one in it.
-            config: settings that are to be others, or that the checkpoint could not hold.
-            trust: import code that the checkpoint names and that is not flowrl's: an algorithm, an
-                environment or a plan file of one's own. (Not needed for the class that this is
-                called of.)
+            path: a checkpoint, a run directory (its newest checkpoint is used), or a checkpoint
+                folder of Ray Tune.
+            config: settings to change, or settings that the checkpoint does not contain.
+            trust: allow imports of code that the checkpoint names and that is not part of flowrl:
+                an algorithm, an environment or a plan file. Not needed for the class that this
+                method is called on.
 
         Raises:
-            CheckpointError: it cannot be read, or cannot be made again: a setting is missing that
-                it could not hold, code is not trusted, the plan was changed.
-            ConfigError: a change is none of a setting.
+            CheckpointError: the checkpoint cannot be read, lacks a setting, names code that is not
+                trusted, or belongs to another plan.
+            ConfigError: `config` has an invalid setting.
         """
         return algorithm_from_checkpoint(cls, path, config, trust)
 
-    def _plan_hash(self) -> str | None:
-        plan = self.config.plan
-        if self._module is None and (plan is None or not plan.endswith(".py")):
-            return None
-        return hashlib.sha256(plan_path(self.config.plan).read_bytes()).hexdigest()
-
     def restore(self, path: Path | str, other_plan: bool = False) -> None:
-        """Go on from a checkpoint of the same plan and settings.
+        """Load a checkpoint of the same plan and settings.
 
         Args:
-            other_plan: the text of the plan may be another one; its stages must be the same.
+            path: a checkpoint.
+            other_plan: allow a plan file with another text; its stages must be the same.
 
         Raises:
-            CheckpointError: it cannot be read, or is of another plan or network; nothing changed.
+            CheckpointError: the checkpoint cannot be read, or belongs to another plan or network;
+                the algorithm is unchanged.
         """
         state, manifest = read_checkpoint(path)
-        if manifest.get("plan_sha256") != self._plan_hash() and not other_plan:
+        if manifest.get("plan_sha256") != self._plan_builder.sha256() and not other_plan:
             raise CheckpointError(
                 f"{path}: it was written by another plan ({manifest.get('plan')!r}, or an earlier "
-                f"text of it, which a run directory keeps as plan.py) than {self.config.plan!r}: "
-                f"restore(path, other_plan=True), or `flowrl resume RUN_DIR --plan "
-                f"{self.config.plan}`, if it is to go on with that"
+                f"text of it, which a run directory keeps as plan.py) than {self.config.plan!r}. "
+                "To load it nevertheless, use restore(path, other_plan=True) or `flowrl resume "
+                f"RUN_DIR --plan {self.config.plan}`"
             )
-        plan = self._new_plan()  # the one that runs cannot go back
-        running = [] if self._plan is None else list(walk(self._plan.stage))
-        learners = [one for stage in running if (one := getattr(stage, "learner", None))]
+        # a running plan cannot be rewound, so the state is loaded into a new one
+        plan = self._plan_builder.build(self.workers, self.policy_class)
+        stages = [] if self._plan is None else list(walk(self._plan.stage))
+        learners = [learner for s in stages if (learner := getattr(s, "learner", None))]
         learners = [learner for learner in learners if learner.is_alive()]
-        for learner in learners:  # they would learn on, with what is taken over
+        for learner in learners:
             learner.stop()
         try:
-            self._take_over(state, plan, path)
+            self._load_state_dict(state, plan, path)
         except BaseException:
             plan.stop()
             for learner in learners:
                 learner.start()
             raise
-        before, self._plan = self._plan, plan
-        if self._evaluation is not None:
-            self._evaluation.discard()
-        if before is not None:
-            before.stop()
+        old_plan, self._plan = self._plan, plan
+        self._evaluator.discard()
+        if old_plan is not None:
+            old_plan.stop()
 
-    def _take_over(
-        self, state: dict[str, Any], plan: LocalIterator[dict[str, Any]], path: Path | str
-    ) -> None:
-        with _fitting(path):
-            iteration, seconds = int(state["iteration"]), float(state["time_total_s"])
-            lost = int(state["in_flight"])
-            global_vars = dict(state["global_vars"])
-            tracked = dict(state.get("trackers", {}))
-            plan.load_state_dict(state["plan"])
-            for name in ("num_env_steps_sampled", "num_env_steps_dropped") if lost else ():
-                plan.metrics.counters[name] += lost
-            worker = self.workers.local_worker()
-            before = worker.state_dict()
-            worker.load_state_dict(state["worker"])
-            try:
-                self.workers.load_state_dict(state["sampling"])
-            except Exception:
-                worker.load_state_dict(before)
-                raise
+    def _load_state_dict(self, state: dict[str, Any], plan: Plan, path: Path | str) -> None:
+        with loading_errors(path):
+            iteration, time_total_s = int(state["iteration"]), float(state["time_total_s"])
+            global_vars, run_ids = dict(state["global_vars"]), dict(state["loggers"])
+            load_sampling_state(self.workers, plan, state)
             self.workers.global_vars.update(global_vars)
-        self.iteration, self._time_total_s = iteration, seconds
-        self._trackers.resume_runs(tracked)
+        self.iteration, self._time_total_s = iteration, time_total_s
+        self._loggers.load_state_dict(run_ids)
 
-    def forget_trackers(self) -> None:
-        """Results of a training that goes on from a checkpoint get tracker runs of their own."""
-        self._trackers.resume_runs({})
+    def start_new_logger_runs(self) -> None:
+        """Log further results to new runs, instead of those of a loaded checkpoint."""
+        self._loggers.load_state_dict({})
 
     def restore_policies(self, path: Path | str) -> None:
-        """Take only the policies from a checkpoint, whatever the plan: to play, or to start from.
+        """Load only the policies of a checkpoint, whatever its plan.
 
         Raises:
-            CheckpointError: it cannot be read, or is of another network.
+            CheckpointError: the checkpoint cannot be read, or its networks do not fit.
         """
         state, _ = read_checkpoint(path, "worker")
-        with _fitting(path):
+        with loading_errors(path):
             self.workers.local_worker().load_state_dict(state["worker"])
         self.workers.invalidate_weights()
 
+    # -- end -----------------------------------------------------------------------------------
+
     def stop(self) -> None:
-        """End the workers and whatever the plan owns.
+        """Stop the plan, the workers, evaluations and loggers.
 
         Raises:
-            what ending one of them raised; the others have ended all the same.
+            Exception: whatever stopping one of them raised; the others are stopped, too.
         """
         self._stopped = True
-        with ExitStack() as ending:
-            ending.callback(self._trackers.close)
-            if self._evaluation is not None:
-                ending.callback(self._evaluation.stop)
-            ending.callback(self.workers.stop)
+        with ExitStack() as cleanup:
+            cleanup.callback(self._loggers.close)
+            cleanup.callback(self._evaluator.stop)
+            cleanup.callback(self.workers.stop)
             if self._plan is not None:
-                ending.callback(self._plan.stop)
+                cleanup.callback(self._plan.stop)
 
     def __enter__(self) -> Algorithm:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
-        self._trackers.failed |= kind is not None
+        self._loggers.failed |= kind is not None
         self.stop()
-
-
-@contextmanager
-def _fitting(path: Path | str) -> Iterator[None]:
-    """What goes wrong when a state is taken over is the checkpoint's fault."""
-    try:
-        yield
-    except (KeyError, ValueError, TypeError, AttributeError, IndexError) as error:
-        raise CheckpointError(
-            f"{path}: it does not fit these settings: {type(error).__name__}: {error}"
-        ) from error

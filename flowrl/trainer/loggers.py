@@ -219,10 +219,14 @@ class ResultLoggers:
         except Exception as error:
             raise ConfigError(f"log_to: cannot start {name}: {error}") from error
 
-    def resume_runs(self, run_ids: dict[str, str]) -> None:
-        """Continue these runs, unless the loggers have started."""
+    def state_dict(self) -> dict[str, str]:
+        """Return the ids of the runs."""
+        return dict(self.run_ids)
+
+    def load_state_dict(self, state: dict[str, str]) -> None:
+        """Continue the runs of a state, unless the loggers have started."""
         if self._running is None:
-            self.run_ids = run_ids
+            self.run_ids = dict(state)
 
     def close(self) -> None:
         """Finish all runs."""

@@ -101,7 +101,7 @@ def test_wrong_flags_of_a_plan(cli, tmp_path, flags, message):
         (["--stop", "training_iteration==2"], "METRIC=VALUE"),
         (["--stop", '{"training_iteration": true}'], "must be a number, got True"),
         (["--stop-timestep", "5"], "Did you mean --stop-timesteps"),
-        (['--config={"plan": "dqn"}'], "it is for another algorithm"),
+        (['--config={"plan": "dqn"}'], "is for another algorithm"),
     ],
 )
 def test_wrong_flags_of_an_algorithm(cli, tmp_path, flags, message):

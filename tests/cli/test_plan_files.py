@@ -114,7 +114,7 @@ def test_invalid_plans_and_environments_are_rejected(cli, tmp_path, old, new, me
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("    return 3\n", "it returned a int"),
+        ("    return 3\n", "got int"),
         ("    return ParallelRollouts(workers)\n", "must end in StandardMetricsReporting"),
         ("    import sys; sys.exit(3)\n", "SystemExit: 3"),
         (
@@ -145,7 +145,7 @@ def test_plan_with_wrong_parameters_is_rejected(cli, tmp_path):
     )
     code, _, err = cli("train", "wrong.py")
     assert code == 2
-    assert "execution_plan(workers, config) is needed: too many positional arguments" in err
+    assert "must be execution_plan(workers, config): too many positional arguments" in err
 
 
 def run_python(code, folder):

@@ -154,5 +154,5 @@ def test_mistakes_are_told_and_the_run_can_go_on():
     class Both(ByHand):
         execution_plan = staticmethod(lambda workers, config: None)
 
-    with pytest.raises(ConfigError, match="both a training_step and an execution_plan"):
+    with pytest.raises(ConfigError, match="a training_step and an execution_plan"):
         Both(A2CConfig(**SETTINGS))

@@ -153,14 +153,14 @@ def test_steps_of_removed_workers_are_not_in_flight():
             algorithm.train()
         algorithm.workers.remove()
         algorithm.train()
-        state = algorithm.get_state()
+        state = algorithm.state_dict()
         sampled = sum(worker["returned_steps"][0] for worker in state["sampling"]["remote"])
         workers = algorithm.workers
         counted = algorithm.plan.metrics.counters["num_env_steps_sampled"]
         present = sum(workers.env_steps_by_worker.values())
         assert counted == present + workers.env_steps_of_removed_workers
         assert workers.env_steps_of_removed_workers > 0
-        assert 0 <= state["in_flight"] <= sampled - present
+        assert 0 <= state["env_steps_lost"] <= sampled - present
 
 
 @pytest.mark.slow

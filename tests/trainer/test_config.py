@@ -362,7 +362,7 @@ def test_an_environment_that_could_not_be_kept_must_be_given_again(tmp_path, cap
     with config.build() as algorithm:
         algorithm.train()
         algorithm.save(tmp_path / "c")
-        assert "cannot hold the settings ['env']" in caplog.text
+        assert "does not contain the settings ['env']" in caplog.text
         expected = algorithm.train()["episode_len_mean"]
     with pytest.raises(CheckpointError, match=r"does not contain the settings \['env'\]"):
         PPO.from_checkpoint(tmp_path / "c")
@@ -370,5 +370,5 @@ def test_an_environment_that_could_not_be_kept_must_be_given_again(tmp_path, cap
         assert algorithm.train()["episode_len_mean"] == expected <= 7
     with pytest.raises(ConfigError, match="a mapping of changes"):
         PPO.from_checkpoint(tmp_path / "c", config=[1])
-    with pytest.raises(ConfigError, match="takes a DQNConfig, got a PPOConfig"):
+    with pytest.raises(ConfigError, match="needs a DQNConfig, got a PPOConfig"):
         DQN(PPOConfig(env=E, clip_param=0.1))

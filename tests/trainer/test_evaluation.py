@@ -152,7 +152,7 @@ def test_invalid_settings_are_rejected(settings, message):
 
 
 def test_zero_episodes_are_rejected():
-    with a2c_config().build() as algorithm, pytest.raises(ConfigError, match="at least 1"):
+    with a2c_config().build() as algorithm, pytest.raises(ConfigError, match=">= 1"):
         algorithm.evaluate(episodes=0)
 
 

@@ -1,0 +1,94 @@
+"""What a checkpoint of an algorithm contains: its manifest and its state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import torch
+
+import flowrl
+from flowrl.data.checkpoint import CheckpointError
+from flowrl.iter import LocalIterator
+from flowrl.iter.gather import Gather
+from flowrl.iter.stage import walk
+from flowrl.policies.checkpoint_loading import describe_policy
+from flowrl.policies.json_codec import config_to_json
+from flowrl.policies.policy import Policy
+from flowrl.sampling.worker_set import WorkerSet
+from flowrl.trainer.config import AlgorithmConfig
+
+
+def manifest_of(
+    algorithm_class: type, config: AlgorithmConfig, policies: dict[str, Policy]
+) -> dict[str, Any]:
+    """Return versions, settings, algorithm and policies as JSON values.
+
+    `left_out` lists the settings that are code without an import path.
+    """
+    settings, left_out = config_to_json(config)
+    return {
+        "flowrl": flowrl.__version__,
+        "torch": torch.__version__,
+        "gymnasium": gymnasium.__version__,
+        "algorithm": f"{algorithm_class.__module__}:{algorithm_class.__qualname__}",
+        "config": settings,
+        "left_out": left_out,
+        "plan": config.plan,
+        "policies": {pid: describe_policy(policy) for pid, policy in policies.items()},
+    }
+
+
+def sampling_state_of(workers: WorkerSet, plan: LocalIterator[Any]) -> dict[str, Any]:
+    """Return the states of the plan and of sampling, which belong together.
+
+    `env_steps_lost` are the env steps that workers have sampled and that are neither counted nor
+    queued in the plan; resuming from the checkpoint drops them.
+    """
+    sampling = workers.state_dict()
+    queued = sum(
+        source.tags.get("env_steps", 0)
+        for stage in walk(plan.stage)
+        if isinstance(stage, Gather)
+        for source in stage.queued()
+    )
+    counted = plan.metrics.counters["num_env_steps_sampled"]
+    lost = workers.env_steps_in(sampling) - counted - queued
+    return {"sampling": sampling, "plan": plan.state_dict(), "env_steps_lost": max(0, lost)}
+
+
+def load_sampling_state(
+    workers: WorkerSet, plan: LocalIterator[Any], state: dict[str, Any]
+) -> None:
+    """Load the states of `sampling_state_of` and of the local worker ("worker").
+
+    Raises:
+        KeyError, ValueError: they belong to other policies, workers or stages; the workers are
+            unchanged.
+    """
+    lost = int(state["env_steps_lost"])
+    plan.load_state_dict(state["plan"])
+    for name in ("num_env_steps_sampled", "num_env_steps_dropped") if lost else ():
+        plan.metrics.counters[name] += lost
+    worker = workers.local_worker()
+    before = worker.state_dict()
+    worker.load_state_dict(state["worker"])
+    try:
+        workers.load_state_dict(state["sampling"])
+    except Exception:
+        worker.load_state_dict(before)
+        raise
+
+
+@contextmanager
+def loading_errors(path: Path | str) -> Iterator[None]:
+    """Raise errors of loading a state as CheckpointError with the checkpoint's path."""
+    try:
+        yield
+    except (KeyError, ValueError, TypeError, AttributeError, IndexError) as error:
+        raise CheckpointError(
+            f"{path}: does not fit these settings: {type(error).__name__}: {error}"
+        ) from error

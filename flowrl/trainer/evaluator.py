@@ -1,0 +1,122 @@
+"""Evaluator: the evaluations of an algorithm, on request and at regular intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flowrl.policies.policy import Policy
+from flowrl.sampling.worker_set import WorkerSet
+from flowrl.settings import ConfigError
+from flowrl.trainer.config import AlgorithmConfig
+from flowrl.trainer.evaluation import (
+    EvaluationWorkers,
+    evaluate_policies,
+    evaluation_settings,
+    recorder_for,
+    summarize_episodes,
+)
+from flowrl.trainer.video import VideoRecorder
+
+
+class Evaluator:
+    """Evaluates the policies of an algorithm, in this process or on workers.
+
+    Args:
+        config: the algorithm's settings.
+        workers: the policies of its local worker are evaluated.
+        policy_class: default class of the policies.
+    """
+
+    def __init__(
+        self, config: AlgorithmConfig, workers: WorkerSet, policy_class: type[Policy] | None
+    ):
+        self._config = config
+        self._workers = workers
+        self._policy_class = policy_class
+        self._evaluation_workers: EvaluationWorkers | None = None
+
+    def evaluate(
+        self,
+        iteration: int,
+        episodes: int | None = None,
+        explore: bool | None = None,
+        num_envs: int | None = None,
+        timesteps: int | None = None,
+        video_dir: Path | str | None = None,
+    ) -> dict[str, Any]:
+        """Evaluate the policies in this process; see Algorithm.evaluate.
+
+        Raises:
+            ConfigError: episodes and timesteps are both given, or are not positive.
+        """
+        config = evaluation_settings(self._config)
+        if episodes is not None and timesteps is not None:
+            raise ConfigError("evaluate: give episodes or timesteps, not both")
+        by_steps = timesteps is not None
+        if episodes is None and not by_steps:
+            by_steps = config.evaluation_duration_unit == "timesteps"
+        count = timesteps if timesteps is not None else episodes
+        count = config.evaluation_duration if count is None else count
+        if isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < 1:
+            name = "timesteps" if timesteps is not None else "episodes"
+            raise ConfigError(f"{name}: must be an int >= 1, got {count!r}")
+        if num_envs is None:
+            chosen = "num_envs_per_worker" in self._config.evaluation_config
+            num_envs = config.num_envs_per_worker if chosen else 1
+        worker = self._workers.local_worker()
+        video = recorder_for(config, iteration)
+        if video_dir is not None:
+            video = VideoRecorder(video_dir, "evaluation", config.evaluation_video_episodes)
+        explore = self._explores() if explore is None else explore
+        with worker.lock:  # a learner thread uses the same networks
+            played = evaluate_policies(
+                worker.policy_map, config, count, explore, num_envs, by_steps, video=video
+            )
+        return summarize_episodes(played, list(worker.policy_map))
+
+    def evaluate_if_due(
+        self, iteration: int, evaluate: Callable[[], dict[str, Any]]
+    ) -> dict[str, Any] | None:
+        """Return the metrics of an evaluation that is due or has finished, or None.
+
+        Args:
+            iteration: number of the training iteration.
+            evaluate: evaluates in this process; used without evaluation workers.
+        """
+        config = self._config
+        if config.evaluation_interval is None:
+            return None
+        due = iteration % config.evaluation_interval == 0
+        if not config.evaluation_num_workers:
+            return {**evaluate(), "training_iteration": iteration} if due else None
+        if self._evaluation_workers is None:
+            settings = evaluation_settings(config)
+            self._evaluation_workers = EvaluationWorkers(settings, self._policy_class)
+        workers = self._evaluation_workers
+        policies = self._workers.local_worker().policy_map
+        metrics = None
+        if due and not config.evaluation_parallel_to_training:
+            workers.start(policies, self._explores(), iteration)
+            metrics = workers.collect()
+        elif workers.is_running and (due or workers.is_done()):
+            metrics = workers.collect()
+        if due and config.evaluation_parallel_to_training:
+            workers.start(policies, self._explores(), iteration)
+        return metrics
+
+    def _explores(self) -> bool:
+        return bool(self._config.evaluation_config.get("explore", False))
+
+    def discard(self) -> None:
+        """Ignore a running evaluation."""
+        if self._evaluation_workers is not None:
+            self._evaluation_workers.discard()
+
+    def stop(self) -> None:
+        """Stop the evaluation workers."""
+        if self._evaluation_workers is not None:
+            self._evaluation_workers.stop()

@@ -1,0 +1,120 @@
+"""PlanBuilder: build and check the execution plan of an algorithm."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import warnings
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from flowrl.data import DEFAULT_POLICY_ID
+from flowrl.iter import LocalIterator
+from flowrl.ops import UpdateTargetNetwork
+from flowrl.ops.report import operators_of, training_operators
+from flowrl.policies.policy_spec import specs_of
+from flowrl.sampling.worker_set import WorkerSet
+from flowrl.settings import ConfigError
+from flowrl.trainer.config import AlgorithmConfig
+from flowrl.trainer.plan_files import load_plan, modules_of, plan_path
+
+Plan = LocalIterator[dict[str, Any]]
+
+
+class PlanBuilder:
+    """Builds plans from the plan file of the settings, or from an algorithm's own function.
+
+    Args:
+        config: the algorithm's settings.
+        execution_plan: the algorithm's function (workers, config) -> plan; None uses the one of the
+            plan file.
+        in_plan_file: whether the algorithm is defined in the plan file.
+
+    Attributes:
+        module: the module of the plan file; None if it is not used.
+
+    Raises:
+        ConfigError: the plan file does not exist or fails.
+    """
+
+    def __init__(
+        self,
+        config: AlgorithmConfig,
+        execution_plan: Callable[..., Any] | None,
+        in_plan_file: bool,
+    ):
+        self.module: ModuleType | None = None
+        if config.plan is not None and (execution_plan is None or in_plan_file):
+            self.module = load_plan(config.plan)
+        self._config = config
+        self._execution_plan = execution_plan or getattr(self.module, "execution_plan", None)
+        if self.module is not None and config.num_workers:
+            import ray
+
+            for part in modules_of(self.module):
+                ray.cloudpickle.register_pickle_by_value(part)
+
+    def build(self, workers: WorkerSet, policy_class: Any) -> Plan:
+        """Return a new plan.
+
+        Args:
+            workers: passed to the function.
+            policy_class: default class of the policies.
+
+        Raises:
+            ConfigError: the function has other parameters, uses settings that the config lacks, or
+                returns something else.
+        """
+        function, config = self._execution_plan, self._config
+        assert function is not None
+        try:
+            inspect.signature(function).bind(workers, config)
+        except TypeError as error:
+            raise ConfigError(
+                f"plan: the function must be execution_plan(workers, config): {error}"
+            ) from None
+        try:
+            plan = function(workers, config)
+        except AttributeError as error:
+            if error.obj is not config:
+                raise
+            raise ConfigError(
+                f"plan: {config.plan!r} uses the setting {error.name!r}, which "
+                f"{type(config).__name__} does not have: the plan is for another algorithm"
+            ) from error
+        if not isinstance(plan, LocalIterator):
+            raise ConfigError(
+                "plan: execution_plan(workers, config) must return the iterator of "
+                f"StandardMetricsReporting, got {type(plan).__name__}"
+            )
+        self._check_targets_are_updated(plan, policy_class)
+        return plan
+
+    def _check_targets_are_updated(self, plan: Plan, policy_class: Any) -> None:
+        """Warn if a policy learns with a target network that the plan never updates."""
+        if any(isinstance(op, UpdateTargetNetwork) for _, op in operators_of(plan.stage)):
+            return
+        specs = specs_of(self._config.policies or {DEFAULT_POLICY_ID: None})
+        for operator in training_operators(plan.stage):
+            for policy_id in specs if operator.policies is None else operator.policies:
+                spec = specs[policy_id]
+                spec_class = spec.policy_class or getattr(spec.config, "policy_class", None)
+                if hasattr(spec_class or policy_class, "update_target"):
+                    warnings.warn(
+                        f"policy {policy_id!r} learns with a target network, but the plan never "
+                        "updates it: chain UpdateTargetNetwork after TrainOneStep",
+                        stacklevel=2,
+                    )
+
+    def sha256(self) -> str | None:
+        """Return the hash of the plan file's text; None without a plan file."""
+        plan = self._config.plan
+        if plan is None or (self.module is None and not plan.endswith(".py")):
+            return None
+        return hashlib.sha256(plan_path(plan).read_bytes()).hexdigest()
+
+    def has_setting(self, name: str) -> bool:
+        """Return whether the plan file's own `config` has the algorithm's value of a setting."""
+        config = getattr(self.module, "config", None)
+        return config is not None and config.get(name) is self._config[name]
