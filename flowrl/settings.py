@@ -1,4 +1,4 @@
-"""Settings: typed records that also read as mappings, and the error that they raise."""
+"""Settings: typed records of settings that can also be read as mappings."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from flowrl.setting_aliases import SETTING_SUGGESTIONS
 
 
 def imported(path: str) -> Any:
-    """What lies at "module:name".
+    """Return the object at "module:name".
 
     Raises:
-        ImportError, AttributeError: there is no such module, or nothing of that name in it.
+        ImportError, AttributeError: the module, or the name in it, does not exist.
     """
     module, _, name = path.partition(":")
     found = import_module(module)
@@ -37,7 +37,7 @@ def imported(path: str) -> Any:
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """` Did you mean 'x'?`, or nothing when no known name is near."""
+    """Return ` Did you mean 'x'?`, or an empty string if no known name is similar."""
     other = SETTING_SUGGESTIONS.get(name.replace("-", "_"))
     if other is not None and "-" in name:
         other = other.rstrip("_").replace("_", "-")
@@ -46,7 +46,7 @@ def nearest(name: str, known: list[str]) -> str:
 
 
 def _is_type(part: Any) -> bool:
-    """Whether an entry of pydantic's error location names a branch of a union, not a field."""
+    """Return whether an entry of pydantic's error location is a branch of a union, not a field."""
     return isinstance(part, str) and (part in ("float", "int", "str") or "[" in part)
 
 
@@ -69,12 +69,12 @@ def _explain(cls: type[BaseModel], error: ValidationError) -> str:
     return "; ".join(dict.fromkeys(lines))
 
 
-def _within(path: str, said: str) -> str:
-    """What a nested record says of itself, with its place."""
-    if said.startswith("unknown setting '"):
-        return said.replace("setting '", f"setting '{path}.", 1)
-    field = re.match(r"[\w.]+: ", said)
-    return f"{path}.{said}" if field else f"{path}: {said}"
+def _within(path: str, message: str) -> str:
+    """Return the message of a nested record's error, with the path of that record."""
+    if message.startswith("unknown setting '"):
+        return message.replace("setting '", f"setting '{path}.", 1)
+    starts_with_field = re.match(r"[\w.]+: ", message)
+    return f"{path}.{message}" if starts_with_field else f"{path}: {message}"
 
 
 def _names(cls: type[BaseModel], path: tuple[Any, ...]) -> list[str]:
@@ -124,10 +124,11 @@ def setting(
 
 
 class Settings(BaseModel):
-    """A typed record that also reads as a mapping. Unknown names and wrong values are refused.
+    """A typed record of settings that can also be read as a mapping.
 
     Raises:
-        ConfigError: naming the field, what is allowed, and the nearest name.
+        ConfigError: a name is unknown (the message suggests the nearest one), or a value is invalid
+            (the message names the field and what is allowed).
     """
 
     model_config = ConfigDict(
@@ -203,31 +204,31 @@ class Settings(BaseModel):
     _frozen: bool = PrivateAttr(default=False)
 
     def frozen(self) -> Self:
-        """A copy that takes no changes: the settings of something that was built."""
-        made = self.copy()
-        for value in (made, *vars(made).values()):
+        """Return a copy that cannot be changed."""
+        copied = self.copy()
+        for value in (copied, *vars(copied).values()):
             if isinstance(value, Settings):
                 value._frozen = True
-        return made
+        return copied
 
     def __delattr__(self, name: str) -> None:
-        raise ConfigError(f"{name}: a setting cannot be taken away, only changed")
+        raise ConfigError(f"{name}: a setting cannot be deleted, only changed")
 
     @classmethod
-    def spelled(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Settings with our names for them, where others are known."""
+    def canonical(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Return settings under their canonical names; a subclass may accept aliases."""
         return values
 
     def check_no_search(self) -> None:
-        """Refuse search spaces of Tune, which only Tune draws values from.
+        """Check that no setting is a search space, because only Ray Tune draws values from it.
 
         Raises:
-            ConfigError: naming the field.
+            ConfigError: a setting is a search space.
         """
         for name, value in vars(self).items():
             if is_search(value):
                 raise ConfigError(
-                    f"{name}: it is a search space of Ray Tune: tune.Tuner(flowrl.tune.PPO, "
+                    f"{name}: is a search space of Ray Tune; tune.Tuner(flowrl.tune.PPO, "
                     "param_space=config) draws values from it"
                 )
             if isinstance(value, Settings):
@@ -236,8 +237,8 @@ class Settings(BaseModel):
     def _check_not_frozen(self) -> None:
         if self._frozen:
             raise ConfigError(
-                f"this {type(self).__name__} belongs to an algorithm that was built: change a copy "
-                "of it (config.copy()) and build another"
+                f"this {type(self).__name__} belongs to a built algorithm and cannot be changed: "
+                "change a copy (config.copy()) and build another algorithm"
             )
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -245,10 +246,10 @@ class Settings(BaseModel):
             super().__setattr__(name, value)
             return
         self._check_not_frozen()
-        ((ours, value),) = self.spelled({name: value}).items() or ((name, value),)
-        if ours not in type(self).model_fields:
+        ((canonical_name, value),) = self.canonical({name: value}).items() or ((name, value),)
+        if canonical_name not in type(self).model_fields:
             raise ConfigError(f"unknown setting {name!r}.{nearest(name, self.keys())}")
-        name = ours
+        name = canonical_name
         if is_search(value) and name in type(self).model_fields:
             vars(self)[name] = value
             self.model_fields_set.add(name)
@@ -257,7 +258,7 @@ class Settings(BaseModel):
         try:
             super().__setattr__(name, value)
         except ValidationError as error:
-            vars(self).update(before)  # a check of several settings comes after the assignment
+            vars(self).update(before)  # checks of several settings run after the assignment
             raise ConfigError(_explain(type(self), error)) from None
 
     def __getitem__(self, name: str) -> Any:
@@ -281,26 +282,30 @@ class Settings(BaseModel):
         return [(name, self[name]) for name in self.keys()]
 
     def updated(self, **changes: Any) -> Self:
-        """A checked copy with these settings changed; nested mappings change only their keys."""
-        changes = self.spelled(changes)
+        """Return a validated copy with changes; nested mappings change only the keys they have."""
+        changes = self.canonical(changes)
         values = {name: _copied(getattr(self, name)) for name in self.keys()}
         for name, value in changes.items():
             current = values.get(name)
             if isinstance(current, Settings) and isinstance(value, dict):
                 value = current.updated(**value)
             values[name] = value
-        made = type(self)(**values)
-        made.model_fields_set.clear()
-        made.model_fields_set.update(self.model_fields_set, changes)
-        return made
+        copied = type(self)(**values)
+        copied.model_fields_set.clear()
+        copied.model_fields_set.update(self.model_fields_set, changes)
+        return copied
 
     def copy(self) -> Self:  # type: ignore[override]
-        """A copy that can be changed."""
+        """Return a copy that can be changed."""
         return self.updated()
 
     def diff(self, other: Settings | None = None) -> dict[str, tuple[Any, Any]]:
-        """Name -> (value there, value here) of the settings that differ from another record's, or
-        from the defaults. Nested ones are named by their path, `model.fcnet_hiddens`."""
+        """Return name -> (other value, own value) of the settings that differ.
+
+        Args:
+            other: record to compare with; None for the defaults. Nested settings have names such
+                as `model.fcnet_hiddens`.
+        """
         base = type(self)() if other is None else other
         found: dict[str, tuple[Any, Any]] = {}
         for name, value in self.items():
@@ -313,11 +318,11 @@ class Settings(BaseModel):
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings as plain values, nested ones as dicts; code (an env creator) as it is."""
+        """Return the settings as a dict; nested records become dicts."""
         return {k: v.to_dict() if isinstance(v, Settings) else v for k, v in self.items()}
 
     def chosen(self) -> dict[str, Any]:
-        """The settings that somebody has set; the others have their defaults."""
+        """Return the settings that were set explicitly."""
         return {name: self[name] for name in self.keys() if name in self.model_fields_set}
 
 
@@ -338,19 +343,19 @@ def _type_text(annotation: Any) -> str:
 
 
 def _copied(value: Any) -> Any:
-    """A setting's value for another record, which may change it."""
+    """Return a copy of a setting's value, because another record may change it."""
     if isinstance(value, Settings):
         return value.copy()
     if isinstance(value, (dict, list)) and not is_search(value):
         try:
             return copy.deepcopy(value)
-        except Exception:  # there is something in it that cannot be copied
+        except Exception:  # it contains something that cannot be copied
             return type(value)(value)
     return value
 
 
 def is_search(value: Any) -> bool:
-    """Whether a value is a search space of Ray Tune: a domain, or {"grid_search": [...]}."""
+    """Return whether a value is a search space of Ray Tune: a domain or {"grid_search": [...]}."""
     if isinstance(value, dict):
         return set(value) == {"grid_search"}
     return type(value).__module__.startswith("ray.tune.search")

@@ -14,7 +14,7 @@ from flowrl.settings import Count, Fraction, NotNegative, Positive, Settings, se
 
 def _device(name: str) -> str:
     if not re.fullmatch(r"auto|cpu|mps|(cuda|xpu)(:\d+)?", name):
-        raise ValueError("auto, cpu, cuda, cuda:1 and the like, mps or xpu is needed")
+        raise ValueError("must be auto, cpu, cuda, cuda:1, mps or xpu")
     return name
 
 
@@ -89,13 +89,13 @@ class ModelConfig(Settings):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if self.use_lstm and self.use_attention:
-            raise ValueError("use_lstm and use_attention: one of them")
+            raise ValueError("use_lstm and use_attention: use only one of them")
         if self.custom_model is not None and (self.use_lstm or self.use_attention):
-            raise ValueError("custom_model: a model of one's own brings its memory itself")
+            raise ValueError("custom_model: use_lstm and use_attention have no effect on it")
         if self.burn_in and not self.use_lstm:
             raise ValueError("burn_in needs use_lstm=True")
         if self.conv_type == "resnet" and self.conv_filters is not None:
-            raise ValueError("conv_filters: the resnet has its own")
+            raise ValueError("conv_filters: must be None if conv_type is 'resnet'")
         for name, field in type(self).model_fields.items():
             if getattr(self, name) == field.default:
                 continue
@@ -146,9 +146,9 @@ class ExplorationConfig(Settings):
             "ou_theta": ("OrnsteinUhlenbeckNoise",),
         }
         if isinstance(self.epsilon, list) and any(value > 1 for _, value in self.epsilon):
-            raise ValueError("epsilon is a share of the actions: at most 1")
+            raise ValueError("epsilon is a share of the actions and must be at most 1")
         if isinstance(self.epsilon, (int, float)) and self.epsilon > 1:
-            raise ValueError("epsilon is a share of the actions: at most 1")
+            raise ValueError("epsilon is a share of the actions and must be at most 1")
         for name, types in of.items():
             default = type(self).model_fields[name].default
             if self.type not in types and getattr(self, name) != default:
@@ -157,7 +157,7 @@ class ExplorationConfig(Settings):
 
 
 class PolicyConfig(Settings):
-    """What every policy knows."""
+    """Settings of every policy."""
 
     gamma: Fraction = 0.99
     """Discount per env step."""

@@ -42,7 +42,7 @@ class FluentSettings(WorkerConfig):
         return [name for name, method in members if getattr(method, "_is_group", False)]
 
     @classmethod
-    def spelled(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def canonical(cls, values: dict[str, Any]) -> dict[str, Any]:
         return canonical_names(values)
 
     @_group
