@@ -158,7 +158,7 @@ def test_image_encoder_scales_uint8_and_detects_the_channel_axis():
         ),
     ],
 )
-def test_unsupported_spaces_and_settings_are_refused(space, config, match):
+def test_unsupported_spaces_and_settings_are_rejected(space, config, match):
     with pytest.raises(ConfigError, match=match):
         model_for(space, **config)
 
@@ -176,7 +176,7 @@ def test_unsupported_spaces_and_settings_are_refused(space, config, match):
         ({"fcnet_hiddens": [0]}, "fcnet_hiddens"),
     ],
 )
-def test_contradictory_settings_are_refused(config, match):
+def test_contradictory_settings_are_rejected(config, match):
     with pytest.raises(ConfigError, match=match):
         ModelConfig(**config)
 
