@@ -368,12 +368,12 @@ def test_environment_callback_does_not_change_sampling():
     )
     assert w.sample().count > 300
 
-    class Raising(DefaultCallbacks):
+    class FailsOnCreation(DefaultCallbacks):
         def on_sub_environment_created(self, **kwargs):
             raise KeyError("callback failed")
 
     with pytest.raises(KeyError, match="callback failed"):
-        worker(CountEnv, callbacks_class=Raising)
+        worker(CountEnv, callbacks_class=FailsOnCreation)
 
 
 class ObservedCartPole(Idle):

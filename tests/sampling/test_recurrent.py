@@ -103,7 +103,7 @@ def test_only_soft_horizons_keep_the_state():
     assert np.allclose(hard["vf_preds"], [state_before(t + 1) for t in (0, 1, 2)] * 4)
 
 
-def test_state_with_a_view_of_previous_rewards():
+def test_recurrent_policy_may_view_previous_rewards():
     class WithPreviousReward(SummingState):
         def __init__(self, *args):
             super().__init__(*args)
@@ -113,7 +113,7 @@ def test_state_with_a_view_of_previous_rewards():
     assert batch["prev_rewards"].tolist() == batch["t"].tolist()
 
 
-def test_windows_of_states():
+def test_state_views_may_be_windows():
     class WindowState(SummingState):
         """Its state input is the window of its last three outputs."""
 
@@ -150,7 +150,7 @@ def test_windows_of_states():
 def test_minibatches_do_not_split_sequences():
     learned = []
 
-    class Learning(SummingState):
+    class ChecksStates(SummingState):
         def learn_on_batch(self, batch):
             starts = np.cumsum(batch["seq_lens"]) - batch["seq_lens"]
             assert np.allclose(
@@ -159,7 +159,7 @@ def test_minibatches_do_not_split_sequences():
             learned.append(batch.count)
             return {"rows": float(batch.count)}
 
-    w = worker(fragment=40, policy=Learning)
+    w = worker(fragment=40, policy=ChecksStates)
     w.policy.learn_on_minibatches(w.sample(), num_sgd_iter=2, sgd_minibatch_size=10)
     assert sum(learned) == 80
     assert all(0 < n <= 13 for n in learned)

@@ -139,7 +139,7 @@ def test_model_declares_its_views():
                 "actions", shift=-1, space=Discrete(2)
             )
 
-    class Declared(ppo.PPOTorchPolicy):
+    class ModelPolicy(ppo.PPOTorchPolicy):
         def make_model(self):
             rng = np.random.default_rng(0)
             arguments = self.observation_space, self.action_space, 2, self.config.model
@@ -149,7 +149,7 @@ def test_model_declares_its_views():
             assert set(input_dict) == {"obs", "prev_actions"}
             return super().compute_actions_from_input_dict(input_dict, explore)
 
-    w = RolloutWorker("CartPole-v1", Declared, {"rollout_fragment_length": 30, "seed": 1})
+    w = RolloutWorker("CartPole-v1", ModelPolicy, {"rollout_fragment_length": 30, "seed": 1})
     batch = w.sample()
     before = np.append(0, batch["actions"][:-1])
     assert np.array_equal(batch["prev_actions"], np.where(batch["t"] == 0, 0, before))
@@ -258,7 +258,7 @@ def test_impossible_views_raise_with_their_name():
         worker({"view": ViewRequirement("nothing", shift=1)}).sample()
 
 
-def test_repr_and_dict_of_a_view():
+def test_view_is_restored_from_its_dict():
     view = ViewRequirement("actions", Discrete(2), shift="-5:-1:2", used_for_training=False)
     assert view.shifts == (-5, -3, -1)
     assert repr(view) == (
