@@ -254,7 +254,7 @@ def test_interrupted_write_leaves_the_previous_or_the_new_checkpoint(tmp_path, m
     write_checkpoint(path, {"n": 0, "array": np.zeros(LARGE_BYTES)}, {})
     points = calls
     assert points > 10
-    seen = set()
+    kept_previous = set()
     for n in range(1, points + 5):
         calls, limit = 0, 0
         write_checkpoint(path, {"n": 0, "array": np.zeros(LARGE_BYTES)}, {})
@@ -265,8 +265,8 @@ def test_interrupted_write_leaves_the_previous_or_the_new_checkpoint(tmp_path, m
         state, _ = read_checkpoint(path)
         assert state["n"] in (0, n)
         assert (state["array"] == state["n"]).all()
-        seen.add(state["n"] == 0)
-    assert seen == {True, False}
+        kept_previous.add(state["n"] == 0)
+    assert kept_previous == {True, False}
     write_checkpoint(path, {"n": 1}, {})
     assert len(os.listdir(path)) == 4  # files of interrupted writes are removed
 
@@ -337,7 +337,7 @@ def test_keys_with_slashes_and_many_arrays_round_trip(tmp_path):
 
 
 def test_reader_finds_a_whole_checkpoint_while_another_is_written(tmp_path):
-    path, stop, seen = tmp_path / "c", threading.Event(), set()
+    path, stop, versions = tmp_path / "c", threading.Event(), set()
     write_checkpoint(path, {"n": 0, "a": np.zeros(LARGE_BYTES)}, {})
 
     def write():
@@ -349,10 +349,10 @@ def test_reader_finds_a_whole_checkpoint_while_another_is_written(tmp_path):
     writer = threading.Thread(target=write)
     writer.start()
     try:
-        while len(seen) < 6:  # the test's timeout is the limit
+        while len(versions) < 6:  # the test's timeout is the limit
             state, _ = read_checkpoint(path)
             assert (state["a"] == state["n"]).all()
-            seen.add(state["n"])
+            versions.add(state["n"])
     finally:
         stop.set()
         writer.join()

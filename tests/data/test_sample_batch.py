@@ -90,8 +90,8 @@ def test_concat_skips_empty_batches():
 
 
 def test_concat_fills_missing_columns_with_zeros(caplog):
-    more = batch_of(2).with_columns(extra=np.ones(2, np.float32))
-    joined = concat_samples([batch_of(1), more])
+    with_extra = batch_of(2).with_columns(extra=np.ones(2, np.float32))
+    joined = concat_samples([batch_of(1), with_extra])
     assert joined["extra"].tolist() == [0, 1, 1]
     assert joined["extra"].dtype == np.float32
     assert "columns ['extra'] are missing in some batches" in caplog.text
@@ -137,7 +137,7 @@ def test_repr_summarizes_columns():
     assert "'infos': np.ndarray((3,), dtype=object, head={})" in text
 
 
-def test_multi_agent_batch():
+def test_multi_agent_batch_selects_joins_and_unwraps_policies():
     both = MultiAgentBatch({"a": batch_of(3), "b": batch_of(2)}, env_steps=3)
     assert (both.count, both.agent_steps()) == (3, 5)
     assert list(both.select(["a"]).policy_batches) == ["a"]

@@ -1,4 +1,4 @@
-"""ReplayBuffer against a plain list of transitions."""
+"""ReplayBuffer, compared with a list of transitions."""
 
 import copy
 from unittest import mock
