@@ -55,22 +55,22 @@ trees = st.recursive(
 )
 
 
-def assert_same(one, two):
-    assert type(one) is type(two)
-    if isinstance(one, dict):
-        assert list(one) == list(two)
-        for key in one:
-            assert_same(one[key], two[key])
-    elif isinstance(one, (list, tuple)):
-        assert len(one) == len(two)
-        for a, b in zip(one, two, strict=True):
-            assert_same(a, b)
-    elif isinstance(one, np.ndarray):
-        assert one.dtype == two.dtype
-        assert one.shape == two.shape
-        np.testing.assert_array_equal(one, two)
-    else:
-        assert one == two or (one != one and two != two)
+def assert_same(tree, expected):
+    assert type(tree) is type(expected)
+    if isinstance(tree, dict):
+        assert list(tree) == list(expected)
+        for key in tree:
+            assert_same(tree[key], expected[key])
+    elif isinstance(tree, (list, tuple)):
+        assert len(tree) == len(expected)
+        for leaf, expected_leaf in zip(tree, expected, strict=True):
+            assert_same(leaf, expected_leaf)
+    elif isinstance(tree, np.ndarray):
+        assert tree.dtype == expected.dtype
+        assert tree.shape == expected.shape
+        np.testing.assert_array_equal(tree, expected)
+    else:  # NaN differs from itself
+        assert tree == expected or (tree != tree and expected != expected)
 
 
 @settings(deadline=None, max_examples=60)

@@ -42,30 +42,30 @@ def weights(algorithm):
     return algorithm.workers.local_worker().policy.get_weights()
 
 
-def assert_same_weights(one, other, atol=1e-6):
-    for name, weight in weights(one).items():
+def assert_same_weights(algorithm, other, atol=1e-6):
+    for name, weight in weights(algorithm).items():
         np.testing.assert_allclose(weights(other)[name], weight, atol=atol)
 
 
-def train_both(config, make_one, make_other, count=3):
+def train_both(config, make_local, make_distributed, count=3):
     """Train two algorithms on the same batches by different operators and compare their weights.
 
     Yields:
         both algorithms and the items that each of their streams returned.
     """
-    with config.build(plan="a2c") as one, config.build(plan="a2c") as other:
-        batches = ParallelRollouts(one.workers).take(count)
-        ParallelRollouts(other.workers).take(1)
+    with config.build(plan="a2c") as local, config.build(plan="a2c") as distributed:
+        batches = ParallelRollouts(local.workers).take(count)
+        ParallelRollouts(distributed.workers).take(1)
         items = []
-        for algorithm, make in ((one, make_one), (other, make_other)):
+        for algorithm, make in ((local, make_local), (distributed, make_distributed)):
             operators = make(algorithm.workers)
             stream = LocalIterator(batches)
             for operator in operators if isinstance(operators, list) else [operators]:
                 stream = stream.for_each(operator)
             with stream:
                 items.append(stream.take(count))
-        assert_same_weights(one, other)
-        yield one, other, items
+        assert_same_weights(local, distributed)
+        yield local, distributed, items
 
 
 CASES = {
@@ -91,7 +91,7 @@ def test_two_learners_equal_one(case):
         lambda workers: TrainOneStep(workers, **passes),
         lambda workers: MultiGPUTrainOneStep(workers, num_learners=2, **passes),
     )
-    for one, other, (local_items, actor_items) in pairs:
+    for local, distributed, (local_items, actor_items) in pairs:
         for (_, a), (_, b) in zip(local_items, actor_items, strict=True):
             a, b = a["default_policy"], b["default_policy"]
             assert a["num_agent_steps_trained"] == b["num_agent_steps_trained"]
@@ -100,8 +100,8 @@ def test_two_learners_equal_one(case):
                     assert b["learner_stats"][name] == pytest.approx(
                         a["learner_stats"][name], rel=1e-3, abs=1e-6
                     )
-        assert one.get_policy().version == other.get_policy().version
-        states = [algorithm.get_policy().get_state() for algorithm in (one, other)]
+        assert local.get_policy().version == distributed.get_policy().version
+        states = [algorithm.get_policy().get_state() for algorithm in (local, distributed)]
         (adam,), (other_adam,) = (state["learner"]["optimizers"] for state in states)
         for index, slot in adam.items():  # checkpoints of both resume alike
             np.testing.assert_allclose(other_adam[index]["exp_avg"], slot["exp_avg"], atol=1e-6)
@@ -119,8 +119,8 @@ def test_three_learners_update_target_networks():
         with_target_update(TrainOneStep),
         with_target_update(lambda workers: MultiGPUTrainOneStep(workers, num_learners=3)),
     )
-    for one, other, _ in pairs:
-        target, other_target = (a.get_policy().get_state()["target"] for a in (one, other))
+    for local, distributed, _ in pairs:
+        target, other_target = (a.get_policy().get_state()["target"] for a in (local, distributed))
         for name, weight in target.items():
             np.testing.assert_allclose(other_target[name], weight, rtol=1e-5, atol=1e-6)
 
@@ -142,11 +142,11 @@ def test_dead_learner_is_restarted_and_the_update_repeated(tmp_path):
         policy_class = DiesOncePolicy
 
     config = make_config(train_batch_size=60, num_sgd_iter=2, sgd_minibatch_size=20)
-    with DiesOncePPO(config) as one, DiesOncePPO(config) as other:
-        batches = ParallelRollouts(one.workers).take(4)
-        ParallelRollouts(other.workers).take(1)
-        LocalIterator(batches).for_each(TrainOneStep(one.workers)).take(4)
-        operator = MultiGPUTrainOneStep(other.workers, num_learners=2)
+    with DiesOncePPO(config) as local, DiesOncePPO(config) as distributed:
+        batches = ParallelRollouts(local.workers).take(4)
+        ParallelRollouts(distributed.workers).take(1)
+        LocalIterator(batches).for_each(TrainOneStep(local.workers)).take(4)
+        operator = MultiGPUTrainOneStep(distributed.workers, num_learners=2)
         stream = LocalIterator(batches).for_each(operator)
         stream.take(2)
         trigger.touch()
@@ -154,7 +154,7 @@ def test_dead_learner_is_restarted_and_the_update_repeated(tmp_path):
         assert not trigger.exists()
         assert stream.metrics.counters["num_learner_restarts"] == 1
         stream.stop()
-        assert_same_weights(one, other)
+        assert_same_weights(local, distributed)
 
 
 def test_learners_receive_weights_set_without_a_new_version():
@@ -201,16 +201,16 @@ def test_learners_return_the_rows_of_the_whole_batch():
 @pytest.mark.slow
 def test_learner_thread_updates_on_actors():
     config = make_config(train_batch_size=60, sgd_minibatch_size=20)
-    with config.build() as one, config.build() as other:
-        batches = ParallelRollouts(one.workers).take(3)
-        ParallelRollouts(other.workers).take(1)
+    with config.build() as local, config.build() as distributed:
+        batches = ParallelRollouts(local.workers).take(3)
+        ParallelRollouts(distributed.workers).take(1)
         passes = {"num_sgd_iter": 2, "sgd_minibatch_size": 20}
-        LocalIterator(batches).for_each(TrainOneStep(one.workers, **passes)).take(3)
-        learner = LearnerThread(other.workers, num_learners=2, queue_size=3, **passes)
+        LocalIterator(batches).for_each(TrainOneStep(local.workers, **passes)).take(3)
+        learner = LearnerThread(distributed.workers, num_learners=2, queue_size=3, **passes)
         LocalIterator(batches).for_each(Enqueue(learner)).take(3)
         with Dequeue(learner) as stream:
             stream.take(3)
-        assert_same_weights(one, other)
+        assert_same_weights(local, distributed)
         assert "num_learners=2" in stream.explain()
 
 

@@ -296,8 +296,8 @@ def test_columns_of_objects_cannot_become_tensors():
 
 def test_invalid_state_changes_nothing():
     policy, other = (ReinforcePolicy(BOX, TWO, {"seed": seed}) for seed in (0, 1))
-    for one in (policy, other):
-        one.learn_on_batch(rows())
+    policy.learn_on_batch(rows())
+    other.learn_on_batch(rows())
     before, state = policy.get_state(), other.get_state()
     learner = state["learner"]
     slot = learner["optimizers"][0]["0"]

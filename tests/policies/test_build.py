@@ -261,15 +261,15 @@ def test_several_losses_and_optimizers():
 
     policy_class = build_torch_policy("Two", losses, optimizer_fn=optimizers)
     config = {"seed": 0, "grad_clip": None}
-    both = policy_class(BOX, TWO, config)
+    policy = policy_class(BOX, TWO, config)
     single = build_torch_policy(
         "One", policy_gradient_loss, optimizer_fn=lambda p, c: optimizers(p, c)[0]
     )(BOX, TWO, config)
     for _ in range(3):
-        stats = both.learn_on_batch(rows())
+        stats = policy.learn_on_batch(rows())
         single.learn_on_batch(rows())
     assert set(stats) >= {"loss_0", "loss_1", "total_loss", "grad_norm"}
-    weights, expected = both.get_weights(), single.get_weights()
+    weights, expected = policy.get_weights(), single.get_weights()
     initial = policy_class(BOX, TWO, config).get_weights()
     for name, weight in weights.items():
         if name.startswith("value"):
@@ -277,12 +277,12 @@ def test_several_losses_and_optimizers():
         else:
             np.testing.assert_allclose(weight, expected[name], rtol=1e-5, atol=1e-6)
     # the state contains both optimizers
-    state = both.get_state()
+    state = policy.get_state()
     other = policy_class(BOX, TWO, config)
     other.set_state(state)
-    both.learn_on_batch(rows())
+    policy.learn_on_batch(rows())
     other.learn_on_batch(rows())
-    for name, weight in both.get_weights().items():
+    for name, weight in policy.get_weights().items():
         np.testing.assert_array_equal(weight, other.get_weights()[name])
     one_loss = policy_class.with_updates(loss_fn=policy_gradient_loss)(BOX, TWO, config)
     with pytest.raises(ConfigError, match="1 losses for 2 optimizers"):

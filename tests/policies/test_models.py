@@ -305,12 +305,13 @@ def test_weights_include_batch_norm_statistics():
             return super().forward(self.norm(obs))
 
     config = {"model": {"custom_model": Normed}, "seed": 0}
-    one, other = (PPOTorchPolicy(BOX, TWO, config) for _ in range(2))
-    one.model.from_batch(SampleBatch(obs=sample_batch(BOX, 64) + 3))
-    weights = one.get_weights()
+    original, restored = (PPOTorchPolicy(BOX, TWO, config) for _ in range(2))
+    original.model.from_batch(SampleBatch(obs=sample_batch(BOX, 64) + 3))
+    weights = original.get_weights()
     assert "module.norm.running_mean" in weights
-    other.set_weights(weights)
+    restored.set_weights(weights)
     obs = sample_batch(BOX, 5)
     np.testing.assert_array_equal(
-        one.model.compute_outputs({"obs": obs})[0], other.model.compute_outputs({"obs": obs})[0]
+        original.model.compute_outputs({"obs": obs})[0],
+        restored.model.compute_outputs({"obs": obs})[0],
     )

@@ -99,8 +99,8 @@ def test_drawn_env_steps_are_complete(lengths, missing, steps, capacity):
                 if rows
             }
             assert len(repeats) == 1  # equally often for both policies
-        both = [step for step in orders[0] if step in orders[1]]
-        assert [step for step in orders[1] if step in orders[0]] == both
+        common = [step for step in orders[0] if step in orders[1]]
+        assert [step for step in orders[1] if step in orders[0]] == common
         for policy_id in drawn.policy_batches:
             rows = drawn[policy_id]
             np.testing.assert_array_equal(rows["new_obs"], rows["obs"] + [0, 1, 0])
@@ -125,10 +125,10 @@ def test_restored_buffer_draws_identically():
     for _ in range(6):
         original.add(episodes.fragment(5))
     restored.load_state_dict(original.state_dict())
-    more = episodes.fragment(5)
+    next_fragment = episodes.fragment(5)
     drawn = []
     for buffer in (original, restored):
-        buffer.add(more)
+        buffer.add(next_fragment)
         drawn.append(buffer.sample())
     for policy_id in ("a", "b"):
         np.testing.assert_array_equal(*(batch[policy_id]["obs"] for batch in drawn))

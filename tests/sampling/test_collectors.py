@@ -19,7 +19,7 @@ def obs(t, agent=0):
     return np.array([agent, t], np.float32)
 
 
-def row(t, agent=0, end=False, **more):
+def row(t, agent=0, end=False, **columns):
     return {
         "actions": t % 2,
         "rewards": 1.0,
@@ -27,7 +27,7 @@ def row(t, agent=0, end=False, **more):
         "terminateds": end,
         "truncateds": False,
         "vf_preds": np.float32(t),
-        **more,
+        **columns,
     }
 
 

@@ -62,10 +62,10 @@ def test_removed_worker_gets_no_requests():
         workers.remove()
         assert workers_in(stream, 4) == [[0]] * 4
         workers.add()
-        seen = set()
-        while len(seen) < 2:
-            seen |= {(s.worker, s.incarnation) for s in next(stream).sources}
-        assert seen == {(0, 0), (1, 1)}
+        incarnations = set()
+        while len(incarnations) < 2:
+            incarnations |= {(s.worker, s.incarnation) for s in next(stream).sources}
+        assert incarnations == {(0, 0), (1, 1)}
         assert stream.metrics.counters["num_shard_restarts"] == 0
         assert live_shards(stream) == [2]
 

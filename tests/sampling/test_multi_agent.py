@@ -202,12 +202,12 @@ def test_rows_are_consistent_for_any_schedule(steps, first, fragment):
         if "p" not in batch:
             continue
         for row in batch["p"].rows():
-            agent, seen = row["obs"]
-            assert seen <= row["t"]
+            agent, observed_at = row["obs"]
+            assert observed_at <= row["t"]
             assert row["new_obs"][0] == agent
             assert row["new_obs"][1] in (
                 row["t"] + 1,
-                seen,
+                observed_at,
             )  # the latter without a final observation
     # each agent acts at most once in a step
     for acted, before in zip(script.acted[1:], script.acted, strict=False):
@@ -397,10 +397,10 @@ class RecordsInputs(Idle):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.seen = []
+        self.recorded_inputs = []
 
     def compute_actions_from_input_dict(self, input_dict, explore=True):
-        self.seen += [
+        self.recorded_inputs += [
             {name: value[i].copy() for name, value in input_dict.items()}
             for i in range(len(input_dict["obs"]))
         ]
@@ -431,9 +431,9 @@ def test_views_of_other_agents_are_equal_for_acting_and_training(steps, fragment
         "actions", shift=-1, agents=[0, 1, 2]
     )
     batches = [worker.sample() for _ in range(6)]
-    acted = {tuple(seen["obs"]): [] for seen in policy.seen}
-    for seen in policy.seen:
-        acted[tuple(seen["obs"])].append(seen)
+    acted = {tuple(inputs["obs"]): [] for inputs in policy.recorded_inputs}
+    for inputs in policy.recorded_inputs:
+        acted[tuple(inputs["obs"])].append(inputs)
     for batch in batches:
         if "p" not in batch:
             continue

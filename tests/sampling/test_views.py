@@ -22,13 +22,13 @@ class RecordsInputs(ObservedValue):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.seen = []
+        self.recorded_inputs = []
 
     def compute_actions_from_input_dict(self, input_dict, explore=True):
-        self.seen.append({name: value.copy() for name, value in input_dict.items()})
+        self.recorded_inputs.append({name: value.copy() for name, value in input_dict.items()})
         n = len(next(iter(input_dict.values())))
-        actions = (len(self.seen) + np.arange(n)) % 2
-        return actions, [], {"vf_preds": np.arange(n, dtype=np.float32) + len(self.seen)}
+        actions = (len(self.recorded_inputs) + np.arange(n)) % 2
+        return actions, [], {"vf_preds": np.arange(n, dtype=np.float32) + len(self.recorded_inputs)}
 
     def compute_values_from_input_dict(self, input_dict):
         return np.zeros(len(next(iter(input_dict.values()))), np.float32)
@@ -104,9 +104,9 @@ def test_views_are_equal_for_acting_and_training(first, length, fragment, envs):
     w = worker(views, length, fragment, envs)
     for number in range(3):
         batch = w.sample()
-        seen = w.policy.seen[number * fragment : (number + 1) * fragment]
+        steps = w.policy.recorded_inputs[number * fragment : (number + 1) * fragment]
         for name in views:
-            inputs = np.stack([step[name] for step in seen], 1)  # [N, T, ...]
+            inputs = np.stack([step[name] for step in steps], 1)  # [N, T, ...]
             assert np.array_equal(inputs.reshape(-1, *inputs.shape[2:]), batch[name]), name
         assert batch["new_obs"].shape == batch["obs"].shape
         assert np.array_equal(batch["new_obs"][:, -1], batch["obs"][:, -1] + [0, 1])
@@ -181,7 +181,7 @@ def test_views_not_for_acting_are_no_input():
     }
     w = worker(views)
     assert set(views) <= set(w.sample())
-    assert set(w.policy.seen[0]) == {"obs", "known"}
+    assert set(w.policy.recorded_inputs[0]) == {"obs", "known"}
 
 
 def test_views_not_for_training_are_no_column():
