@@ -1,11 +1,12 @@
-"""Asynchronous plans: env steps sampled and trained on per second, 2 workers of 4 CartPoles each.
+"""Asynchronous plans: env steps per second with 2 workers of 4 CartPole environments each.
 
-flowrl's plans `impala` and `a3c` beside RLlib 2.60's IMPALA with a local learner, which runs in a
-virtual environment of its own: fragments of 50 steps, train batches of 500 rows (A3C's are
-fragments), separate 2x64 tanh actor and critic, one torch thread in every process. Each entry is a
-process of its own, in turn, with its own Ray; a rate is taken over the seconds after a warm-up, and
-is the smaller one of sampled and trained. Medians of the rounds. Of flowrl also how long workers
-and the learner had nothing to do; and the same with a learner that uses each batch 20 times.
+Compares flowrl's plans `impala` and `a3c` with RLlib 2.60's IMPALA with a local learner, which runs
+in a separate virtual environment. Settings: fragments of 50 steps, train batches of 500 rows (A3C
+trains on fragments), separate 2x64 tanh actor and critic, one torch thread per process. The entries
+run alternately, each in a new process with a new Ray instance. A rate is the minimum of the env
+steps sampled and trained per second after a warm-up. Also prints the idle time of flowrl's workers
+and learner, and the rates of a slow learner that uses each batch 20 times. Prints medians over the
+rounds.
 
     python benchmarks/asynchronous.py [--seconds 10] [--rounds 3] [--only flowrl-impala …]
 """
@@ -29,7 +30,7 @@ WORKERS, ENVS, FRAGMENT, BATCH, WARM_UP_S = 2, 4, 50, 500, 5.0
 
 
 def flowrl_plan(plan: str, seconds: float, **changes: Any) -> dict[str, float]:
-    """Rates of a shipped plan."""
+    """Return the rates and idle times of a shipped plan."""
     from flowrl.trainer.plan_files import load_plan
 
     if plan != "a3c":
@@ -50,31 +51,31 @@ def flowrl_plan(plan: str, seconds: float, **changes: Any) -> dict[str, float]:
         started = time.perf_counter()
         while time.perf_counter() - started < seconds:
             after = algorithm.train()
-        taken = time.perf_counter() - started
+        elapsed = time.perf_counter() - started
         workers.append(busy_s(algorithm))
-        told = {
-            name: (after[f"num_env_steps_{name}"] - before[f"num_env_steps_{name}"]) / taken
+        rates = {
+            name: (after[f"num_env_steps_{name}"] - before[f"num_env_steps_{name}"]) / elapsed
             for name in ("sampled", "trained")
         }
-        told["workers_idle"] = 1 - (workers[1] - workers[0]) / (WORKERS * taken)
+        rates["workers_idle"] = 1 - (workers[1] - workers[0]) / (WORKERS * elapsed)
         for stage in algorithm.plan.stats():
             if "learner_idle" in stage:
-                told["learner_idle"] = stage["learner_idle"]
-        return told
+                rates["learner_idle"] = stage["learner_idle"]
+        return rates
 
 
 def busy_s(algorithm: Any) -> float:
-    """Seconds for which all workers have run so far, or waited for a processor to run on."""
+    """Return the seconds that all workers have run or waited for a processor."""
 
-    def run_or_waited(worker: Any) -> float:
+    def run_and_wait_s(worker: Any) -> float:
         with open("/proc/thread-self/schedstat") as file:
             return sum(int(number) for number in file.read().split()[:2]) / 1e9
 
-    return sum(algorithm.workers.foreach_worker(run_or_waited)[1:])
+    return sum(algorithm.workers.foreach_worker(run_and_wait_s)[1:])
 
 
 def rllib_impala(seconds: float) -> dict[str, float]:
-    """Rates of RLlib's IMPALA."""
+    """Return the rates of RLlib's IMPALA."""
     from ray.rllib.algorithms.impala import IMPALAConfig
     from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
 
@@ -106,9 +107,9 @@ def rllib_impala(seconds: float) -> dict[str, float]:
     started = time.perf_counter()
     while time.perf_counter() - started < seconds:
         after = counts(algorithm.train())
-    taken = time.perf_counter() - started
+    elapsed = time.perf_counter() - started
     algorithm.stop()
-    return {name: (after[i] - before[i]) / taken for i, name in enumerate(("sampled", "trained"))}
+    return {name: (after[i] - before[i]) / elapsed for i, name in enumerate(("sampled", "trained"))}
 
 
 ENTRIES = {
@@ -119,22 +120,22 @@ ENTRIES = {
 }
 
 
-def measured(entry: str, seconds: float) -> dict[str, float]:
-    """One entry, in a process of its own."""
+def measure(entry: str, seconds: float) -> dict[str, float]:
+    """Run one entry in a new process."""
     python = sys.executable
     if entry.startswith("rllib"):
         from peer_env import peer_python
 
         python = str(peer_python("rllib-2.60", "ray[rllib]==2.60.0", "gymnasium==1.2.2"))
-    done = subprocess.run(
+    process = subprocess.run(
         [python, __file__, "--serve", entry, "--seconds", str(seconds)],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
         check=True,
     )
-    told: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
-    return told
+    rates: dict[str, float] = json.loads(process.stdout.strip().splitlines()[-1])
+    return rates
 
 
 def main() -> None:
@@ -149,21 +150,17 @@ def main() -> None:
         return
     rounds: list[dict[str, dict[str, float]]] = []
     for _ in range(options.rounds):
-        rounds.append({entry: measured(entry, options.seconds) for entry in options.only})
-        print(
-            {entry: {k: round(v, 3) for k, v in one.items()} for entry, one in rounds[-1].items()}
-        )
+        rounds.append({entry: measure(entry, options.seconds) for entry in options.only})
+        print({entry: {k: round(v, 3) for k, v in r.items()} for entry, r in rounds[-1].items()})
 
     def rates(entry: str) -> np.ndarray:
-        return np.array([min(one[entry]["sampled"], one[entry]["trained"]) for one in rounds])
+        return np.array([min(r[entry]["sampled"], r[entry]["trained"]) for r in rounds])
 
     print(f"\nmedians of {options.rounds} rounds\n")
     print("| | env steps/s | / RLlib | workers idle | learner idle |\n|---|---:|---:|---:|---:|")
     for entry in options.only:
         idle = [
-            f"{np.median([one[entry][name] for one in rounds]):.2f}"
-            if name in rounds[0][entry]
-            else ""
+            f"{np.median([r[entry][name] for r in rounds]):.2f}" if name in rounds[0][entry] else ""
             for name in ("workers_idle", "learner_idle")
         ]
         ratio = ""

@@ -1,7 +1,8 @@
-"""How fast a checkpoint with a full replay buffer is written, against the disk alone.
+"""Write and read throughput of a checkpoint with a full replay buffer, compared with the disk.
 
-In turn, each followed by fsync: as many bytes in one file, sequentially; a checkpoint of a replay
-buffer of them, by `write_checkpoint`. Medians of the rounds; and reading it again.
+The script alternately writes as many bytes sequentially to one file, and a checkpoint of a replay
+buffer with `write_checkpoint`; both are flushed with fsync. Then reads the checkpoint. Prints
+medians over the rounds.
 
     python benchmarks/checkpoint.py [--gigabytes 1] [--rounds 5] [--folder .]
 """
@@ -24,7 +25,7 @@ from flowrl.replay import ReplayBuffer
 
 
 def full_buffer(size: int) -> ReplayBuffer:
-    """A buffer whose rows are images, of so many bytes."""
+    """Return a full buffer of images with about `size` bytes."""
     capacity = size // (84 * 84)
     rng = np.random.default_rng(0)
     buffer = ReplayBuffer(capacity)
@@ -45,8 +46,8 @@ def full_buffer(size: int) -> ReplayBuffer:
     return buffer
 
 
-def written(path: Path, data: np.ndarray) -> float:
-    """Seconds that the bytes take to be on the disk."""
+def write_seconds(path: Path, data: np.ndarray) -> float:
+    """Write the bytes to a file, flush them to the disk and return the seconds."""
     started = time.perf_counter()
     with open(path, "wb") as file:
         for begin in range(0, len(data), CHUNK_BYTES):
@@ -71,7 +72,7 @@ def main() -> None:
         size = sum(file.stat().st_size for file in (folder / "c").iterdir())
         data = np.random.default_rng(0).integers(0, 255, size, dtype=np.uint8)
         for _ in range(options.rounds):
-            seconds["disk"].append(written(folder / "raw", data))
+            seconds["disk"].append(write_seconds(folder / "raw", data))
             os.remove(folder / "raw")
             shutil.rmtree(folder / "c")
             started = time.perf_counter()
@@ -84,8 +85,8 @@ def main() -> None:
         shutil.rmtree(folder)
     print(f"{size / 1e9:.2f} GB, medians of {options.rounds} rounds\n")
     print("| | GB/s |\n|---|---:|")
-    for name, taken in seconds.items():
-        print(f"| {name} | {size / 1e9 / np.median(taken):.2f} |")
+    for name, times in seconds.items():
+        print(f"| {name} | {size / 1e9 / np.median(times):.2f} |")
     ratios = np.array(seconds["disk"]) / np.array(seconds["save"])
     print(f"\nsave / disk: {np.median(ratios):.2f}")
 

@@ -1,8 +1,9 @@
-"""What it costs to train two algorithms in one plan: nothing.
+"""Overhead of training two algorithms in one plan.
 
-Four CartPole agents in one environment, two of PPO, two of DQN, in process. In turn: the plan
-`ppo_dqn`; its PPO branch alone; its DQN branch alone; rollouts alone. Each for as many env steps
-with as many updates, so PPO + DQN - rollouts is what one could hope for. Medians of the rounds.
+One environment has four CartPole agents, two of PPO and two of DQN, and runs in process. The script
+alternately runs the plan `ppo_dqn`, its PPO branch alone, its DQN branch alone, and rollouts alone,
+with equal numbers of env steps and updates. Without overhead, the time of the plan is PPO + DQN -
+rollouts. Prints medians over the rounds.
 
     python benchmarks/composition.py [--rounds 5] [--steps 6000]
 """
@@ -39,7 +40,7 @@ from flowrl.trainer.plan_files import load_plan
 
 
 def ppo_alone(workers: Any, config: Any) -> Any:
-    """The plan without its DQN branch."""
+    """Build the plan without its DQN branch."""
     ppo = config.for_policy("ppo")
     train = (
         ParallelRollouts(workers, mode="bulk_sync")
@@ -51,7 +52,7 @@ def ppo_alone(workers: Any, config: Any) -> Any:
 
 
 def dqn_alone(workers: Any, config: Any) -> Any:
-    """The plan without its PPO branch."""
+    """Build the plan without its PPO branch."""
     dqn = config.for_policy("dqn")
     buffer = dqn.replay_buffer(["dqn"])
     store = (
@@ -65,15 +66,16 @@ def dqn_alone(workers: Any, config: Any) -> Any:
         .for_each(UpdateReplayPriorities(local_buffer=buffer))
         .for_each(UpdateTargetNetwork(workers, dqn.target_network_update_freq, policies=["dqn"]))
     )
-    both = Concurrently([store, train], mode="round_robin", output_indexes=[1])
-    return StandardMetricsReporting(both, workers, config)
+    trained = Concurrently([store, train], mode="round_robin", output_indexes=[1])
+    return StandardMetricsReporting(trained, workers, config)
 
 
 def rollouts_alone(workers: Any, config: Any) -> Any:
-    """Nothing is learned."""
+    """Build a plan that samples without training."""
     return StandardMetricsReporting(ParallelRollouts(workers), workers, config)
 
 
+ROWS_TRAINED = "num_agent_steps_trained_lifetime"
 PLANS = {
     "both": load_plan("ppo_dqn").execution_plan,
     "PPO alone": ppo_alone,
@@ -83,14 +85,14 @@ PLANS = {
 
 
 def measure(name: str, steps: int, seed: int) -> dict[str, float]:
-    """Seconds for so many env steps, after a tenth of them to warm up; rows trained on."""
+    """Return the seconds for `steps` env steps after a warm-up, and the rows trained on."""
 
-    class Own(Algorithm):
+    class BenchmarkAlgorithm(Algorithm):
         execution_plan = staticmethod(PLANS[name])
 
-    # a report for each of the rounds of rollouts, so that all stop at the same one
+    # one result per round of rollouts, so that all plans stop after the same round
     config = load_plan("ppo_dqn").config.updated(seed=seed, min_sample_timesteps_per_iteration=512)
-    with Own(config) as algorithm:
+    with BenchmarkAlgorithm(config) as algorithm:
         result: dict[str, Any] = {"timesteps_total": 0}
         while result["timesteps_total"] < steps // 10:
             result = algorithm.train()
@@ -99,19 +101,14 @@ def measure(name: str, steps: int, seed: int) -> dict[str, float]:
             result = algorithm.train()
         seconds = time.perf_counter() - started
     rows = {
-        pid: told["num_agent_steps_trained_lifetime"]
-        - first["learners"].get(pid, told_nothing)[KEY]
-        for pid, told in result["learners"].items()
+        pid: stats[ROWS_TRAINED] - first["learners"].get(pid, {ROWS_TRAINED: 0})[ROWS_TRAINED]
+        for pid, stats in result["learners"].items()
     }
     return {
         "seconds": seconds,
         "env_steps": result["timesteps_total"] - first["timesteps_total"],
         **{f"{pid} rows": count for pid, count in rows.items()},
     }
-
-
-KEY = "num_agent_steps_trained_lifetime"
-told_nothing = {KEY: 0}
 
 
 def main() -> None:
@@ -125,24 +122,24 @@ def main() -> None:
         print(json.dumps(measure(options.one, options.steps, options.seed)))
         return
     per_step: dict[str, list[float]] = {name: [] for name in PLANS}
-    rows: dict[str, list[dict[str, float]]] = {name: [] for name in PLANS}
+    figures: dict[str, list[dict[str, float]]] = {name: [] for name in PLANS}
     for number in range(options.rounds):
         for name in PLANS:
             command = [sys.executable, __file__, "--one", name, "--seed", str(number)]
             command += ["--steps", str(options.steps)]
-            done = subprocess.run(command, capture_output=True, text=True, check=True)
-            told = json.loads(done.stdout.splitlines()[-1])
-            per_step[name].append(1e6 * told["seconds"] / told["env_steps"])
-            rows[name].append(told)
-            print(f"# round {number}, {name}: {told}", flush=True)
+            process = subprocess.run(command, capture_output=True, text=True, check=True)
+            figure = json.loads(process.stdout.splitlines()[-1])
+            per_step[name].append(1e6 * figure["seconds"] / figure["env_steps"])
+            figures[name].append(figure)
+            print(f"# round {number}, {name}: {figure}", flush=True)
     print("| | us per env step | PPO rows per env step | DQN rows per env step |")
     print("|---|---:|---:|---:|")
-    for name, own in per_step.items():
+    for name, times in per_step.items():
         trained = [
-            np.median([one.get(f"{pid} rows", 0) / one["env_steps"] for one in rows[name]])
+            np.median([f.get(f"{pid} rows", 0) / f["env_steps"] for f in figures[name]])
             for pid in ("ppo", "dqn")
         ]
-        print(f"| {name} | {np.median(own):,.0f} | {trained[0]:.2f} | {trained[1]:.2f} |")
+        print(f"| {name} | {np.median(times):,.0f} | {trained[0]:.2f} | {trained[1]:.2f} |")
     parts = zip(*per_step.values(), strict=True)
     ratios = [both / (ppo + dqn - rollouts) for both, ppo, dqn, rollouts in parts]
     print(f"\nboth / (PPO + DQN - rollouts): {np.median(ratios):.2f}")

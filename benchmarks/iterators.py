@@ -1,7 +1,7 @@
-"""What the engine costs: per stage, per gathered item, per wake-up; beside peers, in one run.
+"""Overhead of flowrl.iter per stage, per gathered item and per wake-up, compared with peers.
 
-Peers: ray.util.iter (as Ray still ships it), plain generators, a bare ray.wait loop with as many
-requests in flight. Medians of several rounds, the entries in turn.
+Peers are ray.util.iter (as shipped with Ray), plain generators, and a bare ray.wait loop with the
+same number of requests in flight. The entries run alternately; prints medians over the rounds.
 
     python benchmarks/iterators.py [--rounds 5] [--only chains gathers workers waiting]
 """
@@ -41,8 +41,8 @@ def seconds(run: Callable[..., Any], *args: Any) -> float:
     return time.perf_counter() - started
 
 
-def in_turn(entries: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Every entry's figure, measured in turn, round by round."""
+def run_alternately(entries: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Measure all entries once per round; return the figures of each entry."""
     figures: dict[str, list[float]] = {name: [] for name in entries}
     for _ in range(rounds):
         for name, entry in entries.items():
@@ -50,8 +50,8 @@ def in_turn(entries: dict[str, Callable[[], float]], rounds: int) -> dict[str, l
     return figures
 
 
-def ratio(of: list[float], to: list[float]) -> float:
-    return statistics.median(a / b for a, b in zip(of, to, strict=True))
+def ratio(figures: list[float], base: list[float]) -> float:
+    return statistics.median(a / b for a, b in zip(figures, base, strict=True))
 
 
 # -- chains ------------------------------------------------------------------------------------
@@ -85,27 +85,29 @@ def generator_chain(stages: int) -> None:
 
 
 def per_stage(run: Callable[[int], None], stages: int) -> float:
-    """What a chain takes more than an empty one, per item and stage [s]."""
+    """Return the seconds per item and stage that a chain takes more than an empty one."""
     return (seconds(run, stages) - seconds(run, 0)) / CHAIN_ITEMS / stages
 
 
 def chains(rounds: int) -> None:
-    print("\nμs per item and stage, the function's own time included; 100,000 items\n")
+    print("\nμs per item and stage, including the function; 100,000 items\n")
     print("| stages | generators | ray.util.iter | flowrl | flowrl / ray.util.iter |")
     print("|---:|---:|---:|---:|---:|")
     kinds = {"generators": generator_chain, "ray": ray_chain, "flowrl": flowrl_chain}
     for stages in (1, 5, 10):
         entries = {name: partial(per_stage, run, stages) for name, run in kinds.items()}
-        got = in_turn(entries, rounds)
-        cells = " | ".join(f"{1e6 * statistics.median(v):.3f}" for v in got.values())
-        print(f"| {stages} | {cells} | {ratio(got['flowrl'], got['ray']):.2f} |", flush=True)
+        figures = run_alternately(entries, rounds)
+        cells = " | ".join(f"{1e6 * statistics.median(v):.3f}" for v in figures.values())
+        print(
+            f"| {stages} | {cells} | {ratio(figures['flowrl'], figures['ray']):.2f} |", flush=True
+        )
 
 
 # -- gathers -----------------------------------------------------------------------------------
 
 
 class Server(ParallelIteratorWorker):
-    """An endless shard of one item; `raw()` gives the same without flowrl."""
+    """Repeats one item endlessly as a shard; `raw()` returns it without flowrl."""
 
     def __init__(self, item: Any):
         super().__init__(lambda: itertools.repeat(item))
@@ -146,25 +148,27 @@ def gathers(rounds: int) -> None:
     print("| item | gather | bare loop | flowrl | flowrl / bare |")
     print("|---|---|---:|---:|---:|")
     actor = ray.remote(num_cpus=0)(Server)
-    for what, size, items in (("tiny", 0, 2000), ("1 MB", 1 << 20, 600), ("10 MB", 10 << 20, 150)):
+    for label, size, items in (("tiny", 0, 2000), ("1 MB", 1 << 20, 600), ("10 MB", 10 << 20, 150)):
         item = np.zeros(size, np.uint8) if size else 1
         actors = [actor.remote(item) for _ in range(2)]
         ray.get([each.raw.remote() for each in actors])
         for gather, num_async in (("async", 1), ("async", 4), ("sync", 1)):
-            served = from_actors(actors)
+            shards = from_actors(actors)
             if gather == "async":
-                stream = served.gather_async(num_async=num_async, ask_again="before")
+                stream = shards.gather_async(num_async=num_async, ask_again="before")
                 bare = partial(seconds, bare_async, actors, num_async, items)
             else:
-                stream = served.gather_sync()
+                stream = shards.gather_sync()
                 bare = partial(seconds, bare_sync, actors, items)
             stream.take(10)
-            times = in_turn({"bare": bare, "flowrl": partial(seconds, read, stream, items)}, rounds)
-            got = {name: [items / t for t in taken] for name, taken in times.items()}
-            cells = " | ".join(f"{statistics.median(v):,.0f}" for v in got.values())
-            named = f"gather_{gather}" + (f"(num_async={num_async})" if gather == "async" else "")
-            value = ratio(got["flowrl"], got["bare"])
-            print(f"| {what} | {named} | {cells} | {value:.2f} |", flush=True)
+            times = run_alternately(
+                {"bare": bare, "flowrl": partial(seconds, read, stream, items)}, rounds
+            )
+            figures = {name: [items / t for t in values] for name, values in times.items()}
+            cells = " | ".join(f"{statistics.median(v):,.0f}" for v in figures.values())
+            method = f"gather_{gather}" + (f"(num_async={num_async})" if gather == "async" else "")
+            value = ratio(figures["flowrl"], figures["bare"])
+            print(f"| {label} | {method} | {cells} | {value:.2f} |", flush=True)
             stream.stop()
         for each in actors:
             ray.kill(each)
@@ -174,7 +178,7 @@ def gathers(rounds: int) -> None:
 
 
 class FakePool(Pool):
-    """Answers at once, in this process: what is left is the cost of the gather."""
+    """Returns results immediately in this process, which leaves only the cost of the gather."""
 
     def __init__(self, count: int):
         super().__init__(lambda: [None] * count, count)
@@ -205,28 +209,28 @@ def workers(rounds: int) -> None:
 # -- waiting -----------------------------------------------------------------------------------
 
 
-class Silent(ParallelIteratorWorker):
-    """Serves the time at which `tell()` was called, when it was; waits for that until then."""
+class Clock(ParallelIteratorWorker):
+    """Each item is the time of a call of `tick()`; blocks until the next call."""
 
     def __init__(self) -> None:
         super().__init__(lambda: iter(self.wait, None))
         self.event = threading.Event()
-        self.told = 0.0
+        self.time = 0.0
 
     def wait(self) -> float:
         self.event.wait()
         self.event.clear()
-        return self.told
+        return self.time
 
-    def tell(self) -> None:
-        self.told = time.time()
+    def tick(self) -> None:
+        self.time = time.time()
         self.event.set()
 
 
 def waiting(rounds: int) -> None:
     import ray
 
-    actor = ray.remote(num_cpus=0, max_concurrency=2)(Silent)
+    actor = ray.remote(num_cpus=0, max_concurrency=2)(Clock)
     actors = [actor.remote() for _ in range(4)]
     items: queue.Queue[float] = queue.Queue()
     plan = Concurrently(
@@ -238,25 +242,26 @@ def waiting(rounds: int) -> None:
         ],
         mode="async",
     )
-    ray.get([each.tell.remote() for each in actors])
+    ray.get([clock.tick.remote() for clock in actors])
     plan.take(4)
     threading.Timer(10.0, lambda: items.put(time.time())).start()
     cpu, wall = time.process_time(), time.perf_counter()
     next(plan)
     share = (time.process_time() - cpu) / (time.perf_counter() - wall)
-    print(f"\nAn idle plan of four branches for 10 s: {100 * share:.2f} % of a core")
-    from_queue, from_actor, raw = [], [], []
+    print(f"\nAn idle plan with four branches uses {100 * share:.2f} % of a core (10 s)")
+    queue_delays, actor_delays, ray_delays = [], [], []
     for _ in range(40 * rounds // 5):
         threading.Timer(0.02, lambda: items.put(time.time())).start()
-        from_queue.append(-next(plan) + time.time())
-        threading.Timer(0.02, actors[3].tell.remote).start()
-        from_actor.append(-next(plan) + time.time())
+        queue_delays.append(-next(plan) + time.time())
+        threading.Timer(0.02, actors[3].tick.remote).start()
+        actor_delays.append(-next(plan) + time.time())
         ref = actors[0].apply.remote(lambda worker: time.time())
-        raw.append(-ray.get(ref) + time.time())
-    queued, acted, latency = (1000 * statistics.median(v) for v in (from_queue, from_actor, raw))
+        ray_delays.append(-ray.get(ref) + time.time())
+    delays = (queue_delays, actor_delays, ray_delays)
+    queue_ms, actor_ms, ray_ms = (1000 * statistics.median(values) for values in delays)
     print(
-        f"An item is handed out {queued:.2f} ms after it is put into a queue, and {acted:.2f} ms "
-        f"after an actor has it (a bare ray.get: {latency:.2f} ms); medians"
+        f"The plan returns an item {queue_ms:.2f} ms after it is put into a queue, and "
+        f"{actor_ms:.2f} ms after an actor produces it (a bare ray.get: {ray_ms:.2f} ms); medians"
     )
     for each in actors:
         ray.kill(each)

@@ -1,9 +1,9 @@
 """Large items: fragments of 16 MB from 4 workers, weights of 100 MB to 8 workers.
 
-Beside a bare loop over `ray.wait` that asks as many actors for the same arrays, as many requests in
-flight, and a bare `ray.put` whose reference goes to as many actors. Whoever reads an item touches
-each of its pages. Also how much the object store held at most. Medians of several rounds, the
-entries in turn.
+Compares with a bare `ray.wait` loop over the same number of actors, arrays and requests in flight,
+and with a bare `ray.put` whose reference is sent to the same number of actors. Readers touch each
+page of an item. Also prints the peak memory of the object store. The entries run alternately;
+prints medians over the rounds.
 
     python benchmarks/large_items.py [--rounds 5] [--items 200]
 """
@@ -48,14 +48,14 @@ def fragments() -> Iterator[SampleBatch]:
 
 
 class Source(ParallelIteratorWorker):
-    """A shard of large fragments; `raw()` gives the same without flowrl."""
+    """A shard of large fragments; `raw()` returns the same arrays without flowrl."""
 
     def __init__(self) -> None:
         super().__init__(fragments)
-        self.own = fragments()
+        self.raw_fragments = fragments()
 
     def raw(self) -> Any:
-        batch = next(self.own)
+        batch = next(self.raw_fragments)
         return batch["obs"], batch["rewards"]
 
 
@@ -74,11 +74,11 @@ def flowrl_fragments(actors: list[Any], items: int) -> None:
         for _ in range(items):
             batch = next(stream)
             touch(batch["obs"])
-        assert not batch["obs"].flags.owndata  # it is Ray's memory
+        assert not batch["obs"].flags.owndata  # the memory belongs to Ray's object store
 
 
 class Weights(Policy):
-    """A policy of one large array."""
+    """A policy whose weights are one large array."""
 
     def __init__(self, *spaces_and_config: Any):
         super().__init__(*spaces_and_config)
@@ -97,7 +97,7 @@ class Weights(Policy):
 
 
 class Reader:
-    """An actor that weights are sent to."""
+    """An actor that receives weights."""
 
     def take(self, weights: np.ndarray) -> None:
         self.weights = weights
@@ -122,20 +122,20 @@ def seconds(run: Callable[..., Any], *args: Any) -> float:
     return time.perf_counter() - started
 
 
-class Held:
-    """The most that the object store has held, in MB, while this is open."""
+class ObjectStorePeak:
+    """Context manager that records the peak memory of the object store, `peak_mb`."""
 
-    def __enter__(self) -> Held:
-        self.most, self._open = 0.0, True
-        self._thread = threading.Thread(target=self._look, daemon=True)
+    def __enter__(self) -> ObjectStorePeak:
+        self.peak_mb, self._open = 0.0, True
+        self._thread = threading.Thread(target=self._poll, daemon=True)
         self._thread.start()
         return self
 
-    def _look(self) -> None:
-        whole = ray.cluster_resources()["object_store_memory"]
+    def _poll(self) -> None:
+        total = ray.cluster_resources()["object_store_memory"]
         while self._open:
-            left = ray.available_resources().get("object_store_memory", whole)
-            self.most = max(self.most, (whole - left) / 1e6)
+            free = ray.available_resources().get("object_store_memory", total)
+            self.peak_mb = max(self.peak_mb, (total - free) / 1e6)
             time.sleep(0.05)
 
     def __exit__(self, *exc: object) -> None:
@@ -149,53 +149,54 @@ def main() -> None:
     parser.add_argument("--items", type=int, default=200)
     options = parser.parse_args()
     ray.init("local", num_cpus=16, include_dashboard=False, logging_level="ERROR")
-    print("\n| | per second | / bare | object store, MB at most |\n|---|---:|---:|---:|")
+    print("\n| | per second | / bare | object store, peak MB |\n|---|---:|---:|---:|")
 
     sources = [ray.remote(num_cpus=0)(Source).remote() for _ in range(SOURCES)]
     figures: dict[str, list[float]] = {"bare": [], "flowrl": []}
-    held: dict[str, float] = {}
+    peaks: dict[str, float] = {}
     entries: dict[str, Callable[[], Any]] = {
         "bare": lambda: bare_fragments(sources, options.items),
         "flowrl": lambda: flowrl_fragments(sources, options.items),
     }
     for entry in entries.values():
-        entry()  # the store's memory has been used once
+        entry()  # warm-up: touches the store's memory once
     for _ in range(options.rounds):
         for name, entry in entries.items():
-            with Held() as store:
+            with ObjectStorePeak() as store:
                 figures[name].append(seconds(entry))
-            held[name] = max(held.get(name, 0.0), store.most)
+            peaks[name] = max(peaks.get(name, 0.0), store.peak_mb)
     for source in sources:
         ray.kill(source)
-    report("fragments of 16 MB from 4 workers", figures, held, options.items)
+    report("fragments of 16 MB from 4 workers", figures, peaks, options.items)
 
     config = {"num_cpus_per_worker": 0.1}
     workers = WorkerSet(lambda _: gymnasium.make("CartPole-v1"), Weights, config, READERS)
     readers = [ray.remote(num_cpus=0)(Reader).remote() for _ in range(READERS)]
     array = np.zeros(WEIGHTS, np.float32)
-    flowrl_weights(workers)  # all have started
+    flowrl_weights(workers)  # waits until all workers have started
     bare_weights(readers, array)
-    figures, held = {"bare": [], "flowrl": []}, {}
+    figures, peaks = {"bare": [], "flowrl": []}, {}
     entries = {
         "bare": lambda: bare_weights(readers, array),
         "flowrl": lambda: flowrl_weights(workers),
     }
     for _ in range(options.rounds):
         for name, entry in entries.items():
-            with Held() as store:
+            with ObjectStorePeak() as store:
                 figures[name].append(seconds(entry))
-            held[name] = max(held.get(name, 0.0), store.most)
-    report("weights of 100 MB to 8 workers", figures, held, 1)
+            peaks[name] = max(peaks.get(name, 0.0), store.peak_mb)
+    report("weights of 100 MB to 8 workers", figures, peaks, 1)
     workers.stop()
     ray.shutdown()
 
 
-def report(what: str, figures: dict[str, list[float]], held: dict[str, float], items: int) -> None:
-    for name, taken in figures.items():
-        pairs = zip(figures["bare"], taken, strict=True)
-        ratio = statistics.median(bare / own for bare, own in pairs)
-        rate = items / statistics.median(taken)
-        print(f"| {what}: {name} | {rate:.1f} | {ratio:.2f} | {held[name]:.0f} |", flush=True)
+def report(
+    label: str, figures: dict[str, list[float]], peaks: dict[str, float], items: int
+) -> None:
+    for name, times in figures.items():
+        ratio = statistics.median(a / b for a, b in zip(figures["bare"], times, strict=True))
+        rate = items / statistics.median(times)
+        print(f"| {label}: {name} | {rate:.1f} | {ratio:.2f} | {peaks[name]:.0f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Env steps that the shipped plans take to learn CartPole-v1, by seed.
+"""Env steps until the shipped plans learn CartPole-v1, by seed.
 
-The mean return of the last 100 episodes, or of `ppo_dqn` each policy's mean over the agents'
-episodes of its window. "alone" is the branch of one policy, in an environment of its two agents.
+The goal is a mean return of the last 100 episodes; for `ppo_dqn`, a mean return of each policy over
+its window. The "alone" plans train one branch of `ppo_dqn` in an environment with its two agents.
 
     python benchmarks/learning.py [--plans dqn,ppo_dqn,…] [--seeds 5] [--limit 100000]
 """
@@ -24,8 +24,11 @@ GOALS = (400.0, 450.0)
 
 
 def steps_to(algorithm: Algorithm, limit: int) -> dict[str, dict[float, int | None]]:
-    """Who -> mean return -> env steps when it was first reached."""
-    found: dict[str, dict[float, int | None]] = {}
+    """Return policy id -> goal -> env steps until the mean return first reached the goal.
+
+    The policy id is "" for algorithms with one policy.
+    """
+    reached: dict[str, dict[float, int | None]] = {}
     while True:
         result = algorithm.train()
         means = {"": result["episode_reward_mean"]}
@@ -33,39 +36,39 @@ def steps_to(algorithm: Algorithm, limit: int) -> dict[str, dict[float, int | No
             means = dict(result["policy_reward_mean"])
         if result["episodes_in_window"] < algorithm.config.metrics_num_episodes_for_smoothing:
             means = dict.fromkeys(means, 0.0)
-        for who, mean in means.items():
-            own = found.setdefault(who, dict.fromkeys(GOALS))
+        for policy_id, mean in means.items():
+            steps = reached.setdefault(policy_id, dict.fromkeys(GOALS))
             for goal in GOALS:
-                if own[goal] is None and mean >= goal:
-                    own[goal] = result["timesteps_total"]
-        done = all(own[GOALS[-1]] is not None for who, own in found.items() if who in means)
+                if steps[goal] is None and mean >= goal:
+                    steps[goal] = result["timesteps_total"]
+        done = all(reached[policy_id][GOALS[-1]] is not None for policy_id in means)
         if done or result["timesteps_total"] >= limit:
-            if len(found) > 1:
-                found.pop("", None)  # before each policy had ended an episode
-            return found
+            if len(reached) > 1:
+                reached.pop("", None)  # results before each policy has finished an episode
+            return reached
 
 
 def algorithm_for(name: str, seed: int) -> Algorithm:
-    """An algorithm over a shipped plan, or over one branch of `ppo_dqn`."""
+    """Build the algorithm of a shipped plan, or of one branch of `ppo_dqn`."""
     if not name.startswith("alone"):
         config = load_plan(name).config.updated(seed=seed, min_sample_timesteps_per_iteration=500)
-        built: Algorithm = config.build(plan=name)
-        return built
+        algorithm: Algorithm = config.build(plan=name)
+        return algorithm
     import composition
 
-    which = name.split("-")[1]
+    policy_id = name.split("-")[1]
     config = load_plan("ppo_dqn").config
     config = config.updated(
         seed=seed,
         min_sample_timesteps_per_iteration=500,
         env_config={"num_agents": 2, "episode_steps": 500},
-        policies={which: config.policies[which]},
-        policy_mapping_fn=lambda agent_id, *args, **kwargs: which,
+        policies={policy_id: config.policies[policy_id]},
+        policy_mapping_fn=lambda agent_id, *args, **kwargs: policy_id,
     )
-    plan: Any = getattr(composition, f"{which}_alone")
-    kind = type("alone", (Algorithm,), {"execution_plan": staticmethod(plan)})
-    made: Algorithm = kind(config)
-    return made
+    plan: Any = getattr(composition, f"{policy_id}_alone")
+    branch_class = type("alone", (Algorithm,), {"execution_plan": staticmethod(plan)})
+    branch: Algorithm = branch_class(config)
+    return branch
 
 
 def main() -> None:
@@ -77,16 +80,17 @@ def main() -> None:
     print("| plan | policy | mean return | env steps, by seed | median |")
     print("|---|---|---:|---|---:|")
     for name in options.plans.split(","):
-        found = []
+        reached = []
         for seed in range(options.seeds):
             with algorithm_for(name, seed) as algorithm:
-                found.append(steps_to(algorithm, options.limit))
-        for who in found[0]:
+                reached.append(steps_to(algorithm, options.limit))
+        for policy_id in reached[0]:
             for goal in GOALS:
-                steps = [one[who][goal] for one in found]
-                shown = ", ".join("-" if s is None else f"{s:,}" for s in steps)
+                steps = [by_policy[policy_id][goal] for by_policy in reached]
+                by_seed = ", ".join("-" if s is None else f"{s:,}" for s in steps)
                 median = np.median([np.inf if s is None else s for s in steps])
-                print(f"| {name} | {who} | {goal:.0f} | {shown} | {median:,.0f} |", flush=True)
+                cells = f"{name} | {policy_id} | {goal:.0f} | {by_seed} | {median:,.0f}"
+                print(f"| {cells} |", flush=True)
 
 
 if __name__ == "__main__":

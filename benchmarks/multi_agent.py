@@ -1,8 +1,9 @@
-"""Agent steps per second: CartPole of 4 agents and 2 policies, 8 environments, in process.
+"""Agent steps per second in process: CartPole with 4 agents and 2 policies, 8 environments.
 
-flowrl's RolloutWorker.sample() (with GAE and every column) beside RLlib 2.60's
-MultiAgentEnvRunner.sample(), which runs in a virtual environment of its own as a subprocess. Both
-have a fresh 2x64 tanh actor and critic per policy, one torch thread; rounds in turn, medians.
+Compares flowrl's RolloutWorker.sample() (with GAE and every column) with RLlib 2.60's
+MultiAgentEnvRunner.sample(), which runs as a subprocess in a separate virtual environment. Both
+have newly initialized 2x64 tanh actors and critics per policy and one torch thread. They run
+alternately; prints medians over the rounds.
 
     python benchmarks/multi_agent.py [--seconds 2.0] [--rounds 5]
 """
@@ -27,7 +28,7 @@ AGENTS, ENVS, FRAGMENT = 4, 8, 100
 
 
 class Cartpoles:
-    """One CartPole per agent; the episode is over when the last one has fallen."""
+    """One CartPole per agent; the episode ends when all have ended."""
 
     def __init__(self, config: Any = None):
         make = lambda: gym.make("CartPole-v1", disable_env_checker=True)  # noqa: E731
@@ -39,17 +40,17 @@ class Cartpoles:
         super().__init__()
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-        self.over: set[int] = set()
+        self.ended: set[int] = set()
         self.agents = list(self.possible_agents)
         return {i: env.reset(seed=seed)[0] for i, env in enumerate(self.envs)}, {}
 
     def step(self, action_dict: Any) -> Any:
-        given = {i: self.envs[i].step(action) for i, action in action_dict.items()}
+        results = {i: self.envs[i].step(action) for i, action in action_dict.items()}
         obs, rewards, terminateds, truncateds, infos = (
-            {i: values[k] for i, values in given.items()} for k in range(5)
+            {i: values[k] for i, values in results.items()} for k in range(5)
         )
-        self.over |= {i for i in given if terminateds[i] or truncateds[i]}
-        terminateds["__all__"] = len(self.over) == AGENTS
+        self.ended |= {i for i in results if terminateds[i] or truncateds[i]}
+        terminateds["__all__"] = len(self.ended) == AGENTS
         truncateds["__all__"] = False
         return obs, rewards, terminateds, truncateds, infos
 
@@ -120,7 +121,7 @@ def rate(entry: Any, seconds: float) -> float:
 
 
 def serve(entry: Any) -> None:
-    """A rate for every line (seconds) that comes in."""
+    """Print a rate for every line on stdin, which is a duration [s]."""
     entry.sample()
     for line in sys.stdin:
         print(rate(entry, float(line)), file=sys.stderr, flush=True)
@@ -139,13 +140,13 @@ class Subprocess:
     def rate(self, seconds: float) -> float:
         assert self.process.stdin is not None and self.process.stderr is not None
         print(seconds, file=self.process.stdin, flush=True)
-        said = []
+        log = []
         for line in self.process.stderr:
             try:
                 return float(line)
             except ValueError:
-                said.append(line)  # whatever the peer logs
-        raise RuntimeError("the peer ended: " + "".join(said[-20:]))
+                log.append(line)  # log output of the peer
+        raise RuntimeError("the peer ended: " + "".join(log[-20:]))
 
     def stop(self) -> None:
         assert self.process.stdin is not None
@@ -165,18 +166,18 @@ def main() -> None:
     from peer_env import peer_python
 
     peer = Subprocess(peer_python("rllib", "ray[rllib]==2.60.0", "gymnasium==1.2.2"))
-    ours = Flowrl()
-    ours.sample()
+    flowrl = Flowrl()
+    flowrl.sample()
     rates = []
     for _ in range(options.rounds):
-        rates.append((peer.rate(options.seconds), rate(ours, options.seconds)))
+        rates.append((peer.rate(options.seconds), rate(flowrl, options.seconds)))
     peer.stop()
-    theirs, own = np.median(np.array(rates), 0)
+    rllib_rate, flowrl_rate = np.median(np.array(rates), 0)
     ratio = np.median([b / a for a, b in rates])
     print(f"| {AGENTS} agents, 2 policies, {ENVS} environments | agent steps/s | / RLlib |")
     print("|---|---:|---:|")
-    print(f"| RLlib 2.60 | {theirs:,.0f} | 1.00 |")
-    print(f"| flowrl | {own:,.0f} | {ratio:.2f} |")
+    print(f"| RLlib 2.60 | {rllib_rate:,.0f} | 1.00 |")
+    print(f"| flowrl | {flowrl_rate:,.0f} | {ratio:.2f} |")
 
 
 if __name__ == "__main__":

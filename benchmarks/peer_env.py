@@ -1,4 +1,4 @@
-"""Virtual environments of the peers, made once under .peers/ beside the checkout's files."""
+"""Virtual environments of peer libraries, created once in the folder .peers/ of the checkout."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ ROOT = Path(__file__).resolve().parents[1] / ".peers"
 
 
 def peer_python(name: str, *requirements: str) -> Path:
-    """The interpreter of the peer's environment, with torch 2.13.0 and what it requires."""
+    """Return the interpreter of a peer's environment with torch 2.13.0 and the requirements."""
     folder = ROOT / name
     python = folder / "bin" / "python"
     if not (folder / "ready").exists():
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-        for wanted in (["torch==2.13.0"], list(requirements)):
-            subprocess.run([str(python), "-m", "pip", "install", "-q", *wanted], check=True)
+        for packages in (["torch==2.13.0"], list(requirements)):
+            subprocess.run([str(python), "-m", "pip", "install", "-q", *packages], check=True)
         (folder / "ready").touch()
     return python

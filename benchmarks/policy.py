@@ -1,10 +1,10 @@
-"""Actions per second: a policy beside plain loops with the same network.
+"""Actions per second of a policy, compared with plain functions with the same network.
 
-For 1, 8, 32 and 256 observations of CartPole, 2x64 tanh networks for policy and value: flowrl's
-compute_actions; the plain way, a torch module with torch.distributions; a lean torch loop without
-the latter; and the same arithmetic in numpy with nothing else. Then sampling with an LSTM policy
-beside a bare loop that steps the same environments with torch.nn.LSTM. One torch thread; rounds in
-turn, medians.
+Computes actions for 1, 8, 32 and 256 observations of CartPole with 2x64 tanh networks for policy
+and value: with flowrl's compute_actions; with torch modules and torch.distributions (plain); with
+torch modules alone (lean); and with numpy. Then samples with an LSTM policy, compared with a loop
+that steps the same environments with torch.nn.LSTM. One torch thread. The entries run alternately;
+prints medians over the rounds.
 
     python benchmarks/policy.py [--seconds 0.5] [--rounds 7]
 """
@@ -35,7 +35,7 @@ CELL, ENVS, FRAGMENT = 64, 8, 64
 
 
 def plain(count: int) -> Callable[[], Any]:
-    """A module and torch.distributions."""
+    """Return a function that acts with torch modules and torch.distributions."""
 
     def net(outputs: int) -> nn.Module:
         return nn.Sequential(
@@ -56,7 +56,7 @@ def plain(count: int) -> Callable[[], Any]:
 
 
 def lean(count: int) -> Callable[[], Any]:
-    """A torch module, and what the distribution is used for by hand."""
+    """Return a function that acts with torch modules, without torch.distributions."""
 
     def net(outputs: int) -> nn.Module:
         return nn.Sequential(
@@ -78,7 +78,7 @@ def lean(count: int) -> Callable[[], Any]:
 
 
 def bare(count: int) -> Callable[[], Any]:
-    """The arithmetic in numpy."""
+    """Return a function that acts with the same arithmetic in numpy."""
     rng = np.random.default_rng(0)
     observations = rng.standard_normal((count, 4)).astype(np.float32)
 
@@ -109,7 +109,8 @@ def bare(count: int) -> Callable[[], Any]:
     return act
 
 
-def ours(count: int) -> Callable[[], Any]:
+def flowrl(count: int) -> Callable[[], Any]:
+    """Return a function that acts with a PPO policy."""
     space = gym.spaces.Box(-np.inf, np.inf, (4,), np.float32)
     policy = PPOTorchPolicy(space, gym.spaces.Discrete(2), {"seed": 0})
     observations = np.random.default_rng(0).standard_normal((count, 4)).astype(np.float32)
@@ -117,7 +118,7 @@ def ours(count: int) -> Callable[[], Any]:
 
 
 class LstmLoop:
-    """Steps environments with torch.nn.LSTM, a policy and a value head; keeps the columns."""
+    """Steps environments with torch.nn.LSTM, a policy and a value head; stores the columns."""
 
     def __init__(self) -> None:
         make = lambda: gym.make("CartPole-v1", disable_env_checker=True)  # noqa: E731
@@ -155,10 +156,10 @@ class LstmLoop:
             columns["actions"][t] = actions[:, 0]
             self.obs, rewards, ends, cuts, _ = self.envs.step(columns["actions"][t])
             columns["rewards"][t] = rewards
-            columns["dones"][t] = over = ends | cuts
-            if over.any():
-                for part in self.state:
-                    part[:, torch.from_numpy(over)] = 0
+            columns["dones"][t] = dones = ends | cuts
+            if dones.any():
+                for state in self.state:
+                    state[:, torch.from_numpy(dones)] = 0
         return FRAGMENT * ENVS
 
 
@@ -192,32 +193,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=0.5)
     parser.add_argument("--rounds", type=int, default=7)
-    given = parser.parse_args()
+    options = parser.parse_args()
 
     print("| observations | plain | lean torch | numpy | flowrl | / plain | / lean | / numpy |")
     print("|---:|---:|---:|---:|---:|---:|---:|---:|")
     for count in (1, 8, 32, 256):
-        entries = [plain(count), lean(count), bare(count), ours(count)]
-        found: list[list[float]] = [[] for _ in entries]
-        for _ in range(given.rounds):
-            for entry, rates in zip(entries, found, strict=True):
-                rates.append(rate(entry, given.seconds))
-        *others, own = map(statistics.median, found)
-        cells = [f"{one:,.0f}" for one in (*others, own)] + [f"{own / one:.2f}" for one in others]
+        entries = [plain(count), lean(count), bare(count), flowrl(count)]
+        rates_by_entry: list[list[float]] = [[] for _ in entries]
+        for _ in range(options.rounds):
+            for entry, rates in zip(entries, rates_by_entry, strict=True):
+                rates.append(rate(entry, options.seconds))
+        *peers, own = map(statistics.median, rates_by_entry)
+        cells = [f"{value:,.0f}" for value in (*peers, own)]
+        cells += [f"{own / peer:.2f}" for peer in peers]
         print(f"| {count} | {' | '.join(cells)} |")
 
     loop, worker = LstmLoop(), LstmWorker()
     for entry in (loop, worker):
         entry.sample()
-    rates = [[], []]  # type: ignore[var-annotated]
-    for _ in range(given.rounds):
-        for one, own_rates in zip((loop, worker), rates, strict=True):
-            own_rates.append(rate(one.sample, 2 * given.seconds) * FRAGMENT * ENVS)
-    alone, sampled = map(statistics.median, rates)
+    loop_rates: list[float] = []
+    worker_rates: list[float] = []
+    for _ in range(options.rounds):
+        for entry, rates in ((loop, loop_rates), (worker, worker_rates)):
+            rates.append(rate(entry.sample, 2 * options.seconds) * FRAGMENT * ENVS)
+    loop_rate, worker_rate = statistics.median(loop_rates), statistics.median(worker_rates)
     print(f"\n| LSTM policy, {ENVS} environments | env steps/s | / loop |")
     print("|---|---:|---:|")
-    print(f"| loop | {alone:,.0f} | 1.00 |")
-    print(f"| flowrl | {sampled:,.0f} | {sampled / alone:.2f} |")
+    print(f"| loop | {loop_rate:,.0f} | 1.00 |")
+    print(f"| flowrl | {worker_rate:,.0f} | {worker_rate / loop_rate:.2f} |")
 
 
 if __name__ == "__main__":

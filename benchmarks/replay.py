@@ -1,17 +1,17 @@
-"""Replay buffers: storing fragments and drawing batches, beside a bare numpy ring and peers.
+"""Replay buffers: storing fragments and drawing batches, compared with a numpy ring and peers.
 
-Fragments of 200 rows of one environment; a draw is of 256 rows. Small rows are CartPole's (4
-floats), capacity 100,000; images are 84x84x4 bytes, capacity 10,000. Each buffer has a process, and
-they work in turn, a tenth of a second each. Figures are medians of the rounds, ratios those of each
-round: to the bare ring (storing, drawing) or to cpprb (prioritized pairs: a draw and an update of
-its priorities).
+Fragments have 200 rows of one environment; batches have 256 rows. Small rows are CartPole's (4
+floats), with capacity 100,000; images have 84x84x4 bytes, with capacity 10,000. Each buffer has its
+own process; the processes alternate, 0.1 s each. Prints medians over the rounds and median ratios
+per round: to the bare ring (storing, drawing) or to cpprb (prioritized pairs: drawing a batch and
+updating its priorities).
 
     python benchmarks/replay.py [--rounds 21] [--no-peers]
 
-The bare ring is what one would write without a library: an array per column, `obs` and `new_obs`
-both, written by slices and read by fancy indexing; it and cpprb hold the same columns. cpprb,
-Tianshou and Stable-Baselines3 run in an environment of their own (.peers/), as far as they can be
-installed.
+The bare ring is a minimal implementation: one array per column, including both `obs` and `new_obs`,
+written by slices and read by integer indexing. It stores the same columns as cpprb. cpprb, Tianshou
+and Stable-Baselines3 run in a separate virtual environment (.peers/) and are omitted if they cannot
+start.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ SECONDS = 0.1  # of one measurement
 
 
 def fragments(kind: str, count: int) -> list[dict[str, np.ndarray]]:
-    """Columns of fragments of one environment, whose episodes last 100 steps."""
+    """Return the columns of `count` fragments of one environment with episodes of 100 steps."""
     shape, dtype, _ = SIZES[kind]
     rng = np.random.default_rng(0)
-    made = []
+    batches = []
     for i in range(count):
         observations = rng.integers(0, 255, (ROWS + 1, *shape)).astype(dtype)
         steps = np.arange(i * ROWS, (i + 1) * ROWS)
-        made.append(
+        batches.append(
             {
                 "obs": observations[:-1],
                 "new_obs": observations[1:],
@@ -58,11 +58,11 @@ def fragments(kind: str, count: int) -> list[dict[str, np.ndarray]]:
                 "t": steps % 100,
             }
         )
-    return made
+    return batches
 
 
 class BareRing:
-    """An array per column."""
+    """A ring buffer with one array per column."""
 
     def __init__(self, kind: str):
         self.capacity = SIZES[kind][2]
@@ -72,9 +72,11 @@ class BareRing:
 
     def add(self, rows: dict[str, np.ndarray]) -> None:
         if not self.columns:
-            made = {k: np.empty((self.capacity, *v.shape[1:]), v.dtype) for k, v in rows.items()}
-            self.columns = made
-        end = self.at + ROWS  # the capacity is a multiple of it
+            self.columns = {
+                name: np.empty((self.capacity, *column.shape[1:]), column.dtype)
+                for name, column in rows.items()
+            }
+        end = self.at + ROWS  # the capacity is a multiple of ROWS
         for name, column in rows.items():
             self.columns[name][self.at : end] = column
         self.at = end % self.capacity
@@ -86,20 +88,20 @@ class BareRing:
 
 
 class Flowrl:
-    """ReplayBuffer, or the prioritized one."""
+    """flowrl's ReplayBuffer or PrioritizedReplayBuffer."""
 
     directory: str | None = None
 
     def __init__(self, kind: str, prioritized: bool = False):
         from flowrl.replay import PrioritizedReplayBuffer, ReplayBuffer
 
-        made = PrioritizedReplayBuffer if prioritized else ReplayBuffer
-        self.buffer: Any = made(SIZES[kind][2], seed=0, directory=self.directory)
+        buffer_class = PrioritizedReplayBuffer if prioritized else ReplayBuffer
+        self.buffer: Any = buffer_class(SIZES[kind][2], seed=0, directory=self.directory)
         self.errors = np.random.default_rng(0).random(DRAW)
 
     @staticmethod
     def fragment(rows: dict[str, np.ndarray]) -> Any:
-        """As the sampler makes it: each observation once, `new_obs` is the next row's."""
+        """Return a batch like the sampler's: each observation once, `new_obs` is an index."""
         from flowrl.data import SampleBatch
         from flowrl.data.indexed_columns import NextRows
 
@@ -123,13 +125,13 @@ class Flowrl:
 
 
 class FlowrlInFiles(Flowrl):
-    """The same, with its rows in files."""
+    """flowrl's buffers with rows in memory-mapped files."""
 
     directory = tempfile.gettempdir()
 
 
 class Cpprb:
-    """cpprb, a buffer in C++."""
+    """cpprb's buffers, which are written in C++."""
 
     def __init__(self, kind: str, prioritized: bool = False):
         from cpprb import PrioritizedReplayBuffer, ReplayBuffer
@@ -144,14 +146,14 @@ class Cpprb:
             "eps_id": {"dtype": np.int64},
             "t": {"dtype": np.int64},
         }
-        made = PrioritizedReplayBuffer if prioritized else ReplayBuffer
-        self.buffer: Any = made(capacity, columns)
+        buffer_class = PrioritizedReplayBuffer if prioritized else ReplayBuffer
+        self.buffer: Any = buffer_class(capacity, columns)
         self.errors = np.random.default_rng(0).random(DRAW)
 
     @staticmethod
     def fragment(rows: dict[str, np.ndarray]) -> Any:
-        own = {"new_obs": "next_obs", "actions": "act", "rewards": "rew", "terminateds": "done"}
-        return {own.get(name, name): column for name, column in rows.items()}
+        names = {"new_obs": "next_obs", "actions": "act", "rewards": "rew", "terminateds": "done"}
+        return {names.get(name, name): column for name, column in rows.items()}
 
     def add(self, rows: Any) -> None:
         self.buffer.add(**rows)
@@ -165,7 +167,7 @@ class Cpprb:
 
 
 class Tianshou:
-    """Tianshou's buffers, whose trees are compiled by numba."""
+    """Tianshou's buffers, whose sum trees are compiled by numba."""
 
     def __init__(self, kind: str, prioritized: bool = False):
         from tianshou.data import PrioritizedReplayBuffer, ReplayBuffer
@@ -209,7 +211,7 @@ class Tianshou:
 
 
 class Sb3:
-    """Stable-Baselines3's buffer."""
+    """Stable-Baselines3's ReplayBuffer."""
 
     def __init__(self, kind: str):
         from gymnasium import spaces
@@ -251,47 +253,47 @@ RUNS: dict[str, Any] = {
 }
 
 
-def prepared(name: str) -> dict[str, tuple[int, Callable[[], Any]]]:
-    """What is timed of a buffer, on full ones: figure -> what one call counts as, the call."""
-    made = RUNS[name]
-    prepare = getattr(made, "fragment", lambda rows: rows)
-    work: dict[str, tuple[int, Callable[[], Any]]] = {}
+def timed_calls(name: str) -> dict[str, tuple[int, Callable[[], Any]]]:
+    """Fill the buffers of an entry; return figure -> (number that a call counts as, call)."""
+    entry = RUNS[name]
+    prepare = getattr(entry, "fragment", lambda rows: rows)
+    calls: dict[str, tuple[int, Callable[[], Any]]] = {}
     for kind in SIZES:
-        given = [prepare(rows) for rows in fragments(kind, 25)]
-        some = itertools.cycle(given)
-        buffer = made(kind)
-        for _ in range(SIZES[kind][2] // ROWS + len(given)):
-            buffer.add(next(some))  # until it is full and has been written over
-        work[f"{kind}: rows stored/s"] = ROWS, partial(add_next, buffer, some)
-        work[f"{kind}: batches/s"] = 1, buffer.sample
-        if kind == "small" and hasattr(made, "pair"):
-            buffer = made(kind, prioritized=True)
+        batches = [prepare(rows) for rows in fragments(kind, 25)]
+        stream = itertools.cycle(batches)
+        buffer = entry(kind)
+        for _ in range(SIZES[kind][2] // ROWS + len(batches)):
+            buffer.add(next(stream))  # until rows are overwritten
+        calls[f"{kind}: rows stored/s"] = ROWS, partial(add_next, buffer, stream)
+        calls[f"{kind}: batches/s"] = 1, buffer.sample
+        if kind == "small" and hasattr(entry, "pair"):
+            buffer = entry(kind, prioritized=True)
             for _ in range(SIZES[kind][2] // ROWS):
-                buffer.add(next(some))
-            work["prioritized pairs/s"] = 1, buffer.pair
-    return work
+                buffer.add(next(stream))
+            calls["prioritized pairs/s"] = 1, buffer.pair
+    return calls
 
 
-def add_next(buffer: Any, some: Iterator[Any]) -> None:
-    buffer.add(next(some))
+def add_next(buffer: Any, stream: Iterator[Any]) -> None:
+    buffer.add(next(stream))
 
 
 def serve(name: str) -> None:
-    """Time what is asked for, line by line, and tell it."""
-    work = prepared(name)
-    print(json.dumps(list(work)), flush=True)
+    """Measure and print the figure named by each line on stdin."""
+    calls = timed_calls(name)
+    print(json.dumps(list(calls)), flush=True)
     for line in sys.stdin:
-        worth, call = work[line.strip()]
-        done, started = 0, time.perf_counter()
+        count, call = calls[line.strip()]
+        num_calls, started = 0, time.perf_counter()
         while (elapsed := time.perf_counter() - started) < SECONDS:
             for _ in range(8):
                 call()
-            done += 8
-        print(worth * done / elapsed, flush=True)
+            num_calls += 8
+        print(count * num_calls / elapsed, flush=True)
 
 
 class Process:
-    """A buffer in a process of its own, which works when it is asked to."""
+    """A process with one buffer, which measures figures on request."""
 
     def __init__(self, name: str, python: str):
         command = [python, __file__, "--serve", name]
@@ -300,15 +302,15 @@ class Process:
         try:
             self.figures = set(json.loads(self._line()))
         except ValueError:
-            told = self._process.communicate()[1].strip().splitlines()
-            raise OSError(told[-1] if told else "it ended") from None
+            errors = self._process.communicate()[1].strip().splitlines()
+            raise OSError(errors[-1] if errors else "the process ended") from None
 
     def _line(self) -> str:
         assert self._process.stdout is not None
         return self._process.stdout.readline()
 
-    def timed(self, figure: str) -> float:
-        """How often per second."""
+    def measure(self, figure: str) -> float:
+        """Return the rate [1/s]."""
         assert self._process.stdin is not None
         print(figure, file=self._process.stdin, flush=True)
         return float(self._line())
@@ -321,7 +323,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--no-peers", action="store_true")
-    parser.add_argument("--peers-python", help="an interpreter that has the peers already")
+    parser.add_argument("--peers-python", help="interpreter with the peers installed")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
@@ -341,15 +343,15 @@ def main() -> None:
         try:
             running[name] = Process(name, python)
         except OSError as error:
-            print(f"# {name} left out: {error}", flush=True)
-    figures = [f"{kind}: {what}/s" for kind in SIZES for what in ("rows stored", "batches")]
+            print(f"# {name} omitted: {error}", flush=True)
+    figures = [f"{kind}: {unit}/s" for kind in SIZES for unit in ("rows stored", "batches")]
     figures.append("prioritized pairs/s")
-    told: dict[tuple[str, str], list[float]] = {}
+    rates: dict[tuple[str, str], list[float]] = {}
     for figure in figures:
         for _ in range(options.rounds):
             for name, process in running.items():
                 if figure in process.figures:
-                    told.setdefault((name, figure), []).append(process.timed(figure))
+                    rates.setdefault((name, figure), []).append(process.measure(figure))
     for process in running.values():
         process.stop()
     print("| | " + " | ".join(f"{figure} | ×" for figure in figures) + " |")
@@ -360,9 +362,9 @@ def main() -> None:
             base = "bare ring"
             if "pairs" in figure:
                 base = "cpprb" if "cpprb" in running else "flowrl"
-            own = told.get((name, figure), [])
-            ratios = [a / b for a, b in zip(own, told[base, figure], strict=False)]
-            cells.append(f"{np.median(own):,.0f}" if own else "")
+            values = rates.get((name, figure), [])
+            ratios = [a / b for a, b in zip(values, rates[base, figure], strict=False)]
+            cells.append(f"{np.median(values):,.0f}" if values else "")
             cells.append(f"{np.median(ratios):.2f}" if ratios else "")
         print(f"| {name} | " + " | ".join(cells) + " |")
 

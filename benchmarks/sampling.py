@@ -1,13 +1,13 @@
-"""Env steps per second of RolloutWorker.sample() over those of a bare loop, in one run.
+"""Env steps per second of RolloutWorker.sample(), compared with a minimal loop.
 
-The bare loop steps gymnasium's SyncVectorEnv (256 environments: gymnasium's own vectorised
-CartPole) with a network of the same size, one forward a step, log-softmax, no distribution object,
-into preallocated arrays, and counts real transitions; it is run twice, with torch's inference and
-with numpy's (as flowrl infers). flowrl's figure includes advantages and every column. Medians of
-several rounds, the entries in turn.
+The loop steps gymnasium's SyncVectorEnv (for 256 environments: gymnasium's vectorized CartPole)
+with a network of the same size, one forward pass per step and log-softmax, without distribution
+objects, writes into preallocated arrays, and counts transitions without resets. It runs twice: with
+torch inference, and with numpy inference like flowrl. flowrl's figure includes advantages and every
+column. The entries run alternately; prints medians over the rounds.
 
-The second table: the last four frames of 84x84 bytes by a view, 8 environments that cost next to
-nothing and a linear network, against a loop that stacks the frames in its arrays.
+The second table is about a view of the last four frames of 84x84 bytes, with 8 cheap environments
+and a linear network, compared with a loop that stacks the frames in its arrays.
 
     python benchmarks/sampling.py [--seconds 1.0] [--rounds 5]
 """
@@ -38,7 +38,7 @@ FRAGMENT = 128
 
 
 class Network:
-    """2x64 tanh in numpy, the fastest way here to run it on few rows."""
+    """2x64 tanh network in numpy, the fastest implementation for few rows."""
 
     def __init__(self, outputs: int):
         rng = np.random.default_rng(outputs)
@@ -58,7 +58,7 @@ class Network:
 
 
 class TorchNetwork:
-    """2x64 tanh, called without modules: about a third faster than nn.Sequential."""
+    """2x64 tanh network without modules, about a third faster than nn.Sequential."""
 
     def __init__(self, outputs: int):
         sizes = (4, 64, 64, outputs)
@@ -79,7 +79,7 @@ def make_env(envs: int) -> gym.vector.VectorEnv:
 
 
 class Bare:
-    """The lean loop."""
+    """The minimal loop with numpy inference."""
 
     def __init__(self, envs: int):
         self.env, self.envs = make_env(envs), envs
@@ -118,7 +118,7 @@ class Bare:
 
 
 class BareTorch(Bare):
-    """The same with torch's inference."""
+    """The minimal loop with torch inference."""
 
     def __init__(self, envs: int):
         super().__init__(envs)
@@ -143,7 +143,7 @@ class BareTorch(Bare):
 
 
 class Random:
-    """The environments alone, for the bare loop's honesty."""
+    """Steps the environments alone: an upper bound for the loops."""
 
     def __init__(self, envs: int):
         self.env, self.envs = make_env(envs), envs
@@ -157,7 +157,7 @@ class Random:
 
 
 class Flowrl:
-    """One worker in process, GAE and every column."""
+    """One worker in process, with GAE and every column."""
 
     def __init__(self, envs: int):
         self.worker = RolloutWorker(
@@ -176,7 +176,7 @@ class Flowrl:
 
 
 class Frames(gym.Env[np.ndarray, int]):
-    """A frame of 84x84 bytes; episodes of 100 steps."""
+    """Returns a constant frame of 84x84 bytes; episodes have 100 steps."""
 
     observation_space = gym.spaces.Box(0, 255, (84, 84), np.uint8)
     action_space = gym.spaces.Discrete(2)
@@ -194,7 +194,7 @@ class Frames(gym.Env[np.ndarray, int]):
 
 
 def act_on_frames(frames: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Actions and values [N] of stacked frames [N, 4, 84, 84]."""
+    """Return actions and values [N] for stacked frames [N, 4, 84, 84]."""
     values = (frames.reshape(len(frames), -1).astype(np.float32) @ weights)[:, 0]
     return (values > 0).astype(np.int64), values
 
@@ -203,7 +203,7 @@ WEIGHTS = np.random.default_rng(0).normal(0, 1e-4, (4 * 84 * 84, 1)).astype(np.f
 
 
 class FramePolicy(Policy):
-    """Acts on the view `obs`, four frames."""
+    """Acts on the view `obs` of four frames."""
 
     def compute_actions_from_input_dict(self, input_dict: Any, explore: bool = True) -> Any:
         actions, values = act_on_frames(input_dict["obs"], WEIGHTS)
@@ -214,7 +214,7 @@ class FramePolicy(Policy):
 
 
 class FlowrlFrames:
-    """One worker whose policy sees four frames by a view."""
+    """One worker whose policy has a view of four frames."""
 
     def __init__(self, envs: int):
         settings = {"num_envs_per_worker": envs, "rollout_fragment_length": FRAGMENT}
@@ -255,16 +255,16 @@ class BareFrames:
 
 
 def frames(options: argparse.Namespace) -> None:
-    ours, bare = FlowrlFrames(8), BareFrames(8)
+    flowrl, bare = FlowrlFrames(8), BareFrames(8)
     rates: list[tuple[float, float]] = []
     for _ in range(options.rounds):
-        rates.append((rate(bare, options.seconds), rate(ours, options.seconds)))
-    loop, flow = np.median(np.array(rates), 0)
+        rates.append((rate(bare, options.seconds), rate(flowrl, options.seconds)))
+    bare_rate, flowrl_rate = np.median(np.array(rates), 0)
     ratio = np.median([b / a for a, b in rates])
     print("\n| four frames, 8 envs | env steps/s | / loop | bytes of frames per row |")
     print("|---|---:|---:|---:|")
-    print(f"| loop | {loop:,.0f} | 1.00 | {4 * 84 * 84:,} |")
-    print(f"| flowrl, by a view | {flow:,.0f} | {ratio:.2f} | {ours.stored:,.0f} |")
+    print(f"| loop | {bare_rate:,.0f} | 1.00 | {4 * 84 * 84:,} |")
+    print(f"| flowrl, view | {flowrl_rate:,.0f} | {ratio:.2f} | {flowrl.stored:,.0f} |")
 
 
 def rate(entry: Any, seconds: float) -> float:
@@ -293,8 +293,8 @@ def main() -> None:
             for name, entry in entries.items():
                 rates[name].append(rate(entry, options.seconds))
         figures = " | ".join(f"{np.median(values):,.0f}" for values in rates.values())
-        ours = np.array(rates["flowrl"])
-        ratios = [float(np.median(ours / np.array(rates[name]))) for name in ("torch", "numpy")]
+        flowrl = np.array(rates["flowrl"])
+        ratios = [float(np.median(flowrl / np.array(rates[name]))) for name in ("torch", "numpy")]
         print(f"| {envs} | {figures} | {ratios[0]:.2f} | {ratios[1]:.2f} |", flush=True)
     frames(options)
 

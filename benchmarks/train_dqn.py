@@ -1,9 +1,10 @@
-"""DQN on CartPole-v1: flowrl, a plain single file, Stable-Baselines3, in turn, matched settings.
+"""DQN on CartPole-v1: flowrl, a single-file implementation and Stable-Baselines3.
 
-1 environment, an update of 32 rows every 4 steps from step 1,000 on, buffer 50,000, 2x64 ReLU, lr
-1e-3, gamma .99, hard target updates every 500 steps, epsilon 1 to .05 in 2,000 steps, neither
-double nor dueling nor prioritized: Stable-Baselines3's DQN. The figure: env steps per second over
-20,000 steps. Medians over the seeds; the numbers of updates are printed and are to be equal.
+The settings match Stable-Baselines3's DQN: 1 environment, an update of 32 rows every 4 steps after
+1,000 steps, buffer 50,000, 2x64 ReLU, lr 1e-3, gamma .99, hard target updates every 500 steps,
+epsilon from 1 to .05 in 2,000 steps, no double, dueling or prioritized replay. Measures env steps
+per second over 20,000 steps. The entries run alternately; prints medians over the seeds, and the
+numbers of updates, which must be equal.
 
     python benchmarks/train_dqn.py [--seeds 5] [--no-sb3]
 """
@@ -29,7 +30,7 @@ LR, GAMMA, EPSILON, EPSILON_STEPS = 1e-3, 0.99, 0.05, 2_000
 
 
 def flowrl_run(seed: int) -> dict[str, float]:
-    """The shipped plan."""
+    """Run the shipped plan."""
     from flowrl.algorithms.dqn import DQNConfig
 
     config = DQNConfig(
@@ -68,7 +69,7 @@ def flowrl_run(seed: int) -> dict[str, float]:
 
 
 def single_file_run(seed: int) -> dict[str, float]:
-    """DQN in one function, the plain way, with torch's fused optimizer."""
+    """Run DQN written as one function, with torch's fused optimizer."""
     import gymnasium as gym
     import torch
     from torch import nn
@@ -87,11 +88,11 @@ def single_file_run(seed: int) -> dict[str, float]:
     weights = list(online.parameters())
     adam = torch.optim.Adam(weights, lr=LR, fused=True)
     env = gym.make("CartPole-v1", disable_env_checker=True)
-    obs, following = np.zeros((BUFFER, 4), np.float32), np.zeros((BUFFER, 4), np.float32)
+    obs, next_obs = np.zeros((BUFFER, 4), np.float32), np.zeros((BUFFER, 4), np.float32)
     actions = np.zeros(BUFFER, np.int64)
     rewards, ended = np.zeros(BUFFER, np.float32), np.zeros(BUFFER, np.float32)
     observation, _ = env.reset(seed=seed)
-    returns, running, updates = [], 0.0, 0
+    returns, episode_return, updates = [], 0.0, 0
     started = time.perf_counter()
     for step in range(STEPS):
         epsilon = max(EPSILON, 1 - (1 - EPSILON) * step / EPSILON_STEPS)
@@ -100,25 +101,25 @@ def single_file_run(seed: int) -> dict[str, float]:
         else:
             with torch.no_grad():
                 action = int(online(torch.from_numpy(observation)).argmax())
-        after, reward, terminated, truncated, _ = env.step(action)
+        next_observation, reward, terminated, truncated, _ = env.step(action)
         at = step % BUFFER
-        obs[at], following[at], actions[at] = observation, after, action
+        obs[at], next_obs[at], actions[at] = observation, next_observation, action
         rewards[at], ended[at] = reward, terminated
-        running += float(reward)
-        observation = after
+        episode_return += float(reward)
+        observation = next_observation
         if terminated or truncated:
-            returns.append(running)
-            running = 0.0
+            returns.append(episode_return)
+            episode_return = 0.0
             observation, _ = env.reset()
         if step >= STARTS and step % EVERY == 0:
             index = rng.integers(0, min(step + 1, BUFFER), BATCH)
             o, n, a, r, d = (
-                torch.from_numpy(x[index]) for x in (obs, following, actions, rewards, ended)
+                torch.from_numpy(x[index]) for x in (obs, next_obs, actions, rewards, ended)
             )
             with torch.no_grad():
-                goal = r + GAMMA * (1 - d) * target(n).max(1).values
+                td_target = r + GAMMA * (1 - d) * target(n).max(1).values
             q = online(o).gather(1, a.unsqueeze(1)).squeeze(1)
-            loss = nn.functional.smooth_l1_loss(q, goal)
+            loss = nn.functional.smooth_l1_loss(q, td_target)
             adam.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(weights, 10.0, foreach=True)
@@ -135,7 +136,7 @@ def single_file_run(seed: int) -> dict[str, float]:
 
 
 def sb3_run(seed: int) -> dict[str, float]:
-    """Stable-Baselines3 with the same settings; runs inside its own environment."""
+    """Run Stable-Baselines3 with the same settings, in its own virtual environment."""
     import torch
     from stable_baselines3 import DQN
 
@@ -174,7 +175,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--no-sb3", action="store_true")
-    parser.add_argument("--sb3-python", help="an interpreter that has Stable-Baselines3 already")
+    parser.add_argument("--sb3-python", help="interpreter with Stable-Baselines3 installed")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -189,20 +190,20 @@ def main() -> None:
         pythons["sb3"] = options.sb3_python or str(
             peer_python("sb3", "stable-baselines3==2.9.2", "gymnasium==1.2.2")
         )
-    told: dict[str, list[Any]] = {name: [] for name in pythons}
+    results: dict[str, list[Any]] = {name: [] for name in pythons}
     for seed in range(options.seeds):
         for name, python in pythons.items():
             command = [python, __file__, "--one", name, "--seed", str(seed)]
-            done = subprocess.run(command, capture_output=True, text=True, check=True)
-            told[name].append(json.loads(done.stdout.splitlines()[-1]))
-            print(f"# seed {seed}, {name}: {told[name][-1]}", flush=True)
+            process = subprocess.run(command, capture_output=True, text=True, check=True)
+            results[name].append(json.loads(process.stdout.splitlines()[-1]))
+            print(f"# seed {seed}, {name}: {results[name][-1]}", flush=True)
     print("| | env steps/s | flowrl is × | updates |")
     print("|---|---:|---:|---:|")
-    speed = {name: [one["steps"] / one["seconds"] for one in own] for name, own in told.items()}
-    for name, own in speed.items():
-        ratio = np.median([a / b for a, b in zip(speed["flowrl"], own, strict=True)])
-        updates = np.median([one["updates"] for one in told[name]])
-        print(f"| {name} | {np.median(own):,.0f} | {ratio:.2f} | {updates:,.0f} |")
+    speed = {name: [r["steps"] / r["seconds"] for r in runs] for name, runs in results.items()}
+    for name, speeds in speed.items():
+        ratio = np.median([a / b for a, b in zip(speed["flowrl"], speeds, strict=True)])
+        updates = np.median([result["updates"] for result in results[name]])
+        print(f"| {name} | {np.median(speeds):,.0f} | {ratio:.2f} | {updates:,.0f} |")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
-"""PPO on CartPole-v1: flowrl, a plain single file, Stable-Baselines3, in turn, matched settings.
+"""PPO on CartPole-v1: flowrl, a single-file implementation and Stable-Baselines3.
 
-8 environments x 500 steps, minibatch 128, 10 epochs, 2x64 tanh, lr 3e-4, gamma .99, lambda .95,
-clip .2. Two figures: env steps per second over 10 batches, and seconds from the first training
-call until the mean return of the last 100 episodes is 475. Medians over the seeds.
+All use the same settings: 8 environments x 500 steps, minibatch 128, 10 epochs, 2x64 tanh, lr 3e-4,
+gamma .99, lambda .95, clip .2. Measures env steps per second over 10 batches, and seconds from the
+first training call until the mean return of the last 100 episodes is 475. The entries run
+alternately; prints medians over the seeds.
 
     python benchmarks/train_ppo.py [--seeds 3] [--no-sb3]
 
-The single file is the plain way: SyncVectorEnv, torch.distributions, Adam, one forward for both
-networks per update. Stable-Baselines3 runs in an environment of its own (.peers/).
+The single file uses SyncVectorEnv, torch.distributions, Adam, and one forward pass of both networks
+per update. Stable-Baselines3 runs in a separate virtual environment (.peers/).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ LR, GAMMA, LAMBDA, CLIP, GOAL, LIMIT = 3e-4, 0.99, 0.95, 0.2, 475.0, 300_000
 
 
 def flowrl_run(seed: int, batches: int | None) -> dict[str, float]:
-    """`batches` train batches, or until the goal."""
+    """Run the shipped plan for `batches` train batches; None runs until the goal."""
     from flowrl.algorithms.ppo import PPOConfig
 
     config = PPOConfig(
@@ -53,18 +54,18 @@ def flowrl_run(seed: int, batches: int | None) -> dict[str, float]:
         result = algorithm.train()
         steps, mean = result["timesteps_total"], result["episode_reward_mean"]
         full = result["episodes_in_window"] >= 100
-        if _ended(steps, mean if full else 0.0, batches):
+        if is_finished(steps, mean if full else 0.0, batches):
             return {"seconds": time.perf_counter() - started, "steps": steps, "mean": mean}
 
 
-def _ended(steps: int, mean: float, batches: int | None) -> bool:
+def is_finished(steps: int, mean: float, batches: int | None) -> bool:
     if batches is not None:
         return steps >= batches * BATCH
     return mean >= GOAL or steps >= LIMIT
 
 
 def single_file_run(seed: int, batches: int | None) -> dict[str, float]:
-    """PPO in one function, the plain way."""
+    """Run PPO written as one function."""
     import gymnasium as gym
     import torch
     from torch import nn
@@ -95,7 +96,7 @@ def single_file_run(seed: int, batches: int | None) -> dict[str, float]:
     obs = torch.zeros(horizon, ENVS, 4)
     actions, logps, rewards, values, dones = (torch.zeros(horizon, ENVS) for _ in range(5))
     observation, _ = env.reset(seed=seed)
-    running, returns, steps = np.zeros(ENVS), deque(maxlen=100), 0
+    episode_returns, returns, steps = np.zeros(ENVS), deque(maxlen=100), 0
     started = time.perf_counter()
     while True:
         for t in range(horizon):
@@ -106,13 +107,13 @@ def single_file_run(seed: int, batches: int | None) -> dict[str, float]:
                 actions[t], logps[t] = action, dist.log_prob(action)
                 values[t] = critic(obs[t])[:, 0]
             observation, reward, terminated, truncated, info = env.step(action.numpy())
-            running += reward
+            episode_returns += reward
             done = terminated | truncated
             rewards[t] = torch.from_numpy(reward)
             if done.any():
                 for i in np.flatnonzero(done):
-                    returns.append(running[i])
-                    running[i] = 0.0
+                    returns.append(episode_returns[i])
+                    episode_returns[i] = 0.0
                     if truncated[i] and not terminated[i]:
                         with torch.no_grad():
                             final = torch.from_numpy(info["final_obs"][i])
@@ -120,13 +121,13 @@ def single_file_run(seed: int, batches: int | None) -> dict[str, float]:
             dones[t] = torch.from_numpy(done.astype(np.float32))
         steps += BATCH
         with torch.no_grad():
-            following = critic(torch.from_numpy(observation))[:, 0]
+            next_value = critic(torch.from_numpy(observation))[:, 0]
         advantages = torch.zeros_like(rewards)
         last = torch.zeros(ENVS)
         for t in reversed(range(horizon)):
-            delta = rewards[t] + GAMMA * following * (1 - dones[t]) - values[t]
+            delta = rewards[t] + GAMMA * next_value * (1 - dones[t]) - values[t]
             last = delta + GAMMA * LAMBDA * (1 - dones[t]) * last
-            advantages[t], following = last, values[t]
+            advantages[t], next_value = last, values[t]
         flat = (
             obs.reshape(-1, 4),
             actions.reshape(-1),
@@ -149,12 +150,12 @@ def single_file_run(seed: int, batches: int | None) -> dict[str, float]:
                 nn.utils.clip_grad_norm_(parameters, 0.5)
                 adam.step()
         mean = float(np.mean(returns)) if len(returns) == 100 else 0.0
-        if _ended(steps, mean, batches):
+        if is_finished(steps, mean, batches):
             return {"seconds": time.perf_counter() - started, "steps": steps, "mean": mean}
 
 
 def sb3_run(seed: int, batches: int | None) -> dict[str, float]:
-    """Stable-Baselines3 with the same settings; runs inside its own environment."""
+    """Run Stable-Baselines3 with the same settings, in its own virtual environment."""
     import torch
     from stable_baselines3 import PPO
     from stable_baselines3.common.callbacks import BaseCallback
@@ -162,7 +163,7 @@ def sb3_run(seed: int, batches: int | None) -> dict[str, float]:
 
     torch.set_num_threads(1)
 
-    class Until(BaseCallback):
+    class MeanReturn(BaseCallback):
         def _on_step(self) -> bool:
             return True
 
@@ -170,7 +171,7 @@ def sb3_run(seed: int, batches: int | None) -> dict[str, float]:
             buffer = self.model.ep_info_buffer or []
             self.mean = float(np.mean([e["r"] for e in buffer])) if len(buffer) == 100 else 0.0
 
-    until = Until()
+    mean_return = MeanReturn()
     model = PPO(
         "MlpPolicy",
         make_vec_env("CartPole-v1", ENVS, seed=seed),
@@ -189,29 +190,29 @@ def sb3_run(seed: int, batches: int | None) -> dict[str, float]:
     started = time.perf_counter()
     steps = 0
     while True:
-        model.learn(BATCH, callback=until, reset_num_timesteps=steps == 0)
+        model.learn(BATCH, callback=mean_return, reset_num_timesteps=steps == 0)
         steps += BATCH
         buffer = model.ep_info_buffer
         mean = float(np.mean([e["r"] for e in buffer])) if len(buffer) == 100 else 0.0
-        if _ended(steps, mean, batches):
+        if is_finished(steps, mean, batches):
             return {"seconds": time.perf_counter() - started, "steps": steps, "mean": mean}
 
 
 RUNS = {"flowrl": flowrl_run, "single file": single_file_run, "sb3": sb3_run}
 
 
-def in_process_of_its_own(python: str, name: str, seed: int, batches: int | None) -> Any:
-    """Each run starts fresh, so that none profits from another's warm caches."""
+def run_in_new_process(python: str, name: str, seed: int, batches: int | None) -> Any:
+    """Run an entry in a new process, so that no entry benefits from warm caches."""
     command = [python, __file__, "--one", name, "--seed", str(seed), "--batches", str(batches or 0)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    process = subprocess.run(command, capture_output=True, text=True, check=True)
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--no-sb3", action="store_true")
-    parser.add_argument("--sb3-python", help="an interpreter that has Stable-Baselines3 already")
+    parser.add_argument("--sb3-python", help="interpreter with Stable-Baselines3 installed")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--batches", type=int, default=0, help=argparse.SUPPRESS)
@@ -232,15 +233,15 @@ def main() -> None:
     steps: dict[str, list[float]] = {name: [] for name in pythons}
     for seed in range(options.seeds):
         for name, python in pythons.items():
-            told = in_process_of_its_own(python, name, seed, 10)
-            speed[name].append(told["steps"] / told["seconds"])
+            result = run_in_new_process(python, name, seed, 10)
+            speed[name].append(result["steps"] / result["seconds"])
             print(f"# seed {seed}, {name}: {speed[name][-1]:,.0f} env steps/s", flush=True)
         for name, python in pythons.items():
-            told = in_process_of_its_own(python, name, seed, None)
-            reached = told["mean"] >= GOAL
-            seconds[name].append(told["seconds"] if reached else float("inf"))
-            steps[name].append(told["steps"])
-            print(f"# seed {seed}, {name}: {told}", flush=True)
+            result = run_in_new_process(python, name, seed, None)
+            reached = result["mean"] >= GOAL
+            seconds[name].append(result["seconds"] if reached else float("inf"))
+            steps[name].append(result["steps"])
+            print(f"# seed {seed}, {name}: {result}", flush=True)
     print("| | env steps/s | flowrl is × | seconds to 475 | flowrl takes × | env steps to 475 |")
     print("|---|---:|---:|---:|---:|---:|")
     for name in pythons:

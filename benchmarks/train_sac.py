@@ -1,11 +1,11 @@
-"""SAC and TD3 on Pendulum-v1: flowrl beside Stable-Baselines3, in turn, matched settings.
+"""SAC and TD3 on Pendulum-v1: flowrl and Stable-Baselines3.
 
-1 environment, after 1,000 random steps an update of 256 rows for each step, 2x256 ReLU, twin
-critics, lr 1e-3, gamma .99, tau .005; SAC's temperature is learned from 1, TD3's actor moves at
-every second update. One torch thread in every process; numpy picks its kernels for the processor
-itself: variables of the environment that name others are left out, for both, unless they are to be
-kept. The figure: updates per second from step 1,000 on, the environment's steps included. Medians
-over the rounds.
+Both use the same settings: 1 environment, one update of 256 rows per step after 1,000 random steps,
+2x256 ReLU, twin critics, lr 1e-3, gamma .99, tau .005; SAC learns its temperature, starting at 1;
+TD3 updates its actor every second update. Each process has one torch thread. The variables
+OPENBLAS_CORETYPE and OPENBLAS_L2_SIZE are removed from the environment, so that numpy selects its
+kernels for the processor; --keep-kernels keeps them. Measures updates per second after step 1,000,
+including env steps. The entries run alternately; prints medians over the rounds.
 
     python benchmarks/train_sac.py [--rounds 5] [--steps 4000] [--only sac td3] [--keep-kernels]
 """
@@ -32,7 +32,7 @@ STARTS, BATCH, BUFFER, LR, GAMMA, TAU, NOISE = 1_000, 256, 100_000, 1e-3, 0.99, 
 
 
 def flowrl_run(plan: str, steps: int, seed: int) -> dict[str, float]:
-    """The shipped plan."""
+    """Run the shipped plan."""
     from flowrl.trainer.plan_files import load_plan
 
     config = load_plan(plan).config
@@ -59,16 +59,16 @@ def flowrl_run(plan: str, steps: int, seed: int) -> dict[str, float]:
 
 
 def sb3_run(plan: str, steps: int, seed: int) -> dict[str, float]:
-    """Stable-Baselines3 with the same settings; runs inside its own environment."""
+    """Run Stable-Baselines3 with the same settings, in its own virtual environment."""
     import torch
     from stable_baselines3 import SAC, TD3
     from stable_baselines3.common.callbacks import BaseCallback
     from stable_baselines3.common.noise import NormalActionNoise
 
     torch.set_num_threads(1)
-    more: dict[str, Any] = {"ent_coef": "auto"}
+    extra_arguments: dict[str, Any] = {"ent_coef": "auto"}
     if plan == "td3":
-        more = {"action_noise": NormalActionNoise(np.zeros(1), np.full(1, 2 * NOISE))}
+        extra_arguments = {"action_noise": NormalActionNoise(np.zeros(1), np.full(1, 2 * NOISE))}
     model = {"sac": SAC, "td3": TD3}[plan](
         "MlpPolicy",
         "Pendulum-v1",
@@ -83,10 +83,10 @@ def sb3_run(plan: str, steps: int, seed: int) -> dict[str, float]:
         policy_kwargs={"net_arch": [256, 256]},
         seed=seed,
         device="cpu",
-        **more,
+        **extra_arguments,
     )
 
-    class Watch(BaseCallback):
+    class StartOfTraining(BaseCallback):
         started, before = 0.0, 0
 
         def _on_step(self) -> bool:
@@ -94,10 +94,10 @@ def sb3_run(plan: str, steps: int, seed: int) -> dict[str, float]:
                 self.started, self.before = time.perf_counter(), model._n_updates
             return True
 
-    watch = Watch()
-    model.learn(STARTS + steps, callback=watch)
-    seconds = time.perf_counter() - watch.started
-    return {"updates": model._n_updates - watch.before, "seconds": seconds}
+    start = StartOfTraining()
+    model.learn(STARTS + steps, callback=start)
+    seconds = time.perf_counter() - start.started
+    return {"updates": model._n_updates - start.before, "seconds": seconds}
 
 
 RUNS = {"flowrl": flowrl_run, "sb3": sb3_run}
@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4_000)
     parser.add_argument("--only", nargs="+", choices=["sac", "td3"], default=["sac", "td3"])
-    parser.add_argument("--keep-kernels", action="store_true", help="as OPENBLAS_CORETYPE says")
+    parser.add_argument("--keep-kernels", action="store_true", help="keep OPENBLAS_CORETYPE")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -126,13 +126,13 @@ def main() -> None:
                 command = [python, __file__, "--steps", str(options.steps)]
                 command += ["--keep-kernels"] if options.keep_kernels else []
                 command += ["--one", name, plan, str(seed)]
-                done = subprocess.run(command, capture_output=True, text=True, check=True)
-                told = json.loads(done.stdout.splitlines()[-1])
-                rates[name].append(told["updates"] / told["seconds"])
+                process = subprocess.run(command, capture_output=True, text=True, check=True)
+                result = json.loads(process.stdout.splitlines()[-1])
+                rates[name].append(result["updates"] / result["seconds"])
                 print(f"# {plan}, round {seed}, {name}: {rates[name][-1]:.1f}", flush=True)
         ratio = np.median(np.array(rates["flowrl"]) / np.array(rates["sb3"]))
-        ours, theirs = (np.median(rates[name]) for name in RUNS)
-        print(f"| {plan.upper()} | {ours:,.0f} | {theirs:,.0f} | {ratio:.2f} |", flush=True)
+        medians = " | ".join(f"{np.median(rates[name]):,.0f}" for name in RUNS)
+        print(f"| {plan.upper()} | {medians} | {ratio:.2f} |", flush=True)
 
 
 if __name__ == "__main__":

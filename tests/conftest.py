@@ -1,4 +1,4 @@
-"""Fixtures: the two execution modes, and one Ray for the whole session."""
+"""Fixtures: the two execution modes, one Ray instance per session."""
 
 import os
 
@@ -8,7 +8,7 @@ for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
 
 
-# Ray's record of tasks grows for a while in each process and would disturb memory measurements
+# Ray's buffer of task events grows in each process and would disturb memory measurements
 os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
 
 

@@ -17,9 +17,9 @@ class HiddenVelocities(gym.ObservationWrapper):
 
 
 class RepeatPast(gym.Env):
-    """Repeat the symbol that was observed `back` steps ago: reward 1 if correct; 32 steps.
+    """Repeat the symbol observed `back` steps ago: reward 1 if correct; episodes have 32 steps.
 
-    Without memory one in `symbols` actions is correct.
+    A random action is correct with probability 1 / `symbols`.
     """
 
     def __init__(self, config=None):

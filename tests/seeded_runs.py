@@ -1,8 +1,8 @@
 """Record seeded short runs of every shipped plan, and compare two recordings.
 
-A change of structure must not change them. Each recording holds the numbers of every result except
-times, and a checksum of the final weights; with 2 workers only of plans that repeat there. (The
-final weights of `ppo_async` depend on timing, its results do not.)
+Refactoring must not change the results. A recording contains every result without its times, and a
+checksum of the final weights. Plans that are not repeatable on workers are only recorded without
+workers. (The final weights of `ppo_async` depend on timing, its results do not.)
 
     python -m tests.seeded_runs record before.json
     python -m tests.seeded_runs compare before.json after.json
@@ -50,7 +50,7 @@ def small_config(plan, num_workers=0, **settings):
 
 
 def flatten(value, prefix=""):
-    """Yield (name, value) of every number and text of a result, except times."""
+    """Yield (name, value) of every entry of a result, except times."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from flatten(inner, f"{prefix}{key}/")
@@ -81,7 +81,8 @@ def record_run(plan, num_workers, experience):
     with config.build(plan=plan) as algorithm:
         results = [dict(flatten(algorithm.train())) for _ in range(4)]
         policies = algorithm.workers.local_worker().policy_map
-        return {"results": results, "weights": {p: checksum(own) for p, own in policies.items()}}
+        weights = {policy_id: checksum(policy) for policy_id, policy in policies.items()}
+        return {"results": results, "weights": weights}
 
 
 def record(path):
@@ -93,9 +94,9 @@ def record(path):
             with small_config(plan, output=experience[env]).build(plan=plan) as algorithm:
                 for _ in range(4):
                     algorithm.train()
-        for num_workers, left_out in ((0, NOT_REPEATABLE), (2, NOT_REPEATABLE_ON_WORKERS)):
+        for num_workers, excluded in ((0, NOT_REPEATABLE), (2, NOT_REPEATABLE_ON_WORKERS)):
             for plan in shipped_plans():
-                if plan not in left_out:
+                if plan not in excluded:
                     name = f"{plan}, {num_workers} workers"
                     recording[name] = record_run(plan, num_workers, experience)
                     print(name, recording[name]["weights"], flush=True)

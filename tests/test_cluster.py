@@ -1,4 +1,4 @@
-"""Plans on a Ray cluster of several nodes, simulated on this machine, and their cleanup."""
+"""Plans on a simulated Ray cluster of several nodes, and their cleanup."""
 
 import os
 import signal
@@ -33,8 +33,8 @@ def nodes(algorithm):
 def run(body, tmp_path, before=CLUSTER, timeout=240):
     """Run a driver script and return its output.
 
-    It gets a Ray folder of its own, so that other drivers do not find the cluster; the path is
-    short, because socket paths are limited.
+    A separate Ray folder hides the cluster from other drivers. Its path is short because the length
+    of socket paths is limited.
     """
     file = tmp_path / "driver.py"
     file.write_text(before + textwrap.dedent(body))
@@ -51,7 +51,7 @@ def run(body, tmp_path, before=CLUSTER, timeout=240):
 
 
 @pytest.mark.parametrize("plan", ["impala", "a3c", "ppo", "apex"])
-def test_workers_on_several_nodes(tmp_path, plan):
+def test_plan_trains_with_workers_on_several_nodes(tmp_path, plan):
     output = run(
         f"""
         config = load_plan({plan!r}).config.updated(
@@ -76,7 +76,7 @@ def test_workers_on_several_nodes(tmp_path, plan):
 
 @pytest.mark.chaos
 def test_lost_node_loses_no_counted_steps(tmp_path):
-    """Its workers are recreated on other nodes with the newest weights."""
+    """Workers of the lost node are recreated on other nodes with the newest weights."""
     output = run(
         """
         config = load_plan("impala").config.updated(
@@ -86,7 +86,7 @@ def test_lost_node_loses_no_counted_steps(tmp_path):
         with config.build() as algorithm:
             algorithm.train()
             local, remote = nodes(algorithm)
-            lost = sum(place != local for place in remote)
+            lost = sum(worker_node != local for worker_node in remote)
             cluster.remove_node(node)
             cluster.add_node(num_cpus=2)
             for _ in range(12):
@@ -165,8 +165,8 @@ def test_stop_leaves_no_actors_and_threads(tmp_path):
             return sum(actor["State"] == "ALIVE" for actor in actors().values())
 
         def wait_for(condition):
-            until = time.monotonic() + 20
-            while not condition() and time.monotonic() < until:
+            deadline = time.monotonic() + 20
+            while not condition() and time.monotonic() < deadline:
                 time.sleep(0.2)
             return condition()
 
@@ -240,7 +240,7 @@ from flowrl.trainer.algorithm import Algorithm
 from flowrl.trainer.config import AlgorithmConfig
 from flowrl.policies import Policy
 
-class Constant(Policy):
+class RandomActions(Policy):
     def compute_actions(self, obs_batch, explore=True):
         return self.rng.integers(2, size=len(obs_batch)), [], {}
     def learn_on_batch(self, batch):
@@ -251,29 +251,29 @@ class Constant(Policy):
     def set_weights(self, weights):
         pass
 
-class Numpy(Algorithm):
-    policy_class = Constant
+class NumpyAlgorithm(Algorithm):
+    policy_class = RandomActions
     config_class = AlgorithmConfig
 """
 
 
 @pytest.mark.parametrize(("count", "numpy"), [(64, True), (16, False)])
-def test_many_workers(tmp_path, count, numpy):
+def test_plan_trains_with_many_workers(tmp_path, count, numpy):
     body = f"""
         import time
-        kind = Numpy if {numpy} else A2C
-        config = kind.config_class(
+        algorithm_class = NumpyAlgorithm if {numpy} else A2C
+        config = algorithm_class.config_class(
             env="CartPole-v1", num_workers={count}, rollout_fragment_length=10, seed=0,
             train_batch_size={10 * count}, num_cpus_per_worker=0.03,
         )
-        with kind(config) as algorithm:
+        with algorithm_class(config) as algorithm:
             results = [algorithm.train() for _ in range(3)]
             torch = algorithm.workers.foreach_worker(lambda w: "torch" in sys.modules)[1:]
         print(results[-1]["num_env_steps_trained"], results[-1]["num_healthy_workers"])
         print(sum(torch))
         """
-    printed = run(body, tmp_path, NUMPY, timeout=280)
-    output = [line for line in printed.splitlines() if not line.startswith("(")]  # Ray's lines
+    stdout = run(body, tmp_path, NUMPY, timeout=280)
+    output = [line for line in stdout.splitlines() if not line.startswith("(")]  # without Ray's
     trained, torch = output[-2:]
     assert trained == f"{30 * count} {count}"
     assert int(torch) == (0 if numpy else count)

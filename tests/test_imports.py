@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 CHECK = """
 import importlib, logging, os, pkgutil, random, signal, sys, warnings
 
-# what flowrl depends on changes some of this itself
+# dependencies change some of this state themselves, so they are imported before
 import gymnasium, numpy as np, optree, pyarrow.parquet, pydantic, ray, ray.tune, rich.console
 import safetensors.torch, torch, torch.distributed, torch.export, tyro, yaml
 import gymnasium.vector, gymnasium.wrappers
@@ -66,9 +66,9 @@ print(len(names))
 def test_importing_every_module_changes_no_process_state():
     env = {name: value for name, value in os.environ.items() if not name.endswith("NUM_THREADS")}
     command = [sys.executable, "-c", CHECK]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert int(done.stdout) > 100
+    process = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env)
+    assert process.returncode == 0, process.stderr[-3000:]
+    assert int(process.stdout) > 100
 
 
 def blas_threads():

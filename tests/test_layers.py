@@ -1,4 +1,4 @@
-"""The packages import each other in one direction, without cycles, and stay light."""
+"""Packages import each other in one direction, without cycles; heavy imports are lazy."""
 
 import ast
 import subprocess
@@ -36,7 +36,7 @@ MODULES = {module_name(path): path for path in PACKAGE.rglob("*.py")}
 
 
 def imports_of(path):
-    """Yield the flowrl modules that a file imports: at the top, in functions, for type checking."""
+    """Yield the flowrl modules that a file imports, also in functions and under TYPE_CHECKING."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("flowrl"):
             for name in node.names:
@@ -52,8 +52,8 @@ def test_package_imports_only_allowed_packages(package):
     assert files
     for path in files:
         packages = {name.split(".")[1] for name in imports_of(path) if "." in name}
-        foreign = packages - {package} - BASE - MAY_IMPORT[package]
-        assert not foreign, f"{path.name} imports {foreign}"
+        forbidden = packages - {package} - BASE - MAY_IMPORT[package]
+        assert not forbidden, f"{path.name} imports {forbidden}"
 
 
 def test_modules_have_no_import_cycles():
@@ -73,7 +73,8 @@ def test_modules_have_no_import_cycles():
         ("flowrl.algorithms.ppo", ["ray"]),
     ],
 )
-def test_imports_stay_light(module, absent):
+def test_module_does_not_import_heavy_packages(module, absent):
     code = f"import sys, {module}; print([m for m in {absent} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    command = [sys.executable, "-c", code]
+    process = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert process.stdout.strip() == "[]"

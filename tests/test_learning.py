@@ -1,4 +1,4 @@
-"""Learning to thresholds: `pytest -m slow` for one seed of each, `pytest -m seeds` for others."""
+"""Learning to a return: `pytest -m slow` runs one seed of each, `pytest -m seeds` the others."""
 
 import pytest
 import torch
@@ -12,14 +12,18 @@ from .envs import Catch, HiddenVelocities, RepeatPast
 
 pytestmark = pytest.mark.timeout(900)
 
-SLOW, OTHER = pytest.mark.slow, pytest.mark.seeds
+SLOW, OTHER_SEEDS = pytest.mark.slow, pytest.mark.seeds
 SEEDS = pytest.mark.parametrize(
-    "seed", [pytest.param(0, marks=SLOW), *(pytest.param(s, marks=OTHER) for s in (1, 2))]
+    "seed", [pytest.param(0, marks=SLOW), *(pytest.param(s, marks=OTHER_SEEDS) for s in (1, 2))]
 )
 
 
 def steps_to(plan, goal, limit, **settings):
-    """Env steps until the mean return of 100 episodes is `goal`, and greedy evaluation."""
+    """Train until the mean return of 100 episodes is `goal`.
+
+    Returns:
+        env steps, result of a greedy evaluation over 100 episodes.
+    """
     with load_plan(plan).config.updated(**settings).build(plan=plan) as algorithm:
         while True:
             result = algorithm.train()
@@ -31,19 +35,20 @@ def steps_to(plan, goal, limit, **settings):
 
 
 @pytest.mark.parametrize(
-    "seed", [pytest.param(s, marks=SLOW if s < 3 else OTHER) for s in range(10)]
+    "seed", [pytest.param(s, marks=SLOW if s < 3 else OTHER_SEEDS) for s in range(10)]
 )
 def test_ppo_cartpole(seed):
-    steps, told = steps_to("ppo", 475, 75_000, seed=seed)
+    steps, evaluation = steps_to("ppo", 475, 75_000, seed=seed)
     assert steps <= 75_000
-    assert told["episode_reward_mean"] >= 475
+    assert evaluation["episode_reward_mean"] >= 475
 
 
 @SEEDS
 def test_ppo_cartpole_two_workers(seed, ray_session):
-    steps, told = steps_to("ppo", 475, 75_000, seed=seed, num_workers=2, num_envs_per_worker=4)
+    workers = {"num_workers": 2, "num_envs_per_worker": 4}
+    steps, evaluation = steps_to("ppo", 475, 75_000, seed=seed, **workers)
     assert steps <= 75_000
-    assert told["episode_reward_mean"] >= 475
+    assert evaluation["episode_reward_mean"] >= 475
 
 
 @SEEDS
@@ -116,7 +121,7 @@ def test_r2d2_hidden_velocities(seed):
 
 
 @pytest.mark.slow
-def test_dqn_over_replay_actors(ray_session):
+def test_dqn_with_replay_actors(ray_session):
     assert steps_to("dqn_distributed", 400, 100_000, seed=0)[0] <= 100_000
 
 
@@ -127,7 +132,7 @@ def test_a2c_with_replay():
 
 @pytest.mark.slow
 def test_ppo_and_dqn_in_one_plan():
-    """Both, in one run; each alone takes some 24,000 and 28,000 env steps."""
+    """Alone, PPO takes about 24,000 env steps and DQN about 28,000."""
     with load_plan("ppo_dqn").config.updated(seed=0).build(plan="ppo_dqn") as algorithm:
         best = {"ppo": 0.0, "dqn": 0.0}
         while min(best.values()) < 450:
@@ -140,7 +145,7 @@ def test_ppo_and_dqn_in_one_plan():
 
 @SEEDS
 def test_three_algorithms_in_one_plan(seed):
-    """Each of them comes to 400, beside the others, with six agents in an environment."""
+    """Each algorithm reaches a return of 400; the environment has six agents."""
     with load_plan("three_way").config.updated(seed=seed).build(plan="three_way") as algorithm:
         best = dict.fromkeys(("ppo", "dqn", "sac"), 0.0)
         while min(best.values()) < 400:
@@ -157,11 +162,15 @@ def test_a2c_cartpole(seed):
     assert steps <= 500_000
 
 
-# -- networks that remember or see -----------------------------------------------------------------
+# -- recurrent, attention and convolutional networks -----------------------------------------------
 
 
-def returns_of(algorithm, goal, limit):
-    """Env steps until the mean return is `goal`, None if that takes more than `limit`; the best."""
+def steps_and_best_return(algorithm, goal, limit):
+    """Train until the mean return is `goal` or `limit` env steps are sampled.
+
+    Returns:
+        env steps, or None if the goal was not reached; the best mean return.
+    """
     best = -float("inf")
     with algorithm:
         while True:
@@ -174,7 +183,7 @@ def returns_of(algorithm, goal, limit):
                 return None, best
 
 
-def hidden_velocities(seed, **model):
+def build_ppo_without_velocities(seed, **model):
     return PPOConfig(
         env=HiddenVelocities,
         num_envs_per_worker=16,
@@ -191,21 +200,21 @@ def hidden_velocities(seed, **model):
 
 
 @SEEDS
-def test_lstm_ppo_without_velocities(seed):
-    algorithm = hidden_velocities(seed, use_lstm=True, max_seq_len=32)
-    steps, best = returns_of(algorithm, 400, 500_000)
+def test_lstm_ppo_learns_without_velocities(seed):
+    algorithm = build_ppo_without_velocities(seed, use_lstm=True, max_seq_len=32)
+    steps, best = steps_and_best_return(algorithm, 400, 500_000)
     assert steps is not None, best
 
 
 @pytest.mark.slow
-def test_without_memory_velocities_cannot_be_made_up_for():
-    steps, best = returns_of(hidden_velocities(0), 400, 200_000)
+def test_ppo_without_memory_fails_without_velocities():
+    steps, best = steps_and_best_return(build_ppo_without_velocities(0), 400, 200_000)
     assert steps is None
     assert best <= 200
 
 
-def repeat_past(seed, **model):
-    """31 - 4 + 1 answers can be right; guessing gets a third of them."""
+def build_ppo_for_repeat_past(seed, **model):
+    """Build PPO for RepeatPast; the best return is 31 - 4 + 1 = 28, random actions get a third."""
     return PPOConfig(
         env=RepeatPast,
         num_envs_per_worker=16,
@@ -222,22 +231,22 @@ def repeat_past(seed, **model):
 
 
 @SEEDS
-def test_attention_ppo_repeats_what_was_shown(seed):
+def test_attention_ppo_repeats_past_symbols(seed):
     memory = {"attention_memory": 8, "attention_dim": 32, "attention_head_dim": 16}
-    algorithm = repeat_past(seed, use_attention=True, max_seq_len=16, **memory)
-    steps, best = returns_of(algorithm, 26, 100_000)
+    algorithm = build_ppo_for_repeat_past(seed, use_attention=True, max_seq_len=16, **memory)
+    steps, best = steps_and_best_return(algorithm, 26, 100_000)
     assert steps is not None, best
 
 
 @pytest.mark.slow
-def test_without_memory_nothing_is_repeated():
-    steps, best = returns_of(repeat_past(0), 26, 100_000)
+def test_ppo_without_memory_cannot_repeat_past_symbols():
+    steps, best = steps_and_best_return(build_ppo_for_repeat_past(0), 26, 100_000)
     assert steps is None
     assert best <= 14
 
 
 @SEEDS
-def test_cnn_ppo_catches(seed):
+def test_cnn_ppo_learns_to_catch(seed):
     config = PPOConfig(
         env=Catch,
         num_envs_per_worker=16,
@@ -249,12 +258,12 @@ def test_cnn_ppo_catches(seed):
         seed=seed,
         model={"post_fcnet_hiddens": [64]},
     )
-    steps, best = returns_of(config.build(), 0.9, 150_000)
+    steps, best = steps_and_best_return(config.build(), 0.9, 150_000)
     assert steps is not None, best
 
 
 class TwoOptimizers(PPOTorchPolicy):
-    """PPO whose policy and value networks have an optimizer and a loss each."""
+    """PPO with separate losses and optimizers of the policy and the value network."""
 
     def make_optimizer(self):
         named = dict(self.model.named_parameters())
@@ -272,40 +281,40 @@ class TwoOptimizersPPO(PPO):
 
 
 @SEEDS
-def test_two_optimizers(seed):
+def test_ppo_with_two_optimizers(seed):
     config = PPOConfig(
         env="CartPole-v1", num_envs_per_worker=8, train_batch_size=2048, lr=3e-4, seed=seed
     )
-    steps, best = returns_of(TwoOptimizersPPO(config), 450, 150_000)
+    steps, best = steps_and_best_return(TwoOptimizersPPO(config), 450, 150_000)
     assert steps is not None, best
 
 
-def returns_along(plan, steps, **settings):
-    """(env steps, mean return of the last 20 episodes) at each iteration of a run."""
-    own = {"metrics_num_episodes_for_smoothing": 20, "min_sample_timesteps_per_iteration": 200}
-    seen = []
-    with load_plan(plan).config.updated(**{**own, **settings}).build() as algorithm:
-        while not seen or seen[-1][0] < steps:
+def learning_curve(plan, steps, **settings):
+    """Return (env steps, mean return of the last 20 episodes) of each iteration."""
+    base = {"metrics_num_episodes_for_smoothing": 20, "min_sample_timesteps_per_iteration": 200}
+    curve = []
+    with load_plan(plan).config.updated(**{**base, **settings}).build() as algorithm:
+        while not curve or curve[-1][0] < steps:
             result = algorithm.train()
-            seen.append((result["timesteps_total"], result["episode_reward_mean"]))
-    return seen
+            curve.append((result["timesteps_total"], result["episode_reward_mean"]))
+    return curve
 
 
 @SEEDS
 @pytest.mark.parametrize("plan", ["sac", "td3"])
-def test_actor_and_critics_swing_up(plan, seed):
-    """Pendulum-v1: solved within 12,000 env steps, and still at 20,000."""
-    seen = returns_along(plan, 20_000, seed=seed)
-    first = next(steps for steps, value in seen if steps >= 4000 and value >= -200)
-    assert first <= 12_000
-    assert seen[-1][1] >= -220
+def test_sac_and_td3_solve_pendulum(plan, seed):
+    """Pendulum-v1 is solved within 12,000 env steps and stays solved until 20,000."""
+    curve = learning_curve(plan, 20_000, seed=seed)
+    solved_at = next(steps for steps, value in curve if steps >= 4000 and value >= -200)
+    assert solved_at <= 12_000
+    assert curve[-1][1] >= -220
 
 
-# -- from recorded experience ----------------------------------------------------------------------
+# -- offline ---------------------------------------------------------------------------------------
 
 
 def record(weights, folder, steps, seed):
-    """Write env steps of PPO's policy with these weights, or with its first ones."""
+    """Record env steps of a PPO policy with these weights; None uses its initial weights."""
     config = PPOConfig(env="CartPole-v1", num_envs_per_worker=4, seed=seed, train_batch_size=1000)
     with config.build() as algorithm:
         if weights is not None:
@@ -318,8 +327,11 @@ def record(weights, folder, steps, seed):
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    """An expert's experience; and such that is half of a beginner and half random: the folders, and
-    the mean return of the episodes in each."""
+    """Record experience of an expert, and a mix of half a beginner's and half random experience.
+
+    Returns:
+        folders and mean returns, by name: "expert" and "mixed".
+    """
     folders = {name: tmp_path_factory.mktemp(name) for name in ("expert", "mixed")}
     with load_plan("ppo").config.updated(seed=0).build(plan="ppo") as algorithm:
         expert, weights = algorithm.get_policy(), {}
@@ -330,12 +342,12 @@ def recorded(tmp_path_factory):
     record(weights[475], folders["expert"], 20_000, seed=1)
     record(weights[60], folders["mixed"], 10_000, seed=2)
     record(None, folders["mixed"], 10_000, seed=3)
-    told = {name: estimate(expert, folder, gamma=1.0) for name, folder in folders.items()}
-    return folders, {name: own["is"]["v_behavior"] for name, own in told.items()}
+    estimates = {name: estimate(expert, folder, gamma=1.0) for name, folder in folders.items()}
+    return folders, {name: values["is"]["v_behavior"] for name, values in estimates.items()}
 
 
-def learned_from(plan, folder, rows, **settings):
-    """The mean return of 50 greedy episodes after so many rows were trained on."""
+def offline_return(plan, folder, rows, **settings):
+    """Train offline on `rows` rows; return the mean return of 50 greedy episodes."""
     config = load_plan(plan).config.updated(input_=str(folder), **settings)
     with config.build(plan=plan) as algorithm:
         while algorithm.train()["num_env_steps_trained"] < rows:
@@ -344,22 +356,22 @@ def learned_from(plan, folder, rows, **settings):
 
 
 @SEEDS
-def test_bc_does_as_the_expert(recorded, seed):
+def test_bc_imitates_the_expert(recorded, seed):
     folders, means = recorded
     assert means["expert"] > 450
-    assert learned_from("bc", folders["expert"], 200_000, seed=seed) >= 0.9 * means["expert"]
+    assert offline_return("bc", folders["expert"], 200_000, seed=seed) >= 0.9 * means["expert"]
 
 
 @SEEDS
-def test_marwil_does_better_than_what_it_saw(recorded, seed):
+def test_marwil_outperforms_the_recorded_policies(recorded, seed):
     folders, means = recorded
-    assert learned_from("marwil", folders["mixed"], 200_000, seed=seed) > 2 * means["mixed"]
+    assert offline_return("marwil", folders["mixed"], 200_000, seed=seed) > 2 * means["mixed"]
 
 
 @pytest.fixture(scope="module")
-def swung_up(tmp_path_factory):
-    """What SAC does on Pendulum-v1 in 6,000 env steps, from random play on."""
-    folder = tmp_path_factory.mktemp("swung_up")
+def sac_experience(tmp_path_factory):
+    """Record the first 6,000 env steps of SAC on Pendulum-v1; return the folder."""
+    folder = tmp_path_factory.mktemp("sac_experience")
     with load_plan("sac").config.updated(seed=0, output=str(folder)).build(plan="sac") as sac:
         while sac.train()["num_env_steps_sampled"] < 6000:
             pass
@@ -367,7 +379,6 @@ def swung_up(tmp_path_factory):
 
 
 @SEEDS
-def test_cql_does_better_than_imitation(swung_up, seed):
-    """By far: mostly it comes up."""
-    imitated = learned_from("bc", swung_up, 1_000_000, seed=seed, env="Pendulum-v1")
-    assert learned_from("cql", swung_up, 1_000_000, seed=seed) > imitated + 300
+def test_cql_outperforms_imitation(sac_experience, seed):
+    imitated = offline_return("bc", sac_experience, 1_000_000, seed=seed, env="Pendulum-v1")
+    assert offline_return("cql", sac_experience, 1_000_000, seed=seed) > imitated + 300

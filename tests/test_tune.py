@@ -1,4 +1,4 @@
-"""Ray Tune: registered names, search spaces in a config, schedulers, trials that die."""
+"""Ray Tune: registered names, search spaces in a config, schedulers, killed trials."""
 
 import os
 import signal
@@ -86,17 +86,17 @@ def test_config_keeps_search_spaces():
         flowrl.tune.PPO(config={**ppo_config().to_dict(), "lr": -1.0})
 
 
-def test_trainable_of_a_user_defined_algorithm():
-    class Mine(A2C):
+def test_trainable_wraps_a_user_defined_algorithm():
+    class CustomA2C(A2C):
         def train(self):
-            return {**super().train(), "algorithm": "Mine"}
+            return {**super().train(), "algorithm": "CustomA2C"}
 
-    trial = flowrl.tune.trainable(Mine)(
+    trial = flowrl.tune.trainable(CustomA2C)(
         config=A2CConfig(env="CartPole-v1", train_batch_size=32).to_dict()
     )
     try:
         result = trial.train()
-        assert result["algorithm"] == "Mine"
+        assert result["algorithm"] == "CustomA2C"
         assert result["timesteps_total"] == 32
     finally:
         trial.stop()
@@ -118,8 +118,9 @@ def test_importing_an_algorithm_after_tune_registers_its_name():
         print(get_trainable_cls("PPO"))
         """
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "flowrl.tune.PPO" in done.stdout
+    command = [sys.executable, "-c", code]
+    process = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "flowrl.tune.PPO" in process.stdout
 
 
 def fit(tmp_path, trainable, space, stop=4, checkpoints=0, failures=0, **settings):
@@ -155,7 +156,7 @@ def test_tune_run_accepts_a_config_object(tmp_path, ray_session):
 
 
 def test_tuner_accepts_only_dicts_and_config_objects():
-    """The latter by a private interface of Ray, see flowrl.tune."""
+    """Config objects are accepted through a private interface of Ray, see flowrl.tune."""
     tune.Tuner(flowrl.tune.PPO, param_space=ppo_config())
     with pytest.raises(ValueError, match="must be a dict"):
         tune.Tuner(flowrl.tune.PPO, param_space=[("lr", 1e-3)])
@@ -238,13 +239,13 @@ def test_killed_trial_restarts_from_its_checkpoint(tmp_path):
         """
     )
     env = {**os.environ, "FLOWRL_TEST_MARK": str(tmp_path / "mark")}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env
     )
-    assert (tmp_path / "mark").exists(), done.stderr[-3000:]
-    assert "finished 4 256" in done.stdout, done.stderr[-3000:]
+    assert (tmp_path / "mark").exists(), process.stderr[-3000:]
+    assert "finished 4 256" in process.stdout, process.stderr[-3000:]
 
 
-def test_names_stand_for_their_algorithms():
+def test_exported_names_are_trainables_of_the_algorithms():
     assert flowrl.tune.PPO.get_algorithm_class() is PPO
     assert set(flowrl.tune.__all__) >= {"PPO", "A2C", "DQN", "SimpleQ", "trainable"}

@@ -1,4 +1,4 @@
-"""Arguments, plan files and readers that several tests of the command line share."""
+"""Arguments, plan files and readers for the tests of the command line."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: when they are written, which are kept, damaged ones, a full disk."""
+"""Checkpoints of a run: frequency, number to keep, damaged files, a full disk."""
 
 import errno
 import json
@@ -76,7 +76,7 @@ def test_damaged_checkpoint_is_named_and_an_intact_one_suggested(cli, tmp_path):
     assert len(read_results(tmp_path / "r")) == 4
 
 
-def test_inspect_shows_the_contents(cli):
+def test_inspect_shows_the_contents_of_a_checkpoint(cli):
     cli("train", "ppo", *SEEDED, "--stop-iters", "2", "--run-dir", "r")
     for path in ("r", "r/checkpoints/000002"):
         code, out, _ = cli("checkpoint", "inspect", path)

@@ -29,8 +29,10 @@ def test_operator_that_raises_is_located(cli, tmp_path):
 
 
 def test_environment_that_raises_shows_its_own_traceback(cli, tmp_path):
-    (tmp_path / "own.py").write_text(ENVIRONMENT_PLAN.replace("fails = False", "fails = True"))
-    code, _, err = cli("train", "own.py", "--run-dir", "r")
+    (tmp_path / "short_env.py").write_text(
+        ENVIRONMENT_PLAN.replace("fails = False", "fails = True")
+    )
+    code, _, err = cli("train", "short_env.py", "--run-dir", "r")
     assert code == 1
     assert "OSError: the simulator is gone" in err
     assert 'raise OSError("the simulator is gone")' in err

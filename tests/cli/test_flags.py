@@ -1,4 +1,4 @@
-"""Settings from flags: switches, schedules, nested settings, policies' settings, wrong flags."""
+"""Settings from flags: switches, schedules, nested settings, policies' settings, invalid flags."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from flowrl.cli.run_settings import config_of_run
 from tests.cli.helpers import TWO_ITERATIONS, read_settings
 
 
-def test_numbers_lists_and_switches(cli, tmp_path):
+def test_flags_set_numbers_lists_and_switches(cli, tmp_path):
     flags = ["--lr", "3e-4", "--model.fcnet-hiddens", "8", "8", "--normalize-observations"]
     code, _, _ = cli("train", "ppo", "--run-dir", "r", *TWO_ITERATIONS, *flags)
     assert code == 0
@@ -16,7 +16,7 @@ def test_numbers_lists_and_switches(cli, tmp_path):
     assert settings["normalize_observations"] is True
 
 
-def test_schedule_as_a_list_or_as_numbers(cli, tmp_path):
+def test_schedule_may_be_a_list_or_numbers(cli, tmp_path):
     for name, values in (("a", ["[[0, 0.001], [1000, 0]]"]), ("b", ["0", "0.001", "1000", "0"])):
         code, _, err = cli("train", "ppo", "--run-dir", name, "--lr", *values, *TWO_ITERATIONS)
         assert code == 0, err
@@ -34,7 +34,7 @@ def test_trailing_underscore_of_a_setting_is_optional(cli, tmp_path):
         assert read_settings(tmp_path / run_dir)["lambda_"] == 0.9
 
 
-def test_switches_records_and_schedules(cli, tmp_path):
+def test_flags_set_nested_settings_and_schedules(cli, tmp_path):
     flags = ["--double_q", "false", "--dueling=true", "--no-prioritized-replay"]
     code, _, err = cli("train", "dqn", *flags, "--run-dir", "d", "--stop-iters", "1")
     assert (code, err) == (0, "")
@@ -86,7 +86,7 @@ def test_flags_of_one_policy_are_kept_by_a_resumed_run(cli, tmp_path):
         (["--metrics-num-episodes-for-smoothing", "9999999999999"], "metrics_num_episodes"),
     ],
 )
-def test_wrong_flags_of_a_plan(cli, tmp_path, flags, message):
+def test_invalid_flags_of_a_plan_are_rejected(cli, tmp_path, flags, message):
     code, _, err = cli("train", "ppo", *flags, "--run-dir", "r")
     assert code == 2
     assert message in err
@@ -104,7 +104,7 @@ def test_wrong_flags_of_a_plan(cli, tmp_path, flags, message):
         (['--config={"plan": "dqn"}'], "is for another algorithm"),
     ],
 )
-def test_wrong_flags_of_an_algorithm(cli, tmp_path, flags, message):
+def test_invalid_flags_of_an_algorithm_are_rejected(cli, tmp_path, flags, message):
     code, _, err = cli("train", "--run=PPO", "--env=CartPole-v1", *flags, "--run-dir", "r")
     assert code == 2
     assert message in err

@@ -1,4 +1,4 @@
-"""`flowrl`: small commands, wrong usage, and one run through all commands."""
+"""`flowrl`: version and help, invalid usage, and one run through all commands."""
 
 import json
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 from tests.cli.helpers import TWO_ITERATIONS, read_results, read_settings
 
 
-def test_train_evaluate_resume(cli, tmp_path):
+def test_run_is_trained_evaluated_and_resumed(cli, tmp_path):
     code, out, _ = cli("train", "ppo", "--seed", "1", "--run-dir", "r", *TWO_ITERATIONS)
     assert code == 0
     assert "reached: 2 iterations" in out
@@ -42,7 +42,7 @@ def test_train_evaluate_resume(cli, tmp_path):
     assert len((tmp_path / "r/progress.csv").read_text().splitlines()) == 4
 
 
-def test_version_plans_and_help(cli):
+def test_version_plans_and_help_are_printed(cli):
     assert cli("version")[1].startswith("flowrl ")
     assert "PPO: " in cli("plans")[1]
     assert cli()[0] == 2
@@ -58,8 +58,8 @@ def test_version_plans_and_help(cli):
 
 def test_reader_that_closes_the_pipe_causes_no_traceback():
     command = f"{sys.executable} -m flowrl train ppo --help | head -1"
-    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
-    assert "Traceback" not in done.stderr
+    process = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert "Traceback" not in process.stderr
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_reader_that_closes_the_pipe_causes_no_traceback():
         (["copy", "ppo", "no/such/folder.py"], "cannot write"),
     ],
 )
-def test_wrong_usage(cli, tmp_path, arguments, message):
+def test_invalid_usage_is_rejected(cli, tmp_path, arguments, message):
     code, _, err = cli(*arguments)
     assert code == 2
     assert message in err

@@ -46,8 +46,8 @@ def test_plan_imports_modules_from_its_folder(cli, tmp_path, ray_session):
 
 
 def test_plan_defines_its_environment(cli, tmp_path, monkeypatch):
-    (tmp_path / "own.py").write_text(ENVIRONMENT_PLAN)
-    assert cli("train", "own.py", "--stop-iters", "2", "--run-dir", "r")[0] == 0
+    (tmp_path / "short_env.py").write_text(ENVIRONMENT_PLAN)
+    assert cli("train", "short_env.py", "--stop-iters", "2", "--run-dir", "r")[0] == 0
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     code, out, _ = cli("evaluate", "../r", "--episodes", "4")
@@ -103,8 +103,8 @@ def test_resuming_a_changed_plan_suggests_the_plan_option(cli, tmp_path):
     ],
 )
 def test_invalid_plans_and_environments_are_rejected(cli, tmp_path, old, new, message):
-    (tmp_path / "own.py").write_text(ENVIRONMENT_PLAN.replace(old, new))
-    code, _, err = cli("train", "own.py", "--run-dir", "r")
+    (tmp_path / "short_env.py").write_text(ENVIRONMENT_PLAN.replace(old, new))
+    code, _, err = cli("train", "short_env.py", "--run-dir", "r")
     assert code == 2
     assert message in err
     assert "Traceback" not in err
@@ -124,7 +124,7 @@ def test_invalid_plans_and_environments_are_rejected(cli, tmp_path, old, new, me
         ),
     ],
 )
-def test_plan_with_a_wrong_result_fails(cli, tmp_path, body, message):
+def test_plan_with_an_invalid_result_fails(cli, tmp_path, body, message):
     (tmp_path / "wrong.py").write_text(
         '"""A wrong plan."""\n'
         "from flowrl.algorithms.a2c import A2CConfig\n"
@@ -137,7 +137,7 @@ def test_plan_with_a_wrong_result_fails(cli, tmp_path, body, message):
     assert message in err
 
 
-def test_plan_with_wrong_parameters_is_rejected(cli, tmp_path):
+def test_plan_with_invalid_parameters_is_rejected(cli, tmp_path):
     (tmp_path / "wrong.py").write_text(
         "from flowrl.algorithms.a2c import A2CConfig\n"
         'config = A2CConfig(env="CartPole-v1")\n'
@@ -173,8 +173,8 @@ def test_checkpoint_of_an_algorithm_file_opens_in_python(cli, tmp_path):
         """
     )
     for code in (with_trust, with_class):
-        done = run_python(code, tmp_path)
-        assert done.stdout == "Again 1\n", done.stderr
+        process = run_python(code, tmp_path)
+        assert process.stdout == "Again 1\n", process.stderr
     with pytest.raises(CheckpointError, match="trust=True"):
         Algorithm.from_checkpoint("r")
     with pytest.raises(CheckpointError, match="no such folder"):
@@ -184,10 +184,10 @@ def test_checkpoint_of_an_algorithm_file_opens_in_python(cli, tmp_path):
 
 
 def test_imported_algorithm_class_needs_no_trust(tmp_path):
-    (tmp_path / "own_class.py").write_text(ALGORITHM_FILE)
+    (tmp_path / "algorithm_file.py").write_text(ALGORITHM_FILE)
     code = textwrap.dedent(
         """
-        from own_class import Mine, config
+        from algorithm_file import Mine, config
         with Mine(config) as algorithm:
             algorithm.train()
             algorithm.save("c")
@@ -195,5 +195,5 @@ def test_imported_algorithm_class_needs_no_trust(tmp_path):
             print(algorithm.iteration)
         """
     )
-    done = run_python(code, tmp_path)
-    assert done.stdout == "1\n", done.stderr
+    process = run_python(code, tmp_path)
+    assert process.stdout == "1\n", process.stderr

@@ -77,9 +77,9 @@ def test_algorithm_run_without_a_seed_can_be_resumed_and_repeated(cli, tmp_path)
     assert read_settings(tmp_path / "r")["lr"] == 1e-3
     (repeat,) = [line for line in out.splitlines() if line.startswith("repeat:")]
     command = shlex.split(repeat)[2:]
-    command[command.index("r")] = "again"
+    command[command.index("r")] = "repeated"
     assert cli(*command)[0] == 0
-    curves = [learning_curve(read_results(tmp_path / name)) for name in ("r", "again")]
+    curves = [learning_curve(read_results(tmp_path / name)) for name in ("r", "repeated")]
     assert curves[0] == curves[1]
     assert cli("resume", "r", "--stop-iters", "3")[0] == 0
     assert cli("evaluate", "r", "--episodes", "1")[0] == 0
@@ -94,7 +94,7 @@ def test_algorithm_run_without_a_seed_can_be_resumed_and_repeated(cli, tmp_path)
     assert "Traceback" not in err
 
 
-def test_registered_algorithms():
+def test_registered_algorithms_are_found_by_name():
     from flowrl.algorithms.a2c import A2C
 
     class Other(A2C):

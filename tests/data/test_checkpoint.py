@@ -55,22 +55,22 @@ trees = st.recursive(
 )
 
 
-def assert_same(one, two):
-    assert type(one) is type(two)
-    if isinstance(one, dict):
-        assert list(one) == list(two)
-        for key in one:
-            assert_same(one[key], two[key])
-    elif isinstance(one, (list, tuple)):
-        assert len(one) == len(two)
-        for a, b in zip(one, two, strict=True):
-            assert_same(a, b)
-    elif isinstance(one, np.ndarray):
-        assert one.dtype == two.dtype
-        assert one.shape == two.shape
-        np.testing.assert_array_equal(one, two)
-    else:
-        assert one == two or (one != one and two != two)
+def assert_same(tree, expected):
+    assert type(tree) is type(expected)
+    if isinstance(tree, dict):
+        assert list(tree) == list(expected)
+        for key in tree:
+            assert_same(tree[key], expected[key])
+    elif isinstance(tree, (list, tuple)):
+        assert len(tree) == len(expected)
+        for leaf, expected_leaf in zip(tree, expected, strict=True):
+            assert_same(leaf, expected_leaf)
+    elif isinstance(tree, np.ndarray):
+        assert tree.dtype == expected.dtype
+        assert tree.shape == expected.shape
+        np.testing.assert_array_equal(tree, expected)
+    else:  # NaN differs from itself
+        assert tree == expected or (tree != tree and expected != expected)
 
 
 @settings(deadline=None, max_examples=60)
@@ -254,7 +254,7 @@ def test_interrupted_write_leaves_the_previous_or_the_new_checkpoint(tmp_path, m
     write_checkpoint(path, {"n": 0, "array": np.zeros(LARGE_BYTES)}, {})
     points = calls
     assert points > 10
-    seen = set()
+    kept_previous = set()
     for n in range(1, points + 5):
         calls, limit = 0, 0
         write_checkpoint(path, {"n": 0, "array": np.zeros(LARGE_BYTES)}, {})
@@ -265,8 +265,8 @@ def test_interrupted_write_leaves_the_previous_or_the_new_checkpoint(tmp_path, m
         state, _ = read_checkpoint(path)
         assert state["n"] in (0, n)
         assert (state["array"] == state["n"]).all()
-        seen.add(state["n"] == 0)
-    assert seen == {True, False}
+        kept_previous.add(state["n"] == 0)
+    assert kept_previous == {True, False}
     write_checkpoint(path, {"n": 1}, {})
     assert len(os.listdir(path)) == 4  # files of interrupted writes are removed
 
@@ -337,7 +337,7 @@ def test_keys_with_slashes_and_many_arrays_round_trip(tmp_path):
 
 
 def test_reader_finds_a_whole_checkpoint_while_another_is_written(tmp_path):
-    path, stop, seen = tmp_path / "c", threading.Event(), set()
+    path, stop, versions = tmp_path / "c", threading.Event(), set()
     write_checkpoint(path, {"n": 0, "a": np.zeros(LARGE_BYTES)}, {})
 
     def write():
@@ -349,10 +349,10 @@ def test_reader_finds_a_whole_checkpoint_while_another_is_written(tmp_path):
     writer = threading.Thread(target=write)
     writer.start()
     try:
-        while len(seen) < 6:  # the test's timeout is the limit
+        while len(versions) < 6:  # the test's timeout is the limit
             state, _ = read_checkpoint(path)
             assert (state["a"] == state["n"]).all()
-            seen.add(state["n"])
+            versions.add(state["n"])
     finally:
         stop.set()
         writer.join()

@@ -90,8 +90,8 @@ def test_concat_skips_empty_batches():
 
 
 def test_concat_fills_missing_columns_with_zeros(caplog):
-    more = batch_of(2).with_columns(extra=np.ones(2, np.float32))
-    joined = concat_samples([batch_of(1), more])
+    with_extra = batch_of(2).with_columns(extra=np.ones(2, np.float32))
+    joined = concat_samples([batch_of(1), with_extra])
     assert joined["extra"].tolist() == [0, 1, 1]
     assert joined["extra"].dtype == np.float32
     assert "columns ['extra'] are missing in some batches" in caplog.text
@@ -137,17 +137,17 @@ def test_repr_summarizes_columns():
     assert "'infos': np.ndarray((3,), dtype=object, head={})" in text
 
 
-def test_multi_agent_batch():
-    both = MultiAgentBatch({"a": batch_of(3), "b": batch_of(2)}, env_steps=3)
-    assert (both.count, both.agent_steps()) == (3, 5)
-    assert list(both.select(["a"]).policy_batches) == ["a"]
-    assert both.select(["a"]).count == 3
-    joined = concat_samples([both, both.select(["b"])])
+def test_multi_agent_batch_selects_joins_and_unwraps_policies():
+    batch = MultiAgentBatch({"a": batch_of(3), "b": batch_of(2)}, env_steps=3)
+    assert (batch.count, batch.agent_steps()) == (3, 5)
+    assert list(batch.select(["a"]).policy_batches) == ["a"]
+    assert batch.select(["a"]).count == 3
+    joined = concat_samples([batch, batch.select(["b"])])
     assert (joined["a"].count, joined["b"].count, joined.env_steps()) == (3, 4, 6)
     with pytest.raises(KeyError, match="no policy 'c'"):
-        both["c"]
-    alone = batch_of(2).as_multi_agent()
-    assert MultiAgentBatch.wrap_as_needed(alone.policy_batches, 2)["actions"].tolist() == [0, 1]
+        batch["c"]
+    single = batch_of(2).as_multi_agent()
+    assert MultiAgentBatch.wrap_as_needed(single.policy_batches, 2)["actions"].tolist() == [0, 1]
     assert isinstance(MultiAgentBatch.wrap_as_needed({"x": batch_of(1)}, 1), MultiAgentBatch)
 
 
@@ -165,10 +165,10 @@ def test_indexed_column_reads_as_array(data):
     assert np.array_equal(column[-1], expected[-1])
     rows = np.array([3, 0, 3])
     assert np.array_equal(column[rows], expected[rows])
-    both = IndexedColumn.concat([column, IndexedColumn(base + 100, index)[rows]])
+    joined = IndexedColumn.concat([column, IndexedColumn(base + 100, index)[rows]])
     other = np.where((index == NOTHING)[..., None], 0.0, (base + 100)[index])[rows]
-    assert np.array_equal(both, np.concatenate([expected, other]))
-    assert np.array_equal(both[rows], expected[rows])
+    assert np.array_equal(joined, np.concatenate([expected, other]))
+    assert np.array_equal(joined[rows], expected[rows])
 
 
 def with_next_obs(n=6):

@@ -1,4 +1,4 @@
-"""Union and duplicate: exact ratios, bounded buffers, no blocked and no ignored branches."""
+"""Union and duplicate: exact ratios, bounded buffers, independent branches."""
 
 import time
 from collections import Counter, OrderedDict, deque, namedtuple

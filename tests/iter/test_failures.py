@@ -1,4 +1,4 @@
-"""Shards that die or hang are replaced; the items of the others are kept; restarts are counted."""
+"""Recovery: dead or hanging shards are replaced, other shards keep their items."""
 
 import os
 import signal
@@ -258,9 +258,9 @@ def test_hanging_shard_is_detected_if_another_is_always_ready(ray_session, tmp_p
 
     it = from_iterators([lambda: iter(int, 1), Hangs()], recovery=Recovery(1.0, backoff_s=0.01))
     with it.gather_async(num_async=2) as stream:
-        until = time.monotonic() + 60
+        deadline = time.monotonic() + 60
         while "back" not in {next(stream) for _ in range(20)}:
-            assert time.monotonic() < until
+            assert time.monotonic() < deadline
         assert stream.stats()[0]["restarts"] == 1
 
 
@@ -270,7 +270,7 @@ def test_partition_that_dies_continues_where_the_others_are(ray_session):
         first = stream.take(5)
         ray_session.kill(stream.stage.shards.handle(0))
         rest = list(stream)
-    # only the items that the dead partition had received are lost, and none comes twice
+    # only the items that the dead partition had received are lost, and none is repeated
     assert first == list(range(5))
     assert rest == sorted(set(rest))
     assert set(rest) <= set(range(5, 20))

@@ -13,7 +13,7 @@ def stream(*items):
     return LocalIterator(list(items), "items")
 
 
-def test_take_and_show(capsys):
+def test_take_and_show_consume_items(capsys):
     it = stream(1, 2, 3)
     assert it.take(0) == []
     assert it.take(2) == [1, 2]
@@ -44,7 +44,7 @@ def test_repr_shows_the_chained_methods():
     )
 
 
-def test_union_order():
+def test_union_follows_order_and_weights():
     assert list(stream(1, 2, 3).union(stream(4, 5, 6), deterministic=True)) == [1, 4, 2, 5, 3, 6]
     weighted = stream(1, 1, 1, 1).union(
         stream(2, 2), stream(3, 3, 3), round_robin_weights=[3, 1, 2]
@@ -74,7 +74,7 @@ def test_stopped_plan_raises():
         next(plan)
 
 
-def test_tap_and_inspect(capsys):
+def test_tap_and_inspect_pass_items_on(capsys):
     seen = []
     plan = stream(1, [2, 3]).tap("watch", seen.append).inspect("here")
     assert list(plan) == [1, [2, 3]]
@@ -248,7 +248,7 @@ def test_item_counts_are_exact_if_quick_pulls_are_sampled():
     assert [row["items"] for row in plan.stats()] == [10_000] * 3
 
 
-def test_wrong_arguments_are_rejected():
+def test_invalid_arguments_are_rejected():
     with pytest.raises(TypeError, match="iterable"):
         LocalIterator(3)
     with pytest.raises(ValueError, match="take"):

@@ -232,7 +232,7 @@ def test_repartition_distributes_all_items(in_process):
 
 
 def test_partitions_of_one_reader_share_the_streams_of_the_shards():
-    """An item is generated once for all partitions of a gather, and once more per other reader."""
+    """Each reader generates an item once for all of its partitions."""
     generated = []
 
     def items():
@@ -399,7 +399,7 @@ def test_repr_shows_the_chained_methods():
     )
 
 
-def test_wrong_arguments_are_rejected_at_once():
+def test_invalid_arguments_are_rejected_when_chained():
     it = from_range(4, in_process=True)
     with pytest.raises(TypeError, match="gather_sync"):
         iter(it)

@@ -311,7 +311,7 @@ def test_operators_of_one_class_have_separate_state():
     assert next(second) == [5, 6]
 
 
-def test_wrong_arguments_are_rejected_at_once():
+def test_invalid_arguments_are_rejected_when_chained():
     it = LocalIterator([1])
     with pytest.raises(TypeError, match="for_each"):
         it.for_each(3)

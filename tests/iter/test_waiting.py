@@ -1,4 +1,4 @@
-"""Plans wait for events: nothing polls, and no event is missed."""
+"""Plans wait for events without polling and miss no event."""
 
 import queue
 import threading

@@ -1,5 +1,6 @@
-"""Processes that learn as one: the weights are those of one process, come what may."""
+"""Learner actors and decentralized training: weights equal those of a single learner."""
 
+import contextlib
 import os
 import signal
 import time
@@ -12,7 +13,7 @@ from flowrl.algorithms.appo import APPOConfig
 from flowrl.algorithms.ddppo import DDPPO, DDPPOConfig
 from flowrl.algorithms.dqn import DQNConfig
 from flowrl.algorithms.impala import IMPALAConfig
-from flowrl.algorithms.ppo import PPOConfig
+from flowrl.algorithms.ppo import PPO, PPOConfig, PPOTorchPolicy
 from flowrl.data import SampleBatch
 from flowrl.iter import LocalIterator
 from flowrl.iter.errors import ShardFailedError
@@ -32,7 +33,7 @@ from flowrl.sampling import DefaultCallbacks
 pytestmark = pytest.mark.usefixtures("ray_session")
 
 
-def small(kind=PPOConfig, **settings):
+def make_config(kind=PPOConfig, **settings):
     base = {"env": "CartPole-v1", "seed": 1, "plan": "a2c", "model": {"fcnet_hiddens": [8]}}
     return kind(**{**base, **settings})
 
@@ -41,26 +42,30 @@ def weights(algorithm):
     return algorithm.workers.local_worker().policy.get_weights()
 
 
-def assert_same_weights(one, other, atol=1e-6):
-    for name, weight in weights(one).items():
+def assert_same_weights(algorithm, other, atol=1e-6):
+    for name, weight in weights(algorithm).items():
         np.testing.assert_allclose(weights(other)[name], weight, atol=atol)
 
 
-def both(config, make_one, make_other, count=3):
-    """Two algorithms of the same settings, which learned from the same batches by two operators."""
-    with config.build(plan="a2c") as one, config.build(plan="a2c") as other:
-        batches = ParallelRollouts(one.workers).take(count)
-        ParallelRollouts(other.workers).take(1)
-        told = []
-        for algorithm, make in ((one, make_one), (other, make_other)):
+def train_both(config, make_local, make_distributed, count=3):
+    """Train two algorithms on the same batches by different operators and compare their weights.
+
+    Yields:
+        both algorithms and the items that each of their streams returned.
+    """
+    with config.build(plan="a2c") as local, config.build(plan="a2c") as distributed:
+        batches = ParallelRollouts(local.workers).take(count)
+        ParallelRollouts(distributed.workers).take(1)
+        items = []
+        for algorithm, make in ((local, make_local), (distributed, make_distributed)):
             operators = make(algorithm.workers)
             stream = LocalIterator(batches)
             for operator in operators if isinstance(operators, list) else [operators]:
                 stream = stream.for_each(operator)
             with stream:
-                told.append(stream.take(count))
-        assert_same_weights(one, other)
-        yield one, other, told
+                items.append(stream.take(count))
+        assert_same_weights(local, distributed)
+        yield local, distributed, items
 
 
 CASES = {
@@ -77,17 +82,17 @@ CASES = {
 @pytest.mark.parametrize(
     "case", ["ppo", *(pytest.param(c, marks=pytest.mark.slow) for c in ("a2c", "lstm", "one row"))]
 )
-def test_two_learners_are_one(case):
+def test_two_learners_equal_one(case):
     kind, settings = CASES[case]
-    config = small(kind, **settings)
-    how = {"num_sgd_iter": config.num_sgd_iter, "sgd_minibatch_size": config.sgd_minibatch_size}
-    pairs = both(
+    config = make_config(kind, **settings)
+    passes = {"num_sgd_iter": config.num_sgd_iter, "sgd_minibatch_size": config.sgd_minibatch_size}
+    pairs = train_both(
         config,
-        lambda workers: TrainOneStep(workers, **how),
-        lambda workers: MultiGPUTrainOneStep(workers, num_learners=2, **how),
+        lambda workers: TrainOneStep(workers, **passes),
+        lambda workers: MultiGPUTrainOneStep(workers, num_learners=2, **passes),
     )
-    for one, other, (alone, together) in pairs:
-        for (_, a), (_, b) in zip(alone, together, strict=True):
+    for local, distributed, (local_items, actor_items) in pairs:
+        for (_, a), (_, b) in zip(local_items, actor_items, strict=True):
             a, b = a["default_policy"], b["default_policy"]
             assert a["num_agent_steps_trained"] == b["num_agent_steps_trained"]
             for name in ("grad_norm", "kl", "cur_kl_coeff", "entropy"):
@@ -95,53 +100,65 @@ def test_two_learners_are_one(case):
                     assert b["learner_stats"][name] == pytest.approx(
                         a["learner_stats"][name], rel=1e-3, abs=1e-6
                     )
-        assert one.get_policy().version == other.get_policy().version
-        state, same = one.get_policy().get_state(), other.get_policy().get_state()
-        (adam,), (other_adam,) = (s["learner"]["optimizers"] for s in (state, same))
-        for index, slot in adam.items():  # a checkpoint of either resumes
+        assert local.get_policy().version == distributed.get_policy().version
+        states = [algorithm.get_policy().get_state() for algorithm in (local, distributed)]
+        (adam,), (other_adam,) = (state["learner"]["optimizers"] for state in states)
+        for index, slot in adam.items():  # checkpoints of both resume alike
             np.testing.assert_allclose(other_adam[index]["exp_avg"], slot["exp_avg"], atol=1e-6)
 
 
 @pytest.mark.slow
-def test_three_learners_with_target_networks():
-    config = small(DQNConfig, rollout_fragment_length=50, dueling=False, tau=0.3)
+def test_three_learners_update_target_networks():
+    config = make_config(DQNConfig, rollout_fragment_length=50, dueling=False, tau=0.3)
 
-    def learned(learn):
-        return lambda workers: [learn(workers), UpdateTargetNetwork(workers, 0)]
+    def with_target_update(train):
+        return lambda workers: [train(workers), UpdateTargetNetwork(workers, 0)]
 
-    pairs = both(
+    pairs = train_both(
         config,
-        learned(TrainOneStep),
-        learned(lambda workers: MultiGPUTrainOneStep(workers, num_learners=3)),
+        with_target_update(TrainOneStep),
+        with_target_update(lambda workers: MultiGPUTrainOneStep(workers, num_learners=3)),
     )
-    for one, other, _ in pairs:
-        mine, theirs = (a.get_policy().get_state()["target"] for a in (one, other))
-        for name, weight in mine.items():
-            np.testing.assert_allclose(theirs[name], weight, rtol=1e-5, atol=1e-6)
+    for local, distributed, _ in pairs:
+        target, other_target = (a.get_policy().get_state()["target"] for a in (local, distributed))
+        for name, weight in target.items():
+            np.testing.assert_allclose(other_target[name], weight, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
-def test_a_learners_death_is_no_end():
-    config = small(train_batch_size=60, num_sgd_iter=2, sgd_minibatch_size=20)
-    with config.build() as one, config.build() as other:
-        batches = ParallelRollouts(one.workers).take(4)
-        ParallelRollouts(other.workers).take(1)
-        LocalIterator(batches).for_each(TrainOneStep(one.workers)).take(4)
-        operator = MultiGPUTrainOneStep(other.workers, num_learners=2)
+def test_dead_learner_is_restarted_and_the_update_repeated(tmp_path):
+    trigger = tmp_path / "trigger"
+
+    class DiesOncePolicy(PPOTorchPolicy):
+        """Kills its process in the first update after the file `trigger` appears."""
+
+        def loss(self, batch):
+            with contextlib.suppress(FileNotFoundError):
+                trigger.unlink()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().loss(batch)
+
+    class DiesOncePPO(PPO):
+        policy_class = DiesOncePolicy
+
+    config = make_config(train_batch_size=60, num_sgd_iter=2, sgd_minibatch_size=20)
+    with DiesOncePPO(config) as local, DiesOncePPO(config) as distributed:
+        batches = ParallelRollouts(local.workers).take(4)
+        ParallelRollouts(distributed.workers).take(1)
+        LocalIterator(batches).for_each(TrainOneStep(local.workers)).take(4)
+        operator = MultiGPUTrainOneStep(distributed.workers, num_learners=2)
         stream = LocalIterator(batches).for_each(operator)
         stream.take(2)
-        import ray
-
-        ray.kill(operator.learner._actors[1])
+        trigger.touch()
         stream.take(2)
+        assert not trigger.exists()
         assert stream.metrics.counters["num_learner_restarts"] == 1
         stream.stop()
-        assert_same_weights(one, other)
+        assert_same_weights(local, distributed)
 
 
-def test_learners_follow_policies_that_were_restored(tmp_path):
-    """Though these have the version that the learners know."""
-    with small().build(plan="a2c") as algorithm:
+def test_learners_receive_weights_set_without_a_new_version():
+    with make_config().build(plan="a2c") as algorithm:
         (batch,) = ParallelRollouts(algorithm.workers).take(1)
         policy = algorithm.workers.local_worker().policy
         other = {name: weight + 1 for name, weight in policy.get_weights().items()}
@@ -150,7 +167,7 @@ def test_learners_follow_policies_that_were_restored(tmp_path):
             stream.take(1)
             version = policy.version
             policy.set_weights(other)
-            policy.version = version
+            policy.version = version  # as after a restore
             algorithm.workers.invalidate_weights()
             stream.take(1)
         for name, weight in policy.get_weights().items():
@@ -158,8 +175,8 @@ def test_learners_follow_policies_that_were_restored(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_learning_raises_comes_from_the_learners():
-    with small().build() as algorithm:
+def test_error_of_a_learner_is_raised_in_the_plan():
+    with make_config().build() as algorithm:
         batch = SampleBatch(obs=np.zeros((4, 4), np.float32))
         operator = MultiGPUTrainOneStep(algorithm.workers, num_learners=2)
         stream = LocalIterator([batch]).for_each(operator)
@@ -168,13 +185,13 @@ def test_what_learning_raises_comes_from_the_learners():
 
 
 @pytest.mark.slow
-def test_priorities_of_all_shares_come_back():
-    config = small(DQNConfig, rollout_fragment_length=50, dueling=False)
+def test_learners_return_the_rows_of_the_whole_batch():
+    config = make_config(DQNConfig, rollout_fragment_length=50, dueling=False)
     with config.build(plan="a2c") as algorithm:
         (batch,) = ParallelRollouts(algorithm.workers).take(1)
-        drawn = batch.with_columns(batch_indexes=np.arange(50), weights=np.ones(50, np.float32))
+        replayed = batch.with_columns(batch_indexes=np.arange(50), weights=np.ones(50, np.float32))
         operator = MultiGPUTrainOneStep(algorithm.workers, num_learners=2)
-        with LocalIterator([drawn]).for_each(operator) as stream:
+        with LocalIterator([replayed]).for_each(operator) as stream:
             ((_, info),) = stream.take(1)
         rows = info["default_policy"]["rows"]
         assert rows["batch_indexes"].tolist() == list(range(50))
@@ -182,26 +199,25 @@ def test_priorities_of_all_shares_come_back():
 
 
 @pytest.mark.slow
-def test_a_learners_thread_on_actors():
-    config = small(train_batch_size=60, sgd_minibatch_size=20)
-    with config.build() as one, config.build() as other:
-        batches = ParallelRollouts(one.workers).take(3)
-        ParallelRollouts(other.workers).take(1)
-        step = TrainOneStep(one.workers, num_sgd_iter=2, sgd_minibatch_size=20)
-        LocalIterator(batches).for_each(step).take(3)
-        how = {"num_sgd_iter": 2, "sgd_minibatch_size": 20}
-        learner = LearnerThread(other.workers, num_learners=2, queue_size=3, **how)
+def test_learner_thread_updates_on_actors():
+    config = make_config(train_batch_size=60, sgd_minibatch_size=20)
+    with config.build() as local, config.build() as distributed:
+        batches = ParallelRollouts(local.workers).take(3)
+        ParallelRollouts(distributed.workers).take(1)
+        passes = {"num_sgd_iter": 2, "sgd_minibatch_size": 20}
+        LocalIterator(batches).for_each(TrainOneStep(local.workers, **passes)).take(3)
+        learner = LearnerThread(distributed.workers, num_learners=2, queue_size=3, **passes)
         LocalIterator(batches).for_each(Enqueue(learner)).take(3)
         with Dequeue(learner) as stream:
             stream.take(3)
-        assert_same_weights(one, other)
+        assert_same_weights(local, distributed)
         assert "num_learners=2" in stream.explain()
 
 
 @pytest.mark.parametrize("kind", [IMPALAConfig, APPOConfig])
-def test_plans_with_learners_on_actors(kind):
+def test_asynchronous_plans_train_with_learner_actors(kind):
     plan = kind.model_fields["plan"].default
-    config = small(
+    config = make_config(
         kind, plan=plan, num_learners=1, rollout_fragment_length=20, train_batch_size=40,
         min_sample_timesteps_per_iteration=80,
     )  # fmt: skip
@@ -212,7 +228,7 @@ def test_plans_with_learners_on_actors(kind):
 
 
 @pytest.mark.parametrize(
-    ("settings", "error", "said"),
+    ("settings", "error", "message"),
     [
         ({"num_learners": -1}, ValueError, "num_learners must be an int"),
         ({"num_gpus": 1.5}, ValueError, "num_gpus must be an int"),
@@ -221,14 +237,14 @@ def test_plans_with_learners_on_actors(kind):
     ],
 )
 @pytest.mark.parametrize("operator", [MultiGPUTrainOneStep, LearnerThread])
-def test_bad_numbers(settings, error, said, operator):
-    with small().build() as algorithm, pytest.raises(error, match=said):
+def test_invalid_arguments_are_rejected(settings, error, message, operator):
+    with make_config().build() as algorithm, pytest.raises(error, match=message):
         operator(algorithm.workers, **settings)
 
 
-def test_what_the_cluster_has_not_got():
+def test_missing_gpus_and_microbatches_are_rejected():
     assert TrainTFMultiGPU is MultiGPUTrainOneStep
-    with small().build() as algorithm:
+    with make_config().build() as algorithm:
         batches = ParallelRollouts(algorithm.workers).take(1)
         operator = MultiGPUTrainOneStep(algorithm.workers, num_gpus=7)
         with (
@@ -236,7 +252,7 @@ def test_what_the_cluster_has_not_got():
             pytest.raises(RuntimeError, match=r"7 learners need a GPU each.*has 0 GPUs"),
         ):
             next(stream)
-    with small(microbatch_size=5).build() as algorithm:
+    with make_config(microbatch_size=5).build() as algorithm:
         batches = ParallelRollouts(algorithm.workers).take(1)
         operator = MultiGPUTrainOneStep(algorithm.workers, num_learners=2)
         with (
@@ -246,43 +262,49 @@ def test_what_the_cluster_has_not_got():
             next(stream)
 
 
-# -- workers that learn ----------------------------------------------------------------------------
+# -- decentralized training ------------------------------------------------------------------------
 
 
-def ddppo(**settings):
-    base = {"train_batch_size": 120, "sgd_minibatch_size": 20, "num_sgd_iter": 2, "plan": "ddppo"}
-    return small(DDPPOConfig, **{**base, "num_workers": 2, "kl_coeff": 0.1, **settings})
+def ddppo_config(**settings):
+    base = {
+        "train_batch_size": 120,
+        "sgd_minibatch_size": 20,
+        "num_sgd_iter": 2,
+        "plan": "ddppo",
+    }
+    return make_config(DDPPOConfig, **{**base, "num_workers": 2, "kl_coeff": 0.1, **settings})
 
 
-def everywhere(algorithm):
+def weights_of_workers(algorithm):
     return algorithm.workers.foreach_worker(lambda worker: worker.policy.get_weights())
 
 
 @pytest.mark.slow
-def test_all_workers_have_the_same_weights_after_each_round():
-    with ddppo().build() as algorithm:
+def test_workers_have_the_same_weights_after_each_round():
+    with ddppo_config().build() as algorithm:
         before = weights(algorithm)
         for number in range(1, 4):
             result = algorithm.train()
-            local, *remote = everywhere(algorithm)
-            for one in remote:
+            local, *remote = weights_of_workers(algorithm)
+            for remote_weights in remote:
                 for name, weight in local.items():
-                    np.testing.assert_array_equal(one[name], weight)
+                    np.testing.assert_array_equal(remote_weights[name], weight)
             assert (
                 result["num_env_steps_trained"] == result["num_env_steps_sampled"] == 120 * number
             )
             assert result["num_agent_steps_trained"] == 120 * number
         assert any((weight != before[name]).any() for name, weight in weights(algorithm).items())
-        told = result["learners"]["default_policy"]
-        assert told["policy_lag_max"] == 0
-        assert np.isfinite(told["total_loss"])
+        stats = result["learners"]["default_policy"]
+        assert stats["policy_lag_max"] == 0
+        assert np.isfinite(stats["total_loss"])
 
 
 @pytest.mark.slow
-def test_a_round_is_the_update_of_all_rows():
-    """One minibatch of each worker's whole fragment is one update on the rows of both."""
-    how = {"sgd_minibatch_size": 60, "num_sgd_iter": 1, "kl_coeff": 0.0, "grad_clip": None}
-    with ddppo(**how).build() as algorithm, ddppo(**how).build() as other:
+def test_round_equals_one_update_on_the_rows_of_all_workers():
+    """Here each worker's minibatch is its whole fragment."""
+    settings = {"sgd_minibatch_size": 60, "num_sgd_iter": 1, "kl_coeff": 0.0, "grad_clip": None}
+    config = ddppo_config(**settings)
+    with config.build() as algorithm, config.build() as other:
         rows = ParallelRollouts(other.workers, mode="bulk_sync")
         for _ in range(2):
             algorithm.train()
@@ -293,22 +315,22 @@ def test_a_round_is_the_update_of_all_rows():
 
 
 @pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_schedules_follow_the_env_steps(num_workers):
-    own = ddppo(num_workers=num_workers, lr=[(0, 1e-3), (480, 0.0)])
-    with own.build() as algorithm:
+def test_schedules_follow_env_steps(num_workers):
+    config = ddppo_config(num_workers=num_workers, lr=[(0, 1e-3), (480, 0.0)])
+    with config.build() as algorithm:
         rates = [algorithm.train()["learners"]["default_policy"]["cur_lr"] for _ in range(4)]
     assert rates == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
 
 
 def die_after_learning(worker):
-    """The worker dies when it has learned, before its answer is sent."""
+    """Make a worker die after its update, before it returns the result."""
     worker.policy.end_learning = lambda batch, stats: os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.chaos
 @pytest.mark.slow
-def test_a_worker_that_dies_when_the_others_are_done_is_waited_for_by_them():
-    with ddppo(kl_coeff=0.0).build() as algorithm:
+def test_group_waits_for_a_worker_that_dies_after_the_update():
+    with ddppo_config(kl_coeff=0.0).build() as algorithm:
         algorithm.train()
         import ray
 
@@ -321,16 +343,16 @@ def test_a_worker_that_dies_when_the_others_are_done_is_waited_for_by_them():
         assert result["num_env_steps_sampled"] == (
             result["num_env_steps_trained"] + counters["num_env_steps_dropped"]
         )
-        local, *remote = everywhere(algorithm)
-        for one in remote:
+        local, *remote = weights_of_workers(algorithm)
+        for remote_weights in remote:
             for name, weight in local.items():
-                np.testing.assert_array_equal(one[name], weight)
+                np.testing.assert_array_equal(remote_weights[name], weight)
 
 
 @pytest.mark.chaos
 @pytest.mark.slow
-def test_without_recreation_it_ends_with_the_worker():
-    with ddppo(recreate_failed_workers=False).build() as algorithm:
+def test_dead_worker_ends_training_without_recreation():
+    with ddppo_config(recreate_failed_workers=False).build() as algorithm:
         algorithm.train()
         import ray
 
@@ -341,8 +363,10 @@ def test_without_recreation_it_ends_with_the_worker():
 
 
 @pytest.mark.slow
-def test_uneven_fragments_make_as_many_updates():
-    with ddppo(batch_mode="complete_episodes", rollout_fragment_length=30).build() as algorithm:
+def test_workers_with_uneven_fragments_make_equally_many_updates():
+    with ddppo_config(
+        batch_mode="complete_episodes", rollout_fragment_length=30
+    ).build() as algorithm:
         for _ in range(3):
             result = algorithm.train()
             versions = algorithm.workers.foreach_worker(lambda worker: worker.policy.version)
@@ -351,23 +375,23 @@ def test_uneven_fragments_make_as_many_updates():
 
 
 @pytest.mark.slow
-def test_it_goes_on_from_a_checkpoint(tmp_path):
-    with ddppo().build() as algorithm:
+def test_decentralized_training_resumes_from_a_checkpoint(tmp_path):
+    with ddppo_config().build() as algorithm:
         algorithm.train()
         algorithm.save(tmp_path / "c")
         expected = algorithm.train()
-        at_end = weights(algorithm)
-    with ddppo().build() as algorithm:
+        expected_weights = weights(algorithm)
+    with ddppo_config().build() as algorithm:
         algorithm.restore(tmp_path / "c")
-        again = algorithm.train()
-        for name, weight in at_end.items():
+        result = algorithm.train()
+        for name, weight in expected_weights.items():
             np.testing.assert_array_equal(weights(algorithm)[name], weight)
-    assert again["num_env_steps_trained"] == expected["num_env_steps_trained"]
-    assert again["learners"] == expected["learners"]
+    assert result["num_env_steps_trained"] == expected["num_env_steps_trained"]
+    assert result["learners"] == expected["learners"]
 
 
 class DiesOnce(DefaultCallbacks):
-    """Worker 2 dies as it begins its third fragment, once."""
+    """Worker 2 dies once, at the end of its third fragment."""
 
     def on_sample_end(self, *, worker, samples, **kwargs):
         worker.fragments = getattr(worker, "fragments", 0) + 1
@@ -378,45 +402,45 @@ class DiesOnce(DefaultCallbacks):
 @pytest.mark.chaos
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_worker_that_dies_is_replaced_and_all_are_alike_again():
-    with ddppo(callbacks_class=DiesOnce).build() as algorithm:
+def test_replaced_worker_gets_the_weights_of_the_group():
+    with ddppo_config(callbacks_class=DiesOnce).build() as algorithm:
         for _ in range(5):
             result = algorithm.train()
         assert result["num_remote_worker_restarts"] == 1
         assert algorithm.plan.metrics.counters["num_group_restarts"] >= 1
-        local, *remote = everywhere(algorithm)
-        for one in remote:
+        local, *remote = weights_of_workers(algorithm)
+        for remote_weights in remote:
             for name, weight in local.items():
-                np.testing.assert_array_equal(one[name], weight)
+                np.testing.assert_array_equal(remote_weights[name], weight)
         assert result["num_env_steps_trained"] == result["num_env_steps_sampled"] == 5 * 120
 
 
 def hang_after_learning(worker):
-    """The worker never says that it has learned, nor takes part again."""
+    """Make a worker hang at the end of its update."""
     worker.policy.end_learning = lambda batch, stats: time.sleep(600)
 
 
 @pytest.mark.chaos
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_a_worker_that_hangs_is_not_waited_for_for_ever():
+def test_hanging_worker_is_replaced_after_the_timeout():
     import ray
 
-    with ddppo(sample_timeout_s=12.0, kl_coeff=0.0).build() as algorithm:
+    with ddppo_config(sample_timeout_s=12.0, kl_coeff=0.0).build() as algorithm:
         train = TrainOnWorkers(algorithm.workers, sgd_minibatch_size=20, timeout_s=10.0)
         with train:
             train.take(1)
             first = algorithm.workers.remote_workers()[0]
             ray.get(first.apply.remote(hang_after_learning))
-            trained = train.take(3)
+            items = train.take(3)
             counters = train.metrics.counters
-        assert len(trained) == 3
+        assert len(items) == 3
         assert counters["num_shard_restarts"] == 1
         assert counters["num_group_restarts"] >= 1
 
 
-class DiesAtFirst(DefaultCallbacks):
-    """Worker 2 dies as it begins its first fragment, once."""
+class DiesInFirstFragment(DefaultCallbacks):
+    """Worker 2 dies once, at the end of its first fragment."""
 
     def on_sample_end(self, *, worker, samples, **kwargs):
         if worker.worker_index == 2 and not worker.restart_count:
@@ -426,9 +450,9 @@ class DiesAtFirst(DefaultCallbacks):
 @pytest.mark.chaos
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_a_death_before_the_first_round_costs_the_others_nothing():
-    """Whoever is made again comes to the group that waits for it."""
-    with ddppo(callbacks_class=DiesAtFirst).build() as algorithm:
+def test_worker_that_dies_before_the_first_round_joins_after_its_restart():
+    """The other workers wait for it and lose no steps."""
+    with ddppo_config(callbacks_class=DiesInFirstFragment).build() as algorithm:
         result = algorithm.train()
         counters = algorithm.plan.metrics.counters
         assert result["num_remote_worker_restarts"] == 1
@@ -436,8 +460,8 @@ def test_a_death_before_the_first_round_costs_the_others_nothing():
         assert counters["num_env_steps_dropped"] == 0
 
 
-class Apart(DefaultCallbacks):
-    """Worker 2's weights are changed besides."""
+class ChangesItsWeights(DefaultCallbacks):
+    """Changes the weights of worker 2 outside of the update."""
 
     def on_sample_end(self, *, worker, samples, **kwargs):
         if worker.worker_index == 2:
@@ -446,16 +470,16 @@ class Apart(DefaultCallbacks):
 
 
 @pytest.mark.slow
-def test_weights_that_come_apart_are_told():
+def test_different_weights_of_workers_are_an_error():
     with (
-        ddppo(callbacks_class=Apart).build() as algorithm,
+        ddppo_config(callbacks_class=ChangesItsWeights).build() as algorithm,
         pytest.raises(RuntimeError, match="weights differ"),
     ):
         [algorithm.train() for _ in range(2)]
 
 
-def test_what_cannot_be_done():
-    with small(DDPPOConfig, output="x", plan="ddppo").build() as algorithm:
+def test_unsupported_decentralized_settings_are_rejected():
+    with make_config(DDPPOConfig, output="x", plan="ddppo").build() as algorithm:
         with pytest.raises(ValueError, match="output: fragments stay"):
             TrainOnWorkers(algorithm.workers)
         with pytest.raises(ValueError, match="num_sgd_iter must be at least 1"):

@@ -1,4 +1,4 @@
-"""Learners beside the plan: what one gives is what TrainOneStep gives; errors, ends, saves."""
+"""Learner thread: equality to TrainOneStep, errors, stopping, checkpoints."""
 
 import threading
 import time
@@ -23,20 +23,20 @@ from flowrl.ops import (
 from flowrl.ops.plan_metrics import PlanMetrics
 
 
-def config(**settings):
+def a2c_config(**settings):
     base = {"env": "CartPole-v1", "seed": 3, "rollout_fragment_length": 16, "grad_clip": None}
     return A2CConfig(**{**base, "model": {"fcnet_hiddens": [8]}, **settings})
 
 
-class Beside(A2C):
-    """A2C with its learner in a thread."""
+class ThreadedA2C(A2C):
+    """A2C with a learner thread."""
 
     @staticmethod
     def execution_plan(workers, config):
         learner = LearnerThread(workers, queue_size=2)
         batches = ParallelRollouts(workers, mode="async").combine(ConcatBatches(32))
-        both = [batches.for_each(Enqueue(learner)), Dequeue(learner)]
-        trained = Concurrently(both, mode="async", output_indexes=[1])
+        branches = [batches.for_each(Enqueue(learner)), Dequeue(learner)]
+        trained = Concurrently(branches, mode="async", output_indexes=[1])
         return StandardMetricsReporting(trained, workers, config)
 
 
@@ -50,36 +50,36 @@ def weights(algorithm):
     return algorithm.workers.local_worker().policy.get_weights()
 
 
-def threads():
+def num_learner_threads():
     return sum(thread.name == "flowrl-learner" for thread in threading.enumerate())
 
 
-def batches(algorithm, count):
+def sample_batches(algorithm, count):
     return ParallelRollouts(algorithm.workers).take(count)
 
 
 @pytest.mark.parametrize("passes", [1, 3])
-def test_it_learns_what_one_step_would(passes):
-    with config().build() as plain, config().build() as other:
-        given = batches(plain, 4)
-        batches(other, 1)
+def test_learner_thread_equals_train_one_step(passes):
+    with a2c_config().build() as plain, a2c_config().build() as other:
+        batches = sample_batches(plain, 4)
+        sample_batches(other, 1)
         learner = LearnerThread(other.workers, num_sgd_iter=passes)
-        feed = LocalIterator(given).for_each(Enqueue(learner))
+        feed = LocalIterator(batches).for_each(Enqueue(learner))
         plan = Concurrently([feed, Dequeue(learner)], mode="async", output_indexes=[1])
-        done = plan.take(4)
+        items = plan.take(4)
         plan.stop()
         step = TrainOneStep(plain.workers, num_sgd_iter=1, sgd_minibatch_size=0)
-        LocalIterator([batch for batch in given for _ in range(passes)]).for_each(step).take(99)
-        assert [batch for batch, _ in done] == given
+        LocalIterator([batch for batch in batches for _ in range(passes)]).for_each(step).take(99)
+        assert [batch for batch, _ in items] == batches
         for name, weight in weights(plain).items():
             np.testing.assert_array_equal(weight, weights(other)[name])
         counters = plan.metrics.counters
-        assert counters["num_env_steps_trained"] == sum(batch.count for batch in given)
+        assert counters["num_env_steps_trained"] == sum(batch.count for batch in batches)
         assert counters["num_agent_steps_trained/default_policy"] == 64
         assert PlanMetrics.of(plan.metrics).trainers["LearnerThread"].learn.count == 4
 
 
-def test_minibatches_in_turn():
+def test_minibatch_buffer_cycles_and_restores():
     buffer = MinibatchBuffer(size=2, num_passes=2)
     assert not buffer.is_full()
     buffer.put("a")
@@ -90,36 +90,36 @@ def test_minibatches_in_turn():
     state = buffer.state_dict()
     other = MinibatchBuffer(size=2, num_passes=2)
     other.load_state_dict(state)
-    for one in (buffer, other):
-        assert [one.get() for _ in range(3)] == [("b", True), ("c", False), ("c", True)]
-        assert not len(one)
-    for wrong in ({"size": 0}, {"num_passes": 0}, {"size": True}):
+    for restored in (buffer, other):
+        assert [restored.get() for _ in range(3)] == [("b", True), ("c", False), ("c", True)]
+        assert not len(restored)
+    for invalid in ({"size": 0}, {"num_passes": 0}, {"size": True}):
         with pytest.raises(ValueError, match="must be an int from 1"):
-            MinibatchBuffer(**wrong)
+            MinibatchBuffer(**invalid)
 
 
-def test_a_run(num_workers):
-    before = threads()
-    with Beside(config(num_workers=num_workers)) as algorithm:
+def test_plan_with_learner_thread_trains_and_stops(num_workers):
+    before = num_learner_threads()
+    with ThreadedA2C(a2c_config(num_workers=num_workers)) as algorithm:
         algorithm.plan.explain()
-        assert threads() == before  # building starts nothing
+        assert num_learner_threads() == before  # building starts nothing
         for _ in range(6):
             result = algorithm.train()
-        assert threads() == before + 1
-        told = result["learners"]["default_policy"]
-        assert np.isfinite(told["total_loss"])
-        assert 0 <= told["policy_lag_mean"] <= told["policy_lag_max"] <= 8
-        stats = {one["stage"]: one for one in algorithm.plan.stats()}
-        assert any("learner_idle" in one for one in stats.values()), stats
-        held = sum(batch.count for batch in learner_of(algorithm).batches())
+        assert num_learner_threads() == before + 1
+        stats = result["learners"]["default_policy"]
+        assert np.isfinite(stats["total_loss"])
+        assert 0 <= stats["policy_lag_mean"] <= stats["policy_lag_max"] <= 8
+        stages = algorithm.plan.stats()
+        assert any("learner_idle" in stage for stage in stages), stages
+        queued = sum(batch.count for batch in learner_of(algorithm).batches())
         sampled, trained = result["num_env_steps_sampled"], result["num_env_steps_trained"]
         assert trained == 6 * 32
-        assert 0 <= sampled - trained - held < 64  # waits to be joined
-    assert threads() == before
+        assert 0 <= sampled - trained - queued < 64  # rows not yet concatenated to a batch
+    assert num_learner_threads() == before
 
 
-def test_its_error_is_raised_in_the_plan_which_goes_on():
-    with Beside(config()) as algorithm:
+def test_error_of_the_thread_is_raised_and_the_plan_continues():
+    with ThreadedA2C(a2c_config()) as algorithm:
         algorithm.train()
         policy, calls = algorithm.get_policy(), []
         learn = policy.learn_on_minibatches
@@ -143,9 +143,9 @@ def test_its_error_is_raised_in_the_plan_which_goes_on():
         assert algorithm.train()["num_env_steps_trained"] >= 64
 
 
-def test_a_batch_that_fails_is_dropped_once():
-    with config().build() as algorithm:
-        (batch,) = batches(algorithm, 1)
+def test_failed_batch_is_dropped_once():
+    with a2c_config().build() as algorithm:
+        (batch,) = sample_batches(algorithm, 1)
         learner = LearnerThread(algorithm.workers, num_sgd_iter=3, minibatch_buffer_size=2)
         policy = algorithm.get_policy()
         policy.learn_on_minibatches = lambda *args: 1 / 0
@@ -157,18 +157,18 @@ def test_a_batch_that_fails_is_dropped_once():
             assert learner.batches() == []
 
 
-def test_a_learner_that_nobody_starts_is_told():
-    with config().build() as algorithm:
-        given = batches(algorithm, 1)
+def test_full_queue_of_a_learner_that_was_not_started_is_an_error():
+    with a2c_config().build() as algorithm:
+        batches = sample_batches(algorithm, 1)
         learner = LearnerThread(algorithm.workers, queue_size=1)
-        stream = LocalIterator(given * 3).for_each(Enqueue(learner))
+        stream = LocalIterator(batches * 3).for_each(Enqueue(learner))
         next(stream)
         with pytest.raises(RuntimeError, match="its learner has not been started"):
             next(stream)
 
 
-def test_a_restore_stops_what_was_learning(tmp_path):
-    with Beside(config()) as algorithm:
+def test_restore_stops_the_learner_thread(tmp_path):
+    with ThreadedA2C(a2c_config()) as algorithm:
         algorithm.train()
         algorithm.save(tmp_path / "c")
         for _ in range(3):
@@ -182,12 +182,12 @@ def test_a_restore_stops_what_was_learning(tmp_path):
         assert algorithm.train()["training_iteration"] == 2
 
 
-def test_it_takes_no_more_than_it_may_hold():
-    with config().build() as algorithm:
-        batch = batches(algorithm, 1)[0]
+def test_queues_of_the_learner_are_bounded():
+    with a2c_config().build() as algorithm:
+        batch = sample_batches(algorithm, 1)[0]
         learner = LearnerThread(algorithm.workers, queue_size=2)
         enqueue = Enqueue(learner)
-        with algorithm.workers.local_worker().lock:  # it has to wait
+        with algorithm.workers.local_worker().lock:  # the learner cannot update
             learner.start()
             for _ in range(2):
                 assert enqueue.ready()
@@ -196,7 +196,7 @@ def test_it_takes_no_more_than_it_may_hold():
         deadline = time.monotonic() + 30
         while not learner.outqueue.full() and time.monotonic() < deadline:
             time.sleep(0.01)
-        for _ in range(2):  # what is done waits to be taken
+        for _ in range(2):  # the outqueue is full, so the learner waits
             enqueue(batch)
         time.sleep(0.1)
         assert learner.outqueue.qsize() == 2
@@ -205,9 +205,9 @@ def test_it_takes_no_more_than_it_may_hold():
         assert not learner.is_alive()
 
 
-def test_workers_are_sent_whole_updates(ray_session):
-    """What is published is what the policy was after an update, however often it learns since."""
-    with config(num_workers=1).build() as algorithm:
+def test_workers_receive_only_published_weights(ray_session):
+    """While the learner thread runs, workers receive the weights that it published last."""
+    with a2c_config(num_workers=1).build() as algorithm:
         workers = algorithm.workers
         batch = workers.local_worker().sample()
         learner = LearnerThread(workers)
@@ -230,27 +230,26 @@ def test_workers_are_sent_whole_updates(ray_session):
         assert workers.weights_for(0)[1]["default_policy"] == newer["default_policy"] + 1
 
 
-def test_a_checkpoint_has_what_is_in_it(tmp_path):
-    with Beside(config()) as algorithm:
+def test_checkpoint_contains_the_queued_batches(tmp_path):
+    with ThreadedA2C(a2c_config()) as algorithm:
         for _ in range(5):
             algorithm.train()
         algorithm.save(tmp_path / "c")
         counters = dict(algorithm.plan.metrics.counters)
-    with Beside(config()) as algorithm:
+    with ThreadedA2C(a2c_config()) as algorithm:
         algorithm.restore(tmp_path / "c")
-        held = sum(batch.count for batch in learner_of(algorithm).batches())
-        at = algorithm.plan.metrics.counters
-        lost = at["num_env_steps_dropped"]
-        assert at["num_env_steps_trained"] == counters["num_env_steps_trained"]
-        waiting = at["num_env_steps_sampled"] - lost - at["num_env_steps_trained"] - held
-        assert 0 <= waiting < 32
+        queued = sum(batch.count for batch in learner_of(algorithm).batches())
+        restored = algorithm.plan.metrics.counters
+        dropped, trained = restored["num_env_steps_dropped"], restored["num_env_steps_trained"]
+        assert trained == counters["num_env_steps_trained"]
+        assert 0 <= restored["num_env_steps_sampled"] - dropped - trained - queued < 32
         result = algorithm.train()
         assert result["training_iteration"] == 6
         assert result["num_env_steps_trained"] == counters["num_env_steps_trained"] + 32
 
 
 @pytest.mark.parametrize(
-    ("settings", "error", "said"),
+    ("settings", "error", "message"),
     [
         ({"queue_size": 0}, ValueError, "queue_size must be at least 1"),
         ({"sgd_minibatch_size": -1}, ValueError, "sgd_minibatch_size"),
@@ -259,13 +258,13 @@ def test_a_checkpoint_has_what_is_in_it(tmp_path):
         ({"policies": "x"}, TypeError, "policies is a collection"),
     ],
 )
-def test_bad_settings(settings, error, said):
-    with config().build() as algorithm, pytest.raises(error, match=said):
+def test_invalid_settings_are_rejected(settings, error, message):
+    with a2c_config().build() as algorithm, pytest.raises(error, match=message):
         LearnerThread(algorithm.workers, **settings)
 
 
-def test_what_is_no_batch_is_told_by_the_plan():
-    with config().build() as algorithm:
+def test_missing_column_is_raised_in_the_plan():
+    with a2c_config().build() as algorithm:
         learner = LearnerThread(algorithm.workers)
         learner.inqueue.put(SampleBatch(obs=np.zeros((4, 4), np.float32)))
         with Dequeue(learner) as plan, pytest.raises(KeyError, match="advantages"):

@@ -1,4 +1,4 @@
-"""Minari datasets: their rows, their actions, and training on them."""
+"""Minari datasets: rows, conversion of actions, training."""
 
 import sys
 
@@ -21,7 +21,7 @@ DATASET = "tests/pendulum-v0"
 
 @pytest.fixture(scope="module")
 def episodes(tmp_path_factory):
-    """The two episodes (200 random steps of Pendulum-v1 each) of the dataset `DATASET`."""
+    """Create the dataset `DATASET`; return its two episodes of 200 random Pendulum-v1 steps."""
     import minari
     from minari.data_collector import EpisodeBuffer
 
@@ -66,7 +66,7 @@ def episodes(tmp_path_factory):
     patch.undo()
 
 
-def test_rows_are_those_of_the_dataset(episodes):
+def test_rows_equal_the_dataset(episodes):
     dataset = MinariDataset(DATASET)
     assert dataset.parts() == [[0, 1]]
     rows = dataset.read([1])
@@ -137,13 +137,15 @@ def leaves(tree):
 @pytest.mark.usefixtures("episodes")
 def test_input_policy_id_selects_the_policy_that_trains():
     config = BCConfig(env="Pendulum-v1", **SMALL, input_=f"minari:{DATASET}")
-    config = config.updated(policies={"default_policy": None, "own": None}, input_policy_id="own")
+    config = config.updated(
+        policies={"default_policy": None, "trained": None}, input_policy_id="trained"
+    )
     with config.build() as algorithm:
-        assert algorithm.train()["counters"]["num_agent_steps_sampled/own"] > 0
+        assert algorithm.train()["counters"]["num_agent_steps_sampled/trained"] > 0
 
 
 @pytest.mark.usefixtures("episodes")
-def test_unsuitable_missing_and_damaged_datasets_are_refused(monkeypatch):
+def test_unsuitable_missing_and_damaged_datasets_are_rejected(monkeypatch):
     import minari
 
     config = BCConfig(env="CartPole-v1", **SMALL, input_=f"minari:{DATASET}")

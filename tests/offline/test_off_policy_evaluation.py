@@ -1,4 +1,4 @@
-"""Off-policy evaluation: importance sampling against its definition, incomplete data, refusals."""
+"""Off-policy evaluation: importance sampling, incomplete episodes, invalid input."""
 
 import numpy as np
 import pytest
@@ -171,7 +171,7 @@ def test_rows_may_be_in_any_order_and_in_several_batches(policy, tmp_path):
     assert results["is"]["v_target"] == pytest.approx(expected["is"]["v_target"])
 
 
-def test_episodes_of_two_runs_are_kept_apart(policy, tmp_path):
+def test_episodes_of_two_runs_are_not_merged(policy, tmp_path):
     """Both runs use the same episode ids; a resumed run continues its own."""
     runs = [random_episodes(20, seed=1), random_episodes(20, seed=2)]
     for name, episodes in zip(("a", "b"), runs, strict=True):
@@ -192,7 +192,7 @@ def test_episodes_of_two_runs_are_kept_apart(policy, tmp_path):
     assert result["v_target"] == pytest.approx(np.mean(separate))
 
 
-def test_incomplete_episodes_are_left_out(policy):
+def test_incomplete_episodes_are_omitted(policy):
     episodes = [episode for episode in random_episodes() if episode.count > 2]
     no_start, no_end = episodes[0][1:], episodes[1][:-1]
     no_middle = SampleBatch.concat_samples([episodes[2][:1], episodes[2][2:]])
@@ -217,7 +217,7 @@ def test_recorded_ppo_run_is_evaluated(tmp_path):
     assert result["num_episodes_left_out"] == 1 - last_episode_ended
 
 
-def test_invalid_policies_and_experience_are_refused(policy, tmp_path):
+def test_invalid_policies_and_experience_are_rejected(policy, tmp_path):
     episodes = random_episodes(3)
     with pytest.raises(ConfigError, match="is, wis"):
         estimate(policy, episodes, methods=["dm"])

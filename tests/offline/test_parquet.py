@@ -1,4 +1,4 @@
-"""Parquet files: exact round trips, refused files and columns."""
+"""Parquet files: exact round trips, rejected files and columns."""
 
 import numpy as np
 import pyarrow as pa
@@ -89,7 +89,7 @@ def test_columns_per_sequence_are_not_stored(tmp_path):
 
 
 @pytest.mark.parametrize("keep", [0, 1, 0.5, -1])
-def test_truncated_file_is_refused(tmp_path, keep):
+def test_truncated_file_is_rejected(tmp_path, keep):
     path = tmp_path / "a.parquet"
     write_parquet(path, count_batch(100))
     content = path.read_bytes()
@@ -100,7 +100,7 @@ def test_truncated_file_is_refused(tmp_path, keep):
 
 
 def test_flipped_bits_never_change_rows(tmp_path):
-    """A damaged file is refused, unless the flipped bit is in a byte that holds no data."""
+    """A damaged file is rejected, unless the flipped bit is in a byte without data."""
     path = tmp_path / "a.parquet"
     batch = count_batch(300)
     write_parquet(path, batch)
@@ -117,7 +117,7 @@ def test_flipped_bits_never_change_rows(tmp_path):
     assert all("a.parquet" in error for error in errors)
 
 
-def test_foreign_and_missing_files_are_refused(tmp_path):
+def test_other_and_missing_files_are_rejected(tmp_path):
     pq.write_table(pa.table({"a": [1], "b": [2]}), tmp_path / "a.parquet")
     with pytest.raises(OfflineDataError, match="not written by flowrl: its columns are a, b"):
         read_parquet(tmp_path / "a.parquet")
@@ -136,7 +136,7 @@ def test_foreign_and_missing_files_are_refused(tmp_path):
         ({"a/b": np.zeros(1), "a": {"b": np.zeros(1)}}, "two columns have the name 'a/b'"),
     ],
 )
-def test_columns_that_parquet_cannot_store_are_refused(tmp_path, columns, message):
+def test_columns_that_parquet_cannot_store_are_rejected(tmp_path, columns, message):
     with pytest.raises(OfflineDataError, match=message):
         write_parquet(tmp_path / "a.parquet", SampleBatch(columns))
     assert not list(tmp_path.iterdir())

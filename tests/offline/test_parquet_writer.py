@@ -109,7 +109,7 @@ def test_failed_write_keeps_the_rows(tmp_path):
 
 
 @pytest.mark.parametrize("rows", [0, -1, 1.5, True])
-def test_invalid_rows_per_file_is_refused(tmp_path, rows):
+def test_invalid_rows_per_file_is_rejected(tmp_path, rows):
     with pytest.raises(ValueError, match="rows_per_file"):
         ParquetWriter(tmp_path, rows)
 
@@ -139,11 +139,11 @@ assert not os.listdir("open")
 writer.add(SampleBatch(obs=np.zeros(1), actions=np.zeros(1)))
 raise RuntimeError("the process fails")
 """
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
     )
-    assert "RuntimeError: the process fails" in done.stderr
-    assert "removed: the rows recorded last are lost: /" in done.stderr
+    assert "RuntimeError: the process fails" in process.stderr
+    assert "removed: the rows recorded last are lost: /" in process.stderr
     assert not (tmp_path / "removed").exists()
     for folder, rows in (("open", 201), ("dropped", 200)):
         (path,) = parquet_files(tmp_path / folder)

@@ -1,4 +1,4 @@
-"""Invalid observations, actions, settings and hook results are refused with a clear message."""
+"""Invalid observations, actions, settings and hook results are rejected with a clear message."""
 
 import numpy as np
 import pytest
@@ -26,18 +26,18 @@ from .fakes import BOX, TWO, rows
         (BOX, np.zeros(3, complex)),
     ],
 )
-def test_single_observation_outside_the_space_is_refused(space, obs):
+def test_single_observation_outside_the_space_is_rejected(space, obs):
     with pytest.raises(ConfigError, match=r"observation (has|is)"):
         PPOTorchPolicy(space, TWO, {}).compute_single_action(obs)
 
 
-def test_integers_outside_the_space_are_refused():
+def test_integers_outside_the_space_are_rejected():
     for space, obs in ((spaces.Discrete(5), [-1]), (spaces.MultiDiscrete([2, 3]), [[2, 1]])):
         with pytest.raises(ValueError, match="are not in"):
             PPOTorchPolicy(space, TWO, {}).compute_actions(np.array(obs))
 
 
-def test_nonfinite_prev_reward_is_refused():
+def test_nonfinite_prev_reward_is_rejected():
     model = {"use_lstm": True, "lstm_use_prev_reward": True}
     runner = PPOTorchPolicy(BOX, TWO, {"model": model}).session()
     runner.compute_single_action([0.0, 0.0, 0.0])
@@ -92,7 +92,7 @@ def test_recurrent_policy_needs_states():
         policy.compute_actions(rows()["obs"])
 
 
-def test_nested_action_mask_is_refused():
+def test_nested_action_mask_is_rejected():
     space = spaces.Dict({"a": spaces.Dict({"action_mask": spaces.MultiBinary(2), "at": BOX})})
     with pytest.raises(ConfigError, match="at the top level of a Dict"):
         PPOTorchPolicy(space, TWO, {})
@@ -107,7 +107,7 @@ def test_actions_scale_to_very_wide_bounds():
     np.testing.assert_allclose(actions, np.float32([[-3e38], [0], [1.5e38]]))
 
 
-def test_log_likelihoods_of_invalid_actions_are_refused():
+def test_log_likelihoods_of_invalid_actions_are_rejected():
     policy = PPOTorchPolicy(BOX, TWO, {})
     with pytest.raises(ValueError, match=r"3.*12 observations"):
         policy.compute_log_likelihoods(np.zeros(3, np.int64), rows()["obs"])
@@ -137,7 +137,7 @@ def test_log_likelihoods_of_invalid_actions_are_refused():
         (ExplorationConfig, {"type": "EpsilonGreedy", "scale": 0.3}, "scale.*Gaussian"),
     ],
 )
-def test_settings_without_effect_are_refused(config_class, settings, match):
+def test_settings_without_effect_are_rejected(config_class, settings, match):
     with pytest.raises(ConfigError, match=match):
         config_class(**settings)
 

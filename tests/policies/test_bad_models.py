@@ -1,4 +1,4 @@
-"""Invalid models, optimizers, losses and updates are refused and change nothing."""
+"""Invalid models, optimizers, losses and updates are rejected and change nothing."""
 
 import copy
 import pickle
@@ -82,7 +82,7 @@ class StatelessModel(ModelV2):
         (StatelessModel, "forward must return"),
     ],
 )
-def test_invalid_models_are_refused(model, match):
+def test_invalid_models_are_rejected(model, match):
     with pytest.raises(ConfigError, match=match):
         PPOTorchPolicy(BOX, TWO, {"model": {"custom_model": model}}).compute_actions(rows()["obs"])
 
@@ -94,7 +94,7 @@ def test_make_model_must_return_a_module(model):
         policy_class(BOX, TWO, {})
 
 
-def test_float64_parameters_are_refused():
+def test_float64_parameters_are_rejected():
     def double_model(obs_space, action_space, num_outputs, model_config, name):
         return PlainModule(obs_space, action_space, num_outputs).double()
 
@@ -109,7 +109,7 @@ def test_make_optimizer_must_return_optimizers(optimizer):
         policy_class(BOX, TWO, {})
 
 
-def test_two_optimizers_of_the_same_parameters_are_refused():
+def test_two_optimizers_of_the_same_parameters_are_rejected():
     def optimizers(policy, config):
         return [torch.optim.SGD(policy.model.parameters(), 0.1) for _ in range(2)]
 
@@ -133,7 +133,7 @@ def test_frozen_layers_do_not_change():
 
 
 @pytest.mark.parametrize("replaced", ["memory", "model", "layer moved"])
-def test_learning_is_refused_if_the_model_was_replaced(replaced):
+def test_learning_is_rejected_if_the_model_was_replaced(replaced):
     policy = ReinforcePolicy(BOX, TWO, {})
     if replaced == "model":
         policy.model = ReinforcePolicy(BOX, TWO, {}).model
@@ -163,7 +163,7 @@ def test_copies_of_a_policy_share_no_weights(model):
         assert (changed["vf_preds"] != extra["vf_preds"]).any()
 
 
-def test_learning_from_values_without_a_value_function_is_refused():
+def test_learning_from_values_without_a_value_function_is_rejected():
     class NoValues(ModelV2):
         def __init__(self, *args):
             super().__init__(*args)
@@ -241,7 +241,7 @@ def test_nonfinite_update_changes_nothing(mode):
     assert weights_equal(policy, before)
 
 
-def test_nonfinite_loss_with_finite_gradient_is_refused():
+def test_nonfinite_loss_with_finite_gradient_is_rejected():
     class NanLoss(ReinforcePolicy):
         def loss(self, batch):
             return super().loss(batch) + float("nan")
@@ -296,8 +296,8 @@ def test_columns_of_objects_cannot_become_tensors():
 
 def test_invalid_state_changes_nothing():
     policy, other = (ReinforcePolicy(BOX, TWO, {"seed": seed}) for seed in (0, 1))
-    for one in (policy, other):
-        one.learn_on_batch(rows())
+    policy.learn_on_batch(rows())
+    other.learn_on_batch(rows())
     before, state = policy.get_state(), other.get_state()
     learner = state["learner"]
     slot = learner["optimizers"][0]["0"]

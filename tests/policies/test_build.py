@@ -1,4 +1,4 @@
-"""build_torch_policy: an example, each hook, pickling, with_updates."""
+"""build_torch_policy: example, hooks, pickling, with_updates."""
 
 import pickle
 
@@ -58,7 +58,7 @@ def test_workers_sample_and_the_policy_learns():
         assert np.isfinite(worker.policy.learn_on_batch(worker.sample())["total_loss"])
 
 
-def test_tensorflow_policies_are_refused():
+def test_tensorflow_policies_are_rejected():
     with pytest.raises(ConfigError, match=r"torch only.*build_torch_policy"):
         build_tf_policy(name="MyTFPolicy", loss_fn=policy_gradient_loss)
 
@@ -168,9 +168,9 @@ def test_hooks_for_model_distribution_and_sampler():
         count = len(input_dict["obs"])
         return torch.full((count,), int(explore)), torch.zeros(count), None, []
 
-    with_sampler = policy_class.with_updates(action_sampler_fn=sampler)
-    assert with_sampler.__name__ == "Custom"
-    policy = with_sampler(BOX, TWO, {})
+    policy_with_sampler = policy_class.with_updates(action_sampler_fn=sampler)
+    assert policy_with_sampler.__name__ == "Custom"
+    policy = policy_with_sampler(BOX, TWO, {})
     actions, _, extra = policy.compute_actions(rows()["obs"])
     assert (actions == 1).all() and set(extra) == {"action_logp"}
     assert (policy.compute_actions(rows()["obs"], explore=False)[0] == 0).all()
@@ -179,8 +179,10 @@ def test_hooks_for_model_distribution_and_sampler():
         logits = torch.tensor([[-50.0, 50.0]]).repeat(len(input_dict["obs"]), 1)
         return logits, Categorical, []
 
-    with_distribution = policy_class.with_updates(action_distribution_fn=distribution, name="B")
-    policy = with_distribution(BOX, TWO, {})
+    policy_with_distribution = policy_class.with_updates(
+        action_distribution_fn=distribution, name="B"
+    )
+    policy = policy_with_distribution(BOX, TWO, {})
     actions, _, extra = policy.compute_actions(rows()["obs"])
     assert (actions == 1).all()
     np.testing.assert_allclose(extra["action_logp"], 0, rtol=1e-5, atol=1e-6)
@@ -188,7 +190,7 @@ def test_hooks_for_model_distribution_and_sampler():
 
 def test_gradient_hooks_replace_learning():
     def compute(policy, batch):
-        return np.ones(len(policy.flat.gradient), np.float32), {"made_up": 1.0}
+        return np.ones(len(policy.flat.gradient), np.float32), {"mean_error": 1.0}
 
     def apply(policy, gradients):
         with torch.no_grad():
@@ -197,7 +199,7 @@ def test_gradient_hooks_replace_learning():
     hooks = {"compute_gradients_fn": compute, "apply_gradients_fn": apply}
     policy = build_torch_policy("Ones", **hooks)(BOX, TWO, {})
     before, version = policy.get_weights(), policy.version
-    assert policy.learn_on_batch(rows()) == {"made_up": 1.0}
+    assert policy.learn_on_batch(rows()) == {"mean_error": 1.0}
     for name, weight in policy.get_weights().items():
         np.testing.assert_allclose(weight, before[name] - 1)
     assert policy.version == version + 1
@@ -209,9 +211,9 @@ def test_with_updates_keeps_the_methods_of_a_subclass():
             return {"mine": 2 * outputs}
 
     updated = Subclass.with_updates(name="Updated", stats_fn=lambda policy, batch: {"x": 1.0})
-    again = updated.with_updates(stats_fn=lambda policy, batch: {"x": 2.0})
-    assert issubclass(updated, Subclass) and issubclass(again, Subclass)
-    for policy_class, x in ((updated, 1.0), (again, 2.0)):
+    twice_updated = updated.with_updates(stats_fn=lambda policy, batch: {"x": 2.0})
+    assert issubclass(updated, Subclass) and issubclass(twice_updated, Subclass)
+    for policy_class, x in ((updated, 1.0), (twice_updated, 2.0)):
         policy = policy_class(BOX, TWO, {})
         extra = policy.compute_actions(rows()["obs"])[2]
         np.testing.assert_array_equal(extra["mine"], 2 * extra["action_dist_inputs"])
@@ -259,15 +261,15 @@ def test_several_losses_and_optimizers():
 
     policy_class = build_torch_policy("Two", losses, optimizer_fn=optimizers)
     config = {"seed": 0, "grad_clip": None}
-    both = policy_class(BOX, TWO, config)
+    policy = policy_class(BOX, TWO, config)
     single = build_torch_policy(
         "One", policy_gradient_loss, optimizer_fn=lambda p, c: optimizers(p, c)[0]
     )(BOX, TWO, config)
     for _ in range(3):
-        stats = both.learn_on_batch(rows())
+        stats = policy.learn_on_batch(rows())
         single.learn_on_batch(rows())
     assert set(stats) >= {"loss_0", "loss_1", "total_loss", "grad_norm"}
-    weights, expected = both.get_weights(), single.get_weights()
+    weights, expected = policy.get_weights(), single.get_weights()
     initial = policy_class(BOX, TWO, config).get_weights()
     for name, weight in weights.items():
         if name.startswith("value"):
@@ -275,12 +277,12 @@ def test_several_losses_and_optimizers():
         else:
             np.testing.assert_allclose(weight, expected[name], rtol=1e-5, atol=1e-6)
     # the state contains both optimizers
-    state = both.get_state()
+    state = policy.get_state()
     other = policy_class(BOX, TWO, config)
     other.set_state(state)
-    both.learn_on_batch(rows())
+    policy.learn_on_batch(rows())
     other.learn_on_batch(rows())
-    for name, weight in both.get_weights().items():
+    for name, weight in policy.get_weights().items():
         np.testing.assert_array_equal(weight, other.get_weights()[name])
     one_loss = policy_class.with_updates(loss_fn=policy_gradient_loss)(BOX, TWO, config)
     with pytest.raises(ConfigError, match="1 losses for 2 optimizers"):
@@ -290,7 +292,7 @@ def test_several_losses_and_optimizers():
         one_optimizer.learn_on_batch(rows())
 
 
-def test_invalid_arguments_are_refused():
+def test_invalid_arguments_are_rejected():
     with pytest.raises(ConfigError, match="a loss_fn is required"):
         build_torch_policy("Nothing")
     with pytest.raises(ConfigError, match="stats_fn must be a function"):

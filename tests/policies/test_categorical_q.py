@@ -1,4 +1,4 @@
-"""Atoms: distributions of returns, moved and put back on their places."""
+"""CategoricalQ: projections, expected values and gradients of categorical distributions."""
 
 import numpy as np
 import pytest
@@ -10,73 +10,73 @@ from flowrl.policies.categorical_q import CategoricalQ
 from flowrl.policies.learning.kernels.q_learning import output_gradients
 
 
-def plainly_projected(support, probs, reward, discount):
-    """Algorithm 1 of Bellemare et al. 2017, an atom at a time."""
+def reference_projection(support, probs, reward, discount):
+    """Algorithm 1 of Bellemare et al. 2017, one atom at a time."""
     step = (support[-1] - support[0]) / (len(support) - 1)
-    made = np.zeros(len(support))
-    for z, chance in zip(support, probs, strict=True):
-        place = (min(max(reward + discount * z, support[0]), support[-1]) - support[0]) / step
-        lower, upper = int(np.floor(place + 1e-9)), int(np.ceil(place - 1e-9))
+    projected = np.zeros(len(support))
+    for z, prob in zip(support, probs, strict=True):
+        b = (min(max(reward + discount * z, support[0]), support[-1]) - support[0]) / step
+        lower, upper = int(np.floor(b + 1e-9)), int(np.ceil(b - 1e-9))
         if lower == upper:
-            made[lower] += chance
+            projected[lower] += prob
         else:
-            made[lower] += chance * (upper - place)
-            made[upper] += chance * (place - lower)
-    return made
+            projected[lower] += prob * (upper - b)
+            projected[upper] += prob * (b - lower)
+    return projected
 
 
 @given(st.integers(2, 60), st.integers(0, 2**32 - 1))
-def test_a_moved_distribution_is_the_papers(num_atoms, seed):
+def test_projection_equals_the_paper(num_atoms, seed):
     rng = np.random.default_rng(seed)
     low = rng.uniform(-20, 0)
-    atoms = CategoricalQ(2, num_atoms, low, low + rng.uniform(1, 40), False)
+    q_function = CategoricalQ(2, num_atoms, low, low + rng.uniform(1, 40), False)
     probs = rng.dirichlet(np.ones(num_atoms), 7).astype(np.float32)
     rewards = rng.normal(0, 10, 7).astype(np.float32)
     discounts = rng.choice([0.0, 0.5, 0.99, 1.0], 7)
-    made = atoms.project(probs, rewards, discounts)
-    assert made.dtype == np.float32
-    np.testing.assert_allclose(made.sum(1), 1, atol=1e-5)
+    projected = q_function.project(probs, rewards, discounts)
+    assert projected.dtype == np.float32
+    np.testing.assert_allclose(projected.sum(1), 1, atol=1e-5)
     expected = [
-        plainly_projected(atoms.support.astype(np.float64), *row)
+        reference_projection(q_function.support.astype(np.float64), *row)
         for row in zip(probs, rewards.astype(np.float64), discounts, strict=True)
     ]
-    np.testing.assert_allclose(made, expected, atol=2e-4)
+    np.testing.assert_allclose(projected, expected, atol=2e-4)
 
 
-def test_a_distribution_that_stays_is_the_same():
-    atoms = CategoricalQ(2, 51, -10, 10, False)
+def test_projection_without_reward_and_discount_is_the_identity():
+    q_function = CategoricalQ(2, 51, -10, 10, False)
     probs = np.random.default_rng(0).dirichlet(np.ones(51), 3).astype(np.float32)
-    made = atoms.project(probs, np.zeros(3, np.float32), np.ones(3))
-    np.testing.assert_allclose(made, probs, atol=1e-5)
+    projected = q_function.project(probs, np.zeros(3, np.float32), np.ones(3))
+    np.testing.assert_allclose(projected, probs, atol=1e-5)
 
 
 @pytest.mark.parametrize("dueling", [True, False])
-def test_values_are_means_and_forbidden_ones_far_below(dueling):
-    atoms = CategoricalQ(3, 5, 0, 4, dueling)
+def test_greedy_scores_are_expected_values_and_masked_actions_score_lowest(dueling):
+    q_function = CategoricalQ(3, 5, 0, 4, dueling)
     rng = np.random.default_rng(0)
-    outputs = rng.standard_normal((4, atoms.num_outputs)).astype(np.float32)
+    outputs = rng.standard_normal((4, q_function.num_outputs)).astype(np.float32)
     outputs[2, 5:10] = -1e9  # action 1 of row 2
-    values = atoms.greedy_scores(outputs)
+    values = q_function.greedy_scores(outputs)
     for row in range(4):
         allowed = [a for a in range(3) if (row, a) != (2, 1)]
-        own = {a: outputs[row, 5 * a : 5 * a + 5].astype(np.float64) for a in allowed}
+        logits_of = {a: outputs[row, 5 * a : 5 * a + 5].astype(np.float64) for a in allowed}
         if dueling:
-            mean = sum(own.values()) / len(own)
-            own = {a: logits + outputs[row, 15:] - mean for a, logits in own.items()}
-        for a, logits in own.items():
+            mean = sum(logits_of.values()) / len(logits_of)
+            logits_of = {a: logits + outputs[row, 15:] - mean for a, logits in logits_of.items()}
+        for a, logits in logits_of.items():
             probs = np.exp(logits) / np.exp(logits).sum()
             assert values[row, a] == pytest.approx(probs @ np.arange(5), rel=1e-5)
     assert values[2, 1] < -1e8
-    tensors = atoms.logits(torch.from_numpy(outputs)).numpy()
-    np.testing.assert_allclose(tensors, atoms.logits(outputs), atol=1e-5)
+    tensors = q_function.logits(torch.from_numpy(outputs)).numpy()
+    np.testing.assert_allclose(tensors, q_function.logits(outputs), atol=1e-5)
 
 
 @pytest.mark.parametrize("dueling", [True, False])
 def test_kernel_output_gradients_equal_autograd(dueling):
-    atoms = CategoricalQ(3, 5, 0, 4, dueling)
-    outputs = torch.randn(6, atoms.num_outputs, requires_grad=True)
+    q_function = CategoricalQ(3, 5, 0, 4, dueling)
+    outputs = torch.randn(6, q_function.num_outputs, requires_grad=True)
     actions, gradients = torch.tensor([0, 1, 2, 0, 1, 2]), torch.randn(6, 5)
     index = actions[:, None, None].expand(-1, 1, 5)
-    (atoms.logits(outputs).gather(1, index).squeeze(1) * gradients).sum().backward()
-    made, _ = output_gradients(atoms, gradients.numpy(), actions.numpy())
-    np.testing.assert_allclose(made, outputs.grad.numpy(), rtol=1e-5, atol=1e-6)
+    (q_function.logits(outputs).gather(1, index).squeeze(1) * gradients).sum().backward()
+    output_grad, _ = output_gradients(q_function, gradients.numpy(), actions.numpy())
+    np.testing.assert_allclose(output_grad, outputs.grad.numpy(), rtol=1e-5, atol=1e-6)

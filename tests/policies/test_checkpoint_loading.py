@@ -1,4 +1,4 @@
-"""Policies from checkpoints."""
+"""Loading policies from checkpoints."""
 
 import json
 import subprocess
@@ -53,12 +53,13 @@ runner = Policy.from_checkpoint({str(path)!r}).session()
 print([int(runner.compute_single_action([0.1 * t, 0.0, 0.05, 0.0], 1.0)) for t in range(10)])
 assert "ray" not in sys.modules
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", code]
+    process = subprocess.run(command, capture_output=True, text=True, check=True)
     runner = policies["default_policy"].session()
     expected = [
         int(runner.compute_single_action([0.1 * t, 0.0, 0.05, 0.0], 1.0)) for t in range(10)
     ]
-    assert json.loads(done.stdout) == expected
+    assert json.loads(process.stdout) == expected
 
 
 def test_class_of_a_script_loads_with_a_class_of_the_same_name(tmp_path):
@@ -92,21 +93,21 @@ def test_message_describes_invalid_checkpoints(tmp_path):
         Policy.from_checkpoint(path, config={"model": {"fcnet_hiddens": [3]}})
     state, manifest = read_checkpoint(path)
     generated = ("format", "files", "blake2b")
-    about = {key: value for key, value in manifest.items() if key not in generated}
+    metadata = {key: value for key, value in manifest.items() if key not in generated}
     for change, match in (
         ({"class": "os:system"}, "is not a Policy"),
         ({"class": "no.such:Thing"}, "cannot be created"),
         ({"observation_space": None}, "cannot be created"),
     ):
-        policies = {"default_policy": {**about["policies"]["default_policy"], **change}}
-        write_checkpoint(path, state, {**about, "policies": policies})
+        policies = {"default_policy": {**metadata["policies"]["default_policy"], **change}}
+        write_checkpoint(path, state, {**metadata, "policies": policies})
         with pytest.raises(CheckpointError, match=match):
             Policy.from_checkpoint(path, trust=True)
         if "class" in change:
             with pytest.raises(CheckpointError, match="trust=True"):
                 Policy.from_checkpoint(path)
-    del about["policies"]
-    write_checkpoint(path, state, about)
+    del metadata["policies"]
+    write_checkpoint(path, state, metadata)
     with pytest.raises(CheckpointError, match="before checkpoints described"):
         Policy.from_checkpoint(path)
 
@@ -146,6 +147,6 @@ def test_spaces_survive_json(space):
     assert space_from_json(json.loads(json.dumps(space_to_json(space), allow_nan=False))) == space
 
 
-def test_unsupported_spaces_are_refused():
+def test_unsupported_spaces_are_rejected():
     with pytest.raises(TypeError, match="cannot be stored"):
         space_to_json(spaces.Text(3))

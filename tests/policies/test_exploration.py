@@ -73,7 +73,7 @@ def test_policy_knows_its_worker_index():
 
 
 @pytest.mark.parametrize("kind", ["StochasticSampling", "EpsilonGreedy"])
-def test_random_timesteps(kind):
+def test_first_random_timesteps_draw_uniformly(kind):
     settings = {"epsilon": 0.0} if kind == "EpsilonGreedy" else {}
     random_first = exploration(type=kind, random_timesteps=10, **settings)
     actions, logp = act(random_first, timestep=9)
@@ -122,7 +122,7 @@ def test_noise_has_its_scale_and_correlation(kind):
         (FOUR, {"epsilonn": 1.0}, "epsilon"),
     ],
 )
-def test_unsupported_exploration_is_refused(space, config, match):
+def test_unsupported_exploration_is_rejected(space, config, match):
     with pytest.raises(ConfigError, match=match):
         exploration(space, **config)
 
@@ -137,13 +137,13 @@ def test_policy_follows_its_exploration_config():
     assert len(set(policy.compute_actions(obs, explore=False)[0])) == 1
 
 
-def test_exponential_schedules():
+def test_exponential_schedule_decays_to_its_final_value():
     halving = {"initial": 1.0, "decay": 0.5, "steps": 100, "final": 0.1}
     values = [value_at(halving, t) for t in (0, 100, 150, 1000)]
     np.testing.assert_allclose(values, [1.0, 0.5, 0.5**1.5, 0.1])
     assert value_at({"initial": 2.0, "decay": 0.1, "steps": 1}, 5) == pytest.approx(2e-5)
     assert PolicyConfig(lr=halving).lr == halving
-    for wrong in (
+    for invalid in (
         {"initial": 1.0},
         {**halving, "decay": 1.5},
         {**halving, "steps": 0},
@@ -151,4 +151,4 @@ def test_exponential_schedules():
         {**halving, "initial": -1.0},
     ):
         with pytest.raises(ConfigError, match="lr"):
-            PolicyConfig(lr=wrong)
+            PolicyConfig(lr=invalid)

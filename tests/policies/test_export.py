@@ -1,4 +1,4 @@
-"""Export: exported programs act like the policy."""
+"""Exported programs act like the policy."""
 
 import numpy as np
 import optree
@@ -200,7 +200,7 @@ def test_export_after_learning(kind, tmp_path):
     np.testing.assert_allclose(program(inputs)["actions"], actions, atol=1e-5)
 
 
-def test_unsupported_exports_are_refused(tmp_path):
+def test_unsupported_exports_are_rejected(tmp_path):
     policy = make_policy("plain")
     with pytest.raises(ConfigError, match="is a folder"):
         policy.export(tmp_path)

@@ -158,7 +158,7 @@ def test_image_encoder_scales_uint8_and_detects_the_channel_axis():
         ),
     ],
 )
-def test_unsupported_spaces_and_settings_are_refused(space, config, match):
+def test_unsupported_spaces_and_settings_are_rejected(space, config, match):
     with pytest.raises(ConfigError, match=match):
         model_for(space, **config)
 
@@ -176,7 +176,7 @@ def test_unsupported_spaces_and_settings_are_refused(space, config, match):
         ({"fcnet_hiddens": [0]}, "fcnet_hiddens"),
     ],
 )
-def test_contradictory_settings_are_refused(config, match):
+def test_contradictory_settings_are_rejected(config, match):
     with pytest.raises(ConfigError, match=match):
         ModelConfig(**config)
 
@@ -305,12 +305,13 @@ def test_weights_include_batch_norm_statistics():
             return super().forward(self.norm(obs))
 
     config = {"model": {"custom_model": Normed}, "seed": 0}
-    one, other = (PPOTorchPolicy(BOX, TWO, config) for _ in range(2))
-    one.model.from_batch(SampleBatch(obs=sample_batch(BOX, 64) + 3))
-    weights = one.get_weights()
+    original, restored = (PPOTorchPolicy(BOX, TWO, config) for _ in range(2))
+    original.model.from_batch(SampleBatch(obs=sample_batch(BOX, 64) + 3))
+    weights = original.get_weights()
     assert "module.norm.running_mean" in weights
-    other.set_weights(weights)
+    restored.set_weights(weights)
     obs = sample_batch(BOX, 5)
     np.testing.assert_array_equal(
-        one.model.compute_outputs({"obs": obs})[0], other.model.compute_outputs({"obs": obs})[0]
+        original.model.compute_outputs({"obs": obs})[0],
+        restored.model.compute_outputs({"obs": obs})[0],
     )

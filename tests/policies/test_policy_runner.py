@@ -66,7 +66,7 @@ def test_compute_single_action_needs_only_the_observation():
         nested.compute_single_action({"b": np.zeros(3, np.float32)})
 
 
-def test_unsupported_views_are_refused():
+def test_unsupported_views_are_rejected():
     policy = PPOTorchPolicy(BOX, TWO, {})
     policy.view_requirements["others"] = ViewRequirement("obs", agents=["x"])
     with pytest.raises(ConfigError, match="shows other agents"):

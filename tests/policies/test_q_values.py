@@ -1,4 +1,4 @@
-"""QValues and Atoms: what outputs mean, with and without autograd."""
+"""QValues and CategoricalQ: losses, gradients, greedy scores and TD targets."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ KINDS = {
     "atoms": lambda: CategoricalQ(3, 5, -2.0, 2.0, dueling=False),
     "dueling atoms": lambda: CategoricalQ(3, 5, -2.0, 2.0, dueling=True),
 }
-FORBIDDEN = -1e9
+MASKED = -1e9
 
 
 @pytest.fixture(params=KINDS)
@@ -22,7 +22,7 @@ def q_function(request):
     return KINDS[request.param]()
 
 
-def given(q_function, rows=8, seed=0):
+def random_inputs(q_function, rows=8, seed=0):
     """Return outputs, state values, actions and targets."""
     rng = np.random.default_rng(seed)
     outputs = 2 * rng.standard_normal((rows, q_function.num_outputs)).astype(np.float32)
@@ -36,7 +36,7 @@ def given(q_function, rows=8, seed=0):
 
 
 def test_kernel_loss_and_gradients_equal_autograd(q_function):
-    outputs, state, actions, targets = given(q_function)
+    outputs, state, actions, targets = random_inputs(q_function)
     share = np.linspace(0.1, 1.0, len(actions), dtype=np.float32)
     tensors = [torch.tensor(outputs, requires_grad=True)]
     if state is not None:
@@ -57,33 +57,33 @@ def test_kernel_loss_and_gradients_equal_autograd(q_function):
 
 
 def test_greedy_scores_order_actions_by_value(q_function):
-    """Also for tensors; forbidden actions come last."""
-    outputs, state, _, _ = given(q_function)
-    outputs[2, : q_function.outputs_per_action] = FORBIDDEN
+    """Masked actions come last; tensors and arrays score alike."""
+    outputs, state, _, _ = random_inputs(q_function)
+    outputs[2, : q_function.outputs_per_action] = MASKED
     scores = q_function.greedy_scores(outputs)
     tensors = q_function.greedy_scores_of_tensors(torch.from_numpy(outputs))
     np.testing.assert_allclose(tensors, scores, rtol=1e-5, atol=1e-5)
     assert scores[2, 0] < scores[2, 1:].min() - 1e6
     if not isinstance(q_function, CategoricalQ):
-        worth = None if state is None else torch.from_numpy(state)
-        values = q_function.values(torch.from_numpy(outputs), worth).numpy()
+        state_values = None if state is None else torch.from_numpy(state)
+        values = q_function.values(torch.from_numpy(outputs), state_values).numpy()
         np.testing.assert_array_equal(values.argsort(1), scores.argsort(1))
 
 
 @pytest.mark.parametrize("kind", ["plain", "dueling"])
 def test_td_targets_add_the_discounted_value_of_the_best_action(kind):
-    """Also if one or all actions are forbidden; a discount of 0 adds nothing."""
+    """Also if one or all actions are masked; a discount of 0 adds nothing."""
     q_function = KINDS[kind]()
-    outputs, state, _, _ = given(q_function, 4)
-    outputs[1, 0] = FORBIDDEN
-    outputs[3] = FORBIDDEN
+    outputs, state, _, _ = random_inputs(q_function, 4)
+    outputs[1, 0] = MASKED
+    outputs[3] = MASKED
     best = np.array([2, 1, 0, 0])
     rewards, discounts = np.arange(4, dtype=np.float32), np.array([0.9, 0.5, 0.0, 0.0])
     targets = q_function.td_targets(outputs, state, best, rewards, discounts)
     values = outputs.astype(np.float64)
     if state is not None:
         allowed = [[0, 1, 2], [1, 2], [0, 1, 2]]
-        values[:3] += [[state[i] - outputs[i, own].mean()] for i, own in enumerate(allowed)]
+        values[:3] += [[state[i] - outputs[i, a].mean()] for i, a in enumerate(allowed)]
     expected = [0 + 0.9 * values[0, 2], 1 + 0.5 * values[1, 1], 2, 3]
     np.testing.assert_allclose(targets, expected, rtol=1e-5)
     assert targets.dtype == np.float32

@@ -18,7 +18,7 @@ from .fakes import BOX, model_for
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=8))
 @settings(max_examples=50, deadline=None)
-def test_packed_order(lens):
+def test_packed_order_sorts_sequences_by_length(lens):
     rows, batch_sizes, order = packed_order(torch.tensor(lens))
     starts = np.cumsum([0, *lens[:-1]])
     expected = []
@@ -158,7 +158,7 @@ def test_burn_in_recomputes_states_without_gradient():
     torch.testing.assert_close(grad, expected)
 
 
-def test_batch_without_states_is_refused():
+def test_batch_without_states_is_rejected():
     model = recurrent_model(lstm_cell_size=5)
     with pytest.raises(ConfigError, match="no column 'state_in_0'"):
         model.from_batch(SampleBatch(obs=np.zeros((2, 3), np.float32)))

@@ -59,7 +59,7 @@ def test_gae_equals_its_definition(steps, envs, seed, discounts):
     ],
 )
 def test_gae_of_hand_computed_examples(dones, next_values, expected):
-    got = generalized_advantages(
+    result = generalized_advantages(
         np.full((2, 1), 2.0),
         np.ones((2, 1)),
         np.array(next_values)[:, None],
@@ -67,14 +67,14 @@ def test_gae_of_hand_computed_examples(dones, next_values, expected):
         0.5,
         0.5,
     )
-    assert got[:, 0].tolist() == expected
+    assert result[:, 0].tolist() == expected
 
 
 def test_discounted_returns_of_a_hand_computed_example():
-    got = discounted_returns(
+    result = discounted_returns(
         np.array([[1.0], [2.0], [3.0]]), np.array([[False], [True], [False]]), np.array([10.0]), 0.5
     )
-    assert got[:, 0].tolist() == [2.0, 2.0, 8.0]
+    assert result[:, 0].tolist() == [2.0, 2.0, 8.0]
 
 
 # -- n-step, lambda-returns, V-trace ---------------------------------------------------------------
@@ -130,9 +130,9 @@ def test_lambda_returns_are_advantages_plus_values(steps, envs, seed, discounts)
     # within an episode, next_values are the values of the next row
     within_episode = ~dones[:-1]
     next_values[:-1][within_episode] = values[1:][within_episode]
-    got = lambda_returns(rewards, next_values, dones, *discounts)
+    result = lambda_returns(rewards, next_values, dones, *discounts)
     np.testing.assert_allclose(
-        got, values + reference_gae(rewards, values, next_values, dones, *discounts), atol=1e-9
+        result, values + reference_gae(rewards, values, next_values, dones, *discounts), atol=1e-9
     )
 
 
@@ -168,13 +168,13 @@ def test_vtrace_equals_its_definition(steps, envs, seed, settings):
     next_values[terminated] = 0.0
     dones = terminated | truncated
     next_values[:-1] = np.where(dones[:-1], next_values[:-1], values[1:])
-    got, advantages = vtrace(
+    result, advantages = vtrace(
         mu, pi, rewards, values, next_values, dones, gamma, rho_bar, c_bar, 1.3, lambda_
     )
     expected = reference_vtrace(
         mu, pi, rewards, values, next_values, dones, gamma, rho_bar, c_bar, lambda_
     )
-    np.testing.assert_allclose(got, expected, atol=1e-9)
+    np.testing.assert_allclose(result, expected, atol=1e-9)
     for t in range(steps):
         for i in range(envs):
             next_target = next_values[t, i]
@@ -191,9 +191,9 @@ def test_on_policy_vtrace_is_the_n_step_return():
     rewards, values = rng.standard_normal((2, 6, 1))
     next_values = np.concatenate([values[1:], [[0.7]]])
     logp = rng.standard_normal((6, 1))
-    got, _ = vtrace(logp, logp, rewards, values, next_values, np.zeros((6, 1), bool), 0.9)
+    result, _ = vtrace(logp, logp, rewards, values, next_values, np.zeros((6, 1), bool), 0.9)
     expected = discounted_returns(rewards, np.zeros((6, 1), bool), np.array([0.7]), 0.9)
-    np.testing.assert_allclose(got, expected)
+    np.testing.assert_allclose(result, expected)
 
 
 # -- inputs ----------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ def test_integer_rewards_have_float_returns():
     np.testing.assert_allclose(targets, expected)
 
 
-def test_arrays_of_different_shapes_are_refused():
+def test_arrays_of_different_shapes_are_rejected():
     a, b = np.ones((4, 2)), np.ones((4, 1))
     for call in (
         lambda: discounted_returns(a, b, np.zeros(2), 0.9),

@@ -1,4 +1,4 @@
-"""Models, flat parameters, Adam, filters, schedules, TorchPolicy."""
+"""TorchPolicy and its parts: networks, flat parameters, Adam, filters, schedules."""
 
 import shutil
 
@@ -20,8 +20,8 @@ from flowrl.sampling import RolloutWorker
 BOX = spaces.Box(-1, 1, (3,), np.float32)
 
 
-class Regress(TorchPolicy):
-    """Learns values; for testing what every TorchPolicy does."""
+class ValueRegression(TorchPolicy):
+    """A minimal TorchPolicy: regresses values on rewards."""
 
     def loss(self, batch):
         inputs, _ = self.model.from_batch(batch)
@@ -32,7 +32,9 @@ class Regress(TorchPolicy):
 
 
 def make_policy(**config):
-    return Regress(BOX, spaces.Discrete(2), {"seed": 1, "model": {"fcnet_hiddens": [8]}, **config})
+    return ValueRegression(
+        BOX, spaces.Discrete(2), {"seed": 1, "model": {"fcnet_hiddens": [8]}, **config}
+    )
 
 
 def rows(n=32, seed=0):
@@ -46,7 +48,7 @@ def rows(n=32, seed=0):
 @pytest.mark.parametrize("activation", ["tanh", "relu", "silu"])
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("space", [BOX, spaces.Discrete(4, start=2), spaces.Box(0, 9, (2, 2))])
-def test_acting_in_numpy_is_the_torch_forward(activation, shared, space):
+def test_numpy_forward_equals_torch(activation, shared, space):
     config = ModelConfig(fcnet_hiddens=[8, 6], fcnet_activation=activation, vf_share_layers=shared)
     rng = np.random.default_rng(0)
     net = FullyConnectedNetwork(
@@ -59,14 +61,14 @@ def test_acting_in_numpy_is_the_torch_forward(activation, shared, space):
     assert outputs.shape == (5, 4)
     assert net.uses_numpy == (activation != "silu")
     if net.uses_numpy:
-        fast_outputs, fast_values = net.forward_numpy(observations)
-        close = {"rtol": 1e-5, "atol": 1e-6}  # sums of float32 in another order
-        np.testing.assert_allclose(fast_outputs, outputs.detach(), **close)
-        np.testing.assert_allclose(fast_values, values.detach(), **close)
-        np.testing.assert_allclose(net.values_numpy(observations), fast_values, **close)
+        numpy_outputs, numpy_values = net.forward_numpy(observations)
+        tolerance = {"rtol": 1e-5, "atol": 1e-6}  # sums of float32 in another order
+        np.testing.assert_allclose(numpy_outputs, outputs.detach(), **tolerance)
+        np.testing.assert_allclose(numpy_values, values.detach(), **tolerance)
+        np.testing.assert_allclose(net.values_numpy(observations), numpy_values, **tolerance)
 
 
-def test_initialisation_is_orthogonal():
+def test_initialization_is_orthogonal():
     rng = np.random.default_rng(0)
     net = FullyConnectedNetwork(BOX, spaces.Discrete(2), 2, ModelConfig(), rng=rng)
     weight = net.hidden[1].weight.detach().double()
@@ -75,29 +77,30 @@ def test_initialisation_is_orthogonal():
     assert float(net.policy_head.bias.detach().abs().sum()) == 0
 
 
-def test_unfit_spaces_are_named():
+def test_unsupported_observation_space_is_rejected():
     with pytest.raises(ValueError, match="no model for the space"):
-        Regress(spaces.Text(2), spaces.Discrete(2), {})
+        ValueRegression(spaces.Text(2), spaces.Discrete(2), {})
 
 
 @pytest.mark.parametrize("eps", [1e-8, 1e-5])
-def test_adam_is_torchs(eps):
+def test_flat_adam_equals_torch_adam(eps):
     torch.manual_seed(0)
-    ours, theirs = torch.nn.Linear(5, 3), torch.nn.Linear(5, 3)
-    theirs.load_state_dict(ours.state_dict())
-    flat = FlatParameters(ours)
-    fast, slow = FlatAdam(flat, 1e-2, eps=eps), torch.optim.Adam(theirs.parameters(), 1e-2, eps=eps)
+    layer, reference = torch.nn.Linear(5, 3), torch.nn.Linear(5, 3)
+    reference.load_state_dict(layer.state_dict())
+    flat = FlatParameters(layer)
+    flat_adam = FlatAdam(flat, 1e-2, eps=eps)
+    torch_adam = torch.optim.Adam(reference.parameters(), 1e-2, eps=eps)
     for _ in range(30):
         x = torch.randn(4, 5)
-        flat.take_gradient((ours(x) ** 2).sum())
-        fast.step()
-        slow.zero_grad()
-        (theirs(x) ** 2).sum().backward()
-        slow.step()
-    torch.testing.assert_close(ours.weight, theirs.weight, rtol=1e-5, atol=1e-6)
+        flat.take_gradient((layer(x) ** 2).sum())
+        flat_adam.step()
+        torch_adam.zero_grad()
+        (reference(x) ** 2).sum().backward()
+        torch_adam.step()
+    torch.testing.assert_close(layer.weight, reference.weight, rtol=1e-5, atol=1e-6)
 
 
-def test_an_update_is_that_of_plain_torch():
+def test_update_equals_plain_torch():
     policy, batch = make_policy(grad_clip=0.1, lr=0.01), rows()
     net = make_policy().model
     adam = torch.optim.Adam(net.parameters(), 0.01, eps=policy.config.adam_epsilon)
@@ -112,38 +115,39 @@ def test_an_update_is_that_of_plain_torch():
                 parameter.grad = torch.zeros_like(parameter)
         torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
         adam.step()
-    for (name, own), other in zip(policy.get_weights().items(), net.parameters(), strict=True):
-        np.testing.assert_allclose(own, other.detach(), rtol=1e-5, atol=1e-6, err_msg=name)
+    parameters = zip(policy.get_weights().items(), net.parameters(), strict=True)
+    for (name, weight), expected in parameters:
+        np.testing.assert_allclose(weight, expected.detach(), rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-def test_gradients_computed_apart_are_the_same_update():
-    one, two, batch = make_policy(), make_policy(), rows()
-    before = one.get_weights()
-    gradient, stats = one.compute_gradients(batch)
+def test_compute_and_apply_gradients_equal_learn_on_batch():
+    policy, other, batch = make_policy(), make_policy(), rows()
+    before = policy.get_weights()
+    gradient, stats = policy.compute_gradients(batch)
     np.testing.assert_array_equal(
-        before["value_head.weight"], one.get_weights()["value_head.weight"]
+        before["value_head.weight"], policy.get_weights()["value_head.weight"]
     )
-    assert stats == two.learn_on_batch(batch)
-    one.apply_gradients(gradient)
-    for name, own in one.get_weights().items():
-        np.testing.assert_array_equal(own, two.get_weights()[name])
+    assert stats == other.learn_on_batch(batch)
+    policy.apply_gradients(gradient)
+    for name, weight in policy.get_weights().items():
+        np.testing.assert_array_equal(weight, other.get_weights()[name])
     with pytest.raises(ValueError, match="shape"):
-        one.apply_gradients(gradient[:3])
+        policy.apply_gradients(gradient[:3])
 
 
-def test_a_loss_that_is_not_finite_is_refused():
+def test_nonfinite_loss_is_rejected_and_changes_nothing():
     policy, batch = make_policy(), rows()
     before = policy.get_weights()
     with pytest.raises(FloatingPointError, match="vf_loss"):
         policy.learn_on_batch(batch.with_columns(rewards=np.full(32, np.nan, np.float32)))
-    for name, own in policy.get_weights().items():
-        np.testing.assert_array_equal(own, before[name])
+    for name, weight in policy.get_weights().items():
+        np.testing.assert_array_equal(weight, before[name])
 
 
-def test_minibatches_cover_the_batch_every_pass():
+def test_minibatches_cover_the_batch_in_every_epoch():
     seen = []
 
-    class Recorder(Regress):
+    class Recorder(ValueRegression):
         def learn_on_batch(self, batch):
             seen.append(batch["obs"][:, 0])
             return super().learn_on_batch(batch)
@@ -157,63 +161,63 @@ def test_minibatches_cover_the_batch_every_pass():
         policy.learn_on_minibatches(rows(10), sgd_minibatch_size=99)
 
 
-def test_state_continues_exactly():
-    one = make_policy(normalize_observations=True)
-    one.observation_filter.new_stats.update(rows()["obs"])
-    one.merge_filter_updates(one.take_filter_updates())
-    one.learn_on_batch(rows())
-    two = make_policy(seed=9, normalize_observations=True)
-    two.set_state(one.get_state())
-    for policy in (one, two):
+def test_restored_policy_learns_and_acts_identically():
+    original = make_policy(normalize_observations=True)
+    original.observation_filter.new_stats.update(rows()["obs"])
+    original.absorb_filters(original.take_fresh_filters())
+    original.learn_on_batch(rows())
+    restored = make_policy(seed=9, normalize_observations=True)
+    restored.set_state(original.get_state())
+    for policy in (original, restored):
         policy.learn_on_minibatches(rows(seed=3), 2, 8)
-    for name, own in one.get_weights().items():
-        np.testing.assert_array_equal(own, two.get_weights()[name])
-    a, b = (p.compute_actions(rows()["obs"])[0] for p in (one, two))
-    assert (a == b).all()
+    for name, weight in original.get_weights().items():
+        np.testing.assert_array_equal(weight, restored.get_weights()[name])
+    actions = [policy.compute_actions(rows()["obs"])[0] for policy in (original, restored)]
+    np.testing.assert_array_equal(*actions)
 
 
-def test_weights_of_another_network_are_refused():
+def test_weights_of_another_network_are_rejected():
     policy = make_policy()
     other = make_policy(model={"fcnet_hiddens": [9]}).get_weights()
     with pytest.raises(ValueError, match=r"hidden.0.weight: has \(8, 3\), got \(9, 3\)"):
         policy.set_weights(other)
     with pytest.raises(ValueError, match="unknown"):
-        policy.set_weights({**policy.get_weights(), "odd": np.zeros(1)})
+        policy.set_weights({**policy.get_weights(), "extra": np.zeros(1)})
 
 
-def test_read_only_batches_are_learned_from():
+def test_learning_accepts_read_only_batches():
     batch = rows()
     for column in batch.values():
         column.setflags(write=False)
     make_policy().learn_on_batch(batch)
 
 
-def test_actions_reach_the_bounds():
+def test_actions_are_scaled_and_clipped_to_the_bounds():
     box = spaces.Box(np.array([-2.0, 0.0]), np.array([2.0, 10.0]), dtype=np.float32)
-    policy = Regress(BOX, box, {"seed": 1})
-    given = np.array([[-1.0, 1.0], [0.0, 0.0], [5.0, -5.0]], np.float32)
-    assert policy.actions_for_env(given).tolist() == [[-2, 10], [0, 5], [2, 0]]
-    plain = Regress(BOX, box, {"normalize_actions": False})
-    assert plain.actions_for_env(given).tolist() == [[-1, 1], [0, 0], [2, 0]]
+    policy = ValueRegression(BOX, box, {"seed": 1})
+    actions = np.array([[-1.0, 1.0], [0.0, 0.0], [5.0, -5.0]], np.float32)
+    assert policy.actions_for_env(actions).tolist() == [[-2, 10], [0, 5], [2, 0]]
+    plain = ValueRegression(BOX, box, {"normalize_actions": False})
+    assert plain.actions_for_env(actions).tolist() == [[-1, 1], [0, 0], [2, 0]]
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=6), st.integers(0, 1000))
-def test_merged_statistics_are_those_of_all_rows(sizes, seed):
+def test_merged_statistics_equal_statistics_of_all_rows(sizes, seed):
     rng = np.random.default_rng(seed)
     parts = [rng.standard_normal((n, 2)) * 3 + 5 for n in sizes]
     merged = RunningMeanStd((2,))
     for part in parts:
-        own = RunningMeanStd((2,))
-        own.update(part)
-        merged.merge(own)
-    everything = np.concatenate(parts)
-    assert merged.count == len(everything)
-    if len(everything) > 1:
-        np.testing.assert_allclose(merged.mean, everything.mean(0))
-        np.testing.assert_allclose(merged.std, everything.std(0))
+        stats = RunningMeanStd((2,))
+        stats.update(part)
+        merged.merge(stats)
+    all_rows = np.concatenate(parts)
+    assert merged.count == len(all_rows)
+    if len(all_rows) > 1:
+        np.testing.assert_allclose(merged.mean, all_rows.mean(0))
+        np.testing.assert_allclose(merged.std, all_rows.std(0))
 
 
-def test_observation_filter_changes_between_fragments_only():
+def test_observation_filter_changes_only_between_fragments():
     normalize = ObservationFilter((2,))
     data = np.array([[1.0, 10.0], [3.0, 30.0]])
     normalize.new_stats.update(data)
@@ -223,14 +227,14 @@ def test_observation_filter_changes_between_fragments_only():
     assert normalize(np.array([[1e9, 0.0]]))[0, 0] == 10.0
 
 
-def test_reward_scaler_divides_by_the_deviation_of_returns():
+def test_reward_scaler_divides_by_the_standard_deviation_of_returns():
     scale, rewards = RewardScaler(0.5), np.array([[2.0], [4.0], [6.0]], np.float32)
     dones = np.array([[False], [True], [False]])
     sums = np.array([2.0, 5.0, 6.0])
     np.testing.assert_allclose(scale(rewards, dones)[:, 0], rewards[:, 0] / sums.std(), rtol=1e-5)
 
 
-def test_schedules():
+def test_learning_rate_follows_its_schedule():
     points = [(10, 1.0), (20, 0.0)]
     assert [value_at(points, t) for t in (0, 10, 15, 20, 99)] == [1, 1, 0.5, 0, 0]
     policy = make_policy(lr=[(0, 1e-2), (100, 0.0)])
@@ -239,7 +243,7 @@ def test_schedules():
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("settings", "message"),
     [
         ({"lrr": 1}, "unknown setting 'lrr'. Did you mean 'lr'"),
         ({"gamma": 2}, "gamma: .*less than or equal to 1.*got 2"),
@@ -253,12 +257,12 @@ def test_schedules():
         ({"num_sgd_iter": 0}, "num_sgd_iter"),
     ],
 )
-def test_bad_settings(given, message):
+def test_invalid_settings_are_rejected(settings, message):
     with pytest.raises(ConfigError, match=message):
-        PolicyConfig(**given)
+        PolicyConfig(**settings)
 
 
-def test_settings_read_as_a_mapping():
+def test_policy_config_is_a_mapping():
     config = PolicyConfig(gamma=0.5)
     assert config["gamma"] == 0.5
     assert dict(config.items())["gamma"] == 0.5
@@ -270,35 +274,35 @@ def test_settings_read_as_a_mapping():
         config.gamma = 7
 
 
-# -- ways to train ---------------------------------------------------------------------------------
+# -- training settings -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("by", ["global_norm", "norm", "value"])
 def test_gradients_are_clipped(by):
     policy, batch = make_policy(grad_clip=0.01, grad_clip_by=by), rows()
     gradient, _ = policy.compute_gradients(batch)
-    pieces = dict(zip(policy.flat.names, (p.grad for p in policy.flat.parameters), strict=True))
-    before = {name: piece.clone() for name, piece in pieces.items()}
-    policy.learner.gradient.clip(float(np.linalg.norm(gradient)))
-    for name, piece in pieces.items():
+    grads = dict(zip(policy.flat.names, (p.grad for p in policy.flat.parameters), strict=True))
+    before = {name: grad.clone() for name, grad in grads.items()}
+    policy.learner.clip_gradient(float(np.linalg.norm(gradient)))
+    for name, grad in grads.items():
         if by == "value":
             expected = before[name].clamp(-0.01, 0.01)
         else:
             norm = before[name].norm() if by == "norm" else np.linalg.norm(gradient)
             expected = before[name] * min(1.0, 0.01 / max(float(norm), 1e-12))
-        torch.testing.assert_close(piece, expected, rtol=1e-5, atol=1e-8)
+        torch.testing.assert_close(grad, expected, rtol=1e-5, atol=1e-8)
 
 
-def test_accumulated_gradients_are_those_of_the_whole_batch():
+def test_microbatch_gradients_equal_those_of_the_whole_batch():
     whole, parts, batch = make_policy(), make_policy(microbatch_size=5), rows()
-    expected, stats = whole.compute_gradients(batch)
-    gradient, told = parts.compute_gradients(batch)
+    expected, expected_stats = whole.compute_gradients(batch)
+    gradient, stats = parts.compute_gradients(batch)
     np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-6)
-    assert told["vf_loss"] == pytest.approx(stats["vf_loss"], rel=1e-5)
-    assert told["grad_norm"] == pytest.approx(stats["grad_norm"], rel=1e-5)
+    for name in ("vf_loss", "grad_norm"):
+        assert stats[name] == pytest.approx(expected_stats[name], rel=1e-5)
 
 
-def test_accumulated_gradients_of_sequences():
+def test_microbatch_gradients_of_sequences_equal_those_of_the_whole_batch():
     model = {"use_lstm": True, "fcnet_hiddens": [8], "lstm_cell_size": 4}
     batch = rows().with_columns(seq_lens=np.array([10, 3, 12, 7], np.int32))
     states = {
@@ -311,7 +315,7 @@ def test_accumulated_gradients_of_sequences():
     np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_half_precision_is_near():
+def test_bfloat16_gradients_are_close_and_learn():
     exact, half, batch = make_policy(), make_policy(precision="bfloat16"), rows()
     expected, _ = exact.compute_gradients(batch)
     gradient, _ = half.compute_gradients(batch)
@@ -325,11 +329,11 @@ def test_half_precision_is_near():
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-def test_compiled_networks_learn_the_same():
+def test_compiled_networks_learn_like_uncompiled_ones():
     config = {"rollout_fragment_length": 32, "seed": 0}
-    worker = RolloutWorker("CartPole-v1", Regress, config)
+    worker = RolloutWorker("CartPole-v1", ValueRegression, config)
     batch, plain = worker.sample(), worker.policy
-    compiled = Regress(plain.observation_space, plain.action_space, {"compile": True})
+    compiled = ValueRegression(plain.observation_space, plain.action_space, {"compile": True})
     compiled.set_weights(plain.get_weights())
     for _ in range(3):
         expected, stats = plain.learn_on_batch(batch), compiled.learn_on_batch(batch)
@@ -340,24 +344,24 @@ def test_compiled_networks_learn_the_same():
     np.testing.assert_array_equal(actions, plain.compute_actions(batch["obs"], explore=False)[0])
 
 
-def test_bad_updates_may_be_left_out():
+def test_nonfinite_updates_can_be_skipped():
     policy, batch = make_policy(on_nonfinite_update="skip"), rows()
     before = policy.get_weights()
     rewards = batch["rewards"].copy()
     rewards[3] = np.nan
-    odd = batch.with_columns(rewards=rewards)
-    stats = policy.learn_on_minibatches(odd, 1, 8)
+    bad_rows = batch.with_columns(rewards=rewards)
+    stats = policy.learn_on_minibatches(bad_rows, 1, 8)
     assert stats["num_skipped_updates"] == 1
     assert np.isfinite(stats["total_loss"])
-    stats = policy.learn_on_minibatches(odd, 2)
+    stats = policy.learn_on_minibatches(bad_rows, 2)
     assert stats == {"num_skipped_updates": 2.0, "cur_lr": 3e-4}
     assert policy.num_skipped_updates == 3
     assert any((before[n] != w).any() for n, w in policy.get_weights().items())
     with pytest.raises(FloatingPointError, match=r"not finite in it: rewards"):
-        make_policy().learn_on_batch(odd)
+        make_policy().learn_on_batch(bad_rows)
 
 
-def test_devices():
+def test_unavailable_devices_are_rejected():
     assert make_policy().device.type in ("cpu", "cuda")
     with pytest.raises(ConfigError, match="'cuda:99' is not available"):
         make_policy(device="cuda:99")
@@ -365,14 +369,14 @@ def test_devices():
         make_policy(device="abacus")
 
 
-def test_learning_rates_of_torchs_optimizers_follow_the_schedule():
-    class Two(Regress):
+def test_learning_rates_of_torch_optimizers_follow_the_schedule():
+    class TwoParameterGroups(ValueRegression):
         def make_optimizer(self):
             parameters = list(self.model.parameters())
             return torch.optim.Adam(
                 [{"params": parameters[:2]}, {"params": parameters[2:], "lr": 7.0}], 1.0
             )
 
-    policy = Two(BOX, spaces.Discrete(2), {"lr": [(0, 1.0), (10, 0.5)]})
+    policy = TwoParameterGroups(BOX, spaces.Discrete(2), {"lr": [(0, 1.0), (10, 0.5)]})
     policy.on_global_var_update({"timestep": 10})
     assert [group["lr"] for group in policy.optimizer.param_groups] == [0.5, 7.0]

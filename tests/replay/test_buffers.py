@@ -1,4 +1,4 @@
-"""ReplayBuffer against a plain list of transitions."""
+"""ReplayBuffer, compared with a list of transitions."""
 
 import copy
 from unittest import mock
@@ -225,18 +225,18 @@ def test_restored_buffer_continues_identically(make, kind, tmp_path):
         buffer.update_priorities(drawn["batch_indexes"], np.arange(10.0))
     write_checkpoint(tmp_path / "state", {"buffer": buffer.state_dict()}, {})
     state, _ = read_checkpoint(tmp_path / "state")
-    other = make(30, n_step=3, seed=5)
-    other.load_state_dict(state["buffer"])
+    restored = make(30, n_step=3, seed=5)
+    restored.load_state_dict(state["buffer"])
     for _ in range(6):
         fragment = stream.fragment(3, kind)
-        for one in (buffer, other):
-            one.add(fragment)
-        first, second = buffer.sample(16), other.sample(16)
+        buffer.add(fragment)
+        restored.add(fragment)
+        first, second = buffer.sample(16), restored.sample(16)
         assert set(first) == set(second)
         for name in first:
             for a, b in zip(*(leaves(drawn[name]) for drawn in (first, second)), strict=True):
                 np.testing.assert_array_equal(a, b)
-    assert buffer.stats() == other.stats()
+    assert buffer.stats() == restored.stats()
     with pytest.raises(ValueError, match="capacity"):
         make(7).load_state_dict(state["buffer"])
 

@@ -1,4 +1,4 @@
-"""Lockstep mode of MultiAgentReplayBuffer against a plain list of the rows of each env step."""
+"""Lockstep mode of MultiAgentReplayBuffer, compared with a list of the rows of each env step."""
 
 import numpy as np
 import pytest
@@ -99,8 +99,8 @@ def test_drawn_env_steps_are_complete(lengths, missing, steps, capacity):
                 if rows
             }
             assert len(repeats) == 1  # equally often for both policies
-        both = [step for step in orders[0] if step in orders[1]]
-        assert [step for step in orders[1] if step in orders[0]] == both
+        common = [step for step in orders[0] if step in orders[1]]
+        assert [step for step in orders[1] if step in orders[0]] == common
         for policy_id in drawn.policy_batches:
             rows = drawn[policy_id]
             np.testing.assert_array_equal(rows["new_obs"], rows["obs"] + [0, 1, 0])
@@ -121,20 +121,20 @@ def test_env_steps_are_drawn_uniformly():
 
 
 def test_restored_buffer_draws_identically():
-    episodes, one, two = Episodes([7, 4]), lockstep_buffer(), lockstep_buffer()
+    episodes, original, restored = Episodes([7, 4]), lockstep_buffer(), lockstep_buffer()
     for _ in range(6):
-        one.add(episodes.fragment(5))
-    two.load_state_dict(one.state_dict())
-    more = episodes.fragment(5)
+        original.add(episodes.fragment(5))
+    restored.load_state_dict(original.state_dict())
+    next_fragment = episodes.fragment(5)
     drawn = []
-    for buffer in (one, two):
-        buffer.add(more)
+    for buffer in (original, restored):
+        buffer.add(next_fragment)
         drawn.append(buffer.sample())
     for policy_id in ("a", "b"):
         np.testing.assert_array_equal(*(batch[policy_id]["obs"] for batch in drawn))
     with pytest.raises(ValueError, match="a state of another mode"):
         MultiAgentReplayBuffer(lambda _: ReplayBuffer(9), replay_batch_size=1).load_state_dict(
-            one.state_dict()
+            original.state_dict()
         )
 
 

@@ -50,11 +50,11 @@ def leaves(batch):
     return arrays
 
 
-def assert_same(one, other):
-    one, other = leaves(one), leaves(other)
-    assert one.keys() == other.keys()
-    for name in one:
-        np.testing.assert_array_equal(one[name], other[name])
+def assert_same(batch, expected):
+    batch, expected = leaves(batch), leaves(expected)
+    assert batch.keys() == expected.keys()
+    for name in batch:
+        np.testing.assert_array_equal(batch[name], expected[name])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -60,10 +60,10 @@ def test_fractions_of_new_rows_carry_over():
 
 
 def test_restored_buffer_continues_identically():
-    one, two = (MixInReplayBuffer(50, replay_ratio=0.4, seed=seed) for seed in (0, 1))
-    one.add(rows(0, 30))
-    one.sample(7)
-    two.load_state_dict(one.state_dict())
-    np.testing.assert_array_equal(one.sample(9)["rewards"], two.sample(9)["rewards"])
+    original, restored = (MixInReplayBuffer(50, replay_ratio=0.4, seed=seed) for seed in (0, 1))
+    original.add(rows(0, 30))
+    original.sample(7)
+    restored.load_state_dict(original.state_dict())
+    np.testing.assert_array_equal(original.sample(9)["rewards"], restored.sample(9)["rewards"])
     with pytest.raises(ValueError, match="replay_ratio must be between 0 and 1"):
         MixInReplayBuffer(10, replay_ratio=1.5)

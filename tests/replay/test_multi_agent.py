@@ -102,14 +102,14 @@ def test_restored_buffer_continues_identically():
     buffer = make(training_intensity=2, learning_starts=4)
     buffer.add(rows(9))
     buffer.sample()
-    other = make(training_intensity=2, learning_starts=4)
-    other.load_state_dict(buffer.state_dict())
-    for one in (buffer, other):
-        one.add(rows(5, 3.0))
+    restored = make(training_intensity=2, learning_starts=4)
+    restored.load_state_dict(buffer.state_dict())
+    buffer.add(rows(5, 3.0))
+    restored.add(rows(5, 3.0))
     while buffer.can_sample():
-        assert other.can_sample()
-        np.testing.assert_array_equal(buffer.sample()["obs"], other.sample()["obs"])
-    assert not other.can_sample()
+        assert restored.can_sample()
+        np.testing.assert_array_equal(buffer.sample()["obs"], restored.sample()["obs"])
+    assert not restored.can_sample()
 
 
 @pytest.mark.parametrize(

@@ -26,15 +26,15 @@ def test_reservoir_keeps_every_row_with_equal_probability(kind):
 
 def test_restored_reservoir_continues_identically():
     stream = FragmentStream(1, [7] * 100)
-    buffer, other = ReservoirReplayBuffer(12, seed=0), ReservoirReplayBuffer(12, seed=1)
+    buffer, restored = ReservoirReplayBuffer(12, seed=0), ReservoirReplayBuffer(12, seed=1)
     for _ in range(6):
         buffer.add(stream.fragment(5))
-    other.load_state_dict(buffer.state_dict())
+    restored.load_state_dict(buffer.state_dict())
     for _ in range(3):
         fragment = stream.fragment(5)
-        for one in (buffer, other):
-            one.add(fragment)
-        first, second = buffer.sample(20), other.sample(20)
+        buffer.add(fragment)
+        restored.add(fragment)
+        first, second = buffer.sample(20), restored.sample(20)
         for name in first:
             np.testing.assert_array_equal(first[name], second[name])
-    assert buffer.stats() == other.stats()
+    assert buffer.stats() == restored.stats()

@@ -83,10 +83,10 @@ def test_complete_sequences_are_drawn(
 def test_scattered_rows_are_sorted():
     """Concatenated fragments of several environments interleave their trajectories."""
     stream = FragmentStream(2, [9, 9])
-    one, two = fragment(stream, 3), fragment(stream, 3)
+    parts = fragment(stream, 3), fragment(stream, 3)
     buffer = ReplayBuffer(40, storage_unit="sequences", max_seq_len=3, seed=0)
-    buffer.add(SampleBatch.concat_samples([one, two]))
-    expected = {rows for part in (one, two) for rows, _ in cut(part, 3, 0)}
+    buffer.add(SampleBatch.concat_samples(parts))
+    expected = {rows for part in parts for rows, _ in cut(part, 3, 0)}
     assert {rows for rows, _ in drawn_from(buffer, 60)} == expected
 
 
@@ -155,13 +155,13 @@ def test_restored_buffer_draws_identically(unit):
         buffers[0].add(fragment(stream, length))
     buffers[0].update_priorities(buffers[0].sample(2)["batch_indexes"][:1], np.array([3.0]))
     buffers[1].load_state_dict(buffers[0].state_dict())
-    more = fragment(stream, 3)
+    next_fragment = fragment(stream, 3)
     for buffer in buffers:
-        buffer.add(more)
-    one, two = (buffer.sample(20) for buffer in buffers)
-    assert one.keys() == two.keys()
-    for name in one:
-        np.testing.assert_array_equal(one[name], two[name])
+        buffer.add(next_fragment)
+    drawn, restored_drawn = (buffer.sample(20) for buffer in buffers)
+    assert drawn.keys() == restored_drawn.keys()
+    for name in drawn:
+        np.testing.assert_array_equal(drawn[name], restored_drawn[name])
     state = buffers[0].state_dict()
     for other, match in (
         (ReplayBuffer(30, storage_unit=unit, max_seq_len=3), "kind='PrioritizedReplayBuffer'"),

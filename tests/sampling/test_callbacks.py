@@ -204,7 +204,7 @@ def test_callbacks_add_to_train_results(workers, ray_session):
 def test_override_of_unknown_method_raises():
     with pytest.raises(NameError, match="on_episod_start"):
 
-        class Wrong(DefaultCallbacks):
+        class MisspelledOverride(DefaultCallbacks):
             @override(DefaultCallbacks)
             def on_episod_start(self, **kwargs):
                 pass

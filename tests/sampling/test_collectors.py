@@ -19,7 +19,7 @@ def obs(t, agent=0):
     return np.array([agent, t], np.float32)
 
 
-def row(t, agent=0, end=False, **more):
+def row(t, agent=0, end=False, **columns):
     return {
         "actions": t % 2,
         "rewards": 1.0,
@@ -27,7 +27,7 @@ def row(t, agent=0, end=False, **more):
         "terminateds": end,
         "truncateds": False,
         "vf_preds": np.float32(t),
-        **more,
+        **columns,
     }
 
 
@@ -67,7 +67,7 @@ def test_inference_input_follows_the_order_of_observations():
         collector.get_inference_input_dict(object())
 
 
-def test_step_counts():
+def test_collector_counts_env_and_agent_steps():
     policy_a = policy()
     collector = SimpleListCollector({"a": policy_a})
     assert not collector.has_non_postprocessed_data()
@@ -125,7 +125,7 @@ def test_calls_in_wrong_order_raise():
         collector.add_action_reward_next_obs(1, 0, "a", row(2))
 
 
-def test_postprocessing_a_single_episode():
+def test_single_episode_can_be_postprocessed():
     policy_a = policy()
     collector = SimpleListCollector({"a": policy_a})
     for episode_id in (1, 2):
@@ -137,7 +137,7 @@ def test_postprocessing_a_single_episode():
     assert collector.get_multi_agent_batch_and_reset()["a"]["eps_id"].tolist() == [1, 2]
 
 
-def test_abstract_methods():
+def test_sample_collector_has_eight_abstract_methods():
     with pytest.raises(TypeError, match="abstract"):
         SampleCollector({})
     assert SampleCollector.__abstractmethods__ == {
@@ -160,25 +160,25 @@ class MinimalCollector(SampleCollector):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         MinimalCollector.num_created += 1
-        self.obs, self.rows, self.waiting = {}, [], []
+        self.obs, self.rows, self.pending = {}, [], []
 
     def add_init_obs(self, episode_id, agent_id, policy_id, init_obs):
         self.obs[episode_id, agent_id] = init_obs
-        self.waiting.append((episode_id, agent_id))
+        self.pending.append((episode_id, agent_id))
 
     def add_action_reward_next_obs(self, episode_id, agent_id, policy_id, values):
         key = episode_id, agent_id
         self.rows.append({"obs": self.obs[key], "eps_id": episode_id, **values})
         self.obs[key] = values["new_obs"]
         if not (values["terminateds"] or values["truncateds"]):
-            self.waiting.append(key)
+            self.pending.append(key)
 
     def total_env_steps(self):
         return len(self.rows)
 
     def get_inference_input_dict(self, model):
-        waiting, self.waiting = self.waiting, []
-        return {"obs": np.stack([self.obs[key] for key in waiting])}
+        pending, self.pending = self.pending, []
+        return {"obs": np.stack([self.obs[key] for key in pending])}
 
     def has_non_postprocessed_data(self):
         return bool(self.rows)
@@ -197,7 +197,7 @@ class MinimalCollector(SampleCollector):
 
 
 @pytest.mark.parametrize("sample_async", [False, True])
-def test_custom_collector(sample_async):
+def test_custom_collector_is_used(sample_async):
     MinimalCollector.num_created = 0
     worker = RolloutWorker(
         lambda context: CountEnv(3),

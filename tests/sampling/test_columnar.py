@@ -87,7 +87,7 @@ def test_episodes_do_not_depend_on_autoreset_mode(mode, envs):
 
 
 @pytest.mark.parametrize("mode", ["sync", "vector_entry_point"])
-def test_gymnasium_vectorization(mode):
+def test_gymnasium_vectorization_modes_drop_reset_rows(mode):
     w = RolloutWorker(
         "CartPole-v1",
         ObservedValue,
@@ -103,7 +103,7 @@ def test_gymnasium_vectorization(mode):
     assert (batch["rewards"] == 1).all()
 
 
-def test_vector_env_without_autoreset_mode_is_refused():
+def test_vector_env_without_autoreset_mode_is_rejected():
     class Unspecified(SyncVectorEnv):
         metadata = {}
 
@@ -139,7 +139,7 @@ class ObservedCartPole(ObservedValue):
         return {}
 
 
-def test_nothing_is_stepped_before_the_first_sample():
+def test_environment_is_not_reset_before_the_first_sample():
     env = CountEnv()
     w = worker(creator=lambda context: env)
     assert env.episode == -1
@@ -148,19 +148,19 @@ def test_nothing_is_stepped_before_the_first_sample():
 
 
 def test_creator_gets_worker_and_vector_index():
-    places = []
+    contexts = []
 
     def creator(context):
-        places.append((context.worker_index, context.vector_index, context["x"]))
+        contexts.append((context.worker_index, context.vector_index, context["x"]))
         return CountEnv()
 
     RolloutWorker(
         creator, ObservedValue, {"num_envs_per_worker": 2, "env_config": {"x": 1}}
     ).sample()
-    assert places == [(0, 0, 1), (0, 1, 1)]
+    assert contexts == [(0, 0, 1), (0, 1, 1)]
 
 
-def test_environments_by_name():
+def test_environments_are_created_by_name_class_or_function():
     register_env("count-env", lambda context: CountEnv(**context))
     batch = worker(creator="count-env", env_config={"length": 2}).sample()
     check_rows(batch, 2)
@@ -199,7 +199,7 @@ def test_worker_set_creates_workers_lazily():
         WorkerSet(creator, ObservedValue, num_workers=-1)
 
 
-def test_standalone_workers(ray_session):
+def test_workers_sample_and_receive_weights_without_an_algorithm(ray_session):
     """Sample on actors, learn in this process, send the weights as one object."""
     env = CountEnv()
     policy = ObservedValue(env.observation_space, env.action_space, {})

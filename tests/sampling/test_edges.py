@@ -99,10 +99,10 @@ class UnevenAgents(MultiAgentEnv):
 class RecordsInputs(Idle):
     def __init__(self, *args):
         super().__init__(*args)
-        self.seen = []
+        self.recorded_inputs = []
 
     def compute_actions_from_input_dict(self, input_dict, explore=True):
-        self.seen += [
+        self.recorded_inputs += [
             {n: v[i].copy() for n, v in input_dict.items()} for i in range(len(input_dict["obs"]))
         ]
         return super().compute_actions_from_input_dict(input_dict, explore)
@@ -118,13 +118,13 @@ def test_views_of_other_agents_cross_soft_horizons():
     )
     rows = SampleBatch.concat_samples([w.sample()["p"] for _ in range(4)])
     acted = {}
-    for seen in policy.seen:
-        acted.setdefault(seen["obs"][0], []).append(seen)
+    for inputs in policy.recorded_inputs:
+        acted.setdefault(inputs["obs"][0], []).append(inputs)
     for row in rows.rows():
         assert any(
-            np.array_equal(seen["others"], row["others"])
-            and np.array_equal(seen["others_mask"], row["others_mask"])
-            for seen in acted[row["obs"][0]]
+            np.array_equal(inputs["others"], row["others"])
+            and np.array_equal(inputs["others_mask"], row["others_mask"])
+            for inputs in acted[row["obs"][0]]
         ), row
 
 
@@ -138,13 +138,13 @@ def test_soft_horizon_without_agents(fragment):
 
 
 def test_reward_sums_cross_soft_horizons():
-    def seen(**config):
+    def reward_stats(**config):
         w = worker(lambda: UnevenAgents(("slow",)), {"p": PPOTorchPolicy}, normalize_rewards=True,
                    gamma=1.0, rollout_fragment_length=24, **config)  # fmt: skip
         w.sample()
         return w.reply_tags()["filters"][0]["p"]["rewards"]
 
-    plain, soft = seen(), seen(horizon=2, soft_horizon=True)
+    plain, soft = reward_stats(), reward_stats(horizon=2, soft_horizon=True)
     assert plain["count"] == soft["count"] > 3
     assert plain["mean"] == soft["mean"]
 
@@ -193,7 +193,7 @@ def test_reward_views_have_the_same_dtype_for_acting_and_training(collector):
     w.policy.view_requirements["r"] = ViewRequirement("rewards", shift="-3:-1")
     batch = w.sample()
     assert batch["r"].dtype == np.float32
-    assert {seen["r"].dtype for seen in w.policy.seen} == {np.dtype(np.float32)}
+    assert {inputs["r"].dtype for inputs in w.policy.recorded_inputs} == {np.dtype(np.float32)}
 
 
 @pytest.mark.parametrize("mode", list(AutoresetMode))
@@ -227,8 +227,8 @@ def test_filters_only_see_returned_rows(collector):
         rollout_fragment_length=9,
     )
     assert w.sample().count == 5
-    seen = w.reply_tags()["filters"][0]["default_policy"]
-    assert (seen["observations"]["count"], seen["rewards"]["count"]) == (5, 5)
+    updates = w.reply_tags()["filters"][0]["default_policy"]
+    assert (updates["observations"]["count"], updates["rewards"]["count"]) == (5, 5)
 
 
 def test_padding_does_not_overwrite_rows():
@@ -368,12 +368,12 @@ def test_environment_callback_does_not_change_sampling():
     )
     assert w.sample().count > 300
 
-    class Raising(DefaultCallbacks):
+    class FailsOnCreation(DefaultCallbacks):
         def on_sub_environment_created(self, **kwargs):
             raise KeyError("callback failed")
 
     with pytest.raises(KeyError, match="callback failed"):
-        worker(CountEnv, callbacks_class=Raising)
+        worker(CountEnv, callbacks_class=FailsOnCreation)
 
 
 class ObservedCartPole(Idle):
@@ -397,8 +397,8 @@ def test_columns_missing_in_some_batches_can_be_concatenated(mode):
                 postprocessed_batch["x"] = np.ones(postprocessed_batch.count)
 
     w = worker(lambda: CountEnv(3), callbacks_class=OddEpisodes, batch_mode=mode)
-    both = SampleBatch.concat_samples([w.sample(), w.sample()])
-    assert both["x"].tolist() == [0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 0]
+    joined = SampleBatch.concat_samples([w.sample(), w.sample()])
+    assert joined["x"].tolist() == [0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 0]
 
 
 def test_episodes_before_an_error_are_returned_afterwards():

@@ -14,8 +14,8 @@ pytestmark = pytest.mark.usefixtures("ray_session")
 CONFIGS = {"sync": A2CConfig, "async": IMPALAConfig, "gradients": A3CConfig, "group": DDPPOConfig}
 
 
-def make_config(kind=A2CConfig, **settings):
-    return kind(
+def make_config(config_class=A2CConfig, **settings):
+    return config_class(
         env="CartPole-v1", **{"num_workers": 1, "rollout_fragment_length": 8, "seed": 0, **settings}
     )
 
@@ -27,6 +27,10 @@ def train(algorithm, iterations):
 
 def workers_in(stream, batches):
     return [[source.worker for source in next(stream).sources] for _ in range(batches)]
+
+
+def live_shards(stream):
+    return [stage["shards_live"] for stage in stream.stats() if "shards_live" in stage]
 
 
 def test_added_workers_join_the_next_round_with_the_newest_weights():
@@ -58,15 +62,15 @@ def test_removed_worker_gets_no_requests():
         workers.remove()
         assert workers_in(stream, 4) == [[0]] * 4
         workers.add()
-        seen = set()
-        while len(seen) < 2:
-            seen |= {(s.worker, s.incarnation) for s in next(stream).sources}
-        assert seen == {(0, 0), (1, 1)}
+        incarnations = set()
+        while len(incarnations) < 2:
+            incarnations |= {(s.worker, s.incarnation) for s in next(stream).sources}
+        assert incarnations == {(0, 0), (1, 1)}
         assert stream.metrics.counters["num_shard_restarts"] == 0
-        assert [one["shards_live"] for one in stream.stats() if "shards_live" in one] == [2]
+        assert live_shards(stream) == [2]
 
 
-def test_resize_before_the_first_pull():
+def test_workers_can_be_added_and_removed_before_the_first_pull():
     with make_config().build() as algorithm:
         stream = ParallelRollouts(algorithm.workers)
         algorithm.workers.add(2)
@@ -83,14 +87,14 @@ def test_selected_shards_ignore_added_workers():
         algorithm.workers.add()
         for stream in (single, selected):
             assert [sources[0].worker for sources, _ in stream.take(3)] == [0, 0, 0]
-            assert [one["shards_live"] for one in stream.stats() if "shards_live" in one] == [1]
+            assert live_shards(stream) == [1]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_running_plan_uses_added_workers(kind):
+@pytest.mark.parametrize("plan", CONFIGS)
+def test_running_plan_uses_added_workers(plan):
     config = make_config(
-        CONFIGS[kind], train_batch_size=16, min_sample_timesteps_per_iteration=64,
+        CONFIGS[plan], train_batch_size=16, min_sample_timesteps_per_iteration=64,
         sgd_minibatch_size=0,
     )  # fmt: skip
     with config.build() as algorithm:
@@ -129,19 +133,19 @@ def test_checkpoint_includes_added_workers(tmp_path):
 
 
 @pytest.mark.slow
-def test_resize_of_a_loaded_algorithm_before_it_starts(tmp_path):
+def test_restored_algorithm_can_be_resized_before_it_starts(tmp_path):
     with make_config(num_workers=2, train_batch_size=16).build() as algorithm:
         algorithm.train()
         algorithm.save(tmp_path / "c")
-        kind = type(algorithm)
-    with kind.from_checkpoint(tmp_path / "c") as loaded:
+        algorithm_class = type(algorithm)
+    with algorithm_class.from_checkpoint(tmp_path / "c") as loaded:
         loaded.workers.add()
         loaded.train()
         assert len(loaded.workers.foreach_worker(lambda w: w.worker_index)) == 4
-    with kind.from_checkpoint(tmp_path / "c") as loaded:
+    with algorithm_class.from_checkpoint(tmp_path / "c") as loaded:
         loaded.workers.remove()
         loaded.save(tmp_path / "one")
-    with kind.from_checkpoint(tmp_path / "one") as loaded:
+    with algorithm_class.from_checkpoint(tmp_path / "one") as loaded:
         assert loaded.workers.num_workers == 1
         loaded.train()
 

@@ -79,7 +79,7 @@ def segments(batch):
     st.sampled_from(list(COLLECTORS)),
 )
 @settings(max_examples=80, deadline=None)
-def test_remaining_rows_are_complete_whatever_fails(at, length, fragment, collector):
+def test_remaining_rows_are_complete_after_any_failure(at, length, fragment, collector):
     worker = failing_worker(at, length, fragment, collector=COLLECTORS[collector])
     clean = failing_worker(set(), length, fragment, collector=COLLECTORS[collector])
     batches = [worker.sample() for _ in range(5)]
@@ -146,9 +146,9 @@ def test_without_restarts_the_first_failure_raises_and_the_worker_recovers(colle
     with pytest.raises(OSError, match="step failed") as caught:
         worker.sample()
     assert "step 2 of a fragment" in " ".join(caught.value.__notes__)
-    again = worker.sample()
-    assert again.count == 12
-    assert again["t"][0] == 0
+    batch = worker.sample()
+    assert batch.count == 12
+    assert batch["t"][0] == 0
 
 
 def test_stop_iteration_of_an_environment_is_an_error(collector):
@@ -221,8 +221,8 @@ def test_invalid_values_drop_their_episode(collector, wrong, at):
     if collector is not None:
         after = {1: [0, 1, 2, 0, 1, 2], 3: [0, 1, 2, 0], 4: [0, 1, 2], 7: []}[at]
     assert steps == before + after
-    again = worker.sample()
-    assert (again["env_id"] == 1).sum() == 7
+    next_batch = worker.sample()
+    assert (next_batch["env_id"] == 1).sum() == 7
     assert worker.reply_tags()["faulty_episodes"] >= 1
 
 
@@ -236,7 +236,7 @@ def test_invalid_values_can_be_replaced(collector, wrong):
 
 
 class TwoAgents(MultiAgentEnv):
-    """TwoAgents agents; step `fail_at` raises, step `nan_at` returns NaN to agent "b"."""
+    """Two agents; step `fail_at` raises, step `nan_at` returns NaN to agent "b"."""
 
     possible_agents = ["a", "b"]
     observation_space = CountEnv.observation_space
@@ -261,8 +261,8 @@ class TwoAgents(MultiAgentEnv):
         obs = self.observe()
         if self.total == self.nan_at:
             obs["b"][1] = np.nan
-        over = self.steps == self.length
-        return obs, dict.fromkeys("ab", 1.0), {"__all__": over}, {"__all__": False}, {}
+        done = self.steps == self.length
+        return obs, dict.fromkeys("ab", 1.0), {"__all__": done}, {"__all__": False}, {}
 
 
 @pytest.mark.parametrize("failure", [{"fail_at": 6}, {"nan_at": 6}])

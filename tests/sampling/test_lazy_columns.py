@@ -40,7 +40,7 @@ def test_columns_read_are_detected_without_side_effects():
     assert torch.equal(random, torch.get_rng_state())
 
 
-class Stochastic(PPOTorchPolicy):
+class StochasticLoss(PPOTorchPolicy):
     """Draws random numbers and has a buffer that every forward pass changes."""
 
     def make_model(self):
@@ -55,7 +55,7 @@ class Stochastic(PPOTorchPolicy):
 
 
 def test_detection_restores_models_and_random_streams():
-    w = worker(Stochastic)
+    w = worker(StochasticLoss)
     batch = w.sample()
     state, random = w.policy.get_state(), torch.get_rng_state()
     assert w.policy.columns_read(batch) is not None
@@ -64,17 +64,17 @@ def test_detection_restores_models_and_random_streams():
     assert torch.equal(random, torch.get_rng_state())
 
 
-class Failing(PPOTorchPolicy):
+class FailingLoss(PPOTorchPolicy):
     def loss(self, batch):
         raise RuntimeError("not today")
 
 
 def test_all_columns_are_shipped_if_the_loss_fails():
-    w = worker(Failing)
+    w = worker(FailingLoss)
     assert w.policy.columns_read(w.sample()) is None
 
 
-class Late(PPOTorchPolicy):
+class ReadsLate(PPOTorchPolicy):
     """Reads another column after 100 updates."""
 
     def loss(self, batch):
@@ -108,7 +108,7 @@ def first_batch(workers):
 
 
 def test_unread_columns_are_fetched_on_access(ray_session, caplog):
-    workers = worker_set(Late)
+    workers = worker_set(ReadsLate)
     batch = first_batch(workers)
     stored = dict(batch.stored())
     assert is_lazy_column(batch, "vf_preds")
@@ -117,12 +117,12 @@ def test_unread_columns_are_fetched_on_access(ray_session, caplog):
     for name in ("rewards", "terminateds", "advantages"):
         assert isinstance(stored[name], np.ndarray)
     # slicing, concatenation and repr do not fetch
-    both = SampleBatch.concat_samples([batch[:100], batch[200:300]])
-    assert "not read yet" in repr(both)
-    assert is_lazy_column(both, "infos")
+    joined = SampleBatch.concat_samples([batch[:100], batch[200:300]])
+    assert "not read yet" in repr(joined)
+    assert is_lazy_column(joined, "infos")
     assert not caplog.records
-    assert [info["n"] for info in both["infos"][:5]] == [1, 2, 3, 1, 2]
-    assert both["vf_preds"].shape == (200,)
+    assert [info["n"] for info in joined["infos"][:5]] == [1, 2, 3, 1, 2]
+    assert joined["vf_preds"].shape == (200,)
     messages = [record.getMessage() for record in caplog.records]
     assert any("column 'infos' is fetched from its worker" in text for text in messages)
     assert np.allclose(batch["advantages"] + batch["vf_preds"], batch["value_targets"], atol=1e-5)
@@ -142,19 +142,19 @@ def actor_like_worker(policy, **config):
 
 
 def test_collect_infos_ships_infos(ray_session):
-    batch = actor_like_worker(Late, collect_infos=True).sample()
+    batch = actor_like_worker(ReadsLate, collect_infos=True).sample()
     assert not is_lazy_column(batch, "infos")
     assert is_lazy_column(batch, "vf_preds")
 
 
-class WithView(PPOTorchPolicy):
+class ViewOfValues(PPOTorchPolicy):
     def __init__(self, *args):
         super().__init__(*args)
         self.view_requirements["vf_preds"] = ViewRequirement()
 
 
 def test_columns_of_views_are_shipped(ray_session):
-    assert not is_lazy_column(actor_like_worker(WithView).sample(), "vf_preds")
+    assert not is_lazy_column(actor_like_worker(ViewOfValues).sample(), "vf_preds")
 
 
 def test_column_of_a_dead_worker_raises():

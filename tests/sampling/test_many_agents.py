@@ -64,6 +64,6 @@ def test_worker_samples_all_agents():
 
 
 @pytest.mark.parametrize("config", [{"num_agents": 0}, {"num_agents": "x"}, {"episode_steps": -1}])
-def test_invalid_numbers_raise(config):
+def test_invalid_numbers_of_agents_and_steps_raise(config):
     with pytest.raises(ConfigError, match="a positive integer"):
         make_multi_agent(creator)(EnvContext(config))

@@ -17,8 +17,8 @@ from .fakes import CountEnv, Idle
 ENVS, FRAGMENT = 16, 250
 
 
-class Crowd(MultiAgentEnv):
-    """Each agent stays for ten steps; episodes have 250."""
+class ChangingAgents(MultiAgentEnv):
+    """Each agent acts for ten steps; episodes have 250 steps."""
 
     observation_space = CountEnv.observation_space
     action_space = CountEnv.action_space
@@ -35,11 +35,11 @@ class Crowd(MultiAgentEnv):
         self.now += 1
         obs = self.observe()
         ended = {agent: True for agent in action_dict if agent not in obs}
-        over = self.now == FRAGMENT
+        done = self.now == FRAGMENT
         return (
             obs,
             dict.fromkeys(obs, 1.0),
-            {**ended, "__all__": over},
+            {**ended, "__all__": done},
             {"__all__": False},
             {},
         )
@@ -74,15 +74,17 @@ def measure(mode, steps):
     logging.disable(logging.WARNING)
     failing = {"fail_at": (10, 3)} if mode.startswith("failures") else {}
     worker = RolloutWorker(
-        lambda context: Crowd() if mode == "agents" else CountEnv(23, reuse=False, **failing),
+        lambda context: (
+            ChangingAgents() if mode == "agents" else CountEnv(23, reuse=False, **failing)
+        ),
         {"default_policy": Idle},
         {"num_envs_per_worker": ENVS, "rollout_fragment_length": FRAGMENT, **MODES[mode]},
     )
 
     def sample(num_steps):
-        done = 0
-        while done < num_steps:
-            done += worker.sample().env_steps()
+        sampled = 0
+        while sampled < num_steps:
+            sampled += worker.sample().env_steps()
             worker.reply_tags()  # clears the episodes, as a plan does
         gc.collect()
         return megabytes(), len(gc.get_objects())

@@ -27,8 +27,8 @@ class Script(MultiAgentEnv):
     action_space = gym.spaces.Discrete(2)
     possible_agents = [0, 1, 2, 3]
 
-    def __init__(self, first, *steps, over=None, truncated=False):
-        self.first, self.steps, self.over, self.truncated = first, steps, over, truncated
+    def __init__(self, first, *steps, truncated=False):
+        self.first, self.steps, self.truncated = first, steps, truncated
         self.acted = []
 
     def observation(self, agent):
@@ -78,7 +78,7 @@ def rows_of(batch, agent, policy="p"):
 REWARD = (1.0, False, False)
 
 
-def test_agents_that_always_act():
+def test_agents_that_act_in_every_step():
     script = Script([0, 1], {0: REWARD, 1: REWARD}, {0: REWARD, 1: REWARD})
     batch = play(script).sample()
     assert isinstance(batch, MultiAgentBatch)
@@ -89,7 +89,7 @@ def test_agents_that_always_act():
 
 
 def test_rewards_between_turns_are_summed():
-    # agent 0 acts at steps 0 and 2, agent 1 at 1; 0's reward comes in three parts
+    # agent 0 acts at steps 0 and 2, agent 1 at step 1; the reward of agent 0 has three parts
     script = Script(
         [0],
         {1: (0.0, False, False), "rewards": {0: 10.0}},
@@ -137,7 +137,7 @@ def test_returning_agent_starts_a_new_trajectory():
     assert len(set(rows["eps_id"])) == 1
 
 
-def test_end_of_an_agent_without_a_final_observation():
+def test_agent_may_end_without_a_final_observation():
     script = Script(
         [0, 1], {1: REWARD, "rewards": {0: 4.0}, "ends": {0: True}}, {1: REWARD}, {1: REWARD}
     )
@@ -146,7 +146,7 @@ def test_end_of_an_agent_without_a_final_observation():
     assert script.acted == [[0, 1], [1], [1]]
 
 
-def test_agent_that_is_done_on_its_first_observation(caplog):
+def test_agent_that_ends_with_its_first_observation_has_no_rows(caplog):
     script = Script([0], {0: REWARD, 1: (3.0, True, False)}, {0: REWARD})
     batch = play(script).sample()
     assert rows_of(batch, 1) == []
@@ -202,12 +202,12 @@ def test_rows_are_consistent_for_any_schedule(steps, first, fragment):
         if "p" not in batch:
             continue
         for row in batch["p"].rows():
-            agent, seen = row["obs"]
-            assert seen <= row["t"]
+            agent, observed_at = row["obs"]
+            assert observed_at <= row["t"]
             assert row["new_obs"][0] == agent
             assert row["new_obs"][1] in (
                 row["t"] + 1,
-                seen,
+                observed_at,
             )  # the latter without a final observation
     # each agent acts at most once in a step
     for acted, before in zip(script.acted[1:], script.acted, strict=False):
@@ -241,9 +241,9 @@ class FourStepEnv(MultiAgentEnv):
 
     def step(self, action_dict):
         self.now += 1
-        over = self.now == 4
+        done = self.now == 4
         rewards = dict.fromkeys(self.possible_agents, 1.0)
-        return self.observe(), rewards, {"__all__": over}, {"__all__": False}, {}
+        return self.observe(), rewards, {"__all__": done}, {"__all__": False}, {}
 
 
 def test_policies_use_the_spaces_of_their_agents():
@@ -271,7 +271,7 @@ def test_policies_use_the_spaces_of_their_agents():
 def test_all_agents_of_a_policy_share_one_call():
     calls = []
 
-    class Counting(ObservedValue):
+    class CountsCalls(ObservedValue):
         def compute_actions(self, obs_batch, explore=True):
             calls.append(len(obs_batch))
             return super().compute_actions(obs_batch, explore)
@@ -282,7 +282,7 @@ def test_all_agents_of_a_policy_share_one_call():
     ]
     RolloutWorker(
         lambda context: script[context.vector_index],
-        {"p": Counting},
+        {"p": CountsCalls},
         {"num_envs_per_worker": 2, "rollout_fragment_length": 2},
     ).sample()
     assert calls == [6, 6]
@@ -397,10 +397,10 @@ class RecordsInputs(Idle):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.seen = []
+        self.recorded_inputs = []
 
     def compute_actions_from_input_dict(self, input_dict, explore=True):
-        self.seen += [
+        self.recorded_inputs += [
             {name: value[i].copy() for name, value in input_dict.items()}
             for i in range(len(input_dict["obs"]))
         ]
@@ -431,9 +431,9 @@ def test_views_of_other_agents_are_equal_for_acting_and_training(steps, fragment
         "actions", shift=-1, agents=[0, 1, 2]
     )
     batches = [worker.sample() for _ in range(6)]
-    acted = {tuple(seen["obs"]): [] for seen in policy.seen}
-    for seen in policy.seen:
-        acted[tuple(seen["obs"])].append(seen)
+    acted = {tuple(inputs["obs"]): [] for inputs in policy.recorded_inputs}
+    for inputs in policy.recorded_inputs:
+        acted[tuple(inputs["obs"])].append(inputs)
     for batch in batches:
         if "p" not in batch:
             continue
@@ -462,7 +462,7 @@ def test_view_of_all_other_agents():
 # -- training --------------------------------------------------------------------------------------
 
 
-def test_multi_agent_workers_on_actors(ray_session):
+def test_workers_on_actors_sample_all_agents(ray_session):
     workers = WorkerSet(
         lambda context: FourStepEnv(),
         None,
@@ -470,7 +470,7 @@ def test_multi_agent_workers_on_actors(ray_session):
             "policies": {
                 "a": PolicySpec(PPOTorchPolicy),
                 "b": PolicySpec(PPOTorchPolicy),
-                "c": PolicySpec(Constant),
+                "c": PolicySpec(ConstantActions),
             },
             "policy_mapping_fn": lambda agent_id, **kwargs: agent_id,
             "rollout_fragment_length": 8,
@@ -498,7 +498,7 @@ def three_policy_config():
     )
 
 
-def test_training_several_policies():
+def test_only_policies_to_train_are_trained():
     config = three_policy_config()
     assert config.for_policy("b").lr == 1e-3
     assert config.for_policy("c").lr == 2e-3
@@ -528,7 +528,7 @@ def test_training_several_policies():
         {agent: agent for agent in "abc"}.__getitem__,
     ],
 )
-def test_mapping_functions_of_any_signature(mapping):
+def test_mapping_functions_may_have_any_signature(mapping):
     w = RolloutWorker(
         lambda context: FourStepEnv(), dict.fromkeys("abc", Idle), {"policy_mapping_fn": mapping}
     )
@@ -608,21 +608,21 @@ def test_each_policy_learns_its_own_task():
         assert algorithm.evaluate(episodes=3)["episode_reward_mean"] == 24
 
 
-class Constant(Policy):
+class ConstantActions(Policy):
     """Does not learn."""
 
     def compute_actions(self, obs_batch, explore=True):
         return np.ones(len(obs_batch), np.int64), [], {}
 
 
-def test_policy_without_learning(tmp_path):
+def test_policy_that_cannot_learn_is_saved_and_restored(tmp_path):
     config = three_policy_config()
-    config.multi_agent(policies={**config.policies, "c": PolicySpec(Constant)})
+    config.multi_agent(policies={**config.policies, "c": PolicySpec(ConstantActions)})
     with config.build() as algorithm:
         assert set(algorithm.train()["info"]["learner"]) == {"a", "b"}
         algorithm.save(tmp_path / "c")
         algorithm.restore(tmp_path / "c")
-        with pytest.raises(NotImplementedError, match="Constant has no learn_on_batch"):
+        with pytest.raises(NotImplementedError, match="ConstantActions has no learn_on_batch"):
             algorithm.get_policy("c").learn_on_batch(None)
         with pytest.raises(ValueError, match="has no weights"):
             algorithm.get_policy("c").set_weights({"w": np.zeros(1)})
@@ -645,7 +645,7 @@ def test_checkpoint_of_other_policies_changes_nothing(tmp_path):
             assert all(np.array_equal(weights[n], after[policy_id][n]) for n in weights)
 
 
-def test_evaluation_of_several_policies():
+def test_evaluation_plays_all_policies():
     with three_policy_config().build() as algorithm:
         result = algorithm.evaluate(episodes=3, num_envs=2)
         assert (result["episodes"], result["episode_reward_mean"]) == (3, 12.0)
@@ -654,7 +654,7 @@ def test_evaluation_of_several_policies():
             algorithm.compute_single_action(np.zeros(2, np.float32), policy_id="d")
 
 
-def test_checkpoint_of_several_policies(tmp_path):
+def test_checkpoint_restores_all_policies(tmp_path):
     with three_policy_config().build() as algorithm:
         algorithm.train()
         algorithm.save(tmp_path / "c")
@@ -677,12 +677,12 @@ def test_checkpoint_of_several_policies(tmp_path):
         ({"policies": 5}, "a mapping"),
     ],
 )
-def test_contradicting_settings_raise(settings, message):
+def test_contradictory_settings_raise(settings, message):
     with pytest.raises(ConfigError, match=message):
         PPOConfig(env="CartPole-v1").multi_agent(**settings).build()
 
 
-def test_multiagent_settings_as_a_dict():
+def test_multiagent_settings_are_accepted_as_a_dict():
     config = PPOConfig(
         multiagent={
             "policies": {"a": (None, None, None, {"lr": 0.5})},
@@ -708,7 +708,7 @@ class RandomLegalMoves(Policy):
         return draws.argmax(1), [], {}
 
 
-def test_tictactoe():
+def test_pettingzoo_tictactoe_plays_legal_moves():
     classic = pytest.importorskip("pettingzoo.classic")
     worker = RolloutWorker(
         lambda context: PettingZooEnv(classic.tictactoe_v3.env()),
@@ -737,7 +737,7 @@ def test_tictactoe():
     assert sum(wins) == pytest.approx(0, abs=1)
 
 
-def test_parallel_pettingzoo_env():
+def test_parallel_pettingzoo_env_truncates_all_agents():
     classic = pytest.importorskip("pettingzoo.classic")
     worker = RolloutWorker(
         lambda context: ParallelPettingZooEnv(classic.rps_v2.parallel_env(max_cycles=10)),

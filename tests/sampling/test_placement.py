@@ -12,7 +12,7 @@ from flowrl.sampling.worker_config import WorkerConfig
 def groups(ray):
     """Return the existing placement groups."""
     table = ray.util.placement_group_table().values()
-    return [one for one in table if one["state"] == "CREATED"]
+    return [group for group in table if group["state"] == "CREATED"]
 
 
 def build(**settings):
@@ -30,7 +30,7 @@ def test_placement_groups_are_created_and_removed(ray_session):
         assert list(group["bundles"].values()) == [{"CPU": 0.5}] * 2
         algorithm.workers.add()
         algorithm.train()
-        assert sorted(len(one["bundles"]) for one in groups(ray_session)) == [1, 2]
+        assert sorted(len(group["bundles"]) for group in groups(ray_session)) == [1, 2]
         algorithm.workers.remove()
         assert len(groups(ray_session)) == 1
         in_group = algorithm.workers.foreach_worker(_in_placement_group)
@@ -71,7 +71,7 @@ def test_failed_reservation_raises(ray_session, monkeypatch):
         assert groups(ray_session) == []
 
 
-def test_tune_resource_request(ray_session):
+def test_tune_requests_resources_of_all_workers(ray_session):
     tune = pytest.importorskip("flowrl.tune")
     resources = {"num_workers": 2, "placement_strategy": "SPREAD", "num_gpus_per_worker": 0.5}
     request = tune.A2C.default_resource_request(
@@ -90,24 +90,24 @@ def test_tune_resource_request(ray_session):
         ({"custom_resources_per_worker": {"tpu": 2}}, r"2 workers need 2 of 'tpu' each"),
     ],
 )
-def test_missing_resources_raise(ray_session, settings, message):
+def test_workers_that_need_missing_resources_raise(ray_session, settings, message):
     with build(**settings) as algorithm, pytest.raises(ConfigError, match=message):
         algorithm.train()
 
 
 @pytest.mark.slow
-def test_workers_without_resources_are_not_added(ray_session):
-    with build() as algorithm:
+def test_failed_addition_keeps_the_existing_workers(ray_session):
+    half_node = {f"node:{ray_session.util.get_node_ip_address()}": 0.5}
+    with build(custom_resources_per_worker=half_node) as algorithm:
         algorithm.train()
-        algorithm.workers._placement.custom = {"tpu": 1}
-        with pytest.raises(ConfigError, match="1 workers need 1 of 'tpu'"):
-            algorithm.workers.add()
+        with pytest.raises(ConfigError, match=r"3 workers need 0.5 of 'node:.*the cluster has 1,"):
+            algorithm.workers.add(3)
         assert algorithm.workers.num_workers == 2
         algorithm.train()
 
 
 @pytest.mark.slow
-def test_repeated_refusal_and_stop(ray_session):
+def test_algorithm_stops_after_repeated_failed_reservations(ray_session):
     algorithm = build(custom_resources_per_worker={"tpu": 1})
     for _ in range(2):
         with pytest.raises(ConfigError, match="2 workers need 1 of 'tpu'"):
@@ -118,9 +118,7 @@ def test_repeated_refusal_and_stop(ray_session):
 @pytest.mark.slow
 def test_resources_of_other_workers_are_not_available(ray_session, monkeypatch):
     monkeypatch.setattr(placement, "RESERVE_TIMEOUT_S", 0.5)
-    node = ray_session.get_runtime_context().get_node_id()
     half_node = {f"node:{ray_session.util.get_node_ip_address()}": 0.5}
-    assert node
     with build(custom_resources_per_worker=half_node) as algorithm:
         algorithm.train()
         with pytest.raises(ConfigError, match=r"has 1, \d\S* of them free"):
@@ -132,7 +130,7 @@ def test_resources_of_other_workers_are_not_available(ray_session, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("resources", [{"num_cpus_per_worker": 0}])
-def test_workers_without_resources_get_a_bundle(ray_session, resources):
+def test_workers_that_need_no_resources_get_a_bundle(ray_session, resources):
     with build(placement_strategy="PACK", **resources) as algorithm:
         algorithm.train()
         assert algorithm.workers.foreach_worker(_in_placement_group) == [False, True, True]
@@ -155,7 +153,7 @@ def test_invalid_settings_raise(settings):
 
 
 def test_cpus_are_shared_if_scarce(ray_session):
-    placement_of_eight = Placement(WorkerConfig(num_cpus_per_worker=1.0))
-    placement_of_eight.reserve(0, 8)
-    assert placement_of_eight.options(7)["num_cpus"] == 0.5
-    assert Placement(WorkerConfig()).num_cpus == 1.0
+    reserved = Placement({"num_cpus_per_worker": 1.0})
+    reserved.reserve(0, 8)
+    assert reserved.options(7)["num_cpus"] == 0.5
+    assert Placement({}).num_cpus == 1.0

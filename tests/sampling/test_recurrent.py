@@ -22,7 +22,7 @@ class SummingState(Idle):
     def __init__(self, *args):
         super().__init__(*args)
         self.view_requirements |= self.recurrent_views(self.max_seq_len)
-        self.seen = []
+        self.recorded_states = []
 
     def get_initial_state(self):
         return [np.array([START], np.float32)]
@@ -31,7 +31,7 @@ class SummingState(Idle):
         return inputs["state_in_0"] + inputs["obs"][:, 1:] + 1
 
     def compute_actions_from_input_dict(self, input_dict, explore=True):
-        self.seen.append(input_dict["state_in_0"][:, 0].copy())
+        self.recorded_states.append(input_dict["state_in_0"][:, 0].copy())
         state = self.after(input_dict)
         return np.zeros(len(state), np.int64), [state], {"vf_preds": state[:, 0]}
 
@@ -103,7 +103,7 @@ def test_only_soft_horizons_keep_the_state():
     assert np.allclose(hard["vf_preds"], [state_before(t + 1) for t in (0, 1, 2)] * 4)
 
 
-def test_state_with_a_view_of_previous_rewards():
+def test_recurrent_policy_may_view_previous_rewards():
     class WithPreviousReward(SummingState):
         def __init__(self, *args):
             super().__init__(*args)
@@ -113,13 +113,13 @@ def test_state_with_a_view_of_previous_rewards():
     assert batch["prev_rewards"].tolist() == batch["t"].tolist()
 
 
-def test_windows_of_states():
+def test_state_views_may_be_windows():
     class WindowState(SummingState):
         """Its state input is the window of its last three outputs."""
 
         def __init__(self, *args):
             Idle.__init__(self, *args)
-            self.seen = []
+            self.recorded_states = []
             self.view_requirements["state_in_0"] = ViewRequirement(
                 "state_out_0", shift="-3:-1", batch_repeat_value=4
             )
@@ -129,7 +129,7 @@ def test_windows_of_states():
 
         def after(self, inputs):
             assert inputs["state_in_0"].shape[1:] == (3, 1)
-            self.seen.append(inputs["state_in_0"][0, :, 0].tolist())
+            self.recorded_states.append(inputs["state_in_0"][0, :, 0].tolist())
             return inputs["obs"][:, 1:] + 1
 
         def compute_actions_from_input_dict(self, input_dict, explore=True):
@@ -141,16 +141,16 @@ def test_windows_of_states():
 
     w = worker(length=100, fragment=6, policy=WindowState)
     batches = [w.sample() for _ in range(2)]
-    assert w.policy.seen[:5] == [[0, 0, 0], [0, 0, 1], [0, 1, 2], [1, 2, 3], [2, 3, 4]]
+    assert w.policy.recorded_states[:5] == [[0, 0, 0], [0, 0, 1], [0, 1, 2], [1, 2, 3], [2, 3, 4]]
     windows = np.concatenate([batch["state_in_0"][:, :, 0] for batch in batches])
     # the sequences start at 0 and 4, and in the second fragment at 6 and 10
-    assert windows.tolist() == [w.policy.seen[t] for t in (0, 4, 6, 10)]
+    assert windows.tolist() == [w.policy.recorded_states[t] for t in (0, 4, 6, 10)]
 
 
 def test_minibatches_do_not_split_sequences():
     learned = []
 
-    class Learning(SummingState):
+    class ChecksStates(SummingState):
         def learn_on_batch(self, batch):
             starts = np.cumsum(batch["seq_lens"]) - batch["seq_lens"]
             assert np.allclose(
@@ -159,7 +159,7 @@ def test_minibatches_do_not_split_sequences():
             learned.append(batch.count)
             return {"rows": float(batch.count)}
 
-    w = worker(fragment=40, policy=Learning)
+    w = worker(fragment=40, policy=ChecksStates)
     w.policy.learn_on_minibatches(w.sample(), num_sgd_iter=2, sgd_minibatch_size=10)
     assert sum(learned) == 80
     assert all(0 < n <= 13 for n in learned)

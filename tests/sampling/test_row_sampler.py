@@ -73,9 +73,9 @@ def test_rows_equal_columns(length, fragment, envs, horizon, soft, no_done_at_en
         normalize_rewards=normalize,
     )
     if normalize:
-        seen = {"count": 9.0, "mean": np.array([1.0, 2.0]), "m2": np.array([20.0, 30.0])}
+        stats = {"count": 9.0, "mean": np.array([1.0, 2.0]), "m2": np.array([20.0, 30.0])}
         for worker in (columns, rows):
-            worker.policy.observation_filter.load_state_dict(seen)
+            worker.policy.observation_filter.load_state_dict(stats)
     for _ in range(3):
         assert_same(columns.sample(), rows.sample())
         # updates of the filters

@@ -59,12 +59,12 @@ def test_complete_episodes_are_complete_and_none_is_lost(length, fragment, envs)
             assert episode["t"].tolist() == list(range(length))
             assert episode["dones"].tolist() == [False] * (length - 1) + [True]
             assert len(set(episode["unroll_id"])) == 1
-    whole = SampleBatch.concat_samples(batches)
+    joined = SampleBatch.concat_samples(batches)
     for env in range(envs):
-        obs = whole["obs"][whole["env_id"] == env]
+        obs = joined["obs"][joined["env_id"] == env]
         episodes = list(dict.fromkeys(obs[:, 0].tolist()))
         assert episodes == list(range(len(episodes)))  # in order, without a gap
-    assert len(w.get_metrics()) == len(set(whole["eps_id"]))
+    assert len(w.get_metrics()) == len(set(joined["eps_id"]))
 
 
 def test_endless_episode_logs_a_warning(caplog):
@@ -181,7 +181,7 @@ def test_horizon_overrides_a_shorter_time_limit(collector, mode):
     assert envs[0].spec.max_episode_steps == 6
 
 
-def test_horizon_with_foreign_vectorization_raises():
+def test_horizon_with_vector_entry_point_raises():
     with pytest.raises(ConfigError, match="created elsewhere"):
         RolloutWorker(
             "CartPole-v1",
@@ -294,7 +294,7 @@ def test_train_batches_count_env_or_agent_steps():
 # -- samplers --------------------------------------------------------------------------------------
 
 
-def test_sync_sampler_of_a_worker():
+def test_sync_sampler_samples_lazily_and_returns_metrics_once():
     env = CountEnv()
     w = RolloutWorker(lambda context: env, ObservedValue, {"rollout_fragment_length": 7})
     assert isinstance(w.sampler, SyncSampler)
@@ -416,7 +416,7 @@ def test_next_concatenates_ready_items():
 # -- environments ----------------------------------------------------------------------------------
 
 
-def test_envpool():
+def test_envpool_batches_have_no_reset_rows():
     pytest.importorskip("envpool")
     w = RolloutWorker(
         "CartPole-v1",
@@ -483,7 +483,7 @@ class NestedPolicy(ObservedValue):
 
 
 @pytest.mark.parametrize("mode", ["flowrl", "sync"])
-def test_nested_spaces(mode):
+def test_nested_spaces_keep_their_structure_and_dtypes(mode):
     w = RolloutWorker(
         lambda context: Nested(),
         NestedPolicy,
@@ -511,7 +511,7 @@ def test_nested_spaces(mode):
     ids=str,
 )
 def test_spaces_keep_their_dtypes(space, collector):
-    class Sampled(gym.Env):
+    class SpaceSamples(gym.Env):
         observation_space = action_space = space
 
         def reset(self, *, seed=None, options=None):
@@ -521,7 +521,7 @@ def test_spaces_keep_their_dtypes(space, collector):
             assert space.contains(action), action
             return space.sample(), 0.0, False, False, {}
 
-    class Random(ObservedValue):
+    class RandomActions(ObservedValue):
         def compute_actions(self, obs_batch, explore=True):
             samples = np.array([space.sample() for _ in obs_batch])
             if isinstance(space, gym.spaces.Discrete):
@@ -533,8 +533,8 @@ def test_spaces_keep_their_dtypes(space, collector):
 
     space.seed(1)
     w = RolloutWorker(
-        lambda context: Sampled(),
-        Random,
+        lambda context: SpaceSamples(),
+        RandomActions,
         {
             "num_envs_per_worker": 2,
             "rollout_fragment_length": 5,

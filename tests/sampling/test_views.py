@@ -22,13 +22,13 @@ class RecordsInputs(ObservedValue):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.seen = []
+        self.recorded_inputs = []
 
     def compute_actions_from_input_dict(self, input_dict, explore=True):
-        self.seen.append({name: value.copy() for name, value in input_dict.items()})
+        self.recorded_inputs.append({name: value.copy() for name, value in input_dict.items()})
         n = len(next(iter(input_dict.values())))
-        actions = (len(self.seen) + np.arange(n)) % 2
-        return actions, [], {"vf_preds": np.arange(n, dtype=np.float32) + len(self.seen)}
+        actions = (len(self.recorded_inputs) + np.arange(n)) % 2
+        return actions, [], {"vf_preds": np.arange(n, dtype=np.float32) + len(self.recorded_inputs)}
 
     def compute_values_from_input_dict(self, input_dict):
         return np.zeros(len(next(iter(input_dict.values()))), np.float32)
@@ -104,9 +104,9 @@ def test_views_are_equal_for_acting_and_training(first, length, fragment, envs):
     w = worker(views, length, fragment, envs)
     for number in range(3):
         batch = w.sample()
-        seen = w.policy.seen[number * fragment : (number + 1) * fragment]
+        steps = w.policy.recorded_inputs[number * fragment : (number + 1) * fragment]
         for name in views:
-            inputs = np.stack([step[name] for step in seen], 1)  # [N, T, ...]
+            inputs = np.stack([step[name] for step in steps], 1)  # [N, T, ...]
             assert np.array_equal(inputs.reshape(-1, *inputs.shape[2:]), batch[name]), name
         assert batch["new_obs"].shape == batch["obs"].shape
         assert np.array_equal(batch["new_obs"][:, -1], batch["obs"][:, -1] + [0, 1])
@@ -139,7 +139,7 @@ def test_model_declares_its_views():
                 "actions", shift=-1, space=Discrete(2)
             )
 
-    class Declared(ppo.PPOTorchPolicy):
+    class ModelPolicy(ppo.PPOTorchPolicy):
         def make_model(self):
             rng = np.random.default_rng(0)
             arguments = self.observation_space, self.action_space, 2, self.config.model
@@ -149,7 +149,7 @@ def test_model_declares_its_views():
             assert set(input_dict) == {"obs", "prev_actions"}
             return super().compute_actions_from_input_dict(input_dict, explore)
 
-    w = RolloutWorker("CartPole-v1", Declared, {"rollout_fragment_length": 30, "seed": 1})
+    w = RolloutWorker("CartPole-v1", ModelPolicy, {"rollout_fragment_length": 30, "seed": 1})
     batch = w.sample()
     before = np.append(0, batch["actions"][:-1])
     assert np.array_equal(batch["prev_actions"], np.where(batch["t"] == 0, 0, before))
@@ -181,7 +181,7 @@ def test_views_not_for_acting_are_no_input():
     }
     w = worker(views)
     assert set(views) <= set(w.sample())
-    assert set(w.policy.seen[0]) == {"obs", "known"}
+    assert set(w.policy.recorded_inputs[0]) == {"obs", "known"}
 
 
 def test_views_not_for_training_are_no_column():
@@ -258,7 +258,7 @@ def test_impossible_views_raise_with_their_name():
         worker({"view": ViewRequirement("nothing", shift=1)}).sample()
 
 
-def test_repr_and_dict_of_a_view():
+def test_view_is_restored_from_its_dict():
     view = ViewRequirement("actions", Discrete(2), shift="-5:-1:2", used_for_training=False)
     assert view.shifts == (-5, -3, -1)
     assert repr(view) == (

@@ -1,4 +1,4 @@
-"""PPO and A2C: losses against plain reference code, whole runs, checkpoints."""
+"""PPO and A2C: losses against reference implementations, training runs, checkpoints."""
 
 import json
 import sys
@@ -21,7 +21,7 @@ from flowrl.trainer.config import AlgorithmConfig
 CARTPOLE = gym.make("CartPole-v1")
 
 
-def small(**settings):
+def ppo_config(**settings):
     base = {
         "env": "CartPole-v1",
         "num_envs_per_worker": 4,
@@ -34,7 +34,8 @@ def small(**settings):
     return PPOConfig(**{**base, **settings})
 
 
-def a_batch(policy_class, **settings):
+def policy_and_batch(policy_class, **settings):
+    """Return a policy and 64 rows whose old log probabilities differ from the policy's."""
     worker = RolloutWorker(
         "CartPole-v1", policy_class, {"seed": 1, "rollout_fragment_length": 64, **settings}
     )
@@ -47,8 +48,8 @@ def a_batch(policy_class, **settings):
     )
 
 
-def plain_ppo_loss(policy, batch):
-    """PPO's loss in float64 numpy, row by row, from the paper."""
+def reference_ppo_loss(policy, batch):
+    """Return PPO's loss, computed row by row in float64 as in Schulman et al. 2017."""
     config, total = policy.config, 0.0
     inputs, values = policy.model.forward_numpy(batch["obs"])
     advantages = batch["advantages"].astype(np.float64)
@@ -63,12 +64,13 @@ def plain_ppo_loss(policy, batch):
         target, old = batch["value_targets"][i], batch["vf_preds"][i]
         value_loss = (values[i] - target) ** 2
         if config.vf_clip_param is not None:
-            near = old + np.clip(values[i] - old, -config.vf_clip_param, config.vf_clip_param)
-            value_loss = max(value_loss, (near - target) ** 2)
+            limit = config.vf_clip_param
+            clipped_value = old + np.clip(values[i] - old, -limit, limit)
+            value_loss = max(value_loss, (clipped_value - target) ** 2)
         entropy = -(np.exp(logp) * logp).sum()
-        before = batch["action_dist_inputs"][i].astype(np.float64)
-        before = before - np.log(np.exp(before).sum())
-        kl = (np.exp(before) * (before - logp)).sum()
+        old_logits = batch["action_dist_inputs"][i].astype(np.float64)
+        old_logp = old_logits - np.log(np.exp(old_logits).sum())
+        kl = (np.exp(old_logp) * (old_logp - logp)).sum()
         total += -surrogate + config.vf_loss_coeff * value_loss
         total += -config.entropy_coeff * entropy + config.kl_coeff * kl
     return total / batch.count
@@ -82,16 +84,16 @@ def plain_ppo_loss(policy, batch):
         {"kl_coeff": 0.7, "standardize_advantages": False},
     ],
 )
-def test_ppo_loss_is_the_papers(settings):
-    policy, batch = a_batch(PPOTorchPolicy, **settings)
-    policy.learn_on_batch(batch)  # away from the policy that sampled
-    expected = plain_ppo_loss(policy, batch)
+def test_ppo_loss_equals_reference(settings):
+    policy, batch = policy_and_batch(PPOTorchPolicy, **settings)
+    policy.learn_on_batch(batch)  # now the policy differs from the one that sampled
+    expected = reference_ppo_loss(policy, batch)
     _, stats = policy.compute_gradients(batch)
     assert stats["total_loss"] == pytest.approx(expected, abs=2e-5)
 
 
-def test_a2c_loss():
-    policy, batch = a_batch(A2CTorchPolicy, entropy_coeff=0.2)
+def test_a2c_loss_equals_reference():
+    policy, batch = policy_and_batch(A2CTorchPolicy, entropy_coeff=0.2)
     inputs, values = policy.model.forward_numpy(batch["obs"])
     logp = inputs - np.log(np.exp(inputs).sum(1, keepdims=True))
     chosen = logp[np.arange(64), batch["actions"]]
@@ -105,7 +107,7 @@ def test_a2c_loss():
 
 
 @pytest.mark.parametrize("use_gae", [True, False])
-def test_advantages_stand_on_each_other(use_gae):
+def test_value_targets_are_returns_if_lambda_is_one(use_gae):
     worker = RolloutWorker(
         "CartPole-v1",
         PPOTorchPolicy,
@@ -129,11 +131,11 @@ def test_advantages_stand_on_each_other(use_gae):
         assert first["value_targets"][t] == pytest.approx(returns, rel=1e-4)
 
 
-def test_kl_coefficient_adapts_and_kl_stops():
-    policy, batch = a_batch(PPOTorchPolicy, kl_coeff=1.0, kl_target=1e-6)
-    told = policy.end_learning(batch, {})
-    assert told["kl"] > 1e-5
-    assert policy.kl_coeff == told["cur_kl_coeff"] == 2.0
+def test_kl_coefficient_adapts_and_kl_stop_ends_learning():
+    policy, batch = policy_and_batch(PPOTorchPolicy, kl_coeff=1.0, kl_target=1e-6)
+    info = policy.end_learning(batch, {})
+    assert info["kl"] > 1e-5
+    assert policy.kl_coeff == info["cur_kl_coeff"] == 2.0
     policy.config.kl_target = 100.0
     policy.end_learning(batch, {})
     assert policy.kl_coeff == 1.0
@@ -148,44 +150,44 @@ def test_kl_coefficient_adapts_and_kl_stops():
     assert other.kl_coeff == policy.kl_coeff
 
 
-def test_clip_schedule_reaches_the_loss():
-    policy, batch = a_batch(PPOTorchPolicy, clip_param=[(0, 10.0), (100, 0.0)])
+def test_clip_param_follows_its_schedule():
+    policy, batch = policy_and_batch(PPOTorchPolicy, clip_param=[(0, 10.0), (100, 0.0)])
     wide = policy.compute_gradients(batch)[1]["policy_loss"]
     policy.on_global_var_update({"timestep": 99})
     assert policy.compute_gradients(batch)[1]["policy_loss"] != wide
 
 
-def results(config, n=3, stop=True):
-    """n results without times and with the final weights."""
+def results(config, n=3):
+    """Return n results without times, and the final weights."""
     with config.build() as algorithm:
         out = [without_times(algorithm.train()) for _ in range(n)]
         return out, algorithm.get_policy().get_weights()
 
 
 def without_times(result):
-    kept = {k: v for k, v in result.items() if not k.startswith("time_") and k != "timers"}
-    return json.loads(json.dumps(kept))
+    values = {k: v for k, v in result.items() if not k.startswith("time_") and k != "timers"}
+    return json.loads(json.dumps(values))
 
 
 @pytest.mark.slow_on_actors
-@pytest.mark.parametrize("normal", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_seeded_run_repeats(num_workers, normal):
-    if num_workers and not normal:
-        pytest.skip("the filters are the harder case")
-    config = small(
+@pytest.mark.parametrize("normalize", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_seeded_runs_are_identical(num_workers, normalize):
+    if num_workers and not normalize:
+        pytest.skip("covered by the case with filters")
+    config = ppo_config(
         num_workers=num_workers,
         num_envs_per_worker=2,
-        normalize_observations=normal,
-        normalize_rewards=normal,
+        normalize_observations=normalize,
+        normalize_rewards=normalize,
     )
-    (one, weights), (two, other) = results(config), results(config)
-    assert json.dumps(one) == json.dumps(two)
-    for name, own in weights.items():
-        np.testing.assert_array_equal(own, other[name])
-    assert one[-1]["timesteps_total"] == 192
+    (first, weights), (second, other_weights) = results(config), results(config)
+    assert json.dumps(first) == json.dumps(second)
+    for name, weight in weights.items():
+        np.testing.assert_array_equal(weight, other_weights[name])
+    assert first[-1]["timesteps_total"] == 192
 
 
-def test_without_workers_there_is_no_ray(tmp_path):
+def test_training_without_workers_does_not_import_ray(tmp_path):
     import subprocess
 
     code = (
@@ -194,11 +196,12 @@ def test_without_workers_there_is_no_ray(tmp_path):
         "code = main(['train', 'ppo', '--stop-iters', '2', '--run-dir', run_dir]); "
         "print(code, 'ray' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split("\n")[-2] == "0 False"
+    command = [sys.executable, "-c", code]
+    process = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert process.stdout.split("\n")[-2] == "0 False"
 
 
-def test_the_founding_example():
+def test_fluent_config_builds_and_trains_ppo():
     algo = PPOConfig().environment(env="CartPole-v1").training(train_batch_size=4000).build()
     result = algo.train()
     assert result["timesteps_total"] == 4000
@@ -206,7 +209,7 @@ def test_the_founding_example():
     algo.stop()
 
 
-def test_default_config_makes_a_worker():
+def test_rollout_worker_accepts_default_config():
     worker = RolloutWorker(
         env_creator=lambda _: gym.make("CartPole-v1"),
         policy_config=DEFAULT_CONFIG,
@@ -218,7 +221,7 @@ def test_default_config_makes_a_worker():
 
 
 def test_continuous_actions_train():
-    config = small(env="Pendulum-v1", normalize_observations=True, normalize_rewards=True)
+    config = ppo_config(env="Pendulum-v1", normalize_observations=True, normalize_rewards=True)
     with config.build() as algorithm:
         result = algorithm.train()
         action = algorithm.compute_single_action(np.zeros(3, np.float32))
@@ -226,7 +229,7 @@ def test_continuous_actions_train():
     assert np.isfinite(result["learners"]["default_policy"]["total_loss"])
 
 
-def test_a_static_plan_on_a_subclass_replaces_the_file():
+def test_execution_plan_of_subclass_replaces_plan_file():
     from flowrl.ops import ParallelRollouts, StandardMetricsReporting
 
     class JustSample(PPO):
@@ -234,31 +237,36 @@ def test_a_static_plan_on_a_subclass_replaces_the_file():
         def execution_plan(workers, config):
             return StandardMetricsReporting(ParallelRollouts(workers), workers, config)
 
-    algorithm = JustSample(small())
+    algorithm = JustSample(ppo_config())
     assert algorithm.train()["num_env_steps_trained"] == 0
 
 
-@pytest.mark.parametrize("normal", [False, True])
-def test_a_checkpoint_goes_on(tmp_path, normal):
-    config = small(normalize_observations=normal, normalize_rewards=normal, kl_coeff=0.1)
-    with config.build() as one, config.build() as two:
+@pytest.mark.parametrize("normalize", [False, True])
+def test_restored_algorithm_continues_training(tmp_path, normalize):
+    config = ppo_config(normalize_observations=normalize, normalize_rewards=normalize, kl_coeff=0.1)
+    with config.build() as algorithm, config.build() as restored:
         for _ in range(2):
-            last = one.train()
-        one.save(tmp_path / "c")
-        two.restore(tmp_path / "c")
-        assert two.iteration == 2
+            last = algorithm.train()
+        algorithm.save(tmp_path / "c")
+        restored.restore(tmp_path / "c")
+        assert restored.iteration == 2
         observation = np.ones(4, np.float32)
-        assert one.compute_single_action(observation) == two.compute_single_action(observation)
-        for name, own in one.get_policy().get_weights().items():
-            np.testing.assert_array_equal(own, two.get_policy().get_weights()[name])
-        result = two.train()
+        action = algorithm.compute_single_action(observation)
+        assert restored.compute_single_action(observation) == action
+        restored_weights = restored.get_policy().get_weights()
+        for name, weight in algorithm.get_policy().get_weights().items():
+            np.testing.assert_array_equal(weight, restored_weights[name])
+        result = restored.train()
         assert result["timesteps_total"] == last["timesteps_total"] + 64
         assert result["training_iteration"] == 3
         assert result["episodes_total"] >= last["episodes_total"]
 
 
-def test_restore_refuses_what_does_not_fit(tmp_path):
-    with small().build() as algorithm, small(model={"fcnet_hiddens": [8]}).build() as other:
+def test_restore_rejects_other_models_and_plans(tmp_path):
+    with (
+        ppo_config().build() as algorithm,
+        ppo_config(model={"fcnet_hiddens": [8]}).build() as other,
+    ):
         algorithm.train()
         path = algorithm.save(tmp_path / "c")
         with pytest.raises(CheckpointError, match=r"hidden.0.weight: has \(8, 4\), got \(16, 4\)"):
@@ -268,19 +276,19 @@ def test_restore_refuses_what_does_not_fit(tmp_path):
             a2c.restore(path)
 
 
-def test_evaluation_is_fair_and_changes_nothing():
-    with small(normalize_observations=True).build() as algorithm:
+def test_evaluation_is_repeatable_and_leaves_filters_unchanged():
+    with ppo_config(normalize_observations=True).build() as algorithm:
         algorithm.train()
-        before = json.dumps(algorithm.get_policy().filter_state_dict(), default=str)
-        told = algorithm.evaluate(episodes=7, num_envs=3)
-        assert told["episodes"] == 7
-        assert told["episode_reward_mean"] == told["episode_len_mean"]
-        assert algorithm.evaluate(episodes=7, num_envs=3) == told
+        before = json.dumps(algorithm.get_policy().filter_state(), default=str)
+        info = algorithm.evaluate(episodes=7, num_envs=3)
+        assert info["episodes"] == 7
+        assert info["episode_reward_mean"] == info["episode_len_mean"]
+        assert algorithm.evaluate(episodes=7, num_envs=3) == info
         algorithm.config = algorithm.config.updated(vectorization_mode="sync")
-        foreign = algorithm.evaluate(episodes=7, num_envs=3)
-        assert foreign["episodes"] == 7
-        assert foreign["episode_reward_mean"] == foreign["episode_len_mean"]
-        assert json.dumps(algorithm.get_policy().filter_state_dict(), default=str) == before
+        gym_vector_info = algorithm.evaluate(episodes=7, num_envs=3)
+        assert gym_vector_info["episodes"] == 7
+        assert gym_vector_info["episode_reward_mean"] == gym_vector_info["episode_len_mean"]
+        assert json.dumps(algorithm.get_policy().filter_state(), default=str) == before
         with pytest.raises(ConfigError, match="episodes"):
             algorithm.evaluate(episodes=0)
 
@@ -303,27 +311,27 @@ def test_evaluation_is_fair_and_changes_nothing():
         (lambda c: c.training(kl_target=0), "kl_target"),
     ],
 )
-def test_bad_configurations(change, message):
-    config = small()
+def test_invalid_settings_are_rejected(change, message):
+    config = ppo_config()
     with pytest.raises(ConfigError, match=message):
         change(config)
-    assert config.train_batch_size == 64  # refused, so not half taken over
+    assert config.train_batch_size == 64  # a rejected change leaves the config as it was
     assert config.num_workers == 0
 
 
-def test_bad_environment_spaces():
-    class Odd(gym.Env):
+def test_unsupported_observation_space_is_rejected():
+    class TextObservations(gym.Env):
         observation_space = gym.spaces.Text(3)
         action_space = gym.spaces.Discrete(2)
 
     with (
-        small(env=lambda context: Odd()).build() as algorithm,
+        ppo_config(env=lambda context: TextObservations()).build() as algorithm,
         pytest.raises(ValueError, match="space"),
     ):
         algorithm.train()
 
 
-def test_config_is_a_mapping_and_fluent():
+def test_fluent_config_is_a_mapping():
     config = AlgorithmConfig().environment("CartPole-v1").rollouts(num_workers=1).debugging(seed=1)
     assert config["num_workers"] == 1
     assert config.to_dict()["model"]["fcnet_hiddens"] == [64, 64]
@@ -331,14 +339,14 @@ def test_config_is_a_mapping_and_fluent():
     assert torch.get_num_threads() == 1
 
 
-def test_rows_trained_are_a_sample_batch():
-    with small().build() as algorithm:
+def test_worker_samples_a_sample_batch():
+    with ppo_config().build() as algorithm:
         batch = algorithm.workers.local_worker().sample()
     assert isinstance(batch, SampleBatch)
 
 
-class Pair(gym.Env):
-    """A position and a number."""
+class BoxAndDiscrete(gym.Env):
+    """Observations are a tuple of a vector and an integer."""
 
     observation_space = spaces.Tuple((spaces.Box(-1, 1, (2,), np.float32), spaces.Discrete(3)))
     action_space = spaces.Discrete(2)
@@ -351,8 +359,8 @@ class Pair(gym.Env):
         return (np.zeros(2, np.float32), 2), 1.0, True, False, {}
 
 
-def test_single_actions_of_nested_observations():
-    with A2CConfig(env=Pair, model={"fcnet_hiddens": [4]}).build() as algorithm:
+def test_single_action_of_nested_observation():
+    with A2CConfig(env=BoxAndDiscrete, model={"fcnet_hiddens": [4]}).build() as algorithm:
         assert algorithm.compute_single_action((np.zeros(2, np.float32), 2)) in (0, 1)
         with pytest.raises(ValueError, match="not finite"):
             algorithm.compute_single_action((np.array([0, np.nan], np.float32), 2))

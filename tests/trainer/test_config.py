@@ -1,4 +1,4 @@
-"""AlgorithmConfig: groups, spellings, copies, schema; what is refused, and how."""
+"""AlgorithmConfig: groups, aliases, copies, schema, validation."""
 
 import inspect
 import json
@@ -34,7 +34,7 @@ def test_group_methods_document_their_settings(config):
 
 
 class ConfigWithNewSetting(PPOConfig):
-    """PPO's settings, and one more."""
+    """PPO's settings plus one."""
 
     new_setting: int = setting(3, group="rollouts", in_evaluation=True, ge=1)
     """Meaning of the new setting."""
@@ -72,13 +72,13 @@ def test_new_setting_is_declared_once_and_found_everywhere(capsys):
 
 
 @pytest.mark.parametrize("config", [*CONFIGS, ModelConfig, ExplorationConfig])
-def test_every_setting_says_what_it_is(config):
+def test_every_setting_has_a_description(config):
     for name, field in config.model_fields.items():
         assert field.description, name
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_schema(config):
+def test_json_schema_has_every_setting(config):
     schema = config.json_schema()
     assert set(schema["properties"]) == set(config.model_fields)
     assert schema["properties"]["gamma"]["description"]
@@ -106,13 +106,13 @@ def test_fluent_groups_return_the_config():
         "num_cpus_per_worker", "precision", "max_num_worker_restarts",
         "min_sample_timesteps_per_iteration", "checkpoint_frequency", "seed",
     }  # fmt: skip
-    again = PPOConfig.from_dict(config.to_dict())
-    assert again == config
-    assert again.diff(config) == {}
+    restored = PPOConfig.from_dict(config.to_dict())
+    assert restored == config
+    assert restored.diff(config) == {}
     assert config.validate() is config
 
 
-def test_copies_do_not_share(tmp_path):
+def test_copy_shares_no_state_with_the_original():
     config = PPOConfig(env="CartPole-v1", env_config={"a": 1}, model={"fcnet_hiddens": [8]})
     copy = config.copy()
     copy.training(lr=0.5, model={"fcnet_hiddens": [9]})
@@ -125,7 +125,7 @@ def test_copies_do_not_share(tmp_path):
     assert copy.diff(config)["model.fcnet_hiddens"] == ([8], [9])
 
 
-def test_an_algorithms_config_is_frozen_and_the_users_is_not():
+def test_config_of_algorithm_is_frozen_and_config_of_user_is_not():
     config = A2CConfig(env="CartPole-v1", train_batch_size=32)
     with config.build() as algorithm:
         for change in (
@@ -144,17 +144,17 @@ def test_an_algorithms_config_is_frozen_and_the_users_is_not():
 @pytest.mark.parametrize(
     "name", [n for n in SETTING_ALIASES if SETTING_ALIASES[n] in PPOConfig.model_fields]
 )
-def test_other_spellings_are_taken_with_a_note(name, caplog):
-    ours = SETTING_ALIASES[name]
-    value = PPOConfig()[ours]
-    value = {"model": {}, "callbacks_class": None}.get(ours, value)
-    assert PPOConfig(**{name: value})[ours] == PPOConfig()[ours]
-    assert name in ("lambda", "callbacks") or f"{name} is called {ours}" in caplog.text
+def test_aliases_are_accepted_with_a_log_message(name, caplog):
+    setting_name = SETTING_ALIASES[name]
+    default = PPOConfig()[setting_name]
+    value = {"model": {}, "callbacks_class": None}.get(setting_name, default)
+    assert PPOConfig(**{name: value})[setting_name] == default
+    assert name in ("lambda", "callbacks") or f"{name} is called {setting_name}" in caplog.text
     with pytest.raises(ConfigError, match="is another name of"):
-        PPOConfig(**{name: value, ours: value})
+        PPOConfig(**{name: value, setting_name: value})
 
 
-def test_more_spellings():
+def test_alias_values_are_converted():
     assert PPOConfig(observation_filter="MeanStdFilter").normalize_observations
     assert not PPOConfig(observation_filter="NoFilter").normalize_observations
     assert PPOConfig(batch_mode="truncated_episodes").batch_mode == "truncate_episodes"
@@ -163,8 +163,8 @@ def test_more_spellings():
     assert PPOConfig(**{"lambda": 0.5}).lambda_ == 0.5
 
 
-E = "CartPole-v1"
-BAD = [
+CARTPOLE = "CartPole-v1"
+INVALID = [
     # names
     (PPOConfig, {"lrr": 1}, "unknown setting 'lrr'. Did you mean 'lr'"),
     (PPOConfig, {"learning_rate": 1}, "Did you mean 'lr'"),
@@ -287,40 +287,44 @@ BAD = [
 ]
 
 
-def test_there_are_a_hundred():
-    assert len(BAD) >= 100
+def test_at_least_a_hundred_invalid_settings():
+    assert len(INVALID) >= 100
 
 
-@pytest.mark.parametrize(("config", "settings", "said"), BAD, ids=[str(s) for _, s, _ in BAD])
-def test_refused_at_once_before_anything_starts(config, settings, said, monkeypatch):
-    monkeypatch.setattr(gym, "make", lambda *a, **k: pytest.fail("an environment was made"))
-    began = sys.modules.get("ray")
-    started = time.process_time()
+@pytest.mark.parametrize(
+    ("config", "settings", "message"), INVALID, ids=[str(s) for _, s, _ in INVALID]
+)
+def test_invalid_settings_are_rejected_before_anything_starts(
+    config, settings, message, monkeypatch
+):
+    monkeypatch.setattr(gym, "make", lambda *a, **k: pytest.fail("an environment was created"))
+    ray_before = sys.modules.get("ray")
+    start = time.process_time()
     with pytest.raises(ConfigError) as caught:
-        config(**{"env": E, **settings}).build()
-    assert time.process_time() - started < 1  # CPU seconds: nothing was begun
-    assert said in str(caught.value)
+        config(**{"env": CARTPOLE, **settings}).build()
+    assert time.process_time() - start < 1  # CPU seconds
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
-    assert sys.modules.get("ray") is began
+    assert sys.modules.get("ray") is ray_before
 
 
-def test_specs_in_a_config_survive_a_dict():
-    config = A2CConfig(env=E, policies={"a": PolicySpec(config={"lr": 0.1})})
-    again = A2CConfig.from_dict(config.to_dict())
-    assert again.for_policy("a").lr == 0.1
-    with pytest.raises(ConfigError, match="must be a mapping"):
+def test_policy_specs_survive_conversion_to_dict():
+    config = A2CConfig(env=CARTPOLE, policies={"a": PolicySpec(config={"lr": 0.1})})
+    restored = A2CConfig.from_dict(config.to_dict())
+    assert restored.for_policy("a").lr == 0.1
+    with pytest.raises(ConfigError, match="a mapping is needed"):
         A2CConfig.from_dict([1])
 
 
-def test_spellings_are_the_same_everywhere():
-    config = PPOConfig(env=E)
+def test_aliases_work_in_updates_and_attributes():
+    config = PPOConfig(env=CARTPOLE)
     assert config.updated(num_env_runners=1).num_workers == 1
     config.num_env_runners = 2
     assert config.num_workers == 2
     config.batch_mode = "truncated_episodes"
     assert config.batch_mode == "truncate_episodes"
     config.evaluation(evaluation_config={"num_envs_per_env_runner": 2}).check()
-    for given, said in (
+    for settings, message in (
         ({"num_env_runners": 1, "num_rollout_workers": 2}, "give only one of them"),
         (
             {"observation_filter": "Mean"},
@@ -329,14 +333,14 @@ def test_spellings_are_the_same_everywhere():
         ({"observation_filter": ["NoFilter"]}, "observation_filter"),
         ({1: 2}, "the name of a setting must be a string"),
     ):
-        with pytest.raises(ConfigError, match=said):
-            PPOConfig.from_dict(given)
+        with pytest.raises(ConfigError, match=message):
+            PPOConfig.from_dict(settings)
     with pytest.raises(ConfigError, match=r"unknown setting 'gama'\. Did you mean 'gamma'"):
         config.gama = 1
 
 
-def test_nothing_is_shared_and_nothing_taken_away():
-    config = PPOConfig(env=E, env_config={"a": {"b": 1}})
+def test_updated_copies_deeply_and_settings_cannot_be_deleted():
+    config = PPOConfig(env=CARTPOLE, env_config={"a": {"b": 1}})
     other = config.updated(gamma=0.5)
     other.model.fcnet_hiddens = [8]
     other.env_config["a"]["b"] = 2
@@ -351,14 +355,14 @@ def test_nothing_is_shared_and_nothing_taken_away():
         PPOConfig(device="gpu")
 
 
-def test_an_environment_that_could_not_be_kept_must_be_given_again(tmp_path, caplog):
+def test_restore_needs_an_env_that_the_checkpoint_cannot_hold(tmp_path, caplog):
     from flowrl.algorithms.ppo import PPO
     from flowrl.data.checkpoint import CheckpointError
 
-    def seven(_):
-        return gym.make(E, max_episode_steps=7)
+    def seven_step_cartpole(_):
+        return gym.make(CARTPOLE, max_episode_steps=7)
 
-    config = PPOConfig(env=seven, train_batch_size=64, sgd_minibatch_size=32, seed=1)
+    config = PPOConfig(env=seven_step_cartpole, train_batch_size=64, sgd_minibatch_size=32, seed=1)
     with config.build() as algorithm:
         algorithm.train()
         algorithm.save(tmp_path / "c")
@@ -366,9 +370,9 @@ def test_an_environment_that_could_not_be_kept_must_be_given_again(tmp_path, cap
         expected = algorithm.train()["episode_len_mean"]
     with pytest.raises(CheckpointError, match=r"does not contain the settings \['env'\]"):
         PPO.from_checkpoint(tmp_path / "c")
-    with PPO.from_checkpoint(tmp_path / "c", config={"env": seven}) as algorithm:
+    with PPO.from_checkpoint(tmp_path / "c", config={"env": seven_step_cartpole}) as algorithm:
         assert algorithm.train()["episode_len_mean"] == expected <= 7
     with pytest.raises(ConfigError, match="a mapping of changes"):
         PPO.from_checkpoint(tmp_path / "c", config=[1])
-    with pytest.raises(ConfigError, match="needs a DQNConfig, got a PPOConfig"):
-        DQN(PPOConfig(env=E, clip_param=0.1))
+    with pytest.raises(ConfigError, match="takes a DQNConfig, got a PPOConfig"):
+        DQN(PPOConfig(env=CARTPOLE, clip_param=0.1))
