@@ -78,7 +78,7 @@ def test_config_keeps_search_spaces():
     assert space["gamma"] == {"grid_search": [0.9, 0.99]}
     assert isinstance(space["lr"], tune.search.sample.Domain)
     assert isinstance(space["model"]["fcnet_hiddens"], tune.search.sample.Domain)
-    with pytest.raises(ConfigError, match=r"(lr|gamma): it is a search space"):
+    with pytest.raises(ConfigError, match=r"(lr|gamma): is a search space"):
         config.build()
     with pytest.raises(ConfigError, match="unknown setting 'lrr'"):
         ppo_config(lrr=tune.choice([1]))

@@ -164,7 +164,7 @@ def test_minibatches_cover_the_batch_in_every_epoch():
 def test_restored_policy_learns_and_acts_identically():
     original = make_policy(normalize_observations=True)
     original.observation_filter.new_stats.update(rows()["obs"])
-    original.absorb_filters(original.take_fresh_filters())
+    original.merge_filter_updates(original.take_filter_updates())
     original.learn_on_batch(rows())
     restored = make_policy(seed=9, normalize_observations=True)
     restored.set_state(original.get_state())
@@ -283,7 +283,7 @@ def test_gradients_are_clipped(by):
     gradient, _ = policy.compute_gradients(batch)
     grads = dict(zip(policy.flat.names, (p.grad for p in policy.flat.parameters), strict=True))
     before = {name: grad.clone() for name, grad in grads.items()}
-    policy.learner.clip_gradient(float(np.linalg.norm(gradient)))
+    policy.learner.gradient.clip(float(np.linalg.norm(gradient)))
     for name, grad in grads.items():
         if by == "value":
             expected = before[name].clamp(-0.01, 0.01)

@@ -153,7 +153,7 @@ def test_invalid_settings_raise(settings):
 
 
 def test_cpus_are_shared_if_scarce(ray_session):
-    reserved = Placement({"num_cpus_per_worker": 1.0})
+    reserved = Placement(WorkerConfig(num_cpus_per_worker=1.0))
     reserved.reserve(0, 8)
     assert reserved.options(7)["num_cpus"] == 0.5
-    assert Placement({}).num_cpus == 1.0
+    assert Placement(WorkerConfig()).num_cpus == 1.0

@@ -312,7 +312,7 @@ def test_policy_specs_survive_conversion_to_dict():
     config = A2CConfig(env=CARTPOLE, policies={"a": PolicySpec(config={"lr": 0.1})})
     restored = A2CConfig.from_dict(config.to_dict())
     assert restored.for_policy("a").lr == 0.1
-    with pytest.raises(ConfigError, match="a mapping is needed"):
+    with pytest.raises(ConfigError, match="must be a mapping"):
         A2CConfig.from_dict([1])
 
 
@@ -346,7 +346,7 @@ def test_updated_copies_deeply_and_settings_cannot_be_deleted():
     other.env_config["a"]["b"] = 2
     assert config.model.fcnet_hiddens == [64, 64]
     assert config.env_config == {"a": {"b": 1}}
-    with pytest.raises(ConfigError, match="cannot be taken away"):
+    with pytest.raises(ConfigError, match="cannot be deleted"):
         del config.gamma
     config.model.fcnet_hiddens.append(-1)
     with pytest.raises(ConfigError, match=r"model\.fcnet_hiddens"):
@@ -374,5 +374,5 @@ def test_restore_needs_an_env_that_the_checkpoint_cannot_hold(tmp_path, caplog):
         assert algorithm.train()["episode_len_mean"] == expected <= 7
     with pytest.raises(ConfigError, match="a mapping of changes"):
         PPO.from_checkpoint(tmp_path / "c", config=[1])
-    with pytest.raises(ConfigError, match="takes a DQNConfig, got a PPOConfig"):
+    with pytest.raises(ConfigError, match="needs a DQNConfig, got a PPOConfig"):
         DQN(PPOConfig(env=CARTPOLE, clip_param=0.1))
