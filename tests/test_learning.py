@@ -16,6 +16,16 @@ SLOW, OTHER_SEEDS = pytest.mark.slow, pytest.mark.seeds
 SEEDS = pytest.mark.parametrize(
     "seed", [pytest.param(0, marks=SLOW), *(pytest.param(s, marks=OTHER_SEEDS) for s in (1, 2))]
 )
+# for plans whose gradients have an accelerated kernel: one seed also learns with autograd
+SEEDS_AND_GRADIENTS = pytest.mark.parametrize(
+    ("seed", "numpy_gradients"),
+    [
+        pytest.param(0, True, marks=SLOW, id="0"),
+        pytest.param(1, True, marks=OTHER_SEEDS, id="1"),
+        pytest.param(2, True, marks=OTHER_SEEDS, id="2"),
+        pytest.param(0, False, marks=OTHER_SEEDS, id="0-autograd"),
+    ],
+)
 
 
 def steps_to(plan, goal, limit, **settings):
@@ -88,19 +98,22 @@ def test_ppo_pendulum(seed):
     assert steps <= 300_000
 
 
-@SEEDS
-def test_dqn_cartpole(seed):
-    assert steps_to("dqn", 400, 60_000, seed=seed)[0] <= 60_000
+@SEEDS_AND_GRADIENTS
+def test_dqn_cartpole(seed, numpy_gradients):
+    steps, _ = steps_to("dqn", 400, 60_000, seed=seed, numpy_gradients=numpy_gradients)
+    assert steps <= 60_000
 
 
-@SEEDS
-def test_rainbow_cartpole(seed):
-    assert steps_to("rainbow", 400, 60_000, seed=seed)[0] <= 60_000
+@SEEDS_AND_GRADIENTS
+def test_rainbow_cartpole(seed, numpy_gradients):
+    steps, _ = steps_to("rainbow", 400, 60_000, seed=seed, numpy_gradients=numpy_gradients)
+    assert steps <= 60_000
 
 
-@SEEDS
-def test_discrete_sac_cartpole(seed):
+@SEEDS_AND_GRADIENTS
+def test_discrete_sac_cartpole(seed, numpy_gradients):
     settings = {
+        "numpy_gradients": numpy_gradients,
         "env": "CartPole-v1",
         "rollout_fragment_length": 4,
         "train_batch_size": 64,
@@ -300,11 +313,11 @@ def learning_curve(plan, steps, **settings):
     return curve
 
 
-@SEEDS
+@SEEDS_AND_GRADIENTS
 @pytest.mark.parametrize("plan", ["sac", "td3"])
-def test_sac_and_td3_solve_pendulum(plan, seed):
+def test_sac_and_td3_solve_pendulum(plan, seed, numpy_gradients):
     """Pendulum-v1 is solved within 12,000 env steps and stays solved until 20,000."""
-    curve = learning_curve(plan, 20_000, seed=seed)
+    curve = learning_curve(plan, 20_000, seed=seed, numpy_gradients=numpy_gradients)
     solved_at = next(steps for steps, value in curve if steps >= 4000 and value >= -200)
     assert solved_at <= 12_000
     assert curve[-1][1] >= -220
@@ -378,7 +391,8 @@ def sac_experience(tmp_path_factory):
     return folder
 
 
-@SEEDS
-def test_cql_outperforms_imitation(sac_experience, seed):
+@SEEDS_AND_GRADIENTS
+def test_cql_outperforms_imitation(sac_experience, seed, numpy_gradients):
     imitated = offline_return("bc", sac_experience, 1_000_000, seed=seed, env="Pendulum-v1")
-    assert offline_return("cql", sac_experience, 1_000_000, seed=seed) > imitated + 300
+    settings = {"seed": seed, "numpy_gradients": numpy_gradients}
+    assert offline_return("cql", sac_experience, 1_000_000, **settings) > imitated + 300

@@ -365,7 +365,7 @@ def test_unavailable_devices_are_rejected():
     assert make_policy().device.type in ("cpu", "cuda")
     with pytest.raises(ConfigError, match="'cuda:99' is not available"):
         make_policy(device="cuda:99")
-    with pytest.raises(ConfigError, match="device: auto, cpu, cuda"):
+    with pytest.raises(ConfigError, match="device: must be auto, cpu, cuda"):
         make_policy(device="abacus")
 
 

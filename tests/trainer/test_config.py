@@ -133,7 +133,7 @@ def test_config_of_algorithm_is_frozen_and_config_of_user_is_not():
             lambda c: c.training(lr=0.1),
             lambda c: setattr(c.model, "fcnet_hiddens", [3]),
         ):
-            with pytest.raises(ConfigError, match="was built: change a copy"):
+            with pytest.raises(ConfigError, match="cannot be changed: change a copy"):
                 change(algorithm.config)
         config.training(lr=0.1)
         assert algorithm.config.lr == 3e-4
