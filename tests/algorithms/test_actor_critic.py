@@ -439,9 +439,9 @@ def test_actions_that_the_mask_forbids_count_for_nothing():
         (TD3TorchPolicy, DISCRETE, {}, "TD3 is for Box actions, not Discrete"),
         (SACTorchPolicy, spaces.Box(-np.inf, np.inf, (1,)), {}, "SAC needs bounded actions"),
         (TD3TorchPolicy, spaces.Box(-2, 2, (1,)), {"normalize_actions": False},
-         "normalize_actions: TD3 acts in"),
-        (SACTorchPolicy, BOX, {"model": {"use_lstm": True}}, "see only observations"),
-        (SACTorchPolicy, BOX, {"model": {"num_framestacks": 2}}, "stack frames with a wrapper"),
+         "normalize_actions: TD3 computes actions in"),
+        (SACTorchPolicy, BOX, {"model": {"use_lstm": True}}, "without memory"),
+        (SACTorchPolicy, BOX, {"model": {"num_framestacks": 2}}, "an environment wrapper"),
     ],
 )  # fmt: skip
 def test_what_they_are_not_for(kind, actions, settings, said):

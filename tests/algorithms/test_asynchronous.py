@@ -90,7 +90,7 @@ def test_what_apex_is_told():
 
 def test_a3c_makes_one_gradient_of_a_fragment():
     for settings in ({"num_sgd_iter": 2}, {"sgd_minibatch_size": 8}):
-        with pytest.raises(ConfigError, match="A3C makes one gradient of each fragment"):
+        with pytest.raises(ConfigError, match="A3C computes one gradient per fragment"):
             A3CConfig(**settings)
     with A3CConfig(env="CartPole-v1", max_policy_lag=3).build() as algorithm:
         fns = [getattr(stage, "fn", None) for stage in walk(algorithm.plan.stage)]
@@ -153,7 +153,7 @@ def test_what_waiting_cannot_promise():
         {"replay_proportion": 0.5, "replay_buffer_num_slots": 2}, {"minibatch_buffer_size": 2},
         {"broadcast_interval": 2}, {"sgd_minibatch_size": 10}, {"count_steps_by": "agent_steps"},
     ):  # fmt: skip
-        with pytest.raises(ConfigError, match='stale_policy="wait" can promise no max_policy_lag'):
+        with pytest.raises(ConfigError, match='stale_policy="wait" can guarantee max_policy_lag'):
             IMPALAConfig(**wait, **settings)
         IMPALAConfig(**{**wait, "stale_policy": "drop"}, **settings)
     assert IMPALAConfig(**wait, train_batch_size=50).staleness()["limit"].max_batches == 4

@@ -72,7 +72,7 @@ def test_the_gap_of_continuous_actions():
     batch = rows()
     tensors = policy.tensors(batch)
     state = policy.learner.rng.bit_generator.state
-    drawn, logps = policy._others(tensors)
+    drawn, logps = policy._draw_actions(tensors)
     policy.learner.rng.bit_generator.state = state
     with torch.no_grad():
         gaps = policy.gaps(tensors).numpy()

@@ -335,7 +335,7 @@ def test_every_policy_has_a_clock_of_its_own():
     ("settings", "match"),
     [
         ({"replay_buffer_capacity": 20}, "replay_buffer_capacity=20 is less than"),
-        ({"learning_starts": 60_000}, "learning_starts=60000: make it at least that"),
+        ({"learning_starts": 60_000}, "learning_starts=60000: increase the capacity"),
         ({"prioritized_replay": False, "prioritized_replay_alpha": 0.5}, "needs prioritized_rep"),
         ({"training_intensity": 0}, "training_intensity"),
         ({"n_step": 0}, "n_step"),
@@ -435,7 +435,7 @@ def test_settings_reach_the_buffers():
         config.updated(replay_mode="lockstep")
     own = PolicySpec(config=DQNConfig(train_batch_size=8))
     shared = DQNConfig(policies={"a": own}, policy_mapping_fn=lambda *args, **kwargs: "a")
-    with pytest.raises(ConfigError, match=r"policy 'a' has train_batch_size=8.*buffer of its own"):
+    with pytest.raises(ConfigError, match=r"policy 'a' has train_batch_size=8.*separate buffer"):
         shared.replay_buffer()._make_buffer("a")
 
 

@@ -162,7 +162,9 @@ def test_data_that_does_not_fit(recorded, tmp_path):
         pytest.raises(OfflineDataError, match=r"there is no \.parquet file"),
     ):
         algorithm.train()
-    with pytest.raises(ConfigError, match="input_: none is set: the folder of recorded experience"):
+    with pytest.raises(
+        ConfigError, match="input_: none is set: set the folder of recorded experience"
+    ):
         BCConfig(env="CartPole-v1").build().train()
     with (
         small(BCConfig, recorded, env="Pendulum-v1").build() as algorithm,

@@ -87,7 +87,7 @@ def test_missing_and_contradictory_settings_are_refused(folder):
     with pytest.raises(ConfigError, match="or the observation_space and action_space"):
         BCConfig(**SMALL, input_=str(folder)).build()
     for name in ("normalize_observations", "normalize_rewards"):
-        with pytest.raises(ConfigError, match=f"{name} is for what is sampled"):
+        with pytest.raises(ConfigError, match=f"{name} is for sampling"):
             BCConfig(**{name: True})
     with pytest.raises(ConfigError, match="give both"):
         BCConfig(observation_space=BOX)
@@ -118,12 +118,12 @@ def test_stop_criteria_without_episodes_are_refused(folder):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_workers": 2}, "num_workers is for what is sampled"),
-        ({"output": "x"}, "output is for what is sampled"),
-        ({"beta": 1.0}, "BC has no weights"),
+        ({"num_workers": 2}, "num_workers is for sampling"),
+        ({"output": "x"}, "output is for sampling"),
+        ({"beta": 1.0}, "BC does not weight rows"),
         ({"model": {"use_lstm": True}}, "model: BC learns from single rows"),
         ({"model": {"num_framestacks": 2}}, "model: BC learns from single rows"),
-        ({"env": "CartPole-v1"}, "the env says them"),
+        ({"env": "CartPole-v1"}, "the env defines them"),
     ],
 )
 def test_settings_without_effect_are_refused(settings, message, folder):

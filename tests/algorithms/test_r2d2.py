@@ -148,7 +148,7 @@ def test_stored_states_are_those_of_the_whole_episode():
         tensors = policy.tensors(sequences)
         lens = sequences["seq_lens"].astype(np.int64)
         with torch.no_grad():
-            outputs, _ = policy.model.from_batch(policy._unrolled(tensors, lens))
+            outputs, _ = policy.model.from_batch(policy._with_last_next_states(tensors, lens))
             values = values_of(policy, outputs, policy.model).numpy()
         same, place = [], 0
         for begin, length in zip(np.cumsum(lens) - lens, lens, strict=True):
@@ -181,7 +181,7 @@ def test_priorities_of_sequences_come_from_their_rows():
 
 def test_what_is_not_for_it_is_refused():
     box = spaces.Box(-1, 1, (3,), np.float32)
-    with pytest.raises(ConfigError, match="remembers"):
+    with pytest.raises(ConfigError, match="recurrent network"):
         R2D2TorchPolicy(box, spaces.Discrete(2), {"model": {"use_lstm": False, "burn_in": 0}})
     with pytest.raises(ConfigError, match="for Discrete actions"):
         R2D2TorchPolicy(box, box, {})
