@@ -91,8 +91,8 @@ class OfflineConfig(AlgorithmConfig):
             raise ConfigError(f"input_: {NO_INPUT}")
         if not self.input_.startswith(MINARI) and not Path(self.input_).exists():
             raise ConfigError(
-                f"input_: there is no {Path(self.input_).absolute()}: record experience with the "
-                "setting `output` (flowrl train ppo --output experience)"
+                f"input_: there is no {Path(self.input_).absolute()}: the setting `output` of a "
+                "run that samples makes such a folder (flowrl train ppo --output experience)"
             )
 
     def env_or_spaces(self) -> Any:
