@@ -109,7 +109,7 @@ class ActorCriticPolicy(TargetNetwork):
             if not (config.normalize_actions or is_unit):
                 raise ConfigError(
                     f"normalize_actions: {name} computes actions in [-1, 1], which must be scaled "
-                    f"to {action_space}: leave it True"
+                    f"to {action_space}: leave it at True"
                 )
         else:
             self.check_discrete(action_space)

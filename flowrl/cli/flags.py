@@ -181,11 +181,11 @@ def settings_from_flags(
             if name == "plan":
                 raise ConfigError("--plan: name the plan after the command, `flowrl train PLAN`")
             head, dot, last = name.rpartition(".")
-            plain = f"{head}{dot}{last.removeprefix('no-')}"
+            positive = f"{head}{dot}{last.removeprefix('no-')}"
             if name.startswith("policies."):
                 _check_policy(name, defaults)
                 continue  # tyro parses their settings
-            if name not in accepted and plain not in accepted:
+            if name not in accepted and positive not in accepted:
                 if head in known and "." not in head:
                     raise ConfigError(
                         f"unknown flag --{name}: --{head} takes a JSON object, such as "

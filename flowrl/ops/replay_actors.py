@@ -260,7 +260,7 @@ class ReplayActors:
         handle = self.handles()[index]
         return PendingRequest(index, handle.serve.remote(updates, number), number, handle)
 
-    def taken(self, asked: PendingRequest) -> list[Batch]:
+    def taken(self, request: PendingRequest) -> list[Batch]:
         """Return the batches of a finished request; none if the shard is empty or has died.
 
         Raises:
@@ -269,7 +269,7 @@ class ReplayActors:
         import ray
         from ray.exceptions import RayActorError
 
-        index, ref, number, handle = asked
+        index, ref, number, handle = request
         self._in_flight -= number
         batches: list[Batch] = []
         try:

@@ -86,11 +86,12 @@ def test_state_of_a_plan_contains_the_buffer():
         return Concurrently([store, Replay(local_buffer=buffer)], output_indexes=[1])
 
     first, second = make(training_intensity=2), make(training_intensity=2)
-    one, other = plan(first), plan(second)
-    one.take(5)
-    other.load_state_dict(one.state_dict())
+    original, restored = plan(first), plan(second)
+    original.take(5)
+    restored.load_state_dict(original.state_dict())
     assert len(second) == len(first) > 0
-    np.testing.assert_array_equal(next(one)["batch_indexes"], next(other)["batch_indexes"])
+    expected = next(original)["batch_indexes"]
+    np.testing.assert_array_equal(next(restored)["batch_indexes"], expected)
 
 
 def test_buffer_errors_name_the_operator():
@@ -127,7 +128,7 @@ def test_priorities_are_absolute_td_errors():
         update(rows(3))
 
 
-# -- whole batches ---------------------------------------------------------------------------------
+# -- SimpleReplayBuffer and MixInReplay ------------------------------------------------------------
 
 
 def test_other_items_and_unknown_policies_are_rejected():

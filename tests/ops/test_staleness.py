@@ -36,10 +36,10 @@ def test_filter_waits_for_env_steps():
 def test_filter_passes_once_per_delay_steps():
     assert list(sampled(10).filter(OncePerTimestepsElapsed(25))) == [0, 3, 6, 9]
     assert list(sampled(3).filter(OncePerTimestepsElapsed(0))) == [0, 1, 2]
-    one, other = (sampled(10).filter(OncePerTimestepsElapsed(25)) for _ in range(2))
-    assert one.take(2) == [0, 3]
-    other.load_state_dict(one.state_dict())
-    assert next(one) == next(other) == 6
+    original, restored = (sampled(10).filter(OncePerTimestepsElapsed(25)) for _ in range(2))
+    assert original.take(2) == [0, 3]
+    restored.load_state_dict(original.state_dict())
+    assert next(original) == next(restored) == 6
 
 
 def test_filter_passes_once_per_interval(monkeypatch):
