@@ -25,8 +25,8 @@ class A3CConfig(A2CConfig):
     train_batch_size: Count = 160
     """Env steps of one round of all workers if `rollout_fragment_length` is "auto"."""
     max_requests_in_flight_per_worker: Count = 2
-    """Gradient requests in flight per worker. With 2, a worker computes its next gradient without
-    waiting for the update with its previous one."""
+    """Gradient requests in flight per worker. With 2, a worker does not wait for the update with
+    its last gradient; its next gradient is computed with weights that lack this update."""
     max_policy_lag: int | None = Field(default=None, ge=0)
     """Maximum age of a gradient's weights, in updates; None for no limit."""
     stale_policy: Literal["drop", "wait"] = "drop"

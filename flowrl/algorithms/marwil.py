@@ -38,7 +38,7 @@ class MARWILConfig(OfflineConfig):
     moving_average_sqd_adv_norm_start: Positive = 100.0
     """Initial value of the moving average of squared advantages, which normalizes advantages."""
     moving_average_sqd_adv_norm_update_rate: Positive = 1e-3
-    """Share of each train batch in that moving average."""
+    """Weight of each train batch in the moving average of squared advantages."""
 
     def batches(self, workers: WorkerSet) -> ReadParquet | ReadMinari:
         """Return a stream of the train batches of a plan.
