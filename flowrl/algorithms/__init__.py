@@ -1,4 +1,4 @@
-"""Algorithms: the maths and the knobs. `flowrl.algorithms.ppo`, `flowrl.algorithms.a2c`."""
+"""Algorithms: their settings and losses, one module each, such as `flowrl.algorithms.ppo`."""
 
 import importlib
 import sys
@@ -21,5 +21,5 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-if "ray.tune" in sys.modules:  # whoever has it may say tune.run("PPO", config=config)
+if "ray.tune" in sys.modules:  # register the algorithms for tune.run("PPO", config=config)
     importlib.import_module("flowrl.tune")

@@ -24,13 +24,13 @@ class A2CConfig(OnPolicyConfig):
 
 
 class A2CTorchPolicy(OnPolicyPolicy):
-    """A policy that learns by the advantage policy gradient."""
+    """A policy that is trained with the advantage policy gradient."""
 
     config_class = A2CConfig
     config: A2CConfig
 
     def loss(self, batch: TensorBatch) -> torch.Tensor:
-        """Policy gradient, value regression and entropy bonus, means over rows [B]."""
+        """Return the policy gradient, value and entropy losses, averaged over rows [B]."""
         inputs, _ = self.model.from_batch(batch)
         values = self.model.value_function()
         dist = self.dist_class(inputs, self.model)

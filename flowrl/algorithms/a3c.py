@@ -1,5 +1,7 @@
-"""A3C: asynchronous advantage actor-critic (Mnih et al. 2016, arXiv 1602.01783): A2C's loss, whose
-gradients are computed where the experience is sampled."""
+"""A3C: asynchronous advantage actor-critic (Mnih et al. 2016, arXiv 1602.01783).
+
+The loss is A2C's; workers compute its gradients from their own samples.
+"""
 
 from __future__ import annotations
 
@@ -21,42 +23,43 @@ class A3CConfig(A2CConfig):
     rollout_fragment_length: Count | Literal["auto"] = 20
     """Env steps of each environment per gradient (t_max in the paper)."""
     train_batch_size: Count = 160
-    """Env steps of a round of all workers, where `rollout_fragment_length` is "auto"."""
+    """Env steps of one round of all workers if `rollout_fragment_length` is "auto"."""
     max_requests_in_flight_per_worker: Count = 2
-    """Gradients that a worker is asked for at a time. With 2 it need not wait for the update by its
-    own, and computes the next one with weights that lack it."""
+    """Gradient requests in flight per worker. With 2, a worker does not wait for the update with
+    its last gradient; its next gradient is computed with weights that lack this update."""
     max_policy_lag: int | None = Field(default=None, ge=0)
-    """The most updates that a gradient's weights may be old; None for any."""
+    """Maximum age of a gradient's weights, in updates; None for no limit."""
     stale_policy: Literal["drop", "wait"] = "drop"
-    """Drop gradients of older weights, or have workers wait, so that there are none."""
+    """Drop gradients that exceed `max_policy_lag`, or make workers wait so that none does."""
     min_sample_timesteps_per_iteration: int = Field(default=1000, ge=0)
 
     def staleness(self) -> dict[str, Any]:
-        """The options of AsyncGradients by which gradients do not get too old."""
+        """Return the options of AsyncGradients that limit the age of gradients."""
         return {"max_policy_lag": self.max_policy_lag, "stale_policy": self.stale_policy}
 
     @model_validator(mode="after")
-    def _one_gradient(self) -> Self:
+    def _check_gradient_settings(self) -> Self:
         if self.num_sgd_iter != 1 or self.sgd_minibatch_size:
             raise ValueError(
-                "num_sgd_iter and sgd_minibatch_size: A3C makes one gradient of each fragment: "
+                "num_sgd_iter and sgd_minibatch_size: A3C computes one gradient per fragment: "
                 "leave them out"
             )
         if self.stale_policy == "wait" and self.max_policy_lag is None:
             raise ValueError('stale_policy="wait" needs a max_policy_lag')
-        own = self.max_requests_in_flight_per_worker - 1  # updates that all gradients are older by
-        lag = self.max_policy_lag
-        if self.stale_policy == "drop" and lag is not None and lag < own:
+        requests = self.max_requests_in_flight_per_worker
+        min_lag, max_lag = requests - 1, self.max_policy_lag
+        if self.stale_policy == "drop" and max_lag is not None and max_lag < min_lag:
             raise ValueError(
-                f"max_policy_lag={lag} would drop most gradients: with "
-                f"max_requests_in_flight_per_worker={own + 1} they are {own} updates old at least. "
-                "Set that to 1, or allow more"
+                f"max_policy_lag={max_lag} would drop most gradients: with "
+                f"max_requests_in_flight_per_worker={requests} their weights are at least "
+                f"{min_lag} updates old. Set max_requests_in_flight_per_worker=1, or increase "
+                "max_policy_lag"
             )
         return self
 
 
 class A3CTorchPolicy(A2CTorchPolicy):
-    """A policy that learns by the advantage policy gradient."""
+    """A policy that is trained with the advantage policy gradient."""
 
     config_class = A3CConfig
     config: A3CConfig

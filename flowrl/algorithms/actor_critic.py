@@ -1,4 +1,4 @@
-"""The common part of SAC, TD3 and DDPG: an actor, critics, and target networks of both."""
+"""The common part of SAC, CQL, TD3 and DDPG: an actor, critics, and target networks of both."""
 
 from __future__ import annotations
 
@@ -22,32 +22,33 @@ from flowrl.seeding import random_stream
 from flowrl.settings import ConfigError, Count, Fraction, Positive
 from flowrl.trainer.config import AlgorithmConfig
 
-ACTOR = 0  # the actor's part of the optimizer
+ACTOR = 0  # index of the actor's parameter group in the optimizer
 
 
 class ActorCriticSettings(AlgorithmConfig):
-    """What the algorithms with an actor and critics share, wherever their experience is from."""
+    """Settings that the online and offline actor-critic algorithms share."""
 
     train_batch_size: Count = 256
     lr: Schedule = 3e-4
     grad_clip: Positive | None = None
     model: ModelConfig = ModelConfig(fcnet_hiddens=[256, 256], fcnet_activation="relu")
     q_model: ModelConfig | None = None
-    """The critics' networks; None: like the actor's."""
+    """Networks of the critics; None uses `model`."""
     actor_lr: Schedule | None = None
-    """Learning rate of the actor; None: `lr`."""
+    """Learning rate of the actor; None uses `lr`."""
     critic_lr: Schedule | None = None
-    """The same of the critics."""
+    """Learning rate of the critics; None uses `lr`."""
     twin_q: bool = True
-    """Two critics, the smaller value counts (Fujimoto et al. 2018, section 4.2)."""
+    """Train two critics and use the smaller value (Fujimoto et al. 2018, section 4.2)."""
     tau: Fraction = 0.005
-    """How far each update of the target networks goes towards the online ones."""
+    """Share of the online weights that each update mixes into the target networks."""
     target_network_update_freq: int = Field(default=0, ge=0)
-    """Env steps sampled between updates of the target networks; 0 is after every train batch."""
+    """Env steps sampled between updates of the target networks; 0 updates them after every train
+    batch."""
 
 
 class ActorCriticConfig(ActorCriticSettings, OffPolicyConfig):
-    """Settings of those that learn from replay."""
+    """Settings of the actor-critic algorithms with a replay buffer."""
 
     rollout_fragment_length: Count | Literal["auto"] = 1
     replay_buffer_capacity: Count = 100_000
@@ -55,9 +56,9 @@ class ActorCriticConfig(ActorCriticSettings, OffPolicyConfig):
 
 
 class ActorCriticLearner(TorchLearner):
-    """Steps the actor, the critics and further parameters at separate learning rates.
+    """Optimizes the actor, the critics and further parameters with separate learning rates.
 
-    The actor is stepped only in updates of the actor (see ActorCriticPolicy.updates_actor).
+    The actor's parameters only change if ActorCriticPolicy.updates_actor() returns True.
     """
 
     def step(self, grad_norm: float) -> None:
@@ -80,9 +81,9 @@ class ActorCriticLearner(TorchLearner):
 
 
 class ActorCriticPolicy(TargetNetwork):
-    """Base of policies with an actor, and critics that learn by temporal differences.
+    """Base of policies with an actor, and critics that are trained on temporal differences.
 
-    The target networks evaluate the actor's next actions. A subclass writes `next_values` and
+    The target networks evaluate the actor's next actions. A subclass implements `next_values` and
     `actor_loss`, and may add parameters.
 
     Attributes:
@@ -107,22 +108,22 @@ class ActorCriticPolicy(TargetNetwork):
                 raise ConfigError(f"{name} needs bounded actions, not {action_space}")
             if not (config.normalize_actions or is_unit):
                 raise ConfigError(
-                    f"normalize_actions: {name} acts in [-1, 1], which must be scaled to "
-                    f"{action_space}: leave it True"
+                    f"normalize_actions: {name} computes actions in [-1, 1], which must be scaled "
+                    f"to {action_space}: leave it at True"
                 )
         else:
             self.check_discrete(action_space)
         if config.model.num_framestacks > 1:
             raise ConfigError(
-                f"model: {name} sees single observations: stack frames with a wrapper of the "
-                "environment (gymnasium's FrameStackObservation)"
+                f"model.num_framestacks: {name} reads single observations: stack frames with an "
+                "environment wrapper (gymnasium's FrameStackObservation)"
             )
         super().__init__(observation_space, action_space, config)
-        others = set(self.model.view_requirements) - {"obs"}
-        if others or self.is_recurrent:
+        extra_views = set(self.model.view_requirements) - {"obs"}
+        if extra_views or self.is_recurrent:
             raise ConfigError(
-                f"{name}'s networks see only observations, without memory or views of "
-                f"{sorted(others)}"
+                f"model: {name} supports only networks without memory that read `obs`, not the "
+                f"views {sorted(extra_views)}"
             )
         self.model.use_numpy &= config.precision == "float32" and config.numpy_gradients
         self.target_model.use_numpy = self.model.use_numpy
@@ -135,7 +136,7 @@ class ActorCriticPolicy(TargetNetwork):
     # -- networks ----------------------------------------------------------------------------------
 
     def extra_parameters(self) -> dict[str, torch.Tensor]:
-        """Return parameters outside of the networks by name, with their initial values."""
+        """Return the trained parameters outside of the networks: name -> initial value."""
         return {}
 
     def make_model(self) -> ModelV2:
@@ -156,19 +157,21 @@ class ActorCriticPolicy(TargetNetwork):
         extra = [getattr(model, name) for name in self.extra_parameters()]
         if extra:
             slices.append(self.flat.part(extra))
-        parts = [(where, value_at(self.learning_rate(i), 0)) for i, where in enumerate(slices)]
+        parts = [(part, value_at(self.learning_rate(i), 0)) for i, part in enumerate(slices)]
         self.default_optimizer = FlatAdam(
             self.flat, lr=parts[0][1], eps=config.adam_epsilon, parts=parts
         )
         return self.default_optimizer
 
     def learning_rate(self, part: int) -> Any:
-        """Return the schedule of a part: 0 the actor, 1 the critics, 2 `extra_parameters`."""
+        """Return the learning rate, a number or a schedule, of the actor (part 0), the critics (1)
+        or `extra_parameters` (2)."""
         rate = (self.config.actor_lr, self.config.critic_lr, self.extra_lr())[part]
         return self.config.lr if rate is None else rate
 
     def extra_lr(self) -> Any:
-        """Return the learning rate of `extra_parameters`, a schedule; None for `lr`."""
+        """Return the learning rate of `extra_parameters`, a number or a schedule; None for
+        `lr`."""
         return None
 
     # -- acting ------------------------------------------------------------------------------------
@@ -177,7 +180,7 @@ class ActorCriticPolicy(TargetNetwork):
         self, input_dict: dict[str, Any], explore: bool
     ) -> tuple[Any, list[np.ndarray], dict[str, np.ndarray]]:
         actions, states, _ = super()._act(input_dict, explore)
-        return actions, states, {}  # the loss needs no other columns: they would only fill buffers
+        return actions, states, {}  # the loss reads no other columns
 
     # -- learning ----------------------------------------------------------------------------------
 
@@ -225,9 +228,9 @@ class ActorCriticPolicy(TargetNetwork):
         return (batch.array("rewards") + discounted).astype(np.float32)
 
     def next_values(self, new_obs: Any) -> np.ndarray:
-        """Return values [B] of next observations, by the target networks."""
+        """Return the target networks' values [B] of next observations."""
         raise NotImplementedError(f"{type(self).__name__} has no next_values(): implement it")
 
     def actor_loss(self, batch: TensorBatch) -> torch.Tensor:
-        """Return the scalar that the actor minimizes."""
+        """Return the actor's loss, a scalar."""
         raise NotImplementedError(f"{type(self).__name__} has no actor_loss(): implement it")

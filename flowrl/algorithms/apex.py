@@ -1,4 +1,4 @@
-"""Ape-X: distributed prioritized replay (Horgan et al. 2018, arXiv 1803.00933), with DQN's loss."""
+"""Ape-X: distributed prioritized replay with DQN's loss (Horgan et al. 2018, arXiv 1803.00933)."""
 
 from __future__ import annotations
 
@@ -26,16 +26,19 @@ class APEXConfig(DQNConfig, AsyncLearnerConfig):
     exploration_config: ExplorationConfig = ExplorationConfig(type="PerWorkerEpsilonGreedy")
     learner_queue_size: Count = 4
     max_weight_sync_delay: int = Field(default=400, ge=0)
-    """Env steps that a worker gives before it is sent new weights."""
+    """Env steps that a worker samples between two updates of its weights."""
 
     def greedy_workers(self) -> list[int]:
-        """The last third of the workers, which explore least: their episodes are reported."""
+        """Return the indices of the last third of the workers, which explore least.
+
+        The plan reports only their episodes.
+        """
         workers = max(self.num_workers, 1)
         return list(range(workers - max(workers // 3, 1), workers))
 
 
 class APEXTorchPolicy(DQNTorchPolicy):
-    """A policy that learns as DQN does."""
+    """DQN's policy with Ape-X's settings."""
 
     config_class = APEXConfig
     config: APEXConfig

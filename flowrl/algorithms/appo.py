@@ -1,5 +1,7 @@
-"""APPO: asynchronous PPO, the clipped surrogate of V-trace's advantages beside a target network, as
-in IMPACT (Luo et al. 2020, arXiv 1912.00167)."""
+"""APPO: asynchronous PPO, as in IMPACT (Luo et al. 2020, arXiv 1912.00167).
+
+The loss is PPO's clipped surrogate objective with V-trace advantages and a target network.
+"""
 
 from __future__ import annotations
 
@@ -24,23 +26,26 @@ class APPOConfig(VTraceConfig):
 
     plan: str | None = "appo"
     clip_param: Schedule = 0.2
-    """The probability ratio to the target network's policy is clipped to 1 ± this: a number, or a
+    """Clip the probability ratio to the target network's policy to 1 ± this; a number, or a
     schedule over env steps."""
     clip_sampled_ratio: Positive = 2.0
-    """Largest ratio of the policy that sampled to the target network's (rho in IMPACT)."""
+    """Maximum probability ratio of the sampling policy to the target network's policy (rho in
+    IMPACT)."""
     kl_coeff: NotNegative = 0.0
-    """Weight of the KL penalty from the target network's policy, which adapts to `kl_target`; 0
-    switches it off."""
+    """Initial weight of the KL penalty from the target network's policy; it adapts to `kl_target`.
+    0 disables the penalty."""
     kl_target: Positive = 0.01
-    """KL [nats] that the coefficient aims at."""
+    """Target KL divergence in nats, to which the weight of the penalty adapts."""
     target_network_update_freq: int = Field(default=0, ge=0)
-    """Rows trained on between two updates of the target network; 0 updates it after every batch."""
+    """Rows trained on between updates of the target network; 0 updates it after every train
+    batch."""
     tau: Fraction = 1.0
-    """Share of the online network that goes into the target network at an update."""
+    """Share of the online weights that each update mixes into the target network; 1 copies them."""
 
 
 class APPOTorchPolicy(TargetNetwork, VTracePolicy):
-    """A policy that learns by a clipped surrogate objective from trajectories of older policies."""
+    """A policy that is trained with a clipped surrogate objective on trajectories of older
+    policies."""
 
     config_class = APPOConfig
     config: APPOConfig
@@ -50,8 +55,10 @@ class APPOTorchPolicy(TargetNetwork, VTracePolicy):
         self.kl_coeff = self.config.kl_coeff
 
     def loss(self, batch: TensorBatch) -> torch.Tensor:
-        """IMPACT's objective (section 3), over rows [B]: V-trace towards the target network's
-        policy, and ratios to that."""
+        """Return IMPACT's loss (section 3), averaged over rows [B].
+
+        V-trace corrects for the target network's policy; ratios are relative to that policy.
+        """
         config = self.config
         inputs, _ = self.model.from_batch(batch)
         values = self.model.value_function()
@@ -63,15 +70,15 @@ class APPOTorchPolicy(TargetNetwork, VTracePolicy):
         targets, advantages = self.corrected(
             batch, target_logp.cpu().numpy(), values.detach().cpu().numpy()
         )
-        gains = torch.from_numpy(advantages).to(self.device)
+        advantages_tensor = torch.from_numpy(advantages).to(self.device)
         logp, sampled_logp = dist.logp(batch["actions"]), batch["action_logp"]
-        # pi / target, but for actions that the target would hardly take
+        # equals pi / target, except for actions that are very unlikely under the target
         sampled_ratio = torch.exp(sampled_logp - target_logp).clamp(max=config.clip_sampled_ratio)
         ratio = sampled_ratio * torch.exp(logp - sampled_logp)
         clip = value_at(config.clip_param, self.timestep)
-        policy_loss = -clipped_surrogate(ratio, gains, clip)
-        wanted = torch.from_numpy(targets).to(self.device)
-        vf_loss = torch.nn.functional.mse_loss(values, wanted)
+        policy_loss = -clipped_surrogate(ratio, advantages_tensor, clip)
+        value_targets = torch.from_numpy(targets).to(self.device)
+        vf_loss = torch.nn.functional.mse_loss(values, value_targets)
         entropy, kl = dist.entropy().mean(), target.kl(dist).mean()
         self.stats |= {"policy_loss": policy_loss, "vf_loss": vf_loss, "entropy": entropy, "kl": kl}
         weight = value_at(config.vf_loss_coeff, self.timestep)

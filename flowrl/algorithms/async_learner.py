@@ -1,4 +1,4 @@
-"""Settings of the algorithms whose learner works beside the plan, at a pace of its own."""
+"""AsyncLearnerConfig: the settings of the algorithms whose learner runs asynchronously."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from flowrl.trainer.config import AlgorithmConfig
 
 
 class AsyncLearnerConfig(AlgorithmConfig):
-    """Settings of workers that nobody waits for, and of the learner."""
+    """Settings of the algorithms with asynchronous workers and an asynchronous learner."""
 
     max_requests_in_flight_per_worker: Count = 2
-    """Fragments that a worker is asked for at a time."""
+    """Sample requests in flight per worker."""
     learner_queue_size: Count = 2
-    """Train batches that may wait for the learner."""
+    """Maximum number of train batches that wait in the learner's queue."""
     minibatch_buffer_size: Count = 1
-    """Train batches that the learner has in turn, where it uses each `num_sgd_iter` times."""
+    """Train batches that the learner alternates between while it uses each `num_sgd_iter` times."""
     num_learners: int = Field(default=0, ge=0)
-    """Learners on Ray actors of their own, which take shares of each batch; 0 learns in a thread of
-    this process."""
+    """Number of Ray actors that each learn from a part of every train batch; 0 learns in a thread
+    of this process."""
     num_gpus: int = Field(default=0, ge=0)
-    """The same, each with a GPU."""
+    """Like `num_learners`, with one GPU per actor. Set only one of the two."""
 
     def learner(self, workers: WorkerSet) -> LearnerThread:
-        """The learner of a plan, as these settings say."""
+        """Create the learner of a plan from these settings."""
         return LearnerThread(
             workers,
             queue_size=self.learner_queue_size,

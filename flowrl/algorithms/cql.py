@@ -1,5 +1,7 @@
-"""CQL: conservative Q-learning from recorded experience (Kumar et al. 2020, arXiv 2006.04779), over
-SAC's losses, for continuous and Discrete actions."""
+"""CQL: conservative Q-learning from recorded experience (Kumar et al. 2020, arXiv 2006.04779).
+
+It adds a penalty to SAC's critic loss, for continuous and Discrete actions.
+"""
 
 from __future__ import annotations
 
@@ -31,98 +33,113 @@ class CQLConfig(SACSettings, OfflineConfig):
     plan: str | None = "cql"
     min_sample_timesteps_per_iteration: int = Field(default=10_000, ge=0)
     min_q_weight: NotNegative = 5.0
-    """How much values of actions that were not recorded are pushed down (alpha in the paper)."""
+    """Weight of the penalty on the values of actions that were not recorded (alpha in the
+    paper)."""
     temperature: Positive = 1.0
-    """Of the soft maximum that is pushed down."""
+    """Temperature of the soft maximum over actions in the penalty."""
     num_actions: Count = 10
-    """Actions drawn of each kind for that maximum, where they are continuous."""
+    """For continuous actions, number of actions drawn from each of three distributions to estimate
+    the soft maximum."""
     bc_iters: int = Field(default=0, ge=0)
-    """First updates in which the actor imitates what was recorded, whatever it is worth."""
+    """Number of first updates in which the actor imitates the recorded actions (behavior
+    cloning)."""
     lagrangian: bool = False
-    """Learn the weight, so that the gap stays below `lagrangian_thresh` (section 3.2)."""
+    """Learn the weight of the penalty, to keep it below `lagrangian_thresh` (section 3.2)."""
     lagrangian_thresh: Positive = 5.0
-    """The most by which other actions' values may be above those of recorded ones."""
+    """Target of the penalty per critic: the gap between the soft maximum of the values and the
+    value of the recorded action."""
 
     def batches(self, workers: WorkerSet) -> ReadParquet | ReadMinari:
-        """The train batches of a plan.
+        """Return a stream of the train batches of a plan.
 
         Raises:
-            ConfigError: no `input_` is set.
+            ConfigError: `input_` is not set.
         """
-        return self.recorded(workers, COLUMNS, _as_taken)
+        return self.recorded(workers, COLUMNS, _select_columns)
 
 
-def _as_taken(rows: SampleBatch) -> SampleBatch:
-    """What is learned from; continuous actions within [-1, 1], as the environment took them."""
-    kept = {name: rows[name] for name in COLUMNS}
-    actions = kept["actions"]
+def _select_columns(rows: SampleBatch) -> SampleBatch:
+    """Return the columns that the loss reads; clip continuous actions to [-1, 1], as they were
+    clipped for the environment."""
+    columns = {name: rows[name] for name in COLUMNS}
+    actions = columns["actions"]
     if isinstance(actions, np.ndarray) and actions.dtype.kind == "f":
-        kept["actions"] = actions.clip(-1.0, 1.0)
-    return SampleBatch(kept)
+        columns["actions"] = actions.clip(-1.0, 1.0)
+    return SampleBatch(columns)
 
 
 class CQLTorchPolicy(SACTorchPolicy):
-    """A policy whose critics do not think well of what they have not seen."""
+    """A policy whose critics assign low values to actions that were not recorded."""
 
     config_class = CQLConfig
 
     def extra_parameters(self) -> dict[str, torch.Tensor]:
-        made = super().extra_parameters()
+        parameters = super().extra_parameters()
         if self.config.lagrangian:
-            made["log_min_q_weight"] = torch.tensor(math.log(max(self.config.min_q_weight, 1e-6)))
-        return made
+            initial_weight = max(self.config.min_q_weight, 1e-6)
+            parameters["log_min_q_weight"] = torch.tensor(math.log(initial_weight))
+        return parameters
 
     def critic_loss(self, batch: TensorBatch) -> torch.Tensor:
-        """SAC's, and how much values of other actions are above those of recorded ones (equation
-        4), added up over the critics."""
+        """Return SAC's critic loss plus the weighted penalty (equation 4), summed over the critics.
+
+        The penalty of each critic is its `gaps`.
+        """
         gaps = self.gaps(batch)
         self.stats["cql_gap"] = gaps.detach().mean()
         if not self.config.lagrangian:
             return super().critic_loss(batch) + self.config.min_q_weight * gaps.sum()
         log_weight: Any = self.model.log_min_q_weight
-        above = gaps - self.config.lagrangian_thresh
+        excess = gaps - self.config.lagrangian_thresh
         weight = log_weight.exp().clamp(max=1e6)
         self.stats["min_q_weight"] = weight.detach()
-        pushed = weight.detach() * above.sum()
-        return super().critic_loss(batch) + pushed - weight * above.detach().sum()
+        penalty = weight.detach() * excess.sum()
+        return super().critic_loss(batch) + penalty - weight * excess.detach().sum()
 
     def gaps(self, batch: TensorBatch) -> torch.Tensor:
-        """Of each critic, the mean of log sum exp Q(s, a) - Q(s, a of the batch), [critics]. The
-        sum over continuous actions is an estimate from uniform ones and the policy's, at the
-        observations and those after them, each weighed by how likely it was drawn (appendix F)."""
-        heat = self.config.temperature
-        recorded = self.action_values(batch)
-        if self.is_discrete:  # forbidden ones are far below
+        """Return the mean of log sum exp Q(s, a) - Q(s, a of the batch) of each critic, [critics].
+
+        For continuous actions the sum is estimated by importance sampling (appendix F), from
+        uniform actions and from the policy's actions at `obs` and at `new_obs`.
+        """
+        temperature = self.config.temperature
+        recorded_values = self.action_values(batch)
+        if self.is_discrete:  # masked actions have very low values
             values = self.model.q_values(batch["obs"])
-            return (heat * torch.logsumexp(values / heat, 2) - recorded).mean(1)
-        actions, logp = self._others(batch)
-        times = len(logp) // batch.count
+            soft_maximum = temperature * torch.logsumexp(values / temperature, 2)
+            return (soft_maximum - recorded_values).mean(1)
+        actions, logp = self._draw_actions(batch)
+        repeats = len(logp) // batch.count
         obs = optree.tree_map(
-            lambda leaf: leaf.repeat(times, *(1,) * (leaf.dim() - 1)), batch["obs"]
+            lambda leaf: leaf.repeat(repeats, *(1,) * (leaf.dim() - 1)), batch["obs"]
         )
         values = self.model.q_values(obs, torch.from_numpy(actions).to(self.device))
-        weighed = values - heat * torch.from_numpy(logp).to(self.device)
-        weighed = weighed.reshape(len(values), times, batch.count)
-        soft = heat * (torch.logsumexp(weighed / heat, 1) - math.log(times))
-        return (soft - recorded).mean(1)
+        weighted = values - temperature * torch.from_numpy(logp).to(self.device)
+        weighted = weighted.reshape(len(values), repeats, batch.count)
+        log_mean_exp = torch.logsumexp(weighted / temperature, 1) - math.log(repeats)
+        return (temperature * log_mean_exp - recorded_values).mean(1)
 
-    def _others(self, batch: TensorBatch) -> tuple[np.ndarray, np.ndarray]:
-        """Actions [3 num_actions B, …] at the batch's observations, one of each after the other,
-        and the logarithms of how likely they were drawn."""
-        times, shape = self.config.num_actions, self.action_space.shape or ()
-        rows = times * batch.count
+    def _draw_actions(self, batch: TensorBatch) -> tuple[np.ndarray, np.ndarray]:
+        """Draw actions [3 num_actions B, …] for the batch's rows and return them with their log
+        probabilities [3 num_actions B].
+
+        Each block of B actions contains one action per row.
+        """
+        repeats, shape = self.config.num_actions, self.action_space.shape or ()
+        rows = repeats * batch.count
         uniform = self.learner.rng.uniform(-1, 1, (rows, *shape)).astype(np.float32)
         logps = [np.full(rows, -math.prod(shape) * math.log(2.0), np.float32)]
         actions = [uniform]
         for name in ("obs", "new_obs"):
-            outputs = self.model.outputs_numpy(batch.array(name))
-            drawn, logp = self.dist_class.act(np.tile(outputs, (times, 1)), self.learner.rng, True)
+            outputs = np.tile(self.model.outputs_numpy(batch.array(name)), (repeats, 1))
+            drawn, logp = self.dist_class.act(outputs, self.learner.rng, True)
             actions.append(drawn)
             logps.append(logp)
         return np.concatenate(actions), np.concatenate(logps)
 
     def actor_loss(self, batch: TensorBatch) -> torch.Tensor:
-        """SAC's, and the temperature's; while it imitates, minus log pi(a of the batch | s)."""
+        """Return SAC's actor and temperature losses; -log pi(a of the batch | s) in the first
+        `bc_iters` updates."""
         if self.learner.num_updates >= self.config.bc_iters:
             return super().actor_loss(batch)
         dist = self.dist_class(self.model.outputs(batch["obs"]), self.model)

@@ -1,5 +1,7 @@
-"""DD-PPO: decentralized distributed PPO (Wijmans et al. 2019, arXiv 1911.00357): PPO's loss,
-learned where the experience is sampled."""
+"""DD-PPO: decentralized distributed PPO (Wijmans et al. 2019, arXiv 1911.00357).
+
+The loss is PPO's; workers learn from their own samples and average their gradients.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ class DDPPOConfig(PPOConfig):
 
 
 class DDPPOTorchPolicy(PPOTorchPolicy):
-    """A policy that learns as PPO does."""
+    """PPO's policy with DD-PPO's settings."""
 
     config_class = DDPPOConfig
     config: DDPPOConfig

@@ -2,7 +2,7 @@
 
 Options: double (van Hasselt et al. 2016, arXiv 1509.06461), dueling (Wang et al. 2016, arXiv
 1511.06581), distributional (Bellemare et al. 2017, arXiv 1707.06887) and noisy networks (Fortunato
-et al. 2018, arXiv 1706.10295); multi-step returns and priorities are settings of the replay buffer.
+et al. 2018, arXiv 1706.10295). OffPolicyConfig contains multi-step returns and prioritized replay.
 """
 
 from __future__ import annotations
@@ -41,49 +41,51 @@ class DQNConfig(OffPolicyConfig):
     lr: Schedule = 5e-4
     grad_clip: Positive | None = 10.0
     double_q: bool = True
-    """The online network chooses the next action, the target network says its value."""
+    """Double Q-learning: the online network selects the next action, the target network evaluates
+    it."""
     dueling: bool = True
-    """Values are a state's value plus the actions' advantages over their mean."""
+    """Dueling network: Q-values are the sum of a state value and of advantages with mean 0."""
     num_atoms: Count = 1
-    """Values that a return can have: above 1 their distribution is learned, by its cross-entropy
-    (C51 has 51), and priorities are Kullback-Leibler divergences."""
+    """Number of atoms of the return distribution (C51 uses 51); 1 learns expected returns. With
+    several atoms the loss is a cross-entropy, and priorities are Kullback-Leibler divergences."""
     v_min: FiniteFloat = -10.0
-    """The least of those: no discounted return should be below."""
+    """Smallest atom, a lower bound of the discounted returns."""
     v_max: FiniteFloat = 10.0
-    """The largest of those."""
+    """Largest atom, an upper bound of the discounted returns."""
     noisy: bool = False
-    """Linear layers with learned noise, which explores: unless exploration_config is another than
-    the default, nothing else does. With explore=False there is none."""
+    """Explore with noisy linear layers, whose noise is learned. They replace the default
+    exploration; another `exploration_config` is used in addition. explore=False disables the
+    noise."""
     sigma0: Positive = 0.5
-    """How strong the noise is at first."""
+    """Initial scale of the noise of noisy layers."""
     prioritized_replay: bool = True
     target_network_update_freq: int = Field(default=500, ge=0)
-    """Env steps sampled between updates of the target network; 0 is after every train batch. For
-    hard updates tau is 1."""
+    """Env steps sampled between updates of the target network; 0 updates it after every train
+    batch."""
     tau: Fraction = 1.0
-    """How far each update of the target network goes: 1 copies the online network (hard updates),
-    0.01 after every train batch follows it softly."""
+    """Share of the online weights that each update mixes into the target network; 1 copies them
+    (hard updates), 0.01 after every train batch gives soft updates."""
     exploration_config: ExplorationConfig = ExplorationConfig(type="EpsilonGreedy")
 
     @model_validator(mode="after")
-    def _distribution(self) -> Self:
+    def _check_network_settings(self) -> Self:
         if not self.v_min < self.v_max:
             raise ValueError(f"v_min={self.v_min} is not below v_max={self.v_max}")
-        needs = {"v_min": self.num_atoms > 1, "v_max": self.num_atoms > 1, "sigma0": self.noisy}
-        for name, used in needs.items():
+        is_used = {"v_min": self.num_atoms > 1, "v_max": self.num_atoms > 1, "sigma0": self.noisy}
+        for name, used in is_used.items():
             if not used and getattr(self, name) != type(self).model_fields[name].default:
-                of = "noisy=True" if name == "sigma0" else "num_atoms above 1"
-                raise ValueError(f"{name} needs {of}")
+                condition = "noisy=True" if name == "sigma0" else "num_atoms above 1"
+                raise ValueError(f"{name} needs {condition}")
         if self.num_atoms > 1 and self.model.vf_share_layers is False:
             raise ValueError(
-                "vf_share_layers=False: with num_atoms above 1 the state's distribution and those "
-                "of the actions come from one network"
+                "vf_share_layers=False: with num_atoms above 1, one network computes the "
+                "distributions of the state value and of the advantages"
             )
         return self
 
 
 class DQNTorchPolicy(TargetNetwork):
-    """A policy that acts greedily by Q-values and learns them by temporal differences.
+    """A policy that acts greedily by Q-values and learns them from temporal differences.
 
     Attributes:
         target_model: the network that evaluates the next actions.
@@ -101,14 +103,14 @@ class DQNTorchPolicy(TargetNetwork):
         self.check_views()
 
     def check_views(self) -> None:
-        """Raise ConfigError for networks that need more than the loss gives them."""
-        others = set(self.model.view_requirements) - {"obs"}
-        if others:
-            raise ConfigError(f"DQN's network sees only observations, not {sorted(others)}")
+        """Raise ConfigError for networks with views that the loss does not support."""
+        extra_views = set(self.model.view_requirements) - {"obs"}
+        if extra_views:
+            raise ConfigError(f"DQN's network sees only observations, not {sorted(extra_views)}")
 
     @cached_property
     def q_function(self) -> QValues:
-        """What the network's outputs mean."""
+        """Interprets the network's outputs as Q-values."""
         config = self.config
         num_actions = int(self.action_space.n)  # type: ignore[attr-defined]
         if config.num_atoms == 1:
@@ -118,8 +120,8 @@ class DQNTorchPolicy(TargetNetwork):
         )
 
     def make_model(self) -> torch.nn.Module:
-        """Return one network with heads for values and advantages, unless `vf_share_layers` is
-        set otherwise."""
+        """Return a network with heads for values and advantages, or separate networks if
+        `vf_share_layers` is False."""
         config, q_function = self.config, self.q_function
         model_config = config.model
         if model_config.vf_share_layers is None:
@@ -157,7 +159,7 @@ class DQNTorchPolicy(TargetNetwork):
         return self.exploration.act_on_values(scores, self, explore), states, {}
 
     def _greedy_scores(self, input_dict: dict[str, Any]) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Return scores [B, n] that order actions by value, and states after them."""
+        """Return scores [B, n] that order actions by value, and the next recurrent states."""
         states: list[np.ndarray] = []
         if uses_numpy(self.model):
             outputs = self.model.outputs_numpy(input_dict["obs"])
@@ -173,7 +175,8 @@ class DQNTorchPolicy(TargetNetwork):
     def compute_log_likelihoods(
         self, actions: Any, obs_batch: Any = None, input_dict: dict[str, Any] | None = None
     ) -> np.ndarray:
-        """Return those of the greedy policy: 0 [B] for the best action, else minus infinity."""
+        """Return the log likelihoods [B] of the greedy policy: 0 for the best action, else minus
+        infinity."""
         best, _, _ = self._act({"obs": obs_batch} if input_dict is None else input_dict, False)
         self._check_actions(actions, len(best))
         return np.where(actions == best, 0.0, -np.inf).astype(np.float32)
@@ -181,7 +184,7 @@ class DQNTorchPolicy(TargetNetwork):
     # -- learning ----------------------------------------------------------------------------------
 
     def loss(self, batch: TensorBatch) -> torch.Tensor:
-        """Return the mean loss of TD errors, weighted by the column `weights` [B] if there is one.
+        """Return the mean TD loss, weighted by the column `weights` [B] if there is one.
 
         It is the Huber loss of QValues, or the cross-entropy of CategoricalQ.
         """
@@ -204,14 +207,15 @@ class DQNTorchPolicy(TargetNetwork):
         """Return the targets of double Q-learning (van Hasselt et al. 2016, equation 4), [B, …].
 
         After k steps they are R + gamma^k Q_target(s', argmax_a Q(s', a)), and R if s' is
-        terminal. With atoms they are distributions, moved likewise (Bellemare et al. 2017).
+        terminal. With several atoms they are distributions with the same shift and scale
+        (Bellemare et al. 2017).
         """
         uses_state_value = self.q_function.uses_state_value
         outputs, state_values = self._at_new_obs(self.target_model, batch, uses_state_value)
-        choosing_outputs = outputs
+        selection_outputs = outputs
         if self.config.double_q:
-            choosing_outputs, _ = self._at_new_obs(self.model, batch)
-        best_actions = self.q_function.greedy_scores(choosing_outputs).argmax(1)
+            selection_outputs, _ = self._at_new_obs(self.model, batch)
+        best_actions = self.q_function.greedy_scores(selection_outputs).argmax(1)
         discounts: Any = self.config.gamma
         if "n_steps" in batch:
             discounts = discounts ** batch.array("n_steps")
@@ -220,7 +224,7 @@ class DQNTorchPolicy(TargetNetwork):
         return self.q_function.td_targets(outputs, state_values, best_actions, rewards, discounts)
 
     def record_td_loss(self, batch: TensorBatch, loss: TDLoss) -> None:
-        """Record a loss's statistics, and its errors as those of the rows."""
+        """Record the statistics of a loss, and its errors as the rows' `td_error`."""
         self.record_row_stats(batch, td_error=loss.errors)
         count = max(len(loss.errors), 1)
         self.stats["mean_q"] = float(loss.q.sum()) / count
@@ -229,9 +233,10 @@ class DQNTorchPolicy(TargetNetwork):
     def _at_new_obs(
         self, model: ModelV2, batch: TensorBatch, with_values: bool = False
     ) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return a network's outputs [B, num_outputs] at `new_obs`, and its values [B] if asked.
+        """Return a network's outputs [B, num_outputs] at `new_obs`, and its values [B] if
+        `with_values`, else None.
 
-        On small networks numpy is twice as fast as torch.
+        For small networks numpy is twice as fast as torch.
         """
         if uses_numpy(model):
             observations = batch.array("new_obs")
@@ -256,13 +261,14 @@ class DQNTorchPolicy(TargetNetwork):
     def set_state(self, state: dict[str, Any]) -> None:
         if state.get("dueling", self.config.dueling) != self.config.dueling:
             raise ValueError(
-                f"a state with dueling={state['dueling']} for a policy with "
+                f"cannot load a state with dueling={state['dueling']} for a policy with "
                 f"dueling={self.config.dueling}: the networks' outputs have different meanings"
             )
-        own = self.get_state()["atoms"]
-        if state.get("atoms", own) != own:
+        atoms = self.get_state()["atoms"]
+        if state.get("atoms", atoms) != atoms:
             raise ValueError(
-                f"a state with num_atoms, v_min, v_max of {state['atoms']} for a policy with {own}"
+                f"cannot load a state with [num_atoms, v_min, v_max] = {state['atoms']} for a "
+                f"policy with {atoms}"
             )
         super().set_state(state)
 

@@ -21,14 +21,14 @@ class IMPALAConfig(VTraceConfig):
 
 
 class IMPALATorchPolicy(VTracePolicy):
-    """A policy that learns by V-trace's policy gradient."""
+    """A policy that is trained with V-trace's policy gradient."""
 
     config_class = IMPALAConfig
     config: IMPALAConfig
 
     def loss(self, batch: TensorBatch) -> torch.Tensor:
-        """Section 4.2 of the paper: policy gradient, value regression and entropy bonus, means over
-        rows [B]."""
+        """Return the policy gradient, value and entropy losses (section 4.2 of the paper), averaged
+        over rows [B]."""
         inputs, _ = self.model.from_batch(batch)
         values = self.model.value_function()
         dist = self.dist_class(inputs, self.model)
@@ -37,8 +37,8 @@ class IMPALATorchPolicy(VTracePolicy):
             batch, logp.detach().cpu().numpy(), values.detach().cpu().numpy()
         )
         policy_loss = -(logp * torch.from_numpy(advantages).to(self.device)).mean()
-        wanted = torch.from_numpy(targets).to(self.device)
-        vf_loss = torch.nn.functional.mse_loss(values, wanted)
+        value_targets = torch.from_numpy(targets).to(self.device)
+        vf_loss = torch.nn.functional.mse_loss(values, value_targets)
         entropy = dist.entropy().mean()
         self.stats |= {"policy_loss": policy_loss, "vf_loss": vf_loss, "entropy": entropy}
         weight = value_at(self.config.vf_loss_coeff, self.timestep)

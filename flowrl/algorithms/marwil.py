@@ -1,4 +1,5 @@
-"""MARWIL: imitation weighted by advantages (Wang et al. 2018); BC, the same without weights."""
+"""MARWIL: imitation weighted by advantages (Wang et al. 2018, NeurIPS), and BC: behavior cloning,
+the same without weights (Pomerleau 1989)."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from flowrl.sampling.worker_set import WorkerSet
 from flowrl.settings import ConfigError, Count, NotNegative, Positive
 from flowrl.trainer.algorithm import Algorithm
 
-MOST = 5.0  # exponents are kept below: one row is not to be all of a batch
+MAX_EXPONENT = 5.0  # of the weights, so that no row dominates a batch
 
 
 class MARWILConfig(OfflineConfig):
@@ -30,65 +31,69 @@ class MARWILConfig(OfflineConfig):
     """Rows per train batch."""
     min_sample_timesteps_per_iteration: int = Field(default=10_000, ge=0)
     beta: NotNegative = 1.0
-    """How much better actions weigh more: exp(beta x normalised advantage); 0: not at all."""
+    """Scale of the exponent in the weights of rows, exp(beta * normalized advantage); 0 weights all
+    rows equally."""
     vf_coeff: NotNegative = 1.0
-    """Weight of the value loss, where there are weights."""
+    """Weight of the value loss; unused if `beta` is 0."""
     moving_average_sqd_adv_norm_start: Positive = 100.0
-    """The mean square that advantages are normalised by, at first."""
+    """Initial value of the moving average of squared advantages, which normalizes advantages."""
     moving_average_sqd_adv_norm_update_rate: Positive = 1e-3
-    """How far each train batch moves it."""
+    """Weight of each train batch in the moving average of squared advantages."""
 
     def batches(self, workers: WorkerSet) -> ReadParquet | ReadMinari:
-        """The train batches of a plan.
+        """Return a stream of the train batches of a plan.
 
         Raises:
-            ConfigError: no `input_` is set.
+            ConfigError: `input_` is not set.
         """
-        needs = ["obs", "actions"]
+        columns = ["obs", "actions"]
         if self.beta:
-            needs += ["rewards", "terminateds", "truncateds", "unroll_id"]
-        return self.recorded(workers, needs, self._prepared)
+            columns += ["rewards", "terminateds", "truncateds", "unroll_id"]
+        return self.recorded(workers, columns, self._prepare_rows)
 
-    def _prepared(self, rows: SampleBatch) -> SampleBatch:
-        """What is learned from: with the returns that followed, where they are asked for."""
-        kept = {"obs": rows["obs"], "actions": rows["actions"]}
+    def _prepare_rows(self, rows: SampleBatch) -> SampleBatch:
+        """Return the columns that the loss reads, with discounted returns if `beta` is set."""
+        columns = {"obs": rows["obs"], "actions": rows["actions"]}
         if self.beta:
-            kept["value_targets"] = returns_of(rows, self.gamma)
-        return SampleBatch(kept)
+            columns["value_targets"] = returns_of(rows, self.gamma)
+        return SampleBatch(columns)
 
 
 class BCConfig(MARWILConfig):
-    """Settings of BC: MARWIL's without weights."""
+    """Settings of BC: MARWIL without weights."""
 
     algorithm: ClassVar[str] = "flowrl.algorithms.marwil:BC"
 
     plan: str | None = "bc"
     beta: NotNegative = 0.0
-    """Always 0."""
+    """Must be 0; use MARWIL for weighted rows."""
 
     @model_validator(mode="after")
-    def _no_weights(self) -> Self:
+    def _check_beta(self) -> Self:
         if self.beta:
-            raise ValueError(f"beta={self.beta}: BC has no weights, MARWIL has")
+            raise ValueError(f"beta={self.beta}: BC does not weight rows, use MARWIL")
         return self
 
 
 def returns_of(rows: SampleBatch, gamma: float) -> np.ndarray:
-    """Discounted sums [rows] of the rewards that followed each row, in its own trajectory as far as
-    that is there: rows of an `unroll_id` follow each other."""
+    """Return the discounted sum [rows] of the rewards from each row to the end of its trajectory.
+
+    Consecutive rows of one `unroll_id` are consecutive steps. A trajectory that was not recorded up
+    to its end has no rewards after its last row.
+    """
     unrolls = np.asarray(rows["unroll_id"])
     ends = np.asarray(rows["terminateds"]) | np.asarray(rows["truncateds"])
     ends = ends | np.append(unrolls[1:] != unrolls[:-1], True)
     rewards = np.asarray(rows["rewards"], np.float32)[:, None]
-    made = discounted_returns(rewards, ends[:, None], np.zeros(1, np.float32), gamma)
-    return made[:, 0]
+    returns = discounted_returns(rewards, ends[:, None], np.zeros(1, np.float32), gamma)
+    return returns[:, 0]
 
 
 class MARWILTorchPolicy(TorchPolicy):
-    """A policy that does as it has seen, the more the better that went.
+    """A policy that imitates recorded actions, weighted by their advantages.
 
     Attributes:
-        mean_square: of the advantages, a moving average.
+        mean_square: moving average of the squared advantages.
     """
 
     config_class = MARWILConfig
@@ -96,19 +101,23 @@ class MARWILTorchPolicy(TorchPolicy):
 
     def __init__(self, observation_space: Any, action_space: Any, config: Any):
         super().__init__(observation_space, action_space, config)
-        others = set(self.model.view_requirements) - {"obs"}
-        seen = self.model.view_requirements.get("obs")
-        if others or self.is_recurrent or seen is None or seen.is_window:
+        extra_views = set(self.model.view_requirements) - {"obs"}
+        obs_view = self.model.view_requirements.get("obs")
+        if extra_views or self.is_recurrent or obs_view is None or obs_view.is_window:
             name = type(self).__name__.removesuffix("TorchPolicy")
             raise ConfigError(
-                f"model: {name} learns from single rows: its network sees observations alone, "
-                f"without memory or views of {sorted(others) or 'several observations'}"
+                f"model: {name} learns from single rows: it supports only networks without memory "
+                "that read single observations, not views of "
+                f"{sorted(extra_views) or 'several observations'}"
             )
         self.mean_square = float(config.moving_average_sqd_adv_norm_start)
 
     def loss(self, batch: TensorBatch) -> torch.Tensor:
-        """Minus the mean of exp(beta A / c) log pi(a | s), and the values' squared errors; c^2 is a
-        moving average of A^2 (Wang et al. 2018, algorithm 1)."""
+        """Return the policy loss, the mean of -exp(beta A / c) log pi(a | s), plus the value loss.
+
+        c^2 is a moving average of A^2 (Wang et al. 2018, algorithm 1). Without beta the loss is the
+        mean of -log pi(a | s).
+        """
         inputs, _ = self.model.from_batch(batch)
         logp = self.dist_class(inputs, self.model).logp(batch["actions"])
         self.stats["mean_logp"] = logp.detach().mean()
@@ -119,7 +128,7 @@ class MARWILTorchPolicy(TorchPolicy):
         rate = self.config.moving_average_sqd_adv_norm_update_rate
         self.mean_square += rate * (float(advantages.square().mean()) - self.mean_square)
         scaled = advantages / (self.mean_square**0.5 + 1e-8)
-        weights = torch.exp((self.config.beta * scaled).clamp(max=MOST))
+        weights = torch.exp((self.config.beta * scaled).clamp(max=MAX_EXPONENT))
         policy_loss = -(weights * logp).mean()
         vf_loss = 0.5 * (values - batch["value_targets"]).square().mean()
         self.stats |= {"policy_loss": policy_loss.detach(), "vf_loss": vf_loss.detach()}
@@ -142,7 +151,7 @@ class MARWIL(Algorithm):
 
 
 class BCTorchPolicy(MARWILTorchPolicy):
-    """A policy that does as it has seen."""
+    """A policy that imitates recorded actions."""
 
     config_class = BCConfig
     config: BCConfig

@@ -1,4 +1,4 @@
-"""OfflineConfig: the settings of the algorithms that learn from recorded experience alone."""
+"""OfflineConfig: the settings of the algorithms that learn only from recorded experience."""
 
 from __future__ import annotations
 
@@ -18,66 +18,73 @@ from flowrl.settings import ConfigError, setting
 from flowrl.trainer.config import AlgorithmConfig
 
 MINARI = "minari:"
-NO_INPUT = 'none is set: the folder of recorded experience (input_="experience")'
+NO_INPUT = 'none is set: set the folder of recorded experience (input_="experience")'
 
 
 class OfflineConfig(AlgorithmConfig):
-    """Settings of the algorithms that learn from recorded experience.
+    """Settings of the algorithms that learn only from recorded experience.
 
-    The environment is for evaluations alone, and may be left out: then the spaces must be there.
+    The environment is used only for evaluation. Without one, `observation_space` and `action_space`
+    are required.
     """
 
     samples: ClassVar[bool] = False
 
     input_: str | None = setting(None, group="offline_data")
-    """Folder of recorded experience, as the setting `output` and WriteParquet leave it; or
-    "minari:" and the id of a Minari data set (extra minari)."""
+    """Folder of experience that was recorded with the setting `output` or with WriteParquet; or
+    "minari:" and the id of a Minari dataset (extra minari)."""
     input_policy_id: str = setting(DEFAULT_POLICY_ID, group="offline_data")
-    """Whose rows of that folder, if several policies were recorded; the plan's policy of that name
-    learns from them, or the only one that it has."""
+    """Id of the recorded policy whose rows are read. The policy of the plan with this id trains on
+    them, or its only policy."""
     observation_space: Annotated[Any, SkipValidation] = setting(None, group="offline_data")
-    """Of the recorded experience, where no `env` says it."""
+    """Observation space of the recorded experience; None uses the space of `env`."""
     action_space: Annotated[Any, SkipValidation] = setting(None, group="offline_data")
-    """The same of its actions, as an environment would take them."""
+    """Action space of the environment that the experience was recorded in; None uses the space of
+    `env`."""
 
     @model_validator(mode="after")
-    def _spaces(self) -> Self:
-        given = {"observation_space": self.observation_space, "action_space": self.action_space}
-        for name, space in given.items():
+    def _check_spaces(self) -> Self:
+        spaces_by_name = {
+            "observation_space": self.observation_space,
+            "action_space": self.action_space,
+        }
+        for name, space in spaces_by_name.items():
             if space is not None and not isinstance(space, spaces.Space):
-                raise ValueError(f"{name} is a gymnasium space, got {space!r}")
+                raise ValueError(f"{name} must be a gymnasium space, got {space!r}")
         for name in ("normalize_observations", "normalize_rewards"):
             if getattr(self, name):
-                raise ValueError(f"{name} is for what is sampled: leave it out, nothing is")
-        if self.env is None and len({space is None for space in given.values()}) > 1:
+                raise ValueError(_not_offline(name))
+        if self.env is None and len({space is None for space in spaces_by_name.values()}) > 1:
             raise ValueError("observation_space and action_space: give both, or an env")
         return self
 
     def check(self) -> None:
-        """Refuse what only shows when a run is near; see AlgorithmConfig.check."""
+        """Check the settings that depend on the environment; see AlgorithmConfig.check."""
         if self.env_or_spaces() is None:
             raise ConfigError(
-                "env: no environment is set: one for evaluations, or the observation_space and "
-                "action_space of what was recorded"
+                "env: no environment is set: set one for evaluation, or the observation_space and "
+                "action_space of the recorded experience"
             )
-        for name in ("num_workers", "output"):  # evaluations have workers
+        for name in ("num_workers", "output"):  # evaluation has its own workers
             if getattr(self, name):
-                raise ConfigError(f"{name} is for what is sampled: leave it out, nothing is")
+                raise ConfigError(_not_offline(name))
         if self.env is not None and self.observation_space is not None:
-            raise ConfigError("observation_space, action_space: the env says them: leave them out")
+            raise ConfigError(
+                "observation_space, action_space: the env defines them: leave them out"
+            )
         super().check()
 
     def validate(self) -> Self:  # type: ignore[override]
-        """See AlgorithmConfig; and whether the recorded experience is there."""
+        """Check all settings (see AlgorithmConfig), and that the recorded experience exists."""
         super().validate()
         self.check_input()
         return self
 
     def check_input(self) -> None:
-        """Refuse to learn from a folder that is not there.
+        """Check that the recorded experience exists.
 
         Raises:
-            ConfigError
+            ConfigError: `input_` is not set, or the folder does not exist.
         """
         self.check_no_search()
         if self.input_ is None:
@@ -89,7 +96,8 @@ class OfflineConfig(AlgorithmConfig):
             )
 
     def env_or_spaces(self) -> Any:
-        """See AlgorithmConfig."""
+        """Return the environment, or an environment class that only has the spaces; see
+        AlgorithmConfig."""
         if self.env is None and self.observation_space is not None:
             return partial(SpacesOnlyEnv, self.observation_space, self.action_space)
         return super().env_or_spaces()
@@ -100,26 +108,30 @@ class OfflineConfig(AlgorithmConfig):
         columns: Collection[str],
         prepare: Callable[[SampleBatch], SampleBatch] | None = None,
     ) -> ReadParquet | ReadMinari:
-        """The train batches of a plan: random rows of `input_`.
+        """Return a stream of train batches: random rows of `input_`.
 
         Args:
-            workers: of the plan.
-            columns: that are needed; others are left out, where there is no `prepare`.
-            prepare: see ReadParquet.
+            workers: the WorkerSet of the plan.
+            columns: required columns.
+            prepare: see ReadParquet; None keeps only `columns`.
 
         Raises:
-            ConfigError: no `input_` is set.
+            ConfigError: `input_` is not set.
         """
         if self.input_ is None:
             raise ConfigError(f"input_: {NO_INPUT}")
-        wanted = list(columns)
+        names = list(columns)
         options: dict[str, Any] = {
-            "columns": wanted,
-            "prepare": prepare or (lambda rows: SampleBatch({n: rows[n] for n in wanted})),
+            "columns": names,
+            "prepare": prepare or (lambda rows: SampleBatch({name: rows[name] for name in names})),
             "seed": self.seed,
             "policy_id": self.input_policy_id,
         }
         if self.input_.startswith(MINARI):
-            name = self.input_.removeprefix(MINARI)
-            return ReadMinari(workers, name, self.train_batch_size, **options)
+            dataset_id = self.input_.removeprefix(MINARI)
+            return ReadMinari(workers, dataset_id, self.train_batch_size, **options)
         return ReadParquet(workers, self.input_, self.train_batch_size, **options)
+
+
+def _not_offline(name: str) -> str:
+    return f"{name} is for sampling, but offline algorithms do not sample: leave it out"

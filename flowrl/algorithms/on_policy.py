@@ -1,4 +1,4 @@
-"""On-policy algorithms: their common settings, and advantages and value targets of fragments."""
+"""The common part of the on-policy algorithms: settings, advantages and value targets."""
 
 from __future__ import annotations
 
@@ -17,43 +17,45 @@ class OnPolicyConfig(AlgorithmConfig):
     """Settings that the on-policy algorithms share."""
 
     use_gae: bool = True
-    """Generalized advantage estimation; without, advantages are returns minus values."""
+    """Use generalized advantage estimation (Schulman et al. 2015, arXiv 1506.02438); if False,
+    advantages are discounted returns minus values."""
     lambda_: Fraction = 0.95
-    """GAE's lambda: 0 trusts the values, 1 the returns."""
+    """Lambda of GAE: 0 uses one-step value estimates, 1 full returns."""
     entropy_coeff: Schedule = 0.0
     """Weight of the entropy bonus: a number, or a schedule over env steps."""
     vf_loss_coeff: Schedule = 0.5
     """Weight of the value loss: a number, or a schedule over env steps."""
     standardize_advantages: bool = False
-    """Advantages of each minibatch to mean 0, standard deviation 1."""
+    """Standardize the advantages of each minibatch to mean 0 and standard deviation 1."""
     allow_off_policy: bool = False
-    """Take batches from a replay buffer, too, though the loss is for the policy's own, new ones."""
+    """Allow batches from a replay buffer, although the loss assumes samples of the current
+    policy."""
 
 
 class OnPolicyPolicy(TorchPolicy):
-    """Adds the columns `advantages` and `value_targets` to what it samples."""
+    """Adds the columns `advantages` and `value_targets` to sampled fragments."""
 
     config_class = OnPolicyConfig
     config: OnPolicyConfig
 
     def postprocess_fragment(self, fragment: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """GAE, or discounted returns minus values, over time-major columns [T, N]."""
+        """Compute advantages and value targets [T, N] from time-major columns [T, N]."""
         if "vf_preds" not in fragment:
             raise ConfigError(
-                f"{type(self).__name__} learns from values, but its model gives none: write its "
-                "value_function(), or let a plain module give (outputs, values)"
+                f"{type(self).__name__} learns from values, but its model returns none: implement "
+                "its value_function(), or let a plain module return (outputs, values)"
             )
         config, values = self.config, fragment["vf_preds"]
         rewards, dones = fragment["rewards"], fragment["dones"]
-        following = fragment["next_values"]
+        next_values = fragment["next_values"]
         if config.use_gae:
             advantages = generalized_advantages(
-                rewards, values, following, dones, config.gamma, config.lambda_
+                rewards, values, next_values, dones, config.gamma, config.lambda_
             )
             return {"advantages": advantages, "value_targets": advantages + values}
-        # a truncated episode's last step earns the value of what it did not live to see
-        cut = np.where(dones, rewards + config.gamma * following, rewards)
-        targets = discounted_returns(cut, dones, following[-1], config.gamma)
+        # bootstrap the last step of an episode; next_values is 0 where it terminated
+        bootstrapped = np.where(dones, rewards + config.gamma * next_values, rewards)
+        targets = discounted_returns(bootstrapped, dones, next_values[-1], config.gamma)
         return {"advantages": targets - values, "value_targets": targets}
 
     def loss_without_rows(self) -> None:
@@ -65,7 +67,7 @@ class OnPolicyPolicy(TorchPolicy):
     ) -> dict[str, float]:
         if "batch_indexes" in batch and not self.config.allow_off_policy:
             raise ConfigError(
-                f"{type(self).__name__} learns from what it has just sampled, this batch was drawn "
-                "from a replay buffer: set allow_off_policy=True if that is meant"
+                f"{type(self).__name__} is an on-policy algorithm, but this batch was drawn from a "
+                "replay buffer: set allow_off_policy=True to allow this"
             )
         return super().learn_on_minibatches(batch, num_sgd_iter, sgd_minibatch_size)

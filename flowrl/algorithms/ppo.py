@@ -23,20 +23,22 @@ class PPOConfig(OnPolicyConfig):
     num_sgd_iter: Count = 10
     sgd_minibatch_size: int = Field(default=128, ge=0)
     clip_param: Schedule = 0.2
-    """The probability ratio is clipped to 1 ± this: a number, or a schedule over env steps."""
+    """Clip the probability ratio to 1 ± this; a number, or a schedule over env steps."""
     vf_clip_param: Positive | None = None
-    """New values are clipped to the old ones ± this; None does not clip."""
+    """Clip new values to the old values ± this; None does not clip."""
     standardize_advantages: bool = True
     kl_coeff: NotNegative = 0.0
-    """Weight of the KL penalty, which adapts to `kl_target`; 0 switches it off."""
+    """Initial weight of the KL penalty; it adapts to `kl_target`. 0 disables the penalty."""
     kl_target: Positive = 0.01
-    """KL [nats] between the policies before and after learning that the coefficient aims at."""
+    """Target KL divergence in nats between the policies before and after training on a batch, to
+    which the weight of the penalty adapts."""
     kl_stop: Positive | None = None
-    """No further pass over a batch after one with a mean KL above this; None never stops."""
+    """Stop training on a batch after a pass whose mean KL divergence in nats exceeds this; None
+    never stops early."""
 
 
 class PPOTorchPolicy(OnPolicyPolicy):
-    """A policy that learns by PPO's clipped surrogate objective."""
+    """A policy that is trained with PPO's clipped surrogate objective."""
 
     config_class = PPOConfig
     config: PPOConfig
@@ -46,7 +48,8 @@ class PPOTorchPolicy(OnPolicyPolicy):
         self.kl_coeff = self.config.kl_coeff
 
     def loss(self, batch: TensorBatch) -> torch.Tensor:
-        """Equation 9 of the paper, over rows [B], plus the KL penalty of equation 8."""
+        """Return the loss of equation 9 of the paper, averaged over rows [B], plus the KL penalty
+        of equation 8."""
         config = self.config
         inputs, _ = self.model.from_batch(batch)
         values = self.model.value_function()
@@ -78,29 +81,29 @@ class PPOTorchPolicy(OnPolicyPolicy):
         if limit is None:
             return torch.nn.functional.mse_loss(values, targets)
         old = batch["vf_preds"]
-        near = old + (values - old).clamp(-limit, limit)
-        return torch.maximum((values - targets) ** 2, (near - targets) ** 2).mean()
+        clipped = old + (values - old).clamp(-limit, limit)
+        return torch.maximum((values - targets) ** 2, (clipped - targets) ** 2).mean()
 
     def end_epoch(self, batch: Any, stats: dict[str, float]) -> bool:
-        """Stop learning from the batch when the policy has moved too far from the one that
-        sampled it."""
+        """Return True, which stops training on the batch, if the KL divergence from the sampling
+        policy exceeds `kl_stop`."""
         if self.config.kl_stop is None:
             return False
         kl = self.learner.mean_over_group(self.describe(batch)["kl"])
         return kl is not None and kl > self.config.kl_stop
 
     def end_learning(self, batch: Any, stats: dict[str, float]) -> dict[str, float]:
-        """Adapt the KL coefficient; add what the whole batch tells."""
-        stats_of_batch = self.describe(batch)
+        """Adapt the KL coefficient; return statistics of the whole batch."""
+        batch_stats = self.describe(batch)
         if self.kl_coeff:
-            kl = self.learner.mean_over_group(stats_of_batch["kl"])
+            kl = self.learner.mean_over_group(batch_stats["kl"])
             self.kl_coeff = adapted(self.kl_coeff, kl or 0.0, self.config.kl_target)
         clip = value_at(self.config.clip_param, self.timestep)
-        return {**stats_of_batch, "cur_kl_coeff": self.kl_coeff, "cur_clip_param": clip}
+        return {**batch_stats, "cur_kl_coeff": self.kl_coeff, "cur_clip_param": clip}
 
     def describe(self, batch: Any) -> dict[str, float]:
-        """KL from the sampling policy [nats], entropy [nats], and the share of the value
-        targets' variance that the values explain, over all rows of a batch."""
+        """Return statistics over all rows of a batch: the mean KL divergence from the sampling
+        policy [nats], the mean entropy [nats], and the explained variance of the values."""
         with torch.inference_mode():
             rows = self.tensors(batch)
             inputs, _ = self.model.from_batch(rows, is_training=False)
@@ -110,11 +113,11 @@ class PPOTorchPolicy(OnPolicyPolicy):
             entropy = dist.entropy().mean()
             targets = rows["value_targets"]
             variance = float(targets.var(correction=0))
-            left = float((targets - values).var(correction=0))
+            residual = float((targets - values).var(correction=0))
         return {
             "kl": float(kl),
             "entropy": float(entropy),
-            "vf_explained_var": 1 - left / variance if variance else float("nan"),
+            "vf_explained_var": 1 - residual / variance if variance else float("nan"),
         }
 
     def get_state(self) -> dict[str, Any]:
@@ -127,13 +130,13 @@ class PPOTorchPolicy(OnPolicyPolicy):
 
 
 def clipped_surrogate(ratio: torch.Tensor, advantages: torch.Tensor, clip: float) -> torch.Tensor:
-    """Equation 7 of the paper, the mean over rows [B]: what is to be maximized."""
+    """Return the objective to maximize (equation 7 of the paper), the mean over rows [B]."""
     clipped = ratio.clamp(1 - clip, 1 + clip)
     return torch.minimum(advantages * ratio, advantages * clipped).mean()
 
 
 def adapted(kl_coeff: float, kl: float, kl_target: float) -> float:
-    """The next coefficient of the KL penalty (section 4 of the paper); 0 stays 0."""
+    """Return the next coefficient of the KL penalty (section 4 of the paper); 0 stays 0."""
     if kl > 1.5 * kl_target:
         return min(2 * kl_coeff, 1e6)
     if kl_coeff and kl < kl_target / 1.5:

@@ -1,4 +1,4 @@
-"""R2D2: recurrent Q-learning from replayed sequences (Kapturowski et al. 2019)."""
+"""R2D2: recurrent Q-learning from replayed sequences (Kapturowski et al. 2019, ICLR)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flowrl.policies.torch_policy import TensorBatch
 from flowrl.settings import ConfigError, Count, Positive
 from flowrl.trainer.algorithm import Algorithm
 
-PREVIOUS = {"prev_actions": "actions", "prev_rewards": "rewards"}  # views of the step before
+PREVIOUS = {"prev_actions": "actions", "prev_rewards": "rewards"}  # view of the previous step
 
 
 class R2D2Config(DQNConfig):
@@ -29,29 +29,32 @@ class R2D2Config(DQNConfig):
         fcnet_hiddens=[64], use_lstm=True, lstm_cell_size=64, max_seq_len=20, burn_in=10
     )
     rollout_fragment_length: Count | Literal["auto"] = 60
-    """Sequences are parts of fragments, so this is to be some of `max_seq_len`."""
+    """Env steps of each environment per fragment; "auto" makes one round of all workers one train
+    batch. Sequences do not cross fragments, so use a multiple of `max_seq_len`."""
     train_batch_size: Count = 32
     """Sequences per train batch, drawn from the replay buffer."""
     n_step: Count = 5
-    """Steps of reward before a target's value, within a sequence."""
+    """Maximum number of rewards in a target before the value of the next state (n-step returns);
+    fewer at the end of a sequence."""
     zero_init_states: bool = False
-    """Sequences begin with zeros instead of the state that the sampler had."""
+    """Start sequences with recurrent states of zeros; if False, with the stored states of the
+    sampler."""
     use_h_function: bool = True
-    """Values are of returns that are rescaled (Pohlen et al. 2018, proposition A.2)."""
+    """Learn values of rescaled returns (Pohlen et al. 2018, arXiv 1805.11593, proposition A.2)."""
     h_function_epsilon: Positive = 1e-3
-    """How much of a return is not rescaled, so that it can be found again."""
+    """Weight of the linear term of the rescaling, which makes it invertible."""
 
     @model_validator(mode="after")
-    def _plain_values(self) -> Self:
+    def _check_value_settings(self) -> Self:
         for name, value in (("num_atoms", 1), ("noisy", False)):
             if getattr(self, name) != value:
-                raise ValueError(f"{name} is DQN's, R2D2 has no such values: leave it out")
+                raise ValueError(f"{name}: R2D2 does not support this option of DQN: leave it out")
         if self.replay_mode == "lockstep":
             raise ValueError('replay_mode="lockstep" draws rows, R2D2 learns from sequences')
         return self
 
     def buffer_settings(self, policy_id: str, shard: int) -> dict[str, Any]:
-        """Sequences, whose steps the loss adds up itself."""
+        """Return the arguments of a ReplayBuffer of sequences; the loss computes n-step returns."""
         return {
             **super().buffer_settings(policy_id, shard),
             "n_step": 1,
@@ -62,10 +65,10 @@ class R2D2Config(DQNConfig):
 
 
 class R2D2TorchPolicy(DQNTorchPolicy):
-    """A policy that remembers, and learns the values of its actions from whole sequences.
+    """A policy with a recurrent network that learns Q-values from sequences.
 
-    Each begins with the state that was stored with it, which the burn-in brings up to date for both
-    networks; one step more than it has rows is unrolled, for the value of what came last.
+    Each sequence starts with its stored recurrent state, which the burn-in refreshes for both
+    networks. Sequences are unrolled for one additional step, to evaluate their last next state.
     """
 
     config_class = R2D2Config
@@ -74,28 +77,31 @@ class R2D2TorchPolicy(DQNTorchPolicy):
     def check_views(self) -> None:
         if not self.is_recurrent:
             raise ConfigError(
-                'R2D2 needs a network that remembers: model={"use_lstm": True}, or DQN without'
+                'R2D2 needs a recurrent network: set model={"use_lstm": True}, or use DQN'
             )
         states = {name for name in self.model.view_requirements if name.startswith("state_in_")}
-        others = set(self.model.view_requirements) - {"obs", *PREVIOUS} - states
-        stacked = self.model.view_requirements["obs"].is_window
-        if others or stacked or self.config.model.use_attention:
+        extra_views = set(self.model.view_requirements) - {"obs", *PREVIOUS} - states
+        is_stacked = self.model.view_requirements["obs"].is_window
+        if extra_views or is_stacked or self.config.model.use_attention:
             raise ConfigError(
-                "R2D2's network sees observations and what was done and gained before, not "
-                f"{sorted(others) or 'several observations at once'}"
+                "R2D2's network may read the observation, the previous action and the previous "
+                f"reward, not {sorted(extra_views) or 'several observations at once'}"
             )
 
     def loss(self, batch: TensorBatch) -> torch.Tensor:
-        """Huber loss of the TD errors of double Q-learning after up to `n_step` steps, fewer at a
-        sequence's end: h(R + gamma^k h^-1(Q_target(s', argmax_a Q(s', a)))) (Kapturowski et al.
-        2019, section 2.3), weighted by `weights` [B] where there are some."""
+        """Return the mean Huber loss of the TD errors, weighted by the column `weights` [B] if
+        there is one.
+
+        The targets of double Q-learning are h(R + gamma^k h^-1(Q_target(s', argmax_a Q(s', a))))
+        after up to `n_step` steps (Kapturowski et al. 2019, section 2.3).
+        """
         if "seq_lens" not in batch:
             raise ConfigError(
-                "R2D2 learns from sequences: draw from config.replay_buffer(), or a ReplayBuffer "
-                'with storage_unit="sequences"'
+                "R2D2 learns from sequences: draw from config.replay_buffer(), or from a "
+                'ReplayBuffer with storage_unit="sequences"'
             )
         lens = batch.array("seq_lens").astype(np.int64)
-        unrolled = self._unrolled(batch, lens)
+        unrolled = self._with_last_next_states(batch, lens)
         q_function = self.q_function
         uses_state_value = q_function.uses_state_value
         outputs, _ = self.model.from_batch(unrolled)
@@ -111,15 +117,16 @@ class R2D2TorchPolicy(DQNTorchPolicy):
         loss = q_function.td_loss(outputs[rows], state_values, batch["actions"], targets)
         return self._mean_loss(batch, loss)
 
-    def _unrolled(self, batch: TensorBatch, lens: np.ndarray) -> TensorBatch:
-        """What the networks see: the rows of each sequence, and what came after its last."""
-        places, last = _unrolled_rows(lens), np.cumsum(lens) - 1
+    def _with_last_next_states(self, batch: TensorBatch, lens: np.ndarray) -> TensorBatch:
+        """Return the networks' input columns, with the last next state of each sequence as an
+        additional row at its end."""
+        positions, last = _unrolled_rows(lens), np.cumsum(lens) - 1
         ends = last + 1 + np.arange(len(lens))
 
-        def joined(rows: Any, after: Any) -> np.ndarray:
-            made = np.empty((len(rows) + len(lens), *rows.shape[1:]), rows.dtype)
-            made[places], made[ends] = rows, after[last]
-            return made
+        def append_last(rows: Any, next_rows: Any) -> np.ndarray:
+            column = np.empty((len(rows) + len(lens), *rows.shape[1:]), rows.dtype)
+            column[positions], column[ends] = rows, next_rows[last]
+            return column
 
         columns: dict[str, Any] = {"seq_lens": (lens + 1).astype(np.int32)}
         for name in self.model.view_requirements:
@@ -127,8 +134,10 @@ class R2D2TorchPolicy(DQNTorchPolicy):
                 state = batch.array(name)
                 columns[name] = np.zeros_like(state) if self.config.zero_init_states else state
             else:
-                after = "new_obs" if name == "obs" else PREVIOUS[name]
-                columns[name] = optree.tree_map(joined, batch.array(name), batch.array(after))
+                next_name = "new_obs" if name == "obs" else PREVIOUS[name]
+                columns[name] = optree.tree_map(
+                    append_last, batch.array(name), batch.array(next_name)
+                )
         unrolled = TensorBatch(SampleBatch.unchecked(columns), self.device)
         unrolled.burn_in = batch.burn_in
         return unrolled
@@ -139,43 +148,44 @@ class R2D2TorchPolicy(DQNTorchPolicy):
         """Return the targets [B] of the batch's actions.
 
         Args:
-            batch: sequences one after another.
-            lens: their lengths.
-            scores: by which next actions are chosen, [B + sequences, n].
-            target_q: the target network's values of the next actions, alike.
+            batch: consecutive sequences.
+            lens: their lengths, [sequences].
+            scores: scores that select the next actions, [B + sequences, n].
+            target_q: Q-values of the target network, [B + sequences, n].
         """
         gamma, eps = self.config.gamma, self.config.h_function_epsilon
         rewards = batch.array("rewards").astype(np.float64)
-        left = np.repeat(np.cumsum(lens), lens) - np.arange(len(rewards))  # rows to the end
-        steps = np.minimum(self.config.n_step, left)
-        gained = np.zeros(len(rewards))
+        remaining = np.repeat(np.cumsum(lens), lens) - np.arange(len(rewards))  # in the sequence
+        steps = np.minimum(self.config.n_step, remaining)
+        returns = np.zeros(len(rewards))
         for k in range(int(steps.max(initial=0))):
-            some = np.flatnonzero(steps > k)
-            gained[some] += gamma**k * rewards[some + k]
-        reached = _unrolled_rows(lens) + steps
-        best = target_q[reached, scores[reached].argmax(1)].astype(np.float64)
+            rows = np.flatnonzero(steps > k)
+            returns[rows] += gamma**k * rewards[rows + k]
+        next_rows = _unrolled_rows(lens) + steps
+        next_values = target_q[next_rows, scores[next_rows].argmax(1)].astype(np.float64)
         if self.config.use_h_function:
-            best = unscaled(best, eps)
-        over = np.repeat(batch.array("terminateds")[np.cumsum(lens) - 1], lens) & (steps == left)
-        goals = gained + np.where(over, 0.0, gamma**steps * best)
-        return (scaled(goals, eps) if self.config.use_h_function else goals).astype(np.float32)
+            next_values = unscaled(next_values, eps)
+        is_terminated = np.repeat(batch.array("terminateds")[np.cumsum(lens) - 1], lens)
+        is_terminal = is_terminated & (steps == remaining)
+        targets = returns + np.where(is_terminal, 0.0, gamma**steps * next_values)
+        return (scaled(targets, eps) if self.config.use_h_function else targets).astype(np.float32)
 
 
 def scaled(x: np.ndarray, eps: float) -> np.ndarray:
-    """h(x) = sign(x) (sqrt(|x| + 1) - 1) + eps x (Pohlen et al. 2018, arXiv 1805.11593)."""
-    made: np.ndarray = np.sign(x) * (np.sqrt(np.abs(x) + 1) - 1) + eps * x
-    return made
+    """Return h(x) = sign(x) (sqrt(|x| + 1) - 1) + eps x (Pohlen et al. 2018, arXiv 1805.11593)."""
+    result: np.ndarray = np.sign(x) * (np.sqrt(np.abs(x) + 1) - 1) + eps * x
+    return result
 
 
 def unscaled(x: np.ndarray, eps: float) -> np.ndarray:
-    """The inverse of `scaled`."""
+    """Return the inverse of `scaled`."""
     root = np.sqrt(1 + 4 * eps * (np.abs(x) + 1 + eps))
-    made: np.ndarray = np.sign(x) * (((root - 1) / (2 * eps)) ** 2 - 1)
-    return made
+    result: np.ndarray = np.sign(x) * (((root - 1) / (2 * eps)) ** 2 - 1)
+    return result
 
 
 def _unrolled_rows(lens: np.ndarray) -> np.ndarray:
-    """Where rows lie when each sequence has one row more at its end."""
+    """Return the row numbers of a batch's rows after a row is added at the end of each sequence."""
     return np.arange(int(lens.sum())) + np.repeat(np.arange(len(lens)), lens)
 
 

@@ -1,5 +1,5 @@
-"""SAC: soft actor-critic (Haarnoja et al. 2018, arXiv 1812.05905); for Discrete actions that of
-Christodoulou 2019 (arXiv 1910.07207)."""
+"""SAC: soft actor-critic (Haarnoja et al. 2018, arXiv 1812.05905); for Discrete actions the variant
+of Christodoulou 2019 (arXiv 1910.07207)."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ from flowrl.trainer.config import AlgorithmConfig
 
 
 class SACSettings(ActorCriticSettings):
-    """What SAC and CQL share."""
+    """Settings that SAC and CQL share."""
 
     initial_alpha: Positive = 1.0
-    """The temperature at first: what an entropy of 1 is worth, in rewards."""
+    """Initial temperature: weight of the entropy relative to the rewards."""
     target_entropy: float | Literal["auto"] | None = "auto"
-    """Entropy in nats that the temperature is learned for: "auto" is minus the number of action
-    dimensions, 0.98 of the largest for Discrete actions. None: the temperature stays."""
+    """Target entropy in nats, to which the temperature adapts: "auto" uses minus the number of
+    action dimensions, or 0.98 of the maximum entropy for Discrete actions. None keeps the
+    temperature fixed."""
     entropy_lr: Schedule | None = None
-    """Learning rate of the temperature; None: `lr`."""
+    """Learning rate of the temperature; None uses `lr`."""
 
 
 class SACConfig(ActorCriticConfig, SACSettings):
@@ -47,10 +48,10 @@ class SACConfig(ActorCriticConfig, SACSettings):
 
 
 class SACTorchPolicy(ActorCriticPolicy):
-    """A policy that is to be as random as it can while it gains as much.
+    """A policy that maximizes its rewards plus its weighted entropy.
 
     Attributes:
-        target_entropy: in nats; None where the temperature stays.
+        target_entropy: in nats; None if the temperature is fixed.
     """
 
     config_class: ClassVar[type[AlgorithmConfig]] = SACConfig
@@ -73,15 +74,15 @@ class SACTorchPolicy(ActorCriticPolicy):
 
     @property
     def is_discrete(self) -> bool:
-        """Whether actions are numbers."""
+        """Whether the action space is Discrete."""
         return isinstance(self.action_space, spaces.Discrete)
 
     @property
     def target_entropy(self) -> float | None:
-        """In nats; None where the temperature stays."""
-        wanted: float | None = self.config.target_entropy
-        if wanted != "auto":
-            return wanted
+        """Target entropy in nats; None if the temperature is fixed."""
+        target: float | None = self.config.target_entropy
+        if target != "auto":
+            return target
         if self.is_discrete:
             return 0.98 * math.log(int(self.action_space.n))  # type: ignore[attr-defined]
         return -float(math.prod(self.action_space.shape or ()))
@@ -101,12 +102,12 @@ class SACTorchPolicy(ActorCriticPolicy):
         if not self.is_discrete:
             return super().action_values(batch)
         values = self.model.q_values(batch["obs"])
-        chosen = batch["actions"].long()[None, :, None].expand(len(values), -1, 1)
-        return values.gather(2, chosen).squeeze(2)
+        actions = batch["actions"].long()[None, :, None].expand(len(values), -1, 1)
+        return values.gather(2, actions).squeeze(2)
 
     def next_values(self, new_obs: Any) -> np.ndarray:
-        """Equation 3 of the paper: min Q(s', a') - alpha log pi(a' | s'), of an action drawn; of
-        Discrete actions the expectation (Christodoulou 2019, equation 10)."""
+        """Return min Q(s', a') - alpha log pi(a' | s') [B] for a sampled action a' (equation 3 of
+        the paper); its expectation for Discrete actions (Christodoulou 2019, equation 10)."""
         outputs = self.model.outputs_numpy(new_obs)
         if not self.is_discrete:
             actions, logp = self.dist_class.act(outputs, self.learner.rng, True)
@@ -120,7 +121,8 @@ class SACTorchPolicy(ActorCriticPolicy):
         return expected
 
     def actor_loss(self, batch: TensorBatch) -> torch.Tensor:
-        """Equations 9 and 18 of the paper: the actor's loss and the temperature's."""
+        """Return the losses of the actor and of the temperature (equations 9 and 18 of the
+        paper)."""
         alpha = self._log_alpha.detach().exp()
         outputs = self.model.outputs(batch["obs"])
         if self.is_discrete:
@@ -141,7 +143,7 @@ class SACTorchPolicy(ActorCriticPolicy):
     def _discrete_loss(
         self, batch: TensorBatch, outputs: torch.Tensor, alpha: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Christodoulou 2019, equation 12, and the mean entropy."""
+        """Return the actor's loss (Christodoulou 2019, equation 12) and the mean entropy."""
         logp = torch.log_softmax(outputs, 1)
         probs = logp.exp()
         with torch.no_grad():

@@ -1,4 +1,5 @@
-"""SimpleQ: Q-learning with a network, a replay buffer and a target network (Mnih et al. 2013)."""
+"""SimpleQ: Q-learning with a network and a replay buffer (Mnih et al. 2013, arXiv 1312.5602) and a
+target network (Mnih et al. 2015)."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from flowrl.algorithms.dqn import DQN, DQNConfig
 
 
 class SimpleQConfig(DQNConfig):
-    """DQN's settings, with all that was added to it later switched off."""
+    """DQN's settings without double Q-learning, dueling networks and prioritized replay."""
 
     algorithm: ClassVar[str] = "flowrl.algorithms.simple_q:SimpleQ"
 

@@ -1,5 +1,8 @@
-"""TD3: twin delayed deep deterministic policy gradients (Fujimoto et al. 2018, arXiv 1802.09477);
-DDPG (Lillicrap et al. 2016, arXiv 1509.02971) is what is left without its three remedies."""
+"""TD3: twin delayed deep deterministic policy gradients (Fujimoto et al. 2018, arXiv 1802.09477).
+
+DDPG (Lillicrap et al. 2016, arXiv 1509.02971) is TD3 with one critic, without delayed updates and
+without noise on target actions.
+"""
 
 from __future__ import annotations
 
@@ -25,19 +28,19 @@ class TD3Config(ActorCriticConfig):
     plan: str | None = "td3"
     lr: Schedule = 1e-3
     policy_delay: Count = 2
-    """Updates of the critics for each of the actor and the target networks (section 5.2)."""
+    """Critic updates per update of the actor and the target networks (section 5.2)."""
     target_noise: NotNegative = 0.2
-    """Standard deviation of the noise on the target's actions, which are in [-1, 1] (section 5.3);
-    0 for none."""
+    """Standard deviation of the noise on target actions, for actions in [-1, 1] (section 5.3); 0
+    adds none."""
     target_noise_clip: NotNegative = 0.5
-    """The most that it is."""
+    """Clip the noise on target actions to ± this."""
     exploration_config: ExplorationConfig = ExplorationConfig(
         type="GaussianNoise", scale=0.1, random_timesteps=1000
     )
 
 
 class DDPGConfig(TD3Config):
-    """Settings of DDPG: those of TD3 with one critic, without delay and noise on targets."""
+    """Settings of DDPG: TD3 with one critic, without delayed updates and target noise."""
 
     algorithm: ClassVar[str] = "flowrl.algorithms.td3:DDPG"
 
@@ -62,7 +65,7 @@ class TD3TorchPolicy(ActorCriticPolicy):
         return (self.learner.num_updates + 1) % self.config.policy_delay == 0
 
     def update_target(self, tau: float | None = None) -> None:
-        """See TargetNetwork; without `tau` only after updates of the actor."""
+        """Update the target networks; without `tau`, only after updates of the actor."""
         if tau is not None or self.learner.num_updates % self.config.policy_delay == 0:
             super().update_target(tau)
 

@@ -1,5 +1,5 @@
-"""What IMPALA and APPO share: experience of older policies, corrected by V-trace as it is learned
-from (Espeholt et al. 2018, arXiv 1802.01561)."""
+"""The common part of IMPALA and APPO: V-trace, which corrects experience of older policies
+(Espeholt et al. 2018, arXiv 1802.01561)."""
 
 from __future__ import annotations
 
@@ -19,67 +19,68 @@ from flowrl.policies.schedules import Schedule
 from flowrl.policies.torch_policy import TensorBatch, TorchPolicy
 from flowrl.settings import ConfigError, Count, Fraction, Positive
 
-BOOTSTRAP = "bootstrap_values"  # of a network with memory: its values as they were sampled
+BOOTSTRAP = "bootstrap_values"  # column of recurrent networks: the sampler's values of next states
 
 
 class VTraceConfig(AsyncLearnerConfig):
-    """Settings of the algorithms that correct by V-trace."""
+    """Settings of the algorithms with V-trace."""
 
     train_batch_size: Count = 500
     rollout_fragment_length: Count | Literal["auto"] = 50
     min_sample_timesteps_per_iteration: int = Field(default=1000, ge=0)
     lambda_: Fraction = 1.0
-    """Weight of corrections from later steps (the lambda of the paper's remark 2)."""
+    """Discount of temporal differences of later steps in V-trace targets (lambda in remark 2 of the
+    paper)."""
     vtrace_clip_rho_threshold: Positive = 1.0
-    """Largest probability ratio in the temporal differences (rho-bar)."""
+    """Maximum importance ratio in the temporal differences (rho-bar in the paper)."""
     vtrace_clip_c_threshold: Positive = 1.0
-    """Largest ratio in what is carried back from later steps (c-bar)."""
+    """Maximum importance ratio in the weights of later steps (c-bar in the paper)."""
     vtrace_clip_pg_rho_threshold: Positive = 1.0
-    """Largest ratio in the policy's gradient."""
+    """Maximum importance ratio in the policy gradient."""
     entropy_coeff: Schedule = 0.01
     """Weight of the entropy bonus: a number, or a schedule over env steps."""
     vf_loss_coeff: Schedule = 0.5
     """Weight of the value loss: a number, or a schedule over env steps."""
     max_policy_lag: int | None = Field(default=None, ge=0)
-    """The most updates that the weights of a fragment may be old; None for any."""
+    """Maximum age of a fragment's weights, in updates; None for no limit."""
     stale_policy: Literal["drop", "wait"] = "drop"
-    """Drop fragments of older weights, or have workers wait, so that there are none."""
+    """Drop fragments that exceed `max_policy_lag`, or make workers wait so that none does."""
     broadcast_interval: Count = 1
-    """Fragments between two times that their workers are sent new weights."""
+    """Fragments between two broadcasts of new weights to the workers that sampled them."""
     num_aggregation_workers: int = Field(default=0, ge=0)
-    """Tasks that join fragments to train batches, so that the driver gets these alone; 0 joins them
-    in the driver."""
+    """Number of Ray tasks that concatenate fragments to train batches, so that the driver only
+    receives train batches; 0 concatenates them in the driver."""
     replay_proportion: float = Field(default=0.0, ge=0)
-    """Earlier fragments trained on for each new one."""
+    """Replayed fragments to train on per new fragment."""
     replay_buffer_num_slots: int = Field(default=0, ge=0)
-    """Fragments that are kept for that."""
+    """Capacity of the buffer of fragments to replay, in fragments."""
 
     def staleness(self) -> dict[str, Any]:
-        """The options of ParallelRollouts by which fragments do not get too old."""
+        """Return the options of ParallelRollouts that limit the age of fragments."""
         if self.max_policy_lag is None:
             return {}
         if self.stale_policy == "drop":
             return {"max_policy_lag": self.max_policy_lag}
-        most = self.max_policy_lag // self.num_sgd_iter
-        return {"limit": StalenessLimit(self.train_batch_size, most)}
+        max_batches = self.max_policy_lag // self.num_sgd_iter
+        return {"limit": StalenessLimit(self.train_batch_size, max_batches)}
 
     @model_validator(mode="after")
     def _check_waiting(self) -> Self:
         if self.stale_policy == "wait":
             if self.max_policy_lag is None:
                 raise ValueError('stale_policy="wait" needs a max_policy_lag')
-            needed = {
+            required = {
                 "replay_proportion": 0.0,
                 "minibatch_buffer_size": 1,
                 "broadcast_interval": 1,
                 "sgd_minibatch_size": 0,
                 "count_steps_by": "env_steps",
             }
-            for name, only in needed.items():
-                if getattr(self, name) != only:
+            for name, value in required.items():
+                if getattr(self, name) != value:
                     raise ValueError(
-                        f'{name}: stale_policy="wait" can promise no max_policy_lag unless this is '
-                        f"{only!r}, got {getattr(self, name)!r}"
+                        f'{name}: stale_policy="wait" can guarantee max_policy_lag only if this is '
+                        f"{value!r}, got {getattr(self, name)!r}"
                     )
         return self
 
@@ -87,14 +88,14 @@ class VTraceConfig(AsyncLearnerConfig):
     def _check_aggregation(self) -> Self:
         if self.num_aggregation_workers and not self.num_workers:
             raise ValueError(
-                "num_aggregation_workers joins what workers on actors have sampled, and there are "
-                "none: set num_workers"
+                "num_aggregation_workers concatenates fragments of remote workers, but num_workers "
+                "is 0: set num_workers"
             )
         return self
 
 
 class VTraceLearner(TorchLearner):
-    """Keeps trajectories whole when batches are split."""
+    """Splits batches without splitting trajectories."""
 
     def minibatches(self, batch: SampleBatch, size: int) -> Iterator[SampleBatch]:
         """Yield whole trajectories in random order, at least `size` rows at a time."""
@@ -102,28 +103,28 @@ class VTraceLearner(TorchLearner):
             yield from super().minibatches(batch, min(size, batch.count))
             return
         trajectories = _split_trajectories(batch)
-        chosen: list[np.ndarray] = []
+        selected: list[np.ndarray] = []
         rows = 0
-        for number in self.policy.shuffle_rng.permutation(len(trajectories)).tolist():
-            chosen.append(trajectories[number])
-            rows += len(chosen[-1])
+        for index in self.policy.shuffle_rng.permutation(len(trajectories)).tolist():
+            selected.append(trajectories[index])
+            rows += len(selected[-1])
             if rows >= size:
-                yield batch.take_rows(np.concatenate(chosen))
-                chosen, rows = [], 0
-        if chosen:
-            yield batch.take_rows(np.concatenate(chosen))
+                yield batch.take_rows(np.concatenate(selected))
+                selected, rows = [], 0
+        if selected:
+            yield batch.take_rows(np.concatenate(selected))
 
     def share_of(self, batch: SampleBatch, rank: int, size: int) -> SampleBatch | None:
-        """Return whole trajectories, as many as for the other processes."""
+        """Return the whole trajectories of one of `size` processes; None if it gets none."""
         if "seq_lens" in batch:
             return super().share_of(batch, rank, size)
         trajectories = _split_trajectories(batch)
-        begin, end = (len(trajectories) * number // size for number in (rank, rank + 1))
+        begin, end = (len(trajectories) * index // size for index in (rank, rank + 1))
         return batch.take_rows(np.concatenate(trajectories[begin:end])) if end > begin else None
 
 
 class VTracePolicy(TorchPolicy):
-    """Learns from trajectories as they were sampled, with values as they are now."""
+    """Learns from whole trajectories; computes values and V-trace targets while learning."""
 
     learner_class = VTraceLearner
     config_class = VTraceConfig
@@ -132,7 +133,8 @@ class VTracePolicy(TorchPolicy):
     def _act(
         self, input_dict: dict[str, Any], explore: bool
     ) -> tuple[Any, list[np.ndarray], dict[str, np.ndarray]]:
-        """Without values where they cost extra: the learner works out its own."""
+        """Compute actions; skip values where they cost extra, because the learner recomputes
+        them."""
         model = self.model
         if not uses_numpy(model) or set(input_dict) != {"obs"}:
             return super()._act(input_dict, explore)
@@ -141,7 +143,7 @@ class VTracePolicy(TorchPolicy):
         return actions, [], {"action_logp": logp}
 
     def postprocess_fragment(self, fragment: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The values [T, N] at which trajectories are cut, of networks with memory."""
+        """Add the values [T, N] of next states, to bootstrap from, for recurrent networks."""
         if self.is_recurrent and "next_values" in fragment:
             return {BOOTSTRAP: fragment["next_values"]}
         return {}
@@ -149,19 +151,19 @@ class VTracePolicy(TorchPolicy):
     def corrected(
         self, batch: TensorBatch, target_logp: np.ndarray, values: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """V-trace's value targets [B] and advantages [B] of the rows.
+        """Return V-trace value targets [B] and advantages [B], float32.
 
         Args:
-            batch: trajectories one after another, in the order of time.
-            target_logp: of the actions under the policy whose values are wanted, [B].
-            values: of the rows' observations, [B].
+            batch: consecutive trajectories, each in order of time.
+            target_logp: log probabilities of the actions under the target policy, [B].
+            values: values of the observations, [B].
         """
         config = self.config
         ends = trajectory_ends(batch)
-        at_end = np.flatnonzero(ends)
+        end_rows = np.flatnonzero(ends)
         next_values = np.empty_like(values)
         next_values[:-1] = values[1:]
-        next_values[at_end] = self._values_after(batch, at_end)
+        next_values[end_rows] = self._next_values(batch, end_rows)
         targets, advantages = vtrace_of_rows(
             batch.array("action_logp"),
             target_logp,
@@ -177,30 +179,31 @@ class VTracePolicy(TorchPolicy):
         )
         return targets.astype(np.float32), advantages.astype(np.float32)
 
-    def _values_after(self, batch: TensorBatch, rows: np.ndarray) -> np.ndarray:
-        """Values of the states after these rows, 0 where they terminated."""
-        alive = ~batch.array("terminateds")[rows]
+    def _next_values(self, batch: TensorBatch, rows: np.ndarray) -> np.ndarray:
+        """Return the values of the states after these rows, 0 where they terminated."""
+        is_alive = ~batch.array("terminateds")[rows]
         if BOOTSTRAP in batch:
-            after = batch.array(BOOTSTRAP)[rows]
+            next_values = batch.array(BOOTSTRAP)[rows]
         else:
-            after = self.compute_values(batch.array_rows("new_obs", rows))
-        if after is None:
+            next_values = self.compute_values(batch.array_rows("new_obs", rows))
+        if next_values is None:
             raise ConfigError(
-                f"{type(self).__name__} learns from values, but its model gives none: write its "
-                "value_function(), or let a plain module give (outputs, values)"
+                f"{type(self).__name__} learns from values, but its model returns none: implement "
+                "its value_function(), or let a plain module return (outputs, values)"
             )
-        return np.where(alive, after, 0.0)
+        return np.where(is_alive, next_values, 0.0)
 
 
 def _split_trajectories(batch: SampleBatch) -> list[np.ndarray]:
-    """The row numbers of each trajectory."""
+    """Return the row numbers of each trajectory."""
     ends = np.flatnonzero(trajectory_ends(batch))
     begins = np.concatenate([[0], ends[:-1] + 1])
     return [np.arange(b, e + 1) for b, e in zip(begins.tolist(), ends.tolist(), strict=True)]
 
 
 def trajectory_ends(batch: Any) -> np.ndarray:
-    """Of rows one after another: whether the next one does not go on where this one ends, [B]."""
+    """Return whether each row [B] is the last one of its trajectory, bool: the next row is not its
+    next step."""
     column = batch.array if isinstance(batch, TensorBatch) else batch.__getitem__
     episodes, agents, times = column("eps_id"), column("agent_index"), column("t")
     ends = np.ones(len(times), bool)
@@ -221,13 +224,15 @@ def vtrace_of_rows(
     ends: np.ndarray,
     **settings: float,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`vtrace` over rows [B] of trajectories of any lengths, one after another; `ends` [B] says
-    where each ends."""
+    """Apply `vtrace` to rows [B] of consecutive trajectories of any lengths.
+
+    `ends` [B] marks the last row of each trajectory. Returns value targets [B] and advantages [B].
+    """
     last = np.flatnonzero(ends)
     lengths = np.diff(last, prepend=-1)
     steps = np.arange(lengths.max())[:, None]
-    there = steps < lengths  # [T, N], a column for each trajectory
-    rows = np.where(there, steps + (last - lengths + 1), 0)
+    mask = steps < lengths  # [T, N], one column per trajectory
+    rows = np.where(mask, steps + (last - lengths + 1), 0)
     targets, advantages = vtrace(
         behaviour_logp[rows],
         target_logp[rows],
@@ -237,5 +242,5 @@ def vtrace_of_rows(
         steps >= lengths - 1,
         **settings,
     )
-    # column by column, as the rows were
-    return targets.T[there.T], advantages.T[there.T]
+    # transposed, because the rows of one trajectory are consecutive
+    return targets.T[mask.T], advantages.T[mask.T]

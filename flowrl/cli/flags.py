@@ -16,7 +16,10 @@ from flowrl.settings import ConfigError, Settings, nearest
 
 
 def flag_names(record: type[Settings], prefix: str = "", switches: bool = False) -> list[str]:
-    """Every flag of a record; or the switches alone, which have no value: `--x` or `--no-x`."""
+    """Return the flags of a record, without `--`.
+
+    If `switches` is set, return only flags without a value, which are given as `--x` or `--no-x`.
+    """
     names = []
     for name, field in record.model_fields.items():
         flag = f"{prefix}{name.rstrip('_').replace('_', '-')}"
@@ -28,25 +31,25 @@ def flag_names(record: type[Settings], prefix: str = "", switches: bool = False)
     return names
 
 
-def _plain_switches(flags: list[str], switches: set[str]) -> list[str]:
-    """`--x true` and `--x=false` as the `--x` and `--no-x` that tyro takes."""
-    made: list[str] = []
-    for flag in flags:
-        name, given, value = flag.partition("=")
-        told = value if given else flag
-        last = name if given else (made[-1] if made else "")
-        if told.lower() in ("true", "false") and last[2:].replace("_", "-") in switches:
-            if not given:
-                made.pop()
-            head, dot, end = last[2:].rpartition(".")
-            made.append(last if told.lower() == "true" else f"--{head}{dot}no-{end}")
+def _normalize_switches(args: list[str], switches: set[str]) -> list[str]:
+    """Replace `--x true` and `--x=false` by the forms that tyro accepts, `--x` and `--no-x`."""
+    result: list[str] = []
+    for arg in args:
+        name, equals, assigned = arg.partition("=")
+        value = assigned if equals else arg
+        switch = name if equals else (result[-1] if result else "")
+        if value.lower() in ("true", "false") and switch[2:].replace("_", "-") in switches:
+            if not equals:
+                result.pop()
+            head, dot, end = switch[2:].rpartition(".")
+            result.append(switch if value.lower() == "true" else f"--{head}{dot}no-{end}")
         else:
-            made.append(flag)
-    return made
+            result.append(arg)
+    return result
 
 
-def _flat_schedule(flag: str) -> list[str]:
-    """`[[0, 1e-3], [100, 0]]` as the four numbers that a schedule's flag takes."""
+def _flatten_schedule(flag: str) -> list[str]:
+    """Replace a value like `[[0, 1e-3], [100, 0]]` by its numbers, the form that tyro accepts."""
     if not flag.startswith("[["):
         return [flag]
     try:
@@ -56,31 +59,31 @@ def _flat_schedule(flag: str) -> list[str]:
 
 
 def _check_policy(name: str, defaults: Any) -> None:
-    """Refuse `policies.x.config.y` where there is no policy x, or it has no setting y."""
+    """Raise ConfigError for a flag `policies.x.config.y` of an unknown policy x or setting y."""
     policy_id, _, rest = name.removeprefix("policies.").partition(".")
-    given = getattr(defaults, "policies", None) or {}
-    known = given if isinstance(given, dict) else {}
-    specs = {known_id.replace("_", "-"): spec for known_id, spec in known.items()}
+    policies = getattr(defaults, "policies", None) or {}
+    policies = policies if isinstance(policies, dict) else {}
+    specs = {known_id.replace("_", "-"): spec for known_id, spec in policies.items()}
     if policy_id not in specs:
         raise ConfigError(
             f"--policies.{policy_id}: there is no such policy.{nearest(policy_id, list(specs))} "
-            f"There are {', '.join(specs) or 'none to be set by flags'}"
+            f"Policies with flags: {', '.join(specs) or 'none'}"
         )
     config = getattr(specs[policy_id], "config", None)
     if not isinstance(config, Settings):
         return
     head = f"--policies.{policy_id}.config"
     inner, dot, last = rest.removeprefix("config.").rpartition(".")
-    own = flag_names(type(config))
-    if {f"{inner}{dot}{last}", f"{inner}{dot}{last.removeprefix('no-')}"}.isdisjoint(own):
-        hint = nearest(f"{inner}{dot}{last}", own).replace("mean '", f"mean '{head}.")
+    known = flag_names(type(config))
+    if {f"{inner}{dot}{last}", f"{inner}{dot}{last.removeprefix('no-')}"}.isdisjoint(known):
+        hint = nearest(f"{inner}{dot}{last}", known).replace("mean '", f"mean '{head}.")
         raise ConfigError(f"unknown flag --{name}.{hint}")
     if not rest.startswith("config."):
         raise ConfigError(f"unknown flag --{name}. Did you mean '{head}.{rest}'?")
 
 
 def _records(defaults: Settings) -> dict[str, type[Settings]]:
-    """The settings of a plan and of its policies, by what their flags begin with."""
+    """Return the settings records of a plan and of its policies: prefix of the flags -> record."""
     records = {"": type(defaults)}
     policies = getattr(defaults, "policies", None)
     for policy_id, spec in policies.items() if isinstance(policies, dict) else ():
@@ -89,8 +92,8 @@ def _records(defaults: Settings) -> dict[str, type[Settings]]:
     return records
 
 
-def _with_mappings() -> Any:
-    """What lets tyro take a mapping of any content as one JSON object."""
+def _json_registry() -> Any:
+    """Return a tyro registry that parses mappings and optional records from one JSON object."""
     from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
 
     registry = ConstructorRegistry()
@@ -100,13 +103,16 @@ def _with_mappings() -> Any:
         record = _record_or_none(type_info.type)
         if get_origin(type_info.type) is not dict and record is None:
             return None
-        made = (lambda values: values) if record is None else (lambda values: record(**values))
+
+        def parse(args: list[str]) -> Any:
+            if record is None:
+                return _json_object(args[0])
+            return None if args[0] == "None" else record(**_json_object(args[0]))
+
         return PrimitiveConstructorSpec(
             nargs=1,
             metavar="JSON",
-            instance_from_str=lambda given: (
-                None if record is not None and given[0] == "None" else made(_json_object(given[0]))
-            ),
+            instance_from_str=parse,
             is_instance=lambda value: value is None or isinstance(value, (dict, Settings)),
             str_from_instance=lambda value: [_as_json(value)],
         )
@@ -118,7 +124,7 @@ def _with_mappings() -> Any:
         return PrimitiveConstructorSpec(
             nargs=1,
             metavar="SPACE",
-            instance_from_str=_no_space,
+            instance_from_str=_reject_space,
             is_instance=lambda value: value is None or isinstance(value, spaces.Space),
             str_from_instance=lambda value: [str(value)],
         )
@@ -127,7 +133,7 @@ def _with_mappings() -> Any:
 
 
 def _record_or_none(annotation: Any) -> Any:
-    """The record that a setting holds, which may be None."""
+    """Return the record class of a setting that is a record or None; None for other settings."""
     records = [p for p in get_args(annotation) if isinstance(p, type) and issubclass(p, Settings)]
     return records[0] if len(records) == 1 and type(None) in get_args(annotation) else None
 
@@ -138,8 +144,8 @@ def _as_json(value: Any) -> str:
     return "None" if value is None else json.dumps(value, default=repr)
 
 
-def _no_space(given: list[str]) -> Any:
-    raise ValueError(f"a space cannot be given by a flag ({given[0]}): set it in the plan's config")
+def _reject_space(args: list[str]) -> Any:
+    raise ValueError(f"a space cannot be set by a flag ({args[0]}): set it in the plan's config")
 
 
 def _json_object(text: str) -> dict[str, Any]:
@@ -152,10 +158,17 @@ def _json_object(text: str) -> dict[str, Any]:
 def settings_from_flags(
     defaults: Settings, flags: list[str], program: str, run_options: dict[str, Any]
 ) -> Any:
-    """The defaults with the flags applied.
+    """Return the settings with the flags applied.
+
+    Args:
+        defaults: the settings without flags.
+        flags: command-line arguments.
+        program: name of the program in `--help`.
+        run_options: options of the run, for suggestions in error messages: name -> value.
 
     Raises:
-        ConfigError: unknown flag (the nearest is offered), or a value of the wrong type or range.
+        ConfigError: a flag is unknown (the message suggests the nearest one), or a value has the
+            wrong type or range.
         SystemExit: 0 after `--help`.
     """
     if not flags:
@@ -168,11 +181,11 @@ def settings_from_flags(
             if name == "plan":
                 raise ConfigError("--plan: name the plan after the command, `flowrl train PLAN`")
             head, dot, last = name.rpartition(".")
-            plain = f"{head}{dot}{last.removeprefix('no-')}"
+            positive = f"{head}{dot}{last.removeprefix('no-')}"
             if name.startswith("policies."):
                 _check_policy(name, defaults)
-                continue  # tyro knows their settings
-            if name not in accepted and plain not in accepted:
+                continue  # tyro parses their settings
+            if name not in accepted and positive not in accepted:
                 if head in known and "." not in head:
                     raise ConfigError(
                         f"unknown flag --{name}: --{head} takes a JSON object, such as "
@@ -181,34 +194,34 @@ def settings_from_flags(
                 options = [*known, *(option.replace("_", "-") for option in run_options)]
                 hint = nearest(name, options).replace("'", "").replace("mean ", "mean --")
                 raise ConfigError(f"unknown flag --{name}.{hint}")
-    flags = [part for flag in flags for part in _flat_schedule(flag)]
+    flags = [part for flag in flags for part in _flatten_schedule(flag)]
     records = _records(defaults)
     switches = [flag_names(record, prefix, True) for prefix, record in records.items()]
-    flags = _plain_switches(flags, {name for names in switches for name in names})
+    flags = _normalize_switches(flags, {name for names in switches for name in names})
     import tyro
 
-    # a field such as lambda_ has its underscore from Python: the flag goes with or without it
+    # accept flags without the final underscore of fields such as lambda_
     for prefix, record in records.items():
         for name in record.model_fields:
             if name.endswith("_"):
-                bare, whole = f"--{prefix}{name.rstrip('_')}", f"--{prefix}{name}"
+                short, full = f"--{prefix}{name.rstrip('_')}", f"--{prefix}{name}"
                 flags = [
-                    f"{whole}{flag[len(bare) :]}" if re.fullmatch(f"{bare}(=.*)?", flag) else flag
+                    f"{full}{flag[len(short) :]}" if re.fullmatch(f"{short}(=.*)?", flag) else flag
                     for flag in flags
                 ]
-    helping = "--help" in flags or "-h" in flags
-    said = io.StringIO()
+    is_help = "--help" in flags or "-h" in flags
+    stderr = io.StringIO()
     try:
-        silent = contextlib.nullcontext() if helping else contextlib.redirect_stderr(said)
-        with silent, _with_mappings():
+        redirect = contextlib.nullcontext() if is_help else contextlib.redirect_stderr(stderr)
+        with redirect, _json_registry():
             return tyro.cli(
                 type(defaults), default=defaults, args=flags, prog=program, console_outputs=True
             )
     except SystemExit as error:
         if error.code in (0, None):
             raise
-        text = re.sub(r"[│╭╮╰╯─]", " ", said.getvalue())
+        text = re.sub(r"[│╭╮╰╯─]", " ", stderr.getvalue())
         lines = [line.strip() for line in text.splitlines() if line.strip()]
-        short = " ".join(line for line in lines if not line.startswith("For full helptext"))
-        short = re.sub(r"^Value error Error parsing (\w+: |(?=--))|^Invalid choice ", "", short)
-        raise ConfigError(short.split(" Argument helptext:")[0]) from None
+        message = " ".join(line for line in lines if not line.startswith("For full helptext"))
+        message = re.sub(r"^Value error Error parsing (\w+: |(?=--))|^Invalid choice ", "", message)
+        raise ConfigError(message.split(" Argument helptext:")[0]) from None

@@ -1,6 +1,6 @@
-"""Operators: the functions and streams that plans are built from, one file per kind.
+"""Operators: the functions and iterators that plans are built from, one file per kind.
 
-Importing them loads neither torch nor Ray.
+Importing this package loads neither torch nor Ray.
 """
 
 from flowrl.data import BatchRef

@@ -1,4 +1,4 @@
-"""Fragments that stay where they were sampled, and tasks that join them to train batches."""
+"""Operators that leave fragments in Ray's object store and concatenate them in Ray tasks."""
 
 from __future__ import annotations
 
@@ -11,43 +11,42 @@ from flowrl.iter.ray_runtime import node_id
 if TYPE_CHECKING:
     from flowrl.data.batch_ref import Batch
 
-TRIES = 2  # more, of a task whose process died
+MAX_RETRIES = 2  # of a task whose process died
 
 
 def leave_in_store(batch: Batch) -> BatchRef:
-    """for_each on the shards, batch -> BatchRef: leaves it in the object store of its node."""
+    """for_each on the shards, batch -> BatchRef: put the batch into Ray's object store."""
     import ray
 
     return BatchRef([ray.put(batch)], batch.env_steps(), batch.steps_by_policy(), node_id())
 
 
 class AggregateBatches(LocalIterator[Any]):
-    """Train batches of what ConcatBatches gives for fragments by reference: they are fetched and
-    joined by so many tasks at a time, wherever the cluster has room, so that the driver gets one
-    batch where it would get its fragments (a tree with one level between workers and learner).
+    """Train batches from references to their fragments, concatenated in Ray tasks.
 
-    Batches come as they are done. Without tasks, batches pass, and references are joined here. A
-    task whose process dies is run again. Steps of fragments that were lost with their node count as
+    The tasks run on any node of the cluster, so the driver receives one batch instead of its
+    fragments. Batches are returned in the order in which the tasks finish. A task whose process
+    dies is retried. Env steps of fragments that were lost with their node count as
     `num_env_steps_dropped`.
 
     Args:
-        batches: of batches or BatchRefs, such as ParallelRollouts(by_reference=True), then
-            ConcatBatches.
-        num_tasks: at a time; 0 for none.
+        batches: a stream of batches or BatchRefs, such as ParallelRollouts(by_reference=True)
+            followed by ConcatBatches.
+        num_tasks: tasks in flight; 0 concatenates in this process.
 
     Raises:
-        ValueError: a negative number.
+        ValueError: num_tasks is negative.
     """
 
     def __init__(self, batches: LocalIterator[Any], num_tasks: int = 0):
         if isinstance(num_tasks, bool) or not isinstance(num_tasks, int) or num_tasks < 0:
             raise ValueError(
-                f"AggregateBatches: num_tasks is a whole number from 0, got {num_tasks!r}"
+                f"AggregateBatches: num_tasks must be an int of at least 0, got {num_tasks!r}"
             )
         joined: Any
         if num_tasks:
-            where = {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
-            joined = batches.for_each(_join, num_tasks, where, on_error=Retry(TRIES))
+            options = {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
+            joined = batches.for_each(_join, num_tasks, options, on_error=Retry(MAX_RETRIES))
         else:
             joined = batches.for_each(_join)
         joined = joined.combine(_Counted())
@@ -57,23 +56,24 @@ class AggregateBatches(LocalIterator[Any]):
 
 class _Joined(NamedTuple):
     batch: Batch
-    lost: int  # env steps
-    came: int  # bytes, from other nodes to the one where it was joined
-    node: str | None  # that one
+    lost_steps: int  # env steps
+    bytes_received: int  # from other nodes
+    node: str | None  # that concatenated the batch
 
 
 def _join(batch: Batch | BatchRef) -> _Joined:
-    own = node_id()
+    this_node = node_id()
     if not isinstance(batch, BatchRef):
-        return _Joined(batch, 0, 0, own)
+        return _Joined(batch, 0, 0, this_node)
     joined = batch.get()
-    away = sum(node is not None and node != own for node in batch.nodes)
-    came = joined.size_bytes() * away // len(batch.nodes)  # parts are of about the same size
-    return _Joined(joined, batch.env_steps() - joined.env_steps(), came, own)
+    num_remote = sum(node is not None and node != this_node for node in batch.nodes)
+    bytes_received = joined.size_bytes() * num_remote // len(batch.nodes)  # parts of similar size
+    return _Joined(joined, batch.env_steps() - joined.env_steps(), bytes_received, this_node)
 
 
 class _Counted:
-    """combine: the batch, if it has rows; what was lost and what has travelled is counted."""
+    """combine, _Joined -> [batch] or []: count lost env steps and bytes between nodes; drop empty
+    batches."""
 
     def __init__(self) -> None:
         self._node: str | None = None
@@ -81,13 +81,13 @@ class _Counted:
     def __call__(self, joined: _Joined) -> list[Batch]:
         self._node = self._node or node_id()
         counters = _get_shared_metrics().counters
-        sent = joined.batch.size_bytes() if joined.node != self._node else 0
-        for name, n in (
-            ("num_env_steps_dropped", joined.lost),
-            ("num_bytes_between_nodes", joined.came + sent),
+        bytes_sent = joined.batch.size_bytes() if joined.node != self._node else 0
+        for name, count in (
+            ("num_env_steps_dropped", joined.lost_steps),
+            ("num_bytes_between_nodes", joined.bytes_received + bytes_sent),
         ):
-            if n:
-                counters[name] += n
+            if count:
+                counters[name] += count
         return [joined.batch] if joined.batch.count else []
 
     def __repr__(self) -> str:

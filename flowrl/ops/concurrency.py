@@ -1,4 +1,4 @@
-"""Operators that run sub-plans beside each other, and that hand items to threads and back."""
+"""Operators that run sub-plans concurrently, and that exchange items with other threads."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from flowrl.learners.learner import Batch
 from flowrl.learners.thread import LearnedBatch, LearnerThread, LearnFailure
 from flowrl.ops.plan_metrics import Info, record_updates
 
-LIVENESS_S = 1.0  # an idle Dequeue asks its `check` again after so many seconds
+LIVENESS_S = 1.0  # seconds between two calls of `check` by an idle Dequeue
 
 
 class Concurrently(LocalIterator[Any]):
-    """The items of several sub-plans, all of them driven by pulling this one.
+    """The items of several sub-plans (branches), which this iterator pulls.
 
     Args:
         ops: the sub-plans, at least two.
-        mode: "round_robin" takes items in turn, in a fixed order and ratio, waiting for the branch
-            whose turn it is; "async" takes whatever is ready.
-        output_indexes: which branches' items come out; all are driven. None: all.
-        round_robin_weights: items of each branch per turn; fractions accumulate; "*" takes all
-            that is ready. Only for "round_robin".
+        mode: "round_robin" takes items of the branches in turn, in a fixed order and ratio, and
+            waits for each; "async" takes items that are ready.
+        output_indexes: branches whose items are returned; the others are pulled too. None returns
+            the items of all branches.
+        round_robin_weights: items per turn of each branch; fractions accumulate; "*" takes all
+            items that are ready. Only for "round_robin".
 
     Raises:
-        ValueError: fewer than two branches, an index out of range, wrong weights, a `transform`
-            in an "async" branch.
+        ValueError: fewer than two branches, an index out of range, invalid weights, or a
+            `transform` in an "async" branch.
     """
 
     def __init__(
@@ -70,40 +71,40 @@ class Concurrently(LocalIterator[Any]):
 
 
 class Enqueue:
-    """for_each, item -> item: puts it into a bounded queue that another thread reads.
+    """for_each, item -> the same item: put it into a bounded queue that another thread reads.
 
-    While the queue is full nothing is fetched, so no item waits in between.
+    While the queue is full, the plan pulls no items for it.
 
     Args:
-        output_queue: a `queue.Queue` (or LifoQueue, PriorityQueue); or a learner, for its
-            `inqueue`.
+        output_queue: a `queue.Queue`, LifoQueue or PriorityQueue; or a LearnerThread, whose
+            `inqueue` is used.
 
     Raises:
-        ValueError: another kind of queue.
+        ValueError: output_queue is of another type.
     """
 
     def __init__(self, output_queue: queue.Queue[Any] | LearnerThread):
         self._learner = output_queue if isinstance(output_queue, LearnerThread) else None
         if isinstance(output_queue, LearnerThread):
             output_queue = output_queue.inqueue
-        self.queue = _checked(output_queue, "Enqueue")
+        self.queue = _check_queue(output_queue, "Enqueue")
 
     def ready(self) -> bool:
-        """Whether the queue has room.
+        """Return whether the queue has room.
 
         Raises:
-            RuntimeError: it is a learner's that nothing in the plan has started.
+            RuntimeError: the queue is full and belongs to a learner that has not been started.
         """
         full = self.queue.full()
         if full and self._learner is not None and not self._learner.is_alive():
             raise RuntimeError(
-                "Enqueue: its learner has not been started: Dequeue(learner) in a branch of the "
-                "same plan starts it"
+                "Enqueue: its learner has not been started: add a branch with Dequeue(learner), "
+                "which starts it, to the same plan"
             )
         return not full
 
     def waits(self) -> list[Any]:
-        """What fires when it may have room again."""
+        """Return the signal that fires when the queue may have room again."""
         return [queue_signal(self.queue)]
 
     def __call__(self, item: Any) -> Any:
@@ -111,7 +112,7 @@ class Enqueue:
         return item
 
     def extra_stats(self) -> dict[str, Any]:
-        """For `stats()`."""
+        """Return additional entries of `stats()`."""
         return {"queue_size": self.queue.qsize()}
 
     def __repr__(self) -> str:
@@ -119,19 +120,20 @@ class Enqueue:
 
 
 class Dequeue(LocalIterator[Any]):
-    """The items of a queue that another thread fills; of a learner (batch, info) of each batch that
-    it has learned from, which are counted as TrainOneStep does.
+    """The items of a queue that another thread fills.
 
-    An exception in the queue is raised here: that is how a learner's thread says what went wrong.
+    The items of a LearnerThread are (batch, info) for each batch that it has trained on; they are
+    counted like those of TrainOneStep. An exception in the queue is raised here, so the other
+    thread can report errors.
 
     Args:
-        input_queue: a `queue.Queue`; or a learner, which starts and stops with the plan.
-        check: whether the other side still lives; asked when the queue is empty. A learner is asked
-            itself.
+        input_queue: a `queue.Queue`; or a LearnerThread, which starts and stops with the plan.
+        check: returns whether the other thread is alive; called while the queue is empty. None
+            uses `is_alive` of a LearnerThread, or no check for a queue.
 
     Raises:
-        ValueError: another kind of queue.
-        RuntimeError (when pulled): the queue is empty and `check` is false.
+        ValueError: input_queue is of another type.
+        RuntimeError (when pulled): the queue is empty and `check` returns False.
     """
 
     def __init__(
@@ -143,7 +145,7 @@ class Dequeue(LocalIterator[Any]):
         if isinstance(input_queue, LearnerThread):
             learner, input_queue = input_queue, input_queue.outqueue
             check = check or learner.is_alive
-        stage = DequeueStage(_checked(input_queue, "Dequeue"), check, learner)
+        stage = DequeueStage(_check_queue(input_queue, "Dequeue"), check, learner)
         super().__init__(stage, "Dequeue")
 
 
@@ -191,10 +193,10 @@ class DequeueStage(Stage):
     def _next(self) -> Any:
         item = self._get()
         if item is NOT_READY and self._check is not None and not self._check():
-            item = self._get()  # its last words may have come in between
+            item = self._get()  # the thread may have put an item before it ended
             if item is NOT_READY:
                 raise RuntimeError(
-                    "Dequeue: the queue is empty and check() says that nothing will fill it"
+                    "Dequeue: the queue is empty and check() returned False: nothing will fill it"
                 )
         if isinstance(item, BaseException):
             item.add_note("raised in the thread that fills the queue of Dequeue")
@@ -236,17 +238,17 @@ class DequeueStage(Stage):
             self.learner.load_state_dict(state["learner"])
 
 
-def _checked(given: Any, operator: str) -> queue.Queue[Any]:
-    if not isinstance(given, queue.Queue):
-        raise ValueError(f"{operator} takes a queue.Queue, got {type(given).__name__}")
-    return given
+def _check_queue(value: Any, operator: str) -> queue.Queue[Any]:
+    if not isinstance(value, queue.Queue):
+        raise ValueError(f"{operator} takes a queue.Queue, got {type(value).__name__}")
+    return value
 
 
 def _record(learner: LearnerThread, result: LearnedBatch | LearnFailure) -> tuple[Batch, Info]:
     """Count a result of a learner and return (batch, info), as TrainOneStep does.
 
     Raises:
-        Exception: the error that learning raised; the batch counts as dropped.
+        Exception: the learner's error; the batch counts as dropped.
     """
     metrics = _get_shared_metrics()
     batch = result.batch

@@ -28,7 +28,7 @@ class WriteParquet:
     resumed plan starts new files; `remove_newer_files()` deletes those newer than its checkpoint.
 
     Args:
-        folder: of the files, on the machine that runs the plan.
+        folder: folder of the files, on the machine that runs the plan.
         rows_per_file: rows of one policy per file.
     """
 
@@ -71,25 +71,28 @@ class WriteParquet:
 
 
 class ReadParquet(LocalIterator[SampleBatch]):
-    """Endless batches of recorded rows. Each pass reads every row once, in random order: the files
-    are shuffled, and the rows within each file. One file is in memory at a time.
+    """An endless stream of batches of recorded rows.
 
-    Counts rows as `num_env_steps_sampled` and passes as `num_passes_over_data`.
+    Each pass reads every row once, in random order: it shuffles the files, and the rows within each
+    file. One file is in memory at a time. Counts rows as `num_env_steps_sampled` and passes as
+    `num_passes_over_data`.
 
     Args:
         workers: the WorkerSet; the rows must fit its policy.
-        folder: of Parquet files written by WriteParquet or the setting `output`, or one file.
+        folder: folder of Parquet files written by WriteParquet or the setting `output`, or one
+            file.
         batch_size: rows per batch.
         columns: required columns.
-        policy_id: of the policy that collected the rows; files of others are skipped. The policy
-            of the plan with this id trains on them, or its only policy. Batches of a policy other
-            than the default one are MultiAgentBatches.
-        prepare: rows of a file, in recorded order -> the rows to return.
-        seed: of the order; None seeds from the operating system.
+        policy_id: id of the policy that collected the rows; files of other policies are skipped.
+            The policy of the plan with this id trains on the rows, or its only policy. Batches of
+            a policy other than the default one are MultiAgentBatches.
+        prepare: function from the rows of a file, in recorded order, to the rows to return; None
+            returns the rows unchanged.
+        seed: seed of the random order; None seeds from the operating system.
 
-    Raises (when pulled):
-        OfflineDataError: there are no files, or none of this policy; a file cannot be read, lacks a
-            column, or does not fit the policy's spaces.
+    Raises:
+        OfflineDataError (when pulled): there are no files, or none of this policy; a file cannot be
+            read, lacks a column, or does not fit the policy's spaces.
     """
 
     def __init__(
@@ -110,19 +113,19 @@ class ReadParquet(LocalIterator[SampleBatch]):
 
 
 class ReadMinari(LocalIterator[SampleBatch]):
-    """Endless batches of the rows of a Minari dataset (extra `minari`); see ReadParquet. About
-    50,000 rows are in memory at a time.
+    """An endless stream of batches of the rows of a Minari dataset (extra `minari`).
 
-    Actions are converted into those that the policy would return: bounded Box actions are scaled to
-    [-1, 1] (`normalize_actions`), discrete actions count from 0.
+    See ReadParquet. About 50,000 rows are in memory at a time. Actions are converted to the
+    policy's format: bounded Box actions are scaled to [-1, 1] (`normalize_actions`), discrete
+    actions count from 0.
 
     Args:
         dataset_id: e.g. "mujoco/halfcheetah/expert-v0"; downloaded if it is not on this machine.
         workers, batch_size, columns, policy_id, prepare, seed: see ReadParquet.
 
-    Raises (when pulled):
-        OfflineDataError: the extra is not installed; the dataset cannot be read, lacks a column, or
-            does not fit the policy's spaces.
+    Raises:
+        OfflineDataError (when pulled): the extra is not installed; the dataset cannot be read,
+            lacks a column, or does not fit the policy's spaces.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Operators that store experience and give it out again."""
+"""Operators that store experience in replay buffers and draw batches from them."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from flowrl.seeding import random_stream, restore_stream, stream_state
 
 
 class StoreToReplayBuffer:
-    """for_each, batch -> batch: stores it in a replay buffer.
+    """for_each, batch -> the same batch: store it in a replay buffer.
 
-    While it is time to draw, nothing is fetched: so the ratio of trained to sampled steps holds,
-    whichever side is slow. Counts `num_agent_steps_stored`, together and for each policy. A saved
-    plan has the rows.
+    While a draw is due, the plan pulls no batches for it, which keeps the ratio of trained to
+    sampled steps whichever side is slower. Counts `num_agent_steps_stored`, in total and per
+    policy. The state of the plan contains the rows.
 
     Args:
-        local_buffer: a MultiAgentReplayBuffer; or
-        actors: ReplayActors. Batches, or references to them, which do not pass the driver.
+        local_buffer: a MultiAgentReplayBuffer or SimpleReplayBuffer; or
+        actors: ReplayActors, which also store BatchRefs without fetching them to the driver.
 
     Raises:
-        ValueError: neither is given, or both.
+        ValueError: none or both of them are given.
     """
 
     def __init__(
@@ -43,11 +43,12 @@ class StoreToReplayBuffer:
         self.buffer = _one_of(local_buffer, actors, "StoreToReplayBuffer")
 
     def ready(self) -> bool:
-        """Whether it is time to store."""
+        """Return whether storing is due."""
         return bool(self.buffer.can_add())
 
     def waits(self) -> list[Any]:
-        """What a shard is behind with; else it is another branch that has to draw."""
+        """Return the references of batches that slow shards have not stored yet; none if another
+        branch has to draw."""
         return self.buffer.waits() if isinstance(self.buffer, ReplayActors) else []
 
     def __call__(self, batch: Any) -> Any:
@@ -66,7 +67,7 @@ class StoreToReplayBuffer:
         return batch
 
     def extra_stats(self) -> dict[str, Any]:
-        """For `stats()`."""
+        """Return additional entries of `stats()`."""
         return {"rows": len(self.buffer)}
 
     def state_dict(self) -> dict[str, Any]:
@@ -80,17 +81,17 @@ class StoreToReplayBuffer:
 
 
 class Replay(LocalIterator[Any]):
-    """Batches drawn from a replay buffer, without end.
+    """An endless stream of batches drawn from a replay buffer.
 
-    While it is time to store, it gives nothing and lets other branches go on.
+    While storing is due, it is not ready, so other branches run.
 
     Args:
-        local_buffer: a MultiAgentReplayBuffer; or
-        actors: ReplayActors, which end with the plan. A batch's `sources` say its shard.
-        num_async: batches asked for ahead, of all shards together; the ratio counts them as drawn.
+        local_buffer: a MultiAgentReplayBuffer or SimpleReplayBuffer; or
+        actors: ReplayActors, which stop with the plan. The `sources` of a batch name its shard.
+        num_async: batches to request ahead, over all shards; the replay ratio counts them as drawn.
 
     Raises:
-        ValueError: neither is given, or both; a num_async below 1.
+        ValueError: none or both of local_buffer and actors are given, or num_async is below 1.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class Replay(LocalIterator[Any]):
     ):
         buffer = _one_of(local_buffer, actors, "Replay")
         if num_async < 1:
-            raise ValueError(f"Replay: num_async is at least 1, got {num_async}")
+            raise ValueError(f"Replay: num_async must be at least 1, got {num_async}")
         stage: Stage = ReplayStage(buffer)
         if isinstance(buffer, ReplayActors):
             stage = ReplayActorsStage(buffer, num_async)
@@ -149,36 +150,39 @@ class ReplayActorsStage(ReplayStage):
     def __init__(self, actors: ReplayActors, num_async: int):
         super().__init__(actors)
         self._num_async = num_async
-        self._asked: deque[PendingRequest] = deque()
+        self._pending: deque[PendingRequest] = deque()
         self._drawn: deque[Batch] = deque()
         self._sources: tuple[Source, ...] = ()
 
     def _next(self) -> Any:
         while True:
-            self._ask()
+            self._request()
             if self._drawn:
                 batch = self._drawn.popleft()
                 self._sources = batch.sources
                 return batch
-            if not self._asked or not ready_refs([self._asked[0].ref]):
+            if not self._pending or not ready_refs([self._pending[0].ref]):
                 return NOT_READY
-            self._drawn.extend(self.buffer.taken(self._asked.popleft()))
+            self._drawn.extend(self.buffer.taken(self._pending.popleft()))
 
-    def _ask(self) -> None:
-        """Have so many batches on their way: half of them from one shard, so that another one works
-        while these are learned from."""
-        most = max(1, self._num_async // 2)
-        while sum(one.number for one in self._asked) + len(self._drawn) <= self._num_async - most:
+    def _request(self) -> None:
+        """Request batches until `num_async` are in flight.
+
+        One request asks a shard for half of them, so another shard draws while they are trained on.
+        """
+        per_request = max(1, self._num_async // 2)
+        limit = self._num_async - per_request
+        while sum(request.number for request in self._pending) + len(self._drawn) <= limit:
             if not self.buffer.can_draw():
                 return
-            self._asked.append(self.buffer.ask(most))
+            self._pending.append(self.buffer.ask(per_request))
 
     @property
     def sources(self) -> tuple[Source, ...]:
         return self._sources
 
     def waits(self) -> list[Any]:
-        return [self._asked[0].ref] if self._asked else []
+        return [self._pending[0].ref] if self._pending else []
 
     def state_dict(self) -> dict[str, Any]:
         drawn = [[batch, sources_to_list(batch.sources)] for batch in self._drawn]
@@ -186,28 +190,28 @@ class ReplayActorsStage(ReplayStage):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self._asked.clear()
-        self._drawn = deque(with_sources(*one) for one in state.get("drawn", ()))
+        self._pending.clear()
+        self._drawn = deque(with_sources(*pair) for pair in state.get("drawn", ()))
 
     def stop(self) -> None:
-        self._asked.clear()
+        self._pending.clear()
         self._drawn.clear()
         self.buffer.stop()
 
 
 class UpdateReplayPriorities:
-    """for_each, (batch, info) -> the same: rows that were trained on get their absolute TD errors
-    as priorities.
+    """for_each, (batch, info) -> the same pair: set the priorities of the rows that were trained on
+    to their absolute TD errors.
 
-    Takes what TrainOneStep gives; of policies that tell no TD errors, and of rows that were not
-    drawn from a buffer, it takes no notice.
+    Chain it after TrainOneStep. It ignores policies that report no TD errors, and rows that were
+    not drawn from a buffer.
 
     Args:
         local_buffer: the MultiAgentReplayBuffer that the batches were drawn from; or
-        actors: the ReplayActors; priorities go to the shard that a batch came from.
+        actors: the ReplayActors; the shard of a batch receives its priorities.
 
     Raises:
-        ValueError: neither is given, or both.
+        ValueError: none or both of them are given.
     """
 
     def __init__(
@@ -220,16 +224,16 @@ class UpdateReplayPriorities:
 
     def __call__(self, item: Trained) -> Trained:
         batch, info = check_trained(item, "UpdateReplayPriorities")
-        for policy_id, told in info.items():
-            rows = told.get("rows", {})
+        for policy_id, policy_info in info.items():
+            rows = policy_info.get("rows", {})
             if "td_error" not in rows or "batch_indexes" not in rows:
                 continue
             update = policy_id, rows["batch_indexes"], abs(rows["td_error"])
             if isinstance(self.buffer, ReplayActors):
                 if len(batch.sources) != 1:
                     raise ValueError(
-                        f"UpdateReplayPriorities(actors=…): rows drawn at once from one shard are "
-                        f"needed, this batch has {len(batch.sources)} sources"
+                        f"UpdateReplayPriorities(actors=…) needs batches drawn from one shard, but "
+                        f"this batch has {len(batch.sources)} sources: do not concatenate batches"
                     )
                 (source,) = batch.sources
                 self.buffer.update_priorities(source.worker, *update)
@@ -242,44 +246,47 @@ class UpdateReplayPriorities:
 
 
 class SimpleReplayBuffer:
-    """The last `num_slots` batches, whole, drawn uniformly.
+    """Stores the last `num_slots` batches and draws whole batches uniformly.
 
     Args:
-        num_slots: batches; the oldest is overwritten.
-        seed: of the draws; None takes the machine's entropy.
+        num_slots: capacity in batches; a new batch replaces the oldest one.
+        seed: seed of the draws; None seeds from the operating system.
+
+    Raises:
+        ValueError: num_slots is not an int of at least 1.
     """
 
     def __init__(self, num_slots: int, seed: int | None = None):
         if isinstance(num_slots, bool) or not isinstance(num_slots, int) or num_slots < 1:
-            raise ValueError(f"num_slots is a whole number from 1, got {num_slots!r}")
+            raise ValueError(f"num_slots must be an int of at least 1, got {num_slots!r}")
         self.num_slots = num_slots
         self.rng = random_stream(seed, "replay")
         self._batches: deque[Batch] = deque(maxlen=num_slots)
 
     def add(self, batch: Batch) -> None:
-        """Store a batch, which must not be changed afterwards."""
+        """Store a batch without copying it; do not change it afterwards."""
         self._batches.append(batch)
 
     def sample(self) -> Batch:
-        """One of the batches.
+        """Return a random batch.
 
         Raises:
-            ValueError: there are none.
+            ValueError: the buffer is empty.
         """
         if not self._batches:
-            raise ValueError("the replay buffer is empty: store something before drawing from it")
+            raise ValueError("the replay buffer is empty: store a batch before drawing from it")
         return self._batches[int(self.rng.integers(len(self._batches)))]
 
     def can_add(self) -> bool:
-        """Always: there is no ratio to keep."""
+        """Return True, because this buffer keeps no replay ratio."""
         return True
 
     def can_sample(self) -> bool:
-        """Whether there are batches."""
+        """Return whether the buffer contains batches."""
         return bool(self._batches)
 
     def __len__(self) -> int:
-        """Batches that are there."""
+        """Return the number of batches."""
         return len(self._batches)
 
     def state_dict(self) -> dict[str, Any]:
@@ -294,61 +301,68 @@ class SimpleReplayBuffer:
 
 
 class MixInReplay:
-    """combine, batch -> [batch, replayed ones …]: mixes earlier batches in.
+    """combine, batch -> [batch, replayed batches …]: add earlier batches to the stream.
 
     Args:
-        num_slots: batches that are kept to be replayed.
-        replay_proportion: replayed batches for each new one; fractions add up, so 0.5 gives one
-            after every second.
-        seed: of the draws.
+        num_slots: number of latest batches to draw from.
+        replay_proportion: replayed batches per new batch; fractions accumulate, so 0.5 replays one
+            batch after every second new batch.
+        seed: seed of the draws; None seeds from the operating system.
 
     Raises:
-        ValueError: a negative proportion; one above 0 without slots.
+        ValueError: replay_proportion is negative, or is above 0 while num_slots is below 1.
     """
 
     def __init__(self, num_slots: int, replay_proportion: float, seed: int | None = None):
         if not 0 <= replay_proportion < float("inf"):
-            raise ValueError(f"replay_proportion is at least 0, got {replay_proportion!r}")
+            raise ValueError(f"replay_proportion must be at least 0, got {replay_proportion!r}")
         if replay_proportion and num_slots < 1:
             raise ValueError("a replay_proportion above 0 needs num_slots of at least 1")
         self.replay_proportion = replay_proportion
         self.buffer = SimpleReplayBuffer(max(num_slots, 1), seed)
-        self._owed = 0.0
+        self._batches_due = 0.0
 
     def __call__(self, batch: Batch) -> list[Batch]:
-        mixed = [batch]
-        self._owed += self.replay_proportion
-        if len(self.buffer):  # what is new is not mixed with itself
-            while self._owed >= 1 - 1e-9:
-                mixed.append(self.buffer.sample())
-                self._owed -= 1
+        batches = [batch]
+        self._batches_due += self.replay_proportion
+        if len(self.buffer):  # before the new batch is added, so it is not replayed right away
+            while self._batches_due >= 1 - 1e-9:
+                batches.append(self.buffer.sample())
+                self._batches_due -= 1
         if self.replay_proportion:
             self.buffer.add(batch)
-        return mixed
+        return batches
 
     def state_dict(self) -> dict[str, Any]:
-        return {"buffer": self.buffer.state_dict(), "owed": self._owed}
+        return {"buffer": self.buffer.state_dict(), "owed": self._batches_due}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.buffer.load_state_dict(state["buffer"])
-        self._owed = state["owed"]
+        self._batches_due = state["owed"]
 
     def __repr__(self) -> str:
         return f"MixInReplay({self.buffer.num_slots}, {self.replay_proportion})"
 
 
 def _one_of(local_buffer: Any, actors: Any, operator: str) -> Any:
-    """The buffer that is given, if it is one."""
+    """Return the given buffer.
+
+    Raises:
+        ValueError: none or both are given.
+        TypeError: the buffer is of another type.
+    """
     if (local_buffer is None) == (actors is None):
         raise ValueError(f"{operator} takes one of local_buffer and actors")
     if actors is not None:
         if not isinstance(actors, ReplayActors):
-            raise TypeError(f"{operator}: actors is a ReplayActors, got a {type(actors).__name__}")
+            raise TypeError(
+                f"{operator}: actors must be a ReplayActors, got a {type(actors).__name__}"
+            )
         return actors
     methods = ("can_add", "can_sample", "sample", "add")
     if not all(hasattr(local_buffer, name) for name in methods):
         raise TypeError(
-            f"{operator}: local_buffer is a MultiAgentReplayBuffer, got a "
+            f"{operator}: local_buffer must be a MultiAgentReplayBuffer, got a "
             f"{type(local_buffer).__name__}"
         )
     return local_buffer

@@ -1,4 +1,5 @@
-"""ReplayActors: a replay buffer in shards on Ray actors, filled without passing the driver."""
+"""ReplayActors: a replay buffer in shards on Ray actors; its rows do not pass through the driver
+when they are stored."""
 
 from __future__ import annotations
 
@@ -23,80 +24,87 @@ log = logging.getLogger("flowrl")
 
 Batch = SampleBatch | MultiAgentBatch
 Update = tuple[str, np.ndarray, np.ndarray]  # policy id, batch_indexes, priorities
-ADDS_IN_FLIGHT = 4  # of each shard: what it has not stored yet is held in the object store
-UPDATES_KEPT = 64  # of each shard, for its next request
+ADDS_IN_FLIGHT = 4  # maximum per shard; their batches stay in the object store
+UPDATES_KEPT = 64  # maximum per shard until its next request
 
 ORIGIN = "replay"
 
 
 class ReplayShard:
-    """What runs on the actor of one shard."""
+    """One shard of a replay buffer; runs on a Ray actor."""
 
     def __init__(self, make: Callable[[int], MultiAgentReplayBuffer], index: int):
-        self._make = lambda: make(index)
-        self.buffer = self._make()
-        self._seen: set[int] = set()
+        self.buffer = make(index)
+        self._stored_numbers: set[int] = set()
         self._node = node_id()
 
     def add(self, batch: Batch, number: int, node: str | None = None) -> Added:
-        """Store a batch of a node, once."""
-        if number not in self._seen:
-            self._seen.add(number)
-            self._seen.discard(number - 10_000)
+        """Store a batch unless a batch with this number was stored before.
+
+        Args:
+            batch: the batch.
+            number: unique number of the batch.
+            node: id of the node that sent it.
+        """
+        if number not in self._stored_numbers:
+            self._stored_numbers.add(number)
+            self._stored_numbers.discard(number - 10_000)
             self.buffer.add(batch)
-        came = 0 if node == self._node else batch.size_bytes()
-        return Added(len(self.buffer), came, self._node)
+        bytes_received = 0 if node == self._node else batch.size_bytes()
+        return Added(len(self.buffer), bytes_received, self._node)
 
     def serve(self, updates: list[Update], batches: int) -> Served:
-        """Take over priorities, then draw; no batches while there are no rows.
+        """Update priorities, then draw `batches` batches; none if the buffer is empty.
 
         Raises:
-            what the first update that fails raises; the others are made, nothing is drawn.
+            Exception: the error of the first update that failed; the other updates are applied, and
+                nothing is drawn.
         """
-        failed: Exception | None = None
+        first_error: Exception | None = None
         for update in updates:
             try:
                 self.buffer.update_priorities(*update)
             except Exception as error:
-                failed = failed or error
-        if failed is not None:
-            raise failed
+                first_error = first_error or error
+        if first_error is not None:
+            raise first_error
         rows = len(self.buffer)
         drawn = [self.buffer.sample() for _ in range(batches if rows else 0)]
         return Served(drawn, rows, self._node)
 
     def stats(self) -> dict[str, Any]:
-        """See MultiAgentReplayBuffer.stats."""
+        """Return the statistics of the buffer; see MultiAgentReplayBuffer.stats."""
         return self.buffer.stats()
 
     def state_dict(self) -> dict[str, Any]:
-        """Of the buffer."""
+        """Return the state of the buffer."""
         return self.buffer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> int:
-        """Of the buffer; the rows that there are then. Numbers of batches begin anew."""
+        """Load the state of the buffer, forget the numbers of stored batches, and return the number
+        of rows."""
         self.buffer.load_state_dict(state)
-        self._seen.clear()
+        self._stored_numbers.clear()
         return len(self.buffer)
 
 
 class ReplayActors:
-    """Shards of a replay buffer on Ray actors, made when they are first used.
+    """A replay buffer in shards on Ray actors, which start on first use.
 
-    A fragment goes to a shard drawn at random, by reference; batches are drawn from the shards in
-    turn. A shard whose actor dies is made again, empty; its rows count as `num_replay_rows_lost`.
+    It sends references to fragments to random shards, and draws batches from the shards in turn. A
+    shard whose actor dies is replaced by an empty one; its rows count as `num_replay_rows_lost`.
 
     Args:
-        make: shard number -> its MultiAgentReplayBuffer; what that says of the ratio is not asked.
-        num_shards: actors.
-        batch_rows: rows of a drawn batch, about: what it has is counted when it comes.
-        learning_starts, training_intensity: of all shards together; see ReplayRatio.
-        seed: of the choice of shards.
-        colocated: on the node of the process that learns; else where there is room.
-        address: of the Ray cluster, where this process is in none yet.
+        make: shard number -> new MultiAgentReplayBuffer, whose own replay ratio is ignored.
+        num_shards: number of actors.
+        batch_rows: estimated rows of a drawn batch; a received batch is counted exactly.
+        learning_starts, training_intensity: over all shards; see ReplayRatio.
+        seed: seed of the random choice of shards; None seeds from the operating system.
+        colocated: place the actors on the node of this process; if False, on any node.
+        address: address of the Ray cluster, used if this process is not connected to one.
 
     Raises:
-        ValueError: fewer than one shard; see ReplayRatio.
+        ValueError: num_shards or batch_rows is below 1; see ReplayRatio.
     """
 
     def __init__(
@@ -113,7 +121,7 @@ class ReplayActors:
     ):
         for name, value in (("num_shards", num_shards), ("batch_rows", batch_rows)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} is a whole number from 1, got {value!r}")
+                raise ValueError(f"{name} must be an int of at least 1, got {value!r}")
         self._make = make
         self.num_shards = num_shards
         self.batch_rows = batch_rows
@@ -125,47 +133,47 @@ class ReplayActors:
         self._node: str | None = None
         self._nodes: list[str | None] = [None] * num_shards
         self._handles: list[Any] = []
-        self._adds: list[deque[_Add]] = [deque() for _ in range(num_shards)]
+        self._pending_adds: list[deque[_PendingAdd]] = [deque() for _ in range(num_shards)]
         self._updates: list[list[Update]] = [[] for _ in range(num_shards)]
-        self._in_flight = 0  # batches that were asked for
-        self._number = 0
-        self._turn = 0
+        self._in_flight = 0  # batches requested but not received
+        self._last_number = 0  # of the batches sent to shards
+        self._next_shard = 0  # to draw from
         self._owns_ray = False
 
     # -- actors ------------------------------------------------------------------------------------
 
     def handles(self) -> list[Any]:
-        """The actors, made when first asked for."""
+        """Return the actors; start them on the first call."""
         if not self._handles:
             self._owns_ray = start_ray(self.address)
             self._node = node_id()
-            self._handles = [self._new(index) for index in range(self.num_shards)]
+            self._handles = [self._start_shard(index) for index in range(self.num_shards)]
         return self._handles
 
-    def _new(self, index: int) -> Any:
+    def _start_shard(self, index: int) -> Any:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        where: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         if self.colocated and self._node is not None:
-            where["scheduling_strategy"] = NodeAffinitySchedulingStrategy(self._node, soft=False)
-        actor = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0, **where)(ReplayShard)
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(self._node, soft=False)
+        actor = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0, **options)(ReplayShard)
         return actor.remote(self._make, index)
 
-    def _died(self, index: int, error: BaseException) -> None:
-        """Make a shard anew. What it has not stored yet goes to the new one."""
-        log.warning("replay shard %d died and is made again, empty: %s", index, error)
+    def _replace_shard(self, index: int, error: BaseException) -> None:
+        """Replace a dead shard by an empty one and resend the batches that it had not stored."""
+        log.warning("replay shard %d died and is replaced by an empty one: %s", index, error)
         metrics = _get_shared_metrics()
         metrics.counters["num_replay_shard_restarts"] += 1
         metrics.counters["num_replay_rows_lost"] += self.rows[index]
         self.rows[index] = 0
         self._updates[index].clear()
-        self._handles[index] = self._new(index)
-        waiting, self._adds[index] = self._adds[index], deque()
-        self._adds[index].extend(self._sent(index, *add[1:]) for add in waiting)
+        self._handles[index] = self._start_shard(index)
+        unstored, self._pending_adds[index] = self._pending_adds[index], deque()
+        self._pending_adds[index].extend(self._send_batch(index, *add[1:]) for add in unstored)
 
     def stop(self) -> None:
-        """End the actors."""
+        """Stop the actors."""
         import ray
 
         if ray.is_initialized():
@@ -174,7 +182,7 @@ class ReplayActors:
         if self._owns_ray:
             leave_ray()
         self._handles, self._owns_ray = [], False
-        self._adds = [deque() for _ in range(self.num_shards)]
+        self._pending_adds = [deque() for _ in range(self.num_shards)]
         for updates in self._updates:
             updates.clear()
         self._in_flight = 0
@@ -182,46 +190,47 @@ class ReplayActors:
     # -- storing -----------------------------------------------------------------------------------
 
     def can_add(self) -> bool:
-        """Whether it is time to store, and no shard is behind with storing."""
+        """Return whether storing is due and every shard has room for another batch in flight."""
         if self.can_draw():
             return False
-        if any(len(adds) >= ADDS_IN_FLIGHT for adds in self._adds):
-            self._collect()
-        return all(len(adds) < ADDS_IN_FLIGHT for adds in self._adds)
+        if any(len(adds) >= ADDS_IN_FLIGHT for adds in self._pending_adds):
+            self._process_stored()
+        return all(len(adds) < ADDS_IN_FLIGHT for adds in self._pending_adds)
 
     def waits(self) -> list[Any]:
-        """References of what shards are behind with."""
-        return [adds[0].ref for adds in self._adds if len(adds) >= ADDS_IN_FLIGHT]
+        """Return a reference per shard whose batches in flight have reached their maximum."""
+        return [adds[0].ref for adds in self._pending_adds if len(adds) >= ADDS_IN_FLIGHT]
 
     def add(self, batch: Batch | BatchRef) -> None:
-        """Send a batch to a shard; it is not waited for."""
+        """Send a batch to a random shard, without waiting until it is stored."""
         self.handles()
         index = int(self.rng.integers(self.num_shards))
         ref = batch if isinstance(batch, BatchRef) else BatchRef([batch], 0, {})
         for part, node in zip(ref.parts, ref.nodes, strict=True):
-            self._number += 1
-            self._adds[index].append(self._sent(index, part, self._number, node or self._node))
+            self._last_number += 1
+            add = self._send_batch(index, part, self._last_number, node or self._node)
+            self._pending_adds[index].append(add)
         self.ratio.note_stored(batch.agent_steps())
 
-    def _sent(self, index: int, given: Any, number: int, node: str | None) -> _Add:
-        ref = self.handles()[index].add.remote(given, number, node)
-        return _Add(ref, given, number, node)
+    def _send_batch(self, index: int, batch: Any, number: int, node: str | None) -> _PendingAdd:
+        ref = self.handles()[index].add.remote(batch, number, node)
+        return _PendingAdd(ref, batch, number, node)
 
-    def _collect(self) -> None:
-        """Take note of what has been stored."""
+    def _process_stored(self) -> None:
+        """Process the replies of shards that have stored batches."""
         import ray
         from ray.exceptions import ObjectLostError, RayActorError
 
         for index in range(self.num_shards):
-            adds = self._adds[index]
+            adds = self._pending_adds[index]
             while adds and ray.wait([adds[0].ref], timeout=0, fetch_local=False)[0]:
                 try:
-                    self.rows[index], came, self._nodes[index] = ray.get(adds[0].ref)
-                    _count_bytes(came)
+                    self.rows[index], bytes_received, self._nodes[index] = ray.get(adds[0].ref)
+                    _count_bytes(bytes_received)
                 except RayActorError as error:
-                    self._died(index, error)
+                    self._replace_shard(index, error)
                     break
-                except ObjectLostError as error:  # with the worker that had sampled it
+                except ObjectLostError as error:  # its worker died
                     log.warning("a fragment was lost before it was stored: %s", error)
                     _get_shared_metrics().counters["num_replay_fragments_lost"] += 1
                 except Exception:
@@ -232,13 +241,16 @@ class ReplayActors:
     # -- drawing -----------------------------------------------------------------------------------
 
     def can_draw(self) -> bool:
-        """Whether it is time to ask for a batch."""
+        """Return whether a draw is due."""
         return self.ratio.may_draw(self.batch_rows)
 
     def ask(self, most: int = 1) -> PendingRequest:
-        """Ask the shard whose turn it is for batches: as many as are due, up to `most`. It is told
-        the priorities that have come for it first."""
-        index, self._turn = self._turn, (self._turn + 1) % self.num_shards
+        """Request the batches that are due, at most `most`, from the next shard.
+
+        The request also carries the priorities for this shard, which it applies first.
+        """
+        index = self._next_shard
+        self._next_shard = (index + 1) % self.num_shards
         number = 0
         while number < most and self.can_draw():
             self.ratio.note_drawn(self.batch_rows)
@@ -248,23 +260,23 @@ class ReplayActors:
         handle = self.handles()[index]
         return PendingRequest(index, handle.serve.remote(updates, number), number, handle)
 
-    def taken(self, asked: PendingRequest) -> list[Batch]:
-        """What a shard that was asked gave; nothing if it has no rows or is no more.
+    def taken(self, request: PendingRequest) -> list[Batch]:
+        """Return the batches of a finished request; none if the shard is empty or has died.
 
         Raises:
-            what it raised.
+            Exception: the shard's error.
         """
         import ray
         from ray.exceptions import RayActorError
 
-        index, ref, number, handle = asked
+        index, ref, number, handle = request
         self._in_flight -= number
         batches: list[Batch] = []
         try:
             batches, self.rows[index], self._nodes[index] = ray.get(ref)
         except RayActorError as error:
-            if handle is self._handles[index]:  # another request has not said so before
-                self._died(index, error)
+            if handle is self._handles[index]:  # not replaced yet
+                self._replace_shard(index, error)
         finally:
             for _ in range(number - len(batches)):
                 self.ratio.note_drawn(-self.batch_rows, batches=-1)
@@ -278,9 +290,9 @@ class ReplayActors:
     def update_priorities(
         self, shard: int, policy_id: str, batch_indexes: np.ndarray, priorities: np.ndarray
     ) -> None:
-        """Priorities for the shard whose rows they are of; it is told with its next request."""
+        """Set priorities of rows of a shard; they are sent with the next request to it."""
         self._updates[shard].append((policy_id, batch_indexes, priorities))
-        if len(self._updates[shard]) >= UPDATES_KEPT:  # nothing is drawn just now
+        if len(self._updates[shard]) >= UPDATES_KEPT:  # no draws are due for a while
             self._send_updates(shard)
 
     def _send_updates(self, shard: int) -> None:
@@ -288,68 +300,74 @@ class ReplayActors:
         from ray.exceptions import RayActorError
 
         updates, self._updates[shard] = self._updates[shard], []
-        with contextlib.suppress(RayActorError):  # the shard is made again when it is asked
+        with contextlib.suppress(RayActorError):  # the next request replaces the shard
             ray.get(self.handles()[shard].serve.remote(updates, 0))
 
-    # -- the rest ----------------------------------------------------------------------------------
+    # -- statistics and state ----------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """Rows that are there, as far as it is known."""
+        """Return the number of rows, as of the last reply of each shard."""
         return sum(self.rows)
 
     def stats(self) -> list[dict[str, Any]]:
-        """Each shard's figures."""
+        """Return the statistics of each shard."""
         import ray
 
-        told: list[dict[str, Any]] = ray.get([handle.stats.remote() for handle in self.handles()])
-        return told
+        stats: list[dict[str, Any]] = ray.get([handle.stats.remote() for handle in self.handles()])
+        return stats
 
     def state_dict(self) -> dict[str, Any]:
-        """All shards; what is on its way to them is waited for, what is asked of them is not. One
-        that has died is made again, empty."""
+        """Return the state of all shards, after they have stored the batches in flight.
+
+        Pending requests are not part of the state. A shard that has died is replaced by an empty
+        one.
+        """
         ratio = copy(self.ratio)
         for _ in range(self._in_flight):
             ratio.note_drawn(-self.batch_rows, batches=-1)
         return {
-            "shards": [self._state_of(shard) for shard in range(self.num_shards)],
+            "shards": [self._shard_state(shard) for shard in range(self.num_shards)],
             "ratio": ratio.state_dict(),
             "rng": stream_state(self.rng),
-            "number": self._number,
-            "turn": self._turn,
+            "number": self._last_number,
+            "turn": self._next_shard,
         }
 
-    def _state_of(self, shard: int) -> dict[str, Any]:
+    def _shard_state(self, shard: int) -> dict[str, Any]:
         import ray
         from ray.exceptions import RayActorError
 
         while True:
-            while self._adds[shard]:
-                ray.wait([self._adds[shard][0].ref], fetch_local=False)
-                self._collect()
+            while self._pending_adds[shard]:
+                ray.wait([self._pending_adds[shard][0].ref], fetch_local=False)
+                self._process_stored()
             self._send_updates(shard)
             try:
                 state: dict[str, Any] = ray.get(self.handles()[shard].state_dict.remote())
             except RayActorError as error:
-                self._died(shard, error)
+                self._replace_shard(shard, error)
                 continue
             return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave.
+        """Load a state.
 
         Raises:
-            ValueError: it is of another number of shards; a buffer does not fit.
+            ValueError: the state has another number of shards, or a buffer does not fit.
         """
         import ray
 
         shards = state["shards"]
         if len(shards) != self.num_shards:
-            raise ValueError(f"a state of {len(shards)} replay shards for {self.num_shards}")
+            raise ValueError(
+                f"cannot load a state of {len(shards)} replay shards for {self.num_shards} shards: "
+                "set num_replay_shards to the same number"
+            )
         pairs = zip(self.handles(), shards, strict=True)
-        self.rows = ray.get([handle.load_state_dict.remote(own) for handle, own in pairs])
+        self.rows = ray.get([handle.load_state_dict.remote(shard) for handle, shard in pairs])
         self.ratio.load_state_dict(state["ratio"])
         restore_stream(self.rng, state["rng"])
-        self._number, self._turn = int(state["number"]), int(state["turn"])
+        self._last_number, self._next_shard = int(state["number"]), int(state["turn"])
         self._in_flight = 0
         for updates in self._updates:
             updates.clear()
@@ -362,36 +380,36 @@ class PendingRequest(NamedTuple):
     """A request for batches."""
 
     shard: int
-    ref: Any
-    number: int
-    handle: Any
+    ref: Any  # of a Served
+    number: int  # of batches
+    handle: Any  # of the shard's actor
 
 
-class _Add(NamedTuple):
-    """A batch on its way to a shard."""
+class _PendingAdd(NamedTuple):
+    """A batch in flight to a shard."""
 
-    ref: Any
-    given: Any
-    number: int
-    node: str | None
+    ref: Any  # of an Added
+    batch: Any  # a batch, or a reference to one
+    number: int  # of the batch
+    node: str | None  # that has the batch
 
 
 class Served(NamedTuple):
-    """What a shard gives when it is asked for batches."""
+    """A shard's reply to a request for batches."""
 
     batches: list[Batch]
-    rows: int  # that there are
-    node: str | None
+    rows: int  # in the shard
+    node: str | None  # of the shard
 
 
 class Added(NamedTuple):
-    """What a shard tells of a batch that it has stored."""
+    """A shard's reply after it has stored a batch."""
 
-    rows: int  # that there are
-    came: int  # bytes, from another node
-    node: str | None
+    rows: int  # in the shard
+    bytes_received: int  # from another node
+    node: str | None  # of the shard
 
 
-def _count_bytes(number: int) -> None:
-    if number:
-        _get_shared_metrics().counters["num_bytes_between_nodes"] += number
+def _count_bytes(count: int) -> None:
+    if count:
+        _get_shared_metrics().counters["num_bytes_between_nodes"] += count

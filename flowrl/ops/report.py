@@ -20,18 +20,18 @@ Result = dict[str, Any]
 
 
 class StandardMetricsReporting(LocalIterator[Result]):
-    """One result dict per report, from the last training operator of a plan.
+    """A stream of result dicts, one per report; the last operator of a plan.
 
-    A report follows the first item after both `min_sample_timesteps_per_iteration` env steps and
-    `min_time_s_per_iteration` seconds have passed since the last report. By default every item
-    makes a report; only then does a seeded run repeat its reports exactly.
+    It reports on the first item after both `min_sample_timesteps_per_iteration` env steps and
+    `min_time_s_per_iteration` seconds have passed since the last report. By default it reports on
+    every item. Reports of seeded runs repeat exactly only if `min_time_s_per_iteration` is None.
 
     Args:
         train_op: the stream to report on.
         workers: the WorkerSet.
         config: the algorithm's settings.
-        selected_workers: indices (from 0) of the workers whose episodes are reported; None for all.
-            For workers that explore to different degrees.
+        selected_workers: indices (from 0) of the workers whose episodes are reported, for plans
+            whose workers explore differently; None for all.
 
     Raises:
         ValueError: an operator names a policy that does not exist; `policies_to_train` names a
@@ -72,7 +72,11 @@ def training_operators(stage: Stage) -> list[Any]:
 
 
 def check_trained_policies(stage: Stage, config: Any) -> None:
-    """Raise ValueError for operators without their policy, and policies without an operator."""
+    """Check that operators name existing policies, and that `policies_to_train` are trained.
+
+    Raises:
+        ValueError: see StandardMetricsReporting.
+    """
     known = config.get("policies") or (DEFAULT_POLICY_ID,)
     for node, operator in operators_of(stage):
         for attribute in ("policies", "policy_ids"):
@@ -129,13 +133,13 @@ class CollectMetrics:
     """for_each, any item -> result dict: counters, episodes, learner statistics, timers.
 
     The classic names (`episode_reward_mean`, `timesteps_total`, …) and the nested ones
-    (`env_runners/episode_return_mean`, `learners/<policy>/…`) hold the same values; `counters` has
-    everything that operators count, and `trainers` the metrics of each training operator. Episode
-    figures are over the last `window` episodes, NaN before the first episode has ended.
+    (`env_runners/episode_return_mean`, `learners/<policy>/…`) have the same values; `counters`
+    contains all counters of the operators, and `trainers` the metrics of each training operator.
+    Episode statistics are over the last `window` episodes, and NaN before the first episode ends.
 
     Args:
         workers: the WorkerSet.
-        window: episodes that means are taken over.
+        window: number of last episodes that episode statistics are computed over.
         selected_workers: see StandardMetricsReporting.
 
     Raises:
@@ -236,9 +240,9 @@ class CollectMetrics:
                 custom.setdefault(name, []).append(value)
             for name, values in (hist_data or {}).items():
                 histograms.setdefault(name, []).extend(values)
-        only = self._workers.local_worker().policy_map
-        if not by_policy and len(only) == 1:
-            by_policy = {next(iter(only)): returns.tolist()}
+        policies = self._workers.local_worker().policy_map
+        if not by_policy and len(policies) == 1:
+            by_policy = {next(iter(policies)): returns.tolist()}
         return {
             **_spread("episode_reward", returns),
             "episode_len_mean": float(lengths.mean()),
@@ -262,7 +266,7 @@ class CollectMetrics:
         }
 
     def _trainer_metrics(self, plan: PlanMetrics) -> dict[str, Any]:
-        """Return the metrics of each training operator; start counting for the next report."""
+        """Return the metrics of each training operator, and reset them for the next report."""
         for name, trainer in plan.trainers.items():
             totals = self._trainers.setdefault(name, {"num_env_steps_trained": 0, "learners": {}})
             totals["num_env_steps_trained"] += trainer.num_env_steps_trained
@@ -275,26 +279,26 @@ class CollectMetrics:
     def _timers(self, timers: dict[str, Timer], plan: PlanMetrics) -> dict[str, float]:
         """Return mean times [ms] and throughputs [1/s] of operators, and the samplers' times [s].
 
-        The time of updates is `learn_time_ms` with one training operator, else one entry each,
-        `learn_time_ms/<name>`.
+        The time per update is `learn_time_ms` with one training operator, and
+        `learn_time_ms/<name>` for each of several.
         """
-        named = dict(timers)
-        several = len(plan.trainers) > 1
+        timers_by_name = dict(timers)
+        has_several = len(plan.trainers) > 1
         for name, trainer in plan.trainers.items():
             if trainer.learn.count:
-                named[f"learn/{name}" if several else "learn"] = trainer.learn
-        figures: dict[str, float] = {}
-        for name, timer in named.items():
+                timers_by_name[f"learn/{name}" if has_several else "learn"] = trainer.learn
+        result: dict[str, float] = {}
+        for name, timer in timers_by_name.items():
             operator, _, trainer_name = name.partition("/")
             suffix = f"/{trainer_name}" if trainer_name else ""
-            figures[f"{operator}_time_ms{suffix}"] = 1000 * timer.mean
+            result[f"{operator}_time_ms{suffix}"] = 1000 * timer.mean
             if timer.has_units_processed():
-                figures[f"{operator}_throughput{suffix}"] = timer.mean_throughput
-        workers = max(self._workers.num_workers, 1)  # without workers that left
-        timings = [own for worker, own in plan.sampler_timings.items() if worker < workers]
-        for part in {part for own in timings for part in own}:
-            figures[f"sampler_{part}"] = sum(own.get(part, 0.0) for own in timings)
-        return figures
+                result[f"{operator}_throughput{suffix}"] = timer.mean_throughput
+        num_workers = max(self._workers.num_workers, 1)  # removed workers are left out
+        timings = [seconds for i, seconds in plan.sampler_timings.items() if i < num_workers]
+        for part in {part for seconds in timings for part in seconds}:
+            result[f"sampler_{part}"] = sum(seconds.get(part, 0.0) for seconds in timings)
+        return result
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -328,7 +332,7 @@ def _without_rows(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _padded(episode: Sequence[Any]) -> Sequence[Any]:
-    """The fields of an EpisodeMetrics; one that was sent may lack its empty last ones."""
+    """Return all 6 fields of an EpisodeMetrics; workers omit empty fields at its end."""
     return [*episode, None, None, None][:6]
 
 

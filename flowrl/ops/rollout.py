@@ -1,4 +1,4 @@
-"""Operators that make experience and shape it into train batches."""
+"""Operators that sample experience and form train batches."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ Batch = SampleBatch | MultiAgentBatch
 
 
 class ParallelRollouts(LocalIterator[Any]):
-    """Fragments of experience from all workers, without end.
+    """An endless stream of experience from all workers.
+
+    Counts `num_env_steps_sampled` and `num_agent_steps_sampled`; batches carry their `sources`. If
+    the setting `output` names a folder, batches are also written there (see WriteParquet).
 
     Args:
-        workers: the WorkerSet; without remote workers the local one samples.
-        mode: "bulk_sync" joins one fragment of every worker into a batch, all sampled with the
-            newest weights; "async" gives fragments as they come; "raw" gives the ParallelIterator
-            itself, to chain operators that run on the workers (nothing is counted then).
+        workers: the WorkerSet; without remote workers the local worker samples.
+        mode: "bulk_sync" concatenates one fragment of every worker to a batch, all sampled with the
+            newest weights; "async" returns fragments as they arrive; "raw" returns the
+            ParallelIterator, to chain operators that run on the workers; it counts nothing.
         num_async: requests in flight per worker in "async" mode.
-        by_reference: remote workers leave their fragments in Ray's object store, and the stream has
-            BatchRefs: what becomes of them does not pass the driver. Not for "bulk_sync".
-        limit: in "async" mode, how far sampling may be ahead of training; None: as far as queues
-            have room.
-        max_policy_lag: in "async" mode, drop fragments whose weights are more than so many updates
-            older than the newest; their steps count as `num_env_steps_dropped`, too. None: keep
+        by_reference: remote workers leave their fragments in Ray's object store, and the stream
+            contains BatchRefs, so fragments do not pass through the driver. Only for "async".
+        limit: in "async" mode, limits how far sampling runs ahead of training; None: only the
+            capacity of queues limits it.
+        max_policy_lag: in "async" mode, drop fragments whose weights are more than this number of
+            updates older than the newest; their steps count as `num_env_steps_dropped`. None keeps
             all.
 
-    Counts `num_env_steps_sampled` and `num_agent_steps_sampled`; batches carry their `sources`.
-    Where the setting `output` names a folder, they are written there (see WriteParquet).
-
     Raises:
-        ValueError: options that do not go together.
+        ValueError: the options contradict each other or the settings.
     """
 
     def __new__(cls, workers: WorkerSet, **options: Any) -> Any:
@@ -75,42 +75,48 @@ class ParallelRollouts(LocalIterator[Any]):
             limit.steps_per_item = workers.steps_per_fragment()
         shards = workers.parallel_iterator()
         if by_reference and mode == "bulk_sync":
-            raise ValueError('by_reference is for mode="async": "bulk_sync" joins the fragments')
+            raise ValueError(
+                'by_reference is for mode="async", because "bulk_sync" concatenates fragments'
+            )
         if by_reference and workers.num_workers:
             shards = shards.for_each(leave_in_store)
         if mode == "bulk_sync":
-            gathered: LocalIterator[Any] = shards.batch_across_shards()
+            fragments: LocalIterator[Any] = shards.batch_across_shards()
         elif mode == "async":
-            gathered = shards.gather_async(num_async=num_async, limit=limit)
+            fragments = shards.gather_async(num_async=num_async, limit=limit)
         else:
             raise ValueError(f'mode must be "bulk_sync", "async" or "raw", got {mode!r}')
-        counted = gathered.zip_with_source().for_each(CountRollouts(workers))
+        rollouts = fragments.zip_with_source().for_each(CountRollouts(workers))
         output = workers.config.get("output")
         if output is not None:
             if by_reference and workers.num_workers:
                 raise ValueError(
-                    "output: the fragments of this plan do not come to the driver (by_reference), "
-                    "which would write them: use num_workers=0, or a plan without"
+                    "output: the fragments of this plan do not pass through the driver, which "
+                    "writes them: use num_workers=0, or by_reference=False in the plan"
                 )
-            counted = counted.for_each(WriteParquet(output, workers.config["output_rows_per_file"]))
+            write = WriteParquet(output, workers.config["output_rows_per_file"])
+            rollouts = rollouts.for_each(write)
         if max_policy_lag is not None:
-            counted = counted.filter(DropStale(workers, max_policy_lag))
-        super().__init__(counted.stage, f"ParallelRollouts(mode={mode!r})")
+            rollouts = rollouts.filter(DropStale(workers, max_policy_lag))
+        super().__init__(rollouts.stage, f"ParallelRollouts(mode={mode!r})")
         self.stage.name, self.stage.title = "ParallelRollouts", self.name
 
 
 def check_lag(max_policy_lag: int | None) -> None:
-    """Refuse a limit that is none."""
-    whole = isinstance(max_policy_lag, int) and not isinstance(max_policy_lag, bool)
-    if max_policy_lag is not None and (not whole or max_policy_lag < 0):
-        raise ValueError(f"max_policy_lag is a whole number from 0, got {max_policy_lag!r}")
+    """Raise ValueError unless `max_policy_lag` is None or an int of at least 0."""
+    is_int = isinstance(max_policy_lag, int) and not isinstance(max_policy_lag, bool)
+    if max_policy_lag is not None and (not is_int or max_policy_lag < 0):
+        raise ValueError(
+            f"max_policy_lag must be None or an int of at least 0, got {max_policy_lag!r}"
+        )
 
 
 class CountRollouts:
-    """for_each, (sources, fragment or list of them) -> batch: joins, counts, notes the sources.
+    """for_each, (sources, fragment or list of fragments) -> batch: concatenate and count the
+    fragments, and set the `sources` of the batch.
 
-    What is computed from fragments where they were sampled is counted, too, if it has
-    `env_steps()` and `steps_by_policy()` as a batch does.
+    Instead of fragments it takes other results of workers that have `env_steps()` and
+    `steps_by_policy()` like a batch.
     """
 
     def __init__(self, workers: WorkerSet):
@@ -133,22 +139,22 @@ class CountRollouts:
             ended = source.tags.get("episodes", ())
             plan.new_episodes.extend((source.worker, episode) for episode in ended)
             plan.sampler_timings[source.worker] = source.tags.get("timings", {})
-            for fresh in source.tags.get("filters", ()):
+            for filters in source.tags.get("filters", ()):
                 with worker.lock:
-                    for policy_id, seen in fresh.items():
-                        worker.policy_map[policy_id].merge_filter_updates(seen)
+                    for policy_id, policy_filters in filters.items():
+                        worker.policy_map[policy_id].merge_filter_updates(policy_filters)
             plan.worker_health[source.worker, source.incarnation] = WorkerHealth(
                 source.tags.get("env_restarts", 0), source.tags.get("faulty_episodes", 0)
             )
         return batch
 
     def _count_transfers(self, sources: tuple[Source, ...], items: list[Any]) -> None:
-        """Count the bytes of what has come from another node."""
+        """Count the env steps of each worker, and the bytes that were sent by other nodes."""
         for source, item in zip(sources, items, strict=False):
             node, index = source.tags.get("node"), source.worker
             self._workers.nodes[index] = node
-            counted = self._workers.env_steps_by_worker
-            counted[index] = counted.get(index, 0) + source.tags.get("env_steps", 0)
+            steps = self._workers.env_steps_by_worker
+            steps[index] = steps.get(index, 0) + source.tags.get("env_steps", 0)
             if node != self._workers.node and hasattr(item, "size_bytes"):
                 counters = _get_shared_metrics().counters
                 counters["num_bytes_between_nodes"] += item.size_bytes()
@@ -159,7 +165,7 @@ class CountRollouts:
 
 @dataclass(repr=False)
 class DropStale:
-    """filter, batch: false for one whose weights are more than `max_policy_lag` updates old."""
+    """filter, batch: False if its weights are more than `max_policy_lag` updates old."""
 
     workers: WorkerSet
     max_policy_lag: int
@@ -171,11 +177,11 @@ class DropStale:
             for source in batch.sources
             for policy_id, version in source.tags["weights_versions"].items()
         ]
-        fresh = max(lags) <= self.max_policy_lag
-        if not fresh:
+        is_fresh = max(lags) <= self.max_policy_lag
+        if not is_fresh:
             _get_shared_metrics().counters["num_env_steps_dropped"] += batch.env_steps()
             self.workers.update_also(source.worker for source in batch.sources)
-        return fresh
+        return is_fresh
 
     def __repr__(self) -> str:
         return f"DropStale({self.max_policy_lag})"
@@ -183,10 +189,11 @@ class DropStale:
 
 @dataclass
 class ConcatBatches:
-    """combine, batch -> [batch] or []: joins batches until there are `min_batch_size` steps.
+    """combine, batch -> [batch] or []: concatenate batches to batches of at least `min_batch_size`
+    steps.
 
-    Never splits, so a batch may be larger. Empty batches are dropped. Of BatchRefs it makes a
-    BatchRef.
+    Batches are not split, so the result may have more steps. Empty batches are dropped. BatchRefs
+    are concatenated to a BatchRef.
     """
 
     min_batch_size: int
@@ -205,8 +212,8 @@ class ConcatBatches:
     def __call__(self, batch: Batch | BatchRef) -> list[Batch | BatchRef]:
         if not isinstance(batch, (SampleBatch, MultiAgentBatch, BatchRef)):
             raise TypeError(
-                f"ConcatBatches takes batches, got {type(batch).__name__}: does the operator "
-                "before it return what it was given?"
+                f"ConcatBatches takes batches, got {type(batch).__name__}: make sure that the "
+                "operator before it returns the batch"
             )
         if batch.count:
             self._pending.append(batch)
@@ -214,10 +221,10 @@ class ConcatBatches:
             self._steps += batch.agent_steps() if by_agent else batch.env_steps()
         if self._steps < self.min_batch_size:
             return []
-        refs = any(isinstance(one, BatchRef) for one in self._pending)
-        joined = (BatchRef if refs else SampleBatch).concat_samples(self._pending)
+        has_refs = any(isinstance(pending, BatchRef) for pending in self._pending)
+        result = (BatchRef if has_refs else SampleBatch).concat_samples(self._pending)
         self._pending, self._steps = [], 0
-        return [joined]
+        return [result]
 
     def state_dict(self) -> dict[str, Any]:
         return {"pending": list(self._pending), "steps": self._steps}
@@ -228,16 +235,20 @@ class ConcatBatches:
 
 @dataclass
 class SelectExperiences:
-    """for_each, batch -> batch: keeps the rows of these policies; env steps stay.
+    """for_each, batch -> batch: keep the rows of these policies; the number of env steps does not
+    change.
 
-    A SampleBatch, which has one policy, passes.
+    A SampleBatch, which has one policy, passes unchanged.
     """
 
     policy_ids: Collection[str]
 
     def __post_init__(self) -> None:
         if isinstance(self.policy_ids, str) or not isinstance(self.policy_ids, Collection):
-            raise TypeError(f"policy_ids is a collection of ids: [{self.policy_ids!r}]")
+            raise TypeError(
+                f"policy_ids must be a collection of ids, such as [{self.policy_ids!r}], got "
+                f"{self.policy_ids!r}"
+            )
 
     def __call__(self, batch: Batch) -> Batch:
         return batch.select(self.policy_ids) if isinstance(batch, MultiAgentBatch) else batch
@@ -245,25 +256,30 @@ class SelectExperiences:
 
 @dataclass
 class StandardizeFields:
-    """for_each, batch -> batch: these columns [rows] to mean 0 and standard deviation 1, per
-    policy, over the whole batch (a deviation below 1e-4 counts as 1e-4)."""
+    """for_each, batch -> batch: standardize these columns [rows] to mean 0 and standard deviation
+    1, per policy, over the whole batch. Standard deviations are at least 1e-4."""
 
     fields: Collection[str]
 
     def __post_init__(self) -> None:
         if isinstance(self.fields, str) or not isinstance(self.fields, Collection):
-            raise TypeError(f"fields is a collection of column names: [{self.fields!r}]")
+            raise TypeError(
+                f"fields must be a collection of column names, such as [{self.fields!r}], got "
+                f"{self.fields!r}"
+            )
 
     def __call__(self, batch: Batch) -> Batch:
         if isinstance(batch, MultiAgentBatch):
-            return batch.with_batches({p: self._one(b) for p, b in batch.policy_batches.items()})
-        return self._one(batch)
+            return batch.with_batches(
+                {pid: self._standardize(b) for pid, b in batch.policy_batches.items()}
+            )
+        return self._standardize(batch)
 
-    def _one(self, batch: SampleBatch) -> SampleBatch:
-        changed = {}
+    def _standardize(self, batch: SampleBatch) -> SampleBatch:
+        columns = {}
         for name in self.fields:
             column = batch[name]
-            changed[name] = ((column - column.mean()) / max(1e-4, column.std())).astype(
+            columns[name] = ((column - column.mean()) / max(1e-4, column.std())).astype(
                 np.float32, copy=False
             )
-        return batch.with_columns(**changed)
+        return batch.with_columns(**columns)

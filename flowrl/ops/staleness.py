@@ -1,4 +1,4 @@
-"""What says when: filters on the steps sampled and the time gone by, a limit on the steps ahead."""
+"""Filters on env steps sampled and on elapsed time, and a limit on how far sampling runs ahead."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flowrl.iter import _get_shared_metrics
 
 @dataclass
 class WaitUntilTimestepsElapsed:
-    """filter, any item: true once `target_num_timesteps` env steps have been sampled."""
+    """filter, any item: True once `target_num_timesteps` env steps have been sampled."""
 
     target_num_timesteps: int
 
@@ -25,8 +25,7 @@ class WaitUntilTimestepsElapsed:
 
 @dataclass
 class OncePerTimestepsElapsed:
-    """filter, any item: true once for every `delay_steps` env steps sampled, from the first item
-    on."""
+    """filter, any item: True for the first item, then once per `delay_steps` env steps sampled."""
 
     delay_steps: int
     _last: int | None = field(default=None, repr=False)
@@ -50,7 +49,7 @@ class OncePerTimestepsElapsed:
 
 @dataclass
 class OncePerTimeInterval:
-    """filter, any item: true once in every `delay` seconds, from the first item on."""
+    """filter, any item: True for the first item, then once per `delay` seconds."""
 
     delay: float
     _last: float | None = field(default=None, repr=False)
@@ -67,86 +66,90 @@ class OncePerTimeInterval:
 
 
 class StalenessLimit:
-    """How far sampling may be ahead of training: so little that no fragment gets old.
+    """Limits how far sampling runs ahead of training, and so the age of fragments.
 
-    A fragment is asked for only while fewer than (max_batches + 1) train batches of env steps were
-    asked for since as many steps were trained on (or dropped) as at the time at which the oldest of
-    the fragments was asked for that are not trained on yet. So at most `max_batches` train batches,
-    of at least a fragment each, come between the weights of a fragment and its training: a
-    staleness control as in AReaL (Fu et al. 2025, arXiv 2505.24298), made to hold for the slowest
-    worker, too. Counts `num_sampling_waits`.
+    Let m be the number of env steps that were trained on or dropped when the oldest untrained
+    fragment was requested. A fragment is requested only while fewer than
+    m + (max_batches + 1) * batch_size env steps have been requested. So at most `max_batches` train
+    batches, of at least one fragment each, are trained on between the request of a fragment, which
+    fixes its weights, and its training. This staleness control follows AReaL (Fu et al. 2025, arXiv
+    2505.24298); it also holds for the slowest worker. Counts `num_sampling_waits`.
 
-    For plans with one source of fragments, each of which is trained on once. What an operator's
-    error loses is not waited for; a filter that leaves fragments out is to count their env steps as
-    `num_env_steps_dropped`. Of fragments that a saved plan holds the age is not known any more.
+    Use it in plans with one source of fragments that train on each fragment once. Fragments that
+    are lost to an operator's exception count as dropped. A filter that drops fragments must count
+    their env steps as `num_env_steps_dropped`. The age of fragments in a restored plan is unknown.
 
     Args:
-        batch_size: env steps of a train batch, at least.
-        max_batches: see above; 0 samples and trains in turn.
-        steps_per_item: env steps of a fragment, about (what it has is counted when it comes);
-            ParallelRollouts knows.
+        batch_size: minimum env steps of a train batch.
+        max_batches: see above; 0 alternates between sampling and training.
+        steps_per_item: estimated env steps of a requested fragment; ParallelRollouts sets it.
 
     Raises:
-        ValueError: a number out of range.
+        ValueError: a number is out of range.
     """
 
     def __init__(self, batch_size: int, max_batches: int, steps_per_item: int = 1):
-        for name, value, least in (
+        for name, value, minimum in (
             ("batch_size", batch_size, 1),
             ("max_batches", max_batches, 0),
             ("steps_per_item", steps_per_item, 1),
         ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} is a whole number from {least}, got {value!r}")
+            if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+                raise ValueError(f"{name} must be an int of at least {minimum}, got {value!r}")
         self.batch_size = batch_size
         self.max_batches = max_batches
         self.steps_per_item = steps_per_item
-        self._received: deque[tuple[int, int]] = deque()  # steps up to here, mark
-        self._sampled: int | None = None
-        self._waits = False
-        self._lost = 0
-        self._told: Any = None  # the context that tells what was lost
+        self._untrained: deque[tuple[int, int]] = deque()  # (steps sampled, mark) per fragment
+        self._steps_sampled: int | None = None
+        self._is_waiting = False
+        self._steps_lost = 0
+        self._metrics: Any = None  # the MetricsContext that reports lost items
 
     def mark(self) -> int:
-        """Env steps that are done with: trained on, dropped, or lost."""
+        """Return the number of env steps that were trained on, dropped or lost."""
         metrics = _get_shared_metrics()
-        if metrics is not self._told:
-            metrics.on_lost.append(self._note_lost)
-            self._told = metrics
+        if metrics is not self._metrics:
+            metrics.on_lost.append(self._count_lost)
+            self._metrics = metrics
         counters = metrics.counters
         done = counters["num_env_steps_trained"] + counters["num_env_steps_dropped"]
-        return int(done + self._lost)
+        return int(done + self._steps_lost)
 
-    def _note_lost(self, item: Any) -> None:
+    def _count_lost(self, item: Any) -> None:
         if hasattr(item, "env_steps"):
-            self._lost += item.env_steps()
+            self._steps_lost += item.env_steps()
 
     def received(self, mark: int, item: Any) -> None:
-        """A fragment has come."""
-        self._sampled = self._count() + item.env_steps()
-        self._received.append((self._sampled, mark))
+        """Record a received fragment and the mark at its request."""
+        self._steps_sampled = self._count_sampled() + item.env_steps()
+        self._untrained.append((self._steps_sampled, mark))
 
     def may_request(self, in_flight: int, oldest: int | None) -> bool:
-        """Whether to ask for another one."""
-        done = self.mark()
-        while self._received and self._received[0][0] <= done:
-            self._received.popleft()
-        since = done if oldest is None else min(done, oldest)
-        if self._received:
-            since = min(since, self._received[0][1])
-        asked = self._count() + in_flight * self.steps_per_item
-        waits = asked >= since + (self.max_batches + 1) * self.batch_size
-        if not in_flight and self._count() - done < self.batch_size:
-            waits = False  # what has come and is to be trained on next is no train batch yet
-        if waits and not self._waits:
-            _get_shared_metrics().counters["num_sampling_waits"] += 1
-        self._waits = waits
-        return not waits
+        """Return whether another fragment may be requested.
 
-    def _count(self) -> int:
-        if self._sampled is None:  # what a run that goes on has sampled before
-            self._sampled = int(_get_shared_metrics().counters["num_env_steps_sampled"])
-        return self._sampled
+        Args:
+            in_flight: number of requests in flight.
+            oldest: mark of the oldest of them; None if there are none.
+        """
+        done = self.mark()
+        while self._untrained and self._untrained[0][0] <= done:
+            self._untrained.popleft()
+        oldest_mark = done if oldest is None else min(done, oldest)
+        if self._untrained:
+            oldest_mark = min(oldest_mark, self._untrained[0][1])
+        requested = self._count_sampled() + in_flight * self.steps_per_item
+        must_wait = requested >= oldest_mark + (self.max_batches + 1) * self.batch_size
+        if not in_flight and self._count_sampled() - done < self.batch_size:
+            must_wait = False  # the received fragments do not fill a train batch yet
+        if must_wait and not self._is_waiting:
+            _get_shared_metrics().counters["num_sampling_waits"] += 1
+        self._is_waiting = must_wait
+        return not must_wait
+
+    def _count_sampled(self) -> int:
+        if self._steps_sampled is None:  # a resumed run starts with its counter
+            self._steps_sampled = int(_get_shared_metrics().counters["num_env_steps_sampled"])
+        return self._steps_sampled
 
     def __repr__(self) -> str:
         return f"StalenessLimit({self.batch_size}, {self.max_batches})"
@@ -158,4 +161,4 @@ def _steps() -> int:
 
 def _at_least_0(name: str, value: float) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
-        raise ValueError(f"{name} is a number of at least 0, got {value!r}")
+        raise ValueError(f"{name} must be a number of at least 0, got {value!r}")

@@ -1,7 +1,7 @@
-"""Operators that say which workers are sent new weights, and how often.
+"""Operators that select which workers receive new weights, and how often.
 
-Weights travel with a worker's next request, the newest at that time, and never twice: a worker has
-at most one update pending. Without one of these every worker gets each version.
+The next request to a selected worker carries the newest weights, unless the worker has them.
+Without one of these operators every worker receives every version.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ from flowrl.sampling.worker_set import WorkerSet
 
 
 class BroadcastUpdateLearnerWeights:
-    """for_each, batch -> the same: after every `broadcast_interval` batches the workers that these
-    came from are sent new weights. Counts `num_weight_broadcasts`.
+    """for_each, batch -> the same batch: after every `broadcast_interval` batches, send new weights
+    to the workers that sampled them.
+
+    Counts `num_weight_broadcasts`.
 
     Args:
         workers: the WorkerSet.
-        broadcast_interval: batches.
+        broadcast_interval: batches between two broadcasts.
 
     Raises:
-        ValueError: an interval below 1.
+        ValueError: broadcast_interval is below 1.
     """
 
     def __init__(self, workers: WorkerSet, broadcast_interval: int = 1):
@@ -53,15 +55,17 @@ class BroadcastUpdateLearnerWeights:
 
 
 class UpdateWorkerWeights:
-    """for_each, batch -> the same: a worker that has given so many env steps since it was last sent
-    weights is sent new ones. Counts `num_weight_syncs`.
+    """for_each, batch -> the same batch: send new weights to each worker that has sampled
+    `max_weight_sync_delay` env steps since its last update.
+
+    Counts `num_weight_syncs`.
 
     Args:
         workers: the WorkerSet.
         max_weight_sync_delay: env steps of one worker.
 
     Raises:
-        ValueError: a delay below 0.
+        ValueError: max_weight_sync_delay is negative.
     """
 
     def __init__(self, workers: WorkerSet, max_weight_sync_delay: int):
@@ -97,5 +101,5 @@ class UpdateWorkerWeights:
 
 
 def contributors(batch: Any) -> list[int]:
-    """The workers that a batch's rows were sampled by; those of replayed rows are not known."""
+    """Return the indices of the workers that sampled a batch; replayed rows have no workers."""
     return [source.worker for source in batch.sources if source.origin != REPLAYED]

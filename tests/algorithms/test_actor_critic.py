@@ -1,4 +1,4 @@
-"""SAC, TD3 and DDPG: losses against plain ones, and what their settings do."""
+"""SAC, TD3 and DDPG: losses against reference implementations, and effects of the settings."""
 
 import math
 
@@ -32,13 +32,13 @@ def make(kind=SACTorchPolicy, actions=BOX, obs=OBS, **settings):
 def rows(count=12, actions=BOX, n_steps=False, weights=False, seed=0):
     rng = np.random.default_rng(seed)
     if isinstance(actions, spaces.Box):
-        acted = rng.uniform(-0.9, 0.9, (count, 2)).astype(np.float32)
+        drawn_actions = rng.uniform(-0.9, 0.9, (count, 2)).astype(np.float32)
     else:
-        acted = rng.integers(3, size=count)
+        drawn_actions = rng.integers(3, size=count)
     columns = {
         "obs": rng.normal(size=(count, 3)).astype(np.float32),
         "new_obs": rng.normal(size=(count, 3)).astype(np.float32),
-        "actions": acted,
+        "actions": drawn_actions,
         "rewards": rng.normal(size=count).astype(np.float32),
         "terminateds": rng.random(count) < 0.3,
     }
@@ -50,23 +50,23 @@ def rows(count=12, actions=BOX, n_steps=False, weights=False, seed=0):
     return SampleBatch(columns)
 
 
-def gradient_of(policy, batch):
+def gradients_by_name(policy, batch):
     gradient, stats = policy.compute_gradients(batch)
-    names = dict(zip(policy.flat.names, _split(policy, gradient), strict=True))
-    return names, stats
+    gradients = dict(zip(policy.flat.names, _split(policy, gradient), strict=True))
+    return gradients, stats
 
 
 def _split(policy, vector):
-    place = 0
+    offset = 0
     for parameter in policy.flat.parameters:
-        piece = vector[place : place + parameter.numel()]
+        piece = vector[offset : offset + parameter.numel()]
         shape = tuple(parameter.shape)
         yield piece.reshape(shape[::-1]).T if len(shape) == 2 else piece.reshape(shape)
-        place += parameter.numel()
+        offset += parameter.numel()
 
 
-class Plain:
-    """The networks of a policy in float64, written out."""
+class Reference:
+    """A reference implementation of a policy's networks in float64."""
 
     def __init__(self, policy):
         self.policy = policy
@@ -87,39 +87,41 @@ class Plain:
     def actor(self, obs, target=False):
         return self.run(self.target if target else self.weights, "actor.", obs)
 
-    def critics(self, seen, target=False, frozen=False):
+    def critics(self, inputs, target=False, frozen=False):
         weights = self.target if target else self.weights
         if frozen:
             weights = {n: w.detach() for n, w in weights.items()}
         count = len({n.split(".")[1] for n in weights if n.startswith("critics.")})
-        return [self.run(weights, f"critics.{i}.", seen) for i in range(count)]
+        return [self.run(weights, f"critics.{i}.", inputs) for i in range(count)]
 
-    def noise(self, shape, *before):
-        """What the policy draws for its learning, after arrays of these shapes."""
+    def noise(self, shape, *skipped):
+        """Return the noise that the policy draws while learning, after arrays of shapes
+        `skipped`."""
         stream = random_stream(3, "policy", "learning")
-        for one in before:
-            stream.standard_normal(one, dtype=np.float32)
+        for skipped_shape in skipped:
+            stream.standard_normal(skipped_shape, dtype=np.float32)
         return torch.tensor(stream.standard_normal(shape, dtype=np.float32).astype(np.float64))
 
     def compare(self, loss, batch):
+        """Compare the policy's loss and gradients on a batch with those of `loss`."""
         loss.backward()
-        found, stats = gradient_of(self.policy, batch)
+        gradients, stats = gradients_by_name(self.policy, batch)
         assert stats["total_loss"] == pytest.approx(float(loss.detach()), abs=1e-5)
         for name, weight in self.weights.items():
-            wanted = np.zeros(weight.shape) if weight.grad is None else weight.grad.numpy()
-            np.testing.assert_allclose(found[name], wanted, atol=2e-5, err_msg=name)
+            expected = np.zeros(weight.shape) if weight.grad is None else weight.grad.numpy()
+            np.testing.assert_allclose(gradients[name], expected, atol=2e-5, err_msg=name)
         return stats
 
 
 def columns(batch):
-    made = {n: torch.tensor(np.asarray(c, dtype=np.float64)) for n, c in batch.items()}
-    made.setdefault("n_steps", torch.ones(batch.count, dtype=torch.float64))
-    made.setdefault("weights", torch.ones(batch.count, dtype=torch.float64))
-    return made
+    tensors = {n: torch.tensor(np.asarray(c, dtype=np.float64)) for n, c in batch.items()}
+    tensors.setdefault("n_steps", torch.ones(batch.count, dtype=torch.float64))
+    tensors.setdefault("weights", torch.ones(batch.count, dtype=torch.float64))
+    return tensors
 
 
 def squashed(outputs, noise):
-    """Actions and their log-probabilities by the formula of the paper's appendix C."""
+    """Return actions and their log probabilities (appendix C of the paper)."""
     mean, log_std = outputs.chunk(2, 1)
     raw = mean + log_std.exp() * noise
     normal = torch.distributions.Normal(mean, log_std.exp())
@@ -127,8 +129,8 @@ def squashed(outputs, noise):
     return torch.tanh(raw), logp
 
 
-def moved_target(policy):
-    """A target network that is not the online one."""
+def perturb_target(policy):
+    """Make the target network differ from the online network."""
     rng = np.random.default_rng(9)
     with torch.no_grad():
         for tensor in policy.target_model.parameters():
@@ -138,124 +140,125 @@ def moved_target(policy):
 @pytest.mark.parametrize("use_numpy", [True, False])
 @pytest.mark.parametrize("more", [{}, {"n_steps": True, "weights": True}])
 @pytest.mark.parametrize("twin_q", [True, False])
-def test_sac_against_the_paper(use_numpy, more, twin_q):
+def test_sac_loss_matches_the_paper(use_numpy, more, twin_q):
     policy = make(gamma=0.9, initial_alpha=0.3, twin_q=twin_q)
     policy.model.use_numpy = use_numpy
-    moved_target(policy)
+    perturb_target(policy)
     batch = rows(**more)
-    c, plain = columns(batch), Plain(policy)
+    c, reference = columns(batch), Reference(policy)
     shape = (batch.count, 2)
     with torch.no_grad():
-        following, next_logp = squashed(plain.actor(c["new_obs"]), plain.noise(shape))
-        seen = torch.cat([c["new_obs"], following], 1)
-        values = torch.cat(plain.critics(seen, target=True), 1).min(1).values
-        soft = values - 0.3 * next_logp
-        goals = c["rewards"] + 0.9 ** c["n_steps"] * (1 - c["terminateds"]) * soft
-    q = torch.cat(plain.critics(torch.cat([c["obs"], c["actions"]], 1)), 1)
-    critic = (c["weights"] * 0.5 * ((q - goals[:, None]) ** 2).sum(1)).mean()
-    actions, logp = squashed(plain.actor(c["obs"]), plain.noise(shape, shape))
-    worth = torch.cat(plain.critics(torch.cat([c["obs"], actions], 1), frozen=True), 1)
-    actor = (0.3 * logp - worth.min(1).values).mean()
-    log_alpha = plain.weights["log_alpha"]
+        next_actions, next_logp = squashed(reference.actor(c["new_obs"]), reference.noise(shape))
+        next_inputs = torch.cat([c["new_obs"], next_actions], 1)
+        next_q = torch.cat(reference.critics(next_inputs, target=True), 1).min(1).values
+        next_values = next_q - 0.3 * next_logp
+        targets = c["rewards"] + 0.9 ** c["n_steps"] * (1 - c["terminateds"]) * next_values
+    q = torch.cat(reference.critics(torch.cat([c["obs"], c["actions"]], 1)), 1)
+    critic = (c["weights"] * 0.5 * ((q - targets[:, None]) ** 2).sum(1)).mean()
+    actions, logp = squashed(reference.actor(c["obs"]), reference.noise(shape, shape))
+    policy_q = torch.cat(reference.critics(torch.cat([c["obs"], actions], 1), frozen=True), 1)
+    actor = (0.3 * logp - policy_q.min(1).values).mean()
+    log_alpha = reference.weights["log_alpha"]
     temperature = -(log_alpha * (logp.detach() + -2.0)).mean()
-    stats = plain.compare(critic + actor + temperature, batch)
+    stats = reference.compare(critic + actor + temperature, batch)
     assert stats["critic_loss"] == pytest.approx(float(critic.detach()), abs=1e-5)
     assert stats["actor_loss"] == pytest.approx(float(actor.detach()), abs=1e-5)
     assert stats["alpha"] == pytest.approx(0.3)
     assert stats["entropy"] == pytest.approx(float(-logp.detach().mean()), abs=1e-5)
     if "weights" in more:
-        errors = (q - goals[:, None]).mean(1).detach().numpy()
+        errors = (q - targets[:, None]).mean(1).detach().numpy()
         np.testing.assert_allclose(policy.row_stats["td_error"], errors, atol=1e-5)
 
 
-def test_discrete_sac_against_the_paper():
+def test_discrete_sac_loss_matches_the_paper():
     """Expectations over all actions, row by row."""
     policy = make(actions=DISCRETE, gamma=0.9, initial_alpha=0.4)
-    moved_target(policy)
+    perturb_target(policy)
     batch = rows(actions=DISCRETE)
-    c, plain = columns(batch), Plain(policy)
+    c, reference = columns(batch), Reference(policy)
     loss = 0.0
     entropies = []
     for i in range(batch.count):
-        one = {name: column[i : i + 1] for name, column in c.items()}
+        row = {name: column[i : i + 1] for name, column in c.items()}
         with torch.no_grad():
-            logits = plain.actor(one["new_obs"])[0]
-            chances = torch.exp(logits) / torch.exp(logits).sum()
-            values = torch.stack([q[0] for q in plain.critics(one["new_obs"], target=True)])
-            soft = sum(
-                chances[a] * (values[:, a].min() - 0.4 * torch.log(chances[a])) for a in range(3)
+            logits = reference.actor(row["new_obs"])[0]
+            probs = torch.exp(logits) / torch.exp(logits).sum()
+            next_q = torch.stack([q[0] for q in reference.critics(row["new_obs"], target=True)])
+            next_value = sum(
+                probs[a] * (next_q[:, a].min() - 0.4 * torch.log(probs[a])) for a in range(3)
             )
-            goal = one["rewards"][0] + 0.9 * (1 - one["terminateds"][0]) * soft
-        action = int(one["actions"][0])
-        for q in plain.critics(one["obs"]):
-            loss = loss + 0.5 * (q[0, action] - goal) ** 2
-        chances = torch.softmax(plain.actor(one["obs"])[0], 0)
-        worth = torch.stack([q[0] for q in plain.critics(one["obs"], frozen=True)]).min(0).values
-        loss = loss + sum(chances[a] * (0.4 * torch.log(chances[a]) - worth[a]) for a in range(3))
-        entropies.append(float(-(chances * torch.log(chances)).sum()))
-    wanted = 0.98 * math.log(3)
+            target = row["rewards"][0] + 0.9 * (1 - row["terminateds"][0]) * next_value
+        action = int(row["actions"][0])
+        for q in reference.critics(row["obs"]):
+            loss = loss + 0.5 * (q[0, action] - target) ** 2
+        probs = torch.softmax(reference.actor(row["obs"])[0], 0)
+        frozen = reference.critics(row["obs"], frozen=True)
+        min_q = torch.stack([q[0] for q in frozen]).min(0).values
+        loss = loss + sum(probs[a] * (0.4 * torch.log(probs[a]) - min_q[a]) for a in range(3))
+        entropies.append(float(-(probs * torch.log(probs)).sum()))
+    target_entropy = 0.98 * math.log(3)
     loss = loss / batch.count
-    loss = loss + plain.weights["log_alpha"] * (np.mean(entropies) - wanted)
-    plain.compare(loss, batch)
+    loss = loss + reference.weights["log_alpha"] * (np.mean(entropies) - target_entropy)
+    reference.compare(loss, batch)
 
 
 @pytest.mark.parametrize("kind", [TD3Config, DDPGConfig])
-def test_td3_against_the_paper(kind):
+def test_td3_loss_matches_the_paper(kind):
     is_td3 = kind is TD3Config
     policy = TD3TorchPolicy(OBS, BOX, kind(model=SMALL, seed=3, gamma=0.9, policy_delay=1))
-    moved_target(policy)
+    perturb_target(policy)
     batch = rows()
-    c, plain = columns(batch), Plain(policy)
+    c, reference = columns(batch), Reference(policy)
     with torch.no_grad():
-        following = torch.tanh(plain.actor(c["new_obs"], target=True))
+        next_actions = torch.tanh(reference.actor(c["new_obs"], target=True))
         if is_td3:
-            noise = (0.2 * plain.noise((batch.count, 2))).clamp(-0.5, 0.5)
-            following = (following + noise).clamp(-1, 1)
-        seen = torch.cat([c["new_obs"], following], 1)
-        values = torch.cat(plain.critics(seen, target=True), 1)
-        assert values.shape[1] == (2 if is_td3 else 1)
-        goals = c["rewards"] + 0.9 * (1 - c["terminateds"]) * values.min(1).values
-    q = torch.cat(plain.critics(torch.cat([c["obs"], c["actions"]], 1)), 1)
-    critic = 0.5 * ((q - goals[:, None]) ** 2).sum(1).mean()
-    seen = torch.cat([c["obs"], torch.tanh(plain.actor(c["obs"]))], 1)
-    plain.compare(critic - plain.critics(seen, frozen=True)[0].mean(), batch)
+            noise = (0.2 * reference.noise((batch.count, 2))).clamp(-0.5, 0.5)
+            next_actions = (next_actions + noise).clamp(-1, 1)
+        next_inputs = torch.cat([c["new_obs"], next_actions], 1)
+        next_q = torch.cat(reference.critics(next_inputs, target=True), 1)
+        assert next_q.shape[1] == (2 if is_td3 else 1)
+        targets = c["rewards"] + 0.9 * (1 - c["terminateds"]) * next_q.min(1).values
+    q = torch.cat(reference.critics(torch.cat([c["obs"], c["actions"]], 1)), 1)
+    critic = 0.5 * ((q - targets[:, None]) ** 2).sum(1).mean()
+    inputs = torch.cat([c["obs"], torch.tanh(reference.actor(c["obs"]))], 1)
+    reference.compare(critic - reference.critics(inputs, frozen=True)[0].mean(), batch)
 
 
 @pytest.mark.parametrize("activation", ["tanh", "relu"])
 @pytest.mark.parametrize("frozen", [True, False])
 @pytest.mark.parametrize("share", [0.2, 1.0])
 @pytest.mark.parametrize("outputs", [1, 3])
-def test_numpys_gradients_are_autograds(activation, frozen, share, outputs):
+def test_numpy_gradients_equal_autograd(activation, frozen, share, outputs):
     config = ModelConfig(fcnet_hiddens=[7, 5], fcnet_activation=activation, vf_share_layers=True)
     network = FullyConnectedNetwork(OBS, BOX, outputs, config, rng=np.random.default_rng(0))
     rng = np.random.default_rng(1)
-    through = torch.from_numpy(rng.normal(size=(20, outputs)).astype(np.float32))
-    through *= torch.from_numpy(rng.random((20, 1)) < share)
-    found = []
+    output_gradient = torch.from_numpy(rng.normal(size=(20, outputs)).astype(np.float32))
+    output_gradient *= torch.from_numpy(rng.random((20, 1)) < share)
+    results = []
     for use_numpy in (True, False):
         network.zero_grad()
         features = torch.from_numpy(rng.normal(size=(20, 3)).astype(np.float32) * 0 + 0.5)
         features = (features + torch.arange(20)[:, None] / 10 - 1).requires_grad_()
         if use_numpy:
-            made = outputs_by_numpy(network, features, frozen)
+            result = outputs_by_numpy(network, features, frozen)
         else:
-            made = network({"obs": features}, [], None)[0]
-        made.backward(through)
-        told = [made.detach(), features.grad]
+            result = network({"obs": features}, [], None)[0]
+        result.backward(output_gradient)
+        tensors = [result.detach(), features.grad]
         if not (frozen and not use_numpy):
             parameters = [*network.hidden.parameters(), *network.policy_head.parameters()]
-            told += [p.grad for p in parameters]
-        found.append(told)
-    ours, theirs = found
+            tensors += [p.grad for p in parameters]
+        results.append(tensors)
+    by_numpy, by_autograd = results
     if frozen:
-        assert all(gradient is None for gradient in ours[2:])
-    for one, other in zip(ours, theirs, strict=False):
-        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+        assert all(gradient is None for gradient in by_numpy[2:])
+    for actual, expected in zip(by_numpy, by_autograd, strict=False):
+        torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-5)
 
 
-def test_the_actor_and_the_targets_of_td3_are_late():
+def test_td3_delays_updates_of_actor_and_targets():
     policy = make(TD3TorchPolicy, policy_delay=3)
-    moved = []
+    updates = []
     for _ in range(6):
         before, target = policy.get_weights(), policy.target_model.state_dict()
         target = {name: tensor.clone() for name, tensor in target.items()}
@@ -263,16 +266,17 @@ def test_the_actor_and_the_targets_of_td3_are_late():
         policy.update_target()
         after = policy.get_weights()
         changed = {n.split(".")[0] for n in after if (after[n] != before[n]).any()}
-        late = any((t != target[n]).any() for n, t in policy.target_model.state_dict().items())
-        moved.append((sorted(changed), late))
-    due = (["actor", "critics"], True)
-    assert moved == [(["critics"], False), (["critics"], False), due] * 2
+        new_target = policy.target_model.state_dict()
+        target_changed = any((t != target[n]).any() for n, t in new_target.items())
+        updates.append((sorted(changed), target_changed))
+    full_update = (["actor", "critics"], True)
+    assert updates == [(["critics"], False), (["critics"], False), full_update] * 2
 
 
-def test_the_temperature_follows_the_entropy():
-    """It grows while the policy is less random than it is to be, and the other way round."""
-    for wanted, sign in ((5.0, 1), (-50.0, -1)):
-        policy = make(target_entropy=wanted, entropy_lr=0.1)
+def test_temperature_adapts_to_the_target_entropy():
+    """It grows while the entropy is below the target, and shrinks above."""
+    for target_entropy, sign in ((5.0, 1), (-50.0, -1)):
+        policy = make(target_entropy=target_entropy, entropy_lr=0.1)
         policy.learn_on_batch(rows())
         assert np.sign(policy.alpha - 1.0) == sign
     policy = make(target_entropy=None, initial_alpha=0.2)
@@ -283,8 +287,8 @@ def test_the_temperature_follows_the_entropy():
     assert make(actions=DISCRETE).target_entropy == pytest.approx(0.98 * math.log(3))
 
 
-def test_each_part_has_its_learning_rate():
-    """Adam's first step is as long as the rate, whatever the gradient."""
+def test_actor_critics_and_temperature_have_separate_learning_rates():
+    """Adam's first step has the size of the learning rate for any gradient."""
     policy = make(lr=1e-3, actor_lr=1e-2, critic_lr=1e-4, entropy_lr=1e-1)
     before = policy.get_weights()
     policy.learn_on_batch(rows(64))
@@ -297,7 +301,7 @@ def test_each_part_has_its_learning_rate():
     assert rates["log_alpha"] == pytest.approx(1e-1, rel=1e-2)
 
 
-def test_a_schedule_moves_those_without_a_rate_of_their_own():
+def test_lr_schedule_applies_to_parts_without_their_own_rate():
     policy = make(lr=[(0, 1e-3), (100, 0.0)], critic_lr=5e-4)
     policy.on_global_var_update({"timestep": 50})
     assert [g["lr"] for g in policy.optimizer.param_groups] == pytest.approx([5e-4, 5e-4, 5e-4])
@@ -305,7 +309,7 @@ def test_a_schedule_moves_those_without_a_rate_of_their_own():
     assert [g["lr"] for g in policy.optimizer.param_groups] == pytest.approx([0.0, 5e-4, 0.0])
 
 
-def test_adam_in_parts_is_torchs_with_groups():
+def test_flat_adam_with_parts_equals_torch_adam_with_groups():
     torch.manual_seed(0)
     ours, theirs = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
     theirs.load_state_dict(ours.state_dict())
@@ -313,46 +317,44 @@ def test_adam_in_parts_is_torchs_with_groups():
     parts = [(flat.part([ours.weight]), 1e-2), (flat.part([ours.bias]), 1e-3)]
     adam = FlatAdam(flat, 1e-2, parts=parts)
     groups = [{"params": [theirs.weight], "lr": 1e-2}, {"params": [theirs.bias], "lr": 1e-3}]
-    other = torch.optim.Adam(groups, eps=1e-8)
+    torch_adam = torch.optim.Adam(groups, eps=1e-8)
     for step in range(5):
         loss = [net(torch.ones(2, 4) * step).square().sum() for net in (ours, theirs)]
         flat.take_gradient(loss[0])
         adam.param_groups[1]["active"] = bool(step % 2)
         adam.step()
-        other.zero_grad()
+        torch_adam.zero_grad()
         loss[1].backward()
         if not step % 2:
             theirs.bias.grad = None
-        other.step()
+        torch_adam.step()
     torch.testing.assert_close(ours.weight, theirs.weight)
     torch.testing.assert_close(ours.bias, theirs.bias)
-    again = FlatAdam(flat, 1e-2, parts=parts)
-    again.load_state_dict({"state": {i: dict(s) for i, s in adam.state_dict()["state"].items()}})
-    assert [int(part.steps) for part in again._parts] == [5, 2]
+    restored = FlatAdam(flat, 1e-2, parts=parts)
+    restored.load_state_dict({"state": {i: dict(s) for i, s in adam.state_dict()["state"].items()}})
+    assert [int(part.steps) for part in restored._parts] == [5, 2]
 
 
-def test_critics_may_have_another_network():
+def test_q_model_configures_the_critics():
     model = make(q_model={"fcnet_hiddens": [5], "fcnet_activation": "tanh"}).model
     assert [layer.out_features for layer in model.actor.hidden] == [8, 6]
     assert [[layer.out_features for layer in c.hidden] for c in model.critics] == [[5], [5]]
 
 
-def test_its_state_is_whole():
+def test_restored_policy_learns_identically():
     for kind, actions in ((SACTorchPolicy, BOX), (SACTorchPolicy, DISCRETE), (TD3TorchPolicy, BOX)):
         policy, other = make(kind, actions), make(kind, actions, seed=4)
         policy.learn_on_batch(rows(actions=actions))
         other.set_state(policy.get_state())
-        for one in (policy, other):
+        for trained in (policy, other):
             for seed in range(3):
-                one.learn_on_batch(rows(actions=actions, seed=seed))
-                one.update_target()
+                trained.learn_on_batch(rows(actions=actions, seed=seed))
+                trained.update_target()
         for name, weight in policy.get_weights().items():
             np.testing.assert_array_equal(weight, other.get_weights()[name])
-        for (name, one), (_, two) in zip(
-            policy.target_model.state_dict().items(), other.target_model.state_dict().items(),
-            strict=True,
-        ):  # fmt: skip
-            assert torch.equal(one, two), name
+        other_target = other.target_model.state_dict()
+        for name, tensor in policy.target_model.state_dict().items():
+            assert torch.equal(tensor, other_target[name]), name
 
 
 NESTED = spaces.Dict({"a": OBS, "b": spaces.Discrete(4)})
@@ -363,14 +365,14 @@ IMAGE = spaces.Box(0, 255, (10, 10, 3), np.uint8)
 @pytest.mark.parametrize(
     ("kind", "actions"), [(SACTorchPolicy, BOX), (SACTorchPolicy, DISCRETE), (TD3TorchPolicy, BOX)]
 )
-def test_other_observations(obs, kind, actions):
+def test_policies_learn_from_other_observation_spaces(obs, kind, actions):
     policy = make(kind, actions, obs, model={"fcnet_hiddens": [8], "fcnet_activation": "relu"})
     space = spaces.Dict({"obs": obs})
     space.seed(0)
-    seen = [space.sample()["obs"] for _ in range(8)]
+    samples = [space.sample()["obs"] for _ in range(8)]
     stacked = (
-        {key: np.stack([one[key] for one in seen]) for key in obs} if obs is NESTED
-        else np.stack(seen)
+        {key: np.stack([sample[key] for sample in samples]) for key in obs} if obs is NESTED
+        else np.stack(samples)
     )  # fmt: skip
     batch = SampleBatch({**rows(8, actions), "obs": stacked, "new_obs": stacked})
     before = policy.get_weights()
@@ -381,18 +383,18 @@ def test_other_observations(obs, kind, actions):
     after = policy.get_weights()
     changed = {n.split(".")[0] for n in after if (after[n] != before[n]).any()}
     assert {"actor", "critics"} <= changed
-    acted, _, extra = policy.compute_actions(stacked)
-    assert len(acted) == 8 and extra == {}
+    computed_actions, _, extra = policy.compute_actions(stacked)
+    assert len(computed_actions) == 8 and extra == {}
 
 
-def test_compiled_and_bfloat16_learn_the_same_way():
-    stats = [make(precision=kind).learn_on_batch(rows()) for kind in ("float32", "bfloat16")]
+def test_bfloat16_loss_is_close_to_float32():
+    stats = [make(precision=name).learn_on_batch(rows()) for name in ("float32", "bfloat16")]
     assert stats[0]["critic_loss"] == pytest.approx(stats[1]["critic_loss"], rel=0.05)
 
 
 @pytest.mark.parametrize("kind", [SACConfig, TD3Config, DDPGConfig])
 @pytest.mark.parametrize("more", [{}, {"prioritized_replay": True, "n_step": 3}])
-def test_plans_run(kind, more):
+def test_plans_train(kind, more):
     config = kind(
         env="Pendulum-v1", seed=0, learning_starts=32, train_batch_size=16, model=SMALL,
         min_sample_timesteps_per_iteration=50, num_envs_per_worker=2, **more,
@@ -401,14 +403,13 @@ def test_plans_run(kind, more):
         results = [algorithm.train() for _ in range(3)]
         assert results[-1]["num_env_steps_trained"] > 16 * 30
         assert np.isfinite(results[-1]["learners"]["default_policy"]["critic_loss"])
-        priorities = algorithm.plan.stats()
-        assert priorities
+        assert algorithm.plan.stats()
         action = algorithm.compute_single_action(np.zeros(3, np.float32), explore=False)
         assert algorithm.workers.local_worker().policy.action_space.shape == (1,)
         assert -2 <= float(action[0]) <= 2
 
 
-def test_discrete_sac_in_a_plan_with_masks_of_a_dict():
+def test_discrete_sac_trains_in_a_plan():
     config = SACConfig(
         env="CartPole-v1", seed=0, learning_starts=32, train_batch_size=16, model=SMALL,
         min_sample_timesteps_per_iteration=50,
@@ -418,34 +419,34 @@ def test_discrete_sac_in_a_plan_with_masks_of_a_dict():
     assert 0 < result["learners"]["default_policy"]["entropy"] <= math.log(2) + 1e-6
 
 
-def test_actions_that_the_mask_forbids_count_for_nothing():
-    obs = spaces.Dict({"action_mask": spaces.MultiBinary(3), "seen": OBS})
-    policy = make(actions=DISCRETE, obs=obs)
+def test_masked_actions_are_ignored():
+    obs_space = spaces.Dict({"action_mask": spaces.MultiBinary(3), "features": OBS})
+    policy = make(actions=DISCRETE, obs=obs_space)
     mask = np.tile(np.array([1, 0, 1], np.int8), (6, 1))
-    plain = rows(6, DISCRETE)
-    given = {"action_mask": mask, "seen": plain["obs"]}
-    batch = SampleBatch({**plain, "obs": given, "new_obs": given, "actions": np.zeros(6, int)})
+    unmasked = rows(6, DISCRETE)
+    obs = {"action_mask": mask, "features": unmasked["obs"]}
+    batch = SampleBatch({**unmasked, "obs": obs, "new_obs": obs, "actions": np.zeros(6, int)})
     for _ in range(3):
         stats = policy.learn_on_batch(batch)
     assert 0 < stats["entropy"] <= math.log(2) + 1e-6
-    acted, _, _ = policy.compute_actions(given)
-    assert 1 not in acted
+    actions, _, _ = policy.compute_actions(obs)
+    assert 1 not in actions
 
 
 @pytest.mark.parametrize(
-    ("kind", "actions", "settings", "said"),
+    ("kind", "actions", "settings", "message"),
     [
         (SACTorchPolicy, spaces.MultiDiscrete([2, 2]), {}, "SAC is for Box and Discrete actions"),
         (TD3TorchPolicy, DISCRETE, {}, "TD3 is for Box actions, not Discrete"),
         (SACTorchPolicy, spaces.Box(-np.inf, np.inf, (1,)), {}, "SAC needs bounded actions"),
         (TD3TorchPolicy, spaces.Box(-2, 2, (1,)), {"normalize_actions": False},
-         "normalize_actions: TD3 acts in"),
-        (SACTorchPolicy, BOX, {"model": {"use_lstm": True}}, "see only observations"),
-        (SACTorchPolicy, BOX, {"model": {"num_framestacks": 2}}, "stack frames with a wrapper"),
+         "normalize_actions: TD3 computes actions in"),
+        (SACTorchPolicy, BOX, {"model": {"use_lstm": True}}, "without memory"),
+        (SACTorchPolicy, BOX, {"model": {"num_framestacks": 2}}, "an environment wrapper"),
     ],
 )  # fmt: skip
-def test_what_they_are_not_for(kind, actions, settings, said):
-    with pytest.raises(ConfigError, match=said):
+def test_unsupported_spaces_and_models_are_rejected(kind, actions, settings, message):
+    with pytest.raises(ConfigError, match=message):
         make(kind, actions, **settings)
 
 
@@ -457,12 +458,12 @@ def test_what_they_are_not_for(kind, actions, settings, said):
         (TD3Config, {"target_noise": -1}), (TD3Config, {"q_model": {"fcnet_hidden": [3]}}),
     ],
 )  # fmt: skip
-def test_settings_that_are_none(kind, settings):
+def test_invalid_settings_are_rejected(kind, settings):
     with pytest.raises(ConfigError, match=next(iter(settings))):
         kind(**settings)
 
 
-def test_an_environment_of_other_actions_is_refused_when_it_is_built():
+def test_environments_with_other_actions_are_rejected():
     for algorithm, env in ((TD3, "CartPole-v1"), (DDPG, "CartPole-v1")):
         with pytest.raises(ConfigError, match="is for Box actions"):
             algorithm(algorithm.config_class(env=env)).train()
@@ -482,14 +483,14 @@ def test_an_environment_of_other_actions_is_refused_when_it_is_built():
     ids=["sac", "one critic", "td3", "delayed"],
 )
 def test_kernel_gradient_equals_autograd(kind, more, activation):
-    """Compare all parameters; the second batch checks that the first one leaves no trace."""
+    """Compare all parameters; the second batch checks that no state remains from the first."""
     model = {"fcnet_hiddens": [16, 8], "fcnet_activation": activation}
     policy = kind(OBS, BOX, {"seed": 0, "gamma": 0.9, "model": model, **more})
     policy.flat.vector.data.add_(0.3 * torch.randn(policy.flat.vector.shape))
-    if kind is SACTorchPolicy:  # some deviations are cut off
+    if kind is SACTorchPolicy:  # so that some standard deviations are clipped
         policy.model.actor.policy_head.bias.data[-1] = 3.0
-    for seed, given in ((0, True), (1, False)):
-        batch = rows(seed=seed, n_steps=given, weights=given)
+    for seed, with_columns in ((0, True), (1, False)):
+        batch = rows(seed=seed, n_steps=with_columns, weights=with_columns)
         stream = policy.learner.rng.bit_generator.state
         kernel_loss = policy.learner.kernel(policy.tensors(batch))
         gradient, stats = policy.flat.gradient.clone(), dict(policy.stats)
@@ -504,16 +505,16 @@ def test_kernel_gradient_equals_autograd(kind, more, activation):
 
 
 def test_kernel_is_used_only_for_shipped_losses():
-    class Other(SACTorchPolicy):
+    class DoubledLoss(SACTorchPolicy):
         def actor_loss(self, batch):
             return 2 * super().actor_loss(batch)
 
-    class OtherValues(TD3TorchPolicy):
+    class DoubledValues(TD3TorchPolicy):
         def action_values(self, batch):
             return 2 * super().action_values(batch)
 
     image = spaces.Box(0, 255, (8, 8, 3), np.uint8)
-    cases = [(Other, OBS, BOX, {}), (OtherValues, OBS, BOX, {}),
+    cases = [(DoubledLoss, OBS, BOX, {}), (DoubledValues, OBS, BOX, {}),
              (SACTorchPolicy, OBS, spaces.Discrete(2), {}),
              (SACTorchPolicy, image, BOX, {}), (CQLTorchPolicy, OBS, BOX, {}),
              (SACTorchPolicy, OBS, BOX, {"precision": "bfloat16"}),
@@ -526,35 +527,35 @@ def test_kernel_is_used_only_for_shipped_losses():
     assert not CQLTorchPolicy(OBS, BOX, {"numpy_gradients": False}).model.use_numpy
 
 
-def test_noise_on_targets_is_cut_off():
-    """At 0 there is none, however strong it is; without noise nothing changes."""
+def test_target_noise_is_clipped():
+    """Clipped to 0, the noise has no effect."""
     obs = rows()["new_obs"]
     values = {
         clip: make(TD3TorchPolicy, target_noise=5.0, target_noise_clip=clip).next_values(obs)
         for clip in (0.0, 0.5)
     }
-    still = make(TD3TorchPolicy, target_noise=0.0).next_values(obs)
-    np.testing.assert_array_equal(values[0.0], still)
-    assert (values[0.5] != still).any()
+    without_noise = make(TD3TorchPolicy, target_noise=0.0).next_values(obs)
+    np.testing.assert_array_equal(values[0.0], without_noise)
+    assert (values[0.5] != without_noise).any()
 
 
-def test_each_part_follows_a_schedule_of_its_own():
+def test_each_part_follows_its_own_schedule():
     config = {"lr": 1e-3, "actor_lr": [(0, 4e-3), (100, 0.0)], "entropy_lr": 0.5}
     policy = SACTorchPolicy(OBS, BOX, config)
     rates = lambda: [group["lr"] for group in policy.optimizer.param_groups]  # noqa: E731
     assert rates() == [4e-3, 1e-3, 0.5]
     policy.on_global_var_update({"timestep": 50})
     assert rates() == pytest.approx([2e-3, 1e-3, 0.5])
-    again = SACTorchPolicy(OBS, BOX, config)
-    again.set_state(policy.get_state())
-    assert [group["lr"] for group in again.optimizer.param_groups] == pytest.approx(rates())
+    restored = SACTorchPolicy(OBS, BOX, config)
+    restored.set_state(policy.get_state())
+    assert [group["lr"] for group in restored.optimizer.param_groups] == pytest.approx(rates())
 
 
-def test_a_subclass_with_an_optimizer_of_its_own_keeps_its_rates():
-    class Own(SACTorchPolicy):
+def test_custom_optimizer_keeps_its_learning_rate():
+    class CustomOptimizer(SACTorchPolicy):
         def make_optimizer(self):
             return FlatAdam(self.flat, lr=5e-4)
 
-    policy = Own(OBS, BOX, {"lr": 1e-3})
+    policy = CustomOptimizer(OBS, BOX, {"lr": 1e-3})
     policy.on_global_var_update({"timestep": 50})
     assert [group["lr"] for group in policy.optimizer.param_groups] == [5e-4]

@@ -1,4 +1,4 @@
-"""Settings of the asynchronous algorithms reach their operators; whose episodes are reported."""
+"""Asynchronous algorithms: settings reach their operators, staleness, reported episodes."""
 
 import time
 
@@ -29,7 +29,7 @@ def learner_of(algorithm):
 
 
 @pytest.mark.parametrize("kind", [IMPALAConfig, APPOConfig])
-def test_what_the_plan_is_told(kind):
+def test_settings_reach_the_plan(kind):
     config = kind(
         env="CartPole-v1", max_requests_in_flight_per_worker=3, max_policy_lag=7,
         broadcast_interval=5, replay_buffer_num_slots=4, replay_proportion=0.5,
@@ -37,12 +37,12 @@ def test_what_the_plan_is_told(kind):
         sgd_minibatch_size=30,
     )  # fmt: skip
     with config.build() as algorithm:
-        told, learner = algorithm.plan.explain(), learner_of(algorithm)
+        explanation, learner = algorithm.plan.explain(), learner_of(algorithm)
     for part in (
         "gather_async(num_async=3)", "BroadcastUpdateLearnerWeights(5)", "MixInReplay(4, 0.5)",
         "ConcatBatches(min_batch_size=90", "Enqueue(maxsize=6)",
     ):  # fmt: skip
-        assert part in told
+        assert part in explanation
     drops = [s.fn for s in walk(algorithm.plan.stage) if "DropStale" in repr(getattr(s, "fn", 0))]
     assert [drop.max_policy_lag for drop in drops] == [7]
     assert learner.outqueue.maxsize == 6
@@ -56,48 +56,47 @@ def test_what_the_plan_is_told(kind):
         assert (learners.num_learners, learners.use_gpus) == (2, True)
 
 
-def test_what_is_not_said_is_as_in_dqn():
-    """But for what is Ape-X' own."""
-    own = set(vars(APEXConfig)["__annotations__"]) | {"algorithm"}
-    ours, theirs = APEXConfig().to_dict(), DQNConfig().to_dict()
-    shared = set(ours) & set(theirs) - own
-    assert {"lr", "grad_clip", "min_sample_timesteps_per_iteration"} <= shared
-    assert {name: ours[name] for name in shared} == {name: theirs[name] for name in shared}
-    assert (ours["learner_queue_size"], ours["grad_clip"]) == (4, 10.0)
+def test_apex_inherits_the_defaults_of_dqn():
+    redefined = set(vars(APEXConfig)["__annotations__"]) | {"algorithm"}
+    apex, dqn = APEXConfig().to_dict(), DQNConfig().to_dict()
+    inherited = set(apex) & set(dqn) - redefined
+    assert {"lr", "grad_clip", "min_sample_timesteps_per_iteration"} <= inherited
+    assert {name: apex[name] for name in inherited} == {name: dqn[name] for name in inherited}
+    assert (apex["learner_queue_size"], apex["grad_clip"]) == (4, 10.0)
 
 
-def test_what_apex_is_told():
+def test_apex_settings_reach_the_plan():
     config = APEXConfig(
         env="CartPole-v1", num_workers=7, max_requests_in_flight_per_worker=3,
         max_weight_sync_delay=123, learner_queue_size=5, num_replay_shards=4,
     )  # fmt: skip
     with config.build() as algorithm:
-        told = algorithm.plan.explain()
+        explanation = algorithm.plan.explain()
         collect = next(
             s.fn for s in walk(algorithm.plan.stage)
             if isinstance(getattr(s, "fn", None), CollectMetrics)
         )  # fmt: skip
     for part in ("gather_async(num_async=3)", "UpdateWorkerWeights(123)", "Enqueue(maxsize=5)"):
-        assert part in told
-    assert "num_shards=4" in told
+        assert part in explanation
+    assert "num_shards=4" in explanation
     assert config.replay_actors().colocated
-    apart = config.updated(replay_buffer_shards_colocated_with_driver=False)
-    assert not apart.replay_actors().colocated
+    distributed = config.updated(replay_buffer_shards_colocated_with_driver=False)
+    assert not distributed.replay_actors().colocated
     assert config.greedy_workers() == [5, 6]
     assert collect._selected == [5, 6]
     assert APEXConfig(env="CartPole-v1").greedy_workers() == [0]
 
 
-def test_a3c_makes_one_gradient_of_a_fragment():
+def test_a3c_rejects_sgd_settings_and_drops_stale_gradients():
     for settings in ({"num_sgd_iter": 2}, {"sgd_minibatch_size": 8}):
-        with pytest.raises(ConfigError, match="A3C makes one gradient of each fragment"):
+        with pytest.raises(ConfigError, match="A3C computes one gradient per fragment"):
             A3CConfig(**settings)
     with A3CConfig(env="CartPole-v1", max_policy_lag=3).build() as algorithm:
         fns = [getattr(stage, "fn", None) for stage in walk(algorithm.plan.stage)]
     assert [fn.max_policy_lag for fn in fns if "DropStale" in repr(fn)] == [3]
 
 
-def test_only_the_chosen_workers_episodes_are_in_the_means():
+def test_reported_means_cover_only_the_selected_workers():
     with A3CConfig(env="CartPole-v1", num_workers=3).build() as algorithm:
         with metrics_scope(MetricsContext()) as metrics:
             returns = [(0, 10.0), (2, 30.0), (1, 20.0), (2, 50.0)]
@@ -113,7 +112,7 @@ def test_only_the_chosen_workers_episodes_are_in_the_means():
 
 
 class Slow(gymnasium.Wrapper):
-    """An environment that takes its time."""
+    """An environment with slow steps."""
 
     def step(self, action):
         time.sleep(0.002)
@@ -126,12 +125,14 @@ def slow_on_one(context):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "most"), [(IMPALAConfig, 0), (IMPALAConfig, 2), (A3CConfig, 1)])
-def test_workers_wait_rather_than_get_stale(ray_session, kind, most):
-    own = {"train_batch_size": 30} if kind is IMPALAConfig else {}
+@pytest.mark.parametrize(
+    ("kind", "max_lag"), [(IMPALAConfig, 0), (IMPALAConfig, 2), (A3CConfig, 1)]
+)
+def test_waiting_workers_never_exceed_the_policy_lag(ray_session, kind, max_lag):
+    batch_size = {"train_batch_size": 30} if kind is IMPALAConfig else {}
     config = kind(
-        env=slow_on_one, num_workers=3, rollout_fragment_length=10, seed=0, max_policy_lag=most,
-        stale_policy="wait", min_sample_timesteps_per_iteration=200, **own,
+        env=slow_on_one, num_workers=3, rollout_fragment_length=10, seed=0, max_policy_lag=max_lag,
+        stale_policy="wait", min_sample_timesteps_per_iteration=200, **batch_size,
     )  # fmt: skip
     lags = []
     with config.build() as algorithm:
@@ -139,26 +140,26 @@ def test_workers_wait_rather_than_get_stale(ray_session, kind, most):
             result = algorithm.train()
             lags.append(result["env_runners"]["policy_lag_max"])
         steps = algorithm.workers.foreach_worker(lambda worker: worker.env_steps)[1:]
-    assert max(lags) <= most
-    assert max(lags) > 0 or not most  # the limit is used
+    assert max(lags) <= max_lag
+    assert max(lags) > 0 or not max_lag
     assert min(steps) > 0
     assert result["counters"]["num_sampling_waits"] > 0
     assert result["counters"].get("num_env_steps_dropped", 0) == 0
     assert result["num_env_steps_trained"] > 1000
 
 
-def test_what_waiting_cannot_promise():
+def test_waiting_rejects_settings_that_break_the_limit():
     wait = {"max_policy_lag": 4, "stale_policy": "wait"}
     for settings in (
         {"replay_proportion": 0.5, "replay_buffer_num_slots": 2}, {"minibatch_buffer_size": 2},
         {"broadcast_interval": 2}, {"sgd_minibatch_size": 10}, {"count_steps_by": "agent_steps"},
     ):  # fmt: skip
-        with pytest.raises(ConfigError, match='stale_policy="wait" can promise no max_policy_lag'):
+        with pytest.raises(ConfigError, match='stale_policy="wait" can guarantee max_policy_lag'):
             IMPALAConfig(**wait, **settings)
         IMPALAConfig(**{**wait, "stale_policy": "drop"}, **settings)
     assert IMPALAConfig(**wait, train_batch_size=50).staleness()["limit"].max_batches == 4
-    two = IMPALAConfig(**wait, train_batch_size=50, num_sgd_iter=2)
-    assert two.staleness()["limit"].max_batches == 2
+    two_passes = IMPALAConfig(**wait, train_batch_size=50, num_sgd_iter=2)
+    assert two_passes.staleness()["limit"].max_batches == 2
     assert IMPALAConfig(max_policy_lag=4).staleness() == {"max_policy_lag": 4}
     for kind in (IMPALAConfig, APPOConfig, A3CConfig):
         with pytest.raises(ConfigError, match='stale_policy="wait" needs a max_policy_lag'):
@@ -167,7 +168,7 @@ def test_what_waiting_cannot_promise():
         A3CConfig(stale_policy="sleep")
 
 
-def test_rollouts_that_wait():
+def test_staleness_limit_blocks_rollouts_without_training():
     with A3CConfig(env="CartPole-v1", rollout_fragment_length=10).build() as algorithm:
         workers = algorithm.workers
         with pytest.raises(ValueError, match='limit is for mode="async"'):
@@ -181,11 +182,10 @@ def test_rollouts_that_wait():
         rollouts = ParallelRollouts(workers, mode="async", limit=StalenessLimit(30, 0))
         assert [batch.count for batch in rollouts.take(3)] == [10, 10, 10]
         with pytest.raises(RuntimeError, match="is blocked: every branch waits"):
-            next(rollouts)  # nobody trains
+            next(rollouts)  # no operator trains
 
 
-def test_what_an_error_loses_is_not_waited_for():
-    """Sampling goes on, though these steps will never be trained on."""
+def test_sampling_continues_after_an_error_loses_a_fragment():
 
     class FailsOnce:
         calls = 0
@@ -210,7 +210,7 @@ def test_what_an_error_loses_is_not_waited_for():
         assert len(plan.take(4)) == 4
 
 
-def test_a_lag_that_every_gradient_has_is_refused():
+def test_lag_limit_that_drops_all_gradients_is_rejected():
     with pytest.raises(ConfigError, match="would drop most gradients"):
         A3CConfig(max_policy_lag=0)
     assert A3CConfig(max_policy_lag=0, max_requests_in_flight_per_worker=1).max_policy_lag == 0

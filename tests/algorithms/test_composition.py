@@ -1,4 +1,4 @@
-"""PPO and DQN in one plan: each with its own; with policies that do not learn; watched; saved."""
+"""PPO and DQN in one plan: separate settings, policies that do not learn, checkpoints, errors."""
 
 import numpy as np
 import pytest
@@ -27,14 +27,14 @@ DQN = DQNConfig(learning_starts=32, replay_buffer_capacity=500, training_intensi
 
 
 class Lean(Policy):
-    """A heuristic: it pushes to where the pole leans."""
+    """A heuristic that pushes the cart in the direction in which the pole leans."""
 
     def compute_actions(self, obs_batch, explore=True):
         return (obs_batch[:, 2] > 0).astype(np.int64), [], {}
 
 
 def config_of(policies, mapping, **settings):
-    given = {
+    defaults = {
         "plan": "ppo_dqn",
         "env_config": {"num_agents": 4, "episode_steps": 50},
         "min_sample_timesteps_per_iteration": 128,
@@ -43,18 +43,18 @@ def config_of(policies, mapping, **settings):
     }
     return (
         load_plan("ppo_dqn")
-        .config.updated(policies=policies, policy_mapping_fn=mapping, **given)
+        .config.updated(policies=policies, policy_mapping_fn=mapping, **defaults)
         .updated(num_envs_per_worker=2)
     )
 
 
-def two(**settings):
+def ppo_and_dqn(**settings):
     policies = {"ppo": PolicySpec(config=PPO), "dqn": PolicySpec(config=DQN)}
     return config_of(policies, load_plan("ppo_dqn").config.policy_mapping_fn, **settings)
 
 
 def branches(workers, config):
-    """The plan `ppo_dqn` up to where its branches are joined."""
+    """Build the branches of the plan `ppo_dqn`."""
     ppo, dqn = config.for_policy("ppo"), config.for_policy("dqn")
     buffer = dqn.replay_buffer(["dqn"])
     for_ppo, for_dqn = ParallelRollouts(workers, mode="bulk_sync").duplicate(2)
@@ -83,22 +83,22 @@ def changed(before, after):
     return any((before[name] != after[name]).any() for name in before)
 
 
-def test_each_policy_has_its_own_settings_and_figures():
-    with two().build(plan="ppo_dqn") as algorithm:
+def test_each_policy_has_its_own_settings_and_metrics():
+    with ppo_and_dqn().build(plan="ppo_dqn") as algorithm:
         result = [algorithm.train() for _ in range(3)][-1]
         for policy_id, config in (("ppo", PPO), ("dqn", DQN)):
-            own = algorithm.get_policy(policy_id).config
-            assert (own.gamma, own.lr) == (config.gamma, config.lr)
-            assert own.seed is not None
-        told = result["learners"]
-        assert {"policy_loss", "kl"} <= set(told["ppo"])
-        assert {"mean_q", "mean_td_error"} <= set(told["dqn"])
+            policy_config = algorithm.get_policy(policy_id).config
+            assert (policy_config.gamma, policy_config.lr) == (config.gamma, config.lr)
+            assert policy_config.seed is not None
+        learners = result["learners"]
+        assert {"policy_loss", "kl"} <= set(learners["ppo"])
+        assert {"mean_q", "mean_td_error"} <= set(learners["dqn"])
         counters = algorithm.plan.metrics.counters
-        for policy_id, one in told.items():
+        for policy_id, stats in learners.items():
             trained = counters[f"num_agent_steps_trained/{policy_id}"]
-            assert one["num_agent_steps_trained_lifetime"] == trained
+            assert stats["num_agent_steps_trained_lifetime"] == trained
         stored = counters["num_agent_steps_stored/dqn"]
-        ratio = told["dqn"]["num_agent_steps_trained_lifetime"] / (stored - 32)
+        ratio = learners["dqn"]["num_agent_steps_trained_lifetime"] / (stored - 32)
         assert 1.5 < ratio <= 2
         assert set(result["policy_reward_mean"]) == {"ppo", "dqn"}
         plan = algorithm.plan.explain()
@@ -106,27 +106,28 @@ def test_each_policy_has_its_own_settings_and_figures():
         assert "SelectExperiences" in plan
 
 
-def test_one_checkpoint_holds_both_branches(tmp_path):
-    with two().build(plan="ppo_dqn") as algorithm, two(seed=5).build(plan="ppo_dqn") as other:
+def test_checkpoint_contains_both_branches(tmp_path):
+    with (
+        ppo_and_dqn().build(plan="ppo_dqn") as algorithm,
+        ppo_and_dqn(seed=5).build(plan="ppo_dqn") as other,
+    ):
         for _ in range(2):
             algorithm.train()
         other.restore(algorithm.save(tmp_path / "c"))
         for policy_id in ("ppo", "dqn"):
             assert not changed(weights(algorithm, policy_id), weights(other, policy_id))
-        kept = [a.plan.metrics.counters for a in (algorithm, other)]
-        assert kept[0] == kept[1]
+        assert algorithm.plan.metrics.counters == other.plan.metrics.counters
         first, second = algorithm.train(), other.train()
         assert first["timesteps_total"] == second["timesteps_total"]
         for policy_id in ("ppo", "dqn"):
-            told = [
-                r["learners"][policy_id]["num_agent_steps_trained_lifetime"]
-                for r in (first, second)
+            trained = [
+                result["learners"][policy_id]["num_agent_steps_trained_lifetime"]
+                for result in (first, second)
             ]
-            assert told[0] == told[1]
+            assert trained[0] == trained[1]
 
 
-def test_a_heuristic_plays_along():
-    """Not a line more in the plan: its rows are nobody's."""
+def test_heuristic_policy_needs_no_change_of_the_plan():
     policies = {
         "ppo": PolicySpec(config=PPO),
         "dqn": PolicySpec(config=DQN),
@@ -143,15 +144,15 @@ def test_a_heuristic_plays_along():
 
 
 class WithFrozen(Algorithm):
-    """An opponent that is the PPO policy as it was some time ago: four lines more."""
+    """The plan `ppo_dqn` with an opponent that copies the PPO policy after each of its updates."""
 
     @staticmethod
     def execution_plan(workers, config):
         train_ppo, store, train_dqn = branches(workers, config)
 
         def freeze(item):
-            own = workers.local_worker().policy_map
-            own["frozen"].set_weights(own["ppo"].get_weights())
+            policies = workers.local_worker().policy_map
+            policies["frozen"].set_weights(policies["ppo"].get_weights())
             return item
 
         train_ppo = train_ppo.for_each(freeze)
@@ -160,7 +161,7 @@ class WithFrozen(Algorithm):
 
 
 @pytest.mark.slow_on_actors
-def test_a_frozen_opponent(num_workers):
+def test_frozen_opponent_does_not_learn(num_workers):
     policies = {
         "ppo": PolicySpec(config=PPO),
         "dqn": PolicySpec(config=DQN),
@@ -179,30 +180,29 @@ def test_a_frozen_opponent(num_workers):
     assert set(result["learners"]) == {"ppo", "dqn"}
 
 
-def test_branches_are_watched_and_pulled_by_hand(capsys):
+def test_branches_are_inspected_and_pulled_directly(capsys):
     def debug_print(item):
-        print("I saw", type(item).__name__)
+        print("received", type(item).__name__)
         return item
 
-    seen = []
-    algorithm = Algorithm(two())
+    tapped = []
+    algorithm = Algorithm(ppo_and_dqn())
     train_ppo, store, train_dqn = branches(algorithm.workers, algorithm.config)
-    train_dqn = train_dqn.tap("trained", seen.append).for_each(debug_print)
+    train_dqn = train_dqn.tap("trained", tapped.append).for_each(debug_print)
     both = Concurrently([train_ppo, store, train_dqn], mode="async")
     both.take(12)
-    assert "I saw tuple" in capsys.readouterr().out
-    assert len(seen) > 0
+    assert "received tuple" in capsys.readouterr().out
+    assert len(tapped) > 0
     both.stop()
     algorithm.stop()
-    algorithm = Algorithm(two())
+    algorithm = Algorithm(ppo_and_dqn())
     train_ppo, *_ = branches(algorithm.workers, algorithm.config)
-    with pytest.raises(RuntimeError, match="no plan consumes it"):  # after what the others hold
+    with pytest.raises(RuntimeError, match="no plan consumes it"):  # the other branch is full
         train_ppo.take(1000)
     algorithm.stop()
 
 
-def test_branches_and_policies_belong_together():
-    """Known before anything is sampled."""
+def test_mismatch_of_branches_and_policies_is_rejected_before_sampling():
 
     def plan(workers, config):
         return StandardMetricsReporting(
@@ -211,32 +211,32 @@ def test_branches_and_policies_belong_together():
             config,
         )
 
-    def misspelt(workers, config):
+    def misspelled(workers, config):
         rollouts = ParallelRollouts(workers).for_each(SelectExperiences(["dqm"]))
         return StandardMetricsReporting(rollouts, workers, config)
 
-    for own, settings, match in [
+    for execution_plan, settings, match in [
         (
             plan,
             {"policies_to_train": ["ppo", "dqn"]},
             "policies_to_train names 'dqn', but the plan",
         ),
-        (misspelt, {}, r"SelectExperiences.*dqm.*chained at .*test_composition.*no policy 'dqm'"),
+        (misspelled, {}, r"SelectExperiences.*dqm.*chained at .*test_composition.*no policy 'dqm'"),
     ]:
-        kind = type("Own", (Algorithm,), {"execution_plan": staticmethod(own)})
-        with kind(two(**settings)) as algorithm:
+        kind = type("Custom", (Algorithm,), {"execution_plan": staticmethod(execution_plan)})
+        with kind(ppo_and_dqn(**settings)) as algorithm:
             with pytest.raises(ValueError, match=match):
                 algorithm.train()
             assert algorithm.workers._local is None
-    kind = type("Own", (Algorithm,), {"execution_plan": staticmethod(plan)})
-    with kind(two(policies_to_train=["ppo"])) as algorithm:
+    kind = type("Custom", (Algorithm,), {"execution_plan": staticmethod(plan)})
+    with kind(ppo_and_dqn(policies_to_train=["ppo"])) as algorithm:
         assert set(algorithm.train()["learners"]) == {"ppo"}
 
 
-def test_what_cannot_be_composed():
+def test_invalid_compositions_are_rejected():
     with pytest.raises(ConfigError, match="no policy 'dqm'"):
-        two().for_policy("dqm")
-    algorithm = Algorithm(two())
+        ppo_and_dqn().for_policy("dqm")
+    algorithm = Algorithm(ppo_and_dqn())
     buffer = algorithm.config.for_policy("dqn").replay_buffer(["dqn"])
     unselected = ParallelRollouts(algorithm.workers).for_each(
         StoreToReplayBuffer(local_buffer=buffer)
@@ -244,10 +244,9 @@ def test_what_cannot_be_composed():
     with pytest.raises(KeyError, match=r"\['ppo'\] for a replay buffer of \['dqn'\]: select"):
         next(unselected)
     algorithm.stop()
-    algorithm = Algorithm(two())
-    own = AlgorithmConfig(policies=two().policies)
-    assert not hasattr(own, "replay_buffer")
-    buffer = DQN.updated(policies=two().policies).replay_buffer(["ppo"])
+    algorithm = Algorithm(ppo_and_dqn())
+    assert not hasattr(AlgorithmConfig(policies=ppo_and_dqn().policies), "replay_buffer")
+    buffer = DQN.updated(policies=ppo_and_dqn().policies).replay_buffer(["ppo"])
     for_ppo = (
         ParallelRollouts(algorithm.workers)
         .for_each(SelectExperiences(["ppo"]))

@@ -1,4 +1,4 @@
-"""CQL: its part of the loss against a plain one, the plan, refusals."""
+"""CQL: the penalty against a reference implementation, the plan, rejected settings."""
 
 import math
 from itertools import product
@@ -24,7 +24,7 @@ SMALL = {"model": {"fcnet_hiddens": [8, 8]}, "seed": 0, "gamma": 0.9}
 def rows(n=10, seed=0, actions=BOUNDS, space=BOX):
     rng = np.random.default_rng(seed)
 
-    def seen():
+    def observations():
         at = rng.uniform(-1, 1, (n, 3)).astype(np.float32)
         if space is BOX:
             return at
@@ -32,13 +32,13 @@ def rows(n=10, seed=0, actions=BOUNDS, space=BOX):
         mask[:, 1] = 1
         return {"action_mask": mask, "at": at}
 
-    done = rng.integers(0, 3, n) if space is BOX else np.ones(n, np.int64)
+    drawn_actions = rng.integers(0, 3, n) if space is BOX else np.ones(n, np.int64)
     if actions is BOUNDS:
-        done = rng.uniform(-0.9, 0.9, (n, 2)).astype(np.float32)
+        drawn_actions = rng.uniform(-0.9, 0.9, (n, 2)).astype(np.float32)
     return SampleBatch(
-        obs=seen(),
-        new_obs=seen(),
-        actions=done,
+        obs=observations(),
+        new_obs=observations(),
+        actions=drawn_actions,
         rewards=rng.standard_normal(n).astype(np.float32),
         terminateds=rng.random(n) < 0.3,
         truncateds=np.zeros(n, bool),
@@ -46,9 +46,9 @@ def rows(n=10, seed=0, actions=BOUNDS, space=BOX):
     )
 
 
-@pytest.mark.parametrize(("space", "heat"), product([BOX, MASKED], [1.0, 2.0]))
-def test_the_gap_of_discrete_actions(space, heat):
-    policy = CQLTorchPolicy(space, THREE, {**SMALL, "temperature": heat})
+@pytest.mark.parametrize(("space", "temperature"), list(product([BOX, MASKED], [1.0, 2.0])))
+def test_gap_of_discrete_actions(space, temperature):
+    policy = CQLTorchPolicy(space, THREE, {**SMALL, "temperature": temperature})
     policy.flat.vector.data += 0.3 * torch.randn(policy.flat.vector.shape)
     batch = rows(actions=THREE, space=space)
     with torch.no_grad():
@@ -60,19 +60,20 @@ def test_the_gap_of_discrete_actions(space, heat):
             allowed = range(3)
             if space is MASKED:
                 allowed = np.flatnonzero(batch["obs"]["action_mask"][row])
-            soft = heat * math.log(sum(math.exp(values[critic, row, a] / heat) for a in allowed))
-            expected.append(soft - values[critic, row, batch["actions"][row]])
+            exps = [math.exp(values[critic, row, a] / temperature) for a in allowed]
+            soft_maximum = temperature * math.log(sum(exps))
+            expected.append(soft_maximum - values[critic, row, batch["actions"][row]])
         assert gaps[critic] == pytest.approx(np.mean(expected), rel=1e-4)
 
 
-def test_the_gap_of_continuous_actions():
-    """Of the actions that were drawn: log of the mean over all of them of exp(Q) / density."""
+def test_gap_of_continuous_actions():
+    """The soft maximum is the log of the mean of exp(Q) / density over the drawn actions."""
     policy = CQLTorchPolicy(BOX, BOUNDS, {**SMALL, "num_actions": 3})
     policy.flat.vector.data += 0.2 * torch.randn(policy.flat.vector.shape)
     batch = rows()
     tensors = policy.tensors(batch)
     state = policy.learner.rng.bit_generator.state
-    drawn, logps = policy._others(tensors)
+    drawn, logps = policy._draw_actions(tensors)
     policy.learner.rng.bit_generator.state = state
     with torch.no_grad():
         gaps = policy.gaps(tensors).numpy()
@@ -81,26 +82,26 @@ def test_the_gap_of_continuous_actions():
             for row in range(10):
                 total = 0.0
                 for k in range(9):
-                    number = k * 10 + row
-                    action = torch.from_numpy(drawn[number : number + 1])
+                    index = k * 10 + row
+                    action = torch.from_numpy(drawn[index : index + 1])
                     value = policy.model.q_values(tensors["obs"][row : row + 1], action)[critic, 0]
                     if k < 3:
                         logp = -2 * math.log(2.0)  # uniform on [-1, 1]^2
                     else:
-                        seen = batch["obs" if k < 6 else "new_obs"][row : row + 1]
-                        outputs = torch.from_numpy(policy.model.outputs_numpy(seen))
+                        obs = batch["obs" if k < 6 else "new_obs"][row : row + 1]
+                        outputs = torch.from_numpy(policy.model.outputs_numpy(obs))
                         logp = float(policy.dist_class(outputs, policy.model).logp(action)[0])
-                    assert logps[number] == pytest.approx(logp, abs=2e-3)
+                    assert logps[index] == pytest.approx(logp, abs=2e-3)
                     total += math.exp(float(value) - logp)
-                own = policy.model.q_values(
+                recorded = policy.model.q_values(
                     tensors["obs"][row : row + 1], tensors["actions"][row : row + 1]
                 )
-                expected.append(math.log(total / 9) - float(own[critic, 0]))
+                expected.append(math.log(total / 9) - float(recorded[critic, 0]))
             assert gaps[critic] == pytest.approx(np.mean(expected), abs=2e-3)
 
 
 @pytest.mark.parametrize("actions", [BOUNDS, THREE], ids=["continuous", "discrete"])
-def test_the_critics_loss_is_sacs_and_the_gap(actions):
+def test_critic_loss_is_sac_loss_plus_weighted_gap(actions):
     batch = rows(actions=actions)
     losses = {}
     for weight in (0.0, 1.0, 3.0):
@@ -111,19 +112,19 @@ def test_the_critics_loss_is_sacs_and_the_gap(actions):
     assert losses[3.0] - losses[0.0] == pytest.approx(3 * gap, rel=1e-3)
 
 
-def test_without_the_gap_it_is_sac():
+def test_cql_without_penalty_equals_sac():
     batch = rows(actions=THREE)
     sac = SACTorchPolicy(BOX, THREE, SMALL)
     cql = CQLTorchPolicy(BOX, THREE, {**SMALL, "min_q_weight": 0.0})
     np.testing.assert_array_equal(sac.flat.vector.detach(), cql.flat.vector.detach())
     for policy in (sac, cql):
         policy.learn_on_minibatches(batch)
-    one, other = sac.get_weights(), cql.get_weights()
-    for name in one:
-        np.testing.assert_allclose(one[name], other[name], rtol=1e-5, atol=1e-6)
+    sac_weights, cql_weights = sac.get_weights(), cql.get_weights()
+    for name in sac_weights:
+        np.testing.assert_allclose(sac_weights[name], cql_weights[name], rtol=1e-5, atol=1e-6)
 
 
-def test_the_gap_is_made_smaller():
+def test_penalty_reduces_the_gap():
     batch = rows(12, actions=THREE)
     gaps = {}
     for weight in (0.0, 5.0):
@@ -135,24 +136,24 @@ def test_the_gap_is_made_smaller():
     assert gaps[5.0] < gaps[0.0] - 0.5
 
 
-def test_the_weight_is_learned_towards_the_threshold():
+def test_lagrangian_weight_depends_on_the_threshold():
     batch = rows(64, actions=THREE)
-    grown = {}
+    weights = {}
     for threshold in (0.01, 50.0):
         settings = {**SMALL, "lagrangian": True, "lagrangian_thresh": threshold, "lr": 3e-3}
         policy = CQLTorchPolicy(BOX, THREE, settings)
         for _ in range(20):
-            told = policy.learn_on_minibatches(batch)
-        grown[threshold] = told["min_q_weight"]
-    assert grown[0.01] > 5.0 > grown[50.0]
+            stats = policy.learn_on_minibatches(batch)
+        weights[threshold] = stats["min_q_weight"]
+    assert weights[0.01] > 5.0 > weights[50.0]
     state = policy.get_state()
     other = CQLTorchPolicy(BOX, THREE, {**settings, "seed": 4})
     other.set_state(state)
-    assert float(other.model.log_min_q_weight.exp()) == pytest.approx(grown[50.0], rel=0.1)
+    assert float(other.model.log_min_q_weight.exp()) == pytest.approx(weights[50.0], rel=0.1)
 
 
 @pytest.mark.parametrize("actions", [BOUNDS, THREE], ids=["continuous", "discrete"])
-def test_it_imitates_first(actions):
+def test_actor_imitates_in_the_first_updates(actions):
     policy = CQLTorchPolicy(BOX, actions, {**SMALL, "bc_iters": 2})
     batch = rows(actions=actions)
     losses = []
@@ -166,14 +167,14 @@ def test_it_imitates_first(actions):
 
 @pytest.fixture(scope="module")
 def pendulum(tmp_path_factory):
-    """Random play as it is recorded, without the columns that CQL has no use for."""
+    """A folder of recorded random rows."""
     folder = tmp_path_factory.mktemp("pendulum")
     batch = rows(300)
     write_parquet(folder / "rows.parquet", batch)
     return folder
 
 
-def test_the_plan(pendulum, tmp_path):
+def test_plan_trains_and_resumes_from_a_checkpoint(pendulum, tmp_path):
     config = CQLConfig(
         **SMALL,
         input_=str(pendulum),
@@ -185,27 +186,27 @@ def test_the_plan(pendulum, tmp_path):
     with config.build() as algorithm:
         first = algorithm.train()
         assert first["num_env_steps_trained"] == 300
-        algorithm.save(tmp_path / "there")
+        algorithm.save(tmp_path / "c")
         expected = algorithm.train()["learners"]["default_policy"]
-        assert algorithm.get_policy().target_updates == 13  # the first one when it was made
+        assert algorithm.get_policy().target_updates == 13  # including the initial copy
         with pytest.raises(ConfigError, match="no environment"):
             algorithm.evaluate()
-    with config.build() as again:
-        again.restore(tmp_path / "there")
-        assert again.train()["learners"]["default_policy"] == expected
-    with CQL.from_checkpoint(tmp_path / "there") as loaded:  # with its spaces
+    with config.build() as resumed:
+        resumed.restore(tmp_path / "c")
+        assert resumed.train()["learners"]["default_policy"] == expected
+    with CQL.from_checkpoint(tmp_path / "c") as loaded:  # including its spaces
         assert loaded.config.action_space == BOUNDS
         loaded.train()
 
 
-def test_what_is_not_for_it_is_refused(pendulum, tmp_path):
+def test_unsupported_spaces_settings_and_data_are_rejected(pendulum, tmp_path):
     with pytest.raises(ConfigError, match="MultiDiscrete"):
         CQLTorchPolicy(BOX, spaces.MultiDiscrete([2, 2]), SMALL)
-    for wrong in ({"min_q_weight": -1}, {"temperature": 0}, {"num_actions": 0}, {"bc_iters": -1}):
-        with pytest.raises(ConfigError, match=next(iter(wrong))):
-            CQLConfig(**wrong)
+    for invalid in ({"min_q_weight": -1}, {"temperature": 0}, {"num_actions": 0}, {"bc_iters": -1}):
+        with pytest.raises(ConfigError, match=next(iter(invalid))):
+            CQLConfig(**invalid)
     with pytest.raises(ConfigError, match="n_step"):
-        CQLConfig(n_step=3)  # rows are read as they are, none are stored
+        CQLConfig(n_step=3)  # a setting of replay buffers
     base = {**SMALL, "observation_space": BOX, "min_sample_timesteps_per_iteration": 10}
     config = CQLConfig(**base, input_=str(pendulum), action_space=THREE)
     with config.build() as algorithm, pytest.raises(OfflineDataError, match="actions"):

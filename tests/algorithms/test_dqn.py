@@ -1,4 +1,4 @@
-"""DQN: the loss against a plain one, acting, target networks, the plan."""
+"""DQN: the loss against a reference implementation, acting, target networks, the plan."""
 
 from dataclasses import replace
 
@@ -63,13 +63,13 @@ def rows(n=12, seed=0, space=BOX):
     )
 
 
-def plain_values(model, at, mask, dueling):
-    """Q values by the layers themselves, row by row."""
-    inner = getattr(model, "model", model)
+def reference_values(model, at, mask, dueling):
+    """Compute the Q-values of one observation in float64 from the weights of the layers."""
+    network = getattr(model, "model", model)
     x = torch.as_tensor(at, dtype=torch.float64)
-    for layer in inner.hidden:
+    for layer in network.hidden:
         x = torch.tanh(x @ layer.weight.double().T + layer.bias.double())
-    head, value = inner.policy_head, inner.value_head
+    head, value = network.policy_head, network.value_head
     advantages = x @ head.weight.double().T + head.bias.double()
     allowed = torch.as_tensor(mask, dtype=torch.bool)
     if not dueling:
@@ -82,11 +82,11 @@ def plain_values(model, at, mask, dueling):
 @pytest.mark.parametrize("dueling", [True, False])
 @pytest.mark.parametrize("double_q", [True, False])
 @pytest.mark.parametrize("space", [BOX, MASKED], ids=["box", "masked"])
-def test_the_loss_is_that_of_the_papers(dueling, double_q, space):
+def test_loss_matches_the_papers(dueling, double_q, space):
     policy = DQNTorchPolicy(
         space, THREE, {"dueling": dueling, "double_q": double_q, "gamma": 0.9, "seed": 0}
     )
-    with torch.no_grad():  # two networks that differ
+    with torch.no_grad():  # make the networks differ
         policy._target.vector.add_(0.3 * torch.randn(policy._target.vector.shape))
     batch = rows(space=space)
     loss = float(policy.loss(policy.tensors(batch)).detach())
@@ -99,14 +99,14 @@ def test_the_loss_is_that_of_the_papers(dueling, double_q, space):
                 nested = isinstance(row[name], dict)
                 ats.append(row[name]["at"] if nested else row[name])
                 masks.append(row[name]["action_mask"] if nested else np.ones(3))
-            target = plain_values(policy.target_model, ats[1], masks[1], dueling)
-            chooser = policy.model if double_q else policy.target_model
-            best = int(plain_values(chooser, ats[1], masks[1], dueling).argmax())
-            goal = float(row["rewards"])
+            target = reference_values(policy.target_model, ats[1], masks[1], dueling)
+            selector = policy.model if double_q else policy.target_model
+            best = int(reference_values(selector, ats[1], masks[1], dueling).argmax())
+            td_target = float(row["rewards"])
             if not row["terminateds"]:
-                goal += 0.9 ** int(row["n_steps"]) * float(target[best])
-            q = plain_values(policy.model, ats[0], masks[0], dueling)[int(row["actions"])]
-            error = float(q) - goal
+                td_target += 0.9 ** int(row["n_steps"]) * float(target[best])
+            q = reference_values(policy.model, ats[0], masks[0], dueling)[int(row["actions"])]
+            error = float(q) - td_target
             errors.append(error)
             huber = 0.5 * error**2 if abs(error) < 1 else abs(error) - 0.5
             total += float(row["weights"]) * huber
@@ -120,8 +120,8 @@ def test_the_loss_is_that_of_the_papers(dueling, double_q, space):
 @pytest.mark.parametrize("activation", ["tanh", "relu"])
 @pytest.mark.parametrize("dueling", [True, False])
 def test_kernel_gradient_equals_autograd(dueling, activation, shared):
-    """Check all layers, the Huber loss, weights and dueling means; the second batch checks that the
-    first one leaves no trace."""
+    """Check all layers, the Huber loss, weights and dueling means; the second batch checks that no
+    state remains from the first."""
     policy = DQNTorchPolicy(
         BOX,
         THREE,
@@ -154,43 +154,44 @@ def test_kernel_is_used_only_for_the_shipped_loss():
             return 2 * super().loss(batch)
 
     batch = rows()
-    plain, doubled = (kind(BOX, THREE, {"seed": 0}) for kind in (DQNTorchPolicy, Doubled))
-    one, two = (policy.compute_gradients(batch)[0] for policy in (plain, doubled))
-    np.testing.assert_allclose(two, 2 * one, rtol=1e-5, atol=1e-7)
+    gradient, doubled = (
+        kind(BOX, THREE, {"seed": 0}).compute_gradients(batch)[0]
+        for kind in (DQNTorchPolicy, Doubled)
+    )
+    np.testing.assert_allclose(doubled, 2 * gradient, rtol=1e-5, atol=1e-7)
     image = spaces.Box(0, 255, (8, 8, 3), np.uint8)
-    switched_off = {"numpy_gradients": False}
     for space, more in (
         (MASKED, {}),
         (image, {}),
         (BOX, {"precision": "bfloat16"}),
-        (BOX, switched_off),
+        (BOX, {"numpy_gradients": False}),
     ):
         policy = DQNTorchPolicy(space, THREE, {"seed": 0, **more})
         assert policy.learner.kernel is None
 
 
-def values_at(policy, obs):
-    """What the online network thinks of all actions [B, n]."""
-    outputs, state = policy._at_new_obs(
+def q_values(policy, obs):
+    """Return the online network's values of all actions [B, n]."""
+    outputs, state_values = policy._at_new_obs(
         policy.model, policy.tensors(SampleBatch(new_obs=obs)), True
     )
     count = len(outputs)
-    each = [
+    columns = [
         policy.q_function.td_targets(
-            outputs, state, np.full(count, a), np.zeros(count), np.ones(count)
+            outputs, state_values, np.full(count, action), np.zeros(count), np.ones(count)
         )
-        for a in range(policy.action_space.n)
+        for action in range(policy.action_space.n)
     ]
-    return np.stack(each, 1)
+    return np.stack(columns, 1)
 
 
-def test_other_networks_have_the_same_values():
-    """Images, whose values torch computes: double DQN's target from both networks."""
+def test_dueling_values_of_images():
+    """Torch computes the values of image networks, numpy those of small ones."""
     image = spaces.Box(0, 255, (8, 8, 3), np.uint8)
     policy = DQNTorchPolicy(image, THREE, {"seed": 0})
     rng = np.random.default_rng(0)
     observations = rng.integers(0, 255, (4, 8, 8, 3), np.uint8)
-    values = values_at(policy, observations)
+    values = q_values(policy, observations)
     with torch.no_grad():
         outputs, _ = policy.model({"obs": torch.from_numpy(observations)}, [], None)
         advantages = outputs - outputs.mean(1, keepdim=True)
@@ -201,23 +202,23 @@ def test_other_networks_have_the_same_values():
     )
 
 
-def test_acting_is_greedy_but_for_epsilon():
+def test_acting_is_epsilon_greedy():
     config = {"exploration_config": {"type": "EpsilonGreedy", "epsilon": 0.3}, "seed": 0}
     policy = DQNTorchPolicy(MASKED, THREE, config)
     obs = rows(4000, space=MASKED)["obs"]
     best, states, extra = policy.compute_actions(obs, explore=False)
     allowed = obs["action_mask"] != 0
-    values = np.where(allowed, values_at(policy, obs), -np.inf)
+    values = np.where(allowed, q_values(policy, obs), -np.inf)
     np.testing.assert_array_equal(best, values.argmax(1))
     assert (states, extra) == ([], {})
     drawn, _, _ = policy.compute_actions(obs)
     assert allowed[np.arange(4000), drawn].all()
-    # a random action is the best one with a chance of 1 in as many as there are
+    # a random action is the best one with probability 1 / (number of allowed actions)
     expected = 1 - 0.3 * (1 - (1 / allowed.sum(1)).mean())
     assert (drawn == best).mean() == pytest.approx(expected, abs=0.025)
 
 
-def test_target_networks_follow_softly_or_at_once():
+def test_target_network_updates_are_soft_or_hard():
     policy = DQNTorchPolicy(BOX, THREE, {"tau": 0.25, "seed": 0})
     start = policy._target.vector.clone()
     np.testing.assert_array_equal(start.detach(), policy.flat.vector.detach())
@@ -230,29 +231,29 @@ def test_target_networks_follow_softly_or_at_once():
     torch.testing.assert_close(policy._target.vector, policy.flat.vector)
 
 
-def test_a_restored_policy_learns_the_same():
-    one, other = (DQNTorchPolicy(BOX, THREE, {"tau": 0.5, "seed": s}) for s in (0, 1))
-    one.learn_on_minibatches(rows())
-    one.update_target()
-    other.set_state(one.get_state())
+def test_restored_policy_learns_identically():
+    policy, other = (DQNTorchPolicy(BOX, THREE, {"tau": 0.5, "seed": s}) for s in (0, 1))
+    policy.learn_on_minibatches(rows())
+    policy.update_target()
+    other.set_state(policy.get_state())
     for seed in (1, 2):
-        stats = [policy.learn_on_minibatches(rows(seed=seed)) for policy in (one, other)]
+        stats = [trained.learn_on_minibatches(rows(seed=seed)) for trained in (policy, other)]
         assert stats[0] == stats[1]
-        one.update_target()
+        policy.update_target()
         other.update_target()
     with pytest.raises(ValueError, match="lacks target"):
-        one.set_state({k: v for k, v in other.get_state().items() if k != "target"})
+        policy.set_state({k: v for k, v in other.get_state().items() if k != "target"})
     with pytest.raises(ValueError, match="has other parameters"):
-        one.set_state({**other.get_state(), "target": {"x": np.zeros(3, np.float32)}})
+        policy.set_state({**other.get_state(), "target": {"x": np.zeros(3, np.float32)}})
 
 
-def test_what_dueling_values_mean_is_part_of_the_state():
-    one, two = (DQNTorchPolicy(BOX, THREE, {"dueling": d, "seed": 0}) for d in (True, False))
+def test_state_of_a_dueling_network_does_not_fit_a_plain_one():
+    dueling, plain = (DQNTorchPolicy(BOX, THREE, {"dueling": d, "seed": 0}) for d in (True, False))
     with pytest.raises(ValueError, match="dueling=True for a policy with dueling=False"):
-        two.set_state(one.get_state())
+        plain.set_state(dueling.get_state())
 
 
-def test_a_target_that_nothing_moves_is_told():
+def test_plan_without_target_updates_warns():
     def plan(workers, config):
         buffer = config.replay_buffer()
         store = ParallelRollouts(workers).for_each(StoreToReplayBuffer(local_buffer=buffer))
@@ -260,14 +261,17 @@ def test_a_target_that_nothing_moves_is_told():
         both = Concurrently([store, train], mode="async", output_indexes=[1])
         return StandardMetricsReporting(both, workers, config)
 
-    class Forgetful(DQN):
+    class WithoutTargetUpdates(DQN):
         execution_plan = staticmethod(plan)
 
-    with Forgetful(tiny()) as algorithm, pytest.warns(UserWarning, match="UpdateTargetNetwork"):
+    with (
+        WithoutTargetUpdates(tiny()) as algorithm,
+        pytest.warns(UserWarning, match="UpdateTargetNetwork"),
+    ):
         assert algorithm.train()["counters"]["num_agent_steps_stored"] > 0
 
 
-def test_an_update_that_is_left_out_tells_no_errors():
+def test_skipped_update_reports_no_td_errors():
     policy = DQNTorchPolicy(BOX, THREE, {"on_nonfinite_update": "skip", "seed": 0})
     batch = rows()
     policy.learn_on_minibatches(batch)
@@ -278,35 +282,37 @@ def test_an_update_that_is_left_out_tells_no_errors():
     assert policy.row_stats == {}
 
 
-def test_errors_are_told_however_it_learns():
+def test_td_errors_are_reported_by_all_ways_of_learning():
     policy = DQNTorchPolicy(BOX, THREE, {"microbatch_size": 5, "seed": 0})
     batch = rows()
     policy.compute_gradients(batch)
     assert policy.row_stats["batch_indexes"].tolist() == list(range(12))
     for _ in range(3):
-        policy.learn_on_batch(batch)  # what is told is of this one alone
+        policy.learn_on_batch(batch)  # reports only this batch
         assert policy.row_stats["batch_indexes"].tolist() == list(range(12))
         policy.learn_on_minibatches(batch, 2, 6)
     assert sorted(policy.row_stats["batch_indexes"]) == sorted([*range(12)] * 2)
     with WorkerSet("CartPole-v1", DQNTorchPolicy, DQNConfig(env="CartPole-v1", seed=0)) as workers:
         drawn = workers.local_worker().sample().with_columns(batch_indexes=np.arange(4))
         with metrics_scope(MetricsContext()):
-            one = ComputeGradients(workers)(drawn)
-            _, info = ApplyGradients(workers)(AverageGradients()([one, one]))
+            gradients = ComputeGradients(workers)(drawn)
+            _, info = ApplyGradients(workers)(AverageGradients()([gradients, gradients]))
             with pytest.raises(ValueError, match="name no workers"):
-                ApplyGradients(workers, update_all=False)(replace(one, sources=()))
+                ApplyGradients(workers, update_all=False)(replace(gradients, sources=()))
     assert info["default_policy"]["rows"]["batch_indexes"].tolist() == [0, 1, 2, 3] * 2
 
 
-def test_every_policy_has_a_clock_of_its_own():
+def test_target_updates_count_the_steps_of_each_policy():
     updates = []
 
-    class Target(Idle):
+    class RecordsUpdates(Idle):
         def update_target(self):
             updates.append(self.name)
 
     mapping = {"policy_mapping_fn": lambda agent_id, *args, **kwargs: "a"}
-    workers = WorkerSet(lambda context: CountEnv(), {"a": Target, "b": Target}, mapping)
+    workers = WorkerSet(
+        lambda context: CountEnv(), {"a": RecordsUpdates, "b": RecordsUpdates}, mapping
+    )
     for name, policy in workers.local_worker().policy_map.items():
         policy.name = name
     operator = UpdateTargetNetwork(workers, 10, by_steps_trained=True)
@@ -316,11 +322,11 @@ def test_every_policy_has_a_clock_of_its_own():
             operator((None, info))
         assert sorted(updates) == ["a"] * 5 + ["b"] * 5
         assert metrics.counters["num_target_updates"] == 10
-        wrong = UpdateTargetNetwork(workers, 0, policies=["b"])
-        wrong((None, {}))
+        update_b = UpdateTargetNetwork(workers, 0, policies=["b"])
+        update_b((None, {}))
         workers.local_worker().policy_map["b"] = Idle(BOX, THREE, {})
         with pytest.raises(TypeError, match="policy 'b', a Idle, has no target network"):
-            wrong((None, {}))
+            update_b((None, {}))
     other = UpdateTargetNetwork(workers, 10, by_steps_trained=True)
     other.load_state_dict(operator.state_dict())
     assert other.state_dict() == operator.state_dict()
@@ -335,19 +341,19 @@ def test_every_policy_has_a_clock_of_its_own():
     ("settings", "match"),
     [
         ({"replay_buffer_capacity": 20}, "replay_buffer_capacity=20 is less than"),
-        ({"learning_starts": 60_000}, "learning_starts=60000: make it at least that"),
+        ({"learning_starts": 60_000}, "learning_starts=60000: increase the capacity"),
         ({"prioritized_replay": False, "prioritized_replay_alpha": 0.5}, "needs prioritized_rep"),
         ({"training_intensity": 0}, "training_intensity"),
         ({"n_step": 0}, "n_step"),
         ({"tau": 1.5}, "tau"),
     ],
 )
-def test_settings_that_cannot_be(settings, match):
+def test_invalid_settings_are_rejected(settings, match):
     with pytest.raises(ConfigError, match=match):
         DQNConfig(**settings)
 
 
-def test_what_dqn_is_not_for():
+def test_unsupported_actions_and_views_are_rejected():
     with pytest.raises(ConfigError, match="DQN is for Discrete actions"):
         DQNTorchPolicy(BOX, BOX, {})
     with pytest.raises(ConfigError, match="sees only observations"):
@@ -355,12 +361,12 @@ def test_what_dqn_is_not_for():
 
 
 def tiny(**settings):
-    own = {"learning_starts": 32, "min_sample_timesteps_per_iteration": 64, "seed": 0}
-    return load_plan("dqn").config.updated(**own, **settings)
+    defaults = {"learning_starts": 32, "min_sample_timesteps_per_iteration": 64, "seed": 0}
+    return load_plan("dqn").config.updated(**defaults, **settings)
 
 
 @pytest.mark.parametrize("prioritized", [False, True])
-def test_a_run_goes_on_from_its_checkpoint(prioritized, tmp_path):
+def test_run_resumes_from_its_checkpoint(prioritized, tmp_path):
     config = tiny(prioritized_replay=prioritized)
     with config.build() as algo:
         algo.train()
@@ -369,25 +375,25 @@ def test_a_run_goes_on_from_its_checkpoint(prioritized, tmp_path):
             other.restore(tmp_path / "c")
             first, second = algo.train(), other.train()
             stats = [r["learners"]["default_policy"] for r in (first, second)]
-            # environments begin anew, so what is sampled differs: counts and draws do not
+            # environments restart, so samples differ, but counts do not
             for name in ("num_env_steps_sampled", "num_env_steps_trained"):
                 assert first[name] == second[name]
-            assert all(np.isfinite(one["total_loss"]) for one in stats)
+            assert all(np.isfinite(policy_stats["total_loss"]) for policy_stats in stats)
             buffers = [a.plan.stage for a in (algo, other)]
             assert len(buffers) == 2
 
 
-def test_runs_repeat_from_their_seed():
+def test_seeded_runs_repeat():
     def weights():
         with tiny(prioritized_replay=True).build() as algo:
             algo.train()
             return algo.get_policy().get_weights()
 
-    one, same = weights(), weights()
-    assert all((one[name] == same[name]).all() for name in one)
+    first, second = weights(), weights()
+    assert all((first[name] == second[name]).all() for name in first)
 
 
-def test_simple_q_is_dqn_without_what_came_later():
+def test_simple_q_is_dqn_without_extensions():
     config = SimpleQConfig(env="CartPole-v1", seed=0, learning_starts=32)
     config.reporting(min_sample_timesteps_per_iteration=64)
     assert (config.double_q, config.dueling, config.prioritized_replay) == (False,) * 3
@@ -397,7 +403,7 @@ def test_simple_q_is_dqn_without_what_came_later():
         assert type(algo.get_policy()) is DQNTorchPolicy
 
 
-def test_settings_reach_the_buffers():
+def test_replay_settings_reach_the_buffers():
     config = DQNConfig(
         replay_buffer_capacity=101,
         learning_starts=40,
@@ -412,34 +418,34 @@ def test_settings_reach_the_buffers():
         seed=0,
     )
     buffer = config.new_buffer()
-    told = (buffer.capacity, buffer.n_step, buffer.gamma, buffer.alpha, buffer.beta, buffer.eps)
-    assert told == (101, 4, 0.9, 0.3, 0.2, 0.5)
+    assert (buffer.capacity, buffer.n_step, buffer.gamma) == (101, 4, 0.9)
+    assert (buffer.alpha, buffer.beta, buffer.eps) == (0.3, 0.2, 0.5)
     with pytest.raises(
         ConfigError, match="num_replay_shards is for plans whose buffer is on actor"
     ):
         config.replay_buffer()
-    both = config.updated(num_replay_shards=2).replay_buffer()
-    assert both.replay_batch_size == 7
+    local = config.updated(num_replay_shards=2).replay_buffer()
+    assert local.replay_batch_size == 7
     actors = config.replay_actors()
     assert (actors.num_shards, actors.batch_rows) == (3, 7)
-    for ratio in (both.ratio, actors.ratio):
+    for ratio in (local.ratio, actors.ratio):
         assert (ratio.learning_starts, ratio.training_intensity) == (40, 3)
     shards = [actors._make(shard)._make_buffer("default_policy") for shard in range(3)]
     assert [shard.capacity for shard in shards] == [34] * 3
     assert len({int(shard.rng.integers(10**9)) for shard in shards}) == 3
-    assert type(config.updated(**OFF).new_buffer()) is ReplayBuffer
-    assert both.mode == "independent"
-    lockstep = config.updated(**OFF, replay_mode="lockstep", num_replay_shards=2)
+    assert type(config.updated(**UNIFORM).new_buffer()) is ReplayBuffer
+    assert local.mode == "independent"
+    lockstep = config.updated(**UNIFORM, replay_mode="lockstep", num_replay_shards=2)
     assert lockstep.replay_buffer().mode == "lockstep"
     with pytest.raises(ConfigError, match="draws uniformly"):
         config.updated(replay_mode="lockstep")
-    own = PolicySpec(config=DQNConfig(train_batch_size=8))
-    shared = DQNConfig(policies={"a": own}, policy_mapping_fn=lambda *args, **kwargs: "a")
-    with pytest.raises(ConfigError, match=r"policy 'a' has train_batch_size=8.*buffer of its own"):
+    spec = PolicySpec(config=DQNConfig(train_batch_size=8))
+    shared = DQNConfig(policies={"a": spec}, policy_mapping_fn=lambda *args, **kwargs: "a")
+    with pytest.raises(ConfigError, match=r"policy 'a' has train_batch_size=8.*separate buffer"):
         shared.replay_buffer()._make_buffer("a")
 
 
-OFF = {
+UNIFORM = {
     "prioritized_replay": False,
     "prioritized_replay_alpha": 0.6,
     "prioritized_replay_beta": 0.4,
@@ -447,52 +453,54 @@ OFF = {
 }
 
 
-def test_on_policy_losses_refuse_replayed_rows_unless_asked():
+def test_on_policy_losses_reject_replayed_rows_by_default():
     config = {"rollout_fragment_length": 8, "seed": 0}
     worker = RolloutWorker("CartPole-v1", A2CTorchPolicy, config)
     drawn = worker.sample().with_columns(batch_indexes=np.arange(8))
     with pytest.raises(ConfigError, match="drawn from a replay buffer: set allow_off_policy"):
         worker.policy.learn_on_minibatches(drawn)
-    spaces_ = worker.policy.observation_space, worker.policy.action_space
-    asked = A2CTorchPolicy(*spaces_, {"allow_off_policy": True})
-    assert asked.learn_on_minibatches(drawn)["total_loss"] != 0
+    policy_spaces = worker.policy.observation_space, worker.policy.action_space
+    off_policy = A2CTorchPolicy(*policy_spaces, {"allow_off_policy": True})
+    assert off_policy.learn_on_minibatches(drawn)["total_loss"] != 0
     worker.stop()
 
 
-# -- distributions and noise -----------------------------------------------------------------------
+# -- distributions and noisy networks --------------------------------------------------------------
 
 C51 = {"num_atoms": 7, "v_min": -3.0, "v_max": 3.0, "gamma": 0.9, "seed": 0}
 
 
-def plain_chances(model, at, mask, dueling):
-    """How likely each action's atoms are [3, 7], of one observation; nan where it is forbidden."""
-    inner = getattr(model, "model", model)
+def reference_probs(model, at, mask, dueling):
+    """Compute the probabilities of each action's atoms [3, 7] for one observation; nan for masked
+    actions."""
+    network = getattr(model, "model", model)
     x = torch.as_tensor(at, dtype=torch.float64)
-    for layer in inner.hidden:
+    for layer in network.hidden:
         x = torch.tanh(x @ layer.weight.double().T + layer.bias.double())
-    logits = x @ inner.policy_head.weight.double().T + inner.policy_head.bias.double()
-    own = logits[:21].reshape(3, 7)
+    logits = x @ network.policy_head.weight.double().T + network.policy_head.bias.double()
+    action_logits = logits[:21].reshape(3, 7)
+    allowed = torch.as_tensor(mask, dtype=torch.bool)
     if dueling:
-        own = own + logits[21:] - own[torch.as_tensor(mask, dtype=torch.bool)].mean(0)
-    own[~torch.as_tensor(mask, dtype=torch.bool)] = torch.nan
-    return torch.softmax(own, 1)
+        action_logits = action_logits + logits[21:] - action_logits[allowed].mean(0)
+    action_logits[~allowed] = torch.nan
+    return torch.softmax(action_logits, 1)
 
 
-def plainly_moved(chances, reward, discount, support):
-    goal = torch.zeros(7, dtype=torch.float64)
-    for z, chance in zip(support, chances, strict=True):
-        place = (min(max(reward + discount * z, -3.0), 3.0) + 3.0) / 1.0
-        for atom in range(7):  # a hat of width 1 around each atom
-            goal[atom] += chance * max(0.0, 1.0 - abs(place - atom))
-    return goal
+def reference_projection(probs, reward, discount, support):
+    target = torch.zeros(7, dtype=torch.float64)
+    for z, prob in zip(support, probs, strict=True):
+        position = (min(max(reward + discount * z, -3.0), 3.0) + 3.0) / 1.0
+        for atom in range(7):  # triangular kernel of width 1 around each atom
+            target[atom] += prob * max(0.0, 1.0 - abs(position - atom))
+    return target
 
 
 @pytest.mark.parametrize("dueling", [True, False])
 @pytest.mark.parametrize("double_q", [True, False])
 @pytest.mark.parametrize("space", [BOX, MASKED], ids=["box", "masked"])
-def test_the_distributional_loss_is_that_of_the_paper(dueling, double_q, space):
+def test_distributional_loss_matches_the_paper(dueling, double_q, space):
     policy = DQNTorchPolicy(space, THREE, {**C51, "dueling": dueling, "double_q": double_q})
-    with torch.no_grad():  # two networks that differ, and distributions that are not flat
+    with torch.no_grad():  # make the networks differ, with distributions that are not uniform
         for vector in (policy.flat.vector, policy._target.vector):
             vector.add_(0.3 * torch.randn(vector.shape, generator=torch.manual_seed(3)))
         policy._target.vector.mul_(0.7)
@@ -508,19 +516,20 @@ def test_the_distributional_loss_is_that_of_the_paper(dueling, double_q, space):
                 nested = isinstance(row[name], dict)
                 ats.append(row[name]["at"] if nested else row[name])
                 masks.append(row[name]["action_mask"] if nested else np.ones(3))
-            following = plain_chances(policy.target_model, ats[1], masks[1], dueling)
-            chooser = policy.model if double_q else policy.target_model
-            means = (plain_chances(chooser, ats[1], masks[1], dueling) * torch.tensor(support)).sum(
-                1
-            )
+            next_probs = reference_probs(policy.target_model, ats[1], masks[1], dueling)
+            selector = policy.model if double_q else policy.target_model
+            selector_probs = reference_probs(selector, ats[1], masks[1], dueling)
+            means = (selector_probs * torch.tensor(support)).sum(1)
             best = int(means.nan_to_num(-1e9).argmax())
             discount = 0.0 if row["terminateds"] else 0.9 ** int(row["n_steps"])
-            goal = plainly_moved(following[best], float(row["rewards"]), discount, support)
-            chances = plain_chances(policy.model, ats[0], masks[0], dueling)[int(row["actions"])]
-            cross = -float((goal * chances.log()).sum())
-            total += float(row["weights"]) * cross
-            some = goal > 0
-            errors.append(float((goal * (goal.clamp(min=1e-30) / chances).log())[some].sum()))
+            target = reference_projection(
+                next_probs[best], float(row["rewards"]), discount, support
+            )
+            probs = reference_probs(policy.model, ats[0], masks[0], dueling)[int(row["actions"])]
+            cross_entropy = -float((target * probs.log()).sum())
+            total += float(row["weights"]) * cross_entropy
+            terms = target * (target.clamp(min=1e-30) / probs).log()
+            errors.append(float(terms[target > 0].sum()))
     assert loss == pytest.approx(total / batch.count, rel=1e-4)
     policy.loss(policy.tensors(batch))
     policy.learn_on_minibatches(batch)
@@ -542,7 +551,7 @@ def test_categorical_kernel_gradient_equals_autograd(dueling):
         torch.testing.assert_close(gradient, policy.flat.gradient, rtol=1e-4, atol=1e-6)
 
 
-def test_distributional_policies_act_by_the_mean_return():
+def test_distributional_policy_maximizes_the_mean_return():
     policy = DQNTorchPolicy(MASKED, THREE, {**C51, "dueling": True})
     with torch.no_grad():
         policy.flat.vector.add_(0.3 * torch.randn(policy.flat.vector.shape))
@@ -550,12 +559,12 @@ def test_distributional_policies_act_by_the_mean_return():
     best, _, _ = policy.compute_actions(obs, explore=False)
     with torch.no_grad():
         for at, mask, action in zip(obs["at"], obs["action_mask"], best, strict=True):
-            chances = plain_chances(policy.model, at, mask, True)
-            means = (chances * torch.linspace(-3, 3, 7)).sum(1).nan_to_num(-1e9)
+            probs = reference_probs(policy.model, at, mask, True)
+            means = (probs * torch.linspace(-3, 3, 7)).sum(1).nan_to_num(-1e9)
             assert action == int(means.argmax())
 
 
-def test_a_state_with_other_atoms_is_refused():
+def test_state_with_other_atoms_is_rejected():
     state = DQNTorchPolicy(BOX, THREE, C51).get_state()
     with pytest.raises(ValueError, match="num_atoms"):
         DQNTorchPolicy(BOX, THREE, {**C51, "v_max": 5.0}).set_state(state)
@@ -567,19 +576,19 @@ NOISY = {"noisy": True, "sigma0": 0.5, "seed": 0}
 
 @pytest.mark.parametrize("more", [{}, {"num_atoms": 7}], ids=["values", "atoms"])
 @pytest.mark.parametrize("space", [BOX, MASKED], ids=["box", "masked"])
-def test_noise_explores_and_is_off_without(space, more):
+def test_noisy_network_explores_only_if_asked(space, more):
     policy = DQNTorchPolicy(space, THREE, {**NOISY, **more})
     obs = rows(50, space=space)["obs"]
-    calm = [policy.compute_actions(obs, explore=False)[0].tolist() for _ in range(5)]
-    drawn = [policy.compute_actions(obs)[0].tolist() for _ in range(5)]
-    assert all(one == calm[0] for one in calm)
-    assert len({tuple(one) for one in drawn}) == 5
-    again = DQNTorchPolicy(space, THREE, {**NOISY, **more})
-    again.compute_actions(obs, explore=False)
-    assert [again.compute_actions(obs)[0].tolist() for _ in range(5)] == drawn
+    greedy = [policy.compute_actions(obs, explore=False)[0].tolist() for _ in range(5)]
+    noisy = [policy.compute_actions(obs)[0].tolist() for _ in range(5)]
+    assert all(actions == greedy[0] for actions in greedy)
+    assert len({tuple(actions) for actions in noisy}) == 5
+    same_seed = DQNTorchPolicy(space, THREE, {**NOISY, **more})
+    same_seed.compute_actions(obs, explore=False)
+    assert [same_seed.compute_actions(obs)[0].tolist() for _ in range(5)] == noisy
 
 
-def test_noisy_layers_are_the_papers():
+def test_noisy_layers_match_the_paper():
     layer = NoisyLinear(nn.Linear(4, 3), 0.5)
     inputs = torch.randn(6, 4)
     assert layer.weight_sigma.unique().tolist() == [0.25]  # 0.5 / sqrt(4)
@@ -600,13 +609,13 @@ def test_noisy_layers_are_the_papers():
     torch.testing.assert_close(layer(inputs), inputs @ layer.weight.T + layer.bias)
 
 
-def test_with_noise_nothing_else_explores_unless_it_is_said():
-    given = {"exploration_config": {"type": "EpsilonGreedy", "epsilon": 0.25}}
+def test_noisy_networks_replace_only_the_default_exploration():
+    custom = {"exploration_config": {"type": "EpsilonGreedy", "epsilon": 0.25}}
     assert DQNTorchPolicy(BOX, THREE, NOISY).exploration.config.epsilon == 0.0
-    assert DQNTorchPolicy(BOX, THREE, {**NOISY, **given}).exploration.config.epsilon == 0.25
+    assert DQNTorchPolicy(BOX, THREE, {**NOISY, **custom}).exploration.config.epsilon == 0.25
 
 
-def test_layers_without_a_bias_get_one_that_is_noise():
+def test_noisy_layers_add_a_bias_without_drawing_random_numbers():
     before = torch.random.get_rng_state()
     layer = NoisyLinear(nn.Linear(4, 3, bias=False), 0.5)
     assert layer.bias.tolist() == [0, 0, 0]
@@ -615,12 +624,12 @@ def test_layers_without_a_bias_get_one_that_is_noise():
     after = torch.random.get_rng_state()
     torch.random.set_rng_state(before)
     NoisyLinear(nn.Linear(4, 3), 0.5)
-    assert torch.equal(torch.random.get_rng_state(), after)  # nothing else was drawn
+    assert torch.equal(torch.random.get_rng_state(), after)  # only the linear layer drew numbers
     assert plain.weight.shape == (3, 4)
 
 
 @pytest.mark.parametrize("dueling", [True, False])
-def test_a_last_observation_may_forbid_everything(dueling):
+def test_terminal_observation_may_mask_all_actions(dueling):
     policy = DQNTorchPolicy(MASKED, THREE, {**C51, "dueling": dueling})
     batch = rows(space=MASKED)
     batch["terminateds"][:] = True
@@ -628,7 +637,7 @@ def test_a_last_observation_may_forbid_everything(dueling):
     assert np.isfinite(policy.learn_on_minibatches(batch)["total_loss"])
 
 
-def test_each_network_of_a_noisy_loss_has_noise_of_its_own(monkeypatch):
+def test_noisy_loss_resamples_the_noise_of_each_network(monkeypatch):
     policy = DQNTorchPolicy(BOX, THREE, NOISY)
     names = {id(policy.model): "online", id(policy.target_model): "target"}
     drawn = []
@@ -637,11 +646,11 @@ def test_each_network_of_a_noisy_loss_has_noise_of_its_own(monkeypatch):
         lambda model, rng: drawn.append((names[id(model)], rng is policy.learner.rng)),
     )
     policy.loss(policy.tensors(rows()))
-    # for the target's values, for the choice of the next actions, and for what is learned
+    # to evaluate the next actions, to select them, and to compute the trained values
     assert drawn == [("target", True), ("online", True), ("online", True)]
 
 
-def test_scales_of_the_noise_are_learned_and_saved():
+def test_noise_scales_are_learned_and_saved():
     policy = DQNTorchPolicy(BOX, THREE, NOISY)
     sigma = [name for name in policy.get_weights() if "sigma" in name]
     assert len(sigma) == 2 * 4  # two hidden layers and two heads
@@ -651,15 +660,15 @@ def test_scales_of_the_noise_are_learned_and_saved():
     assert all((before[name] != after[name]).any() for name in sigma)
     other = DQNTorchPolicy(BOX, THREE, {**NOISY, "seed": 9})
     other.set_state(policy.get_state())
-    for one in (policy, other):
-        one.learn_on_minibatches(rows(seed=4))
+    for trained in (policy, other):
+        trained.learn_on_minibatches(rows(seed=4))
     np.testing.assert_array_equal(policy.flat.vector.detach(), other.flat.vector.detach())
 
 
-def test_bad_distributions_are_refused():
+def test_invalid_distributions_and_noisy_models_are_rejected():
     with pytest.raises(ConfigError, match="is not below v_max"):
         DQNConfig(num_atoms=51, v_min=2.0, v_max=1.0)
-    for wrong in (
+    for invalid in (
         {"num_atoms": 0},
         {"sigma0": 0},
         {"v_min": float("nan")},
@@ -668,8 +677,8 @@ def test_bad_distributions_are_refused():
         {"sigma0": 0.3},
         {"v_min": -1.0, "noisy": True},
     ):
-        with pytest.raises(ConfigError, match=next(iter(wrong))):
-            DQNConfig(**wrong)
+        with pytest.raises(ConfigError, match=next(iter(invalid))):
+            DQNConfig(**invalid)
     with pytest.raises(ConfigError, match="vf_share_layers"):
         DQNConfig(num_atoms=51, model={"vf_share_layers": False})
 
@@ -687,7 +696,7 @@ def test_bad_distributions_are_refused():
         DQNTorchPolicy(BOX, THREE, {**NOISY, "dueling": False, "model": {"custom_model": NoLayers}})
 
 
-def test_noise_alone_explores_after_a_checkpoint_too(tmp_path):
+def test_only_noise_explores_after_a_restore(tmp_path):
     config = DQNConfig(env="CartPole-v1", noisy=True, learning_starts=50, seed=0)
     config = config.reporting(min_sample_timesteps_per_iteration=60)
     with config.build() as algorithm:
@@ -695,23 +704,23 @@ def test_noise_alone_explores_after_a_checkpoint_too(tmp_path):
         algorithm.save(tmp_path / "c")
         expected = algorithm.train()["learners"]
         assert algorithm.get_policy().exploration.config.epsilon == 0.0
-    with DQN.from_checkpoint(tmp_path / "c") as again:
-        assert again.get_policy().exploration.config.epsilon == 0.0
-        assert again.train()["learners"] == expected
+    with DQN.from_checkpoint(tmp_path / "c") as restored:
+        assert restored.get_policy().exploration.config.epsilon == 0.0
+        assert restored.train()["learners"] == expected
     both = config.updated(exploration_config={"epsilon": 0.2})
     assert DQNTorchPolicy(BOX, THREE, both).exploration.config.epsilon == 0.2
 
 
-def test_weights_of_a_buffer_of_ones_own_may_be_wider():
+def test_float64_weights_of_custom_buffers_give_the_same_gradient():
     policy = DQNTorchPolicy(BOX, THREE, {"seed": 0})
     batch = rows()
-    wide = batch.with_columns(weights=batch["weights"].astype(np.float64))
-    one, two = (policy.compute_gradients(given)[0] for given in (batch, wide))
-    np.testing.assert_array_equal(one, two)
+    as_float64 = batch.with_columns(weights=batch["weights"].astype(np.float64))
+    gradient, expected = (policy.compute_gradients(rows_)[0] for rows_ in (as_float64, batch))
+    np.testing.assert_array_equal(gradient, expected)
 
 
-def test_settings_of_buffers_on_actors_of_one_policy_are_refused_elsewhere():
-    own = PolicySpec(config={"num_replay_shards": 4})
-    config = DQNConfig(env="CartPole-v1", policies={"a": own, "b": None})
+def test_replay_actor_settings_of_a_policy_are_rejected_with_a_local_buffer():
+    spec = PolicySpec(config={"num_replay_shards": 4})
+    config = DQNConfig(env="CartPole-v1", policies={"a": spec, "b": None})
     with pytest.raises(ConfigError, match="num_replay_shards is for plans whose buffer is on act"):
         config.replay_buffer()

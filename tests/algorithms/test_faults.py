@@ -1,4 +1,4 @@
-"""Training goes on when workers die, hang or raise; what was held is saved; lag is measured."""
+"""Training continues when workers die, hang or raise; checkpoints; policy lag."""
 
 import contextlib
 import os
@@ -36,7 +36,7 @@ def pids(algorithm, ray):
     return ray.get([worker.apply.remote(lambda w: os.getpid()) for worker in remote])
 
 
-def test_a_killed_worker_is_replaced_and_nothing_is_counted_twice(ray_session):
+def test_killed_worker_is_replaced_and_no_step_counts_twice(ray_session):
     with small(num_workers=2).build() as algorithm:
         first = algorithm.train()
         assert first["num_remote_worker_restarts"] == 0
@@ -46,16 +46,16 @@ def test_a_killed_worker_is_replaced_and_nothing_is_counted_twice(ray_session):
         assert result["num_env_steps_sampled"] == result["num_env_steps_trained"] == 256
         assert result["num_remote_worker_restarts"] == 1
         assert result["num_healthy_workers"] == 2
-        again = pids(algorithm, ray_session)
-        assert again[1] == survivor
-        assert again[0] != victim
-        # the new one has the newest weights, and other random streams than the dead one had
+        new_pids = pids(algorithm, ray_session)
+        assert new_pids[1] == survivor
+        assert new_pids[0] != victim
+        # the replacement has the newest weights
         versions = algorithm.workers.foreach_worker(lambda w: w.policy.version)
         assert versions[1] == versions[2]
         assert algorithm.train()["num_env_steps_sampled"] == 384
 
 
-def test_without_recreation_the_run_goes_on_with_the_others(ray_session):
+def test_run_continues_with_the_other_workers_without_recreation(ray_session):
     config = small(num_workers=2, recreate_failed_workers=False)
     with config.build() as algorithm:
         algorithm.train()
@@ -67,14 +67,14 @@ def test_without_recreation_the_run_goes_on_with_the_others(ray_session):
         assert result["num_env_steps_sampled"] == 128 + 128
 
 
-class Sticky(gym.Env):
-    """Hangs at its 40th step in the first process that gets there."""
+class HangsOnce(gym.Env):
+    """Hangs at its 40th step, in the first process that reaches it."""
 
     observation_space = gym.spaces.Box(-1, 1, (2,), np.float32)
     action_space = gym.spaces.Discrete(2)
 
-    def __init__(self, sign):
-        self.sign, self.steps = sign, 0
+    def __init__(self, marker):
+        self.marker, self.steps = marker, 0
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -85,21 +85,24 @@ class Sticky(gym.Env):
 
         self.steps += 1
         if self.steps == 40:
-            with contextlib.suppress(FileExistsError), open(self.sign, "x"):  # the first alone
+            with contextlib.suppress(FileExistsError), open(self.marker, "x"):
                 time.sleep(600)
         return np.zeros(2, np.float32), 1.0, self.steps % 10 == 0, False, {}
 
 
 @pytest.mark.slow
-def test_a_worker_that_hangs_is_replaced(ray_session, tmp_path):
-    sign = str(tmp_path / "hung")
+def test_hanging_worker_is_replaced(ray_session, tmp_path):
+    marker = str(tmp_path / "hung")
     config = small(
-        env=lambda context: Sticky(sign), num_workers=2, sample_timeout_s=8.0, train_batch_size=64
+        env=lambda context: HangsOnce(marker),
+        num_workers=2,
+        sample_timeout_s=8.0,
+        train_batch_size=64,
     )
     with config.build() as algorithm:
         for _ in range(4):
             result = algorithm.train()
-        assert os.path.exists(sign)
+        assert os.path.exists(marker)
         assert result["num_remote_worker_restarts"] == 1
         assert result["num_env_steps_sampled"] == 256
 
@@ -113,7 +116,7 @@ class Asynchronous(PPO):
 
 
 @pytest.mark.slow
-def test_lag_is_measured_bounded_and_nil_in_bulk_sync(ray_session):
+def test_policy_lag_is_bounded_and_zero_in_bulk_sync(ray_session):
     with small(num_workers=2).build() as algorithm:
         for _ in range(2):
             result = algorithm.train()
@@ -128,12 +131,12 @@ def test_lag_is_measured_bounded_and_nil_in_bulk_sync(ray_session):
         )
 
 
-def test_lag_limits_are_checked():
+def test_bulk_sync_rejects_a_lag_limit():
     with pytest.raises(ValueError, match="max_policy_lag"), small().build() as algorithm:
         ParallelRollouts(algorithm.workers, mode="bulk_sync", max_policy_lag=1)
 
 
-def test_a_checkpoint_restores_into_a_live_algorithm(tmp_path):
+def test_running_algorithm_restores_a_checkpoint(tmp_path):
     with small().build() as algorithm:
         algorithm.train()
         algorithm.save(tmp_path / "c")
@@ -141,39 +144,39 @@ def test_a_checkpoint_restores_into_a_live_algorithm(tmp_path):
         for _ in range(2):
             algorithm.train()
         algorithm.restore(tmp_path / "c")
-        for name, own in algorithm.get_policy().get_weights().items():
-            np.testing.assert_array_equal(own, weights[name])
+        for name, weight in algorithm.get_policy().get_weights().items():
+            np.testing.assert_array_equal(weight, weights[name])
         result = algorithm.train()
         assert result["timesteps_total"] == 256
         assert result["training_iteration"] == 2
 
 
-def test_what_operators_hold_is_saved(tmp_path):
-    class Halfway(PPO):
+def test_checkpoint_contains_pending_batches_of_operators(tmp_path):
+    class PendingBatches(PPO):
         @staticmethod
         def execution_plan(workers, config):
             rollouts = ParallelRollouts(workers, mode="bulk_sync")
-            early, late = rollouts.duplicate(2, max_buffered=4)
-            held = late.combine(ConcatBatches(10_000))
-            both = early.union(held, deterministic=True)
+            direct, pending = rollouts.duplicate(2, max_buffered=4)
+            pending = pending.combine(ConcatBatches(10_000))
+            both = direct.union(pending, deterministic=True)
             return StandardMetricsReporting(both, workers, config)
 
-    with Halfway(small()) as one, Halfway(small()) as two:
+    with PendingBatches(small()) as original, PendingBatches(small()) as restored:
         for _ in range(3):
-            one.train()
-        one.save(tmp_path / "c")
-        two.restore(tmp_path / "c")
+            original.train()
+        original.save(tmp_path / "c")
+        restored.restore(tmp_path / "c")
         concat = "combine(ConcatBatches)"
-        saved = one.plan.state_dict()["stages"][concat]["operator"]
-        loaded = two.plan.state_dict()["stages"][concat]["operator"]
+        saved = original.plan.state_dict()["stages"][concat]["operator"]
+        loaded = restored.plan.state_dict()["stages"][concat]["operator"]
         assert saved["steps"] == loaded["steps"] > 0
-        for mine, yours in zip(saved["pending"], loaded["pending"], strict=True):
-            for name, column in mine.without_lazy_columns().items():
-                np.testing.assert_array_equal(column, yours[name])
+        for saved_batch, loaded_batch in zip(saved["pending"], loaded["pending"], strict=True):
+            for name, column in saved_batch.without_lazy_columns().items():
+                np.testing.assert_array_equal(column, loaded_batch[name])
 
 
 @pytest.mark.slow
-def test_a2c_trains_through_the_death_of_every_worker(ray_session):
+def test_a2c_continues_after_all_workers_died(ray_session):
     config = A2CConfig(
         env="CartPole-v1",
         num_workers=2,
@@ -192,30 +195,32 @@ def test_a2c_trains_through_the_death_of_every_worker(ray_session):
 
 
 @pytest.mark.parametrize("missing", ["plan", "worker", "iteration", "global_vars", "time_total_s"])
-def test_a_damaged_state_is_refused_and_changes_nothing(tmp_path, missing):
+def test_damaged_state_is_rejected_and_changes_nothing(tmp_path, missing):
     with small().build() as algorithm:
         algorithm.train()
         algorithm.save(tmp_path / "c")
         state, manifest = read_checkpoint(tmp_path / "c")
         for broken in ({k: v for k, v in state.items() if k != missing}, {**state, missing: []}):
-            about = {k: v for k, v in manifest.items() if k not in ("format", "files", "blake2b")}
-            write_checkpoint(tmp_path / "broken", broken, about)
+            metadata = {
+                k: v for k, v in manifest.items() if k not in ("format", "files", "blake2b")
+            }
+            write_checkpoint(tmp_path / "broken", broken, metadata)
             weights = algorithm.get_policy().get_weights()
             if missing == "global_vars" and broken.get(missing) == []:
-                continue  # an empty list is an empty mapping
+                continue  # an empty list is read as an empty mapping
             with pytest.raises(CheckpointError, match="does not fit"):
                 algorithm.restore(tmp_path / "broken")
-            for name, own in algorithm.get_policy().get_weights().items():
-                np.testing.assert_array_equal(own, weights[name])
+            for name, weight in algorithm.get_policy().get_weights().items():
+                np.testing.assert_array_equal(weight, weights[name])
         assert algorithm.train()["training_iteration"] == 2
 
 
-def test_an_observation_that_is_not_finite_gets_no_action():
+def test_nonfinite_observation_is_rejected():
     with small().build() as algorithm, pytest.raises(ValueError, match="not finite"):
         algorithm.compute_single_action(np.full(4, np.nan))
 
 
-def test_an_evaluation_that_would_not_end_says_so(monkeypatch):
+def test_evaluation_without_end_raises(monkeypatch):
     monkeypatch.setattr("flowrl.trainer.evaluation.ENDLESS_STEPS", 1000)
 
     class Endless(gym.Env):

@@ -1,4 +1,4 @@
-"""BC and MARWIL: recorded experience in, policies out."""
+"""BC and MARWIL: reading recorded experience, losses, plans."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from flowrl.policies import ConfigError
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    """What a policy that knows nothing yet has done on CartPole: 6 files of 40 rows."""
+    """A folder of experience of an untrained policy on CartPole: 6 files of 80 rows."""
     folder = tmp_path_factory.mktemp("experience")
     config = A2CConfig(
         env="CartPole-v1", seed=0, rollout_fragment_length=40, train_batch_size=80,
@@ -33,7 +33,7 @@ def small(kind, folder, **settings):
     return kind(**{**base, **settings})
 
 
-def test_where_it_is_said():
+def test_offline_data_sets_input_and_output_settings():
     config = BCConfig(env="CartPole-v1").offline_data(input_="here", output_rows_per_file=7)
     assert (config.input_, config.output_rows_per_file) == ("here", 7)
 
@@ -48,22 +48,22 @@ def test_every_row_is_read_once_per_pass(recorded):
         assert stream.metrics.counters["num_passes_over_data"] == 4
     first, second = (np.unique(rows[i * 480 : (i + 1) * 480], axis=0) for i in range(2))
     np.testing.assert_array_equal(first, second)
-    assert (rows[:480] != rows[480:960]).any()  # in another order
+    assert (rows[:480] != rows[480:960]).any()  # in a different order
 
 
-def test_it_goes_on_where_it_was(recorded):
+def test_restored_stream_resumes_at_its_row(recorded):
     with small(BCConfig, recorded).build() as algorithm:
         for read in (1, 3, 11, 30):
-            one, other = (
+            original, restored = (
                 ReadParquet(algorithm.workers, recorded, 33, seed=seed) for seed in (1, 2)
             )
-            one.take(read)
-            other.load_state_dict(one.state_dict())
-            for ours, theirs in zip(one.take(20), other.take(20), strict=True):
-                np.testing.assert_array_equal(ours["obs"], theirs["obs"])
+            original.take(read)
+            restored.load_state_dict(original.state_dict())
+            for expected, actual in zip(original.take(20), restored.take(20), strict=True):
+                np.testing.assert_array_equal(actual["obs"], expected["obs"])
 
 
-def test_returns_follow_their_own_trajectory():
+def test_returns_stop_at_the_end_of_a_trajectory():
     rows = SampleBatch(
         {
             "obs": np.zeros((6, 1), np.float32),
@@ -76,7 +76,7 @@ def test_returns_follow_their_own_trajectory():
     np.testing.assert_allclose(returns_of(rows, 0.5), [2, 2, 5, 4, 8, 6])
 
 
-def batch_of(policy, count=16):
+def random_batch(count=16):
     rng = np.random.default_rng(0)
     return SampleBatch(
         {
@@ -88,38 +88,38 @@ def batch_of(policy, count=16):
 
 
 @pytest.mark.parametrize("beta", [0.0, 1.0, 3.0])
-def test_the_loss_against_a_plain_one(beta):
+def test_loss_matches_a_reference_implementation(beta):
     average = "moving_average_sqd_adv_norm"
     more = {"vf_coeff": 0.3, f"{average}_start": 50.0, f"{average}_update_rate": 0.2}
     with MARWIL(small(MARWILConfig, ".", beta=beta, **more)) as algorithm:
         policy = algorithm.workers.local_worker().policy
-        batch = batch_of(policy)
+        batch = random_batch()
         logits, values, _ = policy.model.compute_outputs({"obs": batch["obs"]})
         logits = logits.astype(np.float64)
         total = 0.0
-        square = 50.0
+        mean_square = 50.0
         advantages = batch["value_targets"].astype(np.float64) - values
         if beta:
-            square += 0.2 * ((advantages**2).mean() - square)
+            mean_square += 0.2 * ((advantages**2).mean() - mean_square)
         for i in range(16):
             logp = logits[i] - np.log(np.exp(logits[i]).sum())
-            weight = min(np.exp(beta * advantages[i] / np.sqrt(square)), np.exp(5.0))
+            weight = min(np.exp(beta * advantages[i] / np.sqrt(mean_square)), np.exp(5.0))
             total -= weight * logp[batch["actions"][i]] / 16
             if beta:
                 total += 0.3 * 0.5 * advantages[i] ** 2 / 16
         _, stats = policy.compute_gradients(batch)
         assert stats["total_loss"] == pytest.approx(total, rel=1e-5)
-        assert policy.mean_square == pytest.approx(square)
+        assert policy.mean_square == pytest.approx(mean_square)
         state = policy.get_state()
         policy.mean_square = 7.0
         policy.set_state(state)
-        assert policy.mean_square == pytest.approx(square)
+        assert policy.mean_square == pytest.approx(mean_square)
 
 
 @pytest.mark.parametrize("kind", [BCConfig, MARWILConfig])
 def test_plans_learn_from_files(kind, tmp_path):
     rng = np.random.default_rng(0)
-    for i in range(3):  # whoever leans to one side is pushed to it
+    for i in range(3):  # the recorded action pushes in the direction in which the pole leans
         obs = rng.normal(size=(160, 4)).astype(np.float32)
         rows = {"obs": obs, "actions": (obs[:, 2] > 0).astype(np.int64)}
         rows |= {"rewards": np.ones(160, np.float32), "unroll_id": np.arange(160) // 40}
@@ -130,19 +130,19 @@ def test_plans_learn_from_files(kind, tmp_path):
         results = [algorithm.train() for _ in range(4)]
         assert results[-1]["num_env_steps_trained"] == results[-1]["timesteps_total"] >= 4 * 480
         assert results[-1]["counters"]["num_passes_over_data"] >= 3
-        told = [one["learners"]["default_policy"]["mean_logp"] for one in results]
-        assert told[0] < told[-1]
-        assert told[-1] > -0.1
+        mean_logps = [result["learners"]["default_policy"]["mean_logp"] for result in results]
+        assert mean_logps[0] < mean_logps[-1]
+        assert mean_logps[-1] > -0.1
         assert results[1]["evaluation"]["episode_reward_mean"] > 0
-        assert algorithm.workers.local_worker().env_steps == 0  # nothing is sampled
+        assert algorithm.workers.local_worker().env_steps == 0  # training does not sample
         algorithm.save(tmp_path / "c")
         expected = algorithm.train()["learners"]
-    with (BC if kind is BCConfig else MARWIL).from_checkpoint(tmp_path / "c") as again:
-        assert again.train()["learners"] == expected
+    with (BC if kind is BCConfig else MARWIL).from_checkpoint(tmp_path / "c") as restored:
+        assert restored.train()["learners"] == expected
 
 
-def test_better_actions_weigh_more():
-    """Of two actions that were taken as often, the one with the larger returns is learned."""
+def test_actions_with_larger_returns_become_more_likely():
+    """Both actions are recorded equally often."""
     with MARWIL(small(MARWILConfig, ".", beta=3.0, lr=1e-2)) as algorithm:
         policy = algorithm.workers.local_worker().policy
         obs = np.zeros((64, 4), np.float32)
@@ -156,20 +156,22 @@ def test_better_actions_weigh_more():
         assert torch.isfinite(policy.flat.vector).all()
 
 
-def test_data_that_does_not_fit(recorded, tmp_path):
+def test_missing_or_incompatible_data_is_rejected(recorded, tmp_path):
     with (
         small(BCConfig, tmp_path).build() as algorithm,
         pytest.raises(OfflineDataError, match=r"there is no \.parquet file"),
     ):
         algorithm.train()
-    with pytest.raises(ConfigError, match="input_: none is set: the folder of recorded experience"):
+    with pytest.raises(
+        ConfigError, match="input_: none is set: set the folder of recorded experience"
+    ):
         BCConfig(env="CartPole-v1").build().train()
     with (
         small(BCConfig, recorded, env="Pendulum-v1").build() as algorithm,
         pytest.raises(OfflineDataError, match="do not fit the spaces of the policy: obs"),
     ):
         algorithm.train()
-    rows = batch_of(None)
+    rows = random_batch()
     write_parquet(tmp_path / "a.parquet", rows.without_columns("value_targets"))
     with small(MARWILConfig, tmp_path).build() as algorithm:
         with pytest.raises(OfflineDataError, match="there is no column 'rewards'"):
@@ -178,8 +180,8 @@ def test_data_that_does_not_fit(recorded, tmp_path):
             ReadParquet(algorithm.workers, tmp_path, 5, policy_id="other").take(1)
         with pytest.raises(ValueError, match="batch_size must be a positive integer"):
             ReadParquet(algorithm.workers, tmp_path, 0)
-    whole = (tmp_path / "a.parquet").read_bytes()
-    (tmp_path / "a.parquet").write_bytes(whole[: len(whole) // 2])
+    content = (tmp_path / "a.parquet").read_bytes()
+    (tmp_path / "a.parquet").write_bytes(content[: len(content) // 2])
     with (
         small(BCConfig, tmp_path).build() as algorithm,
         pytest.raises(OfflineDataError, match="cannot be read"),
@@ -188,6 +190,6 @@ def test_data_that_does_not_fit(recorded, tmp_path):
 
 
 @pytest.mark.parametrize("settings", [{"beta": -1}, {"input": 3}, {"vf_coeff": -1}])
-def test_settings_that_are_none(settings):
+def test_invalid_settings_are_rejected(settings):
     with pytest.raises(ConfigError, match=next(iter(settings))):
         MARWILConfig(**settings)

@@ -64,7 +64,7 @@ def test_bc_learns_and_its_checkpoint_contains_the_spaces(folder, tmp_path):
 
 
 class OneStepEnv(gym.Env):
-    """Three features, two actions, one step."""
+    """An environment with three features and two actions, whose episodes have one step."""
 
     observation_space, action_space = BOX, TWO
 
@@ -83,11 +83,11 @@ def test_evaluation_may_have_its_own_environment(folder):
         assert algorithm.train()["evaluation"]["episode_reward_mean"] == 1.0
 
 
-def test_missing_and_contradictory_settings_are_refused(folder):
+def test_missing_and_contradictory_settings_are_rejected(folder):
     with pytest.raises(ConfigError, match="or the observation_space and action_space"):
         BCConfig(**SMALL, input_=str(folder)).build()
     for name in ("normalize_observations", "normalize_rewards"):
-        with pytest.raises(ConfigError, match=f"{name} is for what is sampled"):
+        with pytest.raises(ConfigError, match=f"{name} is for sampling"):
             BCConfig(**{name: True})
     with pytest.raises(ConfigError, match="give both"):
         BCConfig(observation_space=BOX)
@@ -101,7 +101,7 @@ def test_missing_and_contradictory_settings_are_refused(folder):
         config.build().check_evaluation()
 
 
-def test_stop_criteria_without_episodes_are_refused(folder):
+def test_stop_criteria_without_episodes_are_rejected(folder):
     config = BCConfig(env="CartPole-v1", input_=str(folder))
     for name in ("episode_reward_mean", "policy_reward_mean/default_policy"):
         with pytest.raises(ConfigError, match=r"'evaluation/episode_reward_mean' \(\.evaluation"):
@@ -118,15 +118,15 @@ def test_stop_criteria_without_episodes_are_refused(folder):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_workers": 2}, "num_workers is for what is sampled"),
-        ({"output": "x"}, "output is for what is sampled"),
-        ({"beta": 1.0}, "BC has no weights"),
+        ({"num_workers": 2}, "num_workers is for sampling"),
+        ({"output": "x"}, "output is for sampling"),
+        ({"beta": 1.0}, "BC does not weight rows"),
         ({"model": {"use_lstm": True}}, "model: BC learns from single rows"),
         ({"model": {"num_framestacks": 2}}, "model: BC learns from single rows"),
-        ({"env": "CartPole-v1"}, "the env says them"),
+        ({"env": "CartPole-v1"}, "the env defines them"),
     ],
 )
-def test_settings_without_effect_are_refused(settings, message, folder):
+def test_settings_without_effect_are_rejected(settings, message, folder):
     valid = {"input_": str(folder), "observation_space": BOX, "action_space": TWO}
     with (
         pytest.raises(ConfigError, match=message),
@@ -136,7 +136,7 @@ def test_settings_without_effect_are_refused(settings, message, folder):
 
 
 @pytest.mark.parametrize("action", [2, -1])
-def test_recorded_actions_outside_the_space_are_refused(action, tmp_path):
+def test_recorded_actions_outside_the_space_are_rejected(action, tmp_path):
     rows = SampleBatch(obs=np.zeros((4, 3), np.float32), actions=np.array([0, 1, action, 0]))
     write_parquet(tmp_path / "a.parquet", rows)
     config = BCConfig(**SMALL, input_=str(tmp_path), observation_space=BOX, action_space=TWO)
@@ -171,7 +171,7 @@ def test_restored_algorithm_opens_its_input_only_to_train(folder, tmp_path):
         with pytest.raises(OfflineDataError, match="there is no such folder"):
             restored.train()
     shutil.copytree(folder, data)
-    with BC.from_checkpoint(tmp_path / "d") as restored:  # saved before it opened a file
+    with BC.from_checkpoint(tmp_path / "d") as restored:  # saved before a file was opened
         assert restored.train()["learners"] == expected
 
 

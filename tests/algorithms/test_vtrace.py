@@ -1,4 +1,4 @@
-"""IMPALA and APPO: V-trace over rows of uneven trajectories, their losses against plain ones."""
+"""IMPALA and APPO: V-trace of trajectories, losses against reference implementations."""
 
 import numpy as np
 import pytest
@@ -19,27 +19,27 @@ CLIPS = {"gamma": 0.9, "clip_rho": 1.2, "clip_c": 0.8, "clip_pg_rho": 1.1, "lamb
 
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 2**31))
-def test_rows_of_uneven_trajectories(lengths, seed):
+def test_vtrace_of_trajectories_of_different_lengths(lengths, seed):
     rng, rows = np.random.default_rng(seed), sum(lengths)
-    mu, pi, rewards, values, after = rng.standard_normal((5, rows))
+    mu, pi, rewards, values, next_values = rng.standard_normal((5, rows))
     ends = np.zeros(rows, bool)
     ends[np.cumsum(lengths) - 1] = True
-    after[:-1] = np.where(ends[:-1], after[:-1], values[1:])
-    targets, advantages = vtrace_of_rows(mu, pi, rewards, values, after, ends, **CLIPS)
+    next_values[:-1] = np.where(ends[:-1], next_values[:-1], values[1:])
+    targets, advantages = vtrace_of_rows(mu, pi, rewards, values, next_values, ends, **CLIPS)
 
     def column(x):
         return np.asarray(x)[:, None]
 
     expected = reference_vtrace(
-        *map(column, (mu, pi, rewards, values, after, ends)), 0.9, 1.2, 0.8, 0.95
+        *map(column, (mu, pi, rewards, values, next_values, ends)), 0.9, 1.2, 0.8, 0.95
     )[:, 0]
     np.testing.assert_allclose(targets, expected, atol=1e-9)
-    following = np.where(ends, after, np.append(expected[1:], 0))
-    own = np.minimum(1.1, np.exp(pi - mu)) * (rewards + 0.9 * following - values)
-    np.testing.assert_allclose(advantages, own, atol=1e-9)
+    next_targets = np.where(ends, next_values, np.append(expected[1:], 0))
+    expected_advantages = np.minimum(1.1, np.exp(pi - mu)) * (rewards + 0.9 * next_targets - values)
+    np.testing.assert_allclose(advantages, expected_advantages, atol=1e-9)
 
 
-def test_where_trajectories_end():
+def test_trajectory_ends_where_the_next_row_is_not_the_next_step():
     batch = SampleBatch(
         eps_id=[1, 1, 1, 2, 2, 2, 2],
         agent_index=[0, 0, 0, 0, 0, 1, 1],
@@ -54,8 +54,8 @@ def small(kind, **changes):
     return kind(**{**base, "model": {"fcnet_hiddens": [8]}, "lambda_": 0.9, **changes})
 
 
-def older(policy):
-    """The policy learns on, so that rows are of another one than it is."""
+def perturb_weights(policy):
+    """Change the policy's weights, so that earlier samples are off-policy."""
     rng = np.random.default_rng(1)
     weights = policy.get_weights()
     policy.set_weights(
@@ -63,23 +63,23 @@ def older(policy):
     )
 
 
-def plain_parts(policy, batch, target_logp, config):
-    """Targets and advantages by the slow definition, of each trajectory for itself."""
+def reference_targets(policy, batch, target_logp, config):
+    """Return V-trace targets and advantages, computed by the definition."""
     ends = trajectory_ends(batch)
     values = policy.compute_values(batch["obs"]).astype(np.float64)
-    after = policy.compute_values(batch["new_obs"]).astype(np.float64)
-    after[batch["terminateds"]] = 0
-    following = np.where(ends, after, np.append(values[1:], 0))
+    end_values = policy.compute_values(batch["new_obs"]).astype(np.float64)
+    end_values[batch["terminateds"]] = 0
+    next_values = np.where(ends, end_values, np.append(values[1:], 0))
 
     def column(x):
         return np.asarray(x, np.float64)[:, None]
 
     targets = reference_vtrace(
-        *map(column, (batch["action_logp"], target_logp, batch["rewards"], values, following)),
+        *map(column, (batch["action_logp"], target_logp, batch["rewards"], values, next_values)),
         ends[:, None], config.gamma, config.vtrace_clip_rho_threshold,
         config.vtrace_clip_c_threshold, config.lambda_,
     )[:, 0]  # fmt: skip
-    next_targets = np.where(ends, following, np.append(targets[1:], 0))
+    next_targets = np.where(ends, next_values, np.append(targets[1:], 0))
     ratio = np.exp(target_logp - batch["action_logp"].astype(np.float64))
     clipped = np.minimum(config.vtrace_clip_pg_rho_threshold, ratio)
     return targets, clipped * (batch["rewards"] + config.gamma * next_targets - values)
@@ -90,41 +90,44 @@ def distribution(policy, model, obs):
     return torch.distributions.Categorical(logits=logits.double()), model.value_function()
 
 
-def test_impalas_loss():
+def test_impala_loss_matches_a_reference_implementation():
     config = small(IMPALAConfig, entropy_coeff=0.03, vf_loss_coeff=0.7)
     with config.build() as algorithm:
         batch = SampleBatch.concat_samples(ParallelRollouts(algorithm.workers).take(3))
         assert "vf_preds" not in batch
         policy = algorithm.get_policy()
-        older(policy)
+        perturb_weights(policy)
         loss = float(policy.loss(policy.tensors(batch)))
         dist, values = distribution(policy, policy.model, batch["obs"])
         logp = dist.log_prob(torch.from_numpy(batch["actions"])).detach().numpy()
-        targets, advantages = plain_parts(policy, batch, logp, config)
+        targets, advantages = reference_targets(policy, batch, logp, config)
         expected = (
             -(logp * advantages).mean()
             + 0.7 * ((values.detach().numpy() - targets) ** 2).mean()
             - 0.03 * float(dist.entropy().mean())
         )
         assert loss == pytest.approx(expected, rel=1e-4)
-        assert np.abs(np.exp(logp - batch["action_logp"]) - 1).max() > 0.1  # it is off-policy
+        assert np.abs(np.exp(logp - batch["action_logp"]) - 1).max() > 0.1  # off-policy
 
 
-def test_appos_loss():
+def test_appo_loss_matches_a_reference_implementation():
     config = small(APPOConfig, plan="appo", kl_coeff=0.4, clip_param=0.1, clip_sampled_ratio=1.05)
     with config.build() as algorithm:
         batch = SampleBatch.concat_samples(ParallelRollouts(algorithm.workers).take(3))
         policy = algorithm.get_policy()
-        older(policy)
+        perturb_weights(policy)
         policy.update_target(0.5)
         loss = float(policy.loss(policy.tensors(batch)))
         dist, values = distribution(policy, policy.model, batch["obs"])
         target, _ = distribution(policy, policy.target_model, batch["obs"])
         actions = torch.from_numpy(batch["actions"])
-        logp, old = dist.log_prob(actions).detach().numpy(), target.log_prob(actions).numpy()
-        targets, advantages = plain_parts(policy, batch, old, config)
+        logp, target_logp = (
+            dist.log_prob(actions).detach().numpy(),
+            target.log_prob(actions).numpy(),
+        )
+        targets, advantages = reference_targets(policy, batch, target_logp, config)
         sampled = batch["action_logp"].astype(np.float64)
-        ratio = np.minimum(np.exp(sampled - old), 1.05) * np.exp(logp - sampled)
+        ratio = np.minimum(np.exp(sampled - target_logp), 1.05) * np.exp(logp - sampled)
         surrogate = np.minimum(ratio * advantages, np.clip(ratio, 0.9, 1.1) * advantages)
         expected = (
             -surrogate.mean()
@@ -135,12 +138,12 @@ def test_appos_loss():
         assert loss == pytest.approx(expected, rel=1e-4)
 
 
-def test_appos_coefficient_and_target_follow():
+def test_appo_adapts_and_saves_its_kl_coefficient_and_target():
     config = small(APPOConfig, plan="appo", kl_coeff=0.2, kl_target=1e-9, lr=0.01, num_sgd_iter=3)
     with config.build() as algorithm:
         policy = algorithm.get_policy()
-        told = [algorithm.train()["learners"]["default_policy"] for _ in range(3)]
-        assert told[-1]["cur_kl_coeff"] > 0.2
+        stats = [algorithm.train()["learners"]["default_policy"] for _ in range(3)]
+        assert stats[-1]["cur_kl_coeff"] > 0.2
         state = policy.get_state()
         other = type(policy)(policy.observation_space, policy.action_space, policy.config)
         other.set_state(state)
@@ -149,7 +152,7 @@ def test_appos_coefficient_and_target_follow():
             np.testing.assert_array_equal(other.get_state()["target"][name], array)
 
 
-def test_minibatches_keep_trajectories_whole():
+def test_minibatches_contain_whole_trajectories():
     with small(IMPALAConfig).build() as algorithm:
         batch = SampleBatch.concat_samples(ParallelRollouts(algorithm.workers).take(4))
         policy = algorithm.get_policy()
@@ -158,10 +161,10 @@ def test_minibatches_keep_trajectories_whole():
         assert len(parts) > 2
         assert all(part.count >= 40 for part in parts[:-1])
         assert sum(trajectory_ends(part).sum() for part in parts) == ends.sum()
-        together = np.concatenate([part["obs"] for part in parts])
-        assert sorted(map(tuple, together)) == sorted(map(tuple, batch["obs"]))
-        (whole,) = policy.learner.minibatches(batch, batch.count)
-        assert whole is batch
+        all_obs = np.concatenate([part["obs"] for part in parts])
+        assert sorted(map(tuple, all_obs)) == sorted(map(tuple, batch["obs"]))
+        (only_part,) = policy.learner.minibatches(batch, batch.count)
+        assert only_part is batch
 
 
 @pytest.mark.parametrize("kind", [IMPALAConfig, APPOConfig])
@@ -177,13 +180,13 @@ def test_minibatches_keep_trajectories_whole():
     ],
     ids=["lstm", "shared", "continuous", "minibatches", "replay", "episodes"],
 )
-def test_what_it_is_used_with(kind, settings):
+def test_models_spaces_and_settings_train(kind, settings):
     plan = {"plan": kind.model_fields["plan"].default}
     config = small(kind, min_sample_timesteps_per_iteration=100, **{**plan, **settings})
     with config.build() as algorithm:
         for _ in range(3):
-            told = algorithm.train()["learners"]["default_policy"]
-        assert np.isfinite(told["total_loss"])
+            stats = algorithm.train()["learners"]["default_policy"]
+        assert np.isfinite(stats["total_loss"])
         if "use_lstm" in settings.get("model", {}):
             batch = ParallelRollouts(algorithm.workers).take(1)[0]
             assert "bootstrap_values" in batch

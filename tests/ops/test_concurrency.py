@@ -1,4 +1,4 @@
-"""Concurrently, Enqueue, Dequeue: sub-plans beside each other, and threads."""
+"""Concurrently, Enqueue and Dequeue: concurrent sub-plans, and queues of other threads."""
 
 import queue
 import threading
@@ -22,16 +22,16 @@ def test_round_robin_and_weights():
     assert "Concurrently(mode='round_robin', round_robin_weights=[1, 0.5])" in plan.explain()
 
 
-def test_all_branches_are_driven_and_only_the_wanted_come_out():
-    driven = LocalIterator([1, 2, 3])
-    plan = Concurrently([driven, LocalIterator(["x", "y"])], output_indexes=[1])
+def test_all_branches_run_but_only_selected_items_are_returned():
+    first = LocalIterator([1, 2, 3])
+    plan = Concurrently([first, LocalIterator(["x", "y"])], output_indexes=[1])
     assert list(plan) == ["x", "y"]
-    assert driven.stage.items == 3
+    assert first.stage.items == 3
     plan = Concurrently([LocalIterator([1]), LocalIterator([2])], mode="async", output_indexes=[])
     assert list(plan) == []
 
 
-def test_the_path_of_an_error_goes_through_the_branch():
+def test_error_notes_include_the_branch():
     def train(x):
         raise ValueError("diverged")
 
@@ -42,7 +42,7 @@ def test_the_path_of_an_error_goes_through_the_branch():
     assert "for_each(str) › Concurrently[1] › for_each(train)" in "".join(caught.value.__notes__)
 
 
-def test_a_learner_thread_between_two_queues():
+def test_items_pass_through_a_learner_thread():
     inqueue, outqueue = queue.Queue(maxsize=2), queue.Queue()
 
     def learn():
@@ -62,7 +62,7 @@ def test_a_learner_thread_between_two_queues():
         next(plan)
 
 
-def test_a_full_queue_loses_no_item_and_fetches_none():
+def test_full_queue_stops_pulling_and_loses_no_item():
     full = queue.Queue(maxsize=1)
     source = LocalIterator([1, 2, 3])
     plan = source.for_each(Enqueue(full))
@@ -75,7 +75,7 @@ def test_a_full_queue_loses_no_item_and_fetches_none():
     assert plan.stage.pull(False) == 2
 
 
-def test_a_lone_plan_waits_for_room():
+def test_single_branch_waits_for_room_in_the_queue():
     small = queue.Queue(maxsize=1)
     plan = LocalIterator(range(5)).for_each(Enqueue(small))
     assert next(plan) == 0
@@ -84,7 +84,7 @@ def test_a_lone_plan_waits_for_room():
 
 
 @pytest.mark.parametrize("first", ["feed", "results"])
-def test_a_round_robin_over_a_thread_does_not_lock_up(first):
+def test_round_robin_over_a_thread_does_not_deadlock(first):
     inqueue, outqueue = queue.Queue(maxsize=1), queue.Queue(maxsize=1)
 
     def learn():
@@ -102,12 +102,12 @@ def test_a_round_robin_over_a_thread_does_not_lock_up(first):
     learner.join()
 
 
-def test_the_exception_of_a_learner_is_raised_in_the_plan():
+def test_exception_in_the_queue_is_raised_in_the_plan():
     outqueue = queue.Queue()
     outqueue.put(1)
     outqueue.put(FloatingPointError("loss is nan"))
     plan = Dequeue(outqueue, check=lambda: False).for_each(str)
-    assert next(plan) == "1"  # what is queued comes first
+    assert next(plan) == "1"  # earlier items first
     with pytest.raises(FloatingPointError, match="loss is nan") as caught:
         next(plan)
     assert "fills the queue" in "".join(caught.value.__notes__)
@@ -115,15 +115,15 @@ def test_the_exception_of_a_learner_is_raised_in_the_plan():
         next(plan)
 
 
-def test_building_starts_nothing():
-    one = queue.Queue()
+def test_building_a_plan_starts_no_threads():
+    q = queue.Queue()
     before = threading.active_count()
-    Concurrently([Dequeue(one), endless(1).for_each(Enqueue(one))], mode="async")
+    Concurrently([Dequeue(q), endless(1).for_each(Enqueue(q))], mode="async")
     assert threading.active_count() == before
-    assert "_put" not in vars(one)
+    assert "_put" not in vars(q)
 
 
-def test_bad_arguments_are_refused_at_once():
+def test_invalid_arguments_are_rejected_on_construction():
     a, b = endless(1), endless(2)
     with pytest.raises(ValueError, match="at least 2"):
         Concurrently([a])
@@ -143,20 +143,20 @@ def test_bad_arguments_are_refused_at_once():
         Dequeue(queue.SimpleQueue())
 
 
-def test_the_last_words_of_a_thread_are_heard():
-    """It posts its error and dies between the look into the queue and the question."""
+def test_error_of_a_dying_thread_is_raised():
+    """The thread puts its error and dies after the queue was found empty, before `check`."""
     q = queue.Queue()
 
     def check():
-        q.put(ValueError("what ended it"))
+        q.put(ValueError("thread failed"))
         return False
 
-    with pytest.raises(ValueError, match="what ended it") as caught:
+    with pytest.raises(ValueError, match="thread failed") as caught:
         next(Dequeue(q, check))
     assert "Dequeue" in "".join(caught.value.__notes__)
 
 
-def test_a_stop_iteration_in_a_queue_is_no_end():
+def test_stop_iteration_in_a_queue_does_not_end_the_stream():
     q = queue.Queue()
     for item in (1, StopIteration(), 2):
         q.put(item)
@@ -167,8 +167,8 @@ def test_a_stop_iteration_in_a_queue_is_no_end():
     assert next(plan) == "2"
 
 
-def test_a_transform_over_a_queue_is_refused_beside_what_fills_it():
+def test_transform_of_a_queue_in_the_same_plan_is_rejected():
     q = queue.Queue(1)
-    filling = LocalIterator([1, 2]).for_each(Enqueue(q))
+    feed = LocalIterator([1, 2]).for_each(Enqueue(q))
     with pytest.raises(ValueError, match="cannot pause"):
-        Concurrently([filling, Dequeue(q).transform(iter)])
+        Concurrently([feed, Dequeue(q).transform(iter)])

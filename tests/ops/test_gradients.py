@@ -1,4 +1,4 @@
-"""Gradients computed in one place and applied in another: what one update of all rows would do."""
+"""Gradients that are computed separately and applied together equal one update on all rows."""
 
 import numpy as np
 import pytest
@@ -36,11 +36,11 @@ def weights(workers):
     return workers.local_worker().policy.get_weights()
 
 
-def test_the_average_is_that_of_all_rows():
-    """Parts of different sizes, whose rows are weighted alike, against one update."""
-    with make() as workers, make() as plain:
-        batch = ParallelRollouts(plain).take(1)[0]
-        TrainOneStep(plain)(batch)
+def test_average_gradient_equals_gradient_of_all_rows():
+    """Parts of different sizes are weighted by their rows."""
+    with make() as workers, make() as reference:
+        batch = ParallelRollouts(reference).take(1)[0]
+        TrainOneStep(reference)(batch)
         compute = ComputeGradients(workers)
         before = weights(workers)
         parts = [compute(part) for part in (batch[:5], batch[5:20], batch[20:])]
@@ -48,29 +48,29 @@ def test_the_average_is_that_of_all_rows():
             np.testing.assert_array_equal(weight, before[name])
         average = AverageGradients()(parts)
         assert (average.env_steps(), average.rows) == (32, {"default_policy": 32})
-        given, info = ApplyGradients(workers)(average)
-        assert given is average
-        told = info["default_policy"]
-        assert told["num_agent_steps_trained"] == 32
-        losses = [one.stats["default_policy"]["total_loss"] for one in parts]
-        assert told["learner_stats"]["total_loss"] == pytest.approx(
+        applied, info = ApplyGradients(workers)(average)
+        assert applied is average
+        policy_info = info["default_policy"]
+        assert policy_info["num_agent_steps_trained"] == 32
+        losses = [part.stats["default_policy"]["total_loss"] for part in parts]
+        assert policy_info["learner_stats"]["total_loss"] == pytest.approx(
             np.average(losses, weights=[5, 15, 12])
         )
-        for name, weight in weights(plain).items():
+        for name, weight in weights(reference).items():
             np.testing.assert_allclose(weights(workers)[name], weight, rtol=1e-5, atol=1e-6)
 
 
-def test_the_mean_of_equal_parts_is_their_mean():
+def test_equal_parts_are_averaged_equally():
     items = [Gradients({"p": np.array([v])}, {"p": 4}, {"p": {"a": v}}, 4) for v in (2.0, 4.0)]
-    made = AverageGradients()(items)
-    assert made.by_policy["p"].tolist() == [3.0]
-    assert (made.stats, made.rows, made.count) == ({"p": {"a": 3.0}}, {"p": 8}, 8)
-    one_more = Gradients({"q": np.array([5.0])}, {"q": 2}, {"q": {}}, 2)
-    assert AverageGradients()([*items, one_more]).by_policy["q"].tolist() == [5.0]
+    average = AverageGradients()(items)
+    assert average.by_policy["p"].tolist() == [3.0]
+    assert (average.stats, average.rows, average.count) == ({"p": {"a": 3.0}}, {"p": 8}, 8)
+    other_policy = Gradients({"q": np.array([5.0])}, {"q": 2}, {"q": {}}, 2)
+    assert AverageGradients()([*items, other_policy]).by_policy["q"].tolist() == [5.0]
 
 
 @pytest.mark.slow_on_actors
-def test_in_a_plan_over_workers(num_workers):
+def test_gradient_operators_train_in_a_plan(num_workers):
     with make(num_workers) as workers:
         plan = (
             ParallelRollouts(workers, mode="bulk_sync")
@@ -90,53 +90,53 @@ def test_in_a_plan_over_workers(num_workers):
         assert "AverageGradients" in plan.explain()
 
 
-def test_only_the_sources_get_new_weights():
+def test_only_the_sources_of_gradients_get_new_weights():
     with make(2) as workers:
-        sent = [workers.weights_for(i) for i in range(2)]
-        assert all(payload is not None for payload in sent)
+        initial = [workers.weights_for(i) for i in range(2)]
+        assert all(payload is not None for payload in initial)
         batch = SampleBatch.concat_samples([workers.local_worker().sample()])
         compute, apply = ComputeGradients(workers), ApplyGradients(workers, update_all=False)
-        made = compute(batch)
-        made.sources = (Source(1),)
-        apply(made)
+        gradients = compute(batch)
+        gradients.sources = (Source(1),)
+        apply(gradients)
         assert workers.weights_for(0) is None
         assert workers.weights_for(1) is not None
         assert workers.weights_for(1) is None
-        made.sources = (Source(0),)
-        apply(made)
+        gradients.sources = (Source(0),)
+        apply(gradients)
         assert workers.weights_for(1) is None
         _, versions, *_ = workers.weights_for(0)
         assert versions == workers.weight_sync.versions()
 
 
 @pytest.mark.slow
-def test_gradients_in_lockstep_are_those_of_a2c(ray_session):
-    """Two workers' gradients at the same weights add up to the gradient of their joined rows."""
+def test_synchronous_worker_gradients_equal_the_gradient_of_all_rows(ray_session):
+    """The mean of two workers' gradients at the same weights is the gradient of all their rows."""
     with make(2) as workers, make(2) as other:
-        there = (
+        stream = (
             workers.parallel_iterator().for_each(ComputeGradientsOnWorker()).batch_across_shards()
         )
-        apart = next(there)
-        (joined,) = ParallelRollouts(other, mode="bulk_sync").take(1)
-        whole = ComputeGradients(other)(joined)
-        mean = sum(one.by_policy["default_policy"] for one in apart) / 2
-        np.testing.assert_allclose(mean, whole.by_policy["default_policy"], rtol=1e-5, atol=1e-6)
-        assert [one.rows["default_policy"] for one in apart] == [32, 32]
+        parts = next(stream)
+        (batch,) = ParallelRollouts(other, mode="bulk_sync").take(1)
+        expected = ComputeGradients(other)(batch).by_policy["default_policy"]
+        mean = sum(part.by_policy["default_policy"] for part in parts) / 2
+        np.testing.assert_allclose(mean, expected, rtol=1e-5, atol=1e-6)
+        assert [part.rows["default_policy"] for part in parts] == [32, 32]
 
 
 @pytest.mark.slow_on_actors
-def test_gradients_as_they_come(num_workers, metrics):
+def test_async_gradients_train_and_are_counted(num_workers, metrics):
     with make(num_workers) as workers:
         plan = AsyncGradients(workers).for_each(ApplyGradients(workers, update_all=False))
         before = weights(workers)
-        done = plan.take(6)
+        items = plan.take(6)
         counters = plan.metrics.counters
         assert counters["num_env_steps_sampled"] == counters["num_env_steps_trained"] == 6 * 32
         assert counters["num_agent_steps_sampled/default_policy"] == 6 * 32
-        for gradients, info in done:
+        for gradients, info in items:
             assert [source.worker < max(num_workers, 1) for source in gradients.sources] == [True]
             assert np.isfinite(info["default_policy"]["learner_stats"]["total_loss"])
-        lags = [i["default_policy"]["learner_stats"]["policy_lag_max"] for _, i in done]
+        lags = [i["default_policy"]["learner_stats"]["policy_lag_max"] for _, i in items]
         assert max(lags) <= max(num_workers - 1, 0) * 3
         assert any((weight != before[n]).any() for n, weight in weights(workers).items())
         assert workers.local_worker().policy.version == 6
@@ -155,7 +155,7 @@ def test_stale_gradients_are_dropped_and_counted(ray_session):
         )
 
 
-def test_a_worker_whose_gradients_are_dropped_gets_new_weights(ray_session):
+def test_worker_of_dropped_gradients_gets_new_weights(ray_session):
     with make(2) as workers:
         for index in range(2):
             assert workers.weights_for(index) is not None
@@ -169,20 +169,20 @@ def test_a_worker_whose_gradients_are_dropped_gets_new_weights(ray_session):
         assert workers.weights_for(1) is not None
 
 
-def test_gradients_that_are_not_finite_are_left_out_if_that_is_asked_for():
+def test_nonfinite_gradients_are_skipped_only_with_the_setting():
     with make(on_nonfinite_update="skip") as workers, make() as strict:
         (batch,) = ParallelRollouts(strict).take(1)
-        odd = batch.with_columns(advantages=np.full(32, np.nan, np.float32))
+        nonfinite = batch.with_columns(advantages=np.full(32, np.nan, np.float32))
         before = weights(workers)
-        ApplyGradients(workers)(ComputeGradients(workers)(odd))
+        ApplyGradients(workers)(ComputeGradients(workers)(nonfinite))
         assert workers.local_worker().policy.num_skipped_updates == 1
         for name, weight in weights(workers).items():
             np.testing.assert_array_equal(weight, before[name])
         with pytest.raises(FloatingPointError):
-            ComputeGradients(strict)(odd)
+            ComputeGradients(strict)(nonfinite)
 
 
-def test_what_cannot_be_done():
+def test_invalid_items_and_arguments_are_rejected():
     with make() as workers:
         with pytest.raises(TypeError, match="takes Gradients, got SampleBatch"):
             ApplyGradients(workers)(SampleBatch())
@@ -196,7 +196,7 @@ def test_what_cannot_be_done():
             ApplyGradients(workers, policies="p")
         with pytest.raises(TypeError, match="policies is a collection"):
             AsyncGradients(workers, policies="p")
-        with pytest.raises(ValueError, match="max_policy_lag is a whole number from 0, got -1"):
+        with pytest.raises(ValueError, match=r"max_policy_lag must be .*, got -1"):
             AsyncGradients(workers, max_policy_lag=-1)
         with pytest.raises(ValueError, match="num_async must be an int >= 1"):
             AsyncGradients(workers, num_async=0)

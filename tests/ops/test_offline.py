@@ -102,7 +102,7 @@ def test_write_parquet_records_a_stream(tmp_path):
     assert sum(batch.count for batch in recorded_batches(tmp_path)) == rows
 
 
-def test_items_that_are_no_batches_are_refused(tmp_path):
+def test_write_parquet_rejects_other_items(tmp_path):
     stream = LocalIterator(from_items([1], in_process=True).gather_sync().stage)
     with (
         stream.for_each(WriteParquet(tmp_path)) as stream,

@@ -1,4 +1,4 @@
-"""The operators, each alone."""
+"""Unit tests of rollout, training and reporting operators."""
 
 import numpy as np
 import pytest
@@ -24,16 +24,18 @@ from ..sampling.fakes import CountEnv, ObservedValue
 @pytest.fixture
 def workers(num_workers):
     config = {"rollout_fragment_length": 10, "num_envs_per_worker": 2}
-    made = WorkerSet(lambda context: CountEnv(), ObservedValue, config, num_workers=num_workers)
-    yield made
-    made.stop()
+    worker_set = WorkerSet(
+        lambda context: CountEnv(), ObservedValue, config, num_workers=num_workers
+    )
+    yield worker_set
+    worker_set.stop()
 
 
 def rows(n):
     return SampleBatch(x=np.arange(n, dtype=np.float32))
 
 
-def test_bulk_sync_joins_a_fragment_of_every_worker(workers):
+def test_bulk_sync_concatenates_a_fragment_of_every_worker(workers):
     rollouts = ParallelRollouts(workers, mode="bulk_sync")
     batch = next(rollouts)
     shards = max(1, workers.num_workers)
@@ -44,26 +46,26 @@ def test_bulk_sync_joins_a_fragment_of_every_worker(workers):
     assert len(PlanMetrics.of(rollouts.metrics).new_episodes) == 6 * shards
 
 
-def test_async_gives_fragments(workers):
+def test_async_returns_fragments(workers):
     rollouts = ParallelRollouts(workers, mode="async")
     batches = rollouts.take(4)
     assert [batch.count for batch in batches] == [20] * 4
     assert all(len(batch.sources) == 1 for batch in batches)
 
 
-def test_raw_is_the_parallel_iterator(workers):
+def test_raw_mode_returns_the_parallel_iterator(workers):
     raw = ParallelRollouts(workers, mode="raw")
     assert isinstance(raw, ParallelIterator)
     counts = raw.for_each(lambda batch: batch.count)
     assert counts.gather_sync().take(2) == [20, 20]
 
 
-def test_unknown_mode(workers):
+def test_unknown_mode_is_rejected(workers):
     with pytest.raises(ValueError, match="bulk_sync"):
         ParallelRollouts(workers, mode="sync")
 
 
-def test_workers_get_the_weights_before_they_sample(workers):
+def test_workers_sample_with_the_newest_weights(workers):
     rollouts = ParallelRollouts(workers, mode="bulk_sync")
     train = rollouts.for_each(TrainOneStep(workers))
     for _ in range(3):
@@ -76,44 +78,44 @@ def test_workers_get_the_weights_before_they_sample(workers):
     assert train.metrics.counters["num_env_steps_trained"] == 3 * batch.count
 
 
-def test_concat_batches():
+def test_concat_batches_collects_the_minimum_size():
     concat = ConcatBatches(5)
     assert concat(rows(3)) == []
     assert concat(SampleBatch()) == []
     (joined,) = concat(rows(4))
     assert joined.count == 7
     assert concat(rows(1)) == []
-    both = MultiAgentBatch({"a": rows(2), "b": rows(2)}, env_steps=2)
-    assert ConcatBatches(4, count_steps_by="agent_steps")(both)[0].env_steps() == 2
-    assert ConcatBatches(4, count_steps_by="env_steps")(both) == []
+    multi_agent = MultiAgentBatch({"a": rows(2), "b": rows(2)}, env_steps=2)
+    assert ConcatBatches(4, count_steps_by="agent_steps")(multi_agent)[0].env_steps() == 2
+    assert ConcatBatches(4, count_steps_by="env_steps")(multi_agent) == []
     with pytest.raises(ValueError, match="count_steps_by"):
         ConcatBatches(4, count_steps_by="steps")
     with pytest.raises(ValueError, match="min_batch_size"):
         ConcatBatches(0)
 
 
-def test_select_experiences():
-    both = MultiAgentBatch({"a": rows(2), "b": rows(3)}, env_steps=3)
-    assert list(SelectExperiences(["b"])(both).policy_batches) == ["b"]
-    alone = rows(2)
-    assert SelectExperiences(["b"])(alone) is alone
+def test_select_experiences_keeps_rows_of_the_policies():
+    multi_agent = MultiAgentBatch({"a": rows(2), "b": rows(3)}, env_steps=3)
+    assert list(SelectExperiences(["b"])(multi_agent).policy_batches) == ["b"]
+    batch = rows(2)
+    assert SelectExperiences(["b"])(batch) is batch
     with pytest.raises(TypeError, match="collection"):
         SelectExperiences("b")
 
 
-def test_standardize_fields_leaves_the_original():
+def test_standardize_fields_does_not_change_its_input():
     batch = rows(5)
-    done = StandardizeFields(["x"])(batch)
-    assert abs(done["x"].mean()) < 1e-6
-    assert abs(done["x"].std() - 1) < 1e-6
+    standardized = StandardizeFields(["x"])(batch)
+    assert abs(standardized["x"].mean()) < 1e-6
+    assert abs(standardized["x"].std() - 1) < 1e-6
     assert batch["x"][4] == 4
     constant = SampleBatch(x=np.ones(3, np.float32))
     assert StandardizeFields(["x"])(constant)["x"].tolist() == [0, 0, 0]
-    both = MultiAgentBatch({"a": rows(3)}, 3)
-    assert abs(StandardizeFields(["x"])(both)["a"]["x"].mean()) < 1e-6
+    multi_agent = MultiAgentBatch({"a": rows(3)}, 3)
+    assert abs(StandardizeFields(["x"])(multi_agent)["a"]["x"].mean()) < 1e-6
 
 
-def test_only_the_policies_asked_for_learn():
+def test_only_the_given_policies_learn():
     workers = WorkerSet(lambda c: CountEnv(), ObservedValue)
     train = TrainOneStep(workers)
     with metrics_scope(MetricsContext()) as metrics:
@@ -135,21 +137,20 @@ def test_two_training_operators_report_separately():
         for train, size in ((first, 4), (second, 2), (first, 3)):
             train(rows(size))
         trainers = PlanMetrics.of(metrics).trainers
-        assert {name: one.learn.count for name, one in trainers.items()} == {
+        assert {name: trainer.learn.count for name, trainer in trainers.items()} == {
             "TrainOneStep": 2,
             "TrainOneStep#2": 1,
         }
         result = CollectMetrics(workers)(None)
-        one, two = result["trainers"].values()
-        assert (one["num_env_steps_trained"], two["num_env_steps_trained"]) == (7, 2)
-        stats = [own["learners"]["default_policy"]["rows"] for own in (one, two)]
-        assert stats == [3.0, 2.0]
+        totals = result["trainers"].values()
+        assert [total["num_env_steps_trained"] for total in totals] == [7, 2]
+        assert [total["learners"]["default_policy"]["rows"] for total in totals] == [3.0, 2.0]
         assert "learn_time_ms" not in result["timers"]
         for name in ("TrainOneStep", "TrainOneStep#2"):
             assert f"learn_time_ms/{name}" in result["timers"]
 
 
-def test_reports(workers):
+def test_reports_follow_the_minimum_of_env_steps(workers):
     rollouts = ParallelRollouts(workers, mode="bulk_sync")
     config = {"min_sample_timesteps_per_iteration": 50, "metrics_num_episodes_for_smoothing": 4}
     report = StandardMetricsReporting(rollouts.for_each(TrainOneStep(workers)), workers, config)
@@ -168,7 +169,7 @@ def test_reports(workers):
     assert second["num_env_steps_trained"] == second["num_env_steps_sampled"]
 
 
-def test_reports_by_time():
+def test_reports_follow_the_minimum_time():
     workers = WorkerSet(lambda c: CountEnv(), ObservedValue, {"rollout_fragment_length": 10})
     rollouts = ParallelRollouts(workers)
     report = StandardMetricsReporting(rollouts, workers, {"min_time_s_per_iteration": 0.05})
@@ -176,19 +177,19 @@ def test_reports_by_time():
     assert result["timesteps_total"] > 10
 
 
-def test_print_operators_see_the_batches_and_only_when_pulled(capsys):
+def test_operators_run_only_when_pulled(capsys):
     def debug_print(item):
-        print("I saw", type(item).__name__)
+        print("received", type(item).__name__)
         return item
 
     workers = WorkerSet(lambda c: CountEnv(), ObservedValue, {"rollout_fragment_length": 10})
     stream = ParallelRollouts(workers).for_each(debug_print)
     assert capsys.readouterr().out == ""
     next(stream)
-    assert capsys.readouterr().out == "I saw SampleBatch\n"
+    assert capsys.readouterr().out == "received SampleBatch\n"
 
 
-def test_metrics_scope_for_operators_outside_a_plan():
+def test_operators_outside_a_plan_need_a_metrics_scope():
     workers = WorkerSet(lambda c: CountEnv(), ObservedValue)
     with metrics_scope(MetricsContext()) as metrics:
         TrainOneStep(workers)(rows(3))
@@ -198,7 +199,7 @@ def test_metrics_scope_for_operators_outside_a_plan():
     assert isinstance(ParallelRollouts(workers), LocalIterator)
 
 
-def test_operators_refuse_wrong_settings():
+def test_operators_reject_invalid_arguments():
     workers = WorkerSet(lambda c: CountEnv(), ObservedValue)
     with pytest.raises(ValueError, match="num_sgd_iter"):
         TrainOneStep(workers, num_sgd_iter=0)
@@ -216,7 +217,7 @@ def test_operators_refuse_wrong_settings():
         ParallelRollouts(workers, mode="raw", max_policy_lag=2)
 
 
-def test_passes_and_minibatches_are_the_policys_own_unless_given(workers, monkeypatch):
+def test_train_one_step_uses_the_policys_sgd_settings_by_default(workers, monkeypatch):
     policy = workers.local_worker().policy
     policy.config = policy.config.updated(num_sgd_iter=3, sgd_minibatch_size=4)
     calls = []
@@ -227,14 +228,14 @@ def test_passes_and_minibatches_are_the_policys_own_unless_given(workers, monkey
     )
     with metrics_scope(MetricsContext()):
         TrainOneStep(workers)(rows(10))
-        TrainOneStep(workers)(rows(2))  # smaller than the setting: one update of the whole
+        TrainOneStep(workers)(rows(2))  # smaller than a minibatch: one update on all rows
         TrainOneStep(workers, num_sgd_iter=1, sgd_minibatch_size=0)(rows(10))
     assert calls == [(3, 4), (3, 2), (1, 0)]
     assert repr(TrainOneStep(workers)) == "TrainOneStep()"
     assert repr(TrainOneStep(workers, num_sgd_iter=2)) == "TrainOneStep(num_sgd_iter=2)"
 
 
-def test_an_operator_that_forgot_to_return_is_spoken_of(workers):
+def test_error_of_a_missing_return_value_names_the_cause(workers):
     for operator in (ConcatBatches(10), TrainOneStep(workers)):
         with (
             pytest.raises(TypeError, match="return"),
@@ -243,7 +244,7 @@ def test_an_operator_that_forgot_to_return_is_spoken_of(workers):
             operator(None)
 
 
-def test_workers_that_left_are_not_in_the_timers():
+def test_removed_workers_are_not_in_the_timers():
     with metrics_scope(MetricsContext()) as metrics:
         workers = WorkerSet(lambda c: CountEnv(), ObservedValue, {"num_workers": 2})
         collect = CollectMetrics(workers, 100)

@@ -1,4 +1,4 @@
-"""Store, replay, priorities, mix-in: as parts of plans."""
+"""Replay operators in plans: storing, drawing, priorities, mixing in."""
 
 import numpy as np
 import pytest
@@ -38,12 +38,12 @@ def source(count=None, size=5):
 
 @pytest.mark.parametrize("mode", ["round_robin", "async"])
 @pytest.mark.parametrize("intensity", [None, 0.5, 3])
-def test_one_branch_stores_the_other_draws(mode, intensity):
+def test_storing_and_drawing_keep_the_training_intensity(mode, intensity):
     buffer = make(learning_starts=12, training_intensity=intensity)
-    seen = []
+    stored_counts = []
 
     def count(batch):
-        seen.append(_get_shared_metrics().counters["num_agent_steps_stored"])
+        stored_counts.append(_get_shared_metrics().counters["num_agent_steps_stored"])
         return batch
 
     store = source().for_each(StoreToReplayBuffer(local_buffer=buffer))
@@ -51,8 +51,8 @@ def test_one_branch_stores_the_other_draws(mode, intensity):
     plan = Concurrently([store, draw], mode=mode, output_indexes=[1])
     drawn = plan.take(60)
     assert [batch.count for batch in drawn] == [4] * 60
-    for i, stored in enumerate(seen):
-        if intensity is None:  # the third batch is the first one to be drawn for
+    for i, stored in enumerate(stored_counts):
+        if intensity is None:  # drawing starts after the third batch
             assert stored == 15 + 5 * i
         else:
             ratio = intensity * (stored - 12)
@@ -60,7 +60,7 @@ def test_one_branch_stores_the_other_draws(mode, intensity):
     assert "Replay(MultiAgentReplayBuffer(replay_batch_size=4" in plan.explain()
 
 
-def test_storing_ends_with_its_stream_and_drawing_goes_on_as_far_as_it_may():
+def test_draws_stop_at_the_ratio_after_the_stored_stream_ends():
     buffer = make()
     store = source(3).for_each(StoreToReplayBuffer(local_buffer=buffer))
     plan = Concurrently([store, Replay(local_buffer=buffer)], output_indexes=[1])
@@ -69,7 +69,7 @@ def test_storing_ends_with_its_stream_and_drawing_goes_on_as_far_as_it_may():
         next(plan)
 
 
-def test_a_lone_branch_says_what_it_lacks():
+def test_error_of_a_blocked_single_branch_names_the_operator():
     buffer = make()
     with pytest.raises(RuntimeError, match="Replay"):
         next(Replay(local_buffer=buffer))
@@ -80,20 +80,21 @@ def test_a_lone_branch_says_what_it_lacks():
     assert next(Replay(local_buffer=buffer)).count == 4
 
 
-def test_a_saved_plan_has_the_buffer():
+def test_state_of_a_plan_contains_the_buffer():
     def plan(buffer):
         store = source().for_each(StoreToReplayBuffer(local_buffer=buffer))
         return Concurrently([store, Replay(local_buffer=buffer)], output_indexes=[1])
 
     first, second = make(training_intensity=2), make(training_intensity=2)
-    one, other = plan(first), plan(second)
-    one.take(5)
-    other.load_state_dict(one.state_dict())
+    original, restored = plan(first), plan(second)
+    original.take(5)
+    restored.load_state_dict(original.state_dict())
     assert len(second) == len(first) > 0
-    np.testing.assert_array_equal(next(one)["batch_indexes"], next(other)["batch_indexes"])
+    expected = next(original)["batch_indexes"]
+    np.testing.assert_array_equal(next(restored)["batch_indexes"], expected)
 
 
-def test_errors_of_a_buffer_name_the_operator():
+def test_buffer_errors_name_the_operator():
     buffer = make()
     store = LocalIterator([rows(3), rows(3).without_columns("rewards")]).for_each(
         StoreToReplayBuffer(local_buffer=buffer)
@@ -106,12 +107,12 @@ def test_errors_of_a_buffer_name_the_operator():
 
 
 @pytest.mark.parametrize("operator", [StoreToReplayBuffer, Replay, UpdateReplayPriorities])
-def test_what_is_no_buffer(operator):
-    with pytest.raises(TypeError, match="local_buffer is a MultiAgentReplayBuffer, got a dict"):
+def test_other_types_of_buffers_are_rejected(operator):
+    with pytest.raises(TypeError, match="local_buffer must be a MultiAgentReplayBuffer, got a dic"):
         operator(local_buffer={})
 
 
-def test_priorities_are_what_was_learned():
+def test_priorities_are_absolute_td_errors():
     buffer = make(PrioritizedReplayBuffer)
     buffer.add(rows(8))
     update = UpdateReplayPriorities(local_buffer=buffer)
@@ -127,10 +128,10 @@ def test_priorities_are_what_was_learned():
         update(rows(3))
 
 
-# -- whole batches ---------------------------------------------------------------------------------
+# -- SimpleReplayBuffer and MixInReplay ------------------------------------------------------------
 
 
-def test_what_cannot_be_stored_or_weighed():
+def test_other_items_and_unknown_policies_are_rejected():
     store = StoreToReplayBuffer(local_buffer=make())
     with pytest.raises(TypeError, match="takes batches, got a tuple: chain it before TrainOneStep"):
         store((rows(3), {}))
@@ -140,7 +141,7 @@ def test_what_cannot_be_stored_or_weighed():
         buffer.update_priorities("other", np.array([0]), np.array([1.0]))
 
 
-def test_a_simple_buffer_gives_whole_batches():
+def test_simple_buffer_draws_whole_batches():
     buffer = SimpleReplayBuffer(3, seed=0)
     with pytest.raises(ValueError, match="empty"):
         buffer.sample()
@@ -159,17 +160,17 @@ def test_a_simple_buffer_gives_whole_batches():
 
 
 @pytest.mark.parametrize(("proportion", "expected"), [(0, 10), (0.5, 15), (1.5, 25), (2, 30)])
-def test_mix_in_replay(proportion, expected):
+def test_mix_in_replay_keeps_the_proportion(proportion, expected):
     plan = source(10).combine(MixInReplay(4, proportion, seed=0))
     items = [int(batch["obs"][0, 0]) for batch in plan]
-    assert len(items) == expected  # what could not be replayed at the first batch is made up for
+    assert len(items) == expected  # later batches make up for the first one, which has no replay
     newest = -1
     for item in items:
         assert newest - 4 <= item <= newest + 1
         newest = max(newest, item)
 
 
-def test_mix_in_replay_refuses():
+def test_mix_in_replay_rejects_invalid_arguments():
     with pytest.raises(ValueError, match="needs num_slots"):
         MixInReplay(0, 0.5)
     with pytest.raises(ValueError, match="at least 0"):

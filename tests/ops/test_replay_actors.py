@@ -1,4 +1,4 @@
-"""Replay buffers on actors: filled by reference, drawn from ahead, made again when they die."""
+"""Replay buffers on actors: storing by reference, requests ahead, replacement of dead shards."""
 
 import time
 
@@ -42,23 +42,23 @@ def make(num_shards=2, **settings):
 
 @pytest.fixture
 def actors(ray_session):
-    made = make(learning_starts=12, training_intensity=2)
+    replay_actors = make(learning_starts=12, training_intensity=2)
     with metrics_scope(MetricsContext()):
-        yield made
-        made.stop()
+        yield replay_actors
+        replay_actors.stop()
 
 
-def settled(actors):
-    """Once every shard has stored what it was sent."""
-    until = time.monotonic() + 60  # for a machine that is busy
-    while any(actors._adds):
-        assert time.monotonic() < until
-        actors._collect()
+def wait_until_stored(actors):
+    """Wait until the shards have stored all batches; return their numbers of rows."""
+    deadline = time.monotonic() + 60  # generous, for busy machines
+    while any(actors._pending_adds):
+        assert time.monotonic() < deadline
+        actors._process_stored()
         time.sleep(0.01)
     return actors.rows
 
 
-def test_a_plan_over_shards(actors):
+def test_plan_over_shards_keeps_the_replay_ratio(actors):
     source = LocalIterator(lambda: (rows(5, i) for i in iter(int, 1)), "source")
     store = source.for_each(StoreToReplayBuffer(actors=actors))
     plan = Concurrently([store, Replay(actors=actors)], mode="async", output_indexes=[1])
@@ -67,7 +67,7 @@ def test_a_plan_over_shards(actors):
     assert {batch.sources[0].worker for batch in drawn} == {0, 1}
     ratio = actors.ratio
     assert ratio.drawn <= 2 * (ratio.stored - 12) <= ratio.drawn + 4 * 4 + 2 * 5 * 9
-    assert min(settled(actors)) > 0
+    assert min(wait_until_stored(actors)) > 0
     stats = actors.stats()
     added = sum(shard["default_policy"]["num_rows_added"] for shard in stats)
     assert added == ratio.stored == plan.metrics.counters["num_agent_steps_stored"]
@@ -75,7 +75,7 @@ def test_a_plan_over_shards(actors):
     assert actors._handles == []
 
 
-def test_fragments_come_by_reference(ray_session):
+def test_fragments_are_stored_by_reference(ray_session):
     def buffer(shard):
         return MultiAgentReplayBuffer(lambda pid: ReplayBuffer(500, seed=0), replay_batch_size=8)
 
@@ -107,52 +107,51 @@ def test_fragments_come_by_reference(ray_session):
         ParallelRollouts(in_process, by_reference=True)
 
 
-def test_priorities_go_back_to_the_shard_of_the_batch(actors):
+def test_shard_of_a_batch_receives_its_priorities(actors):
     for i in range(8):
         actors.add(rows(5, i))
-    settled(actors)
+    wait_until_stored(actors)
     update = UpdateReplayPriorities(actors=actors)
-    asked = actors.ask()
-    index = asked.shard
-    [batch] = actors.taken(asked)
-    told = {"batch_indexes": batch["batch_indexes"], "td_error": np.full(4, -9.0)}
-    update((batch, {"default_policy": {"rows": told}}))
+    request = actors.ask()
+    [batch] = actors.taken(request)
+    row_stats = {"batch_indexes": batch["batch_indexes"], "td_error": np.full(4, -9.0)}
+    update((batch, {"default_policy": {"rows": row_stats}}))
     states = actors.state_dict()["shards"]
     weights = [shard["buffers"]["default_policy"]["weights"] for shard in states]
-    assert weights[index].max() > 2
-    assert weights[1 - index].max() == 1.0
+    assert weights[request.shard].max() > 2
+    assert weights[1 - request.shard].max() == 1.0
 
 
-def test_a_shard_that_dies_is_made_again(actors):
+def test_dead_shard_is_replaced(actors):
     import ray
 
     for i in range(10):
         actors.add(rows(5, i))
-    before = list(settled(actors))
+    before = list(wait_until_stored(actors))
     ray.kill(actors.handles()[0])
     with metrics_scope(MetricsContext()) as metrics:
         for i in range(20):
             actors.add(rows(5, i))
-        settled(actors)
+        wait_until_stored(actors)
         assert metrics.counters["num_replay_shard_restarts"] == 1
         assert metrics.counters["num_replay_rows_lost"] == before[0]
     assert sum(actors.rows) == 150 - before[0]
     ray.kill(actors.handles()[1])
     with metrics_scope(MetricsContext()) as metrics:
-        taken = [actors.taken(actors.ask()) for _ in range(2)]
-        assert [len(batches) for batches in taken] == [1, 0]
+        drawn = [actors.taken(actors.ask()) for _ in range(2)]
+        assert [len(batches) for batches in drawn] == [1, 0]
         assert metrics.counters["num_replay_shard_restarts"] == 1
     assert actors.ratio.drawn == 4
 
 
-def test_nothing_is_stored_twice():
+def test_batch_with_a_known_number_is_not_stored_again():
     shard = ReplayShard(make()._make, 0)
     assert [shard.add(rows(5), number).rows for number in (1, 2, 1)] == [5, 10, 10]
 
 
 @pytest.mark.slow
-def test_a_restored_shard_stores_what_comes_then():
-    """The numbers of batches begin where the state was saved."""
+def test_restored_shard_stores_numbers_again():
+    """Batch numbers restart where the state was saved."""
     shard = ReplayShard(make()._make, 0)
     shard.add(rows(3), 1)
     state = shard.state_dict()
@@ -161,34 +160,34 @@ def test_a_restored_shard_stores_what_comes_then():
     assert shard.add(rows(3), 2).rows == 6
 
 
-def update(actors, times):
+def update_priorities(actors, times):
     for _ in range(times):
         actors.update_priorities(0, "default_policy", np.array([0]), np.array([1.0]))
 
 
-def test_several_batches_come_with_one_request(actors):
+def test_one_request_returns_several_batches(actors):
     for i in range(8):
         actors.add(rows(5, i))
-    settled(actors)
-    asked = actors.ask(3)
-    assert asked.number == 3
-    batches = actors.taken(asked)
+    wait_until_stored(actors)
+    request = actors.ask(3)
+    assert request.number == 3
+    batches = actors.taken(request)
     assert [batch.count for batch in batches] == [4, 4, 4]
-    assert {batch.sources[0].worker for batch in batches} == {asked.shard}
-    many = actors.ask(100)
-    assert many.number == 11  # 2 x (40 - 12) rows are due
+    assert {batch.sources[0].worker for batch in batches} == {request.shard}
+    pending = actors.ask(100)
+    assert pending.number == 11  # 2 x (40 - 12) rows are due
     assert not actors.can_draw()
-    assert actors.state_dict()["ratio"]["drawn"] == 12  # a checkpoint has none of these
-    assert len(actors.taken(many)) == 11
+    assert actors.state_dict()["ratio"]["drawn"] == 12  # without the pending batches
+    assert len(actors.taken(pending)) == 11
     assert actors.state_dict()["ratio"]["drawn"] == 56
 
 
-def test_a_checkpoint_survives_what_the_plan_survives(actors):
+def test_state_dict_replaces_a_dead_shard(actors):
     import ray
 
     for i in range(8):
         actors.add(rows(5, i))
-    settled(actors)
+    wait_until_stored(actors)
     ray.kill(actors.handles()[0])
     with metrics_scope(MetricsContext()) as metrics:
         actors.add(rows(5))
@@ -201,7 +200,7 @@ def test_a_checkpoint_survives_what_the_plan_survives(actors):
     other.stop()
 
 
-def test_rows_and_places_are_told_with_what_is_drawn(actors):
+def test_replies_contain_row_counts_and_nodes(actors):
     for i in range(3):
         actors.add(rows(5, i))
     while not all(actors.rows):
@@ -212,53 +211,53 @@ def test_rows_and_places_are_told_with_what_is_drawn(actors):
     assert set(actors._nodes) == {actors._node}
 
 
-def test_a_death_is_noticed_once(actors):
+def test_dead_shard_is_replaced_only_once(actors):
     import ray
 
     for i in range(8):
         actors.add(rows(5, i))
-    settled(actors)
-    asked = [actors.ask() for _ in range(4)]
+    wait_until_stored(actors)
+    requests = [actors.ask() for _ in range(4)]
     ray.kill(actors.handles()[0])
     with metrics_scope(MetricsContext()) as metrics:
-        for one in asked:
-            actors.taken(one)
+        for request in requests:
+            actors.taken(request)
         assert metrics.counters["num_replay_shard_restarts"] <= 1
 
 
-def test_priorities_that_cannot_be_are_told(actors):
+def test_errors_of_priority_updates_are_raised(actors):
     for _ in range(6):
         actors.add(rows(4))
-    settled(actors)
+    wait_until_stored(actors)
     drawn = actors.ratio.drawn
-    actors.update_priorities(0, "nobody", np.array([0]), np.array([1.0]))
+    actors.update_priorities(0, "unknown", np.array([0]), np.array([1.0]))
     actors.update_priorities(0, "default_policy", np.array([0]), np.array([7.0]))
-    with pytest.raises(KeyError, match="nobody"):
+    with pytest.raises(KeyError, match="unknown"):
         actors.taken(actors.ask(2))
-    assert actors.ratio.drawn == drawn  # these were not drawn
+    assert actors.ratio.drawn == drawn  # the failed request does not count
     weights = actors.state_dict()["shards"][0]["buffers"]["default_policy"]["weights"]
-    assert weights.max() > 2  # the other one was made
-    actors.update_priorities(0, "nobody", np.array([0]), np.array([1.0]))
-    with pytest.raises(KeyError, match="nobody"):  # nothing is drawn for long
-        update(actors, 63)
-    two = rows(2)
-    two.sources = (Source(0, origin="replay"),) * 2
-    told = {"default_policy": {"rows": {"td_error": np.ones(2), "batch_indexes": np.arange(2)}}}
+    assert weights.max() > 2  # the valid update was applied
+    actors.update_priorities(0, "unknown", np.array([0]), np.array([1.0]))
+    with pytest.raises(KeyError, match="unknown"):  # sent without a draw after 64 updates
+        update_priorities(actors, 63)
+    batch = rows(2)
+    batch.sources = (Source(0, origin="replay"),) * 2
+    info = {"default_policy": {"rows": {"td_error": np.ones(2), "batch_indexes": np.arange(2)}}}
     with pytest.raises(ValueError, match="this batch has 2 sources"):
-        UpdateReplayPriorities(actors=actors)((two, told))
+        UpdateReplayPriorities(actors=actors)((batch, info))
 
 
 @pytest.mark.slow
-def test_a_restored_set_of_shards_goes_on(actors):
+def test_restored_shards_draw_the_same_batches(actors):
     for i in range(8):
         actors.add(rows(5, i))
     state = actors.state_dict()
     other = make(learning_starts=12, training_intensity=2)
     other.load_state_dict(state)
-    for one in (actors, other):
-        one.add(rows(5, 9))
-        settled(one)
-    [first], [second] = (one.taken(one.ask()) for one in (actors, other))
+    for replay_actors in (actors, other):
+        replay_actors.add(rows(5, 9))
+        wait_until_stored(replay_actors)
+    [first], [second] = (each.taken(each.ask()) for each in (actors, other))
     np.testing.assert_array_equal(first["batch_indexes"], second["batch_indexes"])
     assert actors.rng.integers(1000) == other.rng.integers(1000)
     with pytest.raises(ValueError, match="a state of 2 replay shards for 3"):
@@ -267,27 +266,27 @@ def test_a_restored_set_of_shards_goes_on(actors):
 
 
 @pytest.mark.slow
-def test_a_shards_error_names_the_operator(actors):
-    waiting = make(1, learning_starts=1000)
+def test_shard_error_is_raised_by_the_storing_operator(actors):
+    single_shard = make(1, learning_starts=1000)
     items = [rows(20), *([rows(20).without_columns("rewards")] * 50)]
-    store = LocalIterator(items).for_each(StoreToReplayBuffer(actors=waiting))
+    store = LocalIterator(items).for_each(StoreToReplayBuffer(actors=single_shard))
 
     def store_all():
         for _ in store:
-            settled(waiting)
+            wait_until_stored(single_shard)
 
     with pytest.raises(ValueError, match="without 'rewards'"):
         store_all()
-    waiting.stop()
+    single_shard.stop()
 
 
-def test_what_cannot_be():
-    with pytest.raises(ValueError, match="num_shards is a whole number from 1"):
+def test_invalid_arguments_are_rejected():
+    with pytest.raises(ValueError, match="num_shards must be an int of at least 1"):
         make(0)
     for operator in (StoreToReplayBuffer, Replay, UpdateReplayPriorities):
         with pytest.raises(ValueError, match="one of local_buffer and actors"):
             operator()
-        with pytest.raises(TypeError, match="actors is a ReplayActors, got a dict"):
+        with pytest.raises(TypeError, match="actors must be a ReplayActors, got a dict"):
             operator(actors={})
-    with pytest.raises(ValueError, match="num_async is at least 1"):
+    with pytest.raises(ValueError, match="num_async must be at least 1"):
         Replay(actors=make(), num_async=0)

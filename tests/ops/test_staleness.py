@@ -1,4 +1,4 @@
-"""Filters on steps and time."""
+"""Filters on env steps and time, and the limit on how far sampling runs ahead."""
 
 import math
 import time
@@ -19,7 +19,7 @@ from flowrl.ops import (
 
 
 def sampled(count, steps=10):
-    """0, 1, …, each of which counts as so many env steps."""
+    """A stream of 0, 1, … that counts `steps` sampled env steps per item."""
 
     def count_them(i):
         _get_shared_metrics().counters["num_env_steps_sampled"] += steps
@@ -28,38 +28,38 @@ def sampled(count, steps=10):
     return LocalIterator(range(count)).for_each(count_them)
 
 
-def test_waiting_for_steps():
+def test_filter_waits_for_env_steps():
     assert list(sampled(6).filter(WaitUntilTimestepsElapsed(30))) == [2, 3, 4, 5]
     assert list(sampled(3).filter(WaitUntilTimestepsElapsed(0))) == [0, 1, 2]
 
 
-def test_once_per_so_many_steps():
+def test_filter_passes_once_per_delay_steps():
     assert list(sampled(10).filter(OncePerTimestepsElapsed(25))) == [0, 3, 6, 9]
     assert list(sampled(3).filter(OncePerTimestepsElapsed(0))) == [0, 1, 2]
-    one, other = (sampled(10).filter(OncePerTimestepsElapsed(25)) for _ in range(2))
-    assert one.take(2) == [0, 3]
-    other.load_state_dict(one.state_dict())
-    assert next(one) == next(other) == 6
+    original, restored = (sampled(10).filter(OncePerTimestepsElapsed(25)) for _ in range(2))
+    assert original.take(2) == [0, 3]
+    restored.load_state_dict(original.state_dict())
+    assert next(original) == next(restored) == 6
 
 
-def test_once_per_interval(monkeypatch):
+def test_filter_passes_once_per_interval(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     due = OncePerTimeInterval(2.0)
-    told = []
+    passed = []
     for now[0] in (0.0, 1.0, 1.9, 2.0, 3.0, 4.5):
-        told.append(due(None))
-    assert told == [True, False, False, True, False, True]
+        passed.append(due(None))
+    assert passed == [True, False, False, True, False, True]
 
 
-@pytest.mark.parametrize("odd", [-1, float("nan"), "x", True])
-def test_what_is_no_time(odd):
+@pytest.mark.parametrize("value", [-1, float("nan"), "x", True])
+def test_invalid_delays_are_rejected(value):
     for operator in (WaitUntilTimestepsElapsed, OncePerTimestepsElapsed, OncePerTimeInterval):
         with pytest.raises(ValueError, match="a number of at least 0"):
-            operator(odd)
+            operator(value)
 
 
-# -- a limit on the steps ahead -------------------------------------------------------------------
+# -- StalenessLimit --------------------------------------------------------------------------------
 
 
 @settings(max_examples=200, deadline=None)
@@ -72,10 +72,10 @@ def test_what_is_no_time(odd):
     batches=st.integers(0, 4),
     seed=st.integers(0, 10_000),
 )
-def test_no_fragment_gets_older_than_it_may(
+def test_no_fragment_exceeds_the_limit(
     workers, num_async, fragment, uneven, fragments_per_batch, batches, seed
 ):
-    """A plan of any workers, fast and slow, and a learner that is late: whatever comes first."""
+    """Simulate workers of different speeds and a learner, in random order."""
     rng = np.random.default_rng(seed)
     size = math.ceil(fragment * fragments_per_batch)
     limit = StalenessLimit(size, batches, fragment)
@@ -98,14 +98,14 @@ def test_no_fragment_gets_older_than_it_may(
             while idle and limit.may_request(len(flight), flight[0][1] if flight else None):
                 flight.append((idle.pop(), limit.mark(), trained))
             moves = [("answer", i) for i in range(len(flight))] + ["train"] * bool(queue)
-            assert moves, f"nothing can go on: {idle_before} workers wait"
-            chances = np.array([1.0 if m == "train" else speeds[flight[m[1]][0]] for m in moves])
-            move = moves[rng.choice(len(moves), p=chances / chances.sum())]
+            assert moves, f"deadlock: {idle_before} workers wait"
+            rates = np.array([1.0 if m == "train" else speeds[flight[m[1]][0]] for m in moves])
+            move = moves[rng.choice(len(moves), p=rates / rates.sum())]
             if move == "train":
                 batch = queue.pop(0)
-                lags += [trained - one.version for one in batch]
+                lags += [trained - item.version for item in batch]
                 trained += 1
-                counters["num_env_steps_trained"] += sum(one.steps for one in batch)
+                counters["num_env_steps_trained"] += sum(item.steps for item in batch)
                 continue
             worker, mark, version = flight.pop(move[1])
             item = Fragment(version)
@@ -113,14 +113,13 @@ def test_no_fragment_gets_older_than_it_may(
             counters["num_env_steps_sampled"] += item.steps
             idle.append(worker)
             pending.append(item)
-            if sum(one.steps for one in pending) >= size:
+            if sum(item.steps for item in pending) >= size:
                 queue.append(pending)
                 pending = []
     assert max(lags) <= batches
 
 
-def test_steps_that_were_sampled_before_are_not_new():
-    """A run that goes on begins with what its counters say."""
+def test_limit_of_a_resumed_run_starts_with_its_counters():
     limit = StalenessLimit(5, 1, 5)
     with metrics_scope(MetricsContext()) as metrics:
         metrics.counters["num_env_steps_sampled"] = 105
@@ -132,11 +131,11 @@ def test_steps_that_were_sampled_before_are_not_new():
         assert not limit.may_request(2, 100)
         assert metrics.counters["num_sampling_waits"] == 1
         metrics.counters["num_env_steps_trained"] = 95
-        assert not limit.may_request(1, 100)  # the oldest of those in flight holds on
+        assert not limit.may_request(1, 100)  # the oldest request in flight blocks
         assert limit.may_request(1, 105)
 
 
 @pytest.mark.parametrize("numbers", [(0, 5), (5, -1), (True, 5), (2.5, 5), (5, 5, 0)])
-def test_limits_that_are_none(numbers):
-    with pytest.raises(ValueError, match="is a whole number from"):
+def test_invalid_limits_are_rejected(numbers):
+    with pytest.raises(ValueError, match="must be an int of at least"):
         StalenessLimit(*numbers)

@@ -1,4 +1,4 @@
-"""`training_step` written by hand: the same as a plan."""
+"""A custom `training_step` trains like the plan."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from flowrl.trainer.config import AlgorithmConfig
 SETTINGS = {"env": "CartPole-v1", "rollout_fragment_length": 20, "train_batch_size": 70, "seed": 3}
 
 
-class ByHand(A2C):
+class CustomStep(A2C):
     def training_step(self) -> ResultDict:
         train_batch = synchronous_parallel_sample(
             worker_set=self.workers, max_env_steps=self.config["train_batch_size"]
@@ -39,30 +39,31 @@ def weights(algorithm):
 
 
 @pytest.mark.slow_on_actors
-def test_it_is_what_the_plan_does(num_workers):
-    """A2C's shipped plan and the same by hand: the same reports and weights, bit for bit."""
+def test_training_step_equals_the_plan(num_workers):
+    """Reports and weights of A2C's plan and of the custom step are equal bit for bit."""
     config = A2CConfig(**SETTINGS, num_workers=num_workers)
-    told = []
-    for make in (A2C, ByHand):
-        with make(config.updated(plan="a2c")) as algorithm:
+    runs = []
+    for algorithm_class in (A2C, CustomStep):
+        with algorithm_class(config.updated(plan="a2c")) as algorithm:
             results = [without_times(algorithm.train()) for _ in range(4)]
-            told.append((results, weights(algorithm)))
-    (one, own), (two, other) = told
-    np.testing.assert_equal(one, two)
-    assert one[-1]["num_env_steps_trained"] == one[-1]["timesteps_total"] >= 4 * 70
-    for name in own:
-        np.testing.assert_array_equal(own[name], other[name])
+            runs.append((results, weights(algorithm)))
+    (plan_results, plan_weights), (step_results, step_weights) = runs
+    np.testing.assert_equal(plan_results, step_results)
+    last = plan_results[-1]
+    assert last["num_env_steps_trained"] == last["timesteps_total"] >= 4 * 70
+    for name in plan_weights:
+        np.testing.assert_array_equal(plan_weights[name], step_weights[name])
 
 
-def test_it_is_part_of_the_plan():
-    with ByHand(A2CConfig(**SETTINGS)) as algorithm:
-        assert "ByHand.training_step\n" in algorithm.plan.explain()
-        told = algorithm.training_step()  # by hand, too
-        assert set(told["default_policy"]) == {"learner_stats", "num_agent_steps_trained"}
+def test_training_step_is_a_stage_of_the_plan():
+    with CustomStep(A2CConfig(**SETTINGS)) as algorithm:
+        assert "CustomStep.training_step\n" in algorithm.plan.explain()
+        info = algorithm.training_step()  # called directly
+        assert set(info["default_policy"]) == {"learner_stats", "num_agent_steps_trained"}
         assert algorithm.plan.metrics.counters["num_env_steps_trained"] >= 70
 
 
-def test_an_algorithm_without_a_plan_has_a_step_of_its_own():
+def test_default_training_step_equals_a2c():
     class Plain(Algorithm):
         policy_class = A2CTorchPolicy
 
@@ -70,39 +71,39 @@ def test_an_algorithm_without_a_plan_has_a_step_of_its_own():
     with Plain(config) as plain, A2CConfig(**SETTINGS).build() as a2c:
         plain.train()
         a2c.train()
-        own, other = weights(plain), weights(a2c)
-        for name in own:
-            np.testing.assert_array_equal(own[name], other[name])
+        plain_weights, a2c_weights = weights(plain), weights(a2c)
+        for name in plain_weights:
+            np.testing.assert_array_equal(plain_weights[name], a2c_weights[name])
 
 
-def test_a_run_goes_on_from_its_checkpoint(tmp_path):
+def test_run_resumes_from_its_checkpoint(tmp_path):
     config = A2CConfig(**SETTINGS)
-    with ByHand(config) as one:
-        one.train()
-        one.save(tmp_path / "c")
-        one.train()
-        counted = one.train()["timesteps_total"]
-    with ByHand(config) as two:
-        two.restore(tmp_path / "c")
-        two.train()
-        assert two.train()["timesteps_total"] == counted
-        assert two.iteration == 3
+    with CustomStep(config) as original:
+        original.train()
+        original.save(tmp_path / "c")
+        original.train()
+        expected = original.train()["timesteps_total"]
+    with CustomStep(config) as resumed:
+        resumed.restore(tmp_path / "c")
+        resumed.train()
+        assert resumed.train()["timesteps_total"] == expected
+        assert resumed.iteration == 3
 
 
-def test_what_else_it_tells_is_in_info():
-    class Telling(ByHand):
+def test_additional_results_of_training_step_are_in_info():
+    class ReportsRows(CustomStep):
         def training_step(self):
             batch = synchronous_parallel_sample(worker_set=self.workers)
             return {"rows": batch.env_steps(), **multi_gpu_train_one_step(self, batch)}
 
-    with Telling(A2CConfig(**SETTINGS)) as algorithm:
+    with ReportsRows(A2CConfig(**SETTINGS)) as algorithm:
         result = algorithm.train()
     assert result["info"]["rows"] == 20
     assert set(result["info"]["learner"]) == {"default_policy"}
 
 
 @pytest.mark.slow_on_actors
-def test_rounds_are_joined_or_listed(num_workers):
+def test_parallel_sample_concatenates_or_lists_fragments(num_workers):
     config = AlgorithmConfig(
         env=make_multi_agent("CartPole-v1"),
         env_config={"num_agents": 2},
@@ -117,41 +118,42 @@ def test_rounds_are_joined_or_listed(num_workers):
         policy_class = A2CTorchPolicy
 
     with Two(config) as algorithm:
-        each = 10 * max(1, num_workers)
+        per_round = 10 * max(1, num_workers)
         workers = algorithm.workers
-        joined = synchronous_parallel_sample(worker_set=workers, max_agent_steps=2 * each + 1)
-        assert isinstance(joined, MultiAgentBatch)
-        assert joined.agent_steps() > 2 * each
-        assert joined.env_steps() % each == 0
-        listed = synchronous_parallel_sample(worker_set=workers, max_env_steps=25, concat=False)
-        assert [batch.env_steps() for batch in listed] == [each] * (3 if each == 10 else 2)
-        told = train_one_step(algorithm, joined, policies_to_train=["b"])
-        assert set(told) == {"b"}
-        assert told["b"]["num_agent_steps_trained"] == joined["b"].count
+        batch = synchronous_parallel_sample(worker_set=workers, max_agent_steps=2 * per_round + 1)
+        assert isinstance(batch, MultiAgentBatch)
+        assert batch.agent_steps() > 2 * per_round
+        assert batch.env_steps() % per_round == 0
+        batches = synchronous_parallel_sample(worker_set=workers, max_env_steps=25, concat=False)
+        num_rounds = 3 if per_round == 10 else 2
+        assert [batch.env_steps() for batch in batches] == [per_round] * num_rounds
+        info = train_one_step(algorithm, batch, policies_to_train=["b"])
+        assert set(info) == {"b"}
+        assert info["b"]["num_agent_steps_trained"] == batch["b"].count
         with pytest.raises(KeyError, match="ghost"):
-            train_one_step(algorithm, joined, policies_to_train=["ghost"])
+            train_one_step(algorithm, batch, policies_to_train=["ghost"])
         for limits in ({"max_env_steps": 1, "max_agent_steps": 1}, {"max_env_steps": 0}):
             with pytest.raises(ValueError, match="synchronous_parallel_sample"):
                 synchronous_parallel_sample(worker_set=workers, **limits)
 
 
-def test_mistakes_are_told_and_the_run_can_go_on():
-    class Odd(ByHand):
-        mistake = True
+def test_wrong_return_value_is_rejected_and_the_run_can_continue():
+    class ReturnsListOnce(CustomStep):
+        returns_list = True
 
         def training_step(self):
-            told = super().training_step()
-            if self.mistake:
-                self.mistake = False
-                return list(told)
-            return told
+            info = super().training_step()
+            if self.returns_list:
+                self.returns_list = False
+                return list(info)
+            return info
 
-    with Odd(A2CConfig(**SETTINGS)) as algorithm:
-        with pytest.raises(TypeError, match=r"Odd.training_step\(\) must return a dict"):
+    with ReturnsListOnce(A2CConfig(**SETTINGS)) as algorithm:
+        with pytest.raises(TypeError, match=r"ListOnce.training_step\(\) must return a dict"):
             algorithm.train()
         assert algorithm.train()["training_iteration"] == 1
 
-    class Both(ByHand):
+    class Both(CustomStep):
         execution_plan = staticmethod(lambda workers, config: None)
 
     with pytest.raises(ConfigError, match="a training_step and an execution_plan"):

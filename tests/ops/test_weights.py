@@ -1,4 +1,4 @@
-"""Which workers are sent new weights, and when."""
+"""Operators that select which workers receive new weights, and when."""
 
 import pytest
 
@@ -18,13 +18,13 @@ def metrics():
 def workers(ray_session, metrics):
     config = A2CConfig(env="CartPole-v1", num_workers=3, rollout_fragment_length=8, seed=0)
     with config.build() as algorithm:
-        for index in range(3):  # all have the first version
+        for index in range(3):  # all workers receive the first version
             assert algorithm.workers.weights_for(index) is not None
         yield algorithm.workers
 
 
 class Batch:
-    """Stands for a batch that workers have contributed to."""
+    """A stand-in for a batch of these workers."""
 
     def __init__(self, *indices, env_steps=8, origin=""):
         tags = {"env_steps": env_steps}
@@ -38,15 +38,14 @@ def test_large_weights_are_one_object_per_version(workers, monkeypatch):
     from flowrl.sampling import weight_sync
 
     monkeypatch.setattr(weight_sync, "INLINE_BYTES", 1000)
-    put, made = ray.put, []
-    monkeypatch.setattr(ray, "put", lambda value: made.append(put(value)) or made[-1])
+    put, refs = ray.put, []
+    monkeypatch.setattr(ray, "put", lambda value: refs.append(put(value)) or refs[-1])
     for _ in range(3):
         learn(workers)
-        refs = {workers.weights_for(index) for index in range(3)}
-        assert refs == {made[-1]}
-    assert len(made) == 3
+        assert {workers.weights_for(index) for index in range(3)} == {refs[-1]}
+    assert len(refs) == 3
     workers.sync_weights()
-    assert len(made) == 3
+    assert len(refs) == 3
 
 
 def learn(workers):
@@ -54,59 +53,60 @@ def learn(workers):
     policy.set_weights(policy.get_weights())  # a new version
 
 
-def sent(workers):
+def receivers(workers):
+    """Return the indices of the workers that would receive weights with their next request."""
     return [index for index in range(3) if workers.weights_for(index) is not None]
 
 
-def test_all_contributors_are_sent_weights(workers, metrics):
+def test_all_contributors_receive_new_weights(workers, metrics):
     operator = BroadcastUpdateLearnerWeights(workers)
     learn(workers)
     batch = Batch(0, 2)
     assert operator(batch) is batch
-    assert sent(workers) == [0, 2]
-    assert sent(workers) == []
+    assert receivers(workers) == [0, 2]
+    assert receivers(workers) == []
     operator(Batch(1))
-    assert sent(workers) == [1]
+    assert receivers(workers) == [1]
     assert metrics.counters["num_weight_broadcasts"] == 2
 
 
-def test_every_so_many_batches(workers, metrics):
+def test_weights_are_broadcast_once_per_interval(workers, metrics):
     operator = BroadcastUpdateLearnerWeights(workers, broadcast_interval=3)
     learn(workers)
-    workers.update_only([])  # as in a plan that has run
+    workers.update_only([])  # selects workers, as in a running plan
     for index in (0, 1):
         operator(Batch(index))
-        assert sent(workers) == []
+        assert receivers(workers) == []
     state = operator.state_dict()
     other = BroadcastUpdateLearnerWeights(workers, broadcast_interval=3)
     other.load_state_dict(state)
     other(Batch(0))
-    assert sent(workers) == [0, 1]
+    assert receivers(workers) == [0, 1]
     assert metrics.counters["num_weight_broadcasts"] == 1
 
 
-def test_replayed_rows_are_of_nobody(workers):
+def test_replayed_rows_have_no_workers(workers):
     workers.update_only([])
     learn(workers)
     BroadcastUpdateLearnerWeights(workers)(Batch(0, origin=ORIGIN))
-    assert sent(workers) == []
+    assert receivers(workers) == []
 
 
-def test_after_so_many_steps_of_a_worker(workers, metrics):
+def test_worker_receives_weights_after_the_maximum_delay(workers, metrics):
     operator = UpdateWorkerWeights(workers, max_weight_sync_delay=20)
     learn(workers)
     for _ in range(2):
         operator(Batch(1))
-        assert sent(workers) == []
+        assert receivers(workers) == []
     other = UpdateWorkerWeights(workers, 20)
     other.load_state_dict(operator.state_dict())
     other(Batch(0))
     other(Batch(1))
-    assert sent(workers) == [1]
+    assert receivers(workers) == [1]
     assert metrics.counters["num_weight_syncs"] == 1
 
 
-def test_bad_numbers(workers):
+def test_invalid_arguments_are_rejected(workers):
     with pytest.raises(ValueError, match="broadcast_interval must be at least 1"):
         BroadcastUpdateLearnerWeights(workers, 0)
     with pytest.raises(ValueError, match="max_weight_sync_delay must be at least 0"):
