@@ -157,6 +157,17 @@ class Settings(BaseModel):
             cls.model_rebuild(force=True)
 
     @classmethod
+    def of(cls, config: Any) -> Any:
+        """Return the settings of this class in a config, which may also have others.
+
+        Args:
+            config: a record of this class, which is returned as it is; another record or a mapping.
+        """
+        if isinstance(config, cls):
+            return config
+        return cls(**{name: value for name, value in config.items() if name in cls.model_fields})
+
+    @classmethod
     def describe(cls) -> list[SettingInfo]:
         """Return what is known about each setting, in the order of declaration."""
         infos = []

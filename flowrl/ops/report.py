@@ -14,9 +14,23 @@ from flowrl.iter import LocalIterator, Stage, _get_shared_metrics
 from flowrl.iter.metrics import Timer
 from flowrl.iter.stage import walk
 from flowrl.ops.plan_metrics import Info, PlanMetrics
+from flowrl.sampling.worker_config import WorkerConfig
 from flowrl.sampling.worker_set import WorkerSet
+from flowrl.settings import NotNegative, Settings, setting
 
 Result = dict[str, Any]
+
+
+class ReportingConfig(Settings):
+    """Settings of StandardMetricsReporting."""
+
+    min_time_s_per_iteration: NotNegative | None = setting(None, group="reporting")
+    """Minimum seconds between reports; None reports by steps only, so that seeded runs
+    repeat."""
+    min_sample_timesteps_per_iteration: int = setting(0, group="reporting", ge=0)
+    """Env steps between two reports, at least."""
+    metrics_num_episodes_for_smoothing: int = setting(100, group="reporting", ge=1, le=1_000_000)
+    """Number of last episodes that reported means are taken over."""
 
 
 class StandardMetricsReporting(LocalIterator[Result]):
@@ -45,12 +59,10 @@ class StandardMetricsReporting(LocalIterator[Result]):
         config: Any,
         selected_workers: Collection[int] | None = None,
     ):
-        due = ReportDue(
-            config.get("min_sample_timesteps_per_iteration", 0),
-            config.get("min_time_s_per_iteration"),
-        )
-        check_trained_policies(train_op.stage, config)
-        window = config.get("metrics_num_episodes_for_smoothing", 100)
+        config = ReportingConfig.of(config)
+        due = ReportDue(config.min_sample_timesteps_per_iteration, config.min_time_s_per_iteration)
+        check_trained_policies(train_op.stage, workers.config)
+        window = config.metrics_num_episodes_for_smoothing
         collect = CollectMetrics(workers, window, selected_workers)
         reports = train_op.filter(due).for_each(collect)
         super().__init__(reports.stage, "StandardMetricsReporting")
@@ -71,13 +83,13 @@ def training_operators(stage: Stage) -> list[Any]:
     return [op for _, op in operators_of(stage) if getattr(op, "trains", False)]
 
 
-def check_trained_policies(stage: Stage, config: Any) -> None:
+def check_trained_policies(stage: Stage, config: WorkerConfig) -> None:
     """Check that operators name existing policies, and that `policies_to_train` are trained.
 
     Raises:
         ValueError: see StandardMetricsReporting.
     """
-    known = config.get("policies") or (DEFAULT_POLICY_ID,)
+    known = config.policies or (DEFAULT_POLICY_ID,)
     for node, operator in operators_of(stage):
         for attribute in ("policies", "policy_ids"):
             ids = getattr(operator, attribute, None)
@@ -91,7 +103,7 @@ def check_trained_policies(stage: Stage, config: Any) -> None:
                 )
     operators = training_operators(stage)
     trained = {policy_id for op in operators for policy_id in op.policies or ()}
-    to_train = config.get("policies_to_train")
+    to_train = config.policies_to_train
     untrained = [] if to_train is None or callable(to_train) else sorted(set(to_train) - trained)
     if untrained and trained and all(op.policies is not None for op in operators):
         raise ValueError(

@@ -45,7 +45,7 @@ class ParallelRollouts(LocalIterator[Any]):
 
     def __new__(cls, workers: WorkerSet, **options: Any) -> Any:
         if options.get("mode") == "raw":
-            if workers.config.get("output") is not None:
+            if workers.config.output is not None:
                 raise ValueError(
                     'output: in mode="raw" fragments stay on the workers, so nothing can be written'
                 )
@@ -87,14 +87,14 @@ class ParallelRollouts(LocalIterator[Any]):
         else:
             raise ValueError(f'mode must be "bulk_sync", "async" or "raw", got {mode!r}')
         rollouts = fragments.zip_with_source().for_each(CountRollouts(workers))
-        output = workers.config.get("output")
+        output = workers.config.output
         if output is not None:
             if by_reference and workers.num_workers:
                 raise ValueError(
                     "output: the fragments of this plan do not pass through the driver, which "
                     "writes them: use num_workers=0, or by_reference=False in the plan"
                 )
-            write = WriteParquet(output, workers.config["output_rows_per_file"])
+            write = WriteParquet(output, workers.config.output_rows_per_file)
             rollouts = rollouts.for_each(write)
         if max_policy_lag is not None:
             rollouts = rollouts.filter(DropStale(workers, max_policy_lag))

@@ -12,6 +12,7 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from flowrl.data import DEFAULT_POLICY_ID
 from flowrl.envs.registry import NO_ENV_MESSAGE, env_creator_for
+from flowrl.ops.report import ReportingConfig
 from flowrl.policies.config import PolicyConfig
 from flowrl.policies.policy_spec import PolicyMapping, specs_of
 from flowrl.seeding import derive_seed
@@ -19,7 +20,6 @@ from flowrl.setting_aliases import canonical_names
 from flowrl.settings import (
     ConfigError,
     Count,
-    NotNegative,
     Positive,
     imported,
     nearest,
@@ -34,10 +34,11 @@ from flowrl.trainer.video import check_video
 Env = str | type | Callable[..., Any]
 
 
-class AlgorithmConfig(FluentSettings):
+class AlgorithmConfig(FluentSettings, ReportingConfig):
     """Settings of an algorithm. Fluent methods set them in groups and return the config.
 
-    The settings of workers are declared in WorkerConfig, those of policies in PolicyConfig.
+    The settings of workers are declared in WorkerConfig, those of policies in PolicyConfig, and
+    those of StandardMetricsReporting in ReportingConfig.
 
     Raises (from every method and assignment):
         ConfigError: a name is unknown (the message suggests the nearest), or a type or range is
@@ -94,13 +95,6 @@ class AlgorithmConfig(FluentSettings):
     checkpoint_score_order: Literal["max", "min"] = setting("max", group="checkpointing")
     """Whether the largest or the smallest value is the best."""
 
-    min_time_s_per_iteration: NotNegative | None = setting(None, group="reporting")
-    """Minimum seconds between reports; None reports by steps only, so that seeded runs
-    repeat."""
-    min_sample_timesteps_per_iteration: int = setting(0, group="reporting", ge=0)
-    """Env steps between two reports, at least."""
-    metrics_num_episodes_for_smoothing: int = setting(100, group="reporting", ge=1, le=1_000_000)
-    """Number of last episodes that reported means are taken over."""
     log_to: list[LoggerName] = setting([], group="reporting")
     """Experiment trackers that receive every result: wandb, mlflow (extras of these names)."""
     log_config: dict[str, dict[str, Any]] = setting({}, group="reporting")
