@@ -149,6 +149,13 @@ def current_metrics() -> MetricsContext | None:
     return active_context.get()
 
 
+def count_bytes_between_nodes(num_bytes: int) -> None:
+    """Add to the counter `num_bytes_between_nodes` of the plan that this thread is pulling."""
+    metrics = current_metrics()
+    if metrics is not None and num_bytes:
+        metrics.counters["num_bytes_between_nodes"] += num_bytes
+
+
 @contextmanager
 def metrics_scope(context: MetricsContext) -> Iterator[MetricsContext]:
     """Make `context` the current one, to call operators outside a plan."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flowrl.data import BatchRef
 from flowrl.iter import LocalIterator, Retry, _get_shared_metrics
+from flowrl.iter.metrics import count_bytes_between_nodes
 from flowrl.iter.ray_runtime import node_id
 
 if TYPE_CHECKING:
@@ -80,14 +81,10 @@ class _Counted:
 
     def __call__(self, joined: _Joined) -> list[Batch]:
         self._node = self._node or node_id()
-        counters = _get_shared_metrics().counters
         bytes_sent = joined.batch.size_bytes() if joined.node != self._node else 0
-        for name, count in (
-            ("num_env_steps_dropped", joined.lost_steps),
-            ("num_bytes_between_nodes", joined.bytes_received + bytes_sent),
-        ):
-            if count:
-                counters[name] += count
+        count_bytes_between_nodes(joined.bytes_received + bytes_sent)
+        if joined.lost_steps:
+            _get_shared_metrics().counters["num_env_steps_dropped"] += joined.lost_steps
         return [joined.batch] if joined.batch.count else []
 
     def __repr__(self) -> str:

@@ -14,6 +14,7 @@ import numpy as np
 
 from flowrl.data import BatchRef, MultiAgentBatch, SampleBatch
 from flowrl.iter import Source, _get_shared_metrics
+from flowrl.iter.metrics import count_bytes_between_nodes
 from flowrl.iter.ray_runtime import leave_ray, node_id, start_ray
 from flowrl.replay import MultiAgentReplayBuffer
 from flowrl.replay.multi_agent import loss_rows
@@ -226,7 +227,7 @@ class ReplayActors:
             while adds and ray.wait([adds[0].ref], timeout=0, fetch_local=False)[0]:
                 try:
                     self.rows[index], bytes_received, self._nodes[index] = ray.get(adds[0].ref)
-                    _count_bytes(bytes_received)
+                    count_bytes_between_nodes(bytes_received)
                 except RayActorError as error:
                     self._replace_shard(index, error)
                     break
@@ -284,7 +285,7 @@ class ReplayActors:
             self.ratio.note_drawn(loss_rows(batch) - self.batch_rows, batches=0)
             batch.sources = (Source(index, origin=ORIGIN),)
             if self._nodes[index] != self._node:
-                _count_bytes(batch.size_bytes())
+                count_bytes_between_nodes(batch.size_bytes())
         return batches
 
     def update_priorities(
@@ -408,8 +409,3 @@ class Added(NamedTuple):
     rows: int  # in the shard
     bytes_received: int  # from another node
     node: str | None  # of the shard
-
-
-def _count_bytes(count: int) -> None:
-    if count:
-        _get_shared_metrics().counters["num_bytes_between_nodes"] += count

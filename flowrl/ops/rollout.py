@@ -10,6 +10,7 @@ import numpy as np
 
 from flowrl.data import BatchRef, MultiAgentBatch, SampleBatch
 from flowrl.iter import LocalIterator, Source, _get_shared_metrics
+from flowrl.iter.metrics import count_bytes_between_nodes
 from flowrl.ops.aggregation import leave_in_store
 from flowrl.ops.offline import WriteParquet
 from flowrl.ops.plan_metrics import PlanMetrics, WorkerHealth
@@ -156,8 +157,7 @@ class CountRollouts:
             steps = self._workers.env_steps_by_worker
             steps[index] = steps.get(index, 0) + source.tags.get("env_steps", 0)
             if node != self._workers.node and hasattr(item, "size_bytes"):
-                counters = _get_shared_metrics().counters
-                counters["num_bytes_between_nodes"] += item.size_bytes()
+                count_bytes_between_nodes(item.size_bytes())
 
     def __repr__(self) -> str:
         return "CountRollouts"

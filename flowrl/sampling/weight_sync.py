@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from flowrl.iter.metrics import current_metrics
+from flowrl.iter.metrics import count_bytes_between_nodes
 from flowrl.sampling.rollout_worker import RolloutWorker
 
 INLINE_BYTES = 100_000  # larger weights go through the object store, one object per version
@@ -42,11 +42,10 @@ class _Payload:
 
     def count_transfer(self, from_node: str | None, to_node: str | None) -> None:
         """Add the bytes that this transfer moves between nodes to `num_bytes_between_nodes`."""
-        metrics = current_metrics()
-        if to_node == from_node or metrics is None:
+        if to_node == from_node:
             return
         if self.nodes is None or to_node not in self.nodes:
-            metrics.counters["num_bytes_between_nodes"] += self.num_bytes
+            count_bytes_between_nodes(self.num_bytes)
         if self.nodes is not None:
             self.nodes.add(to_node)
 
