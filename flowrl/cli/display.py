@@ -1,4 +1,4 @@
-"""What a run prints: its progress, its failure, and how to call flowrl."""
+"""Print the progress and the errors of a run."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class ProgressLine:
         return " | ".join(parts)
 
     def finish(self, result: dict[str, Any] | None = None) -> None:
-        """Stop updating; print the line of a result if it was not printed."""
+        """Stop updating; print the line of a result unless it was already printed."""
         if self._status is not None:
             self._status.stop()
         if result is None or not self._history:

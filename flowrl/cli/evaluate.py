@@ -23,11 +23,14 @@ def evaluate_command(arguments: list[str]) -> int:
     )
     parser.add_argument("run_dir", type=Path)
     parser.add_argument(
-        "--episodes", type=positive(int), default=100, help="number of episodes each (default: 100)"
+        "--episodes",
+        type=positive(int),
+        default=100,
+        help="episodes with greedy and with sampled actions each (default: 100)",
     )
     add_checkpoint_option(parser)
     parser.add_argument(
-        "--video", metavar="FOLDER", type=Path, help="record the first greedy episode here"
+        "--video", metavar="FOLDER", type=Path, help="folder for a video of one greedy episode"
     )
     options = parser.parse_args(arguments)
     config, plan = config_of_run(options.run_dir)

@@ -2,7 +2,7 @@
 
 config.json, stop.json, command.txt, plan.txt (the plan as a tree), plan.py (its source),
 versions.json, progress.csv and result.json (one line per iteration), TensorBoard events, and
-checkpoints/NUMBER, where NUMBER is the iteration.
+checkpoints/NUMBER, where NUMBER is the iteration. progress.csv has the columns of the first result.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class RunDirectory:
 
     Args:
         path: created if it does not exist.
-        resume: continue the run in it; incomplete last lines of its results are dropped.
+        resume: continue the run in `path`; an incomplete last line of result.json is dropped.
 
     Raises:
         ConfigError: the directory cannot be written, is in use, or has other contents.
@@ -100,7 +100,7 @@ class RunDirectory:
 
         Args:
             algorithm: the algorithm to save.
-            result: newest result, which has the checkpoint's score.
+            result: newest result, which contains the checkpoint's score; None saves no score.
 
         Returns:
             The checkpoint, or None if it could not be written; this is reported once.
@@ -168,7 +168,7 @@ class RunDirectory:
         (self.path / "config.json").write_text(json.dumps(settings_to_json(config), indent=1))
 
     def result_at(self, iteration: int) -> dict[str, Any] | None:
-        """Return the last result up to an iteration."""
+        """Return the last result up to an iteration; None if none was written."""
         results = self._results_until(iteration)
         return results[-1] if results else None
 
@@ -196,7 +196,7 @@ class RunDirectory:
                 self._tensorboard.add_scalar(name, value, result["timesteps_total"])
 
     def _write_line(self, result: dict[str, Any]) -> dict[str, Any]:
-        """Append a result to result.json and progress.csv; return its row of the latter."""
+        """Append a result to result.json and progress.csv; return its scalars by path `a/b/c`."""
         self._result_file.write(json.dumps(_result_to_json(result), allow_nan=False) + "\n")
         self._result_file.flush()
         row = dict(flatten_result(result))

@@ -59,7 +59,7 @@ def read_config(run_dir: Path) -> dict[str, Any]:
 
 
 def settings_to_json(value: Any) -> Any:
-    """Return settings as JSON values; code is replaced by the place of its definition."""
+    """Return settings as JSON values; code is replaced by {"__code__": "module:name"}."""
     if hasattr(value, "items"):
         return {key: settings_to_json(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

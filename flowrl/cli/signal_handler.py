@@ -13,9 +13,9 @@ REPEAT_S = 1.0  # a signal this soon after the first one is a duplicate, as `tim
 class SignalHandler:
     """Turn SIGTERM into SystemExit(143) and Ctrl-C into KeyboardInterrupt.
 
-    The first signal raises only while `armed`, which is while training: in the middle of writing a
-    file or holding a lock it would leave them in an inconsistent state. A later Ctrl-C always
-    raises.
+    The first signal raises at once only while `armed`, during training: an exception while
+    writing a file or holding a lock would leave either in an inconsistent state. Otherwise,
+    `raise_pending` raises it. A signal more than REPEAT_S later raises at once.
 
     Attributes:
         armed: whether the first signal raises immediately.
@@ -35,7 +35,7 @@ class SignalHandler:
             self.raise_pending()
 
     def raise_pending(self) -> None:
-        """Raise if a signal was received: an exception can get lost, for example in `__del__`."""
+        """Raise if a signal was received; Python drops what a handler raises in `__del__`."""
         if self._received:
             is_sigterm = self._received[0][0] == signal.SIGTERM
             raise SystemExit(143) if is_sigterm else KeyboardInterrupt

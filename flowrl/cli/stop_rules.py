@@ -24,10 +24,10 @@ class StopRules:
     """Limits that end a run; the first one reached counts.
 
     Args:
-        reward: mean return of the last episodes.
+        reward: mean return of the last `metrics_num_episodes_for_smoothing` episodes.
         timesteps: env steps.
         iters: iterations.
-        time_s: seconds.
+        time_s: seconds since the run was started or resumed.
         metrics: limits on other metrics.
     """
 
@@ -69,7 +69,7 @@ class StopRules:
     def with_defaults(self, config: Any) -> StopRules:
         """Return these rules, or if there are none, the default ones.
 
-        The default is the environment's own reward threshold or DEFAULT_TIMESTEPS env steps.
+        The defaults are the environment's own reward threshold and DEFAULT_TIMESTEPS env steps.
         """
         if self.is_set():
             return self
@@ -92,8 +92,9 @@ class StopRules:
 
         Args:
             result: newest result of the run.
-            window: number of episodes that the mean return is over.
-            seconds: duration of the run.
+            window: number of episodes over which the mean return is taken; `reward` counts only
+                after as many episodes.
+            seconds: time since the run was started or resumed.
         """
         mean_return = result["episode_reward_mean"]
         window_is_full = result["episodes_in_window"] >= window
@@ -137,7 +138,7 @@ def add_stop_options(
     group.add_argument("--stop-reward", type=finite, help="mean return of the last 100 episodes")
     group.add_argument("--stop-timesteps", type=positive(int), help="env steps")
     group.add_argument("--stop-iters", type=positive(int), help="iterations")
-    group.add_argument("--stop-time-s", type=positive(float), help="seconds")
+    group.add_argument("--stop-time-s", type=positive(float), help="seconds since start or resume")
     group.add_argument(
         "--stop",
         type=parse_metric_rules,
@@ -163,7 +164,7 @@ def metric_rules(limits: Any) -> list[MetricRule]:
     """Return the rules of a mapping of metrics (`a/b`, or `a/b<=`) to limits.
 
     Raises:
-        argparse.ArgumentTypeError: it is not such a mapping.
+        argparse.ArgumentTypeError: `limits` is not such a mapping.
     """
     if not isinstance(limits, dict):
         raise argparse.ArgumentTypeError(f"stop: must map metrics to values, got {limits!r}")
@@ -180,10 +181,10 @@ def metric_rules(limits: Any) -> list[MetricRule]:
 
 
 class PendingMetrics:
-    """The metrics a run needs that no result has had yet.
+    """Metrics that a run needs and that no result has contained yet.
 
-    Callbacks, operators and losses name metrics at run time, so that these names cannot be checked
-    before the run.
+    Callbacks, operators and losses name metrics at run time; these names cannot be checked before
+    the run.
 
     Args:
         stop: the run's stop rules.
@@ -225,7 +226,7 @@ def has_metric(result: dict[str, Any], name: str, setting: str) -> bool:
         setting: setting that names the metric, for the error message.
 
     Raises:
-        ConfigError: it has not, although the statistics that would contain it have been reported.
+        ConfigError: the result reports the metric's group without the metric.
     """
     if metric_value(result, name) is not None:
         return True

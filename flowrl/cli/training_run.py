@@ -219,7 +219,7 @@ def _checkpoint_is_due(algorithm: Any, seconds: float) -> bool:
 
 
 def _write_last_result(algorithm: Any, run: RunDirectory, result: Any) -> Any:
-    """Write the last result if an error after it, such as in its evaluation, prevented that.
+    """Write the algorithm's last result if an error, such as in its evaluation, prevented that.
 
     Args:
         algorithm: the algorithm that was interrupted.

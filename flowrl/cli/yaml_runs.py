@@ -26,7 +26,7 @@ class YamlRun(NamedTuple):
 def train_yaml(arguments: list[str]) -> int:
     """Train the runs in a YAML file one after the other; return the exit code.
 
-    All of them are checked before the first one starts.
+    All runs are checked before the first one starts.
     """
     parser = argparse.ArgumentParser(
         prog="flowrl train FILE.yaml", description="Train the runs in a YAML file."

@@ -28,7 +28,7 @@ from flowrl.threads import limit_threads
 
 log = logging.getLogger("flowrl")
 
-TIMEOUT_S = 300.0  # for answers of the process group; a dead process is noticed at once
+TIMEOUT_S = 300.0  # of a collective operation; a dead process is noticed at once
 MAX_ATTEMPTS = 3  # per batch, each with new actors
 
 
@@ -37,10 +37,10 @@ class LearnerActor:
 
     Args:
         policies: policy id -> the policy in its current state.
-        rank: of this learner.
+        rank: index of this learner in the group, from 0.
         size: number of learners in the group.
-        store_address: (host, port) of the store that the group is formed through.
-        device: where this learner keeps its networks.
+        store_address: (host, port) of the TCPStore through which the learners find each other.
+        device: torch device of this learner's networks, "cpu" or "cuda".
         num_threads: see the setting `num_threads_per_process`.
     """
 
@@ -73,7 +73,7 @@ class LearnerActor:
                 policy.learner.process_group = group
 
     def set_learning_state(self, state: bytes) -> None:
-        """Continue from the state of the local policies."""
+        """Load the state of the local policies, from `learning_state`."""
         from flowrl.learners.process_group import load_learning_state
 
         load_learning_state(self.policies, state)
@@ -89,7 +89,7 @@ class LearnerActor:
         """Learn from this learner's share of the rows, together with the group.
 
         Returns:
-            the updates, and on the first learner the resulting state of the policies.
+            the updates, and the resulting state of the policies; None except on the first learner.
         """
         from flowrl.learners.process_group import learning_state
 
@@ -110,14 +110,14 @@ class LearnerActor:
 class LearnerGroup(Learner):
     """Learners on Ray actors that make each update together.
 
-    Every minibatch is the one that LocalLearner takes, split into shares, so updates agree with
-    LocalLearner's to rounding. After each update the local worker's policies get the result. The
-    actors start with the first update. If one dies, all are restarted from the local policies and
-    the batch is learned again.
+    The actors split each minibatch that LocalLearner would use, so updates equal LocalLearner's up
+    to rounding. The local worker's policies load the result of each update. The actors start with
+    the first update. If one dies, all are restarted from the local policies and the batch is
+    learned again.
 
     Args:
         workers, policies, num_sgd_iter, sgd_minibatch_size: see Learner.
-        num_learners: actors.
+        num_learners: number of actors.
         use_gpus: give each actor a GPU.
     """
 
@@ -190,7 +190,7 @@ class LearnerGroup(Learner):
         return restarts
 
     def _local_versions(self) -> dict[str, Any]:
-        """Return versions that differ whenever the local policies were changed by other code."""
+        """Return versions that change whenever other code changes the local policies."""
         policies = self.workers.local_worker().policy_map
         versions: dict[str, Any] = {
             policy_id: (policy.version, getattr(policy, "target_updates", 0))
@@ -228,7 +228,7 @@ class LearnerGroup(Learner):
         policies = self.workers.local_worker().policy_map
         for policy in policies.values():
             check_distributable(policy)
-        # classes of plan files exist nowhere else
+        # actors cannot import the classes of plan files
         for module in [m for name, m in sys.modules.items() if name.startswith("flowrl_plan_")]:
             ray.cloudpickle.register_pickle_by_value(module)
         host = ray.util.get_node_ip_address()
@@ -278,8 +278,8 @@ def make_learner(
 
     Args:
         workers, policies, num_sgd_iter, sgd_minibatch_size: see Learner.
-        num_gpus: learners on actors with a GPU each.
-        num_learners: learners on actors without GPUs.
+        num_gpus: number of learners on actors with a GPU each.
+        num_learners: number of learners on actors without GPUs.
 
     Raises:
         ValueError: both numbers are given, or one is negative.

@@ -1,4 +1,4 @@
-"""Decentralized learning: each worker learns from its own fragment, gradients are averaged."""
+"""Decentralized learning: each worker learns from its own fragment; gradients are averaged."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from flowrl.sampling.rollout_worker import RolloutWorker
 
 @dataclass
 class WorkerUpdate:
-    """What a worker reports after learning from its fragment.
+    """Report of a worker that has learned from its fragment.
 
     Attributes:
-        updates: policy id -> what its update reports.
+        updates: policy id -> PolicyUpdate.
         count: env steps of the fragment.
-        sampled: policy id -> rows of the fragment.
+        sampled: policy id -> number of rows in the fragment.
         digest: checksum of the weights after the update, equal on all workers of a group.
-        generation: of the group that the worker learned with.
-        state: states of the policies, from the first worker only.
-        sources: of the fragment.
+        generation: name of the group that the worker learned in; "" if it learned alone.
+        state: learning state of the policies; None except from the first worker.
+        sources: see SampleBatch.sources.
     """
 
     updates: Updates
@@ -50,20 +50,20 @@ class WorkerUpdate:
         return dict(self.sampled)
 
     def size_bytes(self) -> int:
-        """Return the bytes of the policies' state."""
+        """Return the size of `state` [bytes]."""
         return len(self.state or b"")
 
 
 class LearnOnWorker:
-    """for_each on the shards, fragment -> WorkerUpdate: the worker's policies learn from it.
+    """for_each on the shards, fragment -> WorkerUpdate: update the worker's own policies.
 
     Args:
         num_sgd_iter, sgd_minibatch_size, policies: see Learner.
-        global_vars: of the WorkerSet, if the worker is in this process.
+        global_vars: those of the WorkerSet if the worker is in this process, else None.
         worker: the worker; None before `bound_to`.
         store_address: (host, port) of the store that names the current group; None if the worker
             is in this process and learns alone.
-        timeout_s: for answers of the group.
+        timeout_s: timeout of the group's collective operations.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class LearnOnWorker:
         self._generation = b""
 
     def bound_to(self, worker: RolloutWorker) -> LearnOnWorker:
-        """Return the operator for one worker."""
+        """Return a copy of this operator that is bound to a worker."""
         return LearnOnWorker(
             self._num_sgd_iter,
             self._sgd_minibatch_size,
@@ -145,7 +145,7 @@ class LearnOnWorker:
             raise
 
     def _current_global_vars(self) -> dict[str, Any]:
-        """Return the env steps sampled so far, equal on all workers: schedules follow them."""
+        """Return `timestep`, the env steps sampled so far; it is the same on all workers."""
         if self._store is None:
             return self._global_vars or {"timestep": 0}
         return {"timestep": int(self._store.get("timestep"))}

@@ -18,12 +18,12 @@ class Gradients:
 
     Attributes:
         by_policy: policy id -> the gradient that the policy's compute_gradients() returned.
-        rows: policy id -> rows that the gradient is a mean over.
+        rows: policy id -> number of rows over which the gradient is averaged.
         stats: policy id -> statistics.
         count: env steps of the batch.
         sources: fragments that the rows come from.
         row_stats: policy id -> values per row (see Policy.row_stats).
-        sampled: policy id -> rows of the batch, including policies that do not learn.
+        sampled: policy id -> number of rows in the batch, including policies that do not learn.
     """
 
     by_policy: dict[str, Any]
@@ -47,7 +47,7 @@ class Gradients:
         return dict(self.sampled)
 
     def size_bytes(self) -> int:
-        """Return the bytes of the gradients' arrays."""
+        """Return the size of the gradients [bytes]."""
         leaves: list[Any] = optree.tree_leaves(cast("Any", self.by_policy))
         return sum(leaf.nbytes for leaf in leaves)
 
@@ -55,7 +55,7 @@ class Gradients:
     def mean(cls, items: Sequence[Gradients]) -> Gradients:
         """Return the mean, each item weighted by its rows: the gradient of the mean over all rows.
 
-        Statistics are averaged alike; those that some item lacks are left out.
+        Statistics are weighted the same way; a statistic that an item lacks is left out.
         """
         count = sum(item.count for item in items)
         mean = cls({}, {}, {}, count, tuple(s for item in items for s in item.sources))

@@ -1,4 +1,4 @@
-"""Learner: update policies from batches. The base class, what learners share, the local learner."""
+"""Learner: update policies from batches. The base class, shared functions and LocalLearner."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from flowrl.sampling.worker_set import WorkerSet
 Batch = SampleBatch | MultiAgentBatch
 
 OnLearn = Callable[[Policy, SampleBatch, dict[str, float]], None]
-"""Called with a policy, its rows and a dict for more statistics, before the policy learns."""
+"""Callback before a policy learns: (policy, its rows, dict that takes more statistics)."""
 
 
 class ProcessGroupError(RuntimeError):
     """A process of the group died, or did not answer in time.
 
     Attributes:
-        generation: of the group, where groups are formed again.
+        generation: name of the group that broke; "" if groups have no names.
     """
 
     def __init__(self, message: str, generation: str = ""):
@@ -38,7 +38,7 @@ class ProcessGroupError(RuntimeError):
 
 @dataclass
 class PolicyUpdate:
-    """What an update reports about one policy.
+    """Report of an update of one policy.
 
     Attributes:
         stats: statistics, means over the minibatches of the last pass.
@@ -62,7 +62,7 @@ class PolicyUpdate:
             self.stats = {**self.stats, **lag}
 
     def info(self) -> dict[str, Any]:
-        """The entry of a training operator's `info`."""
+        """Return the policy's entry in a training operator's `info`."""
         info: dict[str, Any] = {
             "learner_stats": self.stats,
             "num_agent_steps_trained": self.rows,
@@ -74,7 +74,7 @@ class PolicyUpdate:
 
 
 Updates = dict[str, PolicyUpdate]
-"""Policy id -> what its update reports."""
+"""Policy id -> PolicyUpdate."""
 
 
 class Learner:
@@ -160,7 +160,7 @@ class LocalLearner(Learner):
         """Update each policy once with its gradient.
 
         Raises:
-            KeyError: a gradient of a policy that does not exist.
+            KeyError: `gradients` names a policy that does not exist.
         """
         worker = self.workers.local_worker()
         check_policies_exist(worker, gradients.by_policy)
@@ -196,9 +196,9 @@ def update_policies(
     Args:
         policies: policy id -> policy.
         rows: policy id -> the rows that it learns from.
-        sources: of the rows.
+        sources: fragments that the rows come from.
         num_sgd_iter, sgd_minibatch_size: see Learner.
-        is_multi_agent: reduce the minibatch size to the number of rows where a policy has fewer.
+        is_multi_agent: reduce a minibatch size that exceeds a policy's rows instead of raising.
         on_learn: see OnLearn.
     """
     sources = tuple(sources)

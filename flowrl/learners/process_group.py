@@ -1,6 +1,6 @@
-"""ProcessGroup: processes that learn together and average their gradients by torch.distributed.
+"""ProcessGroup: processes that average their gradients with torch.distributed.
 
-Only processes of a group import this module: it needs torch, which operators do not.
+Import this module inside functions only: it imports torch, which operators do not need.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class ProcessGroup:
 
     Args:
         store: torch.distributed store through which the processes find each other.
-        rank: of this process, from 0.
+        rank: index of this process, from 0.
         size: number of processes.
         backend: "gloo", or "nccl" for processes with a GPU each.
         timeout_s: seconds without an answer after which the group counts as broken.
-        shares_rows: every process is given the same rows and learns from its share of them; if
-            False, each learns from rows of its own.
+        shares_rows: whether every process gets the same rows and learns from its share of them;
+            otherwise, each has rows of its own.
 
     Raises:
         ProcessGroupError: the other processes did not join in time.
@@ -67,7 +67,11 @@ class ProcessGroup:
         return values
 
     def average_gradient(self, gradient: torch.Tensor, rows: int) -> int:
-        """Average a gradient in place, weighted by each process's rows; return the total rows."""
+        """Average a gradient [parameters] in place, weighted by each process's rows.
+
+        Returns:
+            The rows of all processes.
+        """
         weighted = torch.cat([gradient * rows, gradient.new_tensor([float(rows)])]).to(self.device)
         self.all_reduce(weighted)
         total = int(weighted[-1])
@@ -92,7 +96,7 @@ class ProcessGroup:
         return values.new_tensor(math.sqrt(variance)), values.new_tensor(mean)
 
     def pad_minibatches(self, minibatches: Iterator[T]) -> Iterator[T | None]:
-        """Yield the minibatches, then None until every process has made as many updates."""
+        """Return the minibatches, padded with None to the same number on all processes."""
         own = list(minibatches)
         most = self.all_reduce(torch.tensor([len(own)], device=self.device), dist.ReduceOp.MAX)
         return iter([*own, *[None] * (int(most[0]) - len(own))])
@@ -104,11 +108,11 @@ class ProcessGroup:
 
 
 def learning_state(policies: dict[str, Any]) -> bytes:
-    """Return the states of policies, for another process of the same run."""
+    """Return the pickled states of policies, for another process of the same run."""
     return pickle.dumps({policy_id: policy.get_state() for policy_id, policy in policies.items()})
 
 
 def load_learning_state(policies: dict[str, Any], state: bytes) -> None:
-    """Load states of policies; each keeps its random stream for acting."""
+    """Load a state from `learning_state`; each policy keeps its random stream for acting."""
     for policy_id, learned in pickle.loads(state).items():
         policies[policy_id].load_learned_state(learned)

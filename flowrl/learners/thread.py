@@ -15,7 +15,7 @@ from flowrl.learners.actors import make_learner
 from flowrl.learners.learner import Batch, PolicyUpdate, Updates
 from flowrl.sampling.worker_set import WorkerSet
 
-JOIN_TIMEOUT_S = 30.0  # for the running update when the plan stops
+JOIN_TIMEOUT_S = 30.0  # that stop() waits for the running update
 
 
 class LearnedBatch(NamedTuple):
@@ -40,10 +40,10 @@ class LearnFailure(NamedTuple):
 class MinibatchBuffer:
     """A queue of batches that are each used several times.
 
-    Espeholt et al. 2018 use each batch once: the defaults.
+    The defaults use each batch once, as Espeholt et al. 2018 do.
 
     Args:
-        size: batches that the buffer holds.
+        size: maximum number of batches in the buffer.
         num_passes: how many times each batch is returned.
 
     Raises:
@@ -61,7 +61,7 @@ class MinibatchBuffer:
         return len(self._batches)
 
     def is_full(self) -> bool:
-        """Return whether no other batch fits."""
+        """Return whether the buffer holds `size` batches."""
         return len(self._batches) >= self.size
 
     def put(self, batch: Batch) -> None:
@@ -182,7 +182,7 @@ class LearnerThread:
             waiter.clear()
             if self._stopping:
                 return
-            with lock:  # a checkpoint never sees a batch in neither queue
+            with lock:  # so that a checkpoint contains the batch in use
                 progressed = self._step()
             if not progressed:
                 started = time.perf_counter()
@@ -191,7 +191,7 @@ class LearnerThread:
                     self._idle_s += time.perf_counter() - started
 
     def _step(self) -> bool:
-        """Make one pass over one batch; return False without a batch or room for its result."""
+        """Make one pass over one batch; return False if no batch or no room for a result exists."""
         if self.outqueue.full():
             return False
         buffer = self._minibatches
@@ -233,7 +233,7 @@ class LearnerThread:
         }
 
     def batches(self) -> list[Batch]:
-        """Return the batches inside: waiting, in use, or learned from and not read yet."""
+        """Return all batches held: waiting, in use, or learned from but not yet dequeued."""
         with self.workers.local_worker().lock:
             waiting = [*self.inqueue.queue, *self._minibatches.batches()]
             return [*waiting, *(result.batch for result in self.outqueue.queue)]
@@ -241,7 +241,7 @@ class LearnerThread:
     # -- state -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the batches inside; a batch that failed counts as waiting."""
+        """Return all batches held and their results; a batch that failed counts as waiting."""
         with self.workers.local_worker().lock:
             results = list(self.outqueue.queue)
             learned = [result for result in results if isinstance(result, LearnedBatch)]

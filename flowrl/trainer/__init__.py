@@ -1,1 +1,1 @@
-"""What runs a plan: algorithms, their settings, evaluation, checkpoints, loggers."""
+"""Run plans: algorithms, their settings, evaluation, checkpoints and loggers."""

@@ -47,15 +47,15 @@ log = logging.getLogger("flowrl")
 class Algorithm:
     """Trains by pulling results from an execution plan.
 
-    A subclass sets `policy_class` and `config_class`. The plan is, in this order: the subclass's
-    static method `execution_plan(workers, config)`, its method `training_step`, the file of the
-    setting `plan`, or the `training_step` of this class.
+    A subclass sets `policy_class` and `config_class`. The plan is the first of these that exists:
+    the subclass's static method `execution_plan(workers, config)`, its method `training_step`, the
+    file of the setting `plan`, the `training_step` of this class.
 
     Args:
-        config: settings; a mapping is merged over the defaults.
+        config: an AlgorithmConfig, or a mapping of settings that differ from the defaults.
 
     Attributes:
-        config: the settings; they cannot be changed.
+        config: the settings, read-only.
         workers: the WorkerSet.
         iteration: number of results so far.
         last_result: the latest result, or None.
@@ -84,7 +84,7 @@ class Algorithm:
         self.iteration = 0
         self.last_result: dict[str, Any] | None = None
         self._time_total_s = 0.0
-        self._save_s = 0.0  # spent on checkpoints since the last result
+        self._save_s = 0.0  # seconds spent on checkpoints since the last result
         self._plan: Plan | None = None
         self._loggers = ResultLoggers(config)
         self._warned_about_left_out = False
@@ -254,8 +254,9 @@ class Algorithm:
             episodes: number of episodes; None for `evaluation_duration`.
             explore: sample actions instead of taking the most likely ones; None for the value in
                 `evaluation_config`, False by default.
-            num_envs: environments stepped together; each plays an equal share of the episodes.
-            timesteps: env steps instead of episodes; episodes that end within them count.
+            num_envs: environments stepped together; each plays an equal share of the episodes. None
+                for `num_envs_per_worker` of `evaluation_config`, or 1.
+            timesteps: minimum env steps, instead of `episodes`; only finished episodes count.
             video_dir: folder for mp4 videos of the first `evaluation_video_episodes` episodes,
                 named evaluation-0.mp4, … (needs the extra `video`).
 
@@ -332,9 +333,8 @@ class Algorithm:
             path: a checkpoint, a run directory (its newest checkpoint is used), or a checkpoint
                 folder of Ray Tune.
             config: settings to change, or settings that the checkpoint does not contain.
-            trust: allow imports of code that the checkpoint names and that is not part of flowrl:
-                an algorithm, an environment or a plan file. Not needed for the class that this
-                method is called on.
+            trust: import code outside flowrl that the checkpoint names: an algorithm, an
+                environment or a plan file. Not needed for the class that this method is called on.
 
         Raises:
             CheckpointError: the checkpoint cannot be read, lacks a setting, names code that is not
@@ -348,7 +348,7 @@ class Algorithm:
 
         Args:
             path: a checkpoint.
-            other_plan: allow a plan file with another text; its stages must be the same.
+            other_plan: accept a plan file whose text differs; its stages must be the same.
 
         Raises:
             CheckpointError: the checkpoint cannot be read, or belongs to another plan or network;
@@ -391,11 +391,14 @@ class Algorithm:
         self._loggers.load_state_dict(run_ids)
 
     def start_new_logger_runs(self) -> None:
-        """Log further results to new runs, instead of those of a loaded checkpoint."""
+        """Log results to new runs instead of those of a loaded checkpoint.
+
+        Call it before the first result; loggers that have started keep their runs.
+        """
         self._loggers.load_state_dict({})
 
     def restore_policies(self, path: Path | str) -> None:
-        """Load only the policies of a checkpoint, whatever its plan.
+        """Load only the policies of a checkpoint; its plan may differ.
 
         Raises:
             CheckpointError: the checkpoint cannot be read, or its networks do not fit.
@@ -411,7 +414,7 @@ class Algorithm:
         """Stop the plan, the workers, evaluations and loggers.
 
         Raises:
-            Exception: whatever stopping one of them raised; the others are stopped, too.
+            Exception: one of them failed to stop; the others are stopped nevertheless.
         """
         self._stopped = True
         with ExitStack() as cleanup:

@@ -29,7 +29,7 @@ def algorithm_from_checkpoint(
         saved_class = manifest["algorithm"]
         own_class = f"{cls.__module__}:{cls.__qualname__}"
         if is_plan_file and saved_class == f"{PLAN_MODULE}{Path(plan).stem}:{cls.__qualname__}":
-            # the run loaded, as a plan file, the module that the caller has imported by its name
+            # the plan file that the run executed is a module that the caller has imported
             plan_module = saved_class.split(":")[0]
             trusted_code = trust or plan_module
             sys.modules[plan_module] = sys.modules[cls.__module__]
@@ -69,7 +69,7 @@ def algorithm_from_checkpoint(
 
 
 def resolve_checkpoint(path: Path | str) -> Path | str:
-    """Return the checkpoint that a path stands for.
+    """Return the checkpoint at or inside a path.
 
     Args:
         path: a checkpoint, a run directory (its newest checkpoint), a checkpoint folder of Ray

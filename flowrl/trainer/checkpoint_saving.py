@@ -1,4 +1,4 @@
-"""What a checkpoint of an algorithm contains: its manifest and its state."""
+"""Contents of an algorithm's checkpoint: its manifest and its state."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def manifest_of(
 def sampling_state_of(workers: WorkerSet, plan: LocalIterator[Any]) -> dict[str, Any]:
     """Return the states of the plan and of sampling, which belong together.
 
-    `env_steps_lost` are the env steps that workers have sampled and that are neither counted nor
-    queued in the plan; resuming from the checkpoint drops them.
+    `env_steps_lost` is the number of env steps that workers have sampled but that the plan has
+    neither counted nor queued. Resuming from the checkpoint counts them as sampled and dropped.
     """
     sampling = workers.state_dict()
     queued = sum(
@@ -85,7 +85,7 @@ def load_sampling_state(
 
 @contextmanager
 def loading_errors(path: Path | str) -> Iterator[None]:
-    """Raise errors of loading a state as CheckpointError with the checkpoint's path."""
+    """Convert errors of loading a state to CheckpointError with the checkpoint's path."""
     try:
         yield
     except (KeyError, ValueError, TypeError, AttributeError, IndexError) as error:

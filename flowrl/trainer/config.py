@@ -73,8 +73,8 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
     """Continue training during an evaluation; a result includes the latest finished
     evaluation."""
     evaluation_config: dict[str, Any] = setting({}, group="evaluation")
-    """Settings of evaluations that differ, such as env, env_config or explore (False by default);
-    a setting that evaluations do not use is refused."""
+    """Settings that differ in evaluations, such as env, env_config or explore (False by default);
+    settings that evaluations do not use are rejected."""
 
     evaluation_video_dir: str | None = setting(None, group="evaluation")
     """Folder for mp4 videos of the first episodes of each evaluation, on the machine that
@@ -86,7 +86,7 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
     """Iterations between checkpoints of a run; 0 uses `checkpoint_every_s` only."""
     checkpoint_every_s: Positive | None = setting(60.0, group="checkpointing")
     """Approximate seconds between checkpoints of a run; None uses `checkpoint_frequency` only.
-    A run always writes one at its end."""
+    A run always writes a checkpoint at its end."""
     checkpoint_num_to_keep: Count = setting(2, group="checkpointing")
     """Number of newest checkpoints that a run keeps."""
     checkpoint_score_attribute: str | None = setting(None, group="checkpointing")
@@ -104,7 +104,7 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
     # -- use -----------------------------------------------------------------------------------
 
     def env_or_spaces(self) -> Any:
-        """Return what workers create their environments from; None if it is not set."""
+        """Return the value from which workers create environments; None if it is not set."""
         return self.env
 
     @classmethod
@@ -245,7 +245,7 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
         """Return the algorithm, ready to train.
 
         Args:
-            plan: overrides the setting `plan`.
+            plan: replaces the setting `plan`; None keeps it.
 
         Raises:
             ConfigError: the settings cannot work; nothing was started.
@@ -282,7 +282,7 @@ def check_folder(output: str, setting: str = "output") -> None:
 
 
 class _Schema(GenerateJsonSchema):
-    """Schema in which settings that are code, which have no JSON type, accept any value."""
+    """Generate a schema that accepts any value for settings without a JSON type, such as code."""
 
     def handle_invalid_for_json_schema(self, schema: Any, error_info: str) -> dict[str, Any]:
         return {}

@@ -21,7 +21,7 @@ from flowrl.trainer.video import VideoRecorder, check_rendering
 
 log = logging.getLogger("flowrl")
 
-ENDLESS_STEPS = 200_000  # env steps without the end of an episode, after which evaluation fails
+ENDLESS_STEPS = 200_000  # env steps within which the first episode must end
 
 
 def check_env(config: AlgorithmConfig) -> None:
@@ -63,7 +63,7 @@ def evaluate_policies(
         The episodes in the order in which they ended.
 
     Raises:
-        RuntimeError: no episode ends within ENDLESS_STEPS env steps.
+        RuntimeError: no episode ends within the first ENDLESS_STEPS env steps.
     """
     check_env(config)
     seed_path = ("evaluation", part) if part else ("evaluation",)
@@ -269,8 +269,8 @@ def check_evaluation_env(config: AlgorithmConfig, policies: dict[str, Policy]) -
     """Create the environment of `evaluation_config` once, to check that evaluations will work.
 
     Raises:
-        ConfigError: it cannot be created, its spaces differ from the policies', or it has to be
-            recorded and does not render.
+        ConfigError: it cannot be created, its spaces differ from the policies', or
+            `evaluation_video_dir` is set and it does not render.
     """
     settings = evaluation_settings(config).updated(num_envs_per_worker=1, callbacks_class=None)
     if config.evaluation_video_dir is not None:

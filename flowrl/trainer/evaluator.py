@@ -27,7 +27,7 @@ class Evaluator:
 
     Args:
         config: the algorithm's settings.
-        workers: the policies of its local worker are evaluated.
+        workers: the WorkerSet whose local policies are evaluated.
         policy_class: default class of the policies.
     """
 

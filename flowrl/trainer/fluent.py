@@ -14,7 +14,7 @@ from flowrl.settings import ConfigError, nearest
 
 
 def _group(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a method that sets the settings of the group of its name."""
+    """Mark a method that sets the settings of the group with the method's name."""
     method._is_group = True  # type: ignore[attr-defined]
     return method
 
@@ -56,7 +56,7 @@ class FluentSettings(WorkerConfig):
         return self._set("rollouts", settings)
 
     def rollout(self, **settings: Any) -> Self:
-        """Another name of `rollouts`."""
+        """Alias of `rollouts`."""
         return self.rollouts(**settings)
 
     @_group
@@ -71,7 +71,7 @@ class FluentSettings(WorkerConfig):
 
     @_group
     def exploration(self, **settings: Any) -> Self:
-        """Set how actions are explored."""
+        """Set how policies explore."""
         return self._set("exploration", settings)
 
     @_group
@@ -86,7 +86,7 @@ class FluentSettings(WorkerConfig):
 
     @_group
     def framework(self, framework: str = "torch", **settings: Any) -> Self:
-        """Set the device and the arithmetic; the framework is torch."""
+        """Set the device, the precision and compilation; the framework is torch."""
         return self._set("framework", {"framework": framework, **settings})
 
     @_group
@@ -106,12 +106,12 @@ class FluentSettings(WorkerConfig):
 
     @_group
     def callbacks(self, callbacks_class: type, **settings: Any) -> Self:
-        """Set the class of callbacks."""
+        """Set the callbacks class."""
         return self._set("callbacks", {"callbacks_class": callbacks_class, **settings})
 
     @_group
     def reporting(self, **settings: Any) -> Self:
-        """Set what results contain, and when there is one."""
+        """Set how often results are reported, their averages, and experiment trackers."""
         return self._set("reporting", settings)
 
     @_group

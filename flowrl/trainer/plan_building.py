@@ -27,12 +27,12 @@ class PlanBuilder:
 
     Args:
         config: the algorithm's settings.
-        execution_plan: the algorithm's function (workers, config) -> plan; None uses the one of the
-            plan file.
+        execution_plan: the algorithm's function (workers, config) -> plan; None uses the function
+            in the plan file.
         in_plan_file: whether the algorithm is defined in the plan file.
 
     Attributes:
-        module: the module of the plan file; None if it is not used.
+        module: the module of the plan file; None if no plan file is used.
 
     Raises:
         ConfigError: the plan file does not exist or fails.
@@ -64,7 +64,7 @@ class PlanBuilder:
 
         Raises:
             ConfigError: the function has other parameters, uses settings that the config lacks, or
-                returns something else.
+                does not return a LocalIterator.
         """
         function, config = self._execution_plan, self._config
         assert function is not None
@@ -115,6 +115,6 @@ class PlanBuilder:
         return hashlib.sha256(plan_path(plan).read_bytes()).hexdigest()
 
     def has_setting(self, name: str) -> bool:
-        """Return whether the plan file's own `config` has the algorithm's value of a setting."""
+        """Return whether a setting's value is the object in the plan file's own `config`."""
         config = getattr(self.module, "config", None)
         return config is not None and config.get(name) is self._config[name]

@@ -43,8 +43,8 @@ class VideoRecorder:
     """Record the first episodes of one environment as folder/<name>-<episode>.mp4.
 
     Environments created by id get render_mode="rgb_array"; others must return RGB arrays
-    [height, width, 3] of uint8 from `render()`. If rendering fails later, recording stops with a
-    warning and the episode continues.
+    [height, width, 3] of uint8 from `render()`. If rendering fails during an episode, recording
+    stops with a warning and the episode continues.
 
     Args:
         folder: created if it does not exist.
