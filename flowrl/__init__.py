@@ -1,7 +1,8 @@
 """flowrl: reinforcement-learning algorithms as dataflow.
 
-Rooms: `iter` (the engine), `data` (what flows), `policies` (what is learned), `sampling` (where
-experience is made), `ops` (what is done to it), `algorithms` (the maths and the knobs).
+Packages: `iter` (dataflow engine), `data` (batches, checkpoints), `envs`, `policies`, `learners`,
+`sampling` (rollout workers), `replay` (replay buffers), `offline` (recorded data), `ops` (operators
+of plans), `trainer` (Algorithm and its config), `algorithms`, `cli`.
 """
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""Independent random streams from one seed, each derived from the seed and its purpose."""
+"""Independent random streams, each derived from one seed and a purpose."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 def derive_seed(seed: int | None, *purpose: str | int) -> int | None:
-    """Derive a 32-bit seed for a purpose.
+    """Derive a 32-bit seed from a seed and a purpose, such as ("env", worker, slot).
 
     >>> derive_seed(1, "env", 0, 3) == derive_seed(1, "env", 0, 3) != derive_seed(1, "env", 1, 3)
     True

@@ -85,7 +85,8 @@ def canonical_names(values: dict[str, Any]) -> dict[str, Any]:
     """Return settings under our names; log a note for each alias.
 
     Raises:
-        ConfigError: a setting is given under two names, or the framework is not torch.
+        ConfigError: a setting is given under two names, a name is not a string, the framework is
+            not torch, or the observation_filter is unknown.
     """
     settings: dict[str, Any] = {}
     for alias, value in values.items():

@@ -86,14 +86,14 @@ def _names(cls: type[BaseModel], path: tuple[Any, ...]) -> list[str]:
 
 
 class SettingInfo(NamedTuple):
-    """What is known about one setting of a record.
+    """Description of one setting.
 
     Attributes:
-        name: of the field.
-        group: fluent method that sets it.
-        type: as text.
-        default: value.
-        help: what the setting means.
+        name: name of the field.
+        group: name of the fluent method that sets it.
+        type: its type, as text.
+        default: default value.
+        help: meaning of the setting.
         in_evaluation: whether `evaluation_config` may override it.
     """
 
@@ -114,10 +114,10 @@ def setting(
     on the command line, whether evaluations may override it, and its row in the reference.
 
     Args:
-        default: value.
-        group: fluent method that sets it.
+        default: default value.
+        group: name of the fluent method that sets it.
         in_evaluation: whether `evaluation_config` may override it.
-        constraints: for pydantic's Field, such as `ge=0`.
+        constraints: arguments of pydantic's Field, such as `ge=0`.
     """
     extra: Any = {"group": group, "in_evaluation": in_evaluation}
     return Field(default, json_schema_extra=extra, **constraints)
@@ -141,7 +141,7 @@ class Settings(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """Let a field with a new default keep its help and group."""
+        """Keep the help and group of a field that a subclass redeclares with a new default."""
         changed = False
         for name, field in cls.model_fields.items():
             for base in cls.__mro__[1:]:
@@ -169,7 +169,7 @@ class Settings(BaseModel):
 
     @classmethod
     def describe(cls) -> list[SettingInfo]:
-        """Return what is known about each setting, in the order of declaration."""
+        """Return a description of each setting, in the order of declaration."""
         infos = []
         for name, field in cls.model_fields.items():
             extra: Any = field.json_schema_extra or {}
@@ -203,7 +203,7 @@ class Settings(BaseModel):
     def __init__(self, /, **values: Any):
         searched = {name: value for name, value in values.items() if is_search(value)}
         unknown = [name for name in searched if name not in type(self).model_fields]
-        if searched and not unknown:  # they are checked when Tune has drawn values
+        if searched and not unknown:  # validated after Tune has drawn values
             values = {name: value for name, value in values.items() if name not in searched}
         try:
             super().__init__(**values)
@@ -215,7 +215,7 @@ class Settings(BaseModel):
     _frozen: bool = PrivateAttr(default=False)
 
     def frozen(self) -> Self:
-        """Return a copy that cannot be changed."""
+        """Return a copy whose settings cannot be assigned; dicts and lists in it stay mutable."""
         copied = self.copy()
         for value in (copied, *vars(copied).values()):
             if isinstance(value, Settings):
@@ -231,7 +231,7 @@ class Settings(BaseModel):
         return values
 
     def check_no_search(self) -> None:
-        """Check that no setting is a search space, because only Ray Tune draws values from it.
+        """Check that no setting is a search space, which only Ray Tune can draw values from.
 
         Raises:
             ConfigError: a setting is a search space.
@@ -293,7 +293,7 @@ class Settings(BaseModel):
         return [(name, self[name]) for name in self.keys()]
 
     def updated(self, **changes: Any) -> Self:
-        """Return a validated copy with changes; nested mappings change only the keys they have."""
+        """Return a validated copy with changes; a dict updates a nested record key by key."""
         changes = self.canonical(changes)
         values = {name: _copied(getattr(self, name)) for name in self.keys()}
         for name, value in changes.items():
@@ -354,7 +354,7 @@ def _type_text(annotation: Any) -> str:
 
 
 def _copied(value: Any) -> Any:
-    """Return a copy of a setting's value, because another record may change it."""
+    """Return a copy of a setting's value, so that two records share no mutable value."""
     if isinstance(value, Settings):
         return value.copy()
     if isinstance(value, (dict, list)) and not is_search(value):

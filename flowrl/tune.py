@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 
 from ray import tune
 
-# Private, and Tune's only way to accept a config that is not a dict: it calls `to_dict()` of
-# instances. tests/test_tune.py checks that it still does.
+# Private, but the only way to pass Tune a config that is not a dict: Tune calls `to_dict()` of
+# instances of registered classes. tests/test_tune.py fails if that changes.
 from ray.tune.tune import _Config as TuneConfigType
 
 from flowrl.data.checkpoint import read_manifest
@@ -29,10 +29,10 @@ TuneConfigType.register(AlgorithmConfig)
 
 
 class AlgorithmTrainable(tune.Trainable):
-    """An algorithm as a trial of Tune: `step` trains one iteration, checkpoints are its own.
+    """An algorithm as a Tune trial: `step` trains one iteration, using the algorithm's checkpoints.
 
-    A trial that continues another trial's checkpoint, as in population based training, keeps its
-    own settings and takes over policies, counters and episodes.
+    A trial that continues another trial's checkpoint, as in population-based training, keeps its
+    own settings and loads the policies, counters and episodes.
     """
 
     algorithm: ClassVar[Any] = None
@@ -89,7 +89,7 @@ class AlgorithmTrainable(tune.Trainable):
         self._algorithm.save(os.path.join(checkpoint_dir, "algorithm"), trial=self.trial_id)
 
     def load_checkpoint(self, checkpoint: Any) -> None:
-        """Restore a checkpoint; log to new runs if it belongs to another trial."""
+        """Restore a checkpoint; start new logger runs if it belongs to another trial."""
         path = os.path.join(str(checkpoint), "algorithm")
         self._algorithm.restore(path)
         if read_manifest(path).get("trial") != self.trial_id:
@@ -110,7 +110,7 @@ def trainable(algorithm: Any) -> type[AlgorithmTrainable]:
     """Return the Trainable of an Algorithm class, such as your own.
 
     Raises:
-        ConfigError: it is not an Algorithm class.
+        ConfigError: `algorithm` is not an Algorithm class.
     """
     from flowrl.trainer.algorithm import Algorithm
 

@@ -1,4 +1,4 @@
-"""Checkpoints: a folder with state.json, arrays, and a manifest with their hashes.
+"""Checkpoints: a folder with the state as JSON, its arrays, and a manifest with their hashes.
 
 Small arrays share a safetensors file; each large array has a .npy file. Nothing is unpickled. Each
 write uses new file names, and the manifest, which lists the valid files, is replaced atomically
@@ -146,7 +146,8 @@ def read_checkpoint(
 
     Args:
         path: a folder, or a URI that fsspec supports.
-        part: read only this key of the state, without the large arrays of the other keys.
+        part: top-level key of the state to read, without the large arrays of the other keys; None
+            reads the whole state.
 
     Raises:
         CheckpointError: The checkpoint is missing, incomplete, altered, or of another format
@@ -213,7 +214,7 @@ def is_checkpoint(path: Path | str) -> bool:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint's folder, the manifest first: a partial removal is no checkpoint."""
+    """Remove a checkpoint's folder, the manifest first: a partly removed one is not valid."""
     (path / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(path, ignore_errors=True)
 

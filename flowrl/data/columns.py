@@ -72,8 +72,8 @@ def summarize(column: Any) -> str:
 class Columns(dict[str, Any]):
     """A dict of columns [count, …], each a numpy array or a nest of arrays.
 
-    Indexed and lazy columns (`IndexedColumn`) read as arrays. `next_obs` is an alias of `new_obs`;
-    `dones` is derived as terminated or truncated. Columns named `seq_lens` and `state_in_*` have
+    Indexed and lazy columns (`IndexedColumn`) read as arrays. Reading `next_obs` returns `new_obs`;
+    reading `dones` returns terminated or truncated. Columns named `seq_lens` and `state_in_*` have
     one row per sequence.
 
     Args:

@@ -31,11 +31,12 @@ class SampleBatch(Columns):
     """Columns [count, …] of one policy's experience; see `Columns` for the columns themselves.
 
     `batch[i:j]` returns rows. With `seq_lens` [sequences] the rows are consecutive sequences,
-    `state_in_*` has one row per sequence, and slices keep whole sequences only.
+    `state_in_*` has one row per sequence, and a slice omits sequences that are partly outside.
 
     Attributes:
         sources: the fragments that the rows come from (see `flowrl.iter.Source`).
         zero_padded: whether all sequences are padded with zeros to `max_seq_len` rows.
+        max_seq_len: rows per padded sequence; None without padding.
 
     Raises:
         ValueError: The columns differ in length.
@@ -159,7 +160,7 @@ class SampleBatch(Columns):
         fn: Callable[[np.ndarray], np.ndarray],
         sequences: slice | np.ndarray | None = None,
     ) -> SampleBatch:
-        """Apply `fn` to each array; arrays with a row per sequence are indexed by `sequences`."""
+        """Apply `fn` to each array; arrays with a row per sequence: leaf[sequences], if given."""
 
         def pick(leaf: np.ndarray) -> np.ndarray:
             return leaf[sequences]
@@ -197,7 +198,7 @@ class SampleBatch(Columns):
         return self.take_rows(rng.permutation(self.count))
 
     def split_by_episode(self) -> list[SampleBatch]:
-        """Split where `eps_id` changes or, without that column, after each `dones`.
+        """Split where `eps_id` changes or, without that column, after each row with `dones`.
 
         Raises:
             KeyError: The batch has neither column.
@@ -215,7 +216,7 @@ class SampleBatch(Columns):
         self, size: int | None = None, num_slices: int | None = None
     ) -> list[SampleBatch]:
         """Split into slices of `size` rows (the last may be shorter), or into `num_slices` slices
-        of nearly equal size."""
+        of nearly equal size. With `seq_lens`, no slice has the sequences that cross a boundary."""
         if (size is None) == (num_slices is None):
             raise ValueError("timeslices() takes either size or num_slices")
         if size is not None:
@@ -230,6 +231,10 @@ class SampleBatch(Columns):
 
     def right_zero_pad(self, max_seq_len: int, exclude_states: bool = True) -> SampleBatch:
         """Return a new batch whose sequences are padded with zeros at their ends to `max_seq_len`.
+
+        Args:
+            max_seq_len: rows per sequence.
+            exclude_states: leave `state_in_*` as it is; False needs a state per row.
 
         Raises:
             ValueError: The batch has no seq_lens, is padded already, or has a longer sequence.
@@ -292,11 +297,11 @@ class SampleBatch(Columns):
 
     @property
     def policy_batches(self) -> dict[str, SampleBatch]:
-        """This batch as that of the default policy, as in a MultiAgentBatch."""
+        """Default policy id -> this batch, as in a MultiAgentBatch."""
         return {DEFAULT_POLICY_ID: self}
 
     def as_multi_agent(self) -> MultiAgentBatch:
-        """Return a MultiAgentBatch with this batch as that of the default policy."""
+        """Return a MultiAgentBatch with this batch under the id of the default policy."""
         batch = MultiAgentBatch(self.policy_batches, self.count)
         batch.sources = self.sources
         return batch

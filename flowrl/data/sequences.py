@@ -68,10 +68,10 @@ def chop_into_sequences(
         max_seq_len: maximum number of rows per sequence.
         episode_ids, unroll_ids, agent_indices: [rows] each; see `sequence_lengths`.
         dynamic_max: pad to the longest sequence instead of `max_seq_len`.
-        seq_lens: lengths [sequences], if known.
+        seq_lens: lengths [sequences]; None derives them from the ids.
         states_already_reduced_to_init: see `state_columns`.
         shuffle: return the sequences in random order.
-        rng: generator of that order.
+        rng: generator of that order; None uses an unseeded one.
 
     Returns:
         features, each [sequences * length, …]; initial states, each [sequences, …]; lengths
@@ -111,8 +111,8 @@ def pad_batch_to_sequences_of_same_size(
 ) -> SampleBatch:
     """Pad the sequences of a batch with zeros to equal length and add the column `loss_mask`.
 
-    A batch that is already padded is returned as it is. The mask, bool [rows], is False for
-    padding; a loss averages over the other rows.
+    A batch that is already padded is returned unchanged. The mask, bool [rows], is False for
+    padding; it replaces an existing `loss_mask`. A loss averages over the other rows.
 
     Args:
         batch: batch with `seq_lens`, or with `eps_id` to chop it by.
@@ -189,9 +189,9 @@ def sequence_minibatches(
 
     Args:
         batch: batch with `seq_lens`.
-        size: minimum number of rows to learn from (`loss_mask` is not False) in a minibatch; the
-            last minibatch may have fewer.
-        rng: generator of the order.
+        size: minimum number of rows to learn from in a minibatch (rows whose `loss_mask` is not
+            False); the last minibatch may have fewer.
+        rng: generator of the order; None uses an unseeded one.
         shuffle: take the sequences in random order.
 
     Raises:
@@ -242,7 +242,7 @@ def burn_in_spans(
     """Return where the sequences of a batch lie, each including its preceding burn-in rows.
 
     Args:
-        batch: rows with `eps_id`, and with `unroll_id` and `agent_index` where there are several.
+        batch: rows with `eps_id`, and with `unroll_id` and `agent_index` if it contains several.
         max_seq_len: maximum number of rows per sequence, without burn-in.
         burn_in: burn-in rows per sequence; fewer near the start of a trajectory in the fragment.
 
@@ -263,7 +263,7 @@ def with_burn_in(batch: SampleBatch, max_seq_len: int, burn_in: int) -> SampleBa
     """Chop a batch into sequences, each preceded by its burn-in rows.
 
     Args:
-        batch: see `burn_in_spans`; columns `state_in_…` have one row per row.
+        batch: see `burn_in_spans`; columns `state_in_…` have one state per row.
         max_seq_len, burn_in: see `burn_in_spans`.
 
     Returns:

@@ -25,8 +25,8 @@ _TUPLE, _PAIRS, _BATCH, _POLICIES = "__tuple__", "__pairs__", "__batch__", "__po
 class ArrayStore(dict[str, np.ndarray]):
     """The arrays of a state tree by their path.
 
-    Arrays of up to SMALL_BYTES are appended to the byte string `packed` instead: a tree can have
-    very many.
+    Arrays of up to SMALL_BYTES are appended to the byte string `packed` instead: a tree may have
+    thousands of them.
     """
 
     def __init__(self) -> None:

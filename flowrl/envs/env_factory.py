@@ -27,10 +27,11 @@ class EnvFactory:
 
     Args:
         creator: EnvContext -> environment.
-        env_config: passed to the creator.
-        num_envs: number of environments that the worker steps together.
-        worker_index, num_workers: passed to the creator.
-        seed: from which the first resets of all environments are seeded.
+        env_config: settings for the creator, passed in an EnvContext.
+        num_envs: number of environments that the worker steps together; ignored if the creator
+            returns a gymnasium VectorEnv.
+        worker_index, num_workers: passed to the creator; the index also selects the seeds.
+        seed: base seed of the environments' first resets; None does not seed.
         vectorization_mode: "flowrl" steps environments in this process; "sync" and "async" use
             gymnasium's vector environments; "vector_entry_point" and "envpool" create a vector
             environment from the env id.
@@ -83,8 +84,8 @@ class EnvFactory:
         """Create all environments of the worker.
 
         Raises:
-            ConfigError: the creator returns no environment, or the environment does not support the
-                vectorization mode.
+            ConfigError: the creator returns None or an unsupported object, or the environment does
+                not support the vectorization mode.
         """
         if self._mode in ("vector_entry_point", "envpool"):
             return SingleAgentAdapter(self._make_from_id())

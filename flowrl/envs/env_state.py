@@ -1,4 +1,4 @@
-"""State of one environment: its own `get_state`, its random generator, its logged actions."""
+"""Save and restore one environment: its own state, its random generator, its logged actions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def find_rng(env: Any) -> np.random.Generator | None:
 def _stateful_layer(env: Any) -> tuple[Any, list[Any]]:
     """Return the layer that has `get_state()` and `set_state(state)`, and the TimeLimits around it.
 
-    The layer is None if there is none, or if it is inside of a wrapper that may have state itself.
+    The layer is None if no layer has both methods, or if a wrapper around it may have state.
     """
     limits: list[Any] = []
     while env is not None:
@@ -66,7 +66,7 @@ def get_env_state(env: Any) -> dict[str, Any] | None:
 
 
 def set_env_state(env: Any, state: dict[str, Any]) -> bool:
-    """Restore the result of `get_env_state`; return False if the env has other layers."""
+    """Restore the result of `get_env_state`; return False if the wrappers do not match."""
     layer, limits = _stateful_layer(env)
     if layer is None or len(limits) != len(state["elapsed_steps"]):
         return False
@@ -88,7 +88,7 @@ def pack_actions(actions: list[Any]) -> list[Any]:
     """Store consecutive actions of equal structure as one array per leaf.
 
     Returns:
-        a list of [first action, [array [count, ...] per leaf]].
+        for each run of actions: [first action, [array [count, ...] per leaf]].
     """
     runs: list[Any] = []
     previous = None
@@ -125,7 +125,7 @@ def check_vector_env_state(state: dict[str, Any] | None) -> None:
     """Raise KeyError if a state of environments that step together lacks an entry.
 
     Args:
-        state: of RestartingEnvs, of a gymnasium VectorEnv ("num_restores"), or None.
+        state: result of `state_dict()` of RestartingEnvs or of GymnasiumVectorEnv, or None.
     """
     if state is None or "num_restores" in state:
         return

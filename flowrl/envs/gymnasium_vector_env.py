@@ -130,7 +130,7 @@ _FINAL_KEYS = ("final_obs", "_final_obs", "final_info", "_final_info")
 
 
 class _Infos(Sequence[dict[str, Any]]):
-    """The infos of a vector environment by environment, extracted on access."""
+    """Info dicts of a vector environment, one per sub-environment, extracted on access."""
 
     def __init__(self, infos: dict[str, Any], num_envs: int, ended: set[int]):
         self._infos = {key: value for key, value in infos.items() if key not in _FINAL_KEYS}

@@ -113,7 +113,7 @@ class IndependentAgents(MultiAgentEnv):
 
     Args:
         creator: EnvContext -> a gymnasium environment.
-        context: see `env_config` above.
+        context: an EnvContext with the keys above.
 
     Raises:
         ConfigError: num_agents or episode_steps is not a positive integer.

@@ -24,10 +24,10 @@ class MultiAgentStep:
     """Results of one environment in one step, by agent id.
 
     Attributes:
-        obs, rewards, terminateds, truncateds, infos: of the step. The flags of "__all__" end the
-            episode.
+        obs, rewards, terminateds, truncateds, infos: results of the step. An "__all__" flag ends
+            the episode.
         start, start_infos: first observations and infos of the next episode, if one starts now.
-        failed: the error of an environment that failed; `start` is of its replacement.
+        failed: the error if the environment failed; `start` then comes from its replacement.
         skipped: whether the environment was reset instead of stepped (NEXT_STEP autoreset mode).
         taken: copies of observations that the sampler has already checked.
     """
@@ -91,7 +91,7 @@ class MultiAgentVectorEnv(Protocol):
         """Bring the environments to the step at which a state was saved.
 
         Args:
-            state: of `state_dict()`.
+            state: result of `state_dict()`.
             observations: each agent's last observation before the checkpoint, by environment.
 
         Returns:

@@ -75,7 +75,7 @@ class PettingZooEnv(_PettingZoo):
     def step(self, action_dict: dict[Any, Any]) -> StepResult:
         env = self.env
         env.step(action_dict[env.agent_selection])
-        # `env.rewards` are of this step; `env.last()` would return sums since the agent's turn
+        # `env.rewards` holds this step's rewards; `env.last()` returns sums since the agent's turn
         rewards: dict[Any, float] = {a: r for a, r in env.rewards.items() if r}
         observations: dict[Any, Any] = {}
         terminateds: dict[Any, bool] = {}

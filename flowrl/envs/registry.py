@@ -43,7 +43,7 @@ class SpacesOnlyEnv(gym.Env):
 
 
 class EnvContext(dict[str, Any]):
-    """The `env_config` passed to an env creator, and the place of the environment in the job.
+    """The `env_config` passed to an env creator, with the indices of worker and environment.
 
     Attributes:
         worker_index: 0 for the local worker, 1 ... num_workers on actors.
@@ -65,7 +65,7 @@ class EnvContext(dict[str, Any]):
 
 
 def register_env(name: str, creator: EnvCreator) -> None:
-    """Register a creator, so that `env=name` creates `creator(env_context)`.
+    """Register an env creator: the setting `env=name` then calls `creator(env_context)`.
 
     Raises:
         ConfigError: the name is not a string, or the creator is not callable.

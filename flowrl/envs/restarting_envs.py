@@ -1,7 +1,7 @@
 """RestartingEnvs: environments that are created lazily and recreated after an error.
 
-For each environment it records how the current episode was reset and the actions since. These are
-part of a checkpoint: a resumed run replays the actions to return to the same step.
+For each environment it records how the current episode was reset, and all actions since. A
+checkpoint includes both, so that a resumed run can replay the episode up to the same step.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class RestartingEnvs:
     """N environments of any kind, created lazily and recreated after an error.
 
     Args:
-        make_env: creates the environment of an index.
+        make_env: (index) -> environment.
         num_envs: number of environments.
-        seed: from which each environment's first reset is seeded; None does not seed.
-        max_restarts: how often one environment may fail in a row, without completing an episode or
-            a fragment in between; the next error is raised.
+        seed: base seed of each environment's first reset; None does not seed.
+        max_restarts: maximum consecutive failures of one environment; completing an episode or a
+            fragment resets the count. The next error is raised.
         on_env_created: called with the index and the environment after each creation.
 
     Attributes:
@@ -56,7 +56,7 @@ class RestartingEnvs:
         self._make_env = make_env
         self._seed = seed
         self._max_restarts = max_restarts
-        self._failures = [0] * num_envs  # in a row
+        self._failures = [0] * num_envs  # consecutive
         self._num_created = [0] * num_envs
         self._seeded = [False] * num_envs
         self.envs: list[Any] = [None] * num_envs
@@ -110,8 +110,8 @@ class RestartingEnvs:
         """Close a failed environment, so that the next access recreates it.
 
         Args:
-            index: of the environment.
-            error: that it raised.
+            index: index of the environment.
+            error: the exception that it raised.
             origin: where it was raised, e.g. "by step()"; for messages.
 
         Raises:
@@ -186,17 +186,17 @@ class RestartingEnvs:
     def replay(self, index: int, state: dict[str, Any], matches: Callable[[Any], bool]) -> bool:
         """Bring an environment to the step at which it was saved.
 
-        It either restores the environment's own state, or resets it as it was and replays the
-        logged actions.
+        It restores the environment's own state if that was saved; otherwise it repeats the
+        recorded reset and replays the logged actions.
 
         Args:
-            index: of the environment.
-            state: of `state_dict()`.
+            index: index of the environment.
+            state: result of `state_dict()`.
             matches: whether an observation equals the last one before the checkpoint; tested after
                 a replay.
 
         Returns:
-            False if that failed: the caller must start a new episode.
+            whether it succeeded; if not, the caller must start a new episode.
         """
         env = self.envs[index]
         env_state, reset = state["env_states"][index], state["resets"][index]

@@ -14,7 +14,7 @@ from flowrl.settings import ConfigError
 OnInvalidStep = Literal["raise", "drop", "replace"]
 
 LARGEST_REWARD = float(np.finfo(np.float32).max)  # rewards are stored as float32
-TOLERANCE = 1e-4  # relative to the bound: environments compute in floating point
+TOLERANCE = 1e-4  # relative slack of float bounds, for rounding errors of environments
 
 # columns that the sampler adds to every batch; a policy must not return them
 SAMPLER_COLUMNS = {
@@ -40,10 +40,10 @@ class InvalidStepError(ValueError):
 
 
 class ObservationCheck:
-    """Compare observations with one observation space.
+    """Validate observations against one observation space.
 
     `check_structure` compares shape, dtype and structure, which is needed once per environment;
-    `in_bounds` compares the numbers of every observation.
+    `in_bounds` checks the values of every observation.
 
     Attributes:
         space: the observation space.
@@ -106,7 +106,7 @@ class ObservationCheck:
         return all(_in_bounds(np.asarray(value), bounds) for value, bounds in pairs)
 
     def invalid_mask(self, observations: np.ndarray) -> np.ndarray:
-        """Mark the numbers of an array of observations that are not finite or out of bounds."""
+        """Return where observations of an array space are not finite or out of bounds, as bools."""
         bounds = self._bounds[0]
         if bounds is None:
             return np.zeros(observations.shape, bool)
@@ -209,7 +209,7 @@ def first_invalid_action(space: spaces.Space, actions: Any) -> int | None:
             actions may be out of bounds but must be finite.
 
     Returns:
-        its row, or None if all actions are valid.
+        row of the first invalid action; None if all are valid.
     """
     if isinstance(space, spaces.Dict):
         rows = (first_invalid_action(space[key], actions[key]) for key in space)

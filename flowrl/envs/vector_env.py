@@ -1,4 +1,4 @@
-"""VectorEnv: the interface through which the sampler steps N environments, and flowrl's own one.
+"""VectorEnv: the interface for stepping N environments together, and flowrl's implementation.
 
 A VectorEnv writes the results of a step directly into the sampler's arrays. All implementations
 behave alike at the end of an episode: they return the observation to act on next, the final
@@ -62,7 +62,7 @@ class VectorEnv(Protocol):
         """Bring the environments to the step at which a state was saved.
 
         Args:
-            state: of `state_dict()`.
+            state: result of `state_dict()`.
             observations: the last observations before the checkpoint [N, ...]. Those of
                 environments that start a new episode are overwritten.
 
@@ -75,7 +75,7 @@ class VectorEnv(Protocol):
 
 
 class VectorStep:
-    """Results of a step besides the arrays.
+    """Results of a step that are not in its output arrays.
 
     Attributes:
         ended: indices of the environments whose episode ended.
@@ -83,7 +83,7 @@ class VectorStep:
         skipped: indices of the environments that were reset instead of stepped.
         failed: (index, error) of the environments whose step raised; their next observation starts
             an episode of a new environment.
-        infos: one dict per environment.
+        infos: one dict per environment; empty if no environment returned infos.
     """
 
     __slots__ = ("ended", "failed", "final", "infos", "skipped")
@@ -97,9 +97,9 @@ class VectorStep:
 
 
 class DirectVectorEnv:
-    """Step gymnasium environments one after another in this process, resetting them at once.
+    """Step gymnasium environments in turn in this process; reset each when its episode ends.
 
-    If an environment raises, only its own episode is lost: it is recreated.
+    An environment that raises is recreated; only its own episode is lost.
     """
 
     def __init__(self, envs: RestartingEnvs):
@@ -215,7 +215,7 @@ class DirectVectorEnv:
         """Recreate an environment that returned invalid values.
 
         Args:
-            index: of the environment.
+            index: index of the environment.
             error: describes the invalid values; raised if the environment failed too often.
 
         Returns:

@@ -46,7 +46,7 @@ def check_policy(policy: Any) -> OnError:
     """Return the error policy unchanged.
 
     Raises:
-        TypeError: it is not an error policy.
+        TypeError: `policy` is not "raise", Skip or Retry.
     """
     if policy != "raise" and not isinstance(policy, (Skip, Retry)):
         raise TypeError(
@@ -68,8 +68,8 @@ def note_origin(error: BaseException, stage: Stage, item: Any) -> None:
 
 
 def operator_error(error: BaseException) -> BaseException:
-    """Return the error to raise for one from user code: StopIteration becomes RuntimeError, since
-    it would end the stream."""
+    """Return the error to raise for an error from user code: RuntimeError for StopIteration,
+    which would end the stream, else the error itself."""
     if not isinstance(error, StopIteration):
         return error
     wrapped = RuntimeError("the operator raised StopIteration, which would end the stream")

@@ -47,7 +47,7 @@ class RequestLimit(Protocol):
 
         Args:
             in_flight: number of requests in flight.
-            oldest: mark of the oldest of them, None without one.
+            oldest: mark of the oldest request in flight; None if `in_flight` is 0.
         """
 
     def received(self, mark: Any, item: Any) -> None:
@@ -222,7 +222,7 @@ class Gather(Stage):
         """Schedule the replacement of a shard that died or hangs.
 
         Raises:
-            ShardFailedError: it is not replaced.
+            ShardFailedError: the shard cannot be replaced.
         """
         if shard.dead_incarnation is not None or self.shards.incarnation(shard.index) > incarnation:
             return  # another request to the same worker has reported it
@@ -258,7 +258,7 @@ class Gather(Stage):
         raise failed from error
 
     def _check_timeouts(self) -> None:
-        """Kill the shards whose reply is overdue; a reply that is ready but unread is not."""
+        """Kill the shards whose reply is overdue, unless it is ready and only unread."""
         now = time.monotonic()
         if not self._has_timeouts or not self.shards.remote:
             return

@@ -53,7 +53,7 @@ class GatherAsync(Gather):
         self.max_lag = None if self._batch_ms else num_async - (ask_again == "after")
         self._request_first = ask_again == "before"
         self._ready: deque[Any] = deque()
-        # a shard appears once for each request it should have in flight but has not
+        # shards to request; a shard appears once per request that it lacks
         self._to_request: deque[ShardState] | None = None
 
     def _send_requests(self) -> None:

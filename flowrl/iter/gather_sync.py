@@ -76,7 +76,7 @@ class GatherSync(Gather):
                         self._request(shard)
             if not missing and not self._in_flight:
                 return True
-            # in shard order, so that of several errors always the same one is raised first
+            # in shard order, so that the first of several errors is always the same one
             refs = [ref for shard in self.states for ref in shard.requests]
             replies = self._fetch_all(refs) if remote and block else None
             if replies is None:

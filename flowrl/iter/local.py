@@ -75,8 +75,8 @@ class LocalIterator(Generic[T]):
                 pulled; while `fn.ready()`, if defined, is false, nothing is pulled.
             max_concurrency: 1 calls fn in this process; other values run it as Ray tasks on copies,
                 at most this many at a time, with results in order of completion; 0 sets no limit.
-            resources: of a task (`num_cpus`, `num_gpus`, …); uses tasks even for
-                `max_concurrency=1`.
+            resources: options of each Ray task (`num_cpus`, `num_gpus`, …); if set, fn runs as a
+                task even with `max_concurrency=1`.
             on_error: "raise", Skip(max) or Retry(times).
         """
         if max_concurrency == 1 and resources is None:
@@ -131,7 +131,7 @@ class LocalIterator(Generic[T]):
         return self._chain(ZipWithSource(self.stage), ".zip_with_source()")
 
     def zip_with_source_actor(self) -> LocalIterator[tuple[Any, T]]:
-        """Return (actor, item): the actor that the item came from, the last one of several.
+        """Return (actor, item) for every item; for an item of several actors, the last one.
 
         Raises (when pulled):
             ValueError: the stream does not come from actors.
@@ -156,9 +156,9 @@ class LocalIterator(Generic[T]):
         Args:
             n: number of children.
             max_buffered: items that a child may be ahead of the slowest one.
-            when_full: what happens at that limit, for all children or one value per child: "block"
-                makes the other children wait for it, "drop_oldest" and "drop_newest" drop one of
-                its items, counted as `dropped`.
+            when_full: policy for a child with a full buffer, one for all or one per child: "block"
+                makes the other children wait for that child, "drop_oldest" and "drop_newest" drop
+                one of its items, counted as `dropped`.
         """
         if not isinstance(n, int) or n < 2:
             raise ValueError(f"duplicate(n): n must be an int of at least 2, got {n!r}")
@@ -189,10 +189,11 @@ class LocalIterator(Generic[T]):
     # -- running -------------------------------------------------------------------------------
 
     def start(self, seed: int | None = None) -> None:
-        """Start the stages and actors of the plan. The first pull does it otherwise.
+        """Start the stages and actors of the plan; otherwise the first pull starts them.
 
         Args:
-            seed: seed of the plan; the stages without a seed derive theirs from it.
+            seed: seed of the plan; stages without their own seed derive theirs from it. None leaves
+                them unseeded.
 
         Raises:
             RuntimeError: a stage has two consumers, or the plan was stopped.
@@ -224,8 +225,8 @@ class LocalIterator(Generic[T]):
         num_consumers: Counter[Stage],
         owners: dict[Stage, object],
     ) -> None:
-        """Add the owner of a stage and of those before it to `owners`. The owner is the plan, or
-        the `duplicate` for the stages before one."""
+        """Add the owners of a stage and of the stages before it to `owners`: the plan, or the
+        Duplicate that follows the stage."""
         if isinstance(stage, Duplicate):
             if stage.owner is None and stage not in owners:
                 owners[stage] = stage
@@ -341,7 +342,7 @@ class LocalIterator(Generic[T]):
         Keys: `id`, `stage`, `chained_at`, `parents` (ids), `items` returned. Once the plan has
         started: `busy_s` in its own code, `waiting_s` waiting for its parents, `blocked_s` not
         pulled, and their shares of the time since the start, `busy`, `waiting`, `blocked`, which
-        sum to 1 (estimates if pulls are quick: these are sampled). Stages add values such as
+        sum to 1 (quick pulls are sampled: estimates). Stages add values such as
         `queued`, `in_flight`, `skipped`, `restarts`. A gather adds `shards`: shard index -> rows of
         the steps on it, as last reported (once per second, and at the end of the shard).
         """

@@ -95,7 +95,7 @@ class MetricsContext:
             self.counters[name] += n
 
     def record(self, cls: type[R]) -> R:
-        """Return the plan's only record of a type, created with `cls()` at the first call."""
+        """Return the plan's single instance of `cls`, created at the first call."""
         if cls not in self._records:
             self._records[cls] = cls()
         record: R = self._records[cls]

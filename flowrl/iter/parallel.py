@@ -30,8 +30,8 @@ U = TypeVar("U")
 class ParallelIterator(Generic[T]):
     """A set of shards and the steps that each one applies to its items.
 
-    It is a description: it can be gathered, selected from and united any number of times, and every
-    gather reads the shards from their beginning. Pickling copies the handles of its actors.
+    It only describes a stream: it can be gathered any number of times, and every gather reads the
+    shards from the beginning. Pickling copies the handles of its actors.
 
     Args:
         shards: the shards.
@@ -141,7 +141,7 @@ class ParallelIterator(Generic[T]):
         return ParallelIterator((*self._shards, *other._shards), name)
 
     def select_shards(self, shards_to_keep: Sequence[int]) -> ParallelIterator[T]:
-        """Keep only these shards, in their order.
+        """Keep only these shards, in ascending order of index.
 
         Raises:
             ValueError: no index, or an index that is out of range.
@@ -166,7 +166,7 @@ class ParallelIterator(Generic[T]):
     def get_shard(
         self, shard_index: int, batch_ms: float = 0, num_async: int = 1
     ) -> LocalIterator[T]:
-        """Return the items of one shard in its order.
+        """Return the items of one shard, in the order of the shard.
 
         Args:
             shard_index: index of the shard, from 0.
@@ -262,8 +262,8 @@ def _partition_items(
 ) -> LocalIterator[Any]:
     """Return the items of one partition; runs in its worker.
 
-    All partitions that one gather reads have the same id before the slash, and share the streams
-    of the shards.
+    The part of `stream_id` before the slash is equal for all partitions that one gather reads: they
+    share the streams of the shards.
     """
     reader = stream_id.rpartition("/")[0]
     partitioned = Shards(shards, name, f"{reader}.{key}", partition)
@@ -274,7 +274,7 @@ def _partition_items(
 def _pool(
     generators: Sequence[Any], repeat: bool, in_process: bool, upstream: Sequence[Pool] = ()
 ) -> Pool:
-    """Return a pool with one worker per generator; with `upstream`, of partitions of these."""
+    """Return a pool with one worker per generator, a partition of the `upstream` pools if given."""
     if not generators:
         raise ValueError("at least one shard is needed")
     for generator in generators:
@@ -387,9 +387,8 @@ def from_actors(
     Args:
         actors: handles of the actors.
         name: shown by `repr`.
-        recreate: function that creates the actor of a shard, given its index, after it has died.
-            Without it a dead shard raises ShardFailedError once and the stream continues with the
-            others.
+        recreate: shard index -> new actor that replaces a dead one. None: a dead shard raises
+            ShardFailedError once and the stream continues with the others.
         recovery: how shards that die or hang are replaced.
     """
     if not actors:

@@ -69,8 +69,8 @@ class Pool:
         return self._workers[index]
 
     def submit(self, index: int, request: ShardRequest) -> Any:
-        """Send a request and return a ref of the reply. (Workers in this process compute it when
-        `result` is called.)"""
+        """Send a request and return a ref of the reply. A worker in this process computes the
+        reply when `result` is called."""
         return _LocalRef(self.handle(index), request)
 
     def next_item_submitter(self, index: int, stream_handle: int) -> Callable[[], Any]:
@@ -121,7 +121,7 @@ class ActorPool(Pool):
     Pickling creates the actors and copies their handles.
 
     Args:
-        make: creates the actor of a shard from its index; None if there is no way to create one.
+        make: shard index -> new actor; None if dead actors cannot be recreated.
         count: number of actors.
         handles: handles of existing actors.
         replayable: whether a recreated actor serves the same items.
@@ -175,7 +175,7 @@ class ActorPool(Pool):
             if type(error.cause) in (ray.exceptions.RayTaskError, str):
                 raise  # the error itself could not be pickled
             if is_death(error.cause):
-                raise  # of another actor, which the code of the shard called
+                raise  # another actor died, which the code of the shard called
             raise error.cause from None  # with its own type; the notes hold the traceback
 
     def incarnation(self, index: int) -> int:

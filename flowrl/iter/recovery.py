@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-STARTING_S = 60.0  # a process that imports torch on a loaded machine took 20 s
+STARTING_S = 60.0  # more for the first reply: importing torch on a loaded machine took 20 s
 
 
 @dataclass(frozen=True)

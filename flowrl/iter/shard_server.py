@@ -1,4 +1,4 @@
-"""The functions that run where a worker is and reply to requests for its streams, and
+"""The functions that reply to requests for a worker's streams, in the process of the worker, and
 ParallelIteratorWorker, the base class of workers."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NEXT_ITEM = ShardRequest("", None)
 
 
 def serve(worker: Any, request: ShardRequest) -> Reply:
-    """Reply to a request, where the worker is."""
+    """Reply to a request, in the process of the worker."""
     streams = worker.__dict__.setdefault("_flowrl_streams", {})
     if request.stream_id not in streams:
         if request.steps is None:
@@ -71,7 +71,7 @@ def _with_traceback(function: Callable[..., Reply], *args: Any) -> Reply:
 
 
 def drop_stream(worker: Any, stream_id: str) -> None:
-    """Stop and remove a stream, where the worker is."""
+    """Stop and remove a stream, in the process of the worker."""
     stream = worker.__dict__.get("_flowrl_streams", {}).pop(stream_id, None)
     if stream is not None:
         stream.stop()
@@ -104,7 +104,7 @@ class ParallelIteratorWorker:
         return items() if callable(items) else items
 
     def apply(self, fn: Callable[..., U], *args: Any) -> U:
-        """Return fn(worker, *args), computed where the worker is."""
+        """Return fn(worker, *args), computed in the process of the worker."""
         return fn(self, *args)
 
     def flowrl_next_item(self) -> list[Any]:
@@ -113,7 +113,7 @@ class ParallelIteratorWorker:
 
 
 class PartitionWorker(ParallelIteratorWorker):
-    """Serves a partition of other shards; a recreated one continues where these are."""
+    """Serves a partition of other shards; a recreated worker continues at their positions."""
 
     replayable = False
 

@@ -1,4 +1,4 @@
-"""ShardStream: the stream of one shard, which runs where its worker is, and its messages.
+"""ShardStream: the stream of one shard, in the process of its worker, and its messages.
 
 A stream consists of the items of a worker with the recorded steps chained on. It is created by the
 first request, which carries the steps. A reply holds items or the end of the shard; the end of a
@@ -27,20 +27,20 @@ class Reply(NamedTuple):
     """The reply of a shard."""
 
     items: list[Any]
-    tags: list[dict[str, Any]]  # what the worker reports with each item
+    tags: list[dict[str, Any]]  # reported by the worker, one per item
     end: bool = False
     stream_handle: int | None = None  # identifies the stream in later requests
-    step_stats: list[dict[str, Any]] | None = None  # `stats()` of the steps, from time to time
+    step_stats: list[dict[str, Any]] | None = None  # `stats()` of the steps; None if not due
 
 
 class ShardRequest(NamedTuple):
     """A request to a shard.
 
     Attributes:
-        stream_id: which stream of the worker.
+        stream_id: id of the stream, unique on the worker.
         steps: the steps of the stream; None if the worker has the stream.
         skip: items to skip in a recreated stream.
-        batch_ms: milliseconds for which the shard collects items.
+        batch_ms: milliseconds for which the shard collects items; 0 requests one item.
         partition: (index, number of partitions) of a repartition.
         seed: seed of the steps.
     """
@@ -54,13 +54,13 @@ class ShardRequest(NamedTuple):
 
 
 def _bind(step: Any, worker: Any) -> Any:
-    """Return the function of a step; one with `bound_to(worker)` is bound to its worker."""
+    """Return an argument of a step, bound to the worker if it has `bound_to(worker)`."""
     bound_to = getattr(step, "bound_to", None)
     return bound_to(worker) if callable(bound_to) else step
 
 
 class ShardStream:
-    """The stream of one shard, where its worker is."""
+    """The stream of one shard, in the process of its worker."""
 
     def __init__(self, worker: Any, stream_id: str, steps: Sequence[Step], skip: int, seed: Any):
         if not hasattr(worker, "items"):
@@ -118,7 +118,7 @@ class ShardStream:
         return next(self._stream)
 
     def _skip_items(self) -> None:
-        """Skip the items of the previous incarnation; ignore the errors it has raised."""
+        """Skip the items that the previous incarnation returned; ignore errors meanwhile."""
         errors = 0
         while self._skip:
             try:

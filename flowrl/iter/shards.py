@@ -16,7 +16,7 @@ UNCONFIRMED = -1  # the steps were sent to a shard that has not replied yet
 class Shard(NamedTuple):
     """The description of one shard: a worker of a pool, and the steps applied to its items.
 
-    followed: the shard represents the whole pool: workers that join it serve shards like this one.
+    followed: whether a worker that joins the pool adds a shard with the same steps.
     """
 
     pool: Pool
@@ -60,7 +60,7 @@ class Shards:
         self._partition = partition
         self._stream_prefix = stream_id or uuid.uuid4().hex
         self._stream_ids: dict[int, str] = {}  # shard -> id
-        self._created: dict[int, int] = {}  # shard -> incarnation that has the stream, UNCONFIRMED
+        self._created: dict[int, int] = {}  # shard -> incarnation with the stream, or UNCONFIRMED
         self._submit_next: dict[int, Callable[[], Any]] = {}  # shard -> request for the next item
         self._acquired = False
         self._followed: list[Shard] = []
@@ -129,8 +129,8 @@ class Shards:
     def _stream_id(self, index: int) -> str:
         """Return the id of the stream of a shard on its worker.
 
-        Several shards may be of one worker: the part before the slash distinguishes them, and is
-        equal for all partitions of a pool.
+        The part before the slash distinguishes several shards of one worker and is equal for all
+        partitions of a pool.
         """
         if index not in self._stream_ids:
             shard = self._shards[index]

@@ -77,8 +77,8 @@ class Stage:
     title: str | None = None
     depends_on_sibling = False  # another branch of the plan may have to run before it can continue
     yields_lists = False  # items are lists with one element per entry of `sources`
-    has_state = True  # False: not part of saved state, so it may be added to a plan or removed
-    resumable = True  # False: saved state lacks its position, it starts from the beginning
+    has_state = True  # False: not in saved state, a restored plan may add or lack the stage
+    resumable = True  # False: its position is not saved, a restored plan starts it again
 
     def __init__(self, *parents: Stage):
         self.parents = parents
@@ -86,7 +86,7 @@ class Stage:
         self.waited_s = 0.0
         self.line = chained_at()
         self.started = False
-        self.owner: object | None = None
+        self.owner: object | None = None  # the LocalIterator or Duplicate that consumes it
         self.wire([parent.pull for parent in parents])
 
     def wire(self, pulls: Sequence[Pull]) -> None:

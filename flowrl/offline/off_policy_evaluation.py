@@ -36,15 +36,15 @@ def estimate(
     unbiased. "wis" divides by the mean weight at each step (ended episodes keep their last weight);
     it is consistent and has a lower variance. For long episodes the variance of the weights grows
     so large that neither is informative if the two policies differ much: check `ess`. The weights
-    of "is" may overflow, which gives inf.
+    of "is" may overflow, which gives inf or nan.
 
     Args:
         policy: the policy to evaluate; must implement `compute_log_likelihoods`.
-        experience: a folder of Parquet files, a batch, or several, with the column `action_logp`
-            of the policy that acted. Incomplete episodes are ignored.
+        experience: a folder of Parquet files, a batch, or an iterable of batches, with the column
+            `action_logp` of the policy that acted. Incomplete episodes are ignored.
         gamma: discount factor; None uses the policy's.
         methods: "is", "wis" or both.
-        policy_id: of the files to read from the folder.
+        policy_id: policy whose files are read from the folder.
 
     Returns:
         by method: `v_behavior`, the mean discounted return of the recorded episodes, and

@@ -41,9 +41,9 @@ def write_parquet(
     have not been read are not written.
 
     Args:
-        path: of the file.
+        path: path of the file.
         batch: the rows.
-        policy_id: of the policy that collected them.
+        policy_id: id of the policy that collected them.
         run: id of the run. Episode ids (`eps_id`) are unique within a run only.
 
     Raises:
@@ -139,10 +139,10 @@ def _read_metadata(path: Path | str) -> dict[str, Any]:
 
 
 def parquet_files(folder: Path | str) -> Iterator[Path]:
-    """Return the Parquet files of a folder, sorted by name; a path of a file yields that file.
+    """Return the Parquet files of a folder, sorted by name; for the path of a file, that file.
 
     Raises:
-        OfflineDataError: there are none.
+        OfflineDataError: the folder does not exist or has no .parquet file.
     """
     path = Path(folder)
     files = [path] if path.is_file() else sorted(path.glob("*.parquet"))

@@ -1,4 +1,4 @@
-"""ParquetWriter: collect batches and write them to Parquet files of a given size."""
+"""ParquetWriter: collect batches and write them to Parquet files of a given number of rows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ParquetWriter:
     `newer_files`.
 
     Args:
-        folder: created if necessary.
+        folder: folder of the files, created if necessary.
         rows_per_file: a file is written when a policy has this many rows, or at `flush()`.
 
     Raises:
@@ -92,7 +92,7 @@ class ParquetWriter:
         """Write the remaining rows, unless the folder that held the files has been removed.
 
         Raises:
-            FileNotFoundError: it has.
+            FileNotFoundError: the folder has been removed.
             OfflineDataError, OSError: a file cannot be written.
         """
         if not self._existing_parent.exists():
@@ -123,7 +123,7 @@ class ParquetWriter:
         return files
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the rows that are not written yet, and the names of the files."""
+        """Return the rows that are not written yet, and the run id, tag and next file numbers."""
         pending = {policy_id: list(batches) for policy_id, batches in self._pending.items()}
         files = {"run": self._run, "tag": self._tag, "next": dict(self._next_number)}
         return {"pending": pending, **files}

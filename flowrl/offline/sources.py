@@ -17,12 +17,12 @@ from flowrl.policies.policy import Policy
 
 
 class OfflineSource(Protocol):
-    """Rows of one policy in parts, of which one is in memory at a time.
+    """Rows of one policy, read in parts: one part is in memory at a time.
 
     `str(source)` names it in messages. Nothing is opened before the first call of `parts`.
 
     Attributes:
-        policy_id: of the policy that collected the rows.
+        policy_id: id of the policy that collected the rows.
     """
 
     policy_id: str
@@ -44,7 +44,7 @@ class OfflineSource(Protocol):
         """Return the name of a part for messages."""
 
     def describe_other_policies(self) -> str:
-        """Return which other policies have rows here, as the end of a message."""
+        """Return the end of an error message that names the other policies with rows here."""
 
 
 class ParquetSource:
@@ -52,7 +52,7 @@ class ParquetSource:
 
     Args:
         folder: see `parquet_files`.
-        policy_id: files of other policies are skipped.
+        policy_id: policy whose rows are read; files of other policies are skipped.
     """
 
     def __init__(self, folder: Path | str, policy_id: str):

@@ -13,7 +13,7 @@ from gymnasium import spaces
 
 
 def to_env(space: spaces.Space, actions: Any, normalize: bool, clip: bool) -> Any:
-    """Return the policy's actions [B, …] as the environment takes them.
+    """Convert a policy's actions [B, …] to the environment's form.
 
     Args:
         space: the environment's action space.
@@ -41,7 +41,7 @@ def to_env(space: spaces.Space, actions: Any, normalize: bool, clip: bool) -> An
 
 
 def from_env(space: spaces.Space, actions: Any, normalize: bool) -> Any:
-    """Return the environment's actions [B, …] as the policy gives them; inverse of `to_env`."""
+    """Convert an environment's actions [B, …] to the policy's form; inverse of `to_env`."""
     if isinstance(space, (spaces.Discrete, spaces.MultiDiscrete)):
         return actions - space.start
     if isinstance(space, spaces.Dict):

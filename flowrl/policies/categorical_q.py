@@ -14,14 +14,15 @@ from flowrl.policies.q_values import QValues, TDLoss
 class CategoricalQ(QValues):
     """Distributions of returns over `num_atoms` evenly spaced values, one for each action.
 
-    The network's outputs are `num_atoms` logits per action, and as many for the state in a dueling
-    network (Wang et al. 2016, equation 9, for each atom). The loss is the cross-entropy to the
-    target distribution; an error is the Kullback-Leibler divergence from it [nats].
+    The network outputs `num_atoms` logits per action; a dueling network also outputs `num_atoms`
+    logits for the state (Wang et al. 2016, equation 9, for each atom). The loss is the
+    cross-entropy to the target distribution; the error of a row is the Kullback-Leibler divergence
+    from its target, in nats.
 
     Args:
-        num_actions: of a Discrete space.
+        num_actions: number of actions of a Discrete space.
         num_atoms: at least 2.
-        v_min, v_max: the first and the last atom.
+        v_min, v_max: returns at the first and the last atom.
         dueling: whether the network is dueling.
 
     Attributes:
@@ -109,7 +110,7 @@ class CategoricalQ(QValues):
         first, last = self.support[0], self.support[-1]
         moved = rewards[:, None] + discounts[:, None] * self.support
         positions = (moved.clip(first, last) - first) / (last - first) * (self.num_atoms - 1)
-        # rounding may move a position behind the last atom
+        # rounding may move a position beyond the last atom
         below = np.minimum(positions.astype(np.int64), self.num_atoms - 2)
         upper = np.minimum(positions - below, 1.0)
         rows = np.arange(len(rewards))[:, None]

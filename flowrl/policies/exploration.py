@@ -27,8 +27,8 @@ class ExploringPolicy(Protocol):
 class Exploration:
     """Choose actions according to an ExplorationConfig.
 
-    The state of an Ornstein-Uhlenbeck process belongs to a row of a call, and continues across
-    episodes.
+    Ornstein-Uhlenbeck noise has one process per row of a batch, separately for each batch size;
+    it continues across episodes.
 
     Args:
         config: the settings.

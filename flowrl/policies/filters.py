@@ -128,7 +128,7 @@ class RewardScaler:
 
     Attributes:
         stats: statistics that are in use.
-        new_stats: statistics since the last `take_new_stats`; they are in use as well.
+        new_stats: statistics since the last `take_new_stats`; scaling uses them, too.
     """
 
     def __init__(self, gamma: float, clip: float = 10.0):

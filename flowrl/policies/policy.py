@@ -34,8 +34,10 @@ class Policy:
     Attributes:
         view_requirements: view name -> ViewRequirement; columns that batches have in addition to
             those that are always recorded. Changes apply from the next fragment on.
-        version: increases with every change of the weights.
-        worker_index, num_workers: of the worker that has the policy; 0 without remote workers.
+        version: increases with every change of the weights or of the filter statistics.
+        timestep: env steps sampled so far, on which schedules depend.
+        rng, shuffle_rng: random streams of actions and of minibatches.
+        worker_index, num_workers: those of the policy's worker; 0 without remote workers.
         observation_filter, reward_scaler: running normalization; None if it is off.
         row_stats: values per row of the last update, arrays [rows] by name, such as `td_error`
             for the rows `batch_indexes` of a replay buffer.
@@ -72,9 +74,9 @@ class Policy:
         """Return settings as a record of `config_class`.
 
         Args:
-            config: a mapping, which is merged over the defaults; or a record. Of a record of
-                another class only values that were set explicitly are used, so that this class
-                keeps its own defaults.
+            config: a mapping, which is merged over the defaults; or a record. From a record
+                of another class only explicitly set values are used, so that this class keeps its
+                own defaults.
 
         Raises:
             ConfigError: a setting is unknown or has a wrong value.
@@ -106,11 +108,11 @@ class Policy:
     def compute_actions_from_input_dict(
         self, input_dict: dict[str, Any], explore: bool = True
     ) -> tuple[np.ndarray, list[np.ndarray], dict[str, np.ndarray]]:
-        """Return the same as `compute_actions`, from all views known at that step, [B, …] each."""
+        """Compute actions as `compute_actions`, from all views known at that step, [B, …] each."""
         return self.compute_actions(input_dict["obs"], explore=explore)
 
     def compute_values_from_input_dict(self, input_dict: dict[str, Any]) -> np.ndarray | None:
-        """Return the same as `compute_values`, from all views known at that step, [B, …] each."""
+        """Compute values as `compute_values`, from all views known at that step, [B, …] each."""
         return self.compute_values(input_dict["obs"])
 
     def compute_values(self, obs_batch: np.ndarray) -> np.ndarray | None:
@@ -176,7 +178,7 @@ class Policy:
         raise NotImplementedError(f"{type(self).__name__} has no compute_log_likelihoods()")
 
     def actions_for_env(self, actions: Any) -> Any:
-        """Return actions [B, …] as the environment takes them: scaled and clipped to its bounds,
+        """Convert actions [B, …] to the environment's form: scaled and clipped to its bounds,
         discrete actions counted from the space's start."""
         config = self.config
         return action_scaling.to_env(
@@ -184,7 +186,7 @@ class Policy:
         )
 
     def actions_from_env(self, actions: Any) -> Any:
-        """Return the environment's actions [B, …] in the policy's form; inverse of
+        """Convert the environment's actions [B, …] to the policy's form; inverse of
         `actions_for_env`."""
         return action_scaling.from_env(self.action_space, actions, self.config.normalize_actions)
 
@@ -206,7 +208,7 @@ class Policy:
         other_agent_batches: dict[Any, Any] | None = None,
         episode: Any = None,
     ) -> SampleBatch:
-        """Return the rows of one episode within one fragment as they are trained on.
+        """Return the rows to train on, from one agent's rows of one episode in one fragment.
 
         Called at the end of each fragment and of each episode. The default adds the columns of
         `postprocess_fragment`. An override returns a new batch, with the same new columns in each
@@ -228,7 +230,7 @@ class Policy:
         return sample_batch.with_columns(**{name: column[:, 0] for name, column in added.items()})
 
     def columns_read(self, batch: SampleBatch) -> set[str] | None:
-        """Return the columns that learning from a batch reads; None if that cannot be found out.
+        """Return the columns that learning from a batch reads; None if that is unknown.
 
         Workers on actors ship only these columns; others are fetched on access. The policy does
         not change.
@@ -354,7 +356,8 @@ class Policy:
         restore_stream(self.shuffle_rng, state["shuffle_rng"])
 
     def acting_state_dict(self) -> dict[str, Any]:
-        """Return what actions depend on besides weights and filter statistics."""
+        """Return counters, random streams and reward sums: what sampling needs besides weights
+        and filter statistics."""
         scaler = self.reward_scaler
         return {
             "timestep": self.timestep,
@@ -373,7 +376,7 @@ class Policy:
             self.reward_scaler.discounted_sums = state["reward_sums"]
 
     def load_learned_state(self, state: dict[str, Any]) -> None:
-        """Load another process's `get_state`, but keep this process's streams for acting."""
+        """Load another process's `get_state`, but keep this process's random stream for acting."""
         acting = self.acting_state_dict()
         self.set_state(state)
         learned = {key: state[key] for key in ("version", "timestep", "shuffle_rng")}

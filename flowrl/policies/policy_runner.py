@@ -35,8 +35,8 @@ class ActingPolicy(Protocol):
 
 
 class PolicyRunner:
-    """Compute actions one by one and keep the rows of the episode that the policy's views show:
-    recurrent states, earlier observations, actions and rewards.
+    """Act step by step in one episode, and remember what the policy's views need: recurrent states,
+    earlier observations, actions and rewards.
 
         runner = policy.session()
         action = runner.compute_single_action(obs)
@@ -44,7 +44,7 @@ class PolicyRunner:
         runner.reset()  # start another episode
 
     Args:
-        policy: the policy; only its random generator changes.
+        policy: the policy; acting advances its random generator and exploration noise.
 
     Raises:
         ConfigError: a view of the policy shows other agents.

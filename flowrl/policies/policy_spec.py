@@ -18,9 +18,9 @@ class PolicySpec:
     """Specification of one policy of a multi-agent run.
 
     Args:
-        policy_class: the class; None is the class of `config`'s algorithm, or of the run's.
-        observation_space, action_space: the spaces; None takes those of the agents that are mapped
-            to the policy.
+        policy_class: policy class; None uses that of `config`'s algorithm, or else the run's.
+        observation_space, action_space: spaces of one agent; None uses those of an agent that is
+            mapped to the policy.
         config: settings that differ from the run's, as a mapping, or the complete config of
             another algorithm.
     """

@@ -1,4 +1,4 @@
-"""QValues: what the outputs of a Q-network mean; the Huber loss of temporal differences."""
+"""QValues: interpret the outputs of a Q-network; Huber loss of temporal-difference errors."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ class TDLoss(NamedTuple):
     """The temporal-difference loss of a batch.
 
     Attributes:
-        losses: per row [B], a tensor with its graph, or an array.
+        losses: loss of each row [B], a tensor with its graph, or an array.
         q: predicted values of the actions, [B].
-        errors: differences to the targets, [B]: the priorities of the rows.
+        errors: errors of the rows [B], used as priorities: q minus target, unless a subclass of
+            QValues documents another one.
     """
 
     losses: Any
@@ -34,12 +35,12 @@ class QValues:
     Methods take `outputs` and `state_values`: the network's values [B], None without dueling.
 
     Args:
-        num_actions: of the space.
+        num_actions: number of actions of the space.
         dueling: whether the network is dueling.
 
     Attributes:
-        num_outputs: of the network, for all actions.
-        outputs_per_action: consecutive outputs of each action.
+        num_outputs: number of outputs of the network.
+        outputs_per_action: number of consecutive outputs of each action.
         uses_state_value: whether `state_values` are needed.
     """
 

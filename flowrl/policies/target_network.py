@@ -15,7 +15,7 @@ class TargetNetwork(TorchPolicy):
     """Base of policies with a target network.
 
     The operator UpdateTargetNetwork calls `update_target()`. The target network is part of the
-    policy's state. The policy's settings have `tau`.
+    policy's state. Its `config_class` must have the setting `tau`.
 
     Attributes:
         target_model: the target network; its parameters have no gradient.

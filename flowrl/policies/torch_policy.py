@@ -38,13 +38,13 @@ class TorchPolicy(Policy):
 
     A subclass writes `loss`, using `self.model.from_batch(batch)` for distribution inputs,
     `self.model.value_function()` for values, `self.dist_class` for distributions, and `self.stats`
-    for statistics to report. Acting is this class's; learning is its `learner`'s.
+    for statistics to report. This class acts; its `learner` learns.
 
     Attributes:
         model: the network, a ModelV2.
         dist_class: the action distribution.
-        device: where the network is.
-        exploration: how actions are chosen while sampling.
+        device: the torch.device of the network.
+        exploration: the Exploration, which chooses actions while sampling.
         flat: all parameters and gradients of the network, each in one vector.
         learner: the TorchLearner.
         stats: statistics of the current update, numbers or tensors without axes.
@@ -141,7 +141,8 @@ class TorchPolicy(Policy):
 
         The default is Adam on `self.flat.vector`, which holds all parameters. Optimizers of
         torch.optim work as well, on that vector or on parameters of `self.model`. Their states are
-        saved, and learning rates that start with the first value of the schedule `lr` follow it.
+        saved. Parameter groups whose initial learning rate is the first value of the schedule `lr`
+        follow that schedule; other groups keep their rate.
         (They are not the default because importing torch.optim takes as long as importing torch.)
         """
         return FlatAdam(self.flat, lr=value_at(self.config.lr, 0), eps=self.config.adam_epsilon)
@@ -158,7 +159,7 @@ class TorchPolicy(Policy):
 
     @property
     def dist_inputs(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The function from model outputs [B, …] to the inputs of greedy actions; for `export`."""
+        """Function from model outputs [B, …] to distribution inputs of best actions, for export."""
         return _unchanged
 
     def extra_action_out(
@@ -234,7 +235,7 @@ class TorchPolicy(Policy):
         Args:
             actions: arrays of the action space's structure.
             obs_batch: observations [B, …] as the sampler stores them.
-            input_dict: instead, every view that the model wants, [B, …] each.
+            input_dict: every view that the model needs, [B, …] each; used instead of `obs_batch`.
         """
         inputs = {"obs": obs_batch} if input_dict is None else input_dict
         outputs, _, _ = self._computed(self.model.compute_outputs, inputs)
@@ -273,11 +274,11 @@ class TorchPolicy(Policy):
 
     @property
     def num_skipped_updates(self) -> int:
-        """Updates left out because they were not finite."""
+        """Updates skipped because they were not finite."""
         return self.learner.num_skipped_updates
 
     def tensors(self, batch: SampleBatch) -> TensorBatch:
-        """Return the batch as `loss` gets it."""
+        """Return the batch in the form that `loss` receives."""
         return TensorBatch(batch, self.device)
 
     def columns_read(self, batch: SampleBatch) -> set[str] | None:

@@ -25,7 +25,8 @@ class ViewRequirement:
 
     Args:
         data_col: the viewed column; None is the column with the view's name.
-        space: space of the value of one timestep.
+        space: space of the value of one timestep; a view of a custom column that looks back needs
+            it for the fill value.
         shift: 0 is the timestep itself, 1 the next, -1 the previous one. A list of ints, or a
             range "first:last" or "first:last:step" (both ends included), is a window: values
             [rows, k, …] in that order.
@@ -35,12 +36,11 @@ class ViewRequirement:
         agents: show other agents of the episode, whatever their policies, instead of the row's
             own agent: a list of agent ids, or `"others"` for all of the environment's
             `possible_agents` except the row's own. Values are [rows, agents, …] in the same env
-            step (plus shift), zeros for an agent without a row there or, except for observations,
-            one whose action has not been answered yet. The column `<name>_mask`, bool
+            step (plus shift), zeros for an agent without a row there and, except for observations,
+            for an agent that waits for the result of its action. The column `<name>_mask`, bool
             [rows, agents, …], marks the agents with values.
         used_for_compute_actions: whether the view is part of the input of action computation. None
-            is True for views that are known by then (nothing later than the observation of the
-            timestep).
+            includes it if it shows nothing later than the observation of the timestep.
         used_for_training: whether the view is part of the train batch.
 
     Raises:

@@ -43,8 +43,8 @@ class ReplayBuffer:
         seed: seed of the draws; None for a random one.
         storage_unit: the items to draw: "timesteps" (rows), "sequences" or "episodes".
         max_seq_len: maximum number of rows to learn from in a sequence, as in the model.
-        burn_in: rows before those, fewer near the start of a trajectory in its fragment, as in the
-            model.
+        burn_in: burn-in rows before them, fewer near the start of a trajectory in its fragment, as
+            in the model.
         directory: keep the rows in memory-mapped files of this folder, for buffers larger than
             memory. The files have no names and disappear with the process. None: in memory.
 
@@ -113,8 +113,8 @@ class ReplayBuffer:
 
         Raises:
             ValueError: The batch lacks obs or new_obs, its columns differ from those of earlier
-                batches, it has sequences where timesteps are stored, or it does not consist of
-                such items.
+                batches, it has sequences but the buffer stores timesteps, or it cannot be split
+                into the sequences or episodes that the buffer stores.
         """
         if self._sequences is None:
             self._ring.check(batch)
@@ -197,7 +197,7 @@ class ReplayBuffer:
         """Return the rows with these ids [B], which count from the first row ever stored.
 
         Raises:
-            KeyError: A row is not stored, or overwritten.
+            KeyError: A row was never stored, or has been overwritten.
         """
         self._flush()
         first, end = self._ring.num_added - len(self._ring), self._ring.num_added
@@ -219,7 +219,7 @@ class ReplayBuffer:
         return ring.read(slots, path[-1], rewards=rewards, n_steps=steps, **columns)
 
     def _draw(self, count: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Draw the slots [count] of items, and columns [count] of the draw."""
+        """Draw items; return their slots [count] and columns [count] to add to the batch."""
         if self._sequences is None:
             return self.rng.integers(0, len(self._ring), count), {}
         ids = self.item_ids()
@@ -272,8 +272,8 @@ class ReplayBuffer:
         """Restore the result of `state_dict` of a buffer with the same settings.
 
         Raises:
-            ValueError: The state has another kind of buffer, capacity or storage unit; nothing is
-                changed.
+            ValueError: The state is of another kind of buffer, or of one with other settings;
+                nothing is changed.
         """
         settings: dict[str, Any] = {"kind": type(self).__name__, "storage_unit": self.storage_unit}
         saved: dict[str, Any] = {"kind": state["kind"], "storage_unit": "timesteps"}

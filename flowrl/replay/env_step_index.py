@@ -33,7 +33,7 @@ class EnvStepIndex:
         return len(self._complete_slots)
 
     def check(self, policy_batches: Mapping[str, SampleBatch]) -> None:
-        """Check that rows have an env step.
+        """Check that the rows identify their env steps.
 
         Raises:
             ValueError: The rows of a policy have no `eps_id` and `t`, or exceed the capacity.

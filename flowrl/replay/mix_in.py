@@ -18,8 +18,8 @@ class MixInReplayBuffer(ReplayBuffer):
 
     Args:
         capacity: see ReplayBuffer.
-        replay_ratio: fraction of old items in a draw: 0 draws new items while there are enough, 1
-            draws uniformly from all items. Old items replace missing new ones.
+        replay_ratio: fraction of old items in a draw. 0 draws new items only, 1 draws uniformly
+            from all items. If new items run out, old ones replace them.
         settings: see ReplayBuffer.
 
     Raises:

@@ -26,7 +26,7 @@ from flowrl.replay.schema import (
 )
 from flowrl.replay.trajectories import SuccessorTable, sort_rows, split_final_observations
 
-POOLED_BYTES = 1 << 20  # outputs of this size reuse memory
+POOLED_BYTES = 1 << 20  # outputs of at least this size reuse memory
 
 
 class RingBuffer:
@@ -38,7 +38,7 @@ class RingBuffer:
     linked within their batch only.
 
     Args:
-        capacity: rows.
+        capacity: maximum number of rows.
         directory: keep the columns in files of this folder; None: in memory.
 
     Attributes:

@@ -12,7 +12,7 @@ from flowrl.data.sample_batch import SampleBatch
 
 OBS, NEXT_OBS = SampleBatch.OBS, SampleBatch.NEXT_OBS
 DONE_FLAGS = ("terminateds", "truncateds")
-NOT_STORED = ("unroll_id", "env_id", "infos")  # meaningless outside of their fragment
+NOT_STORED = ("unroll_id", "env_id", "infos")  # ids are unique in their fragment only
 
 _KINDS = {  # column -> numpy kinds of its dtype, their description
     **dict.fromkeys(DONE_FLAGS, ("b", "booleans")),
@@ -79,7 +79,7 @@ def _fits(leaf: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> bool:
 
 
 class ColumnSchema:
-    """Nests, shapes and dtypes of stored columns.
+    """Nested structures, shapes and dtypes of stored columns.
 
     Args:
         columns: name -> arrays [rows, …] of the column's leaves, without `new_obs`.

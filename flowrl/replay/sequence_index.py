@@ -33,7 +33,7 @@ class SequenceIndex:
         kind: "sequences" or "episodes".
         capacity: rows of the ring buffer.
         max_seq_len: maximum number of rows to learn from in a sequence.
-        burn_in: rows before those, fewer where the fragment has fewer.
+        burn_in: burn-in rows before them, fewer near the start of a trajectory in its fragment.
 
     Attributes:
         first: id of the oldest item.
@@ -63,7 +63,7 @@ class SequenceIndex:
         return batch.without_columns(*(n for n in batch if n == "seq_lens" or n.startswith(STATE)))
 
     def check(self, batch: SampleBatch) -> None:
-        """Check that a batch consists of such items.
+        """Check that a batch can be split into sequences or episodes.
 
         Raises:
             ValueError: The batch has no `eps_id`, is padded, has longer sequences than

@@ -25,7 +25,7 @@ class SuccessorTable:
     a place for one observation, numbered from `capacity` to 2 * capacity - 1.
 
     Args:
-        capacity: rows.
+        capacity: maximum number of rows.
     """
 
     def __init__(self, capacity: int):
@@ -63,7 +63,7 @@ class SuccessorTable:
         return final_slots
 
     def isolate(self, slots: np.ndarray) -> np.ndarray:
-        """Give each of these slots [n] its own final slot, without links; return those [n]."""
+        """Give each of these slots [n] its own final slot, without links; return the new slots."""
         self.next_slots[slots] = self.capacity + slots
         return self.capacity + slots
 

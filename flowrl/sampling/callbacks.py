@@ -21,7 +21,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def override(cls: type) -> Callable[[F], F]:
-    """Mark a method that overrides one of `cls`.
+    """Decorate a method that must override one of `cls`; checked when its class is defined.
 
     Raises:
         NameError: `cls` has no method of this name.
@@ -41,7 +41,7 @@ class DefaultCallbacks:
     """Base class of callbacks; every method does nothing. Override the ones that you need.
 
     Each worker creates one object. Arguments are passed by name, and later versions may add some:
-    end each signature in `**kwargs`. The calls of an episode are `on_episode_start`,
+    end each signature with `**kwargs`. The calls of an episode are `on_episode_start`,
     `on_episode_step` after each step, and `on_episode_end`. Overriding one of these or
     `on_sub_environment_created` does not change the sampled rows.
     """

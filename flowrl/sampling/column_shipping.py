@@ -36,7 +36,7 @@ class ColumnShipping:
         self._read: dict[PolicyID, set[str] | None] = {}  # None: all columns
 
     def prepare(self, batches: Mapping[PolicyID, SampleBatch]) -> dict[PolicyID, SampleBatch]:
-        """Return the batches by policy, with the unread columns left behind."""
+        """Return the batches by policy; columns that are not shipped become references."""
         ray: Any = sys.modules.get("ray") if self._remote else None
         if ray is not None and not ray.is_initialized():
             ray = None
@@ -65,7 +65,7 @@ class ColumnShipping:
         return SampleBatch.unchecked(columns, like=rows)
 
     def _columns_read(self, policy_id: PolicyID, rows: SampleBatch) -> set[str] | None:
-        """Return the columns that a policy reads of its first rows or requests by a view."""
+        """Return the columns that a policy reads in its first rows or requests by views."""
         policy = self._policy_map[policy_id]
         read = policy.columns_read(rows)
         if read is None and not self._collect_infos:

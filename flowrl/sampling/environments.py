@@ -1,4 +1,4 @@
-"""WorkerEnvironments: the environments of one RolloutWorker, opened from its settings."""
+"""WorkerEnvironments: the environments of one RolloutWorker, created from its settings."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class WorkerEnvironments:
             self.stepper = self.slots.vector_env
 
     def reopen(self) -> None:
-        """Replace the environments; the first episodes are those of a new worker."""
+        """Recreate the environments; their first episodes are seeded as in a new worker."""
         self.close()
         self._open()
 

@@ -1,4 +1,4 @@
-"""Episodes: the record of a running one, as callbacks get it, and metrics of a finished one."""
+"""MultiAgentEpisode: a running episode, passed to callbacks; EpisodeMetrics of a finished one."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class MultiAgentEpisode:
         return self._policy_ids[agent_id]
 
     def continue_from(self, previous: MultiAgentEpisode) -> None:
-        """Take the live agents of the episode before a soft horizon."""
+        """Continue with the live agents of the episode that a soft horizon ended."""
         self._next_index = previous._next_index
         for agent_id, record in previous.records.items():
             if record.alive:

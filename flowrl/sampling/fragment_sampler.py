@@ -1,4 +1,4 @@
-"""FragmentSampler: fragments of a worker's environments, their step counts and saved state."""
+"""FragmentSampler: sample fragments from a worker's environments, count steps, save state."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ class FragmentSampler:
     """Samples fragments in columns or row by row, synchronously or ahead of time.
 
     Args:
-        worker: its policies act and its callbacks are called; its lock is held while an item is
-            sampled.
-        envs: its environments.
+        worker: provides policies, callbacks and the lock, which is held while an item is sampled.
+        envs: the worker's environments.
         settings: the worker's settings.
         first_id: the first episode and unroll id.
     """
@@ -114,7 +113,7 @@ class FragmentSampler:
         return nested or row_views or policy.is_recurrent or callbacks
 
     def sample(self) -> SampleBatch | MultiAgentBatch:
-        """Return one fragment, or at least as many steps in whole episodes."""
+        """Return one fragment; with `complete_episodes`, whole episodes of at least its length."""
         sampler = self.sampler
         if self._settings.batch_mode == "truncate_episodes":
             return sampler.get_data()
@@ -169,7 +168,7 @@ class FragmentSampler:
         """
         returned = list(self._returned_steps)
         if self._settings.sample_async and self._source is not None:
-            returned[0] = self._source.env_steps  # counts the items that are lost
+            returned[0] = self._source.env_steps  # includes the items that are lost
         return {
             "num_envs": self._envs.slots.num_envs,
             "source": None if self._source is None else self._source.state_dict(),

@@ -12,7 +12,7 @@ def first_id(worker_index: int, restart_count: int) -> int:
 
 
 class IdCounter:
-    """An endless counter that shows its next value."""
+    """An endless counter; `next_id` is its next value."""
 
     __slots__ = ("next_id",)
 

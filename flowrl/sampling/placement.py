@@ -126,7 +126,7 @@ class Placement:
         return options
 
     def release(self, num_workers: int = 0) -> None:
-        """Release the resources of workers from `num_workers` on.
+        """Release the resources of the workers numbered `num_workers` and higher.
 
         A placement group is only released as a whole, after all its workers were removed.
         """

@@ -119,8 +119,8 @@ def policy_class_and_config(
 def _policy_settings(policy_class: type[Policy], config: Any) -> dict[str, Any]:
     """Return the settings of `config` that the policy's record has.
 
-    Of another class's record only explicitly set values count, so that the policy keeps its own
-    defaults.
+    From another class's record, only explicitly set values are used, so that the policy keeps its
+    own defaults.
     """
     known = policy_class.config_class.model_fields
     if isinstance(config, PolicyConfig):

@@ -26,7 +26,7 @@ class RemoteWorkers(Protocol):
         """Return a new actor that replaces a failed one."""
 
     def weights_for(self, index: int) -> Any | None:
-        """Return the weights that a worker must load before it samples."""
+        """Return the weights that a worker must load before it samples; None if it needs none."""
 
 
 class RolloutPool(ActorPool):
@@ -43,7 +43,7 @@ class RolloutPool(ActorPool):
         self._workers_of = workers
 
     def start(self) -> None:
-        # the set's own list: it sees the actors that replace failed ones
+        # the same list as the set's, so that the set sees the actors that replace failed ones
         self._handles = self._workers_of.remote_workers()
         self._incarnations = list(self._workers_of.restart_counts)
 

@@ -132,7 +132,7 @@ class RolloutWorker:
         return build_policy_map(specs, default_class, policy_config, self._envs.slots, mapping)
 
     def _seed_policies(self) -> None:
-        """Give each policy its place among the workers and a new random stream."""
+        """Set each policy's worker index, number of workers and random stream."""
         for policy_id, policy in self.policy_map.items():
             key = () if policy_id == DEFAULT_POLICY_ID else (policy_id,)
             policy.rng = random_stream(self._seed, "actions", self.worker_index, *key)
@@ -207,7 +207,7 @@ class RolloutWorker:
         return self._sampling.episode(episode_id)
 
     def items(self) -> Iterator[SampleBatch | MultiAgentBatch]:
-        """Return endless fragments; an exception does not end the iterator."""
+        """Return an endless iterator of fragments, which continues after an exception."""
         return iter(self.sample, None)
 
     def get_metrics(self) -> list[EpisodeMetrics]:
@@ -228,7 +228,8 @@ class RolloutWorker:
         call(self.callbacks.on_learn_on_batch, policy=policy, train_batch=rows, result=result)
 
     def learn_on_batch(self, batch: SampleBatch | MultiAgentBatch) -> dict[str, dict[str, float]]:
-        """Update every policy in the batch; return statistics by policy id."""
+        """Update every policy in the batch, regardless of `policies_to_train`; return statistics by
+        policy id."""
         with self.lock:
             return {
                 policy_id: self.policy_map[policy_id].learn_on_batch(rows)
@@ -344,7 +345,7 @@ class RolloutWorker:
         self._sampling.check_state(state)
 
     def restart(self) -> None:
-        """Reset to the state after construction: new environments, the first random streams."""
+        """Reset to the state after construction: new environments, the initial random streams."""
         self._sampling.stop_sampler()
         with self.lock:
             self._sampling.reset()
@@ -353,7 +354,7 @@ class RolloutWorker:
     # -- control -------------------------------------------------------------------------------
 
     def apply(self, fn: Callable[..., T], *args: Any) -> T:
-        """Return fn(worker, *args), run where the worker is."""
+        """Call fn(worker, *args) in the worker's process, and return the result."""
         return fn(self, *args)
 
     def stop(self) -> None:

@@ -47,7 +47,7 @@ class SamplerInput(ABC):
         """Return the next item.
 
         Raises:
-            Exception: whatever sampling raised, once; the next call continues.
+            Exception: an error that sampling raised, only once; the next call continues.
         """
 
     def get_metrics(self) -> list[EpisodeMetrics]:

@@ -12,7 +12,7 @@ from flowrl.sampling.ids import IdCounter
 
 
 class SamplingWorker(Protocol):
-    """What callbacks, episodes and sample collectors may use of a RolloutWorker."""
+    """The part of a RolloutWorker that callbacks, episodes and sample collectors may use."""
 
     config: Any
     worker_index: int

@@ -1,4 +1,4 @@
-"""Trajectories of single agents as lists of rows, and the views of one policy of them."""
+"""Trajectory: one agent's rows in lists; RowViews: one policy's views of trajectories."""
 
 from __future__ import annotations
 
@@ -24,12 +24,17 @@ DTYPES = {"rewards": np.float32, "terminateds": bool, "truncateds": bool}
 class Trajectory:
     """One agent's rows in one episode, as dicts.
 
-    observations: one more than values. values: the stored rows. rows: number of rows so far,
-    including dropped ones. begin: first row that is in no segment. dropped: number of rows dropped
-    from the front. times: env step of each row's action, and of the next one. ended: whether the
-    last row is terminated or truncated. sums: running discounted sum of rewards, for the reward
-    scaler. before: the trajectory that this one continues after a soft horizon. initial: initial
-    recurrent states.
+    Attributes:
+        observations: one more than `values`.
+        values: the stored rows.
+        rows: number of rows so far, including dropped ones.
+        begin: first row that is in no segment.
+        dropped: number of rows dropped from the front.
+        times: env step of each row's action, and of the next one.
+        ended: whether the last row is terminated or truncated.
+        sums: running discounted sum of rewards, for the reward scaler.
+        before: the trajectory that this one continues after a soft horizon.
+        initial: initial recurrent states.
     """
 
     __slots__ = (
@@ -93,7 +98,7 @@ class Trajectory:
             return [row.get(name, zero) for row in rows]
 
     def take_sums(self) -> None:
-        """Take the reward sums of the previous trajectory; all its rows are in batches."""
+        """Take over the reward sums of the previous trajectory, whose rows are all in batches."""
         if self.before is not None:
             self.before.take_sums()
             self.sums, self.before = self.before.sums, None
@@ -131,7 +136,7 @@ class Segment:
 
 
 class RowViews:
-    """The views of one policy of trajectories in lists."""
+    """One policy's views of trajectories that are stored as lists."""
 
     def __init__(self, policy: Policy):
         self.policy = policy
@@ -192,7 +197,7 @@ class RowViews:
         return self.zero(view)
 
     def before(self, view: View, trajectory: Trajectory, row: int) -> Any:
-        """Return a column's value at a row; for observations, the row may be the next one."""
+        """Return a column's value at a row, or its fill value outside of the stored rows."""
         if view.source == "obs":
             return trajectory.observations[max(row - trajectory.dropped, 0)]
         if not trajectory.dropped <= row < trajectory.rows:
@@ -207,8 +212,8 @@ class RowViews:
         return value if dtype is None else dtype(value)
 
     def base(self, view: View, segments: list[Segment]) -> tuple[Any, list[int]]:
-        """Return the values of a column that views of the segments may show, and the offset of each
-        segment. Recurrent states are followed by the trajectory's initial one."""
+        """Return the column values that a view of the segments may show, and the offset of each
+        segment in them. The initial recurrent state follows each segment's states."""
         values: list[Any] = []
         starts = []
         extra = 1 if view.source == "obs" else 0
@@ -225,7 +230,7 @@ class RowViews:
         return base, starts
 
     def positions(self, view: View, segment: Segment, start: int) -> np.ndarray:
-        """Return the positions of a view's rows of a segment in the base: [rows] or
+        """Return the indices in the base of the values that a view shows for a segment: [rows] or
         [rows, shifts]."""
         rows = np.arange(segment.begin, segment.end, view.repeat)
         first = max(segment.begin - self.lookback, segment.trajectory.dropped)

@@ -103,13 +103,13 @@ class TrajectoryViews:
         self.lookback = max((-min(view.shifts) for view in resolved), default=0)
         self.lookback = max(self.lookback, 0)
         self._history: dict[str, np.ndarray] = {}
-        self._known: dict[str, int] = {}  # recorded rows of the lookback, by column
+        self._known: dict[str, int] = {}  # number of recorded lookback rows, by column
         self._age = np.zeros(num_envs, np.int64)
 
     # -- during a fragment -------------------------------------------------------------------------
 
     def begin(self, age: np.ndarray) -> None:
-        """Start a fragment; `age` [N] are the timesteps of each episode before it."""
+        """Start a fragment; `age` [N] is the number of earlier timesteps of each episode."""
         self._age = age.copy()
         for name, array in self._history.items():
             array[: self.lookback] = array[self._length : self._length + self.lookback]
@@ -176,7 +176,7 @@ class TrajectoryViews:
 
         Args:
             times, envs: timestep in the fragment and environment of each observation, [m].
-            ages: timesteps of its episode before it, [m].
+            ages: number of earlier timesteps in its episode, [m].
             current: the observations.
         """
         inputs: dict[str, Any] = {}

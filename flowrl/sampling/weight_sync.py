@@ -77,7 +77,7 @@ class WeightSync:
         return {pid: policy.version for pid, policy in self._local_worker().policy_map.items()}
 
     def publish(self) -> None:
-        """Send a copy of the current weights until the next call.
+        """Copy the current weights; workers get this copy until the next call.
 
         A learner thread calls this after each update, because no other thread may read weights that
         it is changing.
@@ -86,7 +86,7 @@ class WeightSync:
             self._published = self._snapshot()
 
     def unpublish(self) -> None:
-        """Send the weights as they are at the time of sending; requires that no thread learns."""
+        """Drop the copy of `publish`: workers get the current weights. No thread may learn."""
         self._published = None
 
     def _snapshot(self) -> _Snapshot:
@@ -106,7 +106,7 @@ class WeightSync:
                 different nodes are counted.
 
         Returns:
-            An argument for `load_weights`; None if the worker needs nothing.
+            An argument for `load_weights`; None if the worker has the weights or is not selected.
         """
         versions = self.versions()
         if self._sent.get(index) == versions:
@@ -136,12 +136,12 @@ class WeightSync:
         self._selected = None
 
     def mark_synced(self, indices: Iterable[int]) -> None:
-        """Note that these workers have the current weights, because they learn, too."""
+        """Mark these workers, which learn themselves, as having the current weights."""
         for index in indices:
             self._sent[index] = self.versions()
 
     def forget(self, index: int) -> None:
-        """Note that a worker was replaced or has outdated weights."""
+        """Send the weights to a worker again: it was replaced, or its weights are outdated."""
         self._sent.pop(index, None)
 
     def invalidate(self) -> None:

@@ -50,7 +50,7 @@ class WorkerSet:
     Attributes:
         num_workers: number of remote workers.
         failed: remote workers that failed and are not replaced.
-        restart_counts: for each remote worker, how many workers with its index came before it.
+        restart_counts: for each remote worker, the number of earlier workers with its index.
         on_recreate: functions called before a failed worker is replaced.
         node: the Ray cluster node of this process; None without Ray.
         nodes: for each remote worker, the node of its latest fragment.
@@ -216,7 +216,7 @@ class WorkerSet:
             self._placement.reserve(before, count - before)
         self.num_workers = count
         known = len(self.restart_counts)
-        for index in range(before, min(count, known)):  # their random streams are used up
+        for index in range(before, min(count, known)):  # do not repeat their random streams
             self.restart_counts[index] += 1
         self.restart_counts += [0] * (count - known)
         if self._loaded is not None:
@@ -263,7 +263,7 @@ class WorkerSet:
         )
 
     def weights_for(self, index: int) -> Any | None:
-        """Return the weights that a remote worker must load before it samples; None if it has them.
+        """Return the weights that a remote worker must load before it samples, or None.
 
         The caller must send them: the worker counts as up to date afterwards.
         """
@@ -286,7 +286,7 @@ class WorkerSet:
     def state_dict(self) -> dict[str, Any]:
         """Return the sampling state of all workers; the policies' states are not included.
 
-        Waits for the remote workers; the entry of one that does not answer is None.
+        Waits up to 60 s for each remote worker; the entry of one that does not answer is None.
         """
         remote: list[Any] = [None] * self.num_workers
         if self._remote is None and self._loaded is not None:
@@ -315,7 +315,7 @@ class WorkerSet:
 
     @staticmethod
     def env_steps_in(state: dict[str, Any]) -> int:
-        """Return the env steps that all workers of a state have returned, past ones included."""
+        """Return the env steps that all workers in a state have returned, also removed workers."""
         workers = state["remote"] or [state["local"]]
         returned = [RolloutWorker.env_steps_in(worker) for worker in workers if worker is not None]
         return sum(returned) + int(state["env_steps_of_removed_workers"])
@@ -379,7 +379,7 @@ class WorkerSet:
     # -- use -----------------------------------------------------------------------------------
 
     def foreach_worker(self, fn: Callable[[RolloutWorker], T]) -> list[T]:
-        """Return fn(worker) of every worker: the local one first, then the remote ones in order."""
+        """Return fn(worker) for every worker: the local one first, then the remote ones."""
         results = [fn(self.local_worker())]
         if self.remote_workers():
             import ray
@@ -388,7 +388,8 @@ class WorkerSet:
         return results
 
     def parallel_iterator(self) -> ParallelIterator[Any]:
-        """Return endless fragments: one shard per remote worker, or one of the local worker."""
+        """Return an endless stream of fragments: one shard per remote worker, or one of the local
+        worker."""
         if self._pool is None:
             if self.num_workers:
                 self._pool = RolloutPool(self, self.config.recreate_failed_workers)

@@ -21,8 +21,8 @@ from flowrl.iter.stage import (
 from flowrl.iter.stages.unary import Transform
 from flowrl.iter.waiting import Signal
 
-MAX_STAR_ITEMS = 100  # of a "*" branch per turn, before the other branches
-MAX_DROPPED = 100  # items dropped in one pull, before the siblings of the union
+MAX_STAR_ITEMS = 100  # items of a "*" branch per turn
+MAX_DROPPED = 100  # items dropped in one pull, before the siblings of the union may run
 
 ONE = 1 - 1e-9  # a full credit: ten times 0.1 is less than 1 by rounding
 
@@ -46,7 +46,7 @@ class Union(Stage):
             dropped. None: all.
 
     Raises:
-        ValueError: wrong weights, or a `transform` in a branch that must be able to pause.
+        ValueError: invalid weights, or a `transform` in a branch that must be able to pause.
     """
 
     name = "union"
@@ -76,7 +76,7 @@ class Union(Stage):
             [stage for stage in walk(branch) if isinstance(stage, DuplicateChild)]
             for branch in branches
         ]
-        self._items_taken = [0] * len(branches)  # from the children above
+        self._items_taken = [0] * len(branches)  # from `_children`, at the last call
         self._credit = [0.0] * len(branches)  # items a branch may return; negative after lending
         self._done = [False] * len(branches)
         self._turn = -1
@@ -85,7 +85,7 @@ class Union(Stage):
         self._last: Stage | None = None
 
     def pull(self, block: bool) -> Any:
-        idle: set[int] = set()  # branches that were not ready since another one progressed
+        idle: set[int] = set()  # branches that were not ready since any branch last progressed
         dropped = 0
         self._kept_turn, self._yielded = None, False
         while not all(self._done):
@@ -158,7 +158,7 @@ class Union(Stage):
         return before != self._items_taken[index]
 
     def _keeps_turn(self, turn: int) -> bool:
-        """Return whether a branch that is not ready waits for nothing its siblings provide."""
+        """Return whether a branch that is not ready waits for workers only, not for siblings."""
         if self._stars[turn]:
             return False
         waits = self.parents[turn].waits()

@@ -19,7 +19,7 @@ class Batch(Stage):
     """Return lists of `size` items; the last one may be shorter."""
 
     name = "batch"
-    yields_lists = True  # not if an item has several sources, or none
+    yields_lists = True  # except if an item has several sources or none
 
     def __init__(self, parent: Stage, size: int):
         if not isinstance(size, int) or size < 1:

@@ -79,7 +79,7 @@ class ForEachWithHooks(ForEach):
         if self._ready is None:
             return True
         room = bool(self._call_hook(self._ready))
-        if room == self._full:  # it has changed
+        if room == self._full:  # the operator became full or not full
             now = time.perf_counter()
             if room:
                 self._backpressure_s += now - self._full_since
@@ -299,7 +299,7 @@ class Transform(Stage):
         self._waiter = Waiter()
 
     def next_item(self) -> Any:
-        """Return the next item of the parent; block until it is there."""
+        """Return the next item of the parent; block until one is ready."""
         while True:
             self._waiter.clear()
             item = self._pull_up(True)

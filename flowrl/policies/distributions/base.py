@@ -10,7 +10,7 @@ from gymnasium import spaces
 
 
 class ActionDistribution:
-    """Base class.
+    """Base class of action distributions.
 
     Args:
         inputs: model outputs [B, num_inputs].

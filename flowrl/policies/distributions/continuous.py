@@ -109,7 +109,7 @@ class SquashedGaussian(DiagGaussian):
     def from_noise(
         inputs: np.ndarray, noise: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the actions that belong to standard normal noise.
+        """Return the actions sampled with the given standard normal noise.
 
         Args:
             inputs: model outputs [B, 2 d].

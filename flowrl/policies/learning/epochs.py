@@ -14,7 +14,7 @@ Stats = dict[str, float]
 
 
 class LearningPolicy(Protocol):
-    """What `run_epochs` needs of a policy."""
+    """The part of a policy that `run_epochs` uses."""
 
     def learn_on_batch(self, batch: SampleBatch) -> Stats: ...
     def end_epoch(self, batch: SampleBatch, stats: Stats) -> bool: ...
@@ -31,7 +31,7 @@ def run_epochs(
     """Update a policy in several passes over a batch; see Policy.learn_on_minibatches.
 
     Args:
-        policy: its `end_epoch` may stop early.
+        policy: the policy to update; its `end_epoch` may stop early.
         minibatches: (batch, size) -> the minibatches of one pass.
         batch: the rows.
         num_sgd_iter: passes.

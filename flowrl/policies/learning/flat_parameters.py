@@ -18,14 +18,14 @@ class FlatParameters:
 
     The optimizer step, the norm of the gradient and copies of the weights are single operations.
     Matrices keep their shape but are stored transposed, so that the forward pass reads them in
-    memory order. The `grad` of each parameter is a view of `gradient`, so optimizers of some
-    parameters work, too.
+    memory order. The `grad` of each parameter is a view of `gradient`, so an optimizer of
+    only some parameters works, too.
 
     Args:
         module: its parameters are replaced by views of `vector`.
 
     Attributes:
-        names, parameters: of the module, in order.
+        names, parameters: names and tensors of the module's parameters, in order.
         vector: all parameters [n], float32.
         gradient: their gradients [n], float32.
 
@@ -108,7 +108,7 @@ def _piece(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 class FlatAdam:
-    """Adam (Kingma & Ba 2015, algorithm 1, in the order of its section 2) on one vector.
+    """Adam (Kingma & Ba 2015, algorithm 1, reordered as in section 2) on one vector.
 
     A step takes a few torch calls, independent of the number of layers. `param_groups` and
     `state_dict()` have the same structure as those of torch.optim.

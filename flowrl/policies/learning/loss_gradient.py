@@ -20,7 +20,7 @@ class LossGradient:
     """Writes the gradient of a policy's loss into `policy.flat.gradient`.
 
     Args:
-        policy: has the loss.
+        policy: the policy whose loss is differentiated.
         parameters: for each optimizer, the parameters that it updates.
         kernel: computes the gradient instead of autograd; None if there is none.
 
@@ -111,8 +111,8 @@ class LossGradient:
         return {**stats, "grad_norm": norm}
 
     def clip(self, norm: float) -> None:
-        """Clip the gradient, which has this norm, as the settings `grad_clip` and `grad_clip_by`
-        say."""
+        """Clip the gradient, whose norm is `norm`, by the settings `grad_clip` and
+        `grad_clip_by`."""
         config, flat = self._policy.config, self._policy.flat
         limit = config.grad_clip
         if limit is None:

@@ -1,4 +1,4 @@
-"""What a learner requires of the policy that it updates, and of a process group."""
+"""Protocols: the parts of a policy and of a process group that a learner uses."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ProcessGroup(Protocol):
 
 
 class TrainablePolicy(Protocol):
-    """The network, the loss, and hooks; see TorchPolicy."""
+    """The part of a TorchPolicy that a learner uses: network, loss and hooks."""
 
     config: Any
     model: ModelV2

@@ -35,7 +35,7 @@ class TorchLearner:
     Attributes:
         optimizers: one for each loss.
         num_updates: optimizer steps so far.
-        num_skipped_updates: updates left out because they were not finite.
+        num_skipped_updates: updates skipped because they were not finite.
         process_group: the processes that learn together; None if this process learns alone.
         kernel: computes the gradient instead of autograd; None if there is none.
         gradient: the LossGradient.
@@ -47,7 +47,7 @@ class TorchLearner:
 
     def __init__(self, policy: TrainablePolicy):
         self.policy = policy
-        # apart from shuffle_rng, from which all processes of a group draw the same minibatches
+        # not shuffle_rng: all processes of a group draw the same minibatches from that one
         self.rng = random_stream(policy.config.seed, "policy", "learning")
         optimizers = policy.make_optimizer()
         self.optimizers: list[Any] = (
@@ -171,8 +171,8 @@ class TorchLearner:
         return stats
 
     def skip_nonfinite(self, update: Callable[[Any], Stats], batch: SampleBatch | None) -> Stats:
-        """Return update(batch); if it is not finite, undo it, and raise or skip as the setting
-        `on_nonfinite_update` says."""
+        """Return update(batch). On a FloatingPointError, restore the model's buffers, then raise it
+        or skip the update, by the setting `on_nonfinite_update`."""
         buffers = [(buffer, buffer.clone()) for buffer in self._buffers]
         try:
             with self._seeded():
@@ -185,7 +185,7 @@ class TorchLearner:
             return {}
 
     def step(self, grad_norm: float) -> None:
-        """Clip the gradient, which has this norm, and step the optimizers."""
+        """Clip the gradient, whose norm is `grad_norm`, and step the optimizers."""
         self.gradient.clip(grad_norm)
         for optimizer in self.optimizers:
             optimizer.step()
@@ -238,7 +238,7 @@ class TorchLearner:
         self.gradient.row_stats.append(row_stats)
 
     def mean_over_group(self, value: float | None) -> float | None:
-        """Return the mean of a number over the processes that have it, equal on all of them."""
+        """Return the mean of a number over the processes that have one, the same on all of them."""
         return value if self.process_group is None else self.process_group.mean(value)
 
     def standardize(self, values: torch.Tensor) -> torch.Tensor:
@@ -253,7 +253,10 @@ class TorchLearner:
         return (values - mean) / (std + 1e-8)
 
     def columns_read(self, batch: SampleBatch) -> set[str] | None:
-        """Return the columns that a call of the loss and the hooks reads; None if it fails."""
+        """Return the columns that the loss, `end_epoch` and `end_learning` read in a trial call.
+
+        None if the call fails or the model uses burn-in.
+        """
         policy: Any = self.policy
         tracked = TrackedBatch(batch)
         group, self.process_group = self.process_group, None

@@ -60,8 +60,8 @@ def make_model(
         config: the settings.
         free_log_std: the second half of the outputs is a parameter.
         rng: generator of the initial weights.
-        outputs_per_action: outputs of each action, which a mask masks together. Outputs after
-            those of all actions are not masked.
+        outputs_per_action: number of outputs of each action, which are masked together. Outputs
+            after those of all actions are not masked.
         use_numpy: allow networks that act with numpy, whose layers cannot be replaced later.
 
     Raises:

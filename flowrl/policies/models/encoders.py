@@ -21,10 +21,10 @@ NATURE_FILTERS = [[32, 8, 4], [64, 4, 2], [64, 3, 1]]  # Mnih et al. 2015
 SMALL_FILTERS = [[16, 3, 1], [32, 3, 2]]
 TINY_FILTERS = [[16, 3, 1], [32, 3, 1]]  # strides would lose positions in so small an image
 
-# shortest side [pixels] …
-MIN_NATURE_SIDE = 36  # … for NATURE_FILTERS
-MIN_SMALL_SIDE = 16  # … for SMALL_FILTERS
-MIN_IMAGE_SIDE = 7  # … of an array with three axes that counts as an image
+# minimum of the shortest side [pixels]
+MIN_NATURE_SIDE = 36  # for NATURE_FILTERS
+MIN_SMALL_SIDE = 16  # for SMALL_FILTERS
+MIN_IMAGE_SIDE = 7  # for an array with three axes to count as an image
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "tanh": nn.Tanh,

@@ -257,8 +257,9 @@ class RecurrentNetwork(ModelV2):
         self, inputs: Mapping[str, Any]
     ) -> tuple[np.ndarray, np.ndarray | None, list[np.ndarray]]:
         parameters = self._numpy
-        if parameters is None:  # one step of a small network in torch is mostly dispatch overhead
+        if parameters is None:
             return super().compute_outputs(inputs)
+        # one step of a small network in torch would be mostly dispatch overhead
         observations = flatten_numpy(self.obs_space, inputs["obs"])
         extra = []
         if self.model_config.lstm_use_prev_action:

@@ -21,8 +21,8 @@ from flowrl.policies.models.encoders import (
 
 
 def shares_layers(config: ModelConfig, obs_space: spaces.Space) -> bool:
-    """Return whether policy and value share a network: `vf_share_layers`, by default if the
-    observation has images."""
+    """Return whether policy and value share a network: `vf_share_layers`; if that is None, whether
+    the observation has images."""
     shared = config.vf_share_layers
     return has_image(obs_space) if shared is None else shared
 

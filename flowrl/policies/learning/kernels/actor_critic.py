@@ -56,8 +56,8 @@ class ActorCriticKernel:
     def _q_and_gradient(
         self, obs: np.ndarray, actions: np.ndarray, num_critics: int | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the least value [B] that the first critics give actions [B, d], and its gradient
-        with respect to the actions [B, d]; the latter is valid until the next call."""
+        """Return the minimum Q-value [B] over the first `num_critics` critics (None: all), and its
+        gradient with respect to the actions [B, d], which is valid until the next call."""
         critics, inputs = self._critics[:num_critics], _critic_inputs(obs, actions)
         size = obs.shape[1]
         if len(critics) == 1:

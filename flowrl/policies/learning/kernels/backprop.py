@@ -1,4 +1,4 @@
-"""Backpropagation through fully connected networks with numpy, without autograd or within it."""
+"""Backpropagation through fully connected networks with numpy, instead of autograd or inside it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flowrl.policies.models.fcnet import FullyConnectedNetwork
 
 _threshold_backward = torch.ops.aten.threshold_backward.grad_input
 
-SPARSE_ROWS = 0.75  # rows without a gradient are left out if fewer than this share have one
+SPARSE_ROWS = 0.75  # skip rows with zero gradient if fewer than this share have another
 
 
 class Backprop:
@@ -59,11 +59,11 @@ class Backprop:
         return activations
 
     def backward(self, d_outputs: np.ndarray, d_values: np.ndarray | None = None) -> None:
-        """Write the gradient of a loss into the gradients of the parameters that it depends on.
+        """Write the gradient of a loss into the `grad` of the parameters that it depends on.
 
         Args:
             d_outputs: gradient with respect to the outputs of the last forward pass, [B, n].
-            d_values: gradient with respect to its values, [B]; None if the loss has none.
+            d_values: gradient with respect to its values, [B]; None if the loss does not use them.
         """
         gradient = self._heads[0].backward(self._activations[0][-1], d_outputs)
         if d_values is not None:
@@ -85,7 +85,7 @@ class Backprop:
     def input_gradient(self, d_outputs: np.ndarray, rows: np.ndarray | slice) -> np.ndarray:
         """Return the gradient with respect to the features of some rows, [n, size].
 
-        It is valid until the next call. Gradients of parameters do not change.
+        The result is valid until the next call. Gradients of parameters do not change.
 
         Args:
             d_outputs: gradient with respect to these rows' outputs, [n, outputs].
@@ -209,8 +209,8 @@ def outputs_by_numpy(
 ) -> torch.Tensor:
     """Return a network's outputs [B, n] for features [B, size], differentiable by autograd.
 
-    The products of matrices are numpy's, which are faster than torch's on many processors; those
-    that no gradient needs are left out.
+    Matrix products use numpy, which is faster than torch on many processors; products that no
+    gradient needs are skipped.
 
     Args:
         network: one that numpy computes (see `uses_numpy`).

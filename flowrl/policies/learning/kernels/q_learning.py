@@ -14,7 +14,7 @@ from flowrl.policies.q_values import QValues, TDLoss, dueling_numpy
 
 
 class LossGradient(NamedTuple):
-    """A loss, and its gradient with respect to what the network predicts, [B, …] per row."""
+    """A loss, and its gradients: of Q-values [B], or of the actions' atom logits [B, atoms]."""
 
     loss: TDLoss
     gradients: np.ndarray
@@ -75,7 +75,7 @@ def loss_and_gradients(
     values = outputs if state_values is None else dueling_numpy(outputs, state_values)
     q = values[rows, actions]
     errors = q - targets
-    gradients = np.clip(errors, -1.0, 1.0)  # g of the Huber loss, which equals g (e - g / 2)
+    gradients = np.clip(errors, -1.0, 1.0)  # the Huber loss is g (e - g / 2) for g = clip(e)
     losses = gradients * (errors - 0.5 * gradients)
     return LossGradient(TDLoss(losses, q, errors), gradients)
 
@@ -86,7 +86,7 @@ def output_gradients(
     """Return gradients with respect to the outputs [B, num_outputs] and the state values [B].
 
     Args:
-        q_function: what the outputs mean.
+        q_function: interprets the outputs.
         gradients: see LossGradient.
         actions: [B].
     """

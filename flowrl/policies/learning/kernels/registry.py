@@ -1,4 +1,4 @@
-"""Which kernel computes the gradient of which policy's loss."""
+"""Registry of kernels: find the one that computes a policy's loss and gradient."""
 
 from __future__ import annotations
 
