@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.data import SampleBatch
+from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.iter import Source
 from flowrl.iter.ray_runtime import leave_ray, start_ray
 from flowrl.learners.learner import (
@@ -85,6 +85,7 @@ class LearnerActor:
         global_vars: dict[str, Any],
         num_sgd_iter: int | None,
         sgd_minibatch_size: int | None,
+        clip_minibatch_size: bool,
     ) -> tuple[Updates, bytes | None]:
         """Learn from this learner's share of the rows, together with the group.
 
@@ -101,7 +102,7 @@ class LearnerActor:
             sources,
             num_sgd_iter,
             sgd_minibatch_size,
-            is_multi_agent=len(rows) > 1,
+            clip_minibatch_size,
         )
         updated = {policy_id: self.policies[policy_id] for policy_id in rows}
         return updates, learning_state(updated) if self._is_first else None
@@ -159,14 +160,19 @@ class LearnerGroup(Learner):
         for attempt in range(MAX_ATTEMPTS):
             if self._stopped:
                 raise RuntimeError("the learners were stopped")
-            self._prepare_actors()
+            loads = self._prepare_actors()
             rows_ref = ray.put(rows)
-            options = dict(self.workers.global_vars), self.num_sgd_iter, self.sgd_minibatch_size
-            refs = [
-                actor.update.remote(rows_ref, batch.sources, *options) for actor in self._actors
-            ]
+            arguments = (
+                rows_ref,
+                batch.sources,
+                dict(self.workers.global_vars),
+                self.num_sgd_iter,
+                self.sgd_minibatch_size,
+                isinstance(batch, MultiAgentBatch),
+            )
+            refs = [actor.update.remote(*arguments) for actor in self._actors]
             try:
-                replies = _get_all_or_first_error(refs)
+                replies = _get_all_or_first_error([*loads, *refs])[len(loads) :]
             except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError) as error:
                 self._kill_actors()  # the others wait for the dead one
                 cause = getattr(error, "cause", error)
@@ -198,21 +204,26 @@ class LearnerGroup(Learner):
         }
         return {**versions, "": self.workers.weight_sync.num_invalidations}
 
-    def _prepare_actors(self) -> None:
-        """Start the actors, or send them the local policies if those have changed."""
+    def _prepare_actors(self) -> list[Any]:
+        """Start the actors, or send them the local policies if those have changed.
+
+        Returns:
+            ray.ObjectRefs of the actors' replies, which raise if loading failed.
+        """
         import ray
 
         from flowrl.learners.process_group import learning_state
 
         worker = self.workers.local_worker()
         versions = self._local_versions()
+        loads: list[Any] = []
         if not self._actors:
             self._start_actors()
         elif versions != self._actor_versions:
             state = ray.put(learning_state(worker.policy_map))
-            for actor in self._actors:
-                actor.set_learning_state.remote(state)
+            loads = [actor.set_learning_state.remote(state) for actor in self._actors]
         self._actor_versions = versions
+        return loads
 
     def _start_actors(self) -> None:
         import ray

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+from flowrl.data import MultiAgentBatch
 from flowrl.iter import Source
 from flowrl.learners.actors import TIMEOUT_S, check_distributable
 from flowrl.learners.learner import (
@@ -136,7 +137,7 @@ class LearnOnWorker:
                 (source,),
                 self._num_sgd_iter,
                 self._sgd_minibatch_size,
-                is_multi_agent=len(rows) > 1,
+                clip_minibatch_size=isinstance(fragment, MultiAgentBatch),
             )
         except ProcessGroupError as error:
             raise ProcessGroupError(str(error), self._leave_group(worker)) from None

@@ -145,7 +145,7 @@ class LocalLearner(Learner):
                 batch.sources,
                 self.num_sgd_iter,
                 self.sgd_minibatch_size,
-                is_multi_agent=isinstance(batch, MultiAgentBatch),
+                clip_minibatch_size=isinstance(batch, MultiAgentBatch),
                 on_learn=worker.on_learn_on_batch,
             )
 
@@ -188,7 +188,7 @@ def update_policies(
     sources: Iterable[Source],
     num_sgd_iter: int | None,
     sgd_minibatch_size: int | None,
-    is_multi_agent: bool,
+    clip_minibatch_size: bool,
     on_learn: OnLearn | None = None,
 ) -> Updates:
     """Update policies from their rows.
@@ -198,7 +198,7 @@ def update_policies(
         rows: policy id -> the rows that it learns from.
         sources: fragments that the rows come from.
         num_sgd_iter, sgd_minibatch_size: see Learner.
-        is_multi_agent: reduce a minibatch size that exceeds a policy's rows instead of raising.
+        clip_minibatch_size: reduce a minibatch size that exceeds a policy's rows, do not raise.
         on_learn: see OnLearn.
     """
     sources = tuple(sources)
@@ -208,7 +208,7 @@ def update_policies(
         size = sgd_minibatch_size
         if size is None:
             size = policy.config.sgd_minibatch_size
-        if is_multi_agent or sgd_minibatch_size is None:
+        if clip_minibatch_size or sgd_minibatch_size is None:
             size = min(size, batch.count)
         callback_stats: dict[str, float] = {}
         lags = policy_lags(policy_id, policy.version, sources)

@@ -151,7 +151,10 @@ class LearnerThread:
     # -- lifecycle -------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread; wait until an earlier one has finished its last update."""
+        if self._stopping and self._thread is not None:
+            self._thread.join()
+            self._thread = None
         if self._thread is None:
             self._stopping = False
             self.learner.start()
@@ -164,14 +167,16 @@ class LearnerThread:
         return self._thread is not None and self._thread.is_alive()
 
     def stop(self) -> None:
-        """Stop the thread after the running update."""
-        thread, self._thread = self._thread, None
+        """Stop the thread after the running update; wait for that at most JOIN_TIMEOUT_S."""
+        thread = self._thread
         if thread is not None:
             self._stopping = True
             self._stop_signal.fire()
         self.learner.stop()  # so that the thread does not wait for actors
         if thread is not None:
             thread.join(JOIN_TIMEOUT_S)
+            if not thread.is_alive():
+                self._thread = None
             self.workers.weight_sync.unpublish()
 
     def _run(self) -> None:

@@ -14,7 +14,7 @@ from flowrl.algorithms.ddppo import DDPPO, DDPPOConfig
 from flowrl.algorithms.dqn import DQNConfig
 from flowrl.algorithms.impala import IMPALAConfig
 from flowrl.algorithms.ppo import PPO, PPOConfig, PPOTorchPolicy
-from flowrl.data import SampleBatch
+from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.iter import LocalIterator
 from flowrl.iter.errors import ShardFailedError
 from flowrl.ops import (
@@ -182,6 +182,22 @@ def test_error_of_a_learner_is_raised_in_the_plan():
         stream = LocalIterator([batch]).for_each(operator)
         with stream, pytest.raises(KeyError, match="advantages"):
             next(stream)
+
+
+@pytest.mark.slow
+def test_minibatch_of_a_multi_agent_batch_is_reduced_as_in_a_local_learner():
+    config = make_config(A2CConfig, train_batch_size=50)
+    minibatches = {"num_sgd_iter": 1, "sgd_minibatch_size": 1000}
+    with config.build() as algorithm:
+        (rows,) = ParallelRollouts(algorithm.workers).take(1)
+        batch = MultiAgentBatch({"default_policy": rows}, rows.count)
+        for operator in (
+            TrainOneStep(algorithm.workers, **minibatches),
+            MultiGPUTrainOneStep(algorithm.workers, num_learners=2, **minibatches),
+        ):
+            with LocalIterator([batch]).for_each(operator) as stream:
+                ((_, info),) = stream.take(1)
+            assert np.isfinite(info["default_policy"]["learner_stats"]["total_loss"])
 
 
 @pytest.mark.slow

@@ -182,6 +182,32 @@ def test_restore_stops_the_learner_thread(tmp_path):
         assert algorithm.train()["training_iteration"] == 2
 
 
+def test_restarted_learner_waits_for_an_update_that_outlasts_stop(monkeypatch):
+    monkeypatch.setattr("flowrl.learners.thread.JOIN_TIMEOUT_S", 0.05)
+    with a2c_config().build() as algorithm:
+        (batch,) = sample_batches(algorithm, 1)
+        policy, running, finish = algorithm.get_policy(), threading.Event(), threading.Event()
+        learn = policy.learn_on_minibatches
+
+        def slow(*args):
+            running.set()
+            finish.wait(10)
+            return learn(*args)
+
+        policy.learn_on_minibatches = slow
+        learner = LearnerThread(algorithm.workers)
+        learner.inqueue.put(batch)
+        learner.start()
+        assert running.wait(10)
+        learner.stop()
+        threading.Timer(0.2, finish.set).start()
+        learner.start()
+        names = [thread.name for thread in threading.enumerate()]
+        assert names.count("flowrl-learner") == 1
+        assert finish.is_set()
+        learner.stop()
+
+
 def test_queues_of_the_learner_are_bounded():
     with a2c_config().build() as algorithm:
         batch = sample_batches(algorithm, 1)[0]
