@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from flowrl.cli.saved_run import CHECKPOINTS, newest_checkpoint
+from flowrl.cli.saved_run import newest_checkpoint
 from flowrl.data.checkpoint import CheckpointError, read_checkpoint, read_manifest
+from flowrl.trainer.checkpoint_loading import CHECKPOINTS
 
 
 def checkpoint_command(arguments: list[str]) -> int:

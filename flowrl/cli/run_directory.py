@@ -2,7 +2,8 @@
 
 config.json, stop.json, command.txt, plan.txt (the plan as a tree), plan.py (its source),
 versions.json, progress.csv and result.json (one line per iteration), TensorBoard events, and
-checkpoints/NUMBER, where NUMBER is the iteration. progress.csv has the columns of the first result.
+checkpoints/NUMBER, where NUMBER is the iteration. progress.csv is written again if a result has new
+columns.
 """
 
 from __future__ import annotations
@@ -18,19 +19,16 @@ import re
 import shlex
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from flowrl.cli.saved_run import (
-    CHECKPOINTS,
-    best_checkpoint,
-    list_checkpoints,
-    settings_to_json,
-)
+from flowrl.cli.saved_run import best_checkpoint, settings_to_json
 from flowrl.data.checkpoint import remove_checkpoint
 from flowrl.settings import ConfigError
+from flowrl.trainer.checkpoint_loading import CHECKPOINTS, list_checkpoints
 from flowrl.trainer.metric_names import flatten_result, metric_value
 
 
@@ -47,19 +45,22 @@ class RunDirectory:
 
     def __init__(self, path: Path, resume: bool = False):
         self.path = path
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            if not resume:
-                self._check_unused()
-            self._lock = os.open(path, os.O_RDONLY)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            results = self._read_results() if resume else []
-            self._result_file = open(path / ".result.json", "w")  # noqa: SIM115
-            self._progress_file = open(path / ".progress.csv", "w", newline="")  # noqa: SIM115
-        except BlockingIOError as error:
-            raise ConfigError(f"run_dir: {path} is in use by another process") from error
-        except OSError as error:
-            raise ConfigError(f"run_dir: cannot write {path}: {error.strerror}") from error
+        with ExitStack() as on_error:
+            try:
+                path.mkdir(parents=True, exist_ok=True)
+                if not resume:
+                    self._check_unused()
+                self._lock = os.open(path, os.O_RDONLY)
+                on_error.callback(os.close, self._lock)
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                results = self._read_results() if resume else []
+                self._result_file = open(path / ".result.json", "w")  # noqa: SIM115
+                self._progress_file = open(path / ".progress.csv", "w+", newline="")  # noqa: SIM115
+            except BlockingIOError as error:
+                raise ConfigError(f"run_dir: {path} is in use by another process") from error
+            except OSError as error:
+                raise ConfigError(f"run_dir: cannot write {path}: {error.strerror}") from error
+            on_error.pop_all()
         self._reported_write_error = False
         self._columns: list[str] = []
         self._tensorboard: Any = None
@@ -200,13 +201,23 @@ class RunDirectory:
         self._result_file.write(json.dumps(_result_to_json(result), allow_nan=False) + "\n")
         self._result_file.flush()
         row = dict(flatten_result(result))
-        writer = csv.writer(self._progress_file)
-        if not self._columns:
-            self._columns = list(row)
-            writer.writerow(self._columns)
-        writer.writerow([row.get(column, "") for column in self._columns])
+        new_columns = [column for column in row if column not in self._columns]
+        if new_columns:
+            self._add_columns(new_columns)
+        csv.writer(self._progress_file).writerow([row.get(name, "") for name in self._columns])
         self._progress_file.flush()
         return row
+
+    def _add_columns(self, columns: list[str]) -> None:
+        """Write progress.csv again with additional columns, empty in the existing rows."""
+        file = self._progress_file
+        file.seek(0)
+        rows = list(csv.reader(file))[1:]
+        file.seek(0)
+        file.truncate()
+        self._columns += columns
+        empty = [""] * len(columns)
+        csv.writer(file).writerows([self._columns, *(row + empty for row in rows)])
 
     def close(self) -> None:
         """Close the files and release the lock."""

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.cli.arguments import mapping
-from flowrl.cli.saved_run import read_command, read_config
+from flowrl.cli.saved_run import newest_checkpoint, read_command, read_config
 from flowrl.cli.stop_rules import add_stop_options
+from flowrl.data.checkpoint import read_manifest
 from flowrl.settings import ConfigError
+from flowrl.trainer.registry import algorithm_names, algorithm_path
 
 
 def plan_config(plan: str) -> Any:
@@ -135,12 +137,29 @@ def config_of_run(run_dir: Path, plan: str | None = None) -> tuple[Any, str | No
         _, config = parse_algorithm_run(command[command.index("train") + 1 :])
         return config.updated(**settings), None
     name = settings.get("plan") if plan is None else plan
+    algorithm = _saved_algorithm(run_dir) if plan is None else None
     if not isinstance(name, str):
-        raise ConfigError("config.json names no plan")
+        if algorithm is None:
+            raise ConfigError(f"{run_dir}: the run has neither a plan nor a registered algorithm")
+        return algorithm_config(algorithm, settings), None
     config = plan_config(name)
+    # a YAML file may run a registered algorithm with the plan of another one
+    if algorithm is not None and algorithm_path(algorithm) != config.algorithm:
+        return algorithm_config(algorithm, settings), None
     if any(flag.startswith("--policies.") for flag in command):  # config.json has no PolicySpecs
         _, config = _parse(name, config, command[command.index("train") + 2 :])
     return config.updated(**settings), name
+
+
+def _saved_algorithm(run_dir: Path) -> str | None:
+    """Return the name of the registered algorithm that wrote the newest checkpoint of a run."""
+    from flowrl.data.checkpoint import CheckpointError
+
+    try:
+        path = read_manifest(newest_checkpoint(run_dir))["algorithm"]
+    except (CheckpointError, ConfigError, KeyError):
+        return None
+    return next((name for name in algorithm_names() if algorithm_path(name) == path), None)
 
 
 def absolute_plan(plan: str) -> str:

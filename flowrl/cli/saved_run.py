@@ -13,8 +13,8 @@ import numpy as np
 
 from flowrl.data.checkpoint import CheckpointError, is_checkpoint, read_manifest
 from flowrl.settings import ConfigError
+from flowrl.trainer.checkpoint_loading import list_checkpoints
 
-CHECKPOINTS = "checkpoints"
 _CODE = "__code__"  # key that marks a setting that is code, which the plan file contains
 
 
@@ -76,13 +76,6 @@ def _contains_code(value: Any) -> bool:
     if isinstance(value, dict):
         return set(value) == {_CODE} or any(map(_contains_code, value.values()))
     return isinstance(value, list) and any(map(_contains_code, value))
-
-
-def list_checkpoints(run_dir: Path) -> list[Path]:
-    """Return the complete checkpoints of a run, oldest first."""
-    folder = run_dir / CHECKPOINTS
-    paths = [path for path in folder.iterdir() if path.name.isdecimal()] if folder.is_dir() else []
-    return sorted(path for path in paths if (path / "manifest.json").exists())
 
 
 def best_checkpoint(checkpoints: list[Path], order: str = "max") -> Path | None:
@@ -148,5 +141,5 @@ def find_checkpoint(run_dir: Path, name: str | None) -> Path:
 
 def last_intact_checkpoint(run_dir: Path, before: Path) -> Path | None:
     """Return the newest undamaged checkpoint of a run that is older than a damaged one."""
-    older = [path for path in list_checkpoints(run_dir) if path < before]
+    older = [path for path in list_checkpoints(run_dir) if int(path.name) < int(before.name)]
     return next((path for path in reversed(older) if is_checkpoint(path)), None)

@@ -56,8 +56,10 @@ def start_run(
         return 1
     stop = stop.with_defaults(config)
     name = plan or type(algorithm).__name__.lower()
-    run = RunDirectory(run_dir or default_run_dir(name, config.env))
-    with _cleanup(algorithm, run):
+    with ExitStack() as cleanup:
+        cleanup.callback(algorithm.stop)
+        run = RunDirectory(run_dir or default_run_dir(name, config.env))
+        cleanup.callback(run.close)
         plan_file = None if config.plan is None else plan_path(config.plan)
         run.write_setup(config, command, tree, plan_file, asdict(stop))
         return _train(algorithm, stop, run, command)
@@ -96,8 +98,10 @@ def resume_run(
     if algorithm is None:
         return 1
     stop = stop.with_defaults(config)
-    run = RunDirectory(run_dir, resume=True)
-    with _cleanup(algorithm, run):
+    with ExitStack() as cleanup:
+        cleanup.callback(algorithm.stop)
+        run = RunDirectory(run_dir, resume=True)
+        cleanup.callback(run.close)
         try:
             algorithm.restore(checkpoint, replace_plan)
         except CheckpointError as error:
@@ -137,18 +141,12 @@ def _build(config: Any) -> tuple[Any, str]:
         algorithm.check_evaluation()
         return algorithm, algorithm.plan.explain()
     except ConfigError:
+        algorithm.stop()
         raise
     except (Exception, SystemExit) as error:
+        algorithm.stop()
         print_failure(error)
         return None, ""
-
-
-def _cleanup(algorithm: Any, run: RunDirectory) -> ExitStack:
-    """Return a context that stops the algorithm, then closes the run directory."""
-    cleanup = ExitStack()
-    cleanup.callback(run.close)
-    cleanup.callback(algorithm.stop)
-    return cleanup
 
 
 def _suggest_checkpoint(run_dir: Path, damaged: Path) -> None:

@@ -13,6 +13,9 @@ from flowrl.setting_aliases import canonical_names
 from flowrl.settings import ConfigError
 from flowrl.trainer.plan_files import PLAN_MODULE, load_plan
 
+CHECKPOINTS = "checkpoints"
+"""Folder of a run directory; each checkpoint in it is named by the number of its iteration."""
+
 
 def algorithm_from_checkpoint(
     cls: Any, path: Path | str, config: Mapping[str, Any] | None, trust: bool
@@ -68,6 +71,14 @@ def algorithm_from_checkpoint(
     return algorithm
 
 
+def list_checkpoints(run_dir: Path) -> list[Path]:
+    """Return the complete checkpoints of a run directory, oldest first."""
+    folder = run_dir / CHECKPOINTS
+    paths = [path for path in folder.iterdir() if path.name.isdecimal()] if folder.is_dir() else []
+    complete = [path for path in paths if (path / MANIFEST).exists()]
+    return sorted(complete, key=lambda path: int(path.name))
+
+
 def resolve_checkpoint(path: Path | str) -> Path | str:
     """Return the checkpoint at or inside a path.
 
@@ -84,8 +95,8 @@ def resolve_checkpoint(path: Path | str) -> Path | str:
     in_tune_folder = folder / "algorithm"
     if (in_tune_folder / MANIFEST).exists():
         return in_tune_folder
-    in_run_directory = sorted(p for p in folder.glob("checkpoints/*") if (p / MANIFEST).exists())
-    if in_run_directory:
-        return in_run_directory[-1]
+    run_checkpoints = list_checkpoints(folder)
+    if run_checkpoints:
+        return run_checkpoints[-1]
     problem = "it contains no checkpoint" if folder.is_dir() else "there is no such folder"
     raise CheckpointError(f"{path}: {problem}")

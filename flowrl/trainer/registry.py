@@ -32,6 +32,14 @@ def algorithm_names() -> list[str]:
     return list(_ALGORITHMS)
 
 
+def algorithm_path(name: str) -> str:
+    """Return the import path "module:Class" of a registered algorithm."""
+    algorithm = _ALGORITHMS[name]
+    if isinstance(algorithm, str):
+        return algorithm
+    return f"{algorithm.__module__}:{algorithm.__qualname__}"
+
+
 def register_algorithm(name: str, algorithm: type) -> None:
     """Register an Algorithm class under a name, for `flowrl train --run=` and Ray Tune.
 

@@ -6,8 +6,9 @@ import shutil
 import pytest
 
 from flowrl.cli.run_directory import RunDirectory
-from flowrl.cli.saved_run import list_checkpoints, read_config, settings_to_json
-from flowrl.data.checkpoint import read_manifest
+from flowrl.cli.saved_run import last_intact_checkpoint, read_config, settings_to_json
+from flowrl.data.checkpoint import read_manifest, write_checkpoint
+from flowrl.trainer.checkpoint_loading import list_checkpoints, resolve_checkpoint
 from tests.cli.helpers import ALGORITHM_FILE, TWO_ITERATIONS, read_results
 
 
@@ -112,3 +113,35 @@ def test_env_config_that_resembles_code_is_kept(tmp_path):
     settings = settings_to_json({"env_config": {"code": 3}})
     (tmp_path / "config.json").write_text(json.dumps(settings))
     assert read_config(tmp_path) == {"env_config": {"code": 3}}
+
+
+def test_checkpoints_are_ordered_by_number(tmp_path):
+    for name in ("1000000", "999998", "999999"):
+        write_checkpoint(tmp_path / "checkpoints" / name, {}, {})
+    names = [path.name for path in list_checkpoints(tmp_path)]
+    assert names == ["999998", "999999", "1000000"]
+    newest = tmp_path / "checkpoints/1000000"
+    assert resolve_checkpoint(tmp_path) == newest
+    assert last_intact_checkpoint(tmp_path, newest).name == "999999"
+
+
+def test_progress_gets_columns_of_later_results(tmp_path):
+    run = RunDirectory(tmp_path / "r")
+    run.write({"timesteps_total": 1})
+    run.write({"timesteps_total": 2, "info": {"loss": 0.5}})
+    run.write({"timesteps_total": 3})
+    run.close()
+    lines = (tmp_path / "r/progress.csv").read_text().splitlines()
+    assert lines == ["timesteps_total,info/loss", "1,", "2,0.5", "3,"]
+
+
+def test_rejected_run_directory_stops_the_algorithm(cli, tmp_path, monkeypatch):
+    from flowrl.trainer.algorithm import Algorithm
+
+    stopped = []
+    stop = Algorithm.stop
+    monkeypatch.setattr(Algorithm, "stop", lambda self: (stopped.append(self), stop(self)))
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/file").touch()
+    assert cli("train", "ppo", "--run-dir", "full", *TWO_ITERATIONS)[0] == 2
+    assert len(stopped) == 1

@@ -4,6 +4,9 @@ import os
 
 import pytest
 
+from flowrl.data.checkpoint import read_manifest
+from flowrl.trainer.checkpoint_loading import list_checkpoints
+
 
 @pytest.mark.parametrize(
     ("text", "message"),
@@ -53,3 +56,15 @@ def test_each_run_can_be_repeated_by_its_name(cli, tmp_path):
     code, _, err = cli("train", "x.yaml", "--only", "c")
     assert code == 2
     assert "there is no run 'c'" in err
+
+
+def test_resumed_run_has_the_algorithm_of_the_file(cli, tmp_path):
+    (tmp_path / "x.yaml").write_text(
+        "{run: DDPG, env: Pendulum-v1, stop: {training_iteration: 1},\n"
+        " config: {learning_starts: 32, min_sample_timesteps_per_iteration: 64}}"
+    )
+    assert cli("train", "x.yaml", "--run-dir", "r")[0] == 0
+    code, _, err = cli("resume", "r", "--stop-iters", "2")
+    assert code == 0, err
+    newest = list_checkpoints(tmp_path / "r")[-1]
+    assert read_manifest(newest)["algorithm"] == "flowrl.algorithms.td3:DDPG"
