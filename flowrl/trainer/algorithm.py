@@ -52,7 +52,8 @@ class Algorithm:
     file of the setting `plan`, the `training_step` of this class.
 
     Args:
-        config: an AlgorithmConfig, or a mapping of settings that differ from the defaults.
+        config: an AlgorithmConfig, or a mapping of settings that differ from the defaults. Of a
+            record of another class, the settings that were set explicitly are used.
 
     Attributes:
         config: the settings, read-only.
@@ -69,15 +70,7 @@ class Algorithm:
     execution_plan: ClassVar[Any] = None
 
     def __init__(self, config: Any):
-        if not isinstance(config, self.config_class):
-            if isinstance(config, AlgorithmConfig) and not set(config.chosen()) <= set(
-                self.config_class.model_fields
-            ):
-                raise ConfigError(
-                    f"{type(self).__name__} needs a {self.config_class.__name__}, got a "
-                    f"{type(config).__name__}"
-                )
-            config = self.config_class(**dict(config.items()))
+        config = self._config_from(config)
         config.check()
         self.config = config = config.frozen()
         limit_threads(config.num_threads_per_process)
@@ -90,6 +83,24 @@ class Algorithm:
         self._warned_about_left_out = False
         self._stopped = False
         self.setup(config)
+
+    @classmethod
+    def _config_from(cls, config: Any) -> AlgorithmConfig:
+        """Return a record of `config_class`; see the argument `config`."""
+        if isinstance(config, cls.config_class):
+            return config
+        if not isinstance(config, (AlgorithmConfig, Mapping)):
+            raise ConfigError(
+                f"{cls.__name__} needs a {cls.config_class.__name__} or a mapping, got {config!r}"
+            )
+        values = config.chosen() if isinstance(config, AlgorithmConfig) else dict(config)
+        foreign = set(values) - set(cls.config_class.model_fields)
+        if isinstance(config, AlgorithmConfig) and foreign:
+            raise ConfigError(
+                f"{cls.__name__} needs a {cls.config_class.__name__}, got a "
+                f"{type(config).__name__} with the setting {min(foreign)!r}"
+            )
+        return cls.config_class(**values)
 
     def setup(self, config: AlgorithmConfig) -> None:
         """Create the WorkerSet, which starts no worker yet, and find the plan."""
@@ -311,7 +322,7 @@ class Algorithm:
             )  # fmt: skip
             self._warned_about_left_out = True
         manifest |= {
-            "plan_sha256": self._plan_builder.sha256(),
+            "plan_sha256": self._plan_builder.sha256,
             "training_iteration": self.iteration,
             "timesteps_total": self.plan.metrics.counters["num_env_steps_sampled"],
             **metadata,
@@ -355,7 +366,7 @@ class Algorithm:
                 the algorithm is unchanged.
         """
         state, manifest = read_checkpoint(path)
-        if manifest.get("plan_sha256") != self._plan_builder.sha256() and not other_plan:
+        if manifest.get("plan_sha256") != self._plan_builder.sha256 and not other_plan:
             raise CheckpointError(
                 f"{path}: it was written by another plan ({manifest.get('plan')!r}, or an earlier "
                 f"text of it, which a run directory keeps as plan.py) than {self.config.plan!r}. "

@@ -216,6 +216,8 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
             overrides = canonical_names(self.evaluation_config)
             mode = overrides.get("vectorization_mode", self.vectorization_mode)
             check_video("evaluation_video_dir", mode)
+            if not self.evaluation_num_workers:
+                check_folder(self.evaluation_video_dir, "evaluation_video_dir")
         if self.plan is not None:
             plan_path(self.plan)
         PolicyMapping(

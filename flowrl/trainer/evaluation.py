@@ -21,7 +21,7 @@ from flowrl.trainer.video import VideoRecorder, check_rendering
 
 log = logging.getLogger("flowrl")
 
-ENDLESS_STEPS = 200_000  # env steps within which the first episode must end
+MAX_EPISODE_STEPS = 200_000  # env steps of each environment within which an episode must end
 
 
 def check_env(config: AlgorithmConfig) -> None:
@@ -63,7 +63,7 @@ def evaluate_policies(
         The episodes in the order in which they ended.
 
     Raises:
-        RuntimeError: no episode ends within the first ENDLESS_STEPS env steps.
+        RuntimeError: no episode ends within MAX_EPISODE_STEPS env steps of each environment.
     """
     check_env(config)
     seed_path = ("evaluation", part) if part else ("evaluation",)
@@ -105,18 +105,20 @@ def evaluate_policies(
     if video is not None and not by_steps:
         video.episodes = min(video.episodes, episodes_left[0])
     episodes: list[EpisodeMetrics] = []
+    last_end = 0  # env steps at the end of the last episode
     try:
         while worker.env_steps < duration if by_steps else any(episodes_left):
             worker.sample()
-            if not episodes and worker.env_steps > ENDLESS_STEPS and not by_steps:
-                raise RuntimeError(
-                    f"no episode ended in {worker.env_steps:,} env steps: give the environment "
-                    "a limit (gymnasium.wrappers.TimeLimit)"
-                )
             for episode in worker.get_metrics():
                 if episodes_left[episode.env_id] or by_steps:
                     episodes_left[episode.env_id] -= 1
                     episodes.append(episode)
+                    last_end = worker.env_steps
+            if worker.env_steps - last_end > MAX_EPISODE_STEPS * num_envs and not by_steps:
+                raise RuntimeError(
+                    f"no episode ended in {worker.env_steps - last_end:,} env steps: give the "
+                    "environment a limit (gymnasium.wrappers.TimeLimit)"
+                )
     finally:
         if video is not None:
             video.close()

@@ -51,7 +51,7 @@ class Evaluator:
         """Evaluate the policies in this process; see Algorithm.evaluate.
 
         Raises:
-            ConfigError: episodes and timesteps are both given, or are not positive.
+            ConfigError: episodes and timesteps are both given, or a number is not positive.
         """
         config = evaluation_settings(self._config)
         if episodes is not None and timesteps is not None:
@@ -61,12 +61,11 @@ class Evaluator:
             by_steps = config.evaluation_duration_unit == "timesteps"
         count = timesteps if timesteps is not None else episodes
         count = config.evaluation_duration if count is None else count
-        if isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < 1:
-            name = "timesteps" if timesteps is not None else "episodes"
-            raise ConfigError(f"{name}: must be an int >= 1, got {count!r}")
         if num_envs is None:
             chosen = "num_envs_per_worker" in self._config.evaluation_config
             num_envs = config.num_envs_per_worker if chosen else 1
+        _check_positive("timesteps" if timesteps is not None else "episodes", count)
+        _check_positive("num_envs", num_envs)
         worker = self._workers.local_worker()
         video = recorder_for(config, iteration)
         if video_dir is not None:
@@ -120,3 +119,8 @@ class Evaluator:
         """Stop the evaluation workers."""
         if self._evaluation_workers is not None:
             self._evaluation_workers.stop()
+
+
+def _check_positive(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+        raise ConfigError(f"{name}: must be an int >= 1, got {value!r}")

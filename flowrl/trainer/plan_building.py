@@ -33,6 +33,7 @@ class PlanBuilder:
 
     Attributes:
         module: the module of the plan file; None if no plan file is used.
+        sha256: hash of the plan file's text; None without a plan file.
 
     Raises:
         ConfigError: the plan file does not exist or fails.
@@ -48,6 +49,10 @@ class PlanBuilder:
         if config.plan is not None and (execution_plan is None or in_plan_file):
             self.module = load_plan(config.plan)
         self._config = config
+        # read now, because the file may change while the algorithm trains
+        self.sha256: str | None = None
+        if config.plan is not None and (self.module is not None or config.plan.endswith(".py")):
+            self.sha256 = hashlib.sha256(plan_path(config.plan).read_bytes()).hexdigest()
         self._execution_plan = execution_plan or getattr(self.module, "execution_plan", None)
         if self.module is not None and config.num_workers:
             import ray
@@ -106,13 +111,6 @@ class PlanBuilder:
                         "updates it: chain UpdateTargetNetwork after TrainOneStep",
                         stacklevel=2,
                     )
-
-    def sha256(self) -> str | None:
-        """Return the hash of the plan file's text; None without a plan file."""
-        plan = self._config.plan
-        if plan is None or (self.module is None and not plan.endswith(".py")):
-            return None
-        return hashlib.sha256(plan_path(plan).read_bytes()).hexdigest()
 
     def has_setting(self, name: str) -> bool:
         """Return whether a setting's value is the object in the plan file's own `config`."""

@@ -221,7 +221,7 @@ def test_nonfinite_observation_is_rejected():
 
 
 def test_evaluation_without_end_raises(monkeypatch):
-    monkeypatch.setattr("flowrl.trainer.evaluation.ENDLESS_STEPS", 1000)
+    monkeypatch.setattr("flowrl.trainer.evaluation.MAX_EPISODE_STEPS", 1000)
 
     class Endless(gym.Env):
         observation_space = gym.spaces.Box(-1, 1, (2,), np.float32)

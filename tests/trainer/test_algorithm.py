@@ -10,6 +10,7 @@ import torch
 from gymnasium import spaces
 
 from flowrl.algorithms.a2c import A2CConfig, A2CTorchPolicy
+from flowrl.algorithms.dqn import DQNConfig
 from flowrl.algorithms.ppo import DEFAULT_CONFIG, PPO, PPOConfig, PPOTorchPolicy
 from flowrl.data import SampleBatch
 from flowrl.data.checkpoint import CheckpointError
@@ -17,6 +18,7 @@ from flowrl.policies import ConfigError
 from flowrl.sampling import RolloutWorker
 from flowrl.trainer.algorithm import Algorithm
 from flowrl.trainer.config import AlgorithmConfig
+from flowrl.trainer.plan_files import plan_path
 
 CARTPOLE = gym.make("CartPole-v1")
 
@@ -239,6 +241,28 @@ def test_execution_plan_of_subclass_replaces_plan_file():
 
     algorithm = JustSample(ppo_config())
     assert algorithm.train()["num_env_steps_trained"] == 0
+
+
+def test_config_of_another_class_keeps_the_algorithms_defaults():
+    with PPO(AlgorithmConfig(env="CartPole-v1")) as algorithm:
+        assert algorithm.config.plan == "ppo"
+    with pytest.raises(ConfigError, match=r"needs a PPOConfig, got a DQNConfig .* 'double_q'"):
+        PPO(DQNConfig(env="CartPole-v1", double_q=False))
+    with pytest.raises(ConfigError, match="needs a PPOConfig or a mapping, got 'CartPole-v1'"):
+        PPO("CartPole-v1")
+
+
+def test_checkpoint_has_the_hash_of_the_plan_that_was_built(tmp_path):
+    plan = tmp_path / "mine.py"
+    plan.write_text(plan_path("a2c").read_text())
+    with A2CConfig(env="CartPole-v1", train_batch_size=32, plan=str(plan)).build() as algorithm:
+        algorithm.train()
+        plan.write_text(plan.read_text() + "\n# edited while the algorithm trained\n")
+        algorithm.save(tmp_path / "c")
+    with A2CConfig(env="CartPole-v1", train_batch_size=32, plan=str(plan)).build() as algorithm:
+        with pytest.raises(CheckpointError, match="another plan"):
+            algorithm.restore(tmp_path / "c")
+        algorithm.restore(tmp_path / "c", other_plan=True)
 
 
 @pytest.mark.parametrize("normalize", [False, True])

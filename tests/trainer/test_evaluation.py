@@ -202,9 +202,41 @@ def test_dead_evaluation_worker_is_replaced(ray_session, caplog, tmp_path):
 
 def test_episodes_and_timesteps_are_validated():
     with a2c_config().build() as algorithm:
-        for duration in ({"episodes": 1, "timesteps": 2}, {"episodes": "5"}, {"episodes": 1.5}):
+        for arguments in (
+            {"episodes": 1, "timesteps": 2},
+            {"episodes": "5"},
+            {"episodes": 1.5},
+            {"num_envs": 0, "timesteps": 10},
+        ):
             with pytest.raises(ConfigError):
-                algorithm.evaluate(**duration)
+                algorithm.evaluate(**arguments)
+
+
+def test_evaluation_fails_if_only_the_first_episode_ends(monkeypatch):
+    monkeypatch.setattr("flowrl.trainer.evaluation.MAX_EPISODE_STEPS", 300)
+
+    class EndsOnce(gym.Env):
+        observation_space = gym.spaces.Box(-1, 1, (2,), np.float32)
+        action_space = gym.spaces.Discrete(2)
+        episodes = 0
+
+        def reset(self, *, seed=None, options=None):
+            self.episodes += 1
+            return np.zeros(2, np.float32), {}
+
+        def step(self, action):
+            return np.zeros(2, np.float32), 0.0, self.episodes == 1, False, {}
+
+    with a2c_config(env=lambda context: EndsOnce()).build() as algorithm:
+        assert algorithm.evaluate(1)["episodes"] == 1
+        with pytest.raises(RuntimeError, match="no episode ended"):
+            algorithm.evaluate(2)
+
+
+def test_video_folder_that_cannot_be_written_is_rejected_before_training(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"evaluation_video_dir: .* cannot be written"):
+        a2c_config(evaluation_video_dir=str(tmp_path / "file/videos")).build()
 
 
 def test_evaluation_holds_the_lock_of_the_local_worker():
