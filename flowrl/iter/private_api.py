@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 def call_on_put_and_get(watched: queue.Queue[Any], callback: Callable[[], None]) -> None:
@@ -27,6 +29,22 @@ def _then(method: Callable[..., Any], callback: Callable[[], None]) -> Callable[
         return result
 
     return call
+
+
+def queued_items(watched: queue.Queue[T]) -> list[T]:
+    """Return the items of a queue without taking them out."""
+    with watched.mutex:
+        return list(watched.queue)
+
+
+def restore_items(watched: queue.Queue[T], items: Iterable[T]) -> None:
+    """Add items to a queue even if they exceed its capacity.
+
+    Adds to `queue.Queue.queue`, so it never blocks, and no callback of
+    `call_on_put_and_get` runs.
+    """
+    with watched.mutex:
+        watched.queue.extend(items)
 
 
 def call_when_ready(ref: Any, callback: Callable[..., None]) -> None:

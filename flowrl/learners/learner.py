@@ -72,6 +72,11 @@ class PolicyUpdate:
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> PolicyUpdate:
+        """Return the update of a `state_dict`."""
+        return cls(**state)
+
 
 Updates = dict[str, PolicyUpdate]
 """Policy id -> PolicyUpdate."""

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
+from flowrl.iter.private_api import queued_items, restore_items
 from flowrl.iter.stage import describe, sources_from_list, sources_to_list
 from flowrl.iter.waiting import Signal, Waiter, queue_signal
 from flowrl.learners.actors import make_learner
@@ -240,18 +241,18 @@ class LearnerThread:
     def batches(self) -> list[Batch]:
         """Return all batches held: waiting, in use, or learned from but not yet dequeued."""
         with self.workers.local_worker().lock:
-            waiting = [*self.inqueue.queue, *self._minibatches.batches()]
-            return [*waiting, *(result.batch for result in self.outqueue.queue)]
+            waiting = [*queued_items(self.inqueue), *self._minibatches.batches()]
+            return [*waiting, *(result.batch for result in queued_items(self.outqueue))]
 
     # -- state -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return all batches held and their results; a batch that failed counts as waiting."""
         with self.workers.local_worker().lock:
-            results = list(self.outqueue.queue)
+            results = queued_items(self.outqueue)
             learned = [result for result in results if isinstance(result, LearnedBatch)]
             failed = [result.batch for result in results if isinstance(result, LearnFailure)]
-            waiting = [*failed, *self.inqueue.queue]
+            waiting = [*failed, *queued_items(self.inqueue)]
             return {
                 "waiting": [[batch, sources_to_list(batch.sources)] for batch in waiting],
                 "minibatches": self._minibatches.state_dict(),
@@ -277,12 +278,15 @@ class LearnerThread:
         ):
             batch.sources = sources_from_list(sources)
         # a saved queue may be longer than the capacity of this one
-        self.inqueue.queue.extend(with_sources(*entry) for entry in state["waiting"])
+        restore_items(self.inqueue, [with_sources(*entry) for entry in state["waiting"]])
         for saved in state["learned"]:
             batch = with_sources(saved["batch"], saved["sources"])
-            updates = {pid: PolicyUpdate(**update) for pid, update in saved["updates"].items()}
+            updates = {
+                pid: PolicyUpdate.from_state_dict(update)
+                for pid, update in saved["updates"].items()
+            }
             result = LearnedBatch(batch, updates, saved["learn_s"], saved["idle_s"])
-            self.outqueue.queue.append(result)
+            restore_items(self.outqueue, [result])
 
     def __repr__(self) -> str:
         count = getattr(self.learner, "num_learners", None)

@@ -5,7 +5,12 @@ import threading
 
 import pytest
 
-from flowrl.iter.private_api import call_on_put_and_get, call_when_ready
+from flowrl.iter.private_api import (
+    call_on_put_and_get,
+    call_when_ready,
+    queued_items,
+    restore_items,
+)
 
 
 @pytest.mark.parametrize("queue_class", [queue.Queue, queue.LifoQueue, queue.PriorityQueue])
@@ -19,6 +24,14 @@ def test_queue_calls_its_put_and_get_methods(queue_class):
     with pytest.raises(queue.Empty):
         watched.get_nowait()
     assert len(calls) == 4
+
+
+def test_queue_has_a_list_of_its_items():
+    watched = queue.Queue(maxsize=1)
+    watched.put("a")
+    restore_items(watched, ["b", "c"])
+    assert queued_items(watched) == ["a", "b", "c"]
+    assert [watched.get_nowait() for _ in range(3)] == ["a", "b", "c"]
 
 
 def test_object_ref_calls_back_when_ready(ray_session):
