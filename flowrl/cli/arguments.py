@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def mapping(text: str) -> dict[str, Any]:
+def json_object(text: str) -> dict[str, Any]:
     """Parse a JSON object."""
     try:
         value = json.loads(text)
@@ -20,7 +20,7 @@ def mapping(text: str) -> dict[str, Any]:
     return value
 
 
-def finite(text: str) -> float:
+def finite_float(text: str) -> float:
     """Parse a finite number."""
     try:
         value = float(text)
@@ -31,7 +31,7 @@ def finite(text: str) -> float:
     return value
 
 
-def positive(number_type: Callable[[str], Any]) -> Callable[[str], Any]:
+def positive_number(number_type: Callable[[str], Any]) -> Callable[[str], Any]:
     """Return a parser of positive finite numbers of a type, such as `int`."""
 
     def parse(text: str) -> Any:

@@ -17,7 +17,7 @@ from flowrl.settings import ConfigError
 TERMINAL_INTERVAL_S = 0.25  # between two updates on a terminal
 PLAIN_INTERVAL_S = 5.0  # between two lines elsewhere
 RATE_WINDOW = 50  # iterations that steps/s are averaged over
-LOSSES = ("policy_loss", "vf_loss", "entropy", "mean_q", "mean_logp")
+PROGRESS_STATS = ("policy_loss", "vf_loss", "entropy", "mean_q", "mean_logp")
 _PACKAGE = f"{Path(flowrl.__file__).parent}{os.sep}"
 
 
@@ -72,7 +72,7 @@ class ProgressLine:
         if "evaluation" in result:
             parts.append(f"evaluation {result['evaluation']['episode_reward_mean']:.1f}")
         for stats in result["learners"].values():
-            parts += [f"{name} {stats[name]:.3g}" for name in LOSSES if name in stats]
+            parts += [f"{name} {stats[name]:.3g}" for name in PROGRESS_STATS if name in stats]
         if max_steps and rate > 0:
             parts.append(f"at most {max(max_steps - steps, 0) / rate:,.0f} s left")
         return " | ".join(parts)

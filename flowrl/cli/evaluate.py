@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from flowrl.cli.arguments import add_checkpoint_option, positive
+from flowrl.cli.arguments import add_checkpoint_option, positive_number
 from flowrl.cli.display import print_failure
 from flowrl.cli.run_settings import config_of_run
 from flowrl.cli.saved_run import find_checkpoint
@@ -24,7 +24,7 @@ def evaluate_command(arguments: list[str]) -> int:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument(
         "--episodes",
-        type=positive(int),
+        type=positive_number(int),
         default=100,
         help="episodes with greedy and with sampled actions each (default: 100)",
     )

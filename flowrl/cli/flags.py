@@ -11,7 +11,7 @@ from typing import Any, get_args, get_origin
 
 from gymnasium import spaces
 
-from flowrl.cli.arguments import mapping
+from flowrl.cli.arguments import json_object
 from flowrl.settings import ConfigError, Settings, nearest
 
 
@@ -150,7 +150,7 @@ def _reject_space(args: list[str]) -> Any:
 
 def _json_object(text: str) -> dict[str, Any]:
     try:
-        return mapping(text)
+        return json_object(text)
     except ArgumentTypeError as error:
         raise ValueError(str(error)) from None
 

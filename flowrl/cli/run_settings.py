@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from flowrl.cli.arguments import mapping
+from flowrl.cli.arguments import json_object
 from flowrl.cli.saved_run import newest_checkpoint, read_command, read_config
 from flowrl.cli.stop_rules import add_stop_options
 from flowrl.data.checkpoint import read_manifest
@@ -81,7 +81,10 @@ def _parse(plan: str, defaults: Any, arguments: list[str]) -> tuple[argparse.Nam
     parser.add_argument("--run-dir", type=Path, help="output folder (default: runs/…)")
     parser.add_argument("--env", help="id of a Gymnasium environment, or a registered name")
     parser.add_argument(
-        "--config", type=mapping, default={}, help="settings as a JSON object; flags override them"
+        "--config",
+        type=json_object,
+        default={},
+        help="settings as a JSON object; flags override them",
     )
     options, flags = parser.parse_known_args(arguments)
     changes = {**options.config, **({} if options.env is None else {"env": options.env})}

@@ -7,7 +7,9 @@ import threading
 import time
 from typing import Any
 
-REPEAT_S = 1.0  # a signal this soon after the first one is a duplicate, as `timeout -s INT` sends
+DUPLICATE_SIGNAL_S = (
+    1.0  # a signal this soon after the first one is a duplicate, as `timeout -s INT` sends
+)
 
 
 class SignalHandler:
@@ -15,7 +17,7 @@ class SignalHandler:
 
     The first signal raises at once only while `armed`, during training: an exception while
     writing a file or holding a lock would leave either in an inconsistent state. Otherwise,
-    `raise_pending` raises it. A signal more than REPEAT_S later raises at once.
+    `raise_pending` raises it. A signal more than DUPLICATE_SIGNAL_S later raises at once.
 
     Attributes:
         armed: whether the first signal raises immediately.
@@ -28,7 +30,7 @@ class SignalHandler:
 
     def _handle(self, number: int, _: Any) -> None:
         now = time.monotonic()
-        if self._received and now - self._received[0][1] < REPEAT_S:
+        if self._received and now - self._received[0][1] < DUPLICATE_SIGNAL_S:
             return
         self._received.append((number, now))
         if self.armed or len(self._received) > 1:

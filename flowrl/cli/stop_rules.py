@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
-from flowrl.cli.arguments import finite, mapping, positive
+from flowrl.cli.arguments import finite_float, json_object, positive_number
 from flowrl.settings import ConfigError, nearest
 from flowrl.trainer.metric_names import check_metric_name, flatten_result, metric_value
 
@@ -135,10 +135,14 @@ def add_stop_options(
     group = parser.add_argument_group(
         "stop rules", f"Stop at the first of these limits. Default: {default}."
     )
-    group.add_argument("--stop-reward", type=finite, help="mean return of the last 100 episodes")
-    group.add_argument("--stop-timesteps", type=positive(int), help="env steps")
-    group.add_argument("--stop-iters", type=positive(int), help="iterations")
-    group.add_argument("--stop-time-s", type=positive(float), help="seconds since start or resume")
+    group.add_argument(
+        "--stop-reward", type=finite_float, help="mean return of the last 100 episodes"
+    )
+    group.add_argument("--stop-timesteps", type=positive_number(int), help="env steps")
+    group.add_argument("--stop-iters", type=positive_number(int), help="iterations")
+    group.add_argument(
+        "--stop-time-s", type=positive_number(float), help="seconds since start or resume"
+    )
     group.add_argument(
         "--stop",
         type=parse_metric_rules,
@@ -152,12 +156,12 @@ def add_stop_options(
 def parse_metric_rules(text: str) -> list[MetricRule]:
     """Parse `METRIC=VALUE`, `METRIC>=VALUE`, `METRIC<=VALUE` or a JSON object metric -> value."""
     if text.lstrip().startswith("{"):
-        return metric_rules(mapping(text))
+        return metric_rules(json_object(text))
     match = re.fullmatch(r"\s*([^<>=\s]+)\s*(>=|<=|=)\s*([^=\s]+)\s*", text)
     if match is None:
         raise argparse.ArgumentTypeError(f"must be METRIC=VALUE, got {text!r}")
     name, relation, value = match.groups()
-    return [(name, "<=" if relation == "<=" else ">=", finite(value))]
+    return [(name, "<=" if relation == "<=" else ">=", finite_float(value))]
 
 
 def metric_rules(limits: Any) -> list[MetricRule]:

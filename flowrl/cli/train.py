@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from flowrl.cli.arguments import mapping
+from flowrl.cli.arguments import json_object
 from flowrl.cli.run_settings import is_algorithm_run, parse_algorithm_run, parse_plan_run
 from flowrl.cli.stop_rules import StopRules, add_stop_options
 from flowrl.settings import ConfigError
@@ -61,6 +61,6 @@ def _help_parser() -> argparse.ArgumentParser:
     )
     group.add_argument("--run", metavar="NAME", help="PPO, A2C, DQN, …")
     group.add_argument("--env", help="id of a Gymnasium environment, or a registered name")
-    group.add_argument("--config", type=mapping, default={}, help="settings as a JSON object")
+    group.add_argument("--config", type=json_object, default={}, help="settings as a JSON object")
     group.add_argument("--run-dir", type=Path, help="output folder (default: runs/…)")
     return parser

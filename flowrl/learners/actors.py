@@ -155,8 +155,9 @@ class LearnerGroup(Learner):
         worker = self.workers.local_worker()
         rows = select_rows(worker, batch, self.policies)
         callback_stats: dict[str, dict[str, float]] = {policy_id: {} for policy_id in rows}
-        for policy_id, own in rows.items():
-            worker.on_learn_on_batch(worker.policy_map[policy_id], own, callback_stats[policy_id])
+        for policy_id, batch_rows in rows.items():
+            policy = worker.policy_map[policy_id]
+            worker.on_learn_on_batch(policy, batch_rows, callback_stats[policy_id])
         for attempt in range(MAX_ATTEMPTS):
             if self._stopped:
                 raise RuntimeError("the learners were stopped")

@@ -26,29 +26,29 @@ class WorkerUpdate:
 
     Attributes:
         updates: policy id -> PolicyUpdate.
-        count: env steps of the fragment.
-        sampled: policy id -> number of rows in the fragment.
-        digest: checksum of the weights after the update, equal on all workers of a group.
-        generation: name of the group that the worker learned in; "" if it learned alone.
+        num_env_steps: env steps of the fragment.
+        rows_by_policy: policy id -> number of rows in the fragment.
+        weights_checksum: checksum of the weights after the update, equal on all workers of a group.
+        group_name: name of the group that the worker learned in; "" if it learned alone.
         state: learning state of the policies; None except from the first worker.
         sources: see SampleBatch.sources.
     """
 
     updates: Updates
-    count: int
-    sampled: dict[str, int]
-    digest: int
-    generation: str = ""
+    num_env_steps: int
+    rows_by_policy: dict[str, int]
+    weights_checksum: int
+    group_name: str = ""
     state: bytes | None = None
     sources: tuple[Any, ...] = ()
 
     def env_steps(self) -> int:
         """See SampleBatch.env_steps."""
-        return self.count
+        return self.num_env_steps
 
     def steps_by_policy(self) -> dict[str, int]:
         """See SampleBatch.steps_by_policy."""
-        return dict(self.sampled)
+        return dict(self.rows_by_policy)
 
     def size_bytes(self) -> int:
         """Return the size of `state` [bytes]."""
@@ -84,7 +84,7 @@ class LearnOnWorker:
         self._policies = policies
         self._worker = worker
         self._store: Any = None
-        self._generation = b""
+        self._group_name = b""
 
     def bound_to(self, worker: RolloutWorker) -> LearnOnWorker:
         """Return a copy of this operator that is bound to a worker."""
@@ -103,11 +103,11 @@ class LearnOnWorker:
         assert worker is not None
         with worker.lock:
             updates = self._update(worker, fragment)
-            digest = 0
+            weights_checksum = 0
             for policy_id in sorted(worker.policy_map):
                 weights = worker.policy_map[policy_id].get_weights()
                 for name in sorted(weights):
-                    digest = zlib.crc32(weights[name].tobytes(), digest)
+                    weights_checksum = zlib.crc32(weights[name].tobytes(), weights_checksum)
             state = None
             if worker.worker_index <= 1:
                 from flowrl.learners.process_group import learning_state
@@ -117,8 +117,8 @@ class LearnOnWorker:
             updates,
             fragment.env_steps(),
             fragment.steps_by_policy(),
-            digest,
-            self._generation.decode(),
+            weights_checksum,
+            self._group_name.decode(),
             state,
         )
 
@@ -152,14 +152,14 @@ class LearnOnWorker:
         return {"timestep": int(self._store.get("timestep"))}
 
     def _leave_group(self, worker: RolloutWorker) -> str:
-        """Leave the group, which the other members notice; return its generation."""
-        generation, self._generation = self._generation.decode(), b""
+        """Leave the group, which the other members notice; return its name."""
+        group_name, self._group_name = self._group_name.decode(), b""
         for policy in worker.policy_map.values():
             learner = getattr(policy, "learner", None)
             if learner is not None and learner.process_group is not None:
                 group, learner.process_group = learner.process_group, None
                 group.close()
-        return generation
+        return group_name
 
     def _join_group(self, worker: RolloutWorker) -> None:
         """Join the current group and load the state that it starts from."""
@@ -170,17 +170,17 @@ class LearnOnWorker:
         if self._store is None:
             assert self.store_address is not None
             self._store = TCPStore(*self.store_address, is_master=False, wait_for_workers=False)
-        generation = self._store.get("generation")
-        if generation == self._generation:
+        group_name = self._store.get("group_name")
+        if group_name == self._group_name:
             return
         policies: dict[str, Any] = worker.policy_map
         for policy in policies.values():
             check_distributable(policy)
             policy.learner.process_group = None
-        name = generation.decode()
+        name = group_name.decode()
         load_learning_state(policies, self._store.get(f"state/{name}"))
         size = int(self._store.get(f"size/{name}"))
-        self._generation = generation
+        self._group_name = group_name
         store = PrefixStore(name, self._store)
         group = ProcessGroup(store, worker.worker_index - 1, size, timeout_s=self._timeout_s)
         for policy in policies.values():

@@ -20,31 +20,32 @@ class Gradients:
         by_policy: policy id -> the gradient that the policy's compute_gradients() returned.
         rows: policy id -> number of rows over which the gradient is averaged.
         stats: policy id -> statistics.
-        count: env steps of the batch.
+        num_env_steps: env steps of the batch.
         sources: fragments that the rows come from.
         row_stats: policy id -> values per row (see Policy.row_stats).
-        sampled: policy id -> number of rows in the batch, including policies that do not learn.
+        rows_by_policy: policy id -> number of rows in the batch, also of policies that do not
+            learn.
     """
 
     by_policy: dict[str, Any]
     rows: dict[str, int]
     stats: dict[str, dict[str, float]]
-    count: int
+    num_env_steps: int
     sources: tuple[Source, ...] = field(default=(), repr=False)
     row_stats: dict[str, dict[str, np.ndarray]] = field(default_factory=dict, repr=False)
-    sampled: dict[str, int] = field(default_factory=dict, repr=False)
+    rows_by_policy: dict[str, int] = field(default_factory=dict, repr=False)
 
     def env_steps(self) -> int:
         """See SampleBatch.env_steps."""
-        return self.count
+        return self.num_env_steps
 
     def agent_steps(self) -> int:
         """See SampleBatch.agent_steps."""
-        return sum(self.sampled.values())
+        return sum(self.rows_by_policy.values())
 
     def steps_by_policy(self) -> dict[str, int]:
         """See SampleBatch.steps_by_policy."""
-        return dict(self.sampled)
+        return dict(self.rows_by_policy)
 
     def size_bytes(self) -> int:
         """Return the size of the gradients [bytes]."""
@@ -57,29 +58,29 @@ class Gradients:
 
         Statistics are weighted the same way; a statistic that an item lacks is left out.
         """
-        count = sum(item.count for item in items)
-        mean = cls({}, {}, {}, count, tuple(s for item in items for s in item.sources))
+        num_env_steps = sum(item.num_env_steps for item in items)
+        mean = cls({}, {}, {}, num_env_steps, tuple(s for item in items for s in item.sources))
         for item in items:
-            for policy_id, rows in item.sampled.items():
-                mean.sampled[policy_id] = mean.sampled.get(policy_id, 0) + rows
+            for policy_id, rows in item.rows_by_policy.items():
+                mean.rows_by_policy[policy_id] = mean.rows_by_policy.get(policy_id, 0) + rows
         for policy_id in dict.fromkeys(pid for item in items for pid in item.by_policy):
-            own = [item for item in items if policy_id in item.by_policy]
-            total = sum(item.rows[policy_id] for item in own)
-            weights = [item.rows[policy_id] / total for item in own]
-            parts: Any = [item.by_policy[policy_id] for item in own]
+            group = [item for item in items if policy_id in item.by_policy]
+            total = sum(item.rows[policy_id] for item in group)
+            weights = [item.rows[policy_id] / total for item in group]
+            parts: Any = [item.by_policy[policy_id] for item in group]
             mean.by_policy[policy_id] = optree.tree_map(
                 lambda *leaves, w=weights: sum(p * s for p, s in zip(leaves, w, strict=True)),
                 *parts,
             )
-            names = set.intersection(*(set(item.stats[policy_id]) for item in own))
+            names = set.intersection(*(set(item.stats[policy_id]) for item in group))
             mean.stats[policy_id] = {
                 name: sum(
-                    item.stats[policy_id][name] * w for item, w in zip(own, weights, strict=True)
+                    item.stats[policy_id][name] * w for item, w in zip(group, weights, strict=True)
                 )
                 for name in sorted(names)
             }
             mean.rows[policy_id] = total
-            row_stats = [item.row_stats[policy_id] for item in own if policy_id in item.row_stats]
+            row_stats = [item.row_stats[policy_id] for item in group if policy_id in item.row_stats]
             if row_stats:
                 mean.row_stats[policy_id] = {
                     name: np.concatenate([one[name] for one in row_stats]) for name in row_stats[0]

@@ -25,12 +25,12 @@ class ProcessGroupError(RuntimeError):
     """A process of the group died, or did not answer in time.
 
     Attributes:
-        generation: name of the group that broke; "" if groups have no names.
+        group_name: name of the group that broke; "" if groups have no names.
     """
 
-    def __init__(self, message: str, generation: str = ""):
-        super().__init__(message, generation)
-        self.generation = generation
+    def __init__(self, message: str, group_name: str = ""):
+        super().__init__(message, group_name)
+        self.group_name = group_name
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -236,7 +236,7 @@ def compute_gradients(
 ) -> Gradients:
     """Return the gradients of a worker's policies on a batch; the policies do not change."""
     gradients = Gradients(
-        {}, {}, {}, batch.env_steps(), batch.sources, sampled=batch.steps_by_policy()
+        {}, {}, {}, batch.env_steps(), batch.sources, rows_by_policy=batch.steps_by_policy()
     )
     with worker.lock:
         for policy_id, rows in select_rows(worker, batch, policies).items():

@@ -80,9 +80,9 @@ class ProcessGroup:
 
     def mean(self, value: float | None) -> float | None:
         """Return the mean over the processes that have a value; None if no process has one."""
-        own = [0.0, 0.0] if value is None else [value, 1.0]
+        sum_and_count = [0.0, 0.0] if value is None else [value, 1.0]
         total, count = self.all_reduce(
-            torch.tensor(own, dtype=torch.float64, device=self.device)
+            torch.tensor(sum_and_count, dtype=torch.float64, device=self.device)
         ).tolist()
         return total / count if count else None
 
@@ -97,9 +97,10 @@ class ProcessGroup:
 
     def pad_minibatches(self, minibatches: Iterator[T]) -> Iterator[T | None]:
         """Return the minibatches, padded with None to the same number on all processes."""
-        own = list(minibatches)
-        most = self.all_reduce(torch.tensor([len(own)], device=self.device), dist.ReduceOp.MAX)
-        return iter([*own, *[None] * (int(most[0]) - len(own))])
+        local = list(minibatches)
+        count = torch.tensor([len(local)], device=self.device)
+        max_count = int(self.all_reduce(count, dist.ReduceOp.MAX)[0])
+        return iter([*local, *[None] * (max_count - len(local))])
 
     def close(self) -> None:
         """Leave the group."""

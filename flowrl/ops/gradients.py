@@ -190,7 +190,9 @@ class ApplyGradients:
         metrics.timers["apply_gradients"].push(time.perf_counter() - started)
         if not self.update_all:
             self.learner.workers.update_only(sampled_by)
-        return item, record_updates(metrics, self, updates, item.count, item.count, None)
+        return item, record_updates(
+            metrics, self, updates, item.num_env_steps, item.num_env_steps, None
+        )
 
     def __repr__(self) -> str:
         only = "" if self.policies is None else f"policies={sorted(self.policies)}, "

@@ -83,7 +83,7 @@ class TrainOnWorkersStage(Stage):
         self._learn = learn
         self._count = CountRollouts(workers)
         self._store: Any = None
-        self._generation = 0
+        self._group_number = 0
         self._members: list[int] = []  # restart count of each worker in the group
         self._is_new_group = False  # no round was completed yet
         self._group_failures = 0  # since the last round
@@ -106,18 +106,18 @@ class TrainOnWorkersStage(Stage):
         """Make a new group current; it starts from the local policies."""
         from flowrl.learners.process_group import learning_state
 
-        if self._generation > 1:  # a worker may still read the entries of the last group
+        if self._group_number > 1:  # a worker may still read the entries of the last group
             for entry in ("state", "size"):
-                self._store.delete_key(f"{entry}/{self._generation - 1}")
-        self._generation += 1
+                self._store.delete_key(f"{entry}/{self._group_number - 1}")
+        self._group_number += 1
         self._members = self._current_members()
         self._is_new_group = True
         self._store.set("timestep", str(self.workers.global_vars["timestep"]))
-        name = str(self._generation)
+        name = str(self._group_number)
         state = learning_state(self.workers.local_worker().policy_map)
         self._store.set(f"state/{name}", state)
         self._store.set(f"size/{name}", str(len(self._members)))
-        self._store.set("generation", name)
+        self._store.set("group_name", name)
 
     def _current_members(self) -> list[int]:
         return self.workers.restart_counts[: self.workers.num_workers]
@@ -148,7 +148,7 @@ class TrainOnWorkersStage(Stage):
                 if self._group_failures > MAX_GROUP_FAILURES:
                     raise
                 log.warning("the workers' group broke; forming a new one: %s", error)
-                if error.generation == str(self._generation):
+                if error.group_name == str(self._group_number):
                     self._is_new_group = False
                     self._form_group_again()
                 continue
@@ -168,11 +168,11 @@ class TrainOnWorkersStage(Stage):
         Their workers are requested again.
         """
         gather: Any = self.parents[0]
-        current = str(self._generation) if self._store is not None else ""
-        discarded = gather.discard(lambda update: update.generation != current)
+        current = str(self._group_number) if self._store is not None else ""
+        discarded = gather.discard(lambda update: update.group_name != current)
         for update, source in discarded:
             self._count(((source,), update))
-            _get_shared_metrics().counters["num_env_steps_dropped"] += update.count
+            _get_shared_metrics().counters["num_env_steps_dropped"] += update.num_env_steps
         return bool(discarded)
 
     def _finish_round(
@@ -180,7 +180,7 @@ class TrainOnWorkersStage(Stage):
     ) -> tuple[WorkerUpdate, Info]:
         from flowrl.learners.process_group import load_learning_state
 
-        if len({update.digest for update in updates}) > 1:
+        if len({update.weights_checksum for update in updates}) > 1:
             raise RuntimeError(
                 "TrainOnWorkers: the workers' weights differ although all gradients were averaged: "
                 "does a policy change its weights outside of its optimizer?"
@@ -197,7 +197,7 @@ class TrainOnWorkersStage(Stage):
         first_info: Info = {}
         for update, source in zip(updates, sources, strict=True):
             self._count(((source,), update))
-            steps = update.count
+            steps = update.num_env_steps
             info = record_updates(metrics, self, update.updates, steps, steps, None)
             first_info = first_info or info
         if self._store is not None:

@@ -125,7 +125,7 @@ class FluentSettings(WorkerConfig):
         groups = {info.name: info.group for info in self.describe()}
         for name in values:
             if groups.get(name) != group:
-                known = sorted(known for known, own in groups.items() if own == group)
+                known = sorted(known for known, its_group in groups.items() if its_group == group)
                 hint = (
                     f" It belongs to .{groups[name]}()." if name in groups else nearest(name, known)
                 )
@@ -147,8 +147,8 @@ def _documented(cls: type[FluentSettings], group: str, method: Callable[..., Any
         return config
 
     infos = [info for info in cls.describe() if info.group == group]
-    own = inspect.signature(method).parameters.values()
-    parameters = [p for p in own if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    declared = inspect.signature(method).parameters.values()
+    parameters = [p for p in declared if p.kind is not inspect.Parameter.VAR_KEYWORD]
     names = {parameter.name for parameter in parameters}
     for info in infos:
         if info.name not in names:

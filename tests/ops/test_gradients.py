@@ -64,7 +64,7 @@ def test_equal_parts_are_averaged_equally():
     items = [Gradients({"p": np.array([v])}, {"p": 4}, {"p": {"a": v}}, 4) for v in (2.0, 4.0)]
     average = AverageGradients()(items)
     assert average.by_policy["p"].tolist() == [3.0]
-    assert (average.stats, average.rows, average.count) == ({"p": {"a": 3.0}}, {"p": 8}, 8)
+    assert (average.stats, average.rows, average.num_env_steps) == ({"p": {"a": 3.0}}, {"p": 8}, 8)
     other_policy = Gradients({"q": np.array([5.0])}, {"q": 2}, {"q": {}}, 2)
     assert AverageGradients()([*items, other_policy]).by_policy["q"].tolist() == [5.0]
 
