@@ -7,9 +7,8 @@ import threading
 import time
 from typing import Any
 
-DUPLICATE_SIGNAL_S = (
-    1.0  # a signal this soon after the first one is a duplicate, as `timeout -s INT` sends
-)
+# a signal this soon after the first one is a duplicate, as `timeout -s INT` sends
+DUPLICATE_SIGNAL_S = 1.0
 
 
 class SignalHandler:
