@@ -56,8 +56,8 @@ def evaluate_command(arguments: list[str]) -> int:
                 f"std {metrics['episode_reward_std']:.1f}), "
                 f"mean length {metrics['episode_len_mean']:.1f}, {metrics['episodes']} episodes"
             )
-            if video is not None:
-                print(f"         video: {video / 'evaluation-0.mp4'}")
+            if video is not None and (file := video / "evaluation-0.mp4").exists():
+                print(f"         video: {file}")
             for policy_id, mean_return in metrics["policy_reward_mean"].items():
                 print(f"         policy {policy_id}: mean return {mean_return:.1f} per agent")
     return 0

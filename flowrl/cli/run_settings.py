@@ -68,7 +68,10 @@ def parse_algorithm_run(arguments: list[str]) -> tuple[argparse.Namespace, Any]:
     parser = argparse.ArgumentParser(prog="flowrl train", add_help=False, allow_abbrev=False)
     parser.add_argument("--run")
     options, flags = parser.parse_known_args(arguments)
-    return _parse(f"--run={options.run}", algorithm_config(options.run, {}), flags)
+    defaults = algorithm_config(options.run, {})
+    options, config = _parse(f"--run={options.run}", defaults, flags)
+    _reject_flags_without_effect(config, defaults)
+    return options, config
 
 
 def _parse(plan: str, defaults: Any, arguments: list[str]) -> tuple[argparse.Namespace, Any]:

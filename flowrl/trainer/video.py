@@ -70,7 +70,6 @@ class VideoRecorder:
         self._path = Path()
         self._num_started = 0
         self._env: Any = None
-        self.files: list[Path] = []
 
     def creator(self, env: Any) -> EnvCreator:
         """Return a creator of the same environments as `env`; it records the first one."""
@@ -141,14 +140,14 @@ class VideoRecorder:
         if writer is not None:
             writer.close()
             os.replace(_temporary(self._path), self._path)
-            self.files.append(self._path)
 
     def close(self) -> None:
         """Complete the current file and restore the environment's methods."""
         self._finish_file()
         env, self._env = self._env, None
-        for name in ("reset", "step"):
-            vars(env or self).pop(name, None)
+        if env is not None:
+            for name in ("reset", "step"):
+                vars(env).pop(name, None)
 
 
 def _temporary(path: Path) -> Path:
