@@ -52,7 +52,6 @@ class VideoRecorder:
         episodes: number of episodes to record.
 
     Attributes:
-        files: the completed files.
 
     Raises:
         ConfigError: the extra is not installed, or the folder cannot be created.
