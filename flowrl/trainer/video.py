@@ -51,8 +51,6 @@ class VideoRecorder:
         name: file name without the episode number.
         episodes: number of episodes to record.
 
-    Attributes:
-
     Raises:
         ConfigError: the extra is not installed, or the folder cannot be created.
     """
