@@ -2,11 +2,15 @@
 
 import json
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from ray import cloudpickle
 
+from flowrl.data import SampleBatch
+from flowrl.data.indexed_columns import IndexedColumn
+from flowrl.data.lazy_columns import LazyColumn
 from flowrl.iter import NOT_READY, LocalIterator, Retry, Skip, Stage, from_items
 from flowrl.iter.stage import walk
 
@@ -557,3 +561,19 @@ def test_stop_continues_after_an_error():
     with pytest.raises(OSError, match="cannot stop"):
         LocalIterator(Stoppable(Stoppable(), fails=True)).stop()
     assert stopped == [True, False]
+
+
+def test_describing_a_batch_in_an_error_does_not_read_its_lazy_columns(capsys):
+    def fetch():
+        raise RuntimeError("the worker is gone")
+
+    lazy = LazyColumn("infos", fetch, (2,), np.dtype(object))
+    batch = SampleBatch.unchecked(
+        {"obs": np.zeros((2, 3)), "infos": IndexedColumn(lazy, np.arange(2))}
+    )
+    plan = LocalIterator([batch]).inspect("here").for_each(lambda x: {}["key"])
+    with pytest.raises(KeyError) as caught:
+        next(plan)
+    text = "SampleBatch of 2 rows/keys (obs: (2, 3), infos: (2,))"
+    assert text in "".join(caught.value.__notes__)
+    assert text in capsys.readouterr().out
