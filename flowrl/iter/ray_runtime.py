@@ -49,3 +49,16 @@ def node_id() -> str | None:
     if ray is None or not ray.is_initialized():
         return None
     return str(ray.get_runtime_context().get_node_id())
+
+
+def death_errors() -> tuple[type[Exception], ...]:
+    """Return the exceptions of `ray.get` that mean that the process of an actor or task died, or
+    the node that held its result."""
+    from ray.exceptions import (
+        ObjectLostError,
+        OutOfMemoryError,
+        RayActorError,
+        WorkerCrashedError,
+    )
+
+    return RayActorError, OutOfMemoryError, WorkerCrashedError, ObjectLostError

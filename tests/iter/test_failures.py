@@ -15,6 +15,7 @@ from flowrl.iter import (
     from_actors,
     from_iterators,
 )
+from flowrl.iter.recovery import is_death
 
 QUICK = Recovery(backoff_s=0.01)
 
@@ -243,6 +244,16 @@ def test_dead_actor_called_by_the_code_of_a_shard_is_not_the_death_of_the_shard(
         assert list(stream) == [0, 2]
         assert stream.stats()[0]["skipped"] == 1
         assert "restarts" not in stream.stats()[0]
+
+
+def test_shard_that_the_memory_monitor_kills_counts_as_dead():
+    from ray.exceptions import OutOfMemoryError, RayTaskError
+
+    error = OutOfMemoryError("the actor was killed")
+    assert is_death(error)
+    raised_by_code = RayTaskError("apply", "traceback", error).as_instanceof_cause()
+    assert isinstance(raised_by_code, OutOfMemoryError)
+    assert not is_death(raised_by_code)
 
 
 def test_hanging_shard_is_detected_if_another_is_always_ready(ray_session, tmp_path):
