@@ -14,7 +14,7 @@ def start_ray(address: str | None = None, **options: Any) -> bool:
 
     Args:
         address: address of a running cluster; None starts a new local one.
-        options: further arguments of `ray.init`.
+        options: arguments of `ray.init`, which override the defaults of this function.
 
     Returns:
         Whether the runtime was started or joined by this function: the caller must then call
@@ -24,8 +24,10 @@ def start_ray(address: str | None = None, **options: Any) -> bool:
 
     global _num_users
     if not ray.is_initialized():
-        defaults: dict[str, Any] = {} if address else {"include_dashboard": False}
-        ray.init(address or "local", logging_level=logging.WARNING, **defaults, **options)
+        defaults: dict[str, Any] = {"logging_level": logging.WARNING}
+        if not address:
+            defaults["include_dashboard"] = False
+        ray.init(address or "local", **{**defaults, **options})
         _num_users = 0
     elif not _num_users:
         return False  # the user of flowrl started it

@@ -1,5 +1,6 @@
 """Recovery: dead or hanging shards are replaced, other shards keep their items."""
 
+import logging
 import os
 import signal
 import threading
@@ -14,6 +15,7 @@ from flowrl.iter import (
     Skip,
     from_actors,
     from_iterators,
+    ray_runtime,
 )
 from flowrl.iter.recovery import is_death
 
@@ -305,3 +307,18 @@ def test_two_gathers_of_one_pool_replace_a_dead_actor_once(ray_session):
         assert len(two.take(40)) == 40
         assert len(one.take(40)) == 40
     assert len(actors) == 2
+
+
+def test_options_of_start_ray_override_its_defaults(monkeypatch):
+    import ray
+
+    calls = []
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda *args, **options: calls.append((args, options)))
+    monkeypatch.setattr(ray_runtime, "_num_users", 0)
+    ray_runtime.start_ray(include_dashboard=True, num_cpus=1)
+    ray_runtime.start_ray("host:1", logging_level=logging.INFO)
+    assert calls == [
+        (("local",), {"logging_level": logging.WARNING, "include_dashboard": True, "num_cpus": 1}),
+        (("host:1",), {"logging_level": logging.INFO}),
+    ]
