@@ -208,7 +208,7 @@ class Gather(Stage):
                 return []
             if isinstance(policy, Retry) and shard.errors <= policy.times:
                 return []
-        raise self._shard_error(error, shard) from error.__cause__
+        raise self._shard_error(error, shard)
 
     def _shard_error(self, error: BaseException, shard: ShardState) -> BaseException:
         error = operator_error(error)
