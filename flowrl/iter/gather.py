@@ -369,6 +369,11 @@ class Gather(Stage):
             "seed": self.shards.seed,
         }
 
+    def check_state(self, state: dict[str, Any]) -> None:
+        saved, count = len(state["num_received"]), len(self.shards.present())
+        if self.resumable and saved != count:
+            raise ValueError(f"{self}: the saved state has {saved} shards, this plan has {count}")
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if not self.resumable:
             return

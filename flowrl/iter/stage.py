@@ -149,6 +149,13 @@ class Stage:
     def state_dict(self) -> dict[str, Any]:
         return {"items": self.items}
 
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Check that `load_state_dict` accepts a state of a stage with this name.
+
+        Raises:
+            ValueError: the state does not fit this stage.
+        """
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.items = state["items"]
 
