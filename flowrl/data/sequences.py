@@ -112,7 +112,8 @@ def pad_batch_to_sequences_of_same_size(
     """Pad the sequences of a batch with zeros to equal length and add the column `loss_mask`.
 
     A batch that is already padded is returned unchanged. The mask, bool [rows], is False for
-    padding; it replaces an existing `loss_mask`. A loss averages over the other rows.
+    padding and, if the batch has a `loss_mask`, where that is False (burn-in rows). A loss averages
+    over the other rows.
 
     Args:
         batch: batch with `seq_lens`, or with `eps_id` to chop it by.
@@ -130,7 +131,9 @@ def pad_batch_to_sequences_of_same_size(
         batch = batch.with_columns(seq_lens=sequence_lengths(max_seq_len or batch.count, *keys))
     lens = batch["seq_lens"]
     length = max_seq_len or (int(lens.max()) if len(lens) else 1)
-    return batch.with_columns(**{MASK: np.ones(batch.count, bool)}).right_zero_pad(length)
+    if MASK not in batch:
+        batch = batch.with_columns(**{MASK: np.ones(batch.count, bool)})
+    return batch.right_zero_pad(length)
 
 
 def without_padding(batch: SampleBatch) -> SampleBatch:
