@@ -128,7 +128,8 @@ def pad_batch_to_sequences_of_same_size(
         if "eps_id" not in batch:
             raise ValueError("a batch without seq_lens and eps_id cannot be chopped into sequences")
         keys = [batch.get(name) for name in ("eps_id", "unroll_id", "agent_index")]
-        batch = batch.with_columns(seq_lens=sequence_lengths(max_seq_len or batch.count, *keys))
+        length = max_seq_len or max(batch.count, 1)
+        batch = batch.with_columns(seq_lens=sequence_lengths(length, *keys))
     lens = batch["seq_lens"]
     length = max_seq_len or (int(lens.max()) if len(lens) else 1)
     if MASK not in batch:

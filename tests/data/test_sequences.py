@@ -107,6 +107,15 @@ def test_padding_keeps_the_mask_of_burn_in_rows():
     assert padded["loss_mask"].tolist() == [True] * 3 + [False] * 3 + [True] * 2
 
 
+def test_empty_batch_is_padded_to_no_sequences():
+    empty = SampleBatch(obs=np.zeros((0, 2)), eps_id=np.zeros(0, int))
+    for max_seq_len in (None, 4):
+        padded = pad_batch_to_sequences_of_same_size(empty, max_seq_len)
+        assert padded.count == 0
+        assert padded["seq_lens"].tolist() == padded["loss_mask"].tolist() == []
+        assert padded["obs"].shape == (0, 2)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
