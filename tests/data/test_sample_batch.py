@@ -108,9 +108,9 @@ def test_shuffle_keeps_rows_together():
 
 def test_sequences_slice_and_pad():
     batch = SampleBatch(obs=np.arange(6), seq_lens=[2, 3, 1], state_in_0=np.arange(3))
-    assert batch[:3]["obs"].tolist() == [0, 1]
+    assert batch[:2]["obs"].tolist() == [0, 1]
     assert batch[2:6]["state_in_0"].tolist() == [1, 2]
-    assert batch[1:2].count == 0
+    assert batch[1:1].count == batch[6:9].count == 0
     padded = batch.right_zero_pad(4)
     assert padded["obs"].tolist() == [0, 1, 0, 0, 2, 3, 4, 0, 5, 0, 0, 0]
     assert padded.count == len(padded) == 6
@@ -121,6 +121,25 @@ def test_sequences_slice_and_pad():
         batch_of(3).right_zero_pad(4)
     with pytest.raises(ValueError, match="add up"):
         SampleBatch(obs=np.arange(6), seq_lens=[2, 3])
+
+
+def test_slices_that_would_cut_a_sequence_are_rejected():
+    batch = SampleBatch(obs=np.arange(6), seq_lens=[2, 2, 2], state_in_0=np.arange(3))
+    assert [part["state_in_0"].tolist() for part in batch.timeslices(size=4)] == [[0, 1], [2]]
+    assert [part["obs"].tolist() for part in batch.timeslices(num_slices=3)] == [
+        [0, 1],
+        [2, 3],
+        [4, 5],
+    ]
+    for cut in (
+        lambda: batch[:3],
+        lambda: batch[1:2],
+        lambda: batch.slice(1, 6),
+        lambda: batch.timeslices(size=3),
+        lambda: batch.timeslices(num_slices=2),
+    ):
+        with pytest.raises(ValueError, match=r"part of a sequence only.*sequence_minibatches"):
+            cut()
 
 
 def test_pickle_keeps_columns_and_sources():
