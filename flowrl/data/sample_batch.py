@@ -177,17 +177,29 @@ class SampleBatch(Columns):
         return SampleBatch.unchecked(columns, like=self)
 
     def take_rows(self, index: np.ndarray) -> SampleBatch:
-        """Return copies of the rows at `index` [n], in that order."""
+        """Return copies of the rows at `index` [n], in that order.
+
+        Raises:
+            ValueError: The batch has seq_lens.
+        """
+        self._check_no_sequences()
+        return self.map_rows(lambda leaf: leaf[index])
+
+    def _check_no_sequences(self) -> None:
         if self.SEQ_LENS in self:
             raise ValueError("a batch with seq_lens has no single rows: slice it instead")
-        return self.map_rows(lambda leaf: leaf[index])
 
     def slice(self, start: int, end: int) -> SampleBatch:
         """Return rows start … end-1, sharing memory."""
         return self[start:end]
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Iterate over the rows as dicts."""
+        """Iterate over the rows as dicts.
+
+        Raises:
+            ValueError: The batch has seq_lens.
+        """
+        self._check_no_sequences()
         columns = self.items()
         for i in range(self.count):
             row = operator.itemgetter(i)

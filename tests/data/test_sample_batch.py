@@ -142,6 +142,13 @@ def test_slices_that_would_cut_a_sequence_are_rejected():
             cut()
 
 
+def test_batch_with_sequences_has_no_single_rows():
+    batch = SampleBatch(obs=np.arange(3), seq_lens=[1, 2], state_in_0=np.arange(2))
+    for read in (lambda: list(batch.rows()), lambda: batch.take_rows(np.array([0])), batch.shuffle):
+        with pytest.raises(ValueError, match="no single rows"):
+            read()
+
+
 def test_pickle_keeps_columns_and_sources():
     batch = batch_of(3)
     batch.sources = ("here",)
