@@ -38,6 +38,30 @@ def test_columns_read_and_write():
     assert batch.get("nope", 3) == 3
 
 
+def test_next_obs_is_stored_as_new_obs():
+    batch = SampleBatch(obs=[1, 2], next_obs=[2, 3])
+    assert list(batch) == ["obs", "new_obs"]
+    batch["next_obs"] = np.array([8, 9])
+    changed = batch.with_columns(next_obs=np.array([6, 7]))
+    assert batch["new_obs"].tolist() == [8, 9]
+    assert changed["new_obs"].tolist() == [6, 7]
+    assert batch.pop("next_obs").tolist() == [8, 9]
+    assert batch.pop("next_obs", None) is None
+    assert list(batch) == ["obs"]
+    with pytest.raises(ValueError, match="next_obs is another name"):
+        SampleBatch(new_obs=[1], next_obs=[1])
+
+
+def test_dones_need_both_flags():
+    for flag in ("terminateds", "truncateds"):
+        batch = SampleBatch({flag: [True, False]})
+        assert "dones" not in batch
+        assert batch.get("dones") is None
+        with pytest.raises(KeyError, match="no column 'dones'"):
+            batch["dones"]
+    assert SampleBatch(terminateds=[False], truncateds=[True])["dones"].tolist() == [True]
+
+
 def test_with_columns_shares_arrays_and_keeps_the_original():
     batch = batch_of(3)
     other = batch.with_columns(rewards=np.ones(3))
