@@ -60,7 +60,7 @@ def summarize(column: Any) -> str:
     if not isinstance(column, np.ndarray):
         return str(optree.tree_map(summarize, column)) if not hasattr(column, "shape") else "tensor"
     head = f"np.ndarray({column.shape}, dtype={column.dtype}"
-    if column.dtype == object:
+    if column.dtype.kind not in "biuf":  # text, objects
         return f"{head}, head={column[0] if len(column) else None})"
     if not column.size:
         return f"{head})"

@@ -187,6 +187,10 @@ def test_repr_summarizes_columns():
     assert "'infos': np.ndarray((3,), dtype=object, head={})" in text
 
 
+def test_repr_shows_the_first_text_of_a_column():
+    assert "head=a" in repr(SampleBatch(name=np.array(["a", "b"]), data=np.array([b"x", b"y"])))
+
+
 def test_multi_agent_batch_selects_joins_and_unwraps_policies():
     batch = MultiAgentBatch({"a": batch_of(3), "b": batch_of(2)}, env_steps=3)
     assert (batch.count, batch.agent_steps()) == (3, 5)
