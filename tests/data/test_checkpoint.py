@@ -107,6 +107,17 @@ def test_large_arrays_have_their_own_files(tmp_path):
     assert list(part) == ["small"]
 
 
+def test_part_of_a_checkpoint_may_be_one_large_array(tmp_path):
+    large = np.arange(LARGE_BYTES // 8, dtype=float)
+    state = {"w": large, "ww": large, "a/b": large + 1, "a": {"b": large}}
+    write_checkpoint(tmp_path / "c", state, {})
+    for part in ("w", "a/b"):
+        read, _ = read_checkpoint(tmp_path / "c", part)
+        assert list(read) == [part]
+        np.testing.assert_array_equal(read[part], state[part])
+    assert read_checkpoint(tmp_path / "c", "a")[0]["a"]["b"][0] == 0
+
+
 def test_batches_and_objects_round_trip(tmp_path):
     infos = np.empty((2, 1), object)
     infos[:, 0] = [{"a": 1, 3: (np.float32(2),)}, {}]
