@@ -257,7 +257,10 @@ class Settings(BaseModel):
             super().__setattr__(name, value)
             return
         self._check_not_frozen()
-        ((canonical_name, value),) = self.canonical({name: value}).items() or ((name, value),)
+        canonical = self.canonical({name: value})
+        if not canonical:
+            return  # accepted without effect, such as framework="torch"
+        ((canonical_name, value),) = canonical.items()
         if canonical_name not in type(self).model_fields:
             raise ConfigError(f"unknown setting {name!r}.{nearest(name, self.keys())}")
         name = canonical_name

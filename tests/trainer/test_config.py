@@ -323,6 +323,11 @@ def test_aliases_work_in_updates_and_attributes():
     assert config.num_workers == 2
     config.batch_mode = "truncated_episodes"
     assert config.batch_mode == "truncate_episodes"
+    before = config.to_dict()
+    config.framework = "torch"
+    assert config.to_dict() == before
+    with pytest.raises(ConfigError, match="only 'torch' is supported"):
+        config.framework = "tf2"
     config.evaluation(evaluation_config={"num_envs_per_env_runner": 2}).check()
     for settings, message in (
         ({"num_env_runners": 1, "num_rollout_workers": 2}, "give only one of them"),
