@@ -264,7 +264,7 @@ class Settings(BaseModel):
         if canonical_name not in type(self).model_fields:
             raise ConfigError(f"unknown setting {name!r}.{nearest(name, self.keys())}")
         name = canonical_name
-        if is_search(value) and name in type(self).model_fields:
+        if is_search(value):
             vars(self)[name] = value
             self.model_fields_set.add(name)
             return
