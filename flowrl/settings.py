@@ -217,10 +217,14 @@ class Settings(BaseModel):
     def frozen(self) -> Self:
         """Return a copy whose settings cannot be assigned; dicts and lists in it stay mutable."""
         copied = self.copy()
-        for value in (copied, *vars(copied).values()):
-            if isinstance(value, Settings):
-                value._frozen = True
+        copied._freeze()
         return copied
+
+    def _freeze(self) -> None:
+        self._frozen = True
+        for value in vars(self).values():
+            if isinstance(value, Settings):
+                value._freeze()
 
     def __delattr__(self, name: str) -> None:
         raise ConfigError(f"{name}: a setting cannot be deleted, only changed")

@@ -16,9 +16,22 @@ from flowrl.cli.flags import settings_from_flags
 from flowrl.policies import ConfigError, PolicySpec
 from flowrl.policies.config import ExplorationConfig, ModelConfig
 from flowrl.setting_aliases import SETTING_ALIASES
-from flowrl.settings import setting
+from flowrl.settings import Settings, setting
 from flowrl.trainer.config import AlgorithmConfig
 from flowrl.trainer.evaluation import evaluation_settings
+
+
+class Inner(Settings):
+    x: int = 0
+
+
+class Middle(Settings):
+    inner: Inner = Inner()
+
+
+class Outer(Settings):
+    middle: Middle = Middle()
+
 
 CONFIGS = [AlgorithmConfig, A2CConfig, PPOConfig, DQNConfig, SimpleQConfig]
 
@@ -139,6 +152,20 @@ def test_config_of_algorithm_is_frozen_and_config_of_user_is_not():
         assert algorithm.config.lr == 3e-4
         assert algorithm.config.copy().training(lr=0.2).lr == 0.2
     assert ModelConfig().updated(fcnet_hiddens=[3]).fcnet_hiddens == [3]
+
+
+def test_frozen_settings_freeze_records_at_any_depth():
+    frozen = Outer(middle=Middle(inner=Inner(x=1))).frozen()
+    for change in (
+        lambda: setattr(frozen, "middle", Middle()),
+        lambda: setattr(frozen.middle, "inner", Inner()),
+        lambda: setattr(frozen.middle.inner, "x", 2),
+    ):
+        with pytest.raises(ConfigError, match="cannot be changed"):
+            change()
+    copy = frozen.copy()
+    copy.middle.inner.x = 2
+    assert (copy.middle.inner.x, frozen.middle.inner.x) == (2, 1)
 
 
 @pytest.mark.parametrize(
