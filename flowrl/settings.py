@@ -380,9 +380,19 @@ def is_search(value: Any) -> bool:
 
 
 def _equal(one: Any, two: Any) -> bool:
+    """Return whether two values are equal; arrays are equal if their shapes and elements are."""
+    if one is two:
+        return True
+    if isinstance(one, dict) and isinstance(two, dict):
+        return one.keys() == two.keys() and all(_equal(one[key], two[key]) for key in one)
+    if isinstance(one, (list, tuple)) and type(one) is type(two):
+        return len(one) == len(two) and all(map(_equal, one, two))
     try:
-        return bool(one == two)
-    except Exception:  # arrays in an env_config
+        equal = one == two
+        if not hasattr(equal, "all"):
+            return bool(equal)
+        return getattr(one, "shape", ()) == getattr(two, "shape", ()) and bool(equal.all())
+    except Exception:  # the values cannot be compared
         return False
 
 

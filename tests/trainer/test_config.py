@@ -6,6 +6,7 @@ import sys
 import time
 
 import gymnasium as gym
+import numpy as np
 import pytest
 
 from flowrl.algorithms.a2c import A2CConfig
@@ -385,6 +386,26 @@ def test_updated_copies_deeply_and_settings_cannot_be_deleted():
         config.validate()
     with pytest.raises(ConfigError, match="device"):
         PPOConfig(device="gpu")
+
+
+def test_diff_compares_arrays_by_their_elements():
+    def config(array, **more):
+        box = gym.spaces.Box(-1, 1, (2,))
+        values = {"maps": [array], "nested": (np.float32(1), {"space": box})}
+        return PPOConfig(env_config={**values, **more})
+
+    base = config(np.arange(3))
+    assert base.diff(config(np.arange(3))) == {}
+    for other in (
+        config(np.array([0, 1, 3])),
+        config(np.arange(4)),
+        config(np.zeros(0)),
+        config(np.arange(3)[None]),
+        config(np.arange(3), more=1),
+        config([0, 1, 2]),
+    ):
+        assert list(base.diff(other)) == list(other.diff(base)) == ["env_config"]
+    assert config(np.zeros(1)).diff(config(0)).keys() == {"env_config"}
 
 
 def test_restore_needs_an_env_that_the_checkpoint_cannot_hold(tmp_path, caplog):
