@@ -58,7 +58,7 @@ def write_parquet(
         name: _flatten(name, batch[name], arrays)
         for name in batch
         if name != "seq_lens" and not name.startswith("state_in_")
-        if name != "infos" or "infos" in batch.without_lazy_columns()
+        if name != "infos" or not batch.is_lazy(name)
     }
     metadata = {"format": FORMAT, "policy_id": policy_id, "rows": batch.count, "columns": columns}
     metadata["run"] = run
