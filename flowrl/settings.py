@@ -217,10 +217,14 @@ class Settings(BaseModel):
     def frozen(self) -> Self:
         """Return a copy whose settings cannot be assigned; dicts and lists in it stay mutable."""
         copied = self.copy()
-        for value in (copied, *vars(copied).values()):
-            if isinstance(value, Settings):
-                value._frozen = True
+        copied._freeze()
         return copied
+
+    def _freeze(self) -> None:
+        self._frozen = True
+        for value in vars(self).values():
+            if isinstance(value, Settings):
+                value._freeze()
 
     def __delattr__(self, name: str) -> None:
         raise ConfigError(f"{name}: a setting cannot be deleted, only changed")
@@ -257,11 +261,14 @@ class Settings(BaseModel):
             super().__setattr__(name, value)
             return
         self._check_not_frozen()
-        ((canonical_name, value),) = self.canonical({name: value}).items() or ((name, value),)
+        canonical = self.canonical({name: value})
+        if not canonical:
+            return  # accepted without effect, such as framework="torch"
+        ((canonical_name, value),) = canonical.items()
         if canonical_name not in type(self).model_fields:
             raise ConfigError(f"unknown setting {name!r}.{nearest(name, self.keys())}")
         name = canonical_name
-        if is_search(value) and name in type(self).model_fields:
+        if is_search(value):
             vars(self)[name] = value
             self.model_fields_set.add(name)
             return
@@ -373,9 +380,19 @@ def is_search(value: Any) -> bool:
 
 
 def _equal(one: Any, two: Any) -> bool:
+    """Return whether two values are equal; arrays are equal if their shapes and elements are."""
+    if one is two:
+        return True
+    if isinstance(one, dict) and isinstance(two, dict):
+        return one.keys() == two.keys() and all(_equal(one[key], two[key]) for key in one)
+    if isinstance(one, (list, tuple)) and type(one) is type(two):
+        return len(one) == len(two) and all(map(_equal, one, two))
     try:
-        return bool(one == two)
-    except Exception:  # arrays in an env_config
+        equal = one == two
+        if not hasattr(equal, "all"):
+            return bool(equal)
+        return getattr(one, "shape", ()) == getattr(two, "shape", ()) and bool(equal.all())
+    except Exception:  # the values cannot be compared
         return False
 
 

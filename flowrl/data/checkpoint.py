@@ -174,7 +174,7 @@ def _read_files(path: Path | str, manifest: dict[str, Any], part: str | None) ->
             raise CheckpointError(
                 f"{storage.display_name(MANIFEST)}: {file!r} is not a checkpoint file"
             )
-        if array_name is not None and part is not None and not array_name.startswith(f"{part}/"):
+        if array_name is not None and part is not None and not _is_in(part, array_name):
             continue
         data = storage.read(file)
         if len(data) != entry["bytes"] or digest(file, data) != entry["hash"]:
@@ -199,6 +199,11 @@ def _read_files(path: Path | str, manifest: dict[str, Any], part: str | None) ->
         raise CheckpointError(
             f"{storage.display_name('state')}: not a valid state: {error}"
         ) from error
+
+
+def _is_in(part: str, array_name: str) -> bool:
+    """Return whether an array may belong to a top-level key (see `ArrayStore.put`)."""
+    return array_name == part or array_name.startswith((f"{part}/", f"{part}~"))
 
 
 def is_checkpoint(path: Path | str) -> bool:

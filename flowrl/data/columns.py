@@ -60,7 +60,7 @@ def summarize(column: Any) -> str:
     if not isinstance(column, np.ndarray):
         return str(optree.tree_map(summarize, column)) if not hasattr(column, "shape") else "tensor"
     head = f"np.ndarray({column.shape}, dtype={column.dtype}"
-    if column.dtype == object:
+    if column.dtype.kind not in "biuf":  # text, objects
         return f"{head}, head={column[0] if len(column) else None})"
     if not column.size:
         return f"{head})"
@@ -72,15 +72,15 @@ def summarize(column: Any) -> str:
 class Columns(dict[str, Any]):
     """A dict of columns [count, …], each a numpy array or a nest of arrays.
 
-    Indexed and lazy columns (`IndexedColumn`) read as arrays. Reading `next_obs` returns `new_obs`;
-    reading `dones` returns terminated or truncated. Columns named `seq_lens` and `state_in_*` have
-    one row per sequence.
+    Indexed and lazy columns (`IndexedColumn`) read as arrays. `next_obs` is another name of
+    `new_obs`; reading `dones` returns terminated or truncated, if the batch has both columns.
+    Columns named `seq_lens` and `state_in_*` have one row per sequence.
 
     Args:
         columns: name -> array, list, or nest of arrays; None values are skipped.
 
     Raises:
-        ValueError: The columns differ in length.
+        ValueError: The columns differ in length, or one is given under both of its names.
     """
 
     def __init__(self, columns: Mapping[str, Any] | None = None, /, **more: Any):
@@ -88,8 +88,12 @@ class Columns(dict[str, Any]):
         self.zero_padded = False
         self.max_seq_len: int | None = None
         for name, value in {**(columns or {}), **more}.items():
-            if value is not None:
-                super().__setitem__(name, as_column(name, value))
+            if value is None:
+                continue
+            stored_name = _ALIASES.get(name, name)
+            if super().__contains__(stored_name):
+                raise ValueError(f"{name} is another name of a column that is given, too")
+            super().__setitem__(stored_name, as_column(name, value))
         self._check_lengths()
 
     def _check_lengths(self) -> None:
@@ -145,7 +149,7 @@ class Columns(dict[str, Any]):
     def __missing__(self, key: str) -> Any:
         if key in _ALIASES:
             return self[_ALIASES[key]]
-        if key == "dones" and "terminateds" in self:
+        if key == "dones" and key in self:
             return np.logical_or(self["terminateds"], self["truncateds"])
         raise KeyError(f"no column {key!r} in this batch; it has {sorted(self)}")
 
@@ -153,7 +157,7 @@ class Columns(dict[str, Any]):
         if super().__contains__(key):
             return True
         if key == "dones":
-            return super().__contains__("terminateds")
+            return super().__contains__("terminateds") and super().__contains__("truncateds")
         return isinstance(key, str) and super().__contains__(_ALIASES.get(key, ""))
 
     def stored(self) -> Iterator[tuple[str, Any]]:
@@ -186,6 +190,7 @@ class Columns(dict[str, Any]):
     # -- writing -------------------------------------------------------------------------------
 
     def __setitem__(self, key: str, value: Any) -> None:
+        key = _ALIASES.get(key, key)
         column = as_column(key, value)
         if not key.startswith(PER_SEQUENCE) and self:
             for leaf in leaves_of(column):
@@ -197,7 +202,7 @@ class Columns(dict[str, Any]):
 
     def pop(self, key: str, *default: Any) -> Any:
         """Remove a column and return it."""
-        column = super().pop(key, *default)
+        column = super().pop(_ALIASES.get(key, key), *default)
         return np.asarray(column) if isinstance(column, IndexedColumn) else column
 
     # -- identity ------------------------------------------------------------------------------

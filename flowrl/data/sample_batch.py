@@ -31,7 +31,7 @@ class SampleBatch(Columns):
     """Columns [count, …] of one policy's experience; see `Columns` for the columns themselves.
 
     `batch[i:j]` returns rows. With `seq_lens` [sequences] the rows are consecutive sequences,
-    `state_in_*` has one row per sequence, and a slice omits sequences that are partly outside.
+    `state_in_*` has one row per sequence, and a slice must begin and end between sequences.
 
     Attributes:
         sources: the fragments that the rows come from (see `flowrl.iter.Source`).
@@ -149,11 +149,16 @@ class SampleBatch(Columns):
             raise ValueError("a zero-padded batch cannot be sliced: slice it before padding")
         ends = np.cumsum(self[self.SEQ_LENS])
         starts = ends - self[self.SEQ_LENS]
-        inside = np.flatnonzero((starts >= start) & (ends <= stop))
-        if not len(inside):
+        if stop <= start:
             return self.map_rows(lambda leaf: leaf[:0], slice(0, 0))
-        rows = slice(int(starts[inside[0]]), int(ends[inside[-1]]))
-        return self.map_rows(lambda leaf: leaf[rows], slice(int(inside[0]), int(inside[-1]) + 1))
+        if start not in starts or stop not in ends:
+            raise ValueError(
+                f"rows {start}:{stop} contain part of a sequence only: slice a batch with seq_lens "
+                "between sequences, or split it with flowrl.data.sequences.sequence_minibatches()"
+            )
+        inside = np.flatnonzero((starts >= start) & (ends <= stop))
+        sequences = slice(int(inside[0]), int(inside[-1]) + 1)
+        return self.map_rows(lambda leaf: leaf[start:stop], sequences)
 
     def map_rows(
         self,
@@ -172,17 +177,29 @@ class SampleBatch(Columns):
         return SampleBatch.unchecked(columns, like=self)
 
     def take_rows(self, index: np.ndarray) -> SampleBatch:
-        """Return copies of the rows at `index` [n], in that order."""
+        """Return copies of the rows at `index` [n], in that order.
+
+        Raises:
+            ValueError: The batch has seq_lens.
+        """
+        self._check_no_sequences()
+        return self.map_rows(lambda leaf: leaf[index])
+
+    def _check_no_sequences(self) -> None:
         if self.SEQ_LENS in self:
             raise ValueError("a batch with seq_lens has no single rows: slice it instead")
-        return self.map_rows(lambda leaf: leaf[index])
 
     def slice(self, start: int, end: int) -> SampleBatch:
         """Return rows start … end-1, sharing memory."""
         return self[start:end]
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Iterate over the rows as dicts."""
+        """Iterate over the rows as dicts.
+
+        Raises:
+            ValueError: The batch has seq_lens.
+        """
+        self._check_no_sequences()
         columns = self.items()
         for i in range(self.count):
             row = operator.itemgetter(i)
@@ -216,7 +233,13 @@ class SampleBatch(Columns):
         self, size: int | None = None, num_slices: int | None = None
     ) -> list[SampleBatch]:
         """Split into slices of `size` rows (the last may be shorter), or into `num_slices` slices
-        of nearly equal size. With `seq_lens`, no slice has the sequences that cross a boundary."""
+        of nearly equal size.
+
+        Raises:
+            ValueError: Not exactly one of size and num_slices is given, it is below 1, or a
+                sequence would be cut (`flowrl.data.sequences.sequence_minibatches` keeps them
+                whole).
+        """
         if (size is None) == (num_slices is None):
             raise ValueError("timeslices() takes either size or num_slices")
         if size is not None:

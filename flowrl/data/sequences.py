@@ -112,7 +112,8 @@ def pad_batch_to_sequences_of_same_size(
     """Pad the sequences of a batch with zeros to equal length and add the column `loss_mask`.
 
     A batch that is already padded is returned unchanged. The mask, bool [rows], is False for
-    padding; it replaces an existing `loss_mask`. A loss averages over the other rows.
+    padding and, if the batch has a `loss_mask`, where that is False (burn-in rows). A loss averages
+    over the other rows.
 
     Args:
         batch: batch with `seq_lens`, or with `eps_id` to chop it by.
@@ -127,10 +128,13 @@ def pad_batch_to_sequences_of_same_size(
         if "eps_id" not in batch:
             raise ValueError("a batch without seq_lens and eps_id cannot be chopped into sequences")
         keys = [batch.get(name) for name in ("eps_id", "unroll_id", "agent_index")]
-        batch = batch.with_columns(seq_lens=sequence_lengths(max_seq_len or batch.count, *keys))
+        length = max_seq_len or max(batch.count, 1)
+        batch = batch.with_columns(seq_lens=sequence_lengths(length, *keys))
     lens = batch["seq_lens"]
     length = max_seq_len or (int(lens.max()) if len(lens) else 1)
-    return batch.with_columns(**{MASK: np.ones(batch.count, bool)}).right_zero_pad(length)
+    if MASK not in batch:
+        batch = batch.with_columns(**{MASK: np.ones(batch.count, bool)})
+    return batch.right_zero_pad(length)
 
 
 def without_padding(batch: SampleBatch) -> SampleBatch:

@@ -2,6 +2,7 @@
 
 Leaves are JSON values, numpy scalars and arrays, and batches; inner nodes are dicts (with any such
 leaf as a key), lists and tuples. A value without a JSON form becomes a dict with one reserved key.
+Lazy columns and the sources of a batch are not saved: a stage that needs the sources saves them.
 """
 
 from __future__ import annotations
@@ -76,7 +77,10 @@ def encode(value: Any, path: str, arrays: ArrayStore) -> Any:
             )
         return arrays.put(path, value)
     if isinstance(value, SampleBatch):
-        return {_BATCH: encode(dict(value.without_lazy_columns()), path, arrays)}
+        columns = encode(dict(value.without_lazy_columns()), path, arrays)
+        if not value.zero_padded:
+            return {_BATCH: columns}
+        return {_BATCH: columns, "max_seq_len": value.max_seq_len}
     if isinstance(value, BatchRef):
         return encode(value.get(), path, arrays)
     if isinstance(value, MultiAgentBatch):
@@ -125,6 +129,10 @@ def decode(tree: Any, arrays: Mapping[str, np.ndarray], packed: Any = b"") -> An
     (kind, inner), *more = tree.items()
     if kind == _POLICIES and len(more) == 1:
         return MultiAgentBatch(decode(inner, arrays, packed), tree["env_steps"])
+    if kind == _BATCH and len(more) == 1:
+        batch = SampleBatch.unchecked(decode(inner, arrays, packed))
+        batch.zero_padded, batch.max_seq_len = True, tree["max_seq_len"]
+        return batch
     if more or not kind.startswith("__"):
         return {key: decode(value, arrays, packed) for key, value in tree.items()}
     if kind == _ARRAY:

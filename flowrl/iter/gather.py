@@ -208,7 +208,7 @@ class Gather(Stage):
                 return []
             if isinstance(policy, Retry) and shard.errors <= policy.times:
                 return []
-        raise self._shard_error(error, shard) from error.__cause__
+        raise self._shard_error(error, shard)
 
     def _shard_error(self, error: BaseException, shard: ShardState) -> BaseException:
         error = operator_error(error)
@@ -368,6 +368,11 @@ class Gather(Stage):
             "queue": [[item, sources_to_list([source])] for item, source in self._queue],
             "seed": self.shards.seed,
         }
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        saved, count = len(state["num_received"]), len(self.shards.present())
+        if self.resumable and saved != count:
+            raise ValueError(f"{self}: the saved state has {saved} shards, this plan has {count}")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if not self.resumable:

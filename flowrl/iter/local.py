@@ -391,6 +391,8 @@ class LocalIterator(Generic[T]):
             raise ValueError(
                 f"the saved state is of another plan: it lacks stages {missing} and has {extra}"
             )
+        for name, stage in by_name.items():
+            stage.check_state(stage_states[name])
         self.metrics.load_state_dict(state["metrics"])
         for name, stage in by_name.items():
             stage.load_state_dict(stage_states[name])

@@ -14,7 +14,7 @@ def start_ray(address: str | None = None, **options: Any) -> bool:
 
     Args:
         address: address of a running cluster; None starts a new local one.
-        options: further arguments of `ray.init`.
+        options: arguments of `ray.init`, which override the defaults of this function.
 
     Returns:
         Whether the runtime was started or joined by this function: the caller must then call
@@ -24,8 +24,10 @@ def start_ray(address: str | None = None, **options: Any) -> bool:
 
     global _num_users
     if not ray.is_initialized():
-        defaults: dict[str, Any] = {} if address else {"include_dashboard": False}
-        ray.init(address or "local", logging_level=logging.WARNING, **defaults, **options)
+        defaults: dict[str, Any] = {"logging_level": logging.WARNING}
+        if not address:
+            defaults["include_dashboard"] = False
+        ray.init(address or "local", **{**defaults, **options})
         _num_users = 0
     elif not _num_users:
         return False  # the user of flowrl started it
@@ -49,3 +51,16 @@ def node_id() -> str | None:
     if ray is None or not ray.is_initialized():
         return None
     return str(ray.get_runtime_context().get_node_id())
+
+
+def death_errors() -> tuple[type[Exception], ...]:
+    """Return the exceptions of `ray.get` that mean that the process of an actor or task died, or
+    the node that held its result."""
+    from ray.exceptions import (
+        ObjectLostError,
+        OutOfMemoryError,
+        RayActorError,
+        WorkerCrashedError,
+    )
+
+    return RayActorError, OutOfMemoryError, WorkerCrashedError, ObjectLostError

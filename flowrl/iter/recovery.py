@@ -6,6 +6,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from flowrl.iter.ray_runtime import death_errors
+
 STARTING_S = 60.0  # more for the first reply: importing torch on a loaded machine took 20 s
 
 
@@ -70,7 +72,6 @@ class PendingRequest(NamedTuple):
 
 def is_death(error: BaseException) -> bool:
     """Return whether the process of a shard died, as opposed to an exception in its code."""
-    from ray.exceptions import ObjectLostError, RayActorError, RayTaskError, WorkerCrashedError
+    from ray.exceptions import RayTaskError
 
-    deaths = (RayActorError, WorkerCrashedError, ObjectLostError)
-    return isinstance(error, deaths) and not isinstance(error, RayTaskError)
+    return isinstance(error, death_errors()) and not isinstance(error, RayTaskError)

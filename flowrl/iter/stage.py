@@ -10,6 +10,7 @@ Provenance: `stage.sources` holds the sources of the item that the stage returne
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections import Counter
@@ -148,6 +149,13 @@ class Stage:
     def state_dict(self) -> dict[str, Any]:
         return {"items": self.items}
 
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Check that `load_state_dict` accepts a state of a stage with this name.
+
+        Raises:
+            ValueError: the state does not fit this stage.
+        """
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.items = state["items"]
 
@@ -191,11 +199,15 @@ def chained_at() -> str:
 
 
 def describe(item: Any) -> str:
-    """Return a short summary of an item for error notes: type, size, shapes."""
+    """Return a short summary of an item for error notes: type, size, shapes.
+
+    Lazy columns of a batch are not computed or fetched.
+    """
     if isinstance(item, dict):
+        pairs = item.stored() if hasattr(item, "stored") else item.items()
         columns = ", ".join(
             f"{key}: {getattr(value, 'shape', type(value).__name__)}"
-            for key, value in list(item.items())[:6]
+            for key, value in itertools.islice(pairs, 6)
         )
         return f"{type(item).__name__} of {len(item)} rows/keys ({columns})"
     shape = getattr(item, "shape", None)

@@ -35,8 +35,9 @@ def estimate(
     product of the likelihood ratios of the actions up to it. "is" averages over the episodes and is
     unbiased. "wis" divides by the mean weight at each step (ended episodes keep their last weight);
     it is consistent and has a lower variance. For long episodes the variance of the weights grows
-    so large that neither is informative if the two policies differ much: check `ess`. The weights
-    of "is" may overflow, which gives inf or nan.
+    so large that neither is informative if the two policies differ much: check `ess`. If weights
+    of "is" overflow, its `v_target` is inf or -inf, or nan if rewards of both signs have such
+    weights, and its `v_target_std` is nan.
 
     Args:
         policy: the policy to evaluate; must implement `compute_log_likelihoods`.
@@ -90,7 +91,8 @@ def estimate(
     for method in methods:
         with np.errstate(over="ignore", invalid="ignore"):
             weights = np.exp(log_weights) if method == "is" else normalized * len(normalized)
-            weighted_returns = (weights * discounted).sum(1)
+            # a weight of inf times a reward of 0 is nan
+            weighted_returns = np.where(discounted == 0, 0.0, weights * discounted).sum(1)
             v_target, v_target_std = float(weighted_returns.mean()), float(weighted_returns.std())
         results[method] = {
             "v_behavior": v_behavior,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +58,7 @@ def write_parquet(
         name: _flatten(name, batch[name], arrays)
         for name in batch
         if name != "seq_lens" and not name.startswith("state_in_")
-        if name != "infos" or "infos" in batch.without_lazy_columns()
+        if name != "infos" or not batch.is_lazy(name)
     }
     metadata = {"format": FORMAT, "policy_id": policy_id, "rows": batch.count, "columns": columns}
     metadata["run"] = run
@@ -138,7 +137,7 @@ def _read_metadata(path: Path | str) -> dict[str, Any]:
         raise OfflineDataError(f"{path}: cannot be read: {error}") from error
 
 
-def parquet_files(folder: Path | str) -> Iterator[Path]:
+def parquet_files(folder: Path | str) -> list[Path]:
     """Return the Parquet files of a folder, sorted by name; for the path of a file, that file.
 
     Raises:
@@ -149,7 +148,7 @@ def parquet_files(folder: Path | str) -> Iterator[Path]:
     if not files:
         problem = "there is no .parquet file" if path.exists() else "there is no such folder"
         raise OfflineDataError(f"{folder}: {problem}")
-    return iter(files)
+    return files
 
 
 def _flatten(name: str, column: Any, arrays: dict[str, Any]) -> dict[str, Any]:

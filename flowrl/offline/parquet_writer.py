@@ -170,7 +170,7 @@ def _column_types(batch: SampleBatch) -> Any:
 
 def _with_json_infos(batch: SampleBatch) -> SampleBatch:
     """Convert infos to JSON values, which a checkpoint can hold; drop infos that were not read."""
-    if "infos" not in batch.without_lazy_columns():
+    if "infos" not in batch or batch.is_lazy("infos"):
         return batch.without_columns("infos")
     infos = np.empty(batch.count, object)
     infos[:] = [to_json_value(info) for info in batch["infos"]]

@@ -59,7 +59,7 @@ class ParquetSource:
         self.folder, self.policy_id = folder, policy_id
 
     def parts(self) -> list[Any]:
-        return list(parquet_files(self.folder))
+        return parquet_files(self.folder)
 
     def read(self, part: Any) -> SampleBatch:
         policy_id, rows = read_parquet(part)

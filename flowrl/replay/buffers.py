@@ -131,8 +131,7 @@ class ReplayBuffer:
             TypeError: The batch is not a SampleBatch.
             ValueError: See `check`.
         """
-        if not isinstance(batch, SampleBatch):
-            raise TypeError(f"a ReplayBuffer stores a SampleBatch, got {type(batch).__name__}")
+        self._check_type(batch)
         rows = batch.count
         if not rows:
             return
@@ -143,6 +142,11 @@ class ReplayBuffer:
         if len(self._pending) >= MAX_PENDING_BATCHES or self._pending_rows > self._max_pending_rows:
             self._flush()
             self._max_pending_rows = min(self.capacity, MAX_PENDING_BYTES // self._ring.row_bytes)
+
+    @staticmethod
+    def _check_type(batch: Any) -> None:
+        if not isinstance(batch, SampleBatch):
+            raise TypeError(f"a ReplayBuffer stores a SampleBatch, got {type(batch).__name__}")
 
     def _flush(self) -> None:
         if self._pending:

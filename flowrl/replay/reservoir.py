@@ -30,8 +30,10 @@ class ReservoirReplayBuffer(ReplayBuffer):
         """Store a random selection of the rows of a batch.
 
         Raises:
+            TypeError: The batch is not a SampleBatch.
             ValueError: See `check`.
         """
+        self._check_type(batch)
         count = batch.count
         if not count:
             return

@@ -28,6 +28,7 @@ from flowrl.data.checkpoint import (
     write_checkpoint,
 )
 from flowrl.data.checkpoint_storage import LocalStorage, digest, storage_of
+from flowrl.data.sequences import without_padding
 from flowrl.data.serialization import SMALL_BYTES
 
 scalars = st.one_of(
@@ -106,6 +107,17 @@ def test_large_arrays_have_their_own_files(tmp_path):
     assert list(part) == ["small"]
 
 
+def test_part_of_a_checkpoint_may_be_one_large_array(tmp_path):
+    large = np.arange(LARGE_BYTES // 8, dtype=float)
+    state = {"w": large, "ww": large, "a/b": large + 1, "a": {"b": large}}
+    write_checkpoint(tmp_path / "c", state, {})
+    for part in ("w", "a/b"):
+        read, _ = read_checkpoint(tmp_path / "c", part)
+        assert list(read) == [part]
+        np.testing.assert_array_equal(read[part], state[part])
+    assert read_checkpoint(tmp_path / "c", "a")[0]["a"]["b"][0] == 0
+
+
 def test_batches_and_objects_round_trip(tmp_path):
     infos = np.empty((2, 1), object)
     infos[:, 0] = [{"a": 1, 3: (np.float32(2),)}, {}]
@@ -114,6 +126,17 @@ def test_batches_and_objects_round_trip(tmp_path):
     read = read_checkpoint(tmp_path / "c")[0]["m"]
     assert read.env_steps() == 2
     assert read.policy_batches["p"]["infos"].tolist() == infos.tolist()
+
+
+@pytest.mark.parametrize("lens", [[3, 4], [4, 4]])
+def test_zero_padded_batches_round_trip(tmp_path, lens):
+    batch = SampleBatch(obs=np.arange(sum(lens)), seq_lens=lens, state_in_0=np.ones((2, 1)))
+    padded = batch.right_zero_pad(4)
+    write_checkpoint(tmp_path / "c", {"m": MultiAgentBatch({"p": padded}, 7)}, {})
+    read = read_checkpoint(tmp_path / "c")[0]["m"]["p"]
+    assert (read.zero_padded, read.max_seq_len, read.count) == (True, 4, sum(lens))
+    assert read["obs"].tolist() == padded["obs"].tolist()
+    assert without_padding(read)["obs"].tolist() == list(range(sum(lens)))
 
 
 @pytest.mark.parametrize(

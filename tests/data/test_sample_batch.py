@@ -38,6 +38,30 @@ def test_columns_read_and_write():
     assert batch.get("nope", 3) == 3
 
 
+def test_next_obs_is_stored_as_new_obs():
+    batch = SampleBatch(obs=[1, 2], next_obs=[2, 3])
+    assert list(batch) == ["obs", "new_obs"]
+    batch["next_obs"] = np.array([8, 9])
+    changed = batch.with_columns(next_obs=np.array([6, 7]))
+    assert batch["new_obs"].tolist() == [8, 9]
+    assert changed["new_obs"].tolist() == [6, 7]
+    assert batch.pop("next_obs").tolist() == [8, 9]
+    assert batch.pop("next_obs", None) is None
+    assert list(batch) == ["obs"]
+    with pytest.raises(ValueError, match="next_obs is another name"):
+        SampleBatch(new_obs=[1], next_obs=[1])
+
+
+def test_dones_need_both_flags():
+    for flag in ("terminateds", "truncateds"):
+        batch = SampleBatch({flag: [True, False]})
+        assert "dones" not in batch
+        assert batch.get("dones") is None
+        with pytest.raises(KeyError, match="no column 'dones'"):
+            batch["dones"]
+    assert SampleBatch(terminateds=[False], truncateds=[True])["dones"].tolist() == [True]
+
+
 def test_with_columns_shares_arrays_and_keeps_the_original():
     batch = batch_of(3)
     other = batch.with_columns(rewards=np.ones(3))
@@ -108,9 +132,9 @@ def test_shuffle_keeps_rows_together():
 
 def test_sequences_slice_and_pad():
     batch = SampleBatch(obs=np.arange(6), seq_lens=[2, 3, 1], state_in_0=np.arange(3))
-    assert batch[:3]["obs"].tolist() == [0, 1]
+    assert batch[:2]["obs"].tolist() == [0, 1]
     assert batch[2:6]["state_in_0"].tolist() == [1, 2]
-    assert batch[1:2].count == 0
+    assert batch[1:1].count == batch[6:9].count == 0
     padded = batch.right_zero_pad(4)
     assert padded["obs"].tolist() == [0, 1, 0, 0, 2, 3, 4, 0, 5, 0, 0, 0]
     assert padded.count == len(padded) == 6
@@ -121,6 +145,32 @@ def test_sequences_slice_and_pad():
         batch_of(3).right_zero_pad(4)
     with pytest.raises(ValueError, match="add up"):
         SampleBatch(obs=np.arange(6), seq_lens=[2, 3])
+
+
+def test_slices_that_would_cut_a_sequence_are_rejected():
+    batch = SampleBatch(obs=np.arange(6), seq_lens=[2, 2, 2], state_in_0=np.arange(3))
+    assert [part["state_in_0"].tolist() for part in batch.timeslices(size=4)] == [[0, 1], [2]]
+    assert [part["obs"].tolist() for part in batch.timeslices(num_slices=3)] == [
+        [0, 1],
+        [2, 3],
+        [4, 5],
+    ]
+    for cut in (
+        lambda: batch[:3],
+        lambda: batch[1:2],
+        lambda: batch.slice(1, 6),
+        lambda: batch.timeslices(size=3),
+        lambda: batch.timeslices(num_slices=2),
+    ):
+        with pytest.raises(ValueError, match=r"part of a sequence only.*sequence_minibatches"):
+            cut()
+
+
+def test_batch_with_sequences_has_no_single_rows():
+    batch = SampleBatch(obs=np.arange(3), seq_lens=[1, 2], state_in_0=np.arange(2))
+    for read in (lambda: list(batch.rows()), lambda: batch.take_rows(np.array([0])), batch.shuffle):
+        with pytest.raises(ValueError, match="no single rows"):
+            read()
 
 
 def test_pickle_keeps_columns_and_sources():
@@ -135,6 +185,10 @@ def test_repr_summarizes_columns():
     text = repr(batch_of(3))
     assert "'actions': np.ndarray((3,), dtype=int64, min=0, max=2, mean=1)" in text
     assert "'infos': np.ndarray((3,), dtype=object, head={})" in text
+
+
+def test_repr_shows_the_first_text_of_a_column():
+    assert "head=a" in repr(SampleBatch(name=np.array(["a", "b"]), data=np.array([b"x", b"y"])))
 
 
 def test_multi_agent_batch_selects_joins_and_unwraps_policies():

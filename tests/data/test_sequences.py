@@ -14,7 +14,7 @@ from flowrl.data import (
     chop_into_sequences,
     pad_batch_to_sequences_of_same_size,
 )
-from flowrl.data.sequences import sequence_lengths, sequence_minibatches
+from flowrl.data.sequences import sequence_lengths, sequence_minibatches, with_burn_in
 
 
 def test_chop_into_sequences_example_of_rllib():
@@ -97,6 +97,23 @@ def test_padded_batch_has_a_loss_mask():
     chopped = pad_batch_to_sequences_of_same_size(SampleBatch(obs=[1, 2, 3], eps_id=[1, 2, 2]))
     assert chopped["obs"].tolist() == [1, 0, 2, 3]
     assert "loss_mask" not in batch
+
+
+def test_padding_keeps_the_mask_of_burn_in_rows():
+    batch = with_burn_in(SampleBatch(obs=np.arange(5), eps_id=np.zeros(5, int)), 3, 2)
+    assert batch["seq_lens"].tolist() == [3, 4]
+    assert batch["loss_mask"].tolist() == [True] * 3 + [False] * 2 + [True] * 2
+    padded = pad_batch_to_sequences_of_same_size(batch)
+    assert padded["loss_mask"].tolist() == [True] * 3 + [False] * 3 + [True] * 2
+
+
+def test_empty_batch_is_padded_to_no_sequences():
+    empty = SampleBatch(obs=np.zeros((0, 2)), eps_id=np.zeros(0, int))
+    for max_seq_len in (None, 4):
+        padded = pad_batch_to_sequences_of_same_size(empty, max_seq_len)
+        assert padded.count == 0
+        assert padded["seq_lens"].tolist() == padded["loss_mask"].tolist() == []
+        assert padded["obs"].shape == (0, 2)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Recovery: dead or hanging shards are replaced, other shards keep their items."""
 
+import logging
 import os
 import signal
 import threading
@@ -14,7 +15,9 @@ from flowrl.iter import (
     Skip,
     from_actors,
     from_iterators,
+    ray_runtime,
 )
+from flowrl.iter.recovery import is_death
 
 QUICK = Recovery(backoff_s=0.01)
 
@@ -245,6 +248,16 @@ def test_dead_actor_called_by_the_code_of_a_shard_is_not_the_death_of_the_shard(
         assert "restarts" not in stream.stats()[0]
 
 
+def test_shard_that_the_memory_monitor_kills_counts_as_dead():
+    from ray.exceptions import OutOfMemoryError, RayTaskError
+
+    error = OutOfMemoryError("the actor was killed")
+    assert is_death(error)
+    raised_by_code = RayTaskError("apply", "traceback", error).as_instanceof_cause()
+    assert isinstance(raised_by_code, OutOfMemoryError)
+    assert not is_death(raised_by_code)
+
+
 def test_hanging_shard_is_detected_if_another_is_always_ready(ray_session, tmp_path):
     marker = str(tmp_path / "hung")
 
@@ -294,3 +307,18 @@ def test_two_gathers_of_one_pool_replace_a_dead_actor_once(ray_session):
         assert len(two.take(40)) == 40
         assert len(one.take(40)) == 40
     assert len(actors) == 2
+
+
+def test_options_of_start_ray_override_its_defaults(monkeypatch):
+    import ray
+
+    calls = []
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda *args, **options: calls.append((args, options)))
+    monkeypatch.setattr(ray_runtime, "_num_users", 0)
+    ray_runtime.start_ray(include_dashboard=True, num_cpus=1)
+    ray_runtime.start_ray("host:1", logging_level=logging.INFO)
+    assert calls == [
+        (("local",), {"logging_level": logging.WARNING, "include_dashboard": True, "num_cpus": 1}),
+        (("host:1",), {"logging_level": logging.INFO}),
+    ]

@@ -353,6 +353,22 @@ def test_restored_plan_continues_where_it_was_saved(in_process):
             assert first_items + list(second) == expected
 
 
+def test_state_with_another_number_of_shards_is_rejected_and_changes_nothing():
+    def plan(num_shards):
+        return from_items([1, 2, 3, 4, 5, 6], num_shards, in_process=True).gather_sync().batch(1)
+
+    saved = plan(2)
+    saved.take(2)
+    saved.metrics.counters["seen"] = 5
+    state = saved.state_dict()
+    other = plan(3)
+    with pytest.raises(ValueError, match="the saved state has 2 shards, this plan has 3"):
+        other.load_state_dict(state)
+    assert not other.metrics.counters
+    assert [row["items"] for row in other.stats()] == [0, 0]
+    assert sorted(other) == [[1], [2], [3], [4], [5], [6]]
+
+
 def test_state_lists_gathers_that_restart(ray_session):
     worker = ray_session.remote(num_cpus=0)(ParallelIteratorWorker)
     actor = worker.remote([1, 2, 3])

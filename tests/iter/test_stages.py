@@ -2,11 +2,15 @@
 
 import json
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from ray import cloudpickle
 
+from flowrl.data import SampleBatch
+from flowrl.data.indexed_columns import IndexedColumn
+from flowrl.data.lazy_columns import LazyColumn
 from flowrl.iter import NOT_READY, LocalIterator, Retry, Skip, Stage, from_items
 from flowrl.iter.stage import walk
 
@@ -557,3 +561,67 @@ def test_stop_continues_after_an_error():
     with pytest.raises(OSError, match="cannot stop"):
         LocalIterator(Stoppable(Stoppable(), fails=True)).stop()
     assert stopped == [True, False]
+
+
+def test_describing_a_batch_in_an_error_does_not_read_its_lazy_columns(capsys):
+    def fetch():
+        raise RuntimeError("the worker is gone")
+
+    lazy = LazyColumn("infos", fetch, (2,), np.dtype(object))
+    batch = SampleBatch.unchecked(
+        {"obs": np.zeros((2, 3)), "infos": IndexedColumn(lazy, np.arange(2))}
+    )
+    plan = LocalIterator([batch]).inspect("here").for_each(lambda x: {}["key"])
+    with pytest.raises(KeyError) as caught:
+        next(plan)
+    text = "SampleBatch of 2 rows/keys (obs: (2, 3), infos: (2,))"
+    assert text in "".join(caught.value.__notes__)
+    assert text in capsys.readouterr().out
+
+
+def _raise_with_cause(*_):
+    try:
+        return {}["key"]
+    except KeyError as error:
+        raise ValueError("explicit") from error
+
+
+def _raise_with_context(*_):
+    try:
+        return {}["key"]
+    except KeyError:
+        raise ValueError("implicit")  # noqa: B904
+
+
+def _raise_stop(*_):
+    raise StopIteration
+
+
+def _with_hook(fn):
+    operator = WithHooks()
+    operator._on_fetch_start = fn
+    return operator
+
+
+FAILING_PLANS = {
+    "for_each": lambda fn: LocalIterator([1]).for_each(fn),
+    "tap": lambda fn: LocalIterator([1]).tap("x", fn),
+    "hook": lambda fn: LocalIterator([1]).for_each(_with_hook(fn)),
+    "source": lambda fn: LocalIterator(fn),
+    "gather": lambda fn: from_items([1], 1, in_process=True).for_each(fn).gather_sync(),
+}
+
+
+@pytest.mark.parametrize("plan", FAILING_PLANS)
+def test_error_keeps_its_cause_and_context(plan):
+    build = FAILING_PLANS[plan]
+    with pytest.raises(ValueError, match="explicit") as caught:
+        next(build(_raise_with_cause))
+    assert isinstance(caught.value.__cause__, KeyError)
+    with pytest.raises(ValueError, match="implicit") as caught:
+        next(build(_raise_with_context))
+    assert isinstance(caught.value.__context__, KeyError)
+    assert not caught.value.__suppress_context__
+    with pytest.raises(RuntimeError, match="StopIteration") as caught:
+        next(build(_raise_stop))
+    assert isinstance(caught.value.__cause__, StopIteration)

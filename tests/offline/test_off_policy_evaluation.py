@@ -156,6 +156,22 @@ def test_weights_may_overflow_or_vanish(policy):
     assert results["wis"]["ess"] == 0
 
 
+def test_overflowing_weights_of_rewards_of_zero_do_not_give_nan(policy):
+    steps = 3000
+    policy.model.policy_head.weight.data.zero_()
+    policy.model.policy_head.bias.data[:] = torch.tensor([0.0, 5.0])
+    sparse = np.arange(steps) == 1400  # weights overflow before and after the reward
+    episodes = [episode_batch(999, np.ones(steps, np.int64), sparse), *random_episodes(3)]
+    with np.errstate(all="raise", under="ignore"):
+        positive = estimate(policy, episodes)["is"]
+        negative = estimate(policy, [e.with_columns(rewards=-e["rewards"]) for e in episodes])["is"]
+    assert (positive["v_target"], negative["v_target"]) == (np.inf, -np.inf)
+    assert np.isnan(positive["v_target_std"])
+    both = sparse - 2.0 * (np.arange(steps) == 1401)
+    mixed = estimate(policy, episode_batch(0, np.ones(steps, np.int64), both))["is"]
+    assert np.isnan(mixed["v_target"])
+
+
 def test_rows_may_be_in_any_order_and_in_several_batches(policy, tmp_path):
     episodes = random_episodes()
     rows = SampleBatch.concat_samples(episodes)

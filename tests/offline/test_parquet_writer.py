@@ -58,7 +58,7 @@ def test_restored_writer_starts_new_files_and_lists_newer_ones(tmp_path):
     (newer,) = restored.newer_files()
     assert read_parquet(newer)[1]["t"].tolist() == [*range(12, 18), *range(900, 906)]
     restored.flush()  # nothing was added: the rows of the state are not written
-    assert len(list(parquet_files(tmp_path))) == 2
+    assert len(parquet_files(tmp_path)) == 2
     restored.add(count_batch(6, 18))
     restored.flush()
     newer.unlink()
@@ -80,7 +80,7 @@ def test_many_small_batches_fill_one_file(tmp_path):
     for start in range(3000):
         writer.add(count_batch(1, start))
     writer.flush()
-    assert read_parquet(next(parquet_files(tmp_path)))[1].count == 3000
+    assert read_parquet(parquet_files(tmp_path)[0])[1].count == 3000
 
 
 def test_padding_byte_order_and_infos_are_normalized(tmp_path):
@@ -92,7 +92,7 @@ def test_padding_byte_order_and_infos_are_normalized(tmp_path):
     writer = ParquetWriter(tmp_path)
     writer.add(batch.right_zero_pad(3))
     writer.flush()
-    _, read = read_parquet(next(parquet_files(tmp_path)))
+    _, read = read_parquet(parquet_files(tmp_path)[0])
     assert read["obs"].tolist() == [0, 1, 2, 3, 4]
     assert read["obs"].dtype == np.float32
     assert read["infos"][0] == {"seen": "{1}", "3": [1, 2]}
@@ -105,7 +105,7 @@ def test_failed_write_keeps_the_rows(tmp_path):
         writer.add(count_batch(6))
     (tmp_path / "e").unlink()
     writer.flush()
-    assert read_parquet(next(parquet_files(tmp_path / "e")))[1].count == 6
+    assert read_parquet(parquet_files(tmp_path / "e")[0])[1].count == 6
 
 
 @pytest.mark.parametrize("rows", [0, -1, 1.5, True])

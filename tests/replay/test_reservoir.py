@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from flowrl.replay import ReservoirReplayBuffer
+from flowrl.data import MultiAgentBatch
+from flowrl.replay import ReplayBuffer, ReservoirReplayBuffer
 from tests.replay.streams import FragmentStream, check_rows, chi_square
 
 
@@ -38,3 +39,10 @@ def test_restored_reservoir_continues_identically():
         for name in first:
             np.testing.assert_array_equal(first[name], second[name])
     assert buffer.stats() == restored.stats()
+
+
+@pytest.mark.parametrize("item", [{}, [1], MultiAgentBatch({}, 0)])
+def test_other_types_than_a_sample_batch_are_rejected(item):
+    for buffer in (ReplayBuffer(10), ReservoirReplayBuffer(10)):
+        with pytest.raises(TypeError, match="stores a SampleBatch"):
+            buffer.add(item)

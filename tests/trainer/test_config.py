@@ -6,6 +6,7 @@ import sys
 import time
 
 import gymnasium as gym
+import numpy as np
 import pytest
 
 from flowrl.algorithms.a2c import A2CConfig
@@ -16,9 +17,22 @@ from flowrl.cli.flags import settings_from_flags
 from flowrl.policies import ConfigError, PolicySpec
 from flowrl.policies.config import ExplorationConfig, ModelConfig
 from flowrl.setting_aliases import SETTING_ALIASES
-from flowrl.settings import setting
+from flowrl.settings import Settings, setting
 from flowrl.trainer.config import AlgorithmConfig
 from flowrl.trainer.evaluation import evaluation_settings
+
+
+class Inner(Settings):
+    x: int = 0
+
+
+class Middle(Settings):
+    inner: Inner = Inner()
+
+
+class Outer(Settings):
+    middle: Middle = Middle()
+
 
 CONFIGS = [AlgorithmConfig, A2CConfig, PPOConfig, DQNConfig, SimpleQConfig]
 
@@ -139,6 +153,20 @@ def test_config_of_algorithm_is_frozen_and_config_of_user_is_not():
         assert algorithm.config.lr == 3e-4
         assert algorithm.config.copy().training(lr=0.2).lr == 0.2
     assert ModelConfig().updated(fcnet_hiddens=[3]).fcnet_hiddens == [3]
+
+
+def test_frozen_settings_freeze_records_at_any_depth():
+    frozen = Outer(middle=Middle(inner=Inner(x=1))).frozen()
+    for change in (
+        lambda: setattr(frozen, "middle", Middle()),
+        lambda: setattr(frozen.middle, "inner", Inner()),
+        lambda: setattr(frozen.middle.inner, "x", 2),
+    ):
+        with pytest.raises(ConfigError, match="cannot be changed"):
+            change()
+    copy = frozen.copy()
+    copy.middle.inner.x = 2
+    assert (copy.middle.inner.x, frozen.middle.inner.x) == (2, 1)
 
 
 @pytest.mark.parametrize(
@@ -323,6 +351,11 @@ def test_aliases_work_in_updates_and_attributes():
     assert config.num_workers == 2
     config.batch_mode = "truncated_episodes"
     assert config.batch_mode == "truncate_episodes"
+    before = config.to_dict()
+    config.framework = "torch"
+    assert config.to_dict() == before
+    with pytest.raises(ConfigError, match="only 'torch' is supported"):
+        config.framework = "tf2"
     config.evaluation(evaluation_config={"num_envs_per_env_runner": 2}).check()
     for settings, message in (
         ({"num_env_runners": 1, "num_rollout_workers": 2}, "give only one of them"),
@@ -353,6 +386,26 @@ def test_updated_copies_deeply_and_settings_cannot_be_deleted():
         config.validate()
     with pytest.raises(ConfigError, match="device"):
         PPOConfig(device="gpu")
+
+
+def test_diff_compares_arrays_by_their_elements():
+    def config(array, **more):
+        box = gym.spaces.Box(-1, 1, (2,))
+        values = {"maps": [array], "nested": (np.float32(1), {"space": box})}
+        return PPOConfig(env_config={**values, **more})
+
+    base = config(np.arange(3))
+    assert base.diff(config(np.arange(3))) == {}
+    for other in (
+        config(np.array([0, 1, 3])),
+        config(np.arange(4)),
+        config(np.zeros(0)),
+        config(np.arange(3)[None]),
+        config(np.arange(3), more=1),
+        config([0, 1, 2]),
+    ):
+        assert list(base.diff(other)) == list(other.diff(base)) == ["env_config"]
+    assert config(np.zeros(1)).diff(config(0)).keys() == {"env_config"}
 
 
 def test_restore_needs_an_env_that_the_checkpoint_cannot_hold(tmp_path, caplog):

@@ -46,7 +46,8 @@ class FromIterable(Stage):
             return iter(iterable)
         except BaseException as error:
             note_origin(error, self, None)
-            raise operator_error(error) from error.__cause__
+            error = operator_error(error)
+            raise error
 
     def pull(self, block: bool) -> Any:
         if self._iterator is None:

@@ -73,7 +73,8 @@ class ForEachWithHooks(ForEach):
             return hook()
         except BaseException as error:
             note_origin(error, self, None)
-            raise operator_error(error) from error.__cause__
+            error = operator_error(error)
+            raise error
 
     def _has_room(self) -> bool:
         if self._ready is None:
@@ -159,7 +160,8 @@ class Tap(FunctionStage):
                 self.fn(item)
             except BaseException as error:
                 note_origin(error, self, item)
-                raise operator_error(error) from None
+                error = operator_error(error)
+                raise error
             self.items += 1
         return item
 
