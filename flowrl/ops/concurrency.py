@@ -185,7 +185,8 @@ class DequeueStage(Stage):
             item = self._next()
         except BaseException as error:
             note_origin(error, self, None)
-            raise operator_error(error) from error.__cause__
+            error = operator_error(error)
+            raise error
         if item is not NOT_READY:
             self.items += 1
         return item

@@ -177,7 +177,8 @@ class ReadStage(Stage):
             batch = self._next_batch()
         except BaseException as error:
             note_origin(error, self, None)
-            raise operator_error(error) from error.__cause__
+            error = operator_error(error)
+            raise error
         self.items += 1
         policy_id = self._trained_policy_id()
         counters = _get_shared_metrics().counters

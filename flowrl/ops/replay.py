@@ -126,7 +126,8 @@ class ReplayStage(Stage):
             batch = self._next()
         except BaseException as error:
             note_origin(error, self, None)
-            raise operator_error(error) from error.__cause__
+            error = operator_error(error)
+            raise error
         if batch is not NOT_READY:
             self.items += 1
         return batch

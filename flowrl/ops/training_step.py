@@ -78,7 +78,8 @@ class TrainingStep(Stage):
                 )
         except BaseException as error:
             note_origin(error, self, None)
-            raise operator_error(error) from error.__cause__
+            error = operator_error(error)
+            raise error
         finally:
             _running_step.reset(token)
         plan = PlanMetrics.of(_get_shared_metrics())
