@@ -41,7 +41,7 @@ class ActorCriticSettings(AlgorithmConfig):
     twin_q: bool = True
     """Train two critics and use the smaller value (Fujimoto et al. 2018, section 4.2)."""
     tau: Fraction = 0.005
-    """Share of the online weights that each update mixes into the target networks."""
+    """Polyak coefficient of target updates: target = tau * online + (1 - tau) * target."""
     target_network_update_freq: int = Field(default=0, ge=0)
     """Env steps sampled between updates of the target networks; 0 updates them after every train
     batch."""

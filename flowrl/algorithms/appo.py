@@ -40,7 +40,8 @@ class APPOConfig(VTraceConfig):
     """Rows trained on between updates of the target network; 0 updates it after every train
     batch."""
     tau: Fraction = 1.0
-    """Share of the online weights that each update mixes into the target network; 1 copies them."""
+    """Polyak coefficient of target updates, target = tau * online + (1 - tau) * target; 1
+    copies the online weights."""
 
 
 class APPOTorchPolicy(TargetNetwork, VTracePolicy):
@@ -72,7 +73,7 @@ class APPOTorchPolicy(TargetNetwork, VTracePolicy):
         )
         advantages_tensor = torch.from_numpy(advantages).to(self.device)
         logp, sampled_logp = dist.logp(batch["actions"]), batch["action_logp"]
-        # equals pi / target, except for actions that are very unlikely under the target
+        # equals pi / target, unless sampled / target exceeds clip_sampled_ratio
         sampled_ratio = torch.exp(sampled_logp - target_logp).clamp(max=config.clip_sampled_ratio)
         ratio = sampled_ratio * torch.exp(logp - sampled_logp)
         clip = value_at(config.clip_param, self.timestep)

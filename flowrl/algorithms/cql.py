@@ -41,7 +41,7 @@ class CQLConfig(SACSettings, OfflineConfig):
     """For continuous actions, number of actions drawn from each of three distributions to estimate
     the soft maximum."""
     bc_iters: int = Field(default=0, ge=0)
-    """Number of first updates in which the actor imitates the recorded actions (behavior
+    """Number of initial updates in which the actor imitates the recorded actions (behavior
     cloning)."""
     lagrangian: bool = False
     """Learn the weight of the penalty, to keep it below `lagrangian_thresh` (section 3.2)."""
@@ -83,7 +83,7 @@ class CQLTorchPolicy(SACTorchPolicy):
     def critic_loss(self, batch: TensorBatch) -> torch.Tensor:
         """Return SAC's critic loss plus the weighted penalty (equation 4), summed over the critics.
 
-        The penalty of each critic is its `gaps`.
+        `gaps` returns the penalty of each critic.
         """
         gaps = self.gaps(batch)
         self.stats["cql_gap"] = gaps.detach().mean()

@@ -63,7 +63,7 @@ class DQNConfig(OffPolicyConfig):
     """Env steps sampled between updates of the target network; 0 updates it after every train
     batch."""
     tau: Fraction = 1.0
-    """Share of the online weights that each update mixes into the target network; 1 copies them
+    """Polyak coefficient of target updates, target = tau * online + (1 - tau) * target: 1 copies
     (hard updates), 0.01 after every train batch gives soft updates."""
     exploration_config: ExplorationConfig = ExplorationConfig(type="EpsilonGreedy")
 

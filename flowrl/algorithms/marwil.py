@@ -1,5 +1,5 @@
 """MARWIL: imitation weighted by advantages (Wang et al. 2018, NeurIPS), and BC: behavior cloning,
-the same without weights (Pomerleau 1989)."""
+which weights all rows equally (Pomerleau 1989)."""
 
 from __future__ import annotations
 

@@ -40,7 +40,8 @@ class OffPolicyConfig(AlgorithmConfig):
     learning_starts: int = Field(default=1000, ge=0)
     """Rows stored before training begins."""
     training_intensity: Positive | None = None
-    """Rows trained on per row sampled; None trains on one batch per batch of rollouts."""
+    """Rows trained on per row stored after `learning_starts`; None trains on one batch per stored
+    batch."""
     n_step: Count = 1
     """Number of rewards in a target before the value of the next state (n-step returns)."""
     prioritized_replay: bool = False
@@ -118,8 +119,8 @@ class OffPolicyConfig(AlgorithmConfig):
         """Create the replay buffer of a plan, for these policies; None: for all policies.
 
         Raises:
-            ConfigError: a setting of replay actors is set. Later, on the first rows of a policy:
-                its algorithm does not learn from replay.
+            ConfigError: a setting of replay actors is set; when the first rows of a policy are
+                stored: its algorithm does not learn from replay.
         """
         ids = policies or specs_of(self.policies or {DEFAULT_POLICY_ID: None})
         configs = [self, *(self.for_policy(policy_id) for policy_id in ids if self.policies)]

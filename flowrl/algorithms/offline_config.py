@@ -34,8 +34,8 @@ class OfflineConfig(AlgorithmConfig):
     """Folder of experience that was recorded with the setting `output` or with WriteParquet; or
     "minari:" and the id of a Minari dataset (extra minari)."""
     input_policy_id: str = setting(DEFAULT_POLICY_ID, group="offline_data")
-    """Id of the recorded policy whose rows are read. The policy of the plan with this id trains on
-    them, or its only policy."""
+    """Id of the recorded policy whose rows are read. The plan's policy with this id trains on them;
+    if the plan has only one policy, that one does."""
     observation_space: Annotated[Any, SkipValidation] = setting(None, group="offline_data")
     """Observation space of the recorded experience; None uses the space of `env`."""
     action_space: Annotated[Any, SkipValidation] = setting(None, group="offline_data")

@@ -16,7 +16,7 @@ from flowrl.policies.torch_policy import TensorBatch
 from flowrl.settings import ConfigError, Count, Positive
 from flowrl.trainer.algorithm import Algorithm
 
-PREVIOUS = {"prev_actions": "actions", "prev_rewards": "rewards"}  # view of the previous step
+PREVIOUS = {"prev_actions": "actions", "prev_rewards": "rewards"}  # view -> column
 
 
 class R2D2Config(DQNConfig):
@@ -29,16 +29,17 @@ class R2D2Config(DQNConfig):
         fcnet_hiddens=[64], use_lstm=True, lstm_cell_size=64, max_seq_len=20, burn_in=10
     )
     rollout_fragment_length: Count | Literal["auto"] = 60
-    """Env steps of each environment per fragment; "auto" makes one round of all workers one train
-    batch. Sequences do not cross fragments, so use a multiple of `max_seq_len`."""
+    """Env steps of each environment per fragment. Sequences do not cross fragments, so use a
+    multiple of `max_seq_len`. With "auto", one round of all workers has only `train_batch_size` env
+    steps."""
     train_batch_size: Count = 32
     """Sequences per train batch, drawn from the replay buffer."""
     n_step: Count = 5
     """Maximum number of rewards in a target before the value of the next state (n-step returns);
     fewer at the end of a sequence."""
     zero_init_states: bool = False
-    """Start sequences with recurrent states of zeros; if False, with the stored states of the
-    sampler."""
+    """Start sequences with recurrent states of zeros; if False, with the states that the sampler
+    stored."""
     use_h_function: bool = True
     """Learn values of rescaled returns (Pohlen et al. 2018, arXiv 1805.11593, proposition A.2)."""
     h_function_epsilon: Positive = 1e-3

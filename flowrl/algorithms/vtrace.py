@@ -51,7 +51,7 @@ class VTraceConfig(AsyncLearnerConfig):
     """Number of Ray tasks that concatenate fragments to train batches, so that the driver only
     receives train batches; 0 concatenates them in the driver."""
     replay_proportion: float = Field(default=0.0, ge=0)
-    """Replayed fragments to train on per new fragment."""
+    """Replayed fragments per new fragment; fractions accumulate."""
     replay_buffer_num_slots: int = Field(default=0, ge=0)
     """Capacity of the buffer of fragments to replay, in fragments."""
 
@@ -95,10 +95,11 @@ class VTraceConfig(AsyncLearnerConfig):
 
 
 class VTraceLearner(TorchLearner):
-    """Splits batches without splitting trajectories."""
+    """Splits batches between trajectories, never within one."""
 
     def minibatches(self, batch: SampleBatch, size: int) -> Iterator[SampleBatch]:
-        """Yield whole trajectories in random order, at least `size` rows at a time."""
+        """Yield whole trajectories in random order, at least `size` rows at a time; the last
+        minibatch may have fewer."""
         if size >= batch.count or "seq_lens" in batch:
             yield from super().minibatches(batch, min(size, batch.count))
             return
@@ -202,7 +203,7 @@ def _split_trajectories(batch: SampleBatch) -> list[np.ndarray]:
 
 
 def trajectory_ends(batch: Any) -> np.ndarray:
-    """Return whether each row [B] is the last one of its trajectory, bool: the next row is not its
+    """Return a bool array [B], True for the last row of each trajectory: the next row is not its
     next step."""
     column = batch.array if isinstance(batch, TensorBatch) else batch.__getitem__
     episodes, agents, times = column("eps_id"), column("agent_index"), column("t")

@@ -12,7 +12,7 @@ from flowrl.iter.ray_runtime import node_id
 if TYPE_CHECKING:
     from flowrl.data.batch_ref import Batch
 
-MAX_RETRIES = 2  # of a task whose process died
+MAX_RETRIES = 2  # of a task whose process dies
 
 
 def leave_in_store(batch: Batch) -> BatchRef:
@@ -23,7 +23,7 @@ def leave_in_store(batch: Batch) -> BatchRef:
 
 
 class AggregateBatches(LocalIterator[Any]):
-    """Train batches from references to their fragments, concatenated in Ray tasks.
+    """A stream of train batches: fragments given by reference, concatenated in Ray tasks.
 
     The tasks run on any node of the cluster, so the driver receives one batch instead of its
     fragments. Batches are returned in the order in which the tasks finish. A task whose process
@@ -33,7 +33,7 @@ class AggregateBatches(LocalIterator[Any]):
     Args:
         batches: a stream of batches or BatchRefs, such as ParallelRollouts(by_reference=True)
             followed by ConcatBatches.
-        num_tasks: tasks in flight; 0 concatenates in this process.
+        num_tasks: maximum number of tasks in flight; 0 concatenates in this process.
 
     Raises:
         ValueError: num_tasks is negative.
@@ -59,7 +59,7 @@ class _Joined(NamedTuple):
     batch: Batch
     lost_steps: int  # env steps
     bytes_received: int  # from other nodes
-    node: str | None  # that concatenated the batch
+    node: str | None  # id of the node that concatenated the batch
 
 
 def _join(batch: Batch | BatchRef) -> _Joined:

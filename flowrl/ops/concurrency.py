@@ -19,18 +19,19 @@ LIVENESS_S = 1.0  # seconds between two calls of `check` by an idle Dequeue
 
 
 class Concurrently(LocalIterator[Any]):
-    """The items of several sub-plans (branches), which this iterator pulls.
+    """Run several sub-plans (branches) and return their items in one stream.
 
     Args:
         ops: the sub-plans, at least two.
         mode: "round_robin" takes items of the branches in turn, in a fixed order and ratio, and
-            waits for each; "async" takes items that are ready.
-        output_indexes: branches whose items are returned; the others are pulled too. None returns
-            the items of all branches.
+            waits for each; "async" takes items of any branch as they become ready.
+        output_indexes: indexes (from 0) of the branches whose items are returned; items of the
+            others are dropped. None returns the items of all branches.
         round_robin_weights: items per turn of each branch; fractions accumulate; "*" takes all
             items that are ready. Only for "round_robin".
 
     Raises:
+        TypeError: an element of `ops` is not a LocalIterator.
         ValueError: fewer than two branches, an index out of range, invalid weights, or a
             `transform` in an "async" branch.
     """
@@ -122,14 +123,14 @@ class Enqueue:
 class Dequeue(LocalIterator[Any]):
     """The items of a queue that another thread fills.
 
-    The items of a LearnerThread are (batch, info) for each batch that it has trained on; they are
-    counted like those of TrainOneStep. An exception in the queue is raised here, so the other
-    thread can report errors.
+    The items of a LearnerThread are (batch, info), one per batch that it has trained on; they are
+    counted like those of TrainOneStep. An exception that the other thread puts into the queue is
+    raised here.
 
     Args:
         input_queue: a `queue.Queue`; or a LearnerThread, which starts and stops with the plan.
-        check: returns whether the other thread is alive; called while the queue is empty. None
-            uses `is_alive` of a LearnerThread, or no check for a queue.
+        check: function that returns whether the other thread is alive; called while the queue is
+            empty. None checks a LearnerThread by its `is_alive`, and other threads not at all.
 
     Raises:
         ValueError: input_queue is of another type.

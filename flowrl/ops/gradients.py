@@ -19,7 +19,7 @@ from flowrl.sampling.worker_set import WorkerSet
 
 
 class ComputeGradients:
-    """for_each, batch -> Gradients: of the local worker's policies, which do not change.
+    """for_each, batch -> Gradients: compute the local worker's gradients, without an update.
 
     Times `compute_gradients`.
 
@@ -47,8 +47,8 @@ class ComputeGradients:
 
 @dataclass(repr=False)
 class ComputeGradientsOnWorker:
-    """for_each on the shards, fragment -> Gradients: of the policies of the worker that sampled
-    the fragment."""
+    """for_each on the shards, fragment -> Gradients: compute them on the worker that sampled the
+    fragment."""
 
     policies: Collection[str] | None = None
     worker: RolloutWorker | None = None
@@ -66,27 +66,28 @@ class ComputeGradientsOnWorker:
 
 
 class AsyncGradients(LocalIterator[Gradients]):
-    """Gradients that workers compute on their own fragments, in the order of arrival, without end.
+    """An endless stream of gradients that workers compute from their own fragments.
 
     Each worker samples a fragment and computes the gradient of its loss with the newest weights
-    that it has received. Counts as ParallelRollouts does. Chain
-    `ApplyGradients(workers, update_all=False)`: a worker gets the new weights with its next
-    request, which is sent when the item after its own is pulled.
+    that it has received. Gradients are returned in order of arrival. Updates the same counters as
+    ParallelRollouts. Chain `ApplyGradients(workers, update_all=False)`: a worker receives the new
+    weights with its next request, which is sent when the plan pulls the next item.
 
     Args:
         workers: the WorkerSet; without remote workers the local one samples.
-        num_async: requests in flight per worker. With more than one, gradients are that many of
-            the worker's own updates older.
+        num_async: requests in flight per worker. With n, a gradient is computed with weights that
+            lack the updates from the worker's last n - 1 gradients.
         policies: ids of the policies; None for all policies of the fragment that
             `policies_to_train` allows.
-        max_policy_lag: drop gradients of weights that are more than this many updates older than
-            the newest; their env steps also count as `num_env_steps_dropped`. None keeps all.
-        stale_policy: "drop" drops such gradients; "wait" requests no more fragments while one
-            could become that old (see StalenessLimit).
+        max_policy_lag: maximum age of a gradient's weights, in updates; None for no limit.
+        stale_policy: "drop" drops older gradients and counts their env steps as
+            `num_env_steps_dropped`; "wait" delays requests so that none becomes older (see
+            StalenessLimit).
 
     Raises:
         TypeError: `policies` is a string.
-        ValueError: options that do not go together.
+        ValueError: an option is invalid, `stale_policy="wait"` lacks a `max_policy_lag`, or the
+            setting `output` is set.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class AsyncGradients(LocalIterator[Gradients]):
 
 
 class AverageGradients:
-    """for_each, list of Gradients -> Gradients: their mean, each weighted by its rows.
+    """for_each, list of Gradients -> Gradients: their mean, weighted by numbers of rows.
 
     This is the gradient of the mean loss over all the rows.
     """
@@ -146,7 +147,7 @@ class AverageGradients:
 class ApplyGradients:
     """for_each, Gradients -> (Gradients, info): update the local worker's policies once.
 
-    `info` and counters are TrainOneStep's. Times `apply_gradients`.
+    `info` and counters are those of TrainOneStep. Times `apply_gradients`.
 
     Args:
         workers: the WorkerSet.

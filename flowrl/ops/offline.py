@@ -84,8 +84,8 @@ class ReadParquet(LocalIterator[SampleBatch]):
         batch_size: rows per batch.
         columns: required columns.
         policy_id: id of the policy that collected the rows; files of other policies are skipped.
-            The policy of the plan with this id trains on the rows, or its only policy. Batches of
-            a policy other than the default one are MultiAgentBatches.
+            The plan's policy with this id trains on the rows; if the plan has only one policy, that
+            one does. If its id is not the default, batches are MultiAgentBatches.
         prepare: function from the rows of a file, in recorded order, to the rows to return; None
             returns the rows unchanged.
         seed: seed of the random order; None seeds from the operating system.
@@ -191,7 +191,7 @@ class ReadStage(Stage):
         return MultiAgentBatch({policy_id: batch}, batch.count)
 
     def _trained_policy_id(self) -> str:
-        """Return the policy that trains on the rows: the one that collected them, or the only one.
+        """Return the id of the policy to train: the recorded one, or the plan's only one.
 
         Raises:
             OfflineDataError: there are several policies, but not the one that collected the rows.
@@ -289,7 +289,7 @@ class ReadStage(Stage):
         self._loaded = {name: state[name] for name in ("pass_rng_state", "parts_read", "position")}
 
     def _restore_position(self, state: dict[str, Any]) -> None:
-        """Repeat the pass of a loaded state up to its row.
+        """Repeat the shuffled pass of a loaded state up to its position.
 
         Raises:
             OfflineDataError: there are fewer files than before.

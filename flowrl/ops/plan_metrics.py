@@ -11,16 +11,17 @@ from flowrl.iter import MetricsContext
 from flowrl.iter.metrics import Timer
 from flowrl.learners.learner import Updates
 
-MAX_EPISODES = 10_000  # finished episodes that no report has read yet
-MAX_LAGS = 10_000  # policy lags that no report has read yet
+MAX_EPISODES = 10_000  # finished episodes kept for the next report
+MAX_LAGS = 10_000  # policy lags kept for the next report, per training operator
 
 Info = dict[str, Any]
-"""Policy id -> {"learner_stats": …, "num_agent_steps_trained": …}, and "rows" where there are."""
+"""Policy id -> {"learner_stats": …, "num_agent_steps_trained": …}, and "rows" if the policy reports
+values per row; see TrainOneStep."""
 
 
 @dataclass
 class WorkerHealth:
-    """Failures of environments on one incarnation of a worker, since it started."""
+    """Environment failures on one incarnation of a worker; a restart begins a new one."""
 
     env_restarts: int = 0
     faulty_episodes: int = 0
@@ -32,9 +33,9 @@ class TrainerMetrics:
 
     Attributes:
         policies: ids of the policies that the operator trains; None for all.
-        learn: time per update [s], with the rows learned from.
-        num_env_steps_trained: env steps of the batches, until the next report.
-        policy_lags: per fragment, the updates since it was sampled; until the next report.
+        learn: timer of the updates [s]; its units are rows.
+        num_env_steps_trained: env steps trained on since the last report.
+        policy_lags: per fragment since the last report, its age in updates when trained on.
         info: the newest entry of each policy.
     """
 
@@ -54,7 +55,7 @@ class PlanMetrics:
         worker_health: (worker index, incarnation) -> WorkerHealth.
         sampler_timings: worker index -> seconds per part of sampling.
         trainers: name -> metrics of each training operator, in the order of their first updates.
-        step_results: what the last `training_step` returned besides the policies' entries.
+        step_results: entries of the last result of `training_step` that belong to no policy.
     """
 
     new_episodes: deque[tuple[int, Any]] = field(default_factory=lambda: deque(maxlen=MAX_EPISODES))
@@ -72,8 +73,8 @@ class PlanMetrics:
     def trainer(self, operator: Any) -> TrainerMetrics:
         """Return the metrics of a training operator.
 
-        Its name is its type with the ids that it trains, `TrainOneStep(ppo)`; operators of the
-        same name are numbered.
+        They are stored under its type and policy ids, `TrainOneStep(ppo)`; further operators of
+        that name are numbered, `TrainOneStep(ppo)#2`.
         """
         if id(operator) not in self._trainer_names:
             policies = operator.policies
@@ -89,7 +90,7 @@ class PlanMetrics:
 
     @property
     def info(self) -> Info:
-        """The newest entry of each policy, of whichever operator."""
+        """The newest entry of each policy; that of the last in `trainers` if several train it."""
         return {pid: entry for one in self.trainers.values() for pid, entry in one.info.items()}
 
 
@@ -104,11 +105,11 @@ def record_updates(
     """Count the updates of a training operator and return its `info`.
 
     Args:
-        context: of the plan.
+        context: the plan's metrics.
         operator: the training operator.
-        updates: what the learner reported.
-        env_steps, rows: of the batch.
-        learn_s: seconds of the update; None if they are not known.
+        updates: policy id -> PolicyUpdate, from the learner.
+        env_steps, rows: size of the batch.
+        learn_s: duration of the update [s]; None if unknown, then `rows` is not used.
     """
     counters = context.counters
     trainer = PlanMetrics.of(context).trainer(operator)

@@ -22,16 +22,16 @@ from flowrl.seeding import random_stream, restore_stream, stream_state
 class StoreToReplayBuffer:
     """for_each, batch -> the same batch: store it in a replay buffer.
 
-    While a draw is due, the plan pulls no batches for it, which keeps the ratio of trained to
-    sampled steps whichever side is slower. Counts `num_agent_steps_stored`, in total and per
+    While a draw is due, the plan pulls no batches to store, so the ratio of trained to sampled
+    steps is kept, whichever side is slower. Counts `num_agent_steps_stored`, in total and per
     policy. The state of the plan contains the rows.
 
     Args:
-        local_buffer: a MultiAgentReplayBuffer or SimpleReplayBuffer; or
+        local_buffer: a MultiAgentReplayBuffer or SimpleReplayBuffer.
         actors: ReplayActors, which also store BatchRefs without fetching them to the driver.
 
     Raises:
-        ValueError: none or both of them are given.
+        ValueError: not exactly one of local_buffer and actors is given.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class StoreToReplayBuffer:
         return bool(self.buffer.can_add())
 
     def waits(self) -> list[Any]:
-        """Return the references of batches that slow shards have not stored yet; none if another
-        branch has to draw."""
+        """Return the oldest pending reference of each shard that has no room; empty for a local
+        buffer."""
         return self.buffer.waits() if isinstance(self.buffer, ReplayActors) else []
 
     def __call__(self, batch: Any) -> Any:
@@ -86,12 +86,13 @@ class Replay(LocalIterator[Any]):
     While storing is due, it is not ready, so other branches run.
 
     Args:
-        local_buffer: a MultiAgentReplayBuffer or SimpleReplayBuffer; or
+        local_buffer: a MultiAgentReplayBuffer or SimpleReplayBuffer.
         actors: ReplayActors, which stop with the plan. The `sources` of a batch name its shard.
-        num_async: batches to request ahead, over all shards; the replay ratio counts them as drawn.
+        num_async: with `actors`, batches to request ahead from all shards together; the replay
+            ratio counts them as drawn.
 
     Raises:
-        ValueError: none or both of local_buffer and actors are given, or num_async is below 1.
+        ValueError: not exactly one of local_buffer and actors is given, or num_async is below 1.
     """
 
     def __init__(
@@ -208,11 +209,11 @@ class UpdateReplayPriorities:
     not drawn from a buffer.
 
     Args:
-        local_buffer: the MultiAgentReplayBuffer that the batches were drawn from; or
+        local_buffer: the MultiAgentReplayBuffer that the batches were drawn from.
         actors: the ReplayActors; the shard of a batch receives its priorities.
 
     Raises:
-        ValueError: none or both of them are given.
+        ValueError: not exactly one of local_buffer and actors is given.
     """
 
     def __init__(
@@ -305,7 +306,7 @@ class MixInReplay:
     """combine, batch -> [batch, replayed batches …]: add earlier batches to the stream.
 
     Args:
-        num_slots: number of latest batches to draw from.
+        num_slots: number of most recent batches to draw from.
         replay_proportion: replayed batches per new batch; fractions accumulate, so 0.5 replays one
             batch after every second new batch.
         seed: seed of the draws; None seeds from the operating system.

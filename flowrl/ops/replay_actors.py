@@ -26,7 +26,7 @@ log = logging.getLogger("flowrl")
 Batch = SampleBatch | MultiAgentBatch
 Update = tuple[str, np.ndarray, np.ndarray]  # policy id, batch_indexes, priorities
 ADDS_IN_FLIGHT = 4  # maximum per shard; their batches stay in the object store
-UPDATES_KEPT = 64  # maximum per shard until its next request
+UPDATES_KEPT = 64  # priority updates kept per shard until its next request
 
 ORIGIN = "replay"
 
@@ -98,8 +98,8 @@ class ReplayActors:
     Args:
         make: shard number -> new MultiAgentReplayBuffer, whose own replay ratio is ignored.
         num_shards: number of actors.
-        batch_rows: estimated rows of a drawn batch; a received batch is counted exactly.
-        learning_starts, training_intensity: over all shards; see ReplayRatio.
+        batch_rows: rows that the replay ratio counts for a batch until it is received.
+        learning_starts, training_intensity: see ReplayRatio; for all shards together.
         seed: seed of the random choice of shards; None seeds from the operating system.
         colocated: place the actors on the node of this process; if False, on any node.
         address: address of the Ray cluster, used if this process is not connected to one.
@@ -199,7 +199,7 @@ class ReplayActors:
         return all(len(adds) < ADDS_IN_FLIGHT for adds in self._pending_adds)
 
     def waits(self) -> list[Any]:
-        """Return a reference per shard whose batches in flight have reached their maximum."""
+        """Return the oldest pending reference of each shard that has no room."""
         return [adds[0].ref for adds in self._pending_adds if len(adds) >= ADDS_IN_FLIGHT]
 
     def add(self, batch: Batch | BatchRef) -> None:
@@ -293,7 +293,7 @@ class ReplayActors:
     ) -> None:
         """Set priorities of rows of a shard; they are sent with the next request to it."""
         self._updates[shard].append((policy_id, batch_indexes, priorities))
-        if len(self._updates[shard]) >= UPDATES_KEPT:  # no draws are due for a while
+        if len(self._updates[shard]) >= UPDATES_KEPT:  # without draws, no request has sent them
             self._send_updates(shard)
 
     def _send_updates(self, shard: int) -> None:
@@ -392,7 +392,7 @@ class _PendingAdd(NamedTuple):
     ref: Any  # of an Added
     batch: Any  # a batch, or a reference to one
     number: int  # of the batch
-    node: str | None  # that has the batch
+    node: str | None  # id of the node that has the batch
 
 
 class Served(NamedTuple):

@@ -25,12 +25,12 @@ class ReportingConfig(Settings):
     """Settings of StandardMetricsReporting."""
 
     min_time_s_per_iteration: NotNegative | None = setting(None, group="reporting")
-    """Minimum seconds between reports; None reports by steps only, so that seeded runs
-    repeat."""
+    """Minimum seconds between reports; None ignores time, so that the reports of seeded runs are
+    reproducible."""
     min_sample_timesteps_per_iteration: int = setting(0, group="reporting", ge=0)
-    """Env steps between two reports, at least."""
+    """Minimum env steps between reports."""
     metrics_num_episodes_for_smoothing: int = setting(100, group="reporting", ge=1, le=1_000_000)
-    """Number of last episodes that reported means are taken over."""
+    """Number of most recent episodes that episode statistics are computed over."""
 
 
 class StandardMetricsReporting(LocalIterator[Result]):
@@ -344,7 +344,7 @@ def _without_rows(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _padded(episode: Sequence[Any]) -> Sequence[Any]:
-    """Return all 6 fields of an EpisodeMetrics; workers omit empty fields at its end."""
+    """Return all 6 fields of an EpisodeMetrics; workers omit empty trailing fields."""
     return [*episode, None, None, None][:6]
 
 

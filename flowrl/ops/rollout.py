@@ -28,14 +28,14 @@ class ParallelRollouts(LocalIterator[Any]):
 
     Args:
         workers: the WorkerSet; without remote workers the local worker samples.
-        mode: "bulk_sync" concatenates one fragment of every worker to a batch, all sampled with the
+        mode: "bulk_sync" concatenates one fragment per worker into a batch, all sampled with the
             newest weights; "async" returns fragments as they arrive; "raw" returns the
             ParallelIterator, to chain operators that run on the workers; it counts nothing.
         num_async: requests in flight per worker in "async" mode.
         by_reference: remote workers leave their fragments in Ray's object store, and the stream
             contains BatchRefs, so fragments do not pass through the driver. Only for "async".
-        limit: in "async" mode, limits how far sampling runs ahead of training; None: only the
-            capacity of queues limits it.
+        limit: in "async" mode, limits how far sampling runs ahead of training; with None,
+            only the capacity of the plan's queues limits it.
         max_policy_lag: in "async" mode, drop fragments whose weights are more than this number of
             updates older than the newest; their steps count as `num_env_steps_dropped`. None keeps
             all.
@@ -116,8 +116,8 @@ class CountRollouts:
     """for_each, (sources, fragment or list of fragments) -> batch: concatenate and count the
     fragments, and set the `sources` of the batch.
 
-    Instead of fragments it takes other results of workers that have `env_steps()` and
-    `steps_by_policy()` like a batch.
+    Other results of workers are accepted if they have `env_steps()` and `steps_by_policy()` like a
+    batch.
     """
 
     def __init__(self, workers: WorkerSet):
@@ -189,11 +189,11 @@ class DropStale:
 
 @dataclass
 class ConcatBatches:
-    """combine, batch -> [batch] or []: concatenate batches to batches of at least `min_batch_size`
-    steps.
+    """combine, batch -> [batch] or []: concatenate batches into batches of at least
+    `min_batch_size` steps.
 
-    Batches are not split, so the result may have more steps. Empty batches are dropped. BatchRefs
-    are concatenated to a BatchRef.
+    `count_steps_by` selects env steps or agent steps. Batches are not split, so the result may have
+    more steps. Empty batches are dropped. BatchRefs are concatenated into a BatchRef.
     """
 
     min_batch_size: int

@@ -99,7 +99,8 @@ class StalenessLimit:
         self.batch_size = batch_size
         self.max_batches = max_batches
         self.steps_per_item = steps_per_item
-        self._untrained: deque[tuple[int, int]] = deque()  # (steps sampled, mark) per fragment
+        # per fragment: (env steps sampled up to its end, mark at its request)
+        self._untrained: deque[tuple[int, int]] = deque()
         self._steps_sampled: int | None = None
         self._is_waiting = False
         self._steps_lost = 0
@@ -129,7 +130,7 @@ class StalenessLimit:
 
         Args:
             in_flight: number of requests in flight.
-            oldest: mark of the oldest of them; None if there are none.
+            oldest: mark of the oldest request in flight; None if none is in flight.
         """
         done = self.mark()
         while self._untrained and self._untrained[0][0] <= done:
@@ -147,7 +148,7 @@ class StalenessLimit:
         return not must_wait
 
     def _count_sampled(self) -> int:
-        if self._steps_sampled is None:  # a resumed run starts with its counter
+        if self._steps_sampled is None:  # continue the counter of a resumed run
             self._steps_sampled = int(_get_shared_metrics().counters["num_env_steps_sampled"])
         return self._steps_sampled
 

@@ -1,4 +1,4 @@
-"""Operators that train policies from batches, and operators that follow them."""
+"""Operators that train policies on batches and update their target networks."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ class MultiGPUTrainOneStep(TrainOneStep):
 
     Args:
         workers: the WorkerSet.
-        num_gpus: learners with a GPU each.
-        num_learners: learners without a GPU. If both numbers are 0, the local worker learns.
+        num_gpus: number of learners that have a GPU each.
+        num_learners: number of learners without a GPU. If both are 0, the local worker learns.
         num_sgd_iter, sgd_minibatch_size, policies: see TrainOneStep.
 
     Raises:
@@ -125,7 +125,7 @@ TrainTFMultiGPU = MultiGPUTrainOneStep
 
 
 class UpdateTargetNetwork:
-    """for_each, (batch, info) -> the same: update target networks at intervals.
+    """for_each, (batch, info) -> the same pair: update target networks at intervals.
 
     Each operator counts the steps of each policy separately. Counts `num_target_updates`.
 

@@ -17,17 +17,18 @@ from flowrl.sampling.worker_set import WorkerSet
 
 log = logging.getLogger("flowrl")
 
-MAX_GROUP_FAILURES = 5  # in a row, without a completed round
+MAX_GROUP_FAILURES = 5  # consecutive, without a completed round
 
 
 class TrainOnWorkers(LocalIterator[Any]):
-    """(WorkerUpdate, info) without end: every worker samples a fragment and learns from it.
+    """An endless stream of (WorkerUpdate, info): workers learn from their own fragments.
 
-    All workers make the same number of minibatches, and gradients are averaged over the workers
-    (Wijmans et al. 2019, arXiv 1911.00357), so all have the same weights after each update and no
-    rows travel. After a round the local worker's policies get the result. Counts as
-    ParallelRollouts and TrainOneStep do. If a worker dies, joins or leaves, a new group is formed
-    from the state after the last round; counts `num_group_restarts`.
+    Each item is a round: every worker samples a fragment and trains on the same number of
+    minibatches, with gradients averaged over the workers (Wijmans et al. 2019, arXiv 1911.00357).
+    So weights stay equal and no rows are sent. After a round the local worker's policies receive
+    the new weights. The item is the first worker's. Updates the same counters as ParallelRollouts
+    and TrainOneStep. If a worker dies, joins or leaves, a new group is formed from the state after
+    the last round; counts `num_group_restarts`.
 
     Args:
         workers: the WorkerSet; without remote workers the local one learns alone.
@@ -35,7 +36,7 @@ class TrainOnWorkers(LocalIterator[Any]):
         sgd_minibatch_size: rows of one worker per update, 0 for the whole fragment; None uses each
             policy's own setting.
         policies: ids of the policies to update; None for all that `policies_to_train` allows.
-        timeout_s: for answers between workers; a dead process is noticed at once.
+        timeout_s: seconds that workers wait for each other; a dead process is noticed at once.
 
     Raises:
         ValueError: a number is out of range, or the setting `output` is set.
@@ -85,7 +86,7 @@ class TrainOnWorkersStage(Stage):
         self._store: Any = None
         self._group_number = 0
         self._members: list[int] = []  # restart count of each worker in the group
-        self._is_new_group = False  # no round was completed yet
+        self._is_new_group = False  # it has not completed a round
         self._group_failures = 0  # since the last round
         self._failed_shard: ShardFailedError | None = None
 
@@ -103,7 +104,7 @@ class TrainOnWorkersStage(Stage):
         self._form_group()
 
     def _form_group(self) -> None:
-        """Make a new group current; it starts from the local policies."""
+        """Announce a new group to the workers; it starts from the local policies."""
         from flowrl.learners.process_group import learning_state
 
         if self._group_number > 1:  # a worker may still read the entries of the last group
@@ -132,7 +133,7 @@ class TrainOnWorkersStage(Stage):
     def pull(self, block: bool) -> Any:
         while True:
             if self._failed_shard is not None:
-                raise self._failed_shard  # the other workers would wait for it
+                raise self._failed_shard  # pulling again would block: the other workers wait for it
             if self._store is not None and self._members != self._current_members():
                 self._is_new_group = False  # no member waits for the workers that left
                 self._form_group_again()
@@ -163,9 +164,10 @@ class TrainOnWorkersStage(Stage):
             return self._finish_round(updates, self.parents[0].sources)
 
     def _discard_old_generations(self) -> bool:
-        """Discard updates made in an earlier group; return whether there were any.
+        """Discard updates of earlier groups, so that their workers are requested again.
 
-        Their workers are requested again.
+        Returns:
+            Whether updates were discarded.
         """
         gather: Any = self.parents[0]
         current = str(self._group_number) if self._store is not None else ""

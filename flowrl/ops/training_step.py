@@ -18,12 +18,12 @@ from flowrl.ops.train import TrainOneStep
 from flowrl.sampling.worker_set import WorkerSet
 
 ResultDict = dict[str, Any]
-"""What a training step returns: policy id -> {"learner_stats": …, "num_agent_steps_trained": n},
-and any other entries, which are reported in `info`."""
+"""Result of a training step: policy id -> {"learner_stats": …, "num_agent_steps_trained": n};
+other entries are reported in `info`."""
 
 
 class SteppedAlgorithm(Protocol):
-    """What these functions need of an Algorithm."""
+    """The attributes of an Algorithm that these functions use."""
 
     workers: WorkerSet
 
@@ -34,10 +34,10 @@ class SteppedAlgorithm(Protocol):
 
 
 class TrainingSteps(LocalIterator[ResultDict]):
-    """The results of `algorithm.training_step()`, called again for each item.
+    """An endless stream of results of `algorithm.training_step()`, called once per item.
 
     Args:
-        algorithm: its rounds of rollouts are part of the plan: counted, shown and saved with it.
+        algorithm: the algorithm; its rollouts are a stage of the plan, counted and saved with it.
     """
 
     def __init__(self, algorithm: SteppedAlgorithm):
@@ -181,4 +181,4 @@ def train_one_step(
 
 
 multi_gpu_train_one_step = train_one_step
-"""Another name of `train_one_step`: policies learn on the device that they are on."""
+"""Another name of `train_one_step`; each policy learns on its own device."""
