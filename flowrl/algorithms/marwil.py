@@ -110,7 +110,8 @@ class MARWILTorchPolicy(TorchPolicy):
                 "that read single observations, not views of "
                 f"{sorted(extra_views) or 'several observations'}"
             )
-        self.mean_square = float(config.moving_average_sqd_adv_norm_start)
+        self._squares: list[tuple[float, int]] = []  # mean of A^2 and rows, of each loss
+        self.mean_square = float(self.config.moving_average_sqd_adv_norm_start)
 
     def loss(self, batch: TensorBatch) -> torch.Tensor:
         """Return the policy loss, the mean of -exp(beta A / c) log pi(a | s), plus the value loss.
@@ -125,15 +126,46 @@ class MARWILTorchPolicy(TorchPolicy):
             return -logp.mean()
         values = self.model.value_function()
         advantages = (batch["value_targets"] - values).detach()
-        rate = self.config.moving_average_sqd_adv_norm_update_rate
-        self.mean_square += rate * (float(advantages.square().mean()) - self.mean_square)
-        scaled = advantages / (self.mean_square**0.5 + 1e-8)
+        square = float(advantages.square().mean())
+        self._squares.append((square, len(advantages)))
+        scaled = advantages / (self._moved_mean_square(square) ** 0.5 + 1e-8)
         weights = torch.exp((self.config.beta * scaled).clamp(max=MAX_EXPONENT))
         policy_loss = -(weights * logp).mean()
         vf_loss = 0.5 * (values - batch["value_targets"]).square().mean()
         self.stats |= {"policy_loss": policy_loss.detach(), "vf_loss": vf_loss.detach()}
         self.stats["mean_weight"] = weights.mean()
         return policy_loss + self.config.vf_coeff * vf_loss
+
+    def _moved_mean_square(self, square: float) -> float:
+        rate = self.config.moving_average_sqd_adv_norm_update_rate
+        return self.mean_square + rate * (square - self.mean_square)
+
+    def learn_on_batch(self, batch: SampleBatch) -> dict[str, float]:
+        """See TorchPolicy; also updates `mean_square`, once per update."""
+        self._squares = []
+        num_updates = self.learner.num_updates
+        stats = super().learn_on_batch(batch)
+        if self.config.beta and self.learner.num_updates > num_updates:
+            self._update_mean_square()
+        return stats
+
+    def compute_gradients(self, batch: SampleBatch) -> tuple[np.ndarray, dict[str, float]]:
+        self._squares = []
+        return super().compute_gradients(batch)
+
+    def apply_gradients(self, gradients: np.ndarray) -> None:
+        """See TorchPolicy; also updates `mean_square` if this policy computed gradients."""
+        super().apply_gradients(gradients)
+        if self._squares:
+            self._update_mean_square()
+
+    def _update_mean_square(self) -> None:
+        rows = sum(count for _, count in self._squares)
+        square = sum(value * count for value, count in self._squares) / rows if rows else None
+        square = self.learner.mean_over_group(square)
+        if square is not None:
+            self.mean_square = self._moved_mean_square(square)
+        self._squares = []
 
     def get_state(self) -> dict[str, Any]:
         return {**super().get_state(), "mean_square": self.mean_square}

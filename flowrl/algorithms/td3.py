@@ -64,10 +64,15 @@ class TD3TorchPolicy(ActorCriticPolicy):
     def updates_actor(self) -> bool:
         return (self.learner.num_updates + 1) % self.config.policy_delay == 0
 
-    def update_target(self, tau: float | None = None) -> None:
-        """Update the target networks; without `tau`, only after updates of the actor."""
-        if tau is not None or self.learner.num_updates % self.config.policy_delay == 0:
-            super().update_target(tau)
+    def update_target(self, tau: float | None = None) -> bool:
+        """Update the target networks; without `tau`, only after updates of the actor.
+
+        Returns:
+            Whether the target networks were updated.
+        """
+        if tau is None and self.learner.num_updates % self.config.policy_delay:
+            return False
+        return super().update_target(tau)
 
     def next_values(self, new_obs: Any) -> np.ndarray:
         """Return min Q'(s', a' + noise) for the target actor's a' (equations 13 and 14)."""

@@ -48,14 +48,20 @@ def _normalize_switches(args: list[str], switches: set[str]) -> list[str]:
     return result
 
 
-def _flatten_schedule(flag: str) -> list[str]:
-    """Replace a value like `[[0, 1e-3], [100, 0]]` by its numbers, the form that tyro accepts."""
-    if not flag.startswith("[["):
-        return [flag]
+def _flatten_schedule(argument: str) -> list[str]:
+    """Replace `[[0, 1e-3], [100, 0]]` by its numbers, the form that tyro accepts.
+
+    Args:
+        argument: a value, `--flag=value`, or any other argument, which is returned as it is.
+    """
+    flag, _, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
+    if not value.startswith("[["):
+        return [argument]
     try:
-        return [str(number) for point in json.loads(flag) for number in point]
+        numbers = [str(number) for point in json.loads(value) for number in point]
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"{flag}: not a schedule [[env step, value], …]: {error}") from error
+        raise ConfigError(f"{argument}: not a schedule [[env step, value], …]: {error}") from error
+    return [flag, *numbers] if flag else numbers
 
 
 def _check_policy(name: str, defaults: Any) -> None:

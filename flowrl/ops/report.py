@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
@@ -316,17 +317,18 @@ class CollectMetrics:
         return {
             "window": [list(episode) for episode in self._window],
             "episodes_total": self._episodes_total,
-            "last_counters": self._last_counters,
+            "last_counters": dict(self._last_counters),
             "info": {pid: _without_rows(entry) for pid, entry in self._info.items()},
-            "trainers": self._trainers,
+            "trainers": copy.deepcopy(self._trainers),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._window.clear()
         self._window.extend(state["window"])
         self._episodes_total = state["episodes_total"]
         self._last_counters = dict(state["last_counters"])
         self._info = dict(state["info"])
-        self._trainers = dict(state["trainers"])
+        self._trainers = copy.deepcopy(state["trainers"])
 
     def __repr__(self) -> str:
         return f"CollectMetrics(window={self._window.maxlen})"

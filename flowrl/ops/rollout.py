@@ -44,18 +44,32 @@ class ParallelRollouts(LocalIterator[Any]):
         ValueError: the options contradict each other or the settings.
     """
 
-    def __new__(cls, workers: WorkerSet, **options: Any) -> Any:
-        if options.get("mode") == "raw":
-            if workers.config.output is not None:
-                raise ValueError(
-                    'output: in mode="raw" fragments stay on the workers, so nothing can be written'
-                )
-            if options.get("max_policy_lag") is not None:
-                raise ValueError('max_policy_lag is for mode="async"')
-            if options.get("limit") is not None:
-                raise ValueError('limit is for mode="async"')
-            return workers.parallel_iterator()
-        return super().__new__(cls)
+    def __new__(
+        cls,
+        workers: WorkerSet,
+        *,
+        mode: Literal["bulk_sync", "async", "raw"] = "bulk_sync",
+        num_async: int = 1,
+        max_policy_lag: int | None = None,
+        limit: StalenessLimit | None = None,
+        by_reference: bool = False,
+    ) -> Any:
+        if mode != "async":
+            for name, is_default in (
+                ("num_async", num_async == 1),
+                ("max_policy_lag", max_policy_lag is None),
+                ("limit", limit is None),
+                ("by_reference", not by_reference),
+            ):
+                if not is_default:
+                    raise ValueError(f'{name} is for mode="async", not {mode!r}')
+        if mode != "raw":
+            return super().__new__(cls)
+        if workers.config.output is not None:
+            raise ValueError(
+                'output: in mode="raw" fragments stay on the workers, so nothing can be written'
+            )
+        return workers.parallel_iterator()
 
     def __init__(
         self,
@@ -68,17 +82,9 @@ class ParallelRollouts(LocalIterator[Any]):
         by_reference: bool = False,
     ):
         check_lag(max_policy_lag)
-        if max_policy_lag is not None and mode != "async":
-            raise ValueError(f'max_policy_lag is for mode="async", not {mode!r}, which has no lag')
         if limit is not None:
-            if mode != "async":
-                raise ValueError(f'limit is for mode="async", not {mode!r}')
             limit.steps_per_item = workers.steps_per_fragment()
         shards = workers.parallel_iterator()
-        if by_reference and mode == "bulk_sync":
-            raise ValueError(
-                'by_reference is for mode="async", because "bulk_sync" concatenates fragments'
-            )
         if by_reference and workers.num_workers:
             shards = shards.for_each(leave_in_store)
         if mode == "bulk_sync":

@@ -127,7 +127,8 @@ TrainTFMultiGPU = MultiGPUTrainOneStep
 class UpdateTargetNetwork:
     """for_each, (batch, info) -> the same pair: update target networks at intervals.
 
-    Each operator counts the steps of each policy separately. Counts `num_target_updates`.
+    Each operator counts the steps of each policy separately. A policy whose `update_target()`
+    returns False remains due. Counts `num_target_updates`.
 
     Args:
         workers: the WorkerSet.
@@ -165,7 +166,7 @@ class UpdateTargetNetwork:
             for policy_id in (info if self.policies is None else self.policies)
             if self._is_due(policy_id, info.get(policy_id, {}))
         ]
-        worker = self.workers.local_worker()
+        worker, num_updates = self.workers.local_worker(), 0
         with worker.lock if due else nullcontext():
             for policy_id in due:
                 policy: Any = worker.policy_map[policy_id]
@@ -174,22 +175,26 @@ class UpdateTargetNetwork:
                         f"UpdateTargetNetwork: policy {policy_id!r}, a {type(policy).__name__}, "
                         "has no target network: leave it out of `policies`"
                     )
-                policy.update_target()
-        _get_shared_metrics().counters["num_target_updates"] += len(due)
+                if policy.update_target() is not False:
+                    self._last_update[policy_id] = self._steps(policy_id)
+                    num_updates += 1
+        _get_shared_metrics().counters["num_target_updates"] += num_updates
         return item
 
     def _is_due(self, policy_id: str, entry: dict[str, Any]) -> bool:
-        """Return whether the interval has passed for a policy; if so, start the next one."""
+        """Count the rows of a training; return whether the interval has passed for a policy."""
         rows = self._rows_trained.get(policy_id, 0) + entry.get("num_agent_steps_trained", 0)
         self._rows_trained[policy_id] = rows
-        now = rows
-        if not self.by_steps_trained:
-            now = _get_shared_metrics().counters["num_env_steps_sampled"]
+        now = self._steps(policy_id)
         last = self._last_update.setdefault(policy_id, 0 if self.by_steps_trained else now)
-        if now - last < self.target_update_freq:
-            return False
-        self._last_update[policy_id] = now
-        return True
+        return now - last >= self.target_update_freq
+
+    def _steps(self, policy_id: str) -> int:
+        """Return the steps that the interval is counted in."""
+        if self.by_steps_trained:
+            return self._rows_trained[policy_id]
+        steps: int = _get_shared_metrics().counters["num_env_steps_sampled"]
+        return steps
 
     def state_dict(self) -> dict[str, Any]:
         return {"rows_trained": dict(self._rows_trained), "last_update": dict(self._last_update)}

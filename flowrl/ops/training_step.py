@@ -94,9 +94,6 @@ class TrainingStep(Stage):
 
 
 _running_step: ContextVar[TrainingStep | None] = ContextVar("running_step", default=None)
-_standalone_rollouts: weakref.WeakKeyDictionary[Any, LocalIterator[Any]] = (
-    weakref.WeakKeyDictionary()
-)
 _train_operators: weakref.WeakKeyDictionary[Any, dict[Any, TrainOneStep]] = (
     weakref.WeakKeyDictionary()
 )
@@ -144,9 +141,9 @@ def _sample_round(workers: WorkerSet) -> Any:
     batch = None if step is None else step.sample_round(workers)
     if batch is not None:
         return batch
-    if workers not in _standalone_rollouts:
-        _standalone_rollouts[workers] = ParallelRollouts(workers, mode="bulk_sync")
-    return next(_standalone_rollouts[workers])
+    if workers.standalone_rollouts is None:
+        workers.standalone_rollouts = ParallelRollouts(workers, mode="bulk_sync")
+    return next(workers.standalone_rollouts)
 
 
 def train_one_step(
@@ -171,7 +168,7 @@ def train_one_step(
         KeyError: `policies_to_train` or the batch names a policy that does not exist.
     """
     operators = _train_operators.setdefault(algorithm, {})
-    key = None if policies_to_train is None else tuple(policies_to_train)
+    key = None if policies_to_train is None else tuple(sorted(policies_to_train))
     if key not in operators:
         operators[key] = TrainOneStep(algorithm.workers, policies_to_train)
     if _running_step.get() is not None:

@@ -35,7 +35,7 @@ class TargetNetwork(TorchPolicy):
         self.target_updates = 0
         self.update_target(1.0)
 
-    def update_target(self, tau: float | None = None) -> None:
+    def update_target(self, tau: float | None = None) -> bool:
         """Update the target network: w' <- tau w + (1 - tau) w'.
 
         Args:
@@ -46,6 +46,7 @@ class TargetNetwork(TorchPolicy):
         for target_buffer, buffer in self._buffer_pairs:
             target_buffer.copy_(buffer)
         self.target_updates += 1
+        return True
 
     def get_state(self) -> dict[str, Any]:
         target = self.target_model.state_dict()

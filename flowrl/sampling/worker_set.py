@@ -58,6 +58,7 @@ class WorkerSet:
         env_steps_of_removed_workers: counted env steps of failed and removed workers.
         num_episodes_restarted: episodes that a loaded state could not resume.
         global_vars: `timestep` (env steps sampled), sent along with the weights.
+        standalone_rollouts: stream of rollouts sampled without a plan; None before the first.
         weight_sync: tracks which weights each remote worker has.
     """
 
@@ -85,6 +86,7 @@ class WorkerSet:
         self.env_steps_of_removed_workers = 0
         self.num_episodes_restarted = 0
         self.global_vars: dict[str, Any] = {"timestep": 0}
+        self.standalone_rollouts: Any = None
         self._local: RolloutWorker | None = None
         self._remote: list[Any] | None = None
         self._pool: Pool | None = None

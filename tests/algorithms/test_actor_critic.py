@@ -12,11 +12,15 @@ from flowrl.algorithms.cql import CQLTorchPolicy
 from flowrl.algorithms.sac import SAC, SACConfig, SACTorchPolicy
 from flowrl.algorithms.td3 import DDPG, TD3, DDPGConfig, TD3Config, TD3TorchPolicy
 from flowrl.data import SampleBatch
+from flowrl.iter import metrics_scope
+from flowrl.iter.metrics import MetricsContext
+from flowrl.ops import ParallelRollouts, UpdateTargetNetwork
 from flowrl.policies import ConfigError
 from flowrl.policies.config import ModelConfig
 from flowrl.policies.learning.flat_parameters import FlatAdam, FlatParameters
 from flowrl.policies.learning.kernels.backprop import outputs_by_numpy
 from flowrl.policies.models.fcnet import FullyConnectedNetwork
+from flowrl.sampling import WorkerSet
 from flowrl.seeding import random_stream
 
 OBS = spaces.Box(-2.0, 2.0, (3,), np.float32)
@@ -559,3 +563,19 @@ def test_custom_optimizer_keeps_its_learning_rate():
     policy = CustomOptimizer(OBS, BOX, {"lr": 1e-3})
     policy.on_global_var_update({"timestep": 50})
     assert [group["lr"] for group in policy.optimizer.param_groups] == [5e-4]
+
+
+def test_delayed_target_update_remains_due():
+    config = TD3Config(env="Pendulum-v1", policy_delay=2, model=SMALL, seed=0)
+    with WorkerSet("Pendulum-v1", TD3TorchPolicy, config) as workers:
+        policy = workers.local_worker().policy
+        operator = UpdateTargetNetwork(workers, 30, by_steps_trained=True)
+        start, updates = policy.target_updates, []
+        batch = ParallelRollouts(workers).take(1)[0]
+        with metrics_scope(MetricsContext()) as metrics:
+            for _ in range(8):  # the interval of 30 rows passes at odd and at even updates
+                policy.learn_on_batch(batch)
+                operator((None, {"default_policy": {"num_agent_steps_trained": 10}}))
+                updates.append(policy.target_updates - start)
+            assert metrics.counters["num_target_updates"] == updates[-1]
+    assert updates == [0, 0, 0, 1, 1, 1, 1, 2]

@@ -1,11 +1,19 @@
 """BC and MARWIL: reading recorded experience, losses, plans."""
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 
 from flowrl.algorithms.a2c import A2CConfig
-from flowrl.algorithms.marwil import BC, MARWIL, BCConfig, MARWILConfig, returns_of
+from flowrl.algorithms.marwil import (
+    BC,
+    MARWIL,
+    BCConfig,
+    MARWILConfig,
+    MARWILTorchPolicy,
+    returns_of,
+)
 from flowrl.data import SampleBatch
 from flowrl.offline.parquet import OfflineDataError, write_parquet
 from flowrl.ops import ReadParquet
@@ -109,11 +117,29 @@ def test_loss_matches_a_reference_implementation(beta):
                 total += 0.3 * 0.5 * advantages[i] ** 2 / 16
         _, stats = policy.compute_gradients(batch)
         assert stats["total_loss"] == pytest.approx(total, rel=1e-5)
+        assert policy.mean_square == 50.0
+        policy.learn_on_batch(batch)
         assert policy.mean_square == pytest.approx(mean_square)
         state = policy.get_state()
         policy.mean_square = 7.0
         policy.set_state(state)
         assert policy.mean_square == pytest.approx(mean_square)
+
+
+def test_moving_average_changes_once_per_update_however_rows_are_split():
+    settings = {"beta": 1.0, "seed": 0, "moving_average_sqd_adv_norm_update_rate": 0.2}
+    observation_space = gym.spaces.Box(-1, 1, (4,), np.float32)
+    policies = [
+        MARWILTorchPolicy(observation_space, gym.spaces.Discrete(2), {**settings, **more})
+        for more in ({}, {"microbatch_size": 4}, {})
+    ]
+    for policy in policies[:2]:
+        policy.learn_on_batch(random_batch())
+    gradient, _ = policies[2].compute_gradients(random_batch())
+    policies[2].apply_gradients(gradient)
+    averages = [policy.mean_square for policy in policies]
+    assert averages == pytest.approx([averages[0]] * 3)
+    assert averages[0] != 100.0
 
 
 @pytest.mark.parametrize("kind", [BCConfig, MARWILConfig])

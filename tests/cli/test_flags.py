@@ -2,6 +2,8 @@
 
 import pytest
 
+from flowrl.algorithms.ppo import PPOConfig
+from flowrl.cli.flags import settings_from_flags
 from flowrl.cli.run_settings import config_of_run
 from tests.cli.helpers import TWO_ITERATIONS, read_settings
 
@@ -73,6 +75,12 @@ def test_flags_of_one_policy_are_kept_by_a_resumed_run(cli, tmp_path):
     assert code == 0
     assert "reached: 2 iterations" in out
     assert "dqn" in out
+
+
+@pytest.mark.parametrize("flags", [["--lr=[[0,1e-3],[100,0]]"], ["--lr", "[[0,1e-3],[100,0]]"]])
+def test_schedule_is_a_value_after_a_space_or_an_equals_sign(flags):
+    config = settings_from_flags(PPOConfig(), flags, "flowrl train ppo", {})
+    assert config.lr == [(0, 1e-3), (100, 0.0)]
 
 
 @pytest.mark.parametrize(

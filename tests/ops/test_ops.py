@@ -1,8 +1,11 @@
 """Unit tests of rollout, training and reporting operators."""
 
+import copy
+
 import numpy as np
 import pytest
 
+from flowrl.algorithms.a2c import A2CTorchPolicy
 from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.iter import LocalIterator, ParallelIterator, metrics_scope
 from flowrl.iter.metrics import MetricsContext
@@ -58,6 +61,32 @@ def test_raw_mode_returns_the_parallel_iterator(workers):
     assert isinstance(raw, ParallelIterator)
     counts = raw.for_each(lambda batch: batch.count)
     assert counts.gather_sync().take(2) == [20, 20]
+
+
+@pytest.mark.parametrize("mode", ["raw", "bulk_sync"])
+@pytest.mark.parametrize(
+    "option", [{"num_async": 2}, {"by_reference": True}, {"max_policy_lag": 1}]
+)
+def test_options_of_the_async_mode_are_rejected_in_other_modes(workers, mode, option):
+    with pytest.raises(ValueError, match=f'{next(iter(option))} is for mode="async"'):
+        ParallelRollouts(workers, mode=mode, **option)
+    with pytest.raises(TypeError, match="num_asinc"):
+        ParallelRollouts(workers, mode=mode, num_asinc=2)
+
+
+def test_state_of_reports_is_a_copy():
+    with WorkerSet("CartPole-v1", A2CTorchPolicy, {"rollout_fragment_length": 10}) as workers:
+        collect = CollectMetrics(workers, 100)
+        rollouts = ParallelRollouts(workers).for_each(TrainOneStep(workers))
+        with rollouts.for_each(collect) as reports:
+            reports.take(6)
+            state = collect.state_dict()
+            saved = copy.deepcopy(state)
+            reports.take(2)
+    assert state == saved
+    assert state["window"]
+    collect.load_state_dict(state)
+    assert collect.state_dict()["window"] == saved["window"]
 
 
 def test_unknown_mode_is_rejected(workers):

@@ -1,5 +1,8 @@
 """A custom `training_step` trains like the plan."""
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 
@@ -13,6 +16,7 @@ from flowrl.ops import (
     train_one_step,
 )
 from flowrl.policies import ConfigError
+from flowrl.sampling import WorkerSet
 from flowrl.trainer.algorithm import Algorithm
 from flowrl.trainer.config import AlgorithmConfig
 
@@ -36,6 +40,16 @@ def without_times(result):
 
 def weights(algorithm):
     return algorithm.get_policy().get_weights()
+
+
+def test_worker_set_that_sampled_without_a_plan_is_freed():
+    workers = WorkerSet("CartPole-v1", A2CTorchPolicy, {})
+    synchronous_parallel_sample(worker_set=workers)
+    workers.stop()
+    freed = weakref.ref(workers)
+    del workers
+    gc.collect()
+    assert freed() is None
 
 
 @pytest.mark.slow_on_actors
