@@ -21,6 +21,8 @@ from flowrl.policies.schedules import value_at
 from flowrl.seeding import random_stream, restore_stream, stream_state
 from flowrl.settings import ConfigError
 
+NONFINITE_GRADIENT = "the gradient is not finite: the weights are unchanged"
+
 
 class TorchLearner:
     """Updates a policy's network by its loss.
@@ -224,12 +226,17 @@ class TorchLearner:
             )
         norm = float(np.linalg.norm(gradients))
         if not np.isfinite(norm):
-            if self.policy.config.on_nonfinite_update == "raise":
-                raise FloatingPointError("the gradient is not finite: the weights are unchanged")
-            self.num_skipped_updates += 1
+            self.refuse_gradient()
             return
         flat.gradient.copy_(torch.from_numpy(np.array(gradients)))
         self.step(norm)
+
+    def refuse_gradient(self) -> None:
+        """Raise FloatingPointError for a gradient that is not finite, or count a skipped update,
+        by the setting `on_nonfinite_update`."""
+        if self.policy.config.on_nonfinite_update == "raise":
+            raise FloatingPointError(NONFINITE_GRADIENT)
+        self.num_skipped_updates += 1
 
     # -- for losses ----------------------------------------------------------------------------
 
