@@ -124,8 +124,9 @@ def env_creator_for(env: str | type | EnvCreator) -> EnvCreator:
 
 def env_id_of(creator: EnvCreator) -> str | None:
     """Return the gymnasium id that a creator makes, or None if it does not use `gym.make`."""
-    env_id = creator.args[0] if isinstance(creator, partial) and creator.args else None
-    return env_id if isinstance(env_id, str) else None
+    if isinstance(creator, partial) and creator.func is _make_by_id:
+        return str(creator.args[0])
+    return None
 
 
 def apply_horizon(env: gym.Env, horizon: int | None, soft: bool) -> gym.Env:
