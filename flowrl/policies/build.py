@@ -415,15 +415,11 @@ def _unpack(hook: str, result: Any, names: str) -> Any:
 def _is_finite(gradients: Any) -> bool:
     """Return whether all numbers in a nest of arrays and tensors are finite."""
     leaves: list[Any] = optree.tree_leaves(gradients)
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor):
-            finite = torch.isfinite(leaf).all()
-        else:
-            array = np.asarray(leaf)
-            finite = array.dtype.kind not in "fc" or np.isfinite(array).all()
-        if not finite:
-            return False
-    return True
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    arrays = [np.asarray(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors) and all(
+        bool(np.isfinite(array).all()) for array in arrays if array.dtype.kind in "fc"
+    )
 
 
 def _to_stats(hook: str, result: Any) -> dict[str, float]:
