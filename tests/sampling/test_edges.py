@@ -535,7 +535,7 @@ def test_step_with_four_values_raises(collector):
         def step(self, action):
             return super().step(action)[:4]
 
-    with pytest.raises(ConfigError, match=r"step\(\) \(observation"):
+    with pytest.raises(ConfigError, match=r"step\(\) must return \(observation"):
         worker(FourValueStep, sample_collector=collector).sample()
 
 

@@ -3,11 +3,15 @@
 from functools import partial
 
 import gymnasium as gym
+import numpy as np
 import pytest
 
 from flowrl.envs.env_factory import EnvFactory
 from flowrl.envs.registry import env_creator_for, env_id_of
+from flowrl.sampling import RolloutWorker, SimpleListCollector
 from flowrl.settings import ConfigError
+
+from .fakes import CountEnv, Idle
 
 
 def test_only_creators_from_an_env_id_have_one():
@@ -25,3 +29,24 @@ def test_num_envs_must_be_that_of_a_vector_environment():
     assert [EnvFactory(two, {}, n).make_vector_env().num_envs for n in (1, 2)] == [2, 2]
     with pytest.raises(ConfigError, match=r"num_envs_per_worker=5.* of 2 environments"):
         EnvFactory(two, {}, 5).make_vector_env()
+
+
+@pytest.mark.parametrize("collector", [None, SimpleListCollector])
+@pytest.mark.parametrize("method", ["reset", "step"])
+def test_only_wrong_results_are_reported_as_a_wrong_signature(method, collector):
+    class ReturnsWrong(CountEnv):
+        pass
+
+    def sample(result):
+        setattr(ReturnsWrong, method, lambda *args, **kwargs: result())
+        settings = {"max_num_env_restarts": 0, "sample_collector": collector}
+        RolloutWorker(lambda context: ReturnsWrong(), Idle, settings).sample()
+
+    def unpacks_wrongly():
+        [_] = 1, 2
+
+    with pytest.raises(ValueError, match="values to unpack"):
+        sample(unpacks_wrongly)
+    for wrong in (None, np.zeros(2), (np.zeros(2),) * 3):
+        with pytest.raises(ConfigError, match=rf"{method}\(\) must return \(observation"):
+            sample(lambda wrong=wrong: wrong)
