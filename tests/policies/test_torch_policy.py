@@ -227,6 +227,11 @@ def test_observation_filter_changes_only_between_fragments():
     assert normalize(np.array([[1e9, 0.0]]))[0, 0] == 10.0
 
 
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.int64, np.uint8])
+def test_observation_filter_returns_float32(dtype):
+    assert ObservationFilter((2,))(np.zeros((3, 2), dtype)).dtype == np.float32
+
+
 def test_reward_scaler_divides_by_the_standard_deviation_of_returns():
     scale, rewards = RewardScaler(0.5), np.array([[2.0], [4.0], [6.0]], np.float32)
     dones = np.array([[False], [True], [False]])
