@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from flowrl.algorithms.ppo import PPOTorchPolicy
-from flowrl.policies import ConfigError, ModelV2, TorchPolicy, build_torch_policy
+from flowrl.policies import ConfigError, ModelV2, Policy, TorchPolicy, build_torch_policy
 from flowrl.sampling import RolloutWorker
 
 from .fakes import BOX, TWO, PlainModule, RandomEnv, rows
@@ -292,6 +292,27 @@ def test_columns_of_objects_cannot_become_tensors():
 
 
 # -- state -----------------------------------------------------------------------------------------
+
+
+def test_state_without_filters_is_rejected_and_changes_nothing():
+    class Minimal(Policy):
+        weights = {"w": np.zeros(1)}
+
+        def get_weights(self):
+            return self.weights
+
+        def set_weights(self, weights):
+            self.weights = weights
+
+    for policy_class in (Minimal, ReinforcePolicy):
+        state = policy_class(BOX, TWO, {"seed": 1}).get_state()
+        policy = policy_class(BOX, TWO, {"seed": 0, "normalize_observations": True})
+        before = policy.get_weights()
+        state["weights"] = {name: one + 1 for name, one in state["weights"].items()}
+        with pytest.raises(ValueError, match="lacks the filter of observations"):
+            policy.set_state(state)
+        for name, weight in before.items():
+            np.testing.assert_array_equal(policy.get_weights()[name], weight)
 
 
 def test_invalid_state_changes_nothing():
