@@ -12,6 +12,7 @@ import optree
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
 from flowrl.data.serialization import can_be_saved
+from flowrl.envs.time_limit import get_elapsed_steps, set_elapsed_steps
 from flowrl.seeding import restore_stream
 
 
@@ -60,7 +61,7 @@ def get_env_state(env: Any) -> dict[str, Any] | None:
     state = {
         "state": layer.get_state(),
         "rng": None if rng is None else rng.bit_generator.state,
-        "elapsed_steps": [limit._elapsed_steps for limit in limits],
+        "elapsed_steps": [get_elapsed_steps(limit) for limit in limits],
     }
     return copy.deepcopy(state) if can_be_saved(state) else None
 
@@ -72,7 +73,7 @@ def set_env_state(env: Any, state: dict[str, Any]) -> bool:
         return False
     layer.set_state(state["state"])
     for limit, elapsed_steps in zip(limits, state["elapsed_steps"], strict=True):
-        limit._elapsed_steps = elapsed_steps
+        set_elapsed_steps(limit, elapsed_steps)
     rng = find_rng(env)
     if rng is not None and state["rng"] is not None:
         restore_stream(rng, state["rng"])

@@ -5,9 +5,16 @@ from functools import partial
 import gymnasium as gym
 import numpy as np
 import pytest
+from gymnasium.wrappers import TimeLimit
 
 from flowrl.envs.env_factory import EnvFactory
 from flowrl.envs.registry import env_creator_for, env_id_of
+from flowrl.envs.time_limit import (
+    get_elapsed_steps,
+    get_max_steps,
+    set_elapsed_steps,
+    set_max_steps,
+)
 from flowrl.sampling import RolloutWorker, SimpleListCollector
 from flowrl.settings import ConfigError
 
@@ -50,3 +57,13 @@ def test_only_wrong_results_are_reported_as_a_wrong_signature(method, collector)
     for wrong in (None, np.zeros(2), (np.zeros(2),) * 3):
         with pytest.raises(ConfigError, match=rf"{method}\(\) must return \(observation"):
             sample(lambda wrong=wrong: wrong)
+
+
+def test_counters_of_gymnasiums_time_limit_are_read_and_set():
+    limit = TimeLimit(CountEnv(length=100), 7)
+    limit.reset()
+    limit.step(0)
+    assert (get_max_steps(limit), get_elapsed_steps(limit)) == (7, 1)
+    set_max_steps(limit, 10)
+    set_elapsed_steps(limit, 8)
+    assert [limit.step(0)[3] for _ in range(2)] == [False, True]
