@@ -15,6 +15,17 @@ from flowrl.data.serialization import can_be_saved
 from flowrl.envs.time_limit import get_elapsed_steps, set_elapsed_steps
 from flowrl.seeding import restore_stream
 
+# entries of the state of RestartingEnvs
+_RESTARTING_ENVS_KEYS = (
+    "resets",
+    "action_logs",
+    "env_states",
+    "num_created",
+    "seeded",
+    "failures",
+    "num_restarts",
+)
+
 
 def find_rng(env: Any) -> np.random.Generator | None:
     """Return the random generator of an environment, or None if it has not created one."""
@@ -130,6 +141,6 @@ def check_vector_env_state(state: dict[str, Any] | None) -> None:
     """
     if state is None or "num_restores" in state:
         return
-    for key in ("resets", "action_logs", "env_states"):
+    for key in _RESTARTING_ENVS_KEYS:
         if key not in state:
             raise KeyError(key)

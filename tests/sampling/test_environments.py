@@ -8,6 +8,7 @@ import pytest
 from gymnasium.wrappers import TimeLimit
 
 from flowrl.envs.env_factory import EnvFactory
+from flowrl.envs.env_state import check_vector_env_state
 from flowrl.envs.registry import env_creator_for, env_id_of
 from flowrl.envs.time_limit import (
     get_elapsed_steps,
@@ -67,3 +68,11 @@ def test_counters_of_gymnasiums_time_limit_are_read_and_set():
     set_max_steps(limit, 10)
     set_elapsed_steps(limit, 8)
     assert [limit.step(0)[3] for _ in range(2)] == [False, True]
+
+
+def test_every_entry_of_a_saved_state_is_checked():
+    state = EnvFactory(lambda context: CountEnv(), {}, 2).make_vector_env().state_dict()
+    check_vector_env_state(state)
+    for name in state:
+        with pytest.raises(KeyError, match=name):
+            check_vector_env_state({key: value for key, value in state.items() if key != name})
