@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, SkipValidation, model_validator
 from pydantic.functional_validators import AfterValidator
 
-from flowrl.policies.schedules import Schedule
+from flowrl.policies.schedules import Schedule, values_between
 from flowrl.settings import Count, Fraction, NotNegative, Positive, Settings, setting
 
 
@@ -145,9 +145,7 @@ class ExplorationConfig(Settings):
             "scale": ("GaussianNoise", "OrnsteinUhlenbeckNoise"),
             "ou_theta": ("OrnsteinUhlenbeckNoise",),
         }
-        if isinstance(self.epsilon, list) and any(value > 1 for _, value in self.epsilon):
-            raise ValueError("epsilon is a share of the actions and must be at most 1")
-        if isinstance(self.epsilon, (int, float)) and self.epsilon > 1:
+        if max(values_between(self.epsilon)) > 1:
             raise ValueError("epsilon is a share of the actions and must be at most 1")
         for name, types in of.items():
             default = type(self).model_fields[name].default
