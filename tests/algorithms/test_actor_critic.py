@@ -15,8 +15,8 @@ from flowrl.data import SampleBatch
 from flowrl.policies import ConfigError
 from flowrl.policies.config import ModelConfig
 from flowrl.policies.learning.flat_parameters import FlatAdam, FlatParameters
-from flowrl.policies.learning.kernels.backprop import outputs_by_numpy
 from flowrl.policies.models.fcnet import FullyConnectedNetwork
+from flowrl.policies.models.numpy_forward import outputs_by_numpy
 from flowrl.seeding import random_stream
 
 OBS = spaces.Box(-2.0, 2.0, (3,), np.float32)
