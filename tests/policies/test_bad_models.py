@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from flowrl.algorithms.ppo import PPOTorchPolicy
 from flowrl.policies import ConfigError, ModelV2, Policy, TorchPolicy, build_torch_policy
@@ -250,18 +251,39 @@ def test_nonfinite_loss_with_finite_gradient_is_rejected():
         NanLoss(BOX, TWO, {}).learn_on_batch(rows())
 
 
-def test_dropout_follows_the_seed_and_is_off_in_describe():
-    class DropoutModule(PlainModule):
-        def __init__(self, *args):
-            super().__init__(*args)
-            self.drop = nn.Dropout(0.5)
+class DropoutModule(PlainModule):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.drop = nn.Dropout(0.5)
 
-        def forward(self, obs):
-            return super().forward(self.drop(obs))
+    def forward(self, obs):
+        return super().forward(self.drop(obs))
 
-    config = {"model": {"custom_model": DropoutModule}, "seed": 0}
-    first, second = (ReinforcePolicy(BOX, TWO, config) for _ in range(2))
-    assert first.learn_on_batch(rows()) == second.learn_on_batch(rows())
+
+class FunctionalDropout(PlainModule):
+    def forward(self, obs):
+        return super().forward(functional.dropout(obs, 0.5, self.training))
+
+
+class RecurrentDropout(PlainModule):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.recurrent = nn.LSTM(3, 3, num_layers=2, dropout=0.5)
+
+    def forward(self, obs):
+        return super().forward(self.recurrent(obs[None])[0][0])
+
+
+@pytest.mark.parametrize("module", [DropoutModule, FunctionalDropout, RecurrentDropout])
+def test_dropout_follows_the_seed_and_is_off_in_describe(module):
+    config = {"model": {"custom_model": module}, "seed": 0}
+    with torch.random.fork_rng():  # modules may draw their initial weights
+        policies = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            policies.append(ReinforcePolicy(BOX, TWO, config))
+    first, second = (policy.compute_gradients(rows())[0] for policy in policies)
+    np.testing.assert_array_equal(first, second)
     w = RolloutWorker(
         lambda context: RandomEnv(), PPOTorchPolicy, {**config, "rollout_fragment_length": 50}
     )
