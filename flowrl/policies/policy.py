@@ -393,7 +393,7 @@ class Policy:
         policy_id: str | None = None,
         config: dict[str, Any] | None = None,
         trust: bool = False,
-    ) -> Policy:
+    ) -> Self:
         """Return the policy of a checkpoint; needs no environment, no Ray and no plan.
 
         Args:
