@@ -22,4 +22,4 @@ def get_elapsed_steps(limit: TimeLimit) -> int | None:
 
 def set_elapsed_steps(limit: TimeLimit, steps: int | None) -> None:
     """Set the number of steps since the last reset."""
-    limit._elapsed_steps = steps
+    limit._elapsed_steps = steps  # type: ignore[assignment]

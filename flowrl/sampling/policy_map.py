@@ -68,8 +68,8 @@ def _spaces_for(
         mapped = agents
     else:
         # there is no episode yet, and the worker is incomplete
-        expected = Exception if mapping.takes_context else ()
-        with contextlib.suppress(expected):
+        expected: list[type[Exception]] = [Exception] if mapping.takes_context else []
+        with contextlib.suppress(*expected):
             mapped = [agent for agent in agents if mapping(agent) == policy_id]
     agent = (mapped or agents or [None])[0]
     observation_space, action_space = spec.observation_space, spec.action_space
