@@ -100,6 +100,16 @@ def test_flat_adam_equals_torch_adam(eps):
     torch.testing.assert_close(layer.weight, reference.weight, rtol=1e-5, atol=1e-6)
 
 
+def test_views_of_gradients_can_be_restored_but_not_those_of_parameters():
+    flat = make_policy().flat
+    parameter = flat.parameters[0]
+    view, parameter.grad = parameter.grad, None
+    assert flat.restore_views()
+    assert parameter.grad is view
+    parameter.data = parameter.data.clone()
+    assert not flat.restore_views()
+
+
 def test_update_equals_plain_torch():
     policy, batch = make_policy(grad_clip=0.1, lr=0.01), rows()
     net = make_policy().model

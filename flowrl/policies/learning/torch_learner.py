@@ -354,7 +354,7 @@ class TorchLearner:
     def check_model(self) -> None:
         """Raise ConfigError if the policy's model is not the one that the optimizers update."""
         policy = self.policy
-        if policy.flat.is_intact() and self._model is policy.model:
+        if policy.flat.restore_views() and self._model is policy.model:
             return
         raise ConfigError(
             f"{type(policy).__name__}: the model or the memory of its parameters was replaced "
