@@ -260,12 +260,12 @@ class DropoutModule(PlainModule):
         return super().forward(self.drop(obs))
 
 
-class FunctionalDropout(PlainModule):
+class FunctionalNoise(PlainModule):
     def forward(self, obs):
         return super().forward(functional.dropout(obs, 0.5, self.training))
 
 
-class RecurrentDropout(PlainModule):
+class StackedCells(PlainModule):
     def __init__(self, *args):
         super().__init__(*args)
         self.recurrent = nn.LSTM(3, 3, num_layers=2, dropout=0.5)
@@ -274,7 +274,7 @@ class RecurrentDropout(PlainModule):
         return super().forward(self.recurrent(obs[None])[0][0])
 
 
-@pytest.mark.parametrize("module", [DropoutModule, FunctionalDropout, RecurrentDropout])
+@pytest.mark.parametrize("module", [DropoutModule, FunctionalNoise, StackedCells])
 def test_dropout_follows_the_seed_and_is_off_in_describe(module):
     config = {"model": {"custom_model": module}, "seed": 0}
     with torch.random.fork_rng():  # modules may draw their initial weights
