@@ -28,8 +28,8 @@ class EnvFactory:
     Args:
         creator: EnvContext -> environment.
         env_config: settings for the creator, passed in an EnvContext.
-        num_envs: number of environments that the worker steps together; ignored if the creator
-            returns a gymnasium VectorEnv.
+        num_envs: number of environments that the worker steps together. If the creator returns a
+            gymnasium VectorEnv, its number, or 1 to accept any number.
         worker_index, num_workers: passed to the creator; the index also selects the seeds.
         seed: base seed of the environments' first resets; None does not seed.
         vectorization_mode: "flowrl" steps environments in this process; "sync" and "async" use
@@ -84,8 +84,9 @@ class EnvFactory:
         """Create all environments of the worker.
 
         Raises:
-            ConfigError: the creator returns None or an unsupported object, or the environment does
-                not support the vectorization mode.
+            ConfigError: the creator returns None, an unsupported object or a VectorEnv with
+                another number of environments, or the environment does not support the
+                vectorization mode.
         """
         if self._mode in ("vector_entry_point", "envpool"):
             return SingleAgentAdapter(self._make_from_id())
@@ -99,6 +100,12 @@ class EnvFactory:
         first = envs.get(0)
         if isinstance(first, gym.vector.VectorEnv):
             self._check_horizon()
+            if self._num_envs not in (1, first.num_envs):
+                raise ConfigError(
+                    f"num_envs_per_worker={self._num_envs}, but the creator returned a "
+                    f"{type(first).__name__} of {first.num_envs} environments: set "
+                    f"num_envs_per_worker={first.num_envs}"
+                )
             make_first = partial(self.make_env, 0)
             return SingleAgentAdapter(GymnasiumVectorEnv(first, self._seed, make_first))
         if _is_gymnasium(first):

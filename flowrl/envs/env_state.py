@@ -12,7 +12,19 @@ import optree
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
 from flowrl.data.serialization import can_be_saved
+from flowrl.envs.time_limit import get_elapsed_steps, set_elapsed_steps
 from flowrl.seeding import restore_stream
+
+# entries of the state of RestartingEnvs
+_RESTARTING_ENVS_KEYS = (
+    "resets",
+    "action_logs",
+    "env_states",
+    "num_created",
+    "seeded",
+    "failures",
+    "num_restarts",
+)
 
 
 def find_rng(env: Any) -> np.random.Generator | None:
@@ -60,7 +72,7 @@ def get_env_state(env: Any) -> dict[str, Any] | None:
     state = {
         "state": layer.get_state(),
         "rng": None if rng is None else rng.bit_generator.state,
-        "elapsed_steps": [limit._elapsed_steps for limit in limits],
+        "elapsed_steps": [get_elapsed_steps(limit) for limit in limits],
     }
     return copy.deepcopy(state) if can_be_saved(state) else None
 
@@ -72,7 +84,7 @@ def set_env_state(env: Any, state: dict[str, Any]) -> bool:
         return False
     layer.set_state(state["state"])
     for limit, elapsed_steps in zip(limits, state["elapsed_steps"], strict=True):
-        limit._elapsed_steps = elapsed_steps
+        set_elapsed_steps(limit, elapsed_steps)
     rng = find_rng(env)
     if rng is not None and state["rng"] is not None:
         restore_stream(rng, state["rng"])
@@ -129,6 +141,6 @@ def check_vector_env_state(state: dict[str, Any] | None) -> None:
     """
     if state is None or "num_restores" in state:
         return
-    for key in ("resets", "action_logs", "env_states"):
+    for key in _RESTARTING_ENVS_KEYS:
         if key not in state:
             raise KeyError(key)

@@ -124,8 +124,9 @@ class IndependentAgents(MultiAgentEnv):
         env_config = dict(context)
         count = env_config.pop("num_agents", 2)
         self._episode_steps = env_config.pop("episode_steps", None)
-        for name, value in (("num_agents", count), ("episode_steps", self._episode_steps or 1)):
-            if not isinstance(value, int) or value < 1:
+        steps = 1 if self._episode_steps is None else self._episode_steps
+        for name, value in (("num_agents", count), ("episode_steps", steps)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"env_config: {name} must be a positive integer, got {value!r}")
         self.np_random: np.random.Generator | None = None
         self._envs = [creator(EnvContext(dict(env_config), *indices)) for _ in range(count)]

@@ -11,7 +11,7 @@ from gymnasium import spaces
 from flowrl.data.spaces import copy_value, values_equal
 from flowrl.envs.env_state import copy_actions
 from flowrl.envs.multi_agent import is_multi_agent
-from flowrl.envs.restarting_envs import RestartingEnvs
+from flowrl.envs.restarting_envs import RestartingEnvs, check_result
 from flowrl.settings import ConfigError
 
 ResetResult = tuple[dict[Any, Any], dict[Any, dict[str, Any]]]  # observations and infos by agent
@@ -154,6 +154,7 @@ class DirectMultiAgentVectorEnv:
         self._envs.action_logs[index].append(copy_actions(actions))
         try:
             result = self._envs.get(index).step(actions)
+            check_result("step", result, _STEP_RESULTS)
             step.obs, step.rewards, step.terminateds, step.truncateds, step.infos = result
         except ConfigError:
             raise

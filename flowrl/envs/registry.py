@@ -10,6 +10,7 @@ from typing import Any
 import gymnasium as gym
 from gymnasium.wrappers import TimeLimit
 
+from flowrl.envs.time_limit import get_max_steps, set_max_steps
 from flowrl.settings import ConfigError, nearest
 
 EnvCreator = Callable[["EnvContext"], Any]
@@ -124,8 +125,9 @@ def env_creator_for(env: str | type | EnvCreator) -> EnvCreator:
 
 def env_id_of(creator: EnvCreator) -> str | None:
     """Return the gymnasium id that a creator makes, or None if it does not use `gym.make`."""
-    env_id = creator.args[0] if isinstance(creator, partial) and creator.args else None
-    return env_id if isinstance(env_id, str) else None
+    if isinstance(creator, partial) and creator.func is _make_by_id:
+        return str(creator.args[0])
+    return None
 
 
 def apply_horizon(env: gym.Env, horizon: int | None, soft: bool) -> gym.Env:
@@ -147,9 +149,9 @@ def apply_horizon(env: gym.Env, horizon: int | None, soft: bool) -> gym.Env:
         layer = layer.env
     for limit in limits:
         if not soft:
-            limit._max_episode_steps = horizon
-        elif limit._max_episode_steps < horizon:
-            limit._max_episode_steps = sys.maxsize
+            set_max_steps(limit, horizon)
+        elif get_max_steps(limit) < horizon:
+            set_max_steps(limit, sys.maxsize)
     if soft:
         return env
     if not limits:

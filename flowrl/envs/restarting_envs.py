@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from flowrl.envs.env_state import (
@@ -23,6 +23,8 @@ from flowrl.settings import ConfigError
 
 log = logging.getLogger("flowrl")
 
+RESET_RESULTS = ("observation", "info")
+STEP_RESULTS = ("observation", "reward", "terminated", "truncated", "info")
 MAX_LOGGED_ACTIONS = 50_000  # longer episodes are not replayed after a restore
 
 
@@ -99,8 +101,9 @@ class RestartingEnvs:
             self._resets[index] = seed, None if rng is None else rng.bit_generator.state
             self.action_logs[index] = []
             try:
-                observation, info = env.reset() if seed is None else env.reset(seed=seed)
-                return observation, info
+                result = env.reset() if seed is None else env.reset(seed=seed)
+                check_result("reset", result, RESET_RESULTS)
+                return result
             except ConfigError:
                 raise
             except Exception as error:
@@ -116,13 +119,7 @@ class RestartingEnvs:
 
         Raises:
             error: the environment failed more than `max_restarts` times in a row.
-            ConfigError: reset() or step() returned the wrong number of values.
         """
-        if isinstance(error, ValueError) and "values to unpack" in str(error):
-            raise ConfigError(
-                f"env: sub-environment {index}: reset() must return (observation, info) and step() "
-                f"(observation, reward, terminated, truncated, info): {error}"
-            ) from error
         self._failures[index] += 1
         self.num_restarts += 1
         failures = self._failures[index]
@@ -230,6 +227,17 @@ class RestartingEnvs:
         """Close all environments."""
         for index, env in enumerate(self.envs):
             close_quietly(env, index)
+
+
+def check_result(method: str, result: Any, names: Sequence[str]) -> None:
+    """Raise ConfigError if a method of an environment did not return these values."""
+    if isinstance(result, (tuple, list)) and len(result) == len(names):
+        return
+    is_sequence = isinstance(result, (tuple, list))
+    found = f"{len(result)} values" if is_sequence else f"a {type(result).__name__}"
+    raise ConfigError(
+        f"env: {method}() must return ({', '.join(names)}), the environment returned {found}"
+    )
 
 
 def close_quietly(env: Any, index: int) -> None:

@@ -192,12 +192,13 @@ def check_extra_columns(policy_id: str, columns: dict[str, Any], count: int) -> 
                 f"policy {policy_id!r} returned a column {name!r}, which is reserved for the "
                 "sampler: rename it"
             )
-        leaf = optree.tree_leaves(column)[0]
-        if len(leaf) != count:
-            raise ValueError(
-                f"policy {policy_id!r} returned the column {name!r} with {len(leaf)} rows for "
-                f"{count} observations"
-            )
+        leaves: list[Any] = optree.tree_leaves(column)
+        for leaf in leaves:
+            if len(leaf) != count:
+                raise ValueError(
+                    f"policy {policy_id!r} returned the column {name!r} with {len(leaf)} rows for "
+                    f"{count} observations"
+                )
 
 
 def first_invalid_action(space: spaces.Space, actions: Any) -> int | None:

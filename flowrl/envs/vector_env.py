@@ -18,7 +18,7 @@ import numpy as np
 from gymnasium import spaces
 
 from flowrl.data.spaces import values_equal
-from flowrl.envs.restarting_envs import RestartingEnvs
+from flowrl.envs.restarting_envs import STEP_RESULTS, RestartingEnvs, check_result
 from flowrl.envs.validation import ObservationCheck, check_reward
 from flowrl.settings import ConfigError
 
@@ -168,7 +168,10 @@ class DirectVectorEnv:
             action_log.append(action)
         for i, env in enumerate(self._envs.envs):
             try:
-                observation, reward, terminated, truncated, info = env.step(env_actions[i])
+                returned = env.step(env_actions[i])
+                if type(returned) is not tuple or len(returned) != 5:
+                    check_result("step", returned, STEP_RESULTS)
+                observation, reward, terminated, truncated, info = returned
                 if unchecked[i]:
                     self._check_first_step(observation, reward, terminated, truncated)
                     unchecked[i] = False

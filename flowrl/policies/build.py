@@ -8,12 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, NoReturn
 
 import numpy as np
+import optree
 import torch
 from pydantic import create_model
 
 from flowrl.data import SampleBatch
 from flowrl.policies.config import ExplorationConfig, PolicyConfig
 from flowrl.policies.exploration import Exploration
+from flowrl.policies.learning.torch_learner import NONFINITE_GRADIENT
 from flowrl.policies.models.tensor_batch import TensorBatch
 from flowrl.policies.torch_policy import TorchPolicy
 from flowrl.settings import ConfigError
@@ -182,6 +184,7 @@ class BuiltTorchPolicy(TorchPolicy):
 
     def __init__(self, observation_space: Any, action_space: Any, config: Any = None):
         settings = self.config = self.config_from({} if config is None else config)
+        self._last_loss: tuple[Any, Any] = (None, None)  # and its batch, for extra_grad_process
         for hook in ("validate_spaces", "before_init"):
             self._call_init_hook(hook, observation_space, action_space)
         TorchPolicy.__init__(self, observation_space, action_space, settings)
@@ -360,6 +363,7 @@ class BuiltTorchPolicy(TorchPolicy):
 
     def extra_grad_process(self) -> dict[str, torch.Tensor]:
         losses, batch = self._last_loss
+        self._last_loss = (None, None)  # release the graph
         stats: dict[str, float] = {}
         if "extra_grad_process_fn" in self.hooks:
             losses = [losses] if isinstance(losses, torch.Tensor) else losses
@@ -382,6 +386,9 @@ class BuiltTorchPolicy(TorchPolicy):
         if "apply_gradients_fn" not in self.hooks:
             super().apply_gradients(gradients)
             return
+        if not _is_finite(gradients):
+            self.learner.refuse_gradient()
+            return
         self.hooks["apply_gradients_fn"](self, gradients)
         self.version += 1
 
@@ -392,6 +399,8 @@ class BuiltTorchPolicy(TorchPolicy):
 
     def _learn_with_hooks(self, batch: SampleBatch) -> dict[str, float]:
         gradients, stats = self.compute_gradients(batch)
+        if not _is_finite(gradients):
+            raise FloatingPointError(NONFINITE_GRADIENT)
         self.apply_gradients(gradients)
         return stats
 
@@ -401,6 +410,16 @@ def _unpack(hook: str, result: Any, names: str) -> Any:
     if not isinstance(result, (tuple, list)) or len(result) != len(names.split(", ")):
         raise ConfigError(f"{hook} must return ({names}), got {result!r}")
     return result
+
+
+def _is_finite(gradients: Any) -> bool:
+    """Return whether all numbers in a nest of arrays and tensors are finite."""
+    leaves: list[Any] = optree.tree_leaves(gradients)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    arrays = [np.asarray(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors) and all(
+        bool(np.isfinite(array).all()) for array in arrays if array.dtype.kind in "fc"
+    )
 
 
 def _to_stats(hook: str, result: Any) -> dict[str, float]:

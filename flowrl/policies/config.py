@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, SkipValidation, model_validator
 from pydantic.functional_validators import AfterValidator
 
-from flowrl.policies.schedules import Schedule
+from flowrl.policies.schedules import Schedule, values_between
 from flowrl.settings import Count, Fraction, NotNegative, Positive, Settings, setting
 
 
@@ -60,8 +60,7 @@ class ModelConfig(Settings):
     max_seq_len: Count = 20
     """Maximum rows per training sequence of networks with memory."""
     burn_in: int = Field(default=0, ge=0)
-    """Rows before each training sequence that a recurrent network computes only to refresh its
-    state."""
+    """Rows before each training sequence that only warm up the recurrent state."""
 
     use_attention: bool = False
     """Add gated transformer units (GTrXL) after the hidden layers."""
@@ -130,7 +129,8 @@ class ExplorationConfig(Settings):
     """PerWorkerEpsilonGreedy: worker i of N explores with epsilon_base ** (1 + i / (N - 1) *
     epsilon_exponent) (Horgan et al. 2018)."""
     epsilon_exponent: NotNegative = 7.0
-    """PerWorkerEpsilonGreedy: how far the workers differ."""
+    """PerWorkerEpsilonGreedy: exponent of the spread of epsilon over workers; 0 makes all
+    equal."""
     scale: Schedule = 0.1
     """Standard deviation of the noise, for actions in [-1, 1]."""
     ou_theta: NotNegative = 0.15
@@ -145,9 +145,7 @@ class ExplorationConfig(Settings):
             "scale": ("GaussianNoise", "OrnsteinUhlenbeckNoise"),
             "ou_theta": ("OrnsteinUhlenbeckNoise",),
         }
-        if isinstance(self.epsilon, list) and any(value > 1 for _, value in self.epsilon):
-            raise ValueError("epsilon is a share of the actions and must be at most 1")
-        if isinstance(self.epsilon, (int, float)) and self.epsilon > 1:
+        if max(values_between(self.epsilon)) > 1:
             raise ValueError("epsilon is a share of the actions and must be at most 1")
         for name, types in of.items():
             default = type(self).model_fields[name].default
@@ -167,7 +165,7 @@ class PolicyConfig(Settings):
     adam_epsilon: Positive = 1e-5
     """Epsilon of the Adam optimizer."""
     grad_clip: Positive | None = 0.5
-    """Limit to which gradients are clipped; None does not clip."""
+    """Maximum gradient norm, or absolute value with `grad_clip_by="value"`; None does not clip."""
     grad_clip_by: Literal["global_norm", "norm", "value"] = "global_norm"
     """Clip the norm of all gradients together, the norm of each parameter's gradient, or each
     number."""

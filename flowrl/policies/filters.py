@@ -93,7 +93,7 @@ class ObservationFilter:
 
     def __call__(self, observations: np.ndarray) -> np.ndarray:
         """Return a normalized float32 copy of observations [n, *shape]."""
-        normalized = (observations - self._mean) * self._scale
+        normalized = ((observations - self._mean) * self._scale).astype(np.float32, copy=False)
         return np.clip(normalized, -self.clip, self.clip, out=normalized)
 
     def take_new_stats(self) -> dict[str, Any]:

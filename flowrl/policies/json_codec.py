@@ -177,9 +177,11 @@ def space_to_json(space: spaces.Space) -> dict[str, Any]:
     if isinstance(space, spaces.Tuple):
         return {"Tuple": [space_to_json(part) for part in space]}
     if isinstance(space, spaces.Discrete):
-        return {"Discrete": int(space.n), "start": int(space.start)}
+        dtype = str(space.dtype)
+        return {"Discrete": int(space.n), "start": int(space.start), "dtype": dtype}
     if isinstance(space, spaces.MultiDiscrete):
-        return {"MultiDiscrete": space.nvec.tolist(), "start": space.start.tolist()}
+        start, dtype = space.start.tolist(), str(space.dtype)
+        return {"MultiDiscrete": space.nvec.tolist(), "start": start, "dtype": dtype}
     if isinstance(space, spaces.MultiBinary):
         return {"MultiBinary": list(space.shape)}
     if isinstance(space, spaces.Box):
@@ -202,19 +204,22 @@ def space_from_json(saved: dict[str, Any]) -> spaces.Space:
         return spaces.Dict({key: space_from_json(part) for key, part in saved["Dict"].items()})
     if "Tuple" in saved:
         return spaces.Tuple([space_from_json(part) for part in saved["Tuple"]])
-    if "Discrete" in saved:
-        return spaces.Discrete(saved["Discrete"], start=saved["start"])
-    if "MultiDiscrete" in saved:
-        return spaces.MultiDiscrete(saved["MultiDiscrete"], start=saved["start"])
     if "MultiBinary" in saved:
         return spaces.MultiBinary(saved["MultiBinary"])
     dtype: Any = np.dtype(saved["dtype"])
+    if "Discrete" in saved:
+        return spaces.Discrete(saved["Discrete"], start=saved["start"], dtype=dtype.type)
+    if "MultiDiscrete" in saved:
+        return spaces.MultiDiscrete(saved["MultiDiscrete"], dtype.type, start=saved["start"])
     shape = tuple(saved["shape"])
     low, high = (_bound_from_json(bound, shape, dtype) for bound in saved["Box"])
     return spaces.Box(low, high, shape, dtype.type)
 
 
 def _bound_from_json(bound: Any, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    def number(text: str) -> Any:
+        return text == "True" if dtype.kind == "b" else dtype.type(text)
+
     if isinstance(bound, str):
-        return np.full(shape, dtype.type(bound), dtype)
-    return np.array([dtype.type(number) for number in bound], dtype).reshape(shape)
+        return np.full(shape, number(bound), dtype)
+    return np.array([number(text) for text in bound], dtype).reshape(shape)

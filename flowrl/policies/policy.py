@@ -343,9 +343,13 @@ class Policy:
         """Load a state from `get_state`.
 
         Raises:
-            ValueError: an entry is missing, or the weights do not fit; nothing changes.
+            ValueError: an entry or a filter is missing, or the weights do not fit; nothing changes.
         """
         missing = [key for key in _STATE_KEYS if key not in state]
+        if missing:
+            raise ValueError(f"the state of a {type(self).__name__} lacks {', '.join(missing)}")
+        saved = state["filters"]
+        missing = [f"the filter of {name}" for name in self._filters() if name not in saved]
         if missing:
             raise ValueError(f"the state of a {type(self).__name__} lacks {', '.join(missing)}")
         self.set_weights(state["weights"])
@@ -389,7 +393,7 @@ class Policy:
         policy_id: str | None = None,
         config: dict[str, Any] | None = None,
         trust: bool = False,
-    ) -> Policy:
+    ) -> Self:
         """Return the policy of a checkpoint; needs no environment, no Ray and no plan.
 
         Args:

@@ -119,6 +119,11 @@ class PolicyMapping:
             if name not in self._args and (takes_kwargs or name in keywords)
         ]
 
+    @property
+    def takes_context(self) -> bool:
+        """Whether the function receives the episode or the worker besides the agent id."""
+        return bool(self._args or self._keywords)
+
     def __call__(self, agent_id: Any, episode: Any = None) -> str:
         """Return the id of the policy that acts for an agent.
 

@@ -108,7 +108,9 @@ class QValues:
 def _dueling(advantages: torch.Tensor, state_values: torch.Tensor) -> torch.Tensor:
     """Combine advantages [B, n] and values [B]; the mean is over allowed actions."""
     allowed = advantages > FORBIDDEN
-    mean = (advantages * allowed).sum(1, keepdim=True) / allowed.sum(1, keepdim=True)
+    # all actions may be forbidden at a terminal state
+    count = allowed.sum(1, keepdim=True).clip(1)
+    mean = (advantages * allowed).sum(1, keepdim=True) / count
     return torch.where(allowed, state_values.unsqueeze(1) + advantages - mean, advantages)
 
 

@@ -15,8 +15,9 @@ def _validate_schedule(schedule: ScheduleValue) -> ScheduleValue:
     if isinstance(schedule, list):
         steps = [point[0] for point in schedule]
         if not steps or steps != sorted(set(steps)) or steps[0] < 0:
-            raise ValueError("a schedule is a list of (env step, value) with rising steps from 0")
-        values = [v for _, v in schedule]
+            raise ValueError(
+                "a schedule is a list of (env step, value) with rising steps, none below 0"
+            )
     elif isinstance(schedule, dict):
         required = {"initial", "decay", "steps"}
         if not required <= set(schedule) <= required | {"final"}:
@@ -24,14 +25,20 @@ def _validate_schedule(schedule: ScheduleValue) -> ScheduleValue:
                 f"an exponential schedule has the keys {', '.join(sorted(required))} and "
                 "optionally final"
             )
-        values = [schedule["initial"], schedule.get("final", 0.0)]
         if not (0 < schedule["decay"] <= 1 and schedule["steps"] >= 1):
             raise ValueError("an exponential schedule needs a decay in (0, 1] and steps >= 1")
-    else:
-        values = [schedule]
-    if not all(0 <= value < float("inf") for value in values):
+    if not all(0 <= value < float("inf") for value in values_between(schedule)):
         raise ValueError("values must be finite and not negative")
     return schedule
+
+
+def values_between(schedule: ScheduleValue) -> list[float]:
+    """Return the values between which a schedule moves."""
+    if isinstance(schedule, list):
+        return [value for _, value in schedule]
+    if isinstance(schedule, dict):
+        return [schedule["initial"], schedule.get("final", 0.0)]
+    return [schedule]
 
 
 Schedule = Annotated[ScheduleValue, AfterValidator(_validate_schedule)]

@@ -67,14 +67,15 @@ def _spaces_for(
     if num_policies == 1:
         mapped = agents
     else:
-        # fails for a mapping function that uses the episode
-        with contextlib.suppress(Exception):
+        # there is no episode yet, and the worker is incomplete
+        expected: list[type[Exception]] = [Exception] if mapping.takes_context else []
+        with contextlib.suppress(*expected):
             mapped = [agent for agent in agents if mapping(agent) == policy_id]
     agent = (mapped or agents or [None])[0]
-    return (
-        spec.observation_space or envs.observation_space(agent),
-        spec.action_space or envs.action_space(agent),
-    )
+    observation_space, action_space = spec.observation_space, spec.action_space
+    if observation_space is None:
+        observation_space = envs.observation_space(agent)
+    return observation_space, envs.action_space(agent) if action_space is None else action_space
 
 
 def policy_class_and_config(

@@ -39,7 +39,7 @@ def signature_of(requirements: Mapping[str, ViewRequirement]) -> dict[str, Any]:
             view.agents,
             view.used_for_compute_actions,
             view.used_for_training,
-            id(view.space),
+            view.space,
         )
         for name, view in requirements.items()
     }

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import SkipValidation, model_validator
 
 from flowrl.data import DEFAULT_POLICY_ID
+from flowrl.envs.env_factory import VectorizationMode
 from flowrl.envs.validation import OnInvalidStep
 from flowrl.policies.config import PolicyConfig
 from flowrl.policies.policy_spec import specs_of
@@ -30,8 +31,8 @@ class WorkerConfig(PolicyConfig):
 
     env_config: dict[str, Any] = setting({}, group="environment", in_evaluation=True)
     """Passed to the environment's creator; keyword arguments of an id or a class."""
-    vectorization_mode: Literal["flowrl", "sync", "async", "vector_entry_point", "envpool"] = (
-        setting("flowrl", group="environment", in_evaluation=True)
+    vectorization_mode: VectorizationMode = setting(
+        "flowrl", group="environment", in_evaluation=True
     )
     """How a worker steps several environments: by flowrl, by gymnasium, or by EnvPool."""
 
@@ -56,7 +57,7 @@ class WorkerConfig(PolicyConfig):
     """Do not mark the ends of episodes, so that values are bootstrapped there; environments are
     reset as usual."""
     sample_async: bool = setting(False, group="rollouts")
-    """Sample ahead in a thread of the worker, up to two fragments."""
+    """Sample in a thread of the worker, up to two fragments ahead."""
     sample_collector: Annotated[type | None, SkipValidation] = setting(None, group="rollouts")
     """A custom SampleCollector class, which collects row by row; None uses flowrl's."""
     on_invalid_step: OnInvalidStep = setting("raise", group="rollouts", in_evaluation=True)

@@ -18,8 +18,8 @@ from flowrl.ops import ParallelRollouts, UpdateTargetNetwork
 from flowrl.policies import ConfigError
 from flowrl.policies.config import ModelConfig
 from flowrl.policies.learning.flat_parameters import FlatAdam, FlatParameters
-from flowrl.policies.learning.kernels.backprop import outputs_by_numpy
 from flowrl.policies.models.fcnet import FullyConnectedNetwork
+from flowrl.policies.models.numpy_forward import outputs_by_numpy
 from flowrl.sampling import WorkerSet
 from flowrl.seeding import random_stream
 

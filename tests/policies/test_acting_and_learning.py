@@ -2,13 +2,18 @@
 
 import numpy as np
 import pytest
+import torch
 from gymnasium import spaces
 
+from flowrl.algorithms.dqn import DQNTorchPolicy
 from flowrl.algorithms.ppo import PPO, PPOConfig, PPOTorchPolicy
+from flowrl.algorithms.sac import SACTorchPolicy
+from flowrl.algorithms.td3 import TD3TorchPolicy
 from flowrl.data import pad_batch_to_sequences_of_same_size
 from flowrl.data.sequences import sequence_minibatches
 from flowrl.policies import ConfigError
 from flowrl.sampling import RolloutWorker
+from flowrl.seeding import stream_state
 
 from .fakes import BOX, TWO, RandomEnv, rows
 
@@ -37,8 +42,15 @@ CASES = {  # observation space, action space, model
 }
 
 
+MORE_CASES = {
+    "relu": (BOX, TWO, {"fcnet_activation": "relu"}),
+    "image": (spaces.Box(0, 255, (16, 16, 3), np.uint8), TWO, {}),
+    "resnet": (spaces.Box(0, 255, (16, 16, 3), np.uint8), TWO, {"conv_type": "resnet"}),
+}
+
+
 def make_worker(name, **config):
-    obs_space, action_space, model = CASES[name]
+    obs_space, action_space, model = {**CASES, **MORE_CASES}[name]
     return RolloutWorker(
         lambda context: RandomEnv(obs_space, action_space),
         PPOTorchPolicy,
@@ -99,6 +111,33 @@ def test_algorithm_trains_saves_restores_and_evaluates(name, tmp_path):
 
 
 # -- sequences -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*CASES, *MORE_CASES])
+def test_networks_without_dropout_leave_the_random_streams_alone(name):
+    policy = make_worker(name).policy
+    batch = make_worker(name).sample()
+    before = stream_state(policy.shuffle_rng)
+    torch_rng = torch.get_rng_state()
+    policy.compute_gradients(batch)
+    assert stream_state(policy.shuffle_rng) == before
+    assert torch.equal(torch.get_rng_state(), torch_rng)
+
+
+@pytest.mark.parametrize(
+    ("policy_class", "config"),
+    [(DQNTorchPolicy, {"noisy": True}), (SACTorchPolicy, {}), (TD3TorchPolicy, {})],
+)
+def test_q_networks_leave_the_random_streams_alone(policy_class, config):
+    actions = TWO if policy_class is DQNTorchPolicy else spaces.Box(-1, 1, (1,))
+    policy = policy_class(BOX, actions, {"seed": 0, **config})
+    batch = rows()
+    columns = {"new_obs": batch["obs"], "terminateds": np.zeros(12, bool)}
+    if policy_class is not DQNTorchPolicy:
+        columns["actions"] = np.zeros((12, 1), np.float32)
+    before = stream_state(policy.shuffle_rng)
+    policy.compute_gradients(batch.with_columns(**columns))
+    assert stream_state(policy.shuffle_rng) == before
 
 
 def test_padding_does_not_change_the_loss():

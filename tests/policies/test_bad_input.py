@@ -125,6 +125,9 @@ def test_log_likelihoods_of_invalid_actions_are_rejected():
 # -- settings --------------------------------------------------------------------------------------
 
 
+DECAYING = {"initial": 1.0, "decay": 0.5, "steps": 100}
+
+
 @pytest.mark.parametrize(
     ("config_class", "settings", "match"),
     [
@@ -134,6 +137,16 @@ def test_log_likelihoods_of_invalid_actions_are_rejected():
         (ExplorationConfig, {"epsilon": 0.3}, "epsilon.*EpsilonGreedy"),
         (ExplorationConfig, {"type": "EpsilonGreedy", "epsilon": 2.0}, "at most 1"),
         (ExplorationConfig, {"type": "EpsilonGreedy", "epsilon": [(0, 5.0)]}, "at most 1"),
+        (
+            ExplorationConfig,
+            {"type": "EpsilonGreedy", "epsilon": DECAYING | {"initial": 2}},
+            "at most 1",
+        ),
+        (
+            ExplorationConfig,
+            {"type": "EpsilonGreedy", "epsilon": DECAYING | {"final": 2}},
+            "at most 1",
+        ),
         (ExplorationConfig, {"type": "EpsilonGreedy", "scale": 0.3}, "scale.*Gaussian"),
     ],
 )

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from flowrl.algorithms.ppo import PPOTorchPolicy
-from flowrl.policies import ConfigError, ModelV2, TorchPolicy, build_torch_policy
+from flowrl.policies import ConfigError, ModelV2, Policy, TorchPolicy, build_torch_policy
 from flowrl.sampling import RolloutWorker
 
 from .fakes import BOX, TWO, PlainModule, RandomEnv, rows
@@ -250,18 +251,39 @@ def test_nonfinite_loss_with_finite_gradient_is_rejected():
         NanLoss(BOX, TWO, {}).learn_on_batch(rows())
 
 
-def test_dropout_follows_the_seed_and_is_off_in_describe():
-    class DropoutModule(PlainModule):
-        def __init__(self, *args):
-            super().__init__(*args)
-            self.drop = nn.Dropout(0.5)
+class DropoutModule(PlainModule):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.drop = nn.Dropout(0.5)
 
-        def forward(self, obs):
-            return super().forward(self.drop(obs))
+    def forward(self, obs):
+        return super().forward(self.drop(obs))
 
-    config = {"model": {"custom_model": DropoutModule}, "seed": 0}
-    first, second = (ReinforcePolicy(BOX, TWO, config) for _ in range(2))
-    assert first.learn_on_batch(rows()) == second.learn_on_batch(rows())
+
+class FunctionalNoise(PlainModule):
+    def forward(self, obs):
+        return super().forward(functional.dropout(obs, 0.5, self.training))
+
+
+class StackedCells(PlainModule):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.recurrent = nn.LSTM(3, 3, num_layers=2, dropout=0.5)
+
+    def forward(self, obs):
+        return super().forward(self.recurrent(obs[None])[0][0])
+
+
+@pytest.mark.parametrize("module", [DropoutModule, FunctionalNoise, StackedCells])
+def test_dropout_follows_the_seed_and_is_off_in_describe(module):
+    config = {"model": {"custom_model": module}, "seed": 0}
+    with torch.random.fork_rng():  # modules may draw their initial weights
+        policies = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            policies.append(ReinforcePolicy(BOX, TWO, config))
+    first, second = (policy.compute_gradients(rows())[0] for policy in policies)
+    np.testing.assert_array_equal(first, second)
     w = RolloutWorker(
         lambda context: RandomEnv(), PPOTorchPolicy, {**config, "rollout_fragment_length": 50}
     )
@@ -292,6 +314,27 @@ def test_columns_of_objects_cannot_become_tensors():
 
 
 # -- state -----------------------------------------------------------------------------------------
+
+
+def test_state_without_filters_is_rejected_and_changes_nothing():
+    class Minimal(Policy):
+        weights = {"w": np.zeros(1)}
+
+        def get_weights(self):
+            return self.weights
+
+        def set_weights(self, weights):
+            self.weights = weights
+
+    for policy_class in (Minimal, ReinforcePolicy):
+        state = policy_class(BOX, TWO, {"seed": 1}).get_state()
+        policy = policy_class(BOX, TWO, {"seed": 0, "normalize_observations": True})
+        before = policy.get_weights()
+        state["weights"] = {name: one + 1 for name, one in state["weights"].items()}
+        with pytest.raises(ValueError, match="lacks the filter of observations"):
+            policy.set_state(state)
+        for name, weight in before.items():
+            np.testing.assert_array_equal(policy.get_weights()[name], weight)
 
 
 def test_invalid_state_changes_nothing():

@@ -1,6 +1,8 @@
 """build_torch_policy: example, hooks, pickling, with_updates."""
 
+import gc
 import pickle
+import weakref
 
 import gymnasium as gym
 import numpy as np
@@ -203,6 +205,45 @@ def test_gradient_hooks_replace_learning():
     for name, weight in policy.get_weights().items():
         np.testing.assert_allclose(weight, before[name] - 1)
     assert policy.version == version + 1
+
+
+def nan_loss(policy, model, dist_class, train_batch):
+    return model.from_batch(train_batch)[0].sum() * float("nan")
+
+
+@pytest.mark.parametrize(
+    "hook", [{"loss_fn": nan_loss}, {"compute_gradients_fn": lambda p, b: ([np.nan], {"a": 1.0})}]
+)
+def test_gradient_hook_never_gets_a_nonfinite_gradient(hook):
+    applied = []
+    policy_class = build_torch_policy(
+        "Hooked", **hook, apply_gradients_fn=lambda policy, grads: applied.append(grads)
+    )
+    policy = policy_class(BOX, TWO, {"on_nonfinite_update": "skip"})
+    assert policy.learn_on_batch(rows()) == {}
+    assert (policy.num_skipped_updates, policy.version) == (1, 0)
+    policy.apply_gradients(policy.compute_gradients(rows())[0])
+    assert (policy.num_skipped_updates, policy.version) == (2, 0)
+    strict = policy_class(BOX, TWO, {})
+    with pytest.raises(FloatingPointError):
+        strict.learn_on_batch(rows())
+    with pytest.raises(FloatingPointError):
+        strict.apply_gradients(np.array([np.inf]))
+    assert not applied
+
+
+def test_graph_of_the_loss_is_released_after_an_update():
+    losses = []
+
+    def loss(policy, model, dist_class, train_batch):
+        result = policy_gradient_loss(policy, model, dist_class, train_batch)
+        losses.append(weakref.ref(result))
+        return result
+
+    policy = build_torch_policy("Released", loss)(BOX, TWO, {})
+    policy.learn_on_batch(rows())
+    gc.collect()
+    assert losses[0]() is None
 
 
 def test_with_updates_keeps_the_methods_of_a_subclass():

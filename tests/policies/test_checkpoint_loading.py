@@ -134,7 +134,11 @@ SPACES = [
     BOX,
     spaces.Box(np.array([-1.0, -np.inf]), np.array([np.inf, 2.5]), dtype=np.float64),
     spaces.Box(0, 255, (2, 3), np.uint8),
+    spaces.Box(0, 1, (3,), np.bool_),
+    spaces.Box(np.array([0, 1]), np.array([0, 1]), dtype=np.bool_),
     spaces.Discrete(3, start=-1),
+    spaces.Discrete(3, dtype=np.int32),
+    spaces.MultiDiscrete([2, 3], dtype=np.uint8),
     spaces.MultiDiscrete([[2, 3], [4, 5]], start=[[1, 0], [0, 2]]),
     spaces.MultiBinary((2, 3)),
     NESTED,
@@ -144,7 +148,9 @@ SPACES = [
 
 @pytest.mark.parametrize("space", SPACES, ids=str)
 def test_spaces_survive_json(space):
-    assert space_from_json(json.loads(json.dumps(space_to_json(space), allow_nan=False))) == space
+    loaded = space_from_json(json.loads(json.dumps(space_to_json(space), allow_nan=False)))
+    assert loaded == space
+    assert loaded.dtype == space.dtype
 
 
 def test_unsupported_spaces_are_rejected():

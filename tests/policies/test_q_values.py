@@ -56,6 +56,16 @@ def test_kernel_loss_and_gradients_equal_autograd(q_function):
         np.testing.assert_allclose(d_state, tensors[1].grad, rtol=1e-4, atol=1e-6)
 
 
+def test_values_and_gradients_are_finite_if_all_actions_are_masked():
+    outputs = torch.tensor([[MASKED] * 3, [1.0, 2.0, MASKED]], requires_grad=True)
+    state = torch.ones(2, requires_grad=True)
+    values = QValues(3, dueling=True).values(outputs, state)
+    np.testing.assert_allclose(values.detach(), [[MASKED] * 3, [0.5, 1.5, MASKED]])
+    values.sum().backward()
+    assert torch.isfinite(outputs.grad).all()
+    assert torch.isfinite(state.grad).all()
+
+
 def test_greedy_scores_order_actions_by_value(q_function):
     """Masked actions come last; tensors and arrays score alike."""
     outputs, state, _, _ = random_inputs(q_function)

@@ -100,6 +100,16 @@ def test_flat_adam_equals_torch_adam(eps):
     torch.testing.assert_close(layer.weight, reference.weight, rtol=1e-5, atol=1e-6)
 
 
+def test_views_of_gradients_can_be_restored_but_not_those_of_parameters():
+    flat = make_policy().flat
+    parameter = flat.parameters[0]
+    view, parameter.grad = parameter.grad, None
+    assert flat.restore_views()
+    assert parameter.grad is view
+    parameter.data = parameter.data.clone()
+    assert not flat.restore_views()
+
+
 def test_update_equals_plain_torch():
     policy, batch = make_policy(grad_clip=0.1, lr=0.01), rows()
     net = make_policy().model
@@ -227,6 +237,11 @@ def test_observation_filter_changes_only_between_fragments():
     assert normalize(np.array([[1e9, 0.0]]))[0, 0] == 10.0
 
 
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.int64, np.uint8])
+def test_observation_filter_returns_float32(dtype):
+    assert ObservationFilter((2,))(np.zeros((3, 2), dtype)).dtype == np.float32
+
+
 def test_reward_scaler_divides_by_the_standard_deviation_of_returns():
     scale, rewards = RewardScaler(0.5), np.array([[2.0], [4.0], [6.0]], np.float32)
     dones = np.array([[False], [True], [False]])
@@ -249,7 +264,8 @@ def test_learning_rate_follows_its_schedule():
         ({"gamma": 2}, "gamma: .*less than or equal to 1.*got 2"),
         ({"lr": -1}, "lr: .*not negative"),
         ({"lr": "fast"}, "lr: "),
-        ({"lr": [(5, 1.0), (5, 0.0)]}, "rising"),
+        ({"lr": [(5, 1.0), (5, 0.0)]}, "rising steps, none below 0"),
+        ({"lr": [(-1, 1.0), (5, 0.0)]}, "rising steps, none below 0"),
         ({"model": {"fcnet_hidden": [3]}}, "fcnet_hidden.*fcnet_hiddens"),
         ({"model": {"fcnet_activation": "tan"}}, "'tanh'"),
         ({"grad_clip": 0}, "grad_clip"),

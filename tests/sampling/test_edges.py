@@ -469,6 +469,7 @@ def test_memory_of_ended_agents_is_released():
     [
         ({"rewards": np.ones(2)}, "column 'rewards', which is reserved for the sampler"),
         ({"x": np.ones(3)}, "column 'x' with 3 rows for 2"),
+        ({"x": {"a": np.ones(2), "b": np.ones(3)}}, "column 'x' with 3 rows for 2"),
     ],
 )
 def test_invalid_extra_columns_of_a_policy_raise(collector, extra, message):
@@ -535,7 +536,7 @@ def test_step_with_four_values_raises(collector):
         def step(self, action):
             return super().step(action)[:4]
 
-    with pytest.raises(ConfigError, match=r"step\(\) \(observation"):
+    with pytest.raises(ConfigError, match=r"step\(\) must return \(observation"):
         worker(FourValueStep, sample_collector=collector).sample()
 
 

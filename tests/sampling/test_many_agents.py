@@ -63,7 +63,8 @@ def test_worker_samples_all_agents():
     worker.stop()
 
 
-@pytest.mark.parametrize("config", [{"num_agents": 0}, {"num_agents": "x"}, {"episode_steps": -1}])
-def test_invalid_numbers_of_agents_and_steps_raise(config):
+@pytest.mark.parametrize("name", ["num_agents", "episode_steps"])
+@pytest.mark.parametrize("number", [0, -1, "x", True, False])
+def test_invalid_numbers_of_agents_and_steps_raise(name, number):
     with pytest.raises(ConfigError, match="a positive integer"):
-        make_multi_agent(creator)(EnvContext(config))
+        make_multi_agent(creator)(EnvContext({name: number}))

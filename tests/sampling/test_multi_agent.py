@@ -545,12 +545,32 @@ def test_error_in_a_mapping_function_is_named():
     def broken(agent_id):
         raise KeyError(agent_id)
 
-    w = RolloutWorker(
-        lambda context: FourStepEnv(), dict.fromkeys("ab", Idle), {"policy_mapping_fn": broken}
-    )
     with pytest.raises(KeyError) as caught:
-        w.sample()
+        RolloutWorker(
+            lambda context: FourStepEnv(), dict.fromkeys("ab", Idle), {"policy_mapping_fn": broken}
+        )
     assert "policy_mapping_fn for agent 'a'" in "".join(caught.value.__notes__)
+
+
+def test_mapping_function_that_needs_an_episode_is_not_an_error_before_the_first_one():
+    def by_episode(agent_id, episode):
+        return "ab"[episode.episode_id % 2]
+
+    class OneSpace(FourStepEnv):
+        def __init__(self):
+            super().__init__("xy")
+            self.observation_spaces["y"] = self.observation_spaces["x"]
+
+    w = RolloutWorker(
+        lambda context: OneSpace(), dict.fromkeys("ab", Idle), {"policy_mapping_fn": by_episode}
+    )
+    assert set(w.sample().policy_batches) <= set("ab")
+
+
+def test_empty_dict_space_of_a_spec_is_used():
+    spec = PolicySpec(Idle, observation_space=gym.spaces.Dict({}))
+    w = RolloutWorker(lambda context: FourStepEnv(), {"p": spec}, {})
+    assert w.policy_map["p"].observation_space == gym.spaces.Dict({})
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Row-by-row sampling returns the same rows as columnar sampling, for all settings."""
 
+import gymnasium as gym
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,7 +16,7 @@ from .fakes import CountEnv
 ID_COLUMNS = ("eps_id", "unroll_id")
 
 
-def pair(length=3, fragment=7, envs=2, views=(), **config):
+def pair(length=3, fragment=7, envs=2, views=(), env=CountEnv, **config):
     """Return a worker that samples in columns and one that samples rows, otherwise equal."""
     workers = []
     for collector in (None, SimpleListCollector):
@@ -26,7 +27,7 @@ def pair(length=3, fragment=7, envs=2, views=(), **config):
             "sample_collector": collector,
             **config,
         }
-        worker = RolloutWorker(lambda context: CountEnv(length), PPOTorchPolicy, settings)
+        worker = RolloutWorker(lambda context: env(length), PPOTorchPolicy, settings)
         worker.policy.view_requirements.update(views)
         workers.append(worker)
     return workers
@@ -84,6 +85,17 @@ def test_rows_equal_columns(length, fragment, envs, horizon, soft, no_done_at_en
                 for name, value in fresh.items():
                     assert np.allclose(value, other["default_policy"][kind][name]), (kind, name)
     assert columns.env_steps == rows.env_steps
+
+
+def test_rows_equal_columns_for_normalized_float64_observations():
+    class Float64(CountEnv):
+        observation_space = gym.spaces.Box(-1.0, 1e6, (2,), np.float64)
+
+        def observe(self):
+            return super().observe().astype(np.float64)
+
+    columns, rows = pair(3, 8, 2, env=Float64, normalize_observations=True)
+    assert_same(columns.sample(), rows.sample())
 
 
 @given(st.integers(1, 5), st.integers(1, 9), st.sampled_from([None, 2, 4]), st.booleans())

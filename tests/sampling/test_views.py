@@ -1,5 +1,8 @@
 """Views of trajectories: equal for acting and training, correct at starts, cuts and ends."""
 
+import gc
+import weakref
+
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ from flowrl.data.indexed_columns import IndexedColumn
 from flowrl.policies import ConfigError, ViewRequirement
 from flowrl.policies.models import FullyConnectedNetwork
 from flowrl.sampling import RolloutWorker
+from flowrl.sampling.view_resolver import signature_of
 
 from .fakes import CountEnv, ObservedValue
 
@@ -110,6 +114,15 @@ def test_views_are_equal_for_acting_and_training(first, length, fragment, envs):
             assert np.array_equal(inputs.reshape(-1, *inputs.shape[2:]), batch[name]), name
         assert batch["new_obs"].shape == batch["obs"].shape
         assert np.array_equal(batch["new_obs"][:, -1], batch["obs"][:, -1] + [0, 1])
+
+
+def test_signature_of_a_view_keeps_its_space_alive():
+    view = ViewRequirement("obs", gym.spaces.Box(0, 1, (2,)))
+    signature, space = signature_of({"x": view}), weakref.ref(view.space)
+    view.space = gym.spaces.Box(0, 1, (3,))
+    gc.collect()
+    assert space() is not None  # so no other space can have its id
+    assert signature_of({"x": view}) != signature
 
 
 def test_view_added_after_construction():

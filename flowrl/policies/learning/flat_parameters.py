@@ -68,10 +68,13 @@ class FlatParameters:
             position += parameter.numel()
         return slice(start, end)
 
-    def is_intact(self) -> bool:
-        """Return whether the parameters are still views of the vector.
+    def restore_views(self) -> bool:
+        """Restore the `grad` views of parameters where they were replaced (as torch's zero_grad()
+        does).
 
-        Restores their `grad` views if they were replaced (as torch's zero_grad() does).
+        Returns:
+            whether the parameters themselves are still views of the vector, which cannot be
+            restored.
         """
         parts = zip(self.parameters, self._addresses, self._gradients, strict=True)
         for parameter, address, gradient in parts:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from flowrl.data import SampleBatch
 from flowrl.data.sequences import sequence_minibatches, with_burn_in, without_padding
@@ -20,6 +21,12 @@ from flowrl.policies.learning.tracked_batch import TrackedBatch
 from flowrl.policies.schedules import value_at
 from flowrl.seeding import random_stream, restore_stream, stream_state
 from flowrl.settings import ConfigError
+
+_LAYERS = (
+    nn.Linear, nn.Conv2d, nn.LSTM, nn.GRU, nn.LayerNorm, nn.MaxPool2d, nn.Flatten, nn.Sequential,
+    nn.ModuleList, nn.Tanh, nn.ReLU, nn.SiLU, nn.ELU, nn.GELU,
+)  # fmt: skip
+NONFINITE_GRADIENT = "the gradient is not finite: the weights are unchanged"
 
 
 class TorchLearner:
@@ -64,8 +71,7 @@ class TorchLearner:
         self._initial_lrs = [[group["lr"] for group in o.param_groups] for o in self.optimizers]
         self._model = policy.model
         self._buffers = list(policy.model.buffers())
-        dropout = any("Dropout" in type(module).__name__ for module in policy.model.modules())
-        self._draws_from_torch = dropout
+        self._draws_from_torch = any(_may_draw(module) for module in policy.model.modules())
         if policy.config.compile:
             policy.model.compile_for_learning()
         self.process_group: ProcessGroup | None = None
@@ -224,12 +230,17 @@ class TorchLearner:
             )
         norm = float(np.linalg.norm(gradients))
         if not np.isfinite(norm):
-            if self.policy.config.on_nonfinite_update == "raise":
-                raise FloatingPointError("the gradient is not finite: the weights are unchanged")
-            self.num_skipped_updates += 1
+            self.refuse_gradient()
             return
         flat.gradient.copy_(torch.from_numpy(np.array(gradients)))
         self.step(norm)
+
+    def refuse_gradient(self) -> None:
+        """Raise FloatingPointError for a gradient that is not finite, or count a skipped update,
+        by the setting `on_nonfinite_update`."""
+        if self.policy.config.on_nonfinite_update == "raise":
+            raise FloatingPointError(NONFINITE_GRADIENT)
+        self.num_skipped_updates += 1
 
     # -- for losses ----------------------------------------------------------------------------
 
@@ -343,7 +354,7 @@ class TorchLearner:
     def check_model(self) -> None:
         """Raise ConfigError if the policy's model is not the one that the optimizers update."""
         policy = self.policy
-        if policy.flat.is_intact() and self._model is policy.model:
+        if policy.flat.restore_views() and self._model is policy.model:
             return
         raise ConfigError(
             f"{type(policy).__name__}: the model or the memory of its parameters was replaced "
@@ -353,13 +364,21 @@ class TorchLearner:
 
     @contextlib.contextmanager
     def _seeded(self) -> Iterator[None]:
-        """Seed torch's random numbers, for dropout, from the policy's seed."""
+        """Seed torch's random numbers, for dropout in the network, from the policy's seed."""
         if not self._draws_from_torch:
             yield
             return
         with torch.random.fork_rng():
             torch.manual_seed(int(self.policy.shuffle_rng.integers(2**63)))
             yield
+
+
+def _may_draw(module: nn.Module) -> bool:
+    """Return whether a module may draw from torch's generator: any but flowrl's own and the layers
+    that they consist of, because a forward method may call functional.dropout."""
+    if type(module) in _LAYERS:
+        return bool(getattr(module, "dropout", 0.0))  # of recurrent layers
+    return not type(module).__module__.startswith("flowrl.")
 
 
 def _concatenate(row_stats: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:

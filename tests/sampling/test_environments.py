@@ -1,0 +1,78 @@
+"""Creation, time limits, checks and saved states of a worker's environments."""
+
+from functools import partial
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium.wrappers import TimeLimit
+
+from flowrl.envs.env_factory import EnvFactory
+from flowrl.envs.env_state import check_vector_env_state
+from flowrl.envs.registry import env_creator_for, env_id_of
+from flowrl.envs.time_limit import (
+    get_elapsed_steps,
+    get_max_steps,
+    set_elapsed_steps,
+    set_max_steps,
+)
+from flowrl.sampling import RolloutWorker, SimpleListCollector
+from flowrl.settings import ConfigError
+
+from .fakes import CountEnv, Idle
+
+
+def test_only_creators_from_an_env_id_have_one():
+    def by_name(name, context):
+        return gym.make("CartPole-v1")
+
+    assert env_id_of(env_creator_for("CartPole-v1")) == "CartPole-v1"
+    assert env_id_of(partial(by_name, "my-layout")) is None
+
+
+def test_num_envs_must_be_that_of_a_vector_environment():
+    def two(context):
+        return gym.make_vec("CartPole-v1", 2, vectorization_mode="sync")
+
+    assert [EnvFactory(two, {}, n).make_vector_env().num_envs for n in (1, 2)] == [2, 2]
+    with pytest.raises(ConfigError, match=r"num_envs_per_worker=5.* of 2 environments"):
+        EnvFactory(two, {}, 5).make_vector_env()
+
+
+@pytest.mark.parametrize("collector", [None, SimpleListCollector])
+@pytest.mark.parametrize("method", ["reset", "step"])
+def test_only_wrong_results_are_reported_as_a_wrong_signature(method, collector):
+    class ReturnsWrong(CountEnv):
+        pass
+
+    def sample(result):
+        setattr(ReturnsWrong, method, lambda *args, **kwargs: result())
+        settings = {"max_num_env_restarts": 0, "sample_collector": collector}
+        RolloutWorker(lambda context: ReturnsWrong(), Idle, settings).sample()
+
+    def unpacks_wrongly():
+        [_] = 1, 2
+
+    with pytest.raises(ValueError, match="values to unpack"):
+        sample(unpacks_wrongly)
+    for wrong in (None, np.zeros(2), (np.zeros(2),) * 3):
+        with pytest.raises(ConfigError, match=rf"{method}\(\) must return \(observation"):
+            sample(lambda wrong=wrong: wrong)
+
+
+def test_counters_of_gymnasiums_time_limit_are_read_and_set():
+    limit = TimeLimit(CountEnv(length=100), 7)
+    limit.reset()
+    limit.step(0)
+    assert (get_max_steps(limit), get_elapsed_steps(limit)) == (7, 1)
+    set_max_steps(limit, 10)
+    set_elapsed_steps(limit, 8)
+    assert [limit.step(0)[3] for _ in range(2)] == [False, True]
+
+
+def test_every_entry_of_a_saved_state_is_checked():
+    state = EnvFactory(lambda context: CountEnv(), {}, 2).make_vector_env().state_dict()
+    check_vector_env_state(state)
+    for name in state:
+        with pytest.raises(KeyError, match=name):
+            check_vector_env_state({key: value for key, value in state.items() if key != name})
