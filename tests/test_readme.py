@@ -149,6 +149,7 @@ def test_settings_can_be_compared_in_python(capsys):
     assert len(output.splitlines()[-1].split()) == 2
 
 
+@pytest.mark.slow
 def test_tune_runs_trials(tmp_path, monkeypatch, capsys, ray_session):
     for module in ("train.constants", "tune.experiment.experiment", "tune.trainable.trainable"):
         monkeypatch.setattr(f"ray.{module}.DEFAULT_STORAGE_PATH", str(tmp_path))

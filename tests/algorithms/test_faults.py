@@ -55,6 +55,7 @@ def test_killed_worker_is_replaced_and_no_step_counts_twice(ray_session):
         assert algorithm.train()["num_env_steps_sampled"] == 384
 
 
+@pytest.mark.slow
 def test_run_continues_with_the_other_workers_without_recreation(ray_session):
     config = small(num_workers=2, recreate_failed_workers=False)
     with config.build() as algorithm:

@@ -155,6 +155,7 @@ def run_python(code, folder):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_checkpoint_of_an_algorithm_file_opens_in_python(cli, tmp_path):
     (tmp_path / "mine_again.py").write_text(ALGORITHM_FILE.replace("Mine", "Again"))
     assert cli("train", "mine_again.py", "--stop-iters", "1", "--run-dir", "r")[0] == 0

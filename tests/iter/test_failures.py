@@ -158,6 +158,7 @@ def test_hanging_shard_is_replaced(ray_session, tmp_path, num_async):
         assert stream.stats()[0]["restarts"] == 1
 
 
+@pytest.mark.slow
 def test_other_shards_continue_during_the_back_off_of_one(ray_session, tmp_path):
     marker = str(tmp_path / "died")
     slow = Recovery(backoff_s=1.0)
