@@ -104,6 +104,7 @@ def test_trainable_wraps_a_user_defined_algorithm():
         flowrl.tune.trainable(dict)
 
 
+@pytest.mark.slow
 def test_importing_an_algorithm_after_tune_registers_its_name():
     code = textwrap.dedent(
         """

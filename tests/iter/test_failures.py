@@ -104,6 +104,7 @@ def test_constructor_that_raises_is_not_retried(ray_session):
     assert "Last error: ValueError: no such file." in str(caught.value)
 
 
+@pytest.mark.slow
 def test_actor_of_the_user_is_recreated_or_reported(ray_session):
     worker = ray_session.remote(num_cpus=0)(ParallelIteratorWorker)
 
@@ -139,7 +140,8 @@ def test_actor_of_the_user_is_recreated_or_reported(ray_session):
     ray_session.kill(handles[0])
 
 
-@pytest.mark.parametrize("num_async", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_async", [1, 3])
 def test_hanging_shard_is_replaced(ray_session, tmp_path, num_async):
     marker = tmp_path / "hung"
 

@@ -89,6 +89,7 @@ def idle_plan(ray_session, tmp_path):
     return Concurrently(branches, mode="async"), items, actors
 
 
+@pytest.mark.slow
 def test_idle_plan_is_pulled_only_on_events(ray_session, tmp_path):
     plan, items, actors = idle_plan(ray_session, tmp_path)
     pulls = []

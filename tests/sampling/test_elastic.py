@@ -33,6 +33,7 @@ def live_shards(stream):
     return [stage["shards_live"] for stage in stream.stats() if "shards_live" in stage]
 
 
+@pytest.mark.slow
 def test_added_workers_join_the_next_round_with_the_newest_weights():
     with make_config().build() as algorithm:
         workers = algorithm.workers
