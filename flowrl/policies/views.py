@@ -196,12 +196,12 @@ def find_input_problem(
     initial_states: list[np.ndarray],
     input_dict: dict[str, Any],
 ) -> str | None:
-    """Return what is wrong with the views of a step, [B, …] each; None if nothing is found.
+    """Return a description of the first problem in the views of a step; None if there is none.
 
     Args:
         view_requirements: of the policy.
         initial_states: recurrent states at an episode's start, without batch axis.
-        input_dict: the views to check.
+        input_dict: the views to check, arrays [B, …].
     """
     views = {n: v for n, v in view_requirements.items() if v.known_for_actions(n)}
     missing = sorted(set(views) - set(input_dict))
