@@ -127,7 +127,7 @@ def test_user_defined_algorithm_trains_and_resumes(tmp_path, monkeypatch, capsys
     assert len(lines) <= 60
     flags = ["--stop-iters", "2", "--run-dir", "r", "--baseline-coeff", "0.25"]
     assert main(["train", "reinforce.py", *flags]) == 0
-    assert main(["resume", "r", "--stop-iters", "3"]) == 0
+    assert main(["resume", "r", "--trust", "--stop-iters", "3"]) == 0
     assert "reached: 3 iterations" in capsys.readouterr().out
 
 
@@ -219,7 +219,7 @@ def test_user_defined_operator_trains_and_resumes(tmp_path, monkeypatch, capsys)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "scaled.py").write_text(SNIPPETS["own_operator"])
     assert main(["train", "scaled.py", "--stop-iters", "2", "--run-dir", "r"]) == 0
-    assert main(["resume", "r", "--stop-iters", "3"]) == 0
+    assert main(["resume", "r", "--trust", "--stop-iters", "3"]) == 0
     last = json.loads((tmp_path / "r/result.json").read_text().splitlines()[-1])
     assert last["counters"]["num_batches_scaled"] == 3
     assert main(["explain", "scaled.py"]) == 0

@@ -51,3 +51,18 @@ def add_checkpoint_option(parser: argparse.ArgumentParser) -> None:
         metavar="NUMBER",
         help="number of a checkpoint, or 'best' by checkpoint_score_attribute (default: newest)",
     )
+
+
+def add_trust_option(parser: argparse.ArgumentParser, source: str) -> None:
+    """Add `--trust`, see `flowrl.trainer.trust`.
+
+    Args:
+        parser: the parser.
+        source: what names the code, for the help.
+    """
+    parser.add_argument(
+        "--trust",
+        action="store_true",
+        help=f"import and execute the code that {source} names: a plan file, an environment "
+        "module:Id, a model module:Class",
+    )

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.cli.saved_run import newest_checkpoint
-from flowrl.data.checkpoint import CheckpointError, read_checkpoint, read_manifest
-from flowrl.trainer.checkpoint_loading import CHECKPOINTS
+from flowrl.data.checkpoint import CHECKPOINTS, CheckpointError, read_checkpoint, read_manifest
 
 
 def checkpoint_command(arguments: list[str]) -> int:

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from flowrl.cli.arguments import add_checkpoint_option, positive_number
+from flowrl.cli.arguments import add_checkpoint_option, add_trust_option, positive_number
 from flowrl.cli.display import print_failure
 from flowrl.cli.run_settings import config_of_run
 from flowrl.cli.saved_run import find_checkpoint
@@ -29,11 +29,12 @@ def evaluate_command(arguments: list[str]) -> int:
         help="episodes with greedy and with sampled actions each (default: 100)",
     )
     add_checkpoint_option(parser)
+    add_trust_option(parser, "the run")
     parser.add_argument(
         "--video", metavar="FOLDER", type=Path, help="folder for a video of one greedy episode"
     )
     options = parser.parse_args(arguments)
-    config, plan = config_of_run(options.run_dir)
+    config, plan = config_of_run(options.run_dir, trust=options.trust)
     checkpoint = find_checkpoint(options.run_dir, options.checkpoint)
     config = config.updated(num_workers=0, log_to=[], log_config={}, output=None)
     with config.build(plan=plan) as algorithm:

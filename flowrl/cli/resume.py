@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from flowrl.cli.arguments import add_checkpoint_option
+from flowrl.cli.arguments import add_checkpoint_option, add_trust_option
 from flowrl.cli.run_settings import config_of_run
 from flowrl.cli.saved_run import find_checkpoint
 from flowrl.cli.stop_rules import StopRules, add_stop_options
@@ -16,6 +16,7 @@ def resume_command(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="flowrl resume", description="Continue a training run.")
     parser.add_argument("run_dir", type=Path)
     add_checkpoint_option(parser)
+    add_trust_option(parser, "the run")
     parser.add_argument(
         "--plan", help="plan file to continue with; required if the run's plan has changed"
     )
@@ -23,7 +24,7 @@ def resume_command(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     from flowrl.cli.training_run import resume_run
 
-    config, plan = config_of_run(options.run_dir, options.plan)
+    config, plan = config_of_run(options.run_dir, options.plan, options.trust)
     checkpoint = None
     if options.checkpoint is not None:
         checkpoint = find_checkpoint(options.run_dir, options.checkpoint)

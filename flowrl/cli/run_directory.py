@@ -26,9 +26,8 @@ from typing import Any
 import numpy as np
 
 from flowrl.cli.saved_run import best_checkpoint, settings_to_json
-from flowrl.data.checkpoint import remove_checkpoint
+from flowrl.data.checkpoint import CHECKPOINTS, list_checkpoints, remove_checkpoint
 from flowrl.settings import ConfigError
-from flowrl.trainer.checkpoint_loading import CHECKPOINTS, list_checkpoints
 from flowrl.trainer.metric_names import flatten_result, metric_value
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from flowrl.cli.saved_run import newest_checkpoint, read_command, read_config
 from flowrl.cli.stop_rules import add_stop_options
 from flowrl.data.checkpoint import read_manifest
 from flowrl.settings import ConfigError
+from flowrl.trainer.plan_files import is_shipped
 from flowrl.trainer.registry import algorithm_names, algorithm_path
+from flowrl.trainer.trust import untrusted_code
 
 
 def plan_config(plan: str) -> Any:
@@ -123,7 +126,9 @@ def is_algorithm_run(arguments: list[str]) -> bool:
     return any(flag == "--run" or flag.startswith("--run=") for flag in arguments)
 
 
-def config_of_run(run_dir: Path, plan: str | None = None) -> tuple[Any, str | None]:
+def config_of_run(
+    run_dir: Path, plan: str | None = None, trust: bool = False
+) -> tuple[Any, str | None]:
     """Return the config and the plan of an existing run.
 
     Settings that are code come from the plan or the algorithm, all others from config.json.
@@ -131,10 +136,32 @@ def config_of_run(run_dir: Path, plan: str | None = None) -> tuple[Any, str | No
     Args:
         run_dir: the run directory.
         plan: plan to use instead of the run's.
+        trust: import and execute the code that the files of the run name.
 
     Raises:
-        ConfigError: a file is damaged, or the plan cannot be loaded.
+        ConfigError: a file is damaged, the plan cannot be loaded, or the run names code that is not
+            trusted.
     """
+    config, plan_of_run = _config_of_run(run_dir, plan, trust)
+    try:
+        check_trusted(config, trust, [] if plan is None else ["plan"])
+    except ConfigError as error:
+        raise ConfigError(f"{run_dir}: {error}") from None
+    return config, plan_of_run
+
+
+def check_trusted(config: Any, trust: bool, passed: Collection[str] = ()) -> None:
+    """Check that settings from a file name no code, unless they are trusted.
+
+    Raises:
+        ConfigError: they name code, see `untrusted_code`.
+    """
+    code = None if trust else untrusted_code(config, passed)
+    if code is not None:
+        raise ConfigError(f"it names {code}: pass --trust to allow that")
+
+
+def _config_of_run(run_dir: Path, plan: str | None, trust: bool) -> tuple[Any, str | None]:
     settings = read_config(run_dir)
     command = read_command(run_dir)
     if plan is not None:
@@ -148,6 +175,10 @@ def config_of_run(run_dir: Path, plan: str | None = None) -> tuple[Any, str | No
         if algorithm is None:
             raise ConfigError(f"{run_dir}: the run has neither a plan nor a registered algorithm")
         return algorithm_config(algorithm, settings), None
+    if plan is None and not trust and not is_shipped(name):
+        raise ConfigError(
+            f"{run_dir}: its plan is the file {name}: pass --trust to execute it, or --plan FILE"
+        )
     config = plan_config(name)
     # a YAML file may run a registered algorithm with the plan of another one
     if algorithm is not None and algorithm_path(algorithm) != config.algorithm:

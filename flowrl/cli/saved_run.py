@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.data.checkpoint import CheckpointError, is_checkpoint, read_manifest
+from flowrl.data.checkpoint import CheckpointError, is_checkpoint, list_checkpoints, read_manifest
 from flowrl.settings import ConfigError
-from flowrl.trainer.checkpoint_loading import list_checkpoints
 
 _CODE = "__code__"  # key that marks a setting that is code, which the plan file contains
 

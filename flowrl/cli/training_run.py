@@ -27,6 +27,7 @@ from flowrl.iter.stage import walk
 from flowrl.ops import WriteParquet
 from flowrl.settings import ConfigError
 from flowrl.trainer.plan_files import plan_path
+from flowrl.trainer.trust import untrusted_code
 
 
 def start_run(
@@ -204,7 +205,8 @@ def _train(algorithm: Any, stop: StopRules, run: RunDirectory, command: list[str
         progress.finish(result)
         seconds = time.perf_counter() - started
         print(f"{'stopped' if exit_code else 'reached'}: {reason}, after {seconds:.1f} s")
-        _print_next_commands(run.path, checkpoint, command, is_complete=not exit_code)
+        trust = "" if untrusted_code(config) is None else " --trust"
+        _print_next_commands(run.path, checkpoint, command, trust, is_complete=not exit_code)
     return exit_code if exit_code or checkpoint is not None else 1
 
 
@@ -235,13 +237,14 @@ def _write_last_result(algorithm: Any, run: RunDirectory, result: Any) -> Any:
 
 
 def _print_next_commands(
-    run_dir: Path, checkpoint: Path | None, command: list[str], is_complete: bool
+    run_dir: Path, checkpoint: Path | None, command: list[str], trust: str, is_complete: bool
 ) -> None:
     name = (
         "no checkpoint" if checkpoint is None else f"checkpoint {checkpoint.relative_to(run_dir)}"
     )
     path, program = shlex.quote(str(run_dir)), program_name()
     print(f"run directory: {run_dir} ({name})")
-    print(f"evaluate:      {program} evaluate {path} --episodes 100")
-    print(f"resume:        {program} resume {path}{' --stop-timesteps …' if is_complete else ''}")
+    print(f"evaluate:      {program} evaluate {path}{trust} --episodes 100")
+    stop = " --stop-timesteps …" if is_complete else ""
+    print(f"resume:        {program} resume {path}{trust}{stop}")
     print(f"repeat:        {program} {shlex.join(command[1:])}")

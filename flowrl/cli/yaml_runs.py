@@ -6,10 +6,12 @@ import argparse
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flowrl.cli.run_settings import algorithm_config, plan_config
+from flowrl.cli.arguments import add_trust_option
+from flowrl.cli.run_settings import algorithm_config, check_trusted, plan_config
 from flowrl.cli.stop_rules import StopRules, add_stop_options, metric_rules
 from flowrl.cli.training_run import start_run
 from flowrl.settings import ConfigError, nearest
+from flowrl.trainer.plan_files import is_shipped
 
 _KEYS = ("run", "plan", "env", "env_config", "stop", "config")
 
@@ -35,6 +37,7 @@ def train_yaml(arguments: list[str]) -> int:
     parser.add_argument("--run-dir", type=Path, help="output folder (default: runs/…)")
     parser.add_argument("--only", metavar="NAME", help="train only the run with this name")
     parser.add_argument("--seed", type=int, help="override the seed in the file")
+    add_trust_option(parser, "the file")
     add_stop_options(parser, default="the stop rules in the file")
     options = parser.parse_args(arguments)
     entries = _read(options.file)
@@ -65,7 +68,7 @@ def train_yaml(arguments: list[str]) -> int:
 def _prepare(name: str, entry: dict[str, Any], options: argparse.Namespace) -> YamlRun:
     """Return a checked run with the options of the command line applied."""
     try:
-        config, plan, stop = _parse_run(entry)
+        config, plan, stop = _parse_run(entry, options.trust)
         if options.seed is not None:
             config = config.updated(seed=options.seed)
         config.check()
@@ -103,7 +106,7 @@ def _read(file: Path) -> dict[str, Any]:
     return entries
 
 
-def _parse_run(entry: dict[str, Any]) -> tuple[Any, str | None, StopRules]:
+def _parse_run(entry: dict[str, Any], trust: bool) -> tuple[Any, str | None, StopRules]:
     """Return config, plan and stop rules of an entry in a YAML file."""
     unknown = sorted(str(key) for key in entry if key not in _KEYS)
     if unknown:
@@ -121,8 +124,14 @@ def _parse_run(entry: dict[str, Any]) -> tuple[Any, str | None, StopRules]:
             settings[key] = entry[key]
     stop = StopRules(metrics=metric_rules(entry.get("stop") or {}))
     if "run" in entry:
-        return algorithm_config(entry["run"], settings), None, stop
+        config = algorithm_config(entry["run"], settings)
+        check_trusted(config, trust)
+        return config, None, stop
     plan = entry["plan"]
     if not isinstance(plan, str):
         raise ConfigError(f"plan: must be a name or a file, got {plan!r}")
-    return plan_config(plan).updated(**settings), plan, stop
+    if not trust and not is_shipped(plan) and plan.endswith(".py"):
+        raise ConfigError(f"plan: {plan} is a file: pass --trust to execute it")
+    config = plan_config(plan).updated(**settings)
+    check_trusted(config, trust)
+    return config, plan, stop

@@ -28,9 +28,11 @@ from flowrl.data.serialization import ArrayStore, decode, encode
 __all__ = [
     "CheckpointError",
     "is_checkpoint",
+    "list_checkpoints",
     "read_checkpoint",
     "read_manifest",
     "remove_checkpoint",
+    "resolve_checkpoint",
     "seal_manifest",
     "write_checkpoint",
 ]
@@ -39,6 +41,8 @@ FORMAT = 3
 LARGE_BYTES = 1 << 20  # arrays of this size have their own file
 CHUNK_BYTES = 8 << 20  # bytes written and hashed at once
 MANIFEST = "manifest.json"
+CHECKPOINTS = "checkpoints"
+"""Folder of a run directory; each checkpoint in it is named by the number of its iteration."""
 READ_ATTEMPTS = 5  # while another process replaces the checkpoint
 _SEAL = b',\n "blake2b": "'  # followed by the hash of everything before it
 _FILE_NAMES = re.compile(
@@ -229,6 +233,40 @@ def seal_manifest(manifest: dict[str, Any]) -> bytes:
     body = json.dumps(manifest, indent=1).encode().removesuffix(b"\n}")
     seal = hashlib.blake2b(body, digest_size=16).hexdigest().encode()
     return body + _SEAL + seal + b'"\n}\n'
+
+
+# -- run directories -------------------------------------------------------------------------------
+
+
+def list_checkpoints(run_dir: Path) -> list[Path]:
+    """Return the complete checkpoints of a run directory, oldest first."""
+    folder = run_dir / CHECKPOINTS
+    paths = [path for path in folder.iterdir() if path.name.isdecimal()] if folder.is_dir() else []
+    complete = [path for path in paths if (path / MANIFEST).exists()]
+    return sorted(complete, key=lambda path: int(path.name))
+
+
+def resolve_checkpoint(path: Path | str) -> Path | str:
+    """Return the checkpoint at or inside a path.
+
+    Args:
+        path: a checkpoint, a run directory (its newest checkpoint), a checkpoint folder of Ray
+            Tune, or a URI.
+
+    Raises:
+        CheckpointError: the folder contains no checkpoint.
+    """
+    folder = Path(path)
+    if "://" in str(path) or (folder / MANIFEST).exists():
+        return path
+    in_tune_folder = folder / "algorithm"
+    if (in_tune_folder / MANIFEST).exists():
+        return in_tune_folder
+    run_checkpoints = list_checkpoints(folder)
+    if run_checkpoints:
+        return run_checkpoints[-1]
+    problem = "it contains no checkpoint" if folder.is_dir() else "there is no such folder"
+    raise CheckpointError(f"{path}: {problem}")
 
 
 # -- .npy files ------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -121,6 +122,23 @@ def env_creator_for(env: str | type | EnvCreator) -> EnvCreator:
     if callable(env):
         return env
     raise ConfigError(f"env: expected an env id, a class or a creator, got {env!r}")
+
+
+def check_registered(env: str) -> None:
+    """Check that creating an environment named in a file imports nothing that the file chooses.
+
+    Raises:
+        ConfigError: it is an id "module:Id", which imports the module, or an adapter of shimmy that
+            creates the environment named in its arguments.
+    """
+    if env in _CREATORS:
+        return
+    entry_point = ""
+    if ":" not in env:
+        with suppress(gym.error.Error):  # unknown ids are reported elsewhere
+            entry_point = str(gym.spec(env).entry_point)
+    if ":" in env or entry_point.startswith("shimmy"):
+        raise ConfigError(env)
 
 
 def env_id_of(creator: EnvCreator) -> str | None:

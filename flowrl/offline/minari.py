@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -33,12 +34,18 @@ class MinariDataset:
     def __init__(self, dataset_id: str):
         try:
             import minari
+            from minari.storage import get_dataset_path
         except ImportError as error:
             raise OfflineDataError(
                 f"Minari datasets need the extra minari: pip install 'flowrl[minari]' ({error})"
             ) from error
         try:
-            self._dataset: Any = minari.load_dataset(dataset_id, download=True)
+            if not (get_dataset_path(dataset_id) / "data").exists():
+                minari.download_dataset(dataset_id)
+            _check_spaces(dataset_id)
+            self._dataset: Any = minari.load_dataset(dataset_id)
+        except OfflineDataError:
+            raise
         except Exception as error:  # storage, network and id errors have no common base class
             raise OfflineDataError(
                 f"minari:{dataset_id}: cannot be loaded: {error} (datasets that are not on this "
@@ -86,6 +93,26 @@ class MinariDataset:
             yield
         except Exception as error:
             raise OfflineDataError(f"minari:{self.dataset_id}: cannot be read: {error}") from error
+
+
+def _check_spaces(dataset_id: str) -> None:
+    """Check that the metadata contain the spaces.
+
+    Minari creates the environment in the metadata otherwise, which imports code that the dataset
+    names.
+
+    Raises:
+        OfflineDataError: a space is missing.
+    """
+    from minari.storage import get_dataset_path
+
+    metadata = json.loads((get_dataset_path(dataset_id) / "data" / "metadata.json").read_text())
+    missing = {"observation_space", "action_space"} - set(metadata)
+    if missing:
+        raise OfflineDataError(
+            f"minari:{dataset_id}: its metadata lacks {', '.join(sorted(missing))}: create the "
+            "dataset with observation_space=… and action_space=…"
+        )
 
 
 def _to_batch(episode: Any) -> SampleBatch:

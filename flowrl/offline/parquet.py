@@ -103,7 +103,7 @@ def read_parquet(path: Path | str) -> tuple[str, SampleBatch]:
             for name, spec in metadata["columns"].items()
         }
         return metadata["policy_id"], SampleBatch(columns)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise OfflineDataError(f"{path}: damaged or incompatible: {error}") from error
 
 
@@ -131,9 +131,8 @@ def _read_metadata(path: Path | str) -> dict[str, Any]:
 
     try:
         encoded = (pq.read_schema(path).metadata or {}).get(_METADATA_KEY, b"{}")
-        metadata: dict[str, Any] = json.loads(encoded)
-        return metadata
-    except (OSError, ValueError, pa.ArrowException) as error:
+        return dict(json.loads(encoded))
+    except (OSError, ValueError, TypeError, pa.ArrowException) as error:
         raise OfflineDataError(f"{path}: cannot be read: {error}") from error
 
 

@@ -8,11 +8,15 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from gymnasium import spaces
 
-from flowrl.data.checkpoint import CheckpointError, read_checkpoint
+from flowrl.data.checkpoint import CheckpointError, read_checkpoint, resolve_checkpoint
+from flowrl.policies.code_references import (
+    POLICY_CLASS,
+    SETTINGS_CLASS,
+    CodeResolver,
+    code_path,
+)
 from flowrl.policies.config import PolicyConfig
 from flowrl.policies.json_codec import (
-    code_path,
-    import_trusted,
     merge_changes,
     space_from_json,
     space_to_json,
@@ -75,7 +79,7 @@ def policy_from_checkpoint(
 
     Args:
         base: the class whose `from_checkpoint` is called; the policy is an instance of it.
-        path: folder of the checkpoint.
+        path: a checkpoint, or a run directory (its newest checkpoint).
         policy_id: id of the policy; None for the only one.
         changes: settings that replace saved ones.
         trust: import code outside flowrl that the checkpoint names.
@@ -83,17 +87,19 @@ def policy_from_checkpoint(
     if not isinstance(changes or {}, Mapping):
         raise ConfigError(f"from_checkpoint: config must be a mapping of changes, got {changes!r}")
     changes = changes or {}
+    path = resolve_checkpoint(path)
+    resolver = CodeResolver(trust, _known_classes(base))
     state, manifest = read_checkpoint(path, "worker")
     policy_id = _choose_policy(path, manifest.get("policies") or {}, policy_id)
     description = manifest["policies"][policy_id]
-    parts = _import_parts(path, policy_id, description, base, trust)
+    parts = _import_parts(path, policy_id, description, base, resolver)
     try:
-        settings = merge_changes(description["config"], changes, trust)
+        settings = merge_changes(description["config"], changes, resolver)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{path}: a setting of policy {policy_id!r} cannot be imported: {error}; replace it "
+            f"{path}: a setting of policy {policy_id!r} cannot be restored: {error}; replace it "
             "with config=…"
         ) from error
     fields = parts.config_class.model_fields
@@ -115,7 +121,7 @@ def policy_from_checkpoint(
 
 
 def _choose_policy(path: Path | str, descriptions: Mapping[str, Any], policy_id: str | None) -> str:
-    if not descriptions:
+    if not isinstance(descriptions, Mapping) or not descriptions:
         raise CheckpointError(f"{path}: it was written before checkpoints described their policies")
     if policy_id is None:
         if len(descriptions) > 1:
@@ -137,15 +143,31 @@ class _PolicyParts(NamedTuple):
     action_space: spaces.Space
 
 
+def _known_classes(base: Any) -> dict[str, Any]:
+    """Return import path -> class of the class that `from_checkpoint` is called on and its config.
+
+    A class of a script is in the module `__main__` of the process that wrote the checkpoint.
+    """
+    classes = [base]
+    if isinstance(getattr(base, "config_class", None), type):
+        classes.append(base.config_class)
+    known = {code_path(cls): cls for cls in classes}
+    return {**{f"__main__:{cls.__qualname__}": cls for cls in classes}, **known}
+
+
 def _import_parts(
-    path: Path | str, policy_id: str, description: dict[str, Any], base: type[P], trust: bool
+    path: Path | str,
+    policy_id: str,
+    description: dict[str, Any],
+    base: type[P],
+    resolver: CodeResolver,
 ) -> _PolicyParts:
     """Return the classes and spaces of a policy description."""
     try:
-        policy_class = _import_policy_class(description["class"], base, trust)
+        policy_class = resolver.resolve(description["class"], POLICY_CLASS)
         config_path = description["config_class"]
         config_class: Any = (
-            import_trusted(config_path, trust)
+            resolver.resolve(config_path, SETTINGS_CLASS)
             if config_path
             else getattr(policy_class, "config_class", None)
         )
@@ -165,19 +187,3 @@ def _import_parts(
             f"{path}: policy {policy_id!r} cannot be created: {error} (import its class and call "
             "its from_checkpoint())"
         ) from error
-
-
-def _import_policy_class(path: str, base: type[P], trust: bool) -> Any:
-    """Return the class of an import path.
-
-    `base` itself is returned if it has the same name and the path does not exist in this process:
-    classes of a script are in `__main__`.
-    """
-    if path in (code_path(base), f"__main__:{base.__qualname__}"):
-        return base
-    try:
-        return import_trusted(path, trust)
-    except (ImportError, AttributeError):
-        if path.partition(":")[2] != base.__qualname__:
-            raise
-        return base

@@ -8,6 +8,7 @@ import numpy as np
 from gymnasium import spaces
 
 from flowrl.data.checkpoint import CheckpointError
+from flowrl.policies.code_references import BASES, SETTINGS_CLASS, CodeResolver, code_path
 from flowrl.policies.policy_spec import PolicySpec
 from flowrl.settings import Settings, imported
 
@@ -17,31 +18,6 @@ _SETTINGS, _SPEC, _SPACE = "__settings__", "__policy_spec__", "__space__"
 _TUPLE, _SET = "__tuple__", "__set__"
 
 _SPEC_FIELDS = ("policy_class", "observation_space", "action_space", "config")
-
-
-def code_path(code: Any) -> str:
-    """Return the import path "module:name" of a class or function."""
-    return f"{code.__module__}:{code.__qualname__}"
-
-
-def import_trusted(path: str, trust: bool | str) -> Any:
-    """Import an object from flowrl, or from elsewhere if that code is trusted.
-
-    Args:
-        path: import path "module:name".
-        trust: True trusts all code, False none outside flowrl, a module name that module.
-
-    Raises:
-        CheckpointError: the code is outside flowrl and not trusted.
-        ImportError, AttributeError: the object does not exist.
-    """
-    is_trusted = path.split(":")[0] == trust if isinstance(trust, str) else trust
-    if not is_trusted and not path.startswith("flowrl."):
-        raise CheckpointError(
-            f"it names the code {path!r}: pass trust=True to allow its import (or import the class "
-            "and call its from_checkpoint())"
-        )
-    return imported(path)
 
 
 # -- settings --------------------------------------------------------------------------------------
@@ -67,22 +43,24 @@ def values_to_json(config: Settings) -> tuple[dict[str, Any], list[str]]:
     return values, left_out
 
 
-def config_from_json(saved: dict[str, Any], changes: dict[str, Any], trust: bool | str) -> Any:
+def config_from_json(saved: dict[str, Any], changes: dict[str, Any], resolver: CodeResolver) -> Any:
     """Create settings from `config_to_json`.
 
     Args:
         saved: settings as JSON.
         changes: settings that replace saved ones.
-        trust: see `import_trusted`.
+        resolver: imports the code that the settings name.
 
     Raises:
         CheckpointError: code in the settings is not trusted, or cannot be imported.
         ConfigError: a change is not a valid setting.
     """
     try:
-        cls = import_trusted(saved[_SETTINGS], trust)
+        cls = resolver.resolve(saved[_SETTINGS], SETTINGS_CLASS)
+        if not (isinstance(cls, type) and issubclass(cls, Settings)):
+            raise TypeError(f"{cls!r} is not a class of settings")
         values = {
-            name: decode(value, trust)
+            name: decode_setting(name, value, resolver)
             for name, value in saved["values"].items()
             if name not in changes and name in cls.model_fields
         }
@@ -92,14 +70,14 @@ def config_from_json(saved: dict[str, Any], changes: dict[str, Any], trust: bool
     return config.updated(**changes) if changes else config
 
 
-def merge_changes(saved: Any, changes: Any, trust: bool) -> dict[str, Any]:
+def merge_changes(saved: Any, changes: Any, resolver: CodeResolver) -> dict[str, Any]:
     """Decode saved settings with some replaced; a nested mapping replaces only its own keys."""
     merged = {}
     for name, value in {**saved, **dict(changes)}.items():
         if name not in changes:
-            merged[name] = decode(value, trust)
+            merged[name] = decode_setting(name, value, resolver)
         elif isinstance(value, dict) and isinstance(saved.get(name), dict):
-            merged[name] = merge_changes(saved[name].get("values", saved[name]), value, trust)
+            merged[name] = merge_changes(saved[name].get("values", saved[name]), value, resolver)
         else:
             merged[name] = value
     return merged
@@ -137,30 +115,55 @@ def encode(value: Any) -> Any:
     return {_CODE: path}
 
 
-def decode(value: Any, trust: bool | str) -> Any:
-    """Return a setting from `encode`.
+def decode_setting(
+    name: str, value: Any, resolver: CodeResolver, inherited: str | None = None
+) -> Any:
+    """Return the value of a setting from `encode`; see `decode`.
+
+    Args:
+        name: name of the setting.
+        value: its value as JSON.
+        resolver: imports the code that the value names.
+        inherited: see `base` of `decode`; used if the setting itself takes no class.
+    """
+    base = BASES.get(name, inherited)
+    if name == "custom_model" and isinstance(value, str) and ":" in value:
+        return resolver.resolve(value, base)  # an import path that building the model would import
+    return decode(value, resolver, base)
+
+
+def decode(value: Any, resolver: CodeResolver, base: str | None = None) -> Any:
+    """Return a value from `encode`.
+
+    Args:
+        value: the value as JSON.
+        resolver: imports the code that the value names.
+        base: see `CodeResolver.resolve`.
 
     Raises:
         CheckpointError: it is code that is not trusted.
         ImportError, AttributeError: it is code that does not exist.
     """
     if isinstance(value, list):
-        return [decode(part, trust) for part in value]
+        return [decode(part, resolver, base) for part in value]
     if not isinstance(value, dict):
         return value
     if set(value) == {_CODE}:
-        return import_trusted(value[_CODE], trust)
+        return resolver.resolve(value[_CODE], base)
     if set(value) == {_SETTINGS, "values"}:
-        return config_from_json(value, {}, trust)
+        return config_from_json(value, {}, resolver)
     if set(value) == {_SPEC}:
-        return PolicySpec(**{name: decode(part, trust) for name, part in value[_SPEC].items()})
+        parts = {
+            name: decode_setting(name, part, resolver, base) for name, part in value[_SPEC].items()
+        }
+        return PolicySpec(**parts)
     if set(value) == {_SPACE}:
         return space_from_json(value[_SPACE])
     if set(value) == {_TUPLE}:
-        return tuple(decode(part, trust) for part in value[_TUPLE])
+        return tuple(decode(part, resolver, base) for part in value[_TUPLE])
     if set(value) == {_SET}:
-        return {decode(part, trust) for part in value[_SET]}
-    return {key: decode(part, trust) for key, part in value.items()}
+        return {decode(part, resolver, base) for part in value[_SET]}
+    return {key: decode_setting(key, part, resolver, base) for key, part in value.items()}
 
 
 # -- spaces ----------------------------------------------------------------------------------------

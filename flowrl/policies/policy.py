@@ -397,12 +397,13 @@ class Policy:
         """Return the policy of a checkpoint; needs no environment, no Ray and no plan.
 
         Args:
-            path: folder of the checkpoint.
+            path: a checkpoint, or a run directory (its newest checkpoint).
             policy_id: None if the checkpoint has only one policy.
             config: settings to change, or settings that could not be saved (such as a
                 `custom_model` defined in a function: `{"model": {"custom_model": …}}`).
-            trust: allow imports of code that the checkpoint names and that is not part of flowrl,
-                such as a custom policy class. Not needed if called on that class.
+            trust: import the code that the checkpoint names, such as a custom policy class or
+                model. Not needed for classes of flowrl and for the class that this method is
+                called on.
 
         Raises:
             CheckpointError: the checkpoint cannot be read, lacks the policy, or the policy's class

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flowrl.data.checkpoint import MANIFEST, CheckpointError, read_manifest
-from flowrl.policies.json_codec import config_from_json, config_to_json, import_trusted
+from flowrl.data.checkpoint import CheckpointError, read_manifest, resolve_checkpoint
+from flowrl.policies.code_references import CodeResolver, code_path, untrusted
+from flowrl.policies.json_codec import config_from_json, config_to_json
 from flowrl.setting_aliases import canonical_names
 from flowrl.settings import ConfigError
-from flowrl.trainer.plan_files import PLAN_MODULE, load_plan
+from flowrl.trainer.plan_files import PLAN_MODULE, is_shipped, load_plan, plan_path
+from flowrl.trainer.registry import algorithm_class, algorithm_names, algorithm_path
+from flowrl.trainer.trust import untrusted_code
 
-CHECKPOINTS = "checkpoints"
-"""Folder of a run directory; each checkpoint in it is named by the number of its iteration."""
+_BASE_ALGORITHM = "flowrl.trainer.algorithm:Algorithm"
 
 
 def algorithm_from_checkpoint(
@@ -25,27 +28,22 @@ def algorithm_from_checkpoint(
         raise ConfigError(f"from_checkpoint: config must be a mapping of changes, got {config!r}")
     path = resolve_checkpoint(path)
     manifest, changes = read_manifest(path), canonical_names(dict(config or {}))
-    trusted_code: bool | str = trust
     try:
-        plan = changes.get("plan", manifest["plan"])
-        is_plan_file = plan is not None and plan.endswith(".py")
-        saved_class = manifest["algorithm"]
-        own_class = f"{cls.__module__}:{cls.__qualname__}"
-        if is_plan_file and saved_class == f"{PLAN_MODULE}{Path(plan).stem}:{cls.__qualname__}":
-            # the plan file that the run executed is a module that the caller has imported
-            plan_module = saved_class.split(":")[0]
-            trusted_code = trust or plan_module
-            sys.modules[plan_module] = sys.modules[cls.__module__]
-            saved_class = own_class
-        elif saved_class == own_class:
-            trusted_code = trust or cls.__module__
-        elif is_plan_file and trust:
+        saved_class = str(manifest["algorithm"])
+        plan = changes.get("plan", manifest["config"]["values"].get("plan"))
+        known = _known_classes(cls, plan)
+        plan_modules = []
+        if not trust and "plan" not in changes:
+            plan_modules = _check_plan(plan, manifest["plan_sha256"], known.get(saved_class))
+        elif _is_plan_file(plan) and saved_class in known:
+            # the file is a module that the caller has imported: its other code is in this module
+            sys.modules[f"{PLAN_MODULE}{Path(plan).stem}"] = sys.modules[cls.__module__]
+        elif _is_plan_file(plan):
             load_plan(plan)
-        algorithm_class = cls if saved_class == own_class else import_trusted(saved_class, trust)
-        if not (isinstance(algorithm_class, type) and issubclass(algorithm_class, cls)):
-            raise CheckpointError(f"it belongs to {saved_class}, not to {own_class}")
-        if is_plan_file and saved_class != own_class and "plan" not in changes and not trust:
-            raise CheckpointError(f"its plan is the file {plan}: pass trust=True to execute it")
+        cls_of_run = _algorithm_class(saved_class, CodeResolver(trust, known, plan_modules))
+        if not (isinstance(cls_of_run, type) and issubclass(cls_of_run, cls)):
+            raise CheckpointError(f"it belongs to {saved_class}, not to {code_path(cls)}")
+        resolver = CodeResolver(trust, known | _known_classes(cls_of_run, plan), plan_modules)
         missing = [name for name in manifest["left_out"] if name not in changes]
         if missing and plan is not None:  # take the code from the plan's own config
             plan_config: Any = getattr(load_plan(plan), "config", None)
@@ -57,12 +55,17 @@ def algorithm_from_checkpoint(
                 f"it does not contain the settings {missing}; pass them again: "
                 f"from_checkpoint(path, config={{{missing[0]!r}: …}})"
             )
-        settings = config_from_json(manifest["config"], changes, trusted_code)
+        settings = config_from_json(manifest["config"], changes, resolver)
+        code = None if trust else untrusted_code(settings, {*changes, "plan"})
+        if code is not None:
+            raise untrusted(code)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
-    except (ImportError, AttributeError, KeyError, TypeError) as error:
+    except (ImportError, AttributeError, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, ConfigError) and changes:
+            raise
         raise CheckpointError(f"{path}: cannot rebuild the algorithm: {error}") from error
-    algorithm = algorithm_class(settings)
+    algorithm = cls_of_run(settings)
     try:
         algorithm.restore(path)
     except BaseException:
@@ -71,32 +74,57 @@ def algorithm_from_checkpoint(
     return algorithm
 
 
-def list_checkpoints(run_dir: Path) -> list[Path]:
-    """Return the complete checkpoints of a run directory, oldest first."""
-    folder = run_dir / CHECKPOINTS
-    paths = [path for path in folder.iterdir() if path.name.isdecimal()] if folder.is_dir() else []
-    complete = [path for path in paths if (path / MANIFEST).exists()]
-    return sorted(complete, key=lambda path: int(path.name))
+def _known_classes(cls: Any, plan: Any) -> dict[str, Any]:
+    """Return import path -> class of the class that `from_checkpoint` is called on and its parts.
+
+    A run of a plan file stores a class of the file under the name of the plan's own module.
+    """
+    known = {f"__main__:{cls.__qualname__}": cls}
+    if _is_plan_file(plan):
+        known[f"{PLAN_MODULE}{Path(plan).stem}:{cls.__qualname__}"] = cls
+    for part in (cls, cls.config_class, cls.policy_class):
+        if part is not None:
+            known[code_path(part)] = part
+    return known
 
 
-def resolve_checkpoint(path: Path | str) -> Path | str:
-    """Return the checkpoint at or inside a path.
+def _is_plan_file(plan: Any) -> bool:
+    return isinstance(plan, str) and plan.endswith(".py")
+
+
+def _check_plan(plan: Any, sha256: str | None, known_class: Any) -> list[str]:
+    """Check that a plan needs no trust: a shipped plan, or the file of a class that is known.
 
     Args:
-        path: a checkpoint, a run directory (its newest checkpoint), a checkpoint folder of Ray
-            Tune, or a URI.
+        plan: the setting `plan` of the checkpoint.
+        sha256: hash of the plan's text when the checkpoint was written.
+        known_class: the checkpoint's algorithm, if the caller passed it in.
+
+    Returns:
+        The name of the plan's module, if code in it may be named.
 
     Raises:
-        CheckpointError: the folder contains no checkpoint.
+        CheckpointError: the plan would be executed, but is not trusted.
     """
-    folder = Path(path)
-    if "://" in str(path) or (folder / MANIFEST).exists():
-        return path
-    in_tune_folder = folder / "algorithm"
-    if (in_tune_folder / MANIFEST).exists():
-        return in_tune_folder
-    run_checkpoints = list_checkpoints(folder)
-    if run_checkpoints:
-        return run_checkpoints[-1]
-    problem = "it contains no checkpoint" if folder.is_dir() else "there is no such folder"
-    raise CheckpointError(f"{path}: {problem}")
+    if plan is None:
+        return []
+    if is_shipped(plan):
+        if sha256 == hashlib.sha256(plan_path(plan).read_bytes()).hexdigest():
+            load_plan(plan)
+            return [f"{PLAN_MODULE}{plan}"]
+        return []
+    file = getattr(sys.modules.get(getattr(known_class, "__module__", "")), "__file__", None)
+    if _is_plan_file(plan) and file is not None and Path(plan).resolve() == Path(file).resolve():
+        return []
+    raise CheckpointError(
+        f"its plan is the file {plan}: pass trust=True to execute it, or name the file yourself: "
+        "config={'plan': …}"
+    )
+
+
+def _algorithm_class(path: str, resolver: CodeResolver) -> Any:
+    """Return the Algorithm class of an import path: without trust, a known or registered one."""
+    for name in algorithm_names():
+        if algorithm_path(name) == path:
+            return algorithm_class(name)
+    return resolver.resolve(path, _BASE_ALGORITHM)

@@ -32,6 +32,12 @@ def shipped_plans() -> dict[str, str]:
     return plans
 
 
+def is_shipped(plan: Any) -> bool:
+    """Return whether this is the name of a shipped plan."""
+    is_name = isinstance(plan, str) and plan.isidentifier()
+    return is_name and (plans_folder() / f"{plan}.py").is_file()
+
+
 def plan_path(plan: str) -> Path:
     """Return the file of a plan.
 
@@ -41,9 +47,8 @@ def plan_path(plan: str) -> Path:
     Raises:
         ConfigError: there is no such plan; the message suggests the nearest name.
     """
-    shipped = plans_folder() / f"{plan}.py"
-    if shipped.is_file():
-        return shipped
+    if is_shipped(plan):
+        return plans_folder() / f"{plan}.py"
     path = Path(plan)
     if path.suffix == ".py" and path.is_file():
         return path.resolve()

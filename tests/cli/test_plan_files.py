@@ -39,8 +39,8 @@ def test_plan_imports_modules_from_its_folder(cli, tmp_path, ray_session):
         assert code == 0, err
     # a run whose plan has changed can be evaluated but not resumed
     plan.write_text(plan.read_text() + "\n# changed\n")
-    assert cli("evaluate", "r0", "--episodes", "2")[0] == 0
-    code, _, err = cli("train", "--resume", "r0", "--stop-iters", "2")
+    assert cli("evaluate", "r0", "--trust", "--episodes", "2")[0] == 0
+    code, _, err = cli("train", "--resume", "r0", "--trust", "--stop-iters", "2")
     assert code == 1
     assert "plan.py" in err
 
@@ -50,10 +50,10 @@ def test_plan_defines_its_environment(cli, tmp_path, monkeypatch):
     assert cli("train", "short_env.py", "--stop-iters", "2", "--run-dir", "r")[0] == 0
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    code, out, _ = cli("evaluate", "../r", "--episodes", "4")
+    code, out, _ = cli("evaluate", "../r", "--trust", "--episodes", "4")
     assert code == 0
     assert "mean return 5.0" in out
-    assert cli("train", "--resume", "../r", "--stop-iters", "3")[0] == 0
+    assert cli("train", "--resume", "../r", "--trust", "--stop-iters", "3")[0] == 0
 
 
 @pytest.mark.parametrize("workers", ["0", pytest.param("1", marks=pytest.mark.slow)])
@@ -63,12 +63,13 @@ def test_file_with_an_algorithm_trains(cli, tmp_path, workers, ray_session):
     code, out, err = cli("train", "mine.py", *flags, "--stop-iters", "2")
     assert code == 0, err
     assert [r["timesteps_total"] for r in read_results(tmp_path / "r")] == [32, 64]
-    assert cli("resume", "r", "--stop-iters", "3")[0] == 0
-    assert cli("evaluate", "r", "--episodes", "1")[0] == 0
+    assert "resume r --trust" in out
+    assert cli("resume", "r", "--trust", "--stop-iters", "3")[0] == 0
+    assert cli("evaluate", "r", "--trust", "--episodes", "1")[0] == 0
     code, out, _ = cli("explain", "mine.py")
     assert "Mine.training_step" in out
     (tmp_path / "mine.py").write_text(ALGORITHM_FILE + "\n# changed\n")
-    code, _, err = cli("resume", "r", "--stop-iters", "4")
+    code, _, err = cli("resume", "r", "--trust", "--stop-iters", "4")
     assert code == 1
     assert "another plan" in err
     assert cli("resume", "r", "--plan", "mine.py", "--stop-iters", "4")[0] == 0
@@ -81,7 +82,7 @@ def test_resuming_a_changed_plan_suggests_the_plan_option(cli, tmp_path):
     (tmp_path / "plan.py").write_text(text)
     assert cli("train", "plan.py", "--stop-iters", "1", "--run-dir", "r")[0] == 0
     (tmp_path / "plan.py").write_text(text + "\n# changed\n")
-    code, _, err = cli("resume", "r", "--stop-iters", "2")
+    code, _, err = cli("resume", "r", "--trust", "--stop-iters", "2")
     assert code == 1
     assert "--plan" in err
     assert cli("resume", "r", "--stop-iters", "2", "--plan", "plan.py")[0] == 0

@@ -7,8 +7,12 @@ import pytest
 
 from flowrl.cli.run_directory import RunDirectory
 from flowrl.cli.saved_run import last_intact_checkpoint, read_config, settings_to_json
-from flowrl.data.checkpoint import read_manifest, write_checkpoint
-from flowrl.trainer.checkpoint_loading import list_checkpoints, resolve_checkpoint
+from flowrl.data.checkpoint import (
+    list_checkpoints,
+    read_manifest,
+    resolve_checkpoint,
+    write_checkpoint,
+)
 from tests.cli.helpers import ALGORITHM_FILE, TWO_ITERATIONS, read_results
 
 

@@ -4,8 +4,7 @@ import os
 
 import pytest
 
-from flowrl.data.checkpoint import read_manifest
-from flowrl.trainer.checkpoint_loading import list_checkpoints
+from flowrl.data.checkpoint import list_checkpoints, read_manifest
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,105 @@
+"""Code that stored settings name by import path, and which of it may be imported.
+
+A checkpoint is data from elsewhere. Without trust, a reference in it can only name a class of
+flowrl, in a setting that takes such a class, or a class that the caller has passed in. It cannot
+reach other objects through the attributes of a module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from importlib import import_module
+from typing import Any
+
+from flowrl.data.checkpoint import CheckpointError
+from flowrl.settings import imported
+
+SETTINGS_CLASS = "flowrl.settings:Settings"
+POLICY_CLASS = "flowrl.policies.policy:Policy"
+
+# setting -> base class of the flowrl classes that a checkpoint may name there without trust;
+# references in all other settings need trust
+BASES = {
+    "policy_class": POLICY_CLASS,
+    "policies": POLICY_CLASS,
+    "custom_model": "flowrl.policies.models.base:ModelV2",
+    "callbacks_class": "flowrl.sampling.callbacks:DefaultCallbacks",
+    "sample_collector": "flowrl.sampling.sample_collector:SampleCollector",
+}
+
+
+def code_path(code: Any) -> str:
+    """Return the import path "module:name" of a class or function."""
+    return f"{code.__module__}:{code.__qualname__}"
+
+
+class CodeResolver:
+    """Import code by its path.
+
+    Args:
+        trust: import any code.
+        known: import path -> class that the caller has passed in.
+        modules: names of modules whose own classes and functions may be named: those of shipped
+            plans.
+    """
+
+    def __init__(
+        self,
+        trust: bool = False,
+        known: Mapping[str, Any] | None = None,
+        modules: Collection[str] = (),
+    ):
+        self.trust = trust
+        self._known = dict(known or {})
+        self._modules = modules
+
+    def resolve(self, path: str, base: str | None) -> Any:
+        """Return the code of an import path.
+
+        Args:
+            path: import path "module:name".
+            base: import path of a class; without trust, classes of flowrl must be subclasses of it.
+                None allows no class of flowrl.
+
+        Raises:
+            CheckpointError: the code is not trusted.
+            ImportError, AttributeError: the code does not exist.
+        """
+        if path in self._known:
+            return self._known[path]
+        if self.trust:
+            return imported(path)
+        module, _, name = path.partition(":")
+        if module in self._modules:
+            return _own_member(module, name, path)
+        if base is None or not _is_in_flowrl(module):
+            raise untrusted(f"the code {path!r}")
+        code = _own_member(module, name, path)
+        if not (isinstance(code, type) and issubclass(code, imported(base))):
+            raise untrusted(f"the code {path!r}")
+        return code
+
+
+def untrusted(code: str) -> CheckpointError:
+    """Return the error of code that a checkpoint names without being trusted."""
+    return CheckpointError(
+        f"it names {code}, which is not trusted: pass trust=True to allow its import, replace the "
+        "setting with config={…}, or import the class and call its from_checkpoint()"
+    )
+
+
+def _is_in_flowrl(module: str) -> bool:
+    names = module.split(".")
+    return names[0] == "flowrl" and len(names) > 1 and "__main__" not in names
+
+
+def _own_member(module: str, name: str, path: str) -> Any:
+    """Return a public class or function that a module itself defines."""
+    if not name.isidentifier() or name.startswith("_"):
+        raise untrusted(f"the code {path!r}")
+    found = import_module(module)
+    member = getattr(found, name)
+    exported = name in getattr(found, "__all__", [name])
+    if not exported or getattr(member, "__module__", None) != module:
+        raise untrusted(f"the code {path!r}")
+    return member

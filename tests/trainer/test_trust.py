@@ -1,0 +1,377 @@
+"""Files from elsewhere run no code without trust: checkpoints, run directories, YAML, datasets."""
+
+import copy
+import json
+import shutil
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import pytest
+
+from flowrl.algorithms import Algorithm
+from flowrl.algorithms.a2c import A2C, A2CConfig
+from flowrl.cli.main import main
+from flowrl.data import SampleBatch
+from flowrl.data.checkpoint import CheckpointError, read_checkpoint, write_checkpoint
+from flowrl.offline.minari import MinariDataset
+from flowrl.offline.parquet import (
+    OfflineDataError,
+    read_parquet,
+    read_policy_id,
+    write_parquet,
+)
+from flowrl.policies import Policy
+from flowrl.settings import ConfigError
+
+GENERATED = ("format", "files", "blake2b")
+CODE = """
+import pathlib
+pathlib.Path({marker!r}).touch()
+import gymnasium as gym
+from flowrl.algorithms.a2c import A2C, A2CConfig
+gym.register("Evil-v0", "gymnasium.envs.classic_control.cartpole:CartPoleEnv")
+class Evil(gym.Env):
+    pass
+config = A2CConfig(env="CartPole-v1")
+def execution_plan(workers, config):
+    raise RuntimeError
+"""
+
+
+@pytest.fixture
+def evil(tmp_path, monkeypatch):
+    """A folder on the import path with code that leaves a marker when it is executed."""
+    folder, marker = tmp_path / "evil", tmp_path / "executed"
+    folder.mkdir()
+    for name in ("evil_module.py", "plan.py"):
+        (folder / name).write_text(CODE.format(marker=str(marker)))
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "evil_module", raising=False)
+
+    class Evil:
+        plan = str(folder / "plan.py")
+
+        @staticmethod
+        def executed():
+            return marker.exists() or "evil_module" in sys.modules
+
+    return Evil
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """State and manifest of a checkpoint."""
+    path = tmp_path_factory.mktemp("saved") / "checkpoint"
+    config = A2CConfig(
+        env="CartPole-v1", train_batch_size=16, num_envs_per_worker=2, policies={"p": (None,)}
+    )
+    with config.build() as algorithm:
+        algorithm.save(path)
+    state, manifest = read_checkpoint(path)
+    return state, {name: value for name, value in manifest.items() if name not in GENERATED}
+
+
+def places(value, path=()):
+    """Yield the path of every value in a JSON tree."""
+    yield path
+    if isinstance(value, list):
+        value = dict(enumerate(value))
+    for key, inner in value.items() if isinstance(value, dict) else ():
+        yield from places(inner, (*path, key))
+
+
+def replaced(tree, path, value):
+    """Return a copy of a JSON tree with another value at a path."""
+    tree = copy.deepcopy(tree)
+    inner = tree
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    return tree
+
+
+def payloads(evil, marker):
+    """Return references and paths that would execute code if they were followed."""
+    return [
+        "evil_module:Evil",
+        "evil_module:Evil-v0",
+        evil.plan,
+        evil.plan.removesuffix(".py"),
+        {"__code__": "evil_module:Evil"},
+        {"__code__": "flowrl.algorithms.a2c:evil_module.Evil"},
+        {"__code__": "flowrl.data.checkpoint:shutil.os.system"},
+        {"__code__": "flowrl.data.checkpoint:shutil.os.mkdir"},
+        {"__code__": "flowrl.settings:imported"},
+        {"__code__": "flowrl.trainer.plan_files:load_plan"},
+        {"__code__": "flowrl.policies.torch_policy:TorchPolicy"},
+        {"__settings__": "evil_module:Evil", "values": {}},
+        {"__settings__": "flowrl.data.checkpoint:shutil.os.mkdir", "values": {}},
+        {"env": "evil_module:Evil-v0"},
+        {"env": {"__code__": "flowrl.data.checkpoint:shutil.os.mkdir"}},
+        {"custom_model": "evil_module:Evil"},
+        {"model": {"custom_model": "evil_module:Evil"}},
+        {"p": {"__policy_spec__": {"policy_class": {"__code__": "evil_module:Evil"}}}},
+        {"p": {"__policy_spec__": {"config": {"model": {"custom_model": "evil_module:Evil"}}}}},
+    ]
+
+
+def load_and_use(path):
+    """Load a checkpoint in every way, and use what is loaded as far as that works."""
+    for cls in (Algorithm, A2C):
+        try:
+            algorithm = cls.from_checkpoint(path)
+        except (CheckpointError, ConfigError):
+            continue
+        with algorithm:
+            try:
+                _ = algorithm.plan
+                algorithm.evaluate(episodes=1)
+            except Exception:  # a damaged setting may fail in any way
+                continue
+    for cls in (Policy, A2C.policy_class):
+        try:
+            cls.from_checkpoint(path)
+        except (CheckpointError, ConfigError):
+            continue
+
+
+def write_manifest(path, state, manifest):
+    write_checkpoint(path, state, manifest)
+    return path
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+
+
+def test_valid_checkpoint_loads_without_trust(saved, tmp_path, evil):
+    path = write_manifest(tmp_path / "c", *saved)
+    with A2C.from_checkpoint(path) as algorithm, Algorithm.from_checkpoint(path) as other:
+        assert type(algorithm) is type(other) is A2C
+        algorithm.evaluate(episodes=1)
+    assert isinstance(Policy.from_checkpoint(path), A2C.policy_class)
+    assert not evil.executed()
+
+
+def test_payloads_execute_if_they_are_trusted(saved, tmp_path, evil):
+    """The payloads of the other tests are not harmless by mistake."""
+    manifest = replaced(saved[1], ("config", "values", "env"), {"__code__": "evil_module:Evil"})
+    path = write_manifest(tmp_path / "c", saved[0], manifest)
+    with pytest.raises(Exception), Algorithm.from_checkpoint(path, trust=True) as algorithm:  # noqa: B017, PT011
+        algorithm.evaluate(episodes=1)
+    assert evil.executed()
+
+
+WALK = {"__code__": "flowrl.data.checkpoint:shutil.os.mkdir"}
+ENV = ("config", "values", "env")
+SINGLE_CHANGES = [
+    (("algorithm",), "evil_module:Evil"),
+    (ENV, WALK),
+    (ENV, {"__code__": "evil_module:Evil"}),
+    (ENV, {"__code__": "flowrl.settings:imported"}),
+    (ENV, "evil_module:Evil-v0"),
+    (("config", "values", "evaluation_config"), {"env": WALK, "env_config": {"path": "MARKER"}}),
+    (("config", "values", "evaluation_config"), {"env": "evil_module:Evil-v0"}),
+    (("config", "values", "plan"), "PLAN"),
+    (("config", "values", "plan"), "../../../../../../../../../..PLAN_WITHOUT_SUFFIX"),
+    (("config", "values", "model", "values", "custom_model"), "evil_module:Evil"),
+    (("config", "values", "callbacks_class"), {"__code__": "evil_module:Evil"}),
+    (("config", "values", "address"), "ray://nowhere:10001"),
+    (("config", "__settings__"), "evil_module:Evil"),
+]
+
+
+@pytest.mark.parametrize(("place", "payload"), SINGLE_CHANGES)
+def test_checkpoint_that_names_code_is_rejected(saved, tmp_path, evil, place, payload):
+    text = json.dumps(payload).replace("PLAN_WITHOUT_SUFFIX", evil.plan.removesuffix(".py"))
+    text = text.replace("PLAN", evil.plan).replace("MARKER", str(tmp_path / "executed"))
+    manifest = replaced(saved[1], place, json.loads(text))
+    manifest["config"]["values"]["env_config"] = {"path": str(tmp_path / "executed")}
+    path = write_manifest(tmp_path / "c", saved[0], manifest)
+    for cls in (Algorithm, A2C):
+        with pytest.raises(
+            (CheckpointError, ConfigError), match=r"trust=True|unknown plan|evil_mod"
+        ):
+            cls.from_checkpoint(path)
+    assert not evil.executed()
+
+
+@pytest.mark.parametrize("place", [("class",), ("config_class",), ("config", "model")])
+def test_policy_that_names_code_is_rejected(saved, tmp_path, evil, place):
+    payload = "evil_module:Evil"
+    payload = {"custom_model": payload} if place[-1] == "model" else payload
+    manifest = replaced(saved[1], ("policies", "p", *place), payload)
+    path = write_manifest(tmp_path / "c", saved[0], manifest)
+    for cls in (Policy, A2C.policy_class):
+        with pytest.raises(CheckpointError, match="trust=True"):
+            cls.from_checkpoint(path)
+    assert not evil.executed()
+
+
+def test_caller_can_replace_untrusted_settings(saved, tmp_path, evil):
+    values = {"env": WALK, "address": "ray://nowhere:10001", "plan": evil.plan}
+    manifest = saved[1]
+    for name, value in values.items():
+        manifest = replaced(manifest, ("config", "values", name), value)
+    path = write_manifest(tmp_path / "c", saved[0], manifest)
+    changes = {"env": "CartPole-v1", "address": None, "plan": "a2c"}
+    with A2C.from_checkpoint(path, config=changes) as algorithm:
+        assert algorithm.config.env == "CartPole-v1"
+    assert not evil.executed()
+
+
+def test_damaged_manifest_of_a_shipped_plan_names_no_code_of_it(saved, tmp_path):
+    """A shipped plan's own functions are trusted only with the plan's hash."""
+    reference = {"__code__": "flowrl_plan_a2c:execution_plan"}
+    manifest = replaced(saved[1], ("config", "values", "policy_mapping_fn"), reference)
+    with Algorithm.from_checkpoint(write_manifest(tmp_path / "c", saved[0], manifest)):
+        pass
+    manifest["plan_sha256"] = "0" * 64
+    with pytest.raises(CheckpointError, match="trust=True"):
+        Algorithm.from_checkpoint(write_manifest(tmp_path / "c", saved[0], manifest))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_no_field_of_a_manifest_executes_code(saved, tmp_path, evil):
+    """Every value of the manifest, replaced by every payload."""
+    count = 0
+    for place in list(places(saved[1]))[1:]:
+        for payload in payloads(evil, tmp_path):
+            manifest = replaced(saved[1], place, payload)
+            path = write_manifest(tmp_path / "c", saved[0], manifest)
+            try:
+                load_and_use(path)
+            except (TypeError, KeyError, AttributeError, ValueError) as error:
+                raise AssertionError(f"{place}: {payload}: {error!r}") from error
+            assert not evil.executed(), (place, payload)
+            count += 1
+    assert count > 1000
+
+
+# -- run directories and YAML ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    """A finished run."""
+    path = tmp_path_factory.mktemp("run") / "r"
+    flags = ["--stop-iters", "1", "--train-batch-size", "16", "--num-envs-per-worker", "1"]
+    assert main(["train", "a2c", *flags, "--run-dir", str(path)]) == 0
+    return path
+
+
+def run_commands(path):
+    """Return the exit codes of the commands that read a run directory."""
+    return [
+        main(["resume", str(path), "--stop-iters", "1"]),
+        main(["evaluate", str(path), "--episodes", "1"]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("env", "evil_module:Evil-v0"),
+        ("plan", "PLAN"),
+        ("evaluation_config", {"env": "evil_module:Evil-v0"}),
+        ("model", {"custom_model": "evil_module:Evil"}),
+        ("address", "ray://nowhere:10001"),
+    ],
+)
+def test_run_directory_that_names_code_is_rejected(run_dir, tmp_path, evil, capsys, name, value):
+    path = shutil.copytree(run_dir, tmp_path / "r")
+    config = json.loads((path / "config.json").read_text())
+    config[name] = evil.plan if value == "PLAN" else value
+    (path / "config.json").write_text(json.dumps(config))
+    assert run_commands(path) == [2, 2]
+    assert "pass --trust" in capsys.readouterr().err
+    assert not evil.executed()
+
+
+def test_trusted_run_directory_executes_its_code(run_dir, tmp_path, evil):
+    path = shutil.copytree(run_dir, tmp_path / "r")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "plan": evil.plan}))
+    main(["evaluate", str(path), "--trust", "--episodes", "1"])
+    assert evil.executed()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "flowrl train PLAN",
+        "flowrl train evil.yaml --trust",
+        "flowrl train --run=A2C --env evil_module:Evil-v0",
+        "flowrl train --run=A2C --model.custom-model evil_module:Evil",
+        'flowrl train --run=A2C --config \'{"plan": "PLAN"}\'',
+        "flowrl train a2c --policies.p.config.model.custom-model evil_module:Evil",
+        "flowrl resume --trust",
+    ],
+)
+def test_command_of_a_run_executes_no_code(run_dir, tmp_path, evil, command, capsys):
+    path = shutil.copytree(run_dir, tmp_path / "r")
+    (path / "command.txt").write_text(command.replace("PLAN", evil.plan) + "\n")
+    (path / "plan.py").write_text(Path(evil.plan).read_text())
+    for arguments in (["resume", str(path), "--stop-iters", "1"], ["evaluate", str(path)]):
+        with suppress(SystemExit):  # an option that the command does not have
+            main([*arguments, *(["--episodes", "1"] if arguments[0] == "evaluate" else [])])
+    assert not evil.executed()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{plan: PLAN}",
+        "{run: A2C, env: 'evil_module:Evil-v0'}",
+        "{run: A2C, env: CartPole-v1, config: {plan: PLAN}}",
+        "{run: A2C, env: CartPole-v1, config: {evaluation_config: {env: 'evil_module:Evil-v0'}}}",
+        "{run: A2C, env: CartPole-v1, config: {model: {custom_model: 'evil_module:Evil'}}}",
+        "{run: A2C, env: CartPole-v1, config: {address: 'ray://nowhere:10001'}}",
+        "!!python/object/apply:os.mkdir [MARKER]",
+    ],
+)
+def test_yaml_file_that_names_code_is_rejected(tmp_path, evil, capsys, text):
+    text = text.replace("PLAN", evil.plan).replace("MARKER", str(tmp_path / "executed"))
+    (tmp_path / "x.yaml").write_text(text)
+    assert main(["train", str(tmp_path / "x.yaml"), "--run-dir", str(tmp_path / "r")]) == 2
+    assert "pass --trust" in capsys.readouterr().err or "!!python" in text
+    assert not evil.executed()
+
+
+# -- recorded experience ---------------------------------------------------------------------------
+
+
+def test_minari_metadata_creates_no_environment(tmp_path, evil, monkeypatch):
+    """Minari creates the environment of the metadata if a space is missing there."""
+    pytest.importorskip("minari")
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "datasets"))
+    folder = tmp_path / "datasets" / "evil-v0" / "data"
+    folder.mkdir(parents=True)
+    spec = gym.spec("CartPole-v1").to_json()
+    spec = json.dumps({**json.loads(spec), "entry_point": "evil_module:Evil"})
+    metadata = {"env_spec": spec, "dataset_id": "evil-v0", "data_format": "hdf5"}
+    (folder / "metadata.json").write_text(json.dumps(metadata))
+    with pytest.raises(OfflineDataError, match="lacks action_space, observation_space"):
+        MinariDataset("evil-v0")
+    assert not evil.executed()
+
+
+def test_no_field_of_parquet_metadata_executes_code(tmp_path, evil):
+    import pyarrow.parquet as pq
+
+    path = tmp_path / "rows.parquet"
+    infos = np.array([{"a": 1}, {"a": 2}], object)
+    write_parquet(path, SampleBatch(obs={"x": np.zeros((2, 3))}, infos=infos))
+    table = pq.read_table(path)
+    metadata = json.loads(table.schema.metadata[b"flowrl"])
+    for place in list(places(metadata))[1:]:
+        for payload in payloads(evil, tmp_path):
+            changed = json.dumps(replaced(metadata, place, payload)).encode()
+            pq.write_table(table.replace_schema_metadata({b"flowrl": changed}), path)
+            with suppress(OfflineDataError):
+                read_parquet(path)
+                read_policy_id(path)
+            assert not evil.executed(), (place, payload)
