@@ -257,7 +257,7 @@ class Settings(BaseModel):
             )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "_frozen":
+        if name.startswith("_"):  # private attributes are not settings
             super().__setattr__(name, value)
             return
         self._check_not_frozen()
@@ -278,6 +278,11 @@ class Settings(BaseModel):
         except ValidationError as error:
             vars(self).update(before)  # checks of several settings run after the assignment
             raise ConfigError(_explain(type(self), error)) from None
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and vars(self) == vars(other)
+
+    __hash__ = None  # type: ignore[assignment]
 
     def __getitem__(self, name: str) -> Any:
         if name not in type(self).model_fields:

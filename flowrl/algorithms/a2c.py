@@ -11,6 +11,7 @@ from flowrl.policies.schedules import value_at
 from flowrl.policies.torch_policy import TensorBatch
 from flowrl.settings import Count
 from flowrl.trainer.algorithm import Algorithm
+from flowrl.trainer.config import Plan, PlanSetting
 
 
 class A2CConfig(OnPolicyConfig):
@@ -18,9 +19,12 @@ class A2CConfig(OnPolicyConfig):
 
     algorithm: ClassVar[str] = "flowrl.algorithms.a2c:A2C"
 
-    plan: str | None = "a2c"
+    plan: PlanSetting = "a2c"
     train_batch_size: Count = 500
     standardize_advantages: bool = False
+
+    def build(self, plan: Plan | None = None) -> A2C:
+        return self._build(plan)
 
 
 class A2CTorchPolicy(OnPolicyPolicy):

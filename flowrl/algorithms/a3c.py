@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from flowrl.algorithms.a2c import A2CConfig, A2CTorchPolicy
+from flowrl.algorithms.a2c import A2C, A2CConfig, A2CTorchPolicy
 from flowrl.settings import Count
-from flowrl.trainer.algorithm import Algorithm
+from flowrl.trainer.config import Plan, PlanSetting
 
 
 class A3CConfig(A2CConfig):
@@ -19,7 +19,7 @@ class A3CConfig(A2CConfig):
 
     algorithm: ClassVar[str] = "flowrl.algorithms.a3c:A3C"
 
-    plan: str | None = "a3c"
+    plan: PlanSetting = "a3c"
     rollout_fragment_length: Count | Literal["auto"] = 20
     """Env steps of each environment per gradient (t_max in the paper)."""
     train_batch_size: Count = 160
@@ -57,6 +57,9 @@ class A3CConfig(A2CConfig):
             )
         return self
 
+    def build(self, plan: Plan | None = None) -> A3C:
+        return self._build(plan)
+
 
 class A3CTorchPolicy(A2CTorchPolicy):
     """A policy that is trained with the advantage policy gradient."""
@@ -65,7 +68,7 @@ class A3CTorchPolicy(A2CTorchPolicy):
     config: A3CConfig
 
 
-class A3C(Algorithm):
+class A3C(A2C):
     """A3C over the plan `a3c`."""
 
     policy_class = A3CTorchPolicy

@@ -7,10 +7,10 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from flowrl.algorithms.async_learner import AsyncLearnerConfig
-from flowrl.algorithms.dqn import DQNConfig, DQNTorchPolicy
+from flowrl.algorithms.dqn import DQN, DQNConfig, DQNTorchPolicy
 from flowrl.policies.config import ExplorationConfig
 from flowrl.settings import Count
-from flowrl.trainer.algorithm import Algorithm
+from flowrl.trainer.config import Plan, PlanSetting
 
 
 class APEXConfig(DQNConfig, AsyncLearnerConfig):
@@ -18,7 +18,7 @@ class APEXConfig(DQNConfig, AsyncLearnerConfig):
 
     algorithm: ClassVar[str] = "flowrl.algorithms.apex:APEX"
 
-    plan: str | None = "apex"
+    plan: PlanSetting = "apex"
     rollout_fragment_length: Count | Literal["auto"] = 50
     train_batch_size: Count = 512
     n_step: Count = 3
@@ -36,6 +36,9 @@ class APEXConfig(DQNConfig, AsyncLearnerConfig):
         workers = max(self.num_workers, 1)
         return list(range(workers - max(workers // 3, 1), workers))
 
+    def build(self, plan: Plan | None = None) -> APEX:
+        return self._build(plan)
+
 
 class APEXTorchPolicy(DQNTorchPolicy):
     """DQN's policy with Ape-X's settings."""
@@ -44,7 +47,7 @@ class APEXTorchPolicy(DQNTorchPolicy):
     config: APEXConfig
 
 
-class APEX(Algorithm):
+class APEX(DQN):
     """Ape-X over the plan `apex`."""
 
     policy_class = APEXTorchPolicy

@@ -17,6 +17,7 @@ from flowrl.policies.target_network import TargetNetwork
 from flowrl.policies.torch_policy import TensorBatch
 from flowrl.settings import Fraction, NotNegative, Positive
 from flowrl.trainer.algorithm import Algorithm
+from flowrl.trainer.config import Plan, PlanSetting
 
 
 class APPOConfig(VTraceConfig):
@@ -24,7 +25,7 @@ class APPOConfig(VTraceConfig):
 
     algorithm: ClassVar[str] = "flowrl.algorithms.appo:APPO"
 
-    plan: str | None = "appo"
+    plan: PlanSetting = "appo"
     clip_param: Schedule = 0.2
     """Clip the probability ratio to the target network's policy to 1 ± this; a number, or a
     schedule over env steps."""
@@ -42,6 +43,9 @@ class APPOConfig(VTraceConfig):
     tau: Fraction = 1.0
     """Polyak coefficient of target updates, target = tau * online + (1 - tau) * target; 1
     copies the online weights."""
+
+    def build(self, plan: Plan | None = None) -> APPO:
+        return self._build(plan)
 
 
 class APPOTorchPolicy(TargetNetwork, VTracePolicy):

@@ -21,6 +21,7 @@ from flowrl.policies.torch_policy import TensorBatch
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.settings import Count, NotNegative, Positive
 from flowrl.trainer.algorithm import Algorithm
+from flowrl.trainer.config import Plan, PlanSetting
 
 COLUMNS = ("obs", "new_obs", "actions", "rewards", "terminateds")
 
@@ -30,7 +31,7 @@ class CQLConfig(SACSettings, OfflineConfig):
 
     algorithm: ClassVar[str] = "flowrl.algorithms.cql:CQL"
 
-    plan: str | None = "cql"
+    plan: PlanSetting = "cql"
     min_sample_timesteps_per_iteration: int = Field(default=10_000, ge=0)
     min_q_weight: NotNegative = 5.0
     """Weight of the penalty on the values of actions that were not recorded (alpha in the
@@ -56,6 +57,9 @@ class CQLConfig(SACSettings, OfflineConfig):
             ConfigError: `input_` is not set.
         """
         return self.recorded(workers, COLUMNS, _select_columns)
+
+    def build(self, plan: Plan | None = None) -> CQL:
+        return self._build(plan)
 
 
 def _select_columns(rows: SampleBatch) -> SampleBatch:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from flowrl.algorithms.ppo import PPOConfig, PPOTorchPolicy
+from flowrl.algorithms.ppo import PPO, PPOConfig, PPOTorchPolicy
 from flowrl.settings import Count
-from flowrl.trainer.algorithm import Algorithm
+from flowrl.trainer.config import Plan, PlanSetting
 
 
 class DDPPOConfig(PPOConfig):
@@ -17,10 +17,13 @@ class DDPPOConfig(PPOConfig):
 
     algorithm: ClassVar[str] = "flowrl.algorithms.ddppo:DDPPO"
 
-    plan: str | None = "ddppo"
+    plan: PlanSetting = "ddppo"
     rollout_fragment_length: Count | Literal["auto"] = "auto"
     """Env steps of each environment per round; "auto" makes one round of all workers a train
     batch."""
+
+    def build(self, plan: Plan | None = None) -> DDPPO:
+        return self._build(plan)
 
 
 class DDPPOTorchPolicy(PPOTorchPolicy):
@@ -30,7 +33,7 @@ class DDPPOTorchPolicy(PPOTorchPolicy):
     config: DDPPOConfig
 
 
-class DDPPO(Algorithm):
+class DDPPO(PPO):
     """DD-PPO over the plan `ddppo`."""
 
     policy_class = DDPPOTorchPolicy

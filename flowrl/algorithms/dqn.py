@@ -30,6 +30,7 @@ from flowrl.policies.target_network import TargetNetwork
 from flowrl.policies.torch_policy import TensorBatch
 from flowrl.settings import ConfigError, Count, Fraction, Positive
 from flowrl.trainer.algorithm import Algorithm
+from flowrl.trainer.config import Plan, PlanSetting
 
 
 class DQNConfig(OffPolicyConfig):
@@ -37,7 +38,7 @@ class DQNConfig(OffPolicyConfig):
 
     algorithm: ClassVar[str] = "flowrl.algorithms.dqn:DQN"
 
-    plan: str | None = "dqn"
+    plan: PlanSetting = "dqn"
     lr: Schedule = 5e-4
     grad_clip: Positive | None = 10.0
     double_q: bool = True
@@ -82,6 +83,9 @@ class DQNConfig(OffPolicyConfig):
                 "distributions of the state value and of the advantages"
             )
         return self
+
+    def build(self, plan: Plan | None = None) -> DQN:
+        return self._build(plan)
 
 
 class DQNTorchPolicy(TargetNetwork):

@@ -10,6 +10,7 @@ from flowrl.algorithms.vtrace import VTraceConfig, VTracePolicy
 from flowrl.policies.schedules import value_at
 from flowrl.policies.torch_policy import TensorBatch
 from flowrl.trainer.algorithm import Algorithm
+from flowrl.trainer.config import Plan, PlanSetting
 
 
 class IMPALAConfig(VTraceConfig):
@@ -17,7 +18,10 @@ class IMPALAConfig(VTraceConfig):
 
     algorithm: ClassVar[str] = "flowrl.algorithms.impala:IMPALA"
 
-    plan: str | None = "impala"
+    plan: PlanSetting = "impala"
+
+    def build(self, plan: Plan | None = None) -> IMPALA:
+        return self._build(plan)
 
 
 class IMPALATorchPolicy(VTracePolicy):

@@ -17,6 +17,7 @@ from flowrl.policies.torch_policy import TensorBatch, TorchPolicy
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.settings import ConfigError, Count, NotNegative, Positive
 from flowrl.trainer.algorithm import Algorithm
+from flowrl.trainer.config import Plan, PlanSetting
 
 MAX_EXPONENT = 5.0  # of the weights, so that no row dominates a batch
 
@@ -26,7 +27,7 @@ class MARWILConfig(OfflineConfig):
 
     algorithm: ClassVar[str] = "flowrl.algorithms.marwil:MARWIL"
 
-    plan: str | None = "marwil"
+    plan: PlanSetting = "marwil"
     train_batch_size: Count = 512
     """Rows per train batch."""
     min_sample_timesteps_per_iteration: int = Field(default=10_000, ge=0)
@@ -58,13 +59,16 @@ class MARWILConfig(OfflineConfig):
             columns["value_targets"] = returns_of(rows, self.gamma)
         return SampleBatch(columns)
 
+    def build(self, plan: Plan | None = None) -> MARWIL:
+        return self._build(plan)
+
 
 class BCConfig(MARWILConfig):
     """Settings of BC: MARWIL without weights."""
 
     algorithm: ClassVar[str] = "flowrl.algorithms.marwil:BC"
 
-    plan: str | None = "bc"
+    plan: PlanSetting = "bc"
     beta: NotNegative = 0.0
     """Must be 0; use MARWIL for weighted rows."""
 
@@ -73,6 +77,9 @@ class BCConfig(MARWILConfig):
         if self.beta:
             raise ValueError(f"beta={self.beta}: BC does not weight rows, use MARWIL")
         return self
+
+    def build(self, plan: Plan | None = None) -> BC:
+        return self._build(plan)
 
 
 def returns_of(rows: SampleBatch, gamma: float) -> np.ndarray:
@@ -189,7 +196,7 @@ class BCTorchPolicy(MARWILTorchPolicy):
     config: BCConfig
 
 
-class BC(Algorithm):
+class BC(MARWIL):
     """BC over the plan `bc`."""
 
     policy_class = BCTorchPolicy

@@ -12,6 +12,7 @@ from flowrl.policies.schedules import Schedule, value_at
 from flowrl.policies.torch_policy import TensorBatch
 from flowrl.settings import Count, NotNegative, Positive
 from flowrl.trainer.algorithm import Algorithm
+from flowrl.trainer.config import Plan, PlanSetting
 
 
 class PPOConfig(OnPolicyConfig):
@@ -19,7 +20,7 @@ class PPOConfig(OnPolicyConfig):
 
     algorithm: ClassVar[str] = "flowrl.algorithms.ppo:PPO"
 
-    plan: str | None = "ppo"
+    plan: PlanSetting = "ppo"
     num_sgd_iter: Count = 10
     sgd_minibatch_size: int = Field(default=128, ge=0)
     clip_param: Schedule = 0.2
@@ -35,6 +36,9 @@ class PPOConfig(OnPolicyConfig):
     kl_stop: Positive | None = None
     """Stop training on a batch after a pass whose mean KL divergence in nats exceeds this; None
     never stops early."""
+
+    def build(self, plan: Plan | None = None) -> PPO:
+        return self._build(plan)
 
 
 class PPOTorchPolicy(OnPolicyPolicy):

@@ -9,12 +9,12 @@ import optree
 import torch
 from pydantic import model_validator
 
-from flowrl.algorithms.dqn import DQNConfig, DQNTorchPolicy
+from flowrl.algorithms.dqn import DQN, DQNConfig, DQNTorchPolicy
 from flowrl.data import SampleBatch
 from flowrl.policies.config import ModelConfig
 from flowrl.policies.torch_policy import TensorBatch
 from flowrl.settings import ConfigError, Count, Positive
-from flowrl.trainer.algorithm import Algorithm
+from flowrl.trainer.config import Plan, PlanSetting
 
 PREVIOUS = {"prev_actions": "actions", "prev_rewards": "rewards"}  # view -> column
 
@@ -24,7 +24,7 @@ class R2D2Config(DQNConfig):
 
     algorithm: ClassVar[str] = "flowrl.algorithms.r2d2:R2D2"
 
-    plan: str | None = "r2d2"
+    plan: PlanSetting = "r2d2"
     model: ModelConfig = ModelConfig(
         fcnet_hiddens=[64], use_lstm=True, lstm_cell_size=64, max_seq_len=20, burn_in=10
     )
@@ -63,6 +63,9 @@ class R2D2Config(DQNConfig):
             "max_seq_len": self.model.max_seq_len,
             "burn_in": self.model.burn_in,
         }
+
+    def build(self, plan: Plan | None = None) -> R2D2:
+        return self._build(plan)
 
 
 class R2D2TorchPolicy(DQNTorchPolicy):
@@ -190,7 +193,7 @@ def _unrolled_rows(lens: np.ndarray) -> np.ndarray:
     return np.arange(int(lens.sum())) + np.repeat(np.arange(len(lens)), lens)
 
 
-class R2D2(Algorithm):
+class R2D2(DQN):
     """R2D2 over the plan `r2d2`."""
 
     policy_class = R2D2TorchPolicy

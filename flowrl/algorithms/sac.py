@@ -22,7 +22,7 @@ from flowrl.policies.schedules import Schedule
 from flowrl.policies.torch_policy import TensorBatch
 from flowrl.settings import ConfigError, Positive
 from flowrl.trainer.algorithm import Algorithm
-from flowrl.trainer.config import AlgorithmConfig
+from flowrl.trainer.config import AlgorithmConfig, Plan, PlanSetting
 
 
 class SACSettings(ActorCriticSettings):
@@ -43,8 +43,11 @@ class SACConfig(ActorCriticConfig, SACSettings):
 
     algorithm: ClassVar[str] = "flowrl.algorithms.sac:SAC"
 
-    plan: str | None = "sac"
+    plan: PlanSetting = "sac"
     exploration_config: ExplorationConfig = ExplorationConfig(random_timesteps=1000)
+
+    def build(self, plan: Plan | None = None) -> SAC:
+        return self._build(plan)
 
 
 class SACTorchPolicy(ActorCriticPolicy):

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from flowrl.algorithms.dqn import DQN, DQNConfig
+from flowrl.trainer.config import Plan
 
 
 class SimpleQConfig(DQNConfig):
@@ -16,6 +17,9 @@ class SimpleQConfig(DQNConfig):
     double_q: bool = False
     dueling: bool = False
     prioritized_replay: bool = False
+
+    def build(self, plan: Plan | None = None) -> SimpleQ:
+        return self._build(plan)
 
 
 class SimpleQ(DQN):

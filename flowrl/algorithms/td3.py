@@ -18,6 +18,7 @@ from flowrl.policies.schedules import Schedule
 from flowrl.policies.torch_policy import TensorBatch
 from flowrl.settings import Count, NotNegative
 from flowrl.trainer.algorithm import Algorithm
+from flowrl.trainer.config import Plan, PlanSetting
 
 
 class TD3Config(ActorCriticConfig):
@@ -25,7 +26,7 @@ class TD3Config(ActorCriticConfig):
 
     algorithm: ClassVar[str] = "flowrl.algorithms.td3:TD3"
 
-    plan: str | None = "td3"
+    plan: PlanSetting = "td3"
     lr: Schedule = 1e-3
     policy_delay: Count = 2
     """Critic updates per update of the actor and the target networks (section 5.2)."""
@@ -37,6 +38,9 @@ class TD3Config(ActorCriticConfig):
     exploration_config: ExplorationConfig = ExplorationConfig(
         type="GaussianNoise", scale=0.1, random_timesteps=1000
     )
+
+    def build(self, plan: Plan | None = None) -> TD3:
+        return self._build(plan)
 
 
 class DDPGConfig(TD3Config):
@@ -50,6 +54,9 @@ class DDPGConfig(TD3Config):
     exploration_config: ExplorationConfig = ExplorationConfig(
         type="OrnsteinUhlenbeckNoise", scale=0.1, random_timesteps=1000
     )
+
+    def build(self, plan: Plan | None = None) -> DDPG:
+        return self._build(plan)
 
 
 class TD3TorchPolicy(ActorCriticPolicy):
@@ -109,7 +116,7 @@ class DDPGTorchPolicy(TD3TorchPolicy):
     config_class = DDPGConfig
 
 
-class DDPG(Algorithm):
+class DDPG(TD3):
     """DDPG over the plan `td3`."""
 
     policy_class = DDPGTorchPolicy

@@ -29,6 +29,7 @@ from flowrl.cli.saved_run import best_checkpoint, settings_to_json
 from flowrl.data.checkpoint import CHECKPOINTS, list_checkpoints, remove_checkpoint
 from flowrl.settings import ConfigError
 from flowrl.trainer.metric_names import flatten_result, metric_value
+from flowrl.trainer.plan_files import plan_source
 
 
 class RunDirectory:
@@ -133,16 +134,13 @@ class RunDirectory:
             if path not in newest and path != best:
                 remove_checkpoint(path)
 
-    def write_setup(
-        self, config: Any, command: list[str], tree: str, plan: Path | None, stop: dict[str, Any]
-    ) -> None:
+    def write_setup(self, config: Any, command: list[str], tree: str, stop: dict[str, Any]) -> None:
         """Write everything that is needed to repeat the run.
 
         Args:
             config: the run's AlgorithmConfig.
             command: the command line.
             tree: the plan as text.
-            plan: the plan file, if there is one.
             stop: the stop rules as a dict.
         """
         import flowrl
@@ -150,20 +148,21 @@ class RunDirectory:
         versions = {"flowrl": flowrl.__version__, "python": platform.python_version()}
         for name in ("torch", "numpy", "gymnasium"):
             versions[name] = str(__import__(name).__version__)
+        source = None if config.plan is None else plan_source(config.plan)
         files = {
             "config.json": json.dumps(settings_to_json(config), indent=1),
             "command.txt": shlex.join(command) + "\n",
             "stop.json": json.dumps(stop, indent=1),
             "plan.txt": tree + "\n",
-            **({} if plan is None else {"plan.py": plan.read_text()}),
+            **({} if source is None else {"plan.py": source}),
             "versions.json": json.dumps(versions, indent=1),
         }
         for name, text in files.items():
             (self.path / name).write_text(text)
 
-    def replace_plan(self, config: Any, tree: str, plan: Path) -> None:
+    def replace_plan(self, config: Any, tree: str) -> None:
         """Write the plan that a resumed run continues with."""
-        (self.path / "plan.py").write_text(plan.read_text())
+        (self.path / "plan.py").write_text(plan_source(config.plan) or "")
         (self.path / "plan.txt").write_text(tree + "\n")
         (self.path / "config.json").write_text(json.dumps(settings_to_json(config), indent=1))
 

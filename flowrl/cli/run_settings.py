@@ -19,21 +19,10 @@ from flowrl.trainer.trust import untrusted_code
 
 
 def plan_config(plan: str) -> Any:
-    """Return the AlgorithmConfig of a plan.
+    """Return the AlgorithmConfig of a plan; see `flowrl.trainer.config.plan_config`."""
+    from flowrl.trainer import config
 
-    Args:
-        plan: name of a shipped plan, or path of a plan file.
-
-    Raises:
-        ConfigError: the plan cannot be loaded or has no config.
-    """
-    from flowrl.trainer.config import AlgorithmConfig
-    from flowrl.trainer.plan_files import load_plan
-
-    config = getattr(load_plan(plan), "config", None)
-    if not isinstance(config, AlgorithmConfig):
-        raise ConfigError(f"plan: {plan} has no `config` that is an AlgorithmConfig")
-    return config
+    return config.plan_config(plan)
 
 
 def algorithm_config(name: str, settings: dict[str, Any]) -> Any:

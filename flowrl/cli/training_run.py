@@ -26,7 +26,6 @@ from flowrl.data.checkpoint import CheckpointError
 from flowrl.iter.stage import walk
 from flowrl.ops import WriteParquet
 from flowrl.settings import ConfigError
-from flowrl.trainer.plan_files import plan_path
 from flowrl.trainer.trust import untrusted_code
 
 
@@ -61,8 +60,7 @@ def start_run(
         cleanup.callback(algorithm.stop)
         run = RunDirectory(run_dir or default_run_dir(name, config.env))
         cleanup.callback(run.close)
-        plan_file = None if config.plan is None else plan_path(config.plan)
-        run.write_setup(config, command, tree, plan_file, asdict(stop))
+        run.write_setup(config, command, tree, asdict(stop))
         return _train(algorithm, stop, run, command)
 
 
@@ -118,7 +116,7 @@ def resume_run(
             )
             return 0
         if replace_plan:
-            run.replace_plan(config, tree, plan_path(config.plan))
+            run.replace_plan(config, tree)
         run.truncate(algorithm.iteration)
         for stage in walk(algorithm.plan.stage):
             if isinstance(operator := getattr(stage, "fn", None), WriteParquet):

@@ -7,7 +7,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flowrl.cli.arguments import add_trust_option
-from flowrl.cli.run_settings import algorithm_config, check_trusted, plan_config
+from flowrl.cli.run_settings import (
+    absolute_plan,
+    algorithm_config,
+    check_trusted,
+    plan_config,
+)
 from flowrl.cli.stop_rules import StopRules, add_stop_options, metric_rules
 from flowrl.cli.training_run import start_run
 from flowrl.settings import ConfigError, nearest
@@ -132,6 +137,6 @@ def _parse_run(entry: dict[str, Any], trust: bool) -> tuple[Any, str | None, Sto
         raise ConfigError(f"plan: must be a name or a file, got {plan!r}")
     if not trust and not is_shipped(plan) and plan.endswith(".py"):
         raise ConfigError(f"plan: {plan} is a file: pass --trust to execute it")
-    config = plan_config(plan).updated(**settings)
+    config = plan_config(plan).updated(**{"plan": absolute_plan(plan), **settings})
     check_trusted(config, trust)
     return config, plan, stop

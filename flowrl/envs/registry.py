@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -92,12 +93,27 @@ def _make_class(cls: type, context: EnvContext) -> Any:
     return cls(**context)
 
 
-def env_creator_for(env: str | type | EnvCreator) -> EnvCreator:
+def _copy_env(env: Any, context: EnvContext) -> Any:
+    if context:
+        raise ConfigError(
+            f"env_config: {env} exists already and takes no arguments: pass its class or its id"
+        )
+    try:
+        return copy.deepcopy(env)
+    except Exception as error:
+        raise ConfigError(
+            f"env: {env} cannot be copied: {error}: pass its class, its id, or a function that "
+            "creates it"
+        ) from error
+
+
+def env_creator_for(env: Any) -> EnvCreator:
     """Return the creator of an environment.
 
     Args:
         env: a gymnasium env id, a registered name, a class (called with `env_config` as keyword
-            arguments) or a creator, which is returned as it is.
+            arguments), a creator, which is returned as it is, or an environment, of which each
+            sub-environment is a copy.
 
     Raises:
         ConfigError: the name is unknown; the message suggests the nearest one.
@@ -119,9 +135,11 @@ def env_creator_for(env: str | type | EnvCreator) -> EnvCreator:
         return partial(_make_by_id, env)
     if isinstance(env, type):
         return partial(_make_class, env)
+    if hasattr(env, "reset") and (hasattr(env, "step") or hasattr(env, "agent_iter")):
+        return partial(_copy_env, env)
     if callable(env):
         return env
-    raise ConfigError(f"env: expected an env id, a class or a creator, got {env!r}")
+    raise ConfigError(f"env: expected an env id, a class, a creator or an environment, got {env!r}")
 
 
 def check_registered(env: str) -> None:

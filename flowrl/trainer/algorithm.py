@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -34,12 +35,12 @@ from flowrl.trainer.checkpoint_saving import (
     manifest_of,
     sampling_state_of,
 )
-from flowrl.trainer.config import AlgorithmConfig
+from flowrl.trainer.config import AlgorithmConfig, plan_config
 from flowrl.trainer.evaluation import check_evaluation_env
 from flowrl.trainer.evaluator import Evaluator
 from flowrl.trainer.loggers import ResultLoggers
 from flowrl.trainer.plan_building import Plan, PlanBuilder
-from flowrl.trainer.plan_files import PLAN_MODULE
+from flowrl.trainer.plan_files import PLAN_MODULE, plan_of_module
 
 log = logging.getLogger("flowrl")
 
@@ -51,9 +52,14 @@ class Algorithm:
     the subclass's static method `execution_plan(workers, config)`, its method `training_step`, the
     file of the setting `plan`, the `training_step` of this class.
 
+    Example:
+        >>> PPO("CartPole-v1", seed=1).learn(total_timesteps=100_000)  # doctest: +SKIP
+
     Args:
-        config: an AlgorithmConfig, or a mapping of settings that differ from the defaults. Of a
-            record of another class, the settings that were set explicitly are used.
+        config: an AlgorithmConfig; a mapping of settings that differ from the defaults; or an
+            environment (see the setting `env`). Of a record of another class, the settings that
+            were set explicitly are used.
+        settings: settings that replace those of `config`.
 
     Attributes:
         config: the settings, read-only.
@@ -69,8 +75,8 @@ class Algorithm:
     config_class: ClassVar[type[AlgorithmConfig]] = AlgorithmConfig
     execution_plan: ClassVar[Any] = None
 
-    def __init__(self, config: Any):
-        config = self._config_from(config)
+    def __init__(self, config: Any = None, **settings: Any):
+        config = self._config_from(config, settings)
         config.check()
         self.config = config = config.frozen()
         limit_threads(config.num_threads_per_process)
@@ -85,22 +91,60 @@ class Algorithm:
         self.setup(config)
 
     @classmethod
-    def _config_from(cls, config: Any) -> AlgorithmConfig:
-        """Return a record of `config_class`; see the argument `config`."""
+    def _config_from(cls, config: Any, settings: Mapping[str, Any]) -> AlgorithmConfig:
+        """Return a record of `config_class`; see the arguments of the class."""
         if isinstance(config, cls.config_class):
-            return config
-        if not isinstance(config, (AlgorithmConfig, Mapping)):
-            raise ConfigError(
-                f"{cls.__name__} needs a {cls.config_class.__name__} or a mapping, got {config!r}"
-            )
-        values = config.chosen() if isinstance(config, AlgorithmConfig) else dict(config)
+            return config.updated(**settings) if settings else config
+        values = {} if config is None else config
+        if not isinstance(values, (AlgorithmConfig, Mapping)):
+            if not (isinstance(values, (str, type)) or callable(values) or hasattr(values, "step")):
+                raise ConfigError(
+                    f"{cls.__name__} needs a {cls.config_class.__name__}, a mapping of settings or "
+                    f"an environment, got {config!r}"
+                )
+            values = {"env": values}
+        is_record = isinstance(values, AlgorithmConfig)
+        values = values.chosen() if isinstance(values, AlgorithmConfig) else dict(values)
         foreign = set(values) - set(cls.config_class.model_fields)
-        if isinstance(config, AlgorithmConfig) and foreign:
+        if is_record and foreign:
             raise ConfigError(
                 f"{cls.__name__} needs a {cls.config_class.__name__}, got a "
                 f"{type(config).__name__} with the setting {min(foreign)!r}"
             )
-        return cls.config_class(**values)
+        return cls.config_class.from_dict({**values, **settings})
+
+    @classmethod
+    def from_plan(
+        cls,
+        plan: str | Path | ModuleType | Callable[..., Any],
+        config: AlgorithmConfig | None = None,
+        **settings: Any,
+    ) -> Algorithm:
+        """Return the algorithm of an execution plan.
+
+        Args:
+            plan: the name of a shipped plan, the path of a plan file, an imported plan file, or a
+                function (workers, config) -> plan.
+            config: the settings; None uses the `config` of the plan file.
+            settings: settings that replace those of the config.
+
+        Raises:
+            ConfigError: the plan cannot be loaded or has no config, or a setting is invalid.
+        """
+        plan = str(plan) if isinstance(plan, Path) else plan
+        if config is None:
+            if isinstance(plan, ModuleType):
+                plan = plan_of_module(plan)
+            if not isinstance(plan, str):
+                raise ConfigError(f"from_plan: pass a config with the function {plan.__qualname__}")
+            config = plan_config(plan)
+        algorithm = config.updated(**settings).build(plan=plan)
+        if not isinstance(algorithm, cls):
+            algorithm.stop()
+            raise ConfigError(
+                f"from_plan: the plan belongs to {type(algorithm).__name__}, not to {cls.__name__}"
+            )
+        return algorithm
 
     def setup(self, config: AlgorithmConfig) -> None:
         """Create the WorkerSet, which starts no worker yet, and find the plan."""

@@ -16,6 +16,7 @@ from flowrl.iter import LocalIterator
 from flowrl.iter.gather import Gather
 from flowrl.iter.stage import walk
 from flowrl.policies.checkpoint_loading import describe_policy
+from flowrl.policies.code_references import code_path
 from flowrl.policies.json_codec import config_to_json
 from flowrl.policies.policy import Policy
 from flowrl.sampling.worker_set import WorkerSet
@@ -37,7 +38,7 @@ def manifest_of(
         "algorithm": f"{algorithm_class.__module__}:{algorithm_class.__qualname__}",
         "config": settings,
         "left_out": left_out,
-        "plan": config.plan,
+        "plan": config.plan if isinstance(config.plan, str | None) else code_path(config.plan),
         "policies": {pid: describe_policy(policy) for pid, policy in policies.items()},
     }
 

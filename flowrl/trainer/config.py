@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import SkipValidation, model_validator
+from pydantic import BeforeValidator, PrivateAttr, SkipValidation, model_validator
 from pydantic.json_schema import GenerateJsonSchema
 
 from flowrl.data import DEFAULT_POLICY_ID
@@ -28,10 +30,31 @@ from flowrl.settings import (
 from flowrl.trainer.fluent import FluentSettings
 from flowrl.trainer.loggers import LoggerName, check_loggers
 from flowrl.trainer.metric_names import check_metric_name
-from flowrl.trainer.plan_files import algorithm_in, load_plan, plan_path
+from flowrl.trainer.plan_files import (
+    PLAN_MODULE,
+    algorithm_in,
+    load_plan,
+    module_with_config,
+    plan_of_module,
+    plan_path,
+)
 from flowrl.trainer.video import check_video
 
 Env = str | type | Callable[..., Any]
+Plan = str | ModuleType | Callable[..., Any]
+
+
+def _plan(value: Any) -> Any:
+    """Convert an imported plan file to its path or name."""
+    if isinstance(value, ModuleType):
+        return plan_of_module(value)
+    if value is None or isinstance(value, str) or callable(value):
+        return value
+    raise ValueError("must be a name, the path of a plan file, a module or a function")
+
+
+PlanSetting = Annotated[str | Callable[..., Any] | None, SkipValidation, BeforeValidator(_plan)]
+"""Type of the setting `plan`."""
 
 
 class AlgorithmConfig(FluentSettings, ReportingConfig):
@@ -56,8 +79,9 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
     """Environment: a gymnasium id, a registered name, a class, or a function of an
     EnvContext."""
 
-    plan: str | None = None
-    """Execution plan: the name of a shipped plan, or the path of a plan file."""
+    plan: PlanSetting = None
+    """Execution plan: the name of a shipped plan, the path of a plan file, an imported plan file,
+    or a function (workers, config) -> plan."""
 
     evaluation_interval: Count | None = setting(None, group="evaluation")
     """Iterations between evaluations; None evaluates only when `evaluate()` is called."""
@@ -101,11 +125,19 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
     """Tracker -> its settings: those of wandb.init (project, name, mode, …); of mlflow
     tracking_uri, experiment_name, run_name, tags."""
 
+    # shared by copies: tells whether a config was made from the one in a plan file
+    _lineage: str = PrivateAttr(default_factory=lambda: secrets.token_hex(8))
+
     # -- use -----------------------------------------------------------------------------------
 
     def env_or_spaces(self) -> Any:
         """Return the value from which workers create environments; None if it is not set."""
         return self.env
+
+    def updated(self, **changes: Any) -> Self:
+        copied = super().updated(**changes)
+        copied._lineage = self._lineage
+        return copied
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -218,11 +250,31 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
             check_video("evaluation_video_dir", mode)
             if not self.evaluation_num_workers:
                 check_folder(self.evaluation_video_dir, "evaluation_video_dir")
-        if self.plan is not None:
+        if isinstance(self.plan, str):
             plan_path(self.plan)
         PolicyMapping(
             self.policy_mapping_fn, list(specs_of(self.policies or {DEFAULT_POLICY_ID: None}))
         )
+
+    def check_belongs_to_plan(self) -> None:
+        """Check that the `config` of a plan file is not used with the algorithm's default plan.
+
+        Raises:
+            ConfigError: it is, and no other plan was chosen explicitly.
+        """
+        if "plan" in self.model_fields_set:
+            return
+        module = module_with_config(
+            lambda config: isinstance(config, AlgorithmConfig) and config._lineage == self._lineage
+        )
+        if module is not None and module.__name__ != f"{PLAN_MODULE}{self.plan}":
+            name = module.__name__
+            plan = "execution_plan" if name == "__main__" else name
+            raise ConfigError(
+                f"plan: this config belongs to the execution_plan of the module {name}, but its "
+                f"plan is {self.plan!r}: build it with config.build(plan={plan}), or with "
+                "Algorithm.from_plan(…)"
+            )
 
     def _check_evaluation(self) -> None:
         overrides = canonical_names(self.evaluation_config)
@@ -243,7 +295,7 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
         if not isinstance(self.evaluation_config.get("explore", False), bool):
             raise ConfigError("evaluation_config: explore must be True or False")
 
-    def build(self, plan: str | None = None) -> Any:
+    def build(self, plan: Plan | None = None) -> Any:
         """Return the algorithm, ready to train.
 
         Args:
@@ -252,6 +304,10 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
         Raises:
             ConfigError: the settings cannot work; nothing was started.
         """
+        return self._build(plan)
+
+    def _build(self, plan: Plan | None) -> Any:
+        """Implement `build`, which subclasses override only to narrow its return type."""
         config = self.updated() if plan is None else self.updated(plan=plan)
         return config.build_as(None)
 
@@ -262,9 +318,24 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
             algorithm: the class; None for that of the plan file or of this config.
         """
         self.check()
-        if algorithm is None and self.plan is not None and self.plan.endswith(".py"):
+        if algorithm is None and isinstance(self.plan, str) and self.plan.endswith(".py"):
             algorithm = algorithm_in(load_plan(self.plan))
         return (algorithm or self._algorithm_class())(self)
+
+
+def plan_config(plan: str) -> AlgorithmConfig:
+    """Return the `config` of a plan file.
+
+    Args:
+        plan: name of a shipped plan, or path of a plan file.
+
+    Raises:
+        ConfigError: the plan cannot be loaded or has no config.
+    """
+    config = getattr(load_plan(plan), "config", None)
+    if not isinstance(config, AlgorithmConfig):
+        raise ConfigError(f"plan: {plan} has no `config` that is an AlgorithmConfig")
+    return config
 
 
 def check_folder(output: str, setting: str = "output") -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import sys
 import warnings
 from collections.abc import Callable
 from types import ModuleType
@@ -23,12 +24,12 @@ Plan = LocalIterator[dict[str, Any]]
 
 
 class PlanBuilder:
-    """Builds plans from the plan file of the settings, or from an algorithm's own function.
+    """Builds plans from the setting `plan`, or from an algorithm's own function.
 
     Args:
         config: the algorithm's settings.
         execution_plan: the algorithm's function (workers, config) -> plan; None uses the function
-            in the plan file.
+            in the plan file, or the function that is the setting `plan`.
         in_plan_file: whether the algorithm is defined in the plan file.
 
     Attributes:
@@ -36,7 +37,7 @@ class PlanBuilder:
         sha256: hash of the plan file's text; None without a plan file.
 
     Raises:
-        ConfigError: the plan file does not exist or fails.
+        ConfigError: the plan file does not exist or fails, or the config belongs to another one.
     """
 
     def __init__(
@@ -45,19 +46,30 @@ class PlanBuilder:
         execution_plan: Callable[..., Any] | None,
         in_plan_file: bool,
     ):
+        plan: Any = config.plan
+        if execution_plan is None:
+            config.check_belongs_to_plan()
         self.module: ModuleType | None = None
-        if config.plan is not None and (execution_plan is None or in_plan_file):
-            self.module = load_plan(config.plan)
+        if isinstance(plan, str) and (execution_plan is None or in_plan_file):
+            self.module = load_plan(plan)
+        elif execution_plan is None:
+            execution_plan = plan
         self._config = config
         # read now, because the file may change while the algorithm trains
         self.sha256: str | None = None
-        if config.plan is not None and (self.module is not None or config.plan.endswith(".py")):
-            self.sha256 = hashlib.sha256(plan_path(config.plan).read_bytes()).hexdigest()
+        if isinstance(plan, str) and (self.module is not None or plan.endswith(".py")):
+            self.sha256 = hashlib.sha256(plan_path(plan).read_bytes()).hexdigest()
         self._execution_plan = execution_plan or getattr(self.module, "execution_plan", None)
-        if self.module is not None and config.num_workers:
-            import ray
+        if config.num_workers:
+            self._pickle_by_value()
 
-            for part in modules_of(self.module):
+    def _pickle_by_value(self) -> None:
+        """Let Ray workers receive the plan's own code, which they may be unable to import."""
+        import ray
+
+        module = self.module or sys.modules.get(getattr(self._execution_plan, "__module__", ""))
+        if module is not None and getattr(module, "__file__", None) is not None:
+            for part in modules_of(module):
                 ray.cloudpickle.register_pickle_by_value(part)
 
     def build(self, workers: WorkerSet, policy_class: Any) -> Plan:

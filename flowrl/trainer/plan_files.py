@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import inspect
 import sys
+import textwrap
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -65,7 +68,8 @@ def load_plan(plan: str) -> ModuleType:
     """Execute a plan file and return its module. It can import modules from its own folder.
 
     A file that defines an algorithm (a subclass of Algorithm with a plan or a training_step) is
-    executed again only if its text changes, so that its classes keep their identity.
+    executed again only if its text changes, so that its classes keep their identity. A module that
+    was passed to `plan_of_module` is returned without being executed again.
 
     Args:
         plan: name of a shipped plan, or path of a plan file.
@@ -75,6 +79,8 @@ def load_plan(plan: str) -> ModuleType:
             `execution_plan(workers, config)` nor an algorithm.
     """
     path = plan_path(plan)
+    if str(path) in _GIVEN_MODULES:
+        return _GIVEN_MODULES[str(path)]
     text = path.read_bytes()
     if str(path) in _LOADED_ALGORITHMS and _LOADED_ALGORITHMS[str(path)][0] == text:
         return _LOADED_ALGORITHMS[str(path)][1]
@@ -92,18 +98,63 @@ def load_plan(plan: str) -> ModuleType:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         line = getattr(error, "lineno", None) or frame.lineno  # lineno: of a SyntaxError
         raise ConfigError(f"plan: {path}, line {line}: {type(error).__name__}: {error}") from error
+    _check_defines_plan(module, str(path))
     if algorithm_in(module) is not None:
         _LOADED_ALGORITHMS[str(path)] = text, module
-    elif not callable(getattr(module, "execution_plan", None)):
-        raise ConfigError(
-            f"plan: {path} defines neither a function execution_plan(workers, config) nor an "
-            "Algorithm with an execution_plan or a training_step"
-        )
     return module
 
 
+def _check_defines_plan(module: ModuleType, name: str) -> None:
+    if algorithm_in(module) is None and not callable(getattr(module, "execution_plan", None)):
+        raise ConfigError(
+            f"plan: {name} defines neither a function execution_plan(workers, config) nor an "
+            "Algorithm with an execution_plan or a training_step"
+        )
+
+
+# path -> imported module
+_GIVEN_MODULES: dict[str, ModuleType] = {}
+
 # path -> (text, module) of the plan files that define an algorithm
 _LOADED_ALGORITHMS: dict[str, tuple[bytes, ModuleType]] = {}
+
+
+def plan_of_module(module: ModuleType) -> str:
+    """Return the value of the setting `plan` for an imported plan file.
+
+    Raises:
+        ConfigError: the module has no file, or defines neither a plan nor an algorithm.
+    """
+    file = getattr(module, "__file__", None)
+    if file is None:
+        raise ConfigError(
+            f"plan: the module {module.__name__} has no file: pass its execution_plan instead"
+        )
+    _check_defines_plan(module, file)
+    path = Path(file).resolve()
+    if path.parent == plans_folder():
+        return path.stem
+    _GIVEN_MODULES[str(path)] = module
+    return str(path)
+
+
+def module_with_config(is_same: Callable[[Any], bool]) -> ModuleType | None:
+    """Return the imported module that has an `execution_plan` and a certain `config`, or None."""
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", {})
+        if callable(names.get("execution_plan")) and is_same(names.get("config")):
+            return module
+    return None
+
+
+def plan_source(plan: str | Callable[..., Any]) -> str | None:
+    """Return the text of a plan file, or the source of a plan's function if there is one."""
+    if isinstance(plan, str):
+        return plan_path(plan).read_text()
+    try:
+        return textwrap.dedent(inspect.getsource(plan))
+    except (OSError, TypeError):  # defined interactively, or not a function
+        return None
 
 
 def algorithm_in(module: ModuleType) -> Any:
@@ -133,7 +184,7 @@ def modules_of(plan: ModuleType) -> list[ModuleType]:
 
     Ray workers cannot import them, so they are pickled by value.
     """
-    folder = Path(str(plan.__file__)).parent
+    folder = Path(str(plan.__file__)).resolve().parent
 
     def is_local(module: ModuleType) -> bool:
         file = Path(str(getattr(module, "__file__", None) or "/"))

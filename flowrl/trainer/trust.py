@@ -17,17 +17,19 @@ def untrusted_code(config: Any, passed: Collection[str] = ()) -> str | None:
 
     Shipped plans, registered environments and registered models are trusted. A plan file, an
     environment id "module:Id" and a model "module:Class" are not; neither is the address of a Ray
-    cluster, because this process exchanges pickled objects with it.
+    cluster, because this process exchanges pickled objects with it. Settings that are code, not
+    text, are not checked here: see `flowrl.policies.code_references`.
 
     Args:
         config: an AlgorithmConfig.
         passed: names of settings that the user passed, which are trusted.
     """
-    if "plan" not in passed and config.plan is not None and not is_shipped(config.plan):
-        return f"the plan file {config.plan}"
+    plan = config.plan
+    if "plan" not in passed and isinstance(plan, str) and not is_shipped(plan):
+        return f"the plan file {plan}"
     envs = {"env": config.env, "evaluation_config": config.evaluation_config.get("env")}
     for name, env in envs.items():
-        if name not in passed and isinstance(env, str):  # a file cannot contain other values
+        if name not in passed and isinstance(env, str):
             try:
                 check_registered(env)
             except ConfigError as error:

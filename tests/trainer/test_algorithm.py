@@ -248,8 +248,8 @@ def test_config_of_another_class_keeps_the_algorithms_defaults():
         assert algorithm.config.plan == "ppo"
     with pytest.raises(ConfigError, match=r"needs a PPOConfig, got a DQNConfig .* 'double_q'"):
         PPO(DQNConfig(env="CartPole-v1", double_q=False))
-    with pytest.raises(ConfigError, match="needs a PPOConfig or a mapping, got 'CartPole-v1'"):
-        PPO("CartPole-v1")
+    with pytest.raises(ConfigError, match="needs a PPOConfig, a mapping of settings or an env"):
+        PPO(3)
 
 
 def test_checkpoint_has_the_hash_of_the_plan_that_was_built(tmp_path):

@@ -1,0 +1,133 @@
+"""Plans from Python: imported plan files, paths and functions; none is replaced by another."""
+
+import importlib
+import sys
+
+import gymnasium as gym
+import pytest
+
+from flowrl.algorithms import Algorithm
+from flowrl.algorithms.a2c import A2C, A2CConfig
+from flowrl.algorithms.ppo import PPO
+from flowrl.data.checkpoint import CheckpointError
+from flowrl.ops import ParallelRollouts, StandardMetricsReporting, TrainOneStep
+from flowrl.settings import ConfigError
+from flowrl.trainer.plan_files import load_plan, plan_path
+
+PLAN = """
+from flowrl.algorithms.a2c import A2CConfig
+from flowrl.ops import ParallelRollouts, StandardMetricsReporting, TrainOneStep
+
+config = A2CConfig(env="CartPole-v1", train_batch_size=32, rollout_fragment_length=32)
+built = []
+
+
+def execution_plan(workers, config):
+    built.append(config.lr)
+    train_op = ParallelRollouts(workers).for_each(TrainOneStep(workers))
+    return StandardMetricsReporting(train_op, workers, config)
+"""
+
+
+@pytest.fixture
+def my_plan(tmp_path, monkeypatch):
+    """An imported plan file."""
+    (tmp_path / "my_plan.py").write_text(PLAN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_plan", raising=False)
+    return importlib.import_module("my_plan")
+
+
+def plan_function(workers, config):
+    return StandardMetricsReporting(
+        ParallelRollouts(workers).for_each(TrainOneStep(workers)), workers, config
+    )
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda plan: plan.config.build(),
+        lambda plan: plan.config.copy().training(lr=1e-3).build(),
+        lambda plan: A2C(plan.config),
+        lambda plan: A2C(plan.config, lr=1e-3),
+    ],
+)
+def test_config_of_a_plan_file_is_not_used_with_another_plan(my_plan, build):
+    with pytest.raises(ConfigError, match=r"build\(plan=my_plan\).*from_plan"):
+        build(my_plan)
+    with my_plan.config.build(plan="a2c") as algorithm:  # chosen explicitly
+        assert algorithm.config.plan == "a2c"
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        Algorithm.from_plan,
+        lambda plan: A2C.from_plan("my_plan.py"),
+        lambda plan: plan.config.build(plan=plan),
+        lambda plan: plan.config.build(plan=plan.execution_plan),
+        lambda plan: A2CConfig(**plan.config.chosen(), plan=plan).build(),
+        lambda plan: A2C(plan.config, plan=plan),
+    ],
+)
+def test_plan_of_an_imported_file_is_built(my_plan, build):
+    with build(my_plan) as algorithm:
+        assert type(algorithm) is A2C
+        assert algorithm.train()["timesteps_total"] == 32
+        assert "TrainOneStep" in algorithm.plan.explain()
+        used = sys.modules[algorithm._plan_builder._execution_plan.__module__]
+        assert used.built == [algorithm.config.lr]
+
+
+def test_settings_of_from_plan_replace_those_of_the_file(my_plan):
+    with A2C.from_plan(my_plan, lr=0.5) as algorithm:
+        assert algorithm.config.lr == 0.5
+    config = A2CConfig(env="CartPole-v1", train_batch_size=16, rollout_fragment_length=16)
+    with A2C.from_plan(my_plan, config) as algorithm:
+        assert algorithm.train()["timesteps_total"] == 16
+    with Algorithm.from_plan("a2c", train_batch_size=16) as algorithm:
+        assert algorithm.config.env == "CartPole-v1"
+
+
+def test_function_is_a_plan(tmp_path):
+    config = A2CConfig(env="CartPole-v1", rollout_fragment_length=8)
+    with config.build(plan=plan_function) as algorithm:
+        algorithm.train()
+        algorithm.save(tmp_path / "c")
+    with pytest.raises(CheckpointError, match=r"plan_function.*trust=True"):
+        A2C.from_checkpoint(tmp_path / "c")
+    for arguments in ({"trust": True}, {"config": {"plan": plan_function}}):
+        with A2C.from_checkpoint(tmp_path / "c", **arguments) as algorithm:
+            assert algorithm.train()["timesteps_total"] == 16
+
+
+def test_invalid_plans_are_rejected(my_plan):
+    with pytest.raises(ConfigError, match="pass a config with the function plan_function"):
+        Algorithm.from_plan(plan_function)
+    with pytest.raises(ConfigError, match="belongs to A2C, not to PPO"):
+        PPO.from_plan(my_plan)
+    with pytest.raises(ConfigError, match="defines neither a function execution_plan"):
+        Algorithm.from_plan(gym)
+    with pytest.raises(ConfigError, match="has no file"):
+        Algorithm.from_plan(sys)
+    with pytest.raises(ConfigError, match="unknown plan"):
+        Algorithm.from_plan("ppp")
+    with pytest.raises(ConfigError, match="plan: must be a name"):
+        A2CConfig(plan=3)
+    with pytest.raises(ConfigError, match="no file"):
+        A2CConfig(env="CartPole-v1").build(plan="none.py")
+
+
+def test_imported_shipped_plan_is_that_plan():
+    plan = load_plan("a2c")
+    with Algorithm.from_plan(plan) as algorithm:
+        assert algorithm.config.plan == "a2c"
+    with plan.config.build():
+        pass
+
+
+def test_name_of_a_shipped_plan_is_not_a_path():
+    with pytest.raises(ConfigError, match="unknown plan"):
+        plan_path("../plans/a2c")
