@@ -9,8 +9,10 @@ import numpy as np
 import torch
 from threadpoolctl import threadpool_info
 
+import flowrl
 from flowrl.algorithms.a2c import A2CConfig
 from flowrl.threads import limit_threads
+from flowrl.trainer.registry import algorithm_class, algorithm_names, algorithm_path
 
 ROOT = Path(__file__).parents[1]
 
@@ -101,3 +103,19 @@ def test_threads_are_limited_on_workers(ray_session):
         _, remote = algorithm.workers.foreach_worker(threads)
     limit_threads(1)
     assert remote == (2, [2])
+
+
+def test_flowrl_offers_every_algorithm_and_its_config():
+    for name in algorithm_names():
+        algorithm = getattr(flowrl, algorithm_path(name).split(":")[1])
+        assert algorithm is algorithm_class(name)
+        assert getattr(flowrl, algorithm.config_class.__name__) is algorithm.config_class
+    assert set(dir(flowrl)) >= {"PPO", "PPOConfig", "Algorithm", "register_env"}
+
+
+def test_names_of_flowrl_are_imported_on_first_use():
+    check = (
+        "import flowrl, sys; heavy = {'torch', 'ray', 'gymnasium'}; "
+        "assert not heavy & set(sys.modules); flowrl.PPO; assert 'torch' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", check], check=True, cwd=ROOT)

@@ -221,7 +221,12 @@ def settings_from_flags(
         redirect = contextlib.nullcontext() if is_help else contextlib.redirect_stderr(stderr)
         with redirect, _json_registry():
             return tyro.cli(
-                type(defaults), default=defaults, args=flags, prog=program, console_outputs=True
+                type(defaults),
+                default=defaults,
+                args=flags,
+                prog=program,
+                description=(type(defaults).__doc__ or "").split("\n")[0],
+                console_outputs=True,
             )
     except SystemExit as error:
         if error.code in (0, None):

@@ -14,6 +14,7 @@ from flowrl.policies.config import PolicyConfig
 from flowrl.policies.filters import ObservationFilter, RewardScaler
 from flowrl.policies.learning.epochs import run_epochs, shuffled_minibatches
 from flowrl.policies.policy_runner import PolicyRunner
+from flowrl.policies.prediction import predict
 from flowrl.policies.views import ViewRequirement, find_mismatch, find_out_of_range
 from flowrl.seeding import random_stream, restore_stream, stream_state
 from flowrl.settings import ConfigError
@@ -166,6 +167,25 @@ class Policy:
                 "use policy.session(), which remembers the episode"
             )
         return self.session().compute_single_action(obs, explore=explore)
+
+    def predict(
+        self, obs: Any, state: list[np.ndarray] | None = None, deterministic: bool = True
+    ) -> tuple[Any, list[np.ndarray] | None]:
+        """Return actions for raw observations, in the environment's form.
+
+        Args:
+            obs: one observation, or a batch of them with shapes [B, …].
+            state: recurrent state of the previous call; None starts new episodes.
+            deterministic: return the most likely actions instead of sampling them.
+
+        Returns:
+            one action or actions [B, …]; and the recurrent state, None without recurrence.
+
+        Raises:
+            ConfigError: an observation is not in the space, the state does not fit, or the policy
+                needs more than observation and state (use `session()`).
+        """
+        return predict(self, obs, state, explore=not deterministic)
 
     def session(self) -> PolicyRunner:
         """Return a PolicyRunner, which plays episodes with this policy without a worker."""

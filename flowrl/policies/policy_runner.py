@@ -85,7 +85,7 @@ class PolicyRunner:
                 finite.
         """
         policy, t = self.policy, self._t
-        self._store("obs", t, self._preprocess(obs))
+        self._store("obs", t, preprocess(policy, obs))
         if not np.isfinite(prev_reward):
             raise ConfigError(f"prev_reward is not finite: {prev_reward!r}")
         if t:
@@ -104,23 +104,6 @@ class PolicyRunner:
             self._store(column, t, optree.tree_map(lambda leaf: leaf[0], value))
         self._t += 1
         return _first_action(policy.actions_for_env(actions))
-
-    def _preprocess(self, obs: Any) -> Any:
-        """Validate and normalize an observation."""
-        space = self.policy.observation_space
-        if space.shape is not None and np.shape(obs) != space.shape:
-            raise ConfigError(f"observation has shape {np.shape(obs)}, expected {space}")
-        if isinstance(space, spaces.Box):
-            array = np.asarray(obs)
-            if not np.can_cast(array.dtype, space.dtype, "same_kind"):
-                raise ConfigError(f"observation has dtype {array.dtype}, expected {space}: {obs!r}")
-            if not np.isfinite(array).all():
-                raise ConfigError(f"observation is not finite: {obs!r}")
-        elif not space.contains(obs):
-            raise ConfigError(f"observation is not in {space}: {obs!r}")
-        if self.policy.observation_filter is not None:
-            return self.policy.observation_filter(np.asarray(obs)[None])[0]
-        return obs if space.shape is None else np.asarray(obs, space.dtype)
 
     def _store(self, column: str, t: int, value: Any) -> None:
         lookback = max((view.lookback for view in self._views.values()), default=0)
@@ -151,6 +134,28 @@ class PolicyRunner:
                 f"view of {column!r}: needs a space, for its value before the episode's start"
             )
         return zeros_of(space)
+
+
+def preprocess(policy: ActingPolicy, obs: Any) -> Any:
+    """Validate and normalize an observation as the environment returned it.
+
+    Raises:
+        ConfigError: it is not in the policy's observation space.
+    """
+    space = policy.observation_space
+    if space.shape is not None and np.shape(obs) != space.shape:
+        raise ConfigError(f"observation has shape {np.shape(obs)}, expected {space}")
+    if isinstance(space, spaces.Box):
+        array = np.asarray(obs)
+        if not np.can_cast(array.dtype, space.dtype, "same_kind"):
+            raise ConfigError(f"observation has dtype {array.dtype}, expected {space}: {obs!r}")
+        if not np.isfinite(array).all():
+            raise ConfigError(f"observation is not finite: {obs!r}")
+    elif not space.contains(obs):
+        raise ConfigError(f"observation is not in {space}: {obs!r}")
+    if policy.observation_filter is not None:
+        return policy.observation_filter(np.asarray(obs)[None])[0]
+    return obs if space.shape is None else np.asarray(obs, space.dtype)
 
 
 def _first_action(actions: Any) -> Any:

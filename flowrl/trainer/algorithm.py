@@ -282,6 +282,16 @@ class Algorithm:
                 raise ValueError(f"the observation is not finite: {observation}")
         return policy.compute_single_action(observation, explore=explore)
 
+    def predict(
+        self,
+        obs: Any,
+        state: list[np.ndarray] | None = None,
+        deterministic: bool = True,
+        policy_id: str | None = None,
+    ) -> tuple[Any, list[np.ndarray] | None]:
+        """Return actions and the recurrent state; see `Policy.predict` and `get_policy`."""
+        return self.get_policy(policy_id).predict(obs, state, deterministic)
+
     # -- evaluation ----------------------------------------------------------------------------
 
     def check_evaluation(self) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import textwrap
 from collections.abc import Callable
 from typing import Any, Self
 
 from flowrl.policies.config import ModelConfig
 from flowrl.sampling.worker_config import WorkerConfig
 from flowrl.setting_aliases import canonical_names
-from flowrl.settings import ConfigError, nearest
+from flowrl.settings import ConfigError, SettingInfo, Settings, nearest
 
 
 def _group(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,6 +35,8 @@ class FluentSettings(WorkerConfig):
         for name, method in inspect.getmembers(FluentSettings, inspect.isfunction):
             if getattr(method, "_is_group", False):
                 setattr(cls, name, _documented(cls, name, vars(cls).get(name, method)))
+        summary = (inspect.getdoc(cls) or "").split("\n\nSettings by group")[0]
+        cls.__doc__ = f"{summary}\n\n{_settings_by_group(cls)}"
 
     @classmethod
     def groups(cls) -> list[str]:
@@ -57,6 +60,10 @@ class FluentSettings(WorkerConfig):
 
     def rollout(self, **settings: Any) -> Self:
         """Alias of `rollouts`."""
+        return self.rollouts(**settings)
+
+    def env_runners(self, **settings: Any) -> Self:
+        """Alias of `rollouts`, RLlib's name."""
         return self.rollouts(**settings)
 
     @_group
@@ -138,7 +145,31 @@ class FluentSettings(WorkerConfig):
         return self
 
 
-def _documented(cls: type[FluentSettings], group: str, method: Callable[..., Any]) -> Any:
+def _settings_by_group(cls: type[FluentSettings]) -> str:
+    """Return the settings of a class as text, for `help()`."""
+    lines = ["Settings by group, each with its type and default:"]
+    infos = cls.describe()
+    for group in [name for name in vars(FluentSettings) if name in cls.groups()]:
+        lines += ["", f".{group}()"]
+        for info in infos:
+            if info.group == group:
+                lines += _describe_setting(info, "")
+    return "\n".join(lines)
+
+
+def _describe_setting(info: SettingInfo, prefix: str) -> list[str]:
+    """Return the lines that describe a setting, and those of a nested record."""
+    if isinstance(info.default, Settings):
+        inner = info.default.describe()
+        return [line for i in inner for line in _describe_setting(i, f"{prefix}{info.name}.")]
+    meaning = textwrap.wrap(info.help, 84)
+    return [
+        f"    {prefix}{info.name}: {info.type} = {info.default!r}",
+        *(f"        {line}" for line in meaning),
+    ]
+
+
+def _documented(def _documented(cls: type[FluentSettings], group: str, method: Callable[..., Any]) -> Any:
     """Return a group's method with the signature and the docstring for one class."""
 
     @functools.wraps(method)

@@ -1,0 +1,67 @@
+"""Actions for observations as environments return them, single ones or batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import optree
+from gymnasium import spaces
+
+from flowrl.policies.policy_runner import ActingPolicy, preprocess
+from flowrl.settings import ConfigError
+
+State = list[np.ndarray]
+
+
+def predict(
+    policy: ActingPolicy, obs: Any, state: State | None, explore: bool
+) -> tuple[Any, State | None]:
+    """Implement `Policy.predict`."""
+    views = {n for n, view in policy.view_requirements.items() if view.known_for_actions(n)}
+    initial_state = policy.get_initial_state()
+    names = [f"state_in_{i}" for i in range(len(initial_state))]
+    if views - {"obs", *names} or policy.view_requirements["obs"].is_window:
+        raise ConfigError(
+            f"{type(policy).__name__} needs the views {sorted(views)}, not only the current "
+            "observation and state: use policy.session(), which remembers the episode"
+        )
+    is_single = _is_single(policy.observation_space, obs)
+    batch = optree.tree_map(lambda leaf: np.asarray(leaf)[None], obs) if is_single else obs
+    num_rows = len(optree.tree_leaves(batch)[0])
+    rows = [optree.tree_map(lambda leaf, i=i: leaf[i], batch) for i in range(num_rows)]
+    inputs = {"obs": _stacked([preprocess(policy, row) for row in rows])}
+    if state is None:
+        state = [np.repeat(part[None], num_rows, axis=0) for part in initial_state]
+    elif is_single:
+        state = [np.asarray(part)[None] for part in state]
+    if len(state) != len(names):
+        raise ConfigError(f"predict: the state must have {len(names)} parts, got {len(state)}")
+    for name, part, initial in zip(names, state, initial_state, strict=True):
+        if np.shape(part) != (num_rows, *initial.shape):
+            raise ConfigError(
+                f"predict: {name} has shape {np.shape(part)}, expected "
+                f"{(num_rows, *initial.shape)[int(is_single) :]}"
+            )
+        inputs[name] = part
+    actions, new_state, _ = policy.compute_actions_from_input_dict(inputs, explore=explore)
+    actions = policy.actions_for_env(actions)
+    if is_single:
+        actions = optree.tree_map(lambda leaf: leaf[0], actions)
+        new_state = [part[0] for part in new_state]
+    return actions, new_state if names else None
+
+
+def _stacked(rows: list[Any]) -> Any:
+    return optree.tree_map(lambda *leaves: np.stack(leaves), *rows)
+
+
+def _is_single(space: Any, obs: Any) -> bool:
+    """Return whether an observation has no batch dimension, judged by its first array."""
+    while isinstance(space, (spaces.Dict, spaces.Tuple)):
+        kind = dict if isinstance(space, spaces.Dict) else tuple
+        key: Any = next(iter(space.spaces)) if kind is dict else 0
+        if not isinstance(obs, kind) or (kind is dict and key not in obs) or not obs:
+            raise ConfigError(f"predict: the observation is not in {space}: {obs!r}")
+        space, obs = space[key], obs[key]
+    return np.ndim(obs) == len(space.shape)
