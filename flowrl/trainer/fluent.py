@@ -169,7 +169,7 @@ def _describe_setting(info: SettingInfo, prefix: str) -> list[str]:
     ]
 
 
-def _documented(def _documented(cls: type[FluentSettings], group: str, method: Callable[..., Any]) -> Any:
+def _documented(cls: type[FluentSettings], group: str, method: Callable[..., Any]) -> Any:
     """Return a group's method with the signature and the docstring for one class."""
 
     @functools.wraps(method)
