@@ -1,0 +1,217 @@
+"""ProgressTable: print the progress of a run as the rows of a table."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import sys
+import threading
+import time
+from collections import deque
+from typing import Any
+
+from flowrl.cli.stop_rules import StopRules
+
+ROW_INTERVAL_S = 5.0  # approximate seconds between two rows
+MAX_INTERVAL_S = 10.0  # without a new row or live line, print the env steps so far
+LIVE_INTERVAL_S = 0.25  # between two updates of the live line on a terminal
+RATE_WINDOW = 50  # iterations that steps/s are averaged over
+ROWS_PER_HEADER = 20
+LEARNER_STATS = ("policy_loss", "vf_loss", "entropy", "mean_q", "mean_logp")
+_SEPARATOR = "  "
+
+
+class ProgressTable:
+    """Print a row every few seconds, at regular env steps.
+
+    The distance between rows is the smallest of 1, 2, 5, 10, 20, … env steps that takes at least
+    ROW_INTERVAL_S. On a terminal, a line below the table shows the newest result. If no result
+    arrives for MAX_INTERVAL_S, a row shows the env steps sampled so far.
+
+    Args:
+        stop: the run's stop rules, for the time that is left.
+        counters: the plan's counters, such as `num_env_steps_sampled`.
+    """
+
+    def __init__(self, stop: StopRules, counters: dict[str, Any]):
+        self._stop, self._counters = stop, counters
+        self._is_terminal = sys.stdout.isatty()
+        self._width = shutil.get_terminal_size((80, 24)).columns if self._is_terminal else 80
+        self._started = self._last_row = self._last_live = time.perf_counter()
+        self._history: deque[tuple[float, int, int]] = deque(maxlen=RATE_WINDOW)
+        self._step_between_rows = 0  # env steps; 0 until the rate is known
+        self._next_row_at = 0  # env steps
+        self._result: dict[str, Any] | None = None
+        self._printed: dict[str, str] | None = None  # cells of the last row
+        self._header: list[str] = []
+        self._rows_since_header = 0
+        self._live: Any = None
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._print_while_waiting, daemon=True)
+        self._thread.start()
+
+    def add(self, result: dict[str, Any]) -> None:
+        """Record a result, and print a row if it is due."""
+        now, steps = time.perf_counter(), result["timesteps_total"]
+        with self._lock:
+            self._history.append((now, steps, result["training_iteration"]))
+            self._result = result
+            if steps >= self._next_row_at and now - self._last_row >= ROW_INTERVAL_S / 5:
+                if self._step_between_rows or now - self._started >= ROW_INTERVAL_S:
+                    self._print_row(self._cells(result))
+                self._choose_next_row(steps)
+            if self._is_terminal and now - self._last_live >= LIVE_INTERVAL_S:
+                self._last_live = now
+                self._update_live(self._cells(result))
+
+    def finish(self, result: dict[str, Any] | None = None) -> None:
+        """Stop updating; print the row of the last result unless it was already printed."""
+        self._ended.set()
+        self._thread.join()
+        if self._live is not None:
+            self._live.stop()
+        result = result or self._result
+        if result is not None:
+            cells = self._cells(result, ended=True)
+            if self._printed is None or self._printed["iter"] != cells["iter"]:
+                self._print_row(cells)
+
+    def _choose_next_row(self, steps: int) -> None:
+        rate = self._rate()
+        if rate:
+            wanted = max(rate * ROW_INTERVAL_S, self._step_between_rows)
+            magnitude = 10 ** math.floor(math.log10(max(wanted, 1)))
+            self._step_between_rows = next(
+                int(factor * magnitude) for factor in (1, 2, 5, 10) if factor * magnitude >= wanted
+            )
+        distance = max(self._step_between_rows, 1)
+        self._next_row_at = (steps // distance + 1) * distance
+
+    def _print_while_waiting(self) -> None:
+        """Print the env steps so far whenever nothing was printed for a while."""
+        while not self._ended.wait(1.0):
+            with self._lock:
+                shown = self._last_live if self._is_terminal else self._last_row
+                if time.perf_counter() - max(shown, self._last_row) < MAX_INTERVAL_S:
+                    continue
+                steps = self._counters.get("num_env_steps_sampled", 0)
+                result = {**(self._result or _EMPTY_RESULT), "timesteps_total": steps}
+                cells = self._cells(result)
+                if self._is_terminal:
+                    self._update_live(cells)
+                else:
+                    self._print_row(cells)
+
+    def _print_row(self, cells: dict[str, str]) -> None:
+        names = self._columns(cells)
+        if names != self._header or self._rows_since_header >= ROWS_PER_HEADER:
+            self._header, self._rows_since_header = names, 0
+            print(_SEPARATOR.join(name.rjust(_width(name)) for name in names))
+        row = _SEPARATOR.join(cells[name].rjust(_width(name)) for name in names)
+        print(row, flush=True)
+        self._rows_since_header += 1
+        self._last_row, self._printed = time.perf_counter(), cells
+
+    def _columns(self, cells: dict[str, str]) -> list[str]:
+        """Return the columns that fit into the width; the last ones are left out first."""
+        chosen: list[str] = []
+        free = self._width
+        for name in sorted(cells, key=lambda name: name not in _FIRST_COLUMNS):
+            needed = _width(name) + len(_SEPARATOR)
+            if needed <= free + len(_SEPARATOR):
+                chosen.append(name)
+                free -= needed
+        return [name for name in cells if name in chosen]
+
+    def _update_live(self, cells: dict[str, str]) -> None:
+        text = " | ".join(f"{name} {cells[name]}" for name in self._columns(cells))
+        text = text[: self._width - 3]  # next to the spinner
+        if self._live is None:
+            from rich.console import Console
+
+            self._live = Console().status(text)
+            self._live.start()
+        self._live.update(text)
+
+    def _cells(self, result: dict[str, Any], ended: bool = False) -> dict[str, str]:
+        """Return column -> text of the row for a result."""
+        steps = result["timesteps_total"]
+        rate = self._rate()
+        has_episodes = result["episodes_in_window"] > 0
+        cells = {
+            "iter": f"{result['training_iteration']:,}",
+            "env steps": f"{steps:,}",
+            "steps/s": f"{rate:,.0f}" if rate else "",
+            "return": format_number(result["episode_reward_mean"]) if has_episodes else "",
+            "length": format_number(result["episode_len_mean"]) if has_episodes else "",
+        }
+        by_policy = result["policy_reward_mean"]
+        if len(by_policy) > 1:
+            cells |= {policy_id: format_number(mean) for policy_id, mean in by_policy.items()}
+        if "evaluation" in result:
+            cells["evaluation"] = format_number(result["evaluation"]["episode_reward_mean"])
+        for stats in result["learners"].values():
+            for name in LEARNER_STATS:
+                if name in stats and name not in cells:
+                    cells[name] = format_number(stats[name])
+        left = None if ended else self._seconds_left(result)
+        cells["time left"] = "" if left is None else format_seconds(left)
+        return cells
+
+    def _rate(self) -> float:
+        """Return env steps per second; the first iteration, in which workers start, is left out."""
+        if len(self._history) < 2:
+            return 0.0
+        (start, before, _), (now, steps, _) = self._history[0], self._history[-1]
+        return (steps - before) / max(now - start, 1e-9)
+
+    def _seconds_left(self, result: dict[str, Any]) -> float | None:
+        """Return the seconds until the first limit on env steps, iterations or time is reached."""
+        stop, left = self._stop, []
+        if stop.time_s is not None:
+            left.append(stop.time_s - (time.perf_counter() - self._started))
+        if rate := self._rate():
+            if stop.env_steps is not None:
+                left.append((stop.env_steps - result["timesteps_total"]) / rate)
+            if stop.iters is not None:
+                (start, _, before), (now, _, iteration) = self._history[0], self._history[-1]
+                per_iteration = (now - start) / max(iteration - before, 1)
+                left.append((stop.iters - iteration) * per_iteration)
+        return max(min(left), 0.0) if left else None
+
+
+_FIRST_COLUMNS = ("iter", "env steps", "steps/s", "return", "length", "time left")
+_WIDTHS = {"iter": 6, "env steps": 11, "steps/s": 7, "return": 7, "length": 6, "time left": 9}
+_EMPTY_RESULT: dict[str, Any] = {
+    "training_iteration": 0,
+    "episodes_in_window": 0,
+    "policy_reward_mean": {},
+    "learners": {},
+    "episode_reward_mean": math.nan,
+    "episode_len_mean": math.nan,
+}
+
+
+def _width(name: str) -> int:
+    return _WIDTHS.get(name, max(len(name), 8))
+
+
+def format_number(value: float) -> str:
+    """Return a number with three significant digits, or more for large integers."""
+    if not math.isfinite(value):
+        return str(value)
+    if abs(value) >= 1e7:
+        return f"{value:.2e}"
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    if value and abs(value) < 1e-3:
+        return f"{value:.1e}"
+    return f"{value:#.3g}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a duration as m:ss or h:mm:ss."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
