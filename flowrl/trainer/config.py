@@ -149,8 +149,12 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
             raise ConfigError(f"no policy {policy_id!r}.{nearest(policy_id, list(specs))}")
         config = specs[policy_id].config
         if isinstance(config, PolicyConfig):
-            seed = derive_seed(self.seed, "policy", policy_id)
-            return config if config.seed is not None or seed is None else config.updated(seed=seed)
+            changes: dict[str, Any] = {}
+            if config.seed is None and self.seed is not None:
+                changes["seed"] = derive_seed(self.seed, "policy", policy_id)
+            if self.total_timesteps is not None:
+                changes["total_timesteps"] = self.total_timesteps
+            return config.updated(**changes) if changes else config
         return self.updated(**config) if config else self
 
     @property
