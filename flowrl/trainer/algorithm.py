@@ -40,6 +40,7 @@ from flowrl.trainer.evaluator import Evaluator
 from flowrl.trainer.loggers import ResultLoggers
 from flowrl.trainer.plan_building import Plan, PlanBuilder
 from flowrl.trainer.plan_files import PLAN_MODULE
+from flowrl.trainer.start_checks import check_start
 
 log = logging.getLogger("flowrl")
 
@@ -168,6 +169,8 @@ class Algorithm:
         if self._stopped:
             raise RuntimeError("this algorithm was stopped: build a new one")
         started = time.perf_counter()
+        if self.last_result is None:
+            check_start(self.config, self.workers, self.plan.stage)
         self.plan.start(self.config.seed)
         try:
             plan_result = next(self.plan)
@@ -397,7 +400,8 @@ class Algorithm:
             iteration, time_total_s = int(state["iteration"]), float(state["time_total_s"])
             global_vars, run_ids = dict(state["global_vars"]), dict(state["loggers"])
             load_sampling_state(self.workers, plan, state)
-            self.workers.global_vars.update(global_vars)
+            total = self.workers.global_vars["total_timesteps"] or global_vars["total_timesteps"]
+            self.workers.global_vars.update(global_vars, total_timesteps=total)
         self.iteration, self._time_total_s = iteration, time_total_s
         self._loggers.load_state_dict(run_ids)
 
