@@ -6,10 +6,11 @@ import argparse
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flowrl.cli.run_settings import algorithm_config, plan_config
+from flowrl.cli.run_settings import algorithm_config
 from flowrl.cli.stop_rules import StopRules, add_stop_options, metric_rules
 from flowrl.cli.training_run import start_run
 from flowrl.settings import ConfigError, nearest
+from flowrl.trainer.plan_settings import plan_config
 
 _KEYS = ("run", "plan", "env", "env_config", "stop", "config")
 
@@ -65,12 +66,10 @@ def train_yaml(arguments: list[str]) -> int:
 def _prepare(name: str, entry: dict[str, Any], options: argparse.Namespace) -> YamlRun:
     """Return a checked run with the options of the command line applied."""
     try:
-        config, plan, stop = _parse_run(entry)
+        config, plan, stop = _parse_run(entry, StopRules.from_options(options))
         if options.seed is not None:
             config = config.updated(seed=options.seed)
         config.check()
-        from_options = StopRules.from_options(options)
-        stop = from_options if from_options.is_set() else stop
         stop.check(config)
     except (ConfigError, argparse.ArgumentTypeError) as error:
         where = f"{options.file}{f', {name}' if name else ''}"
@@ -103,8 +102,13 @@ def _read(file: Path) -> dict[str, Any]:
     return entries
 
 
-def _parse_run(entry: dict[str, Any]) -> tuple[Any, str | None, StopRules]:
-    """Return config, plan and stop rules of an entry in a YAML file."""
+def _parse_run(entry: dict[str, Any], stop_options: StopRules) -> tuple[Any, str | None, StopRules]:
+    """Return config, plan and stop rules of an entry in a YAML file.
+
+    Args:
+        entry: the entry.
+        stop_options: rules of the command line, which replace those of the entry.
+    """
     unknown = sorted(str(key) for key in entry if key not in _KEYS)
     if unknown:
         raise ConfigError(f"unknown {unknown[0]!r}.{nearest(unknown[0], list(_KEYS))}")
@@ -120,9 +124,12 @@ def _parse_run(entry: dict[str, Any]) -> tuple[Any, str | None, StopRules]:
         if key in entry:
             settings[key] = entry[key]
     stop = StopRules(metrics=metric_rules(entry.get("stop") or {}))
+    stop = stop_options if stop_options.is_set() else stop
+    if stop.env_steps is not None:
+        settings.setdefault("total_timesteps", stop.env_steps)
     if "run" in entry:
         return algorithm_config(entry["run"], settings), None, stop
     plan = entry["plan"]
     if not isinstance(plan, str):
         raise ConfigError(f"plan: must be a name or a file, got {plan!r}")
-    return plan_config(plan).updated(**settings), plan, stop
+    return plan_config(plan, settings.get("env")).updated(**settings), plan, stop
