@@ -75,10 +75,12 @@ def _parse(
         changes.setdefault("total_timesteps", env_steps)
     before = default_config(env)
     defaults = before.updated(**changes)
-    if "-h" in flags or "--help" in flags:
-        print(_run_options(program, describe_defaults(defaults)).format_help())
+    settings_flags = [flag for flag in flags if flag not in ("-h", "--help")]
+    config = settings_from_flags(defaults, settings_flags, program, vars(options))
+    if settings_flags != flags:
+        print(_run_options(program, describe_defaults(config)).format_help())
         sys.stdout.flush()
-    config = settings_from_flags(defaults, flags, program, vars(options))
+        settings_from_flags(defaults, flags, program, vars(options))  # prints the flags and exits
     _reject_flags_without_effect(config, before)
     return options, config
 

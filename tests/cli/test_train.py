@@ -117,7 +117,7 @@ def test_tuned_settings_apply_to_their_environment_alone(cli, tmp_path):
     [
         ([], "a mean return of 475, and 100,000 env steps", 1024),
         (["--env", "Acrobot-v1"], "a mean return of -100, and 500,000 env steps", 4000),
-        (["--env", "Pendulum-v1", "--total-timesteps", "70000"], "Default: 500,000 env steps", 4000),
+        (["--env", "Pendulum-v1", "--total-timesteps", "9"], "Default: 9 env steps", 4000),
         (["--config", '{"env": "Acrobot-v1", "total_timesteps": 9}'], "and 9 env steps", 4000),
     ],
 )
