@@ -31,11 +31,11 @@ WORKERS, ENVS, FRAGMENT, BATCH, WARM_UP_S = 2, 4, 50, 500, 5.0
 
 def flowrl_plan(plan: str, seconds: float, **changes: Any) -> dict[str, float]:
     """Return the rates and idle times of a shipped plan."""
-    from flowrl.trainer.plan_files import load_plan
+    from flowrl.trainer.plan_settings import plan_config
 
     if plan != "a3c":
         changes["train_batch_size"] = BATCH
-    config = load_plan(plan).config.updated(
+    config = plan_config(plan).updated(
         num_workers=WORKERS,
         num_envs_per_worker=ENVS,
         rollout_fragment_length=FRAGMENT,

@@ -37,6 +37,7 @@ from flowrl.ops import (
 )
 from flowrl.trainer.algorithm import Algorithm
 from flowrl.trainer.plan_files import load_plan
+from flowrl.trainer.plan_settings import plan_config
 
 
 def ppo_alone(workers: Any, config: Any) -> Any:
@@ -91,7 +92,7 @@ def measure(name: str, steps: int, seed: int) -> dict[str, float]:
         execution_plan = staticmethod(PLANS[name])
 
     # one result per round of rollouts, so that all plans stop after the same round
-    config = load_plan("ppo_dqn").config.updated(seed=seed, min_sample_timesteps_per_iteration=512)
+    config = plan_config("ppo_dqn").updated(seed=seed, min_sample_timesteps_per_iteration=512)
     with BenchmarkAlgorithm(config) as algorithm:
         result: dict[str, Any] = {"timesteps_total": 0}
         while result["timesteps_total"] < steps // 10:

@@ -18,7 +18,7 @@ for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 import numpy as np
 
 from flowrl.trainer.algorithm import Algorithm
-from flowrl.trainer.plan_files import load_plan
+from flowrl.trainer.plan_settings import plan_config
 
 GOALS = (400.0, 450.0)
 
@@ -51,13 +51,13 @@ def steps_to(algorithm: Algorithm, limit: int) -> dict[str, dict[float, int | No
 def algorithm_for(name: str, seed: int) -> Algorithm:
     """Build the algorithm of a shipped plan, or of one branch of `ppo_dqn`."""
     if not name.startswith("alone"):
-        config = load_plan(name).config.updated(seed=seed, min_sample_timesteps_per_iteration=500)
+        config = plan_config(name).updated(seed=seed, min_sample_timesteps_per_iteration=500)
         algorithm: Algorithm = config.build(plan=name)
         return algorithm
     import composition
 
     policy_id = name.split("-")[1]
-    config = load_plan("ppo_dqn").config
+    config = plan_config("ppo_dqn")
     config = config.updated(
         seed=seed,
         min_sample_timesteps_per_iteration=500,

@@ -33,9 +33,9 @@ STARTS, BATCH, BUFFER, LR, GAMMA, TAU, NOISE = 1_000, 256, 100_000, 1e-3, 0.99, 
 
 def flowrl_run(plan: str, steps: int, seed: int) -> dict[str, float]:
     """Run the shipped plan."""
-    from flowrl.trainer.plan_files import load_plan
+    from flowrl.trainer.plan_settings import plan_config
 
-    config = load_plan(plan).config
+    config = plan_config(plan)
     config = config.updated(
         env="Pendulum-v1",
         exploration_config=config.exploration_config.updated(random_timesteps=STARTS),

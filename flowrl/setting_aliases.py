@@ -60,7 +60,6 @@ SETTING_SUGGESTIONS = {
     "train_freq": "training_intensity",
     "exploration_fraction": "exploration_config",
     "exploration_final_eps": "exploration_config",
-    "total_timesteps": "stop_timesteps",
     "policy_kwargs": "model",
     "net_arch": "model",
     "target_update_interval": "target_network_update_freq",

@@ -14,11 +14,17 @@ from flowrl.replay import MultiAgentReplayBuffer, ReplayBuffer
 config = A2CConfig(
     env="CartPole-v1",
     num_envs_per_worker=8,
-    train_batch_size=64,
-    gamma=0.98,
-    lr=[(0, 1e-3), (300_000, 1e-4)],
+    lr=[("0%", 1e-3), ("100%", 0.0)],
     allow_off_policy=True,
 )
+tuned = {
+    "CartPole-v1": {
+        "total_timesteps": 500_000,
+        "train_batch_size": 64,
+        "gamma": 0.98,
+        "lr": [("0%", 1e-3), ("60%", 1e-4)],
+    }
+}
 
 
 def execution_plan(workers, config):

@@ -21,6 +21,7 @@ from flowrl.trainer.config import AlgorithmConfig
 config = AlgorithmConfig(
     env=make_multi_agent("CartPole-v1"),
     env_config={"num_agents": 4, "episode_steps": 500},
+    total_timesteps=100_000,
     num_envs_per_worker=4,
     rollout_fragment_length=8,
     policies={
@@ -28,13 +29,13 @@ config = AlgorithmConfig(
             config=PPOConfig(
                 train_batch_size=1024,
                 gamma=0.98,
-                lr=[(0, 1e-3), (100_000, 0.0)],
-                clip_param=[(0, 0.2), (100_000, 0.0)],
+                lr=[("0%", 1e-3), ("100%", 0.0)],
+                clip_param=[("0%", 0.2), ("100%", 0.0)],
             )
         ),
         "dqn": PolicySpec(
             config=DQNConfig(
-                lr=[(0, 1e-3), (100_000, 5e-5)],
+                lr=[("0%", 1e-3), ("100%", 5e-5)],
                 train_batch_size=64,
                 n_step=10,
                 target_network_update_freq=0,
@@ -44,7 +45,7 @@ config = AlgorithmConfig(
                 model={"fcnet_hiddens": [128, 128], "fcnet_activation": "relu"},
                 exploration_config={
                     "type": "EpsilonGreedy",
-                    "epsilon": [(0, 1.0), (1_500, 0.1), (10_000, 0.01)],
+                    "epsilon": [("0%", 1.0), ("1.5%", 0.1), ("10%", 0.01)],
                 },
             )
         ),

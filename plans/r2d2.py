@@ -15,15 +15,18 @@ from flowrl.ops import (
 config = R2D2Config(
     env="CartPole-v1",
     num_envs_per_worker=4,
-    rollout_fragment_length=60,
-    lr=1e-3,
-    target_network_update_freq=0,
-    tau=0.01,
     training_intensity=20,
-    learning_starts=2000,
-    model={"fcnet_hiddens": [64], "use_lstm": True, "lstm_cell_size": 64, "burn_in": 10},
-    exploration_config={"type": "EpsilonGreedy", "epsilon": [(0, 1.0), (20_000, 0.02)]},
+    exploration_config={"type": "EpsilonGreedy", "epsilon": [("0%", 1.0), ("10%", 0.05)]},
 )
+tuned = {
+    "CartPole-v1": {
+        "lr": 1e-3,
+        "target_network_update_freq": 0,
+        "tau": 0.01,
+        "learning_starts": 2000,
+        "exploration_config": {"epsilon": [(0, 1.0), (20_000, 0.02)]},
+    }
+}
 
 
 def execution_plan(workers, config):

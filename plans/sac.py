@@ -12,7 +12,8 @@ from flowrl.ops import (
     UpdateTargetNetwork,
 )
 
-config = SACConfig(env="Pendulum-v1", lr=1e-3, gamma=0.98)
+config = SACConfig(env="Pendulum-v1")
+tuned = {"Pendulum-v1": {"lr": 1e-3, "gamma": 0.98}}
 
 
 def execution_plan(workers, config):

@@ -12,13 +12,14 @@ from flowrl.ops import (
     UpdateTargetNetwork,
 )
 
-config = TD3Config(
-    env="Pendulum-v1",
-    lr=1e-3,
-    gamma=0.98,
-    learning_starts=400,
-    exploration_config={"type": "GaussianNoise", "scale": 0.1, "random_timesteps": 400},
-)
+config = TD3Config(env="Pendulum-v1")
+tuned = {
+    "Pendulum-v1": {
+        "gamma": 0.98,
+        "learning_starts": 400,
+        "exploration_config": {"random_timesteps": 400},
+    }
+}
 
 
 def execution_plan(workers, config):

@@ -17,7 +17,8 @@ import zlib
 from dataclasses import replace
 from pathlib import Path
 
-from flowrl.trainer.plan_files import load_plan, shipped_plans
+from flowrl.trainer.plan_files import shipped_plans
+from flowrl.trainer.plan_settings import plan_config
 
 OFFLINE = {"bc": "CartPole-v1", "marwil": "CartPole-v1", "cql": "Pendulum-v1"}
 NOT_REPEATABLE = {"apex", "appo", "impala", "dqn_distributed"}
@@ -33,7 +34,7 @@ def small_settings(config):
 
 
 def small_config(plan, num_workers=0, **settings):
-    config = load_plan(plan).config.updated(
+    config = plan_config(plan).updated(
         num_envs_per_worker=2,
         seed=3,
         min_sample_timesteps_per_iteration=256,
@@ -73,7 +74,7 @@ def checksum(policy):
 
 def record_run(plan, num_workers, experience):
     if plan in OFFLINE:
-        config = load_plan(plan).config.updated(
+        config = plan_config(plan).updated(
             seed=3, train_batch_size=128, input_=experience[OFFLINE[plan]]
         )
     else:

@@ -22,7 +22,7 @@ cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
 node = cluster.add_node(num_cpus=2)
 ray.init(address=cluster.address, log_to_driver=False)
 
-from flowrl.trainer.plan_files import load_plan
+from flowrl.trainer.plan_settings import plan_config
 
 def nodes(algorithm):
     ids = algorithm.workers.foreach_worker(lambda w: ray.get_runtime_context().get_node_id())
@@ -54,7 +54,7 @@ def run(body, tmp_path, before=CLUSTER, timeout=240):
 def test_plan_trains_with_workers_on_several_nodes(tmp_path, plan):
     output = run(
         f"""
-        config = load_plan({plan!r}).config.updated(
+        config = plan_config({plan!r}).updated(
             num_workers=3, num_envs_per_worker=2, rollout_fragment_length=20, seed=0,
             train_batch_size=120, sgd_minibatch_size=0, min_sample_timesteps_per_iteration=240,
             **({{"learning_starts": 50}} if {plan!r} == "apex" else {{}}),
@@ -79,7 +79,7 @@ def test_lost_node_loses_no_counted_steps(tmp_path):
     """Workers of the lost node are recreated on other nodes with the newest weights."""
     output = run(
         """
-        config = load_plan("impala").config.updated(
+        config = plan_config("impala").updated(
             num_workers=3, num_envs_per_worker=2, rollout_fragment_length=20, seed=0,
             train_batch_size=120, min_sample_timesteps_per_iteration=480, num_cpus_per_worker=0.5,
         )
@@ -106,7 +106,7 @@ def test_lost_node_loses_no_counted_steps(tmp_path):
 def test_workers_are_added_on_a_new_node(tmp_path):
     output = run(
         """
-        config = load_plan("impala").config.updated(
+        config = plan_config("impala").updated(
             num_workers=2, num_envs_per_worker=2, rollout_fragment_length=20, seed=0,
             train_batch_size=120, min_sample_timesteps_per_iteration=240,
             custom_resources_per_worker={"sampling": 1},
@@ -141,7 +141,7 @@ def test_workers_are_added_on_a_new_node(tmp_path):
 def test_transfers_within_a_node_are_not_counted(tmp_path):
     output = run(
         """
-        config = load_plan("ppo").config.updated(
+        config = plan_config("ppo").updated(
             num_workers=1, rollout_fragment_length=20, seed=0, train_batch_size=120,
             sgd_minibatch_size=0, custom_resources_per_worker={"node:__internal_head__": 0.1},
         )
@@ -171,7 +171,7 @@ def test_stop_leaves_no_actors_and_threads(tmp_path):
             return condition()
 
         for plan in ("impala", "apex", "ddppo"):
-            config = load_plan(plan).config.updated(
+            config = plan_config(plan).updated(
                 num_workers=2, num_envs_per_worker=2, rollout_fragment_length=20, seed=0,
                 min_sample_timesteps_per_iteration=100, num_cpus_per_worker=0.5,
                 sgd_minibatch_size=0,
@@ -195,8 +195,8 @@ def test_stop_leaves_no_actors_and_threads(tmp_path):
 def test_killed_driver_leaves_no_processes(tmp_path):
     code = textwrap.dedent(
         """
-        from flowrl.trainer.plan_files import load_plan
-        config = load_plan("apex").config.updated(num_workers=2, seed=0)
+        from flowrl.trainer.plan_settings import plan_config
+        config = plan_config("apex").updated(num_workers=2, seed=0)
         with config.build() as algorithm:
             while True:
                 algorithm.train()

@@ -6,7 +6,7 @@ import torch
 from flowrl.algorithms.ppo import PPO, PPOConfig, PPOTorchPolicy
 from flowrl.offline.off_policy_evaluation import estimate
 from flowrl.ops import ParallelRollouts, WriteParquet
-from flowrl.trainer.plan_files import load_plan
+from flowrl.trainer.plan_settings import plan_config
 
 from .envs import Catch, HiddenVelocities, RepeatPast
 
@@ -34,7 +34,10 @@ def steps_to(plan, goal, limit, **settings):
     Returns:
         env steps, result of a greedy evaluation over 100 episodes.
     """
-    with load_plan(plan).config.updated(**settings).build(plan=plan) as algorithm:
+    config = plan_config(plan, settings.get("env"))
+    if "env" in settings:
+        config = config.updated(total_timesteps=limit)
+    with config.updated(**settings).build(plan=plan) as algorithm:
         while True:
             result = algorithm.train()
             full = result["episodes_in_window"] >= 100
@@ -150,7 +153,7 @@ def test_a2c_with_replay():
 @pytest.mark.slow
 def test_ppo_and_dqn_in_one_plan():
     """Alone, PPO takes about 24,000 env steps and DQN about 28,000."""
-    with load_plan("ppo_dqn").config.updated(seed=0).build(plan="ppo_dqn") as algorithm:
+    with plan_config("ppo_dqn").updated(seed=0).build(plan="ppo_dqn") as algorithm:
         best = {"ppo": 0.0, "dqn": 0.0}
         while min(best.values()) < 450:
             result = algorithm.train()
@@ -163,7 +166,7 @@ def test_ppo_and_dqn_in_one_plan():
 @SEEDS
 def test_three_algorithms_in_one_plan(seed):
     """Each algorithm reaches a return of 400; the environment has six agents."""
-    with load_plan("three_way").config.updated(seed=seed).build(plan="three_way") as algorithm:
+    with plan_config("three_way").updated(seed=seed).build(plan="three_way") as algorithm:
         best = dict.fromkeys(("ppo", "dqn", "sac"), 0.0)
         while min(best.values()) < 400:
             result = algorithm.train()
@@ -310,7 +313,7 @@ def learning_curve(plan, steps, **settings):
     """Return (env steps, mean return of the last 20 episodes) of each iteration."""
     base = {"metrics_num_episodes_for_smoothing": 20, "min_sample_timesteps_per_iteration": 200}
     curve = []
-    with load_plan(plan).config.updated(**{**base, **settings}).build() as algorithm:
+    with plan_config(plan).updated(**{**base, **settings}).build() as algorithm:
         while not curve or curve[-1][0] < steps:
             result = algorithm.train()
             curve.append((result["timesteps_total"], result["episode_reward_mean"]))
@@ -357,7 +360,7 @@ def recorded(tmp_path_factory):
         folders and mean returns, by name: "expert" and "mixed".
     """
     folders = {name: tmp_path_factory.mktemp(name) for name in ("expert", "mixed")}
-    with load_plan("ppo").config.updated(seed=0).build(plan="ppo") as algorithm:
+    with plan_config("ppo").updated(seed=0).build(plan="ppo") as algorithm:
         expert, weights = algorithm.get_policy(), {}
         for level in (60, 475):
             while algorithm.train()["episode_reward_mean"] < level:
@@ -372,7 +375,7 @@ def recorded(tmp_path_factory):
 
 def offline_return(plan, folder, rows, **settings):
     """Train offline on `rows` rows; return the mean return of 50 greedy episodes."""
-    config = load_plan(plan).config.updated(input_=str(folder), **settings)
+    config = plan_config(plan).updated(input_=str(folder), **settings)
     with config.build(plan=plan) as algorithm:
         while algorithm.train()["num_env_steps_trained"] < rows:
             pass
@@ -396,7 +399,7 @@ def test_marwil_outperforms_the_recorded_policies(recorded, seed):
 def sac_experience(tmp_path_factory):
     """Record the first 6,000 env steps of SAC on Pendulum-v1; return the folder."""
     folder = tmp_path_factory.mktemp("sac_experience")
-    with load_plan("sac").config.updated(seed=0, output=str(folder)).build(plan="sac") as sac:
+    with plan_config("sac").updated(seed=0, output=str(folder)).build(plan="sac") as sac:
         while sac.train()["num_env_steps_sampled"] < 6000:
             pass
     return folder

@@ -14,6 +14,7 @@ from flowrl.iter.stages.branches import DuplicateChild
 from flowrl.ops import ConcatBatches, SelectExperiences
 from flowrl.sampling import WorkerSet
 from flowrl.trainer.plan_files import load_plan, shipped_plans
+from flowrl.trainer.plan_settings import plan_config
 
 PLANS = list(shipped_plans())
 OFFLINE = ("bc", "cql", "marwil")  # these need files: see test_marwil.py, test_cql.py
@@ -42,7 +43,7 @@ MAX_CODE_LINES = {
 
 def small_config(name, num_workers=0):
     """Return small settings of a shipped plan, for every algorithm in it."""
-    config = load_plan(name).config.updated(**SMALL, num_workers=num_workers)
+    config = plan_config(name).updated(**SMALL, num_workers=num_workers)
     if config.policies is None:
         shards = {"num_replay_shards": 1} if name in SHARDED else {}
         return small_settings(config).updated(**shards)

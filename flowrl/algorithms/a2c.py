@@ -7,7 +7,6 @@ from typing import ClassVar
 import torch
 
 from flowrl.algorithms.on_policy import OnPolicyConfig, OnPolicyPolicy
-from flowrl.policies.schedules import value_at
 from flowrl.policies.torch_policy import TensorBatch
 from flowrl.settings import Count
 from flowrl.trainer.algorithm import Algorithm
@@ -45,8 +44,8 @@ class A2CTorchPolicy(OnPolicyPolicy):
         vf_loss = torch.nn.functional.mse_loss(values, batch["value_targets"])
         entropy = dist.entropy().mean()
         self.stats |= {"policy_loss": policy_loss, "vf_loss": vf_loss, "entropy": entropy}
-        weight = value_at(self.config.vf_loss_coeff, self.timestep)
-        bonus = value_at(self.config.entropy_coeff, self.timestep)
+        weight = self.scheduled(self.config.vf_loss_coeff)
+        bonus = self.scheduled(self.config.entropy_coeff)
         return policy_loss + weight * vf_loss - bonus * entropy
 
 

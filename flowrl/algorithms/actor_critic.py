@@ -15,7 +15,7 @@ from flowrl.policies.learning.flat_parameters import FlatAdam
 from flowrl.policies.learning.torch_learner import TorchLearner
 from flowrl.policies.models.actor_critic import ActorCritic
 from flowrl.policies.models.base import ModelV2
-from flowrl.policies.schedules import Schedule, value_at
+from flowrl.policies.schedules import Schedule, initial_value
 from flowrl.policies.target_network import TargetNetwork
 from flowrl.policies.torch_policy import TensorBatch
 from flowrl.seeding import random_stream
@@ -73,7 +73,7 @@ class ActorCriticLearner(TorchLearner):
             return
         policy: Any = self.policy
         for part, group in enumerate(self.optimizers[0].param_groups):
-            group["lr"] = value_at(policy.learning_rate(part), policy.timestep)
+            group["lr"] = policy.scheduled(policy.learning_rate(part))
 
     def _is_default_optimizer(self) -> bool:
         policy: Any = self.policy
@@ -157,7 +157,7 @@ class ActorCriticPolicy(TargetNetwork):
         extra = [getattr(model, name) for name in self.extra_parameters()]
         if extra:
             slices.append(self.flat.part(extra))
-        parts = [(part, value_at(self.learning_rate(i), 0)) for i, part in enumerate(slices)]
+        parts = [(part, initial_value(self.learning_rate(i))) for i, part in enumerate(slices)]
         self.default_optimizer = FlatAdam(
             self.flat, lr=parts[0][1], eps=config.adam_epsilon, parts=parts
         )

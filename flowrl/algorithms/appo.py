@@ -12,7 +12,7 @@ from pydantic import Field
 
 from flowrl.algorithms.ppo import adapted, clipped_surrogate
 from flowrl.algorithms.vtrace import VTraceConfig, VTracePolicy
-from flowrl.policies.schedules import Schedule, value_at
+from flowrl.policies.schedules import Schedule
 from flowrl.policies.target_network import TargetNetwork
 from flowrl.policies.torch_policy import TensorBatch
 from flowrl.settings import Fraction, NotNegative, Positive
@@ -80,14 +80,14 @@ class APPOTorchPolicy(TargetNetwork, VTracePolicy):
         # equals pi / target, unless sampled / target exceeds clip_sampled_ratio
         sampled_ratio = torch.exp(sampled_logp - target_logp).clamp(max=config.clip_sampled_ratio)
         ratio = sampled_ratio * torch.exp(logp - sampled_logp)
-        clip = value_at(config.clip_param, self.timestep)
+        clip = self.scheduled(config.clip_param)
         policy_loss = -clipped_surrogate(ratio, advantages_tensor, clip)
         value_targets = torch.from_numpy(targets).to(self.device)
         vf_loss = torch.nn.functional.mse_loss(values, value_targets)
         entropy, kl = dist.entropy().mean(), target.kl(dist).mean()
         self.stats |= {"policy_loss": policy_loss, "vf_loss": vf_loss, "entropy": entropy, "kl": kl}
-        weight = value_at(config.vf_loss_coeff, self.timestep)
-        bonus = value_at(config.entropy_coeff, self.timestep)
+        weight = self.scheduled(config.vf_loss_coeff)
+        bonus = self.scheduled(config.entropy_coeff)
         return policy_loss + weight * vf_loss - bonus * entropy + self.kl_coeff * kl
 
     def end_learning(self, batch: Any, stats: dict[str, float]) -> dict[str, float]:

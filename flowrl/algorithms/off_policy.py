@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from flowrl.data import DEFAULT_POLICY_ID
 from flowrl.ops import ReplayActors
 from flowrl.policies.policy_spec import specs_of
+from flowrl.policies.schedules import Step, check_steps, env_step
 from flowrl.replay import MultiAgentReplayBuffer, PrioritizedReplayBuffer, ReplayBuffer
 from flowrl.seeding import derive_seed
 from flowrl.settings import ConfigError, Count, NotNegative, Positive
@@ -49,9 +50,9 @@ class OffPolicyConfig(AlgorithmConfig):
     1511.05952); if False, uniformly."""
     prioritized_replay_alpha: NotNegative = 0.6
     """Prioritization exponent alpha; 0 draws uniformly."""
-    prioritized_replay_beta: NotNegative | list[tuple[int, NotNegative]] = 0.4
+    prioritized_replay_beta: NotNegative | list[tuple[Step, NotNegative]] = 0.4
     """Exponent beta of the importance weights: a number, or points [(rows stored, value), …]; 1
-    corrects the bias of prioritization fully."""
+    corrects the bias of prioritization fully. Rows may be percentages of `total_timesteps`."""
     prioritized_replay_eps: NotNegative = 1e-6
     """Added to absolute TD errors, so that every row can be drawn."""
     min_sample_timesteps_per_iteration: int = Field(default=1000, ge=0)
@@ -66,12 +67,10 @@ class OffPolicyConfig(AlgorithmConfig):
                 )
         beta = self.prioritized_replay_beta
         if isinstance(beta, list):
-            steps = [step for step, _ in beta]
-            if not beta or sorted(set(steps)) != steps:
-                raise ValueError(
-                    f"prioritized_replay_beta must be points [(rows stored, value), …] in "
-                    f"increasing order, got {beta}"
-                )
+            try:
+                check_steps([step for step, _ in beta])
+            except ValueError as error:
+                raise ValueError(f"prioritized_replay_beta: {error}, got {beta}") from None
         if self.replay_mode == "lockstep" and self.prioritized_replay:
             raise ValueError('replay_mode="lockstep" draws uniformly: leave prioritized_replay out')
         for name in ("alpha", "beta", "eps"):
@@ -99,12 +98,19 @@ class OffPolicyConfig(AlgorithmConfig):
             return PrioritizedReplayBuffer(
                 capacity,
                 alpha=self.prioritized_replay_alpha,
-                beta=self.prioritized_replay_beta,
+                beta=self._beta(),
                 eps=self.prioritized_replay_eps,
                 **settings,
             )
         except OSError as error:
             raise ConfigError(f"replay_buffer_dir: it cannot be written: {error}") from error
+
+    def _beta(self) -> float | list[tuple[float, float]]:
+        """Return `prioritized_replay_beta` with percentages replaced by rows."""
+        beta = self.prioritized_replay_beta
+        if not isinstance(beta, list):
+            return beta
+        return [(env_step(step, self.total_timesteps), value) for step, value in beta]
 
     def buffer_settings(self, policy_id: str, shard: int) -> dict[str, Any]:
         """Return the arguments of a ReplayBuffer, without its capacity."""

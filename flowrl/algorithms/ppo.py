@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 
 from flowrl.algorithms.on_policy import OnPolicyConfig, OnPolicyPolicy
-from flowrl.policies.schedules import Schedule, value_at
+from flowrl.policies.schedules import Schedule
 from flowrl.policies.torch_policy import TensorBatch
 from flowrl.settings import Count, NotNegative, Positive
 from flowrl.trainer.algorithm import Algorithm
@@ -58,7 +58,7 @@ class PPOTorchPolicy(OnPolicyPolicy):
         inputs, _ = self.model.from_batch(batch)
         values = self.model.value_function()
         dist = self.dist_class(inputs, self.model)
-        clip = value_at(config.clip_param, self.timestep)
+        clip = self.scheduled(config.clip_param)
 
         advantages = batch["advantages"]
         if config.standardize_advantages:
@@ -67,8 +67,8 @@ class PPOTorchPolicy(OnPolicyPolicy):
         policy_loss = -clipped_surrogate(ratio, advantages, clip)
 
         vf_loss = self._value_loss(values, batch)
-        loss = policy_loss + value_at(config.vf_loss_coeff, self.timestep) * vf_loss
-        bonus = value_at(config.entropy_coeff, self.timestep)
+        loss = policy_loss + self.scheduled(config.vf_loss_coeff) * vf_loss
+        bonus = self.scheduled(config.entropy_coeff)
         if bonus:
             entropy = dist.entropy().mean()
             loss = loss - bonus * entropy
@@ -102,7 +102,7 @@ class PPOTorchPolicy(OnPolicyPolicy):
         if self.kl_coeff:
             kl = self.learner.mean_over_group(batch_stats["kl"])
             self.kl_coeff = adapted(self.kl_coeff, kl or 0.0, self.config.kl_target)
-        clip = value_at(self.config.clip_param, self.timestep)
+        clip = self.scheduled(self.config.clip_param)
         return {**batch_stats, "cur_kl_coeff": self.kl_coeff, "cur_clip_param": clip}
 
     def describe(self, batch: Any) -> dict[str, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from flowrl.cli.display import print_failure
-from flowrl.cli.run_settings import plan_config
+from flowrl.trainer.plan_settings import plan_config
 
 
 def explain_command(arguments: list[str]) -> int:

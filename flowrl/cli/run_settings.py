@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from flowrl.cli.arguments import json_object
 from flowrl.cli.saved_run import newest_checkpoint, read_command, read_config
-from flowrl.cli.stop_rules import add_stop_options
+from flowrl.cli.stop_rules import StopRules, add_stop_options, describe_defaults
 from flowrl.data.checkpoint import read_manifest
 from flowrl.settings import ConfigError
 from flowrl.trainer.plan_files import is_shipped
+from flowrl.trainer.plan_settings import plan_config
 from flowrl.trainer.registry import algorithm_names, algorithm_path
 from flowrl.trainer.trust import untrusted_code
-
-
-def plan_config(plan: str) -> Any:
-    """Return the AlgorithmConfig of a plan; see `flowrl.trainer.config.plan_config`."""
-    from flowrl.trainer import config
-
-    return config.plan_config(plan)
 
 
 def algorithm_config(name: str, settings: dict[str, Any]) -> Any:
@@ -46,10 +41,7 @@ def parse_plan_run(plan: str, arguments: list[str]) -> tuple[argparse.Namespace,
         ConfigError: unknown flag or invalid value.
         SystemExit: after `--help`.
     """
-    defaults = plan_config(plan)
-    options, config = _parse(plan, defaults, arguments)
-    _reject_flags_without_effect(config, defaults)
-    return options, config
+    return _parse(plan, partial(plan_config, plan), arguments)
 
 
 def parse_algorithm_run(arguments: list[str]) -> tuple[argparse.Namespace, Any]:
@@ -61,18 +53,44 @@ def parse_algorithm_run(arguments: list[str]) -> tuple[argparse.Namespace, Any]:
     parser.add_argument("--run")
     options, flags = parser.parse_known_args(arguments)
     defaults = algorithm_config(options.run, {})
-    options, config = _parse(f"--run={options.run}", defaults, flags)
-    _reject_flags_without_effect(config, defaults)
-    return options, config
+    return _parse(f"--run={options.run}", lambda env: defaults, flags)
 
 
-def _parse(plan: str, defaults: Any, arguments: list[str]) -> tuple[argparse.Namespace, Any]:
-    """Parse the options of a run, and apply `--config` and all other flags to `defaults`."""
+def _parse(
+    plan: str, default_config: Callable[[Any], Any], arguments: list[str]
+) -> tuple[argparse.Namespace, Any]:
+    """Parse the options of a run; apply them and all flags to its default config.
+
+    Args:
+        plan: as on the command line.
+        default_config: returns the config for an environment, which may be None.
+        arguments: options and flags.
+    """
     from flowrl.cli.flags import settings_from_flags
 
     program = f"flowrl train {plan}"
+    options, flags = _run_options(program).parse_known_args(arguments)
+    env = options.config.get("env") if options.env is None else options.env
+    changes = {**options.config, **({} if env is None else {"env": env})}
+    env_steps = StopRules.from_options(options).env_steps
+    if env_steps is not None:
+        changes.setdefault("total_timesteps", env_steps)
+    before = default_config(env)
+    defaults = before.updated(**changes)
+    settings_flags = [flag for flag in flags if flag not in ("-h", "--help")]
+    config = settings_from_flags(defaults, settings_flags, program, vars(options))
+    if settings_flags != flags:
+        print(_run_options(program, describe_defaults(config)).format_help())
+        sys.stdout.flush()
+        settings_from_flags(defaults, flags, program, vars(options))  # prints the flags and exits
+    _reject_flags_without_effect(config, before)
+    return options, config
+
+
+def _run_options(program: str, *default_stop: str) -> argparse.ArgumentParser:
+    """Return the parser of the options of a run that are not settings."""
     parser = argparse.ArgumentParser(prog=program, add_help=False, allow_abbrev=False)
-    add_stop_options(parser)
+    add_stop_options(parser, *default_stop)
     parser.add_argument("--run-dir", type=Path, help="output folder (default: runs/…)")
     parser.add_argument("--env", help="id of a Gymnasium environment, or a registered name")
     parser.add_argument(
@@ -81,14 +99,7 @@ def _parse(plan: str, defaults: Any, arguments: list[str]) -> tuple[argparse.Nam
         default={},
         help="settings as a JSON object; flags override them",
     )
-    options, flags = parser.parse_known_args(arguments)
-    changes = {**options.config, **({} if options.env is None else {"env": options.env})}
-    if changes:
-        defaults = defaults.updated(**changes)
-    if "-h" in flags or "--help" in flags:
-        print(parser.format_help())
-        sys.stdout.flush()
-    return options, settings_from_flags(defaults, flags, program, vars(options))
+    return parser
 
 
 def _reject_flags_without_effect(config: Any, defaults: Any) -> None:
@@ -101,8 +112,8 @@ def _reject_flags_without_effect(config: Any, defaults: Any) -> None:
     specs = specs_of(config.policies)
     if not all(isinstance(spec.config, PolicyConfig) for spec in specs.values()):
         return
-    for name in PolicyConfig.model_fields:
-        if name != "seed" and getattr(config, name) != getattr(defaults, name):
+    for name in [n for n in PolicyConfig.model_fields if n not in ("seed", "total_timesteps")]:
+        if getattr(config, name) != getattr(defaults, name):
             flag = name.rstrip("_").replace("_", "-")
             raise ConfigError(
                 f"--{flag}: every policy of this plan has its own settings: "
@@ -168,12 +179,12 @@ def _config_of_run(run_dir: Path, plan: str | None, trust: bool) -> tuple[Any, s
         raise ConfigError(
             f"{run_dir}: its plan is the file {name}: pass --trust to execute it, or --plan FILE"
         )
-    config = plan_config(name)
+    config = plan_config(name, settings.get("env"))
     # a YAML file may run a registered algorithm with the plan of another one
     if algorithm is not None and algorithm_path(algorithm) != config.algorithm:
         return algorithm_config(algorithm, settings), None
     if any(flag.startswith("--policies.") for flag in command):  # config.json has no PolicySpecs
-        _, config = _parse(name, config, command[command.index("train") + 2 :])
+        _, config = _parse(name, partial(plan_config, name), command[command.index("train") + 2 :])
     return config.updated(**settings), name
 
 

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flowrl.cli.arguments import finite_float, json_object, positive_number
 from flowrl.settings import ConfigError, nearest
 from flowrl.trainer.metric_names import check_metric_name, flatten_result, metric_value
+from flowrl.trainer.start_checks import has_schedule_in_percent
 
 DEFAULT_TIMESTEPS = 500_000  # env steps of a run without stop rules
 MAX_RESULTS_WITHOUT_METRIC = 20  # results without an expected metric before a warning
+
+ENV_STEP_METRICS = (
+    "timesteps_total",
+    "num_env_steps_sampled",
+    "num_env_steps_sampled_lifetime",
+    "counters/num_env_steps_sampled",
+)
 
 MetricRule = tuple[str, str, float]
 """Path of a metric, ">=" or "<=", limit."""
@@ -66,15 +75,29 @@ class StopRules:
         """Return whether there is any rule."""
         return self != StopRules()
 
-    def with_defaults(self, config: Any) -> StopRules:
-        """Return these rules, or if there are none, the default ones.
+    @property
+    def env_steps(self) -> int | None:
+        """The limit on env steps, also of a rule on a metric; None if there is none."""
+        limits = [] if self.timesteps is None else [self.timesteps]
+        for name, relation, limit in self.metrics:
+            if name in ENV_STEP_METRICS and relation == ">=" and limit >= 1:
+                limits.append(math.ceil(limit))
+        return min(limits, default=None)
 
-        The defaults are the environment's own reward threshold and DEFAULT_TIMESTEPS env steps.
+    def with_defaults(self, config: Any) -> StopRules:
+        """Return these rules, completed by the default ones.
+
+        Without rules, the defaults are the environment's own reward threshold and
+        `total_timesteps` of the config, or DEFAULT_TIMESTEPS env steps. With rules, only the
+        latter applies, and only if the config has schedules in percent, which end there.
         """
-        if self.is_set():
-            return self
-        reward = _reward_threshold(config.env) if config.samples else None
-        return StopRules(reward=reward, timesteps=DEFAULT_TIMESTEPS)
+        timesteps = config.total_timesteps or DEFAULT_TIMESTEPS
+        if not self.is_set():
+            reward = _reward_threshold(config.env) if config.samples else None
+            return StopRules(reward=reward, timesteps=timesteps)
+        if self.env_steps is None and has_schedule_in_percent(config):
+            return replace(self, timesteps=timesteps)
+        return self
 
     def check(self, config: Any) -> None:
         """Check the names of the metrics.
@@ -122,9 +145,17 @@ def _reward_threshold(env: Any) -> float | None:
     return gym.spec(env).reward_threshold
 
 
+def describe_defaults(config: Any) -> str:
+    """Describe the stop rules of a run without stop options, for the help text."""
+    rules = StopRules().with_defaults(config)
+    reward = "" if rules.reward is None else f"a mean return of {rules.reward:g}, and "
+    return f"{reward}{rules.timesteps:,} env steps"
+
+
 def add_stop_options(
     parser: argparse.ArgumentParser,
-    default: str = f"the environment's own reward threshold, and {DEFAULT_TIMESTEPS:,} env steps",
+    default: str = "the environment's own reward threshold, and the plan's total_timesteps or "
+    f"{DEFAULT_TIMESTEPS:,} env steps",
 ) -> None:
     """Add the options of `StopRules.from_options`.
 
@@ -138,7 +169,11 @@ def add_stop_options(
     group.add_argument(
         "--stop-reward", type=finite_float, help="mean return of the last 100 episodes"
     )
-    group.add_argument("--stop-timesteps", type=positive_number(int), help="env steps")
+    group.add_argument(
+        "--stop-timesteps",
+        type=positive_number(int),
+        help="env steps; schedules in percent follow them",
+    )
     group.add_argument("--stop-iters", type=positive_number(int), help="iterations")
     group.add_argument(
         "--stop-time-s", type=positive_number(float), help="seconds since start or resume"

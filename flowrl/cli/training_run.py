@@ -51,10 +51,12 @@ def start_run(
     if not config.samples:
         config.check_input()
     config = _with_plan(config, plan)
+    stop = stop.with_defaults(config)
+    if config.total_timesteps is None:
+        config = config.updated(total_timesteps=stop.env_steps)
     algorithm, tree = _build(config)
     if algorithm is None:
         return 1
-    stop = stop.with_defaults(config)
     name = plan or type(algorithm).__name__.lower()
     with ExitStack() as cleanup:
         cleanup.callback(algorithm.stop)
@@ -77,7 +79,8 @@ def resume_run(
     Args:
         config: the run's AlgorithmConfig.
         plan: name or file of the plan; None uses the config's plan.
-        stop: when to stop; if empty, the run's own stop rules apply.
+        stop: when to stop; if empty, the run's own stop rules apply. Schedules in percent follow
+            its limit on env steps, so a longer run continues at its share of them.
         run_dir: the run directory.
         checkpoint: checkpoint to continue from; None uses the newest one.
         replace_plan: accept that the text of the plan differs from the run's.
@@ -85,18 +88,19 @@ def resume_run(
     Raises:
         ConfigError: the settings are invalid, or the run directory cannot be read.
     """
-    command, saved_stop = read_command(run_dir), read_stop_rules(run_dir)
+    command, saved_stop = read_command(run_dir), StopRules.from_saved(read_stop_rules(run_dir))
+    config = config.updated(total_timesteps=_total_of_resumed(config, stop, saved_stop))
     if not stop.is_set():
-        stop = StopRules.from_saved(saved_stop)
+        stop = saved_stop
         if not config.samples:  # offline training reports no returns
             stop.reward = None
     checkpoint = checkpoint or newest_checkpoint(run_dir)
     stop.check(config)
     config = _with_plan(config, plan)
+    stop = stop.with_defaults(config)
     algorithm, tree = _build(config)
     if algorithm is None:
         return 1
-    stop = stop.with_defaults(config)
     with ExitStack() as cleanup:
         cleanup.callback(algorithm.stop)
         run = RunDirectory(run_dir, resume=True)
@@ -122,6 +126,17 @@ def resume_run(
             if isinstance(operator := getattr(stage, "fn", None), WriteParquet):
                 operator.remove_newer_files()
         return _train(algorithm, stop, run, command)
+
+
+def _total_of_resumed(config: Any, stop: StopRules, saved_stop: StopRules) -> int | None:
+    """Return the `total_timesteps` of a resumed run.
+
+    If it was the limit on env steps, it follows the new limit; otherwise it only grows.
+    """
+    before: int | None = config.total_timesteps
+    if stop.env_steps is None or before is None:
+        return stop.env_steps or before
+    return stop.env_steps if before == saved_stop.env_steps else max(before, stop.env_steps)
 
 
 def _with_plan(config: Any, plan: str | None) -> Any:

@@ -7,16 +7,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flowrl.cli.arguments import add_trust_option
-from flowrl.cli.run_settings import (
-    absolute_plan,
-    algorithm_config,
-    check_trusted,
-    plan_config,
-)
+from flowrl.cli.run_settings import absolute_plan, algorithm_config, check_trusted
 from flowrl.cli.stop_rules import StopRules, add_stop_options, metric_rules
 from flowrl.cli.training_run import start_run
 from flowrl.settings import ConfigError, nearest
 from flowrl.trainer.plan_files import is_shipped
+from flowrl.trainer.plan_settings import plan_config
 
 _KEYS = ("run", "plan", "env", "env_config", "stop", "config")
 
@@ -73,12 +69,11 @@ def train_yaml(arguments: list[str]) -> int:
 def _prepare(name: str, entry: dict[str, Any], options: argparse.Namespace) -> YamlRun:
     """Return a checked run with the options of the command line applied."""
     try:
-        config, plan, stop = _parse_run(entry, options.trust)
+        stop_options = StopRules.from_options(options)
+        config, plan, stop = _parse_run(entry, stop_options, options.trust)
         if options.seed is not None:
             config = config.updated(seed=options.seed)
         config.check()
-        from_options = StopRules.from_options(options)
-        stop = from_options if from_options.is_set() else stop
         stop.check(config)
     except (ConfigError, argparse.ArgumentTypeError) as error:
         where = f"{options.file}{f', {name}' if name else ''}"
@@ -111,8 +106,16 @@ def _read(file: Path) -> dict[str, Any]:
     return entries
 
 
-def _parse_run(entry: dict[str, Any], trust: bool) -> tuple[Any, str | None, StopRules]:
-    """Return config, plan and stop rules of an entry in a YAML file."""
+def _parse_run(
+    entry: dict[str, Any], stop_options: StopRules, trust: bool
+) -> tuple[Any, str | None, StopRules]:
+    """Return config, plan and stop rules of an entry in a YAML file.
+
+    Args:
+        entry: the entry.
+        stop_options: rules of the command line, which replace those of the entry.
+        trust: import and execute the code that the entry names.
+    """
     unknown = sorted(str(key) for key in entry if key not in _KEYS)
     if unknown:
         raise ConfigError(f"unknown {unknown[0]!r}.{nearest(unknown[0], list(_KEYS))}")
@@ -128,6 +131,9 @@ def _parse_run(entry: dict[str, Any], trust: bool) -> tuple[Any, str | None, Sto
         if key in entry:
             settings[key] = entry[key]
     stop = StopRules(metrics=metric_rules(entry.get("stop") or {}))
+    stop = stop_options if stop_options.is_set() else stop
+    if stop.env_steps is not None:
+        settings.setdefault("total_timesteps", stop.env_steps)
     if "run" in entry:
         config = algorithm_config(entry["run"], settings)
         check_trusted(config, trust)
@@ -137,6 +143,7 @@ def _parse_run(entry: dict[str, Any], trust: bool) -> tuple[Any, str | None, Sto
         raise ConfigError(f"plan: must be a name or a file, got {plan!r}")
     if not trust and not is_shipped(plan) and plan.endswith(".py"):
         raise ConfigError(f"plan: {plan} is a file: pass --trust to execute it")
-    config = plan_config(plan).updated(**{"plan": absolute_plan(plan), **settings})
+    settings = {"plan": absolute_plan(plan), **settings}
+    config = plan_config(plan, settings.get("env")).updated(**settings)
     check_trusted(config, trust)
     return config, plan, stop

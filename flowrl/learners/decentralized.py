@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -146,10 +147,11 @@ class LearnOnWorker:
             raise
 
     def _current_global_vars(self) -> dict[str, Any]:
-        """Return `timestep`, the env steps sampled so far; it is the same on all workers."""
+        """Return the `global_vars` of the WorkerSet, which are the same on all workers."""
         if self._store is None:
             return self._global_vars or {"timestep": 0}
-        return {"timestep": int(self._store.get("timestep"))}
+        global_vars: dict[str, Any] = json.loads(self._store.get("global_vars"))
+        return global_vars
 
     def _leave_group(self, worker: RolloutWorker) -> str:
         """Leave the group, which the other members notice; return its name."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Collection
 from typing import Any
@@ -113,7 +114,7 @@ class TrainOnWorkersStage(Stage):
         self._group_number += 1
         self._members = self._current_members()
         self._is_new_group = True
-        self._store.set("timestep", str(self.workers.global_vars["timestep"]))
+        self._store.set("global_vars", json.dumps(self.workers.global_vars))
         name = str(self._group_number)
         state = learning_state(self.workers.local_worker().policy_map)
         self._store.set(f"state/{name}", state)
@@ -203,7 +204,7 @@ class TrainOnWorkersStage(Stage):
             info = record_updates(metrics, self, update.updates, steps, steps, None)
             first_info = first_info or info
         if self._store is not None:
-            self._store.set("timestep", str(self.workers.global_vars["timestep"]))
+            self._store.set("global_vars", json.dumps(self.workers.global_vars))
         return updates[0], first_info
 
     def stop(self) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import Field, SkipValidation, model_validator
 from pydantic.functional_validators import AfterValidator
 
-from flowrl.policies.schedules import Schedule, values_between
+from flowrl.policies.schedules import Schedule, ScheduleValue, values_between
 from flowrl.settings import Count, Fraction, NotNegative, Positive, Settings, setting
 
 
@@ -123,7 +123,7 @@ class ExplorationConfig(Settings):
     correlated); or act randomly."""
     random_timesteps: int = Field(default=0, ge=0)
     """Env steps of random actions at the start."""
-    epsilon: Schedule = Field(default=[(0, 1.0), (10_000, 0.05)])
+    epsilon: Schedule = Field(default=cast(ScheduleValue, [(0, 1.0), (10_000, 0.05)]))
     """EpsilonGreedy: share of random actions."""
     epsilon_base: Fraction = 0.4
     """PerWorkerEpsilonGreedy: worker i of N explores with epsilon_base ** (1 + i / (N - 1) *
@@ -160,8 +160,13 @@ class PolicyConfig(Settings):
     gamma: Fraction = 0.99
     """Discount per env step."""
     lr: Schedule = 3e-4
-    """Learning rate: a number, or a schedule [[env step, value], …], linear in between (as a flag:
-    env step, value, env step, value …)."""
+    """Learning rate: a number, or a schedule [[step, value], …], linear in between. Steps are env
+    steps, or percentages of `total_timesteps`: [["0%", 1e-3], ["100%", 0]] (as a flag: step, value,
+    step, value …)."""
+    total_timesteps: Count | None = None
+    """Env steps of the whole training, which schedules in percent follow. A run of the command line
+    sets it to its limit on env steps, or stops there if it has no other limit; a resumed run may
+    have a larger one."""
     adam_epsilon: Positive = 1e-5
     """Epsilon of the Adam optimizer."""
     grad_clip: Positive | None = 0.5

@@ -20,6 +20,7 @@ class ExploringPolicy(Protocol):
 
     rng: np.random.Generator
     timestep: int
+    total_timesteps: int | None
     worker_index: int
     num_workers: int
 
@@ -57,9 +58,9 @@ class Exploration:
             finite = np.isfinite(action_space.low).all() and np.isfinite(action_space.high).all()
             self._clips_noise = self._clips_noise and bool(finite)
         self._ou_noise: dict[str, np.ndarray] = {}  # by the number of rows
-        # fraction of random actions, and the timestep, worker_index and num_workers it is for
+        # fraction of random actions, and the policy's counters that it is for
         self._random_fraction: float | None = None
-        self._random_fraction_at: tuple[int, int, int] | None = None
+        self._random_fraction_at: tuple[int | None, ...] | None = None
         self._samples_only = config.type == "StochasticSampling" and not config.random_timesteps
         self._is_greedy = config.type in ("EpsilonGreedy", "PerWorkerEpsilonGreedy")
         continuous = isinstance(action_space, spaces.Box)
@@ -79,7 +80,7 @@ class Exploration:
 
         Args:
             inputs: distribution inputs [B, num_inputs].
-            policy: provides the random generator, the timestep and the worker's index.
+            policy: provides the random generator, the counters and the worker's index.
             explore: False returns the best actions.
 
         Returns:
@@ -97,7 +98,7 @@ class Exploration:
         actions, logp = self._dist_class.act(inputs, rng, False)
         if self._is_greedy:
             return self._epsilon_greedy(actions, inputs, rng, self.epsilon(policy))
-        return self._add_noise(actions, rng, value_at(self.config.scale, timestep)), logp
+        return self._add_noise(actions, rng, self._value(self.config.scale, policy)), logp
 
     def act_on_values(
         self, values: np.ndarray, policy: ExploringPolicy, explore: bool
@@ -116,8 +117,11 @@ class Exploration:
         actions: np.ndarray = values.argmax(1)
         if not explore:
             return actions
-        if self._random_fraction_at != (policy.timestep, policy.worker_index, policy.num_workers):
-            self._random_fraction_at = policy.timestep, policy.worker_index, policy.num_workers
+        counters = (
+            policy.timestep, policy.total_timesteps, policy.worker_index, policy.num_workers,
+        )  # fmt: skip
+        if self._random_fraction_at != counters:
+            self._random_fraction_at = counters
             self._random_fraction = self._compute_random_fraction(policy)
         if self._random_fraction is None:
             return self.act(values, policy, explore)[0]
@@ -135,6 +139,9 @@ class Exploration:
             return 1.0
         return self.epsilon(policy) if self._is_greedy else None
 
+    def _value(self, schedule: Any, policy: ExploringPolicy) -> float:
+        return value_at(schedule, policy.timestep, policy.total_timesteps)
+
     def epsilon(self, policy: ExploringPolicy) -> float:
         """Return the fraction of random actions of epsilon-greedy exploration.
 
@@ -142,7 +149,7 @@ class Exploration:
         """
         config = self.config
         if config.type == "EpsilonGreedy":
-            return min(1.0, value_at(config.epsilon, policy.timestep))
+            return min(1.0, self._value(config.epsilon, policy))
         if policy.num_workers and not policy.worker_index:
             return 0.0  # the local worker, if remote workers sample
         index, last = max(policy.worker_index - 1, 0), max(policy.num_workers - 1, 1)

@@ -15,11 +15,14 @@ from flowrl.policies.filters import ObservationFilter, RewardScaler
 from flowrl.policies.learning.epochs import run_epochs, shuffled_minibatches
 from flowrl.policies.policy_runner import PolicyRunner
 from flowrl.policies.prediction import predict
+from flowrl.policies.schedules import value_at
 from flowrl.policies.views import ViewRequirement, find_mismatch, find_out_of_range
 from flowrl.seeding import random_stream, restore_stream, stream_state
 from flowrl.settings import ConfigError
 
-_STATE_KEYS = ("weights", "filters", "timestep", "version", "rng", "shuffle_rng")
+_STATE_KEYS = (
+    "weights", "filters", "timestep", "total_timesteps", "version", "rng", "shuffle_rng",
+)  # fmt: skip
 
 
 class Policy:
@@ -37,6 +40,8 @@ class Policy:
             those that are always recorded. Changes apply from the next fragment on.
         version: increases with every change of the weights or of the filter statistics.
         timestep: env steps sampled so far, on which schedules depend.
+        total_timesteps: env steps of the whole training, which schedules in percent follow; None
+            if unknown.
         rng, shuffle_rng: random streams of actions and of minibatches.
         worker_index, num_workers: those of the policy's worker; 0 without remote workers.
         observation_filter, reward_scaler: running normalization; None if it is off.
@@ -56,6 +61,7 @@ class Policy:
         self.version = 0
         self.row_stats: dict[str, np.ndarray] = {}
         self.timestep = 0
+        self.total_timesteps: int | None = self.config.total_timesteps
         self.worker_index = self.num_workers = 0
         self.rng = random_stream(self.config.seed, "policy", "actions")
         self.shuffle_rng = random_stream(self.config.seed, "policy", "shuffle")
@@ -301,9 +307,17 @@ class Policy:
         """Return more statistics; called after the last pass."""
         return {}
 
+    def scheduled(self, setting: Any) -> float:
+        """Return the current value of a setting that may be a schedule; see `value_at`."""
+        return value_at(setting, self.timestep, self.total_timesteps)
+
     def on_global_var_update(self, global_vars: dict[str, Any]) -> None:
-        """Store `timestep`, the env steps sampled so far, which schedules depend on."""
+        """Store what schedules depend on: `timestep`, the env steps sampled so far, and
+        `total_timesteps`, unless it is None or missing."""
         self.timestep = int(global_vars["timestep"])
+        total = global_vars.get("total_timesteps")
+        if total is not None:
+            self.total_timesteps = int(total)
 
     # -- state ---------------------------------------------------------------------------------
 
@@ -354,13 +368,14 @@ class Policy:
             "weights": self.get_weights(),
             "filters": self.filter_state_dict(),
             "timestep": self.timestep,
+            "total_timesteps": self.total_timesteps,
             "version": self.version,
             "rng": stream_state(self.rng),
             "shuffle_rng": stream_state(self.shuffle_rng),
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Load a state from `get_state`.
+        """Load a state from `get_state`; its `total_timesteps` only if this policy has none.
 
         Raises:
             ValueError: an entry or a filter is missing, or the weights do not fit; nothing changes.
@@ -375,6 +390,7 @@ class Policy:
         self.set_weights(state["weights"])
         self.load_filter_state_dict(state["filters"])
         self.timestep = int(state["timestep"])
+        self.total_timesteps = self.total_timesteps or state["total_timesteps"]
         self.version = int(state["version"])
         restore_stream(self.rng, state["rng"])
         restore_stream(self.shuffle_rng, state["shuffle_rng"])
@@ -385,6 +401,7 @@ class Policy:
         scaler = self.reward_scaler
         return {
             "timestep": self.timestep,
+            "total_timesteps": self.total_timesteps,
             "version": self.version,
             "rng": stream_state(self.rng),
             "shuffle_rng": stream_state(self.shuffle_rng),
@@ -394,6 +411,7 @@ class Policy:
     def load_acting_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state from `acting_state_dict`."""
         self.timestep, self.version = state["timestep"], state["version"]
+        self.total_timesteps = self.total_timesteps or state["total_timesteps"]
         restore_stream(self.rng, state["rng"])
         restore_stream(self.shuffle_rng, state["shuffle_rng"])
         if self.reward_scaler is not None:

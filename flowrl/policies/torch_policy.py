@@ -23,7 +23,7 @@ from flowrl.policies.models.catalog import make_model
 from flowrl.policies.models.module_model import ModuleModel
 from flowrl.policies.models.tensor_batch import TensorBatch
 from flowrl.policies.policy import Policy
-from flowrl.policies.schedules import value_at
+from flowrl.policies.schedules import initial_value
 from flowrl.policies.views import find_input_problem, find_mismatch
 from flowrl.seeding import random_stream
 from flowrl.settings import ConfigError
@@ -145,7 +145,7 @@ class TorchPolicy(Policy):
         follow that schedule; other groups keep their rate.
         (They are not the default because importing torch.optim takes as long as importing torch.)
         """
-        return FlatAdam(self.flat, lr=value_at(self.config.lr, 0), eps=self.config.adam_epsilon)
+        return FlatAdam(self.flat, lr=initial_value(self.config.lr), eps=self.config.adam_epsilon)
 
     def loss(self, batch: TensorBatch) -> torch.Tensor | Sequence[torch.Tensor]:
         """Return the scalar to minimize; a list with one scalar per optimizer if there are several.

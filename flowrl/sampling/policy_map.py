@@ -100,8 +100,11 @@ def policy_class_and_config(
         )
     if isinstance(overrides, PolicyConfig):
         policy_class = policy_class or getattr(overrides, "policy_class", None) or default_class
+        total = config.get("total_timesteps")
         config = overrides
         overrides = {} if config.seed is None else {"seed": config.seed}
+        if total is not None:  # all policies follow the run
+            overrides["total_timesteps"] = total
     policy_class = policy_class or default_class
     if policy_class is None:
         raise ConfigError(f"policies: {policy_id!r} needs a policy_class")

@@ -57,7 +57,8 @@ class WorkerSet:
         env_steps_by_worker: counted env steps of each current worker.
         env_steps_of_removed_workers: counted env steps of failed and removed workers.
         num_episodes_restarted: episodes that a loaded state could not resume.
-        global_vars: `timestep` (env steps sampled), sent along with the weights.
+        global_vars: `timestep` (env steps sampled) and `total_timesteps` (the setting), sent along
+            with the weights.
         standalone_rollouts: stream of rollouts sampled without a plan; None before the first.
         weight_sync: tracks which weights each remote worker has.
     """
@@ -85,7 +86,8 @@ class WorkerSet:
         self.env_steps_by_worker: dict[int, int] = {}
         self.env_steps_of_removed_workers = 0
         self.num_episodes_restarted = 0
-        self.global_vars: dict[str, Any] = {"timestep": 0}
+        total = self.config.total_timesteps
+        self.global_vars: dict[str, Any] = {"timestep": 0, "total_timesteps": total}
         self.standalone_rollouts: Any = None
         self._local: RolloutWorker | None = None
         self._remote: list[Any] | None = None
@@ -242,7 +244,14 @@ class WorkerSet:
         self.failed.discard(index)
         self.env_steps_of_removed_workers += self.env_steps_by_worker.pop(index, 0)
 
-    # -- weights -------------------------------------------------------------------------------
+    # -- weights and global variables ----------------------------------------------------------
+
+    def set_total_timesteps(self, total_timesteps: int) -> None:
+        """Replace the setting; remote workers get the number with their next request."""
+        self.global_vars["total_timesteps"] = total_timesteps
+        for policy in self.local_worker().policy_map.values():
+            policy.total_timesteps = total_timesteps
+        self.weight_sync.invalidate()
 
     def sync_weights(self) -> None:
         """Send the local weights to every remote worker that lacks them, and wait.
@@ -296,7 +305,8 @@ class WorkerSet:
         elif self._remote:
             import ray
 
-            refs = [worker.apply.remote(_sampling_state) for worker in self._remote]
+            get_state = RolloutWorker.sampling_state_dict
+            refs = [worker.apply.remote(get_state) for worker in self._remote]
             for index, ref in enumerate(refs):
                 try:
                     remote[index] = ray.get(ref, timeout=STATE_TIMEOUT_S)
@@ -429,14 +439,9 @@ class WorkerSet:
         self.stop()
 
 
-def _sampling_state(worker: RolloutWorker) -> dict[str, Any]:
-    return worker.sampling_state_dict()
-
-
 def _resume(worker: RolloutWorker, payload: tuple[Any, ...] | None, state: dict[str, Any]) -> int:
     if payload is not None:
-        weights, versions, filters, _ = payload
-        worker.set_weights(weights, versions, filters)
+        worker.set_weights(*payload[:3])  # the state has the counters
     return worker.load_sampling_state_dict(state)
 
 

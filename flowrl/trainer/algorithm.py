@@ -35,12 +35,14 @@ from flowrl.trainer.checkpoint_saving import (
     manifest_of,
     sampling_state_of,
 )
-from flowrl.trainer.config import AlgorithmConfig, plan_config
+from flowrl.trainer.config import AlgorithmConfig
 from flowrl.trainer.evaluation import check_evaluation_env
 from flowrl.trainer.evaluator import Evaluator
 from flowrl.trainer.loggers import ResultLoggers
 from flowrl.trainer.plan_building import Plan, PlanBuilder
 from flowrl.trainer.plan_files import PLAN_MODULE, plan_of_module
+from flowrl.trainer.plan_settings import plan_config
+from flowrl.trainer.start_checks import check_start
 
 log = logging.getLogger("flowrl")
 
@@ -137,7 +139,7 @@ class Algorithm:
                 plan = plan_of_module(plan)
             if not isinstance(plan, str):
                 raise ConfigError(f"from_plan: pass a config with the function {plan.__qualname__}")
-            config = plan_config(plan)
+            config = plan_config(plan, settings.get("env"))
         algorithm = config.updated(**settings).build(plan=plan)
         if not isinstance(algorithm, cls):
             algorithm.stop()
@@ -212,6 +214,8 @@ class Algorithm:
         if self._stopped:
             raise RuntimeError("this algorithm was stopped: build a new one")
         started = time.perf_counter()
+        if self.last_result is None:
+            check_start(self.config, self.workers, self.plan.stage)
         self.plan.start(self.config.seed)
         try:
             plan_result = next(self.plan)
@@ -451,7 +455,8 @@ class Algorithm:
             iteration, time_total_s = int(state["iteration"]), float(state["time_total_s"])
             global_vars, run_ids = dict(state["global_vars"]), dict(state["loggers"])
             load_sampling_state(self.workers, plan, state)
-            self.workers.global_vars.update(global_vars)
+            total = self.workers.global_vars["total_timesteps"] or global_vars["total_timesteps"]
+            self.workers.global_vars.update(global_vars, total_timesteps=total)
         self.iteration, self._time_total_s = iteration, time_total_s
         self._loggers.load_state_dict(run_ids)
 

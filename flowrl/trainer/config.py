@@ -181,8 +181,12 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
             raise ConfigError(f"no policy {policy_id!r}.{nearest(policy_id, list(specs))}")
         config = specs[policy_id].config
         if isinstance(config, PolicyConfig):
-            seed = derive_seed(self.seed, "policy", policy_id)
-            return config if config.seed is not None or seed is None else config.updated(seed=seed)
+            changes: dict[str, Any] = {}
+            if config.seed is None and self.seed is not None:
+                changes["seed"] = derive_seed(self.seed, "policy", policy_id)
+            if self.total_timesteps is not None:
+                changes["total_timesteps"] = self.total_timesteps
+            return config.updated(**changes) if changes else config
         return self.updated(**config) if config else self
 
     @property
@@ -321,21 +325,6 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
         if algorithm is None and isinstance(self.plan, str) and self.plan.endswith(".py"):
             algorithm = algorithm_in(load_plan(self.plan))
         return (algorithm or self._algorithm_class())(self)
-
-
-def plan_config(plan: str) -> AlgorithmConfig:
-    """Return the `config` of a plan file.
-
-    Args:
-        plan: name of a shipped plan, or path of a plan file.
-
-    Raises:
-        ConfigError: the plan cannot be loaded or has no config.
-    """
-    config = getattr(load_plan(plan), "config", None)
-    if not isinstance(config, AlgorithmConfig):
-        raise ConfigError(f"plan: {plan} has no `config` that is an AlgorithmConfig")
-    return config
 
 
 def check_folder(output: str, setting: str = "output") -> None:

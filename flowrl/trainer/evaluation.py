@@ -186,7 +186,11 @@ class EvaluationWorkers:
         """Start an evaluation of the policies in their current state; return immediately."""
         weights = {pid: policy.get_weights() for pid, policy in policies.items()}
         filters = {pid: policy.filter_state_dict() for pid, policy in policies.items()}
-        global_vars = {"timestep": max(policy.timestep for policy in policies.values())}
+        first = next(iter(policies.values()))
+        global_vars = {
+            "timestep": max(policy.timestep for policy in policies.values()),
+            "total_timesteps": first.total_timesteps,
+        }
         workers = self._workers.remote_workers()
         config, count = self._config, len(workers)
         durations = [config.evaluation_duration // count] * count

@@ -20,7 +20,7 @@ from flowrl.ops import (
 from flowrl.policies import ConfigError, Policy, PolicySpec
 from flowrl.trainer.algorithm import Algorithm
 from flowrl.trainer.config import AlgorithmConfig
-from flowrl.trainer.plan_files import load_plan
+from flowrl.trainer.plan_settings import plan_config
 
 PPO = PPOConfig(train_batch_size=64, sgd_minibatch_size=32, num_sgd_iter=2, gamma=0.9, lr=1e-3)
 DQN = DQNConfig(learning_starts=32, replay_buffer_capacity=500, training_intensity=2, lr=2e-3)
@@ -42,15 +42,15 @@ def config_of(policies, mapping, **settings):
         **settings,
     }
     return (
-        load_plan("ppo_dqn")
-        .config.updated(policies=policies, policy_mapping_fn=mapping, **defaults)
+        plan_config("ppo_dqn")
+        .updated(policies=policies, policy_mapping_fn=mapping, **defaults)
         .updated(num_envs_per_worker=2)
     )
 
 
 def ppo_and_dqn(**settings):
     policies = {"ppo": PolicySpec(config=PPO), "dqn": PolicySpec(config=DQN)}
-    return config_of(policies, load_plan("ppo_dqn").config.policy_mapping_fn, **settings)
+    return config_of(policies, plan_config("ppo_dqn").policy_mapping_fn, **settings)
 
 
 def branches(workers, config):

@@ -30,7 +30,7 @@ from flowrl.policies.models.fcnet import FullyConnectedNetwork
 from flowrl.policies.models.noisy import NoisyLinear
 from flowrl.replay import ReplayBuffer
 from flowrl.sampling import RolloutWorker, WorkerSet
-from flowrl.trainer.plan_files import load_plan
+from flowrl.trainer.plan_settings import plan_config
 
 from ..sampling.fakes import CountEnv, Idle
 
@@ -362,7 +362,7 @@ def test_unsupported_actions_and_views_are_rejected():
 
 def tiny(**settings):
     defaults = {"learning_starts": 32, "min_sample_timesteps_per_iteration": 64, "seed": 0}
-    return load_plan("dqn").config.updated(**defaults, **settings)
+    return plan_config("dqn").updated(**defaults, **settings)
 
 
 @pytest.mark.parametrize("prioritized", [False, True])

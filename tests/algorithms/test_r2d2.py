@@ -9,7 +9,7 @@ from flowrl.algorithms.r2d2 import R2D2Config, R2D2TorchPolicy, scaled, unscaled
 from flowrl.data import SampleBatch
 from flowrl.policies import ConfigError
 from flowrl.sampling import RolloutWorker
-from flowrl.trainer.plan_files import load_plan
+from flowrl.trainer.plan_settings import plan_config
 
 from ..envs import HiddenVelocities
 from ..sampling.fakes import CountEnv
@@ -206,7 +206,7 @@ def test_unsupported_models_settings_and_batches_are_rejected():
 
 
 def test_run_resumes_from_a_checkpoint(tmp_path):
-    config = load_plan("r2d2").config.updated(
+    config = plan_config("r2d2").updated(
         env=HiddenVelocities,
         seed=3,
         learning_starts=300,

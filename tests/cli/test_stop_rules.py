@@ -2,14 +2,37 @@
 
 import pytest
 
+from flowrl.algorithms.a2c import A2CConfig
 from flowrl.cli.saved_run import list_checkpoints
-from flowrl.cli.stop_rules import StopRules
+from flowrl.cli.stop_rules import DEFAULT_TIMESTEPS, StopRules
 from tests.cli.helpers import SEEDED, read_results
 
 
 def test_rules_are_set_if_any_is_given():
     assert not StopRules().is_set()
     assert StopRules(metrics=[("a", ">=", 1.0)]).is_set()
+
+
+def test_limit_on_env_steps_may_be_a_rule_on_a_metric():
+    assert StopRules().env_steps is None
+    assert StopRules(iters=3, metrics=[("num_env_steps_trained", ">=", 9.0)]).env_steps is None
+    metrics = [("timesteps_total", ">=", 99.5), ("timesteps_total", "<=", 5.0)]
+    assert StopRules(metrics=metrics).env_steps == 100
+    assert StopRules(timesteps=50, metrics=metrics).env_steps == 50
+
+
+def test_default_rules_stop_at_the_total_of_the_config():
+    constant = A2CConfig(env="CartPole-v1")
+    percent = constant.updated(lr=[("0%", 1e-3), ("100%", 0.0)])
+    total = percent.updated(total_timesteps=1000)
+    assert StopRules().with_defaults(constant) == StopRules(475.0, DEFAULT_TIMESTEPS)
+    assert StopRules().with_defaults(total) == StopRules(475.0, 1000)
+    iters = StopRules(iters=3)
+    assert iters.with_defaults(constant) == iters
+    # a run does not continue after its schedules
+    assert iters.with_defaults(percent) == StopRules(iters=3, timesteps=DEFAULT_TIMESTEPS)
+    assert iters.with_defaults(total) == StopRules(iters=3, timesteps=1000)
+    assert StopRules(timesteps=7).with_defaults(total) == StopRules(timesteps=7)
 
 
 def test_any_metric_can_stop_a_run(cli):

@@ -10,6 +10,7 @@ from flowrl.policies import ConfigError
 from flowrl.trainer.registry import algorithm_class, register_algorithm
 from tests.cli.helpers import (
     ALGORITHM_FILE,
+    SMALL_BATCHES,
     TWO_ITERATIONS,
     learning_curve,
     read_results,
@@ -92,6 +93,48 @@ def test_algorithm_run_without_a_seed_can_be_resumed_and_repeated(cli, tmp_path)
     code, _, err = cli("resume", "r", "--plan", "other.py", "--stop-iters", "4")
     assert code in (1, 2)  # the checkpoint belongs to another algorithm
     assert "Traceback" not in err
+
+
+def test_tuned_settings_apply_to_their_environment_alone(cli, tmp_path):
+    flags = [*SMALL_BATCHES, "--stop-timesteps", "64"]
+    assert cli("train", "ppo", "--run-dir", "r", *flags)[0] == 0
+    assert cli("train", "ppo", "--run-dir", "s", "--env", "Acrobot-v1", *flags)[0] == 0
+    tuned, general = (read_settings(tmp_path / name) for name in ("r", "s"))
+    assert (tuned["gamma"], tuned["lr"]) == (0.98, [["0%", 1e-3], ["100%", 0.0]])
+    assert (general["gamma"], general["lr"]) == (0.99, [["0%", 3e-4], ["100%", 0.0]])
+    assert tuned["total_timesteps"] == general["total_timesteps"] == 64
+    (tmp_path / "x.yaml").write_text(
+        "{plan: ppo, env: Acrobot-v1, stop: {timesteps_total: 64}, "
+        "config: {train_batch_size: 64, sgd_minibatch_size: 32}}"
+    )
+    assert cli("train", "x.yaml", "--run-dir", "y")[0] == 0
+    ignored = {"seed": None}
+    assert {**read_settings(tmp_path / "y"), **ignored} == {**general, **ignored}
+
+
+@pytest.mark.parametrize(
+    ("flags", "stop", "batch_size"),
+    [
+        ([], "a mean return of 475, and 100,000 env steps", 1024),
+        (["--env", "Acrobot-v1"], "a mean return of -100, and 500,000 env steps", 4000),
+        (["--env", "Pendulum-v1", "--total-timesteps", "9"], "Default: 9 env steps", 4000),
+        (["--config", '{"env": "Acrobot-v1", "total_timesteps": 9}'], "and 9 env steps", 4000),
+    ],
+)
+def test_help_shows_the_defaults_that_apply(cli, flags, stop, batch_size):
+    code, out, _ = cli("train", "ppo", *flags, "--help")
+    text = " ".join(out.replace("│", "").split())
+    assert code == 0
+    assert stop in text
+    assert f"Env steps per train batch, at least. (default: {batch_size})" in text
+
+
+def test_warning_about_a_learning_rate_that_reaches_0_is_printed(cli, caplog):
+    flags = [*SMALL_BATCHES, "--stop-timesteps", "128", "--lr", "0", "1e-3", "100", "0"]
+    assert cli("train", "ppo", "--run-dir", "r", *flags)[0] == 0
+    warnings = [text for text in caplog.messages if "nothing is learned" in text]
+    assert len(warnings) == 1
+    assert "lr is 0 from env step 100 of 128 on" in warnings[0]
 
 
 def test_registered_algorithms_are_found_by_name():

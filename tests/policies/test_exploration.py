@@ -26,7 +26,11 @@ def fake_policy(timestep=0, worker_index=0, num_workers=0):
     """The attributes that exploration reads from a policy."""
     rng = np.random.default_rng(0)
     return SimpleNamespace(
-        rng=rng, timestep=timestep, worker_index=worker_index, num_workers=num_workers
+        rng=rng,
+        timestep=timestep,
+        total_timesteps=None,
+        worker_index=worker_index,
+        num_workers=num_workers,
     )
 
 

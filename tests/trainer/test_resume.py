@@ -17,7 +17,7 @@ from flowrl.data.checkpoint import CheckpointError, read_checkpoint, write_check
 from flowrl.envs import MultiAgentEnv, make_multi_agent
 from flowrl.envs.env_state import pack_actions, unpack_actions
 from flowrl.sampling import DefaultCallbacks
-from flowrl.trainer.plan_files import load_plan
+from flowrl.trainer.plan_settings import plan_config
 from tests.data.test_checkpoint import assert_same
 
 TIMES = ("time", "timers", "throughput", "sampler_")
@@ -67,9 +67,8 @@ SMALL = {
 }
 
 
-def plan_config(plan, num_workers, **settings):
-    config = load_plan(plan).config
-    return config.updated(seed=3, num_workers=num_workers, **{**SMALL[plan], **settings})
+def small_config(plan, num_workers, **settings):
+    return plan_config(plan).updated(seed=3, num_workers=num_workers, **{**SMALL[plan], **settings})
 
 
 def check_resumed_run_is_identical(config, plan, path):
@@ -83,13 +82,13 @@ def check_resumed_run_is_identical(config, plan, path):
 
 @pytest.mark.parametrize("plan", list(SMALL))
 def test_resumed_run_in_process_is_identical(tmp_path, plan):
-    check_resumed_run_is_identical(plan_config(plan, 0), plan, tmp_path / "c")
+    check_resumed_run_is_identical(small_config(plan, 0), plan, tmp_path / "c")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", ["ppo", "a2c", "dqn", "ppo_dqn"])
 def test_resumed_run_on_actors_is_identical(tmp_path, plan, ray_session):
-    check_resumed_run_is_identical(plan_config(plan, 2), plan, tmp_path / "c")
+    check_resumed_run_is_identical(small_config(plan, 2), plan, tmp_path / "c")
 
 
 class RandomEpisodes(gym.Env):
@@ -238,10 +237,10 @@ def test_resumed_run_continues_unfinished_episodes(tmp_path, case):
 
 TRAIN_AND_KILL = """
 import json, sys
-from tests.trainer.test_resume import plan_config, train
+from tests.trainer.test_resume import small_config, train
 plan, workers, iterations, path, save, out = sys.argv[1:]
 results_and_weights = train(
-    plan_config(plan, int(workers)), plan, int(iterations), path or None, save or None
+    small_config(plan, int(workers)), plan, int(iterations), path or None, save or None
 )
 json.dump(results_and_weights, open(out, "w"))
 print("done", flush=True)
@@ -339,7 +338,7 @@ def test_async_rollouts_resume_counters_and_drop_fragments_in_flight(tmp_path, r
         "    train = rollouts.for_each(TrainOneStep(workers))\n"
         "    return StandardMetricsReporting(train, workers, config)\n"
     )
-    config = load_plan(str(file)).config.updated(plan=str(file))
+    config = plan_config(str(file)).updated(plan=str(file))
     with config.build() as algorithm:
         for _ in range(5):
             before = algorithm.train()
@@ -465,7 +464,7 @@ def test_environments_with_get_state_resume(tmp_path, env, horizon):
 def test_running_algorithm_restores_an_earlier_state(tmp_path, workers, iterations, request):
     if workers:
         request.getfixturevalue("ray_session")
-    config = plan_config("a2c", workers)
+    config = small_config("a2c", workers)
     with config.build(plan="a2c") as algorithm:
         for _ in range(iterations):
             algorithm.train()
@@ -480,7 +479,7 @@ def test_running_algorithm_restores_an_earlier_state(tmp_path, workers, iteratio
 def test_saving_does_not_change_training(tmp_path):
     results = []
     for saves in (False, True):
-        with plan_config("ppo", 0).build(plan="ppo") as algorithm:
+        with small_config("ppo", 0).build(plan="ppo") as algorithm:
             results.append([])
             for _ in range(5):
                 results[-1].append(without_times(algorithm.train()))
@@ -501,7 +500,7 @@ def test_packed_actions_are_small_and_restore_exactly():
 
 
 def test_failed_restore_does_not_change_the_run(tmp_path):
-    config = plan_config("a2c", 0)
+    config = small_config("a2c", 0)
     with config.build(plan="a2c") as algorithm:
         algorithm.train()
         algorithm.save(tmp_path / "c")

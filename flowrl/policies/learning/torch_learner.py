@@ -18,7 +18,7 @@ from flowrl.policies.learning.kernels.registry import find_kernel
 from flowrl.policies.learning.loss_gradient import LossGradient
 from flowrl.policies.learning.protocols import ProcessGroup, Stats, TrainablePolicy
 from flowrl.policies.learning.tracked_batch import TrackedBatch
-from flowrl.policies.schedules import value_at
+from flowrl.policies.schedules import initial_value
 from flowrl.seeding import random_stream, restore_stream, stream_state
 from flowrl.settings import ConfigError
 
@@ -293,8 +293,8 @@ class TorchLearner:
 
     def follow_schedules(self) -> None:
         """Set learning rates to their values at the policy's timestep."""
-        lr, timestep = self.policy.config.lr, self.policy.timestep
-        first, now = value_at(lr, 0), value_at(lr, timestep)
+        lr = self.policy.config.lr
+        first, now = initial_value(lr), self.policy.scheduled(lr)
         for optimizer, initial in zip(self.optimizers, self._initial_lrs, strict=True):
             for group, rate in zip(optimizer.param_groups, initial, strict=True):
                 if rate == first:  # groups with another rate keep it

@@ -1,0 +1,102 @@
+"""Checks at the start of training that the policies will learn."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from flowrl.iter import Stage
+from flowrl.ops import WriteParquet
+from flowrl.ops.report import operators_of, training_operators
+from flowrl.ops.rollout import CountRollouts
+from flowrl.ops.training_step import TrainingStep
+from flowrl.policies.config import PolicyConfig
+from flowrl.policies.policy import Policy
+from flowrl.policies.policy_spec import specs_of
+from flowrl.policies.schedules import needs_total, schedules_in, zero_from
+from flowrl.sampling.worker_set import WorkerSet
+from flowrl.settings import ConfigError
+
+log = logging.getLogger("flowrl")
+
+_NO_UPDATES_AT_0 = ("lr", "actor_lr", "critic_lr", "clip_param")
+
+
+def check_start(config: Any, workers: WorkerSet, stage: Stage) -> None:
+    """Check an algorithm before its first iteration; warn if its policies will not learn.
+
+    Args:
+        config: the algorithm's settings.
+        workers: its WorkerSet.
+        stage: the last stage of its plan.
+
+    Raises:
+        ConfigError: a schedule is in percent, but `total_timesteps` is unknown.
+    """
+    _check_schedules(config, workers.global_vars["total_timesteps"])
+    _warn_if_nothing_trains(config, stage, workers.local_worker().policy_map)
+
+
+def _check_schedules(config: Any, total_timesteps: int | None) -> None:
+    """Check that schedules can be followed; warn if one ends the learning before the training
+    ends."""
+    for name, schedule in _schedules_of(config):
+        if total_timesteps is None:
+            if needs_total(schedule):
+                raise ConfigError(
+                    f"{name}: a schedule in percent needs total_timesteps: set it to the env steps "
+                    "of the whole training, or give the schedule in env steps"
+                )
+            continue
+        zero = zero_from(schedule, total_timesteps)
+        if zero is not None and zero < total_timesteps and name.split(".")[-1] in _NO_UPDATES_AT_0:
+            log.warning(
+                "%s is 0 from env step %s of %s on: nothing is learned after that. A schedule in "
+                'percent, [["0%%", …], ["100%%", 0]], lasts as long as the training',
+                name, f"{zero:,.0f}", f"{total_timesteps:,}",
+            )  # fmt: skip
+
+
+def has_schedule_in_percent(config: Any) -> bool:
+    """Return whether a setting of an algorithm or of its policies depends on `total_timesteps`."""
+    return any(needs_total(schedule) for _, schedule in _schedules_of(config))
+
+
+def _schedules_of(config: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (name, schedule) of an algorithm's settings, or of those of its policies."""
+    if config.policies is None:
+        yield from schedules_in(config)
+        return
+    for policy_id, spec in specs_of(config.policies).items():
+        own = spec.config
+        prefix = f"policies.{policy_id}.config."
+        if isinstance(own, PolicyConfig):
+            yield from schedules_in(own, prefix)
+        else:
+            changes = own if isinstance(own, Mapping) else {}
+            for name, schedule in schedules_in(config):
+                yield f"{prefix}{name}", changes.get(name, schedule)
+
+
+def _warn_if_nothing_trains(config: Any, stage: Stage, policies: Mapping[str, Policy]) -> None:
+    """Warn if a plan samples, but has no operator that trains.
+
+    Plans that record experience, do not explore or have no policy that can learn may be meant so.
+    """
+    operators = [operator for _, operator in operators_of(stage)]
+    samples = any(isinstance(operator, CountRollouts) for operator in operators)
+    unknown = any(isinstance(operator, (WriteParquet, TrainingStep)) for operator in operators)
+    can_learn = any(
+        type(policy).learn_on_batch is not Policy.learn_on_batch for policy in policies.values()
+    )
+    if not samples or unknown or not can_learn or training_operators(stage):
+        return
+    if config.output is not None or not config.explore or config.policies_to_train == []:
+        return
+    log.warning(
+        "%s samples, but has no operator that trains, so the policies stay as they are: "
+        "chain .for_each(TrainOneStep(workers)) before StandardMetricsReporting (an operator of "
+        "your own that trains has the attributes trains=True and policies, ids or None for all)",
+        "the plan" if config.plan is None else f"the plan {config.plan!r}",
+    )

@@ -1,0 +1,46 @@
+"""`flowrl resume`: schedules of a run that is continued with a larger limit."""
+
+import pytest
+
+from tests.cli.helpers import SEEDED, read_results, read_settings
+
+
+def learning_rates(run_dir):
+    """Return env steps -> learning rate of the last update before."""
+    return {
+        result["timesteps_total"]: result["learners"]["default_policy"]["cur_lr"]
+        for result in read_results(run_dir)
+    }
+
+
+def test_schedule_in_percent_follows_a_larger_limit(cli, tmp_path):
+    assert cli("train", "ppo", *SEEDED, "--stop-timesteps", "128", "--run-dir", "r")[0] == 0
+    assert learning_rates(tmp_path / "r") == {64: pytest.approx(5e-4), 128: 0.0}
+    code, out, _ = cli("resume", "r", "--stop-iters", "9")
+    assert code == 0
+    assert "already reached: 128 env steps" in out
+    code, _, err = cli("resume", "r", "--stop-timesteps", "512")
+    assert code == 0, err
+    rates = learning_rates(tmp_path / "r")
+    for steps in range(192, 513, 64):
+        assert rates[steps] == pytest.approx(1e-3 * (1 - steps / 512))
+
+
+def test_resumed_run_with_its_own_limits_is_identical(cli, tmp_path):
+    limits = ["--total-timesteps", "512", "--stop-timesteps", "256"]
+    assert cli("train", "ppo", *SEEDED, *limits, "--run-dir", "r")[0] == 0
+    assert cli("train", "ppo", *SEEDED, *limits, "--stop-iters", "2", "--run-dir", "s")[0] == 0
+    code, _, err = cli("resume", "s", "--stop-timesteps", "256")
+    assert code == 0, err
+    losses = [[r["learners"] for r in read_results(tmp_path / name)] for name in "rs"]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(("new_limit", "new_total"), [("256", 512), ("1024", 1024)])
+def test_total_that_was_not_the_limit_only_grows(cli, tmp_path, new_limit, new_total):
+    flags = ["--total-timesteps", "512", "--stop-timesteps", "64", "--run-dir", "r"]
+    assert cli("train", "ppo", *SEEDED, *flags)[0] == 0
+    assert read_settings(tmp_path / "r")["total_timesteps"] == 512
+    assert cli("resume", "r", "--stop-timesteps", new_limit)[0] == 0
+    rate = learning_rates(tmp_path / "r")[128]
+    assert rate == pytest.approx(1e-3 * (1 - 128 / new_total))

@@ -1,0 +1,212 @@
+"""Checks at the start of training: schedules that end it, plans that never train."""
+
+import logging
+
+import numpy as np
+import pytest
+
+from flowrl.algorithms.a2c import A2C, A2CConfig
+from flowrl.algorithms.sac import SACConfig
+from flowrl.ops import (
+    ConcatBatches,
+    ParallelRollouts,
+    StandardMetricsReporting,
+    TrainOneStep,
+    WriteParquet,
+    synchronous_parallel_sample,
+    train_one_step,
+)
+from flowrl.policies import Policy, PolicySpec
+from flowrl.settings import ConfigError
+from flowrl.trainer.algorithm import Algorithm
+from flowrl.trainer.config import AlgorithmConfig
+from flowrl.trainer.plan_settings import plan_config
+
+TO_ZERO = [(0, 1e-3), (1000, 0.0)]
+PERCENT = [("0%", 1e-3), ("100%", 0.0)]
+
+
+def small(**settings):
+    return A2CConfig(
+        **{
+            "env": "CartPole-v1",
+            "train_batch_size": 32,
+            "model": {"fcnet_hiddens": [8]},
+            "seed": 0,
+            **settings,
+        }
+    )
+
+
+def warnings_at_start(algorithm, caplog, iterations=2):
+    """Train; return the warnings about schedules and plans."""
+    with algorithm, caplog.at_level(logging.WARNING, "flowrl"):
+        for _ in range(iterations):
+            algorithm.train()
+    words = ("nothing is learned", "has no operator that trains")
+    return [text for text in caplog.messages if any(word in text for word in words)]
+
+
+# -- schedules ---------------------------------------------------------------------------------
+
+
+def test_learning_rate_that_reaches_0_early_is_reported_once(caplog):
+    (warning,) = warnings_at_start(small(lr=TO_ZERO, total_timesteps=5000).build(), caplog)
+    assert "lr is 0 from env step 1,000 of 5,000 on" in warning
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"lr": TO_ZERO},  # the length of the training is unknown
+        {"lr": TO_ZERO, "total_timesteps": 1000},
+        {"lr": PERCENT, "total_timesteps": 5000},
+        {"lr": 0.0, "total_timesteps": 5000},
+        {"entropy_coeff": TO_ZERO, "total_timesteps": 5000},
+    ],
+)
+def test_other_schedules_are_not_reported(caplog, settings):
+    assert not warnings_at_start(small(**settings).build(), caplog, iterations=1)
+
+
+def test_learning_rates_of_parts_and_of_policies_are_reported(caplog):
+    config = SACConfig(
+        env="Pendulum-v1", actor_lr=TO_ZERO, total_timesteps=5000, learning_starts=10,
+        min_sample_timesteps_per_iteration=20, train_batch_size=8,
+        model={"fcnet_hiddens": [8]},
+    )  # fmt: skip
+    (warning,) = warnings_at_start(config.build(), caplog, iterations=1)
+    assert warning.startswith("actor_lr is 0")
+    caplog.clear()
+    plan = plan_config("ppo_dqn")
+    specs = {
+        "ppo": PolicySpec(config=plan.policies["ppo"].config.updated(lr=TO_ZERO)),
+        "dqn": plan.policies["dqn"],
+    }
+    config = plan.updated(policies=specs, min_sample_timesteps_per_iteration=64)
+    (warning,) = warnings_at_start(config.build(plan="ppo_dqn"), caplog, iterations=1)
+    assert warning.startswith("policies.ppo.config.lr is 0 from env step 1,000 of 100,000")
+
+
+def test_schedule_in_percent_needs_the_length_of_the_training():
+    with small(lr=PERCENT).build() as algorithm:
+        with pytest.raises(ConfigError, match="lr: a schedule in percent needs total_timesteps"):
+            algorithm.train()
+        algorithm.workers.set_total_timesteps(320)
+        for _ in range(5):
+            result = algorithm.train()
+        lr = result["learners"]["default_policy"]["cur_lr"]
+        assert lr == pytest.approx(1e-3 * (1 - 160 / 320))
+
+
+@pytest.mark.slow_on_actors
+def test_total_that_is_set_later_reaches_all_workers_and_checkpoints(tmp_path, num_workers):
+    exploration = {"type": "EpsilonGreedy", "epsilon": [("0%", 1.0), ("100%", 0.0)]}
+    settings = {"lr": PERCENT, "exploration_config": exploration, "num_workers": num_workers}
+    with small(**settings).build() as algorithm:
+        algorithm.workers.set_total_timesteps(320)
+        algorithm.train()
+        totals = algorithm.workers.foreach_worker(lambda worker: worker.policy.total_timesteps)
+        assert totals == [320] * (num_workers + 1)
+        algorithm.save(tmp_path / "c")
+    policy = Policy.from_checkpoint(tmp_path / "c")
+    assert policy.scheduled(PERCENT) == pytest.approx(1e-3 * (1 - 32 / 320))
+    policy.compute_actions(np.zeros((1, 4), np.float32))
+    for changes, total in (({}, 320), ({"total_timesteps": 640}, 640)):
+        with Algorithm.from_checkpoint(tmp_path / "c", config=changes) as algorithm:
+            result = algorithm.train()
+            assert algorithm.evaluate(1, explore=True)["episodes"] == 1
+        lr = result["learners"]["default_policy"]["cur_lr"]
+        assert lr == pytest.approx(1e-3 * (1 - 64 / total))
+
+
+def test_all_policies_follow_the_total_of_the_run():
+    config = plan_config("ppo_dqn").updated(total_timesteps=400)
+    with config.build(plan="ppo_dqn") as algorithm:
+        policies = algorithm.workers.local_worker().policy_map
+        assert {policy.total_timesteps for policy in policies.values()} == {400}
+        policies["dqn"].on_global_var_update({"timestep": 400})
+        assert policies["dqn"].exploration.epsilon(policies["dqn"]) == 0.01
+
+
+# -- plans that never train --------------------------------------------------------------------
+
+
+def with_plan(make_train, **settings):
+    """Return an A2C whose plan reports make_train(rollouts, workers)."""
+
+    def execution_plan(workers, config):
+        rollouts = ParallelRollouts(workers, mode="bulk_sync")
+        return StandardMetricsReporting(make_train(rollouts, workers), workers, config)
+
+    cls = type("Custom", (A2C,), {"execution_plan": staticmethod(execution_plan)})
+    return cls(small(**settings))
+
+
+def test_plan_that_never_trains_is_reported_once(caplog):
+    algorithm = with_plan(lambda rollouts, workers: rollouts.combine(ConcatBatches(64)))
+    (warning,) = warnings_at_start(algorithm, caplog)
+    assert "the plan 'a2c' samples" in warning
+    assert "for_each(TrainOneStep(workers))" in warning
+
+
+def test_plan_file_that_never_trains_is_reported(caplog, tmp_path):
+    file = tmp_path / "samples_only.py"
+    file.write_text(
+        "from flowrl.algorithms.a2c import A2CConfig\n"
+        "from flowrl.ops import ParallelRollouts, StandardMetricsReporting\n"
+        "config = A2CConfig(env='CartPole-v1', train_batch_size=32)\n"
+        "def execution_plan(workers, config):\n"
+        "    return StandardMetricsReporting(ParallelRollouts(workers), workers, config)\n"
+    )
+    (warning,) = warnings_at_start(plan_config(str(file)).build(plan=str(file)), caplog)
+    assert "samples_only.py" in warning
+
+
+class Constant(Policy):
+    """A policy that does not learn."""
+
+    def compute_actions(self, obs_batch, explore=True):
+        return np.zeros(len(obs_batch), np.int64), [], {}
+
+
+def train_by_hand(workers):
+    def learn(batch):
+        workers.local_worker().learn_on_batch(batch)
+        return batch
+
+    learn.trains, learn.policies = True, None
+    return learn
+
+
+@pytest.mark.parametrize(
+    ("make_train", "settings"),
+    [
+        (lambda rollouts, workers: rollouts.for_each(TrainOneStep(workers)), {}),
+        (lambda rollouts, workers: rollouts.for_each(train_by_hand(workers)), {}),
+        (lambda rollouts, workers: rollouts, {"explore": False}),
+        (lambda rollouts, workers: rollouts, {"policies_to_train": []}),
+        (lambda rollouts, workers: rollouts, {"output": "recorded"}),
+        (lambda rollouts, workers: rollouts.for_each(WriteParquet("recorded")), {}),
+        (lambda rollouts, workers: rollouts,
+         {"policies": {"default_policy": PolicySpec(policy_class=Constant)}}),
+    ],
+    ids=["trains", "by_hand", "greedy", "frozen", "output", "records", "fixed_policy"],
+)  # fmt: skip
+def test_plans_that_train_or_are_not_meant_to_are_not_reported(
+    caplog, tmp_path, monkeypatch, make_train, settings
+):
+    monkeypatch.chdir(tmp_path)
+    assert not warnings_at_start(with_plan(make_train, **settings), caplog, iterations=1)
+
+
+def test_training_steps_are_not_reported(caplog):
+    class ByHand(A2C):
+        def training_step(self):
+            batch = synchronous_parallel_sample(worker_set=self.workers, max_env_steps=32)
+            return train_one_step(self, batch)
+
+    assert not warnings_at_start(ByHand(small()), caplog, iterations=1)
+    config = AlgorithmConfig(env="CartPole-v1", train_batch_size=32)
+    base = type("Base", (Algorithm,), {"policy_class": A2C.policy_class})
+    assert not warnings_at_start(base(config), caplog, iterations=1)
