@@ -11,6 +11,7 @@ import optree
 from gymnasium import spaces
 
 from flowrl.data.sample_batch import SampleBatch
+from flowrl.errors import check_installed
 from flowrl.offline.parquet import OfflineDataError
 
 ROWS_PER_PART = 50_000
@@ -27,16 +28,14 @@ class MinariDataset:
         observation_space, action_space: of the dataset's environment.
 
     Raises:
-        OfflineDataError: the extra is not installed, or the dataset cannot be loaded.
+        ConfigError: the extra is not installed.
+        OfflineDataError: the dataset cannot be loaded.
     """
 
     def __init__(self, dataset_id: str):
-        try:
-            import minari
-        except ImportError as error:
-            raise OfflineDataError(
-                f"Minari datasets need the extra minari: pip install 'flowrl[minari]' ({error})"
-            ) from error
+        check_installed("minari", f"minari:{dataset_id}", extra="minari")
+        import minari
+
         try:
             self._dataset: Any = minari.load_dataset(dataset_id, download=True)
         except Exception as error:  # storage, network and id errors have no common base class
