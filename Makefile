@@ -1,31 +1,45 @@
-# Every target first creates a virtual environment in .venv with the versions of constraints.txt.
+# `make train` installs what training needs, the other targets all features and development tools:
+# with the versions of constraints.txt, in .venv. pip does not compile to bytecode, which takes long;
+# Python compiles what it imports.
 PYTHON ?= python3
 BIN := .venv/bin
+INSTALL := $(BIN)/pip install --no-compile --constraint constraints.txt
 BENCHMARKS := iterators asynchronous large_items sampling multi_agent policy train_ppo train_dqn \
 	replay train_sac composition learning checkpoint
+unexport PYTHONDONTWRITEBYTECODE
 .PHONY: train test slow lint bench clean
 
-$(BIN)/flowrl: pyproject.toml constraints.txt
+.venv/installed-train: pyproject.toml constraints.txt
+	@echo "== 1 of 3: create the virtual environment .venv (about 5 s)"
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -q -c constraints.txt torch
-	$(BIN)/pip install -q -c constraints.txt -e '.[test]'
-	touch $@
+	@echo "== 2 of 3: install PyTorch (a 190 MB wheel without CUDA, 750 MB on disk; about 20 s)"
+	$(INSTALL) torch
+	@echo "== 3 of 3: install flowrl, Ray, and 35 small packages (100 MB of wheels, 310 MB on disk; about 20 s)"
+	$(INSTALL) --editable .
+	@touch $@
 
-train: $(BIN)/flowrl
+.venv/installed-test: .venv/installed-train
+	@echo "== install all features and development tools (…)"
+	$(INSTALL) --editable '.[all,dev]'
+	@touch $@
+
+train: .venv/installed-train
+	@echo "== train PPO on CartPole-v1 until its mean return is 475 (about 10 s)"
 	$(BIN)/flowrl train ppo
 
-test: $(BIN)/flowrl
+test: .venv/installed-test
+	@echo "== run the quick tests (about 5 minutes on 2 cores)"
 	$(BIN)/pytest
 
-slow: $(BIN)/flowrl
+slow: .venv/installed-test
 	$(BIN)/pytest -m slow
 
-lint: $(BIN)/flowrl
+lint: .venv/installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(BIN)/flowrl
+bench: .venv/installed-test
 	for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 clean:

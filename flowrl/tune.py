@@ -4,7 +4,8 @@
 config is an AlgorithmConfig or a dict and can contain search spaces.
 
 Importing this module registers the names of the algorithms with Tune. `flowrl.algorithms` imports
-it if `ray.tune` has been imported before.
+it if `ray.tune` has been imported before. It needs the extra `tune`; without it, importing it
+raises ImportError.
 """
 
 from __future__ import annotations
@@ -13,17 +14,21 @@ import os
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from ray import tune
-
-# Private, but the only way to pass Tune a config that is not a dict: Tune calls `to_dict()` of
-# instances of registered classes. tests/test_tune.py fails if that changes.
-from ray.tune.tune import _Config as TuneConfigType
-
 from flowrl.data.checkpoint import read_manifest
+from flowrl.errors import install_hint
 from flowrl.setting_aliases import canonical_names
 from flowrl.settings import ConfigError
 from flowrl.trainer.config import AlgorithmConfig
 from flowrl.trainer.registry import algorithm_class, algorithm_names
+
+try:
+    from ray import tune
+
+    # Private, but the only way to pass Tune a config that is not a dict: Tune calls `to_dict()` of
+    # instances of registered classes. tests/test_tune.py fails if that changes.
+    from ray.tune.tune import _Config as TuneConfigType
+except ImportError as error:
+    raise ImportError(install_hint("flowrl.tune", "tune")) from error
 
 TuneConfigType.register(AlgorithmConfig)
 

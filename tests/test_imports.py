@@ -17,13 +17,17 @@ from flowrl.trainer.registry import algorithm_class, algorithm_names, algorithm_
 ROOT = Path(__file__).parents[1]
 
 CHECK = """
-import importlib, logging, os, pkgutil, random, signal, sys, warnings
+import contextlib, importlib, logging, os, pkgutil, random, signal, sys, warnings
 
 # dependencies change some of this state themselves, so they are imported before
-import gymnasium, numpy as np, optree, pyarrow.parquet, pydantic, ray, ray.tune, rich.console
+import gymnasium, numpy as np, optree, pydantic, ray, rich.console
 import safetensors.torch, torch, torch.distributed, torch.export, tyro, yaml
 import gymnasium.vector, gymnasium.wrappers
 from threadpoolctl import threadpool_info
+
+for extra in ("pyarrow.parquet", "ray.tune"):
+    with contextlib.suppress(ImportError):
+        importlib.import_module(extra)
 
 def state():
     loggers = [logging.getLogger(), *map(logging.getLogger, logging.root.manager.loggerDict)]
@@ -53,6 +57,8 @@ before = state()
 import flowrl
 names = [module.name for module in pkgutil.walk_packages(flowrl.__path__, "flowrl.")]
 names = [name for name in names if not name.endswith("__main__") and "_plans" not in name]
+if "ray.tune" not in sys.modules:
+    names.remove("flowrl.tune")
 for name in names:
     importlib.import_module(name)
 after = state()

@@ -7,6 +7,7 @@ from flowrl.algorithms.ppo import PPO, PPOConfig, PPOTorchPolicy
 from flowrl.offline.off_policy_evaluation import estimate
 from flowrl.ops import ParallelRollouts, WriteParquet
 from flowrl.trainer.plan_settings import plan_config
+from tests.extras import require_extra
 
 from .envs import Catch, HiddenVelocities, RepeatPast
 
@@ -359,6 +360,7 @@ def recorded(tmp_path_factory):
     Returns:
         folders and mean returns, by name: "expert" and "mixed".
     """
+    require_extra("offline")
     folders = {name: tmp_path_factory.mktemp(name) for name in ("expert", "mixed")}
     with plan_config("ppo").updated(seed=0).build(plan="ppo") as algorithm:
         expert, weights = algorithm.get_policy(), {}
@@ -398,6 +400,7 @@ def test_marwil_outperforms_the_recorded_policies(recorded, seed):
 @pytest.fixture(scope="module")
 def sac_experience(tmp_path_factory):
     """Record the first 6,000 env steps of SAC on Pendulum-v1; return the folder."""
+    require_extra("offline")
     folder = tmp_path_factory.mktemp("sac_experience")
     with plan_config("sac").updated(seed=0, output=str(folder)).build(plan="sac") as sac:
         while sac.train()["num_env_steps_sampled"] < 6000:

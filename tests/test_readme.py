@@ -16,6 +16,7 @@ from flowrl.offline.parquet import parquet_files, read_parquet
 from flowrl.trainer.algorithm import Algorithm
 from flowrl.trainer.config import AlgorithmConfig
 from flowrl.trainer.plan_files import load_plan
+from tests.extras import require_extra
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 SNIPPETS = dict(re.findall(r"<!-- snippet: (\w+) -->\n```python\n(.*?)```", README, re.DOTALL))
@@ -151,6 +152,7 @@ def test_settings_can_be_compared_in_python(capsys):
 
 @pytest.mark.slow
 def test_tune_runs_trials(tmp_path, monkeypatch, capsys, ray_session):
+    require_extra("tune")
     for module in ("train.constants", "tune.experiment.experiment", "tune.trainable.trainable"):
         monkeypatch.setattr(f"ray.{module}.DEFAULT_STORAGE_PATH", str(tmp_path))
     exec(SNIPPETS["tune"], {})
@@ -164,12 +166,14 @@ def test_checkpoint_resumes(tmp_path, monkeypatch, capsys):
 
 
 def test_experience_is_recorded(tmp_path, monkeypatch, capsys):
+    require_extra("offline")
     monkeypatch.chdir(tmp_path)
     exec(SNIPPETS["record_experience"], {})
     assert capsys.readouterr().out == "default_policy 400 1.0\n"
 
 
 def test_trained_policy_records_experience(tmp_path, monkeypatch, capsys):
+    require_extra("offline")
     monkeypatch.chdir(tmp_path)
     exec(SNIPPETS["train_from_python"], {})
     capsys.readouterr()
@@ -179,6 +183,7 @@ def test_trained_policy_records_experience(tmp_path, monkeypatch, capsys):
 
 
 def test_learn_from_recorded_experience(tmp_path, monkeypatch, capsys):
+    require_extra("offline")
     monkeypatch.chdir(tmp_path)
     exec(SNIPPETS["record_experience"], {})
     exec(SNIPPETS["learn_offline"], {})
@@ -188,12 +193,14 @@ def test_learn_from_recorded_experience(tmp_path, monkeypatch, capsys):
 
 
 def test_user_data_can_be_written_and_read(tmp_path, monkeypatch, capsys):
+    require_extra("offline")
     monkeypatch.chdir(tmp_path)
     exec(SNIPPETS["write_own_data"], {})
     assert capsys.readouterr().out in ("0\n", "1\n")
 
 
 def test_evaluate_policy_on_recorded_experience(tmp_path, monkeypatch, capsys):
+    require_extra("offline")
     monkeypatch.chdir(tmp_path)
     exec(SNIPPETS["record_experience"], {})
     capsys.readouterr()
@@ -206,6 +213,7 @@ def test_evaluate_policy_on_recorded_experience(tmp_path, monkeypatch, capsys):
 
 def test_half_cheetah_command_trains(tmp_path, monkeypatch):
     """Run the command with fewer steps before learning starts."""
+    require_extra("mujoco")
     monkeypatch.chdir(tmp_path)
     line = re.search(r"`flowrl (train sac --env HalfCheetah-v5 .*?)`", README)[1]
     flags = [*shlex.split(line), "--learning-starts", "200", "--stop-timesteps", "400"]

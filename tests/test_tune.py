@@ -7,6 +7,11 @@ import sys
 import textwrap
 
 import pytest
+
+from tests.extras import require_extra
+
+require_extra("tune")
+
 from ray import tune
 from ray.tune.schedulers import ASHAScheduler, PopulationBasedTraining
 
@@ -178,6 +183,7 @@ def test_asha_stops_trials_early(tmp_path, ray_session):
 
 @pytest.mark.slow
 def test_optuna_samples_from_the_search_spaces_of_a_config(tmp_path, ray_session):
+    require_extra("optuna")
     from ray.tune.search.optuna import OptunaSearch
 
     space = ppo_config(lr=tune.loguniform(1e-4, 1e-2), gamma=tune.choice([0.9, 0.99]))

@@ -12,6 +12,7 @@ from pydantic import SkipValidation, model_validator
 
 from flowrl.data import DEFAULT_POLICY_ID, SampleBatch
 from flowrl.envs.registry import SpacesOnlyEnv
+from flowrl.errors import check_installed
 from flowrl.ops import ReadMinari, ReadParquet
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.settings import ConfigError, setting
@@ -84,16 +85,21 @@ class OfflineConfig(AlgorithmConfig):
         """Check that the recorded experience exists.
 
         Raises:
-            ConfigError: `input_` is not set, or the folder does not exist.
+            ConfigError: `input_` is not set, the folder does not exist, or the extra that reads
+                the experience is not installed.
         """
         self.check_no_search()
         if self.input_ is None:
             raise ConfigError(f"input_: {NO_INPUT}")
-        if not self.input_.startswith(MINARI) and not Path(self.input_).exists():
+        if self.input_.startswith(MINARI):
+            check_installed("minari", f"input_={self.input_!r}", extra="minari")
+        elif not Path(self.input_).exists():
             raise ConfigError(
                 f"input_: there is no {Path(self.input_).absolute()}: the setting `output` of a "
                 "run that samples makes such a folder (flowrl train ppo --output experience)"
             )
+        else:
+            check_installed("pyarrow", f"input_={self.input_!r}", extra="offline")
 
     def env_or_spaces(self) -> Any:
         """Return the environment, or an environment class that only has the spaces; see

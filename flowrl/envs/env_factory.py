@@ -16,8 +16,8 @@ from flowrl.envs.registry import EnvContext, EnvCreator, apply_horizon, env_id_o
 from flowrl.envs.restarting_envs import RestartingEnvs
 from flowrl.envs.single_agent_adapter import SingleAgentAdapter
 from flowrl.envs.vector_env import DirectVectorEnv, VectorEnv
+from flowrl.errors import ConfigError, check_installed
 from flowrl.seeding import derive_seed
-from flowrl.settings import ConfigError
 
 VectorizationMode = Literal["flowrl", "sync", "async", "vector_entry_point", "envpool"]
 
@@ -144,12 +144,9 @@ class EnvFactory:
             except gym.error.Error as error:
                 raise ConfigError(f"env: {env_id!r} has no vector entry point: {error}") from error
             return GymnasiumVectorEnv(env, self._seed)
-        try:
-            import envpool
-        except ImportError as error:
-            raise ConfigError(
-                'vectorization_mode="envpool" needs EnvPool: pip install "flowrl[envpool]"'
-            ) from error
+        check_installed("envpool", 'vectorization_mode="envpool"', extra="envpool")
+        import envpool
+
         if env_id not in envpool.list_all_envs():
             raise ConfigError(f"env: EnvPool has no environment {env_id!r}")
         settings = {"num_threads": 1, **self._env_config}

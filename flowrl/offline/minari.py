@@ -12,6 +12,7 @@ import optree
 from gymnasium import spaces
 
 from flowrl.data.sample_batch import SampleBatch
+from flowrl.errors import check_installed
 from flowrl.offline.parquet import OfflineDataError
 
 ROWS_PER_PART = 50_000
@@ -28,17 +29,15 @@ class MinariDataset:
         observation_space, action_space: of the dataset's environment.
 
     Raises:
-        OfflineDataError: the extra is not installed, or the dataset cannot be loaded.
+        ConfigError: the extra is not installed.
+        OfflineDataError: the dataset cannot be loaded.
     """
 
     def __init__(self, dataset_id: str):
-        try:
-            import minari
-            from minari.storage import get_dataset_path
-        except ImportError as error:
-            raise OfflineDataError(
-                f"Minari datasets need the extra minari: pip install 'flowrl[minari]' ({error})"
-            ) from error
+        check_installed("minari", f"minari:{dataset_id}", extra="minari")
+        import minari
+        from minari.storage import get_dataset_path
+
         try:
             if not (get_dataset_path(dataset_id) / "data").exists():
                 minari.download_dataset(dataset_id)

@@ -2,7 +2,7 @@
 
 Nested columns are stored as one column per leaf, e.g. `obs/camera`; arrays as fixed-size lists,
 uint8 arrays as fixed-size binary. The file metadata describes how to rebuild the batch. Any Parquet
-reader can read the columns.
+reader can read the columns. Needs the extra `offline`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 
 from flowrl.data.sample_batch import DEFAULT_POLICY_ID, SampleBatch
 from flowrl.data.sequences import without_padding
+from flowrl.errors import check_installed
 
 FORMAT = 1
 _METADATA_KEY = b"flowrl"
@@ -25,6 +26,18 @@ _JSON = "json"  # dtype of columns of Python objects, i.e. infos
 
 class OfflineDataError(ValueError):
     """Recorded experience cannot be read or written; the message names the file and column."""
+
+
+def import_pyarrow() -> Any:
+    """Return the module pyarrow; `pyarrow.parquet` is imported.
+
+    Raises:
+        ConfigError: the extra `offline` is not installed.
+    """
+    check_installed("pyarrow", "recorded experience in Parquet files", extra="offline")
+    import pyarrow.parquet
+
+    return pyarrow
 
 
 def write_parquet(
@@ -49,8 +62,7 @@ def write_parquet(
         OfflineDataError: a column cannot be stored in Parquet.
         OSError: the file cannot be written.
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+    pa = import_pyarrow()
 
     arrays: dict[str, Any] = {}
     batch = without_padding(batch)
@@ -66,7 +78,7 @@ def write_parquet(
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.part")
-    pq.write_table(table, temporary, write_page_checksum=True)
+    pa.parquet.write_table(table, temporary, write_page_checksum=True)
     os.replace(temporary, path)
 
 
@@ -79,11 +91,10 @@ def read_parquet(path: Path | str) -> tuple[str, SampleBatch]:
     Raises:
         OfflineDataError: the file cannot be read, is damaged, or was not written by flowrl.
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+    pa = import_pyarrow()
 
     try:
-        file = pq.ParquetFile(path, page_checksum_verification=True)
+        file = pa.parquet.ParquetFile(path, page_checksum_verification=True)
         encoded = (file.schema_arrow.metadata or {}).get(_METADATA_KEY)
         table = None if encoded is None else file.read()
     except (OSError, ValueError, pa.ArrowException) as error:  # ValueError: damaged names
@@ -126,11 +137,10 @@ def read_policy_id(path: Path | str) -> str:
 
 
 def _read_metadata(path: Path | str) -> dict[str, Any]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+    pa = import_pyarrow()
 
     try:
-        encoded = (pq.read_schema(path).metadata or {}).get(_METADATA_KEY, b"{}")
+        encoded = (pa.parquet.read_schema(path).metadata or {}).get(_METADATA_KEY, b"{}")
         return dict(json.loads(encoded))
     except (OSError, ValueError, TypeError, pa.ArrowException) as error:
         raise OfflineDataError(f"{path}: cannot be read: {error}") from error
@@ -152,7 +162,7 @@ def parquet_files(folder: Path | str) -> list[Path]:
 
 def _flatten(name: str, column: Any, arrays: dict[str, Any]) -> dict[str, Any]:
     """Add the leaves of a column to `arrays`; return the spec from which `_restore` rebuilds it."""
-    import pyarrow as pa
+    pa = import_pyarrow()
 
     if isinstance(column, dict):
         if not all(isinstance(key, str) for key in column):
@@ -197,7 +207,7 @@ def _restore(name: str, spec: dict[str, Any], table: Any, rows: int) -> Any:
     if "tuple" in spec:
         parts = enumerate(spec["tuple"])
         return tuple(_restore(f"{name}/{i}", inner, table, rows) for i, inner in parts)
-    import pyarrow as pa
+    pa = import_pyarrow()
 
     stored = table.column(name).combine_chunks()
     if isinstance(stored, pa.ChunkedArray):  # without chunks

@@ -16,7 +16,7 @@ import optree
 
 from flowrl.data.sample_batch import MultiAgentBatch, SampleBatch
 from flowrl.data.sequences import without_padding
-from flowrl.offline.parquet import to_json_value, write_parquet
+from flowrl.offline.parquet import import_pyarrow, to_json_value, write_parquet
 
 log = logging.getLogger("flowrl")
 
@@ -35,6 +35,7 @@ class ParquetWriter:
         rows_per_file: a file is written when a policy has this many rows, or at `flush()`.
 
     Raises:
+        ConfigError: the extra `offline` is not installed.
         ValueError: `rows_per_file` is not a positive integer.
     """
 
@@ -42,6 +43,7 @@ class ParquetWriter:
         is_int = isinstance(rows_per_file, int) and not isinstance(rows_per_file, bool)
         if not is_int or rows_per_file < 1:
             raise ValueError(f"rows_per_file must be at least 1, got {rows_per_file!r}")
+        import_pyarrow()  # now, because it cannot be imported at exit
         self.folder = Path(folder)
         path = self.folder.absolute()
         self._existing_parent = next(p for p in (path, *path.parents) if p.exists())
@@ -60,8 +62,6 @@ class ParquetWriter:
             OfflineDataError, OSError: a file cannot be written; its rows stay in the writer.
         """
         import concurrent.futures.thread  # noqa: F401 - cannot be imported at exit
-
-        import pyarrow.parquet  # noqa: F401
 
         self._used = True
         _UNFLUSHED[id(self)] = os.getpid(), self

@@ -124,8 +124,9 @@ class ReadMinari(LocalIterator[SampleBatch]):
         workers, batch_size, columns, policy_id, prepare, seed: see ReadParquet.
 
     Raises:
-        OfflineDataError (when pulled): the extra is not installed; the dataset cannot be read,
-            lacks a column, or does not fit the policy's spaces.
+        ConfigError (when pulled): the extra is not installed.
+        OfflineDataError (when pulled): the dataset cannot be read, lacks a column, or does not fit
+            the policy's spaces.
     """
 
     def __init__(

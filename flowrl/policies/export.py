@@ -13,6 +13,7 @@ import torch
 from gymnasium import spaces
 
 from flowrl.data.spaces import zeros_of
+from flowrl.errors import ConfigError, check_installed
 from flowrl.policies.config import PolicyConfig
 from flowrl.policies.distributions import ActionDistribution
 from flowrl.policies.filters import ObservationFilter
@@ -20,7 +21,6 @@ from flowrl.policies.models.base import ModelV2
 from flowrl.policies.models.noisy import resample_noise
 from flowrl.policies.models.tensor_batch import InputDict
 from flowrl.policies.views import ViewRequirement
-from flowrl.settings import ConfigError
 
 FORMATS = ("torch", "onnx")
 _ACTING_METHODS = ("compute_actions", "compute_actions_from_input_dict", "actions_for_env")
@@ -173,6 +173,8 @@ def export_policy(
             raise ConfigError(
                 f"export: {policy_class.__name__} overrides {name}(), which cannot be exported"
             )
+    if format == "onnx":
+        check_installed("onnxscript", "export: the format onnx", extra="onnx")
     path = Path(path)
     if path.is_dir():
         raise ConfigError(f"export: {str(path)!r} is a folder, not a file")
@@ -189,10 +191,6 @@ def export_policy(
     if format == "torch":
         torch.export.save(program, path)
         return path
-    try:
-        import onnxscript  # noqa: F401
-    except ImportError as error:
-        raise ConfigError("export: the format onnx needs `pip install flowrl[onnx]`") from error
     with torch.no_grad():
         outputs = module(inputs)
     torch.onnx.export(

@@ -9,10 +9,9 @@ import re
 import sys
 import time
 from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import Any, ClassVar, Literal
 
-from flowrl.settings import ConfigError
+from flowrl.errors import ConfigError, check_installed
 from flowrl.trainer.metric_names import flatten_result
 
 log = logging.getLogger("flowrl")
@@ -31,8 +30,7 @@ def check_loggers(names: list[Any], settings: dict[str, Any]) -> None:
         ConfigError: a logger is not installed, or settings are unknown or for an unused logger.
     """
     for name in names:
-        if find_spec(name) is None:
-            raise ConfigError(f'log_to: {name} is not installed: pip install "flowrl[{name}]"')
+        check_installed(name, f"log_to: {name}", extra=name)
     for name, logger_settings in settings.items():
         if name not in names:
             raise ConfigError(f"log_config: {name!r} is not in log_to={list(names)}")

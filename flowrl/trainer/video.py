@@ -6,14 +6,13 @@ import logging
 import os
 from collections.abc import Generator
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from flowrl.envs.registry import EnvContext, EnvCreator, env_creator_for, env_id_of
-from flowrl.settings import ConfigError
+from flowrl.errors import ConfigError, check_installed
 
 log = logging.getLogger("flowrl")
 
@@ -35,8 +34,7 @@ def check_video(setting: str, mode: str = "flowrl") -> None:
             f"{setting}: EnvPool renders nothing; set "
             'evaluation_config={"vectorization_mode": "flowrl"}'
         )
-    if find_spec("imageio_ffmpeg") is None:
-        raise ConfigError(f'{setting} needs a video encoder: pip install "flowrl[video]"')
+    check_installed("imageio_ffmpeg", setting, extra="video")
 
 
 class VideoRecorder:

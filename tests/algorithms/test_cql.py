@@ -13,6 +13,7 @@ from flowrl.algorithms.sac import SACTorchPolicy
 from flowrl.data import SampleBatch
 from flowrl.offline.parquet import OfflineDataError, write_parquet
 from flowrl.policies import ConfigError
+from tests.extras import require_extra
 
 BOX = spaces.Box(-1, 1, (3,), np.float32)
 BOUNDS = spaces.Box(-2, 2, (2,), np.float32)
@@ -168,6 +169,7 @@ def test_actor_imitates_in_the_first_updates(actions):
 @pytest.fixture(scope="module")
 def pendulum(tmp_path_factory):
     """A folder of recorded random rows."""
+    require_extra("offline")
     folder = tmp_path_factory.mktemp("pendulum")
     batch = rows(300)
     write_parquet(folder / "rows.parquet", batch)

@@ -18,11 +18,13 @@ from flowrl.data import SampleBatch
 from flowrl.offline.parquet import OfflineDataError, write_parquet
 from flowrl.ops import ReadParquet
 from flowrl.policies import ConfigError
+from tests.extras import require_extra
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
     """A folder of experience of an untrained policy on CartPole: 6 files of 80 rows."""
+    require_extra("offline")
     folder = tmp_path_factory.mktemp("experience")
     config = A2CConfig(
         env="CartPole-v1", seed=0, rollout_fragment_length=40, train_batch_size=80,
@@ -144,6 +146,7 @@ def test_moving_average_changes_once_per_update_however_rows_are_split():
 
 @pytest.mark.parametrize("kind", [BCConfig, MARWILConfig])
 def test_plans_learn_from_files(kind, tmp_path):
+    require_extra("offline")
     rng = np.random.default_rng(0)
     for i in range(3):  # the recorded action pushes in the direction in which the pole leans
         obs = rng.normal(size=(160, 4)).astype(np.float32)

@@ -14,6 +14,9 @@ from flowrl.data import SampleBatch
 from flowrl.offline.parquet import OfflineDataError, read_parquet, write_parquet
 from flowrl.settings import ConfigError
 from flowrl.trainer.evaluation import EvaluationWorkers
+from tests.extras import require_extra
+
+require_extra("offline")
 
 BOX = spaces.Box(-1, 1, (3,), np.float32)
 TWO = spaces.Discrete(2)

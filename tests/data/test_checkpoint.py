@@ -318,7 +318,6 @@ def test_killed_writer_leaves_the_previous_checkpoint(tmp_path):
 
 
 def test_checkpoint_on_a_remote_file_system(tmp_path):
-    pytest.importorskip("fsspec")
     uri = "memory://flowrl-test/run/c"
     state = {"a": np.arange(3), "large": np.arange(LARGE_BYTES, dtype=np.uint8)}
     assert not is_checkpoint(uri)

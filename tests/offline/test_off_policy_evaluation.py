@@ -14,6 +14,7 @@ from flowrl.offline.off_policy_evaluation import estimate
 from flowrl.offline.parquet import OfflineDataError, parquet_files, read_parquet, write_parquet
 from flowrl.offline.parquet_writer import ParquetWriter
 from flowrl.settings import ConfigError
+from tests.extras import require_extra
 
 BOX = spaces.Box(-1, 1, (3,), np.float32)
 
@@ -173,6 +174,7 @@ def test_overflowing_weights_of_rewards_of_zero_do_not_give_nan(policy):
 
 
 def test_rows_may_be_in_any_order_and_in_several_batches(policy, tmp_path):
+    require_extra("offline")
     episodes = random_episodes()
     rows = SampleBatch.concat_samples(episodes)
     shuffled = rows.take_rows(np.random.default_rng(1).permutation(rows.count))
@@ -189,6 +191,7 @@ def test_rows_may_be_in_any_order_and_in_several_batches(policy, tmp_path):
 
 def test_episodes_of_two_runs_are_not_merged(policy, tmp_path):
     """Both runs use the same episode ids; a resumed run continues its own."""
+    require_extra("offline")
     runs = [random_episodes(20, seed=1), random_episodes(20, seed=2)]
     for name, episodes in zip(("a", "b"), runs, strict=True):
         rows = SampleBatch.concat_samples(episodes)
@@ -219,6 +222,7 @@ def test_incomplete_episodes_are_omitted(policy):
 
 
 def test_recorded_ppo_run_is_evaluated(tmp_path):
+    require_extra("offline")
     config = PPOConfig(env="CartPole-v1", seed=1, train_batch_size=400, sgd_minibatch_size=100)
     with config.offline_data(output=str(tmp_path)).build() as algorithm:
         initial_weights = algorithm.get_policy().get_weights()

@@ -1,12 +1,17 @@
 """Parquet files: exact round trips, rejected files and columns."""
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+
+from tests.extras import require_extra
+
+require_extra("offline")
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from flowrl.data import SampleBatch
 from flowrl.offline.parquet import OfflineDataError, parquet_files, read_parquet, write_parquet

@@ -9,8 +9,11 @@ import pytest
 from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.offline.parquet import parquet_files, read_parquet
 from flowrl.offline.parquet_writer import ParquetWriter
+from tests.extras import require_extra
 
 from .batches import count_batch
+
+require_extra("offline")
 
 
 def test_full_files_are_written(tmp_path):

@@ -10,6 +10,9 @@ from flowrl.data.checkpoint import CheckpointError
 from flowrl.iter import LocalIterator, from_items
 from flowrl.offline.parquet import parquet_files, read_parquet
 from flowrl.ops import ParallelRollouts, WriteParquet
+from tests.extras import require_extra
+
+require_extra("offline")
 
 
 def recording_config(tmp_path, **settings):

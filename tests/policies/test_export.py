@@ -13,6 +13,7 @@ from flowrl.algorithms.sac import SACTorchPolicy
 from flowrl.data import SampleBatch
 from flowrl.policies import ConfigError, ModelV2, Policy, ViewRequirement
 from flowrl.policies.export import example_inputs, leaf_names
+from tests.extras import require_extra
 
 BOX = spaces.Box(-1, 1, (4,), np.float32)
 NESTED = spaces.Dict(a=BOX, eye=spaces.Box(0, 255, (12, 12, 3), np.uint8))
@@ -119,6 +120,7 @@ def test_exported_programs_act_like_the_policy(name, tmp_path):
 
 @pytest.mark.parametrize("name", cases("last_obs"))
 def test_onnx_programs_act_like_the_policy(name, tmp_path):
+    require_extra("onnx")
     import onnxruntime
 
     torch.manual_seed(0)

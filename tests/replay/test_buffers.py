@@ -5,6 +5,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -185,7 +186,6 @@ def test_memory_of_large_outputs_is_reused_once_nothing_refers_to_it():
 
 
 def test_tensors_keep_the_memory_of_large_outputs():
-    torch = pytest.importorskip("torch")
     buffer = image_buffer()
     tensor = torch.from_numpy(buffer.sample(64)["obs"])[3:5].flatten()
     content = tensor.clone()

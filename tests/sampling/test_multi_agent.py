@@ -12,6 +12,7 @@ from flowrl.data.checkpoint import CheckpointError
 from flowrl.envs import MultiAgentEnv, ParallelPettingZooEnv, PettingZooEnv
 from flowrl.policies import ConfigError, Policy, PolicySpec, ViewRequirement
 from flowrl.sampling import RolloutWorker, WorkerSet
+from tests.extras import require_extra
 
 from .fakes import Idle, ObservedValue
 
@@ -729,7 +730,9 @@ class RandomLegalMoves(Policy):
 
 
 def test_pettingzoo_tictactoe_plays_legal_moves():
-    classic = pytest.importorskip("pettingzoo.classic")
+    require_extra("marl")
+    from pettingzoo import classic
+
     worker = RolloutWorker(
         lambda context: PettingZooEnv(classic.tictactoe_v3.env()),
         {"x": RandomLegalMoves, "o": RandomLegalMoves},
@@ -758,7 +761,9 @@ def test_pettingzoo_tictactoe_plays_legal_moves():
 
 
 def test_parallel_pettingzoo_env_truncates_all_agents():
-    classic = pytest.importorskip("pettingzoo.classic")
+    require_extra("marl")
+    from pettingzoo import classic
+
     worker = RolloutWorker(
         lambda context: ParallelPettingZooEnv(classic.rps_v2.parallel_env(max_cycles=10)),
         {"p": PPOTorchPolicy},

@@ -7,6 +7,7 @@ from flowrl.policies import ConfigError
 from flowrl.sampling import placement
 from flowrl.sampling.placement import Placement
 from flowrl.sampling.worker_config import WorkerConfig
+from tests.extras import require_extra
 
 
 def groups(ray):
@@ -72,7 +73,9 @@ def test_failed_reservation_raises(ray_session, monkeypatch):
 
 
 def test_tune_requests_resources_of_all_workers(ray_session):
-    tune = pytest.importorskip("flowrl.tune")
+    require_extra("tune")
+    from flowrl import tune
+
     resources = {"num_workers": 2, "placement_strategy": "SPREAD", "num_gpus_per_worker": 0.5}
     request = tune.A2C.default_resource_request(
         {**resources, "custom_resources_per_worker": {"x": 2}}

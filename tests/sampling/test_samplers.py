@@ -22,6 +22,7 @@ from flowrl.sampling import (
     SyncSampler,
 )
 from flowrl.sampling.sampler import SampleResult
+from tests.extras import require_extra
 
 from .fakes import CountEnv, ObservedValue
 
@@ -417,7 +418,7 @@ def test_next_concatenates_ready_items():
 
 
 def test_envpool_batches_have_no_reset_rows():
-    pytest.importorskip("envpool")
+    require_extra("envpool")
     w = RolloutWorker(
         "CartPole-v1",
         PPOTorchPolicy,

@@ -9,6 +9,7 @@ import pytest
 
 from flowrl.algorithms.a2c import A2CConfig
 from flowrl.policies import ConfigError
+from tests.extras import require_extra
 
 
 def a2c_config(**settings):
@@ -234,6 +235,7 @@ def test_evaluation_fails_if_only_the_first_episode_ends(monkeypatch):
 
 
 def test_video_folder_that_cannot_be_written_is_rejected_before_training(tmp_path):
+    require_extra("video")
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"evaluation_video_dir: .* cannot be written"):
         a2c_config(evaluation_video_dir=str(tmp_path / "file/videos")).build()

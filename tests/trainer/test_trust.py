@@ -32,6 +32,7 @@ from flowrl.offline.parquet import (
 )
 from flowrl.policies import Policy
 from flowrl.settings import ConfigError
+from tests.extras import require_extra
 
 GENERATED = ("format", "files", "blake2b")
 CODE = """
@@ -356,7 +357,7 @@ def test_yaml_file_that_names_code_is_rejected(tmp_path, evil, capsys, text):
 
 def test_minari_metadata_creates_no_environment(tmp_path, evil, monkeypatch):
     """Minari creates the environment of the metadata if a space is missing there."""
-    pytest.importorskip("minari")
+    require_extra("minari")
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "datasets"))
     folder = tmp_path / "datasets" / "evil-v0" / "data"
     folder.mkdir(parents=True)
@@ -370,6 +371,7 @@ def test_minari_metadata_creates_no_environment(tmp_path, evil, monkeypatch):
 
 
 def test_no_field_of_parquet_metadata_executes_code(tmp_path, evil):
+    require_extra("offline")
     import pyarrow.parquet as pq
 
     path = tmp_path / "rows.parquet"

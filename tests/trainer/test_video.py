@@ -1,15 +1,20 @@
 """Videos of evaluations: files, frames and errors."""
 
 import gymnasium as gym
-import imageio_ffmpeg
 import numpy as np
 import pytest
 
+from tests.extras import require_extra
+
+require_extra("video")
+
+import imageio_ffmpeg
+
+from flowrl import errors
 from flowrl.algorithms.a2c import A2CConfig
 from flowrl.cli.main import main
 from flowrl.envs import MultiAgentEnv
 from flowrl.policies import ConfigError
-from flowrl.trainer import video
 from flowrl.trainer.evaluation import check_evaluation_env
 
 
@@ -199,6 +204,7 @@ def test_envpool_is_rejected():
 
 
 def test_pettingzoo_environment_renders(tmp_path):
+    require_extra("marl")
     from pettingzoo.classic import tictactoe_v3
 
     from flowrl.envs.pettingzoo import PettingZooEnv
@@ -212,12 +218,13 @@ def test_pettingzoo_environment_renders(tmp_path):
 
 
 def test_missing_package_names_the_extra(monkeypatch, tmp_path):
-    monkeypatch.setattr(video, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r'pip install "flowrl\[video\]"'):
+    monkeypatch.setattr(errors, "find_spec", lambda name: None)
+    message = "evaluation_video_dir needs the extra video: pip install"
+    with pytest.raises(ConfigError, match=message):
         a2c_config(evaluation_video_dir=str(tmp_path)).build()
     with (
         a2c_config().build() as algorithm,
-        pytest.raises(ConfigError, match=r'pip install "flowrl\[video\]"'),
+        pytest.raises(ConfigError, match="a video needs the extra video: pip install"),
     ):
         algorithm.evaluate(episodes=1, video_dir=tmp_path)
 
