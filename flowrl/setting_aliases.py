@@ -1,7 +1,8 @@
 """Names that RLlib and other libraries use for our settings and results.
 
 `SETTING_ALIASES` are accepted, with a note in the log; `SETTING_SUGGESTIONS` are rejected, and the
-error message suggests our name; `RESULT_ALIASES` are reported next to our names.
+error message suggests our name; `RESULT_ALIASES` and `INFO_COUNTERS` are reported next to our
+names. Timers have RLlib's names (`sample`, `learn`, `update`, `compute_grads`, …).
 """
 
 from __future__ import annotations
@@ -78,6 +79,16 @@ RESULT_ALIASES = {
 }
 # the same for metrics with one value per policy
 POLICY_RESULT_ALIASES = {"env_runners/module_episode_returns_mean": "policy_reward_mean"}
+
+# counter in `info` of RLlib 1.x -> ours
+INFO_COUNTERS = {
+    "num_steps_sampled": "num_env_steps_sampled",
+    "num_steps_trained": "num_env_steps_trained",
+    "num_env_steps_sampled": "num_env_steps_sampled",
+    "num_env_steps_trained": "num_env_steps_trained",
+    "num_agent_steps_sampled": "num_agent_steps_sampled",
+    "num_agent_steps_trained": "num_agent_steps_trained",
+}
 
 
 def canonical_names(values: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,16 @@ import pytest
 from flowrl.algorithms.off_policy import OffPolicyConfig
 from flowrl.iter.stage import walk
 from flowrl.iter.stages.branches import DuplicateChild
-from flowrl.ops import ConcatBatches, SelectExperiences
+from flowrl.ops import (
+    ApplyGradients,
+    ComputeGradients,
+    ConcatBatches,
+    SelectExperiences,
+)
+from flowrl.ops.gradients import CountGradients
+from flowrl.ops.report import operators_of
+from flowrl.ops.rollout import CountRollouts
+from flowrl.ops.train_on_workers import TrainOnWorkersStage
 from flowrl.sampling import WorkerSet
 from flowrl.trainer.plan_files import load_plan, shipped_plans
 from flowrl.trainer.plan_settings import plan_config
@@ -97,6 +106,34 @@ def check_ledger(algorithm):
         assert steps["sampled"] > 0
 
 
+def check_timers_and_info(result, plan):
+    """Check that a result has the timers of the plan's operators, and the counters of steps."""
+    operators = [operator for _, operator in operators_of(plan.stage)]
+    timer_names = {
+        CountRollouts: ["sample"],
+        CountGradients: ["grad_wait", "compute_grads"],
+        ComputeGradients: ["compute_grads"],
+        ApplyGradients: ["apply_grad"],
+        TrainOnWorkersStage: [],  # its workers sample and learn in one request
+    }
+    timers = result["timers"]
+    assert set(map(type, operators)) & set(timer_names)
+    for operator in operators:
+        for name in timer_names.get(type(operator), ()):
+            assert timers[f"{name}_time_ms"] > 0
+            assert timers[f"{name}_throughput"] > 0
+    trainers = [operator for operator in operators if getattr(operator, "trains", False)]
+    learn_times = [name for name in timers if name.startswith("learn_time_ms")]
+    assert len(learn_times) == sum(not isinstance(op, ApplyGradients) for op in trainers)
+    assert all(timers[name] > 0 for name in learn_times)
+    info = result["info"]
+    for kind in ("sampled", "trained"):
+        steps = result[f"num_env_steps_{kind}"]
+        assert info[f"num_steps_{kind}"] == info[f"num_env_steps_{kind}"] == steps > 0
+        assert info[f"num_agent_steps_{kind}"] == result[f"num_agent_steps_{kind}"] >= steps
+    return timers["update_time_ms"]
+
+
 @pytest.mark.slow_on_actors
 @pytest.mark.parametrize(
     "name",
@@ -113,6 +150,8 @@ def test_plan_trains_and_accounts_for_every_step(name, num_workers):
             results.append(algorithm.train())
             check_ledger(algorithm)
         policies = set(algorithm.workers.local_worker().policy_map)
+    update_time_ms = check_timers_and_info(results[0], algorithm.plan)
+    assert (update_time_ms > 0) == (num_workers > 0)  # the local worker needs no copy of weights
     assert results[1]["timesteps_total"] >= 256
     assert set(results[1]["learners"]) == policies
     for stats in results[1]["learners"].values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -187,6 +188,57 @@ class Columns(dict[str, Any]):
         """Return the named columns in that order."""
         return [self[key] for key in keys]
 
+    # -- rows ----------------------------------------------------------------------------------
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Iterate over the rows as dicts, without padding.
+
+        With `seq_lens`, each row is a sequence of length 1 without a state: it has `seq_lens` 1 and
+        no `state_in_*`.
+        """
+        columns = self.items()
+        for position in self._row_positions().tolist():
+            yield _row(columns, position)
+
+    def row(self, index: int) -> dict[str, Any]:
+        """Return one row as in `rows`; a negative index counts from the end.
+
+        Raises:
+            IndexError: There is no such row.
+        """
+        count = self.count
+        if not -count <= index < count:
+            raise IndexError(f"there is no row {index} in a batch of {count} rows")
+        position = int(self._row_positions()[index]) if self.zero_padded else index
+        return _row(self.items(), position)
+
+    def _row_positions(self) -> np.ndarray:
+        """Return the positions [count] of the rows in the columns, which may have padding."""
+        if not self.zero_padded:
+            return np.arange(self.count)
+        columns = np.arange(self.max_seq_len or 0)
+        lens = self["seq_lens"]
+        starts = np.arange(len(lens)) * len(columns)
+        positions: np.ndarray = (starts[:, None] + columns)[columns < lens[:, None]]
+        return positions
+
+    def _episode_ends(self, key: str | None) -> np.ndarray:
+        """Return the numbers of the rows that follow the last row of an episode."""
+        if key not in (None, "eps_id", "dones"):
+            raise ValueError(f'split_by_episode: key is "eps_id", "dones" or None, got {key!r}')
+        rows = self._row_positions()
+        if key != "dones" and "eps_id" in self:
+            ids = self["eps_id"][rows]
+            return np.flatnonzero(ids[1:] != ids[:-1]) + 1
+        names = ["dones"] if dict.__contains__(self, "dones") else ["terminateds", "truncateds"]
+        flags = [self[name][rows] for name in names if name in self]
+        if key == "eps_id" or not flags:
+            raise KeyError(
+                f"split_by_episode: no column {key or 'eps_id, dones, terminateds or truncateds'} "
+                f"in this batch; it has {sorted(self)}"
+            )
+        return np.flatnonzero(np.logical_or.reduce(flags)[:-1]) + 1
+
     # -- writing -------------------------------------------------------------------------------
 
     def __setitem__(self, key: str, value: Any) -> None:
@@ -216,6 +268,13 @@ class Columns(dict[str, Any]):
         stored = dict(self.stored())
         lines = ",\n  ".join(f"{name!r}: {summarize(stored[name])}" for name in sorted(self))
         return "{ " + lines + "\n}"
+
+
+def _row(columns: Sequence[tuple[str, Any]], position: int) -> dict[str, Any]:
+    """Return one row of named columns."""
+    read = operator.itemgetter(position)
+    row = {n: map_leaves(read, column) for n, column in columns if not n.startswith(PER_SEQUENCE)}
+    return {**row, "seq_lens": 1} if any(name == "seq_lens" for name, _ in columns) else row
 
 
 def concat_columns(batches: Sequence[Columns]) -> dict[str, Any]:

@@ -7,8 +7,7 @@ changed in place: `with_columns()` returns a new batch that shares the other col
 from __future__ import annotations
 
 import itertools
-import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,8 +29,9 @@ DEFAULT_POLICY_ID = "default_policy"
 class SampleBatch(Columns):
     """Columns [count, …] of one policy's experience; see `Columns` for the columns themselves.
 
-    `batch[i:j]` returns rows. With `seq_lens` [sequences] the rows are consecutive sequences,
-    `state_in_*` has one row per sequence, and a slice must begin and end between sequences.
+    `batch[i:j]` returns rows as a batch, and `batch[i]` one row as a dict. With `seq_lens`
+    [sequences] the rows are consecutive sequences, `state_in_*` has one row per sequence, and a
+    slice must begin and end between sequences.
 
     Attributes:
         sources: the fragments that the rows come from (see `flowrl.iter.Source`).
@@ -98,13 +98,19 @@ class SampleBatch(Columns):
 
     # -- columns -------------------------------------------------------------------------------
 
-    def __getitem__(self, key: str | slice | np.ndarray) -> Any:
+    def __getitem__(self, key: str | slice | int | np.ndarray | Sequence[int]) -> Any:
         if isinstance(key, str):
             column = dict.__getitem__(self, key)
             return np.asarray(column) if isinstance(column, IndexedColumn) else column
         if isinstance(key, slice):
             return self._slice_rows(key)
-        return self.take_rows(key)
+        if isinstance(key, (int, np.integer)) and not isinstance(key, bool):
+            return self.row(int(key))
+        if not isinstance(key, (list, np.ndarray)):
+            raise TypeError(
+                f"a SampleBatch is read by column name, row number, slice or array, got {key!r}"
+            )
+        return self.take_rows(np.asarray(key))
 
     @property
     def data(self) -> SampleBatch:
@@ -140,13 +146,11 @@ class SampleBatch(Columns):
     # -- rows ----------------------------------------------------------------------------------
 
     def _slice_rows(self, key: slice) -> SampleBatch:
+        if self.SEQ_LENS not in self:
+            return self.map_rows(lambda leaf: leaf[key])
         start, stop, step = key.indices(self.count)
         if step != 1:
-            raise ValueError(f"a SampleBatch is sliced with step 1, got {step}")
-        if self.SEQ_LENS not in self:
-            return self.map_rows(lambda leaf: leaf[start:stop])
-        if self.zero_padded:
-            raise ValueError("a zero-padded batch cannot be sliced: slice it before padding")
+            raise ValueError(f"a batch with seq_lens is sliced with step 1, got {step}")
         ends = np.cumsum(self[self.SEQ_LENS])
         starts = ends - self[self.SEQ_LENS]
         if stop <= start:
@@ -158,6 +162,8 @@ class SampleBatch(Columns):
             )
         inside = np.flatnonzero((starts >= start) & (ends <= stop))
         sequences = slice(int(inside[0]), int(inside[-1]) + 1)
+        if self.zero_padded and self.max_seq_len is not None:
+            start, stop = sequences.start * self.max_seq_len, sequences.stop * self.max_seq_len
         return self.map_rows(lambda leaf: leaf[start:stop], sequences)
 
     def map_rows(
@@ -181,29 +187,17 @@ class SampleBatch(Columns):
 
         Raises:
             ValueError: The batch has seq_lens.
+            IndexError: There is no such row.
         """
-        self._check_no_sequences()
-        return self.map_rows(lambda leaf: leaf[index])
-
-    def _check_no_sequences(self) -> None:
         if self.SEQ_LENS in self:
             raise ValueError("a batch with seq_lens has no single rows: slice it instead")
+        if not len(index):
+            index = np.zeros(0, np.int64)  # np.asarray([]) has a float dtype
+        return self.map_rows(lambda leaf: leaf[index])
 
     def slice(self, start: int, end: int) -> SampleBatch:
         """Return rows start … end-1, sharing memory."""
         return self[start:end]
-
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """Iterate over the rows as dicts.
-
-        Raises:
-            ValueError: The batch has seq_lens.
-        """
-        self._check_no_sequences()
-        columns = self.items()
-        for i in range(self.count):
-            row = operator.itemgetter(i)
-            yield {name: map_leaves(row, column) for name, column in columns}
 
     def shuffle(self, rng: np.random.Generator | None = None) -> SampleBatch:
         """Return a new batch with the rows in random order.
@@ -214,19 +208,20 @@ class SampleBatch(Columns):
         rng = rng if rng is not None else np.random.default_rng()
         return self.take_rows(rng.permutation(self.count))
 
-    def split_by_episode(self) -> list[SampleBatch]:
-        """Split where `eps_id` changes or, without that column, after each row with `dones`.
+    def split_by_episode(self, key: str | None = None) -> list[SampleBatch]:
+        """Split where `eps_id` changes or, without that column, after rows that end an episode.
+
+        Args:
+            key: "eps_id" or "dones" to split only by that. The end of an episode is read from
+                `dones`, or from those of `terminateds` and `truncateds` that the batch has.
 
         Raises:
-            KeyError: The batch has neither column.
+            KeyError: The batch has none of these columns.
+            ValueError: Another key is given.
         """
         if not self.count:
             return []
-        if self.EPS_ID in self:
-            cuts = np.flatnonzero(np.diff(self[self.EPS_ID])) + 1
-        else:
-            cuts = np.flatnonzero(self[self.DONES][:-1]) + 1
-        ends = [0, *cuts.tolist(), self.count]
+        ends = [0, *self._episode_ends(key).tolist(), self.count]
         return [self[i:j] for i, j in itertools.pairwise(ends)]
 
     def timeslices(

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from flowrl.data.columns import map_leaves
 from flowrl.data.sample_batch import SampleBatch
 
 MASK = "loss_mask"
@@ -116,7 +117,8 @@ def pad_batch_to_sequences_of_same_size(
     over the other rows.
 
     Args:
-        batch: batch with `seq_lens`, or with `eps_id` to chop it by.
+        batch: batch with `seq_lens`, or with `eps_id` to chop it by; then columns `state_in_…` have
+            a state for each row, of which each sequence's first one is kept.
         max_seq_len: length of the padded sequences; None for that of the longest sequence.
 
     Raises:
@@ -129,7 +131,11 @@ def pad_batch_to_sequences_of_same_size(
             raise ValueError("a batch without seq_lens and eps_id cannot be chopped into sequences")
         keys = [batch.get(name) for name in ("eps_id", "unroll_id", "agent_index")]
         length = max_seq_len or max(batch.count, 1)
-        batch = batch.with_columns(seq_lens=sequence_lengths(length, *keys))
+        lens = sequence_lengths(length, *keys)
+        starts = np.cumsum(lens) - lens
+        states = {n: c for n, c in batch.items() if n.startswith("state_in_")}
+        states = {n: map_leaves(operator.itemgetter(starts), c) for n, c in states.items()}
+        batch = batch.with_columns(**states, seq_lens=lens)
     lens = batch["seq_lens"]
     length = max_seq_len or (int(lens.max()) if len(lens) else 1)
     if MASK not in batch:

@@ -279,6 +279,9 @@ class LocalIterator(Generic[T]):
             before, total_items = total_items, sum(stage.items for stage in profiler.stages)
             if total_items == before:
                 blocked = [str(one) for one in profiler.stages if one.depends_on_sibling]
+                reasons = [f"{one}: {why}" for one in profiler.stages if (why := one.blocked_by())]
+                if reasons:
+                    raise RuntimeError(f"{self!r} is blocked. {'; '.join(reasons)}")
                 raise RuntimeError(
                     f"{self!r} is blocked: every branch waits for another one. Possible causes: a "
                     "child of duplicate() without a consumer, an operator that waits for another "

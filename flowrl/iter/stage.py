@@ -108,6 +108,10 @@ class Stage:
         """Return the events that may end NOT_READY: Ray refs, Signals, `time.monotonic()` times."""
         return [wait for parent in self.parents for wait in parent.waits()]
 
+    def blocked_by(self) -> str:
+        """Return what must happen before the stage can continue, for an error message; or ""."""
+        return ""
+
     def can_wait(self) -> bool:
         """Return whether `pull` may return NOT_READY."""
         return any(parent.can_wait() for parent in self.parents)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import zlib
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ class WorkerUpdate:
         group_name: name of the group that the worker learned in; "" if it learned alone.
         state: learning state of the policies; None except from the first worker.
         sources: see SampleBatch.sources.
+        learn_s: duration of the update [s].
     """
 
     updates: Updates
@@ -42,6 +44,7 @@ class WorkerUpdate:
     group_name: str = ""
     state: bytes | None = None
     sources: tuple[Any, ...] = ()
+    learn_s: float = 0.0
 
     def env_steps(self) -> int:
         """See SampleBatch.env_steps."""
@@ -103,7 +106,9 @@ class LearnOnWorker:
         worker = self._worker
         assert worker is not None
         with worker.lock:
+            started = time.perf_counter()
             updates = self._update(worker, fragment)
+            learn_s = time.perf_counter() - started
             weights_checksum = 0
             for policy_id in sorted(worker.policy_map):
                 weights = worker.policy_map[policy_id].get_weights()
@@ -121,6 +126,7 @@ class LearnOnWorker:
             weights_checksum,
             self._group_name.decode(),
             state,
+            learn_s=learn_s,
         )
 
     def _update(self, worker: RolloutWorker, fragment: Batch) -> Updates:

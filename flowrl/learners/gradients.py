@@ -25,6 +25,7 @@ class Gradients:
         row_stats: policy id -> values per row (see Policy.row_stats).
         rows_by_policy: policy id -> number of rows in the batch, also of policies that do not
             learn.
+        seconds: duration of the computation [s]; of the mean of several Gradients, their sum.
     """
 
     by_policy: dict[str, Any]
@@ -34,6 +35,7 @@ class Gradients:
     sources: tuple[Source, ...] = field(default=(), repr=False)
     row_stats: dict[str, dict[str, np.ndarray]] = field(default_factory=dict, repr=False)
     rows_by_policy: dict[str, int] = field(default_factory=dict, repr=False)
+    seconds: float = field(default=0.0, repr=False, compare=False)
 
     def env_steps(self) -> int:
         """See SampleBatch.env_steps."""
@@ -60,6 +62,7 @@ class Gradients:
         """
         num_env_steps = sum(item.num_env_steps for item in items)
         mean = cls({}, {}, {}, num_env_steps, tuple(s for item in items for s in item.sources))
+        mean.seconds = sum(item.seconds for item in items)
         for item in items:
             for policy_id, rows in item.rows_by_policy.items():
                 mean.rows_by_policy[policy_id] = mean.rows_by_policy.get(policy_id, 0) + rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -235,6 +236,7 @@ def compute_gradients(
     worker: RolloutWorker, batch: Batch, policies: Collection[str] | None
 ) -> Gradients:
     """Return the gradients of a worker's policies on a batch; the policies do not change."""
+    started = time.perf_counter()
     gradients = Gradients(
         {}, {}, {}, batch.env_steps(), batch.sources, rows_by_policy=batch.steps_by_policy()
     )
@@ -246,6 +248,7 @@ def compute_gradients(
             gradients.rows[policy_id] = rows.count
             if policy.row_stats:
                 gradients.row_stats[policy_id] = policy.row_stats
+    gradients.seconds = time.perf_counter() - started
     return gradients
 
 

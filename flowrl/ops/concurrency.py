@@ -9,11 +9,13 @@ from typing import Any, Literal
 
 from flowrl.iter import NOT_READY, LocalIterator, Source, Stage, _get_shared_metrics
 from flowrl.iter.errors import note_origin, operator_error
+from flowrl.iter.stage import walk
 from flowrl.iter.stages.branches import Union
 from flowrl.iter.waiting import Signal, queue_signal
 from flowrl.learners.learner import Batch
 from flowrl.learners.thread import LearnedBatch, LearnerThread, LearnFailure
 from flowrl.ops.plan_metrics import Info, record_updates
+from flowrl.ops.replay import alternate_stores_and_draws
 
 LIVENESS_S = 1.0  # seconds between two calls of `check` by an idle Dequeue
 
@@ -29,6 +31,9 @@ class Concurrently(LocalIterator[Any]):
             others are dropped. None returns the items of all branches.
         round_robin_weights: items per turn of each branch; fractions accumulate; "*" takes all
             items that are ready. Only for "round_robin".
+
+    Branches that store to a replay buffer and draw from it keep the buffer's ratio: its
+    `training_intensity`, or else one drawn batch per stored batch.
 
     Raises:
         TypeError: an element of `ops` is not a LocalIterator.
@@ -56,7 +61,7 @@ class Concurrently(LocalIterator[Any]):
         for index in output_indexes or ():
             if not 0 <= index < len(ops):
                 raise ValueError(f"Concurrently: no branch {index} among {len(ops)} (from 0)")
-        stage = Union(
+        stage = ConcurrentlyStage(
             [op.stage for op in ops],
             round_robin_weights,
             ordered=mode == "round_robin",
@@ -69,6 +74,14 @@ class Concurrently(LocalIterator[Any]):
             title += f", output_indexes={list(output_indexes)}"
         stage.name, stage.title = "Concurrently", f"{title})"
         super().__init__(stage, f"Concurrently[{', '.join(repr(op) for op in ops)}]")
+
+
+class ConcurrentlyStage(Union):
+    """The stage of Concurrently."""
+
+    def start(self, seed: str | None) -> None:
+        super().start(seed)
+        alternate_stores_and_draws(walk(self))
 
 
 class Enqueue:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from flowrl.iter import LocalIterator, _get_shared_metrics
+from flowrl.iter import LocalIterator, Source, _get_shared_metrics
 from flowrl.learners.gradients import Gradients
 from flowrl.learners.learner import Batch, LocalLearner, check_policy_ids, compute_gradients
 from flowrl.ops.plan_metrics import Info, record_updates
@@ -21,7 +21,7 @@ from flowrl.sampling.worker_set import WorkerSet
 class ComputeGradients:
     """for_each, batch -> Gradients: compute the local worker's gradients, without an update.
 
-    Times `compute_gradients`.
+    Times `compute_grads`.
 
     Args:
         workers: the WorkerSet.
@@ -37,12 +37,20 @@ class ComputeGradients:
         self.policies = policies
 
     def __call__(self, batch: Batch) -> Gradients:
-        with _get_shared_metrics().timers["compute_gradients"]:
-            return self.learner.compute_gradients(batch)
+        gradients = self.learner.compute_gradients(batch)
+        record_computation(gradients)
+        return gradients
 
     def __repr__(self) -> str:
         only = "" if self.policies is None else f"policies={sorted(self.policies)}"
         return f"ComputeGradients({only})"
+
+
+def record_computation(gradients: Gradients) -> None:
+    """Add the duration of a computation of gradients to the timer `compute_grads`."""
+    timer = _get_shared_metrics().timers["compute_grads"]
+    timer.push(gradients.seconds)
+    timer.push_units_processed(gradients.num_env_steps)
 
 
 @dataclass(repr=False)
@@ -70,8 +78,10 @@ class AsyncGradients(LocalIterator[Gradients]):
 
     Each worker samples a fragment and computes the gradient of its loss with the newest weights
     that it has received. Gradients are returned in order of arrival. Updates the same counters as
-    ParallelRollouts. Chain `ApplyGradients(workers, update_all=False)`: a worker receives the new
-    weights with its next request, which is sent when the plan pulls the next item.
+    ParallelRollouts. Times `grad_wait`, the time until the next gradient arrives, and
+    `compute_grads`, the time of its computation on the worker. Chain
+    `ApplyGradients(workers, update_all=False)`: a worker receives the new weights with its next
+    request, which is sent when the plan pulls the next item.
 
     Args:
         workers: the WorkerSet; without remote workers the local one samples.
@@ -118,12 +128,29 @@ class AsyncGradients(LocalIterator[Gradients]):
         counted = (
             gradients.gather_async(num_async=num_async, limit=limit)
             .zip_with_source()
-            .for_each(CountRollouts(workers))
+            .for_each(CountGradients(workers))
         )
         if max_policy_lag is not None:
             counted = counted.filter(DropStale(workers, max_policy_lag))
         super().__init__(counted.stage, f"AsyncGradients(num_async={num_async})")
         self.stage.name, self.stage.title = "AsyncGradients", self.name
+
+
+class CountGradients(CountRollouts):
+    """for_each, (sources, Gradients) -> Gradients: count the fragments that they come from.
+
+    Times `grad_wait` and `compute_grads`.
+    """
+
+    timer_name = "grad_wait"
+
+    def __call__(self, pair: tuple[tuple[Source, ...], Gradients]) -> Gradients:
+        gradients: Gradients = super().__call__(pair)
+        record_computation(gradients)
+        return gradients
+
+    def __repr__(self) -> str:
+        return "CountGradients"
 
 
 class AverageGradients:
@@ -147,7 +174,7 @@ class AverageGradients:
 class ApplyGradients:
     """for_each, Gradients -> (Gradients, info): update the local worker's policies once.
 
-    `info` and counters are those of TrainOneStep. Times `apply_gradients`.
+    `info` and counters are those of TrainOneStep. Times `apply_grad`.
 
     Args:
         workers: the WorkerSet.
@@ -188,7 +215,9 @@ class ApplyGradients:
             )
         started = time.perf_counter()
         updates = self.learner.apply_gradients(item)
-        metrics.timers["apply_gradients"].push(time.perf_counter() - started)
+        timer = metrics.timers["apply_grad"]
+        timer.push(time.perf_counter() - started)
+        timer.push_units_processed(item.num_env_steps)
         if not self.update_all:
             self.learner.workers.update_only(sampled_by)
         return item, record_updates(

@@ -104,6 +104,8 @@ def record_updates(
 ) -> Info:
     """Count the updates of a training operator and return its `info`.
 
+    The timer `update` of the weights that are sent to workers is reported as 0 without workers.
+
     Args:
         context: the plan's metrics.
         operator: the training operator.
@@ -112,6 +114,7 @@ def record_updates(
         learn_s: duration of the update [s]; None if unknown, then `rows` is not used.
     """
     counters = context.counters
+    _ = context.timers["update"]  # WeightSync records the times
     trainer = PlanMetrics.of(context).trainer(operator)
     counters["num_env_steps_trained"] += env_steps
     trainer.num_env_steps_trained += env_steps

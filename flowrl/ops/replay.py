@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from flowrl.data import BatchRef, MultiAgentBatch, SampleBatch
@@ -22,9 +23,12 @@ from flowrl.seeding import random_stream, restore_stream, stream_state
 class StoreToReplayBuffer:
     """for_each, batch -> the same batch: store it in a replay buffer.
 
-    While a draw is due, the plan pulls no batches to store, so the ratio of trained to sampled
-    steps is kept, whichever side is slower. Counts `num_agent_steps_stored`, in total and per
-    policy. The state of the plan contains the rows.
+    In a plan with Concurrently that also draws from the buffer, it pulls no batches to store while
+    a draw is due, so the ratio of trained to sampled steps is kept, whichever side is slower.
+    Pulled on its own, it waits for draws only if the buffer has a `training_intensity`.
+
+    Counts `num_agent_steps_stored`, in total and per policy. The state of the plan contains the
+    rows.
 
     Args:
         local_buffer: a MultiAgentReplayBuffer or SimpleReplayBuffer.
@@ -41,10 +45,15 @@ class StoreToReplayBuffer:
         actors: ReplayActors | None = None,
     ):
         self.buffer = _one_of(local_buffer, actors, "StoreToReplayBuffer")
+        self.alternates = False  # with draws in the same plan; see Concurrently
 
     def ready(self) -> bool:
         """Return whether storing is due."""
-        return bool(self.buffer.can_add())
+        return bool(self.buffer.can_add(self.alternates))
+
+    def blocked_by(self) -> str:
+        """Return what must happen before storing is due."""
+        return "" if self.ready() else str(self.buffer.missing_draws())
 
     def waits(self) -> list[Any]:
         """Return the oldest pending reference of each shard that has no room; empty for a local
@@ -83,7 +92,9 @@ class StoreToReplayBuffer:
 class Replay(LocalIterator[Any]):
     """An endless stream of batches drawn from a replay buffer.
 
-    While storing is due, it is not ready, so other branches run.
+    In a plan with Concurrently that also stores to the buffer, it is not ready while storing is
+    due, so other branches run. Pulled on its own, it draws as soon as the buffer has
+    `learning_starts` rows, and is limited only if the buffer has a `training_intensity`.
 
     Args:
         local_buffer: a MultiAgentReplayBuffer or SimpleReplayBuffer.
@@ -93,6 +104,8 @@ class Replay(LocalIterator[Any]):
 
     Raises:
         ValueError: not exactly one of local_buffer and actors is given, or num_async is below 1.
+        RuntimeError (when pulled): no draw is due and no other branch can store; the message says
+            how many rows are missing.
     """
 
     def __init__(
@@ -121,6 +134,7 @@ class ReplayStage(Stage):
         super().__init__()
         self.title = f"Replay({buffer!r})"
         self.buffer = buffer
+        self.alternates = False  # with stores in the same plan; see Concurrently
 
     def pull(self, block: bool) -> Any:
         try:
@@ -134,13 +148,19 @@ class ReplayStage(Stage):
         return batch
 
     def _next(self) -> Any:
-        return self.buffer.sample() if self.buffer.can_sample() else NOT_READY
+        return self.buffer.sample() if self._is_due() else NOT_READY
+
+    def _is_due(self) -> bool:
+        return bool(self.buffer.can_sample(self.alternates))
 
     def waits(self) -> list[Any]:
         return []
 
     def can_wait(self) -> bool:
         return True
+
+    def blocked_by(self) -> str:
+        return "" if self._is_due() else str(self.buffer.missing_stores())
 
     def extra_stats(self) -> dict[str, Any]:
         return {"rows": len(self.buffer)}
@@ -167,6 +187,9 @@ class ReplayActorsStage(ReplayStage):
                 return NOT_READY
             self._drawn.extend(self.buffer.taken(self._pending.popleft()))
 
+    def _is_due(self) -> bool:
+        return self.buffer.can_draw(self.alternates)
+
     def _request(self) -> None:
         """Request batches until `num_async` are in flight.
 
@@ -175,9 +198,9 @@ class ReplayActorsStage(ReplayStage):
         per_request = max(1, self._num_async // 2)
         limit = self._num_async - per_request
         while sum(request.number for request in self._pending) + len(self._drawn) <= limit:
-            if not self.buffer.can_draw():
+            if not self._is_due():
                 return
-            self._pending.append(self.buffer.ask(per_request))
+            self._pending.append(self.buffer.ask(per_request, self.alternates))
 
     @property
     def sources(self) -> tuple[Source, ...]:
@@ -199,6 +222,21 @@ class ReplayActorsStage(ReplayStage):
         self._pending.clear()
         self._drawn.clear()
         self.buffer.stop()
+
+
+def alternate_stores_and_draws(stages: Iterable[Stage]) -> None:
+    """Keep the ratio of stored to drawn batches among the stages of a plan.
+
+    Affects the operators of each buffer that both StoreToReplayBuffer and Replay use.
+    """
+    operators = [
+        stage if isinstance(stage, ReplayStage) else getattr(stage, "fn", None) for stage in stages
+    ]
+    stores = [op for op in operators if isinstance(op, StoreToReplayBuffer)]
+    draws = [op for op in operators if isinstance(op, ReplayStage)]
+    for store, draw in itertools.product(stores, draws):
+        if store.buffer is draw.buffer:
+            store.alternates = draw.alternates = True
 
 
 class UpdateReplayPriorities:
@@ -279,13 +317,21 @@ class SimpleReplayBuffer:
             raise ValueError("the replay buffer is empty: store a batch before drawing from it")
         return self._batches[int(self.rng.integers(len(self._batches)))]
 
-    def can_add(self) -> bool:
+    def can_add(self, alternate: bool = True) -> bool:
         """Return True, because this buffer keeps no replay ratio."""
         return True
 
-    def can_sample(self) -> bool:
+    def can_sample(self, alternate: bool = True) -> bool:
         """Return whether the buffer contains batches."""
         return bool(self._batches)
+
+    def missing_stores(self) -> str:
+        """Return what must be stored before the next draw."""
+        return "the replay buffer is empty: store a batch before drawing from it"
+
+    def missing_draws(self) -> str:
+        """Return the empty string: storing is always due."""
+        return ""
 
     def __len__(self) -> int:
         """Return the number of batches."""
@@ -361,7 +407,7 @@ def _one_of(local_buffer: Any, actors: Any, operator: str) -> Any:
                 f"{operator}: actors must be a ReplayActors, got a {type(actors).__name__}"
             )
         return actors
-    methods = ("can_add", "can_sample", "sample", "add")
+    methods = ("can_add", "can_sample", "sample", "add", "missing_stores", "missing_draws")
     if not all(hasattr(local_buffer, name) for name in methods):
         raise TypeError(
             f"{operator}: local_buffer must be a MultiAgentReplayBuffer, got a "

@@ -17,7 +17,7 @@ from flowrl.iter import Source, _get_shared_metrics
 from flowrl.iter.metrics import count_bytes_between_nodes
 from flowrl.iter.ray_runtime import leave_ray, node_id, start_ray
 from flowrl.replay import MultiAgentReplayBuffer
-from flowrl.replay.multi_agent import loss_rows
+from flowrl.replay.multi_agent import NOTHING_TO_DRAW, loss_rows
 from flowrl.replay.replay_ratio import ReplayRatio
 from flowrl.seeding import random_stream, restore_stream, stream_state
 
@@ -52,10 +52,10 @@ class ReplayShard:
             self._stored_numbers.discard(number - 10_000)
             self.buffer.add(batch)
         bytes_received = 0 if node == self._node else batch.size_bytes()
-        return Added(len(self.buffer), bytes_received, self._node)
+        return Added(len(self.buffer), self.buffer.has_items(), bytes_received, self._node)
 
     def serve(self, updates: list[Update], batches: int) -> Served:
-        """Update priorities, then draw `batches` batches; none if the buffer is empty.
+        """Update priorities, then draw `batches` batches; none if there is nothing to draw.
 
         Raises:
             Exception: the error of the first update that failed; the other updates are applied, and
@@ -69,9 +69,9 @@ class ReplayShard:
                 first_error = first_error or error
         if first_error is not None:
             raise first_error
-        rows = len(self.buffer)
-        drawn = [self.buffer.sample() for _ in range(batches if rows else 0)]
-        return Served(drawn, rows, self._node)
+        has_items = self.buffer.has_items()
+        drawn = [self.buffer.sample() for _ in range(batches if has_items else 0)]
+        return Served(drawn, len(self.buffer), has_items, self._node)
 
     def stats(self) -> dict[str, Any]:
         """Return the statistics of the buffer; see MultiAgentReplayBuffer.stats."""
@@ -129,6 +129,7 @@ class ReplayActors:
         self.ratio = ReplayRatio(learning_starts, training_intensity)
         self.rng = random_stream(seed, "replay", "shards")
         self.rows = [0] * num_shards
+        self._has_items = [False] * num_shards  # as of the last reply of each shard
         self.colocated = colocated
         self.address = address
         self._node: str | None = None
@@ -167,7 +168,7 @@ class ReplayActors:
         metrics = _get_shared_metrics()
         metrics.counters["num_replay_shard_restarts"] += 1
         metrics.counters["num_replay_rows_lost"] += self.rows[index]
-        self.rows[index] = 0
+        self.rows[index], self._has_items[index] = 0, False
         self._updates[index].clear()
         self._handles[index] = self._start_shard(index)
         unstored, self._pending_adds[index] = self._pending_adds[index], deque()
@@ -190,9 +191,13 @@ class ReplayActors:
 
     # -- storing -----------------------------------------------------------------------------------
 
-    def can_add(self) -> bool:
-        """Return whether storing is due and every shard has room for another batch in flight."""
-        if self.can_draw():
+    def can_add(self, alternate: bool = True) -> bool:
+        """Return whether storing is due and every shard has room for another batch in flight.
+
+        Args:
+            alternate: see ReplayRatio.may_draw.
+        """
+        if not self.ratio.may_store(self.batch_rows, alternate) and self._may_have_items():
             return False
         if any(len(adds) >= ADDS_IN_FLIGHT for adds in self._pending_adds):
             self._process_stored()
@@ -226,7 +231,9 @@ class ReplayActors:
             adds = self._pending_adds[index]
             while adds and ray.wait([adds[0].ref], timeout=0, fetch_local=False)[0]:
                 try:
-                    self.rows[index], bytes_received, self._nodes[index] = ray.get(adds[0].ref)
+                    added: Added = ray.get(adds[0].ref)
+                    self.rows[index], self._has_items[index], bytes_received, node = added
+                    self._nodes[index] = node
                     count_bytes_between_nodes(bytes_received)
                 except RayActorError as error:
                     self._replace_shard(index, error)
@@ -241,11 +248,27 @@ class ReplayActors:
 
     # -- drawing -----------------------------------------------------------------------------------
 
-    def can_draw(self) -> bool:
-        """Return whether a draw is due."""
-        return self.ratio.may_draw(self.batch_rows)
+    def can_draw(self, alternate: bool = True) -> bool:
+        """Return whether a draw is due; see ReplayRatio.may_draw."""
+        return self.ratio.may_draw(self.batch_rows, alternate) and self._may_have_items()
 
-    def ask(self, most: int = 1) -> PendingRequest:
+    def _may_have_items(self) -> bool:
+        """Return False if all shards have replied that there is nothing to draw."""
+        if not any(self._has_items):
+            self._process_stored()
+        return any(self._has_items) or any(self._pending_adds)
+
+    def missing_stores(self) -> str:
+        """Return what must be stored before the next draw."""
+        if self.ratio.is_learning and not self._may_have_items():
+            return NOTHING_TO_DRAW
+        return self.ratio.missing_stores(self.batch_rows)
+
+    def missing_draws(self) -> str:
+        """Return how many batches must be drawn before the next one is stored."""
+        return self.ratio.missing_draws(self.batch_rows)
+
+    def ask(self, most: int = 1, alternate: bool = True) -> PendingRequest:
         """Request the batches that are due, at most `most`, from the next shard.
 
         The request also carries the priorities for this shard, which it applies first.
@@ -253,7 +276,7 @@ class ReplayActors:
         index = self._next_shard
         self._next_shard = (index + 1) % self.num_shards
         number = 0
-        while number < most and self.can_draw():
+        while number < most and self.can_draw(alternate):
             self.ratio.note_drawn(self.batch_rows)
             number += 1
         self._in_flight += number
@@ -274,7 +297,8 @@ class ReplayActors:
         self._in_flight -= number
         batches: list[Batch] = []
         try:
-            batches, self.rows[index], self._nodes[index] = ray.get(ref)
+            served: Served = ray.get(ref)
+            batches, self.rows[index], self._has_items[index], self._nodes[index] = served
         except RayActorError as error:
             if handle is self._handles[index]:  # not replaced yet
                 self._replace_shard(index, error)
@@ -366,6 +390,7 @@ class ReplayActors:
             )
         pairs = zip(self.handles(), shards, strict=True)
         self.rows = ray.get([handle.load_state_dict.remote(shard) for handle, shard in pairs])
+        self._has_items = [rows > 0 for rows in self.rows]
         self.ratio.load_state_dict(state["ratio"])
         restore_stream(self.rng, state["rng"])
         self._last_number, self._next_shard = int(state["number"]), int(state["turn"])
@@ -400,6 +425,7 @@ class Served(NamedTuple):
 
     batches: list[Batch]
     rows: int  # in the shard
+    has_items: bool  # it has something to draw
     node: str | None  # of the shard
 
 
@@ -407,5 +433,6 @@ class Added(NamedTuple):
     """A shard's reply after it has stored a batch."""
 
     rows: int  # in the shard
+    has_items: bool  # it has something to draw
     bytes_received: int  # from another node
     node: str | None  # of the shard

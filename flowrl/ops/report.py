@@ -17,6 +17,7 @@ from flowrl.iter.stage import walk
 from flowrl.ops.plan_metrics import Info, PlanMetrics
 from flowrl.sampling.worker_config import WorkerConfig
 from flowrl.sampling.worker_set import WorkerSet
+from flowrl.setting_aliases import INFO_COUNTERS
 from flowrl.settings import NotNegative, Settings, setting
 
 Result = dict[str, Any]
@@ -146,9 +147,10 @@ class CollectMetrics:
     """for_each, any item -> result dict: counters, episodes, learner statistics, timers.
 
     The classic names (`episode_reward_mean`, `timesteps_total`, …) and the nested ones
-    (`env_runners/episode_return_mean`, `learners/<policy>/…`) have the same values; `counters`
-    contains all counters of the operators, and `trainers` the metrics of each training operator.
-    Episode statistics are over the last `window` episodes, and NaN before the first episode ends.
+    (`env_runners/episode_return_mean`, `learners/<policy>/…`) have the same values. `info` contains
+    the counters of steps and the learner statistics, `counters` all counters of the operators, and
+    `trainers` the metrics of each training operator. Episode statistics are over the last `window`
+    episodes, and NaN before the first episode ends.
 
     Args:
         workers: the WorkerSet.
@@ -212,7 +214,11 @@ class CollectMetrics:
             "num_env_restarts": sum(worker.env_restarts for worker in health),
             "num_faulty_episodes": sum(worker.faulty_episodes for worker in health),
             "num_episodes_restarted": self._workers.num_episodes_restarted,
-            "info": {**plan.step_results, "learner": info},
+            "info": {
+                **{alias: counters[name] for alias, name in INFO_COUNTERS.items()},
+                **plan.step_results,
+                "learner": info,
+            },
             "env_runners": {
                 "episode_return_mean": episodes["episode_reward_mean"],
                 "episode_return_min": episodes["episode_reward_min"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -23,8 +24,9 @@ Batch = SampleBatch | MultiAgentBatch
 class ParallelRollouts(LocalIterator[Any]):
     """An endless stream of experience from all workers.
 
-    Counts `num_env_steps_sampled` and `num_agent_steps_sampled`; batches carry their `sources`. If
-    the setting `output` names a folder, batches are also written there (see WriteParquet).
+    Counts `num_env_steps_sampled` and `num_agent_steps_sampled`; times `sample`, from the request
+    for a batch until it has arrived. Batches carry their `sources`. If the setting `output` names a
+    folder, batches are also written there (see WriteParquet).
 
     Args:
         workers: the WorkerSet; without remote workers the local worker samples.
@@ -124,10 +126,19 @@ class CountRollouts:
 
     Other results of workers are accepted if they have `env_steps()` and `steps_by_policy()` like a
     batch.
+
+    As an operator of `for_each`, it times `timer_name` from the pull of a batch until it has
+    arrived; its units are env steps.
     """
+
+    timer_name = "sample"
 
     def __init__(self, workers: WorkerSet):
         self._workers = workers
+        self._fetch_started: float | None = None
+
+    def _on_fetch_start(self) -> None:
+        self._fetch_started = time.perf_counter()
 
     def __call__(self, pair: tuple[tuple[Source, ...], Any]) -> Any:
         sources, item = pair
@@ -153,6 +164,10 @@ class CountRollouts:
             plan.worker_health[source.worker, source.incarnation] = WorkerHealth(
                 source.tags.get("env_restarts", 0), source.tags.get("faulty_episodes", 0)
             )
+        if self._fetch_started is not None:
+            timer = metrics.timers[self.timer_name]
+            timer.push(time.perf_counter() - self._fetch_started)
+            timer.push_units_processed(batch.env_steps())
         return batch
 
     def _count_transfers(self, sources: tuple[Source, ...], items: list[Any]) -> None:

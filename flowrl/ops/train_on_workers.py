@@ -12,7 +12,7 @@ from flowrl.iter.errors import ShardFailedError
 from flowrl.learners.actors import TIMEOUT_S
 from flowrl.learners.decentralized import LearnOnWorker, WorkerUpdate
 from flowrl.learners.learner import LocalLearner, ProcessGroupError
-from flowrl.ops.plan_metrics import Info, record_updates
+from flowrl.ops.plan_metrics import Info, PlanMetrics, record_updates
 from flowrl.ops.rollout import CountRollouts
 from flowrl.sampling.worker_set import WorkerSet
 
@@ -28,8 +28,8 @@ class TrainOnWorkers(LocalIterator[Any]):
     minibatches, with gradients averaged over the workers (Wijmans et al. 2019, arXiv 1911.00357).
     So weights stay equal and no rows are sent. After a round the local worker's policies receive
     the new weights. The item is the first worker's. Updates the same counters as ParallelRollouts
-    and TrainOneStep. If a worker dies, joins or leaves, a new group is formed from the state after
-    the last round; counts `num_group_restarts`.
+    and TrainOneStep; times `learn`, per round. If a worker dies, joins or leaves, a new group is
+    formed from the state after the last round; counts `num_group_restarts`.
 
     Args:
         workers: the WorkerSet; without remote workers the local one learns alone.
@@ -203,6 +203,9 @@ class TrainOnWorkersStage(Stage):
             steps = update.num_env_steps
             info = record_updates(metrics, self, update.updates, steps, steps, None)
             first_info = first_info or info
+        timer = PlanMetrics.of(metrics).trainer(self).learn
+        timer.push(max(update.learn_s for update in updates))  # the workers learn together
+        timer.push_units_processed(sum(update.num_env_steps for update in updates))
         if self._store is not None:
             self._store.set("global_vars", json.dumps(self.workers.global_vars))
         return updates[0], first_info

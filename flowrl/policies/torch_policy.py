@@ -21,7 +21,7 @@ from flowrl.policies.learning.torch_learner import TorchLearner
 from flowrl.policies.models.base import ModelV2
 from flowrl.policies.models.catalog import make_model
 from flowrl.policies.models.module_model import ModuleModel
-from flowrl.policies.models.tensor_batch import TensorBatch
+from flowrl.policies.models.tensor_batch import TensorBatch, as_state
 from flowrl.policies.policy import Policy
 from flowrl.policies.schedules import initial_value
 from flowrl.policies.views import find_input_problem, find_mismatch
@@ -175,7 +175,7 @@ class TorchPolicy(Policy):
     # -- acting --------------------------------------------------------------------------------
 
     def get_initial_state(self) -> list[np.ndarray]:
-        return self.model.get_initial_state()
+        return [as_state(state) for state in self.model.get_initial_state()]
 
     def compute_actions(
         self,

@@ -15,6 +15,8 @@ from flowrl.replay.trajectories import sort_rows
 
 Batch = SampleBatch | MultiAgentBatch
 
+NOTHING_TO_DRAW = "the replay buffer has nothing to draw: store more rows"
+
 
 class MultiAgentReplayBuffer:
     """One ReplayBuffer per policy, created with the policy's first rows.
@@ -135,10 +137,18 @@ class MultiAgentReplayBuffer:
         )
         self._env_steps = index
 
-    def can_sample(self) -> bool:
-        """Return whether a draw is due."""
+    def can_sample(self, alternate: bool = True) -> bool:
+        """Return whether a draw is due.
+
+        Args:
+            alternate: see ReplayRatio.may_draw.
+        """
         rows = self._rows_per_batch()
-        return rows > 0 and self.ratio.may_draw(rows)
+        return rows > 0 and self.ratio.may_draw(rows, alternate)
+
+    def has_items(self) -> bool:
+        """Return whether there is anything to draw: rows, or whole sequences or episodes."""
+        return self._rows_per_batch() > 0
 
     def _rows_per_batch(self) -> float:
         """Return the mean number of rows to learn from in a drawn batch."""
@@ -147,9 +157,20 @@ class MultiAgentReplayBuffer:
             return size * self._env_steps.rows_per_step()
         return size * sum(buffer.rows_per_item() for buffer in self.buffers.values())
 
-    def can_add(self) -> bool:
-        """Return whether storing a batch is due."""
-        return not self.can_sample()
+    def can_add(self, alternate: bool = True) -> bool:
+        """Return whether storing a batch is due; see `can_sample`."""
+        rows = self._rows_per_batch()
+        return rows <= 0 or self.ratio.may_store(rows, alternate)
+
+    def missing_stores(self) -> str:
+        """Return what must be stored before the next draw."""
+        if self.ratio.is_learning and not self.has_items():
+            return NOTHING_TO_DRAW
+        return self.ratio.missing_stores(self._rows_per_batch())
+
+    def missing_draws(self) -> str:
+        """Return how many batches must be drawn before the next one is stored."""
+        return self.ratio.missing_draws(self._rows_per_batch())
 
     def sample(self) -> Batch:
         """Draw `replay_batch_size` items of each policy or, in lockstep mode, env steps.

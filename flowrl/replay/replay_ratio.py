@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,9 @@ import numpy as np
 class ReplayRatio:
     """Decides whether to store or to draw next, to keep the ratio of drawn to stored rows.
 
-    The ratio is exact to within one batch, whichever side is slower. At any time exactly one of
-    storing and drawing is due.
+    The ratio is exact to within one batch, whichever side is slower. With a training_intensity, at
+    any time exactly one of storing and drawing is due. Without one, the two alternate in a plan
+    that does both, and are not limited elsewhere.
 
     Args:
         learning_starts: rows stored before the first draw.
@@ -53,14 +55,60 @@ class ReplayRatio:
         """Whether enough rows are stored to draw."""
         return self.stored >= max(1, self.learning_starts)
 
-    def may_draw(self, rows: float) -> bool:
-        """Return whether a draw of `rows` rows is due."""
+    @property
+    def _rows_allowed(self) -> float:
+        """Rows that the training_intensity allows to draw in total."""
+        assert self.training_intensity is not None
+        return self.training_intensity * (self.stored - self.learning_starts)
+
+    def may_draw(self, rows: float, alternate: bool = True) -> bool:
+        """Return whether a draw of `rows` rows is due.
+
+        Args:
+            rows: size of the next batch.
+            alternate: without a training_intensity, draw one batch per stored batch; if False,
+                draw any number.
+        """
         if not self.is_learning:
             return False
         if self.training_intensity is None:
-            return self._batches_due > 0
-        stored = self.stored - self.learning_starts
-        return self.drawn + rows <= self.training_intensity * stored
+            return self._batches_due > 0 or not alternate
+        return self.drawn + rows <= self._rows_allowed
+
+    def may_store(self, rows: float, alternate: bool = True) -> bool:
+        """Return whether storing a batch is due; see `may_draw` for the arguments."""
+        if self.training_intensity is None and not alternate:
+            return True
+        return not self.may_draw(rows)
+
+    def missing_stores(self, rows: float) -> str:
+        """Return what must be stored before a batch of `rows` rows may be drawn."""
+        if not self.is_learning:
+            if not self.learning_starts:
+                return "the replay buffer is empty: store a batch before drawing from it"
+            return (
+                f"learning_starts={self.learning_starts} and {self.stored} rows are stored: store "
+                f"{self.learning_starts - self.stored} more rows"
+            )
+        if self.training_intensity is None:
+            return "one batch is drawn per stored batch, and all are drawn: store another batch"
+        needed = math.ceil((self.drawn + rows) / self.training_intensity) + self.learning_starts
+        return (
+            f"training_intensity={self.training_intensity:g} allows to draw "
+            f"{int(self._rows_allowed)} rows and {self.drawn} are drawn: store "
+            f"{needed - self.stored} more rows"
+        )
+
+    def missing_draws(self, rows: float) -> str:
+        """Return how many batches of `rows` rows must be drawn before the next one is stored."""
+        if self.training_intensity is None:
+            batches = self._batches_due
+            return f"one batch is drawn per stored batch: draw {batches} before storing another one"
+        return (
+            f"training_intensity={self.training_intensity:g} asks to draw "
+            f"{int(self._rows_allowed)} rows and {self.drawn} are drawn: draw "
+            f"{int((self._rows_allowed - self.drawn) / rows)} batches before storing another one"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts."""

@@ -494,7 +494,6 @@ class SimpleListCollector(SampleCollector):
     def _add_views(self, views: RowViews, segments: list[Segment], rows: dict[str, Any]) -> None:
         """Add the views for training to the rows, and remove columns that are not for training."""
         bases: dict[str, tuple[Any, list[int]]] = {}
-        per_sequence = 0
         for name, view in views.training.items():
             if view.agents is not None:
                 each = [(s.trajectory, row) for s in segments for row in range(s.begin, s.end)]
@@ -509,13 +508,12 @@ class SimpleListCollector(SampleCollector):
             ]
             at = np.concatenate(index)
             rows[name] = optree.tree_map(lambda leaf, at=at: IndexedColumn(leaf, at), base)
-            per_sequence = max(per_sequence, view.repeat if view.repeat > 1 else 0)
-        if per_sequence:
+        if longest := views.max_seq_len:
             rows["seq_lens"] = np.array(
                 [
-                    min(per_sequence, s.end - begin)
+                    min(longest, s.end - begin)
                     for s in segments
-                    for begin in range(s.begin, s.end, per_sequence)
+                    for begin in range(s.begin, s.end, longest)
                 ],
                 np.int32,
             )

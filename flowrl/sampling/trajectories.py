@@ -161,6 +161,16 @@ class RowViews:
         self.of_agents = any(view.agents is not None for view in resolved)
 
     @property
+    def max_seq_len(self) -> int:
+        """Rows per sequence in batches; 0 if they are not cut into sequences.
+
+        A policy with burn-in has a state for each row, and cuts sequences when it learns.
+        """
+        states = [view.repeat for n, view in self.training.items() if n.startswith("state_in_")]
+        longest = max(states, default=0)
+        return 0 if longest == 1 and self.policy.config.model.burn_in else longest
+
+    @property
     def replace_observations(self) -> bool:
         """Whether views replace both `obs` and `new_obs`."""
         return {"obs", "new_obs"} <= set(self.training)

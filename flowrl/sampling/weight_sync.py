@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from flowrl.iter.metrics import count_bytes_between_nodes
+from flowrl.iter.metrics import count_bytes_between_nodes, current_metrics
 from flowrl.sampling.rollout_worker import RolloutWorker
 
 INLINE_BYTES = 100_000  # larger weights go through the object store, one object per version
@@ -100,6 +101,8 @@ class WeightSync:
     def payload_for(self, index: int, from_node: str | None, to_node: str | None) -> Any | None:
         """Return what a worker must load before it samples, and mark it as sent.
 
+        Times `update`: the preparation of each new version of the weights.
+
         Args:
             index: the worker.
             from_node, to_node: cluster nodes of this process and of the worker; transfers between
@@ -116,8 +119,12 @@ class WeightSync:
                 return None
             self._selected.discard(index)
         if self._payload is None or self._payload.versions != versions:
+            started = time.perf_counter()
             snapshot = self._published or self._snapshot()
             self._payload = _Payload(snapshot, self._global_vars, from_node)
+            metrics = current_metrics()
+            if metrics is not None:
+                metrics.timers["update"].push(time.perf_counter() - started)
         self._sent[index] = self._payload.versions
         self._payload.count_transfer(from_node, to_node)
         return self._payload.content

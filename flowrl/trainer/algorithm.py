@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -28,7 +29,7 @@ from flowrl.sampling.callbacks import call
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.settings import ConfigError
 from flowrl.threads import limit_threads
-from flowrl.trainer.checkpoint_loading import algorithm_from_checkpoint
+from flowrl.trainer.checkpoint_loading import CHECKPOINTS, algorithm_from_checkpoint
 from flowrl.trainer.checkpoint_saving import (
     load_sampling_state,
     loading_errors,
@@ -68,6 +69,7 @@ class Algorithm:
         workers: the WorkerSet.
         iteration: number of results so far.
         last_result: the latest result, or None.
+        run_dir: the run directory, or None.
 
     Raises:
         ConfigError: the settings are invalid, or there is no plan.
@@ -84,6 +86,7 @@ class Algorithm:
         limit_threads(config.num_threads_per_process)
         self.iteration = 0
         self.last_result: dict[str, Any] | None = None
+        self.run_dir: Path | None = None
         self._time_total_s = 0.0
         self._save_s = 0.0  # seconds spent on checkpoints since the last result
         self._plan: Plan | None = None
@@ -355,20 +358,24 @@ class Algorithm:
                 "loggers": self._loggers.state_dict(),
             }
 
-    def save(self, path: Path | str, **metadata: Any) -> Path | str:
-        """Write a checkpoint; see `flowrl.data.checkpoint`.
+    def save(self, path: Path | str | None = None, **metadata: Any) -> Path | str:
+        """Write a checkpoint and return its path; see `flowrl.data.checkpoint`.
 
         Settings that are code without an import path (such as a lambda) are left out; a warning
         names them.
 
         Args:
-            path: a folder, or a URI that fsspec supports.
+            path: a folder, or a URI that fsspec supports; None: a folder in the run directory, or
+                a new temporary folder if there is none.
             metadata: further JSON values for the manifest.
 
         Raises:
             OSError: the checkpoint cannot be written; existing files are unchanged.
         """
         started = time.perf_counter()
+        if path is None:
+            in_run = self.run_dir and self.run_dir / CHECKPOINTS / f"{self.iteration:06d}"
+            path = in_run or Path(tempfile.mkdtemp(prefix="flowrl-checkpoint-"))
         policies = self.workers.local_worker().policy_map
         manifest = manifest_of(type(self), self.config, policies)
         # a plan file that loading executes again brings its own code

@@ -85,9 +85,17 @@ def test_nested_columns_count_and_slice():
     assert concat_samples([batch, batch])["obs"]["a"].shape == (8,)
 
 
-@given(st.integers(0, 12), st.integers(-14, 14), st.integers(-14, 14))
-def test_slices_match_list_slices(n, i, j):
-    assert batch_of(n)[i:j]["actions"].tolist() == list(range(n))[i:j]
+@given(
+    st.integers(0, 12),
+    st.none() | st.integers(-14, 14),
+    st.none() | st.integers(-14, 14),
+    st.none() | st.integers(-4, 4).filter(bool),
+)
+def test_slices_match_list_slices(n, i, j, step):
+    batch = with_next_obs(n).with_columns(actions=np.arange(n))
+    part = batch[i:j:step]
+    assert part["actions"].tolist() == list(range(n))[i:j:step]
+    assert part["new_obs"].tolist() == list(range(1, n + 1))[i:j:step]
 
 
 @given(st.integers(1, 30), st.integers(1, 12))
@@ -105,6 +113,36 @@ def test_split_by_episode_uses_dones_or_eps_id():
     assert [p.count for p in batch_of(7).split_by_episode()] == [3, 3, 1]
     with_ids = batch_of(4).with_columns(eps_id=np.array([1, 1, 2, 2]))
     assert [p.count for p in with_ids.split_by_episode()] == [2, 2]
+    assert [p.count for p in with_ids.split_by_episode(key="dones")] == [3, 1]
+    with pytest.raises(KeyError, match="no column eps_id in this batch"):
+        batch_of(4).split_by_episode(key="eps_id")
+    with pytest.raises(ValueError, match='key is "eps_id", "dones" or None'):
+        with_ids.split_by_episode(key="t")
+
+
+@pytest.mark.parametrize("ends", [[], [0], [5], [1, 2], [0, 3, 5], [0, 1, 2, 3, 4, 5]])
+@pytest.mark.parametrize("names", [("terminateds",), ("truncateds",), ("dones",), "both"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_split_by_episode_uses_the_flags_that_there_are(ends, names, padded):
+    flags = {"terminateds": np.zeros(6, bool), "truncateds": np.zeros(6, bool)}
+    for number, end in enumerate(ends):
+        flags["truncateds" if number % 2 else "terminateds"][end] = True
+    if names != "both":
+        flags = {names[0]: flags["terminateds"] | flags["truncateds"]}
+    batch = SampleBatch(x=np.arange(6), **flags)
+    lens = np.diff([0, *(end + 1 for end in ends if end < 5), 6])
+    if padded:
+        batch = batch.with_columns(seq_lens=lens).right_zero_pad(6)
+    parts = batch.split_by_episode()
+    assert [part.count for part in parts] == lens.tolist()
+    assert [row["x"] for part in parts for row in part.rows()] == list(range(6))
+
+
+def test_split_by_episode_compares_ids_of_any_type():
+    for ids in (["a", "a", "b"], np.array([1, 1, 0], np.uint8), [2.0, 2.0, 3.0]):
+        assert [p.count for p in SampleBatch(eps_id=ids).split_by_episode()] == [2, 1]
+    with pytest.raises(KeyError, match="no column eps_id, dones, terminateds or truncateds"):
+        SampleBatch(x=[1]).split_by_episode()
 
 
 def test_concat_skips_empty_batches():
@@ -166,11 +204,77 @@ def test_slices_that_would_cut_a_sequence_are_rejected():
             cut()
 
 
-def test_batch_with_sequences_has_no_single_rows():
+def test_rows_of_sequences_are_not_reordered():
     batch = SampleBatch(obs=np.arange(3), seq_lens=[1, 2], state_in_0=np.arange(2))
-    for read in (lambda: list(batch.rows()), lambda: batch.take_rows(np.array([0])), batch.shuffle):
+    for read in (lambda: batch.take_rows(np.array([0])), lambda: batch[[0]], batch.shuffle):
         with pytest.raises(ValueError, match="no single rows"):
             read()
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_rows_of_sequences_are_sequences_of_length_1_without_states(padded):
+    batch = SampleBatch(obs=np.arange(3), seq_lens=[1, 2], state_in_0=np.arange(2))
+    batch = batch.right_zero_pad(4) if padded else batch
+    expected = [{"obs": i, "seq_lens": 1} for i in range(3)]
+    assert list(batch.rows()) == [batch[i] for i in range(3)] == expected
+    assert batch[-1] == expected[-1]
+    with pytest.raises(IndexError):
+        batch[3]
+
+
+def test_padded_sequences_are_sliced_as_wholes():
+    batch = SampleBatch(obs=np.arange(1, 7), seq_lens=[2, 3, 1], state_in_0=np.arange(3))
+    padded = batch.right_zero_pad(3)
+    for i, j in ((0, 2), (2, 5), (2, 6), (5, 99), (-1, None), (0, None), (2, 2)):
+        part, expected = padded[i:j], batch[i:j]
+        assert part.count == expected.count
+        assert part["state_in_0"].tolist() == expected["state_in_0"].tolist()
+        padded_again = expected.right_zero_pad(3)
+        assert part["obs"].tolist() == padded_again["obs"].tolist()
+        assert (part.zero_padded, part.max_seq_len) == (True, 3)
+    with pytest.raises(ValueError, match="part of a sequence only"):
+        padded[:3]
+    with pytest.raises(ValueError, match="step 1"):
+        padded[::2]
+
+
+@given(st.integers(0, 6), st.integers(-9, 9))
+def test_row_numbers_match_list_indices(n, i):
+    batch, rows = batch_of(n), [{"actions": k} for k in range(n)]
+    try:
+        expected = rows[i]["actions"]
+    except IndexError:
+        with pytest.raises(IndexError, match=f"no row {i} in a batch of {n} rows"):
+            batch[i]
+        with pytest.raises(IndexError):
+            batch[np.array([i])]
+    else:
+        row = batch[i]
+        assert row["actions"] == expected
+        assert row.keys() == next(iter(batch.rows())).keys()
+        assert row["obs"].shape == (2,)
+        assert row["infos"] == {}
+        assert batch[np.int64(i)]["actions"] == expected
+        assert batch[[i]]["actions"].tolist() == batch[np.array([i])]["actions"].tolist()
+
+
+def test_rows_of_empty_batches():
+    for empty in (SampleBatch(), batch_of(3)[3:], batch_of(0)):
+        assert list(empty.rows()) == empty.split_by_episode() == []
+        assert empty[2:5].count == empty[::-1].count == empty[[]].count == 0
+        for i in (0, -1):
+            with pytest.raises(IndexError):
+                empty[i]
+
+
+def test_other_keys_of_rows_are_rejected():
+    for key in ((0, 1), 1.0, None, True):
+        with pytest.raises(TypeError, match="by column name, row number, slice or array"):
+            batch_of(3)[key]
+    mask = batch_of(3)["actions"] > 0
+    assert batch_of(3)[mask]["actions"].tolist() == [1, 2]
+    nested = SampleBatch(obs={"a": np.arange(4), "b": (np.arange(4) * 10,)})
+    assert nested[-1] == {"obs": {"a": 3, "b": (30,)}}
 
 
 def test_pickle_keeps_columns_and_sources():

@@ -88,6 +88,10 @@ def test_gradient_operators_train_in_a_plan(num_workers):
         assert np.isfinite(info["default_policy"]["learner_stats"]["total_loss"])
         assert any((weight != before[n]).any() for n, weight in weights(workers).items())
         assert "AverageGradients" in plan.explain()
+        timers = plan.metrics.timers
+        counts = [timers[name].count for name in ("sample", "compute_grads", "apply_grad")]
+        assert counts == [4, 4, 2]
+        assert timers["compute_grads"].mean_throughput > 0
 
 
 def test_only_the_sources_of_gradients_get_new_weights():

@@ -65,19 +65,59 @@ def test_draws_stop_at_the_ratio_after_the_stored_stream_ends():
     store = source(3).for_each(StoreToReplayBuffer(local_buffer=buffer))
     plan = Concurrently([store, Replay(local_buffer=buffer)], output_indexes=[1])
     assert len(plan.take(3)) == 3
-    with pytest.raises(RuntimeError, match="Replay"):
+    with pytest.raises(RuntimeError, match=r"Replay.*all are drawn: store another batch"):
         next(plan)
 
 
-def test_error_of_a_blocked_single_branch_names_the_operator():
+def test_operators_pulled_by_hand_store_and_draw_in_any_order():
     buffer = make()
-    with pytest.raises(RuntimeError, match="Replay"):
-        next(Replay(local_buffer=buffer))
     store = source().for_each(StoreToReplayBuffer(local_buffer=buffer))
+    draw = Replay(local_buffer=buffer)
+    with pytest.raises(RuntimeError, match=r"Replay\(.*the replay buffer is empty: store a batch"):
+        next(draw)
+    assert [next(store).count for _ in range(3)] == [5, 5, 5]
+    assert [next(draw).count for _ in range(5)] == [4] * 5
+    assert next(store).count == 5
+    assert next(draw).count == 4
+    assert len(buffer) == 20
+
+
+def test_operators_pulled_by_hand_wait_for_learning_starts():
+    buffer = make(learning_starts=12)
+    store = source().for_each(StoreToReplayBuffer(local_buffer=buffer))
+    store.take(2)
+    draw = Replay(local_buffer=buffer)
+    with pytest.raises(
+        RuntimeError, match="learning_starts=12 and 10 rows are stored: store 2 mor"
+    ):
+        next(draw)
+    store.take(2)
+    assert next(draw).count == 4
+
+
+def test_operators_pulled_by_hand_keep_a_training_intensity():
+    buffer = make(learning_starts=10, training_intensity=0.5)
+    store = source().for_each(StoreToReplayBuffer(local_buffer=buffer))
+    draw = Replay(local_buffer=buffer)
+    store.take(3)
+    missing = "training_intensity=0.5 allows to draw 2 rows and 0 are drawn: store 3 more rows"
+    with pytest.raises(RuntimeError, match=missing):
+        next(draw)
     next(store)
-    with pytest.raises(RuntimeError, match="StoreToReplayBuffer"):
+    due = r"StoreToReplayBuffer.*asks to draw 5 rows and 0 are drawn: draw 1 batches before storing"
+    with pytest.raises(RuntimeError, match=due):
         next(store)
-    assert next(Replay(local_buffer=buffer)).count == 4
+    assert next(draw).count == 4
+    next(store)
+
+
+def test_a_simple_buffer_is_drawn_from_by_hand():
+    buffer = SimpleReplayBuffer(4, seed=0)
+    draw = Replay(local_buffer=buffer)
+    with pytest.raises(RuntimeError, match="the replay buffer is empty: store a batch"):
+        next(draw)
+    source(1).for_each(StoreToReplayBuffer(local_buffer=buffer)).take(1)
+    assert [batch.count for batch in draw.take(3)] == [5, 5, 5]
 
 
 def test_state_of_a_plan_contains_the_buffer():

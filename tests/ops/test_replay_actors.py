@@ -75,6 +75,53 @@ def test_plan_over_shards_keeps_the_replay_ratio(actors):
     assert actors._handles == []
 
 
+def test_operators_pulled_by_hand_store_and_draw_in_any_order(ray_session):
+    actors = make()
+    source = LocalIterator(lambda: (rows(5, i) for i in iter(int, 1)), "source")
+    store = source.for_each(StoreToReplayBuffer(actors=actors))
+    with Replay(actors=actors, num_async=2) as draw:
+        with pytest.raises(RuntimeError, match="the replay buffer is empty: store a batch"):
+            next(draw)
+        next(store)
+        assert next(draw).count == 4  # the other shard is empty
+        store.take(3)
+        assert [batch.count for batch in draw.take(10)] == [4] * 10
+
+
+def test_operators_pulled_by_hand_keep_a_training_intensity(actors):
+    source = LocalIterator(lambda: (rows(5, i) for i in iter(int, 1)), "source")
+    store = source.for_each(StoreToReplayBuffer(actors=actors))
+    draw = Replay(actors=actors)
+    store.take(2)
+    with pytest.raises(
+        RuntimeError, match="learning_starts=12 and 10 rows are stored: store 2 mor"
+    ):
+        next(draw)
+    next(store)
+    with pytest.raises(RuntimeError, match="asks to draw 6 rows and 0 are drawn: draw 1 batches"):
+        next(store)
+    assert next(draw).count == 4
+    with pytest.raises(RuntimeError, match="allows to draw 6 rows and 4 are drawn: store 1 more"):
+        next(draw)
+    next(store)
+
+
+def test_lost_rows_are_stored_again_before_the_next_draw(ray_session):
+    import ray
+
+    actors = make(1, training_intensity=1)
+    source = LocalIterator(lambda: (rows(5, i) for i in iter(int, 1)), "source")
+    store = source.for_each(StoreToReplayBuffer(actors=actors))
+    with metrics_scope(MetricsContext()), Replay(actors=actors, num_async=1) as draw:
+        next(store)
+        wait_until_stored(actors)
+        ray.kill(actors.handles()[0])
+        with pytest.raises(RuntimeError, match="the replay buffer has nothing to draw: store mo"):
+            next(draw)
+        next(store)
+        assert next(draw).count == 4
+
+
 def test_fragments_are_stored_by_reference(ray_session):
     def buffer(shard):
         return MultiAgentReplayBuffer(lambda pid: ReplayBuffer(500, seed=0), replay_batch_size=8)

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import tempfile
 
 import gymnasium as gym
 import numpy as np
@@ -284,6 +285,22 @@ def test_restored_algorithm_continues_training(tmp_path, normalize):
         assert result["timesteps_total"] == last["timesteps_total"] + 64
         assert result["training_iteration"] == 3
         assert result["episodes_total"] >= last["episodes_total"]
+
+
+def test_save_without_a_path_uses_the_run_directory_or_a_temporary_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with ppo_config().build() as algorithm:
+        result = algorithm.train()
+        first, second = algorithm.save(), algorithm.save()
+        assert first.parent == second.parent == tmp_path
+        assert first != second
+        algorithm.run_dir = tmp_path / "run"
+        path = algorithm.save()
+        assert path == tmp_path / "run/checkpoints/000001"
+        assert algorithm.save() == path  # replaces the checkpoint of the same iteration
+    for saved in (first, path, tmp_path / "run"):
+        with PPO.from_checkpoint(saved) as restored:
+            assert restored.train()["timesteps_total"] == 2 * result["timesteps_total"]
 
 
 def test_restore_rejects_other_models_and_plans(tmp_path):

@@ -47,7 +47,8 @@ class ForEach(FunctionStage):
 class ForEachWithHooks(ForEach):
     """for_each with an operator that has the hook `ready()` or `_on_fetch_start()`.
 
-    While `fn.ready()` is false, nothing is pulled and the stage waits for `fn.waits()`.
+    While `fn.ready()` is false, nothing is pulled and the stage waits for `fn.waits()`. If that is
+    empty and no other branch can run, the error contains `fn.blocked_by()`, if defined.
     `fn._on_fetch_start()` is called once per item, before the item is pulled.
     """
 
@@ -122,6 +123,9 @@ class ForEachWithHooks(ForEach):
         if self._full:
             return list(self.fn.waits()) if hasattr(self.fn, "waits") else []
         return super().waits()
+
+    def blocked_by(self) -> str:
+        return str(self.fn.blocked_by()) if hasattr(self.fn, "blocked_by") else ""
 
     def can_wait(self) -> bool:
         return self._ready is not None or super().can_wait()

@@ -98,7 +98,10 @@ class ModelV2(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} must implement value_function()")
 
     def get_initial_state(self) -> list[np.ndarray]:
-        """Return the recurrent states at the start of an episode, without a batch axis."""
+        """Return the recurrent states at the start of an episode, without a batch axis.
+
+        They may also be tensors, and parameters.
+        """
         return []
 
     @property

@@ -112,6 +112,17 @@ class TensorBatch(InputDict):
         return self[key] if key in self else default
 
 
+def as_state(value: Any) -> np.ndarray:
+    """Return a copy of a recurrent state, an array or a tensor, as an array.
+
+    float64 becomes float32, the dtype of networks.
+    """
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu().numpy()
+    state = np.array(value)
+    return state.astype(np.float32) if state.dtype == np.float64 else state
+
+
 def as_tensor(array: Any) -> torch.Tensor:
     """Return a tensor that shares the array's memory, or a copy if the array is read-only."""
     array = np.asarray(array)
