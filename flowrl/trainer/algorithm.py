@@ -15,7 +15,7 @@ import numpy as np
 import optree
 from gymnasium import spaces
 
-from flowrl.data.checkpoint import CheckpointError, read_checkpoint, write_checkpoint
+from flowrl.data.checkpoint import CHECKPOINTS, CheckpointError, read_checkpoint, write_checkpoint
 from flowrl.iter.stage import walk
 from flowrl.ops import (
     ResultDict,
@@ -29,7 +29,7 @@ from flowrl.sampling.callbacks import call
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.settings import ConfigError
 from flowrl.threads import limit_threads
-from flowrl.trainer.checkpoint_loading import CHECKPOINTS, algorithm_from_checkpoint
+from flowrl.trainer.checkpoint_loading import algorithm_from_checkpoint
 from flowrl.trainer.checkpoint_saving import (
     load_sampling_state,
     loading_errors,

@@ -57,6 +57,7 @@ def evil(tmp_path, monkeypatch):
     for name in ("evil_module.py", "plan.py"):
         (folder / name).write_text(CODE.format(marker=str(marker)))
     monkeypatch.syspath_prepend(folder)
+    monkeypatch.chdir(tmp_path)  # some payloads are accepted as names of folders
     monkeypatch.delitem(sys.modules, "evil_module", raising=False)
 
     class Evil:
