@@ -45,7 +45,7 @@ def positive_number(number_type: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def add_checkpoint_option(parser: argparse.ArgumentParser) -> None:
-    """Add `--checkpoint`, see `flowrl.cli.run_directory.find_checkpoint`."""
+    """Add `--checkpoint`, see `flowrl.trainer.runs.run_directory.find_checkpoint`."""
     parser.add_argument(
         "--checkpoint",
         metavar="NUMBER",

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from flowrl.cli.saved_run import newest_checkpoint
 from flowrl.data.checkpoint import CHECKPOINTS, CheckpointError, read_checkpoint, read_manifest
+from flowrl.trainer.runs.saved_run import newest_checkpoint
 
 
 def checkpoint_command(arguments: list[str]) -> int:

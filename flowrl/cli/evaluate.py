@@ -9,8 +9,8 @@ from pathlib import Path
 from flowrl.cli.arguments import add_checkpoint_option, add_trust_option, positive_number
 from flowrl.cli.display import print_failure
 from flowrl.cli.run_settings import config_of_run
-from flowrl.cli.saved_run import find_checkpoint
 from flowrl.data.checkpoint import CheckpointError
+from flowrl.trainer.runs.saved_run import find_checkpoint
 
 NUM_ENVS = 16  # environments that are stepped together
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from flowrl.cli.arguments import add_checkpoint_option, add_trust_option
 from flowrl.cli.run_settings import config_of_run
-from flowrl.cli.saved_run import find_checkpoint
-from flowrl.cli.stop_rules import StopRules, add_stop_options
+from flowrl.cli.stop_options import add_stop_options, stop_rules_of
+from flowrl.trainer.runs.saved_run import find_checkpoint
 
 
 def resume_command(arguments: list[str]) -> int:
@@ -31,7 +31,7 @@ def resume_command(arguments: list[str]) -> int:
     return resume_run(
         config,
         plan,
-        StopRules.from_options(options),
+        stop_rules_of(options),
         options.run_dir,
         checkpoint,
         replace_plan=options.plan is not None,

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.cli.arguments import json_object
-from flowrl.cli.saved_run import newest_checkpoint, read_command, read_config
-from flowrl.cli.stop_rules import StopRules, add_stop_options, describe_defaults
+from flowrl.cli.stop_options import add_stop_options, stop_rules_of
 from flowrl.data.checkpoint import read_manifest
 from flowrl.settings import ConfigError
 from flowrl.trainer.plan_files import is_shipped
 from flowrl.trainer.plan_settings import plan_config
 from flowrl.trainer.registry import algorithm_names, algorithm_path
+from flowrl.trainer.runs.saved_run import newest_checkpoint, read_command, read_config
+from flowrl.trainer.runs.stop_rules import describe_defaults
 from flowrl.trainer.trust import untrusted_code
 
 
@@ -72,7 +73,7 @@ def _parse(
     options, flags = _run_options(program).parse_known_args(arguments)
     env = options.config.get("env") if options.env is None else options.env
     changes = {**options.config, **({} if env is None else {"env": env})}
-    env_steps = StopRules.from_options(options).env_steps
+    env_steps = stop_rules_of(options).env_steps
     if env_steps is not None:
         changes.setdefault("total_timesteps", env_steps)
     before = default_config(env)
@@ -162,8 +163,10 @@ def check_trusted(config: Any, trust: bool, passed: Collection[str] = ()) -> Non
 
 
 def _config_of_run(run_dir: Path, plan: str | None, trust: bool) -> tuple[Any, str | None]:
-    settings = read_config(run_dir)
+    settings, code = read_config(run_dir)
     command = read_command(run_dir)
+    if command[:1] != ["flowrl"] and plan is None:
+        return _config_of_python_run(run_dir, settings, code), None
     if plan is not None:
         settings["plan"] = absolute_plan(plan)
     if is_algorithm_run(command):
@@ -186,6 +189,18 @@ def _config_of_run(run_dir: Path, plan: str | None, trust: bool) -> tuple[Any, s
     if any(flag.startswith("--policies.") for flag in command):  # config.json has no PolicySpecs
         _, config = _parse(name, partial(plan_config, name), command[command.index("train") + 2 :])
     return config.updated(**settings), name
+
+
+def _config_of_python_run(run_dir: Path, settings: dict[str, Any], code: list[str]) -> Any:
+    """Return the config of a run that `Algorithm.learn` started."""
+    algorithm = _saved_algorithm(run_dir)
+    if algorithm is None or code:
+        own = "an algorithm of your own" if algorithm is None else f"code as {code[0]}"
+        raise ConfigError(
+            f"{run_dir}: this run was started from Python with {own}: continue it there, "
+            f"from_checkpoint({str(run_dir)!r}, trust=True)"
+        )
+    return algorithm_config(algorithm, settings)
 
 
 def _saved_algorithm(run_dir: Path) -> str | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from flowrl.cli.arguments import json_object
 from flowrl.cli.run_settings import is_algorithm_run, parse_algorithm_run, parse_plan_run
-from flowrl.cli.stop_rules import StopRules, add_stop_options
+from flowrl.cli.stop_options import add_stop_options, stop_rules_of
 from flowrl.settings import ConfigError
 
 
@@ -43,7 +43,7 @@ def train_command(arguments: list[str]) -> int:
         options, config = parse_plan_run(plan, arguments[1:])
     from flowrl.cli.training_run import start_run
 
-    stop = StopRules.from_options(options)
+    stop = stop_rules_of(options)
     return start_run(config, plan, stop, options.run_dir, ["flowrl", "train", *arguments])
 
 

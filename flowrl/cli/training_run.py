@@ -1,31 +1,28 @@
-"""Train an algorithm until a stop rule is reached, and write its run directory."""
+"""`flowrl train` and `flowrl resume`: build an algorithm and train it in a run directory."""
 
 from __future__ import annotations
 
 import secrets
 import shlex
 import sys
-import time
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from flowrl.cli.display import ProgressLine, print_failure, program_name
-from flowrl.cli.run_directory import RunDirectory, default_run_dir
+from flowrl.cli.display import print_failure, program_name
 from flowrl.cli.run_settings import absolute_plan
-from flowrl.cli.saved_run import (
+from flowrl.data.checkpoint import CheckpointError
+from flowrl.settings import ConfigError
+from flowrl.trainer.runs.run_directory import RunDirectory, default_run_dir
+from flowrl.trainer.runs.saved_run import (
     last_intact_checkpoint,
     newest_checkpoint,
     read_command,
     read_stop_rules,
 )
-from flowrl.cli.signal_handler import SignalHandler, is_termination
-from flowrl.cli.stop_rules import PendingMetrics, StopRules
-from flowrl.data.checkpoint import CheckpointError
-from flowrl.iter.stage import walk
-from flowrl.ops import WriteParquet
-from flowrl.settings import ConfigError
+from flowrl.trainer.runs.stop_rules import StopRules
+from flowrl.trainer.runs.training_loop import prepare_to_resume, train_until
 from flowrl.trainer.trust import untrusted_code
 
 
@@ -111,9 +108,7 @@ def resume_run(
             print(f"flowrl: {error}", file=sys.stderr)
             _suggest_checkpoint(run.path, checkpoint)
             return 1
-        window = config.metrics_num_episodes_for_smoothing
-        result = run.result_at(algorithm.iteration)
-        reached = None if result is None else stop.reached(result, window, 0.0)
+        reached = prepare_to_resume(algorithm, run, stop)
         if reached is not None:
             print(
                 f"already reached: {reached}. Set a new limit: --stop-reward, --stop-timesteps, …"
@@ -121,10 +116,6 @@ def resume_run(
             return 0
         if replace_plan:
             run.replace_plan(config, tree)
-        run.truncate(algorithm.iteration)
-        for stage in walk(algorithm.plan.stage):
-            if isinstance(operator := getattr(stage, "fn", None), WriteParquet):
-                operator.remove_newer_files()
         return _train(algorithm, stop, run, command)
 
 
@@ -175,78 +166,17 @@ def _suggest_checkpoint(run_dir: Path, damaged: Path) -> None:
 
 def _train(algorithm: Any, stop: StopRules, run: RunDirectory, command: list[str]) -> int:
     """Train until a limit is reached or a signal arrives; return the exit code."""
-    config = algorithm.config
-    progress = ProgressLine(stop)
-    pending = PendingMetrics(stop, config.checkpoint_score_attribute)
-    started = saved = time.perf_counter()
-    exit_code, reason, result = 0, None, None
-    if config.num_workers:
-        print(f"starting {config.num_workers} workers …", flush=True)
-    with SignalHandler() as signals:
-        try:
-            while reason is None:
-                signals.raise_pending()
-                signals.armed = True
-                try:
-                    result = algorithm.train()
-                finally:
-                    signals.armed = False
-                run.write(result)
-                progress.add(result)
-                pending.check(result)
-                now = time.perf_counter()
-                window = config.metrics_num_episodes_for_smoothing
-                reason = stop.reached(result, window, now - started)
-                if reason is None and _checkpoint_is_due(algorithm, now - saved):
-                    run.save(algorithm, result)
-                    saved = time.perf_counter()
-        except KeyboardInterrupt:
-            exit_code, reason = 130, "interrupted"
-        except (Exception, SystemExit) as error:
-            if not is_termination(error):
-                progress.finish()
-                result = _write_last_result(algorithm, run, result)
-                if result is not None:
-                    run.save(algorithm, result)
-                print_failure(error)
-                print(f"run directory: {run.path}", file=sys.stderr)
-                return 1
-            exit_code, reason = 143, "terminated"
-        if exit_code:
-            result = _write_last_result(algorithm, run, result)
-        checkpoint = run.save(algorithm, result)
-        progress.finish(result)
-        seconds = time.perf_counter() - started
-        print(f"{'stopped' if exit_code else 'reached'}: {reason}, after {seconds:.1f} s")
-        trust = "" if untrusted_code(config) is None else " --trust"
-        _print_next_commands(run.path, checkpoint, command, trust, is_complete=not exit_code)
-    return exit_code if exit_code or checkpoint is not None else 1
-
-
-def _checkpoint_is_due(algorithm: Any, seconds: float) -> bool:
-    config = algorithm.config
-    frequency = config.checkpoint_frequency
-    if frequency and algorithm.iteration % frequency == 0:
-        return True
-    return config.checkpoint_every_s is not None and seconds > config.checkpoint_every_s
-
-
-def _write_last_result(algorithm: Any, run: RunDirectory, result: Any) -> Any:
-    """Write the algorithm's last result if an error, such as in its evaluation, prevented that.
-
-    Args:
-        algorithm: the algorithm that was interrupted.
-        run: its run directory.
-        result: the last result that was written.
-
-    Returns:
-        The last result.
-    """
-    last = algorithm.last_result
-    if last is None or last is result or last["training_iteration"] < algorithm.iteration:
-        return result
-    run.write(last)
-    return last
+    try:
+        end = train_until(algorithm, stop, run)
+    except (Exception, SystemExit) as error:
+        print_failure(error)
+        print(f"run directory: {run.path}", file=sys.stderr)
+        return 1
+    print(f"{'stopped' if end.exit_code else 'reached'}: {end.reason}, after {end.seconds:.1f} s")
+    trust = "" if untrusted_code(algorithm.config) is None else " --trust"
+    is_complete = not end.exit_code
+    _print_next_commands(run.path, end.checkpoint, command, trust, is_complete)
+    return 1 if is_complete and end.checkpoint is None else end.exit_code
 
 
 def _print_next_commands(

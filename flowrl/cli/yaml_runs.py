@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 
 from flowrl.cli.arguments import add_trust_option
 from flowrl.cli.run_settings import absolute_plan, algorithm_config, check_trusted
-from flowrl.cli.stop_rules import StopRules, add_stop_options, metric_rules
+from flowrl.cli.stop_options import add_stop_options, stop_rules_of
 from flowrl.cli.training_run import start_run
 from flowrl.settings import ConfigError, nearest
 from flowrl.trainer.plan_files import is_shipped
 from flowrl.trainer.plan_settings import plan_config
+from flowrl.trainer.runs.stop_rules import StopRules, metric_rules
 
 _KEYS = ("run", "plan", "env", "env_config", "stop", "config")
 
@@ -69,7 +70,7 @@ def train_yaml(arguments: list[str]) -> int:
 def _prepare(name: str, entry: dict[str, Any], options: argparse.Namespace) -> YamlRun:
     """Return a checked run with the options of the command line applied."""
     try:
-        stop_options = StopRules.from_options(options)
+        stop_options = stop_rules_of(options)
         config, plan, stop = _parse_run(entry, stop_options, options.trust)
         if options.seed is not None:
             config = config.updated(seed=options.seed)

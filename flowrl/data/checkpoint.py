@@ -33,6 +33,7 @@ __all__ = [
     "read_manifest",
     "remove_checkpoint",
     "resolve_checkpoint",
+    "run_dir_of",
     "seal_manifest",
     "write_checkpoint",
 ]
@@ -244,6 +245,13 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
     paths = [path for path in folder.iterdir() if path.name.isdecimal()] if folder.is_dir() else []
     complete = [path for path in paths if (path / MANIFEST).exists()]
     return sorted(complete, key=lambda path: int(path.name))
+
+
+def run_dir_of(checkpoint: Path | str) -> Path | None:
+    """Return the run directory that contains a checkpoint, or None."""
+    folder = Path(checkpoint).absolute().parent
+    is_in_run = folder.name == CHECKPOINTS and (folder.parent / "config.json").is_file()
+    return folder.parent if is_in_run and "://" not in str(checkpoint) else None
 
 
 def resolve_checkpoint(path: Path | str) -> Path | str:

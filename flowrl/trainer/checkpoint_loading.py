@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flowrl.data.checkpoint import CheckpointError, read_manifest, resolve_checkpoint
+from flowrl.data.checkpoint import CheckpointError, read_manifest, resolve_checkpoint, run_dir_of
 from flowrl.policies.code_references import CodeResolver, code_path, untrusted
 from flowrl.policies.json_codec import config_from_json, config_to_json
 from flowrl.setting_aliases import canonical_names
@@ -71,6 +71,7 @@ def algorithm_from_checkpoint(
     except BaseException:
         algorithm.stop()
         raise
+    algorithm.run_dir = run_dir_of(path)
     return algorithm
 
 

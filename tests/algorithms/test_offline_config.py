@@ -9,11 +9,11 @@ from gymnasium import spaces
 
 from flowrl.algorithms.cql import CQLConfig
 from flowrl.algorithms.marwil import BC, BCConfig, MARWILConfig
-from flowrl.cli.stop_rules import StopRules
 from flowrl.data import SampleBatch
 from flowrl.offline.parquet import OfflineDataError, read_parquet, write_parquet
 from flowrl.settings import ConfigError
 from flowrl.trainer.evaluation import EvaluationWorkers
+from flowrl.trainer.runs.stop_rules import StopRules
 from tests.extras import require_extra
 
 require_extra("offline")

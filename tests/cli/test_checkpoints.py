@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 from flowrl.algorithms.ppo import PPO
-from flowrl.cli.saved_run import list_checkpoints
 from flowrl.data.checkpoint import is_checkpoint, read_manifest
+from flowrl.trainer.runs.saved_run import list_checkpoints
 from tests.cli.helpers import SEEDED, TWO_ITERATIONS, learning_curve, read_results
 
 

@@ -105,7 +105,7 @@ def test_invalid_flags_of_a_plan_are_rejected(cli, tmp_path, flags, message):
     ("flags", "message"),
     [
         (["--config={bad"], "not JSON"),
-        (["--stop", "training_iteration=abc"], "must be a number, got abc"),
+        (["--stop", "training_iteration=abc"], "must be a finite number, got abc"),
         (["--stop", "training_iteration==2"], "METRIC=VALUE"),
         (["--stop", '{"training_iteration": true}'], "must be a number, got True"),
         (["--stop-timestep", "5"], "Did you mean --stop-timesteps"),

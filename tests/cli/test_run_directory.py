@@ -5,14 +5,14 @@ import shutil
 
 import pytest
 
-from flowrl.cli.run_directory import RunDirectory
-from flowrl.cli.saved_run import last_intact_checkpoint, read_config, settings_to_json
 from flowrl.data.checkpoint import (
     list_checkpoints,
     read_manifest,
     resolve_checkpoint,
     write_checkpoint,
 )
+from flowrl.trainer.runs.run_directory import RunDirectory
+from flowrl.trainer.runs.saved_run import last_intact_checkpoint, read_config, settings_to_json
 from tests.cli.helpers import ALGORITHM_FILE, TWO_ITERATIONS, read_results
 
 
@@ -116,7 +116,7 @@ def test_failing_evaluation_keeps_the_result(cli, tmp_path):
 def test_env_config_that_resembles_code_is_kept(tmp_path):
     settings = settings_to_json({"env_config": {"code": 3}})
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    assert read_config(tmp_path) == {"env_config": {"code": 3}}
+    assert read_config(tmp_path) == ({"env_config": {"code": 3}}, [])
 
 
 def test_checkpoints_are_ordered_by_number(tmp_path):

@@ -3,8 +3,8 @@
 import pytest
 
 from flowrl.algorithms.a2c import A2CConfig
-from flowrl.cli.saved_run import list_checkpoints
-from flowrl.cli.stop_rules import DEFAULT_TIMESTEPS, StopRules
+from flowrl.trainer.runs.saved_run import list_checkpoints
+from flowrl.trainer.runs.stop_rules import DEFAULT_TIMESTEPS, StopRules
 from tests.cli.helpers import SEEDED, read_results
 
 

@@ -41,8 +41,8 @@ def read_stop_rules(run_dir: Path) -> dict[str, Any]:
         raise ConfigError(f"{run_dir}: cannot read stop.json: {error}") from None
 
 
-def read_config(run_dir: Path) -> dict[str, Any]:
-    """Return the settings of a run, without those that are code.
+def read_config(run_dir: Path) -> tuple[dict[str, Any], list[str]]:
+    """Return the settings of a run, without those that are code, and the names of those.
 
     Raises:
         ConfigError: config.json is missing or damaged.
@@ -52,7 +52,8 @@ def read_config(run_dir: Path) -> dict[str, Any]:
         raise ConfigError(f"{run_dir} is not a run directory: it has no config.json")
     try:
         settings = json.loads(file.read_text())
-        return {name: value for name, value in settings.items() if not _contains_code(value)}
+        code = [name for name, value in settings.items() if _contains_code(value)]
+        return {name: value for name, value in settings.items() if name not in code}, code
     except (ValueError, AttributeError) as error:
         raise ConfigError(f"{file}: damaged: {error}") from error
 
@@ -121,7 +122,7 @@ def find_checkpoint(run_dir: Path, name: str | None) -> Path:
         return newest_checkpoint(run_dir)
     checkpoints = list_checkpoints(run_dir)
     if name == "best":
-        order = read_config(run_dir).get("checkpoint_score_order", "max")
+        order = read_config(run_dir)[0].get("checkpoint_score_order", "max")
         best = best_checkpoint(checkpoints, order)
         if best is None:
             raise ConfigError(

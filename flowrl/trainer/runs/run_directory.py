@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.cli.saved_run import best_checkpoint, settings_to_json
+from flowrl.trainer.runs.saved_run import best_checkpoint, settings_to_json
 from flowrl.data.checkpoint import CHECKPOINTS, list_checkpoints, remove_checkpoint
 from flowrl.settings import ConfigError
 from flowrl.trainer.metric_names import flatten_result, metric_value

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from typing import Any
 
-from flowrl.cli.stop_rules import StopRules
+from flowrl.trainer.runs.stop_rules import StopRules
 
 ROW_INTERVAL_S = 5.0  # approximate seconds between two rows
 MAX_INTERVAL_S = 10.0  # without a new row or live line, print the env steps so far
@@ -109,7 +109,7 @@ class ProgressTable:
             self._header, self._rows_since_header = names, 0
             print(_SEPARATOR.join(name.rjust(_width(name)) for name in names))
         row = _SEPARATOR.join(cells[name].rjust(_width(name)) for name in names)
-        print(row, flush=True)
+        print(row.rstrip(), flush=True)
         self._rows_since_header += 1
         self._last_row, self._printed = time.perf_counter(), cells
 

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from flowrl.cli import signal_handler
-from flowrl.cli.signal_handler import SignalHandler
+from flowrl.trainer.runs import signal_handler
+from flowrl.trainer.runs.signal_handler import SignalHandler
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,7 @@ from flowrl.cli.signal_handler import SignalHandler
 def test_signal_leaves_a_checkpoint(tmp_path, signals, code, reason):
     process = subprocess.Popen(
         [sys.executable, "-m", "flowrl", "train", "ppo", "--run-dir", "r"],
+        cwd=tmp_path,
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},

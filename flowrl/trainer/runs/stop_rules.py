@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from flowrl.cli.arguments import finite_float, json_object, positive_number
 from flowrl.settings import ConfigError, nearest
 from flowrl.trainer.metric_names import check_metric_name, flatten_result, metric_value
 from flowrl.trainer.start_checks import has_schedule_in_percent
@@ -45,17 +44,6 @@ class StopRules:
     iters: int | None = None
     time_s: float | None = None
     metrics: list[MetricRule] = field(default_factory=list)
-
-    @classmethod
-    def from_options(cls, options: argparse.Namespace) -> StopRules:
-        """Return the rules of the options that `add_stop_options` adds."""
-        return cls(
-            options.stop_reward,
-            options.stop_timesteps,
-            options.stop_iters,
-            options.stop_time_s,
-            [rule for rules in options.stop for rule in rules],
-        )
 
     @classmethod
     def from_saved(cls, values: dict[str, Any]) -> StopRules:
@@ -152,70 +140,40 @@ def describe_defaults(config: Any) -> str:
     return f"{reward}{rules.timesteps:,} env steps"
 
 
-def add_stop_options(
-    parser: argparse.ArgumentParser,
-    default: str = "the environment's own reward threshold, and the plan's total_timesteps or "
-    f"{DEFAULT_TIMESTEPS:,} env steps",
-) -> None:
-    """Add the options of `StopRules.from_options`.
+def metric_rule(text: str) -> MetricRule:
+    """Parse `METRIC=VALUE`, `METRIC>=VALUE` or `METRIC<=VALUE`; `=` means `>=`.
 
-    Args:
-        parser: gets the options.
-        default: rules that apply without these options, for the help text.
+    Raises:
+        ConfigError: the text has another form, or the value is not a finite number.
     """
-    group = parser.add_argument_group(
-        "stop rules", f"Stop at the first of these limits. Default: {default}."
-    )
-    group.add_argument(
-        "--stop-reward", type=finite_float, help="mean return of the last 100 episodes"
-    )
-    group.add_argument(
-        "--stop-timesteps",
-        type=positive_number(int),
-        help="env steps; schedules in percent follow them",
-    )
-    group.add_argument("--stop-iters", type=positive_number(int), help="iterations")
-    group.add_argument(
-        "--stop-time-s", type=positive_number(float), help="seconds since start or resume"
-    )
-    group.add_argument(
-        "--stop",
-        type=parse_metric_rules,
-        action="append",
-        default=[],
-        metavar="METRIC=VALUE",
-        help="minimum of any metric, by its path a/b/c in a result (METRIC<=VALUE: maximum)",
-    )
-
-
-def parse_metric_rules(text: str) -> list[MetricRule]:
-    """Parse `METRIC=VALUE`, `METRIC>=VALUE`, `METRIC<=VALUE` or a JSON object metric -> value."""
-    if text.lstrip().startswith("{"):
-        return metric_rules(json_object(text))
     match = re.fullmatch(r"\s*([^<>=\s]+)\s*(>=|<=|=)\s*([^=\s]+)\s*", text)
     if match is None:
-        raise argparse.ArgumentTypeError(f"must be METRIC=VALUE, got {text!r}")
+        raise ConfigError(f"must be METRIC=VALUE, got {text!r}")
     name, relation, value = match.groups()
-    return [(name, "<=" if relation == "<=" else ">=", finite_float(value))]
+    try:
+        limit = float(value)
+    except ValueError:
+        limit = math.nan
+    if not math.isfinite(limit):
+        raise ConfigError(f"{name}: must be a finite number, got {value}")
+    return name, "<=" if relation == "<=" else ">=", limit
 
 
 def metric_rules(limits: Any) -> list[MetricRule]:
     """Return the rules of a mapping of metrics (`a/b`, or `a/b<=`) to limits.
 
     Raises:
-        argparse.ArgumentTypeError: `limits` is not such a mapping.
+        ConfigError: `limits` is not such a mapping.
     """
-    if not isinstance(limits, dict):
-        raise argparse.ArgumentTypeError(f"stop: must map metrics to values, got {limits!r}")
+    if not isinstance(limits, Mapping):
+        raise ConfigError(f"stop: must map metrics to values, got {limits!r}")
     rules: list[MetricRule] = []
     for name, limit in limits.items():
         if isinstance(limit, bool) or not isinstance(limit, (int, float)):
-            raise argparse.ArgumentTypeError(f"stop: {name}: must be a number, got {limit!r}")
+            raise ConfigError(f"stop: {name}: must be a number, got {limit!r}")
         if not isinstance(name, str):
-            raise argparse.ArgumentTypeError(
-                f"stop: the name of a metric must be a string, got {name!r}"
-            )
-        rules += parse_metric_rules(f"{name}{'' if name.rstrip().endswith('=') else '='}{limit}")
+            raise ConfigError(f"stop: the name of a metric must be a string, got {name!r}")
+        rules.append(metric_rule(f"{name}{'' if name.rstrip().endswith('=') else '='}{limit}"))
     return rules
 
 

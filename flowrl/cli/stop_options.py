@@ -1,0 +1,72 @@
+"""Command-line options for the stop rules of a run."""
+
+from __future__ import annotations
+
+import argparse
+
+from flowrl.cli.arguments import finite_float, json_object, positive_number
+from flowrl.settings import ConfigError
+from flowrl.trainer.runs.stop_rules import (
+    DEFAULT_TIMESTEPS,
+    MetricRule,
+    StopRules,
+    metric_rule,
+    metric_rules,
+)
+
+
+def add_stop_options(
+    parser: argparse.ArgumentParser,
+    default: str = "the environment's own reward threshold, and the plan's total_timesteps or "
+    f"{DEFAULT_TIMESTEPS:,} env steps",
+) -> None:
+    """Add the options that `stop_rules_of` reads.
+
+    Args:
+        parser: gets the options.
+        default: rules that apply without these options, for the help text.
+    """
+    group = parser.add_argument_group(
+        "stop rules", f"Stop at the first of these limits. Default: {default}."
+    )
+    group.add_argument(
+        "--stop-reward", type=finite_float, help="mean return of the last 100 episodes"
+    )
+    group.add_argument(
+        "--stop-timesteps",
+        type=positive_number(int),
+        help="env steps; schedules in percent follow them",
+    )
+    group.add_argument("--stop-iters", type=positive_number(int), help="iterations")
+    group.add_argument(
+        "--stop-time-s", type=positive_number(float), help="seconds since start or resume"
+    )
+    group.add_argument(
+        "--stop",
+        type=_parse_metric_rules,
+        action="append",
+        default=[],
+        metavar="METRIC=VALUE",
+        help="minimum of any metric, by its path a/b/c in a result (METRIC<=VALUE: maximum)",
+    )
+
+
+def stop_rules_of(options: argparse.Namespace) -> StopRules:
+    """Return the rules of the options that `add_stop_options` adds."""
+    return StopRules(
+        options.stop_reward,
+        options.stop_timesteps,
+        options.stop_iters,
+        options.stop_time_s,
+        [rule for rules in options.stop for rule in rules],
+    )
+
+
+def _parse_metric_rules(text: str) -> list[MetricRule]:
+    """Parse one rule, or a JSON object metric -> value."""
+    try:
+        if text.lstrip().startswith("{"):
+            return metric_rules(json_object(text))
+        return [metric_rule(text)]
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

@@ -1,0 +1,191 @@
+"""Checkpointing: the methods of Algorithm that save and restore its state."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from flowrl.data.checkpoint import CHECKPOINTS, CheckpointError, read_checkpoint, write_checkpoint
+from flowrl.iter.stage import walk
+from flowrl.policies.policy import Policy
+from flowrl.sampling.worker_set import WorkerSet
+from flowrl.trainer.checkpoint_loading import algorithm_from_checkpoint
+from flowrl.trainer.checkpoint_saving import (
+    load_sampling_state,
+    loading_errors,
+    manifest_of,
+    sampling_state_of,
+)
+from flowrl.trainer.config import AlgorithmConfig
+from flowrl.trainer.evaluator import Evaluator
+from flowrl.trainer.loggers import ResultLoggers
+from flowrl.trainer.plan_building import Plan, PlanBuilder
+
+log = logging.getLogger("flowrl")
+
+
+class Checkpointing:
+    """The part of Algorithm that saves and restores its state; see Algorithm for the attributes."""
+
+    config: AlgorithmConfig
+    workers: WorkerSet
+    iteration: int
+    run_dir: Path | None
+    policy_class: ClassVar[type[Policy] | None]
+    _plan: Plan | None
+    _plan_builder: PlanBuilder
+    _evaluator: Evaluator
+    _loggers: ResultLoggers
+    _time_total_s: float
+    _save_s: float
+    _warned_about_left_out: bool
+
+    @property
+    def plan(self) -> Plan:
+        """The execution plan."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint contains: policies and optimizers, the workers' episodes and
+        random streams, the plan's counters and operators, and times."""
+        with self.workers.local_worker().lock:  # pauses a learner thread
+            return {
+                **sampling_state_of(self.workers, self.plan),
+                "worker": self.workers.local_worker().state_dict(),
+                "global_vars": dict(self.workers.global_vars),
+                "iteration": self.iteration,
+                "time_total_s": self._time_total_s,
+                "loggers": self._loggers.state_dict(),
+            }
+
+    def save(self, path: Path | str | None = None, **metadata: Any) -> Path | str:
+        """Write a checkpoint and return its path; see `flowrl.data.checkpoint`.
+
+        Settings that are code without an import path (such as a lambda) are left out; a warning
+        names them.
+
+        Args:
+            path: a folder, or a URI that fsspec supports; None: a folder in the run directory, or
+                a new temporary folder if there is none.
+            metadata: further JSON values for the manifest.
+
+        Raises:
+            OSError: the checkpoint cannot be written; existing files are unchanged.
+        """
+        started = time.perf_counter()
+        if path is None:
+            in_run = self.run_dir and self.run_dir / CHECKPOINTS / f"{self.iteration:06d}"
+            path = in_run or Path(tempfile.mkdtemp(prefix="flowrl-checkpoint-"))
+        policies = self.workers.local_worker().policy_map
+        manifest = manifest_of(type(self), self.config, policies)
+        # a plan file that loading executes again brings its own code
+        lost = [n for n in manifest["left_out"] if not self._plan_builder.has_setting(n)]
+        if lost and not self._warned_about_left_out:
+            log.warning(
+                "the checkpoint does not contain the settings %s, because they are code without "
+                "an import path: pass them again, from_checkpoint(path, config={…})", lost,
+            )  # fmt: skip
+            self._warned_about_left_out = True
+        manifest |= {
+            "plan_sha256": self._plan_builder.sha256,
+            "training_iteration": self.iteration,
+            "timesteps_total": self.plan.metrics.counters["num_env_steps_sampled"],
+            **metadata,
+        }
+        written = write_checkpoint(path, self.state_dict(), manifest)
+        self._save_s += time.perf_counter() - started
+        return written
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        path: Path | str,
+        config: Mapping[str, Any] | None = None,
+        trust: bool = False,
+    ) -> Self:
+        """Return the algorithm of a checkpoint, ready to train.
+
+        Args:
+            path: a checkpoint, a run directory (its newest checkpoint is used), or a checkpoint
+                folder of Ray Tune.
+            config: settings to change, or settings that the checkpoint does not contain.
+            trust: import code outside flowrl that the checkpoint names: an algorithm, an
+                environment or a plan file. Not needed for the class that this method is called on.
+
+        Raises:
+            CheckpointError: the checkpoint cannot be read, lacks a setting, names code that is not
+                trusted, or belongs to another plan.
+            ConfigError: `config` has an invalid setting.
+        """
+        algorithm: Self = algorithm_from_checkpoint(cls, path, config, trust)
+        return algorithm
+
+    def restore(self, path: Path | str, other_plan: bool = False) -> None:
+        """Load a checkpoint of the same plan and settings.
+
+        Args:
+            path: a checkpoint.
+            other_plan: accept a plan file whose text differs; its stages must be the same.
+
+        Raises:
+            CheckpointError: the checkpoint cannot be read, or belongs to another plan or network;
+                the algorithm is unchanged.
+        """
+        state, manifest = read_checkpoint(path)
+        if manifest.get("plan_sha256") != self._plan_builder.sha256 and not other_plan:
+            raise CheckpointError(
+                f"{path}: it was written by another plan ({manifest.get('plan')!r}, or an earlier "
+                f"text of it, which a run directory keeps as plan.py) than {self.config.plan!r}. "
+                "To load it nevertheless, use restore(path, other_plan=True) or `flowrl resume "
+                f"RUN_DIR --plan {self.config.plan}`"
+            )
+        # a running plan cannot be rewound, so the state is loaded into a new one
+        plan = self._plan_builder.build(self.workers, self.policy_class)
+        stages = [] if self._plan is None else list(walk(self._plan.stage))
+        learners = [learner for s in stages if (learner := getattr(s, "learner", None))]
+        learners = [learner for learner in learners if learner.is_alive()]
+        for learner in learners:
+            learner.stop()
+        try:
+            self._load_state_dict(state, plan, path)
+        except BaseException:
+            plan.stop()
+            for learner in learners:
+                learner.start()
+            raise
+        old_plan, self._plan = self._plan, plan
+        self._evaluator.discard()
+        if old_plan is not None:
+            old_plan.stop()
+
+    def _load_state_dict(self, state: dict[str, Any], plan: Plan, path: Path | str) -> None:
+        with loading_errors(path):
+            iteration, time_total_s = int(state["iteration"]), float(state["time_total_s"])
+            global_vars, run_ids = dict(state["global_vars"]), dict(state["loggers"])
+            load_sampling_state(self.workers, plan, state)
+            total = self.workers.global_vars["total_timesteps"] or global_vars["total_timesteps"]
+            self.workers.global_vars.update(global_vars, total_timesteps=total)
+        self.iteration, self._time_total_s = iteration, time_total_s
+        self._loggers.load_state_dict(run_ids)
+
+    def start_new_logger_runs(self) -> None:
+        """Log results to new runs instead of those of a loaded checkpoint.
+
+        Call it before the first result; loggers that have started keep their runs.
+        """
+        self._loggers.load_state_dict({})
+
+    def restore_policies(self, path: Path | str) -> None:
+        """Load only the policies of a checkpoint; its plan may differ.
+
+        Raises:
+            CheckpointError: the checkpoint cannot be read, or its networks do not fit.
+        """
+        state, _ = read_checkpoint(path, "worker")
+        with loading_errors(path):
+            self.workers.local_worker().load_state_dict(state["worker"])
+        self.workers.invalidate_weights()
