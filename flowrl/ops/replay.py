@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from flowrl.data import BatchRef, MultiAgentBatch, SampleBatch
 from flowrl.iter import NOT_READY, LocalIterator, Source, Stage, _get_shared_metrics
@@ -33,6 +33,8 @@ class StoreToReplayBuffer:
     Raises:
         ValueError: not exactly one of local_buffer and actors is given.
     """
+
+    chained_with: ClassVar[str] = "for_each"
 
     def __init__(
         self,
@@ -216,6 +218,8 @@ class UpdateReplayPriorities:
         ValueError: not exactly one of local_buffer and actors is given.
     """
 
+    chained_with: ClassVar[str] = "for_each"
+
     def __init__(
         self,
         *,
@@ -314,6 +318,8 @@ class MixInReplay:
     Raises:
         ValueError: replay_proportion is negative, or is above 0 while num_slots is below 1.
     """
+
+    chained_with: ClassVar[str] = "combine"
 
     def __init__(self, num_slots: int, replay_proportion: float, seed: int | None = None):
         if not 0 <= replay_proportion < float("inf"):

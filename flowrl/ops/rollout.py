@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -126,6 +126,8 @@ class CountRollouts:
     batch.
     """
 
+    chained_with: ClassVar[str] = "for_each"
+
     def __init__(self, workers: WorkerSet):
         self._workers = workers
 
@@ -173,6 +175,8 @@ class CountRollouts:
 class DropStale:
     """filter, batch: False if its weights are more than `max_policy_lag` updates old."""
 
+    chained_with: ClassVar[str] = "filter"
+
     workers: WorkerSet
     max_policy_lag: int
 
@@ -201,6 +205,8 @@ class ConcatBatches:
     `count_steps_by` selects env steps or agent steps. Batches are not split, so the result may have
     more steps. Empty batches are dropped. BatchRefs are concatenated into a BatchRef.
     """
+
+    chained_with: ClassVar[str] = "combine"
 
     min_batch_size: int
     count_steps_by: Literal["env_steps", "agent_steps"] = "env_steps"
@@ -247,6 +253,8 @@ class SelectExperiences:
     A SampleBatch, which has one policy, passes unchanged.
     """
 
+    chained_with: ClassVar[str] = "for_each"
+
     policy_ids: Collection[str]
 
     def __post_init__(self) -> None:
@@ -264,6 +272,8 @@ class SelectExperiences:
 class StandardizeFields:
     """for_each, batch -> batch: standardize these columns [rows] to mean 0 and standard deviation
     1, per policy, over the whole batch. Standard deviations are at least 1e-4."""
+
+    chained_with: ClassVar[str] = "for_each"
 
     fields: Collection[str]
 
