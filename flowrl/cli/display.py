@@ -25,15 +25,10 @@ def program_name() -> str:
 def print_failure(error: BaseException) -> None:
     """Print an error with the user's part of its traceback and its notes.
 
-    Invalid settings and missing dependencies of an environment are printed as one line.
+    Invalid settings are printed as one line.
     """
-    from gymnasium.error import DependencyNotInstalled
-
     if isinstance(error, ConfigError):
         print(f"flowrl: {error}", file=sys.stderr)
-        return
-    if isinstance(error, DependencyNotInstalled):  # the message says what to install
-        print(f"flowrl: env: {error}", file=sys.stderr)
         return
     import traceback
 

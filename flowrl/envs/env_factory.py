@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import traceback
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import gymnasium as gym
@@ -68,9 +71,16 @@ class EnvFactory:
         return EnvContext(self._env_config, self._worker_index, vector_index, self._num_workers)
 
     def make_env(self, vector_index: int) -> Any:
-        """Create one environment, with the horizon applied to gymnasium environments."""
+        """Create one environment, with the horizon applied to gymnasium environments.
+
+        Raises:
+            ConfigError: a package is missing, or `env_config` does not fit.
+            Exception: another error of the creator.
+        """
         try:
             env = self._creator(self.env_context(vector_index))
+        except (ImportError, gym.error.DependencyNotInstalled) as error:
+            raise missing_package_error(error) from error
         except Exception as error:
             error.add_note(
                 f"while creating sub-environment {vector_index} of worker {self._worker_index}"
@@ -141,6 +151,8 @@ class EnvFactory:
                 env = gym.make_vec(
                     env_id, self._num_envs, vectorization_mode=self._mode, **self._env_config
                 )
+            except (ImportError, gym.error.DependencyNotInstalled) as error:
+                raise missing_package_error(error) from error
             except gym.error.Error as error:
                 raise ConfigError(f"env: {env_id!r} has no vector entry point: {error}") from error
             return GymnasiumVectorEnv(env, self._seed)
@@ -155,6 +167,24 @@ class EnvFactory:
             env_id, num_envs=self._num_envs, seed=0 if seed is None else seed % 2**31, **settings
         )
         return GymnasiumVectorEnv(cast(gym.vector.VectorEnv, pool), None)  # already seeded
+
+
+def missing_package_error(error: Exception) -> ConfigError:
+    """Return the error for an environment that needs a package that is not installed."""
+    extra = re.search(r"gymnasium\[(box2d|mujoco)\]", str(error))
+    if extra is not None:
+        extra_name = extra.group(1)
+        return ConfigError(
+            f'env: {error} (or the extra of flowrl: `pip install "flowrl[{extra_name}]"`)'
+        )
+    if isinstance(error, ImportError):
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{Path(frame.filename).name}, line {frame.lineno}"
+        return ConfigError(
+            f"env: its creation cannot import what it needs: {error} ({place}). Install it on "
+            "every machine that samples or evaluates"
+        )
+    return ConfigError(f"env: {error}")
 
 
 def _is_gymnasium(env: Any) -> bool:

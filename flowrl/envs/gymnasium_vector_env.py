@@ -11,7 +11,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 
 from flowrl.envs.restarting_envs import close_quietly
-from flowrl.envs.validation import ObservationCheck
+from flowrl.envs.validation import ObservationCheck, space_of
 from flowrl.envs.vector_env import VectorStep
 from flowrl.seeding import derive_seed
 from flowrl.settings import ConfigError
@@ -45,8 +45,8 @@ class GymnasiumVectorEnv:
         self._make_env = make_env
         self._failed = False
         self.num_envs = env.num_envs
-        self.observation_space = env.single_observation_space
-        self.action_space = env.single_action_space
+        self.observation_space = space_of(env, "single_observation_space")
+        self.action_space = space_of(env, "single_action_space")
         self._check = ObservationCheck(self.observation_space)
         self._seed = seed
         mode = env.metadata.get("autoreset_mode")

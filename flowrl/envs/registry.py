@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -84,12 +85,20 @@ def _make_by_id(env_id: str, context: EnvContext) -> gym.Env:
     try:
         return gym.make(env_id, disable_env_checker=True, **context)
     except TypeError as error:
-        if context and "unexpected keyword" in str(error):
-            raise ConfigError(f"env_config: {env_id} does not accept it: {error}") from error
+        if "unexpected keyword" in str(error) or "required positional" in str(error):
+            raise ConfigError(f"env_config: does not fit {env_id}: {error}") from error
         raise
 
 
 def _make_class(cls: type, context: EnvContext) -> Any:
+    try:
+        signature = inspect.signature(cls)
+    except ValueError:  # some classes have none
+        return cls(**context)
+    try:
+        signature.bind(**context)
+    except TypeError as error:
+        raise ConfigError(f"env_config: does not fit {cls.__name__}{signature}: {error}") from None
     return cls(**context)
 
 

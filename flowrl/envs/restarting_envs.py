@@ -1,5 +1,8 @@
 """RestartingEnvs: environments that are created lazily and recreated after an error.
 
+An error in the code or the settings of an environment, such as a TypeError before its first
+episode, would only be repeated: it is raised at once.
+
 For each environment it records how the current episode was reset, and all actions since. A
 checkpoint includes both, so that a resumed run can replay the episode up to the same step.
 """
@@ -10,6 +13,8 @@ import copy
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+import gymnasium as gym
 
 from flowrl.envs.env_state import (
     find_rng,
@@ -26,6 +31,11 @@ log = logging.getLogger("flowrl")
 RESET_RESULTS = ("observation", "info")
 STEP_RESULTS = ("observation", "reward", "terminated", "truncated", "info")
 MAX_LOGGED_ACTIONS = 50_000  # longer episodes are not replayed after a restore
+PERMANENT_ERRORS = (
+    AttributeError, ImportError, LookupError, NameError, SyntaxError, TypeError, ValueError,
+    gym.error.Error,
+)  # fmt: skip
+"""Errors that an environment that has never worked would raise again."""
 
 
 class RestartingEnvs:
@@ -36,7 +46,8 @@ class RestartingEnvs:
         num_envs: number of environments.
         seed: base seed of each environment's first reset; None does not seed.
         max_restarts: maximum consecutive failures of one environment; completing an episode or a
-            fragment resets the count. The next error is raised.
+            fragment resets the count. The next error is raised. PERMANENT_ERRORS before the end of
+            an environment's first reset are raised at once.
         on_env_created: called with the index and the environment after each creation.
 
     Attributes:
@@ -61,6 +72,7 @@ class RestartingEnvs:
         self._failures = [0] * num_envs  # consecutive
         self._num_created = [0] * num_envs
         self._seeded = [False] * num_envs
+        self._has_worked = [False] * num_envs  # completed a reset
         self.envs: list[Any] = [None] * num_envs
         # how the current episodes were reset: (seed, state of the random generator before it)
         self._resets: list[Any] = [None] * num_envs
@@ -103,6 +115,7 @@ class RestartingEnvs:
             try:
                 result = env.reset() if seed is None else env.reset(seed=seed)
                 check_result("reset", result, RESET_RESULTS)
+                self._has_worked[index] = True
                 return result
             except ConfigError:
                 raise
@@ -118,8 +131,13 @@ class RestartingEnvs:
             origin: where it was raised, e.g. "by step()"; for messages.
 
         Raises:
-            error: the environment failed more than `max_restarts` times in a row.
+            error: the environment failed more than `max_restarts` times in a row, or never worked
+                and cannot be expected to.
         """
+        if isinstance(error, PERMANENT_ERRORS) and not self._has_worked[index]:
+            error.add_note(f"raised {origin} of sub-environment {index}")
+            self._discard(index)
+            raise error
         self._failures[index] += 1
         self.num_restarts += 1
         failures = self._failures[index]

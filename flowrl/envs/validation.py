@@ -39,6 +39,26 @@ class InvalidStepError(ValueError):
     """An observation or reward that is not finite or lies outside its space."""
 
 
+def space_of(env: Any, name: str) -> Any:
+    """Return a space of an environment.
+
+    Args:
+        env: the environment.
+        name: attribute of the space, such as "observation_space".
+
+    Raises:
+        ConfigError: it is missing, or not a gymnasium space.
+    """
+    space = getattr(env, name, None)
+    if not isinstance(space, spaces.Space):
+        env_name = type(getattr(env, "unwrapped", env)).__name__
+        raise ConfigError(
+            f"env: {env_name}.{name} must be a gymnasium space (gymnasium.spaces.Box, Discrete, "
+            f"…), got {space!r}"
+        )
+    return space
+
+
 class ObservationCheck:
     """Validate observations against one observation space.
 

@@ -19,7 +19,7 @@ from gymnasium import spaces
 
 from flowrl.data.spaces import values_equal
 from flowrl.envs.restarting_envs import STEP_RESULTS, RestartingEnvs, check_result
-from flowrl.envs.validation import ObservationCheck, check_reward
+from flowrl.envs.validation import ObservationCheck, check_reward, space_of
 from flowrl.settings import ConfigError
 
 
@@ -105,8 +105,8 @@ class DirectVectorEnv:
     def __init__(self, envs: RestartingEnvs):
         self._envs = envs
         self.num_envs = len(envs.envs)
-        self.observation_space = envs.get(0).observation_space
-        self.action_space = envs.get(0).action_space
+        self.observation_space = space_of(envs.get(0), "observation_space")
+        self.action_space = space_of(envs.get(0), "action_space")
         self._check = ObservationCheck(self.observation_space)
         self._unchecked = [True] * self.num_envs  # until the first step of each environment
         self._shape = self.observation_space.shape or None

@@ -228,8 +228,11 @@ class Gather(Stage):
             return  # another request to the same worker has reported it
         lines = [line for line in str(error).splitlines() if line.strip()] or [""]
         constructed = not getattr(error, "actor_init_failed", False)
-        first_line = f"{type(error).__name__}: {lines[0].strip()}"
-        death = first_line if constructed else lines[-1].strip()
+        if constructed:
+            death = f"{type(error).__name__}: {lines[0].strip()}"
+        else:  # the line after the traceback, whose lines are indented; notes follow
+            indented = [i for i, line in enumerate(lines[:-1]) if line.startswith(" ")]
+            death = lines[indented[-1] + 1 if indented else -1].strip()
         shard.deaths = shard.deaths + 1 if death == shard.last_death else 1
         shard.last_death = death
         recovery = shard.recovery

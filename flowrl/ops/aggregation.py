@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from flowrl.data import BatchRef
 from flowrl.iter import LocalIterator, Retry, _get_shared_metrics
@@ -75,6 +75,8 @@ def _join(batch: Batch | BatchRef) -> _Joined:
 class _Counted:
     """combine, _Joined -> [batch] or []: count lost env steps and bytes between nodes; drop empty
     batches."""
+
+    chained_with: ClassVar[str] = "combine"
 
     def __init__(self) -> None:
         self._node: str | None = None

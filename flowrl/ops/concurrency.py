@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from flowrl.iter import NOT_READY, LocalIterator, Source, Stage, _get_shared_metrics
 from flowrl.iter.errors import note_origin, operator_error
@@ -96,6 +96,8 @@ class Enqueue:
     Raises:
         ValueError: output_queue is of another type.
     """
+
+    chained_with: ClassVar[str] = "for_each"
 
     def __init__(self, output_queue: queue.Queue[Any] | LearnerThread):
         self._learner = output_queue if isinstance(output_queue, LearnerThread) else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from flowrl.iter import LocalIterator, Source, _get_shared_metrics
 from flowrl.learners.gradients import Gradients
@@ -32,6 +32,8 @@ class ComputeGradients:
         TypeError: `policies` is a string.
     """
 
+    chained_with: ClassVar[str] = "for_each"
+
     def __init__(self, workers: WorkerSet, policies: Collection[str] | None = None):
         self.learner = LocalLearner(workers, policies)
         self.policies = policies
@@ -57,6 +59,8 @@ def record_computation(gradients: Gradients) -> None:
 class ComputeGradientsOnWorker:
     """for_each on the shards, fragment -> Gradients: compute them on the worker that sampled the
     fragment."""
+
+    chained_with: ClassVar[str] = "for_each"
 
     policies: Collection[str] | None = None
     worker: RolloutWorker | None = None
@@ -159,6 +163,8 @@ class AverageGradients:
     This is the gradient of the mean loss over all the rows.
     """
 
+    chained_with: ClassVar[str] = "for_each"
+
     def __call__(self, items: Sequence[Gradients]) -> Gradients:
         if not isinstance(items, (list, tuple)) or not items:
             raise TypeError(
@@ -187,6 +193,8 @@ class ApplyGradients:
         KeyError (when pulled): a gradient of a policy that does not exist.
         ValueError (when pulled): `update_all=False`, and the gradients name no worker.
     """
+
+    chained_with: ClassVar[str] = "for_each"
 
     trains = True  # see ops.report
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from flowrl.data import DEFAULT_POLICY_ID, MultiAgentBatch, SampleBatch
 from flowrl.iter import LocalIterator, Stage, _get_shared_metrics
@@ -31,6 +31,8 @@ class WriteParquet:
         folder: folder of the files, on the machine that runs the plan.
         rows_per_file: rows of one policy per file.
     """
+
+    chained_with: ClassVar[str] = "for_each"
 
     def __init__(self, folder: Path | str, rows_per_file: int = 50_000):
         self._writer = ParquetWriter(folder, rows_per_file)

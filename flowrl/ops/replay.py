@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from flowrl.data import BatchRef, MultiAgentBatch, SampleBatch
 from flowrl.iter import NOT_READY, LocalIterator, Source, Stage, _get_shared_metrics
@@ -37,6 +37,8 @@ class StoreToReplayBuffer:
     Raises:
         ValueError: not exactly one of local_buffer and actors is given.
     """
+
+    chained_with: ClassVar[str] = "for_each"
 
     def __init__(
         self,
@@ -254,6 +256,8 @@ class UpdateReplayPriorities:
         ValueError: not exactly one of local_buffer and actors is given.
     """
 
+    chained_with: ClassVar[str] = "for_each"
+
     def __init__(
         self,
         *,
@@ -360,6 +364,8 @@ class MixInReplay:
     Raises:
         ValueError: replay_proportion is negative, or is above 0 while num_slots is below 1.
     """
+
+    chained_with: ClassVar[str] = "combine"
 
     def __init__(self, num_slots: int, replay_proportion: float, seed: int | None = None):
         if not 0 <= replay_proportion < float("inf"):

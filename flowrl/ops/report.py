@@ -6,7 +6,7 @@ import copy
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -117,6 +117,8 @@ def check_trained_policies(stage: Stage, config: WorkerConfig) -> None:
 class ReportDue:
     """filter, any item: True if enough env steps and seconds have passed since the last report."""
 
+    chained_with: ClassVar[str] = "filter"
+
     def __init__(self, min_steps: int, min_seconds: float | None):
         self.min_steps = min_steps
         self.min_seconds = min_seconds
@@ -160,6 +162,8 @@ class CollectMetrics:
     Raises:
         ValueError: `selected_workers` names a worker that does not exist.
     """
+
+    chained_with: ClassVar[str] = "for_each"
 
     def __init__(
         self, workers: WorkerSet, window: int = 100, selected_workers: Collection[int] | None = None

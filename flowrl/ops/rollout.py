@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -132,6 +132,7 @@ class CountRollouts:
     """
 
     timer_name = "sample"
+    chained_with: ClassVar[str] = "for_each"
 
     def __init__(self, workers: WorkerSet):
         self._workers = workers
@@ -188,6 +189,8 @@ class CountRollouts:
 class DropStale:
     """filter, batch: False if its weights are more than `max_policy_lag` updates old."""
 
+    chained_with: ClassVar[str] = "filter"
+
     workers: WorkerSet
     max_policy_lag: int
 
@@ -216,6 +219,8 @@ class ConcatBatches:
     `count_steps_by` selects env steps or agent steps. Batches are not split, so the result may have
     more steps. Empty batches are dropped. BatchRefs are concatenated into a BatchRef.
     """
+
+    chained_with: ClassVar[str] = "combine"
 
     min_batch_size: int
     count_steps_by: Literal["env_steps", "agent_steps"] = "env_steps"
@@ -262,6 +267,8 @@ class SelectExperiences:
     A SampleBatch, which has one policy, passes unchanged.
     """
 
+    chained_with: ClassVar[str] = "for_each"
+
     policy_ids: Collection[str]
 
     def __post_init__(self) -> None:
@@ -279,6 +286,8 @@ class SelectExperiences:
 class StandardizeFields:
     """for_each, batch -> batch: standardize these columns [rows] to mean 0 and standard deviation
     1, per policy, over the whole batch. Standard deviations are at least 1e-4."""
+
+    chained_with: ClassVar[str] = "for_each"
 
     fields: Collection[str]
 

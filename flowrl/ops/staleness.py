@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from flowrl.iter import _get_shared_metrics
 
@@ -13,6 +13,8 @@ from flowrl.iter import _get_shared_metrics
 @dataclass
 class WaitUntilTimestepsElapsed:
     """filter, any item: True once `target_num_timesteps` env steps have been sampled."""
+
+    chained_with: ClassVar[str] = "filter"
 
     target_num_timesteps: int
 
@@ -26,6 +28,8 @@ class WaitUntilTimestepsElapsed:
 @dataclass
 class OncePerTimestepsElapsed:
     """filter, any item: True for the first item, then once per `delay_steps` env steps sampled."""
+
+    chained_with: ClassVar[str] = "filter"
 
     delay_steps: int
     _last: int | None = field(default=None, repr=False)
@@ -50,6 +54,8 @@ class OncePerTimestepsElapsed:
 @dataclass
 class OncePerTimeInterval:
     """filter, any item: True for the first item, then once per `delay` seconds."""
+
+    chained_with: ClassVar[str] = "filter"
 
     delay: float
     _last: float | None = field(default=None, repr=False)

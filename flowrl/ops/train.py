@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 from flowrl.iter import _get_shared_metrics
 from flowrl.learners.actors import make_learner
@@ -41,6 +41,8 @@ class TrainOneStep:
         TypeError: `policies` is a string.
         ValueError: a number is out of range.
     """
+
+    chained_with: ClassVar[str] = "for_each"
 
     trains = True  # see ops.report
 
@@ -141,6 +143,8 @@ class UpdateTargetNetwork:
         TypeError: `policies` is a string; when pulled: a policy has no target network.
         ValueError: `target_update_freq` is negative.
     """
+
+    chained_with: ClassVar[str] = "for_each"
 
     def __init__(
         self,

@@ -6,7 +6,7 @@ Without one of these operators every worker receives every version.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from flowrl.iter import _get_shared_metrics
 from flowrl.ops.replay_actors import ORIGIN as REPLAYED
@@ -26,6 +26,8 @@ class BroadcastUpdateLearnerWeights:
     Raises:
         ValueError: broadcast_interval is below 1.
     """
+
+    chained_with: ClassVar[str] = "for_each"
 
     def __init__(self, workers: WorkerSet, broadcast_interval: int = 1):
         if broadcast_interval < 1:
@@ -67,6 +69,8 @@ class UpdateWorkerWeights:
     Raises:
         ValueError: max_weight_sync_delay is negative.
     """
+
+    chained_with: ClassVar[str] = "for_each"
 
     def __init__(self, workers: WorkerSet, max_weight_sync_delay: int):
         if max_weight_sync_delay < 0:

@@ -135,6 +135,7 @@ class WorkerSet:
         if self._remote is None:
             actors: list[Any] = []
             if self.num_workers:
+                self.local_worker()  # raises errors of the environment that all would raise
                 self._start_ray()
                 self._placement.reserve(0, self.num_workers)
                 actors += [self._create_actor(index) for index in range(self.num_workers)]

@@ -53,5 +53,5 @@ def test_missing_dependency_of_an_environment_is_one_line(cli, tmp_path):
     text = plan.read_text().replace('env="CartPole-v1"', "env=make")
     plan.write_text(text.replace("config = ", body + "config = "))
     code, _, err = cli("train", "mine.py", "--stop-iters", "1")
-    assert code == 1
+    assert code == 2
     assert err.strip() == "flowrl: env: install the thing"

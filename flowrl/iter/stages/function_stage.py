@@ -12,19 +12,49 @@ from flowrl.iter.stage import Stage, describe, function_title
 DROPPED = object()  # result of an item that the error policy drops
 
 
+_RESULTS = {
+    "for_each": "one item for each item",
+    "combine": "a list of items for each item",
+    "filter": "whether to keep an item",
+}
+
+
+def check_method(fn: Any, method: str) -> None:
+    """Check that an operator is chained with its own method.
+
+    Raises:
+        TypeError: its `chained_with` is another one of for_each, combine and filter, or it is a
+            class instead of an operator.
+    """
+    expected = getattr(fn, "chained_with", None)
+    if expected is None or method not in _RESULTS:
+        return
+    if isinstance(fn, type):
+        name = fn.__name__
+        raise TypeError(f"{method}({name}) needs an operator, not its class: {method}({name}(…))")
+    if method != expected:
+        name = type(fn).__name__
+        raise TypeError(
+            f"{method}({name}): {name} returns {_RESULTS[expected]}, so it must be chained with "
+            f"{expected}: .{expected}({function_title(fn)})"
+        )
+
+
 class FunctionStage(Stage):
     """Base of the stages that apply one function to the items of one parent.
 
     Args:
         parent: the stage to pull from.
         fn: the operator. Its optional methods are called: `state_dict()` and `load_state_dict()`
-            with those of the plan, `stop()` when the plan stops, `extra_stats()` by `stats()`.
+            with those of the plan, `stop()` when the plan stops, `extra_stats()` by `stats()`. Its
+            optional attribute `chained_with` names the only method that it is for.
         on_error: policy for exceptions of `fn`.
     """
 
     def __init__(self, parent: Stage, fn: Callable[..., Any], on_error: OnError = "raise"):
         if not callable(fn):
             raise TypeError(f"{self.name}() needs a function, got {describe(fn)}")
+        check_method(fn, type(self).name)
         super().__init__(parent)
         self.name = f"{self.name}({getattr(fn, '__name__', None) or type(fn).__name__})"
         self.fn = fn

@@ -1,0 +1,150 @@
+"""Errors that an environment would repeat are raised at once, in process and with actors."""
+
+import logging
+
+import gymnasium as gym
+import pytest
+
+from flowrl.algorithms.a2c import A2CConfig
+from flowrl.iter import ShardFailedError
+from flowrl.sampling import RolloutWorker, WorkerSet
+from flowrl.settings import ConfigError
+
+from .fakes import CountEnv, Idle
+
+
+class Sized(CountEnv):
+    def __init__(self, size):
+        super().__init__(size)
+
+
+class WithoutSpaces(gym.Env):
+    pass
+
+
+class ShapeForSpace(CountEnv):
+    observation_space = (2,)
+
+
+def raising(error):
+    def create(context):
+        raise error
+
+    return create
+
+
+def importing(context):
+    import not_installed_anywhere  # noqa: F401
+
+
+BOX2D = gym.error.DependencyNotInstalled(
+    'Box2D is not installed, you can install it by run `pip install "gymnasium[box2d]"`'
+)
+MUJOCO = gym.error.DependencyNotInstalled(
+    'MuJoCo is not installed, run `pip install "gymnasium[mujoco]"`'
+)
+# environment, env_config, type of the error, part of its message
+CASES = {
+    "box2d": (raising(BOX2D), {}, ConfigError, r"env: Box2D is not.*flowrl\[box2d\]"),
+    "mujoco": (raising(MUJOCO), {}, ConfigError, r"env: MuJoCo is not.*flowrl\[mujoco\]"),
+    "module": (importing, {}, ConfigError, r"'not_installed_anywhere' \(test_permanent.*line"),
+    "unknown_argument": (Sized, {"sizes": 3}, ConfigError, r"env_config: does not fit Sized\(size"),
+    "missing_argument": (Sized, {}, ConfigError, "missing a required argument: 'size'"),
+    "argument_of_id": ("CartPole-v1", {"size": 3}, ConfigError, "env_config: does not fit Cart"),
+    "no_spaces": (WithoutSpaces, {}, ConfigError, "WithoutSpaces.observation_space must be"),
+    "no_space": (ShapeForSpace, {}, ConfigError, r"must be a gymnasium space .*got \(2,\)"),
+    "key": (lambda context: CountEnv(context["size"]), {}, KeyError, "size"),
+    **{
+        type(error).__name__: (raising(error), {}, type(error), "wrong")
+        for error in (
+            AttributeError("wrong"), NameError("wrong"), SyntaxError("wrong"),
+            TypeError("wrong"), ValueError("wrong"), gym.error.Error("wrong"),
+        )
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("case", list(CASES))
+def test_error_is_raised_once_before_actors_start(caplog, monkeypatch, case, num_workers):
+    env, env_config, kind, message = CASES[case]
+    monkeypatch.setattr(WorkerSet, "_start_ray", lambda self: pytest.fail("Ray was started"))
+    config = A2CConfig(env=env, env_config=env_config, num_workers=num_workers)
+    algorithm = config.build()
+    with caplog.at_level(logging.WARNING, "flowrl"):
+        for attempt in (algorithm.train, algorithm.workers.remote_workers):
+            if num_workers or attempt == algorithm.train:
+                with pytest.raises(kind, match=message):
+                    attempt()
+    assert not caplog.messages
+
+
+class FailingMethod(CountEnv):
+    """Raises `error` in the calls of `method` in `at`, counted over all instances."""
+
+    def __init__(self, calls, method, error, at):
+        self._calls, self._method, self._error, self._at = calls, method, error, at
+        self._count("__init__")
+        super().__init__(3)
+
+    def _count(self, method):
+        if method == self._method:
+            self._calls.append(method)
+            if len(self._calls) in self._at:
+                raise self._error
+
+    def reset(self, *, seed=None, options=None):
+        self._count("reset")
+        return super().reset()
+
+    def step(self, action):
+        self._count("step")
+        return super().step(action)
+
+
+def sample(method, error, at, num_fragments=1):
+    """Sample; return the number of calls of the method, and of restarts."""
+    calls = []
+    worker = RolloutWorker(
+        lambda context: FailingMethod(calls, method, error, at),
+        Idle,
+        {"rollout_fragment_length": 12},
+    )
+    for _ in range(num_fragments):
+        worker.sample()
+    return len(calls), worker.reply_tags()["env_restarts"]
+
+
+@pytest.mark.parametrize("error", [TypeError("wrong"), gym.error.Error("wrong")])
+def test_first_reset_that_raises_is_not_repeated(error):
+    calls = []
+    with pytest.raises(type(error), match="wrong") as caught:
+        RolloutWorker(lambda context: FailingMethod(calls, "reset", error, {1, 2}), Idle).sample()
+    assert len(calls) == 1
+    assert "raised by reset() of sub-environment 0" in caught.value.__notes__
+
+
+@pytest.mark.parametrize("method", ["reset", "step"])
+def test_errors_of_an_environment_that_has_worked_are_retried(method):
+    assert sample(method, TypeError("now and then"), {2, 3})[1] >= 1
+
+
+@pytest.mark.parametrize("method", ["__init__", "reset"])
+def test_errors_that_may_pass_are_retried_from_the_start(method):
+    num_calls, num_restarts = sample(method, OSError("the license server is busy"), {1, 2})
+    assert num_calls >= 3
+    assert num_restarts == 2
+
+
+@pytest.mark.slow
+def test_error_on_actors_alone_fails_once_with_its_message(ray_session):
+    def create(context):
+        if context.worker_index:
+            importing(context)
+        return gym.make("CartPole-v1")
+
+    config = A2CConfig(env=create, num_workers=2, train_batch_size=40, seed=0)
+    with config.build() as algorithm:
+        with pytest.raises(ShardFailedError, match=r"Last error: .*'not_installed_anywhere'"):
+            algorithm.train()
+        assert algorithm.workers.restart_counts == [0, 0]
