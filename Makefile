@@ -12,14 +12,14 @@ unexport PYTHONDONTWRITEBYTECODE
 .venv/installed-train: pyproject.toml constraints.txt
 	@echo "== 1 of 3: create the virtual environment .venv (about 5 s)"
 	$(PYTHON) -m venv .venv
-	@echo "== 2 of 3: install PyTorch (a 190 MB wheel without CUDA, 750 MB on disk; about 20 s)"
+	@echo "== 2 of 3: install PyTorch (740 MB on disk without CUDA; about 20 s)"
 	$(INSTALL) torch
-	@echo "== 3 of 3: install flowrl, Ray, and 35 small packages (100 MB of wheels, 310 MB on disk; about 20 s)"
+	@echo "== 3 of 3: install flowrl, Ray and 34 other packages (310 MB on disk; about 20 s)"
 	$(INSTALL) --editable .
 	@touch $@
 
 .venv/installed-test: .venv/installed-train
-	@echo "== install all features and development tools (…)"
+	@echo "== install all features and development tools: 100 packages (1.6 GB on disk; about a minute)"
 	$(INSTALL) --editable '.[all,dev]'
 	@touch $@
 
