@@ -7,7 +7,7 @@ INSTALL := $(BIN)/pip install --no-compile --constraint constraints.txt
 BENCHMARKS := iterators asynchronous large_items sampling multi_agent policy train_ppo train_dqn \
 	replay train_sac composition learning checkpoint
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: train test slow lint bench clean
+.PHONY: train announce-test test slow lint bench clean
 
 .venv/installed-train: pyproject.toml constraints.txt
 	@echo "== 1 of 3: create the virtual environment .venv (about 5 s)"
@@ -27,8 +27,11 @@ train: .venv/installed-train
 	@echo "== train PPO on CartPole-v1 until its mean return is 475 (about 10 s)"
 	$(BIN)/flowrl train ppo
 
-test: .venv/installed-test
+announce-test:
+	@[ -e .venv/installed-test ] || echo "== install 2.7 GB (about 2 minutes), then"
 	@echo "== run the quick tests (about 5 minutes on 2 cores)"
+
+test: announce-test .venv/installed-test
 	$(BIN)/pytest
 
 slow: .venv/installed-test
