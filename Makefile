@@ -7,19 +7,19 @@ INSTALL := $(BIN)/pip install --no-compile --constraint constraints.txt
 BENCHMARKS := iterators asynchronous large_items sampling multi_agent policy train_ppo train_dqn \
 	replay train_sac composition learning checkpoint
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: train test slow lint bench clean
+.PHONY: train announce-test test slow lint bench clean
 
 .venv/installed-train: pyproject.toml constraints.txt
 	@echo "== 1 of 3: create the virtual environment .venv (about 5 s)"
 	$(PYTHON) -m venv .venv
-	@echo "== 2 of 3: install PyTorch (a 190 MB wheel without CUDA, 750 MB on disk; about 20 s)"
+	@echo "== 2 of 3: install PyTorch (740 MB on disk without CUDA; about 20 s)"
 	$(INSTALL) torch
-	@echo "== 3 of 3: install flowrl, Ray, and 35 small packages (100 MB of wheels, 310 MB on disk; about 20 s)"
+	@echo "== 3 of 3: install flowrl, Ray and 34 other packages (310 MB on disk; about 20 s)"
 	$(INSTALL) --editable .
 	@touch $@
 
 .venv/installed-test: .venv/installed-train
-	@echo "== install all features and development tools (…)"
+	@echo "== install all features and development tools: 100 packages (1.6 GB on disk; about a minute)"
 	$(INSTALL) --editable '.[all,dev]'
 	@touch $@
 
@@ -27,8 +27,11 @@ train: .venv/installed-train
 	@echo "== train PPO on CartPole-v1 until its mean return is 475 (about 10 s)"
 	$(BIN)/flowrl train ppo
 
-test: .venv/installed-test
+announce-test:
+	@[ -e .venv/installed-test ] || echo "== install 2.7 GB (about 2 minutes), then"
 	@echo "== run the quick tests (about 5 minutes on 2 cores)"
+
+test: announce-test .venv/installed-test
 	$(BIN)/pytest
 
 slow: .venv/installed-test
