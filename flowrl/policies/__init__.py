@@ -10,7 +10,7 @@ from flowrl.policies.config import ExplorationConfig, ModelConfig, PolicyConfig
 from flowrl.policies.policy import Policy
 from flowrl.policies.policy_runner import PolicyRunner
 from flowrl.policies.policy_spec import PolicySpec
-from flowrl.policies.views import ViewRequirement
+from flowrl.policies.views import ViewRequirement, ViewRequirements
 from flowrl.settings import ConfigError
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "RecurrentNetwork",
     "TorchPolicy",
     "ViewRequirement",
+    "ViewRequirements",
     "build_tf_policy",
     "build_torch_policy",
     "register_model",

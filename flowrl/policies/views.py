@@ -136,6 +136,9 @@ class ViewRequirement:
         return f"ViewRequirement({', '.join(parts)})"
 
 
+ViewRequirements = ViewRequirement  # the name in some examples of RLlib's documentation
+
+
 def _offsets(shift: Any) -> tuple[int, ...]:
     """Return the offsets of a `shift` argument."""
     message = f"ViewRequirement: shift must be an int, a list of ints or a range, got {shift!r}"
