@@ -25,11 +25,11 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.trainer.runs.saved_run import best_checkpoint, settings_to_json
 from flowrl.data.checkpoint import CHECKPOINTS, list_checkpoints, remove_checkpoint
 from flowrl.settings import ConfigError
 from flowrl.trainer.metric_names import flatten_result, metric_value
 from flowrl.trainer.plan_files import plan_source
+from flowrl.trainer.runs.saved_run import best_checkpoint, settings_to_json
 
 
 class RunDirectory:

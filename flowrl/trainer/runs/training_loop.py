@@ -1,0 +1,212 @@
+"""Train an algorithm until a stop rule is reached, with checkpoints and a progress table."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from flowrl.iter.stage import walk
+from flowrl.ops import WriteParquet
+from flowrl.settings import ConfigError
+from flowrl.trainer.runs.progress import ProgressTable
+from flowrl.trainer.runs.run_directory import RunDirectory, default_run_dir
+from flowrl.trainer.runs.signal_handler import SignalHandler, is_termination
+from flowrl.trainer.runs.stop_rules import PendingMetrics, StopRules, metric_rules
+
+
+@dataclass
+class RunEnd:
+    """How a run ended.
+
+    Attributes:
+        reason: the limit that was reached, "interrupted" or "terminated".
+        exit_code: 0; 130 after Ctrl-C; 143 after SIGTERM.
+        checkpoint: the last checkpoint; None if none was written.
+        seconds: duration of the training.
+    """
+
+    reason: str
+    exit_code: int
+    checkpoint: Path | None
+    seconds: float
+
+
+def train_until(
+    algorithm: Any, stop: StopRules, run: RunDirectory | None, show_progress: bool = True
+) -> RunEnd:
+    """Train until a limit is reached or a signal arrives.
+
+    Args:
+        algorithm: the algorithm.
+        stop: the limits.
+        run: receives results and checkpoints; None writes nothing.
+        show_progress: print a table.
+
+    Raises:
+        Exception: the training failed; the last result and a checkpoint were written.
+    """
+    config = algorithm.config
+    if show_progress and config.num_workers:
+        print(f"starting {config.num_workers} workers …", flush=True)
+    progress = ProgressTable(stop, algorithm.plan.metrics.counters) if show_progress else None
+    pending = PendingMetrics(stop, config.checkpoint_score_attribute)
+    started = saved = time.perf_counter()
+    exit_code, reason, result = 0, None, None
+    with SignalHandler() as signals:
+        try:
+            while reason is None:
+                signals.raise_pending()
+                signals.armed = True
+                try:
+                    result = algorithm.train()
+                finally:
+                    signals.armed = False
+                if run is not None:
+                    run.write(result)
+                if progress is not None:
+                    progress.add(result)
+                pending.check(result)
+                now = time.perf_counter()
+                window = config.metrics_num_episodes_for_smoothing
+                reason = stop.reached(result, window, now - started)
+                if run and reason is None and _checkpoint_is_due(algorithm, now - saved):
+                    run.save(algorithm, result)
+                    saved = time.perf_counter()
+        except KeyboardInterrupt:
+            exit_code, reason = 130, "interrupted"
+        except BaseException as error:
+            if not is_termination(error):
+                result = _write_last_result(algorithm, run, result)
+                if run is not None and result is not None:
+                    run.save(algorithm, result)
+                raise
+            exit_code, reason = 143, "terminated"
+        finally:
+            if progress is not None:
+                progress.finish(algorithm.last_result)
+        if exit_code:
+            result = _write_last_result(algorithm, run, result)
+        checkpoint = None if run is None else run.save(algorithm, result)
+    return RunEnd(reason, exit_code, checkpoint, time.perf_counter() - started)
+
+
+def _checkpoint_is_due(algorithm: Any, seconds: float) -> bool:
+    config = algorithm.config
+    frequency = config.checkpoint_frequency
+    if frequency and algorithm.iteration % frequency == 0:
+        return True
+    return config.checkpoint_every_s is not None and seconds > config.checkpoint_every_s
+
+
+def _write_last_result(algorithm: Any, run: RunDirectory | None, result: Any) -> Any:
+    """Write the algorithm's last result if an error, such as in its evaluation, prevented that.
+
+    Args:
+        algorithm: the algorithm that was interrupted.
+        run: its run directory, or None.
+        result: the last result that was written.
+
+    Returns:
+        The last result.
+    """
+    last = algorithm.last_result
+    if last is None or last is result or last["training_iteration"] < algorithm.iteration:
+        return result
+    if run is not None:
+        run.write(last)
+    return last
+
+
+def prepare_to_resume(algorithm: Any, run: RunDirectory, stop: StopRules) -> str | None:
+    """Remove everything that a run wrote after the algorithm's iteration; it is written again.
+
+    Returns:
+        the limit that the run has already reached, in which case nothing is removed; or None.
+    """
+    result = run.result_at(algorithm.iteration)
+    window = algorithm.config.metrics_num_episodes_for_smoothing
+    reached = None if result is None else stop.reached(result, window, 0.0)
+    if reached is not None:
+        return reached
+    run.truncate(algorithm.iteration)
+    for stage in walk(algorithm.plan.stage):
+        if isinstance(operator := getattr(stage, "fn", None), WriteParquet):
+            operator.remove_newer_files()
+    return None
+
+
+def learn(
+    algorithm: Any,
+    total_timesteps: int | None,
+    stop: Mapping[str, float] | None,
+    run_dir: Path | str | None,
+    command: list[str],
+    show_progress: bool,
+) -> None:
+    """Implement `Algorithm.learn`.
+
+    Args:
+        algorithm: the algorithm.
+        total_timesteps, stop, run_dir, show_progress: see `Algorithm.learn`.
+        command: the user's program, for the run directory.
+    """
+    config = algorithm.config
+    if total_timesteps is not None and (
+        isinstance(total_timesteps, bool)
+        or not isinstance(total_timesteps, int)
+        or total_timesteps < 1
+    ):
+        raise ConfigError(f"learn: total_timesteps must be a positive int, got {total_timesteps!r}")
+    rules = StopRules(timesteps=total_timesteps, metrics=metric_rules(stop or {}))
+    rules.check(config)
+    rules = rules.with_defaults(config)
+    algorithm.workers.local_worker()  # errors of environments and plan appear before files
+    algorithm.check_evaluation()
+    if rules.env_steps is not None:
+        algorithm.workers.set_total_timesteps(rules.env_steps)
+    tree = algorithm.plan.explain()
+    end: RunEnd | None
+    if run_dir is None:
+        end = train_until(algorithm, rules, None, show_progress)
+    else:
+        end = _learn_in_run(algorithm, rules, run_dir, command, tree, show_progress)
+    if end is not None and end.exit_code == 130:
+        raise KeyboardInterrupt
+    if end is not None and end.exit_code:
+        raise SystemExit(end.exit_code)
+
+
+def _learn_in_run(
+    algorithm: Any,
+    stop: StopRules,
+    run_dir: Path | str,
+    command: list[str],
+    tree: str,
+    show_progress: bool,
+) -> RunEnd | None:
+    """Train in a run directory; return None if the run has already reached a limit."""
+    name = type(algorithm).__name__.lower()
+    if run_dir == "auto":
+        run_dir = algorithm.run_dir or default_run_dir(name, algorithm.config.env)
+    path = Path(run_dir)
+    resume = algorithm.run_dir is not None and path.resolve() == algorithm.run_dir.resolve()
+    run = RunDirectory(path, resume)
+    try:
+        if resume:
+            reached = prepare_to_resume(algorithm, run, stop)
+            if reached is not None:
+                print(f"already reached: {reached}; pass a larger total_timesteps or limit")
+                return None
+        else:
+            run.write_setup(algorithm.config, command, tree, asdict(stop))
+        algorithm.run_dir = path
+        end = train_until(algorithm, stop, run, show_progress)
+    finally:
+        run.close()
+    if show_progress:
+        ended = "stopped" if end.exit_code else "reached"
+        print(f"{ended}: {end.reason}, after {end.seconds:.1f} s; run directory: {path}")
+    return end

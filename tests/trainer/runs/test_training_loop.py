@@ -1,0 +1,193 @@
+"""Algorithm.learn: limits, run directories, continuing a run, failures and interrupts."""
+
+import json
+import os
+import signal
+
+import gymnasium as gym
+import pytest
+
+from flowrl import A2C, ConfigError
+from flowrl.cli.main import main
+from flowrl.data.checkpoint import CheckpointError
+from flowrl.sampling.callbacks import DefaultCallbacks
+from flowrl.trainer.runs.stop_rules import metric_rules
+
+SMALL = {"train_batch_size": 64, "num_envs_per_worker": 2, "seed": 1}
+
+
+def read_steps(run_dir):
+    lines = (run_dir / "result.json").read_text().splitlines()
+    return [json.loads(line)["timesteps_total"] for line in lines]
+
+
+def test_learn_writes_a_run_directory(tmp_path, capsys):
+    with A2C("CartPole-v1", **SMALL) as algorithm:
+        assert algorithm.learn(128, run_dir=tmp_path / "r") is algorithm
+        assert algorithm.run_dir == tmp_path / "r"
+        saved = algorithm.save()
+    assert read_steps(tmp_path / "r") == [64, 128]
+    assert saved == tmp_path / "r" / "checkpoints" / "000002"
+    for name in ("config.json", "progress.csv", "stop.json", "plan.py", "plan.txt"):
+        assert (tmp_path / "r" / name).is_file()
+    assert list((tmp_path / "r").glob("events.out.tfevents.*"))
+    out = capsys.readouterr().out
+    assert "env steps" in out
+    assert "reached: 128 env steps, after" in out
+    assert str(tmp_path / "r") in out
+
+
+def test_learn_without_a_run_directory_writes_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with A2C("CartPole-v1", **SMALL) as algorithm:
+        algorithm.learn(128, run_dir=None, progress=False)
+        assert algorithm.last_result["timesteps_total"] == 128
+        assert algorithm.run_dir is None
+    assert not list(tmp_path.iterdir())
+    assert capsys.readouterr().out == ""
+
+
+def test_default_run_directory_is_new(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        with A2C("CartPole-v1", **SMALL) as algorithm:
+            algorithm.learn(64, progress=False)
+    names = sorted(path.name for path in (tmp_path / "runs").iterdir())
+    assert len(names) == 2
+    assert all(name.startswith("a2c-CartPole-v1-") for name in names)
+
+
+def test_run_continues_in_its_directory(tmp_path, capsys):
+    run_dir = tmp_path / "r"
+    with A2C("CartPole-v1", **SMALL) as algorithm:
+        algorithm.learn(64, run_dir=run_dir, progress=False)
+        algorithm.learn(128, progress=False)
+    with A2C.from_checkpoint(run_dir) as algorithm:
+        assert algorithm.run_dir == run_dir
+        algorithm.learn(128, progress=False)
+        assert "already reached: 128 env steps" in capsys.readouterr().out
+        algorithm.learn(256, progress=False)
+    assert read_steps(run_dir) == [64, 128, 192, 256]
+    assert main(["resume", str(run_dir), "--stop-timesteps", "320"]) == 0
+    assert main(["evaluate", str(run_dir), "--episodes", "1"]) == 0
+    assert read_steps(run_dir)[-1] == 320
+
+
+def test_results_equal_those_of_an_uninterrupted_run(tmp_path):
+    with A2C("CartPole-v1", **SMALL) as algorithm:
+        algorithm.learn(64, run_dir=tmp_path / "r", progress=False)
+    with A2C.from_checkpoint(tmp_path / "r") as algorithm:
+        algorithm.learn(192, progress=False)
+        losses = algorithm.last_result["learners"]
+    with A2C("CartPole-v1", **SMALL) as algorithm:
+        algorithm.learn(192, run_dir=None, progress=False)
+        assert algorithm.last_result["learners"] == losses
+
+
+def test_other_runs_are_not_overwritten(tmp_path):
+    with A2C("CartPole-v1", **SMALL) as algorithm:
+        algorithm.learn(64, run_dir=tmp_path / "r", progress=False)
+    with (
+        A2C("CartPole-v1", **SMALL) as algorithm,
+        pytest.raises(ConfigError, match="contains a run"),
+    ):
+        algorithm.learn(64, run_dir=tmp_path / "r")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"total_timesteps": 0}, "positive int, got 0"),
+        ({"total_timesteps": 1e5}, "positive int, got 100000.0"),
+        ({"stop": {"episode_reward_meen": 1}}, "Did you mean 'episode_reward_mean'"),
+        ({"stop": {"episode_reward_mean": "high"}}, "must be a number"),
+        ({"stop": 3}, "must map metrics to values"),
+    ],
+)
+def test_invalid_limits_are_rejected(tmp_path, arguments, message):
+    with A2C("CartPole-v1", **SMALL) as algorithm:
+        with pytest.raises(ConfigError, match=message):
+            algorithm.learn(**arguments, run_dir=tmp_path / "r")
+        assert algorithm.iteration == 0
+    assert not (tmp_path / "r").exists()
+
+
+def test_limits_on_other_metrics_stop_the_training():
+    with A2C("CartPole-v1", **SMALL) as algorithm:
+        algorithm.learn(stop={"training_iteration": 3}, run_dir=None, progress=False)
+        assert algorithm.iteration == 3
+    assert metric_rules({"a/b<=": 2}) == [("a/b", "<=", 2.0)]
+
+
+@pytest.mark.parametrize("own", ["environment", "algorithm"])
+def test_run_with_code_of_the_user_is_continued_in_python(tmp_path, capsys, own):
+    algorithm_class = type("Mine", (A2C,), {}) if own == "algorithm" else A2C
+    env = make_cartpole if own == "environment" else "CartPole-v1"
+    with algorithm_class(env, **SMALL) as algorithm:
+        algorithm.learn(64, run_dir=tmp_path / "r", progress=False)
+    for command in (["resume", "--stop-iters", "2"], ["evaluate"]):
+        assert main([command[0], str(tmp_path / "r"), *command[1:]]) == 2
+        assert "started from Python" in capsys.readouterr().err
+
+
+def make_cartpole(context):
+    return gym.make("CartPole-v1")
+
+
+class Interrupt(DefaultCallbacks):
+    """Sends Ctrl-C to this process in the second iteration."""
+
+    def on_train_result(self, *, algorithm, result, **kwargs):
+        if algorithm.iteration == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+class Fail(DefaultCallbacks):
+    """Raises in the second iteration."""
+
+    def on_train_result(self, *, algorithm, result, **kwargs):
+        if algorithm.iteration == 2:
+            raise ArithmeticError("boom")
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "error"), [(Interrupt, KeyboardInterrupt), (Fail, ArithmeticError)]
+)
+def test_checkpoint_is_written_before_an_error_is_raised(tmp_path, callbacks, error):
+    with (
+        A2C("CartPole-v1", **SMALL, callbacks_class=callbacks) as algorithm,
+        pytest.raises(error),
+    ):
+        algorithm.learn(640, run_dir=tmp_path / "r", progress=False)
+    assert read_steps(tmp_path / "r") == [64, 128]
+    with pytest.raises(CheckpointError, match="trust=True"):
+        A2C.from_checkpoint(tmp_path / "r")
+    with A2C.from_checkpoint(tmp_path / "r", config={"callbacks_class": None}) as algorithm:
+        assert algorithm.iteration == 2
+
+
+def test_environment_instance_is_copied():
+    env = gym.make("CartPole-v1", max_episode_steps=7)
+    with A2C(env, **SMALL) as algorithm:
+        algorithm.learn(128, run_dir=None, progress=False)
+        assert algorithm.last_result["episode_len_mean"] <= 7
+        assert algorithm.evaluate(episodes=3)["episode_len_mean"] <= 7
+    assert env.unwrapped.state is None  # never reset itself
+
+
+def test_environments_that_cannot_be_copied_are_rejected():
+    class Locked(gym.Env):
+        def __deepcopy__(self, memo):
+            raise TypeError("cannot pickle 'Lock'")
+
+        def reset(self, **kwargs): ...
+
+        def step(self, action): ...
+
+    with A2C(Locked()) as algorithm, pytest.raises(ConfigError, match="cannot be copied"):
+        algorithm.train()
+    with (
+        A2C(gym.make("CartPole-v1"), env_config={"a": 1}) as algorithm,
+        pytest.raises(ConfigError, match="takes no arguments"),
+    ):
+        algorithm.train()
