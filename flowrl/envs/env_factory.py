@@ -173,10 +173,7 @@ def missing_package_error(error: Exception) -> ConfigError:
     """Return the error for an environment that needs a package that is not installed."""
     extra = re.search(r"gymnasium\[(box2d|mujoco)\]", str(error))
     if extra is not None:
-        extra_name = extra.group(1)
-        return ConfigError(
-            f'env: {error} (or the extra of flowrl: `pip install "flowrl[{extra_name}]"`)'
-        )
+        return ConfigError(install_hint("env: this environment", extra.group(1)))
     if isinstance(error, ImportError):
         frame = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{Path(frame.filename).name}, line {frame.lineno}"
