@@ -19,7 +19,7 @@ from flowrl.envs.registry import EnvContext, EnvCreator, apply_horizon, env_id_o
 from flowrl.envs.restarting_envs import RestartingEnvs
 from flowrl.envs.single_agent_adapter import SingleAgentAdapter
 from flowrl.envs.vector_env import DirectVectorEnv, VectorEnv
-from flowrl.errors import ConfigError, check_installed
+from flowrl.errors import ConfigError, check_installed, install_hint
 from flowrl.seeding import derive_seed
 
 VectorizationMode = Literal["flowrl", "sync", "async", "vector_entry_point", "envpool"]
