@@ -41,8 +41,11 @@ def nearest(name: str, known: list[str]) -> str:
     other = SETTING_SUGGESTIONS.get(name.replace("-", "_"))
     if other is not None and "-" in name:
         other = other.rstrip("_").replace("_", "-")
-    close = [other] if other in known else difflib.get_close_matches(name, known, n=1)
-    return f" Did you mean {close[0]!r}?" if close else ""
+    if other in known:
+        return f" Did you mean {other!r}?"
+    by_lowercase = {other_name.lower(): other_name for other_name in reversed(known)}
+    close = difflib.get_close_matches(name.lower(), by_lowercase, n=1)
+    return f" Did you mean {by_lowercase[close[0]]!r}?" if close else ""
 
 
 def _is_type(part: Any) -> bool:

@@ -10,6 +10,7 @@ from flowrl.cli.arguments import add_checkpoint_option, add_trust_option, positi
 from flowrl.cli.display import print_failure
 from flowrl.cli.run_settings import config_of_run
 from flowrl.data.checkpoint import CheckpointError
+from flowrl.trainer.runs.progress import format_number
 from flowrl.trainer.runs.saved_run import find_checkpoint
 
 NUM_ENVS = 16  # environments that are stepped together
@@ -28,6 +29,10 @@ def evaluate_command(arguments: list[str]) -> int:
         default=100,
         help="episodes with greedy and with sampled actions each (default: 100)",
     )
+    parser.add_argument("--seed", type=int, help="seed of the episodes (default: the run's)")
+    parser.add_argument(
+        "--render", choices=["human"], help="show the greedy episodes in a window, one at a time"
+    )
     add_checkpoint_option(parser)
     add_trust_option(parser, "the run")
     parser.add_argument(
@@ -37,28 +42,38 @@ def evaluate_command(arguments: list[str]) -> int:
     config, plan = config_of_run(options.run_dir, trust=options.trust)
     checkpoint = find_checkpoint(options.run_dir, options.checkpoint)
     config = config.updated(num_workers=0, log_to=[], log_config={}, output=None)
+    if options.seed is not None:
+        config = config.updated(seed=options.seed)
+    rounds, num_envs = [("greedy", False), ("sampled", True)], NUM_ENVS
+    if options.render is not None:
+        env_config = config.evaluation_config.get("env_config", config.env_config)
+        env_config = {**env_config, "render_mode": options.render}
+        config = config.updated(
+            evaluation_config={**config.evaluation_config, "env_config": env_config}
+        )
+        rounds, num_envs = rounds[:1], 1
     with config.build(plan=plan) as algorithm:
         try:
             algorithm.restore_policies(checkpoint)
         except CheckpointError as error:
             print(f"flowrl: {error}", file=sys.stderr)
             return 1
-        for name, explore in (("greedy", False), ("sampled", True)):
+        for name, explore in rounds:
             video = None if explore else options.video
             try:
-                metrics = algorithm.evaluate(options.episodes, explore, NUM_ENVS, video_dir=video)
+                metrics = algorithm.evaluate(options.episodes, explore, num_envs, video_dir=video)
             except Exception as error:
                 print_failure(error)
                 return 1
             print(
-                f"{name:8} mean return {metrics['episode_reward_mean']:.1f} "
-                f"(min {metrics['episode_reward_min']:.1f}, "
-                f"max {metrics['episode_reward_max']:.1f}, "
-                f"std {metrics['episode_reward_std']:.1f}), "
+                f"{name:8} mean return {format_number(metrics['episode_reward_mean'])} "
+                f"(min {format_number(metrics['episode_reward_min'])}, "
+                f"max {format_number(metrics['episode_reward_max'])}, "
+                f"std {format_number(metrics['episode_reward_std'])}), "
                 f"mean length {metrics['episode_len_mean']:.1f}, {metrics['episodes']} episodes"
             )
             if video is not None and (file := video / "evaluation-0.mp4").exists():
                 print(f"         video: {file}")
-            for policy_id, mean_return in metrics["policy_reward_mean"].items():
-                print(f"         policy {policy_id}: mean return {mean_return:.1f} per agent")
+            for policy_id, value in metrics["policy_reward_mean"].items():
+                print(f"         policy {policy_id}: mean return {format_number(value)} per agent")
     return 0

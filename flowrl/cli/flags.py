@@ -7,12 +7,13 @@ import io
 import json
 import re
 from argparse import ArgumentTypeError
+from collections.abc import Callable
 from typing import Any, get_args, get_origin
 
 from gymnasium import spaces
 
 from flowrl.cli.arguments import json_object
-from flowrl.settings import ConfigError, Settings, nearest
+from flowrl.settings import ConfigError, Settings, imported, nearest
 
 
 def flag_names(record: type[Settings], prefix: str = "", switches: bool = False) -> list[str]:
@@ -98,8 +99,9 @@ def _records(defaults: Settings) -> dict[str, type[Settings]]:
     return records
 
 
-def _json_registry() -> Any:
-    """Return a tyro registry that parses mappings and optional records from one JSON object."""
+def _registry() -> Any:
+    """Return a tyro registry that parses mappings and optional records from one JSON object, and
+    code from an import path "module:name"."""
     from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
 
     registry = ConstructorRegistry()
@@ -135,7 +137,34 @@ def _json_registry() -> Any:
             str_from_instance=lambda value: [str(value)],
         )
 
+    @registry.primitive_rule
+    def code(type_info: Any) -> Any:
+        parts = get_args(type_info.type) or (type_info.type,)
+        if not any(part is type or get_origin(part) is Callable for part in parts):
+            return None
+        # a setting that also takes text imports the code itself
+        return PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="MODULE:NAME",
+            instance_from_str=_text_or_none if str in parts else _imported,
+            is_instance=lambda value: True,
+            str_from_instance=lambda value: [repr(value)],
+        )
+
     return registry
+
+
+def _text_or_none(args: list[str]) -> str | None:
+    return None if args[0] == "None" else args[0]
+
+
+def _imported(args: list[str]) -> Any:
+    if args[0] == "None":
+        return None
+    try:
+        return imported(args[0])
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{args[0]!r} is not an import path module:name: {error}") from None
 
 
 def _record_or_none(annotation: Any) -> Any:
@@ -175,12 +204,11 @@ def settings_from_flags(
     Raises:
         ConfigError: a flag is unknown (the message suggests the nearest one), or a value has the
             wrong type or range.
-        SystemExit: 0 after `--help`.
     """
     if not flags:
         return defaults
     known = flag_names(type(defaults))
-    accepted = {*known, *(f"no-{name}" for name in known), "help"}
+    accepted = {*known, *(f"no-{name}" for name in known)}
     for flag in flags:
         if flag.startswith("--"):
             name = flag[2:].split("=")[0].replace("_", "-").rstrip("-")
@@ -215,22 +243,11 @@ def settings_from_flags(
                     f"{full}{flag[len(short) :]}" if re.fullmatch(f"{short}(=.*)?", flag) else flag
                     for flag in flags
                 ]
-    is_help = "--help" in flags or "-h" in flags
     stderr = io.StringIO()
     try:
-        redirect = contextlib.nullcontext() if is_help else contextlib.redirect_stderr(stderr)
-        with redirect, _json_registry():
-            return tyro.cli(
-                type(defaults),
-                default=defaults,
-                args=flags,
-                prog=program,
-                description=(type(defaults).__doc__ or "").split("\n")[0],
-                console_outputs=True,
-            )
-    except SystemExit as error:
-        if error.code in (0, None):
-            raise
+        with contextlib.redirect_stderr(stderr), _registry():
+            return tyro.cli(type(defaults), default=defaults, args=flags, prog=program)
+    except SystemExit:
         text = re.sub(r"[│╭╮╰╯─]", " ", stderr.getvalue())
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         message = " ".join(line for line in lines if not line.startswith("For full helptext"))

@@ -24,7 +24,7 @@ _USAGE = """usage: flowrl COMMAND …
   plans                                   List the shipped plans.
   checkpoint inspect PATH                 Verify a checkpoint and show its contents.
   copy PLAN FILE                          Copy a shipped plan as a start for your own.
-  version                                 Print flowrl's version.
+  version, --version                      Print flowrl's version.
 
 `flowrl COMMAND --help` shows the options of a command, `flowrl train PLAN --help` the settings of
 a plan."""
@@ -52,7 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_USAGE)
         return 0 if arguments else 2
-    name = arguments[0]
+    name = "version" if arguments[0] == "--version" else arguments[0]
+    if os.getcwd() not in sys.path:  # for --env module:Id and --model.custom-model module:Class
+        sys.path.append(os.getcwd())
     if name not in _COMMANDS:
         hint = nearest(name, list(_COMMANDS))
         print(f"flowrl: unknown command {name!r}.{hint}\n\n{_USAGE}", file=sys.stderr)

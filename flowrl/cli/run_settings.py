@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,8 @@ from flowrl.trainer.registry import algorithm_names, algorithm_path
 from flowrl.trainer.runs.saved_run import newest_checkpoint, read_command, read_config
 from flowrl.trainer.runs.stop_rules import describe_defaults
 from flowrl.trainer.trust import untrusted_code
+
+_HELP_FLAGS = ("-h", "--help", "--help-all")
 
 
 def algorithm_config(name: str, settings: dict[str, Any]) -> Any:
@@ -68,6 +69,7 @@ def _parse(
         arguments: options and flags.
     """
     from flowrl.cli.flags import settings_from_flags
+    from flowrl.cli.help import format_help
 
     program = f"flowrl train {plan}"
     options, flags = _run_options(program).parse_known_args(arguments)
@@ -78,12 +80,12 @@ def _parse(
         changes.setdefault("total_timesteps", env_steps)
     before = default_config(env)
     defaults = before.updated(**changes)
-    settings_flags = [flag for flag in flags if flag not in ("-h", "--help")]
+    settings_flags = [flag for flag in flags if flag not in _HELP_FLAGS]
     config = settings_from_flags(defaults, settings_flags, program, vars(options))
     if settings_flags != flags:
-        print(_run_options(program, describe_defaults(config)).format_help())
-        sys.stdout.flush()
-        settings_from_flags(defaults, flags, program, vars(options))  # prints the flags and exits
+        parser = _run_options(program, describe_defaults(config))
+        print(format_help(parser, config, show_all="--help-all" in flags))
+        raise SystemExit(0)
     _reject_flags_without_effect(config, before)
     return options, config
 
@@ -93,7 +95,10 @@ def _run_options(program: str, *default_stop: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=program, add_help=False, allow_abbrev=False)
     add_stop_options(parser, *default_stop)
     parser.add_argument("--run-dir", type=Path, help="output folder (default: runs/…)")
-    parser.add_argument("--env", help="id of a Gymnasium environment, or a registered name")
+    parser.add_argument(
+        "--env",
+        help="id of a Gymnasium environment (module:Id imports a module), or a registered name",
+    )
     parser.add_argument(
         "--config",
         type=json_object,
@@ -186,9 +191,23 @@ def _config_of_run(run_dir: Path, plan: str | None, trust: bool) -> tuple[Any, s
     # a YAML file may run a registered algorithm with the plan of another one
     if algorithm is not None and algorithm_path(algorithm) != config.algorithm:
         return algorithm_config(algorithm, settings), None
-    if any(flag.startswith("--policies.") for flag in command):  # config.json has no PolicySpecs
+    from_flags = [setting for setting in code if not _is_code(config[setting])]
+    if from_flags and not trust:
+        flag = from_flags[0].replace("_", "-")
+        raise ConfigError(f"{run_dir}: its flag --{flag} names code: pass --trust to import it")
+    # config.json has neither PolicySpecs nor code
+    if from_flags or any(flag.startswith("--policies.") for flag in command):
         _, config = _parse(name, partial(plan_config, name), command[command.index("train") + 2 :])
     return config.updated(**settings), name
+
+
+def _is_code(value: Any) -> bool:
+    """Return whether a setting's value contains code."""
+    if hasattr(value, "items"):
+        return any(_is_code(part) for _, part in value.items())
+    if isinstance(value, (list, tuple)):
+        return any(map(_is_code, value))
+    return not isinstance(value, (str, int, float, bool, type(None)))
 
 
 def _config_of_python_run(run_dir: Path, settings: dict[str, Any], code: list[str]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import Field, SkipValidation, model_validator
@@ -79,7 +80,7 @@ class ModelConfig(Settings):
     attention_init_gru_gate_bias: float = 2.0
     """Initial bias of the gates; larger values keep them more closed."""
 
-    custom_model: Annotated[Any, SkipValidation] = None
+    custom_model: Annotated[str | type | Callable[..., Any] | None, SkipValidation] = None
     """A ModelV2 or torch.nn.Module class, a function that returns a model, the name of a
     registered model, or a path "module:Class"."""
     custom_model_config: dict[str, Any] = {}

@@ -50,7 +50,9 @@ def rows(n=10, seed=0, actions=BOUNDS, space=BOX):
 @pytest.mark.parametrize(("space", "temperature"), list(product([BOX, MASKED], [1.0, 2.0])))
 def test_gap_of_discrete_actions(space, temperature):
     policy = CQLTorchPolicy(space, THREE, {**SMALL, "temperature": temperature})
-    policy.flat.vector.data += 0.3 * torch.randn(policy.flat.vector.shape)
+    policy.flat.vector.data += 0.3 * torch.randn(
+        policy.flat.vector.shape, generator=torch.Generator().manual_seed(0)
+    )
     batch = rows(actions=THREE, space=space)
     with torch.no_grad():
         gaps = policy.gaps(policy.tensors(batch)).numpy()
@@ -70,7 +72,9 @@ def test_gap_of_discrete_actions(space, temperature):
 def test_gap_of_continuous_actions():
     """The soft maximum is the log of the mean of exp(Q) / density over the drawn actions."""
     policy = CQLTorchPolicy(BOX, BOUNDS, {**SMALL, "num_actions": 3})
-    policy.flat.vector.data += 0.2 * torch.randn(policy.flat.vector.shape)
+    policy.flat.vector.data += 0.2 * torch.randn(
+        policy.flat.vector.shape, generator=torch.Generator().manual_seed(0)
+    )
     batch = rows()
     tensors = policy.tensors(batch)
     state = policy.learner.rng.bit_generator.state

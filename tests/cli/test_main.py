@@ -6,7 +6,10 @@ import sys
 
 import pytest
 
+from flowrl.algorithms.ppo import PPOConfig
+from flowrl.cli.flags import flag_names
 from tests.cli.helpers import TWO_ITERATIONS, read_results, read_settings
+from tests.extras import require_extra
 
 
 def test_run_is_trained_evaluated_and_resumed(cli, tmp_path):
@@ -140,3 +143,87 @@ def test_invalid_evaluation_config_is_rejected_before_the_run(
     assert code == 2
     assert message in err
     assert not (tmp_path / "r").exists()
+
+
+def test_help_is_short_by_default_and_has_groups(cli):
+    _, short, _ = cli("train", "ppo", "--help")
+    _, full, _ = cli("train", "ppo", "--help-all")
+    for text in (short, full):
+        assert "settings: training:" in text
+        assert "--lambda FLOAT" in text
+        assert "fixed" not in text
+        assert "no-no" not in text
+        assert max(map(len, text.splitlines())) <= 130
+    assert "more settings: flowrl train ppo --help-all" in short
+    assert "--no-done-at-end" not in short
+    for name in flag_names(PPOConfig):
+        assert name in ("env", "plan", "policies", "policies-to-train") or f"--{name}" in full
+    _, out, _ = cli("train", "ppo_dqn", "--help")
+    assert "settings: policy dqn:" in out
+    assert "--policies.dqn.config.tau FLOAT" in out
+
+
+def test_names_are_suggested_ignoring_case(cli):
+    code, _, err = cli("train", "PPO")
+    assert code == 2
+    assert "Did you mean 'ppo'?" in err
+    assert cli("--version") == cli("version")
+
+
+CODE = """
+import gymnasium as gym
+import torch
+from flowrl.sampling.callbacks import DefaultCallbacks
+
+gym.register("Mine-v0", "gymnasium.envs.classic_control.cartpole:CartPoleEnv", max_episode_steps=5)
+
+
+class Counting(DefaultCallbacks):
+    def on_train_result(self, *, result, **kwargs):
+        result["custom_metrics"]["counted"] = 1
+
+
+class Net(torch.nn.Module):
+    def __init__(self, obs_space, action_space, num_outputs):
+        super().__init__()
+        self.out, self.value = torch.nn.Linear(4, num_outputs), torch.nn.Linear(4, 1)
+
+    def forward(self, obs):
+        return self.out(obs), self.value(obs)[:, 0]
+"""
+
+
+def test_code_of_the_current_folder_is_named_by_flags(cli, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "my_code.py").write_text(CODE)
+    flags = ["--env", "my_code:Mine-v0", "--model.custom-model", "my_code:Net"]
+    flags += ["--callbacks-class", "my_code:Counting", *TWO_ITERATIONS]
+    code, _, err = cli("train", "ppo", *flags, "--run-dir", "r")
+    assert code == 0, err
+    results = read_results(tmp_path / "r")
+    assert results[-1]["custom_metrics"]["counted"] == 1
+    assert results[-1]["episode_len_mean"] == 5
+    code, _, err = cli("resume", "r", "--stop-iters", "3")
+    assert code == 2
+    assert "--trust" in err
+    code, _, err = cli("resume", "r", "--trust", "--stop-iters", "3")
+    assert code == 0, err
+    assert read_results(tmp_path / "r")[-1]["custom_metrics"]["counted"] == 1
+    for flag in ("--callbacks-class", "--policy-mapping-fn"):
+        code, _, err = cli("train", "ppo", flag, "my_code:Nothing")
+        assert code == 2
+        assert "my_code:Nothing" in err
+
+
+def test_evaluation_can_be_seeded_and_shown(cli, monkeypatch):
+    require_extra("video")
+    monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
+    assert cli("train", "ppo", *TWO_ITERATIONS, "--run-dir", "r")[0] == 0
+    outputs = [
+        cli("evaluate", "r", "--episodes", "4", "--seed", seed)[1] for seed in ("1", "1", "2")
+    ]
+    assert outputs[0] == outputs[1] != outputs[2]
+    code, out, _ = cli("evaluate", "r", "--episodes", "1", "--render", "human")
+    assert code == 0
+    assert "greedy" in out
+    assert "sampled" not in out

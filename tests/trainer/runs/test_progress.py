@@ -1,0 +1,135 @@
+"""The progress table: regular rows, columns within the width, the time that is left."""
+
+import math
+
+import pytest
+
+from flowrl.trainer.runs import progress
+from flowrl.trainer.runs.progress import ProgressTable, format_number, format_seconds
+from flowrl.trainer.runs.stop_rules import StopRules
+
+
+class Clock:
+    """A clock that only moves when it is told to."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def perf_counter(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(progress, "time", clock)
+    return clock
+
+
+def result_at(iteration, steps, **extra):
+    return {
+        "training_iteration": iteration,
+        "timesteps_total": steps,
+        "episodes_in_window": 5,
+        "episode_reward_mean": 12.345,
+        "episode_len_mean": 12.0,
+        "policy_reward_mean": {"default_policy": 12.345},
+        "learners": {"default_policy": {"policy_loss": -0.0123, "vf_loss": 3.0}},
+        **extra,
+    }
+
+
+def play(table, clock, iterations, steps_each, seconds_each, **extra):
+    for i in range(1, iterations + 1):
+        clock.now += seconds_each
+        table.add(result_at(i, i * steps_each, **extra))
+
+
+def rows_of(capsys):
+    """Return the printed lines as lists of cells."""
+    return [line.split() for line in capsys.readouterr().out.splitlines()]
+
+
+def test_rows_are_printed_at_regular_env_steps(clock, capsys):
+    table = ProgressTable(StopRules(timesteps=1_000_000), {})
+    play(table, clock, iterations=400, steps_each=100, seconds_each=0.1)  # 1,000 steps/s
+    table.finish(result_at(400, 40_000))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:4] == ["iter", "env", "steps", "steps/s"]
+    steps = [int(line.split()[1].replace(",", "")) for line in lines[1:]]
+    assert steps[1:] == list(range(steps[1], 40_001, steps[2] - steps[1]))
+    assert steps[2] - steps[1] in (5_000, 10_000)
+    assert max(map(len, lines)) <= 80
+
+
+def test_last_row_is_printed_once(clock, capsys):
+    table = ProgressTable(StopRules(), {})
+    play(table, clock, iterations=3, steps_each=10, seconds_each=0.1)
+    table.finish()
+    rows = rows_of(capsys)
+    assert len(rows) == 2  # the header and the last result
+    assert rows[1][:2] == ["3", "30"]
+
+
+@pytest.mark.parametrize(
+    ("stop", "left"),
+    [
+        (StopRules(timesteps=3_000), "0:20"),  # 2,000 steps at 100 steps/s
+        (StopRules(iters=15), "0:05"),  # 5 iterations of 1 s
+        (StopRules(time_s=12.0), "0:02"),
+        (StopRules(timesteps=3_000, iters=15, time_s=60.0), "0:05"),
+        (StopRules(reward=1.0), None),
+    ],
+)
+def test_time_left_is_that_of_the_first_limit(clock, stop, left):
+    table = ProgressTable(stop, {})
+    play(table, clock, iterations=10, steps_each=100, seconds_each=1.0)
+    cells = table._cells(result_at(10, 1_000))
+    assert cells["time left"] == (left or "")
+    table.finish()
+
+
+def test_columns_that_do_not_fit_are_left_out(clock, capsys):
+    by_policy = {f"policy_{i}": float(i) for i in range(9)}
+    table = ProgressTable(StopRules(timesteps=10_000), {})
+    play(table, clock, 100, 100, 0.1, policy_reward_mean=by_policy)
+    table.finish()
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "policy_0" in lines[0]
+    assert "policy_8" not in lines[0]
+    assert "return" in lines[0]
+
+
+def test_env_steps_are_shown_while_no_result_arrives(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "MAX_INTERVAL_S", 0.0)
+    counters = {"num_env_steps_sampled": 123}
+    table = ProgressTable(StopRules(), counters)
+    assert wait_for(lambda: "123" in capsys.readouterr().out)
+    table.finish()
+
+
+def wait_for(condition, seconds=10.0):
+    import time
+
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0.00"), (1.0, "1.00"), (-0.0123, "-0.0123"), (23.456, "23.5"), (475.0, "475"),
+        (-1234.5, "-1,234"), (1.5e-5, "1.5e-05"), (3.2e8, "3.20e+08"), (math.nan, "nan"),
+    ],
+)  # fmt: skip
+def test_numbers_have_three_significant_digits(value, text):
+    assert format_number(value) == text
+
+
+def test_durations_have_minutes_and_hours():
+    assert [format_seconds(s) for s in (5, 65, 3_725)] == ["0:05", "1:05", "1:02:05"]
