@@ -16,6 +16,7 @@ MODULES = {
     "offline": ["pyarrow"],
     "onnx": ["onnxscript", "onnxruntime"],
     "optuna": ["optuna"],
+    "tensorboard": ["tensorboard"],
     "tune": ["pandas", "pyarrow"],  # ray.tune imports both
     "video": ["imageio_ffmpeg", "pygame"],
     "wandb": ["wandb"],

@@ -39,6 +39,7 @@ NOT_IMPORTED = {
     "optuna": "ray.tune.search.optuna imports it",
     "pettingzoo": "users pass its environments",
     "pygame": "environments of gymnasium and PettingZoo render with it",
+    "tensorboard": "a program that `flowrl tensorboard` runs",
     "pytest": "the tests import it",
     "pytest-timeout": "a plugin of pytest",
     "ruff": "a command",

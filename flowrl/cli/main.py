@@ -23,6 +23,7 @@ _USAGE = """usage: flowrl COMMAND …
   explain PLAN                            Print a plan as a tree without running it.
   plans                                   List the shipped plans.
   checkpoint inspect PATH                 Verify a checkpoint and show its contents.
+  tensorboard [FOLDER]                    Show the curves of runs in TensorBoard.
   copy PLAN FILE                          Copy a shipped plan as a start for your own.
   version, --version                      Print flowrl's version.
 
@@ -37,6 +38,7 @@ _COMMANDS = {
     "explain": "flowrl.cli.explain:explain_command",
     "plans": "flowrl.cli.plans:plans_command",
     "checkpoint": "flowrl.cli.checkpoint:checkpoint_command",
+    "tensorboard": "flowrl.cli.tensorboard:tensorboard_command",
     "copy": "flowrl.cli.copy:copy_command",
     "version": "flowrl.cli.main:version_command",
 }

@@ -57,7 +57,7 @@ def start_run(
     name = plan or type(algorithm).__name__.lower()
     with ExitStack() as cleanup:
         cleanup.callback(algorithm.stop)
-        run = RunDirectory(run_dir or default_run_dir(name, config.env))
+        run = RunDirectory(run_dir or default_run_dir(name, config.env), config.logged_names)
         cleanup.callback(run.close)
         run.write_setup(config, command, tree, asdict(stop))
         return _train(algorithm, stop, run, command)
@@ -100,7 +100,7 @@ def resume_run(
         return 1
     with ExitStack() as cleanup:
         cleanup.callback(algorithm.stop)
-        run = RunDirectory(run_dir, resume=True)
+        run = RunDirectory(run_dir, config.logged_names, resume=True)
         cleanup.callback(run.close)
         try:
             algorithm.restore(checkpoint, replace_plan)

@@ -6,7 +6,7 @@ import copy
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -33,6 +33,10 @@ class ReportingConfig(Settings):
     """Minimum env steps between reports."""
     metrics_num_episodes_for_smoothing: int = setting(100, group="reporting", ge=1, le=1_000_000)
     """Number of most recent episodes that episode statistics are computed over."""
+    logged_names: Literal["classic", "nested"] = setting("classic", group="reporting")
+    """Names of metrics in TensorBoard, progress.csv, W&B and MLflow, where each metric has one
+    name: classic (`episode_reward_mean`, `info/learner/…`) or nested
+    (`env_runners/episode_return_mean`, `learners/…`). Results in Python have both."""
 
 
 class StandardMetricsReporting(LocalIterator[Result]):

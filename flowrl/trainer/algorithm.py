@@ -32,6 +32,7 @@ from flowrl.trainer.config import AlgorithmConfig
 from flowrl.trainer.evaluation import check_evaluation_env
 from flowrl.trainer.evaluator import Evaluator
 from flowrl.trainer.loggers import ResultLoggers
+from flowrl.trainer.operator_times import OperatorTimes
 from flowrl.trainer.plan_building import Plan, PlanBuilder
 from flowrl.trainer.plan_files import PLAN_MODULE, plan_of_module
 from flowrl.trainer.plan_settings import plan_config
@@ -84,6 +85,7 @@ class Algorithm(Checkpointing):
         self._save_s = 0.0  # seconds spent on checkpoints since the last result
         self._plan: Plan | None = None
         self._loggers = ResultLoggers(config)
+        self._operator_times = OperatorTimes()
         self._warned_about_left_out = False
         self._stopped = False
         self.setup(config)
@@ -231,6 +233,11 @@ class Algorithm(Checkpointing):
             **plan_result,
             "time_this_iter_s": elapsed,
             "time_total_s": self._time_total_s,
+        }
+        operator_s = self._operator_times.since_last(self.plan.stats())
+        result["timers"] |= {
+            "env_steps_per_s": plan_result["timesteps_this_iter"] / elapsed,
+            **{f"operators/{name}_s": seconds for name, seconds in operator_s.items()},
         }
         if self._save_s:
             result["timers"]["checkpoint_time_ms"] = 1000 * self._save_s

@@ -8,11 +8,10 @@ import math
 import re
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
 from flowrl.errors import ConfigError, check_installed
-from flowrl.trainer.metric_names import flatten_result
+from flowrl.trainer.metric_names import logged_scalars
 
 log = logging.getLogger("flowrl")
 
@@ -44,13 +43,6 @@ def check_loggers(names: list[Any], settings: dict[str, Any]) -> None:
             )
 
 
-def finite_numbers(result: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield (`a/b/c`, value) for every finite number in a result."""
-    for name, value in flatten_result(result):
-        if isinstance(value, (int, float)) and math.isfinite(value):
-            yield name, value
-
-
 class WandbLogger:
     """Log to a run of Weights & Biases. The x axis is `timesteps_total`.
 
@@ -71,9 +63,9 @@ class WandbLogger:
         self._run.define_metric("*", step_metric="timesteps_total")
         self.run_id: str = self._run.id
 
-    def write(self, result: dict[str, Any]) -> None:
-        """Log a result."""
-        self._run.log(dict(finite_numbers(result)))
+    def write(self, metrics: dict[str, float]) -> None:
+        """Log the metrics of a result."""
+        self._run.log(metrics)
 
     def close(self, failed: bool) -> None:
         """Finish the run."""
@@ -116,17 +108,17 @@ class MlflowLogger:
         for i in range(0, len(params), self.MAX_PARAMS):
             self._client.log_batch(self.run_id, params=params[i : i + self.MAX_PARAMS])
 
-    def write(self, result: dict[str, Any]) -> None:
-        """Log a result."""
+    def write(self, metrics: dict[str, float]) -> None:
+        """Log the metrics of a result."""
         from mlflow.entities import Metric
 
-        timestamp_ms, step = int(1000 * time.time()), result["timesteps_total"]
-        metrics = [
+        timestamp_ms, step = int(1000 * time.time()), int(metrics["timesteps_total"])
+        entries = [
             Metric(_mlflow_name(name), float(value), timestamp_ms, step)
-            for name, value in finite_numbers(result)
+            for name, value in metrics.items()
         ]
-        for i in range(0, len(metrics), self.MAX_METRICS):
-            self._client.log_batch(self.run_id, metrics=metrics[i : i + self.MAX_METRICS])
+        for i in range(0, len(entries), self.MAX_METRICS):
+            self._client.log_batch(self.run_id, metrics=entries[i : i + self.MAX_METRICS])
 
     def close(self, failed: bool) -> None:
         """Finish the run."""
@@ -171,9 +163,15 @@ class ResultLoggers:
         """
         if self._running is None:
             self._start()
+        scalars = logged_scalars(result, self._config.logged_names)
+        metrics = {
+            name: value
+            for name, value in scalars.items()
+            if isinstance(value, (int, float)) and math.isfinite(value)
+        }
         for name, logger in list((self._running or {}).items()):
             try:
-                logger.write(result)
+                logger.write(metrics)
                 self._failures[name] = 0
             except Exception as error:
                 self._record_failure(name, error)

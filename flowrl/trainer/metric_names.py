@@ -9,7 +9,7 @@ import numpy as np
 
 from flowrl.data import DEFAULT_POLICY_ID
 from flowrl.policies.policy_spec import specs_of
-from flowrl.setting_aliases import POLICY_RESULT_ALIASES, RESULT_ALIASES
+from flowrl.setting_aliases import INFO_COUNTERS, POLICY_RESULT_ALIASES, RESULT_ALIASES
 from flowrl.settings import ConfigError, nearest
 
 _EPISODE_METRICS = (
@@ -64,6 +64,13 @@ _OPEN_GROUPS = (
 )
 
 
+# groups of metrics with two names, besides those in flowrl.setting_aliases: nested -> classic
+_OTHER_ALIASES = {
+    "learners": "info/learner",
+    "env_runners/agent_episode_returns_mean": "agent_reward_mean",
+}
+
+
 def flatten_result(result: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (`a/b/c`, value) for every scalar in a nested result."""
     for key, value in result.items():
@@ -73,6 +80,33 @@ def flatten_result(result: dict[str, Any], prefix: str = "") -> Iterator[tuple[s
             yield f"{prefix}{key}", value.item()
         elif isinstance(value, (int, float, str, bool)) or value is None:
             yield f"{prefix}{key}", value
+
+
+def logged_scalars(result: dict[str, Any], names: str) -> dict[str, Any]:
+    """Return the scalars of a result by path `a/b/c`, each under one name.
+
+    Args:
+        result: a result.
+        names: "classic" or "nested", see the setting `logged_names`.
+    """
+    aliases = {**RESULT_ALIASES, **POLICY_RESULT_ALIASES, **_OTHER_ALIASES}
+    if names == "classic":
+        # of the omitted groups of learners, the entry that has no other name is kept
+        omitted, own_entry = list(aliases), "num_agent_steps_trained_lifetime"
+    else:
+        omitted, own_entry = list(aliases.values()), "num_agent_steps_trained"
+    omitted += ["num_env_steps_sampled", "num_env_steps_sampled_lifetime"]  # timesteps_total
+    if len(result.get("trainers", ())) == 1:  # its metrics are those of the learners
+        omitted.append("trainers")
+    scalars = {}
+    for name, value in flatten_result(result):
+        group, _, last = name.rpartition("/")
+        is_repeated = group in ("counters", "info") and (last in result or last in INFO_COUNTERS)
+        is_omitted = any(name == other or name.startswith(f"{other}/") for other in omitted)
+        is_own = last == own_entry and name.startswith(("learners/", "info/learner/"))
+        if is_own or not (is_repeated or is_omitted):
+            scalars[name] = value
+    return scalars
 
 
 def metric_value(result: dict[str, Any], name: str) -> Any:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from subprocess import CompletedProcess
 
 import pytest
 
@@ -227,3 +228,22 @@ def test_evaluation_can_be_seeded_and_shown(cli, monkeypatch):
     assert code == 0
     assert "greedy" in out
     assert "sampled" not in out
+
+
+def test_tensorboard_shows_a_folder_of_runs(cli, tmp_path, monkeypatch):
+    code, _, err = cli("tensorboard")
+    assert code == 2
+    assert "runs: there is no such folder" in err
+    require_extra("tensorboard")
+    (tmp_path / "runs").mkdir()
+    commands = []
+    monkeypatch.setattr(
+        subprocess,
+        "run",
+        lambda command, check: commands.append(command) or CompletedProcess([], 0),
+    )
+    assert cli("tensorboard", "--port", "7007")[0] == 0
+    assert commands[0][1:] == ["-m", "tensorboard.main", "--logdir", "runs", "--port", "7007"]
+    monkeypatch.undo()
+    command = [sys.executable, "-m", "tensorboard.main", "--version_tb"]
+    assert subprocess.run(command, check=False, capture_output=True).returncode == 0

@@ -1,5 +1,6 @@
 """Replay buffers on actors: storing by reference, requests ahead, replacement of dead shards."""
 
+import contextlib
 import time
 
 import numpy as np
@@ -58,6 +59,16 @@ def wait_until_stored(actors):
     return actors.rows
 
 
+def kill(shard):
+    """Kill an actor, and wait until it is dead."""
+    import ray
+
+    ray.kill(shard)
+    with contextlib.suppress(ray.exceptions.RayActorError):
+        while True:
+            ray.get(shard.stats.remote())
+
+
 def test_plan_over_shards_keeps_the_replay_ratio(actors):
     source = LocalIterator(lambda: (rows(5, i) for i in iter(int, 1)), "source")
     store = source.for_each(StoreToReplayBuffer(actors=actors))
@@ -107,15 +118,13 @@ def test_operators_pulled_by_hand_keep_a_training_intensity(actors):
 
 
 def test_lost_rows_are_stored_again_before_the_next_draw(ray_session):
-    import ray
-
     actors = make(1, training_intensity=1)
     source = LocalIterator(lambda: (rows(5, i) for i in iter(int, 1)), "source")
     store = source.for_each(StoreToReplayBuffer(actors=actors))
     with metrics_scope(MetricsContext()), Replay(actors=actors, num_async=1) as draw:
         next(store)
         wait_until_stored(actors)
-        ray.kill(actors.handles()[0])
+        kill(actors.handles()[0])
         with pytest.raises(RuntimeError, match="the replay buffer has nothing to draw: store mo"):
             next(draw)
         next(store)
@@ -170,12 +179,10 @@ def test_shard_of_a_batch_receives_its_priorities(actors):
 
 
 def test_dead_shard_is_replaced(actors):
-    import ray
-
     for i in range(10):
         actors.add(rows(5, i))
     before = list(wait_until_stored(actors))
-    ray.kill(actors.handles()[0])
+    kill(actors.handles()[0])
     with metrics_scope(MetricsContext()) as metrics:
         for i in range(20):
             actors.add(rows(5, i))
@@ -183,7 +190,7 @@ def test_dead_shard_is_replaced(actors):
         assert metrics.counters["num_replay_shard_restarts"] == 1
         assert metrics.counters["num_replay_rows_lost"] == before[0]
     assert sum(actors.rows) == 150 - before[0]
-    ray.kill(actors.handles()[1])
+    kill(actors.handles()[1])
     with metrics_scope(MetricsContext()) as metrics:
         drawn = [actors.taken(actors.ask()) for _ in range(2)]
         assert [len(batches) for batches in drawn] == [1, 0]
@@ -230,12 +237,10 @@ def test_one_request_returns_several_batches(actors):
 
 
 def test_state_dict_replaces_a_dead_shard(actors):
-    import ray
-
     for i in range(8):
         actors.add(rows(5, i))
     wait_until_stored(actors)
-    ray.kill(actors.handles()[0])
+    kill(actors.handles()[0])
     with metrics_scope(MetricsContext()) as metrics:
         actors.add(rows(5))
         actors.add(rows(5))
@@ -259,13 +264,11 @@ def test_replies_contain_row_counts_and_nodes(actors):
 
 
 def test_dead_shard_is_replaced_only_once(actors):
-    import ray
-
     for i in range(8):
         actors.add(rows(5, i))
     wait_until_stored(actors)
     requests = [actors.ask() for _ in range(4)]
-    ray.kill(actors.handles()[0])
+    kill(actors.handles()[0])
     with metrics_scope(MetricsContext()) as metrics:
         for request in requests:
             actors.taken(request)

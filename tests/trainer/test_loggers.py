@@ -67,7 +67,7 @@ def test_mlflow_receives_every_result(database):
     assert metric_history(database, run, "num_env_steps_trained") == [
         (r["timesteps_total"], r["num_env_steps_trained"]) for r in results
     ]
-    losses = metric_history(database, run, "learners/default_policy/policy_loss")
+    losses = metric_history(database, run, "info/learner/default_policy/learner_stats/policy_loss")
     assert [loss for _, loss in losses] == [
         r["learners"]["default_policy"]["policy_loss"] for r in results
     ]
@@ -104,11 +104,12 @@ def test_wandb_receives_every_result(tmp_path, monkeypatch):
         assert run.offline
     (folder,) = (tmp_path / "wandb").glob("offline-run-*")
     (file,) = folder.glob("*.wandb")
+    names = (b"num_env_steps_trained", b"info/learner/default_policy/learner_stats/policy_loss")
     # W&B's own process writes the file, and may do so after finish() has returned
     deadline = time.monotonic() + 30
-    while b"num_env_steps_trained" not in file.read_bytes() and time.monotonic() < deadline:
+    while not all(name in file.read_bytes() for name in names) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert b"learners/default_policy/policy_loss" in file.read_bytes()
+    assert all(name in file.read_bytes() for name in names)
     assert json.dumps(result["num_env_steps_trained"]).encode() in file.read_bytes()
 
 

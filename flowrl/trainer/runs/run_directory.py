@@ -27,7 +27,7 @@ import numpy as np
 
 from flowrl.data.checkpoint import CHECKPOINTS, list_checkpoints, remove_checkpoint
 from flowrl.settings import ConfigError
-from flowrl.trainer.metric_names import flatten_result, metric_value
+from flowrl.trainer.metric_names import logged_scalars, metric_value
 from flowrl.trainer.plan_files import plan_source
 from flowrl.trainer.runs.saved_run import best_checkpoint, settings_to_json
 
@@ -37,14 +37,15 @@ class RunDirectory:
 
     Args:
         path: created if it does not exist.
+        names: names of metrics in progress.csv and TensorBoard, see the setting `logged_names`.
         resume: continue the run in `path`; an incomplete last line of result.json is dropped.
 
     Raises:
         ConfigError: the directory cannot be written, is in use, or has other contents.
     """
 
-    def __init__(self, path: Path, resume: bool = False):
-        self.path = path
+    def __init__(self, path: Path, names: str = "classic", resume: bool = False):
+        self.path, self._names = path, names
         with ExitStack() as on_error:
             try:
                 path.mkdir(parents=True, exist_ok=True)
@@ -198,7 +199,7 @@ class RunDirectory:
         """Append a result to result.json and progress.csv; return its scalars by path `a/b/c`."""
         self._result_file.write(json.dumps(_result_to_json(result), allow_nan=False) + "\n")
         self._result_file.flush()
-        row = dict(flatten_result(result))
+        row = logged_scalars(result, self._names)
         new_columns = [column for column in row if column not in self._columns]
         if new_columns:
             self._add_columns(new_columns)

@@ -193,7 +193,7 @@ def _learn_in_run(
         run_dir = algorithm.run_dir or default_run_dir(name, algorithm.config.env)
     path = Path(run_dir)
     resume = algorithm.run_dir is not None and path.resolve() == algorithm.run_dir.resolve()
-    run = RunDirectory(path, resume)
+    run = RunDirectory(path, algorithm.config.logged_names, resume)
     try:
         if resume:
             reached = prepare_to_resume(algorithm, run, stop)

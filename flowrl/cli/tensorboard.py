@@ -1,0 +1,32 @@
+"""`flowrl tensorboard [FOLDER]`: show the curves of runs in TensorBoard."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+from flowrl.errors import check_installed
+from flowrl.settings import ConfigError
+
+
+def tensorboard_command(arguments: list[str]) -> int:
+    """Run the command until it is interrupted; return TensorBoard's exit code.
+
+    Raises:
+        ConfigError: the extra is not installed, or there is no such folder.
+    """
+    parser = argparse.ArgumentParser(
+        prog="flowrl tensorboard",
+        description="Show the curves of runs in TensorBoard. Other options are TensorBoard's.",
+    )
+    parser.add_argument(
+        "folder", type=Path, nargs="?", default=Path("runs"), help="run directories (default: runs)"
+    )
+    options, rest = parser.parse_known_args(arguments)
+    if not options.folder.is_dir():
+        raise ConfigError(f"{options.folder}: there is no such folder")
+    check_installed("tensorboard", "flowrl tensorboard", extra="tensorboard")
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(options.folder), *rest]
+    return subprocess.run(command, check=False).returncode

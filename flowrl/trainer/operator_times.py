@@ -1,0 +1,30 @@
+"""OperatorTimes: the seconds that each operator of a plan was busy since the last result."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+_WRAPPED = re.compile(r"\w+\((\w+)\(")  # the operator in for_each(TrainOneStep(…))
+
+
+class OperatorTimes:
+    """Turn the cumulative times of `LocalIterator.stats` into times per result."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, float] = {}
+
+    def since_last(self, stats: list[dict[str, Any]]) -> dict[str, float]:
+        """Return operator -> seconds busy in its own code since the last call, end of plan first.
+
+        Operators of the same name get a number: `TrainOneStep`, `TrainOneStep_2`.
+        """
+        busy: dict[str, float] = {}
+        for row in stats:
+            wrapped = _WRAPPED.match(row["stage"])
+            name = wrapped.group(1) if wrapped else re.split(r"[( ]", row["stage"])[0]
+            number = 1 + sum(other.rpartition("_")[0] == name or other == name for other in busy)
+            busy[name if number == 1 else f"{name}_{number}"] = row.get("busy_s", 0.0)
+        since = {name: seconds - self._before.get(name, 0.0) for name, seconds in busy.items()}
+        self._before = busy
+        return since

@@ -1,0 +1,90 @@
+"""Logged scalars: every metric once, under classic or nested names; times of operators."""
+
+import csv
+from collections import Counter
+
+import pytest
+
+from flowrl import DQN, PPO, ConfigError
+from flowrl.trainer.metric_names import flatten_result, logged_scalars
+from flowrl.trainer.operator_times import OperatorTimes
+
+SMALL = {"train_batch_size": 64, "sgd_minibatch_size": 32, "seed": 1}
+
+
+@pytest.fixture(scope="module")
+def result():
+    with PPO("CartPole-v1", **SMALL) as algorithm:
+        for _ in range(3):
+            result = algorithm.train()
+    return result
+
+
+def test_each_metric_has_one_logged_name(result):
+    everything = dict(flatten_result(result))
+    for names, present, absent in (
+        ("classic", "episode_reward_mean", "env_runners/episode_return_mean"),
+        ("nested", "env_runners/episode_return_mean", "episode_reward_mean"),
+    ):
+        scalars = logged_scalars(result, names)
+        assert scalars.items() <= everything.items()
+        assert present in scalars
+        assert absent not in scalars
+        last_parts = Counter(name.rpartition("/")[2] for name in scalars)
+        for name in ("policy_loss", "entropy", "cur_lr", "num_agent_steps_trained_lifetime"):
+            assert last_parts[name] == 1, name
+        # equal numbers under two names occur only by chance or where two quantities are equal
+        assert "num_env_steps_sampled" not in scalars
+        assert "counters/num_env_steps_sampled" not in scalars
+        assert not any(name.startswith("trainers/") for name in scalars)
+
+
+def test_no_metric_is_lost(result):
+    """The values of all metrics are logged under some name."""
+    values = {value for _, value in flatten_result(result) if value == value}  # without NaN
+    for names in ("classic", "nested"):
+        logged = set(logged_scalars(result, names).values())
+        assert values <= logged
+
+
+def test_metrics_of_several_trainers_are_kept(result):
+    two = {**result, "trainers": {"A": {"x": 1.0}, "B": {"x": 2.0}}}
+    assert {"trainers/A/x", "trainers/B/x"} <= set(logged_scalars(two, "classic"))
+
+
+def test_setting_chooses_the_names_in_files(tmp_path):
+    with PPO("CartPole-v1", **SMALL, logged_names="nested") as algorithm:
+        algorithm.learn(128, run_dir=tmp_path / "r", progress=False)
+    with open(tmp_path / "r" / "progress.csv") as file:
+        columns = next(csv.reader(file))
+    assert "env_runners/episode_return_mean" in columns
+    assert "episode_reward_mean" not in columns
+    assert "timers/env_steps_per_s" in columns
+    assert len(set(columns)) == len(columns)
+    with pytest.raises(ConfigError, match="logged_names"):
+        PPO("CartPole-v1", logged_names="new")
+
+
+def test_results_have_the_times_of_operators(result):
+    timers = result["timers"]
+    assert timers["env_steps_per_s"] == pytest.approx(64 / result["time_this_iter_s"])
+    assert timers["operators/TrainOneStep_s"] > 0
+    busy = [value for name, value in timers.items() if name.startswith("operators/")]
+    assert sum(busy) <= result["time_this_iter_s"] * 1.01
+    with DQN("CartPole-v1", learning_starts=0, min_sample_timesteps_per_iteration=64) as algorithm:
+        timers = algorithm.train()["timers"]
+    assert {"operators/StoreToReplayBuffer_s", "operators/Concurrently_s"} <= set(timers)
+
+
+def test_operators_of_one_name_are_numbered_and_times_are_differences():
+    def stats(*seconds):
+        stages = ("for_each(TrainOneStep(a=1))", "Replay(x)", "for_each(TrainOneStep(a=2))")
+        return [{"stage": s, "busy_s": t} for s, t in zip(stages, seconds, strict=True)]
+
+    times = OperatorTimes()
+    assert times.since_last(stats(1.0, 2.0, 3.0)) == {
+        "TrainOneStep": 1.0,
+        "Replay": 2.0,
+        "TrainOneStep_2": 3.0,
+    }
+    assert times.since_last(stats(1.5, 2.0, 4.0))["TrainOneStep_2"] == 1.0
