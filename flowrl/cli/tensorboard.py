@@ -24,7 +24,13 @@ def tensorboard_command(arguments: list[str]) -> int:
     parser.add_argument(
         "folder", type=Path, nargs="?", default=Path("runs"), help="run directories (default: runs)"
     )
-    options, rest = parser.parse_known_args(arguments)
+    # the folder comes first, so that values of TensorBoard's options are not taken for it
+    has_folder = bool(arguments) and not arguments[0].startswith("-")
+    options = parser.parse_args(arguments[:1] if has_folder else [])
+    rest = arguments[int(has_folder) :]
+    if rest[:1] in (["-h"], ["--help"]):
+        parser.print_help()
+        return 0
     if not options.folder.is_dir():
         raise ConfigError(f"{options.folder}: there is no such folder")
     check_installed("tensorboard", "flowrl tensorboard", extra="tensorboard")

@@ -237,11 +237,12 @@ def test_tensorboard_shows_a_folder_of_runs(cli, tmp_path, monkeypatch):
     require_extra("tensorboard")
     (tmp_path / "runs").mkdir()
     commands = []
-    monkeypatch.setattr(
-        subprocess,
-        "run",
-        lambda command, check: commands.append(command) or CompletedProcess([], 0),
-    )
+
+    def run(command, check):
+        commands.append(command)
+        return CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
     assert cli("tensorboard", "--port", "7007")[0] == 0
     assert commands[0][1:] == ["-m", "tensorboard.main", "--logdir", "runs", "--port", "7007"]
     monkeypatch.undo()
