@@ -450,8 +450,3 @@ class Policy:
         from flowrl.policies.checkpoint_loading import policy_from_checkpoint
 
         return policy_from_checkpoint(cls, path, policy_id, config, trust)
-
-    @classmethod
-    def like(cls, other: Policy) -> Self:
-        """Return a new policy of this class with the spaces and settings of another policy."""
-        return cls(other.observation_space, other.action_space, other.config)
