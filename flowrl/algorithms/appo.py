@@ -28,7 +28,7 @@ class APPOConfig(VTraceConfig):
     plan: PlanSetting = "appo"
     clip_param: Schedule = 0.2
     """Clip the probability ratio to the target network's policy to 1 ± this; a number, or a
-    schedule over env steps."""
+    schedule as for `lr`."""
     clip_sampled_ratio: Positive = 2.0
     """Maximum probability ratio of the sampling policy to the target network's policy (rho in
     IMPACT)."""

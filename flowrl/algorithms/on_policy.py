@@ -22,9 +22,9 @@ class OnPolicyConfig(AlgorithmConfig):
     lambda_: Fraction = 0.95
     """Lambda of GAE: 0 uses one-step value estimates, 1 full returns."""
     entropy_coeff: Schedule = 0.0
-    """Weight of the entropy bonus: a number, or a schedule over env steps."""
+    """Weight of the entropy bonus: a number, or a schedule as for `lr`."""
     vf_loss_coeff: Schedule = 0.5
-    """Weight of the value loss: a number, or a schedule over env steps."""
+    """Weight of the value loss: a number, or a schedule as for `lr`."""
     standardize_advantages: bool = False
     """Standardize the advantages of each minibatch to mean 0 and standard deviation 1."""
     allow_off_policy: bool = False

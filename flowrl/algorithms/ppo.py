@@ -24,7 +24,7 @@ class PPOConfig(OnPolicyConfig):
     num_sgd_iter: Count = 10
     sgd_minibatch_size: int = Field(default=128, ge=0)
     clip_param: Schedule = 0.2
-    """Clip the probability ratio to 1 ± this; a number, or a schedule over env steps."""
+    """Clip the probability ratio to 1 ± this; a number, or a schedule as for `lr`."""
     vf_clip_param: Positive | None = None
     """Clip new values to the old values ± this; None does not clip."""
     standardize_advantages: bool = True

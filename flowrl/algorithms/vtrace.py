@@ -38,9 +38,9 @@ class VTraceConfig(AsyncLearnerConfig):
     vtrace_clip_pg_rho_threshold: Positive = 1.0
     """Maximum importance ratio in the policy gradient."""
     entropy_coeff: Schedule = 0.01
-    """Weight of the entropy bonus: a number, or a schedule over env steps."""
+    """Weight of the entropy bonus: a number, or a schedule as for `lr`."""
     vf_loss_coeff: Schedule = 0.5
-    """Weight of the value loss: a number, or a schedule over env steps."""
+    """Weight of the value loss: a number, or a schedule as for `lr`."""
     max_policy_lag: int | None = Field(default=None, ge=0)
     """Maximum age of a fragment's weights, in updates; None for no limit."""
     stale_policy: Literal["drop", "wait"] = "drop"

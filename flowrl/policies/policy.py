@@ -13,8 +13,7 @@ from flowrl.policies import action_scaling
 from flowrl.policies.config import PolicyConfig
 from flowrl.policies.filters import ObservationFilter, RewardScaler
 from flowrl.policies.learning.epochs import run_epochs, shuffled_minibatches
-from flowrl.policies.policy_runner import PolicyRunner
-from flowrl.policies.prediction import predict
+from flowrl.policies.prediction import ActsOnObservations
 from flowrl.policies.schedules import value_at
 from flowrl.policies.views import ViewRequirement, find_mismatch, find_out_of_range
 from flowrl.seeding import random_stream, restore_stream, stream_state
@@ -25,7 +24,7 @@ _STATE_KEYS = (
 )  # fmt: skip
 
 
-class Policy:
+class Policy(ActsOnObservations):
     """Chooses actions and learns from batches.
 
     A subclass implements `compute_actions`; one that learns also implements `learn_on_batch`,
@@ -158,44 +157,6 @@ class Policy:
             )
             for i, _ in enumerate(self.get_initial_state())
         }
-
-    def compute_single_action(self, obs: Any, explore: bool = False) -> Any:
-        """Return the action for one raw observation, in the environment's form.
-
-        Raises:
-            ConfigError: the observation does not fit the space, or the policy needs more than the
-                current observation (use `session()`).
-        """
-        views = [n for n, view in self.view_requirements.items() if view.known_for_actions(n)]
-        if views != ["obs"] or self.view_requirements["obs"].shift != 0:
-            raise ConfigError(
-                f"{type(self).__name__} needs the views {views}, not only the current observation: "
-                "use policy.session(), which remembers the episode"
-            )
-        return self.session().compute_single_action(obs, explore=explore)
-
-    def predict(
-        self, obs: Any, state: list[np.ndarray] | None = None, deterministic: bool = True
-    ) -> tuple[Any, list[np.ndarray] | None]:
-        """Return actions for raw observations, in the environment's form.
-
-        Args:
-            obs: one observation, or a batch of them with shapes [B, …].
-            state: recurrent state of the previous call; None starts new episodes.
-            deterministic: return the most likely actions instead of sampling them.
-
-        Returns:
-            one action or actions [B, …]; and the recurrent state, None without recurrence.
-
-        Raises:
-            ConfigError: an observation is not in the space, the state does not fit, or the policy
-                needs more than observation and state (use `session()`).
-        """
-        return predict(self, obs, state, explore=not deterministic)
-
-    def session(self) -> PolicyRunner:
-        """Return a PolicyRunner, which plays episodes with this policy without a worker."""
-        return PolicyRunner(self)
 
     def compute_log_likelihoods(
         self, actions: Any, obs_batch: Any = None, input_dict: dict[str, Any] | None = None
@@ -450,8 +411,3 @@ class Policy:
         from flowrl.policies.checkpoint_loading import policy_from_checkpoint
 
         return policy_from_checkpoint(cls, path, policy_id, config, trust)
-
-    @classmethod
-    def like(cls, other: Policy) -> Self:
-        """Return a new policy of this class with the spaces and settings of another policy."""
-        return cls(other.observation_space, other.action_space, other.config)

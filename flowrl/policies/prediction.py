@@ -1,4 +1,4 @@
-"""Actions for observations as environments return them, single ones or batches."""
+"""ActsOnObservations: actions for observations as environments return them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,58 @@ import numpy as np
 import optree
 from gymnasium import spaces
 
-from flowrl.policies.policy_runner import ActingPolicy, preprocess
+from flowrl.policies.policy_runner import ActingPolicy, PolicyRunner, preprocess
 from flowrl.settings import ConfigError
 
 State = list[np.ndarray]
 
 
-def predict(
+class ActsOnObservations:
+    """The methods of Policy that act on raw observations, for evaluation and deployment."""
+
+    def compute_single_action(self: ActingPolicy, obs: Any, explore: bool = False) -> Any:
+        """Return the action for one raw observation, in the environment's form.
+
+        Raises:
+            ConfigError: the observation does not fit the space, or the policy needs more than the
+                current observation (use `session()`).
+        """
+        views = [n for n, view in self.view_requirements.items() if view.known_for_actions(n)]
+        if views != ["obs"] or self.view_requirements["obs"].shift != 0:
+            raise ConfigError(
+                f"{type(self).__name__} needs the views {views}, not only the current observation: "
+                "use policy.session(), which remembers the episode"
+            )
+        return PolicyRunner(self).compute_single_action(obs, explore=explore)
+
+    def predict(
+        self: ActingPolicy,
+        obs: Any,
+        state: list[np.ndarray] | None = None,
+        deterministic: bool = True,
+    ) -> tuple[Any, list[np.ndarray] | None]:
+        """Return actions for raw observations, in the environment's form.
+
+        Args:
+            obs: one observation, or a batch of them with shapes [B, …].
+            state: recurrent state of the previous call; None starts new episodes.
+            deterministic: return the most likely actions instead of sampling them.
+
+        Returns:
+            one action or actions [B, …]; and the recurrent state, None without recurrence.
+
+        Raises:
+            ConfigError: an observation is not in the space, the state does not fit, or the policy
+                needs more than observation and state (use `session()`).
+        """
+        return _predict(self, obs, state, explore=not deterministic)
+
+    def session(self: ActingPolicy) -> PolicyRunner:
+        """Return a PolicyRunner, which plays episodes with this policy without a worker."""
+        return PolicyRunner(self)
+
+
+def _predict(
     policy: ActingPolicy, obs: Any, state: State | None, explore: bool
 ) -> tuple[Any, State | None]:
     """Implement `Policy.predict`."""

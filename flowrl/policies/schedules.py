@@ -125,7 +125,8 @@ def value_at(
         total_timesteps: env steps of the whole training; None if unknown.
 
     Raises:
-        ConfigError: a step is a percentage, and `total_timesteps` is None.
+        ConfigError: a step is a percentage, and `total_timesteps` is None although the training has
+            begun.
 
     >>> value_at([(0, 1.0), (100, 0.0)], 25)
     0.75
@@ -138,6 +139,8 @@ def value_at(
     """
     if isinstance(schedule, (int, float)):
         return float(schedule)
+    if timestep == 0 and total_timesteps is None and needs_total(schedule):
+        return initial_value(schedule)
     if isinstance(schedule, Mapping):
         steps = env_step(schedule["steps"], total_timesteps)
         value = schedule["initial"] * schedule["decay"] ** (timestep / steps)

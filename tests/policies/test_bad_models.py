@@ -236,7 +236,7 @@ def test_nonfinite_update_changes_nothing(mode):
     else:
         policy.apply_gradients(gradient)
         assert policy.num_skipped_updates == 2
-        other = ReinforcePolicy.like(policy)
+        other = ReinforcePolicy(policy.observation_space, policy.action_space, policy.config)
         other.set_state(policy.get_state())
         assert other.num_skipped_updates == 2
     assert weights_equal(policy, before)

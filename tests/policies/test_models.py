@@ -281,7 +281,9 @@ def test_custom_models_learn(custom_model):
     stats = w.policy.learn_on_batch(batch)
     assert np.isfinite(stats["total_loss"])
     # learning sees the same inputs as acting
-    outputs, _ = PPOTorchPolicy.like(w.policy).model.from_batch(batch)
+    outputs, _ = PPOTorchPolicy(
+        w.policy.observation_space, w.policy.action_space, w.policy.config
+    ).model.from_batch(batch)
     np.testing.assert_allclose(outputs.detach(), batch["action_dist_inputs"], atol=1e-5)
 
 

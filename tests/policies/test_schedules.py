@@ -37,9 +37,9 @@ def test_schedules_in_env_steps_ignore_the_total():
 @pytest.mark.parametrize("schedule", [LINEAR, HALVING])
 def test_schedule_in_percent_needs_the_total(schedule):
     assert needs_total(schedule)
-    assert initial_value(schedule) == 1.0
+    assert initial_value(schedule) == value_at(schedule, 0) == 1.0
     with pytest.raises(ConfigError, match="needs total_timesteps"):
-        value_at(schedule, 0)
+        value_at(schedule, 1)
 
 
 @pytest.mark.parametrize("schedule", [0.1, [(0, 1.0), (100, 0.0)], {**HALVING, "steps": 10}])

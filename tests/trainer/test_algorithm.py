@@ -148,7 +148,7 @@ def test_kl_coefficient_adapts_and_kl_stop_ends_learning():
     policy.learn_on_minibatches(batch, num_sgd_iter=5)
     assert policy.version == version + 1
     state = policy.get_state()
-    other = PPOTorchPolicy.like(policy)
+    other = PPOTorchPolicy(policy.observation_space, policy.action_space, policy.config)
     other.set_state(state)
     assert other.kl_coeff == policy.kl_coeff
 

@@ -90,6 +90,7 @@ def test_learning_rates_of_parts_and_of_policies_are_reported(caplog):
 
 def test_schedule_in_percent_needs_the_length_of_the_training():
     with small(lr=PERCENT).build() as algorithm:
+        algorithm.evaluate(1)
         with pytest.raises(ConfigError, match="lr: a schedule in percent needs total_timesteps"):
             algorithm.train()
         algorithm.workers.set_total_timesteps(320)
