@@ -221,6 +221,7 @@ def test_evaluate_policy_on_recorded_experience(tmp_path, monkeypatch, capsys):
     assert 1 <= ess <= 400
 
 
+@pytest.mark.slow
 def test_half_cheetah_command_trains(tmp_path, monkeypatch):
     """Run the command with fewer steps before learning starts."""
     require_extra("mujoco")

@@ -99,6 +99,7 @@ def test_operators_pulled_by_hand_store_and_draw_in_any_order(ray_session):
         assert [batch.count for batch in draw.take(10)] == [4] * 10
 
 
+@pytest.mark.slow
 def test_operators_pulled_by_hand_keep_a_training_intensity(actors):
     source = LocalIterator(lambda: (rows(5, i) for i in iter(int, 1)), "source")
     store = source.for_each(StoreToReplayBuffer(actors=actors))

@@ -79,6 +79,7 @@ def test_workers_can_be_added_and_removed_before_the_first_pull():
         assert workers_in(stream, 1) == [[0, 1]]
 
 
+@pytest.mark.slow
 def test_selected_shards_ignore_added_workers():
     with make_config().build() as algorithm:
         rollouts = algorithm.workers.parallel_iterator()

@@ -85,6 +85,7 @@ def test_evaluation_config_sets_the_default_of_explore():
         assert algorithm.evaluate(episodes=3) != algorithm.evaluate(episodes=3, explore=False)
 
 
+@pytest.mark.slow
 def test_workers_share_an_evaluation(ray_session):
     config = a2c_config(
         evaluation_interval=1, evaluation_duration=5, evaluation_num_workers=2, num_workers=0

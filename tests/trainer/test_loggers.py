@@ -128,6 +128,7 @@ def lose_results(monkeypatch):
     monkeypatch.setattr(MlflowLogger, "write", write)
 
 
+@pytest.mark.slow
 def test_failing_logger_is_removed_after_three_failures(database, caplog, monkeypatch):
     with mlflow_config(database).build() as algorithm:
         algorithm.train()
@@ -138,6 +139,7 @@ def test_failing_logger_is_removed_after_three_failures(database, caplog, monkey
     assert caplog.text.count("mlflow failed 3 times in a row and was removed") == 1
 
 
+@pytest.mark.slow
 def test_logger_continues_after_a_lost_result(database, monkeypatch):
     with mlflow_config(database).build() as algorithm:
         algorithm.train()
@@ -156,6 +158,7 @@ class AddsMetrics(DefaultCallbacks):
         result["mine"] = {"a//b": np.float32(7), "/../x(1)": 1, "y" * 300: True}
 
 
+@pytest.mark.slow
 def test_metric_names_are_converted_for_mlflow(database):
     with mlflow_config(database, AddsMetrics).build() as algorithm:
         algorithm.train()
@@ -180,6 +183,7 @@ def test_failed_training_marks_the_run_as_failed(database):
     assert run.info.status == "FAILED"
 
 
+@pytest.mark.slow
 def test_run_that_cannot_be_resumed_is_replaced_by_a_new_one(database, tmp_path, caplog):
     with mlflow_config(database).build() as algorithm:
         algorithm.train()
