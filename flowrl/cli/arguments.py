@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -51,6 +53,16 @@ def add_checkpoint_option(parser: argparse.ArgumentParser) -> None:
         metavar="NUMBER",
         help="number of a checkpoint, or 'best' by checkpoint_score_attribute (default: newest)",
     )
+
+
+def import_from_current_folder() -> None:
+    """Let import paths such as `--env module:Id` name modules of the current folder.
+
+    Call it only for code that the user named or trusts: a module there could otherwise take the
+    place of an optional package.
+    """
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
 
 
 def add_trust_option(parser: argparse.ArgumentParser, source: str) -> None:

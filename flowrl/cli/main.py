@@ -55,8 +55,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(_USAGE)
         return 0 if arguments else 2
     name = "version" if arguments[0] == "--version" else arguments[0]
-    if os.getcwd() not in sys.path:  # for --env module:Id and --model.custom-model module:Class
-        sys.path.append(os.getcwd())
     if name not in _COMMANDS:
         hint = nearest(name, list(_COMMANDS))
         print(f"flowrl: unknown command {name!r}.{hint}\n\n{_USAGE}", file=sys.stderr)

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flowrl.cli.arguments import json_object
+from flowrl.cli.arguments import import_from_current_folder, json_object
 from flowrl.cli.stop_options import add_stop_options, stop_rules_of
 from flowrl.data.checkpoint import read_manifest
 from flowrl.settings import ConfigError
@@ -148,6 +148,8 @@ def config_of_run(
         ConfigError: a file is damaged, the plan cannot be loaded, or the run names code that is not
             trusted.
     """
+    if trust:
+        import_from_current_folder()
     config, plan_of_run = _config_of_run(run_dir, plan, trust)
     try:
         check_trusted(config, trust, [] if plan is None else ["plan"])

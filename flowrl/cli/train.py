@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from flowrl.cli.arguments import json_object
+from flowrl.cli.arguments import import_from_current_folder, json_object
 from flowrl.cli.run_settings import is_algorithm_run, parse_algorithm_run, parse_plan_run
 from flowrl.cli.stop_options import add_stop_options, stop_rules_of
 from flowrl.settings import ConfigError
@@ -27,6 +27,8 @@ def train_command(arguments: list[str]) -> int:
         return resume_command([*run_dir, *arguments[1:]])
     if first in ("-h", "--help"):
         _help_parser().parse_args(arguments)
+    if not first.endswith((".yaml", ".yml")):
+        import_from_current_folder()
     if is_algorithm_run(arguments):
         if not first.startswith("-"):
             raise ConfigError(f"train: give either a plan ({first}) or --run, not both")

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flowrl.cli.arguments import add_trust_option
+from flowrl.cli.arguments import add_trust_option, import_from_current_folder
 from flowrl.cli.run_settings import absolute_plan, algorithm_config, check_trusted
 from flowrl.cli.stop_options import add_stop_options, stop_rules_of
 from flowrl.cli.training_run import start_run
@@ -42,6 +42,8 @@ def train_yaml(arguments: list[str]) -> int:
     add_trust_option(parser, "the file")
     add_stop_options(parser, default="the stop rules in the file")
     options = parser.parse_args(arguments)
+    if options.trust:
+        import_from_current_folder()
     entries = _read(options.file)
     if options.only is not None and options.only not in entries:
         raise ConfigError(

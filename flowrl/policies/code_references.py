@@ -58,26 +58,24 @@ class CodeResolver:
 
         Args:
             path: import path "module:name".
-            base: import path of a class; without trust, classes of flowrl must be subclasses of it.
-                None allows no class of flowrl.
+            base: import path of a class; without trust, the code must be a subclass of it. None
+                allows only functions and classes of `modules`.
 
         Raises:
             CheckpointError: the code is not trusted.
             ImportError, AttributeError: the code does not exist.
         """
-        if path in self._known:
-            return self._known[path]
         if self.trust:
-            return imported(path)
+            return self._known[path] if path in self._known else imported(path)
+        if path in self._known:
+            # constructing a class in a setting of another kind could run code: A2C(**env_config)
+            return _of_kind(self._known[path], base, path)
         module, _, name = path.partition(":")
         if module in self._modules:
             return _own_member(module, name, path)
         if base is None or not _is_in_flowrl(module):
             raise untrusted(f"the code {path!r}")
-        code = _own_member(module, name, path)
-        if not (isinstance(code, type) and issubclass(code, imported(base))):
-            raise untrusted(f"the code {path!r}")
-        return code
+        return _of_kind(_own_member(module, name, path), base, path)
 
 
 def untrusted(code: str) -> CheckpointError:
@@ -86,6 +84,13 @@ def untrusted(code: str) -> CheckpointError:
         f"it names {code}, which is not trusted: pass trust=True to allow its import, replace the "
         "setting with config={…}, or import the class and call its from_checkpoint()"
     )
+
+
+def _of_kind(code: Any, base: str | None, path: str) -> Any:
+    """Return a class that is a subclass of the class with the import path `base`."""
+    if base is None or not (isinstance(code, type) and issubclass(code, imported(base))):
+        raise untrusted(f"the code {path!r}")
+    return code
 
 
 def _is_in_flowrl(module: str) -> bool:

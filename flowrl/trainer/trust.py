@@ -16,8 +16,9 @@ def untrusted_code(config: Any, passed: Collection[str] = ()) -> str | None:
     """Return a description of code that settings from a file would run; None if there is none.
 
     Shipped plans, registered environments and registered models are trusted. A plan file, an
-    environment id "module:Id" and a model "module:Class" are not; neither is the address of a Ray
-    cluster, because this process exchanges pickled objects with it. Settings that are code, not
+    environment id "module:Id" and a model "module:Class" are not; neither are the address of a Ray
+    cluster, because this process exchanges pickled objects with it, and the settings of experiment
+    trackers, which can name servers and repositories. Settings that are code, not
     text, are not checked here: see `flowrl.policies.code_references`.
 
     Args:
@@ -39,6 +40,8 @@ def untrusted_code(config: Any, passed: Collection[str] = ()) -> str | None:
             custom_model = config.for_policy(policy_id).model.custom_model
             if isinstance(custom_model, str) and ":" in custom_model:
                 return f"the model {custom_model}"
+    if "log_config" not in passed and config.log_config:
+        return f"the settings log_config={config.log_config}"
     if "address" not in passed and config.address is not None:
         return f"the Ray cluster {config.address}, which exchanges pickled objects with it"
     return None

@@ -1,5 +1,7 @@
 """Fixtures: every test of the command line runs in an empty folder."""
 
+import sys
+
 import pytest
 
 from flowrl.cli.main import main
@@ -8,6 +10,7 @@ from flowrl.cli.main import main
 @pytest.fixture(autouse=True)
 def empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))  # `flowrl train` adds the current folder
 
 
 @pytest.fixture

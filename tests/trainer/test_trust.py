@@ -114,6 +114,7 @@ def payloads(evil, marker):
         {"__code__": "flowrl.data.checkpoint:shutil.os.system"},
         {"__code__": "flowrl.data.checkpoint:shutil.os.mkdir"},
         {"__code__": "flowrl.settings:imported"},
+        {"__code__": "flowrl.algorithms.a2c:A2C"},
         {"__code__": "flowrl.trainer.plan_files:load_plan"},
         {"__code__": "flowrl.policies.torch_policy:TorchPolicy"},
         {"__settings__": "evil_module:Evil", "values": {}},
@@ -189,6 +190,15 @@ SINGLE_CHANGES = [
     (("config", "values", "model", "values", "custom_model"), "evil_module:Evil"),
     (("config", "values", "callbacks_class"), {"__code__": "evil_module:Evil"}),
     (("config", "values", "address"), "ray://nowhere:10001"),
+    (("config", "values", "log_config"), {"wandb": {"settings": {"git_root": "."}}}),
+    # classes that may be named, in a setting of another kind
+    (ENV, {"__code__": "flowrl.algorithms.a2c:A2C"}),
+    (("config", "values", "evaluation_config"), {"env": {"__code__": "flowrl.algorithms.a2c:A2C"}}),
+    (("config", "values", "policy_mapping_fn"), {"__code__": "flowrl.algorithms.a2c:A2C"}),
+    (
+        ("config", "values", "model", "values", "custom_model"),
+        {"__code__": "flowrl.algorithms.a2c:A2C"},
+    ),
     (("config", "__settings__"), "evil_module:Evil"),
 ]
 
@@ -198,7 +208,10 @@ def test_checkpoint_that_names_code_is_rejected(saved, tmp_path, evil, place, pa
     text = json.dumps(payload).replace("PLAN_WITHOUT_SUFFIX", evil.plan.removesuffix(".py"))
     text = text.replace("PLAN", evil.plan).replace("MARKER", str(tmp_path / "executed"))
     manifest = replaced(saved[1], place, json.loads(text))
-    manifest["config"]["values"]["env_config"] = {"path": str(tmp_path / "executed")}
+    if "A2C" in text:
+        manifest["config"]["values"]["env_config"] = {"env": "CartPole-v1", "plan": evil.plan}
+    else:
+        manifest["config"]["values"]["env_config"] = {"path": str(tmp_path / "executed")}
     path = write_manifest(tmp_path / "c", saved[0], manifest)
     for cls in (Algorithm, A2C):
         with pytest.raises(
