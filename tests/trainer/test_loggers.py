@@ -229,6 +229,6 @@ def test_command_line_flags(database, tmp_path):
     flags = ["--log-to", "mlflow", "--log-config", json.dumps(mlflow_settings(database))]
     stop = ["--stop-iters", "2", "--train-batch-size", "64", "--run-dir", str(tmp_path / "run")]
     assert main(["train", "a2c", *flags, *stop]) == 0
-    assert main(["resume", str(tmp_path / "run"), "--stop-iters", "3"]) == 0
+    assert main(["resume", str(tmp_path / "run"), "--trust", "--stop-iters", "3"]) == 0
     (run,) = mlflow_runs(database)
     assert logged_iterations(database, run) == [1, 2, 3]
