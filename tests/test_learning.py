@@ -92,9 +92,9 @@ def test_ppo_acrobot(seed):
 def test_ppo_pendulum(seed):
     settings = {
         "env": "Pendulum-v1",
+        "train_batch_size": 1024,
         "gamma": 0.9,
         "lr": 1e-3,
-        "clip_param": 0.2,
         "normalize_observations": True,
         "normalize_rewards": True,
     }

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from flowrl.data import DEFAULT_POLICY_ID
 from flowrl.ops import ReplayActors
 from flowrl.policies.policy_spec import specs_of
-from flowrl.policies.schedules import Step, check_steps, env_step
+from flowrl.policies.schedules import LinearSchedule, env_step
 from flowrl.replay import MultiAgentReplayBuffer, PrioritizedReplayBuffer, ReplayBuffer
 from flowrl.seeding import derive_seed
 from flowrl.settings import ConfigError, Count, NotNegative, Positive
@@ -50,7 +50,7 @@ class OffPolicyConfig(AlgorithmConfig):
     1511.05952); if False, uniformly."""
     prioritized_replay_alpha: NotNegative = 0.6
     """Prioritization exponent alpha; 0 draws uniformly."""
-    prioritized_replay_beta: NotNegative | list[tuple[Step, NotNegative]] = 0.4
+    prioritized_replay_beta: LinearSchedule = 0.4
     """Exponent beta of the importance weights: a number, or points [(rows stored, value), …]; 1
     corrects the bias of prioritization fully. Rows may be percentages of `total_timesteps`."""
     prioritized_replay_eps: NotNegative = 1e-6
@@ -65,12 +65,6 @@ class OffPolicyConfig(AlgorithmConfig):
                     f"replay_buffer_capacity={self.replay_buffer_capacity} is less than "
                     f"{name}={getattr(self, name)}: increase the capacity"
                 )
-        beta = self.prioritized_replay_beta
-        if isinstance(beta, list):
-            try:
-                check_steps([step for step, _ in beta])
-            except ValueError as error:
-                raise ValueError(f"prioritized_replay_beta: {error}, got {beta}") from None
         if self.replay_mode == "lockstep" and self.prioritized_replay:
             raise ValueError('replay_mode="lockstep" draws uniformly: leave prioritized_replay out')
         for name in ("alpha", "beta", "eps"):

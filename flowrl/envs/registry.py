@@ -86,7 +86,7 @@ def _make_by_id(env_id: str, context: EnvContext) -> gym.Env:
         return gym.make(env_id, disable_env_checker=True, **context)
     except TypeError as error:
         if "unexpected keyword" in str(error) or "required positional" in str(error):
-            raise ConfigError(f"env_config: does not fit {env_id}: {error}") from error
+            raise ConfigError(f"env_config: {env_id} does not accept it: {error}") from error
         raise
 
 
@@ -98,7 +98,9 @@ def _make_class(cls: type, context: EnvContext) -> Any:
     try:
         signature.bind(**context)
     except TypeError as error:
-        raise ConfigError(f"env_config: does not fit {cls.__name__}{signature}: {error}") from None
+        raise ConfigError(
+            f"env_config: {cls.__name__}{signature} does not accept it: {error}"
+        ) from None
     return cls(**context)
 
 

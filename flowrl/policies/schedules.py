@@ -16,7 +16,7 @@ Step = int | str
 ScheduleValue = float | list[tuple[Step, float]] | dict[str, float | str]
 
 
-def check_steps(steps: Sequence[int | str]) -> None:
+def _check_steps(steps: Sequence[int | str]) -> None:
     """Check the steps of a schedule's points.
 
     Raises:
@@ -43,7 +43,7 @@ def _check_step(step: Any) -> None:
 
 def _validate_schedule(schedule: ScheduleValue) -> ScheduleValue:
     if isinstance(schedule, list):
-        check_steps([step for step, _ in schedule])
+        _check_steps([step for step, _ in schedule])
     elif isinstance(schedule, dict):
         required = {"initial", "decay", "steps"}
         if not required <= set(schedule) <= required | {"final"}:
@@ -66,6 +66,8 @@ def _validate_schedule(schedule: ScheduleValue) -> ScheduleValue:
 _VALIDATOR = AfterValidator(_validate_schedule)
 Schedule = Annotated[ScheduleValue, _VALIDATOR]
 """A setting that may be a schedule; see `value_at`."""
+LinearSchedule = Annotated[float | list[tuple[Step, float]], _VALIDATOR]
+"""A setting that may be a schedule, but not an exponential one."""
 
 
 def is_percent(step: Any) -> bool:

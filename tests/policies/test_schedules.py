@@ -90,5 +90,7 @@ def test_beta_of_prioritized_replay_may_be_in_percent():
     assert buffer.beta == pytest.approx(0.7)
     with pytest.raises(ConfigError, match="needs total_timesteps"):
         DQNConfig(**settings).new_buffer()
-    with pytest.raises(ConfigError, match=r"prioritized_replay_beta: .*rising steps"):
-        DQNConfig(prioritized_replay_beta=[(5, 0.4), (0, 1.0)])
+    assert "prioritized_replay_beta" in dict(schedules_in(DQNConfig()))
+    for invalid, message in (([(5, 0.4), (0, 1.0)], "rising steps"), (-1, "not negative")):
+        with pytest.raises(ConfigError, match=f"prioritized_replay_beta: .*{message}"):
+            DQNConfig(prioritized_replay_beta=invalid)
