@@ -99,7 +99,7 @@ def _records(defaults: Settings) -> dict[str, type[Settings]]:
     return records
 
 
-def _registry() -> Any:
+def _registry(import_code: bool) -> Any:
     """Return a tyro registry that parses mappings and optional records from one JSON object, and
     code from an import path "module:name"."""
     from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
@@ -137,6 +137,8 @@ def _registry() -> Any:
             str_from_instance=lambda value: [str(value)],
         )
 
+    import_path = _imported if import_code else _reject_code
+
     @registry.primitive_rule
     def code(type_info: Any) -> Any:
         parts = get_args(type_info.type) or (type_info.type,)
@@ -146,7 +148,7 @@ def _registry() -> Any:
         return PrimitiveConstructorSpec(
             nargs=1,
             metavar="MODULE:NAME",
-            instance_from_str=_text_or_none if str in parts else _imported,
+            instance_from_str=_text_or_none if str in parts else import_path,
             is_instance=lambda value: True,
             str_from_instance=lambda value: [repr(value)],
         )
@@ -156,6 +158,10 @@ def _registry() -> Any:
 
 def _text_or_none(args: list[str]) -> str | None:
     return None if args[0] == "None" else args[0]
+
+
+def _reject_code(args: list[str]) -> Any:
+    raise ValueError(f"the flag names the code {args[0]}: pass --trust to import it")
 
 
 def _imported(args: list[str]) -> Any:
@@ -191,7 +197,11 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def settings_from_flags(
-    defaults: Settings, flags: list[str], program: str, run_options: dict[str, Any]
+    defaults: Settings,
+    flags: list[str],
+    program: str,
+    run_options: dict[str, Any],
+    import_code: bool = True,
 ) -> Any:
     """Return the settings with the flags applied.
 
@@ -200,6 +210,7 @@ def settings_from_flags(
         flags: command-line arguments.
         program: name of the program in `--help`.
         run_options: options of the run, for suggestions in error messages: name -> value.
+        import_code: import the code that flags name; if False, such flags are errors.
 
     Raises:
         ConfigError: a flag is unknown (the message suggests the nearest one), or a value has the
@@ -245,7 +256,7 @@ def settings_from_flags(
                 ]
     stderr = io.StringIO()
     try:
-        with contextlib.redirect_stderr(stderr), _registry():
+        with contextlib.redirect_stderr(stderr), _registry(import_code):
             return tyro.cli(type(defaults), default=defaults, args=flags, prog=program)
     except SystemExit:
         text = re.sub(r"[│╭╮╰╯─]", " ", stderr.getvalue())

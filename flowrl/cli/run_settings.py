@@ -19,6 +19,8 @@ from flowrl.trainer.runs.saved_run import newest_checkpoint, read_command, read_
 from flowrl.trainer.runs.stop_rules import describe_defaults
 from flowrl.trainer.trust import untrusted_code
 
+CODE_SETTINGS = ("callbacks_class", "policy_mapping_fn", "sample_collector")
+"""Settings whose flags take the import path of code."""
 _HELP_FLAGS = ("-h", "--help", "--help-all")
 
 
@@ -46,7 +48,9 @@ def parse_plan_run(plan: str, arguments: list[str]) -> tuple[argparse.Namespace,
     return _parse(plan, partial(plan_config, plan), arguments)
 
 
-def parse_algorithm_run(arguments: list[str]) -> tuple[argparse.Namespace, Any]:
+def parse_algorithm_run(
+    arguments: list[str], import_code: bool = True
+) -> tuple[argparse.Namespace, Any]:
     """Parse the arguments after `flowrl train` if they include `--run=NAME`.
 
     Returns and raises: see `parse_plan_run`.
@@ -55,11 +59,14 @@ def parse_algorithm_run(arguments: list[str]) -> tuple[argparse.Namespace, Any]:
     parser.add_argument("--run")
     options, flags = parser.parse_known_args(arguments)
     defaults = algorithm_config(options.run, {})
-    return _parse(f"--run={options.run}", lambda env: defaults, flags)
+    return _parse(f"--run={options.run}", lambda env: defaults, flags, import_code)
 
 
 def _parse(
-    plan: str, default_config: Callable[[Any], Any], arguments: list[str]
+    plan: str,
+    default_config: Callable[[Any], Any],
+    arguments: list[str],
+    import_code: bool = True,
 ) -> tuple[argparse.Namespace, Any]:
     """Parse the options of a run; apply them and all flags to its default config.
 
@@ -67,6 +74,7 @@ def _parse(
         plan: as on the command line.
         default_config: returns the config for an environment, which may be None.
         arguments: options and flags.
+        import_code: see `settings_from_flags`.
     """
     from flowrl.cli.flags import settings_from_flags
     from flowrl.cli.help import format_help
@@ -81,7 +89,7 @@ def _parse(
     before = default_config(env)
     defaults = before.updated(**changes)
     settings_flags = [flag for flag in flags if flag not in _HELP_FLAGS]
-    config = settings_from_flags(defaults, settings_flags, program, vars(options))
+    config = settings_from_flags(defaults, settings_flags, program, vars(options), import_code)
     if settings_flags != flags:
         parser = _run_options(program, describe_defaults(config))
         print(format_help(parser, config, show_all="--help-all" in flags))
@@ -177,7 +185,7 @@ def _config_of_run(run_dir: Path, plan: str | None, trust: bool) -> tuple[Any, s
     if plan is not None:
         settings["plan"] = absolute_plan(plan)
     if is_algorithm_run(command):
-        _, config = parse_algorithm_run(command[command.index("train") + 1 :])
+        _, config = parse_algorithm_run(_after_train(run_dir, command), import_code=trust)
         return config.updated(**settings), None
     name = settings.get("plan") if plan is None else plan
     algorithm = _saved_algorithm(run_dir) if plan is None else None
@@ -199,8 +207,16 @@ def _config_of_run(run_dir: Path, plan: str | None, trust: bool) -> tuple[Any, s
         raise ConfigError(f"{run_dir}: its flag --{flag} names code: pass --trust to import it")
     # config.json has neither PolicySpecs nor code
     if from_flags or any(flag.startswith("--policies.") for flag in command):
-        _, config = _parse(name, partial(plan_config, name), command[command.index("train") + 2 :])
+        flags = _after_train(run_dir, command)[1:]
+        _, config = _parse(name, partial(plan_config, name), flags, import_code=trust)
     return config.updated(**settings), name
+
+
+def _after_train(run_dir: Path, command: list[str]) -> list[str]:
+    """Return the arguments after `flowrl train` in the command of a run."""
+    if "train" not in command:
+        raise ConfigError(f"{run_dir}: command.txt contains no training command")
+    return [word for word in command[command.index("train") + 1 :] if word not in _HELP_FLAGS]
 
 
 def _is_code(value: Any) -> bool:

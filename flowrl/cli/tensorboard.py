@@ -34,5 +34,7 @@ def tensorboard_command(arguments: list[str]) -> int:
     if not options.folder.is_dir():
         raise ConfigError(f"{options.folder}: there is no such folder")
     check_installed("tensorboard", "flowrl tensorboard", extra="tensorboard")
-    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(options.folder), *rest]
+    # -P: the current folder must not take the place of the package
+    program = [sys.executable, "-P", "-m", "tensorboard.main"]
+    command = [*program, "--logdir", str(options.folder), *rest]
     return subprocess.run(command, check=False).returncode

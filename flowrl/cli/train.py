@@ -27,7 +27,7 @@ def train_command(arguments: list[str]) -> int:
         return resume_command([*run_dir, *arguments[1:]])
     if first in ("-h", "--help"):
         _help_parser().parse_args(arguments)
-    if not first.endswith((".yaml", ".yml")):
+    if not first.endswith((".yaml", ".yml")) and any(":" in word for word in arguments):
         import_from_current_folder()
     if is_algorithm_run(arguments):
         if not first.startswith("-"):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.cli.display import print_failure, program_name
-from flowrl.cli.run_settings import absolute_plan
+from flowrl.cli.run_settings import CODE_SETTINGS, absolute_plan
 from flowrl.data.checkpoint import CheckpointError
 from flowrl.settings import ConfigError
 from flowrl.trainer.runs.run_directory import RunDirectory, default_run_dir
@@ -173,7 +173,9 @@ def _train(algorithm: Any, stop: StopRules, run: RunDirectory, command: list[str
         print(f"run directory: {run.path}", file=sys.stderr)
         return 1
     print(f"{'stopped' if end.exit_code else 'reached'}: {end.reason}, after {end.seconds:.1f} s")
-    trust = "" if untrusted_code(algorithm.config) is None else " --trust"
+    config = algorithm.config
+    named_by_flags = any(f"--{name.replace('_', '-')}" in command for name in CODE_SETTINGS)
+    trust = " --trust" if named_by_flags or untrusted_code(config) is not None else ""
     is_complete = not end.exit_code
     _print_next_commands(run.path, end.checkpoint, command, trust, is_complete)
     return 1 if is_complete and end.checkpoint is None else end.exit_code

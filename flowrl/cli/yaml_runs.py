@@ -11,7 +11,7 @@ from flowrl.cli.run_settings import absolute_plan, algorithm_config, check_trust
 from flowrl.cli.stop_options import add_stop_options, stop_rules_of
 from flowrl.cli.training_run import start_run
 from flowrl.settings import ConfigError, nearest
-from flowrl.trainer.plan_files import is_shipped
+from flowrl.trainer.plan_files import is_shipped, plan_path
 from flowrl.trainer.plan_settings import plan_config
 from flowrl.trainer.runs.stop_rules import StopRules, metric_rules
 
@@ -144,7 +144,8 @@ def _parse_run(
     plan = entry["plan"]
     if not isinstance(plan, str):
         raise ConfigError(f"plan: must be a name or a file, got {plan!r}")
-    if not trust and not is_shipped(plan) and plan.endswith(".py"):
+    plan_path(plan)
+    if not trust and not is_shipped(plan):
         raise ConfigError(f"plan: {plan} is a file: pass --trust to execute it")
     settings = {"plan": absolute_plan(plan), **settings}
     config = plan_config(plan, settings.get("env")).updated(**settings)

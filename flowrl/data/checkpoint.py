@@ -243,7 +243,7 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
     """Return the complete checkpoints of a run directory, oldest first."""
     folder = run_dir / CHECKPOINTS
     paths = [path for path in folder.iterdir() if path.name.isdecimal()] if folder.is_dir() else []
-    complete = [path for path in paths if (path / MANIFEST).exists()]
+    complete = [p for p in paths if not p.is_symlink() and (p / MANIFEST).exists()]
     return sorted(complete, key=lambda path: int(path.name))
 
 

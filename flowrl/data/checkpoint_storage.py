@@ -66,6 +66,7 @@ class LocalStorage:
         return size_and_hash
 
     def publish(self, name: str, data: bytes) -> None:
+        (self.path / f".{name}").unlink(missing_ok=True)  # it could be a link
         self.write(f".{name}", [data])
         self._sync()  # the files that it names must be on disk first
         os.replace(self.path / f".{name}", self.path / name)

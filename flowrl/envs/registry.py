@@ -24,6 +24,8 @@ NO_ENV_MESSAGE = (
 )
 
 _CREATORS: dict[str, EnvCreator] = {}
+# environments whose arguments import no code
+_KNOWN_ENTRY_POINTS = ("gymnasium.envs.", "ale_py.")
 
 
 class SpacesOnlyEnv(gym.Env):
@@ -153,21 +155,25 @@ def env_creator_for(env: Any) -> EnvCreator:
     raise ConfigError(f"env: expected an env id, a class, a creator or an environment, got {env!r}")
 
 
-def check_registered(env: str) -> None:
+def check_registered(env: str, env_config: dict[str, Any]) -> None:
     """Check that creating an environment named in a file imports nothing that the file chooses.
 
+    Args:
+        env: a name of `register_env`, or an id of gymnasium's registry.
+        env_config: its arguments in the file.
+
     Raises:
-        ConfigError: it is an id "module:Id", which imports the module, or an adapter of shimmy that
-            creates the environment named in its arguments.
+        ConfigError: it is an id "module:Id", which imports the module; or there are arguments and
+            the environment is from another package, which may import what an argument names.
     """
     if env in _CREATORS:
         return
-    entry_point = ""
-    if ":" not in env:
-        with suppress(gym.error.Error):  # unknown ids are reported elsewhere
-            entry_point = str(gym.spec(env).entry_point)
-    if ":" in env or entry_point.startswith("shimmy"):
+    if ":" in env:
         raise ConfigError(env)
+    with suppress(gym.error.Error):  # unknown ids are reported elsewhere
+        entry_point = str(gym.spec(env).entry_point)
+        if env_config and not entry_point.startswith(_KNOWN_ENTRY_POINTS):
+            raise ConfigError(f"{env} with the env_config {env_config}")
 
 
 def env_id_of(creator: EnvCreator) -> str | None:

@@ -96,6 +96,8 @@ def read_parquet(path: Path | str) -> tuple[str, SampleBatch]:
     try:
         file = pa.parquet.ParquetFile(path, page_checksum_verification=True)
         encoded = (file.schema_arrow.metadata or {}).get(_METADATA_KEY)
+        if any(_has_extension(field.type, pa) for field in file.schema_arrow):
+            raise ValueError("columns of Arrow extension types, which may contain pickles")
         table = None if encoded is None else file.read()
     except (OSError, ValueError, pa.ArrowException) as error:  # ValueError: damaged names
         raise OfflineDataError(f"{path}: cannot be read: {error}") from error
@@ -232,6 +234,13 @@ def _restore(name: str, spec: dict[str, Any], table: Any, rows: int) -> Any:
         raise ValueError(f"column {name!r} has dtype {flat.dtype}, expected {dtype}")
     _check_crc(name, spec, np.ascontiguousarray(flat).view(np.uint8).data)
     return flat.reshape(shape)
+
+
+def _has_extension(kind: Any, pa: Any) -> bool:
+    """Return whether an Arrow type is an extension type, or contains one."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return True
+    return any(_has_extension(kind.field(i).type, pa) for i in range(kind.num_fields))
 
 
 def _check_crc(name: str, spec: dict[str, Any], data: Any) -> None:

@@ -40,6 +40,12 @@ class LoadablePolicy(Protocol):
     def set_state(self, state: dict[str, Any]) -> None: ...
 
 
+# settings of an algorithm that its policies do not use; they may name code of the user
+_NOT_OF_POLICIES = (
+    "env", "env_config", "evaluation_config", "plan", "policies", "policy_mapping_fn",
+    "policies_to_train", "callbacks_class", "sample_collector",
+)  # fmt: skip
+
 P = TypeVar("P", bound=LoadablePolicy)
 
 
@@ -94,7 +100,8 @@ def policy_from_checkpoint(
     description = manifest["policies"][policy_id]
     parts = _import_parts(path, policy_id, description, base, resolver)
     try:
-        settings = merge_changes(description["config"], changes, resolver)
+        saved = {n: v for n, v in description["config"].items() if n not in _NOT_OF_POLICIES}
+        settings = merge_changes(saved, changes, resolver)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     except (ImportError, AttributeError, KeyError, TypeError, ValueError) as error:

@@ -7,9 +7,15 @@ from typing import Any
 
 from flowrl.data import DEFAULT_POLICY_ID
 from flowrl.envs.registry import check_registered
+from flowrl.policies.config import ModelConfig
 from flowrl.policies.policy_spec import specs_of
 from flowrl.settings import ConfigError
 from flowrl.trainer.plan_files import is_shipped
+
+# settings of experiment trackers that only name and describe a run
+_PLAIN_LOGGER_SETTINGS = {
+    "project", "name", "group", "tags", "notes", "job_type", "mode", "experiment_name", "run_name",
+}  # fmt: skip
 
 
 def untrusted_code(config: Any, passed: Collection[str] = ()) -> str | None:
@@ -28,20 +34,32 @@ def untrusted_code(config: Any, passed: Collection[str] = ()) -> str | None:
     plan = config.plan
     if "plan" not in passed and isinstance(plan, str) and not is_shipped(plan):
         return f"the plan file {plan}"
-    envs = {"env": config.env, "evaluation_config": config.evaluation_config.get("env")}
-    for name, env in envs.items():
+    evaluation = config.evaluation_config
+    envs = [
+        ("env", config.env, config.env_config),
+        (
+            "evaluation_config",
+            evaluation.get("env", config.env),
+            evaluation.get("env_config", config.env_config),
+        ),
+    ]
+    for name, env, env_config in envs:
         if name not in passed and isinstance(env, str):
             try:
-                check_registered(env)
+                check_registered(env, {} if "env_config" in passed else env_config)
             except ConfigError as error:
                 return f"the environment {error}"
-    if not {"model", "policies"} & set(passed):
-        for policy_id in specs_of(config.policies or {DEFAULT_POLICY_ID: None}):
-            custom_model = config.for_policy(policy_id).model.custom_model
-            if isinstance(custom_model, str) and ":" in custom_model:
-                return f"the model {custom_model}"
-    if "log_config" not in passed and config.log_config:
-        return f"the settings log_config={config.log_config}"
+    for policy_id in specs_of(config.policies or {DEFAULT_POLICY_ID: None}):
+        for name, value in config.for_policy(policy_id).items():
+            if not isinstance(value, ModelConfig) or {name, "policies"} & set(passed):
+                continue
+            if isinstance(value.custom_model, str) and ":" in value.custom_model:
+                return f"the model {value.custom_model}"
+    if "log_config" not in passed:
+        for logger, settings in config.log_config.items():
+            unsafe = set(settings) - _PLAIN_LOGGER_SETTINGS
+            if unsafe:
+                return f"the setting {min(unsafe)!r} of {logger}"
     if "address" not in passed and config.address is not None:
         return f"the Ray cluster {config.address}, which exchanges pickled objects with it"
     return None

@@ -90,7 +90,7 @@ def test_schedule_is_a_value_after_a_space_or_an_equals_sign(flags):
         (["--sgd-minibatch-size", "-5"], "sgd_minibatch_size"),
         (["--stop-reward", "nan"], "must be a finite number"),
         (["--stop-time-s", "inf"], "finite"),
-        (["--env-config", '{"nope": 1}'], "env_config: does not fit CartPole-v1"),
+        (["--env-config", '{"nope": 1}'], "env_config: CartPole-v1 does not accept it"),
         (["--metrics-num-episodes-for-smoothing", "9999999999999"], "metrics_num_episodes"),
     ],
 )

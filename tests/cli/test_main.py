@@ -244,7 +244,7 @@ def test_tensorboard_shows_a_folder_of_runs(cli, tmp_path, monkeypatch):
 
     monkeypatch.setattr(subprocess, "run", run)
     assert cli("tensorboard", "--port", "7007")[0] == 0
-    assert commands[0][1:] == ["-m", "tensorboard.main", "--logdir", "runs", "--port", "7007"]
+    assert commands[0][1:] == ["-P", "-m", "tensorboard.main", "--logdir", "runs", "--port", "7007"]
     monkeypatch.undo()
     command = [sys.executable, "-m", "tensorboard.main", "--version_tb"]
     assert subprocess.run(command, check=False, capture_output=True).returncode == 0

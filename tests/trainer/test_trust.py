@@ -32,6 +32,7 @@ from flowrl.offline.parquet import (
 )
 from flowrl.policies import Policy
 from flowrl.settings import ConfigError
+from flowrl.trainer.trust import untrusted_code
 from tests.extras import require_extra
 
 GENERATED = ("format", "files", "blake2b")
@@ -233,6 +234,15 @@ def test_policy_that_names_code_is_rejected(saved, tmp_path, evil, place):
     assert not evil.executed()
 
 
+def test_policy_loads_although_its_run_names_code_of_the_user(saved, tmp_path, evil):
+    manifest = replaced(saved[1], ("policies", "p", "config", "env"), WALK)
+    code = {"__code__": "evil_module:Evil"}
+    manifest = replaced(manifest, ("policies", "p", "config", "callbacks_class"), code)
+    path = write_manifest(tmp_path / "c", saved[0], manifest)
+    assert isinstance(Policy.from_checkpoint(path), A2C.policy_class)
+    assert not evil.executed()
+
+
 def test_caller_can_replace_untrusted_settings(saved, tmp_path, evil):
     values = {"env": WALK, "address": "ray://nowhere:10001", "plan": evil.plan}
     manifest = saved[1]
@@ -331,6 +341,10 @@ def test_trusted_run_directory_executes_its_code(run_dir, tmp_path, evil):
         "flowrl train evil.yaml --trust",
         "flowrl train --run=A2C --env evil_module:Evil-v0",
         "flowrl train --run=A2C --model.custom-model evil_module:Evil",
+        "flowrl train --run=A2C --callbacks-class evil_module:Evil",
+        "flowrl train --run=A2C --policy-mapping-fn shutil:os.system",
+        "flowrl train a2c --policies.p.config.lr 1 --callbacks-class evil_module:Evil",
+        "flowrl train a2c --help",
         'flowrl train --run=A2C --config \'{"plan": "PLAN"}\'',
         "flowrl train a2c --policies.p.config.model.custom-model evil_module:Evil",
         "flowrl resume --trust",
@@ -350,6 +364,10 @@ def test_command_of_a_run_executes_no_code(run_dir, tmp_path, evil, command, cap
     "text",
     [
         "{plan: PLAN}",
+        "{plan: PLAN/, env: CartPole-v1}",
+        "{plan: PLAN/., env: CartPole-v1}",
+        "{run: SAC, env: Pendulum-v1, config: {q_model: {custom_model: 'evil_module:Evil'}}}",
+        "{run: A2C, env: GymV21Environment-v0, env_config: {env_id: 'evil_module:x'}}",
         "{run: A2C, env: 'evil_module:Evil-v0'}",
         "{run: A2C, env: CartPole-v1, config: {plan: PLAN}}",
         "{run: A2C, env: CartPole-v1, config: {evaluation_config: {env: 'evil_module:Evil-v0'}}}",
@@ -364,6 +382,37 @@ def test_yaml_file_that_names_code_is_rejected(tmp_path, evil, capsys, text):
     assert main(["train", str(tmp_path / "x.yaml"), "--run-dir", str(tmp_path / "r")]) == 2
     assert "pass --trust" in capsys.readouterr().err or "!!python" in text
     assert not evil.executed()
+
+
+def test_links_in_a_run_directory_are_not_followed(run_dir, tmp_path, capsys):
+    for name in (".result.json", ".progress.csv", "checkpoints"):
+        path = shutil.copytree(run_dir, tmp_path / name.strip("."))
+        target = tmp_path / f"target of {name}"
+        if name == "checkpoints":
+            (path / name).rename(target)
+        else:
+            target.write_text("mine")
+        (path / name).symlink_to(target)
+        assert main(["resume", str(path), "--stop-iters", "2"]) == 2
+        assert "is a symbolic link" in capsys.readouterr().err
+        assert target.is_dir() or target.read_text() == "mine"
+
+
+def test_plain_settings_of_trackers_need_no_trust():
+    plain = {"wandb": {"project": "x", "mode": "offline"}, "mlflow": {"run_name": "y"}}
+    assert untrusted_code(A2CConfig(env="CartPole-v1", log_config=plain)) is None
+    server = {"wandb": {"project": "x", "settings": {"base_url": "http://localhost"}}}
+    assert "settings" in untrusted_code(A2CConfig(env="CartPole-v1", log_config=server))
+
+
+def test_arguments_of_environments_of_other_packages_need_trust(monkeypatch):
+    config = A2CConfig(env="CartPole-v1", env_config={"sutton_barto_reward": True})
+    assert untrusted_code(config) is None
+    spec = copy.deepcopy(gym.spec("CartPole-v1"))
+    spec.id, spec.entry_point = "Other-v0", "other_package:Env"
+    monkeypatch.setitem(gym.registry, "Other-v0", spec)
+    assert untrusted_code(config.updated(env="Other-v0", env_config={})) is None
+    assert "Other-v0 with the env_config" in untrusted_code(config.updated(env="Other-v0"))
 
 
 # -- recorded experience ---------------------------------------------------------------------------
@@ -382,6 +431,21 @@ def test_minari_metadata_creates_no_environment(tmp_path, evil, monkeypatch):
     with pytest.raises(OfflineDataError, match="lacks action_space, observation_space"):
         MinariDataset("evil-v0")
     assert not evil.executed()
+
+
+def test_parquet_columns_of_extension_types_are_rejected(tmp_path):
+    """Other libraries register Arrow types whose values are pickles."""
+    require_extra("offline")
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = tmp_path / "rows.parquet"
+    write_parquet(path, SampleBatch(obs=np.zeros((2, 3), np.float32)))
+    table = pq.read_table(path)
+    column = pa.ExtensionArray.from_storage(pa.uuid(), pa.array([bytes(16)] * 2, pa.binary(16)))
+    pq.write_table(table.append_column("infos", column), path)
+    with pytest.raises(OfflineDataError, match="extension types"):
+        read_parquet(path)
 
 
 def test_no_field_of_parquet_metadata_executes_code(tmp_path, evil):

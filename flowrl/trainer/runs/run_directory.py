@@ -55,6 +55,8 @@ class RunDirectory:
                 on_error.callback(os.close, self._lock)
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 results = self._read_results() if resume else []
+                for name in (".result.json", ".progress.csv", CHECKPOINTS):
+                    self._check_no_link(name)
                 self._result_file = open(path / ".result.json", "w")  # noqa: SIM115
                 self._progress_file = open(path / ".progress.csv", "w+", newline="")  # noqa: SIM115
             except BlockingIOError as error:
@@ -82,6 +84,11 @@ class RunDirectory:
             raise ConfigError(
                 f"run_dir: {self.path} is not empty and contains no run; choose another folder"
             )
+
+    def _check_no_link(self, name: str) -> None:
+        """Check that a file of the run is not a link: writing it would change another file."""
+        if (self.path / name).is_symlink():
+            raise ConfigError(f"run_dir: {self.path / name} is a symbolic link: remove it")
 
     def _read_results(self) -> list[dict[str, Any]]:
         """Return the complete results in result.json; a crash can leave an incomplete line."""
