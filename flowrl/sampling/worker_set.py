@@ -133,13 +133,11 @@ class WorkerSet:
     def remote_workers(self) -> list[Any]:
         """Return the Ray actor handles of the remote workers; created on the first call."""
         if self._remote is None:
-            actors: list[Any] = []
             if self.num_workers:
                 self.local_worker()  # raises errors of the environment that all would raise
                 self._start_ray()
                 self._placement.reserve(0, self.num_workers)
-                actors += [self._create_actor(index) for index in range(self.num_workers)]
-            self._remote = actors
+            self._remote = [self._create_actor(index) for index in range(self.num_workers)]
             self._load_remote_states()
         return self._remote
 
