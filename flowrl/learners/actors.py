@@ -94,8 +94,6 @@ class LearnerActor:
         """
         from flowrl.learners.process_group import learning_state
 
-        for policy in self.policies.values():
-            policy.on_global_var_update(global_vars)
         updates = update_policies(
             self.policies,
             rows,
@@ -104,6 +102,8 @@ class LearnerActor:
             sgd_minibatch_size,
             clip_minibatch_size,
         )
+        for policy in self.policies.values():
+            policy.on_global_var_update(global_vars)
         updated = {policy_id: self.policies[policy_id] for policy_id in rows}
         return updates, learning_state(updated) if self._is_first else None
 

@@ -86,6 +86,9 @@ Updates = dict[str, PolicyUpdate]
 class Learner:
     """Updates the policies of a WorkerSet.
 
+    An update uses the values of schedules at the end of the previous one, which is where the
+    sampling of its batch began.
+
     Args:
         workers: the WorkerSet.
         policies: ids of the policies to update; None updates all policies of a batch that
@@ -143,9 +146,7 @@ class LocalLearner(Learner):
         worker = self.workers.local_worker()
         rows = select_rows(worker, batch, self.policies)
         with worker.lock:
-            for policy_id in rows:
-                worker.policy_map[policy_id].on_global_var_update(self.workers.global_vars)
-            return update_policies(
+            updates = update_policies(
                 worker.policy_map,
                 rows,
                 batch.sources,
@@ -154,12 +155,13 @@ class LocalLearner(Learner):
                 clip_minibatch_size=isinstance(batch, MultiAgentBatch),
                 on_learn=worker.on_learn_on_batch,
             )
+            for policy_id in rows:
+                worker.policy_map[policy_id].on_global_var_update(self.workers.global_vars)
+            return updates
 
     def compute_gradients(self, batch: Batch) -> Gradients:
         """Return the gradients of the policies' losses on a batch; the policies do not change."""
         worker = self.workers.local_worker()
-        for policy in worker.policy_map.values():
-            policy.on_global_var_update(self.workers.global_vars)
         return compute_gradients(worker, batch, self.policies)
 
     def apply_gradients(self, gradients: Gradients) -> Updates:
@@ -177,8 +179,8 @@ class LocalLearner(Learner):
                     continue
                 policy = worker.policy_map[policy_id]
                 lags = policy_lags(policy_id, policy.version, gradients.sources)
-                policy.on_global_var_update(self.workers.global_vars)
                 policy.apply_gradients(gradient)
+                policy.on_global_var_update(self.workers.global_vars)
                 updates[policy_id] = PolicyUpdate(
                     gradients.stats[policy_id],
                     gradients.rows[policy_id],

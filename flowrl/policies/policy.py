@@ -384,6 +384,7 @@ class Policy(ActsOnObservations):
         self.set_state(state)
         learned = {key: state[key] for key in ("version", "timestep", "shuffle_rng")}
         self.load_acting_state_dict({**acting, **learned})
+        self.total_timesteps = state["total_timesteps"] or self.total_timesteps
 
     @classmethod
     def from_checkpoint(

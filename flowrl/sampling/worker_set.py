@@ -249,7 +249,9 @@ class WorkerSet:
         """Replace the setting; remote workers get the number with their next request."""
         self.global_vars["total_timesteps"] = total_timesteps
         for policy in self.local_worker().policy_map.values():
-            policy.total_timesteps = total_timesteps
+            policy.on_global_var_update(
+                {"timestep": policy.timestep, "total_timesteps": total_timesteps}
+            )
         self.weight_sync.invalidate()
 
     def sync_weights(self) -> None:
