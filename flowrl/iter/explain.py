@@ -45,7 +45,8 @@ def _progress(stage: Stage, profiler: Profiler | None) -> str:
 
 
 def _shard_lines(stage: Stage) -> list[str]:
-    """Return a line per step on the shards: the sum of its items and its mean time share."""
+    """Return a line per stage on the shards, last step first: the sum of its items and its mean
+    time share."""
     shards_by_steps: dict[tuple[str, ...], list[list[dict[str, Any]]]] = {}
     for rows in stage.shard_stats().values():
         shards_by_steps.setdefault(tuple(row["stage"] for row in rows), []).append(rows)

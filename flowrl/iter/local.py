@@ -347,7 +347,7 @@ class LocalIterator(Generic[T]):
         pulled, and their shares of the time since the start, `busy`, `waiting`, `blocked`, which
         sum to 1 (quick pulls are sampled: estimates). Stages add values such as
         `queued`, `in_flight`, `skipped`, `restarts`. A gather adds `shards`: shard index -> rows of
-        the steps on it, as last reported (once per second, and at the end of the shard).
+        the stages on it, as last reported (once per second, and at the end of the shard).
         """
         return stats_rows(self.stage, self._profiler)
 

@@ -20,7 +20,7 @@ Step = tuple[str, tuple[Any, ...], dict[str, Any], str]
 
 MAX_ERRORS_SKIPPED = 1000  # consecutive errors while a recreated stream skips items
 MAX_BACKLOG = 10_000  # items that one partition of a `repartition` may be behind another
-STATS_INTERVAL_S = 1.0  # between two reports of the stats of the steps
+STATS_INTERVAL_S = 1.0  # between two reports of the stream's stats
 
 
 class Reply(NamedTuple):
@@ -30,7 +30,7 @@ class Reply(NamedTuple):
     tags: list[dict[str, Any]]  # reported by the worker, one per item
     end: bool = False
     stream_handle: int | None = None  # identifies the stream in later requests
-    step_stats: list[dict[str, Any]] | None = None  # `stats()` of the steps; None if not due
+    step_stats: list[dict[str, Any]] | None = None  # the stream's `stats()`; None if not due
 
 
 class ShardRequest(NamedTuple):
@@ -70,14 +70,14 @@ class ShardStream:
             )
         items_for = getattr(worker, "items_for", None)
         items = worker.items if items_for is None else partial(items_for, stream_id)
-        stream: Any = LocalIterator(items, "shard")
+        stream: Any = LocalIterator(items, type(worker).__name__)
         for method, args, options, line in steps:
             bound_args = [_bind(arg, worker) for arg in args]
             stream = getattr(stream, method)(*bound_args, **options)
             stream.stage.line = line
         self._stream = stream
         self._tags = getattr(worker, "reply_tags", None)
-        self._stats_due = time.monotonic() + STATS_INTERVAL_S if steps else float("inf")
+        self._stats_due = time.monotonic() + STATS_INTERVAL_S
         self._error: BaseException | None = None
         self._skip = skip if getattr(worker, "replayable", False) else 0
         stream.start(seed)
@@ -94,7 +94,7 @@ class ShardStream:
             try:
                 items.append(self._next(request))
             except StopIteration:
-                return Reply(items, tags, end=True, step_stats=self._step_stats() or None)
+                return Reply(items, tags, end=True, step_stats=self._stream.stats())
             except BaseException as error:
                 if not items:
                     raise
@@ -106,11 +106,7 @@ class ShardStream:
                 if now < self._stats_due:
                     return Reply(items, tags)
                 self._stats_due = now + STATS_INTERVAL_S
-                return Reply(items, tags, step_stats=self._step_stats())
-
-    def _step_stats(self) -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = self._stream.stats()
-        return rows[:-1]  # without the source
+                return Reply(items, tags, step_stats=self._stream.stats())
 
     def _next(self, request: ShardRequest) -> Any:
         if self._skip:

@@ -387,17 +387,18 @@ def test_building_a_plan_creates_no_actors(monkeypatch):
     plan.stop()
 
 
-def test_stats_include_the_steps_on_the_shards(in_process):
+def test_stats_include_the_stages_on_the_shards(in_process):
     it = from_range(9, 2, in_process=in_process).for_each(str).filter(lambda text: text != "0")
     with it.gather_sync() as stream:
         assert "shards" not in stream.stats()[0]
         assert len(list(stream)) == 8
         shards = stream.stats()[0]["shards"]
         items = [[row["items"] for row in shards[index]] for index in (0, 1)]
-        assert items == [[3, 4], [5, 5]]  # of filter and for_each
+        assert items == [[3, 4, 4], [5, 5, 5]]  # of filter, for_each and the source
         assert all(0 <= row["busy"] <= 1 for row in shards[0])
         assert "(on 2 shards: for_each(str)  [9 items" in stream.explain()
         assert "(on 2 shards: filter(" in stream.explain()
+        assert "(on 2 shards: ParallelIteratorWorker  [9 items" in stream.explain()
 
 
 def test_repeat_starts_again_at_the_end():

@@ -1,6 +1,7 @@
 """Unit tests of rollout, training and reporting operators."""
 
 import copy
+import time
 
 import numpy as np
 import pytest
@@ -54,6 +55,19 @@ def test_async_returns_fragments(workers):
     batches = rollouts.take(4)
     assert [batch.count for batch in batches] == [20] * 4
     assert all(len(batch.sources) == 1 for batch in batches)
+
+
+def test_explain_shows_the_share_of_time_that_workers_sample(workers):
+    rollouts = ParallelRollouts(workers, mode="async")
+    shards = max(1, workers.num_workers)
+    deadline = time.monotonic() + 60  # workers report once per second
+    text = f"on {shards} shard{'s' if shards > 1 else ''}: RolloutWorker"
+    while text not in rollouts.explain() and time.monotonic() < deadline:
+        next(rollouts)
+    assert text in rollouts.explain()
+    (by_shard,) = (row["shards"] for row in rollouts.stats() if "shards" in row)
+    for (row,) in by_shard.values():
+        assert row["stage"] == "RolloutWorker" and 0 < row["busy"] <= 1
 
 
 def test_raw_mode_returns_the_parallel_iterator(workers):
