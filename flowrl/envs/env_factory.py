@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import traceback
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import gymnasium as gym
-from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 from flowrl.envs.gymnasium_vector_env import GymnasiumVectorEnv
 from flowrl.envs.multi_agent import is_multi_agent
@@ -102,7 +103,8 @@ class EnvFactory:
             return SingleAgentAdapter(self._make_from_id())
         if self._mode in ("sync", "async"):
             env_fns = [partial(self._make_gymnasium_env, i) for i in range(self._num_envs)]
-            make = partial(SyncVectorEnv if self._mode == "sync" else AsyncVectorEnv, env_fns)
+            vector_class = SyncVectorEnv if self._mode == "sync" else AsyncVectorEnv
+            make = partial(vector_class, env_fns, autoreset_mode=AutoresetMode.SAME_STEP)
             return SingleAgentAdapter(GymnasiumVectorEnv(make(), self._seed, make))
         envs = RestartingEnvs(
             self.make_env, self._num_envs, self._seed, self._max_restarts, self._on_env_created
@@ -131,7 +133,7 @@ class EnvFactory:
             )
         if self._on_env_created is not None:
             self._on_env_created(vector_index, env)
-        return env
+        return _CopyFinalObservation(env)
 
     def _check_horizon(self) -> None:
         if self._horizon is not None and not self._soft_horizon:
@@ -167,6 +169,20 @@ class EnvFactory:
             env_id, num_envs=self._num_envs, seed=0 if seed is None else seed % 2**31, **settings
         )
         return GymnasiumVectorEnv(cast(gym.vector.VectorEnv, pool), None)  # already seeded
+
+
+class _CopyFinalObservation(gym.Wrapper):
+    """Copy the last observation of each episode.
+
+    In SAME_STEP mode, gymnasium resets the environment before it passes this observation on, and
+    the reset may overwrite it.
+    """
+
+    def step(self, action: Any) -> Any:
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        if terminated or truncated:
+            observation = copy.deepcopy(observation)
+        return observation, reward, terminated, truncated, info
 
 
 def missing_package_error(error: Exception) -> ConfigError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -51,6 +52,8 @@ class RolloutWorker:
         worker_index: 0 in process, 1 ... num_workers on actors.
         num_workers: number of workers on actors.
         fragment_length: env steps of each environment per `sample()`; overrides the settings.
+        steps_per_fragment: env steps of all environments per `sample()`, rounded up to a multiple
+            of their number; replaces a `rollout_fragment_length` of "auto".
         restart_count: number of failed workers with this index before this one; selects separate
             random streams and episode ids.
 
@@ -74,6 +77,7 @@ class RolloutWorker:
         num_workers: int = 0,
         fragment_length: int | None = None,
         restart_count: int = 0,
+        steps_per_fragment: int | None = None,
     ):
         config = WorkerConfig.of(policy_config)
         if fragment_length is not None:
@@ -91,6 +95,9 @@ class RolloutWorker:
         self._envs = WorkerEnvironments(
             env_creator, config, worker_index, num_workers, self._seed, self._on_env_created
         )
+        if config.rollout_fragment_length == "auto" and steps_per_fragment is not None:
+            length = math.ceil(steps_per_fragment / self.num_envs)
+            self.config = config = config.updated(rollout_fragment_length=length)
         self.possible_agents = self._envs.slots.possible_agents
         self.policy_map = self._build_policies(policy_spec, policy_config or {})
         self._seed_policies()

@@ -94,6 +94,7 @@ class RowSampler:
         self._action_options: dict[str, Any] = {} if settings.explore else {"explore": False}
         self._ids = IdCounter(first_id)
         self._open = False
+        self._num_resets = 0  # steps of this fragment that only reset an environment
         self._collectors: list[SampleCollector] = []
         self._running: list[MultiAgentEpisode | None] = [None] * slots.num_envs
         self._by_id: dict[EpisodeID, MultiAgentEpisode] = {}
@@ -144,12 +145,13 @@ class RowSampler:
 
     def _collect_fragment(self) -> MultiAgentBatch:
         settings, collector = self.settings, self._collectors[0]
-        steps = 0
+        steps = self._num_resets = 0
+        min_rows = settings.fragment_length * self.slots.num_envs
         if settings.count_steps_by == "env_steps":
-            for steps in range(settings.fragment_length):
+            while steps * self.slots.num_envs - self._num_resets < min_rows:
                 self._advance(steps)
+                steps += 1
         else:
-            min_rows = settings.fragment_length * self.slots.num_envs
             while collector.total_agent_steps() < min_rows:
                 self._advance(steps)
                 steps += 1
@@ -380,6 +382,7 @@ class RowSampler:
         episode = self._running[slot]
         if episode is None:  # this step of a vector environment was the reset
             assert step.start is not None
+            self._num_resets += 1
             self._begin_episode(slot, step.start, step.start_infos)
             return
         if step.failed is None:

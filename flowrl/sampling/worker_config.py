@@ -27,7 +27,8 @@ class WorkerConfig(PolicyConfig):
     num_workers: int = setting(0, group="rollouts", ge=0)
     """Number of workers on Ray actors; 0 samples in this process, without Ray."""
     num_envs_per_worker: Count = setting(1, group="rollouts", in_evaluation=True)
-    """Number of environments that each worker steps together."""
+    """Number of environments that each worker steps together; a gymnasium VectorEnv that the
+    environment's creator returns keeps its own number if this is 1."""
 
     env_config: dict[str, Any] = setting({}, group="environment", in_evaluation=True)
     """Passed to the environment's creator; keyword arguments of an id or a class."""

@@ -16,7 +16,7 @@ from flowrl.envs.time_limit import (
     set_elapsed_steps,
     set_max_steps,
 )
-from flowrl.sampling import RolloutWorker, SimpleListCollector
+from flowrl.sampling import RolloutWorker, SimpleListCollector, WorkerSet
 from flowrl.settings import ConfigError
 
 from .fakes import CountEnv, Idle
@@ -37,6 +37,19 @@ def test_num_envs_must_be_that_of_a_vector_environment():
     assert [EnvFactory(two, {}, n).make_vector_env().num_envs for n in (1, 2)] == [2, 2]
     with pytest.raises(ConfigError, match=r"num_envs_per_worker=5.* of 2 environments"):
         EnvFactory(two, {}, 5).make_vector_env()
+
+
+@pytest.mark.parametrize("as_instance", [False, True])
+def test_auto_fragments_use_the_number_of_a_vector_environment(as_instance):
+    def four(context=None):
+        return gym.make_vec("CartPole-v1", 4, vectorization_mode="sync")
+
+    env = four() if as_instance else four
+    workers = WorkerSet(env, Idle, {"rollout_fragment_length": "auto", "train_batch_size": 400})
+    assert workers.local_worker().num_envs == 4
+    assert workers.steps_per_fragment() == 400
+    assert 400 <= workers.local_worker().sample().count < 404
+    workers.stop()
 
 
 @pytest.mark.parametrize("collector", [None, SimpleListCollector])
