@@ -39,6 +39,13 @@ class InvalidStepError(ValueError):
     """An observation or reward that is not finite or lies outside its space."""
 
 
+def env_name(env: Any) -> str:
+    """Return the id of an environment, or the name of its class, for messages."""
+    env = getattr(env, "unwrapped", env)
+    spec_id = getattr(getattr(env, "spec", None), "id", None)
+    return spec_id if isinstance(spec_id, str) else type(env).__name__
+
+
 def space_of(env: Any, name: str) -> Any:
     """Return a space of an environment.
 
@@ -51,10 +58,9 @@ def space_of(env: Any, name: str) -> Any:
     """
     space = getattr(env, name, None)
     if not isinstance(space, spaces.Space):
-        env_name = type(getattr(env, "unwrapped", env)).__name__
         raise ConfigError(
-            f"env: {env_name}.{name} must be a gymnasium space (gymnasium.spaces.Box, Discrete, "
-            f"…), got {space!r}"
+            f"env: {env_name(env)}.{name} must be a gymnasium space (gymnasium.spaces.Box, "
+            f"Discrete, …), got {space!r}"
         )
     return space
 
