@@ -16,7 +16,13 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from flowrl.envs.gymnasium_vector_env import GymnasiumVectorEnv
 from flowrl.envs.multi_agent import is_multi_agent
 from flowrl.envs.multi_agent_vector_env import DirectMultiAgentVectorEnv
-from flowrl.envs.registry import EnvContext, EnvCreator, apply_horizon, env_id_of
+from flowrl.envs.registry import (
+    EnvContext,
+    EnvCreator,
+    apply_horizon,
+    creator_name,
+    env_id_of,
+)
 from flowrl.envs.restarting_envs import RestartingEnvs
 from flowrl.envs.single_agent_adapter import SingleAgentAdapter
 from flowrl.envs.vector_env import DirectVectorEnv, VectorEnv
@@ -82,11 +88,6 @@ class EnvFactory:
             env = self._creator(self.env_context(vector_index))
         except (ImportError, gym.error.DependencyNotInstalled) as error:
             raise missing_package_error(error) from error
-        except Exception as error:
-            error.add_note(
-                f"while creating sub-environment {vector_index} of worker {self._worker_index}"
-            )
-            raise
         if not _is_gymnasium(env):
             return env
         return apply_horizon(env, self._horizon, self._soft_horizon)
@@ -107,8 +108,9 @@ class EnvFactory:
             make = partial(vector_class, env_fns, autoreset_mode=AutoresetMode.SAME_STEP)
             return SingleAgentAdapter(GymnasiumVectorEnv(make(), self._seed, make))
         envs = RestartingEnvs(
-            self.make_env, self._num_envs, self._seed, self._max_restarts, self._on_env_created
-        )
+            self.make_env, self._num_envs, self._seed, self._max_restarts, self._on_env_created,
+            creator_name(self._creator), self._worker_index,
+        )  # fmt: skip
         first = envs.get(0)
         if isinstance(first, gym.vector.VectorEnv):
             self._check_horizon()
@@ -125,7 +127,14 @@ class EnvFactory:
         return DirectMultiAgentVectorEnv(envs, None if self._soft_horizon else self._horizon)
 
     def _make_gymnasium_env(self, vector_index: int) -> gym.Env:
-        env = self.make_env(vector_index)
+        try:
+            env = self.make_env(vector_index)
+        except Exception as error:
+            error.add_note(
+                f"raised by the creation of {creator_name(self._creator)}, sub-environment "
+                f"{vector_index} of worker {self._worker_index}"
+            )
+            raise
         if not _is_gymnasium(env):
             raise ConfigError(
                 f'vectorization_mode="{self._mode}" requires gymnasium environments, the creator '

@@ -90,7 +90,12 @@ class GymnasiumVectorEnv:
             out: Any = create_empty_array(self.action_space, self.num_envs)
             env_actions = concatenate(self.action_space, actions, out)
         self._failed = True
-        stepped, rewards[:], terminateds[:], truncateds[:], infos = self.env.step(env_actions)
+        try:
+            returned = self.env.step(env_actions)
+        except Exception as error:
+            error.add_note(f"raised by step() of an environment in a {type(self.env).__name__}")
+            raise
+        stepped, rewards[:], terminateds[:], truncateds[:], infos = returned
         self._failed = False
         next_obs = self._by_env(stepped)
         done = np.logical_or(terminateds, truncateds)

@@ -183,6 +183,18 @@ def env_id_of(creator: EnvCreator) -> str | None:
     return None
 
 
+def creator_name(creator: EnvCreator) -> str:
+    """Return the name of what a creator makes, for messages.
+
+    >>> creator_name(env_creator_for("CartPole-v1"))
+    'CartPole-v1'
+    """
+    env: Any = creator
+    while isinstance(env, partial):
+        env = env.args[0] if env.args else env.func
+    return env if isinstance(env, str) else getattr(env, "__name__", type(env).__name__)
+
+
 def apply_horizon(env: gym.Env, horizon: int | None, soft: bool) -> gym.Env:
     """Limit the episodes of an environment to `horizon` steps.
 

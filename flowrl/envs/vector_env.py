@@ -189,7 +189,7 @@ class DirectVectorEnv:
                 error.add_note(f"raised by sub-environment {i}")
                 raise
             except Exception as error:
-                self._envs.handle_failure(i, error, "by step()")
+                self._envs.handle_failure(i, error, "step")
                 result.failed.append((i, error))
                 unchecked[i] = True
                 infos.append({})
@@ -228,7 +228,7 @@ class DirectVectorEnv:
         Returns:
             the first observation of the new environment.
         """
-        self._envs.handle_failure(index, error, "by step()")
+        self._envs.handle_failure(index, error, "step")
         self._unchecked[index] = True
         return self._reset(index)
 
