@@ -7,6 +7,7 @@ returns, advantages) are computed for the whole fragment afterwards.
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,10 +19,11 @@ from flowrl.data import DEFAULT_POLICY_ID, SampleBatch
 from flowrl.data.indexed_columns import IndexedColumn, NextRows
 from flowrl.data.lazy_columns import LazyColumn
 from flowrl.envs.validation import (
-    InvalidStepError,
+    OUTSIDE_WARNING,
     ObservationCheck,
     check_extra_columns,
     first_invalid_action,
+    invalid_step_error,
 )
 from flowrl.envs.vector_env import DirectVectorEnv, VectorEnv, VectorStep
 from flowrl.policies.policy import Policy
@@ -35,6 +37,8 @@ from flowrl.sampling.view_resolver import (
     signature_of,
 )
 from flowrl.sampling.worker_config import WorkerConfig
+
+log = logging.getLogger("flowrl")
 
 _OBJECT = np.dtype(object)
 _NONE = np.zeros(0, np.int64)
@@ -119,6 +123,7 @@ class ColumnarCollector:
         self.env_steps = self.faulty_episodes = 0
         self.timings = dict.fromkeys(TIMINGS, 0.0)
         self._check = ObservationCheck(stepper.observation_space)
+        self._warned_of_bounds = False
         self._base = first_id
         self._next_episode = self._next_unroll = 0
         self._open = False
@@ -523,13 +528,17 @@ class ColumnarCollector:
     def _check_values(self, ends: Ends, cuts: Cuts) -> None:
         """Handle observations outside their space and non-finite rewards, before they reach
         filters, advantages and weights."""
-        fits = self._check.in_bounds(self._raw) and self._check.in_bounds(ends.final)
+        check, warn_only = self._check, self.settings.on_invalid_step == "warn"
+        fits = check.in_bounds(self._raw) and check.in_bounds(ends.final)
+        if not fits and warn_only and check.is_usable(self._raw) and check.is_usable(ends.final):
+            self._warn_of_bounds(ends)
+            fits = True
         if fits and np.isfinite(self._rewards).all():
             return
         checked = {
-            "an observation": self._check.invalid_mask(self._raw),
+            "an observation": check.invalid_mask(self._raw, usable=warn_only),
             "a reward": ~np.isfinite(self._rewards),
-            "a final observation": self._check.invalid_mask(ends.final),
+            "a final observation": check.invalid_mask(ends.final, usable=warn_only),
         }
         cut = cuts.after(self._terminateds | self._truncateds)
         problems: list[tuple[int, int, str, int]] = []  # step, environment, what, row or -1
@@ -541,24 +550,40 @@ class ColumnarCollector:
                     step, env = int(ends.steps[at[0]]), int(ends.envs[at[0]])
                 else:
                     step, env = int(at[0]), int(at[1])
-                fits = np.isfinite(array[tuple(at)]).all()
-                why = f"outside its space {self._check.space}" if fits else "that is not finite"
+                found = array[tuple(at)]
+                described = f"a reward that is not finite: {found}"
+                if what != "a reward":
+                    described = check.describe_problem(found)
                 row = step
                 if what == "an observation":  # step t - 1 returned that of row t
                     step = max(step - 1, 0)
                     if row == len(self._rewards):
                         row = -1 if cut[step, env] else step
-                problems.append((step, env, f"{what} {why}", row))
+                problems.append((step, env, described, row))
         problems.sort()
         step, env, what, _ = problems[0]
-        error = InvalidStepError(
+        error = invalid_step_error(
             f"sub-environment {env} returned {what}, at step {step} of a fragment"
         )
-        if self.settings.on_invalid_step == "raise" or not isinstance(
-            self.stepper, DirectVectorEnv
-        ):
+        if self.settings.on_invalid_step != "drop" or not isinstance(self.stepper, DirectVectorEnv):
             raise error
         self._drop_segments(problems, cuts)
+
+    def _warn_of_bounds(self, ends: Ends) -> None:
+        """Warn of the first observation outside its space; later ones are not reported."""
+        if self._warned_of_bounds:
+            return
+        self._warned_of_bounds = True
+        outside = self._check.invalid_mask(self._raw)
+        steps, envs = np.nonzero(outside.any(tuple(range(2, outside.ndim))))
+        if len(steps):
+            env, found = int(envs[0]), self._raw[steps[0], envs[0]]
+        else:
+            outside = self._check.invalid_mask(ends.final)
+            row = int(outside.any(tuple(range(1, outside.ndim))).argmax())
+            env, found = int(ends.envs[row]), ends.final[row]
+        problem = self._check.describe_problem(found)
+        log.warning(OUTSIDE_WARNING, self.policy.worker_index, env, problem)
 
     def _drop_segments(self, problems: list[tuple[int, int, str, int]], cuts: Cuts) -> None:
         """Drop the segments with invalid values; replace the environments of those still open."""
@@ -573,7 +598,7 @@ class ColumnarCollector:
                 closed = len(later) > 0
                 cuts.lose(row + int(later[0]) if closed else len(dones) - 1, env, dones)
             if not closed:
-                error = InvalidStepError(f"sub-environment {env} returned {what}, at step {step}")
+                error = invalid_step_error(f"sub-environment {env} returned {what}, at step {step}")
                 self._raw[-1, env] = self.stepper.restart(env, error)
                 if self.policy.observation_filter is not None:
                     self._obs[-1, env] = self.policy.observation_filter(self._raw[-1, env])
@@ -583,7 +608,7 @@ class ColumnarCollector:
             if lost.all():
                 self._dropped[env] += 1
                 if self._dropped[env] > self.settings.max_num_env_restarts:
-                    raise InvalidStepError(
+                    raise invalid_step_error(
                         f"sub-environment {env} returned {what}, at step {step} of a fragment; all "
                         f"of its rows in {self._dropped[env]} consecutive fragments were dropped"
                     )

@@ -13,7 +13,6 @@ from gymnasium import spaces
 from flowrl.data import DEFAULT_POLICY_ID, MultiAgentBatch, SampleBatch
 from flowrl.data.types import PolicyID
 from flowrl.envs.registry import EnvContext, EnvCreator
-from flowrl.envs.validation import InvalidStepError
 from flowrl.iter.ray_runtime import node_id
 from flowrl.policies.policy import Policy
 from flowrl.policies.policy_spec import (
@@ -198,11 +197,6 @@ class RolloutWorker:
                 call(self.callbacks.on_sample_end, worker=self, samples=samples)
         except Exception as error:
             error.add_note(f"while worker {self.worker_index} was sampling")
-            if isinstance(error, InvalidStepError):
-                error.add_note(
-                    'on_invalid_step="replace" clips such values to their space, "drop" drops the '
-                    "episode"
-                )
             if isinstance(error, StopIteration):
                 raise RuntimeError("the environment raised StopIteration") from error
             raise

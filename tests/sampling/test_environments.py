@@ -16,6 +16,7 @@ from flowrl.envs.time_limit import (
     set_elapsed_steps,
     set_max_steps,
 )
+from flowrl.envs.validation import ObservationCheck
 from flowrl.sampling import RolloutWorker, SimpleListCollector, WorkerSet
 from flowrl.settings import ConfigError
 
@@ -89,3 +90,20 @@ def test_every_entry_of_a_saved_state_is_checked():
     for name in state:
         with pytest.raises(KeyError, match=name):
             check_vector_env_state({key: value for key, value in state.items() if key != name})
+
+
+@pytest.mark.parametrize(
+    ("arm", "message"),
+    [
+        (np.zeros(3, np.float32), r"obs\['arm'\] has shape \(3,\) .*not \(2,\).* shape of the"),
+        (
+            np.zeros(2, complex),
+            r"obs\['arm'\] has .*dtype complex128, not .*np.asarray\(…, np.float",
+        ),
+        (None, r"KeyError: 'arm'"),
+    ],
+)
+def test_observation_that_does_not_fit_names_its_part_and_the_remedy(arm, message):
+    check = ObservationCheck(gym.spaces.Dict({"arm": gym.spaces.Box(0, 1, (2,))}))
+    with pytest.raises(ConfigError, match=message):
+        check.check_structure({} if arm is None else {"arm": arm})
