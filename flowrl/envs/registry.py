@@ -24,6 +24,8 @@ NO_ENV_MESSAGE = (
 )
 
 _CREATORS: dict[str, EnvCreator] = {}
+# first arguments of functions that receive the EnvContext even if they have a default
+_CONTEXT_NAMES = ("context", "ctx", "config", "env_config", "env_context")
 # environments whose arguments import no code
 _KNOWN_ENTRY_POINTS = ("gymnasium.envs.", "ale_py.")
 
@@ -71,16 +73,18 @@ class EnvContext(dict[str, Any]):
 
 
 def register_env(name: str, creator: EnvCreator) -> None:
-    """Register an env creator: the setting `env=name` then calls `creator(env_context)`.
+    """Register an env creator, a function as for the setting `env`, or a class; the setting
+    `env=name` then calls `creator(env_context)`.
 
     Raises:
-        ConfigError: the name is not a string, or the creator is not callable.
+        ConfigError: the name is not a string, or the creator is not callable or has two or more
+            required arguments.
     """
     if not isinstance(name, str) or not name:
         raise ConfigError(f"register_env: the name is a string, got {name!r}")
     if not callable(creator):
         raise ConfigError(f"register_env({name!r}): the creator must be callable, got {creator!r}")
-    _CREATORS[name] = creator
+    _CREATORS[name] = _creator_of_function(creator)
 
 
 def _make_by_id(env_id: str, context: EnvContext) -> gym.Env:
@@ -92,18 +96,45 @@ def _make_by_id(env_id: str, context: EnvContext) -> gym.Env:
         raise
 
 
-def _make_class(cls: type, context: EnvContext) -> Any:
+def _make_with_keywords(function: Callable[..., Any], context: EnvContext) -> Any:
+    """Call a class or a function with `env_config` as keyword arguments."""
     try:
-        signature = inspect.signature(cls)
+        signature = inspect.signature(function)
     except ValueError:  # some classes have none
-        return cls(**context)
+        return function(**context)
     try:
         signature.bind(**context)
     except TypeError as error:
+        name = getattr(function, "__name__", repr(function))
+        raise ConfigError(f"env_config: {name}{signature} does not accept it: {error}") from None
+    return function(**context)
+
+
+def _creator_of_function(function: Callable[..., Any]) -> EnvCreator:
+    """Return a creator that calls a function with the context or with keyword arguments.
+
+    Raises:
+        ConfigError: the function requires several positional arguments.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some builtins have none
+        return function
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    positional = [p for p in signature.parameters.values() if p.kind in kinds]
+    required = [p for p in positional if p.default is p.empty]
+    if len(required) > 1:
         raise ConfigError(
-            f"env_config: {cls.__name__}{signature} does not accept it: {error}"
-        ) from None
-    return cls(**context)
+            f"env: {getattr(function, '__name__', repr(function))}{signature} has "
+            f"{len(required)} required arguments: define it as make_env(), as make_env(context), "
+            "which receives an EnvContext, or as make_env(size=8, …), which receives env_config "
+            "as keyword arguments"
+        )
+    by_name = bool(positional) and positional[0].name in _CONTEXT_NAMES
+    any_position = any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values())
+    if required or by_name or (any_position and not positional):
+        return function
+    return partial(_make_with_keywords, function)
 
 
 def _copy_env(env: Any, context: EnvContext) -> Any:
@@ -124,12 +155,17 @@ def env_creator_for(env: Any) -> EnvCreator:
     """Return the creator of an environment.
 
     Args:
-        env: a gymnasium env id, a registered name, a class (called with `env_config` as keyword
-            arguments), a creator, which is returned as it is, or an environment, of which each
-            sub-environment is a copy.
+        env: one of
+            - a gymnasium env id or a registered name;
+            - a class, called with `env_config` as keyword arguments;
+            - a function with one required argument, or whose first argument is named `context` or
+              `config`: called with the EnvContext;
+            - another function: called with `env_config` as keyword arguments;
+            - an environment, of which each sub-environment is a copy.
 
     Raises:
-        ConfigError: the name is unknown; the message suggests the nearest one.
+        ConfigError: the name is unknown (the message suggests the nearest one), or the function
+            has two or more required arguments.
     """
     if isinstance(env, str):
         if env in _CREATORS:
@@ -147,11 +183,11 @@ def env_creator_for(env: Any) -> EnvCreator:
             raise ConfigError(f"env: cannot find {env!r}: {error}") from error
         return partial(_make_by_id, env)
     if isinstance(env, type):
-        return partial(_make_class, env)
+        return partial(_make_with_keywords, env)
     if hasattr(env, "reset") and (hasattr(env, "step") or hasattr(env, "agent_iter")):
         return partial(_copy_env, env)
     if callable(env):
-        return env
+        return _creator_of_function(env)
     raise ConfigError(f"env: expected an env id, a class, a creator or an environment, got {env!r}")
 
 

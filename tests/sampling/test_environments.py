@@ -9,7 +9,7 @@ from gymnasium.wrappers import TimeLimit
 
 from flowrl.envs.env_factory import EnvFactory
 from flowrl.envs.env_state import check_vector_env_state
-from flowrl.envs.registry import env_creator_for, env_id_of
+from flowrl.envs.registry import env_creator_for, env_id_of, register_env
 from flowrl.envs.time_limit import (
     get_elapsed_steps,
     get_max_steps,
@@ -38,6 +38,43 @@ def test_num_envs_must_be_that_of_a_vector_environment():
     assert [EnvFactory(two, {}, n).make_vector_env().num_envs for n in (1, 2)] == [2, 2]
     with pytest.raises(ConfigError, match=r"num_envs_per_worker=5.* of 2 environments"):
         EnvFactory(two, {}, 5).make_vector_env()
+
+
+class Sized(CountEnv):
+    """An environment with an argument."""
+
+
+FUNCTIONS = {
+    "no_argument": (lambda: CountEnv(3), {}, 3),
+    "context": (lambda context: CountEnv(context["n"]), {"n": 4}, 4),
+    "any_name": (lambda c: CountEnv(c["n"]), {"n": 4}, 4),
+    "context_with_default": (lambda config=None: CountEnv(config["n"]), {"n": 4}, 4),
+    "positional": (lambda *args: CountEnv(args[0]["n"]), {"n": 4}, 4),
+    "keyword": (lambda n=3: CountEnv(n), {"n": 4}, 4),
+    "keyword_default": (lambda n=3: CountEnv(n), {}, 3),
+    "keywords": (lambda **kwargs: CountEnv(kwargs["n"]), {"n": 4}, 4),
+    "partial": (partial(Sized, 5), {}, 5),
+    "partial_with_context": (partial(lambda n, context: CountEnv(n), 5), {}, 5),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("registered", [False, True])
+def test_functions_are_called_by_their_signature(name, registered):
+    function, env_config, length = FUNCTIONS[name]
+    if registered:
+        register_env("function-env", function)
+        function = "function-env"
+    worker = RolloutWorker(function, Idle, {"env_config": env_config})
+    worker.sample()
+    assert {episode.episode_length for episode in worker.get_metrics()} == {length}
+
+
+def test_functions_that_cannot_be_called_name_the_allowed_forms():
+    with pytest.raises(ConfigError, match=r"env: <lambda>\(a, b\) has 2 required .*make_env\(con"):
+        env_creator_for(lambda a, b: CountEnv())
+    with pytest.raises(ConfigError, match=r"env_config: <lambda>\(\) does not accept it: .*'n'"):
+        RolloutWorker(lambda: CountEnv(), Idle, {"env_config": {"n": 4}})
 
 
 @pytest.mark.parametrize("as_instance", [False, True])
