@@ -151,6 +151,23 @@ def _copy_env(env: Any, context: EnvContext) -> Any:
         ) from error
 
 
+def _check_methods(cls: type) -> None:
+    """Check that a class has the methods of an environment.
+
+    Raises:
+        ConfigError: it does not define one.
+    """
+    if hasattr(cls, "__getattr__") or cls.__new__ is not object.__new__:
+        return  # it may delegate them, or create something else
+    for name in ("reset", "step"):
+        method = getattr(cls, name, None)
+        if method is None or method is getattr(gym.Env, name):
+            raise ConfigError(
+                f"env: the class {cls.__name__} does not define {name}(): an environment is a "
+                "gymnasium.Env or a flowrl.envs.MultiAgentEnv with the methods reset() and step()"
+            )
+
+
 def env_creator_for(env: Any) -> EnvCreator:
     """Return the creator of an environment.
 
@@ -164,8 +181,8 @@ def env_creator_for(env: Any) -> EnvCreator:
             - an environment, of which each sub-environment is a copy.
 
     Raises:
-        ConfigError: the name is unknown (the message suggests the nearest one), or the function
-            has two or more required arguments.
+        ConfigError: the name is unknown (the message suggests the nearest one), the class lacks
+            reset() or step(), or the function has two or more required arguments.
     """
     if isinstance(env, str):
         if env in _CREATORS:
@@ -183,6 +200,7 @@ def env_creator_for(env: Any) -> EnvCreator:
             raise ConfigError(f"env: cannot find {env!r}: {error}") from error
         return partial(_make_by_id, env)
     if isinstance(env, type):
+        _check_methods(env)
         return partial(_make_with_keywords, env)
     if hasattr(env, "reset") and (hasattr(env, "step") or hasattr(env, "agent_iter")):
         return partial(_copy_env, env)

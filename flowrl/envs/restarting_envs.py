@@ -48,8 +48,8 @@ class RestartingEnvs:
         seed: base seed of each environment's first reset; None does not seed.
         max_restarts: maximum consecutive failures of one environment; completing an episode or a
             fragment resets the count. The next error is raised. All errors of an environment's
-            first creation, and PERMANENT_ERRORS before the end of its first reset, are raised at
-            once.
+            first creation, PERMANENT_ERRORS before the end of its first reset, and
+            NotImplementedError are raised at once.
         on_env_created: called with the index and the environment after each creation.
         name: name of the environment until it exists, for messages.
         worker_index: for messages.
@@ -147,6 +147,7 @@ class RestartingEnvs:
         origin = f"{call}, sub-environment {index} of worker {self._worker_index}"
         created = self._num_created[index] > 0
         permanent = isinstance(error, PERMANENT_ERRORS) and not self._has_worked[index]
+        permanent = permanent or isinstance(error, NotImplementedError)
         if permanent or not created:
             error.add_note(f"raised by {origin}")
             self._discard(index)

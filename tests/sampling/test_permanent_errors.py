@@ -6,6 +6,7 @@ import gymnasium as gym
 import pytest
 
 from flowrl.algorithms.a2c import A2CConfig
+from flowrl.envs import MultiAgentEnv
 from flowrl.iter import ShardFailedError
 from flowrl.sampling import RolloutWorker, WorkerSet
 from flowrl.settings import ConfigError
@@ -19,7 +20,7 @@ class Sized(CountEnv):
 
 
 class WithoutSpaces(gym.Env):
-    pass
+    reset, step = CountEnv.reset, CountEnv.step
 
 
 class ShapeForSpace(CountEnv):
@@ -164,6 +165,35 @@ def test_recreation_is_repeated(caplog):
     assert len(calls) == 4
     assert "CountEnv.step(), sub-environment 0 of worker 0, raised" in caplog.messages[0]
     assert "the creation of create, sub-environment 0 of worker 0, raised" in caplog.messages[1]
+
+
+def test_class_without_reset_or_step_is_rejected_by_build():
+    class OnlyReset(WithoutSpaces):
+        step = gym.Env.step
+
+    class Settings:
+        pass
+
+    for env, message in (
+        (OnlyReset, r"env: the class OnlyReset does not define step\(\)"),
+        (Settings, r"the class Settings does not define reset\(\)"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            A2CConfig(env=env).build()
+
+
+@pytest.mark.parametrize("method", ["reset", "step"])
+def test_method_that_is_not_implemented_is_not_repeated(method):
+    class Unfinished(MultiAgentEnv):
+        possible_agents = ["a"]
+        observation_space, action_space = CountEnv.observation_space, CountEnv.action_space
+
+    if method == "step":
+        Unfinished.reset = lambda self, **kwargs: ({"a": [0, 0]}, {})
+    worker = RolloutWorker(lambda: Unfinished(), Idle)
+    with pytest.raises(NotImplementedError, match=f"Unfinished has no {method}") as caught:
+        worker.sample()
+    assert "failed" not in " ".join(caught.value.__notes__)
 
 
 @pytest.mark.slow
