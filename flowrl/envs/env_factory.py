@@ -16,6 +16,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from flowrl.envs.gymnasium_vector_env import GymnasiumVectorEnv
 from flowrl.envs.multi_agent import is_multi_agent
 from flowrl.envs.multi_agent_vector_env import DirectMultiAgentVectorEnv
+from flowrl.envs.pettingzoo import wrap_pettingzoo
 from flowrl.envs.registry import (
     EnvContext,
     EnvCreator,
@@ -78,14 +79,14 @@ class EnvFactory:
         return EnvContext(self._env_config, self._worker_index, vector_index, self._num_workers)
 
     def make_env(self, vector_index: int) -> Any:
-        """Create one environment, with the horizon applied to gymnasium environments.
+        """Create one environment: PettingZoo's are wrapped, gymnasium's get the horizon.
 
         Raises:
             ConfigError: a package is missing, or `env_config` does not fit.
             Exception: another error of the creator.
         """
         try:
-            env = self._creator(self.env_context(vector_index))
+            env = wrap_pettingzoo(self._creator(self.env_context(vector_index)))
         except (ImportError, gym.error.DependencyNotInstalled) as error:
             raise missing_package_error(error) from error
         if not _is_gymnasium(env):

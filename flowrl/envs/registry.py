@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import gymnasium as gym
@@ -206,7 +207,12 @@ def env_creator_for(env: Any) -> EnvCreator:
         return partial(_copy_env, env)
     if callable(env):
         return _creator_of_function(env)
-    raise ConfigError(f"env: expected an env id, a class, a creator or an environment, got {env!r}")
+    hint = ""
+    if isinstance(env, ModuleType) and hasattr(env, "parallel_env"):  # a module of PettingZoo
+        hint = ": pass its function parallel_env, or env for turns"
+    raise ConfigError(
+        f"env: expected an env id, a class, a function or an environment, got {env!r}{hint}"
+    )
 
 
 def check_registered(env: str, env_config: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from flowrl.envs.pettingzoo import wrap_pettingzoo
 from flowrl.envs.registry import EnvContext, EnvCreator, env_creator_for, env_id_of
 from flowrl.envs.validation import env_name
 from flowrl.errors import ConfigError, check_installed
@@ -192,7 +193,7 @@ def _create_rendering(creator: EnvCreator, context: EnvContext, setting: str) ->
     """
     env_id = env_id_of(creator)
     if env_id is None or "render_mode" in context:
-        return creator(context)
+        return wrap_pettingzoo(creator(context))
     context["render_mode"] = "rgb_array"
     try:
         return creator(context)
