@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import inspect
+import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -25,6 +28,7 @@ NO_ENV_MESSAGE = (
 )
 
 _CREATORS: dict[str, EnvCreator] = {}
+_ATARI_ID = re.compile(r"ALE/|\w+(NoFrameskip|Deterministic)-v\d")
 # first arguments of functions that receive the EnvContext even if they have a default
 _CONTEXT_NAMES = ("context", "ctx", "config", "env_config", "env_context")
 # environments whose arguments import no code
@@ -88,7 +92,44 @@ def register_env(name: str, creator: EnvCreator) -> None:
     _CREATORS[name] = _creator_of_function(creator)
 
 
+def _find_spec(env_id: str) -> None:
+    """Find an id in gymnasium's registry; register the Atari environments if they are needed.
+
+    Raises:
+        ConfigError: the id is unknown; the message suggests what to install or the nearest id.
+    """
+    if _ATARI_ID.match(env_id) and env_id not in gym.registry:
+        if find_spec("ale_py") is None:
+            raise ConfigError(
+                f"env: {env_id!r} is an Atari environment, which needs the package ale-py: "
+                "pip install ale-py"
+            )
+        gym.register_envs(importlib.import_module("ale_py"))
+    try:
+        gym.spec(env_id)
+    except gym.error.Error as error:
+        if ":" in env_id:
+            return  # creating it imports the module that registers it
+        hint = nearest(env_id, [*_CREATORS, *gym.registry])
+        namespace = env_id.partition("/")[0] if "/" in env_id else None
+        known = {spec.namespace for spec in gym.registry.values()}
+        if not hint and namespace is not None and namespace not in known:
+            hint = (
+                f" No imported package registers {namespace!r}: install the package, and name the "
+                f'module that registers it, env="module:{env_id}".'
+            )
+        if not hint:
+            hint = (
+                " Register a custom environment with flowrl.envs.register_env(name, creator), "
+                "for example in the plan file."
+            )
+        raise ConfigError(f"env: unknown environment {env_id!r}.{hint}") from error
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"env: cannot find {env_id!r}: {error}") from error
+
+
 def _make_by_id(env_id: str, context: EnvContext) -> gym.Env:
+    _find_spec(env_id)
     try:
         return gym.make(env_id, disable_env_checker=True, **context)
     except TypeError as error:
@@ -188,17 +229,7 @@ def env_creator_for(env: Any) -> EnvCreator:
     if isinstance(env, str):
         if env in _CREATORS:
             return _CREATORS[env]
-        try:
-            gym.spec(env)
-        except gym.error.Error as error:
-            if ":" not in env:
-                hint = nearest(env, [*_CREATORS, *gym.registry]) or (
-                    " Register a custom environment with flowrl.envs.register_env(name, creator), "
-                    "for example in the plan file."
-                )
-                raise ConfigError(f"env: unknown environment {env!r}.{hint}") from error
-        except (ImportError, ValueError) as error:
-            raise ConfigError(f"env: cannot find {env!r}: {error}") from error
+        _find_spec(env)
         return partial(_make_by_id, env)
     if isinstance(env, type):
         _check_methods(env)

@@ -1,5 +1,6 @@
 """Creation, time limits, checks and saved states of a worker's environments."""
 
+import sys
 from functools import partial
 
 import gymnasium as gym
@@ -38,6 +39,36 @@ def test_num_envs_must_be_that_of_a_vector_environment():
     assert [EnvFactory(two, {}, n).make_vector_env().num_envs for n in (1, 2)] == [2, 2]
     with pytest.raises(ConfigError, match=r"num_envs_per_worker=5.* of 2 environments"):
         EnvFactory(two, {}, 5).make_vector_env()
+
+
+@pytest.mark.parametrize(
+    ("env_id", "message"),
+    [
+        ("CartPol-v1", "Did you mean 'CartPole-v1'"),
+        ("LunarLander-v2", "Did you mean 'LunarLander-v3'"),
+        ("ALE/Pong-v5", "is an Atari environment.*: pip install ale-py$"),
+        ("PongNoFrameskip-v4", "is an Atari environment.*: pip install ale-py$"),
+        ("minihack/Maze-v0", r"registers 'minihack': install .*env=\"module:minihack/Maze-v0\""),
+        ("zzzzzz", r"register_env\(name, creator\)"),
+    ],
+)
+def test_unknown_id_says_what_to_install_or_use(monkeypatch, env_id, message):
+    monkeypatch.setitem(sys.modules, "ale_py", None)
+    monkeypatch.setattr("flowrl.envs.registry.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=message):
+        env_creator_for(env_id)
+
+
+def test_installed_atari_environments_are_registered(monkeypatch, tmp_path):
+    code = "import gymnasium\ngymnasium.register('ALE/Fake-v5', 'tests.sampling.fakes:CountEnv')\n"
+    (tmp_path / "ale_py.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "ale_py", raising=False)
+    try:
+        assert RolloutWorker("ALE/Fake-v5", Idle).sample().count == 200
+    finally:
+        gym.registry.pop("ALE/Fake-v5", None)
+        sys.modules.pop("ale_py", None)
 
 
 class Sized(CountEnv):
