@@ -27,6 +27,21 @@ def leaf_spaces(space: spaces.Space) -> list[spaces.Space]:
     return [space]
 
 
+def leaf_names(space: spaces.Space, name: str) -> list[str]:
+    """Return the names of the leaves of a value called `name`, in the order of `leaf_spaces`.
+
+    >>> leaf_names(spaces.Dict({"goal": spaces.Discrete(2)}), "obs")
+    ["obs['goal']"]
+    """
+    if isinstance(space, spaces.Dict):
+        parts = [leaf_names(space[key], f"{name}[{key!r}]") for key in sorted(space)]
+    elif isinstance(space, spaces.Tuple):
+        parts = [leaf_names(part, f"{name}[{i}]") for i, part in enumerate(space)]
+    else:
+        return [name]
+    return [leaf for names in parts for leaf in names]
+
+
 def leaf_values(space: spaces.Space, value: Any) -> list[Any]:
     """Return the leaves of a nested value, in the order of `leaf_spaces`.
 

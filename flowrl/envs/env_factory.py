@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import traceback
 from collections.abc import Callable
@@ -10,12 +11,19 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import gymnasium as gym
-from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 from flowrl.envs.gymnasium_vector_env import GymnasiumVectorEnv
 from flowrl.envs.multi_agent import is_multi_agent
 from flowrl.envs.multi_agent_vector_env import DirectMultiAgentVectorEnv
-from flowrl.envs.registry import EnvContext, EnvCreator, apply_horizon, env_id_of
+from flowrl.envs.pettingzoo import wrap_pettingzoo
+from flowrl.envs.registry import (
+    EnvContext,
+    EnvCreator,
+    apply_horizon,
+    creator_name,
+    env_id_of,
+)
 from flowrl.envs.restarting_envs import RestartingEnvs
 from flowrl.envs.single_agent_adapter import SingleAgentAdapter
 from flowrl.envs.vector_env import DirectVectorEnv, VectorEnv
@@ -71,21 +79,16 @@ class EnvFactory:
         return EnvContext(self._env_config, self._worker_index, vector_index, self._num_workers)
 
     def make_env(self, vector_index: int) -> Any:
-        """Create one environment, with the horizon applied to gymnasium environments.
+        """Create one environment: PettingZoo's are wrapped, gymnasium's get the horizon.
 
         Raises:
             ConfigError: a package is missing, or `env_config` does not fit.
             Exception: another error of the creator.
         """
         try:
-            env = self._creator(self.env_context(vector_index))
+            env = wrap_pettingzoo(self._creator(self.env_context(vector_index)))
         except (ImportError, gym.error.DependencyNotInstalled) as error:
             raise missing_package_error(error) from error
-        except Exception as error:
-            error.add_note(
-                f"while creating sub-environment {vector_index} of worker {self._worker_index}"
-            )
-            raise
         if not _is_gymnasium(env):
             return env
         return apply_horizon(env, self._horizon, self._soft_horizon)
@@ -102,11 +105,13 @@ class EnvFactory:
             return SingleAgentAdapter(self._make_from_id())
         if self._mode in ("sync", "async"):
             env_fns = [partial(self._make_gymnasium_env, i) for i in range(self._num_envs)]
-            make = partial(SyncVectorEnv if self._mode == "sync" else AsyncVectorEnv, env_fns)
+            vector_class = SyncVectorEnv if self._mode == "sync" else AsyncVectorEnv
+            make = partial(vector_class, env_fns, autoreset_mode=AutoresetMode.SAME_STEP)
             return SingleAgentAdapter(GymnasiumVectorEnv(make(), self._seed, make))
         envs = RestartingEnvs(
-            self.make_env, self._num_envs, self._seed, self._max_restarts, self._on_env_created
-        )
+            self.make_env, self._num_envs, self._seed, self._max_restarts, self._on_env_created,
+            creator_name(self._creator), self._worker_index,
+        )  # fmt: skip
         first = envs.get(0)
         if isinstance(first, gym.vector.VectorEnv):
             self._check_horizon()
@@ -123,7 +128,14 @@ class EnvFactory:
         return DirectMultiAgentVectorEnv(envs, None if self._soft_horizon else self._horizon)
 
     def _make_gymnasium_env(self, vector_index: int) -> gym.Env:
-        env = self.make_env(vector_index)
+        try:
+            env = self.make_env(vector_index)
+        except Exception as error:
+            error.add_note(
+                f"raised by the creation of {creator_name(self._creator)}, sub-environment "
+                f"{vector_index} of worker {self._worker_index}"
+            )
+            raise
         if not _is_gymnasium(env):
             raise ConfigError(
                 f'vectorization_mode="{self._mode}" requires gymnasium environments, the creator '
@@ -131,7 +143,7 @@ class EnvFactory:
             )
         if self._on_env_created is not None:
             self._on_env_created(vector_index, env)
-        return env
+        return _CopyFinalObservation(env)
 
     def _check_horizon(self) -> None:
         if self._horizon is not None and not self._soft_horizon:
@@ -167,6 +179,20 @@ class EnvFactory:
             env_id, num_envs=self._num_envs, seed=0 if seed is None else seed % 2**31, **settings
         )
         return GymnasiumVectorEnv(cast(gym.vector.VectorEnv, pool), None)  # already seeded
+
+
+class _CopyFinalObservation(gym.Wrapper):
+    """Copy the last observation of each episode.
+
+    In SAME_STEP mode, gymnasium resets the environment before it passes this observation on, and
+    the reset may overwrite it.
+    """
+
+    def step(self, action: Any) -> Any:
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        if terminated or truncated:
+            observation = copy.deepcopy(observation)
+        return observation, reward, terminated, truncated, info
 
 
 def missing_package_error(error: Exception) -> ConfigError:

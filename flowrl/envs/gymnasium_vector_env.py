@@ -28,6 +28,7 @@ class GymnasiumVectorEnv:
     Attributes:
         env: the vector environment.
         autoreset_mode: its gymnasium.vector.AutoresetMode.
+        resets_in_next_step: whether an episode's end costs a call of `step` that only resets.
 
     Raises:
         ConfigError: `metadata["autoreset_mode"]` is missing.
@@ -56,6 +57,7 @@ class GymnasiumVectorEnv:
                 'metadata["autoreset_mode"] to a gymnasium.vector.AutoresetMode'
             )
         self.autoreset_mode = mode
+        self.resets_in_next_step = mode is AutoresetMode.NEXT_STEP
         self._resetting: np.ndarray = np.zeros(self.num_envs, bool)
         self._num_restores = 0  # each restored run starts episodes with other seeds
 
@@ -88,7 +90,12 @@ class GymnasiumVectorEnv:
             out: Any = create_empty_array(self.action_space, self.num_envs)
             env_actions = concatenate(self.action_space, actions, out)
         self._failed = True
-        stepped, rewards[:], terminateds[:], truncateds[:], infos = self.env.step(env_actions)
+        try:
+            returned = self.env.step(env_actions)
+        except Exception as error:
+            error.add_note(f"raised by step() of an environment in a {type(self.env).__name__}")
+            raise
+        stepped, rewards[:], terminateds[:], truncateds[:], infos = returned
         self._failed = False
         next_obs = self._by_env(stepped)
         done = np.logical_or(terminateds, truncateds)
@@ -103,7 +110,7 @@ class GymnasiumVectorEnv:
         if self.autoreset_mode is AutoresetMode.DISABLED and len(result.ended):
             reset, _ = self.env.reset(options={"reset_mask": done})
             next_obs = self._by_env(reset)
-        if self.autoreset_mode is AutoresetMode.NEXT_STEP:
+        if self.resets_in_next_step:
             if self._resetting.any():
                 result.skipped = np.flatnonzero(self._resetting)
             self._resetting = done

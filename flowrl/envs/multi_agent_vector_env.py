@@ -182,7 +182,7 @@ class DirectMultiAgentVectorEnv:
 
     def restart(self, index: int, error: Exception) -> MultiAgentStep:
         step = MultiAgentStep()
-        self._envs.handle_failure(index, error, "by step()")
+        self._envs.handle_failure(index, error, "step")
         step.failed = error
         step.start, step.start_infos = self._reset(index)
         return step

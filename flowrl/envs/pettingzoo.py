@@ -1,4 +1,7 @@
-"""PettingZoo environments as MultiAgentEnvs (extra `marl`)."""
+"""PettingZoo environments as MultiAgentEnvs (extra `marl`).
+
+An environment that a creator returns is wrapped automatically.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from typing import Any
 
 from gymnasium import spaces
 
-from flowrl.envs.multi_agent import MultiAgentEnv, StepResult
+from flowrl.envs.multi_agent import MultiAgentEnv, StepResult, is_multi_agent
 from flowrl.settings import ConfigError
 
 
@@ -91,6 +94,14 @@ class PettingZooEnv(_PettingZoo):
             env.step(None)  # PettingZoo removes a finished agent on this call
         flags = _flags_with_all(terminateds, truncateds, done=not env.agents)
         return observations, rewards, *flags, infos
+
+
+def wrap_pettingzoo(env: Any) -> Any:
+    """Return a PettingZoo environment as a MultiAgentEnv, and any other object as it is."""
+    by_agent = (getattr(env, f"{kind}_space", None) for kind in ("observation", "action"))
+    if is_multi_agent(env) or not all(callable(space) for space in by_agent):
+        return env
+    return PettingZooEnv(env) if hasattr(env, "agent_iter") else ParallelPettingZooEnv(env)
 
 
 def _flags_with_all(

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import inspect
+import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 import gymnasium as gym
@@ -24,6 +28,9 @@ NO_ENV_MESSAGE = (
 )
 
 _CREATORS: dict[str, EnvCreator] = {}
+_ATARI_ID = re.compile(r"ALE/|\w+(NoFrameskip|Deterministic)-v\d")
+# first arguments of functions that receive the EnvContext even if they have a default
+_CONTEXT_NAMES = ("context", "ctx", "config", "env_config", "env_context")
 # environments whose arguments import no code
 _KNOWN_ENTRY_POINTS = ("gymnasium.envs.", "ale_py.")
 
@@ -71,19 +78,58 @@ class EnvContext(dict[str, Any]):
 
 
 def register_env(name: str, creator: EnvCreator) -> None:
-    """Register an env creator: the setting `env=name` then calls `creator(env_context)`.
+    """Register an env creator, a function as for the setting `env`, or a class; the setting
+    `env=name` then calls `creator(env_context)`.
 
     Raises:
-        ConfigError: the name is not a string, or the creator is not callable.
+        ConfigError: the name is not a string, or the creator is not callable or has two or more
+            required arguments.
     """
     if not isinstance(name, str) or not name:
         raise ConfigError(f"register_env: the name is a string, got {name!r}")
     if not callable(creator):
         raise ConfigError(f"register_env({name!r}): the creator must be callable, got {creator!r}")
-    _CREATORS[name] = creator
+    _CREATORS[name] = _creator_of_function(creator)
+
+
+def _find_spec(env_id: str) -> None:
+    """Find an id in gymnasium's registry; register the Atari environments if they are needed.
+
+    Raises:
+        ConfigError: the id is unknown; the message suggests what to install or the nearest id.
+    """
+    if _ATARI_ID.match(env_id) and env_id not in gym.registry:
+        if find_spec("ale_py") is None:
+            raise ConfigError(
+                f"env: {env_id!r} is an Atari environment, which needs the package ale-py: "
+                "pip install ale-py"
+            )
+        gym.register_envs(importlib.import_module("ale_py"))
+    try:
+        gym.spec(env_id)
+    except gym.error.Error as error:
+        if ":" in env_id:
+            return  # creating it imports the module that registers it
+        hint = nearest(env_id, [*_CREATORS, *gym.registry])
+        namespace = env_id.partition("/")[0] if "/" in env_id else None
+        known = {spec.namespace for spec in gym.registry.values()}
+        if not hint and namespace is not None and namespace not in known:
+            hint = (
+                f" No imported package registers {namespace!r}: install the package, and name the "
+                f'module that registers it, env="module:{env_id}".'
+            )
+        if not hint:
+            hint = (
+                " Register a custom environment with flowrl.envs.register_env(name, creator), "
+                "for example in the plan file."
+            )
+        raise ConfigError(f"env: unknown environment {env_id!r}.{hint}") from error
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"env: cannot find {env_id!r}: {error}") from error
 
 
 def _make_by_id(env_id: str, context: EnvContext) -> gym.Env:
+    _find_spec(env_id)
     try:
         return gym.make(env_id, disable_env_checker=True, **context)
     except TypeError as error:
@@ -92,18 +138,45 @@ def _make_by_id(env_id: str, context: EnvContext) -> gym.Env:
         raise
 
 
-def _make_class(cls: type, context: EnvContext) -> Any:
+def _make_with_keywords(function: Callable[..., Any], context: EnvContext) -> Any:
+    """Call a class or a function with `env_config` as keyword arguments."""
     try:
-        signature = inspect.signature(cls)
+        signature = inspect.signature(function)
     except ValueError:  # some classes have none
-        return cls(**context)
+        return function(**context)
     try:
         signature.bind(**context)
     except TypeError as error:
+        name = getattr(function, "__name__", repr(function))
+        raise ConfigError(f"env_config: {name}{signature} does not accept it: {error}") from None
+    return function(**context)
+
+
+def _creator_of_function(function: Callable[..., Any]) -> EnvCreator:
+    """Return a creator that calls a function with the context or with keyword arguments.
+
+    Raises:
+        ConfigError: the function requires several positional arguments.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some builtins have none
+        return function
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    positional = [p for p in signature.parameters.values() if p.kind in kinds]
+    required = [p for p in positional if p.default is p.empty]
+    if len(required) > 1:
         raise ConfigError(
-            f"env_config: {cls.__name__}{signature} does not accept it: {error}"
-        ) from None
-    return cls(**context)
+            f"env: {getattr(function, '__name__', repr(function))}{signature} has "
+            f"{len(required)} required arguments: define it as make_env(), as make_env(context), "
+            "which receives an EnvContext, or as make_env(size=8, …), which receives env_config "
+            "as keyword arguments"
+        )
+    by_name = bool(positional) and positional[0].name in _CONTEXT_NAMES
+    any_position = any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values())
+    if required or by_name or (any_position and not positional):
+        return function
+    return partial(_make_with_keywords, function)
 
 
 def _copy_env(env: Any, context: EnvContext) -> Any:
@@ -120,39 +193,57 @@ def _copy_env(env: Any, context: EnvContext) -> Any:
         ) from error
 
 
+def _check_methods(cls: type) -> None:
+    """Check that a class has the methods of an environment.
+
+    Raises:
+        ConfigError: it does not define one.
+    """
+    if hasattr(cls, "__getattr__") or cls.__new__ is not object.__new__:
+        return  # it may delegate them, or create something else
+    for name in ("reset", "step"):
+        method = getattr(cls, name, None)
+        if method is None or method is getattr(gym.Env, name):
+            raise ConfigError(
+                f"env: the class {cls.__name__} does not define {name}(): an environment is a "
+                "gymnasium.Env or a flowrl.envs.MultiAgentEnv with the methods reset() and step()"
+            )
+
+
 def env_creator_for(env: Any) -> EnvCreator:
     """Return the creator of an environment.
 
     Args:
-        env: a gymnasium env id, a registered name, a class (called with `env_config` as keyword
-            arguments), a creator, which is returned as it is, or an environment, of which each
-            sub-environment is a copy.
+        env: one of
+            - a gymnasium env id or a registered name;
+            - a class, called with `env_config` as keyword arguments;
+            - a function with one required argument, or whose first argument is named `context` or
+              `config`: called with the EnvContext;
+            - another function: called with `env_config` as keyword arguments;
+            - an environment, of which each sub-environment is a copy.
 
     Raises:
-        ConfigError: the name is unknown; the message suggests the nearest one.
+        ConfigError: the name is unknown (the message suggests the nearest one), the class lacks
+            reset() or step(), or the function has two or more required arguments.
     """
     if isinstance(env, str):
         if env in _CREATORS:
             return _CREATORS[env]
-        try:
-            gym.spec(env)
-        except gym.error.Error as error:
-            if ":" not in env:
-                hint = nearest(env, [*_CREATORS, *gym.registry]) or (
-                    " Register a custom environment with flowrl.envs.register_env(name, creator), "
-                    "for example in the plan file."
-                )
-                raise ConfigError(f"env: unknown environment {env!r}.{hint}") from error
-        except (ImportError, ValueError) as error:
-            raise ConfigError(f"env: cannot find {env!r}: {error}") from error
+        _find_spec(env)
         return partial(_make_by_id, env)
     if isinstance(env, type):
-        return partial(_make_class, env)
+        _check_methods(env)
+        return partial(_make_with_keywords, env)
     if hasattr(env, "reset") and (hasattr(env, "step") or hasattr(env, "agent_iter")):
         return partial(_copy_env, env)
     if callable(env):
-        return env
-    raise ConfigError(f"env: expected an env id, a class, a creator or an environment, got {env!r}")
+        return _creator_of_function(env)
+    hint = ""
+    if isinstance(env, ModuleType) and hasattr(env, "parallel_env"):  # a module of PettingZoo
+        hint = ": pass its function parallel_env, or env for turns"
+    raise ConfigError(
+        f"env: expected an env id, a class, a function or an environment, got {env!r}{hint}"
+    )
 
 
 def check_registered(env: str, env_config: dict[str, Any]) -> None:
@@ -181,6 +272,18 @@ def env_id_of(creator: EnvCreator) -> str | None:
     if isinstance(creator, partial) and creator.func is _make_by_id:
         return str(creator.args[0])
     return None
+
+
+def creator_name(creator: EnvCreator) -> str:
+    """Return the name of what a creator makes, for messages.
+
+    >>> creator_name(env_creator_for("CartPole-v1"))
+    'CartPole-v1'
+    """
+    env: Any = creator
+    while isinstance(env, partial):
+        env = env.args[0] if env.args else env.func
+    return env if isinstance(env, str) else getattr(env, "__name__", type(env).__name__)
 
 
 def apply_horizon(env: gym.Env, horizon: int | None, soft: bool) -> gym.Env:

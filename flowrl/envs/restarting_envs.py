@@ -1,7 +1,7 @@
 """RestartingEnvs: environments that are created lazily and recreated after an error.
 
-An error in the code or the settings of an environment, such as a TypeError before its first
-episode, would only be repeated: it is raised at once.
+Errors of the first creation of an environment, and errors in its code or its settings, such as a
+TypeError before its first episode, would only be repeated: they are raised at once.
 
 For each environment it records how the current episode was reset, and all actions since. A
 checkpoint includes both, so that a resumed run can replay the episode up to the same step.
@@ -23,6 +23,7 @@ from flowrl.envs.env_state import (
     set_env_state,
     unpack_actions,
 )
+from flowrl.envs.validation import env_name
 from flowrl.seeding import derive_seed, restore_stream
 from flowrl.settings import ConfigError
 
@@ -46,9 +47,12 @@ class RestartingEnvs:
         num_envs: number of environments.
         seed: base seed of each environment's first reset; None does not seed.
         max_restarts: maximum consecutive failures of one environment; completing an episode or a
-            fragment resets the count. The next error is raised. PERMANENT_ERRORS before the end of
-            an environment's first reset are raised at once.
+            fragment resets the count. The next error is raised. All errors of an environment's
+            first creation, PERMANENT_ERRORS before the end of its first reset, and
+            NotImplementedError are raised at once.
         on_env_created: called with the index and the environment after each creation.
+        name: name of the environment until it exists, for messages.
+        worker_index: for messages.
 
     Attributes:
         envs: the environments; None where one is yet to be created.
@@ -63,7 +67,10 @@ class RestartingEnvs:
         seed: int | None,
         max_restarts: int,
         on_env_created: Callable[[int, Any], None] | None = None,
+        name: str = "the environment",
+        worker_index: int = 0,
     ):
+        self._name, self._worker_index = name, worker_index
         self.num_restarts = 0
         self._on_env_created = on_env_created
         self._make_env = make_env
@@ -87,7 +94,7 @@ class RestartingEnvs:
             except ConfigError:
                 raise
             except Exception as error:
-                self.handle_failure(index, error, "during creation")
+                self.handle_failure(index, error, None)
                 continue
             if self.envs[index] is None:
                 raise ConfigError("env: the creator returned None: does it return the environment?")
@@ -120,22 +127,29 @@ class RestartingEnvs:
             except ConfigError:
                 raise
             except Exception as error:
-                self.handle_failure(index, error, "by reset()")
+                self.handle_failure(index, error, "reset")
 
-    def handle_failure(self, index: int, error: Exception, origin: str) -> None:
+    def handle_failure(self, index: int, error: Exception, method: str | None) -> None:
         """Close a failed environment, so that the next access recreates it.
 
         Args:
             index: index of the environment.
             error: the exception that it raised.
-            origin: where it was raised, e.g. "by step()"; for messages.
+            method: its method that raised; None for its creation.
 
         Raises:
             error: the environment failed more than `max_restarts` times in a row, or never worked
                 and cannot be expected to.
         """
-        if isinstance(error, PERMANENT_ERRORS) and not self._has_worked[index]:
-            error.add_note(f"raised {origin} of sub-environment {index}")
+        env = self.envs[index]
+        name = self._name if env is None else env_name(env)
+        call = f"the creation of {name}" if method is None else f"{name}.{method}()"
+        origin = f"{call}, sub-environment {index} of worker {self._worker_index}"
+        created = self._num_created[index] > 0
+        permanent = isinstance(error, PERMANENT_ERRORS) and not self._has_worked[index]
+        permanent = permanent or isinstance(error, NotImplementedError)
+        if permanent or not created:
+            error.add_note(f"raised by {origin}")
             self._discard(index)
             raise error
         self._failures[index] += 1
@@ -143,14 +157,14 @@ class RestartingEnvs:
         failures = self._failures[index]
         if failures > self._max_restarts:
             repeated = f", which failed {failures} times in a row" if failures > 1 else ""
-            error.add_note(f"raised {origin} of sub-environment {index}{repeated}")
+            error.add_note(f"raised by {origin}{repeated}")
             self._failures[index] = 0
             self._discard(index)
             raise error
         log.warning(
-            "sub-environment %d raised %r %s: recreating it (restart %d of at most %d in a row) "
-            "and discarding the steps of its episode since the last fragment",
-            index, error, origin, failures, self._max_restarts,
+            "%s, raised %r: recreating the environment (restart %d of at most %d in a row) and "
+            "discarding the steps of its episode since the last fragment",
+            origin, error, failures, self._max_restarts,
         )  # fmt: skip
         self._discard(index)
 

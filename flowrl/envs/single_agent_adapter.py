@@ -6,10 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode
 
 from flowrl.data.spaces import zeros_of
-from flowrl.envs.gymnasium_vector_env import GymnasiumVectorEnv
 from flowrl.envs.multi_agent_vector_env import MultiAgentStep, ResetResult
 from flowrl.envs.vector_env import DirectVectorEnv, VectorEnv
 
@@ -34,10 +32,6 @@ class SingleAgentAdapter:
         self._no_action = zeros_of(vector_env.action_space)
         if isinstance(vector_env.action_space, spaces.Discrete):
             self._no_action = int(vector_env.action_space.start)
-        self._resets_in_next_step = (
-            isinstance(vector_env, GymnasiumVectorEnv)
-            and vector_env.autoreset_mode is AutoresetMode.NEXT_STEP
-        )
 
     @property
     def num_restarts(self) -> int:
@@ -78,7 +72,7 @@ class SingleAgentAdapter:
                 step.terminateds = {"__all__": bool(terminateds[i])}
                 step.truncateds = {"__all__": bool(truncateds[i])}
                 step.obs = {SINGLE_AGENT: final[i]}
-                step.start = None if self._resets_in_next_step else {SINGLE_AGENT: obs}
+                step.start = None if self.vector_env.resets_in_next_step else {SINGLE_AGENT: obs}
             else:
                 step.obs = {SINGLE_AGENT: obs}
             step.rewards = {SINGLE_AGENT: self._rewards[i]}

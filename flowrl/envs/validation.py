@@ -8,13 +8,19 @@ import numpy as np
 import optree
 from gymnasium import spaces
 
-from flowrl.data.spaces import copy_value, leaf_spaces, leaf_values
+from flowrl.data.spaces import copy_value, leaf_names, leaf_spaces, leaf_values
 from flowrl.settings import ConfigError
 
-OnInvalidStep = Literal["raise", "drop", "replace"]
+OnInvalidStep = Literal["warn", "raise", "drop", "replace"]
 
 LARGEST_REWARD = float(np.finfo(np.float32).max)  # rewards are stored as float32
 TOLERANCE = 1e-4  # relative slack of float bounds, for rounding errors of environments
+
+OUTSIDE_WARNING = (
+    "worker %d: sub-environment %d returned %s. Such observations are used as they are, and not "
+    'reported again. Correct the bounds of the space, or set on_invalid_step to "raise", "drop" or '
+    '"replace"'
+)
 
 # columns that the sampler adds to every batch; a policy must not return them
 SAMPLER_COLUMNS = {
@@ -39,6 +45,22 @@ class InvalidStepError(ValueError):
     """An observation or reward that is not finite or lies outside its space."""
 
 
+def invalid_step_error(problem: str) -> InvalidStepError:
+    """Return the error for an invalid step; its message says what can be done."""
+    return InvalidStepError(
+        f"{problem}. Correct the environment or its space, or set on_invalid_step: "
+        '"replace" clips such values to their space and sets non-finite ones to 0, "drop" drops '
+        "the episode"
+    )
+
+
+def env_name(env: Any) -> str:
+    """Return the id of an environment, or the name of its class, for messages."""
+    env = getattr(env, "unwrapped", env)
+    spec_id = getattr(getattr(env, "spec", None), "id", None)
+    return spec_id if isinstance(spec_id, str) else type(env).__name__
+
+
 def space_of(env: Any, name: str) -> Any:
     """Return a space of an environment.
 
@@ -51,10 +73,9 @@ def space_of(env: Any, name: str) -> Any:
     """
     space = getattr(env, name, None)
     if not isinstance(space, spaces.Space):
-        env_name = type(getattr(env, "unwrapped", env)).__name__
         raise ConfigError(
-            f"env: {env_name}.{name} must be a gymnasium space (gymnasium.spaces.Box, Discrete, "
-            f"…), got {space!r}"
+            f"env: {env_name(env)}.{name} must be a gymnasium space (gymnasium.spaces.Box, "
+            f"Discrete, …), got {space!r}"
         )
     return space
 
@@ -63,7 +84,7 @@ class ObservationCheck:
     """Validate observations against one observation space.
 
     `check_structure` compares shape, dtype and structure, which is needed once per environment;
-    `in_bounds` checks the values of every observation.
+    `in_bounds` and `is_usable` check the values of every observation.
 
     Attributes:
         space: the observation space.
@@ -76,7 +97,14 @@ class ObservationCheck:
         self._leaves = leaf_spaces(space)
         self.is_array = len(self._leaves) == 1 and self._leaves[0] is space
         self.dtype: Any = space.dtype if self.is_array else None
+        self._names = leaf_names(space, "obs")
         self._bounds = [_bounds(leaf) for leaf in self._leaves]
+        self._usable = [
+            _bounds(spaces.Box(-np.inf, np.inf, leaf.shape, leaf.dtype.type))
+            if isinstance(leaf, spaces.Box) and leaf.dtype is not None and leaf.dtype.kind == "f"
+            else (None if isinstance(leaf, spaces.Box) else bounds)
+            for leaf, bounds in zip(self._leaves, self._bounds, strict=True)
+        ]
 
     def check_structure(self, observation: Any) -> None:
         """Compare the structure of an observation with the space.
@@ -85,15 +113,19 @@ class ObservationCheck:
             ConfigError: shape, dtype or structure differ.
         """
         values = [observation] if self.is_array else self._leaf_values(observation)
-        for space, value in zip(self._leaves, values, strict=True):
+        for name, space, value in zip(self._names, self._leaves, values, strict=True):
             array = np.asarray(value)
             dtype: Any = space.dtype
             if space.shape is None or dtype is None:
                 continue
             if array.shape != space.shape or not np.can_cast(array.dtype, dtype, "same_kind"):
+                remedy = f"return it with the dtype, for example by np.asarray(…, np.{dtype})"
+                if array.shape != space.shape:
+                    remedy = "return it with the shape of the space"
                 raise ConfigError(
-                    f"env: an observation does not fit the space {self.space}: it has shape "
-                    f"{array.shape} and dtype {array.dtype}, not {space.shape} and {dtype}"
+                    f"env: an observation does not fit the space {self.space}: {name} has shape "
+                    f"{array.shape} and dtype {array.dtype}, not {space.shape} and {dtype}: "
+                    f"{remedy}, or correct the space"
                 )
 
     def matches_shape_and_dtype(self, observation: Any) -> bool:
@@ -108,7 +140,8 @@ class ObservationCheck:
             return leaf_values(self.space, observation)
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise ConfigError(
-                f"env: an observation does not fit the space {self.space}: it is {observation!r}"
+                f"env: an observation does not fit the space {self.space}: it is {observation!r} "
+                f"({type(error).__name__}: {error})"
             ) from error
 
     def copy(self, observation: Any) -> Any:
@@ -119,15 +152,27 @@ class ObservationCheck:
 
     def in_bounds(self, observation: Any) -> bool:
         """Return whether an observation, or an array of several, is finite and within bounds."""
-        if self.is_array:
-            return _in_bounds(observation, self._bounds[0])
-        values = leaf_values(self.space, observation)
-        pairs = zip(values, self._bounds, strict=True)
-        return all(_in_bounds(np.asarray(value), bounds) for value, bounds in pairs)
+        return self._within(self._bounds, observation)
 
-    def invalid_mask(self, observations: np.ndarray) -> np.ndarray:
-        """Return where observations of an array space are not finite or out of bounds, as bools."""
-        bounds = self._bounds[0]
+    def is_usable(self, observation: Any) -> bool:
+        """Return whether a policy can act on an observation, or an array of several: it is finite
+        and within the bounds of discrete spaces, but may be outside those of a Box."""
+        return self._within(self._usable, observation)
+
+    def _within(self, bounds: list[tuple[Any, Any] | None], observation: Any) -> bool:
+        if self.is_array:
+            return _in_bounds(observation, bounds[0])
+        pairs = zip(leaf_values(self.space, observation), bounds, strict=True)
+        return all(_in_bounds(np.asarray(value), limits) for value, limits in pairs)
+
+    def invalid_mask(self, observations: np.ndarray, usable: bool = False) -> np.ndarray:
+        """Return where observations of an array space are not `in_bounds`, as bools.
+
+        Args:
+            observations: [..., *space.shape].
+            usable: return where they are not `is_usable` instead.
+        """
+        bounds = (self._usable if usable else self._bounds)[0]
         if bounds is None:
             return np.zeros(observations.shape, bool)
         return ~((observations >= bounds[0]) & (observations <= bounds[1]))
@@ -141,11 +186,34 @@ class ObservationCheck:
         return optree.tree_map(lambda _: next(repaired), observation)
 
     def describe_problem(self, observation: Any) -> str:
-        """Describe an observation that is not `in_bounds`, for an error message."""
+        """Describe an observation that is not `in_bounds`, for an error message: its first number
+        that is not finite, or else its first number out of bounds."""
         values = [observation] if self.is_array else leaf_values(self.space, observation)
-        if any(not np.isfinite(value).all() for value in map(np.asarray, values)):
-            return "an observation that is not finite"
+        arrays = [np.asarray(value) for value in values]
+        for name, array in zip(self._names, arrays, strict=True):
+            invalid = ~np.isfinite(array)
+            if invalid.any():
+                at, place = _first(invalid)
+                return f"an observation that is not finite: {name}{place} is {array[at]}"
+        for name, space, array, bounds in zip(
+            self._names, self._leaves, arrays, self._bounds, strict=True
+        ):
+            if bounds is None or _in_bounds(array, bounds):
+                continue
+            at, place = _first(~((array >= bounds[0]) & (array <= bounds[1])))
+            limits = (space.low, space.high) if isinstance(space, spaces.Box) else bounds
+            low, high = (np.broadcast_to(limit, array.shape)[at] for limit in limits)
+            return (
+                f"an observation outside its space: {name}{place} is {array[at]}, its bounds are "
+                f"{low} and {high} (the space is {self.space})"
+            )
         return f"an observation outside its space {self.space}"
+
+
+def _first(mask: np.ndarray) -> tuple[tuple[int, ...], str]:
+    """Return the index of the first True element, and the index as text; "" for a scalar."""
+    at = tuple(int(i) for i in np.argwhere(mask)[0])
+    return at, str(list(at)) if at else ""
 
 
 def _bounds(space: spaces.Space) -> tuple[Any, Any] | None:

@@ -29,6 +29,8 @@ class VectorEnv(Protocol):
     num_envs: int
     observation_space: spaces.Space
     action_space: spaces.Space
+    resets_in_next_step: bool
+    """Whether the end of an episode costs a call of `step` that only resets its environment."""
 
     @property
     def num_restarts(self) -> int:
@@ -101,6 +103,8 @@ class DirectVectorEnv:
 
     An environment that raises is recreated; only its own episode is lost.
     """
+
+    resets_in_next_step = False
 
     def __init__(self, envs: RestartingEnvs):
         self._envs = envs
@@ -185,7 +189,7 @@ class DirectVectorEnv:
                 error.add_note(f"raised by sub-environment {i}")
                 raise
             except Exception as error:
-                self._envs.handle_failure(i, error, "by step()")
+                self._envs.handle_failure(i, error, "step")
                 result.failed.append((i, error))
                 unchecked[i] = True
                 infos.append({})
@@ -224,7 +228,7 @@ class DirectVectorEnv:
         Returns:
             the first observation of the new environment.
         """
-        self._envs.handle_failure(index, error, "by step()")
+        self._envs.handle_failure(index, error, "step")
         self._unchecked[index] = True
         return self._reset(index)
 

@@ -13,7 +13,7 @@ from gymnasium import spaces
 
 from flowrl.data.sample_batch import SampleBatch
 from flowrl.errors import check_installed
-from flowrl.offline.parquet import OfflineDataError
+from flowrl.offline.parquet import OfflineDataError, check_no_extension_types
 
 ROWS_PER_PART = 50_000
 
@@ -82,8 +82,29 @@ class MinariDataset:
             OfflineDataError: the dataset cannot be read.
         """
         with self._read_errors():
+            self._check_files(part)
             episodes = [_to_batch(episode) for episode in self._dataset.iterate_episodes(part)]
         return SampleBatch.concat_samples(episodes)
+
+    def _check_files(self, part: list[int]) -> None:
+        """Check the columns of the episodes' files, if they are Arrow or Parquet files.
+
+        Raises:
+            ValueError: a column has an extension type.
+        """
+        storage = self._dataset.storage
+        if storage.FORMAT not in ("arrow", "parquet"):
+            return
+        import pyarrow.dataset
+
+        for index in part:
+            files = pyarrow.dataset.dataset(
+                f"{storage.data_path}/{index}",
+                format=storage.FORMAT,
+                ignore_prefixes=["_", ".", "metadata.json"],  # as Minari reads it
+            )
+            for file in files.get_fragments():
+                check_no_extension_types(file.physical_schema)
 
     @contextmanager
     def _read_errors(self) -> Iterator[None]:

@@ -96,8 +96,7 @@ def read_parquet(path: Path | str) -> tuple[str, SampleBatch]:
     try:
         file = pa.parquet.ParquetFile(path, page_checksum_verification=True)
         encoded = (file.schema_arrow.metadata or {}).get(_METADATA_KEY)
-        if any(_has_extension(field.type, pa) for field in file.schema_arrow):
-            raise ValueError("columns of Arrow extension types, which may contain pickles")
+        check_no_extension_types(file.schema_arrow)
         table = None if encoded is None else file.read()
     except (OSError, ValueError, pa.ArrowException) as error:  # ValueError: damaged names
         raise OfflineDataError(f"{path}: cannot be read: {error}") from error
@@ -234,6 +233,19 @@ def _restore(name: str, spec: dict[str, Any], table: Any, rows: int) -> Any:
         raise ValueError(f"column {name!r} has dtype {flat.dtype}, expected {dtype}")
     _check_crc(name, spec, np.ascontiguousarray(flat).view(np.uint8).data)
     return flat.reshape(shape)
+
+
+def check_no_extension_types(schema: Any) -> None:
+    """Check that reading the columns of an Arrow schema executes no code.
+
+    Raises:
+        ValueError: a column has an extension type. Ray Data registers some whose values are
+            pickles.
+    """
+    pa = import_pyarrow()
+
+    if any(_has_extension(field.type, pa) for field in schema):
+        raise ValueError("columns of Arrow extension types, which may contain pickles")
 
 
 def _has_extension(kind: Any, pa: Any) -> bool:

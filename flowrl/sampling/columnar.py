@@ -7,6 +7,7 @@ returns, advantages) are computed for the whole fragment afterwards.
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,10 +19,11 @@ from flowrl.data import DEFAULT_POLICY_ID, SampleBatch
 from flowrl.data.indexed_columns import IndexedColumn, NextRows
 from flowrl.data.lazy_columns import LazyColumn
 from flowrl.envs.validation import (
-    InvalidStepError,
+    OUTSIDE_WARNING,
     ObservationCheck,
     check_extra_columns,
     first_invalid_action,
+    invalid_step_error,
 )
 from flowrl.envs.vector_env import DirectVectorEnv, VectorEnv, VectorStep
 from flowrl.policies.policy import Policy
@@ -31,9 +33,12 @@ from flowrl.sampling.view_resolver import (
     TrajectoryViews,
     nontrivial_views,
     not_for_training,
+    resized,
     signature_of,
 )
 from flowrl.sampling.worker_config import WorkerConfig
+
+log = logging.getLogger("flowrl")
 
 _OBJECT = np.dtype(object)
 _NONE = np.zeros(0, np.int64)
@@ -70,6 +75,13 @@ class Cuts:
             dones = dones if more is None else dones | more
         return dones
 
+    def limit(self, steps: int) -> None:
+        """Keep the first steps only."""
+        self.shape = steps, self.shape[1]
+        for name in ("lost", "real", "soft"):
+            rows = getattr(self, name)
+            setattr(self, name, None if rows is None else rows[:steps])
+
     def skip(self, step: int | slice, envs: Any) -> None:
         """Mark rows that are not env steps."""
         self.real = np.ones(self.shape, bool) if self.real is None else self.real
@@ -85,6 +97,9 @@ class Cuts:
 
 class ColumnarCollector:
     """Collects fragments of `length` steps of every environment of a stepper.
+
+    If the stepper spends steps on resets, a fragment has more steps, until it has `length` rows for
+    each environment; the last step may add up to one row less than there are environments.
 
     Episodes continue from one fragment to the next. If an environment fails, its episode's rows
     since the start of the fragment are dropped. After an exception the collector can be used again:
@@ -108,6 +123,7 @@ class ColumnarCollector:
         self.env_steps = self.faulty_episodes = 0
         self.timings = dict.fromkeys(TIMINGS, 0.0)
         self._check = ObservationCheck(stepper.observation_space)
+        self._warned_of_bounds = False
         self._base = first_id
         self._next_episode = self._next_unroll = 0
         self._open = False
@@ -226,7 +242,8 @@ class ColumnarCollector:
     def collect(self) -> SampleBatch:
         """Return one fragment of length x num_envs rows, sorted by environment and time.
 
-        Calls of a vector environment that only reset are not env steps: they give no rows.
+        Calls of a vector environment that only reset are not env steps: they give no rows, and the
+        fragment gets further steps.
         """
         started = time.perf_counter()
         self._prepare_views()
@@ -254,6 +271,12 @@ class ColumnarCollector:
 
     def _roll(self) -> tuple[Ends, Cuts, list[Any]]:
         """Act and step T times; return the ends of episodes, the cuts between segments, infos."""
+        if self._views is not None:
+            self._views.begin(self._age)
+        skips = self.stepper.resets_in_next_step
+        if skips:
+            self._resize(2 * self.length)  # at most every other step of an environment is a reset
+        rows_left = self.length * self.stepper.num_envs
         raw, obs, policy, stepper = self._raw, self._obs, self.policy, self.stepper
         rewards, terminateds, truncateds = self._rewards, self._terminateds, self._truncateds
         terminateds[:] = False
@@ -263,8 +286,6 @@ class ColumnarCollector:
         # DirectVectorEnv checks the actions of a Discrete space itself
         direct = isinstance(stepper, DirectVectorEnv)
         check_actions = not (direct and isinstance(policy.action_space, spaces.Discrete))
-        if views is not None:
-            views.begin(self._age)
         ends: list[tuple[int, Any, Any]] = []
         cuts = Cuts(rewards.shape)
         if settings.soft_horizon:
@@ -277,7 +298,7 @@ class ColumnarCollector:
         if not settings.explore:
             act, act_on_views = partial(act, explore=False), partial(act_on_views, explore=False)
         start = clock()
-        for t in range(self.length):
+        for t in range(len(rewards)):
             if normalize is not None:
                 obs[t] = normalize(raw[t])
             act_start = clock()
@@ -324,12 +345,30 @@ class ColumnarCollector:
             if views is not None:
                 self._record_step(views, t)
                 views.step(step.ended, step.skipped, failed)
+            if skips:
+                rows_left -= self.stepper.num_envs - len(step.skipped)
+                if rows_left <= 0:
+                    self._resize(t + 1)
+                    cuts.limit(t + 1)
+                    break
         if normalize is not None:
-            obs[-1] = normalize(raw[-1])
+            self._obs[-1] = normalize(self._raw[-1])
         self.timings["env_step_s"] += stepping
         self.timings["inference_s"] += acting
         self.timings["collection_s"] += clock() - start - stepping - acting
         return self._join_ends(ends), cuts, infos
+
+    def _resize(self, steps: int) -> None:
+        """Change the number of steps of the current fragment; keep those collected so far."""
+        same = self._obs is self._raw
+        self._raw = resized(self._raw, steps + 1)
+        self._obs = self._raw if same else resized(self._obs, steps + 1)
+        self._rewards = resized(self._rewards, steps)
+        self._terminateds = resized(self._terminateds, steps)
+        self._truncateds = resized(self._truncateds, steps)
+        self._extra = {name: resized(column, steps) for name, column in self._extra.items()}
+        if self._views is not None:
+            self._views.resize(steps)
 
     def _check_actions(self, actions: np.ndarray) -> None:
         invalid = first_invalid_action(self.policy.action_space, actions)
@@ -381,7 +420,7 @@ class ColumnarCollector:
         for name, value in {"actions": actions, **extra}.items():
             array = self._extra.get(name)
             if array is None or array.shape[1:] != value.shape or array.dtype != value.dtype:
-                self._extra[name] = np.empty((self.length, *value.shape), value.dtype)
+                self._extra[name] = np.empty((len(self._rewards), *value.shape), value.dtype)
 
     def _finish(self, ends: Ends, cuts: Cuts, infos: list[Any]) -> SampleBatch:
         """Derive the remaining columns and sort the rows by environment and time."""
@@ -489,13 +528,17 @@ class ColumnarCollector:
     def _check_values(self, ends: Ends, cuts: Cuts) -> None:
         """Handle observations outside their space and non-finite rewards, before they reach
         filters, advantages and weights."""
-        fits = self._check.in_bounds(self._raw) and self._check.in_bounds(ends.final)
+        check, warn_only = self._check, self.settings.on_invalid_step == "warn"
+        fits = check.in_bounds(self._raw) and check.in_bounds(ends.final)
+        if not fits and warn_only and check.is_usable(self._raw) and check.is_usable(ends.final):
+            self._warn_of_bounds(ends)
+            fits = True
         if fits and np.isfinite(self._rewards).all():
             return
         checked = {
-            "an observation": self._check.invalid_mask(self._raw),
+            "an observation": check.invalid_mask(self._raw, usable=warn_only),
             "a reward": ~np.isfinite(self._rewards),
-            "a final observation": self._check.invalid_mask(ends.final),
+            "a final observation": check.invalid_mask(ends.final, usable=warn_only),
         }
         cut = cuts.after(self._terminateds | self._truncateds)
         problems: list[tuple[int, int, str, int]] = []  # step, environment, what, row or -1
@@ -507,24 +550,40 @@ class ColumnarCollector:
                     step, env = int(ends.steps[at[0]]), int(ends.envs[at[0]])
                 else:
                     step, env = int(at[0]), int(at[1])
-                fits = np.isfinite(array[tuple(at)]).all()
-                why = f"outside its space {self._check.space}" if fits else "that is not finite"
+                found = array[tuple(at)]
+                described = f"a reward that is not finite: {found}"
+                if what != "a reward":
+                    described = check.describe_problem(found)
                 row = step
                 if what == "an observation":  # step t - 1 returned that of row t
                     step = max(step - 1, 0)
-                    if row == self.length:
+                    if row == len(self._rewards):
                         row = -1 if cut[step, env] else step
-                problems.append((step, env, f"{what} {why}", row))
+                problems.append((step, env, described, row))
         problems.sort()
         step, env, what, _ = problems[0]
-        error = InvalidStepError(
+        error = invalid_step_error(
             f"sub-environment {env} returned {what}, at step {step} of a fragment"
         )
-        if self.settings.on_invalid_step == "raise" or not isinstance(
-            self.stepper, DirectVectorEnv
-        ):
+        if self.settings.on_invalid_step != "drop" or not isinstance(self.stepper, DirectVectorEnv):
             raise error
         self._drop_segments(problems, cuts)
+
+    def _warn_of_bounds(self, ends: Ends) -> None:
+        """Warn of the first observation outside its space; later ones are not reported."""
+        if self._warned_of_bounds:
+            return
+        self._warned_of_bounds = True
+        outside = self._check.invalid_mask(self._raw)
+        steps, envs = np.nonzero(outside.any(tuple(range(2, outside.ndim))))
+        if len(steps):
+            env, found = int(envs[0]), self._raw[steps[0], envs[0]]
+        else:
+            outside = self._check.invalid_mask(ends.final)
+            row = int(outside.any(tuple(range(1, outside.ndim))).argmax())
+            env, found = int(ends.envs[row]), ends.final[row]
+        problem = self._check.describe_problem(found)
+        log.warning(OUTSIDE_WARNING, self.policy.worker_index, env, problem)
 
     def _drop_segments(self, problems: list[tuple[int, int, str, int]], cuts: Cuts) -> None:
         """Drop the segments with invalid values; replace the environments of those still open."""
@@ -537,9 +596,9 @@ class ColumnarCollector:
                     continue
                 later = cuts.after(dones)[row:, env].nonzero()[0]
                 closed = len(later) > 0
-                cuts.lose(row + int(later[0]) if closed else self.length - 1, env, dones)
+                cuts.lose(row + int(later[0]) if closed else len(dones) - 1, env, dones)
             if not closed:
-                error = InvalidStepError(f"sub-environment {env} returned {what}, at step {step}")
+                error = invalid_step_error(f"sub-environment {env} returned {what}, at step {step}")
                 self._raw[-1, env] = self.stepper.restart(env, error)
                 if self.policy.observation_filter is not None:
                     self._obs[-1, env] = self.policy.observation_filter(self._raw[-1, env])
@@ -549,7 +608,7 @@ class ColumnarCollector:
             if lost.all():
                 self._dropped[env] += 1
                 if self._dropped[env] > self.settings.max_num_env_restarts:
-                    raise InvalidStepError(
+                    raise invalid_step_error(
                         f"sub-environment {env} returned {what}, at step {step} of a fragment; all "
                         f"of its rows in {self._dropped[env]} consecutive fragments were dropped"
                     )
@@ -565,11 +624,11 @@ class ColumnarCollector:
         """Return the env steps since the last cut including each row, [T, N], from 1, and the
         count that the next fragment starts with, [N]."""
         if real is None and not cuts.any():
-            steps = np.arange(1, self.length + 1)[:, None] + carried
+            steps = np.arange(1, len(cuts) + 1)[:, None] + carried
             return steps, steps[-1]
         ones = np.ones(cuts.shape, np.int64) if real is None else real.astype(np.int64)
         total = np.cumsum(ones, 0)
-        ends = np.empty((self.length + 1, cuts.shape[1]), np.int64)
+        ends = np.empty((len(cuts) + 1, cuts.shape[1]), np.int64)
         ends[0] = -carried
         ends[1:] = np.where(cuts, total, np.iinfo(np.int64).min)
         np.maximum.accumulate(ends, 0, out=ends)
@@ -641,7 +700,7 @@ class ColumnarCollector:
         if self._views is None:
             next_values[-1] = self.policy.compute_values(self._obs[-1])
         else:
-            inputs = self._views.inputs_now(self.length, self._obs[-1])
+            inputs = self._views.inputs_now(len(values), self._obs[-1])
             next_values[-1] = self.policy.compute_values_from_input_dict(inputs)
         cut = ~self._terminateds[ends.steps, ends.envs]  # all, if no_done_at_end
         if cut.any():

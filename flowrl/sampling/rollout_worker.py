@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -12,7 +13,6 @@ from gymnasium import spaces
 from flowrl.data import DEFAULT_POLICY_ID, MultiAgentBatch, SampleBatch
 from flowrl.data.types import PolicyID
 from flowrl.envs.registry import EnvContext, EnvCreator
-from flowrl.envs.validation import InvalidStepError
 from flowrl.iter.ray_runtime import node_id
 from flowrl.policies.policy import Policy
 from flowrl.policies.policy_spec import (
@@ -51,6 +51,8 @@ class RolloutWorker:
         worker_index: 0 in process, 1 ... num_workers on actors.
         num_workers: number of workers on actors.
         fragment_length: env steps of each environment per `sample()`; overrides the settings.
+        steps_per_fragment: env steps of all environments per `sample()`, rounded up to a multiple
+            of their number; replaces a `rollout_fragment_length` of "auto".
         restart_count: number of failed workers with this index before this one; selects separate
             random streams and episode ids.
 
@@ -74,6 +76,7 @@ class RolloutWorker:
         num_workers: int = 0,
         fragment_length: int | None = None,
         restart_count: int = 0,
+        steps_per_fragment: int | None = None,
     ):
         config = WorkerConfig.of(policy_config)
         if fragment_length is not None:
@@ -91,6 +94,9 @@ class RolloutWorker:
         self._envs = WorkerEnvironments(
             env_creator, config, worker_index, num_workers, self._seed, self._on_env_created
         )
+        if config.rollout_fragment_length == "auto" and steps_per_fragment is not None:
+            length = math.ceil(steps_per_fragment / self.num_envs)
+            self.config = config = config.updated(rollout_fragment_length=length)
         self.possible_agents = self._envs.slots.possible_agents
         self.policy_map = self._build_policies(policy_spec, policy_config or {})
         self._seed_policies()
@@ -191,11 +197,6 @@ class RolloutWorker:
                 call(self.callbacks.on_sample_end, worker=self, samples=samples)
         except Exception as error:
             error.add_note(f"while worker {self.worker_index} was sampling")
-            if isinstance(error, InvalidStepError):
-                error.add_note(
-                    'on_invalid_step="replace" clips such values to their space, "drop" drops the '
-                    "episode"
-                )
             if isinstance(error, StopIteration):
                 raise RuntimeError("the environment raised StopIteration") from error
             raise

@@ -22,11 +22,12 @@ from flowrl.data.types import AgentID, EpisodeID, PolicyID
 from flowrl.envs.multi_agent_vector_env import MultiAgentStep, MultiAgentVectorEnv
 from flowrl.envs.validation import (
     LARGEST_REWARD,
-    InvalidStepError,
+    OUTSIDE_WARNING,
     ObservationCheck,
     check_extra_columns,
     check_reward,
     first_invalid_action,
+    invalid_step_error,
 )
 from flowrl.policies.policy import Policy
 from flowrl.sampling.callbacks import DefaultCallbacks, call, overrides
@@ -94,6 +95,7 @@ class RowSampler:
         self._action_options: dict[str, Any] = {} if settings.explore else {"explore": False}
         self._ids = IdCounter(first_id)
         self._open = False
+        self._num_resets = 0  # steps of this fragment that only reset an environment
         self._collectors: list[SampleCollector] = []
         self._running: list[MultiAgentEpisode | None] = [None] * slots.num_envs
         self._by_id: dict[EpisodeID, MultiAgentEpisode] = {}
@@ -144,12 +146,13 @@ class RowSampler:
 
     def _collect_fragment(self) -> MultiAgentBatch:
         settings, collector = self.settings, self._collectors[0]
-        steps = 0
+        steps = self._num_resets = 0
+        min_rows = settings.fragment_length * self.slots.num_envs
         if settings.count_steps_by == "env_steps":
-            for steps in range(settings.fragment_length):
+            while steps * self.slots.num_envs - self._num_resets < min_rows:
                 self._advance(steps)
+                steps += 1
         else:
-            min_rows = settings.fragment_length * self.slots.num_envs
             while collector.total_agent_steps() < min_rows:
                 self._advance(steps)
                 steps += 1
@@ -380,6 +383,7 @@ class RowSampler:
         episode = self._running[slot]
         if episode is None:  # this step of a vector environment was the reset
             assert step.start is not None
+            self._num_resets += 1
             self._begin_episode(slot, step.start, step.start_infos)
             return
         if step.failed is None:
@@ -476,7 +480,7 @@ class RowSampler:
                 continue
             copied = self._copy_checked(slot, agent, obs)
             check = self._checks[agent]
-            if not check.in_bounds(copied):
+            if not self._accepts(slot, check, copied):
                 problem = problem or (agent, check.describe_problem(copied), "obs")
                 copied = check.repair(copied) if mode == "replace" else copied
             step.obs[agent] = copied
@@ -490,16 +494,16 @@ class RowSampler:
                 finite = False
                 check_reward(reward)
             if not finite:
-                problem = problem or (agent, "a reward that is not finite", "rewards")
+                problem = problem or (agent, f"a reward that is not finite: {reward}", "rewards")
                 step.rewards[agent] = 0.0
         if problem is None or mode == "replace":
             return step
         agent, what, field = problem
-        error = InvalidStepError(
+        error = invalid_step_error(
             f"sub-environment {slot} returned for agent {agent!r} {what} ({field}), at step "
             f"{episode.length} of its episode"
         )
-        if mode == "raise":
+        if mode in ("warn", "raise"):
             raise error
         self._dropped[slot] += 1
         if self._dropped[slot] > self.settings.max_num_env_restarts:
@@ -508,6 +512,15 @@ class RowSampler:
             )
             raise error
         return self.slots.restart(slot, error)
+
+    def _accepts(self, slot: int, check: ObservationCheck, obs: Any) -> bool:
+        """Return whether an observation can be stored; warn of the first one outside its space."""
+        if check.in_bounds(obs):
+            return True
+        if self.settings.on_invalid_step != "warn" or not check.is_usable(obs):
+            return False
+        self._warn(OUTSIDE_WARNING, self.worker.worker_index, slot, check.describe_problem(obs))
+        return True
 
     def _copy_checked(self, slot: int, agent: AgentID, obs: Any) -> Any:
         """Return a copy of the observation; check the first one of each agent against its space."""
@@ -658,7 +671,9 @@ class RowSampler:
         while True:
             copied = {a: self._copy_checked(slot, a, obs) for a, obs in observations.items()}
             invalid = [
-                agent for agent, obs in copied.items() if not self._checks[agent].in_bounds(obs)
+                agent
+                for agent, obs in copied.items()
+                if not self._accepts(slot, self._checks[agent], obs)
             ]
             if not invalid:
                 return copied, infos
@@ -666,10 +681,10 @@ class RowSampler:
                 return {a: self._checks[a].repair(obs) for a, obs in copied.items()}, infos
             agent = invalid[0]
             what = self._checks[agent].describe_problem(copied[agent])
-            error = InvalidStepError(
+            error = invalid_step_error(
                 f"sub-environment {slot} returned for agent {agent!r} {what} (obs) at its reset"
             )
-            if mode == "raise":
+            if mode in ("warn", "raise"):
                 raise error
             restarted = self.slots.restart(slot, error)
             assert restarted.start is not None

@@ -115,6 +115,12 @@ class TrajectoryViews:
             array[: self.lookback] = array[self._length : self._length + self.lookback]
             self._known[name] = min(self._known[name] + self._length, self.lookback)
 
+    def resize(self, length: int) -> None:
+        """Change the timesteps of the current fragment; keep those recorded so far."""
+        self._length = length
+        for name, array in self._history.items():
+            self._history[name] = resized(array, self.lookback + length)
+
     def forget(self) -> None:
         """Start new episodes in all environments: drop the history."""
         self._known = dict.fromkeys(self._known, 0)
@@ -289,6 +295,15 @@ class TrajectoryViews:
             base[envs * rows :] = observed
         base.flags.writeable = False
         return base
+
+
+def resized(array: np.ndarray, rows: int) -> np.ndarray:
+    """Return an array with this number of rows: the first ones, or new rows at the end."""
+    if rows <= len(array):
+        return array[:rows]
+    larger = np.empty((rows, *array.shape[1:]), array.dtype)
+    larger[: len(array)] = array
+    return larger
 
 
 class View:

@@ -27,7 +27,8 @@ class WorkerConfig(PolicyConfig):
     num_workers: int = setting(0, group="rollouts", ge=0)
     """Number of workers on Ray actors; 0 samples in this process, without Ray."""
     num_envs_per_worker: Count = setting(1, group="rollouts", in_evaluation=True)
-    """Number of environments that each worker steps together."""
+    """Number of environments that each worker steps together; a gymnasium VectorEnv that the
+    environment's creator returns keeps its own number if this is 1."""
 
     env_config: dict[str, Any] = setting({}, group="environment", in_evaluation=True)
     """Passed to the environment's creator; keyword arguments of an id or a class."""
@@ -60,10 +61,12 @@ class WorkerConfig(PolicyConfig):
     """Sample in a thread of the worker, up to two fragments ahead."""
     sample_collector: Annotated[type | None, SkipValidation] = setting(None, group="rollouts")
     """A custom SampleCollector class, which collects row by row; None uses flowrl's."""
-    on_invalid_step: OnInvalidStep = setting("raise", group="rollouts", in_evaluation=True)
-    """What to do with observations and rewards that are not finite or outside their space:
-    raise an error; drop the episode's rows of this fragment and recreate the environment; or
-    replace non-finite numbers by 0 and clip the others to the space."""
+    on_invalid_step: OnInvalidStep = setting("warn", group="rollouts", in_evaluation=True)
+    """What to do with observations and rewards that are not finite or outside their space.
+    "raise" raises an error; "drop" drops the episode's rows of this fragment and recreates the
+    environment; "replace" replaces non-finite numbers by 0 and clips the others to the space.
+    "warn" does as "raise", but uses finite observations outside the bounds of a Box as they are,
+    with one warning per worker."""
     collect_infos: bool = setting(False, group="rollouts")
     """Store the environments' infos in the column `infos`."""
     explore: bool = setting(True, group="exploration", in_evaluation=True)

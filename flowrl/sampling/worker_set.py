@@ -97,20 +97,21 @@ class WorkerSet:
         self._placement = Placement(self.config)
         self._loaded: list[Any] | None = None  # states for remote workers that have not started
 
-    def fragment_length(self) -> int:
-        """Return the env steps of each environment per fragment.
+    def steps_per_fragment(self) -> int:
+        """Return the env steps of one worker's fragment; whole episodes may give more.
 
         With `rollout_fragment_length="auto"`, one round of all workers gives at least one train
         batch.
         """
-        if self.config.rollout_fragment_length != "auto":
-            return self.config.rollout_fragment_length
-        envs = self.config.num_envs_per_worker * max(1, self._num_configured)
-        return math.ceil(self.config.train_batch_size / envs)
+        # a vector environment of the user may have another number than the setting
+        num_envs = self.config.num_envs_per_worker if self._local is None else self._local.num_envs
+        length = self.config.rollout_fragment_length
+        per_env = math.ceil(self._share_of_batch() / num_envs) if length == "auto" else length
+        return per_env * num_envs
 
-    def steps_per_fragment(self) -> int:
-        """Return the env steps of one worker's fragment; whole episodes may give more."""
-        return self.fragment_length() * self.config.num_envs_per_worker
+    def _share_of_batch(self) -> int:
+        """Return the env steps of one worker in a train batch."""
+        return math.ceil(self.config.train_batch_size / max(1, self._num_configured))
 
     # -- workers -------------------------------------------------------------------------------
 
@@ -121,7 +122,7 @@ class WorkerSet:
             "policy_config": self._policy_config,
             "worker_index": worker_index,
             "num_workers": self.num_workers,
-            "fragment_length": self.fragment_length(),
+            "steps_per_fragment": self._share_of_batch(),
         }
 
     def local_worker(self) -> RolloutWorker:

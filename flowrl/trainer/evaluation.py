@@ -268,7 +268,8 @@ def recorder_for(config: AlgorithmConfig, iteration: int) -> VideoRecorder | Non
     folder = config.evaluation_video_dir
     if folder is None:
         return None
-    return VideoRecorder(folder, f"iteration-{iteration:06d}", config.evaluation_video_episodes)
+    name, episodes = f"iteration-{iteration:06d}", config.evaluation_video_episodes
+    return VideoRecorder(folder, name, episodes, "evaluation_video_dir")
 
 
 def check_evaluation_env(config: AlgorithmConfig, policies: dict[str, Policy]) -> None:
@@ -281,7 +282,8 @@ def check_evaluation_env(config: AlgorithmConfig, policies: dict[str, Policy]) -
     settings = evaluation_settings(config).updated(num_envs_per_worker=1, callbacks_class=None)
     if config.evaluation_video_dir is not None:
         check_env(settings)
-        check_rendering(settings.env, EnvContext(dict(settings.env_config)))
+        context = EnvContext(dict(settings.env_config))
+        check_rendering(settings.env, context, "evaluation_video_dir")
     if not {"env", "env_config"} & set(config.evaluation_config):
         return
     specs = {

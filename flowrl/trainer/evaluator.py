@@ -69,7 +69,8 @@ class Evaluator:
         worker = self._workers.local_worker()
         video = recorder_for(config, iteration)
         if video_dir is not None:
-            video = VideoRecorder(video_dir, "evaluation", config.evaluation_video_episodes)
+            episodes_recorded = config.evaluation_video_episodes
+            video = VideoRecorder(video_dir, "evaluation", episodes_recorded, "video_dir (--video)")
         explore = self._explores() if explore is None else explore
         with worker.lock:  # a learner thread uses the same networks
             played = evaluate_policies(

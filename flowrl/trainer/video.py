@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from flowrl.envs.pettingzoo import wrap_pettingzoo
 from flowrl.envs.registry import EnvContext, EnvCreator, env_creator_for, env_id_of
+from flowrl.envs.validation import env_name
 from flowrl.errors import ConfigError, check_installed
 
 log = logging.getLogger("flowrl")
@@ -41,25 +43,28 @@ class VideoRecorder:
     """Record the first episodes of one environment as folder/<name>-<episode>.mp4.
 
     Environments created by id get render_mode="rgb_array"; others must return RGB arrays
-    [height, width, 3] of uint8 from `render()`. If rendering fails during an episode, recording
-    stops with a warning and the episode continues.
+    [height, width, 3] of uint8 from `render()`. An environment that renders no such frame after a
+    reset raises ConfigError. If rendering fails later in an episode, recording stops with a warning
+    and the episode continues.
 
     Args:
         folder: created if it does not exist.
         name: file name without the episode number.
         episodes: number of episodes to record.
+        setting: setting that requests the video, for error messages.
 
     Raises:
         ConfigError: the extra is not installed, or the folder cannot be created.
     """
 
-    def __init__(self, folder: Path | str, name: str, episodes: int = 1):
-        check_video("a video")
+    def __init__(self, folder: Path | str, name: str, episodes: int, setting: str):
+        check_video(setting)
+        self._setting = setting
         self._folder, self._name, self.episodes = Path(folder), name, episodes
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"video: cannot create the folder {folder}: {error}") from error
+            raise ConfigError(f"{setting}: cannot create the folder {folder}: {error}") from error
         self._writer: Generator[None, Any, None] | None = None
         self._frame_shape: tuple[int, ...] = ()
         self._path = Path()
@@ -73,10 +78,8 @@ class VideoRecorder:
     def _create(self, creator: EnvCreator, context: EnvContext) -> Any:
         if context.vector_index:
             return creator(context)
-        if env_id_of(creator) is not None:
-            context.setdefault("render_mode", "rgb_array")
         self.close()
-        env = self._env = creator(context)
+        env = self._env = _create_rendering(creator, context, self._setting)
         reset, step = env.reset, env.step
 
         def recorded_reset(**kwargs: Any) -> Any:
@@ -96,13 +99,13 @@ class VideoRecorder:
     def _start_episode(self, env: Any) -> None:
         self._finish_file()
         if self._num_started < self.episodes:
-            render_frame(env)  # an environment that renders no frames at all is an error
+            render_frame(env, self._setting)  # no frame at all is an error
             self._stop_on_error(self._open_file, env)
 
     def _open_file(self, env: Any) -> None:
         import imageio_ffmpeg
 
-        frame = render_frame(env)
+        frame = render_frame(env, self._setting)
         self._path = self._folder / f"{self._name}-{self._num_started}.mp4"
         self._num_started += 1
         self._frame_shape = frame.shape
@@ -115,7 +118,7 @@ class VideoRecorder:
         self._writer.send(frame)
 
     def _add_frame(self, env: Any) -> None:
-        frame = render_frame(env)
+        frame = render_frame(env, self._setting)
         if frame.shape != self._frame_shape:
             raise ValueError(f"the frame size changed from {self._frame_shape} to {frame.shape}")
         assert self._writer is not None
@@ -150,38 +153,68 @@ def _temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}")
 
 
-def render_frame(env: Any) -> np.ndarray:
+def render_frame(env: Any, setting: str) -> np.ndarray:
     """Return the frame that an environment renders, [height, width, 3] uint8.
 
+    Args:
+        env: the environment, after a reset.
+        setting: setting that requests the frame, for the error message.
+
     Raises:
-        ConfigError: `render()` returns something else.
+        ConfigError: `render()` is missing, raises, or returns something else.
     """
-    frame = env.render() if hasattr(env, "render") else None
-    if isinstance(frame, np.ndarray):
-        if frame.dtype == np.uint8 and frame.ndim == 3 and frame.shape[2] == 3:
-            return np.ascontiguousarray(frame)
-        rendered = f"an array {list(frame.shape)} of {frame.dtype}"
+    cause = None
+    try:
+        frame = env.render()
+    except Exception as error:
+        cause, problem = error, f"raised {error!r}"
     else:
-        rendered = "nothing" if frame is None else f"a {type(frame).__name__}"
+        if isinstance(frame, np.ndarray):
+            if frame.dtype == np.uint8 and frame.ndim == 3 and frame.shape[2] == 3:
+                return np.ascontiguousarray(frame)
+            returned = f"an array {list(frame.shape)} of {frame.dtype}"
+        else:
+            returned = "nothing" if frame is None else f"a {type(frame).__name__}"
+        problem = f"returns {returned}, not an array [height, width, 3] of uint8"
+    mode = getattr(env, "render_mode", None)
     raise ConfigError(
-        f"video: {type(env).__name__}.render() returns {rendered}, not an array [height, width, 3] "
-        'of uint8: create it with render_mode="rgb_array", for example by evaluation_config='
-        '{"env_config": {"render_mode": "rgb_array"}}'
-    )
+        f"{setting}: the environment {env_name(env)} cannot be recorded: its render() {problem} "
+        f"(its render_mode is {mode!r}). Create it with "
+        'render_mode="rgb_array", for example by evaluation_config={"env_config": {"render_mode": '
+        '"rgb_array"}}, or do not record videos'
+    ) from cause
 
 
-def check_rendering(env: Any, context: EnvContext) -> None:
+def _create_rendering(creator: EnvCreator, context: EnvContext, setting: str) -> Any:
+    """Return an environment that renders RGB arrays, as far as its creator lets us choose.
+
+    Raises:
+        ConfigError: its creation failed.
+    """
+    env_id = env_id_of(creator)
+    if env_id is None or "render_mode" in context:
+        return wrap_pettingzoo(creator(context))
+    context["render_mode"] = "rgb_array"
+    try:
+        return creator(context)
+    except ConfigError as error:
+        if "render_mode" not in str(error):
+            raise
+        raise ConfigError(
+            f"{setting}: the environment {env_id} cannot be recorded: it has no argument "
+            "render_mode"
+        ) from error
+
+
+def check_rendering(env: Any, context: EnvContext, setting: str) -> None:
     """Create an environment, reset it and render one frame.
 
     Raises:
         ConfigError: it does not render RGB arrays.
     """
-    creator = env_creator_for(env)
-    if env_id_of(creator) is not None:
-        context.setdefault("render_mode", "rgb_array")
-    created = creator(context)
+    created = _create_rendering(env_creator_for(env), context, setting)
     try:
         created.reset()
-        render_frame(created)
+        render_frame(created, setting)
     finally:
         created.close()

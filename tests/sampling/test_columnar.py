@@ -13,7 +13,8 @@ from flowrl.data import SampleBatch
 from flowrl.data.indexed_columns import IndexedColumn
 from flowrl.envs import register_env
 from flowrl.policies import ConfigError
-from flowrl.sampling import RolloutWorker, WorkerSet
+from flowrl.policies.views import ViewRequirement
+from flowrl.sampling import RolloutWorker, SimpleListCollector, WorkerSet
 
 from .fakes import CountEnv, ObservedValue, WrongEnv
 
@@ -76,8 +77,8 @@ def test_episodes_do_not_depend_on_autoreset_mode(mode, envs):
 
     vectorized = worker(fragment=24, envs=envs, creator=creator)
     batches = [vectorized.sample() for _ in range(2)]
-    skipped = mode is AutoresetMode.NEXT_STEP
-    assert (batches[0].count < 24 * envs) == skipped
+    extra = envs if mode is AutoresetMode.NEXT_STEP else 1  # rows of a last step that is not full
+    assert all(24 * envs <= batch.count < 24 * envs + extra for batch in batches)
     joined = SampleBatch.concat_samples(batches)
     for env in range(envs):
         check_rows(joined.take_rows(np.flatnonzero(joined["env_id"] == env)), 3 + env)
@@ -86,8 +87,42 @@ def test_episodes_do_not_depend_on_autoreset_mode(mode, envs):
     assert all(e[1] in range(3, 3 + envs) for e in tags["episodes"])
 
 
-@pytest.mark.parametrize("mode", ["sync", "vector_entry_point"])
-def test_gymnasium_vectorization_modes_drop_reset_rows(mode):
+@given(
+    st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    st.integers(1, 9),
+    st.booleans(),
+    st.booleans(),
+)
+@settings(max_examples=40, deadline=None)
+def test_resets_of_vector_environments_cost_no_rows(lengths, fragment, by_row, with_views):
+    """Fragments of a NEXT_STEP environment have all their rows and continue each other."""
+    envs = len(lengths)
+    makers = [partial(CountEnv, length, reuse=False) for length in lengths]
+    config = {"sample_collector": SimpleListCollector} if by_row else {}
+    w = worker(
+        fragment=fragment,
+        envs=envs,
+        creator=lambda context: SyncVectorEnv(makers, autoreset_mode=AutoresetMode.NEXT_STEP),
+        **config,
+    )
+    if with_views:
+        w.policy.view_requirements["prev_rewards"] = ViewRequirement("rewards", shift=-1)
+    batches = [w.sample() for _ in range(4)]
+    for batch in batches:
+        assert fragment * envs <= batch.count < fragment * envs + envs
+    joined = SampleBatch.concat_samples(batches)
+    if with_views:
+        expected = np.where(joined["t"] > 0, joined["t"], 0)
+        assert joined["prev_rewards"].tolist() == expected.tolist()
+    for env, length in enumerate(lengths):
+        rows = joined.take_rows(np.flatnonzero(joined["env_id"] == env))
+        check_rows(rows, length)
+        steps = rows["obs"][:, 0] * length + rows["obs"][:, 1]
+        assert steps.tolist() == list(range(rows.count))
+
+
+@pytest.mark.parametrize("mode", ["sync", "async", "vector_entry_point"])
+def test_gymnasium_vectorization_modes_return_whole_fragments(mode):
     w = RolloutWorker(
         "CartPole-v1",
         ObservedValue,
@@ -99,8 +134,18 @@ def test_gymnasium_vectorization_modes_drop_reset_rows(mode):
         },
     )
     batch = w.sample()
-    assert 150 < batch.count < 200
+    w.stop()
+    assert 200 <= batch.count < 204
     assert (batch["rewards"] == 1).all()
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_final_observations_survive_a_reset_in_the_same_buffer(mode):
+    w = worker(length=3, fragment=7, envs=2, vectorization_mode=mode)
+    batch = w.sample()
+    w.stop()
+    assert batch.count == 14
+    check_rows(batch, 3)
 
 
 def test_vector_env_without_autoreset_mode_is_rejected():

@@ -273,7 +273,7 @@ def test_failed_vector_environment_is_recreated(vector):
     w = worker(creator)
     with pytest.raises(ValueError, match="the environment broke"):
         w.sample()
-    assert w.sample().count == 10  # two of twelve calls are resets
+    assert w.sample().count == 12
     w.stop()
 
 

@@ -1,5 +1,6 @@
 """Creation, time limits, checks and saved states of a worker's environments."""
 
+import sys
 from functools import partial
 
 import gymnasium as gym
@@ -9,14 +10,15 @@ from gymnasium.wrappers import TimeLimit
 
 from flowrl.envs.env_factory import EnvFactory
 from flowrl.envs.env_state import check_vector_env_state
-from flowrl.envs.registry import env_creator_for, env_id_of
+from flowrl.envs.registry import env_creator_for, env_id_of, register_env
 from flowrl.envs.time_limit import (
     get_elapsed_steps,
     get_max_steps,
     set_elapsed_steps,
     set_max_steps,
 )
-from flowrl.sampling import RolloutWorker, SimpleListCollector
+from flowrl.envs.validation import ObservationCheck
+from flowrl.sampling import RolloutWorker, SimpleListCollector, WorkerSet
 from flowrl.settings import ConfigError
 
 from .fakes import CountEnv, Idle
@@ -37,6 +39,86 @@ def test_num_envs_must_be_that_of_a_vector_environment():
     assert [EnvFactory(two, {}, n).make_vector_env().num_envs for n in (1, 2)] == [2, 2]
     with pytest.raises(ConfigError, match=r"num_envs_per_worker=5.* of 2 environments"):
         EnvFactory(two, {}, 5).make_vector_env()
+
+
+@pytest.mark.parametrize(
+    ("env_id", "message"),
+    [
+        ("CartPol-v1", "Did you mean 'CartPole-v1'"),
+        ("LunarLander-v2", "Did you mean 'LunarLander-v3'"),
+        ("ALE/Pong-v5", "is an Atari environment.*: pip install ale-py$"),
+        ("PongNoFrameskip-v4", "is an Atari environment.*: pip install ale-py$"),
+        ("minihack/Maze-v0", r"registers 'minihack': install .*env=\"module:minihack/Maze-v0\""),
+        ("zzzzzz", r"register_env\(name, creator\)"),
+    ],
+)
+def test_unknown_id_says_what_to_install_or_use(monkeypatch, env_id, message):
+    monkeypatch.setitem(sys.modules, "ale_py", None)
+    monkeypatch.setattr("flowrl.envs.registry.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=message):
+        env_creator_for(env_id)
+
+
+def test_installed_atari_environments_are_registered(monkeypatch, tmp_path):
+    code = "import gymnasium\ngymnasium.register('ALE/Fake-v5', 'tests.sampling.fakes:CountEnv')\n"
+    (tmp_path / "ale_py.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "ale_py", raising=False)
+    try:
+        assert RolloutWorker("ALE/Fake-v5", Idle).sample().count == 200
+    finally:
+        gym.registry.pop("ALE/Fake-v5", None)
+        sys.modules.pop("ale_py", None)
+
+
+class Sized(CountEnv):
+    """An environment with an argument."""
+
+
+FUNCTIONS = {
+    "no_argument": (lambda: CountEnv(3), {}, 3),
+    "context": (lambda context: CountEnv(context["n"]), {"n": 4}, 4),
+    "any_name": (lambda c: CountEnv(c["n"]), {"n": 4}, 4),
+    "context_with_default": (lambda config=None: CountEnv(config["n"]), {"n": 4}, 4),
+    "positional": (lambda *args: CountEnv(args[0]["n"]), {"n": 4}, 4),
+    "keyword": (lambda n=3: CountEnv(n), {"n": 4}, 4),
+    "keyword_default": (lambda n=3: CountEnv(n), {}, 3),
+    "keywords": (lambda **kwargs: CountEnv(kwargs["n"]), {"n": 4}, 4),
+    "partial": (partial(Sized, 5), {}, 5),
+    "partial_with_context": (partial(lambda n, context: CountEnv(n), 5), {}, 5),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("registered", [False, True])
+def test_functions_are_called_by_their_signature(name, registered):
+    function, env_config, length = FUNCTIONS[name]
+    if registered:
+        register_env("function-env", function)
+        function = "function-env"
+    worker = RolloutWorker(function, Idle, {"env_config": env_config})
+    worker.sample()
+    assert {episode.episode_length for episode in worker.get_metrics()} == {length}
+
+
+def test_functions_that_cannot_be_called_name_the_allowed_forms():
+    with pytest.raises(ConfigError, match=r"env: <lambda>\(a, b\) has 2 required .*make_env\(con"):
+        env_creator_for(lambda a, b: CountEnv())
+    with pytest.raises(ConfigError, match=r"env_config: <lambda>\(\) does not accept it: .*'n'"):
+        RolloutWorker(lambda: CountEnv(), Idle, {"env_config": {"n": 4}})
+
+
+@pytest.mark.parametrize("as_instance", [False, True])
+def test_auto_fragments_use_the_number_of_a_vector_environment(as_instance):
+    def four(context=None):
+        return gym.make_vec("CartPole-v1", 4, vectorization_mode="sync")
+
+    env = four() if as_instance else four
+    workers = WorkerSet(env, Idle, {"rollout_fragment_length": "auto", "train_batch_size": 400})
+    assert workers.local_worker().num_envs == 4
+    assert workers.steps_per_fragment() == 400
+    assert 400 <= workers.local_worker().sample().count < 404
+    workers.stop()
 
 
 @pytest.mark.parametrize("collector", [None, SimpleListCollector])
@@ -76,3 +158,20 @@ def test_every_entry_of_a_saved_state_is_checked():
     for name in state:
         with pytest.raises(KeyError, match=name):
             check_vector_env_state({key: value for key, value in state.items() if key != name})
+
+
+@pytest.mark.parametrize(
+    ("arm", "message"),
+    [
+        (np.zeros(3, np.float32), r"obs\['arm'\] has shape \(3,\) .*not \(2,\).* shape of the"),
+        (
+            np.zeros(2, complex),
+            r"obs\['arm'\] has .*dtype complex128, not .*np.asarray\(…, np.float",
+        ),
+        (None, r"KeyError: 'arm'"),
+    ],
+)
+def test_observation_that_does_not_fit_names_its_part_and_the_remedy(arm, message):
+    check = ObservationCheck(gym.spaces.Dict({"arm": gym.spaces.Box(0, 1, (2,))}))
+    with pytest.raises(ConfigError, match=message):
+        check.check_structure({} if arm is None else {"arm": arm})

@@ -1,15 +1,17 @@
 """Failing environments and invalid values drop only the rows of their own episode."""
 
+import gymnasium as gym
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flowrl.algorithms.a2c import A2CConfig
 from flowrl.data import SampleBatch
 from flowrl.envs import MultiAgentEnv
 from flowrl.sampling import DefaultCallbacks, RolloutWorker, SimpleListCollector
 
-from .fakes import CountEnv, ObservedValue, WrongEnv
+from .fakes import CountEnv, Idle, ObservedValue, WrongEnv
 
 COLLECTORS = {"columns": None, "rows": SimpleListCollector}
 
@@ -72,8 +74,9 @@ def segments(batch):
         yield int(rows["env_id"][0]), float(rows["obs"][0, 0]), rows["t"].tolist()
 
 
+# call 0 of each environment is its first creation, which is not repeated
 @given(
-    st.sets(st.tuples(st.integers(0, 1), st.integers(0, 40)), max_size=4),
+    st.sets(st.tuples(st.integers(0, 1), st.integers(1, 40)), max_size=4),
     st.integers(1, 5),
     st.integers(1, 7),
     st.sampled_from(list(COLLECTORS)),
@@ -135,9 +138,12 @@ def test_permanent_failure_raises_with_its_traceback(collector, call):
             {"num_envs_per_worker": 2, "sample_collector": collector, "max_num_env_restarts": 2},
         ).sample()
     notes = " ".join(caught.value.__notes__)
-    assert "sub-environment 1, which failed 3 times in a row" in notes
-    assert "worker 0" in notes
-    assert len(calls) == 3
+    assert "sub-environment 1 of worker 0" in notes
+    if call == "__init__":  # the first creation is not repeated
+        assert len(calls) == 1
+    else:
+        assert "worker 0, which failed 3 times in a row" in notes
+        assert len(calls) == 3
     assert "fail" in [entry.name for entry in caught.traceback]
 
 
@@ -190,7 +196,7 @@ def invalid_worker(collector, wrong, at=4, **config):
 
 @pytest.mark.parametrize("wrong", INVALID)
 def test_invalid_values_raise_with_their_origin(collector, wrong):
-    worker = invalid_worker(collector, wrong, normalize_observations=True)
+    worker = invalid_worker(collector, wrong, normalize_observations=True, on_invalid_step="raise")
     with pytest.raises(ValueError, match=r"not finite|outside its space") as caught:
         worker.sample()
     text = str(caught.value) + " ".join(caught.value.__notes__)
@@ -200,6 +206,82 @@ def test_invalid_values_raise_with_their_origin(collector, wrong):
     for key, value in worker.policy.observation_filter.new_stats.state_dict().items():
         assert np.isfinite(value).all(), key
     assert worker.sample().count == 14
+
+
+@pytest.mark.parametrize("at", [3, 4])  # with a final observation, and with another one
+def test_observations_outside_a_box_are_used_with_one_warning(collector, at, caplog):
+    worker = invalid_worker(collector, {"obs": np.array([1, 2e6], np.float32)}, at=at)
+    batches = [worker.sample() for _ in range(3)]
+    assert all(batch.count == 14 for batch in batches)
+    assert (batches[0]["new_obs"][:, 1] == 2e6).sum() == 1
+    (message,) = caplog.messages
+    assert "worker 0: sub-environment 0 returned an observation outside its space: obs[1] is" in (
+        message
+    )
+    assert "2000000.0, its bounds are -1.0 and 1000000.0" in message
+    assert worker.reply_tags()["faulty_episodes"] == 0
+
+
+@pytest.mark.parametrize("wrong", [INVALID[0], *INVALID[2:]])
+def test_values_that_are_not_finite_raise_by_default(collector, wrong):
+    with pytest.raises(ValueError, match=r"not finite: .*on_invalid_step: .*replace.*drop"):
+        invalid_worker(collector, wrong).sample()
+
+
+class LeavesItsBox(gym.Env):
+    """Observes a step number, in a nested space; it leaves its Box at step 50."""
+
+    observation_space = gym.spaces.Dict(
+        {"arm": gym.spaces.Tuple([gym.spaces.Discrete(200), gym.spaces.Box(0, 49, (1,))])}
+    )
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, state_at_50=50):
+        self.state_at_50 = state_at_50
+
+    def observe(self):
+        number = self.state_at_50 if self.t == 50 else self.t
+        return {"arm": (self.t, np.array([number], np.float32))}
+
+    def reset(self, *, seed=None, options=None):
+        self.t = 0
+        return self.observe(), {}
+
+    def step(self, action):
+        self.t += 1
+        return self.observe(), 1.0, self.t == 60, False, {}
+
+
+def test_nested_observations_outside_a_box_do_not_stop_the_training(caplog):
+    config = A2CConfig(env=LeavesItsBox, train_batch_size=100, model={"fcnet_hiddens": [4]})
+    with config.build() as algorithm:
+        for _ in range(2):
+            algorithm.train()
+    (message,) = [m for m in caplog.messages if "outside its space" in m]
+    assert "obs['arm'][1][0] is 50.0, its bounds are 0.0 and 49.0" in message
+
+
+def test_nested_observation_that_is_not_finite_is_named():
+    config = A2CConfig(
+        env=LeavesItsBox, env_config={"state_at_50": np.nan}, train_batch_size=100,
+        model={"fcnet_hiddens": [4]},
+    )  # fmt: skip
+    with (
+        config.build() as algorithm,
+        pytest.raises(ValueError, match=r"not finite: obs\['arm'\]\[1\]\[0\] is nan"),
+    ):
+        algorithm.train()
+
+
+def test_discrete_observation_outside_its_space_raises():
+    class Beyond(LeavesItsBox):
+        observation_space = gym.spaces.Discrete(3)
+
+        def observe(self):
+            return self.t
+
+    with pytest.raises(ValueError, match=r"obs is 3, its bounds are 0 and 2"):
+        RolloutWorker(Beyond, Idle, {"rollout_fragment_length": 5}).sample()
 
 
 @pytest.mark.parametrize("wrong", INVALID)

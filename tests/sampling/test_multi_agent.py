@@ -11,7 +11,7 @@ from flowrl.data import MultiAgentBatch
 from flowrl.data.checkpoint import CheckpointError
 from flowrl.envs import MultiAgentEnv, ParallelPettingZooEnv, PettingZooEnv
 from flowrl.policies import ConfigError, Policy, PolicySpec, ViewRequirement
-from flowrl.sampling import RolloutWorker, WorkerSet
+from flowrl.sampling import DefaultCallbacks, RolloutWorker, WorkerSet
 from tests.extras import require_extra
 
 from .fakes import Idle, ObservedValue
@@ -774,6 +774,42 @@ def test_parallel_pettingzoo_env_truncates_all_agents():
     assert len(worker.get_metrics()) == 4
     assert batch["p"]["truncateds"].sum() == 8
     assert not batch["p"]["terminateds"].any()
+
+
+@pytest.mark.parametrize("form", ["function", "creator", "class", "instance"])
+@pytest.mark.parametrize("parallel", [False, True])
+def test_pettingzoo_environments_are_wrapped(form, parallel):
+    require_extra("marl")
+    from pettingzoo.classic.rps.rps import env as turns
+    from pettingzoo.classic.rps.rps import parallel_env, raw_env
+
+    function = parallel_env if parallel else turns
+    forms = {
+        "function": function,
+        "creator": lambda context: function(),
+        "class": raw_env,
+        "instance": function(),
+    }
+    created = []
+
+    class RecordsEnvs(DefaultCallbacks):
+        def on_sub_environment_created(self, *, sub_environment, **kwargs):
+            created.append(sub_environment)
+
+    settings = {"rollout_fragment_length": 40, "seed": 1, "callbacks_class": RecordsEnvs}
+    worker = RolloutWorker(forms[form], {"p": PPOTorchPolicy}, settings)
+    assert worker.sample().env_steps() == 40
+    assert worker.possible_agents == ["player_0", "player_1"]
+    wrapper = ParallelPettingZooEnv if parallel and form != "class" else PettingZooEnv
+    assert type(created[0]) is wrapper
+
+
+def test_pettingzoo_module_is_rejected_with_its_functions():
+    require_extra("marl")
+    from pettingzoo.classic.rps import rps
+
+    with pytest.raises(ConfigError, match="parallel_env, or env for turns"):
+        PPOConfig(env=rps).check()
 
 
 def test_pettingzoo_env_without_agents_raises():

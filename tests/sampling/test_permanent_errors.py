@@ -6,6 +6,7 @@ import gymnasium as gym
 import pytest
 
 from flowrl.algorithms.a2c import A2CConfig
+from flowrl.envs import MultiAgentEnv
 from flowrl.iter import ShardFailedError
 from flowrl.sampling import RolloutWorker, WorkerSet
 from flowrl.settings import ConfigError
@@ -19,7 +20,7 @@ class Sized(CountEnv):
 
 
 class WithoutSpaces(gym.Env):
-    pass
+    reset, step = CountEnv.reset, CountEnv.step
 
 
 class ShapeForSpace(CountEnv):
@@ -121,7 +122,8 @@ def test_first_reset_that_raises_is_not_repeated(error):
     with pytest.raises(type(error), match="wrong") as caught:
         RolloutWorker(lambda context: FailingMethod(calls, "reset", error, {1, 2}), Idle).sample()
     assert len(calls) == 1
-    assert "raised by reset() of sub-environment 0" in caught.value.__notes__
+    origin = "raised by FailingMethod.reset(), sub-environment 0 of worker 0"
+    assert origin in caught.value.__notes__
 
 
 @pytest.mark.parametrize("method", ["reset", "step"])
@@ -129,11 +131,69 @@ def test_errors_of_an_environment_that_has_worked_are_retried(method):
     assert sample(method, TypeError("now and then"), {2, 3})[1] >= 1
 
 
-@pytest.mark.parametrize("method", ["__init__", "reset"])
-def test_errors_that_may_pass_are_retried_from_the_start(method):
-    num_calls, num_restarts = sample(method, OSError("the license server is busy"), {1, 2})
+def test_error_that_may_pass_is_retried_from_the_first_reset():
+    num_calls, num_restarts = sample("reset", OSError("the license server is busy"), {1, 2})
     assert num_calls >= 3
     assert num_restarts == 2
+
+
+def test_first_creation_is_not_repeated(caplog):
+    calls = []
+
+    class Simulator(FailingMethod):
+        def __init__(self):
+            super().__init__(calls, "__init__", OSError("no simulator"), range(10))
+
+    with pytest.raises(OSError, match="no simulator") as caught:
+        RolloutWorker(Simulator, Idle)
+    assert len(calls) == 1
+    origin = "raised by the creation of Simulator, sub-environment 0 of worker 0"
+    assert caught.value.__notes__ == [origin]
+    assert not caplog.messages
+
+
+def test_recreation_is_repeated(caplog):
+    calls = []
+
+    def create(context):
+        calls.append(1)
+        if len(calls) in (2, 3):
+            raise OSError("the license server is busy")
+        return CountEnv(3, fail_at=(0, 2) if len(calls) == 1 else None)
+
+    assert RolloutWorker(create, Idle, {"rollout_fragment_length": 12}).sample().count > 0
+    assert len(calls) == 4
+    assert "CountEnv.step(), sub-environment 0 of worker 0, raised" in caplog.messages[0]
+    assert "the creation of create, sub-environment 0 of worker 0, raised" in caplog.messages[1]
+
+
+def test_class_without_reset_or_step_is_rejected_by_build():
+    class OnlyReset(WithoutSpaces):
+        step = gym.Env.step
+
+    class Settings:
+        pass
+
+    for env, message in (
+        (OnlyReset, r"env: the class OnlyReset does not define step\(\)"),
+        (Settings, r"the class Settings does not define reset\(\)"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            A2CConfig(env=env).build()
+
+
+@pytest.mark.parametrize("method", ["reset", "step"])
+def test_method_that_is_not_implemented_is_not_repeated(method):
+    class Unfinished(MultiAgentEnv):
+        possible_agents = ["a"]
+        observation_space, action_space = CountEnv.observation_space, CountEnv.action_space
+
+    if method == "step":
+        Unfinished.reset = lambda self, **kwargs: ({"a": [0, 0]}, {})
+    worker = RolloutWorker(lambda: Unfinished(), Idle)
+    with pytest.raises(NotImplementedError, match=f"Unfinished has no {method}") as caught:
+        worker.sample()
+    assert "failed" not in " ".join(caught.value.__notes__)
 
 
 @pytest.mark.slow

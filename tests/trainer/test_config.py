@@ -329,7 +329,7 @@ INVALID = [
     (PPOConfig, {"plan": None}, "plan: no execution plan is set"),
     (PPOConfig, {"env": None}, "env: no environment is set"),
     (PPOConfig, {"env": "CartPol-v1"}, "Did you mean 'CartPole-v"),
-    (PPOConfig, {"env": 7}, "env: expected an env id, a class, a creator or an environment"),
+    (PPOConfig, {"env": 7}, "env: expected an env id, a class, a function or an environment"),
 ]
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import pickle
 import shutil
 import sys
 from contextlib import suppress
@@ -431,6 +432,80 @@ def test_minari_metadata_creates_no_environment(tmp_path, evil, monkeypatch):
     with pytest.raises(OfflineDataError, match="lacks action_space, observation_space"):
         MinariDataset("evil-v0")
     assert not evil.executed()
+
+
+@pytest.fixture
+def pickled_type():
+    """An Arrow type whose values are pickles, as Ray Data registers one."""
+    require_extra("offline")
+    import pyarrow as pa
+
+    class PickledArray(pa.ExtensionArray):
+        def to_numpy(self, zero_copy_only=True):
+            return np.array([pickle.loads(value) for value in self.storage.to_pylist()])
+
+    class PickledType(pa.ExtensionType):
+        def __init__(self):
+            super().__init__(pa.binary(), "flowrl.tests.pickled")
+
+        def __arrow_ext_serialize__(self):
+            return b""
+
+        @classmethod
+        def __arrow_ext_deserialize__(cls, storage_type, serialized):
+            return cls()
+
+        def __arrow_ext_class__(self):
+            return PickledArray
+
+    pa.register_extension_type(PickledType())
+    yield PickledType()
+    pa.unregister_extension_type("flowrl.tests.pickled")
+
+
+class EvilPickle:
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return Path.touch, (self.marker,)
+
+
+@pytest.mark.parametrize("data_format", ["arrow", "parquet"])
+def test_minari_columns_of_extension_types_are_rejected(
+    tmp_path, monkeypatch, pickled_type, data_format
+):
+    require_extra("minari")
+    import minari
+    import pyarrow as pa
+    import pyarrow.dataset
+    from minari.data_collector import EpisodeBuffer
+
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "datasets"))
+    space, marker = gym.spaces.Box(0, 1, (1,)), tmp_path / "executed"
+    arrays = {"observations": np.zeros((3, 1), np.float32), "actions": np.zeros((2, 1), np.float32)}
+    flags = {"rewards": [0.0, 0.0], "terminations": [False, True], "truncations": [False, False]}
+    dataset = minari.create_dataset_from_buffers(
+        "evil-v0", [EpisodeBuffer(id=0, **arrays, **flags)], observation_space=space,
+        action_space=space, data_format=data_format, algorithm_name="x", author="x",
+        author_email="x", code_permalink="x", description="x",
+    )  # fmt: skip
+    folder = dataset.storage.data_path / "0"
+    (file,) = folder.glob(f"*.{data_format}")
+    table = pyarrow.dataset.dataset(file, format=data_format).to_table()
+    values = pa.array([pickle.dumps(EvilPickle(marker))] * 3, pa.binary())
+    column = pa.ExtensionArray.from_storage(pickled_type, values)
+    infos = pa.StructArray.from_arrays([column], ["info"])
+    file.unlink()
+    pyarrow.dataset.write_dataset(
+        table.append_column("infos", infos), folder, format=data_format,
+        existing_data_behavior="overwrite_or_ignore",
+    )  # fmt: skip
+    with pytest.raises(OfflineDataError, match=r"evil-v0: cannot be read: .*extension types"):
+        MinariDataset("evil-v0").read([0])
+    assert not marker.exists()
+    list(minari.load_dataset("evil-v0").iterate_episodes([0]))
+    assert marker.exists()  # Minari itself executes it
 
 
 def test_parquet_columns_of_extension_types_are_rejected(tmp_path):

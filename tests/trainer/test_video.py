@@ -139,7 +139,8 @@ def test_evaluate_command_records_a_video(tmp_path, capsys):
     [
         (GrayFrames, {"shape": (4, 4)}, r"an array \[4, 4\]"),
         (GrayFrames, {"dtype": "float32"}, "an array .* of float32"),
-        (lambda context: gym.make("CartPole-v1"), {}, "nothing"),
+        (lambda context: gym.make("CartPole-v1"), {}, "nothing.*render_mode is None"),
+        ("FrozenLake-v1", {"render_mode": "ansi"}, "a str.*render_mode is 'ansi'"),
     ],
 )
 def test_environment_without_rgb_frames_is_rejected_before_training(
@@ -148,6 +149,42 @@ def test_environment_without_rgb_frames_is_rejected_before_training(
     config = a2c_config(env=env, env_config=env_config, evaluation_video_dir=str(tmp_path))
     with pytest.raises(ConfigError, match=f"returns {rendered}.*rgb_array"):
         check_evaluation_env(config, {})
+
+
+class RenderingRaises(GrayFrames):
+    """Raises at every call of render()."""
+
+    created = 0
+
+    def __init__(self):
+        super().__init__()
+        type(self).created += 1
+
+    def render(self):
+        raise NotImplementedError("no display")
+
+
+def test_environment_whose_render_raises_is_not_recreated(tmp_path, monkeypatch):
+    monkeypatch.setattr(RenderingRaises, "created", 0)
+    config = a2c_config(env=RenderingRaises, evaluation_video_dir=str(tmp_path))
+    message = r"RenderingRaises cannot be recorded: its render\(\) raised .*no display.*rgb_array"
+    with pytest.raises(ConfigError, match=f"^evaluation_video_dir: .*{message}"):
+        check_evaluation_env(config, {})
+    with (
+        config.build() as algorithm,
+        pytest.raises(ConfigError, match=rf"^video_dir \(--video\): .*{message}"),
+    ):
+        algorithm.evaluate(episodes=1, video_dir=tmp_path)
+    assert RenderingRaises.created == 3  # the check, the worker, the evaluation
+
+
+def test_environment_without_a_render_mode_is_rejected(tmp_path):
+    gym.register("FlowrlGrayFrames-v0", GrayFrames)
+    with (
+        a2c_config(env="FlowrlGrayFrames-v0").build() as algorithm,
+        pytest.raises(ConfigError, match=r"FlowrlGrayFrames-v0 .* has no argument render_mode"),
+    ):
+        algorithm.evaluate(episodes=1, video_dir=tmp_path)
 
 
 class RenderingFails(GrayFrames):
@@ -224,7 +261,9 @@ def test_missing_package_names_the_extra(monkeypatch, tmp_path):
         a2c_config(evaluation_video_dir=str(tmp_path)).build()
     with (
         a2c_config().build() as algorithm,
-        pytest.raises(ConfigError, match="a video needs the extra video: pip install"),
+        pytest.raises(
+            ConfigError, match=r"video_dir \(--video\) needs the extra video: pip install"
+        ),
     ):
         algorithm.evaluate(episodes=1, video_dir=tmp_path)
 
