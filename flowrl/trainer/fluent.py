@@ -8,10 +8,9 @@ import textwrap
 from collections.abc import Callable
 from typing import Any, Self
 
-from flowrl.policies.config import ModelConfig
 from flowrl.sampling.worker_config import WorkerConfig
 from flowrl.setting_aliases import canonical_names
-from flowrl.settings import ConfigError, SettingInfo, Settings, nearest
+from flowrl.settings import ConfigError, SettingInfo, Settings
 
 
 def _group(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -133,11 +132,8 @@ class FluentSettings(WorkerConfig):
         for name in values:
             if groups.get(name) != group:
                 known = sorted(known for known, its_group in groups.items() if its_group == group)
-                hint = (
-                    f" It belongs to .{groups[name]}()." if name in groups else nearest(name, known)
-                )
-                if name in ModelConfig.model_fields:
-                    hint = f' It is the network\'s: .training(model={{"{name}": …}}).'
+                hint = f" It belongs to .{groups[name]}()." if name in groups else ""
+                hint = hint or self.hint(name, known)
                 raise ConfigError(f".{group}() has no setting {name!r}.{hint}")
         changed = self.updated(**values)
         vars(self).update({name: getattr(changed, name) for name in values})  # checked together
