@@ -108,7 +108,7 @@ SETTING_HINTS: dict[str, list[tuple[str, str]]] = {
     "use_rms_prop": [
         (
             "train_batch_size",
-            "The optimizer is Adam; for another one, override the policy's optimizers()",
+            "The optimizer is Adam; for another one, override the policy's make_optimizer()",
         )
     ],
     # on-policy algorithms
@@ -211,6 +211,7 @@ SETTING_HINTS: dict[str, list[tuple[str, str]]] = {
     "normalize": [
         ("normalize_observations", "Use `normalize_observations` and `normalize_rewards`"),
     ],
+    "config": [("train_batch_size", "Pass the config as the first argument")],
     # reports
     "verbose": [("train_batch_size", "`algorithm.learn(progress=False)` prints no progress table")],
     "tensorboard_log": [

@@ -6,7 +6,7 @@ import functools
 import inspect
 import textwrap
 from collections.abc import Callable
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from flowrl.sampling.worker_config import WorkerConfig
 from flowrl.setting_aliases import canonical_names
@@ -46,6 +46,15 @@ class FluentSettings(WorkerConfig):
     @classmethod
     def canonical(cls, values: dict[str, Any]) -> dict[str, Any]:
         return canonical_names(values)
+
+    if not TYPE_CHECKING:  # type checkers report unknown names themselves
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("_") or hasattr(type(self), name):
+                return super().__getattr__(name)
+            known = [*type(self).model_fields, *self.groups(), "build", "copy", "validate"]
+            message = f"{type(self).__name__} has no method or setting {name!r}."
+            raise AttributeError(message + self.hint(name, known), name=name, obj=self)
 
     @_group
     def environment(self, env: Any = None, **settings: Any) -> Self:
