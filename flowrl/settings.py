@@ -229,6 +229,13 @@ class Settings(BaseModel):
         vars(self).update(searched)
         self.model_fields_set.update(searched)
 
+    def __dir__(self) -> list[str]:
+        """Return the settings and methods, without the names that all pydantic models have."""
+        classes = [cls for cls in type(self).__mro__ if cls is not BaseModel]
+        own = {n for cls in classes for n in vars(cls) if not n.startswith("model_")}
+        hidden = vars(BaseModel).keys() - own - type(self).model_fields.keys()
+        return [name for name in super().__dir__() if name not in hidden]
+
     _frozen: bool = PrivateAttr(default=False)
 
     def frozen(self) -> Self:

@@ -50,21 +50,12 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
     Example:
         >>> PPO("CartPole-v1", seed=1).learn(total_timesteps=100_000)  # doctest: +SKIP
 
-    Args:
-        env_or_config: an environment (see the setting `env`); an AlgorithmConfig; or a mapping of
-            settings that differ from the defaults. Of a record of another class, the settings that
-            were set explicitly are used.
-        settings: settings of `config_class`, which replace those of `env_or_config`.
-
     Attributes:
         config: the settings, read-only.
         workers: the WorkerSet.
         iteration: number of results so far.
         last_result: the latest result, or None.
         run_dir: the run directory, or None.
-
-    Raises:
-        ConfigError: the settings are invalid, or there is no plan.
     """
 
     policy_class: ClassVar[type[Policy] | None] = None  # None: each PolicySpec has its own
@@ -73,6 +64,17 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
 
     @with_hints
     def __init__(self, env_or_config: Any = None, **settings: Any):
+        """Build the algorithm; nothing is sampled before the first `train()`.
+
+        Args:
+            env_or_config: an environment (see the setting `env`); an AlgorithmConfig; or a mapping
+                of settings that differ from the defaults. Of a record of another class, the
+                settings that were set explicitly are used.
+            settings: settings of `config_class`, which replace those of `env_or_config`.
+
+        Raises:
+            ConfigError: the settings are invalid, or there is no plan.
+        """
         try:
             config = self._config_from(env_or_config, settings)
         except ConfigError as error:

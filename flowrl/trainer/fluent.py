@@ -6,14 +6,16 @@ import functools
 import inspect
 import textwrap
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from flowrl.sampling.worker_config import WorkerConfig
 from flowrl.setting_aliases import canonical_names
 from flowrl.settings import ConfigError, SettingInfo, Settings
 
+Method = TypeVar("Method", bound=Callable[..., Any])
 
-def _group(method: Callable[..., Any]) -> Callable[..., Any]:
+
+def _group(method: Method) -> Method:
     """Mark a method that sets the settings of the group with the method's name."""
     method._is_group = True  # type: ignore[attr-defined]
     return method
@@ -36,6 +38,9 @@ class FluentSettings(WorkerConfig):
                 setattr(cls, name, _documented(cls, name, vars(cls).get(name, method)))
         summary = (inspect.getdoc(cls) or "").split("\n\nSettings by group")[0]
         cls.__doc__ = f"{summary}\n\n{_settings_by_group(cls)}"
+        # pydantic's signature lists all settings, which the docstring describes by group
+        settings = inspect.Parameter("settings", inspect.Parameter.VAR_KEYWORD, annotation=Any)
+        cls.__signature__ = inspect.Signature([settings])
 
     @classmethod
     def groups(cls) -> list[str]:

@@ -87,17 +87,6 @@ def test_new_setting_is_declared_once_and_found_everywhere():
     assert row in ConfigWithNewSetting.reference()
 
 
-def test_help_of_a_config_describes_every_setting():
-    text = PPOConfig.__doc__
-    assert text.startswith("Settings of PPO.\n")
-    for info in PPOConfig.describe():
-        if info.name not in ("model", "exploration_config"):
-            assert f"    {info.name}: {info.type} = {info.default!r}" in text
-    for name in ModelConfig.model_fields:
-        assert f"    model.{name}: " in text
-    assert "clip_param" not in DQNConfig.__doc__
-
-
 def test_other_name_of_rollouts_sets_the_same_settings():
     config = PPOConfig().env_runners(num_env_runners=2, num_envs_per_env_runner=3)
     assert (config.num_workers, config.num_envs_per_worker) == (2, 3)
