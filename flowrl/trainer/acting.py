@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import optree
-from gymnasium import spaces
 
 from flowrl.policies.policy import Policy
 from flowrl.sampling.worker_set import WorkerSet
@@ -47,15 +45,9 @@ class ActsWithPolicies:
             policy_id: see `get_policy`.
 
         Raises:
-            ValueError: the observation is not finite.
+            ConfigError: the observation does not fit the space, or is not finite.
         """
-        policy = self.get_policy(policy_id)
-        nested = isinstance(policy.observation_space, (spaces.Dict, spaces.Tuple))
-        leaves: Any = optree.tree_leaves(observation) if nested else [observation]
-        for leaf in map(np.asarray, leaves):
-            if leaf.dtype.kind == "f" and not np.isfinite(leaf).all():
-                raise ValueError(f"the observation is not finite: {observation}")
-        return policy.compute_single_action(observation, explore=explore)
+        return self.get_policy(policy_id).compute_single_action(observation, explore=explore)
 
     @with_hints
     def predict(
