@@ -229,6 +229,15 @@ class Settings(BaseModel):
         vars(self).update(searched)
         self.model_fields_set.update(searched)
 
+    def __repr_args__(self) -> Iterator[tuple[str, Any]]:
+        """Yield the settings that differ from the defaults, which `repr` shows."""
+        for name, field in type(self).model_fields.items():
+            if not _equal(value := getattr(self, name), field.default):
+                yield name, value
+
+    def __str__(self) -> str:
+        return repr(self)
+
     def __dir__(self) -> list[str]:
         """Return the settings and methods, without the names that all pydantic models have."""
         classes = [cls for cls in type(self).__mro__ if cls is not BaseModel]

@@ -94,6 +94,12 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         self._stopped = False
         self.setup(config)
 
+    def __repr__(self) -> str:
+        env = getattr(self.config.env, "__qualname__", None) or repr(self.config.env)
+        steps = 0 if self._plan is None else self._plan.metrics.counters["num_env_steps_sampled"]
+        name = type(self).__name__
+        return f"{name}(env={env}, iteration={self.iteration}, env_steps={steps})"
+
     @classmethod
     def _config_from(cls, config: Any, settings: Mapping[str, Any]) -> AlgorithmConfig:
         """Return a record of `config_class`; see the arguments of the class."""
