@@ -45,7 +45,8 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
 
     A subclass sets `policy_class` and `config_class`. The plan is the first of these that exists:
     the subclass's static method `execution_plan(workers, config)`, its method `training_step`, the
-    file of the setting `plan`, the `training_step` of this class.
+    file of the setting `plan`, the `training_step` of this class. Ray Tune needs the class of
+    the same name in `flowrl.tune`.
 
     Example:
         >>> PPO("CartPole-v1", seed=1).learn(total_timesteps=100_000)  # doctest: +SKIP
