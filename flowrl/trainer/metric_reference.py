@@ -98,12 +98,17 @@ _LEARNER_METRICS = {
 _TIMERS = {
     "env_steps_per_s": Metric("env steps / s", "Env steps sampled per second of the iteration."),
     "checkpoint_time_ms": Metric("ms", "Time spent on checkpoints since the last result."),
-    "sample_time_ms": Metric("ms", "Mean time to wait for a round of fragments, last 10 rounds."),
+    "sample_time_ms": Metric("ms", "Mean time to wait for a fragment, last 10 fragments."),
     "sample_throughput": Metric("env steps / s", "Env steps per second of that time."),
     "learn_time_ms": Metric("ms", "Mean time of an update, last 10 updates."),
     "learn_throughput": Metric("rows / s", "Rows trained on per second of that time."),
     "learn_time_ms/<operator>": Metric("ms", "The same, for each of several training operators."),
     "learn_throughput/<operator>": Metric("rows / s", "The same, for each of several."),
+    "learner_wait_time_ms": Metric("ms", "Mean time that the learner waits for a batch."),
+    "compute_grads_time_ms": Metric("ms", "Mean time to compute gradients on a worker."),
+    "compute_grads_throughput": Metric("env steps / s", "Env steps per second of that time."),
+    "apply_grad_time_ms": Metric("ms", "Mean time to apply gradients."),
+    "apply_grad_throughput": Metric("env steps / s", "Env steps per second of that time."),
     "update_time_ms": Metric("ms", "Mean time to send weights to the workers, last 10 times."),
     "sampler_sample_s": Metric("seconds", "Time of sampling since the start, of all workers."),
     "sampler_inference_s": Metric("seconds", "The part of it in which policies act."),
@@ -124,6 +129,21 @@ _COUNTERS = {
     ),
     "num_target_updates": Metric("updates", "Updates of target networks."),
     "num_shard_restarts": Metric("restarts", "Restarts of remote workers."),
+    "num_env_steps_dropped": Metric(
+        "env steps", "Env steps that were not trained on: stale or lost."
+    ),
+    "num_learner_restarts": Metric("restarts", "Restarts of learners on actors."),
+    "num_group_restarts": Metric(
+        "restarts", "Times that workers formed their group again (DDPPO)."
+    ),
+    "num_replay_shard_restarts": Metric("restarts", "Restarts of replay actors."),
+    "num_replay_rows_lost": Metric("agent steps", "Rows lost with replay actors that died."),
+    "num_replay_fragments_lost": Metric("fragments", "Fragments lost before they were stored."),
+    "num_sampling_waits": Metric("times", "Times that sampling waited for the learner."),
+    "num_weight_broadcasts": Metric("times", "Times that weights were sent to workers."),
+    "num_weight_syncs": Metric("workers", "Workers that were due for new weights."),
+    "num_passes_over_data": Metric("passes", "Passes over recorded experience."),
+    "num_bytes_between_nodes": Metric("bytes", "Bytes sent between nodes of the cluster."),
 }
 
 METRICS = {
