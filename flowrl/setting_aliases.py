@@ -1,13 +1,15 @@
 """Names that RLlib and other libraries use for our settings and results.
 
-`SETTING_ALIASES` are accepted, with a note in the log; `SETTING_SUGGESTIONS` are rejected, and the
-error message suggests our name; `RESULT_ALIASES` and `INFO_COUNTERS` are reported next to our
-names. Timers have RLlib's names (`sample`, `learn`, `update`, `compute_grads`, …).
+`SETTING_ALIASES` are accepted, with a note in the log; the names of `SETTING_HINTS` are rejected
+with a hint; `RESULT_ALIASES` and `INFO_COUNTERS` are reported next to our names. Timers have
+RLlib's names (`sample`, `learn`, `update`, `compute_grads`, …).
 """
 
 from __future__ import annotations
 
 import logging
+import re
+from collections.abc import Collection
 from typing import Any
 
 from flowrl.errors import ConfigError
@@ -39,33 +41,191 @@ SETTING_ALIASES = {
 _SILENT_ALIASES = ("lambda", "callbacks")
 _OBSERVATION_FILTERS = {"NoFilter": False, "MeanStdFilter": True}
 
-# name in Stable-Baselines3, CleanRL and others -> ours
-SETTING_SUGGESTIONS = {
-    "learning_rate": "lr",
-    "discount": "gamma",
-    "discount_factor": "gamma",
-    "n_steps": "rollout_fragment_length",
-    "num_steps": "rollout_fragment_length",
-    "n_epochs": "num_sgd_iter",
-    "update_epochs": "num_sgd_iter",
-    "gae_lambda": "lambda_",
-    "ent_coef": "entropy_coeff",
-    "vf_coef": "vf_loss_coeff",
-    "clip_range": "clip_param",
-    "clip_coef": "clip_param",
-    "max_grad_norm": "grad_clip",
-    "n_envs": "num_envs_per_worker",
-    "num_envs": "num_envs_per_worker",
-    "buffer_size": "replay_buffer_capacity",
-    "gradient_steps": "training_intensity",
-    "train_freq": "training_intensity",
-    "exploration_fraction": "exploration_config",
-    "exploration_final_eps": "exploration_config",
-    "policy_kwargs": "model",
-    "net_arch": "model",
-    "target_update_interval": "target_network_update_freq",
-    "env_id": "env",
-    "env_kwargs": "env_config",
+_TRAIN_FREQ = [
+    (
+        "training_intensity",
+        "Use `rollout_fragment_length`, the env steps sampled between train batches; "
+        "`training_intensity` sets the ratio of rows trained on to rows stored",
+    )
+]
+_EPSILON = [
+    (
+        "max_weight_sync_delay",
+        'Each worker has its own: `exploration_config={"epsilon_base": 0.4}`',
+    ),
+    (
+        "double_q",
+        'Use a schedule, `exploration_config={"epsilon": [["0%", 1.0], ["10%", 0.05]]}`',
+    ),
+]
+# name in Stable-Baselines3, CleanRL or RLlib -> (marker, hint) pairs. The hint of the first marker
+# that is a setting of the algorithm applies. Code is in backticks: `name` and `name=value` are
+# settings, and a hint that is only a name is a rename.
+SETTING_HINTS: dict[str, list[tuple[str, str]]] = {
+    # learning
+    "learning_rate": [("lr", "`lr`")],
+    "anneal_lr": [("lr", 'Use a schedule, `lr=[["0%", 3e-4], ["100%", 0.0]]`')],
+    "lr_schedule": [("lr", "Use a schedule of env steps, `lr=[[0, 3e-4], [100_000, 0.0]]`")],
+    "discount": [("gamma", "`gamma`")],
+    "discount_factor": [("gamma", "`gamma`")],
+    "max_grad_norm": [("grad_clip", "`grad_clip`")],
+    "batch_size": [
+        (
+            "lambda_",
+            "Use `sgd_minibatch_size` for the rows per update; `train_batch_size` is the "
+            "env steps sampled between updates",
+        ),
+        ("train_batch_size", "`train_batch_size`"),
+    ],
+    "num_minibatches": [
+        (
+            "train_batch_size",
+            "Use `sgd_minibatch_size`, the rows per update: train_batch_size / num_minibatches",
+        ),
+    ],
+    "n_steps": [
+        (
+            "n_step",
+            "Use `n_step` for the rewards in a target, and `rollout_fragment_length` for "
+            "the env steps sampled between updates",
+        ),
+        (
+            "lambda_",
+            "Use `train_batch_size`, the env steps per update of all environments "
+            "together: n_steps × number of environments",
+        ),
+    ],
+    "num_steps": [
+        (
+            "lambda_",
+            "Use `train_batch_size`, the env steps per update of all environments "
+            "together: num_steps × number of environments",
+        ),
+    ],
+    "n_epochs": [("num_sgd_iter", "`num_sgd_iter`")],
+    "update_epochs": [("num_sgd_iter", "`num_sgd_iter`")],
+    "rms_prop_eps": [("train_batch_size", "The optimizer is Adam: `adam_epsilon`")],
+    "use_rms_prop": [
+        (
+            "train_batch_size",
+            "The optimizer is Adam; for another one, override the policy's make_optimizer()",
+        )
+    ],
+    # on-policy algorithms
+    "gae_lambda": [("lambda_", "`lambda_`")],
+    "ent_coef": [
+        ("entropy_coeff", "`entropy_coeff`"),
+        (
+            "initial_alpha",
+            "Use `initial_alpha` for the initial entropy temperature; it adapts to "
+            "`target_entropy`, and `target_entropy=None` keeps it fixed",
+        ),
+    ],
+    "entropy_coeff_schedule": [
+        ("entropy_coeff", "Use a schedule, `entropy_coeff=[[0, 0.01], [100_000, 0.0]]`"),
+    ],
+    "vf_coef": [("vf_loss_coeff", "`vf_loss_coeff`"), ("vf_coeff", "`vf_coeff`")],
+    "clip_range": [("clip_param", "`clip_param`")],
+    "clip_coef": [("clip_param", "`clip_param`")],
+    "clip_range_vf": [("vf_clip_param", "`vf_clip_param`")],
+    "clip_vloss": [("vf_clip_param", "Use `vf_clip_param=0.2`, or None not to clip")],
+    "normalize_advantage": [("standardize_advantages", "`standardize_advantages`")],
+    "norm_adv": [("standardize_advantages", "`standardize_advantages`")],
+    "target_kl": [("kl_stop", "`kl_stop`")],
+    "use_kl_loss": [
+        (
+            "kl_coeff",
+            "Use `kl_coeff`, the initial weight of the penalty; `kl_coeff=0.0` disables it",
+        )
+    ],
+    # off-policy algorithms
+    "buffer_size": [("replay_buffer_capacity", "`replay_buffer_capacity`")],
+    "replay_buffer_config": [
+        (
+            "replay_buffer_capacity",
+            "Use `replay_buffer_capacity`, `prioritized_replay` and the "
+            "other settings whose names begin with replay_ and prioritized_replay_",
+        ),
+    ],
+    "gradient_steps": [
+        (
+            "training_intensity",
+            "Use `training_intensity`, the rows trained on per row stored: "
+            "gradient_steps × batch_size / train_freq",
+        ),
+    ],
+    "train_freq": _TRAIN_FREQ,
+    "train_frequency": _TRAIN_FREQ,
+    "target_update_interval": [("target_network_update_freq", "`target_network_update_freq`")],
+    "target_network_frequency": [("target_network_update_freq", "`target_network_update_freq`")],
+    "policy_frequency": [("policy_delay", "`policy_delay`")],
+    "target_policy_noise": [("target_noise", "`target_noise`")],
+    "policy_noise": [("target_noise", "`target_noise`")],
+    "noise_clip": [("target_noise_clip", "`target_noise_clip`")],
+    "policy_lr": [("actor_lr", "`actor_lr`")],
+    "q_lr": [("critic_lr", "`critic_lr`")],
+    "alpha": [("initial_alpha", "`initial_alpha`")],
+    "alpha_lr": [("entropy_lr", "`entropy_lr`")],
+    "autotune": [
+        (
+            "target_entropy",
+            "The entropy temperature adapts to `target_entropy`; "
+            "`target_entropy=None` keeps it fixed at `initial_alpha`",
+        )
+    ],
+    # exploration
+    "action_noise": [
+        ("policy_delay", 'Use `exploration_config={"type": "GaussianNoise", "scale": 0.1}`'),
+    ],
+    "exploration_noise": [("policy_delay", 'Use `exploration_config={"scale": 0.1}`')],
+    "epsilon": _EPSILON,
+    "exploration_fraction": _EPSILON,
+    "exploration_initial_eps": _EPSILON,
+    "exploration_final_eps": _EPSILON,
+    "start_e": _EPSILON,
+    "end_e": _EPSILON,
+    "use_sde": [("train_batch_size", "State-dependent exploration is not available")],
+    "sde_sample_freq": [("train_batch_size", "State-dependent exploration is not available")],
+    # networks
+    "policy": [
+        (
+            "model",
+            "The type of the network follows from the spaces; its sizes are "
+            '`model={"fcnet_hiddens": [64, 64]}`',
+        )
+    ],
+    "policy_kwargs": [
+        ("model", 'Use `model={"fcnet_hiddens": [64, 64], "fcnet_activation": "tanh"}`')
+    ],
+    "net_arch": [("model", 'Use `model={"fcnet_hiddens": [64, 64]}`')],
+    "activation_fn": [("model", 'Use `model={"fcnet_activation": "relu"}`')],
+    "cuda": [("device", "`device`")],
+    # environments
+    "env_id": [("env", "`env`")],
+    "env_kwargs": [("env_config", "`env_config`")],
+    "n_envs": [("num_envs_per_worker", "`num_envs_per_worker`")],
+    "num_envs": [("num_envs_per_worker", "`num_envs_per_worker`")],
+    "max_episode_steps": [("horizon", "`horizon`")],
+    "norm_obs": [("normalize_observations", "`normalize_observations`")],
+    "norm_reward": [("normalize_rewards", "`normalize_rewards`")],
+    "normalize": [
+        ("normalize_observations", "Use `normalize_observations` and `normalize_rewards`"),
+    ],
+    "config": [("train_batch_size", "Pass the config as the first argument")],
+    # reports
+    "verbose": [("train_batch_size", "`algorithm.learn(progress=False)` prints no progress table")],
+    "tensorboard_log": [
+        (
+            "train_batch_size",
+            "`algorithm.learn(run_dir=…)` sets the folder of the results, and "
+            "the command `flowrl tensorboard` shows them",
+        )
+    ],
+    "stats_window_size": [("train_batch_size", "`metrics_num_episodes_for_smoothing`")],
+    "track": [("train_batch_size", 'Use `log_to=["wandb"]`')],
+    "capture_video": [
+        ("train_batch_size", 'Use `evaluation_interval=10` and `evaluation_video_dir="videos"`')
+    ],
 }
 
 # result name in newer versions of RLlib -> ours
@@ -89,6 +249,29 @@ INFO_COUNTERS = {
     "num_agent_steps_sampled": "num_agent_steps_sampled",
     "num_agent_steps_trained": "num_agent_steps_trained",
 }
+
+
+def setting_hint(name: str, known: Collection[str]) -> str | None:
+    """Return a sentence about a setting of another library, with a space before it.
+
+    Args:
+        name: the other library's name.
+        known: the settings of the algorithm.
+
+    Returns:
+        None if no other library's name is known; "" if the algorithm has no such setting.
+    """
+    if name in SETTING_ALIASES and name not in SETTING_HINTS:
+        hints = [(SETTING_ALIASES[name], f"`{SETTING_ALIASES[name]}`")]
+    elif name in SETTING_HINTS:
+        hints = SETTING_HINTS[name]
+    else:
+        return None
+    for marker, hint in hints:
+        if marker in known:
+            is_rename = re.fullmatch(r"`(\w+)`", hint)
+            return f" Did you mean {is_rename[1]!r}?" if is_rename else f" {hint}."
+    return ""
 
 
 def canonical_names(values: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from flowrl.errors import ConfigError as ConfigError  # part of this module's interface
-from flowrl.setting_aliases import SETTING_SUGGESTIONS
+from flowrl.setting_aliases import setting_hint
 
 
 def imported(path: str) -> Any:
@@ -38,11 +38,6 @@ def imported(path: str) -> Any:
 
 def nearest(name: str, known: list[str]) -> str:
     """Return ` Did you mean 'x'?`, or an empty string if no known name is similar."""
-    other = SETTING_SUGGESTIONS.get(name.replace("-", "_"))
-    if other is not None and "-" in name:
-        other = other.rstrip("_").replace("_", "-")
-    if other in known:
-        return f" Did you mean {other!r}?"
     by_lowercase = {other_name.lower(): other_name for other_name in reversed(known)}
     close = difflib.get_close_matches(name.lower(), by_lowercase, n=1)
     return f" Did you mean {by_lowercase[close[0]]!r}?" if close else ""
@@ -53,14 +48,13 @@ def _is_type(part: Any) -> bool:
     return isinstance(part, str) and (part in ("float", "int", "str") or "[" in part)
 
 
-def _explain(cls: type[BaseModel], error: ValidationError) -> str:
+def _explain(cls: type[Settings], error: ValidationError) -> str:
     lines = []
     for problem in error.errors():
         path = ".".join(str(part) for part in problem["loc"] if not _is_type(part))
         if problem["type"] == "extra_forbidden":
-            known = _names(cls, problem["loc"][:-1])
-            name = str(problem["loc"][-1])
-            lines.append(f"unknown setting {path!r}.{nearest(name, known)}")
+            record = _record(cls, problem["loc"][:-1])
+            lines.append(f"unknown setting {path!r}.{record.hint(str(problem['loc'][-1]))}")
         elif problem["type"] == "value_error" and not path:
             lines.append(str(problem["ctx"]["error"]))
         elif problem["type"] == "value_error" and type(problem["ctx"]["error"]) is ConfigError:
@@ -80,12 +74,13 @@ def _within(path: str, message: str) -> str:
     return f"{path}.{message}" if starts_with_field else f"{path}: {message}"
 
 
-def _names(cls: type[BaseModel], path: tuple[Any, ...]) -> list[str]:
+def _record(cls: type[Settings], path: tuple[Any, ...]) -> type[Settings]:
+    """Return the class of the nested record at a path."""
     for part in path:
         inner = cls.model_fields[part].annotation if part in cls.model_fields else None
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
+        if isinstance(inner, type) and issubclass(inner, Settings):
             cls = inner
-    return list(cls.model_fields)
+    return cls
 
 
 class SettingInfo(NamedTuple):
@@ -171,6 +166,25 @@ class Settings(BaseModel):
         return cls(**{name: value for name, value in config.items() if name in cls.model_fields})
 
     @classmethod
+    def hint(cls, name: str, known: list[str] | None = None) -> str:
+        """Return a sentence with a space before it about a name that is not a setting: what to
+        use instead, or ""
+
+        Args:
+            name: the unknown name.
+            known: names that are similar to it may be suggested; None for all settings.
+        """
+        hint = setting_hint(name, cls.model_fields)
+        if hint:
+            return hint
+        for outer, field in cls.model_fields.items():
+            if isinstance(field.default, Settings) and name in field.default:
+                return f' It is a setting of {outer}: {outer}={{"{name}": …}}.'
+        if hint is not None:  # names of other libraries resemble ours only by chance
+            return ""
+        return nearest(name, list(cls.model_fields) if known is None else known)
+
+    @classmethod
     def describe(cls) -> list[SettingInfo]:
         """Return a description of each setting, in the order of declaration."""
         infos = []
@@ -214,6 +228,22 @@ class Settings(BaseModel):
             raise ConfigError(_explain(type(self), error)) from None
         vars(self).update(searched)
         self.model_fields_set.update(searched)
+
+    def __repr_args__(self) -> Iterator[tuple[str, Any]]:
+        """Yield the settings that differ from the defaults, which `repr` shows."""
+        for name, field in type(self).model_fields.items():
+            if not _equal(value := getattr(self, name), field.default):
+                yield name, value
+
+    def __str__(self) -> str:
+        return repr(self)
+
+    def __dir__(self) -> list[str]:
+        """Return the settings and methods, without the names that all pydantic models have."""
+        classes = [cls for cls in type(self).__mro__ if cls is not BaseModel]
+        own = {n for cls in classes for n in vars(cls) if not n.startswith("model_")}
+        hidden = vars(BaseModel).keys() - own - type(self).model_fields.keys()
+        return [name for name in super().__dir__() if name not in hidden]
 
     _frozen: bool = PrivateAttr(default=False)
 
@@ -269,7 +299,7 @@ class Settings(BaseModel):
             return  # accepted without effect, such as framework="torch"
         ((canonical_name, value),) = canonical.items()
         if canonical_name not in type(self).model_fields:
-            raise ConfigError(f"unknown setting {name!r}.{nearest(name, self.keys())}")
+            raise ConfigError(f"unknown setting {name!r}.{self.hint(name)}")
         name = canonical_name
         if is_search(value):
             vars(self)[name] = value
@@ -289,7 +319,7 @@ class Settings(BaseModel):
 
     def __getitem__(self, name: str) -> Any:
         if name not in type(self).model_fields:
-            raise KeyError(f"no setting {name!r}.{nearest(name, list(self.keys()))}")
+            raise KeyError(f"no setting {name!r}.{self.hint(name)}")
         return getattr(self, name)
 
     def __contains__(self, name: object) -> bool:

@@ -6,11 +6,13 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from threadpoolctl import threadpool_info
 
 import flowrl
 from flowrl.algorithms.a2c import A2CConfig
+from flowrl.policies import Policy
 from flowrl.threads import limit_threads
 from flowrl.trainer.registry import algorithm_class, algorithm_names, algorithm_path
 
@@ -118,7 +120,39 @@ def test_flowrl_offers_every_algorithm_and_its_config():
         algorithm = getattr(flowrl, algorithm_path(name).split(":")[1])
         assert algorithm is algorithm_class(name)
         assert getattr(flowrl, algorithm.config_class.__name__) is algorithm.config_class
-    assert set(dir(flowrl)) >= {"PPO", "PPOConfig", "Algorithm", "register_env"}
+    others = {"Algorithm", "AlgorithmConfig", "ConfigError", "Policy", "PolicySpec", "register_env"}
+    algorithms = [algorithm_class(name) for name in shipped]
+    names = {a.__name__ for a in algorithms} | {a.config_class.__name__ for a in algorithms}
+    assert set(flowrl.__all__) == set(dir(flowrl)) == names | others
+    assert flowrl.Policy is Policy
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_type_checkers_know_the_types_of_configs_and_algorithms(tmp_path):
+    api = pytest.importorskip("mypy.api")
+    chain = 'PPOConfig().environment("CartPole-v1").training(lr=1e-3)'
+    types = {
+        chain: "flowrl.algorithms.ppo.PPOConfig",
+        f"{chain}.build()": "flowrl.algorithms.ppo.PPO",
+        f"{chain}.build().learn(100)": "flowrl.algorithms.ppo.PPO",
+        'PPO.from_checkpoint("x", env="CartPole-v1")': "flowrl.algorithms.ppo.PPO",
+        "DQNConfig().env_runners().callbacks(type)": "flowrl.algorithms.dqn.DQNConfig",
+        "PPOConfig().num_workers": "int",
+    }
+    lines = ["from flowrl import PPO, DQNConfig, PPOConfig", *(f"reveal_type({c})" for c in types)]
+    file = tmp_path / "use.py"
+    file.write_text("\n".join(lines))
+    options = [
+        "--config-file",
+        str(ROOT / "pyproject.toml"),
+        "--cache-dir",
+        str(tmp_path / "cache"),
+    ]
+    report, errors, code = api.run([*options, str(file)])
+    assert (code, errors) == (0, "")
+    revealed = [line.split('"')[1] for line in report.splitlines() if "Revealed type is" in line]
+    assert revealed == list(types.values())
 
 
 def test_importing_flowrl_imports_no_heavy_package():

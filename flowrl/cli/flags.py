@@ -13,6 +13,7 @@ from typing import Any, get_args, get_origin
 from gymnasium import spaces
 
 from flowrl.cli.arguments import json_object
+from flowrl.setting_aliases import setting_hint
 from flowrl.settings import ConfigError, Settings, imported, nearest
 
 
@@ -83,10 +84,29 @@ def _check_policy(name: str, defaults: Any) -> None:
     inner, dot, last = rest.removeprefix("config.").rpartition(".")
     known = flag_names(type(config))
     if {f"{inner}{dot}{last}", f"{inner}{dot}{last.removeprefix('no-')}"}.isdisjoint(known):
-        hint = nearest(f"{inner}{dot}{last}", known).replace("mean '", f"mean '{head}.")
+        hint = setting_hint(last.replace("-", "_"), type(config).model_fields)
+        hint = _as_flags(hint or nearest(f"{inner}{dot}{last}", known), f"{head}.")
         raise ConfigError(f"unknown flag --{name}.{hint}")
     if not rest.startswith("config."):
         raise ConfigError(f"unknown flag --{name}. Did you mean '{head}.{rest}'?")
+
+
+def _as_flags(hint: str, head: str) -> str:
+    """Return a hint about settings with their names as flags, such as `--model.fcnet-hiddens`.
+
+    Args:
+        hint: names are in quotes; names, with or without a value, in backticks.
+        head: what all flags start with, such as `--`.
+    """
+
+    def flag(match: re.Match[str]) -> str:
+        name, inner, value = match.group(1, 2, 3)
+        name = f"{name}.{inner}" if inner else name
+        is_short = value is not None and not value.startswith("[")
+        return f"{head}{name.rstrip('_').replace('_', '-')}" + (f"={value}" if is_short else "")
+
+    hint = re.sub(r"'([\w.-]+)'", r"`\1`", hint)
+    return re.sub(r"`([\w.-]+)(?:=\{\"(\w+)\"[^`]*|=([^`]*))?`", flag, hint)
 
 
 def _records(defaults: Settings) -> dict[str, type[Settings]]:
@@ -237,7 +257,8 @@ def settings_from_flags(
                         f"""--{head} '{{"{last.replace("-", "_")}": …}}'"""
                     )
                 options = [*known, *(option.replace("_", "-") for option in run_options)]
-                hint = nearest(name, options).replace("'", "").replace("mean ", "mean --")
+                hint = setting_hint(name.replace("-", "_"), type(defaults).model_fields)
+                hint = _as_flags(nearest(name, options) if hint is None else hint, "--")
                 raise ConfigError(f"unknown flag --{name}.{hint}")
     flags = [part for flag in flags for part in _flatten_schedule(flag)]
     records = _records(defaults)

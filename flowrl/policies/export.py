@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -185,24 +188,39 @@ def export_policy(
     batch = torch.export.Dim("batch", min=1)
     input_tree: Any = inputs
     dynamic = optree.tree_map(lambda leaf: {0: batch}, input_tree)
-    with torch.no_grad():
-        program = torch.export.export(module, (inputs,), dynamic_shapes=(dynamic,))
     path.parent.mkdir(parents=True, exist_ok=True)
-    if format == "torch":
-        torch.export.save(program, path)
-        return path
-    with torch.no_grad():
-        outputs = module(inputs)
-    torch.onnx.export(
-        program,
-        (),
-        str(path),
-        input_names=leaf_names(inputs),
-        output_names=leaf_names(outputs),
-        dynamo=True,
-        verbose=False,
-    )
+    with torch.no_grad(), _quiet_torch():
+        program = torch.export.export(module, (inputs,), dynamic_shapes=(dynamic,))
+        if format == "torch":
+            torch.export.save(program, path)
+        else:
+            torch.onnx.export(
+                program,
+                (),
+                str(path),
+                input_names=leaf_names(inputs),
+                output_names=leaf_names(module(inputs)),
+                external_data=False,  # the weights are in the same file
+                dynamo=True,
+                verbose=False,
+            )
     return path
+
+
+@contextmanager
+def _quiet_torch() -> Iterator[None]:
+    """Hide torch's warnings about its own exporters, which users cannot act on."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _detached_tensors(model: torch.nn.Module) -> dict[int, Any]:

@@ -11,6 +11,7 @@ from gymnasium import spaces
 
 from flowrl.data.spaces import zeros_of
 from flowrl.policies.filters import ObservationFilter
+from flowrl.policies.observations import convert_observation
 from flowrl.policies.views import ViewRequirement
 from flowrl.settings import ConfigError
 
@@ -136,26 +137,16 @@ class PolicyRunner:
         return zeros_of(space)
 
 
-def preprocess(policy: ActingPolicy, obs: Any) -> Any:
-    """Validate and normalize an observation as the environment returned it.
+def preprocess(policy: ActingPolicy, obs: Any, batch: bool = False) -> Any:
+    """Validate and normalize an observation as the environment returned it, or a batch [B, …].
 
     Raises:
         ConfigError: it is not in the policy's observation space.
     """
-    space = policy.observation_space
-    if space.shape is not None and np.shape(obs) != space.shape:
-        raise ConfigError(f"observation has shape {np.shape(obs)}, expected {space}")
-    if isinstance(space, spaces.Box):
-        array = np.asarray(obs)
-        if not np.can_cast(array.dtype, space.dtype, "same_kind"):
-            raise ConfigError(f"observation has dtype {array.dtype}, expected {space}: {obs!r}")
-        if not np.isfinite(array).all():
-            raise ConfigError(f"observation is not finite: {obs!r}")
-    elif not space.contains(obs):
-        raise ConfigError(f"observation is not in {space}: {obs!r}")
-    if policy.observation_filter is not None:
-        return policy.observation_filter(np.asarray(obs)[None])[0]
-    return obs if space.shape is None else np.asarray(obs, space.dtype)
+    obs = convert_observation(policy.observation_space, obs, batch)
+    if policy.observation_filter is None:
+        return obs
+    return policy.observation_filter(obs) if batch else policy.observation_filter(obs[None])[0]
 
 
 def _first_action(actions: Any) -> Any:

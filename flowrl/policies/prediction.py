@@ -8,6 +8,7 @@ import numpy as np
 import optree
 from gymnasium import spaces
 
+from flowrl.policies.observations import convert_observation, is_single_observation
 from flowrl.policies.policy_runner import ActingPolicy, PolicyRunner, preprocess
 from flowrl.settings import ConfigError
 
@@ -41,7 +42,9 @@ class ActsOnObservations:
         """Return actions for raw observations, in the environment's form.
 
         Args:
-            obs: one observation, or a batch of them with shapes [B, …].
+            obs: one observation, or a batch of them with shapes [B, …]; arrays, numbers or lists of
+                numbers, in the structure of the observation space. For Dict spaces also a list of
+                observations.
             state: recurrent state of the previous call; None starts new episodes.
             deterministic: return the most likely actions instead of sampling them.
 
@@ -71,11 +74,17 @@ def _predict(
             f"{type(policy).__name__} needs the views {sorted(views)}, not only the current "
             "observation and state: use policy.session(), which remembers the episode"
         )
-    is_single = _is_single(policy.observation_space, obs)
-    batch = optree.tree_map(lambda leaf: np.asarray(leaf)[None], obs) if is_single else obs
-    num_rows = len(optree.tree_leaves(batch)[0])
-    rows = [optree.tree_map(lambda leaf, i=i: leaf[i], batch) for i in range(num_rows)]
-    inputs = {"obs": _stacked([preprocess(policy, row) for row in rows])}
+    space = policy.observation_space
+    if isinstance(space, spaces.Dict) and isinstance(obs, list) and obs:
+        singles = [convert_observation(space, row) for row in obs]
+        is_single, obs = False, optree.tree_map(lambda *leaves: np.stack(leaves), *singles)
+    else:
+        is_single = is_single_observation(space, obs)
+    rows: Any = preprocess(policy, obs, batch=not is_single)
+    if is_single:
+        rows = optree.tree_map(lambda leaf: np.asarray(leaf)[None], rows)
+    num_rows = len(optree.tree_leaves(rows)[0])
+    inputs = {"obs": rows}
     if state is None:
         state = [np.repeat(part[None], num_rows, axis=0) for part in initial_state]
     elif is_single:
@@ -95,18 +104,3 @@ def _predict(
         actions = optree.tree_map(lambda leaf: leaf[0], actions)
         new_state = [part[0] for part in new_state]
     return actions, new_state if names else None
-
-
-def _stacked(rows: list[Any]) -> Any:
-    return optree.tree_map(lambda *leaves: np.stack(leaves), *rows)
-
-
-def _is_single(space: Any, obs: Any) -> bool:
-    """Return whether an observation has no batch dimension, judged by its first array."""
-    while isinstance(space, (spaces.Dict, spaces.Tuple)):
-        kind = dict if isinstance(space, spaces.Dict) else tuple
-        key: Any = next(iter(space.spaces)) if kind is dict else 0
-        if not isinstance(obs, kind) or (kind is dict and key not in obs) or not obs:
-            raise ConfigError(f"predict: the observation is not in {space}: {obs!r}")
-        space, obs = space[key], obs[key]
-    return np.ndim(obs) == len(space.shape)

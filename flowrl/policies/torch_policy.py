@@ -346,8 +346,8 @@ class TorchPolicy(Policy):
         Args:
             path: of the file.
             format: "torch" (a torch.export program: `torch.export.load(path).module()`) or "onnx"
-                (inputs and outputs have the same names, parts of nested ones `obs.key`; needs the
-                extra `onnx`). None chooses "onnx" for a path that ends in `.onnx`.
+                (one file; inputs and outputs have the same names, parts of nested ones `obs.key`;
+                needs the extra `onnx`). None chooses "onnx" for a path that ends in `.onnx`.
 
         Raises:
             ConfigError: the format is unknown, the extra is missing, or a view cannot be exported.

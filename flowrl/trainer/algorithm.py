@@ -11,10 +11,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, Self
 
-import numpy as np
-import optree
-from gymnasium import spaces
-
 from flowrl.ops import (
     ResultDict,
     StandardMetricsReporting,
@@ -27,12 +23,14 @@ from flowrl.sampling.callbacks import call
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.settings import ConfigError
 from flowrl.threads import limit_threads
+from flowrl.trainer.acting import ActsWithPolicies
 from flowrl.trainer.checkpointing import Checkpointing
 from flowrl.trainer.config import AlgorithmConfig
 from flowrl.trainer.evaluation import check_evaluation_env
 from flowrl.trainer.evaluator import Evaluator
 from flowrl.trainer.loggers import ResultLoggers
 from flowrl.trainer.operator_times import OperatorTimes
+from flowrl.trainer.other_libraries import OtherLibrariesNames, with_hints
 from flowrl.trainer.plan_building import Plan, PlanBuilder
 from flowrl.trainer.plan_files import PLAN_MODULE, plan_of_module
 from flowrl.trainer.plan_settings import plan_config
@@ -42,21 +40,16 @@ from flowrl.trainer.start_checks import check_start
 log = logging.getLogger("flowrl")
 
 
-class Algorithm(Checkpointing):
+class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
     """Trains by pulling results from an execution plan.
 
     A subclass sets `policy_class` and `config_class`. The plan is the first of these that exists:
     the subclass's static method `execution_plan(workers, config)`, its method `training_step`, the
-    file of the setting `plan`, the `training_step` of this class.
+    file of the setting `plan`, the `training_step` of this class. Ray Tune needs the class of
+    the same name in `flowrl.tune`.
 
     Example:
         >>> PPO("CartPole-v1", seed=1).learn(total_timesteps=100_000)  # doctest: +SKIP
-
-    Args:
-        config: an AlgorithmConfig; a mapping of settings that differ from the defaults; or an
-            environment (see the setting `env`). Of a record of another class, the settings that
-            were set explicitly are used.
-        settings: settings that replace those of `config`.
 
     Attributes:
         config: the settings, read-only.
@@ -64,17 +57,29 @@ class Algorithm(Checkpointing):
         iteration: number of results so far.
         last_result: the latest result, or None.
         run_dir: the run directory, or None.
-
-    Raises:
-        ConfigError: the settings are invalid, or there is no plan.
     """
 
     policy_class: ClassVar[type[Policy] | None] = None  # None: each PolicySpec has its own
     config_class: ClassVar[type[AlgorithmConfig]] = AlgorithmConfig
     execution_plan: ClassVar[Any] = None
 
-    def __init__(self, config: Any = None, **settings: Any):
-        config = self._config_from(config, settings)
+    @with_hints
+    def __init__(self, env_or_config: Any = None, **settings: Any):
+        """Build the algorithm; nothing is sampled before the first `train()`.
+
+        Args:
+            env_or_config: an environment (see the setting `env`); an AlgorithmConfig; or a mapping
+                of settings that differ from the defaults. Of a record of another class, the
+                settings that were set explicitly are used.
+            settings: settings of `config_class`, which replace those of `env_or_config`.
+
+        Raises:
+            ConfigError: the settings are invalid, or there is no plan.
+        """
+        try:
+            config = self._config_from(env_or_config, settings)
+        except ConfigError as error:
+            raise ConfigError(f"{type(self).__name__}: {error}") from None
         config.check()
         self.config = config = config.frozen()
         limit_threads(config.num_threads_per_process)
@@ -90,6 +95,12 @@ class Algorithm(Checkpointing):
         self._stopped = False
         self.setup(config)
 
+    def __repr__(self) -> str:
+        env = getattr(self.config.env, "__qualname__", None) or repr(self.config.env)
+        steps = 0 if self._plan is None else self._plan.metrics.counters["num_env_steps_sampled"]
+        name = type(self).__name__
+        return f"{name}(env={env}, iteration={self.iteration}, env_steps={steps})"
+
     @classmethod
     def _config_from(cls, config: Any, settings: Mapping[str, Any]) -> AlgorithmConfig:
         """Return a record of `config_class`; see the arguments of the class."""
@@ -99,8 +110,12 @@ class Algorithm(Checkpointing):
         if not isinstance(values, (AlgorithmConfig, Mapping)):
             if not (isinstance(values, (str, type)) or callable(values) or hasattr(values, "step")):
                 raise ConfigError(
-                    f"{cls.__name__} needs a {cls.config_class.__name__}, a mapping of settings or "
-                    f"an environment, got {config!r}"
+                    f"it needs a {cls.config_class.__name__}, a mapping of settings or an "
+                    f"environment, got {config!r}"
+                )
+            if "env" in settings:
+                raise ConfigError(
+                    f"two environments are given, {config!r} and env={settings['env']!r}: give one"
                 )
             values = {"env": values}
         is_record = isinstance(values, AlgorithmConfig)
@@ -108,8 +123,8 @@ class Algorithm(Checkpointing):
         foreign = set(values) - set(cls.config_class.model_fields)
         if is_record and foreign:
             raise ConfigError(
-                f"{cls.__name__} needs a {cls.config_class.__name__}, got a "
-                f"{type(config).__name__} with the setting {min(foreign)!r}"
+                f"it needs a {cls.config_class.__name__}, got a {type(config).__name__} with the "
+                f"setting {min(foreign)!r}"
             )
         return cls.config_class.from_dict({**values, **settings})
 
@@ -251,6 +266,7 @@ class Algorithm(Checkpointing):
             self._loggers.write(result)
         return result
 
+    @with_hints
     def learn(
         self,
         total_timesteps: int | None = None,
@@ -282,55 +298,6 @@ class Algorithm(Checkpointing):
         learn(self, total_timesteps, stop, run_dir, command, progress)
         return self
 
-    # -- policies ------------------------------------------------------------------------------
-
-    def get_policy(self, policy_id: str | None = None) -> Policy:
-        """Return a policy of the local worker.
-
-        Args:
-            policy_id: None for the default policy, or the first one if there is no default policy.
-
-        Raises:
-            ConfigError: there is no such policy.
-        """
-        worker = self.workers.local_worker()
-        if policy_id is None:
-            return worker.policy
-        if policy_id not in worker.policy_map:
-            raise ConfigError(f"there is no policy {policy_id!r}, only {list(worker.policy_map)}")
-        return worker.policy_map[policy_id]
-
-    def compute_single_action(
-        self, observation: Any, explore: bool = False, policy_id: str | None = None
-    ) -> Any:
-        """Return the action for one observation, as the environment takes it.
-
-        Args:
-            observation: as the environment returned it.
-            explore: sample the action instead of taking the most likely one.
-            policy_id: see `get_policy`.
-
-        Raises:
-            ValueError: the observation is not finite.
-        """
-        policy = self.get_policy(policy_id)
-        nested = isinstance(policy.observation_space, (spaces.Dict, spaces.Tuple))
-        leaves: Any = optree.tree_leaves(observation) if nested else [observation]
-        for leaf in map(np.asarray, leaves):
-            if leaf.dtype.kind == "f" and not np.isfinite(leaf).all():
-                raise ValueError(f"the observation is not finite: {observation}")
-        return policy.compute_single_action(observation, explore=explore)
-
-    def predict(
-        self,
-        obs: Any,
-        state: list[np.ndarray] | None = None,
-        deterministic: bool = True,
-        policy_id: str | None = None,
-    ) -> tuple[Any, list[np.ndarray] | None]:
-        """Return actions and the recurrent state; see `Policy.predict` and `get_policy`."""
-        return self.get_policy(policy_id).predict(obs, state, deterministic)
-
     # -- evaluation ----------------------------------------------------------------------------
 
     def check_evaluation(self) -> None:
@@ -341,6 +308,7 @@ class Algorithm(Checkpointing):
         """
         check_evaluation_env(self.config, self.workers.local_worker().policy_map)
 
+    @with_hints
     def evaluate(
         self,
         episodes: int | None = None,

@@ -13,6 +13,7 @@ from flowrl.data.checkpoint import CHECKPOINTS, CheckpointError, read_checkpoint
 from flowrl.iter.stage import walk
 from flowrl.policies.policy import Policy
 from flowrl.sampling.worker_set import WorkerSet
+from flowrl.settings import ConfigError
 from flowrl.trainer.checkpoint_loading import algorithm_from_checkpoint
 from flowrl.trainer.checkpoint_saving import (
     load_sampling_state,
@@ -23,6 +24,7 @@ from flowrl.trainer.checkpoint_saving import (
 from flowrl.trainer.config import AlgorithmConfig
 from flowrl.trainer.evaluator import Evaluator
 from flowrl.trainer.loggers import ResultLoggers
+from flowrl.trainer.other_libraries import with_hints
 from flowrl.trainer.plan_building import Plan, PlanBuilder
 
 log = logging.getLogger("flowrl")
@@ -101,11 +103,14 @@ class Checkpointing:
         return written
 
     @classmethod
+    @with_hints
     def from_checkpoint(
         cls,
         path: Path | str,
         config: Mapping[str, Any] | None = None,
         trust: bool = False,
+        *,
+        env: Any = None,
     ) -> Self:
         """Return the algorithm of a checkpoint, ready to train.
 
@@ -115,12 +120,17 @@ class Checkpointing:
             config: settings to change, or settings that the checkpoint does not contain.
             trust: import code outside flowrl that the checkpoint names: an algorithm, an
                 environment or a plan file. Not needed for the class that this method is called on.
+            env: another environment with the same spaces; None for that of the checkpoint.
 
         Raises:
             CheckpointError: the checkpoint cannot be read, lacks a setting, names code that is not
                 trusted, or belongs to another plan.
             ConfigError: `config` has an invalid setting.
         """
+        if env is not None:
+            if config is not None and "env" in config:
+                raise ConfigError("from_checkpoint: env is given twice, also in config: give one")
+            config = {**(config or {}), "env": env}
         algorithm: Self = algorithm_from_checkpoint(cls, path, config, trust)
         return algorithm
 

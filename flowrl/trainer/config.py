@@ -285,8 +285,8 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
         allowed = [info.name for info in self.describe() if info.in_evaluation]
         unknown = [name for name in overrides if name not in allowed]
         if unknown:
-            hint = nearest(unknown[0], allowed)
             known = unknown[0] in type(self).model_fields
+            hint = "" if known else self.hint(unknown[0], allowed)
             what = "evaluations do not use the setting" if known else "unknown setting"
             raise ConfigError(
                 f"evaluation_config: {what} {unknown[0]!r}.{hint} Allowed: {', '.join(allowed)}"

@@ -6,15 +6,16 @@ import functools
 import inspect
 import textwrap
 from collections.abc import Callable
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from flowrl.policies.config import ModelConfig
 from flowrl.sampling.worker_config import WorkerConfig
 from flowrl.setting_aliases import canonical_names
-from flowrl.settings import ConfigError, SettingInfo, Settings, nearest
+from flowrl.settings import ConfigError, SettingInfo, Settings
+
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def _group(method: Callable[..., Any]) -> Callable[..., Any]:
+def _group(method: Method) -> Method:
     """Mark a method that sets the settings of the group with the method's name."""
     method._is_group = True  # type: ignore[attr-defined]
     return method
@@ -37,6 +38,9 @@ class FluentSettings(WorkerConfig):
                 setattr(cls, name, _documented(cls, name, vars(cls).get(name, method)))
         summary = (inspect.getdoc(cls) or "").split("\n\nSettings by group")[0]
         cls.__doc__ = f"{summary}\n\n{_settings_by_group(cls)}"
+        # pydantic's signature lists all settings, which the docstring describes by group
+        settings = inspect.Parameter("settings", inspect.Parameter.VAR_KEYWORD, annotation=Any)
+        cls.__signature__ = inspect.Signature([settings])
 
     @classmethod
     def groups(cls) -> list[str]:
@@ -47,6 +51,15 @@ class FluentSettings(WorkerConfig):
     @classmethod
     def canonical(cls, values: dict[str, Any]) -> dict[str, Any]:
         return canonical_names(values)
+
+    if not TYPE_CHECKING:  # type checkers report unknown names themselves
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("_") or hasattr(type(self), name):
+                return super().__getattr__(name)
+            known = [*type(self).model_fields, *self.groups(), "build", "copy", "validate"]
+            message = f"{type(self).__name__} has no method or setting {name!r}."
+            raise AttributeError(message + self.hint(name, known), name=name, obj=self)
 
     @_group
     def environment(self, env: Any = None, **settings: Any) -> Self:
@@ -133,11 +146,8 @@ class FluentSettings(WorkerConfig):
         for name in values:
             if groups.get(name) != group:
                 known = sorted(known for known, its_group in groups.items() if its_group == group)
-                hint = (
-                    f" It belongs to .{groups[name]}()." if name in groups else nearest(name, known)
-                )
-                if name in ModelConfig.model_fields:
-                    hint = f' It is the network\'s: .training(model={{"{name}": …}}).'
+                hint = f" It belongs to .{groups[name]}()." if name in groups else ""
+                hint = hint or self.hint(name, known)
                 raise ConfigError(f".{group}() has no setting {name!r}.{hint}")
         changed = self.updated(**values)
         vars(self).update({name: getattr(changed, name) for name in values})  # checked together

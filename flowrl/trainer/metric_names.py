@@ -1,4 +1,7 @@
-"""Names of the metrics in a result, for stop rules and checkpoint scores."""
+"""Names of the metrics in a result, for stop rules and checkpoint scores.
+
+flowrl.trainer.metric_reference has the unit and the meaning of each metric.
+"""
 
 from __future__ import annotations
 
@@ -11,45 +14,13 @@ from flowrl.data import DEFAULT_POLICY_ID
 from flowrl.policies.policy_spec import specs_of
 from flowrl.setting_aliases import INFO_COUNTERS, POLICY_RESULT_ALIASES, RESULT_ALIASES
 from flowrl.settings import ConfigError, nearest
+from flowrl.trainer.metric_reference import POLICY_METRICS, RESULT_METRICS
 
 _EPISODE_METRICS = (
     "episode_reward_mean",
     "episode_reward_min",
     "episode_reward_max",
     "episode_len_mean",
-)
-RESULT_METRICS = (
-    *_EPISODE_METRICS,
-    "agent_timesteps_total",
-    "episodes_in_window",
-    "episodes_this_iter",
-    "episodes_total",
-    "num_agent_steps_sampled",
-    "num_agent_steps_trained",
-    "num_env_restarts",
-    "num_env_steps_sampled",
-    "num_env_steps_sampled_lifetime",
-    "num_env_steps_trained",
-    "num_episodes_restarted",
-    "num_faulty_episodes",
-    "num_healthy_workers",
-    "num_remote_worker_restarts",
-    "time_this_iter_s",
-    "time_total_s",
-    "timesteps_this_iter",
-    "timesteps_total",
-    "training_iteration",
-    "env_runners/policy_lag_max",
-    "env_runners/policy_lag_mean",
-    *RESULT_ALIASES,
-)
-"""Metrics of every result."""
-# one value per policy: NAME/<policy id>
-_POLICY_METRICS = (
-    "policy_reward_mean",
-    "policy_reward_min",
-    "policy_reward_max",
-    *POLICY_RESULT_ALIASES,
 )
 # statistics that each policy names itself: GROUP/<policy id>/...
 _LEARNER_GROUPS = ("learners", "info/learner")
@@ -147,7 +118,7 @@ def check_metric_name(name: Any, config: Any, setting: str) -> None:
             f"{setting}: there is no {name!r} because nothing is sampled; evaluations report "
             "'evaluation/episode_reward_mean' (.evaluation(evaluation_interval=…))"
         )
-    known = [*RESULT_METRICS, *(f"{group}/{pid}" for group in _POLICY_METRICS for pid in policies)]
+    known = [*RESULT_METRICS, *(f"{group}/{pid}" for group in POLICY_METRICS for pid in policies)]
     evaluation_metrics = [
         f"evaluation/{metric}"
         for metric in (*_EPISODE_METRICS, "episode_reward_std", "episodes", "training_iteration")

@@ -104,11 +104,22 @@ def test_invalid_usage_is_rejected(cli, tmp_path, arguments, message):
         (["train", "ppo", "--policies.x.config.lr", "1"], "no such policy"),
         (
             ["train", "three_way", "--policies.sac.config.lrr", "5e-4"],
-            "unknown flag --policies.sac.config.lrr. Did you mean '--policies.sac.config.lr'?",
+            "unknown flag --policies.sac.config.lrr. Did you mean --policies.sac.config.lr?",
         ),
         (
             ["train", "ppo_dqn", "--policies.dqn.lr", "1"],
             "Did you mean '--policies.dqn.config.lr'?",
+        ),
+        (
+            ["train", "ppo", "--batch-size", "64"],
+            "Use --sgd-minibatch-size for the rows per update",
+        ),
+        (["train", "ppo", "--net_arch", "64"], "Use --model.fcnet-hiddens."),
+        (["train", "ppo", "--gae-lambda", "1"], "Did you mean --lambda?"),
+        (["train", "sac", "--ent-coef", "auto"], "and --target-entropy=None keeps it fixed"),
+        (
+            ["train", "three_way", "--policies.sac.config.buffer-size", "5"],
+            "Did you mean --policies.sac.config.replay-buffer-capacity?",
         ),
         (["train", "sac", "--q-model.fcnet-hiddens", "8"], "--q-model takes a JSON object"),
         (["train", "sac", "--q-model", '{"fcnet_hidden": [8]}'], "Did you mean 'fcnet_hiddens'?"),

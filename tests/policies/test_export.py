@@ -1,5 +1,10 @@
 """Exported programs act like the policy."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import optree
 import pytest
@@ -15,6 +20,7 @@ from flowrl.policies import ConfigError, ModelV2, Policy, ViewRequirement
 from flowrl.policies.export import example_inputs, leaf_names
 from tests.extras import require_extra
 
+ROOT = Path(__file__).parents[2]
 BOX = spaces.Box(-1, 1, (4,), np.float32)
 NESTED = spaces.Dict(a=BOX, eye=spaces.Box(0, 255, (12, 12, 3), np.uint8))
 
@@ -118,6 +124,24 @@ def test_exported_programs_act_like_the_policy(name, tmp_path):
             np.testing.assert_allclose(outputs[f"state_out_{i}"], state, atol=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("suffix", ["pt2", "onnx"])
+def test_export_prints_nothing_and_writes_one_file(suffix, tmp_path):
+    if suffix == "onnx":
+        require_extra("onnx")
+    code = (
+        "from flowrl import PPO; policy = PPO('CartPole-v1', seed=1).get_policy(); "
+        f"policy.export('policy.{suffix}')"
+    )
+    command = [sys.executable, "-W", "default", "-c", code]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    assert process.stdout + process.stderr == ""
+    assert [path.name for path in tmp_path.iterdir()] == [f"policy.{suffix}"]
+
+
 @pytest.mark.parametrize("name", cases("last_obs"))
 def test_onnx_programs_act_like_the_policy(name, tmp_path):
     require_extra("onnx")
@@ -126,6 +150,7 @@ def test_onnx_programs_act_like_the_policy(name, tmp_path):
     torch.manual_seed(0)
     policy = make_policy(name)
     path = policy.export(tmp_path / "policy.onnx", format="onnx")
+    assert list(tmp_path.iterdir()) == [path]
     session = onnxruntime.InferenceSession(str(path))
     for rows in (1, 5):
         inputs = random_inputs(policy, rows)

@@ -62,19 +62,88 @@ def test_recurrent_state_is_carried():
         policy.predict(np.zeros((3, 3), np.float32), batch_state)
 
 
-@pytest.mark.parametrize(
-    ("obs", "message"),
-    [
-        (np.zeros(4, np.float32), "has shape"),
-        (np.zeros((2, 4), np.float32), "has shape"),
-        (np.full(3, np.nan, np.float32), "not finite"),
-    ],
+NESTED = spaces.Dict(
+    {
+        "camera": spaces.Box(0, 255, (2, 2), np.uint8),
+        "arm": spaces.Tuple([BOX, spaces.Discrete(4), spaces.MultiBinary(2)]),
+        "speed": spaces.Box(-9, 9, (), np.float64),
+    }
 )
-def test_invalid_observations_are_rejected(obs, message):
-    with pytest.raises(ConfigError, match=message):
-        make_policy().predict(obs)
-    with pytest.raises(ConfigError, match="is not in Dict"):
-        make_policy(spaces.Dict({"a": BOX})).predict(obs)
+OBS = {"camera": [[0, 1], [2, 255]], "arm": ([0.5, 0, -1], 3, [True, False]), "speed": 1.5}
+ARRAYS = {
+    "camera": np.array(OBS["camera"], np.uint8),
+    "arm": (np.array([0.5, 0, -1], np.float32), np.int64(3), np.array([1, 0], np.int8)),
+    "speed": np.array(1.5),
+}
+
+
+def test_nested_observations_may_be_lists_numbers_and_arrays_of_other_dtypes():
+    policy = make_policy(NESTED, spaces.Box(-1, 1, (2,), np.float32))
+    expected, _ = policy.predict(ARRAYS)
+    wide = {**OBS, "camera": np.array(OBS["camera"]), "arm": list(OBS["arm"])}
+    wide["arm"][0] = np.array([0.5, 0, -1], np.float64)
+    for obs in (OBS, wide):
+        np.testing.assert_array_equal(policy.predict(obs)[0], expected)
+        np.testing.assert_array_equal(policy.compute_single_action(obs), expected)
+    batch = {
+        "camera": [OBS["camera"]] * 3,
+        "arm": ([[0.5, 0, -1]] * 3, [3] * 3, [[1, 0]] * 3),
+        "speed": np.full(3, 1.5, np.float32),
+    }
+    for observations in (batch, [OBS, ARRAYS, wide]):
+        actions, _ = policy.predict(observations)
+        np.testing.assert_allclose(actions, [expected] * 3, rtol=1e-5)
+
+
+def test_flat_observations_may_be_lists():
+    policy = make_policy()
+    action = policy.predict(np.zeros(3, np.float32))[0]
+    assert policy.predict([0.0, 0.0, 0.0])[0] == policy.predict([0, 0, 0])[0] == action
+    assert policy.predict([[0.0, 0.0, 0.0]] * 2)[0].tolist() == [action, action]
+    assert policy.predict(np.zeros((2, 3)))[0].tolist() == [action, action]
+    assert make_policy(spaces.Discrete(4)).predict([1, 2, 3])[0].shape == (3,)
+
+
+def changed(observation, removed="", **changes):
+    return {k: v for k, v in observation.items() if k != removed} | changes
+
+
+@pytest.mark.parametrize(
+    ("space", "obs", "message"),
+    [
+        (BOX, np.zeros(4, np.float32), "observation: expected an array of shape (3,) and dtype "
+         "float32, got shape (4,) and dtype float32"),
+        (BOX, np.zeros((2, 4)), "of shape (B, 3) and dtype float32, got shape (2, 4)"),
+        (BOX, np.zeros((2, 2, 3)), "of shape (3,) or (B, 3) and dtype float32, got"),
+        (BOX, [0.0, [1.0], 2.0], "of shape (3,) or (B, 3)"),
+        (BOX, ["a", "b", "c"], "dtype float32, got a list of length 3"),
+        (BOX, None, "dtype float32, got None"),
+        (BOX, np.full(3, np.nan, np.float32), "observation is not finite"),
+        (BOX, [1e300, 0, 0], "observation is not finite"),
+        (spaces.Discrete(4), 4, "observation: expected values of Discrete(4), got 4"),
+        (spaces.Discrete(4), 1.0, "dtype int64, got 1.0"),
+        (NESTED, np.zeros(3), "observation: expected a dict with ['arm', 'camera', 'speed'], got"),
+        (NESTED, [], "observation: expected a dict with ['arm', 'camera', 'speed'], got a list"),
+        (NESTED, changed(OBS, "arm"), "expected a dict with ['arm', 'camera', 'speed'], got ["),
+        (NESTED, changed(OBS, speed="fast"), "observation['speed']: expected an array of"),
+        (NESTED, changed(OBS, arm=OBS["arm"][:2]), "observation['arm']: expected a tuple of 3"),
+        (NESTED, changed(OBS, arm=([0, 0, 0], 7, [0, 1])), "observation['arm'][1]: expected va"),
+        (NESTED, changed(OBS, arm=([0, 0, 0], 3, [0, 2])), "observation['arm'][2]: expected va"),
+        (NESTED, changed(OBS, camera=[[0, 0], [0, 256]]), "observation['camera']: expected va"),
+        (NESTED, changed(OBS, camera=np.zeros((2, 2))), "dtype uint8, got shape (2, 2) and dt"),
+        (NESTED, [OBS, changed(OBS, camera=[0])], "observation['camera']: expected an array"),
+        (
+            NESTED,
+            {"camera": np.zeros((3, 2, 2), np.uint8), "arm": (np.zeros((3, 3)), [0] * 2,
+             np.zeros((3, 2))), "speed": np.zeros(3)},
+            "equally many",
+        ),
+    ],
+)  # fmt: skip
+def test_invalid_observations_are_rejected(space, obs, message):
+    with pytest.raises(ConfigError) as error:
+        make_policy(space).predict(obs)
+    assert message in str(error.value)
 
 
 def test_policy_with_other_views_is_rejected():

@@ -596,7 +596,7 @@ def test_evaluation_is_greedy_when_sampling_rows(mode):
         assert greedy["episode_reward_mean"] in (0, 50)
         assert 0 < algorithm.evaluate(episodes=2, explore=True)["episode_reward_mean"] < 50
         assert algorithm.compute_single_action(np.ones(1, np.float32)) in (0, 1)
-        with pytest.raises(ConfigError, match="observation has shape"):
+        with pytest.raises(ConfigError, match=r"observation: expected an array of shape \(1,\)"):
             algorithm.compute_single_action(np.ones(2, np.float32))
 
 

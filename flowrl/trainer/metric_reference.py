@@ -1,0 +1,181 @@
+"""The metrics of a result: name, unit and meaning of each; the reference pages are made from it.
+
+`<policy>`, `<agent>`, `<operator>`, `<counter>` and `<metric>` stand for names. Metrics of
+callbacks (`custom_metrics`), of environments and of a custom policy's loss are not listed.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from flowrl.setting_aliases import POLICY_RESULT_ALIASES, RESULT_ALIASES
+
+
+class Metric(NamedTuple):
+    """Description of one metric.
+
+    Attributes:
+        unit: unit of the value; "" for a number without unit.
+        meaning: what it measures.
+    """
+
+    unit: str
+    meaning: str
+
+
+_EPISODES = "the last metrics_num_episodes_for_smoothing finished episodes"
+
+RESULT_METRICS = {
+    "training_iteration": Metric("results", "Number of this result."),
+    "timesteps_total": Metric("env steps", "Env steps sampled since the start of the training."),
+    "timesteps_this_iter": Metric("env steps", "Env steps sampled since the last result."),
+    "agent_timesteps_total": Metric("agent steps", "Agent steps sampled since the start."),
+    "episode_reward_mean": Metric("reward", f"Mean return of {_EPISODES}."),
+    "episode_reward_min": Metric("reward", f"Smallest return of {_EPISODES}."),
+    "episode_reward_max": Metric("reward", f"Largest return of {_EPISODES}."),
+    "episode_len_mean": Metric("env steps", f"Mean length of {_EPISODES}."),
+    "episodes_this_iter": Metric("episodes", "Episodes finished since the last result."),
+    "episodes_total": Metric("episodes", "Episodes finished since the start."),
+    "episodes_in_window": Metric("episodes", "Episodes that the episode statistics are about."),
+    "num_env_steps_sampled": Metric("env steps", "The same as timesteps_total."),
+    "num_env_steps_sampled_lifetime": Metric("env steps", "The same as timesteps_total."),
+    "num_env_steps_trained": Metric(
+        "env steps", "Env steps trained on since the start; replayed ones count each time."
+    ),
+    "num_agent_steps_sampled": Metric("agent steps", "The same as agent_timesteps_total."),
+    "num_agent_steps_trained": Metric("agent steps", "Agent steps trained on since the start."),
+    "num_healthy_workers": Metric("workers", "Remote workers that have not failed for good."),
+    "num_remote_worker_restarts": Metric("restarts", "Restarts of remote workers."),
+    "num_env_restarts": Metric("restarts", "Restarts of environments that failed."),
+    "num_faulty_episodes": Metric("episodes", "Episodes of which rows were dropped."),
+    "num_episodes_restarted": Metric("episodes", "Episodes that a checkpoint could not resume."),
+    "env_runners/policy_lag_mean": Metric(
+        "updates", "Mean age of the weights that sampled the fragments trained on."
+    ),
+    "env_runners/policy_lag_max": Metric(
+        "updates", "Largest age of the weights that sampled the fragments trained on."
+    ),
+    "time_this_iter_s": Metric("seconds", "Duration of this iteration, without evaluation."),
+    "time_total_s": Metric("seconds", "Duration of all iterations, without evaluations."),
+    **{alias: Metric("", f"The same as {name}.") for alias, name in RESULT_ALIASES.items()},
+}
+"""Metrics of every result."""
+
+POLICY_METRICS = {
+    "policy_reward_mean": Metric("reward", f"Mean return of the policy's agents in {_EPISODES}."),
+    "policy_reward_min": Metric("reward", "Smallest return of one of the policy's agents."),
+    "policy_reward_max": Metric("reward", "Largest return of one of the policy's agents."),
+    **{alias: Metric("", f"The same as {name}.") for alias, name in POLICY_RESULT_ALIASES.items()},
+}
+"""Metrics with one value per policy, NAME/<policy>."""
+
+_LEARNER_METRICS = {
+    "total_loss": Metric("", "The loss that is minimized, with all its terms."),
+    "policy_loss": Metric("", "Loss of the policy."),
+    "vf_loss": Metric("reward²", "Loss of the value function, without its coefficient."),
+    "actor_loss": Metric("", "Loss of the actor."),
+    "critic_loss": Metric("reward²", "Loss of the critics."),
+    "entropy": Metric("nats", "Mean entropy of the action distribution."),
+    "kl": Metric("nats", "Mean KL divergence of the trained policy from the sampling policy."),
+    "vf_explained_var": Metric("", "Explained share of the value targets' variance; 1 is best."),
+    "cur_kl_coeff": Metric("", "Coefficient of the KL penalty."),
+    "cur_clip_param": Metric("", "Value of clip_param."),
+    "cur_lr": Metric("", "Learning rate."),
+    "grad_norm": Metric("", "Norm of the gradient before clipping."),
+    "mean_q": Metric("reward", "Mean Q-value of the actions in the batch."),
+    "mean_td_error": Metric("reward", "Mean temporal-difference error: Q-values minus targets."),
+    "alpha": Metric("", "Entropy temperature."),
+    "cql_gap": Metric("reward", "CQL: mean Q-values of all actions minus those of the data."),
+    "min_q_weight": Metric("", "CQL: weight of the conservative penalty."),
+    "mean_logp": Metric("nats", "MARWIL and BC: mean log-likelihood of the recorded actions."),
+    "mean_weight": Metric("", "MARWIL: mean weight of the recorded actions."),
+    "policy_lag_mean": Metric("updates", "Mean age of the weights that sampled the batch."),
+    "policy_lag_max": Metric("updates", "Largest age of the weights that sampled the batch."),
+    "num_skipped_updates": Metric("updates", "Updates skipped because of non-finite values."),
+    "num_agent_steps_trained_lifetime": Metric("agent steps", "Agent steps trained on so far."),
+}
+
+_TIMERS = {
+    "env_steps_per_s": Metric("env steps / s", "Env steps sampled per second of the iteration."),
+    "checkpoint_time_ms": Metric("ms", "Time spent on checkpoints since the last result."),
+    "sample_time_ms": Metric("ms", "Mean time to wait for a fragment, last 10 fragments."),
+    "sample_throughput": Metric("env steps / s", "Env steps per second of that time."),
+    "learn_time_ms": Metric("ms", "Mean time of an update, last 10 updates."),
+    "learn_throughput": Metric("rows / s", "Rows trained on per second of that time."),
+    "learn_time_ms/<operator>": Metric("ms", "The same, for each of several training operators."),
+    "learn_throughput/<operator>": Metric("rows / s", "The same, for each of several."),
+    "learner_wait_time_ms": Metric("ms", "Mean time that the learner waits for a batch."),
+    "compute_grads_time_ms": Metric("ms", "Mean time to compute gradients on a worker."),
+    "compute_grads_throughput": Metric("env steps / s", "Env steps per second of that time."),
+    "apply_grad_time_ms": Metric("ms", "Mean time to apply gradients."),
+    "apply_grad_throughput": Metric("env steps / s", "Env steps per second of that time."),
+    "update_time_ms": Metric("ms", "Mean time to send weights to the workers, last 10 times."),
+    "sampler_sample_s": Metric("seconds", "Time of sampling since the start, of all workers."),
+    "sampler_inference_s": Metric("seconds", "The part of it in which policies act."),
+    "sampler_env_step_s": Metric("seconds", "The part of it in which environments step."),
+    "sampler_collection_s": Metric("seconds", "The part of it in which rows are collected."),
+    "sampler_postprocess_s": Metric("seconds", "The part of it in which fragments are finished."),
+    "operators/<operator>_s": Metric("seconds", "Time in an operator's own code, this iteration."),
+}
+
+_COUNTERS = {
+    "num_env_steps_sampled": Metric("env steps", "Env steps sampled since the start."),
+    "num_agent_steps_sampled": Metric("agent steps", "Agent steps sampled since the start."),
+    "num_agent_steps_stored": Metric("agent steps", "Rows stored in replay buffers."),
+    "num_env_steps_trained": Metric("env steps", "Env steps trained on since the start."),
+    "num_agent_steps_trained": Metric("agent steps", "Agent steps trained on since the start."),
+    "num_agent_steps_replayed/<policy>": Metric(
+        "agent steps", "Agent steps drawn from replay buffers."
+    ),
+    "num_target_updates": Metric("updates", "Updates of target networks."),
+    "num_shard_restarts": Metric("restarts", "Restarts of remote workers."),
+    "num_env_steps_dropped": Metric(
+        "env steps", "Env steps that were not trained on: stale or lost."
+    ),
+    "num_learner_restarts": Metric("restarts", "Restarts of learners on actors."),
+    "num_group_restarts": Metric(
+        "restarts", "Times that workers formed their group again (DDPPO)."
+    ),
+    "num_replay_shard_restarts": Metric("restarts", "Restarts of replay actors."),
+    "num_replay_rows_lost": Metric("agent steps", "Rows lost with replay actors that died."),
+    "num_replay_fragments_lost": Metric("fragments", "Fragments lost before they were stored."),
+    "num_sampling_waits": Metric("times", "Times that sampling waited for the learner."),
+    "num_weight_broadcasts": Metric("times", "Times that weights were sent to workers."),
+    "num_weight_syncs": Metric("workers", "Workers that were due for new weights."),
+    "num_passes_over_data": Metric("passes", "Passes over recorded experience."),
+    "num_bytes_between_nodes": Metric("bytes", "Bytes sent between nodes of the cluster."),
+}
+
+METRICS = {
+    **RESULT_METRICS,
+    **{f"{name}/<policy>": metric for name, metric in POLICY_METRICS.items()},
+    "agent_reward_mean/<agent>": Metric("reward", f"Mean return of an agent in {_EPISODES}."),
+    **{f"learners/<policy>/{name}": metric for name, metric in _LEARNER_METRICS.items()},
+    **{f"timers/{name}": metric for name, metric in _TIMERS.items()},
+    **{f"counters/{name}": metric for name, metric in _COUNTERS.items()},
+    "counters/<counter>/<policy>": Metric("", "The part of a counter that belongs to a policy."),
+    "info/<counter>": Metric("", "The same as counters/<counter>, under RLlib's name."),
+    "info/learner/<policy>/learner_stats/<metric>": Metric(
+        "", "The same as learners/<policy>/<metric>."
+    ),
+    "info/learner/<policy>/num_agent_steps_trained": Metric(
+        "agent steps", "Agent steps of the last update."
+    ),
+    "trainers/<operator>/learners/<policy>/<metric>": Metric(
+        "", "The same as learners/<policy>/<metric>, of one training operator."
+    ),
+    "trainers/<operator>/num_env_steps_trained": Metric(
+        "env steps", "Env steps that a training operator trained on."
+    ),
+    "trainers/<operator>/policy_lag_mean": RESULT_METRICS["env_runners/policy_lag_mean"],
+    "trainers/<operator>/policy_lag_max": RESULT_METRICS["env_runners/policy_lag_max"],
+    "evaluation/episode_reward_mean": Metric("reward", "Mean return of the evaluation."),
+    "evaluation/episode_reward_min": Metric("reward", "Smallest return of the evaluation."),
+    "evaluation/episode_reward_max": Metric("reward", "Largest return of the evaluation."),
+    "evaluation/episode_reward_std": Metric("reward", "Standard deviation of the returns."),
+    "evaluation/episode_len_mean": Metric("env steps", "Mean length of the episodes."),
+    "evaluation/episodes": Metric("episodes", "Number of episodes played."),
+    "evaluation/policy_reward_mean/<policy>": Metric("reward", "Mean return of its agents."),
+    "evaluation/training_iteration": Metric("results", "Iteration that was evaluated."),
+}
+"""Name -> description of the metrics that flowrl reports."""

@@ -1,0 +1,125 @@
+"""Hints for methods and arguments of other libraries, such as Stable-Baselines3.
+
+Their names for settings are in flowrl.setting_aliases.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, Never, ParamSpec, TypeVar
+
+from flowrl.settings import nearest
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# attribute of an algorithm in another library -> what to use instead
+_ATTRIBUTES = {
+    "load": "use {cls}.from_checkpoint(path)",
+    "set_env": "use {cls}.from_checkpoint(path, env=…)",
+    "get_env": "workers create the environments of the setting env, algorithm.config.env",
+    "env": "it is the setting algorithm.config.env",
+    "policy": "use get_policy()",
+    "get_module": "use get_policy(policy_id)",
+    "get_parameters": "use get_policy().get_weights()",
+    "set_parameters": "use get_policy().set_weights(weights)",
+    "collect_rollouts": "train() samples and learns; the operators of the plan are separate",
+    "compute_actions": "use predict(observations)",
+    "num_timesteps": 'use last_result["timesteps_total"]',
+    "set_logger": "use learn(run_dir=…) and the settings log_to and log_config",
+    "save_checkpoint": "use save(path)",
+    "save_to_path": "use save(path)",
+    "load_checkpoint": "use restore(path)",
+    "restore_from_path": "use restore(path)",
+}
+# method -> argument in another library -> what to use instead; "" is one positional argument too
+# many
+_ARGUMENTS = {
+    "__init__": {
+        "": 'Pass only the environment, PPO("CartPole-v1"): the type of the network follows from '
+        'its spaces, and the setting model={"fcnet_hiddens": [64, 64]} has its sizes',
+    },
+    "learn": {
+        "": "The other arguments are keywords: learn(100_000, stop=…, run_dir=…, progress=…)",
+        "callback": "Set a class of callbacks: .callbacks(MyCallbacks), a subclass of "
+        "DefaultCallbacks, or the setting callbacks_class",
+        "log_interval": "Each iteration has one result; the setting "
+        "min_sample_timesteps_per_iteration sets its env steps",
+        "progress_bar": "Use progress=True or False",
+        "show_progress": "Use progress=True or False",
+        "reset_num_timesteps": "Env steps continue to count; build a new algorithm to start at 0",
+        "tb_log_name": "Use run_dir=…, the folder of the results",
+        "eval_env": 'Use the settings evaluation_interval and evaluation_config={"env": …}',
+        "eval_freq": "Use the setting evaluation_interval",
+        "n_eval_episodes": "Use the setting evaluation_duration",
+    },
+    "evaluate": {
+        "n_eval_episodes": "Use episodes=…",
+        "num_episodes": "Use episodes=…",
+        "deterministic": "Use explore=…, the opposite",
+        "env": 'Use the setting evaluation_config={"env": …}',
+        "render": "Use video_dir=…",
+    },
+    "predict": {
+        "observation": "Use obs=…",
+        "observations": "Use obs=…",
+        "explore": "Use deterministic=…, the opposite",
+        "episode_start": "Pass state=None at the start of an episode",
+        "mask": "Pass state=None at the start of an episode",
+    },
+    "compute_single_action": {
+        "obs": "Use observation=…",
+        "deterministic": "Use explore=…, the opposite",
+        "state": "Use predict(obs, state), or get_policy().session()",
+    },
+    "from_checkpoint": {
+        "device": 'Use config={"device": …}',
+        "custom_objects": "Use config=…, the settings to change",
+    },
+}
+
+
+def with_hints(method: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a method: its TypeError for wrong arguments says what to use instead."""
+    signature = inspect.signature(method)
+    hints = _ARGUMENTS[method.__name__]
+    own = [name for name in signature.parameters if name not in ("self", "cls")]
+
+    @functools.wraps(method)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            name = next((name for name in kwargs if name not in signature.parameters), "")
+            hint = f" {hints[name]}." if name in hints else nearest(name, own)
+            owner: Any = args[0] if isinstance(args[0], type) else type(args[0])
+            called = f"{owner.__name__}.{method.__name__}".removesuffix(".__init__")
+            problem = f"it has no argument {name!r}" if name else str(error)
+            raise TypeError(f"{called}(): {problem}.{hint}") from None
+        return method(*args, **kwargs)
+
+    return checked
+
+
+class _Hint:
+    """An attribute that raises AttributeError, which says what to use instead."""
+
+    def __init__(self, name: str, hint: str):
+        self.name, self.hint = name, hint
+
+    def __get__(self, instance: object, owner: Any) -> Never:
+        hint = self.hint.format(cls=owner.__name__)
+        raise AttributeError(f"{owner.__name__} has no attribute {self.name!r}: {hint}")
+
+
+class OtherLibrariesNames:
+    """Attributes that an algorithm has in other libraries; each raises an error with a hint."""
+
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if name not in _ATTRIBUTES]
+
+
+for _name, _hint in _ATTRIBUTES.items():
+    setattr(OtherLibrariesNames, _name, _Hint(_name, _hint))

@@ -1,0 +1,79 @@
+"""Names of settings in other libraries: every hint names settings that exist."""
+
+import re
+
+import pytest
+
+from flowrl.policies.config import ModelConfig
+from flowrl.setting_aliases import SETTING_ALIASES, SETTING_HINTS, setting_hint
+from flowrl.settings import ConfigError
+from flowrl.trainer.registry import algorithm_class, algorithm_names
+
+CONFIGS = {name: algorithm_class(name).config_class for name in algorithm_names()}
+# what some hints name needs besides
+CONTEXT = {"evaluation_video_dir": {"evaluation_interval": 1}}
+
+
+def code_in(hint):
+    """Yield (name, code of the value or None) for each setting in a hint."""
+    for code in re.findall("`([^`]+)`", hint):
+        if match := re.fullmatch(r"(\w+)(?:=(.+))?", code):
+            yield match[1], match[2]
+
+
+@pytest.mark.parametrize("algorithm", CONFIGS)
+def test_hints_name_settings_that_the_algorithm_accepts(algorithm):
+    config = CONFIGS[algorithm]
+    for name in SETTING_HINTS.keys() - config.model_fields.keys():
+        hint = next((hint for marker, hint in SETTING_HINTS[name] if marker in config()), None)
+        with pytest.raises(ConfigError, match=f"unknown setting '{name}'") as error:
+            config(**{name: 1})
+        if hint is None:
+            assert "Did you mean" not in str(error.value)
+            continue
+        is_rename = re.fullmatch(r"`\w+`", hint)
+        assert (f"Did you mean '{hint[1:-1]}'?" if is_rename else hint) in str(error.value)
+        for setting, value in code_in(hint):
+            assert setting in config.model_fields
+            if value is not None:
+                changed = config(**{setting: eval(value), **CONTEXT.get(setting, {})})
+                assert setting in changed.model_fields_set
+
+
+def test_every_hint_is_for_some_algorithm():
+    for name, hints in SETTING_HINTS.items():
+        shown = {setting_hint(name, config.model_fields) for config in CONFIGS.values()}
+        assert len(shown - {""}) == len(hints), name
+
+
+def test_accepted_aliases_have_no_hint():
+    assert not SETTING_ALIASES.keys() & SETTING_HINTS.keys()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "name", "message"),
+    [
+        ("PPO", "batch_size", "`sgd_minibatch_size` for the rows per update"),
+        ("DQN", "batch_size", "Did you mean 'train_batch_size'"),
+        ("PPO", "n_steps", "`train_batch_size`, the env steps per update of all environments"),
+        ("PPO", "target_kl", "Did you mean 'kl_stop'"),
+        ("SAC", "ent_coef", "`initial_alpha` for the initial entropy temperature"),
+        ("MARWIL", "vf_coef", "Did you mean 'vf_coeff'"),
+        ("TD3", "policy_frequency", "Did you mean 'policy_delay'"),
+        ("DQN", "exploration_fraction", "Use a schedule, `exploration_config="),
+        ("PPO", "custom_model", r'model: model=\{"custom_model": …\}'),
+        ("PPO", "fcnet_hiddens", r'model: model=\{"fcnet_hiddens": …\}'),
+        ("PPO", "train_batch_szie", "Did you mean 'train_batch_size'"),
+        ("PPO", "buffer_size", r"unknown setting 'buffer_size'\.$"),
+    ],
+)
+def test_hint_depends_on_the_settings_of_the_algorithm(algorithm, name, message):
+    with pytest.raises(ConfigError, match=message):
+        CONFIGS[algorithm](**{name: 1})
+    with pytest.raises(ConfigError, match=message.replace(r"unknown setting 'b", "setting 'b")):
+        CONFIGS[algorithm]().training(**{name: 1})
+
+
+def test_names_of_networks_are_suggested_in_a_network():
+    with pytest.raises(ConfigError, match="Did you mean 'fcnet_hiddens'"):
+        ModelConfig(fcnet_hidden=[8])

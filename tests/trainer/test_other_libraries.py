@@ -1,0 +1,115 @@
+"""Methods and arguments of other libraries: they work, or the error says what to use instead."""
+
+import inspect
+
+import gymnasium as gym
+import pytest
+from gymnasium.envs.classic_control import CartPoleEnv
+
+from flowrl import DQN, PPO, ConfigError, PPOConfig
+from flowrl.trainer.other_libraries import _ARGUMENTS, _ATTRIBUTES
+
+SMALL = {"train_batch_size": 100, "sgd_minibatch_size": 50, "min_sample_timesteps_per_iteration": 0}
+
+
+@pytest.fixture(scope="module")
+def algorithm():
+    with PPO("CartPole-v1", seed=1, **SMALL) as algorithm:
+        yield algorithm
+
+
+def test_two_positional_arguments_are_rejected():
+    with pytest.raises(TypeError, match=r'^PPO\(\): too many .* PPO\("CartPole-v1"\)'):
+        PPO("MlpPolicy", "CartPole-v1")
+    with pytest.raises(ConfigError, match="PPO: two environments are given, 'MlpPolicy' and env="):
+        PPO("MlpPolicy", env="CartPole-v1")
+    with pytest.raises(ConfigError, match=r"unknown setting 'config'\. Pass the config as the fir"):
+        PPO(config=PPOConfig(env="CartPole-v1"))
+
+
+def test_constructor_names_itself_and_the_nearest_setting():
+    message = r"^PPO: unknown setting 'train_batch_szie'\. Did you mean 'train_batch_size'\?$"
+    for argument in ("CartPole-v1", {"env": "CartPole-v1"}, PPOConfig(env="CartPole-v1")):
+        with pytest.raises(ConfigError, match=message):
+            PPO(argument, train_batch_szie=1)
+    with pytest.raises(ConfigError, match=r"^DQN: lr: values must be finite"):
+        DQN("CartPole-v1", lr=-1)
+
+
+def test_signature_of_an_algorithm_names_its_arguments():
+    assert list(inspect.signature(PPO).parameters) == ["env_or_config", "settings"]
+    assert "env_or_config: an environment" in inspect.getdoc(PPO.__init__)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("trainning", "PPOConfig has no method or setting 'trainning'. Did you mean 'training'?"),
+        ("learning_rate", "PPOConfig has no method or setting 'learning_rate'. Did you mean 'lr'?"),
+        ("bild", "PPOConfig has no method or setting 'bild'. Did you mean 'build'?"),
+        ("use_lstm", 'It is a setting of model: model={"use_lstm": …}.'),
+    ],
+)
+def test_unknown_attribute_of_a_config_is_rejected_with_a_hint(name, message):
+    with pytest.raises(AttributeError) as error:
+        getattr(PPOConfig(), name)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("name", _ATTRIBUTES)
+def test_attributes_of_other_libraries_have_a_hint(algorithm, name):
+    with pytest.raises(AttributeError, match=f"PPO has no attribute '{name}': "):
+        getattr(algorithm, name)
+    assert not hasattr(PPO, name)
+    assert name not in dir(algorithm)
+
+
+def test_load_names_from_checkpoint():
+    with pytest.raises(AttributeError, match=r"use PPO\.from_checkpoint\(path\)"):
+        PPO.load("ppo_cartpole")
+
+
+@pytest.mark.parametrize("name", _ARGUMENTS.keys() - {"__init__"})
+def test_arguments_of_other_libraries_have_a_hint(algorithm, name):
+    method = getattr(algorithm, name)
+    for argument, hint in _ARGUMENTS[name].items():
+        assert argument not in inspect.signature(method).parameters
+        with pytest.raises(TypeError) as error:
+            method(*(range(5) if not argument else ()), **({argument: 1} if argument else {}))
+        assert hint in str(error.value)
+
+
+def test_similar_argument_is_suggested(algorithm):
+    message = (
+        r"PPO\.learn\(\): it has no argument 'total_timestep'\. Did you mean 'total_timesteps'"
+    )
+    with pytest.raises(TypeError, match=message):
+        algorithm.learn(total_timestep=100)
+
+
+def test_save_and_predict_have_the_usual_arguments(algorithm, tmp_path):
+    path = algorithm.save(tmp_path / "ppo_cartpole")
+    observation, _ = gym.make("CartPole-v1").reset(seed=1)
+    action, state = algorithm.predict(observation, deterministic=True)
+    assert state is None
+    with PPO.from_checkpoint(path) as restored:
+        assert restored.predict(observation)[0] == action
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        CartPoleEnv,
+        lambda context: gym.make("CartPole-v1"),
+        gym.make("CartPole-v1"),
+    ],
+)
+def test_checkpoint_continues_in_another_environment(algorithm, tmp_path, env):
+    path = algorithm.save(tmp_path / "checkpoint")
+    with PPO.from_checkpoint(path, env=env, config={"lr": 1e-5}) as restored:
+        assert restored.config.env is env
+        assert restored.config.lr == 1e-5
+        restored.train()
+        assert restored.iteration == algorithm.iteration + 1
+    with pytest.raises(ConfigError, match="env is given twice"):
+        PPO.from_checkpoint(path, env=env, config={"env": "CartPole-v1"})
