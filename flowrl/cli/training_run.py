@@ -19,10 +19,14 @@ from flowrl.trainer.runs.saved_run import (
     last_intact_checkpoint,
     newest_checkpoint,
     read_command,
-    read_stop_rules,
 )
 from flowrl.trainer.runs.stop_rules import StopRules
-from flowrl.trainer.runs.training_loop import prepare_to_resume, train_until
+from flowrl.trainer.runs.training_loop import (
+    prepare_to_resume,
+    reached_limit,
+    saved_stop_rules,
+    train_until,
+)
 from flowrl.trainer.trust import untrusted_code
 
 
@@ -85,12 +89,10 @@ def resume_run(
     Raises:
         ConfigError: the settings are invalid, or the run directory cannot be read.
     """
-    command, saved_stop = read_command(run_dir), StopRules.from_saved(read_stop_rules(run_dir))
+    command, saved_stop = read_command(run_dir), saved_stop_rules(run_dir, config)
     config = config.updated(total_timesteps=_total_of_resumed(config, stop, saved_stop))
     if not stop.is_set():
         stop = saved_stop
-        if not config.samples:  # offline training reports no returns
-            stop.reward = None
     checkpoint = checkpoint or newest_checkpoint(run_dir)
     stop.check(config)
     config = _with_plan(config, plan)
@@ -108,7 +110,7 @@ def resume_run(
             print(f"flowrl: {error}", file=sys.stderr)
             _suggest_checkpoint(run.path, checkpoint)
             return 1
-        reached = prepare_to_resume(algorithm, run, stop)
+        reached = reached_limit(algorithm, stop, run.path)
         if reached is not None:
             print(
                 f"already reached: {reached}. Set a new limit: --stop-reward, --stop-timesteps, …"
@@ -116,6 +118,7 @@ def resume_run(
             return 0
         if replace_plan:
             run.replace_plan(config, tree)
+        prepare_to_resume(algorithm, run, stop, config.total_timesteps)
         return _train(algorithm, stop, run, command)
 
 

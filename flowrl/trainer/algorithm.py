@@ -267,8 +267,8 @@ class Algorithm(Checkpointing):
             total_timesteps: env steps of the whole training, those before this call included;
                 schedules in percent follow them.
             stop: further limits: metric (its path `a/b/c` in a result) -> minimum, or
-                "METRIC<=" -> maximum. Without any limit, the environment's reward threshold and
-                500,000 env steps.
+                "METRIC<=" -> maximum. Without any limit, a run that continues keeps its own
+                limits, and a new one has the environment's reward threshold and 500,000 env steps.
             run_dir: folder for config, results (CSV, JSON, TensorBoard) and checkpoints. "auto"
                 continues in the algorithm's run directory, or creates one in runs/. None writes
                 nothing.

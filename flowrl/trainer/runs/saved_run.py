@@ -58,6 +58,28 @@ def read_config(run_dir: Path) -> tuple[dict[str, Any], list[str]]:
         raise ConfigError(f"{file}: damaged: {error}") from error
 
 
+def read_results(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the complete results in result.json; a crash can leave an incomplete line."""
+    results = []
+    file = run_dir / "result.json"
+    for line in file.read_text(errors="replace").splitlines() if file.exists() else []:
+        with contextlib.suppress(ValueError):
+            result = json.loads(line)
+            if isinstance(result, dict):
+                results.append(result)
+    return results
+
+
+def results_until(run_dir: Path, iteration: int) -> list[dict[str, Any]]:
+    """Return the results up to an iteration."""
+    return [r for r in read_results(run_dir) if r.get("training_iteration", 0) <= iteration]
+
+
+def result_at(run_dir: Path, iteration: int) -> dict[str, Any] | None:
+    """Return the last result up to an iteration; None if none was written."""
+    return next(reversed(results_until(run_dir, iteration)), None)
+
+
 def settings_to_json(value: Any) -> Any:
     """Return settings as JSON values; code is replaced by {"__code__": "module:name"}."""
     if hasattr(value, "items"):

@@ -54,9 +54,12 @@ class StopRules:
         """
         try:
             rules = cls(**values)
+            for limit in (rules.reward, rules.timesteps, rules.iters, rules.time_s):
+                if limit is not None and not math.isfinite(limit):
+                    raise ValueError(f"{limit} is not finite")
             rules.metrics = [(str(n), str(r), float(v)) for n, r, v in rules.metrics]
             return rules
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise ConfigError(f"stop.json: contains no stop rules: {error}") from None
 
     def is_set(self) -> bool:

@@ -191,3 +191,50 @@ def test_environments_that_cannot_be_copied_are_rejected():
         pytest.raises(ConfigError, match="takes no arguments"),
     ):
         algorithm.train()
+
+
+def test_run_without_new_limits_continues_to_its_own(tmp_path, capsys):
+    run_dir = tmp_path / "r"
+    with A2C("CartPole-v1", **SMALL) as algorithm:
+        algorithm.learn(64, stop={"training_iteration": 9}, run_dir=run_dir, progress=False)
+        algorithm.learn()
+    assert "already reached: 64 env steps" in capsys.readouterr().out
+    with A2C.from_checkpoint(run_dir) as algorithm:
+        algorithm.learn(128, progress=False)
+    (run_dir / "result.json").write_text("")  # the checkpoint knows its env steps itself
+    with A2C.from_checkpoint(run_dir) as algorithm:
+        algorithm.learn()
+        assert "already reached: 128 env steps" in capsys.readouterr().out
+        assert algorithm.iteration == 2
+
+
+def test_new_limits_of_a_resumed_run_are_its_own_from_then_on(tmp_path, capsys):
+    run_dir = tmp_path / "r"
+    percent = {"lr": [("0%", 1e-3), ("100%", 0.0)]}
+    with A2C("CartPole-v1", **SMALL, **percent) as algorithm:
+        algorithm.learn(64, run_dir=run_dir, progress=False)
+    assert main(["resume", str(run_dir), "--stop-timesteps", "128"]) == 0
+    capsys.readouterr()
+    assert main(["resume", str(run_dir)]) == 0
+    assert "already reached: 128 env steps" in capsys.readouterr().out
+    with A2C.from_checkpoint(run_dir) as algorithm:
+        algorithm.learn(256, progress=False)
+    settings = json.loads((run_dir / "config.json").read_text())
+    assert settings["total_timesteps"] == 256
+    rates = [
+        json.loads(line)["learners"]["default_policy"]["cur_lr"]
+        for line in (run_dir / "result.json").read_text().splitlines()
+    ]
+    assert rates[-2:] == [pytest.approx(1e-3 * 128 / 256), pytest.approx(1e-3 * 64 / 256)]
+    assert main(["resume", str(run_dir)]) == 0
+    assert "already reached: 256 env steps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["{", '{"timesteps": "many"}', '{"speed": 1}'])
+def test_damaged_limits_of_a_run_are_rejected(tmp_path, text):
+    run_dir = tmp_path / "r"
+    with A2C("CartPole-v1", **SMALL) as algorithm:
+        algorithm.learn(64, run_dir=run_dir, progress=False)
+        (run_dir / "stop.json").write_text(text)
+        with pytest.raises(ConfigError, match=r"stop\.json"):
+            algorithm.learn()
