@@ -8,10 +8,9 @@ from pathlib import Path
 
 from flowrl.cli.arguments import add_checkpoint_option, add_trust_option, positive_number
 from flowrl.cli.display import print_failure
-from flowrl.cli.run_settings import config_of_run
+from flowrl.cli.saved_runs import open_run
 from flowrl.data.checkpoint import CheckpointError
 from flowrl.trainer.runs.progress import format_number
-from flowrl.trainer.runs.saved_run import find_checkpoint
 
 NUM_ENVS = 16  # environments that are stepped together
 
@@ -22,7 +21,7 @@ def evaluate_command(arguments: list[str]) -> int:
         prog="flowrl evaluate",
         description="Play episodes with a trained policy, with greedy and with sampled actions.",
     )
-    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("run", help="a run directory, or a checkpoint")
     parser.add_argument(
         "--episodes",
         type=positive_number(int),
@@ -39,9 +38,8 @@ def evaluate_command(arguments: list[str]) -> int:
         "--video", metavar="FOLDER", type=Path, help="folder for a video of one greedy episode"
     )
     options = parser.parse_args(arguments)
-    config, plan = config_of_run(options.run_dir, trust=options.trust)
-    checkpoint = find_checkpoint(options.run_dir, options.checkpoint)
-    config = config.updated(num_workers=0, log_to=[], log_config={}, output=None)
+    run = open_run(options.run, options.checkpoint, trust=options.trust)
+    config = run.config.updated(num_workers=0, log_to=[], log_config={}, output=None)
     if options.seed is not None:
         config = config.updated(seed=options.seed)
     rounds, num_envs = [("greedy", False), ("sampled", True)], NUM_ENVS
@@ -52,9 +50,9 @@ def evaluate_command(arguments: list[str]) -> int:
             evaluation_config={**config.evaluation_config, "env_config": env_config}
         )
         rounds, num_envs = rounds[:1], 1
-    with config.build(plan=plan) as algorithm:
+    with run.build(config) as algorithm:
         try:
-            algorithm.restore_policies(checkpoint)
+            algorithm.restore_policies(run.checkpoint)
         except CheckpointError as error:
             print(f"flowrl: {error}", file=sys.stderr)
             return 1

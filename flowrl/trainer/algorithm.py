@@ -210,8 +210,7 @@ class Algorithm(Checkpointing):
         return result
 
     def _train(self) -> dict[str, Any]:
-        if self._stopped:
-            raise RuntimeError("this algorithm was stopped: build a new one")
+        self._check_not_stopped()
         started = time.perf_counter()
         if self.last_result is None:
             check_start(self.config, self.workers, self.plan.stage)
@@ -276,11 +275,17 @@ class Algorithm(Checkpointing):
 
         Raises:
             ConfigError: an argument is invalid, or the run directory contains another run.
+            RuntimeError: the algorithm was stopped.
             KeyboardInterrupt: the training was interrupted.
         """
-        command = [Path(sys.executable).name, *sys.argv]
+        command = [Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]]
+        self._check_not_stopped()
         learn(self, total_timesteps, stop, run_dir, command, progress)
         return self
+
+    def _check_not_stopped(self) -> None:
+        if self._stopped:
+            raise RuntimeError("this algorithm was stopped: build a new one")
 
     # -- policies ------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ import pytest
 
 from flowrl.algorithms.ppo import PPOConfig
 from flowrl.cli.flags import settings_from_flags
-from flowrl.cli.run_settings import config_of_run
+from flowrl.cli.saved_runs import config_of_run
 from tests.cli.helpers import TWO_ITERATIONS, read_settings
 
 

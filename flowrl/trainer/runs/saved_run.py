@@ -100,6 +100,36 @@ def _contains_code(value: Any) -> bool:
     return isinstance(value, list) and any(map(_contains_code, value))
 
 
+def own_code(manifest: dict[str, Any]) -> dict[str, str]:
+    """Return the code of a checkpoint that only the program itself has: setting -> import path.
+
+    Those are classes and functions of `__main__`, and settings that the checkpoint does not
+    contain, such as lambdas. The name of the algorithm's class is "algorithm".
+    """
+    found = {}
+    algorithm = str(manifest.get("algorithm"))
+    if algorithm.startswith("__main__:") or "<locals>" in algorithm:
+        found["algorithm"] = algorithm
+    plan = manifest.get("plan")
+    if not (isinstance(plan, str) and plan.endswith(".py")):  # a plan file brings its own code
+        found |= {str(name): "without an import path" for name in manifest.get("left_out", ())}
+    values = manifest.get("config", {}).get("values", {})
+    for name, value in values.items():
+        if code := _code_of_main(value):
+            found[name] = code
+    return found
+
+
+def _code_of_main(value: Any) -> str | None:
+    """Return the first import path "__main__:name" in a setting of a manifest, or None."""
+    if isinstance(value, dict):
+        code = value.get(_CODE)
+        if isinstance(code, str) and code.startswith("__main__:"):
+            return code
+        value = list(value.values())
+    return next(filter(None, map(_code_of_main, value)), None) if isinstance(value, list) else None
+
+
 def best_checkpoint(checkpoints: list[Path], order: str = "max") -> Path | None:
     """Return the checkpoint with the best score, or None if none has a score.
 

@@ -12,6 +12,7 @@ from typing import Any
 from flowrl.iter.stage import walk
 from flowrl.ops import WriteParquet
 from flowrl.settings import ConfigError
+from flowrl.trainer.runs.continuing import ways_to_continue
 from flowrl.trainer.runs.progress import ProgressTable
 from flowrl.trainer.runs.run_directory import RunDirectory, default_run_dir
 from flowrl.trainer.runs.saved_run import read_config, read_stop_rules, result_at
@@ -262,4 +263,7 @@ def _train_in_run(
     if show_progress:
         ended = "stopped" if end.exit_code else "reached"
         print(f"{ended}: {end.reason}, after {end.seconds:.1f} s; run directory: {path}")
+        if end.checkpoint is not None:
+            for way in ways_to_continue(algorithm, path, end.checkpoint, "flowrl"):
+                print(f"continue: {way}")
     return end

@@ -1,8 +1,10 @@
 """Algorithm.learn: limits, run directories, continuing a run, failures and interrupts."""
 
+import importlib
 import json
 import os
 import signal
+import sys
 
 import gymnasium as gym
 import pytest
@@ -119,15 +121,89 @@ def test_limits_on_other_metrics_stop_the_training():
     assert metric_rules({"a/b<=": 2}) == [("a/b", "<=", 2.0)]
 
 
+OWN_CODE = """
+import gymnasium as gym
+from flowrl import A2C
+
+def make(context):
+    return gym.make("CartPole-v1")
+
+class Mine(A2C):
+    pass
+"""
+
+
+def learn_in_run(algorithm_class, env, run_dir, **settings):
+    with algorithm_class(env, **SMALL, **settings) as algorithm:
+        algorithm.learn(64, run_dir=run_dir)
+
+
 @pytest.mark.parametrize("own", ["environment", "algorithm"])
-def test_run_with_code_of_the_user_is_continued_in_python(tmp_path, capsys, own):
-    algorithm_class = type("Mine", (A2C,), {}) if own == "algorithm" else A2C
-    env = make_cartpole if own == "environment" else "CartPole-v1"
-    with algorithm_class(env, **SMALL) as algorithm:
-        algorithm.learn(64, run_dir=tmp_path / "r", progress=False)
-    for command in (["resume", "--stop-iters", "2"], ["evaluate"]):
-        assert main([command[0], str(tmp_path / "r"), *command[1:]]) == 2
-        assert "started from Python" in capsys.readouterr().err
+def test_trusted_code_of_the_current_folder_is_resumed(tmp_path, monkeypatch, capsys, own):
+    (tmp_path / "own_code_of_a_run.py").write_text(OWN_CODE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "own_code_of_a_run", raising=False)
+    module = importlib.import_module("own_code_of_a_run")
+    algorithm_class = module.Mine if own == "algorithm" else A2C
+    learn_in_run(algorithm_class, module.make if own == "environment" else "CartPole-v1", "r")
+    assert "continue: flowrl resume r --trust --stop-timesteps …" in capsys.readouterr().out
+    for command in (["resume", "r", "--stop-timesteps", "128"], ["evaluate", "r"]):
+        assert main(command) == 2
+        assert "own_code_of_a_run:" in (message := capsys.readouterr().err)
+        assert "pass --trust" in message
+    assert main(["resume", "r", "--trust", "--stop-timesteps", "128"]) == 0
+    out = capsys.readouterr().out
+    assert f"{algorithm_class.__name__}.from_checkpoint('r'" in out
+    assert "repeat:" not in out
+    assert main(["evaluate", "r", "--trust", "--episodes", "1"]) == 0
+    assert read_steps(tmp_path / "r") == [64, 128]
+
+
+@pytest.mark.parametrize("trust", [[], ["--trust"]])
+def test_code_that_only_the_program_has_is_continued_in_python(
+    tmp_path, monkeypatch, capsys, trust
+):
+    in_main = type("MainEnv", (gym.Wrapper,), {"__module__": "__main__"})
+    monkeypatch.setattr(sys.modules["__main__"], "MainEnv", in_main, raising=False)
+    in_main.__init__ = lambda self: gym.Wrapper.__init__(self, gym.make("CartPole-v1"))
+    for name, env in (("main", in_main), ("local", lambda context: gym.make("CartPole-v1"))):
+        run_dir = tmp_path / name
+        learn_in_run(A2C, env, run_dir)
+        hint = capsys.readouterr().out
+        assert f"A2C.from_checkpoint({str(run_dir)!r}, config={{'env': …}}).learn(…)" in hint
+        assert "flowrl resume" not in hint
+        if name == "main":
+            monkeypatch.delattr(sys.modules["__main__"], "MainEnv")
+        for command in (["resume", "--stop-iters", "2"], ["evaluate"]):
+            assert main([command[0], str(run_dir), *command[1:], *trust]) == 2
+            message = capsys.readouterr().err
+            assert "move it to a module in the current folder" in message
+            assert "config={'env': …}" in message
+    algorithm_class = type("Mine", (A2C,), {"__qualname__": "f.<locals>.Mine"})
+    learn_in_run(algorithm_class, "CartPole-v1", tmp_path / "own")
+    assert main(["evaluate", str(tmp_path / "own"), *trust]) == 2
+    assert "its algorithm" in capsys.readouterr().err
+
+
+def test_how_to_continue_is_printed(tmp_path, capsys):
+    run_dir = tmp_path / "r"
+    learn_in_run(A2C, "CartPole-v1", run_dir)
+    out = capsys.readouterr().out
+    assert f"continue: A2C.from_checkpoint({str(run_dir)!r}).learn(…)" in out
+    assert f"continue: flowrl resume {run_dir} --stop-timesteps …" in out
+    assert main(["resume", str(run_dir), "--stop-timesteps", "128"]) == 0
+    out = capsys.readouterr().out
+    assert f"continue:      A2C.from_checkpoint({str(run_dir)!r}).learn(…)" in out
+    assert "repeat:" not in out
+
+
+def test_stopped_algorithm_learns_nothing_and_writes_nothing(tmp_path):
+    algorithm = A2C("CartPole-v1", **SMALL)
+    algorithm.stop()
+    with pytest.raises(RuntimeError, match="was stopped"):
+        algorithm.learn(64, run_dir=tmp_path / "r")
+    assert not (tmp_path / "r").exists()
 
 
 def make_cartpole(context):
