@@ -76,5 +76,5 @@ def add_trust_option(parser: argparse.ArgumentParser, source: str) -> None:
         "--trust",
         action="store_true",
         help=f"import and execute the code that {source} names: a plan file, an environment "
-        "module:Id, a model module:Class",
+        "module:Id or module:Class, a model module:Class",
     )

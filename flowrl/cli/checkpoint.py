@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
-from flowrl.data.checkpoint import CHECKPOINTS, CheckpointError, read_checkpoint, read_manifest
-from flowrl.trainer.runs.saved_run import newest_checkpoint
+from flowrl.data.checkpoint import (
+    CheckpointError,
+    read_checkpoint,
+    read_manifest,
+    resolve_checkpoint,
+)
 
 
 def checkpoint_command(arguments: list[str]) -> int:
@@ -21,12 +24,8 @@ def checkpoint_command(arguments: list[str]) -> int:
     parser.add_argument("path", help="a checkpoint, a URI, or a run directory (newest checkpoint)")
     parser.add_argument("--json", action="store_true", help="print only the manifest, as JSON")
     options = parser.parse_args(arguments)
-    path: Any = options.path
-    if "://" not in path:
-        path = Path(path)
-        if (path / CHECKPOINTS).is_dir():
-            path = newest_checkpoint(path)
     try:
+        path = resolve_checkpoint(options.path)
         manifest = read_manifest(path)
         if options.json:
             print(json.dumps(manifest, indent=1))

@@ -9,7 +9,7 @@ from pathlib import Path
 from flowrl.cli.arguments import add_checkpoint_option, add_trust_option, positive_number
 from flowrl.cli.display import print_failure
 from flowrl.cli.saved_runs import open_run
-from flowrl.data.checkpoint import CheckpointError
+from flowrl.data.checkpoint import CheckpointError, read_manifest
 from flowrl.trainer.runs.progress import format_number
 
 NUM_ENVS = 16  # environments that are stepped together
@@ -35,7 +35,10 @@ def evaluate_command(arguments: list[str]) -> int:
     add_checkpoint_option(parser)
     add_trust_option(parser, "the run")
     parser.add_argument(
-        "--video", metavar="FOLDER", type=Path, help="folder for a video of one greedy episode"
+        "--video",
+        metavar="FOLDER",
+        type=Path,
+        help="folder for a video of one greedy episode, FOLDER/RUN/evaluation-ITERATION-0.mp4",
     )
     options = parser.parse_args(arguments)
     run = open_run(options.run, options.checkpoint, trust=options.trust)
@@ -56,8 +59,9 @@ def evaluate_command(arguments: list[str]) -> int:
         except CheckpointError as error:
             print(f"flowrl: {error}", file=sys.stderr)
             return 1
+        algorithm.iteration = read_manifest(run.checkpoint)["training_iteration"]
         for name, explore in rounds:
-            video = None if explore else options.video
+            video = None if explore or options.video is None else options.video / run.name
             try:
                 metrics = algorithm.evaluate(options.episodes, explore, num_envs, video_dir=video)
             except Exception as error:
@@ -70,7 +74,8 @@ def evaluate_command(arguments: list[str]) -> int:
                 f"std {format_number(metrics['episode_reward_std'])}), "
                 f"mean length {metrics['episode_len_mean']:.1f}, {metrics['episodes']} episodes"
             )
-            if video is not None and (file := video / "evaluation-0.mp4").exists():
+            file = video and video / f"evaluation-{algorithm.iteration:06d}-0.mp4"
+            if file is not None and file.exists():
                 print(f"         video: {file}")
             for policy_id, value in metrics["policy_reward_mean"].items():
                 print(f"         policy {policy_id}: mean return {format_number(value)} per agent")

@@ -101,7 +101,8 @@ def _run_options(program: str, *default_stop: str) -> argparse.ArgumentParser:
     parser.add_argument("--run-dir", type=Path, help="output folder (default: runs/…)")
     parser.add_argument(
         "--env",
-        help="id of a Gymnasium environment (module:Id imports a module), or a registered name",
+        help="id of a Gymnasium environment, a registered name, or module:Id or module:Class of a "
+        "module, for example in the current folder",
     )
     parser.add_argument(
         "--config",

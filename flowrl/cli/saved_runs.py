@@ -48,6 +48,11 @@ class SavedRun(NamedTuple):
     plan: str | None
     algorithm: Any
 
+    @property
+    def name(self) -> str:
+        """Name of the run directory, or of the checkpoint outside of one."""
+        return Path(self.run_dir or self.checkpoint).resolve().name
+
     def build(self, config: Any) -> Any:
         """Return the algorithm with these settings."""
         if self.plan is not None:

@@ -62,7 +62,9 @@ def _help_parser() -> argparse.ArgumentParser:
         "an algorithm by name", "Train an algorithm with its default settings instead of a plan's."
     )
     group.add_argument("--run", metavar="NAME", help="PPO, A2C, DQN, …")
-    group.add_argument("--env", help="id of a Gymnasium environment, or a registered name")
+    group.add_argument(
+        "--env", help="id of a Gymnasium environment, a registered name, or module:Class"
+    )
     group.add_argument("--config", type=json_object, default={}, help="settings as a JSON object")
     group.add_argument("--run-dir", type=Path, help="output folder (default: runs/…)")
     return parser

@@ -273,8 +273,12 @@ def resolve_checkpoint(path: Path | str) -> Path | str:
     run_checkpoints = list_checkpoints(folder)
     if run_checkpoints:
         return run_checkpoints[-1]
-    problem = "it contains no checkpoint" if folder.is_dir() else "there is no such folder"
-    raise CheckpointError(f"{path}: {problem}")
+    if not folder.is_dir():
+        raise CheckpointError(f"{path}: there is no such folder")
+    raise CheckpointError(
+        f"{path}: it contains no checkpoint: name a run directory, a folder RUN/checkpoints/NUMBER "
+        "or a folder that save(path) wrote"
+    )
 
 
 # -- .npy files ------------------------------------------------------------------------------------

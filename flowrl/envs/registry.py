@@ -8,19 +8,25 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import gymnasium as gym
 from gymnasium.wrappers import TimeLimit
 
 from flowrl.envs.time_limit import get_max_steps, set_max_steps
-from flowrl.settings import ConfigError, nearest
+from flowrl.settings import ConfigError, imported, nearest
 
 EnvCreator = Callable[["EnvContext"], Any]
 
 NO_ENV_MESSAGE = (
     "env: only the spaces of recorded experience are set, there is no environment to sample or to "
     'evaluate in: set env, or evaluation_config={"env": ...}'
+)
+
+_IMPORT_PATHS = (
+    "module:Id names an id that the module registers with gymnasium, module:Class a class or "
+    "function of the module"
 )
 
 _CREATORS: dict[str, EnvCreator] = {}
@@ -120,13 +126,38 @@ def _copy_env(env: Any, context: EnvContext) -> Any:
         ) from error
 
 
+def _creator_of_import(path: str) -> EnvCreator:
+    """Return the creator of "module:Id", an id of gymnasium, or "module:name", a class or function.
+
+    Raises:
+        ConfigError: the module cannot be imported, or has no such environment.
+    """
+    module, _, name = path.partition(":")
+    try:
+        import_module(module)
+        with suppress(gym.error.Error):
+            gym.spec(name)
+            return partial(_make_by_id, path)
+        found = imported(path)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"env: cannot find {path!r}: {error} ({_IMPORT_PATHS})") from error
+    except AttributeError:
+        found = None
+    if not callable(found):
+        raise ConfigError(
+            f"env: cannot find {path!r}: {module} neither registers the id {name!r} nor has a "
+            f"class or function {name!r} ({_IMPORT_PATHS})"
+        )
+    return env_creator_for(found)
+
+
 def env_creator_for(env: Any) -> EnvCreator:
     """Return the creator of an environment.
 
     Args:
-        env: a gymnasium env id, a registered name, a class (called with `env_config` as keyword
-            arguments), a creator, which is returned as it is, or an environment, of which each
-            sub-environment is a copy.
+        env: a gymnasium env id, a registered name, an import path "module:name" of a class or
+            creator, a class (called with `env_config` as keyword arguments), a creator, which is
+            returned as it is, or an environment, of which each sub-environment is a copy.
 
     Raises:
         ConfigError: the name is unknown; the message suggests the nearest one.
@@ -134,15 +165,16 @@ def env_creator_for(env: Any) -> EnvCreator:
     if isinstance(env, str):
         if env in _CREATORS:
             return _CREATORS[env]
+        if ":" in env:
+            return _creator_of_import(env)
         try:
             gym.spec(env)
         except gym.error.Error as error:
-            if ":" not in env:
-                hint = nearest(env, [*_CREATORS, *gym.registry]) or (
-                    " Register a custom environment with flowrl.envs.register_env(name, creator), "
-                    "for example in the plan file."
-                )
-                raise ConfigError(f"env: unknown environment {env!r}.{hint}") from error
+            hint = nearest(env, [*_CREATORS, *gym.registry]) or (
+                " Name a class or function as module:Class, or register a custom environment with "
+                "flowrl.envs.register_env(name, creator), for example in the plan file."
+            )
+            raise ConfigError(f"env: unknown environment {env!r}.{hint}") from error
         except (ImportError, ValueError) as error:
             raise ConfigError(f"env: cannot find {env!r}: {error}") from error
         return partial(_make_by_id, env)

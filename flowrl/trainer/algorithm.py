@@ -367,7 +367,7 @@ class Algorithm(Checkpointing):
                 for `num_envs_per_worker` of `evaluation_config`, or 1.
             timesteps: minimum env steps, instead of `episodes`; only finished episodes count.
             video_dir: folder for mp4 videos of the first `evaluation_video_episodes` episodes,
-                named evaluation-0.mp4, … (needs the extra `video`).
+                named evaluation-<iteration>-0.mp4, … (needs the extra `video`).
 
         Returns:
             `episode_reward_mean`, `_min`, `_max`, `_std`, `episode_len_mean` [env steps],

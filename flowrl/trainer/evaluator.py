@@ -69,7 +69,9 @@ class Evaluator:
         worker = self._workers.local_worker()
         video = recorder_for(config, iteration)
         if video_dir is not None:
-            video = VideoRecorder(video_dir, "evaluation", config.evaluation_video_episodes)
+            video = VideoRecorder(
+                video_dir, f"evaluation-{iteration:06d}", config.evaluation_video_episodes
+            )
         explore = self._explores() if explore is None else explore
         with worker.lock:  # a learner thread uses the same networks
             played = evaluate_policies(

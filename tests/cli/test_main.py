@@ -216,6 +216,52 @@ def test_code_of_the_current_folder_is_named_by_flags(cli, tmp_path, monkeypatch
         assert "my_code:Nothing" in err
 
 
+OWN_ENV = """
+import gymnasium as gym
+
+class Short(gym.Wrapper):
+    def __init__(self, steps=3):
+        super().__init__(gym.make("CartPole-v1", max_episode_steps=steps))
+
+def make(context):
+    return Short(**context)
+
+number = 3
+"""
+
+
+@pytest.mark.parametrize("name", ["Short", "make"])
+def test_environment_of_the_current_folder_is_named_by_its_import_path(cli, tmp_path, name):
+    (tmp_path / "own_env.py").write_text(OWN_ENV)
+    env = ["--env", f"own_env:{name}", "--env-config", '{"steps": 4}']
+    code, _, err = cli("train", "ppo", *env, *TWO_ITERATIONS, "--run-dir", "r")
+    assert code == 0, err
+    for command in (["resume", "r", "--stop-iters", "3"], ["evaluate", "r", "--episodes", "1"]):
+        code, _, err = cli(*command)
+        assert (code, f"own_env:{name}: pass --trust" in err) == (2, True)
+        code, _, err = cli(*command, "--trust")
+        assert code == 0, err
+    assert read_results(tmp_path / "r")[-1]["episode_len_mean"] == 4
+
+
+@pytest.mark.parametrize("env", ["own_env:Nothing", "own_env:number", "own_env:", "no_module:Env"])
+def test_import_path_without_an_environment_is_rejected(cli, tmp_path, env):
+    (tmp_path / "own_env.py").write_text(OWN_ENV)
+    code, _, err = cli("train", "ppo", "--env", env)
+    assert code == 2
+    assert "module:Id" in err
+    assert "module:Class" in err
+    assert err.count("\n") == 1
+
+
+def test_plan_file_with_settings_only_is_rejected(cli, tmp_path):
+    text = "from flowrl.algorithms.ppo import PPOConfig\nconfig = PPOConfig(env='CartPole-v1')\n"
+    (tmp_path / "settings.py").write_text(text)
+    code, _, err = cli("train", "settings.py")
+    assert code == 2
+    assert "has a `config`, but no function execution_plan(workers, config)" in err
+
+
 def test_evaluation_can_be_seeded_and_shown(cli, monkeypatch):
     require_extra("video")
     monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
