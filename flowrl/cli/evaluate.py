@@ -10,7 +10,7 @@ from flowrl.cli.arguments import add_checkpoint_option, add_trust_option, positi
 from flowrl.cli.display import print_failure
 from flowrl.cli.saved_runs import open_run
 from flowrl.data.checkpoint import CheckpointError, read_manifest
-from flowrl.trainer.runs.progress import format_number
+from flowrl.trainer.runs.formatting import format_count, format_number
 
 NUM_ENVS = 16  # environments that are stepped together
 
@@ -72,7 +72,8 @@ def evaluate_command(arguments: list[str]) -> int:
                 f"(min {format_number(metrics['episode_reward_min'])}, "
                 f"max {format_number(metrics['episode_reward_max'])}, "
                 f"std {format_number(metrics['episode_reward_std'])}), "
-                f"mean length {metrics['episode_len_mean']:.1f}, {metrics['episodes']} episodes"
+                f"mean length {metrics['episode_len_mean']:.1f}, "
+                f"{format_count(metrics['episodes'], 'episode')}"
             )
             file = video and video / f"evaluation-{algorithm.iteration:06d}-0.mp4"
             if file is not None and file.exists():

@@ -268,6 +268,8 @@ class Algorithm(Checkpointing):
             stop: further limits: metric (its path `a/b/c` in a result) -> minimum, or
                 "METRIC<=" -> maximum. Without any limit, a run that continues keeps its own
                 limits, and a new one has the environment's reward threshold and 500,000 env steps.
+                If there is no limit on env steps, but a schedule is in percent, the training also
+                ends at `total_timesteps` of the config, or 500,000 env steps, where it ends.
             run_dir: folder for config, results (CSV, JSON, TensorBoard) and checkpoints. "auto"
                 continues in the algorithm's run directory, or creates one in runs/. None writes
                 nothing.

@@ -236,10 +236,17 @@ class RunDirectory:
             self._tensorboard.close()
 
 
+def env_name(env: Any) -> str:
+    """Return the name of an environment: its id, or that of its class or function."""
+    if isinstance(env, str):
+        return env
+    name = getattr(env, "__name__", None) or type(env).__name__
+    return "a lambda" if name == "<lambda>" else str(name)
+
+
 def default_run_dir(plan: str, env: Any) -> Path:
     """Return a path runs/<plan>-<env>-<time> that does not exist."""
-    name = env if isinstance(env, str) else getattr(env, "__name__", "env")
-    name = re.sub(r"[^\w.-]+", "-", name).strip("-")
+    name = re.sub(r"[^\w.-]+", "-", env_name(env)).strip("-")
     stem = f"{Path(plan).stem}-{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     path, number = Path("runs") / stem, 1
     while path.exists():

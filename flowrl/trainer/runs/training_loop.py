@@ -13,8 +13,9 @@ from flowrl.iter.stage import walk
 from flowrl.ops import WriteParquet
 from flowrl.settings import ConfigError
 from flowrl.trainer.runs.continuing import ways_to_continue
+from flowrl.trainer.runs.formatting import format_count
 from flowrl.trainer.runs.progress import ProgressTable
-from flowrl.trainer.runs.run_directory import RunDirectory, default_run_dir
+from flowrl.trainer.runs.run_directory import RunDirectory, default_run_dir, env_name
 from flowrl.trainer.runs.saved_run import read_config, read_stop_rules, result_at
 from flowrl.trainer.runs.signal_handler import SignalHandler, is_termination
 from flowrl.trainer.runs.stop_rules import PendingMetrics, StopRules, metric_rules
@@ -52,8 +53,10 @@ def train_until(
         Exception: the training failed; the last result and a checkpoint were written.
     """
     config = algorithm.config
-    if show_progress and config.num_workers:
-        print(f"starting {config.num_workers} workers …", flush=True)
+    if show_progress:
+        print(_describe_start(algorithm, stop, run), flush=True)
+        if config.num_workers:
+            print(f"starting {format_count(config.num_workers, 'worker')} …", flush=True)
     progress = ProgressTable(stop, algorithm.plan.metrics.counters) if show_progress else None
     pending = PendingMetrics(stop, config.checkpoint_score_attribute)
     started = saved = time.perf_counter()
@@ -94,6 +97,24 @@ def train_until(
             result = _write_last_result(algorithm, run, result)
         checkpoint = None if run is None else run.save(algorithm, result)
     return RunEnd(reason, exit_code, checkpoint, time.perf_counter() - started)
+
+
+def _describe_start(algorithm: Any, stop: StopRules, run: RunDirectory | None) -> str:
+    """Return the first line of a run: what is trained, on what, until when, and where to."""
+    config = algorithm.config
+    env = f" on {env_name(config.env)}" if config.samples else ""
+    workers = f" with {format_count(config.num_workers, 'worker')}" if config.num_workers else ""
+    step = f" from env step {steps:,}" if (steps := _env_steps_of(algorithm)) else ""
+    place = "no run directory" if run is None else f"run directory: {run.path}"
+    return (
+        f"training {type(algorithm).__name__}{env}{workers}{step} until {stop.describe(config)}; "
+        f"{place}"
+    )
+
+
+def _env_steps_of(algorithm: Any) -> int:
+    """Return the env steps that an algorithm has sampled so far."""
+    return int(algorithm.plan.metrics.counters["num_env_steps_sampled"])
 
 
 def _checkpoint_is_due(algorithm: Any, seconds: float) -> bool:
@@ -141,7 +162,7 @@ def reached_limit(algorithm: Any, stop: StopRules, run_dir: Path | None) -> str 
     result = {
         "episodes_in_window": 0,
         "episode_reward_mean": math.nan,
-        "timesteps_total": algorithm.plan.metrics.counters["num_env_steps_sampled"],
+        "timesteps_total": _env_steps_of(algorithm),
         "training_iteration": algorithm.iteration,
         **result,
     }

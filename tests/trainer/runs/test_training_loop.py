@@ -198,6 +198,43 @@ def test_how_to_continue_is_printed(tmp_path, capsys):
     assert "repeat:" not in out
 
 
+def test_start_is_described_in_one_line(tmp_path, capsys):
+    run_dir = tmp_path / "r"
+    with A2C("CartPole-v1", **SMALL) as algorithm:
+        algorithm.learn(64, stop={"episode_reward_mean": 400}, run_dir=run_dir)
+        first = capsys.readouterr().out.splitlines()[0]
+        limits = "64 env steps or episode_reward_mean >= 400"
+        assert first == f"training A2C on CartPole-v1 until {limits}; run directory: {run_dir}"
+        algorithm.learn(128, run_dir=None)
+        first = capsys.readouterr().out.splitlines()[0]
+        assert "from env step 64 until 128 env steps; no run directory" in first
+    percent = {"lr": [("0%", 1e-3), ("100%", 0.0)]}
+    with A2C(make_cartpole, **SMALL, **percent) as algorithm:
+        algorithm.learn(stop={"training_iteration": 1}, run_dir=None)
+        first = capsys.readouterr().out.splitlines()[0]
+        assert "on make_cartpole until 500,000 env steps (the end of schedules in percent)" in first
+        assert "or training_iteration >= 1" in first
+
+
+@pytest.mark.usefixtures("ray_session")
+@pytest.mark.slow
+def test_start_of_workers_is_printed(capsys):
+    with A2C("CartPole-v1", **SMALL, num_workers=1) as algorithm:
+        algorithm.learn(64, run_dir=None)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("training A2C on CartPole-v1 with 1 worker until")
+    assert lines[1] == "starting 1 worker …"
+
+
+def test_limit_that_is_already_met_is_printed_without_a_run_directory(capsys):
+    with A2C("CartPole-v1", **SMALL) as algorithm:
+        algorithm.learn(64, run_dir=None, progress=False)
+        for limits in ({"total_timesteps": 32}, {"stop": {"training_iteration": 1}}):
+            algorithm.learn(**limits, run_dir=None, progress=False)
+            assert "already reached: " in capsys.readouterr().out
+        assert algorithm.iteration == 1
+
+
 def test_stopped_algorithm_learns_nothing_and_writes_nothing(tmp_path):
     algorithm = A2C("CartPole-v1", **SMALL)
     algorithm.stop()
