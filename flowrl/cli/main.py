@@ -1,7 +1,7 @@
 """The command `flowrl`: dispatch to the module of each command.
 
-Exit codes: 0 success, 1 failure, 2 wrong usage, 130 interrupted, 141 output pipe closed,
-143 terminated.
+Exit codes: 0 success, 1 failure, 2 wrong usage, 129 terminal closed, 130 interrupted,
+141 output pipe closed, 143 terminated.
 """
 
 from __future__ import annotations

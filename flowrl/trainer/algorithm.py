@@ -260,7 +260,7 @@ class Algorithm(Checkpointing):
     ) -> Self:
         """Train until a limit is reached, as `flowrl train` does, and return the algorithm.
 
-        Ctrl-C and SIGTERM save a checkpoint before they end the training.
+        Ctrl-C, SIGTERM and SIGHUP save a checkpoint before they end the training.
 
         Args:
             total_timesteps: env steps of the whole training, those before this call included;

@@ -63,6 +63,8 @@ class ProgressTable:
                 self._print_row(self._cells(result))
             if steps >= self._next_row_at and now - self._last_row >= ROW_INTERVAL_S / 5:
                 if self._step_between_rows or now - self._started >= ROW_INTERVAL_S:
+                    if self._live is not None:  # must not show an older result than the row
+                        self._update_live(self._cells(result))
                     self._print_row(self._cells(result))
                 self._choose_next_row(steps)
             if self._is_terminal and now - self._last_live >= LIVE_INTERVAL_S:

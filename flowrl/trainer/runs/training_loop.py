@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,11 @@ from flowrl.trainer.runs.formatting import format_count
 from flowrl.trainer.runs.progress import ProgressTable
 from flowrl.trainer.runs.run_directory import RunDirectory, default_run_dir, env_name
 from flowrl.trainer.runs.saved_run import read_config, read_stop_rules, result_at
-from flowrl.trainer.runs.signal_handler import SignalHandler, is_termination
+from flowrl.trainer.runs.signal_handler import (
+    SignalHandler,
+    discard_lost_output,
+    is_termination,
+)
 from flowrl.trainer.runs.stop_rules import PendingMetrics, StopRules, metric_rules
 
 
@@ -26,8 +31,8 @@ class RunEnd:
     """How a run ended.
 
     Attributes:
-        reason: the limit that was reached, "interrupted" or "terminated".
-        exit_code: 0; 130 after Ctrl-C; 143 after SIGTERM.
+        reason: the limit that was reached, "interrupted", "terminated" or "terminal closed".
+        exit_code: 0; 130 after Ctrl-C; 143 after SIGTERM; 129 after SIGHUP.
         checkpoint: the last checkpoint; None if none was written.
         seconds: duration of the training.
     """
@@ -84,15 +89,21 @@ def train_until(
         except KeyboardInterrupt:
             exit_code, reason = 130, "interrupted"
         except BaseException as error:
-            if not is_termination(error):
+            lost_output = isinstance(error, OSError) and signals.terminal_closed
+            if not is_termination(error) and not lost_output:
                 result = _write_last_result(algorithm, run, result)
                 if run is not None and result is not None:
                     run.save(algorithm, result)
                 raise
             exit_code, reason = 143, "terminated"
+            if signals.terminal_closed:
+                exit_code, reason = 129, "terminal closed"
         finally:
             if progress is not None:
-                progress.finish(algorithm.last_result)
+                with suppress(OSError) if exit_code == 129 else nullcontext():
+                    progress.finish(algorithm.last_result)
+            if exit_code == 129:
+                discard_lost_output()
         if exit_code:
             result = _write_last_result(algorithm, run, result)
         checkpoint = None if run is None else run.save(algorithm, result)

@@ -136,6 +136,19 @@ def test_live_line_ends_with_a_whole_field(clock, capsys, monkeypatch):
             assert value
 
 
+def test_live_line_is_not_older_than_the_last_row(clock, capsys, monkeypatch):
+    monkeypatch.setattr(progress.sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(progress, "LIVE_INTERVAL_S", 100.0)
+    lines = []
+    table = ProgressTable(StopRules(), {})
+    table._live = Live(lines)
+    play(table, clock, iterations=7, steps_each=1_000, seconds_each=1.0)
+    rows = rows_of(capsys)
+    assert rows[-1][0] != "iter"
+    assert lines[-1].startswith(f"iter {rows[-1][0]} |")
+    table.finish()
+
+
 class Size:
     def __init__(self, columns):
         self.columns = columns
