@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from typing import Any
 
+from flowrl.cli.arguments import Parser
 from flowrl.data.checkpoint import (
     CheckpointError,
     read_checkpoint,
@@ -17,7 +17,7 @@ from flowrl.data.checkpoint import (
 
 def checkpoint_command(arguments: list[str]) -> int:
     """Run the command; return the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="flowrl checkpoint", description="Verify a checkpoint and show its contents."
     )
     parser.add_argument("verb", choices=["inspect"])

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
-from flowrl.cli.arguments import add_checkpoint_option, add_trust_option, positive_number
+from flowrl.cli.arguments import Parser, add_checkpoint_option, add_trust_option, count
 from flowrl.cli.display import print_failure
 from flowrl.cli.saved_runs import open_run
 from flowrl.data.checkpoint import CheckpointError, read_manifest
@@ -17,14 +16,14 @@ NUM_ENVS = 16  # environments that are stepped together
 
 def evaluate_command(arguments: list[str]) -> int:
     """Run the command; return the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="flowrl evaluate",
         description="Play episodes with a trained policy, with greedy and with sampled actions.",
     )
     parser.add_argument("run", help="a run directory, or a checkpoint")
     parser.add_argument(
         "--episodes",
-        type=positive_number(int),
+        type=count,
         default=100,
         help="episodes with greedy and with sampled actions each (default: 100)",
     )

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 
 import flowrl
+from flowrl.cli.arguments import Parser
 from flowrl.settings import ConfigError, imported, nearest
 
 _USAGE = """usage: flowrl COMMAND …
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name = "version" if arguments[0] == "--version" else arguments[0]
     if name not in _COMMANDS:
         hint = nearest(name, list(_COMMANDS))
-        print(f"flowrl: unknown command {name!r}.{hint}\n\n{_USAGE}", file=sys.stderr)
+        print(f"flowrl: unknown command {name!r}.{hint} (see flowrl --help)", file=sys.stderr)
         return 2
     try:
         exit_code: int = imported(_COMMANDS[name])(arguments[1:])
@@ -74,9 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def version_command(arguments: list[str]) -> int:
     """Print flowrl's version."""
-    import argparse
 
-    parser = argparse.ArgumentParser(prog="flowrl version", description="Print flowrl's version.")
+    parser = Parser(prog="flowrl version", description="Print flowrl's version.")
     parser.parse_args(arguments)
     print(f"flowrl {flowrl.__version__}")
     return 0

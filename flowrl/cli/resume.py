@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
-
-from flowrl.cli.arguments import add_checkpoint_option, add_trust_option
+from flowrl.cli.arguments import Parser, add_checkpoint_option, add_trust_option
 from flowrl.cli.saved_runs import open_run
 from flowrl.cli.stop_options import add_stop_options, stop_rules_of
 
 
 def resume_command(arguments: list[str]) -> int:
     """Run the command; return the exit code."""
-    parser = argparse.ArgumentParser(prog="flowrl resume", description="Continue a training run.")
+    parser = Parser(prog="flowrl resume", description="Continue a training run.")
     parser.add_argument(
         "run", help="a run directory, or a checkpoint; one outside a run directory starts a new run"
     )

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flowrl.cli.arguments import json_object
+from flowrl.cli.arguments import Parser, json_object
 from flowrl.cli.stop_options import add_stop_options, stop_rules_of
 from flowrl.settings import ConfigError
 from flowrl.trainer.plan_settings import plan_config
@@ -51,7 +51,7 @@ def parse_algorithm_run(
 
     Returns and raises: see `parse_plan_run`.
     """
-    parser = argparse.ArgumentParser(prog="flowrl train", add_help=False, allow_abbrev=False)
+    parser = Parser(prog="flowrl train", add_help=False)
     parser.add_argument("--run")
     options, flags = parser.parse_known_args(arguments)
     defaults = algorithm_config(options.run, {})
@@ -96,7 +96,7 @@ def parse_run(
 
 def _run_options(program: str, *default_stop: str) -> argparse.ArgumentParser:
     """Return the parser of the options of a run that are not settings."""
-    parser = argparse.ArgumentParser(prog=program, add_help=False, allow_abbrev=False)
+    parser = Parser(prog=program, add_help=False)
     add_stop_options(parser, *default_stop)
     parser.add_argument("--run-dir", type=Path, help="output folder (default: runs/…)")
     parser.add_argument(

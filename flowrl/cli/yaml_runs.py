@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flowrl.cli.arguments import add_trust_option, import_from_current_folder
+from flowrl.cli.arguments import Parser, add_trust_option, import_from_current_folder
 from flowrl.cli.run_settings import absolute_plan, algorithm_config, check_trusted
 from flowrl.cli.stop_options import add_stop_options, stop_rules_of
 from flowrl.cli.training_run import start_run
@@ -32,9 +32,7 @@ def train_yaml(arguments: list[str]) -> int:
 
     All runs are checked before the first one starts.
     """
-    parser = argparse.ArgumentParser(
-        prog="flowrl train FILE.yaml", description="Train the runs in a YAML file."
-    )
+    parser = Parser(prog="flowrl train FILE.yaml", description="Train the runs in a YAML file.")
     parser.add_argument("file", type=Path)
     parser.add_argument("--run-dir", type=Path, help="output folder (default: runs/…)")
     parser.add_argument("--only", metavar="NAME", help="train only the run with this name")

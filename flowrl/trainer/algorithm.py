@@ -252,7 +252,7 @@ class Algorithm(Checkpointing):
 
     def learn(
         self,
-        total_timesteps: int | None = None,
+        total_timesteps: float | None = None,
         *,
         stop: Mapping[str, float] | None = None,
         run_dir: Path | str | None = "auto",
@@ -264,7 +264,7 @@ class Algorithm(Checkpointing):
 
         Args:
             total_timesteps: env steps of the whole training, those before this call included;
-                schedules in percent follow them.
+                schedules in percent follow them. 1e5 is 100,000.
             stop: further limits: metric (its path `a/b/c` in a result) -> minimum, or
                 "METRIC<=" -> maximum. Without any limit, a run that continues keeps its own
                 limits, and a new one has the environment's reward threshold and 500,000 env steps.

@@ -108,9 +108,10 @@ def _check_defines_plan(module: ModuleType, name: str) -> None:
     if algorithm_in(module) is None and not callable(getattr(module, "execution_plan", None)):
         if hasattr(module, "config"):
             raise ConfigError(
-                f"plan: {name} has a `config`, but no function execution_plan(workers, config) and "
-                "no Algorithm: add one; settings alone train with `flowrl train --run=PPO "
-                "--config='{…}'` or as a YAML file"
+                f"plan: {name} has a `config`, but neither a function execution_plan(workers, "
+                "config) nor an Algorithm with an execution_plan or a training_step: add one; "
+                "settings alone train with `flowrl train --run=PPO --config='{…}'` or as a YAML "
+                "file"
             )
         raise ConfigError(
             f"plan: {name} defines neither a function execution_plan(workers, config) nor an "

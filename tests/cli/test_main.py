@@ -60,6 +60,24 @@ def test_version_plans_and_help_are_printed(cli):
     assert "500,000 env steps" in out
 
 
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("resume", "run is missing (see flowrl resume --help)"),
+        ("resume r --stop-iter 3", "unknown option --stop-iter. Did you mean --stop-iters?"),
+        ("evaluate r --episodes x", "--episodes: must be a whole number such as 100000 or 1e5"),
+        ("evaluate r --render x", "--render: must be human, got x"),
+        ("checkpoint list r", "verb: must be inspect, got list"),
+        ("plans x", "unexpected argument 'x'"),
+    ],
+)
+def test_problem_of_an_option_is_one_line(cli, command, message):
+    code, out, err = cli(*command.split())
+    assert code == 2
+    assert message in err
+    assert (out, err.count("\n")) == ("", 1)
+
+
 def test_reader_that_closes_the_pipe_causes_no_traceback():
     command = f"{sys.executable} -m flowrl train ppo --help | head -1"
     process = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
@@ -69,7 +87,7 @@ def test_reader_that_closes_the_pipe_causes_no_traceback():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["trian"], "'train'"),
+        (["trian"], "Did you mean 'train'? (see flowrl --help)"),
         (["train"], "name a plan"),
         (["train", "ppoo"], "'ppo'"),
         (["train", "nope.py"], "no file"),
@@ -77,8 +95,11 @@ def test_reader_that_closes_the_pipe_causes_no_traceback():
         (["train", "ppo", "--model.fcnet-hidden", "1"], "model.fcnet-hiddens"),
         (["train", "ppo", "--lr", "abc"], "lr"),
         (["train", "ppo", "--lr", "-1"], "lr"),
-        (["train", "ppo", "--num-workers", "-1"], "num_workers"),
-        (["train", "ppo", "--train-batch-size", "64"], "sgd_minibatch_size=128 is larger"),
+        (["train", "ppo", "--num-workers", "-1"], "--num-workers: input should be greater"),
+        (
+            ["train", "ppo", "--train-batch-size", "64"],
+            "--sgd-minibatch-size 128 is larger than --train-batch-size 64",
+        ),
         (["train", "ppo", "--env", "CartPol-v1"], "CartPole-v1"),
         (["train", "ppo", "--stop-iters", "0"], "must be positive"),
         (["train", "ppo", "--run-dir", "/proc/nope"], "cannot write"),
@@ -259,7 +280,7 @@ def test_plan_file_with_settings_only_is_rejected(cli, tmp_path):
     (tmp_path / "settings.py").write_text(text)
     code, _, err = cli("train", "settings.py")
     assert code == 2
-    assert "has a `config`, but no function execution_plan(workers, config)" in err
+    assert "has a `config`, but neither a function execution_plan(workers, config)" in err
 
 
 def test_evaluation_can_be_seeded_and_shown(cli, monkeypatch):

@@ -12,7 +12,7 @@ from typing import Any
 
 from flowrl.iter.stage import walk
 from flowrl.ops import WriteParquet
-from flowrl.settings import ConfigError
+from flowrl.settings import ConfigError, whole_number
 from flowrl.trainer.runs.continuing import ways_to_continue
 from flowrl.trainer.runs.formatting import format_count
 from flowrl.trainer.runs.progress import ProgressTable
@@ -211,7 +211,7 @@ def saved_stop_rules(run_dir: Path, config: Any) -> StopRules:
 
 def learn(
     algorithm: Any,
-    total_timesteps: int | None,
+    total_timesteps: float | None,
     stop: Mapping[str, float] | None,
     run_dir: Path | str | None,
     command: list[str],
@@ -225,15 +225,14 @@ def learn(
         command: the user's program, for the run directory.
     """
     config = algorithm.config
-    if total_timesteps is not None and (
-        isinstance(total_timesteps, bool)
-        or not isinstance(total_timesteps, int)
-        or total_timesteps < 1
-    ):
-        raise ConfigError(f"learn: total_timesteps must be a positive int, got {total_timesteps!r}")
+    steps = whole_number(total_timesteps)
+    if total_timesteps is not None and (steps is None or steps < 1):
+        raise ConfigError(
+            f"learn: total_timesteps must be a positive whole number, got {total_timesteps!r}"
+        )
     path = _path_of_run(algorithm, run_dir)
     resume = algorithm.run_dir is not None and path == algorithm.run_dir
-    rules = StopRules(timesteps=total_timesteps, metrics=metric_rules(stop or {}))
+    rules = StopRules(timesteps=steps, metrics=metric_rules(stop or {}))
     total = None
     if path is not None and resume and not rules.is_set():
         rules = saved_stop_rules(path, config)

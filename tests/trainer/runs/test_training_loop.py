@@ -99,8 +99,9 @@ def test_other_runs_are_not_overwritten(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"total_timesteps": 0}, "positive int, got 0"),
-        ({"total_timesteps": 1e5}, "positive int, got 100000.0"),
+        ({"total_timesteps": 0}, "positive whole number, got 0"),
+        ({"total_timesteps": 0.5}, "positive whole number, got 0.5"),
+        ({"total_timesteps": True}, "positive whole number, got True"),
         ({"stop": {"episode_reward_meen": 1}}, "Did you mean 'episode_reward_mean'"),
         ({"stop": {"episode_reward_mean": "high"}}, "must be a number"),
         ({"stop": 3}, "must map metrics to values"),
@@ -228,7 +229,7 @@ def test_start_of_workers_is_printed(capsys):
 
 def test_limit_that_is_already_met_is_printed_without_a_run_directory(capsys):
     with A2C("CartPole-v1", **SMALL) as algorithm:
-        algorithm.learn(64, run_dir=None, progress=False)
+        algorithm.learn(6.4e1, run_dir=None, progress=False)
         for limits in ({"total_timesteps": 32}, {"stop": {"training_iteration": 1}}):
             algorithm.learn(**limits, run_dir=None, progress=False)
             assert "already reached: " in capsys.readouterr().out
