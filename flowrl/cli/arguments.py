@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import re
@@ -11,13 +10,14 @@ import sys
 from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
+from flowrl.data.json_text import parse_json
 from flowrl.settings import ConfigError, nearest, whole_number
 
 
 def json_object(text: str) -> dict[str, Any]:
     """Parse a JSON object."""
     try:
-        value = json.loads(text)
+        value = parse_json(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"not JSON ({error}): {text}") from None
     if not isinstance(value, dict):

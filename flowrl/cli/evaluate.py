@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from flowrl.cli.arguments import Parser, add_checkpoint_option, add_trust_option, count
-from flowrl.cli.display import print_failure
+from flowrl.cli.display import print_failure, printable
 from flowrl.cli.saved_runs import open_run
 from flowrl.data.checkpoint import CheckpointError, read_manifest
 from flowrl.trainer.runs.formatting import format_count, format_number
@@ -56,7 +56,7 @@ def evaluate_command(arguments: list[str]) -> int:
         try:
             algorithm.restore_policies(run.checkpoint)
         except CheckpointError as error:
-            print(f"flowrl: {error}", file=sys.stderr)
+            print(f"flowrl: {printable(error)}", file=sys.stderr)
             return 1
         algorithm.iteration = read_manifest(run.checkpoint)["training_iteration"]
         for name, explore in rounds:

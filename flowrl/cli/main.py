@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import flowrl
 from flowrl.cli.arguments import Parser
+from flowrl.cli.display import printable
 from flowrl.settings import ConfigError, imported, nearest
 
 _USAGE = """usage: flowrl COMMAND …
@@ -64,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         exit_code: int = imported(_COMMANDS[name])(arguments[1:])
         return exit_code
     except ConfigError as error:
-        print(f"flowrl: {error}", file=sys.stderr)
+        print(f"flowrl: {printable(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from flowrl.cli.display import print_failure, program_name
+from flowrl.cli.display import print_failure, printable, program_name
 from flowrl.cli.run_settings import CODE_SETTINGS, absolute_plan
 from flowrl.cli.saved_runs import SavedRun
 from flowrl.data.checkpoint import CheckpointError
@@ -103,7 +103,7 @@ def resume_run(
         try:
             algorithm.restore(saved.checkpoint, replace_plan)
         except CheckpointError as error:
-            print(f"flowrl: {error}", file=sys.stderr)
+            print(f"flowrl: {printable(error)}", file=sys.stderr)
             if run is not None:
                 _suggest_checkpoint(run.path, Path(saved.checkpoint))
             return 1

@@ -8,7 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flowrl.data.checkpoint import CheckpointError, read_manifest, resolve_checkpoint, run_dir_of
+from flowrl.data.checkpoint import (
+    DAMAGED,
+    CheckpointError,
+    read_manifest,
+    resolve_checkpoint,
+    run_dir_of,
+)
 from flowrl.policies.code_references import (
     CodeResolver,
     UntrustedCodeError,
@@ -54,6 +60,8 @@ def settings_of_checkpoint(
     try:
         saved_class = str(manifest["algorithm"])
         plan = changes.get("plan", manifest["config"]["values"].get("plan"))
+        if _is_plan_file(plan):
+            plan = str(Path(plan).resolve())  # once: the file that is checked is the one executed
         known = _known_classes(cls, plan)
         plan_modules = []
         if not trust and "plan" not in changes:
@@ -78,7 +86,8 @@ def settings_of_checkpoint(
                 f"it does not contain the settings {missing}; pass them again: "
                 f"from_checkpoint(path, config={{{missing[0]!r}: …}})"
             )
-        settings = config_from_json(manifest["config"], changes, resolver)
+        pinned = {"plan": plan} if _is_plan_file(plan) else {}
+        settings = config_from_json(manifest["config"], changes | pinned, resolver)
         code = None if trust else untrusted_code(settings, {*changes, "plan"})
         if code is not None:
             raise untrusted(code)
@@ -86,7 +95,7 @@ def settings_of_checkpoint(
         raise UntrustedCodeError(error.code, error.remedy, path) from None
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
-    except (ImportError, AttributeError, KeyError, TypeError, ValueError) as error:
+    except (ImportError, *DAMAGED) as error:
         if isinstance(error, ConfigError) and changes:
             raise
         raise CheckpointError(f"{path}: cannot rebuild the algorithm: {error}") from error
@@ -128,8 +137,9 @@ def _check_plan(plan: Any, sha256: str | None, known_class: Any) -> list[str]:
     if plan is None:
         return []
     if is_shipped(plan):
-        if sha256 == hashlib.sha256(plan_path(plan).read_bytes()).hexdigest():
-            load_plan(plan)
+        text = plan_path(plan).read_bytes()
+        if sha256 == hashlib.sha256(text).hexdigest():
+            load_plan(plan, text)
             return [f"{PLAN_MODULE}{plan}"]
         return []
     file = getattr(sys.modules.get(getattr(known_class, "__module__", "")), "__file__", None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import shlex
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from flowrl.data.checkpoint import CheckpointError, is_checkpoint, list_checkpoints, read_manifest
+from flowrl.data.json_text import parse_json
 from flowrl.settings import ConfigError
 
 _CODE = "__code__"  # key that marks a setting that is code, which the plan file contains
@@ -36,7 +36,7 @@ def read_stop_rules(run_dir: Path) -> dict[str, Any]:
         ConfigError: the file is missing or damaged.
     """
     try:
-        return dict(json.loads((run_dir / "stop.json").read_text()))
+        return dict(parse_json((run_dir / "stop.json").read_text()))
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"{run_dir}: cannot read stop.json: {error}") from None
 
@@ -51,10 +51,10 @@ def read_config(run_dir: Path) -> tuple[dict[str, Any], list[str]]:
     if not file.is_file():
         raise ConfigError(f"{run_dir} is not a run directory: it has no config.json")
     try:
-        settings = json.loads(file.read_text())
+        settings = parse_json(file.read_text())
         code = [name for name, value in settings.items() if _contains_code(value)]
         return {name: value for name, value in settings.items() if name not in code}, code
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{file}: damaged: {error}") from error
 
 
@@ -64,7 +64,7 @@ def read_results(run_dir: Path) -> list[dict[str, Any]]:
     file = run_dir / "result.json"
     for line in file.read_text(errors="replace").splitlines() if file.exists() else []:
         with contextlib.suppress(ValueError):
-            result = json.loads(line)
+            result = parse_json(line)
             if isinstance(result, dict):
                 results.append(result)
     return results
