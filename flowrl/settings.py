@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import math
 import re
 from collections.abc import Iterator
 from importlib import import_module
@@ -11,6 +12,7 @@ from inspect import formatannotation
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Self, Union, get_args, get_origin
 
+import numpy as np
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -34,6 +36,26 @@ def imported(path: str) -> Any:
     for part in name.split("."):
         found = getattr(found, part)
     return found
+
+
+def whole_number(value: Any) -> int | None:
+    """Return a whole number given as an int, an integral float or text; None for anything else.
+
+    >>> whole_number(1e5), whole_number("1e5"), whole_number("100_000"), whole_number(0.5)
+    (100000, 100000, 100000, None)
+    """
+    if isinstance(value, str):
+        try:
+            return int(value)
+        except ValueError:
+            pass
+        try:
+            value = float(value)
+        except ValueError:
+            return None
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        return None
+    return int(value) if math.isfinite(value) and value == int(value) else None
 
 
 def nearest(name: str, known: list[str]) -> str:

@@ -7,6 +7,7 @@ import pytest
 from flowrl.errors import install_hint
 
 MODULES = {
+    "atari": ["ale_py"],
     "box2d": ["Box2D", "pygame"],
     "envpool": ["envpool"],
     "marl": ["pettingzoo", "pygame"],

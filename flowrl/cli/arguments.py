@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
+import re
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, NoReturn
+
+from flowrl.data.json_text import parse_json
+from flowrl.settings import ConfigError, nearest, whole_number
 
 
 def json_object(text: str) -> dict[str, Any]:
     """Parse a JSON object."""
     try:
-        value = json.loads(text)
+        value = parse_json(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"not JSON ({error}): {text}") from None
     if not isinstance(value, dict):
@@ -33,17 +36,85 @@ def finite_float(text: str) -> float:
     return value
 
 
-def positive_number(number_type: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return a parser of positive finite numbers of a type, such as `int`."""
+def positive_float(text: str) -> float:
+    """Parse a positive finite number."""
+    value = finite_float(text)
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"must be positive, got {text}")
+    return value
 
-    def parse(text: str) -> Any:
-        value = number_type(text)
-        if not 0 < value < math.inf:
-            raise argparse.ArgumentTypeError(f"must be positive and finite, got {text}")
-        return value
 
-    parse.__name__ = number_type.__name__  # argparse names the type in its messages
-    return parse
+def count(text: str) -> int:
+    """Parse a whole number from 1, such as 100000, 100_000 or 1e5."""
+    value = whole_number(text)
+    if value is None:
+        raise argparse.ArgumentTypeError(
+            f"must be a whole number such as 100000 or 1e5, got {text}"
+        )
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be positive, got {text}")
+    return value
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are ConfigErrors in one line; options are not abbreviated."""
+
+    def __init__(self, **kwargs: Any):
+        super().__init__(**{"allow_abbrev": False, **kwargs})
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ConfigError with the option, its value and what is expected."""
+        text = message
+        if match := re.match(r"unrecognized arguments: (\S+)", message):
+            name = match[1].partition("=")[0]
+            text = f"unexpected argument {name!r}"
+            if name.startswith("-"):
+                hint = nearest(name, list(self._option_string_actions)).replace("'", "")
+                text = f"unknown option {name}.{hint}".rstrip(".")
+        elif match := re.match(r"the following arguments are required: (.*)", message):
+            text = f"{match[1]} is missing"
+        elif match := re.match(r"argument ([^:]+): (.*)", message, re.DOTALL):
+            text = f"{match[1]}: {_PROBLEMS.get(match[2], match[2])}"
+            if choice := re.search(r"invalid choice: (.*) \(choose from (.*)\)", text):
+                text = f"{match[1]}: must be {choice[2]}, got {choice[1]}"
+                text = text.replace("'", "")
+            elif value := re.search(r"invalid \w+ value: (.*)", text):
+                text = f"{match[1]}: must be a whole number, got {value[1]}"
+        raise ConfigError(f"{text} (see {self.prog} --help)")
+
+
+# messages of argparse -> ours
+_PROBLEMS = {
+    "expected one argument": "needs a value",
+    "expected at least one argument": "needs a value",
+}
+
+
+def with_flags(message: str, arguments: Sequence[str], settings: Collection[str]) -> str:
+    """Return the message of a ConfigError with flags in place of names of settings.
+
+    >>> with_flags("lr: must be positive: set num_workers=2", ["--lr", "-1"], ["num_workers"])
+    '--lr: must be positive: set --num-workers 2'
+
+    Args:
+        message: the message.
+        arguments: of the command; only what they set is named as a flag at the start of a message.
+        settings: names that may be followed by `=value`.
+    """
+    given = {word[2:].split("=")[0].replace("-", "_") for word in arguments if word[:2] == "--"}
+
+    def at_start(match: re.Match[str]) -> str:
+        path = match[2].rstrip("_")
+        return f"{match[1]}--{path.replace('_', '-')}: " if path in given else match[0]
+
+    def with_value(match: re.Match[str]) -> str:
+        flag = match[1].rstrip("_").replace("_", "-")
+        if match[1] not in settings:
+            return match[0]
+        return {"True": f"--{flag}", "False": f"--no-{flag}"}.get(match[2], f"--{flag} {match[2]}")
+
+    message = re.sub(r"(^|; )([a-z][\w.]*): ", at_start, message)
+    return re.sub(r"(?<![\w(])([a-z]\w*)=(True|False|[\w.\[{\"'-]+)", with_value, message)
 
 
 def add_checkpoint_option(parser: argparse.ArgumentParser) -> None:
@@ -76,5 +147,5 @@ def add_trust_option(parser: argparse.ArgumentParser, source: str) -> None:
         "--trust",
         action="store_true",
         help=f"import and execute the code that {source} names: a plan file, an environment "
-        "module:Id, a model module:Class",
+        "module:Id or module:Class, a model module:Class",
     )

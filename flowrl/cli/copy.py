@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import shutil
 from pathlib import Path
 
+from flowrl.cli.arguments import Parser
 from flowrl.settings import ConfigError
 from flowrl.trainer.plan_files import plan_path
 
 
 def copy_command(arguments: list[str]) -> int:
     """Run the command; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="flowrl copy", description="Copy a shipped plan as a start for your own."
-    )
+    parser = Parser(prog="flowrl copy", description="Copy a shipped plan as a start for your own.")
     parser.add_argument("plan")
     parser.add_argument("file", type=Path)
     options = parser.parse_args(arguments)

@@ -22,13 +22,18 @@ def program_name() -> str:
     return str(script.relative_to(here) if script.is_relative_to(here) else script)
 
 
+def printable(text: object) -> str:
+    """Return text from a file with control characters escaped: a terminal would obey them."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in str(text))
+
+
 def print_failure(error: BaseException) -> None:
     """Print an error with the user's part of its traceback and its notes.
 
     Invalid settings are printed as one line.
     """
     if isinstance(error, ConfigError):
-        print(f"flowrl: {error}", file=sys.stderr)
+        print(f"flowrl: {printable(error)}", file=sys.stderr)
         return
     import traceback
 

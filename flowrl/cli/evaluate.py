@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
-from flowrl.cli.arguments import add_checkpoint_option, add_trust_option, positive_number
-from flowrl.cli.display import print_failure
-from flowrl.cli.run_settings import config_of_run
-from flowrl.data.checkpoint import CheckpointError
-from flowrl.trainer.runs.progress import format_number
-from flowrl.trainer.runs.saved_run import find_checkpoint
+from flowrl.cli.arguments import Parser, add_checkpoint_option, add_trust_option, count
+from flowrl.cli.display import print_failure, printable
+from flowrl.cli.saved_runs import open_run
+from flowrl.data.checkpoint import CheckpointError, read_manifest
+from flowrl.trainer.runs.formatting import format_count, format_number
 
 NUM_ENVS = 16  # environments that are stepped together
 
 
 def evaluate_command(arguments: list[str]) -> int:
     """Run the command; return the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="flowrl evaluate",
         description="Play episodes with a trained policy, with greedy and with sampled actions.",
     )
-    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("run", help="a run directory, or a checkpoint")
     parser.add_argument(
         "--episodes",
-        type=positive_number(int),
+        type=count,
         default=100,
         help="episodes with greedy and with sampled actions each (default: 100)",
     )
@@ -36,12 +34,14 @@ def evaluate_command(arguments: list[str]) -> int:
     add_checkpoint_option(parser)
     add_trust_option(parser, "the run")
     parser.add_argument(
-        "--video", metavar="FOLDER", type=Path, help="folder for a video of one greedy episode"
+        "--video",
+        metavar="FOLDER",
+        type=Path,
+        help="folder for a video of one greedy episode, FOLDER/RUN/evaluation-ITERATION-0.mp4",
     )
     options = parser.parse_args(arguments)
-    config, plan = config_of_run(options.run_dir, trust=options.trust)
-    checkpoint = find_checkpoint(options.run_dir, options.checkpoint)
-    config = config.updated(num_workers=0, log_to=[], log_config={}, output=None)
+    run = open_run(options.run, options.checkpoint, trust=options.trust)
+    config = run.config.updated(num_workers=0, log_to=[], log_config={}, output=None)
     if options.seed is not None:
         config = config.updated(seed=options.seed)
     rounds, num_envs = [("greedy", False), ("sampled", True)], NUM_ENVS
@@ -52,14 +52,15 @@ def evaluate_command(arguments: list[str]) -> int:
             evaluation_config={**config.evaluation_config, "env_config": env_config}
         )
         rounds, num_envs = rounds[:1], 1
-    with config.build(plan=plan) as algorithm:
+    with run.build(config) as algorithm:
         try:
-            algorithm.restore_policies(checkpoint)
+            algorithm.restore_policies(run.checkpoint)
         except CheckpointError as error:
-            print(f"flowrl: {error}", file=sys.stderr)
+            print(f"flowrl: {printable(error)}", file=sys.stderr)
             return 1
+        algorithm.iteration = read_manifest(run.checkpoint)["training_iteration"]
         for name, explore in rounds:
-            video = None if explore else options.video
+            video = None if explore or options.video is None else options.video / run.name
             try:
                 metrics = algorithm.evaluate(options.episodes, explore, num_envs, video_dir=video)
             except Exception as error:
@@ -70,9 +71,11 @@ def evaluate_command(arguments: list[str]) -> int:
                 f"(min {format_number(metrics['episode_reward_min'])}, "
                 f"max {format_number(metrics['episode_reward_max'])}, "
                 f"std {format_number(metrics['episode_reward_std'])}), "
-                f"mean length {metrics['episode_len_mean']:.1f}, {metrics['episodes']} episodes"
+                f"mean length {metrics['episode_len_mean']:.1f}, "
+                f"{format_count(metrics['episodes'], 'episode')}"
             )
-            if video is not None and (file := video / "evaluation-0.mp4").exists():
+            file = video and video / f"evaluation-{algorithm.iteration:06d}-0.mp4"
+            if file is not None and file.exists():
                 print(f"         video: {file}")
             for policy_id, value in metrics["policy_reward_mean"].items():
                 print(f"         policy {policy_id}: mean return {format_number(value)} per agent")

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
-
+from flowrl.cli.arguments import Parser
 from flowrl.cli.display import print_failure
 from flowrl.trainer.plan_settings import plan_config
 
 
 def explain_command(arguments: list[str]) -> int:
     """Run the command; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="flowrl explain", description="Print a plan as a tree without running it."
-    )
+    parser = Parser(prog="flowrl explain", description="Print a plan as a tree without running it.")
     parser.add_argument("plan")
     plan = parser.parse_args(arguments).plan
     with plan_config(plan).build(plan=plan) as algorithm:

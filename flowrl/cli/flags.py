@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import collections.abc
 import contextlib
 import io
 import json
 import re
 from argparse import ArgumentTypeError
-from collections.abc import Callable
-from typing import Any, get_args, get_origin
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 from gymnasium import spaces
 
-from flowrl.cli.arguments import json_object
+from flowrl.cli.arguments import json_object, with_flags
 from flowrl.setting_aliases import setting_hint
-from flowrl.settings import ConfigError, Settings, imported, nearest
+from flowrl.settings import ConfigError, Settings, imported, nearest, whole_number
 
 
 def flag_names(record: type[Settings], prefix: str = "", switches: bool = False) -> list[str]:
@@ -119,12 +120,24 @@ def _records(defaults: Settings) -> dict[str, type[Settings]]:
     return records
 
 
-def _registry(import_code: bool) -> Any:
-    """Return a tyro registry that parses mappings and optional records from one JSON object, and
-    code from an import path "module:name"."""
+@contextlib.contextmanager
+def _registry(import_code: bool) -> Iterator[list[str]]:
+    """Let tyro parse mappings and optional records from one JSON object, and code from an import
+    path "module:name"; yield a list of the problems of these values."""
     from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
 
     registry = ConstructorRegistry()
+    problems: list[str] = []
+
+    def noting(parse: Callable[[list[str]], Any]) -> Callable[[list[str]], Any]:
+        def parse_or_note(args: list[str]) -> Any:
+            try:
+                return parse(args)
+            except ValueError as error:
+                problems.append(str(error))
+                raise
+
+        return parse_or_note
 
     @registry.primitive_rule
     def json_object(type_info: Any) -> Any:
@@ -140,7 +153,7 @@ def _registry(import_code: bool) -> Any:
         return PrimitiveConstructorSpec(
             nargs=1,
             metavar="JSON",
-            instance_from_str=parse,
+            instance_from_str=noting(parse),
             is_instance=lambda value: value is None or isinstance(value, (dict, Settings)),
             str_from_instance=lambda value: [_as_json(value)],
         )
@@ -152,7 +165,7 @@ def _registry(import_code: bool) -> Any:
         return PrimitiveConstructorSpec(
             nargs=1,
             metavar="SPACE",
-            instance_from_str=_reject_space,
+            instance_from_str=noting(_reject_space),
             is_instance=lambda value: value is None or isinstance(value, spaces.Space),
             str_from_instance=lambda value: [str(value)],
         )
@@ -168,12 +181,13 @@ def _registry(import_code: bool) -> Any:
         return PrimitiveConstructorSpec(
             nargs=1,
             metavar="MODULE:NAME",
-            instance_from_str=_text_or_none if str in parts else import_path,
+            instance_from_str=noting(_text_or_none if str in parts else import_path),
             is_instance=lambda value: True,
             str_from_instance=lambda value: [repr(value)],
         )
 
-    return registry
+    with registry:
+        yield problems
 
 
 def _text_or_none(args: list[str]) -> str | None:
@@ -264,24 +278,173 @@ def settings_from_flags(
     records = _records(defaults)
     switches = [flag_names(record, prefix, True) for prefix, record in records.items()]
     flags = _normalize_switches(flags, {name for names in switches for name in names})
+    groups = _groups(flags, _annotations(records))
+    words = [word for group in groups for word in group.words]
+    try:
+        with _registry(import_code) as problems:
+            return _parse(defaults, words, program)
+    except _ParseError as error:
+        if error.of_record is not None:
+            message = with_flags(error.of_record, words, defaults.keys())
+            raise ConfigError(message) from None
+    for group in groups:  # find the flag that cannot be parsed
+        try:
+            with _registry(import_code) as problems:
+                _parse(defaults, group.words, program)
+        except _ParseError as error:
+            if error.of_record is None:
+                raise ConfigError(group.problem(problems)) from None
+    raise ConfigError(f"cannot parse the flags {' '.join(flags)}")
+
+
+class _ParseError(Exception):
+    """tyro cannot parse the flags.
+
+    Args:
+        text: what tyro printed.
+
+    Attributes:
+        of_record: message of the settings record if it rejected the values, otherwise None.
+    """
+
+    def __init__(self, text: str):
+        super().__init__(text)
+        text = " ".join(re.sub(r"[│╭╮╰╯─]|-{5,}", " ", text).split())  # no box
+        found = re.match(r"Value error Error parsing (?!--)\S+: (.*?)( For full help.*)?$", text)
+        self.of_record = None if found is None else found[1]
+
+
+def _parse(defaults: Settings, flags: list[str], program: str) -> Any:
+    """Return the settings with flags applied.
+
+    Raises:
+        _ParseError: a flag is invalid.
+    """
     import tyro
 
-    # accept flags without the final underscore of fields such as lambda_
-    for prefix, record in records.items():
-        for name in record.model_fields:
-            if name.endswith("_"):
-                short, full = f"--{prefix}{name.rstrip('_')}", f"--{prefix}{name}"
-                flags = [
-                    f"{full}{flag[len(short) :]}" if re.fullmatch(f"{short}(=.*)?", flag) else flag
-                    for flag in flags
-                ]
     stderr = io.StringIO()
     try:
-        with contextlib.redirect_stderr(stderr), _registry(import_code):
+        with contextlib.redirect_stderr(stderr):
             return tyro.cli(type(defaults), default=defaults, args=flags, prog=program)
     except SystemExit:
-        text = re.sub(r"[│╭╮╰╯─]", " ", stderr.getvalue())
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
-        message = " ".join(line for line in lines if not line.startswith("For full helptext"))
-        message = re.sub(r"^Value error Error parsing (\w+: |(?=--))|^Invalid choice ", "", message)
-        raise ConfigError(message.split(" Argument helptext:")[0]) from None
+        raise _ParseError(stderr.getvalue()) from None
+
+
+class _Group(NamedTuple):
+    """A flag with its values.
+
+    Attributes:
+        flag: its name without `--`.
+        values: the words after it.
+        annotation: type of the setting; None if it is unknown.
+        words: the flag and its values in the form that tyro accepts.
+    """
+
+    flag: str
+    values: list[str]
+    annotation: Any
+    words: list[str]
+
+    def problem(self, found: Sequence[str] = ()) -> str:
+        """Return the message of a flag whose values do not fit its type.
+
+        Args:
+            found: problems of JSON objects, code or spaces among the values.
+        """
+        leaves = _leaves(self.annotation)
+        if found and not {int, float} & leaves:
+            return f"--{self.flag}: {found[-1]}"
+        given = " ".join(map(repr, self.values)) or "no value"
+        choices = [part for part in leaves if isinstance(part, str)]
+        hint = nearest(self.values[0], choices) if self.values else ""
+        text = f"--{self.flag}: expected {_expected(self.annotation)}, got {given}"
+        return f"{text}.{hint}" if hint else text
+
+
+def _groups(flags: list[str], annotations: dict[str, Any]) -> list[_Group]:
+    """Split arguments at the flags.
+
+    Raises:
+        ConfigError: a value is not after a flag, or a flag without values needs one.
+    """
+    groups: list[_Group] = []
+    for word in flags:
+        if not word.startswith("--"):
+            if not groups:
+                raise ConfigError(f"unexpected argument {word!r}: pass settings as --name VALUE")
+            groups[-1].values.append(word)
+            continue
+        name, equals, value = word[2:].partition("=")
+        flag = name.replace("_", "-").rstrip("-")
+        head, dot, last = flag.rpartition(".")
+        annotation = annotations.get(
+            flag, annotations.get(f"{head}{dot}{last.removeprefix('no-')}")
+        )
+        # tyro knows lambda_ as --lambda_
+        full = f"--{flag}{'_' * (f'{flag}_' in annotations)}"
+        groups.append(_Group(flag, [value] if equals else [], annotation, [full]))
+    for group in groups:
+        leaves = _leaves(group.annotation)
+        takes_none = bool in leaves or get_origin(group.annotation) is list
+        if bool in leaves if group.values else not takes_none:
+            raise ConfigError(group.problem())
+        group.words.extend(_as_int(v) if int in leaves else v for v in group.values)
+    return groups
+
+
+def _annotations(records: dict[str, type[Settings]]) -> dict[str, Any]:
+    """Return flag -> type of every setting; also `name_` of a setting that ends so."""
+    found: dict[str, Any] = {}
+    for prefix, record in records.items():
+        for name, field in record.model_fields.items():
+            flag, inner = f"{prefix}{name.rstrip('_').replace('_', '-')}", field.annotation
+            if isinstance(inner, type) and issubclass(inner, Settings):
+                found |= _annotations({f"{flag}.": inner})
+            found[flag] = inner
+            if name.endswith("_"):
+                found[f"{flag}_"] = inner
+    return found
+
+
+def _leaves(annotation: Any) -> set[Any]:
+    """Return the plain types in an annotation, and the values of its Literals."""
+    if get_origin(annotation) is Literal:
+        return set(get_args(annotation))
+    if get_origin(annotation) is Annotated:
+        return _leaves(get_args(annotation)[0])
+    if get_origin(annotation) in (dict, Callable, collections.abc.Callable):
+        return {get_origin(annotation)}
+    parts = get_args(annotation)
+    return set().union(*map(_leaves, parts)) if parts else {annotation}
+
+
+def _as_int(text: str) -> str:
+    """Return a whole number such as 1e5 in digits, other text as it is."""
+    number = whole_number(text)
+    return text if number is None else str(number)
+
+
+def _expected(annotation: Any) -> str:
+    """Describe the values of a setting."""
+    leaves = _leaves(annotation)
+    choices = sorted(part for part in leaves if isinstance(part, str))
+    if choices:
+        return f"one of {', '.join(choices)}"
+    if bool in leaves:
+        return "true or false"
+    names = {float: "number", int: "whole number", str: "text"}
+    kind = next((kind for kind in names if kind in leaves), None)
+    if kind is None:
+        return "a JSON object" if dict in leaves or _record_or_none(annotation) else "a value"
+    if kind is float and tuple in {get_origin(part) for part in _parts(annotation)}:
+        return "a number or a schedule [[env step, value], …]"
+    if kind is str:
+        return "text"
+    return f"{names[kind]}s" if get_origin(annotation) is list else f"a {names[kind]}"
+
+
+def _parts(annotation: Any) -> Iterator[Any]:
+    """Yield an annotation and all types in it."""
+    yield annotation
+    for part in get_args(annotation):
+        yield from _parts(part)

@@ -1,7 +1,7 @@
 """The command `flowrl`: dispatch to the module of each command.
 
-Exit codes: 0 success, 1 failure, 2 wrong usage, 130 interrupted, 141 output pipe closed,
-143 terminated.
+Exit codes: 0 success, 1 failure, 2 wrong usage, 129 terminal closed, 130 interrupted,
+141 output pipe closed, 143 terminated.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import sys
 from collections.abc import Sequence
 
 import flowrl
+from flowrl.cli.arguments import Parser
+from flowrl.cli.display import printable
 from flowrl.settings import ConfigError, imported, nearest
 
 _USAGE = """usage: flowrl COMMAND …
@@ -57,13 +59,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name = "version" if arguments[0] == "--version" else arguments[0]
     if name not in _COMMANDS:
         hint = nearest(name, list(_COMMANDS))
-        print(f"flowrl: unknown command {name!r}.{hint}\n\n{_USAGE}", file=sys.stderr)
+        print(f"flowrl: unknown command {name!r}.{hint} (see flowrl --help)", file=sys.stderr)
         return 2
     try:
         exit_code: int = imported(_COMMANDS[name])(arguments[1:])
         return exit_code
     except ConfigError as error:
-        print(f"flowrl: {error}", file=sys.stderr)
+        print(f"flowrl: {printable(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -74,9 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def version_command(arguments: list[str]) -> int:
     """Print flowrl's version."""
-    import argparse
 
-    parser = argparse.ArgumentParser(prog="flowrl version", description="Print flowrl's version.")
+    parser = Parser(prog="flowrl version", description="Print flowrl's version.")
     parser.parse_args(arguments)
     print(f"flowrl {flowrl.__version__}")
     return 0

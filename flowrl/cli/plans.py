@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
-
+from flowrl.cli.arguments import Parser
 from flowrl.trainer.plan_files import shipped_plans
 
 
 def plans_command(arguments: list[str]) -> int:
     """Run the command; return the exit code."""
-    parser = argparse.ArgumentParser(prog="flowrl plans", description="List the shipped plans.")
+    parser = Parser(prog="flowrl plans", description="List the shipped plans.")
     parser.parse_args(arguments)
     plans = shipped_plans()
     width = max(map(len, plans))

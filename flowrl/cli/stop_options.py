@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from flowrl.cli.arguments import finite_float, json_object, positive_number
+from flowrl.cli.arguments import count, finite_float, json_object, positive_float
 from flowrl.settings import ConfigError
 from flowrl.trainer.runs.stop_rules import (
     DEFAULT_TIMESTEPS,
@@ -34,13 +34,11 @@ def add_stop_options(
     )
     group.add_argument(
         "--stop-timesteps",
-        type=positive_number(int),
+        type=count,
         help="env steps; schedules in percent follow them",
     )
-    group.add_argument("--stop-iters", type=positive_number(int), help="iterations")
-    group.add_argument(
-        "--stop-time-s", type=positive_number(float), help="seconds since start or resume"
-    )
+    group.add_argument("--stop-iters", type=count, help="iterations")
+    group.add_argument("--stop-time-s", type=positive_float, help="seconds since start or resume")
     group.add_argument(
         "--stop",
         type=_parse_metric_rules,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 from pathlib import Path
 
+from flowrl.cli.arguments import Parser
 from flowrl.errors import check_installed
 from flowrl.settings import ConfigError
 
@@ -17,7 +17,7 @@ def tensorboard_command(arguments: list[str]) -> int:
     Raises:
         ConfigError: the extra is not installed, or there is no such folder.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="flowrl tensorboard",
         description="Show the curves of runs in TensorBoard. Other options are TensorBoard's.",
     )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
-from flowrl.cli.arguments import import_from_current_folder, json_object
+from flowrl.cli.arguments import Parser, import_from_current_folder, json_object, with_flags
 from flowrl.cli.run_settings import is_algorithm_run, parse_algorithm_run, parse_plan_run
 from flowrl.cli.stop_options import add_stop_options, stop_rules_of
 from flowrl.settings import ConfigError
@@ -29,29 +30,34 @@ def train_command(arguments: list[str]) -> int:
         _help_parser().parse_args(arguments)
     if not first.endswith((".yaml", ".yml")) and any(":" in word for word in arguments):
         import_from_current_folder()
-    if is_algorithm_run(arguments):
-        if not first.startswith("-"):
-            raise ConfigError(f"train: give either a plan ({first}) or --run, not both")
-        plan = None
-        options, config = parse_algorithm_run(arguments)
-    elif not first or first.startswith("-"):
-        raise ConfigError("train: name a plan first, for example `flowrl train ppo`")
-    elif first.endswith((".yaml", ".yml")):
+    if first.endswith((".yaml", ".yml")):
         from flowrl.cli.yaml_runs import train_yaml
 
         return train_yaml(arguments)
-    else:
-        plan = first
-        options, config = parse_plan_run(plan, arguments[1:])
-    from flowrl.cli.training_run import start_run
+    config: Any = None
+    try:
+        if is_algorithm_run(arguments):
+            if not first.startswith("-"):
+                raise ConfigError(f"train: give either a plan ({first}) or --run, not both")
+            plan = None
+            options, config = parse_algorithm_run(arguments)
+        elif not first or first.startswith("-"):
+            raise ConfigError("train: name a plan first, for example `flowrl train ppo`")
+        else:
+            plan = first
+            options, config = parse_plan_run(plan, arguments[1:])
+        from flowrl.cli.training_run import start_run
 
-    stop = stop_rules_of(options)
-    return start_run(config, plan, stop, options.run_dir, ["flowrl", "train", *arguments])
+        stop = stop_rules_of(options)
+        return start_run(config, plan, stop, options.run_dir, ["flowrl", "train", *arguments])
+    except ConfigError as error:
+        names = [] if config is None else config.keys()
+        raise ConfigError(with_flags(str(error), arguments, names)) from error
 
 
 def _help_parser() -> argparse.ArgumentParser:
     """Return a parser that only prints the help of `flowrl train` without a plan."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="flowrl train",
         usage="flowrl train PLAN [--setting value …] | FILE.py | FILE.yaml | --run=NAME …",
         description="Train an algorithm.",
@@ -62,7 +68,9 @@ def _help_parser() -> argparse.ArgumentParser:
         "an algorithm by name", "Train an algorithm with its default settings instead of a plan's."
     )
     group.add_argument("--run", metavar="NAME", help="PPO, A2C, DQN, …")
-    group.add_argument("--env", help="id of a Gymnasium environment, or a registered name")
+    group.add_argument(
+        "--env", help="id of a Gymnasium environment, a registered name, or module:Class"
+    )
     group.add_argument("--config", type=json_object, default={}, help="settings as a JSON object")
     group.add_argument("--run-dir", type=Path, help="output folder (default: runs/…)")
     return parser

@@ -10,19 +10,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from flowrl.cli.display import print_failure, program_name
+from flowrl.cli.display import print_failure, printable, program_name
 from flowrl.cli.run_settings import CODE_SETTINGS, absolute_plan
+from flowrl.cli.saved_runs import SavedRun
 from flowrl.data.checkpoint import CheckpointError
 from flowrl.settings import ConfigError
+from flowrl.trainer.runs.continuing import ways_to_continue
 from flowrl.trainer.runs.run_directory import RunDirectory, default_run_dir
-from flowrl.trainer.runs.saved_run import (
-    last_intact_checkpoint,
-    newest_checkpoint,
-    read_command,
-    read_stop_rules,
-)
+from flowrl.trainer.runs.saved_run import last_intact_checkpoint, read_command
 from flowrl.trainer.runs.stop_rules import StopRules
-from flowrl.trainer.runs.training_loop import prepare_to_resume, train_until
+from flowrl.trainer.runs.training_loop import (
+    prepare_to_resume,
+    reached_limit,
+    saved_stop_rules,
+    train_until,
+)
 from flowrl.trainer.trust import untrusted_code
 
 
@@ -47,7 +49,8 @@ def start_run(
     stop.check(config)
     if not config.samples:
         config.check_input()
-    config = _with_plan(config, plan)
+    if plan is not None:
+        config = config.updated(plan=absolute_plan(plan))
     stop = stop.with_defaults(config)
     if config.total_timesteps is None:
         config = config.updated(total_timesteps=stop.env_steps)
@@ -64,58 +67,61 @@ def start_run(
 
 
 def resume_run(
-    config: Any,
-    plan: str | None,
-    stop: StopRules,
-    run_dir: Path,
-    checkpoint: Path | None = None,
-    replace_plan: bool = False,
+    saved: SavedRun, stop: StopRules, command: list[str], replace_plan: bool = False
 ) -> int:
     """Continue a run; return the exit code.
 
     Args:
-        config: the run's AlgorithmConfig.
-        plan: name or file of the plan; None uses the config's plan.
+        saved: the run. A checkpoint outside a run directory starts a new one in runs/.
         stop: when to stop; if empty, the run's own stop rules apply. Schedules in percent follow
             its limit on env steps, so a longer run continues at its share of them.
-        run_dir: the run directory.
-        checkpoint: checkpoint to continue from; None uses the newest one.
+        command: the command line.
         replace_plan: accept that the text of the plan differs from the run's.
 
     Raises:
         ConfigError: the settings are invalid, or the run directory cannot be read.
     """
-    command, saved_stop = read_command(run_dir), StopRules.from_saved(read_stop_rules(run_dir))
+    config, run_dir = saved.config, saved.run_dir
+    saved_stop = StopRules() if run_dir is None else saved_stop_rules(run_dir, config)
     config = config.updated(total_timesteps=_total_of_resumed(config, stop, saved_stop))
     if not stop.is_set():
         stop = saved_stop
-        if not config.samples:  # offline training reports no returns
-            stop.reward = None
-    checkpoint = checkpoint or newest_checkpoint(run_dir)
     stop.check(config)
-    config = _with_plan(config, plan)
     stop = stop.with_defaults(config)
-    algorithm, tree = _build(config)
+    if saved.plan is not None:
+        config = config.updated(plan=absolute_plan(saved.plan))
+    algorithm, tree = _build(config, saved.algorithm)
     if algorithm is None:
         return 1
     with ExitStack() as cleanup:
         cleanup.callback(algorithm.stop)
-        run = RunDirectory(run_dir, config.logged_names, resume=True)
-        cleanup.callback(run.close)
+        run = None
+        if run_dir is not None:
+            command = read_command(run_dir)
+            run = RunDirectory(run_dir, config.logged_names, resume=True)
+            cleanup.callback(run.close)
         try:
-            algorithm.restore(checkpoint, replace_plan)
+            algorithm.restore(saved.checkpoint, replace_plan)
         except CheckpointError as error:
-            print(f"flowrl: {error}", file=sys.stderr)
-            _suggest_checkpoint(run.path, checkpoint)
+            print(f"flowrl: {printable(error)}", file=sys.stderr)
+            if run is not None:
+                _suggest_checkpoint(run.path, Path(saved.checkpoint))
             return 1
-        reached = prepare_to_resume(algorithm, run, stop)
+        reached = reached_limit(algorithm, stop, run_dir)
         if reached is not None:
             print(
                 f"already reached: {reached}. Set a new limit: --stop-reward, --stop-timesteps, …"
             )
             return 0
-        if replace_plan:
-            run.replace_plan(config, tree)
+        if run is None:
+            path = default_run_dir(type(algorithm).__name__.lower(), config.env)
+            run = RunDirectory(path, config.logged_names)
+            cleanup.callback(run.close)
+            run.write_setup(config, command, tree, asdict(stop))
+        else:
+            if replace_plan:
+                run.replace_plan(config, tree)
+            prepare_to_resume(algorithm, run, stop, config.total_timesteps)
         return _train(algorithm, stop, run, command)
 
 
@@ -130,17 +136,13 @@ def _total_of_resumed(config: Any, stop: StopRules, saved_stop: StopRules) -> in
     return stop.env_steps if before == saved_stop.env_steps else max(before, stop.env_steps)
 
 
-def _with_plan(config: Any, plan: str | None) -> Any:
-    return config if plan is None else config.updated(plan=absolute_plan(plan))
-
-
-def _build(config: Any) -> tuple[Any, str]:
-    """Return the algorithm and its plan as text.
+def _build(config: Any, algorithm_class: Any = None) -> tuple[Any, str]:
+    """Return the algorithm, an instance of the class if one is given, and its plan as text.
 
     Creates the environments and the plan, so that their errors appear before any file is written.
     Returns (None, "") after printing such an error.
     """
-    algorithm = config.build()
+    algorithm = config.updated().build_as(algorithm_class)
     try:
         algorithm.workers.local_worker()
         algorithm.check_evaluation()
@@ -173,17 +175,22 @@ def _train(algorithm: Any, stop: StopRules, run: RunDirectory, command: list[str
         print(f"run directory: {run.path}", file=sys.stderr)
         return 1
     print(f"{'stopped' if end.exit_code else 'reached'}: {end.reason}, after {end.seconds:.1f} s")
-    config = algorithm.config
-    named_by_flags = any(f"--{name.replace('_', '-')}" in command for name in CODE_SETTINGS)
-    trust = " --trust" if named_by_flags or untrusted_code(config) is not None else ""
     is_complete = not end.exit_code
-    _print_next_commands(run.path, end.checkpoint, command, trust, is_complete)
+    if command[:1] == ["flowrl"]:
+        _print_next_commands(algorithm.config, run.path, end.checkpoint, command, is_complete)
+    else:
+        print(f"run directory: {run.path}")
+        if end.checkpoint is not None:
+            for way in ways_to_continue(algorithm, run.path, end.checkpoint, program_name()):
+                print(f"continue:      {way}")
     return 1 if is_complete and end.checkpoint is None else end.exit_code
 
 
 def _print_next_commands(
-    run_dir: Path, checkpoint: Path | None, command: list[str], trust: str, is_complete: bool
+    config: Any, run_dir: Path, checkpoint: Path | None, command: list[str], is_complete: bool
 ) -> None:
+    named_by_flags = any(f"--{name.replace('_', '-')}" in command for name in CODE_SETTINGS)
+    trust = " --trust" if named_by_flags or untrusted_code(config) is not None else ""
     name = (
         "no checkpoint" if checkpoint is None else f"checkpoint {checkpoint.relative_to(run_dir)}"
     )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flowrl.cli.arguments import add_trust_option, import_from_current_folder
+from flowrl.cli.arguments import Parser, add_trust_option, import_from_current_folder
 from flowrl.cli.run_settings import absolute_plan, algorithm_config, check_trusted
 from flowrl.cli.stop_options import add_stop_options, stop_rules_of
 from flowrl.cli.training_run import start_run
@@ -15,6 +16,7 @@ from flowrl.trainer.plan_files import is_shipped, plan_path
 from flowrl.trainer.plan_settings import plan_config
 from flowrl.trainer.runs.stop_rules import StopRules, metric_rules
 
+MAX_VALUES = 100_000  # in a file whose aliases are written out
 _KEYS = ("run", "plan", "env", "env_config", "stop", "config")
 
 
@@ -32,9 +34,7 @@ def train_yaml(arguments: list[str]) -> int:
 
     All runs are checked before the first one starts.
     """
-    parser = argparse.ArgumentParser(
-        prog="flowrl train FILE.yaml", description="Train the runs in a YAML file."
-    )
+    parser = Parser(prog="flowrl train FILE.yaml", description="Train the runs in a YAML file.")
     parser.add_argument("file", type=Path)
     parser.add_argument("--run-dir", type=Path, help="output folder (default: runs/…)")
     parser.add_argument("--only", metavar="NAME", help="train only the run with this name")
@@ -88,9 +88,18 @@ def _read(file: Path) -> dict[str, Any]:
     """Return name -> entry of every run in a YAML file; the name of a single run is ""."""
     import yaml
 
+    class Loader(yaml.SafeLoader):
+        """Reads 1e5 as a number, too."""
+
+    number = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))
     try:
-        entries = yaml.safe_load(file.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        entries = yaml.load(file.read_text(), Loader)
+        if _size(entries, {}) > MAX_VALUES:
+            raise ValueError(f"its aliases stand for more than {MAX_VALUES:,} values")
+    except RecursionError:
+        raise ConfigError(f"{file}: cannot be read: it is nested too deeply") from None
+    except (OSError, ValueError, OverflowError, MemoryError, yaml.YAMLError) as error:
         raise ConfigError(f"{file}: cannot be read: {error}") from None
     if not isinstance(entries, dict) or not entries:
         raise ConfigError(f"{file}: contains no runs")
@@ -107,6 +116,24 @@ def _read(file: Path) -> dict[str, Any]:
         if not isinstance(name, str) or not name or "/" in name or name.startswith("."):
             raise ConfigError(f"{file}: the name of a run must be a plain word, got {name!r}")
     return entries
+
+
+def _size(value: Any, known: dict[int, int]) -> int:
+    """Return the number of values in a tree in which aliases are written out.
+
+    Args:
+        value: the tree.
+        known: id of a container -> its size; filled here.
+
+    Raises:
+        RecursionError: a container contains itself.
+    """
+    if not isinstance(value, (dict, list)):
+        return 1
+    if id(value) not in known:
+        parts = value.values() if isinstance(value, dict) else value
+        known[id(value)] = 1 + sum(_size(part, known) for part in parts)
+    return known[id(value)]
 
 
 def _parse_run(

@@ -22,10 +22,18 @@ import numpy as np
 from numpy.lib import format as npy
 from safetensors.numpy import load, save
 
-from flowrl.data.checkpoint_storage import CheckpointError, Storage, digest, storage_of
+from flowrl.data.checkpoint_storage import (
+    DAMAGED,
+    CheckpointError,
+    Storage,
+    digest,
+    storage_of,
+)
+from flowrl.data.json_text import parse_json
 from flowrl.data.serialization import ArrayStore, decode, encode
 
 __all__ = [
+    "DAMAGED",
     "CheckpointError",
     "is_checkpoint",
     "list_checkpoints",
@@ -129,7 +137,11 @@ def read_manifest(path: Path | str) -> dict[str, Any]:
     sealed = seal and rest == hashlib.blake2b(body, digest_size=16).hexdigest().encode() + b'"\n}\n'
     if not sealed and b'"format": 1' not in data:  # format 1 had no seal
         raise CheckpointError(f"{name}: the file was altered or does not belong to a checkpoint")
-    version = json.loads(data).get("format") if sealed else 1
+    try:
+        manifest = parse_json(data) if sealed else {"format": 1}
+        version = manifest.get("format")
+    except (ValueError, AttributeError) as error:
+        raise CheckpointError(f"{name}: the manifest is damaged: {error}") from None
     if version != FORMAT:
         older = isinstance(version, int) and version < FORMAT
         remedy = (
@@ -141,7 +153,7 @@ def read_manifest(path: Path | str) -> dict[str, Any]:
             f"{name}: checkpoint format {version} is not supported, this flowrl reads format "
             f"{FORMAT} only: {remedy}"
         )
-    return dict(json.loads(data))
+    return dict(manifest)
 
 
 def read_checkpoint(
@@ -188,7 +200,7 @@ def _read_files(path: Path | str, manifest: dict[str, Any], part: str | None) ->
             if array_name is not None:
                 arrays[array_name] = _from_npy(data)
             elif file.endswith(".json"):
-                tree = json.loads(bytes(data))
+                tree = parse_json(bytes(data))
             elif file.endswith(".bin"):
                 packed = bytes(data)
             else:
@@ -200,7 +212,7 @@ def _read_files(path: Path | str, manifest: dict[str, Any], part: str | None) ->
             tree = {part: tree[part]}
         state: dict[str, Any] = decode(tree, arrays, packed)
         return state
-    except (KeyError, TypeError, ValueError) as error:
+    except DAMAGED as error:
         raise CheckpointError(
             f"{storage.display_name('state')}: not a valid state: {error}"
         ) from error
@@ -273,8 +285,12 @@ def resolve_checkpoint(path: Path | str) -> Path | str:
     run_checkpoints = list_checkpoints(folder)
     if run_checkpoints:
         return run_checkpoints[-1]
-    problem = "it contains no checkpoint" if folder.is_dir() else "there is no such folder"
-    raise CheckpointError(f"{path}: {problem}")
+    if not folder.is_dir():
+        raise CheckpointError(f"{path}: there is no such folder")
+    raise CheckpointError(
+        f"{path}: it contains no checkpoint: name a run directory, a folder RUN/checkpoints/NUMBER "
+        "or a folder that save(path) wrote"
+    )
 
 
 # -- .npy files ------------------------------------------------------------------------------------

@@ -17,6 +17,13 @@ class CheckpointError(ValueError):
     """A checkpoint cannot be read; the message names the file and the defect."""
 
 
+DAMAGED = (
+    KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError, OverflowError,
+    MemoryError,
+)  # fmt: skip
+"""Errors that the contents of a damaged or crafted checkpoint can cause."""
+
+
 class Storage(Protocol):
     """The files of one checkpoint."""
 

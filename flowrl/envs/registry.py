@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import inspect
 import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from importlib.util import find_spec
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -18,13 +17,19 @@ import gymnasium as gym
 from gymnasium.wrappers import TimeLimit
 
 from flowrl.envs.time_limit import get_max_steps, set_max_steps
-from flowrl.settings import ConfigError, nearest
+from flowrl.errors import ConfigError, check_installed
+from flowrl.settings import imported, nearest
 
 EnvCreator = Callable[["EnvContext"], Any]
 
 NO_ENV_MESSAGE = (
     "env: only the spaces of recorded experience are set, there is no environment to sample or to "
     'evaluate in: set env, or evaluation_config={"env": ...}'
+)
+
+_IMPORT_PATHS = (
+    "module:Id names an id that the module registers with gymnasium, module:Class a class or "
+    "function of the module"
 )
 
 _CREATORS: dict[str, EnvCreator] = {}
@@ -99,12 +104,10 @@ def _find_spec(env_id: str) -> None:
         ConfigError: the id is unknown; the message suggests what to install or the nearest id.
     """
     if _ATARI_ID.match(env_id) and env_id not in gym.registry:
-        if find_spec("ale_py") is None:
-            raise ConfigError(
-                f"env: {env_id!r} is an Atari environment, which needs the package ale-py: "
-                "pip install ale-py"
-            )
-        gym.register_envs(importlib.import_module("ale_py"))
+        check_installed("ale_py", f"env: the Atari environment {env_id!r}", extra="atari")
+        import ale_py
+
+        gym.register_envs(ale_py)
     try:
         gym.spec(env_id)
     except gym.error.Error as error:
@@ -120,8 +123,8 @@ def _find_spec(env_id: str) -> None:
             )
         if not hint:
             hint = (
-                " Register a custom environment with flowrl.envs.register_env(name, creator), "
-                "for example in the plan file."
+                " Name a class or function as module:Class, or register a custom environment with "
+                "flowrl.envs.register_env(name, creator), for example in the plan file."
             )
         raise ConfigError(f"env: unknown environment {env_id!r}.{hint}") from error
     except (ImportError, ValueError) as error:
@@ -210,12 +213,38 @@ def _check_methods(cls: type) -> None:
             )
 
 
+def _creator_of_import(path: str) -> EnvCreator:
+    """Return the creator of "module:Id", an id of gymnasium, or "module:name", a class or function.
+
+    Raises:
+        ConfigError: the module cannot be imported, or has no such environment.
+    """
+    module, _, name = path.partition(":")
+    try:
+        import_module(module)
+        with suppress(gym.error.Error):
+            gym.spec(name)
+            return partial(_make_by_id, path)
+        found = imported(path)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"env: cannot find {path!r}: {error} ({_IMPORT_PATHS})") from error
+    except AttributeError:
+        found = None
+    if not callable(found):
+        raise ConfigError(
+            f"env: cannot find {path!r}: {module} neither registers the id {name!r} nor has a "
+            f"class or function {name!r} ({_IMPORT_PATHS})"
+        )
+    return env_creator_for(found)
+
+
 def env_creator_for(env: Any) -> EnvCreator:
     """Return the creator of an environment.
 
     Args:
         env: one of
             - a gymnasium env id or a registered name;
+            - an import path "module:name" of a class or function;
             - a class, called with `env_config` as keyword arguments;
             - a function with one required argument, or whose first argument is named `context` or
               `config`: called with the EnvContext;
@@ -229,6 +258,8 @@ def env_creator_for(env: Any) -> EnvCreator:
     if isinstance(env, str):
         if env in _CREATORS:
             return _CREATORS[env]
+        if ":" in env:
+            return _creator_of_import(env)
         _find_spec(env)
         return partial(_make_by_id, env)
     if isinstance(env, type):

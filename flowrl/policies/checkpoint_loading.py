@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from gymnasium import spaces
 
-from flowrl.data.checkpoint import CheckpointError, read_checkpoint, resolve_checkpoint
+from flowrl.data.checkpoint import DAMAGED, CheckpointError, read_checkpoint, resolve_checkpoint
 from flowrl.policies.code_references import (
     POLICY_CLASS,
     SETTINGS_CLASS,
@@ -104,7 +104,7 @@ def policy_from_checkpoint(
         settings = merge_changes(saved, changes, resolver)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
-    except (ImportError, AttributeError, KeyError, TypeError, ValueError) as error:
+    except (ImportError, *DAMAGED) as error:
         raise CheckpointError(
             f"{path}: a setting of policy {policy_id!r} cannot be restored: {error}; replace it "
             "with config=…"
@@ -118,7 +118,7 @@ def policy_from_checkpoint(
     policy: P = parts.policy_class(parts.observation_space, parts.action_space, config)
     try:
         policy.set_state(state["worker"]["policies"][policy_id])
-    except (ValueError, KeyError) as error:
+    except DAMAGED as error:
         left_out = description["left_out"]
         raise CheckpointError(
             f"{path}: the state of policy {policy_id!r} does not fit the policy: {error}"
@@ -189,7 +189,7 @@ def _import_parts(
         )
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
-    except (ImportError, AttributeError, TypeError, KeyError, ValueError) as error:
+    except (ImportError, *DAMAGED) as error:
         raise CheckpointError(
             f"{path}: policy {policy_id!r} cannot be created: {error} (import its class and call "
             "its from_checkpoint())"

@@ -28,6 +28,21 @@ BASES = {
 }
 
 
+class UntrustedCodeError(CheckpointError):
+    """A checkpoint names code without being trusted.
+
+    Args:
+        code: what it names, such as "the code 'module:Class'".
+        remedy: what to do.
+        path: the checkpoint, for the message; None if unknown.
+    """
+
+    def __init__(self, code: str, remedy: str, path: Any = None):
+        where = "" if path is None else f"{path}: "
+        super().__init__(f"{where}it names {code}, which is not trusted: {remedy}")
+        self.code, self.remedy = code, remedy
+
+
 def code_path(code: Any) -> str:
     """Return the import path "module:name" of a class or function."""
     return f"{code.__module__}:{code.__qualname__}"
@@ -78,11 +93,12 @@ class CodeResolver:
         return _of_kind(_own_member(module, name, path), base, path)
 
 
-def untrusted(code: str) -> CheckpointError:
+def untrusted(code: str) -> UntrustedCodeError:
     """Return the error of code that a checkpoint names without being trusted."""
-    return CheckpointError(
-        f"it names {code}, which is not trusted: pass trust=True to allow its import, replace the "
-        "setting with config={…}, or import the class and call its from_checkpoint()"
+    return UntrustedCodeError(
+        code,
+        "pass trust=True to allow its import, replace the setting with config={…}, or import the "
+        "class and call its from_checkpoint()",
     )
 
 

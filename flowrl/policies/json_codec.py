@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 from gymnasium import spaces
 
-from flowrl.data.checkpoint import CheckpointError
+from flowrl.data.checkpoint import DAMAGED, CheckpointError
 from flowrl.policies.code_references import BASES, SETTINGS_CLASS, CodeResolver, code_path
 from flowrl.policies.policy_spec import PolicySpec
 from flowrl.settings import Settings, imported
@@ -16,6 +17,8 @@ from flowrl.settings import Settings, imported
 _CODE = "__code__"
 _SETTINGS, _SPEC, _SPACE = "__settings__", "__policy_spec__", "__space__"
 _TUPLE, _SET = "__tuple__", "__set__"
+
+_MAX_BOX_SIZE = 1 << 28  # numbers in an observation or action
 
 _SPEC_FIELDS = ("policy_class", "observation_space", "action_space", "config")
 
@@ -64,7 +67,9 @@ def config_from_json(saved: dict[str, Any], changes: dict[str, Any], resolver: C
             for name, value in saved["values"].items()
             if name not in changes and name in cls.model_fields
         }
-    except (ImportError, AttributeError, KeyError, TypeError) as error:
+    except CheckpointError:
+        raise
+    except (ImportError, *DAMAGED) as error:
         raise CheckpointError(f"its settings cannot be restored: {error}") from error
     config = cls(**values)
     return config.updated(**changes) if changes else config
@@ -215,6 +220,8 @@ def space_from_json(saved: dict[str, Any]) -> spaces.Space:
     if "MultiDiscrete" in saved:
         return spaces.MultiDiscrete(saved["MultiDiscrete"], dtype.type, start=saved["start"])
     shape = tuple(saved["shape"])
+    if math.prod(shape) > _MAX_BOX_SIZE:
+        raise ValueError(f"a Box of shape {list(shape)} is too large")
     low, high = (_bound_from_json(bound, shape, dtype) for bound in saved["Box"])
     return spaces.Box(low, high, shape, dtype.type)
 

@@ -225,8 +225,7 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         return result
 
     def _train(self) -> dict[str, Any]:
-        if self._stopped:
-            raise RuntimeError("this algorithm was stopped: build a new one")
+        self._check_not_stopped()
         started = time.perf_counter()
         if self.last_result is None:
             check_start(self.config, self.workers, self.plan.stage)
@@ -269,7 +268,7 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
     @with_hints
     def learn(
         self,
-        total_timesteps: int | None = None,
+        total_timesteps: float | None = None,
         *,
         stop: Mapping[str, float] | None = None,
         run_dir: Path | str | None = "auto",
@@ -277,14 +276,16 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
     ) -> Self:
         """Train until a limit is reached, as `flowrl train` does, and return the algorithm.
 
-        Ctrl-C and SIGTERM save a checkpoint before they end the training.
+        Ctrl-C, SIGTERM and SIGHUP save a checkpoint before they end the training.
 
         Args:
             total_timesteps: env steps of the whole training, those before this call included;
-                schedules in percent follow them.
+                schedules in percent follow them. 1e5 is 100,000.
             stop: further limits: metric (its path `a/b/c` in a result) -> minimum, or
-                "METRIC<=" -> maximum. Without any limit, the environment's reward threshold and
-                500,000 env steps.
+                "METRIC<=" -> maximum. Without any limit, a run that continues keeps its own
+                limits, and a new one has the environment's reward threshold and 500,000 env steps.
+                If there is no limit on env steps, but a schedule is in percent, the training also
+                ends at `total_timesteps` of the config, or 500,000 env steps, where it ends.
             run_dir: folder for config, results (CSV, JSON, TensorBoard) and checkpoints. "auto"
                 continues in the algorithm's run directory, or creates one in runs/. None writes
                 nothing.
@@ -292,11 +293,17 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
 
         Raises:
             ConfigError: an argument is invalid, or the run directory contains another run.
+            RuntimeError: the algorithm was stopped.
             KeyboardInterrupt: the training was interrupted.
         """
-        command = [Path(sys.executable).name, *sys.argv]
+        command = [Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]]
+        self._check_not_stopped()
         learn(self, total_timesteps, stop, run_dir, command, progress)
         return self
+
+    def _check_not_stopped(self) -> None:
+        if self._stopped:
+            raise RuntimeError("this algorithm was stopped: build a new one")
 
     # -- evaluation ----------------------------------------------------------------------------
 
@@ -330,7 +337,7 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
                 for `num_envs_per_worker` of `evaluation_config`, or 1.
             timesteps: minimum env steps, instead of `episodes`; only finished episodes count.
             video_dir: folder for mp4 videos of the first `evaluation_video_episodes` episodes,
-                named evaluation-0.mp4, … (needs the extra `video`).
+                named evaluation-<iteration>-0.mp4, … (needs the extra `video`).
 
         Returns:
             `episode_reward_mean`, `_min`, `_max`, `_std`, `episode_len_mean` [env steps],

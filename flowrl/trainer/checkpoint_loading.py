@@ -8,8 +8,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flowrl.data.checkpoint import CheckpointError, read_manifest, resolve_checkpoint, run_dir_of
-from flowrl.policies.code_references import CodeResolver, code_path, untrusted
+from flowrl.data.checkpoint import (
+    DAMAGED,
+    CheckpointError,
+    read_manifest,
+    resolve_checkpoint,
+    run_dir_of,
+)
+from flowrl.policies.code_references import (
+    CodeResolver,
+    UntrustedCodeError,
+    code_path,
+    untrusted,
+)
 from flowrl.policies.json_codec import config_from_json, config_to_json
 from flowrl.setting_aliases import canonical_names
 from flowrl.settings import ConfigError
@@ -27,10 +38,30 @@ def algorithm_from_checkpoint(
     if not isinstance(config or {}, Mapping):
         raise ConfigError(f"from_checkpoint: config must be a mapping of changes, got {config!r}")
     path = resolve_checkpoint(path)
+    cls_of_run, settings = settings_of_checkpoint(cls, path, config, trust)
+    algorithm = cls_of_run(settings)
+    try:
+        algorithm.restore(path)
+    except BaseException:
+        algorithm.stop()
+        raise
+    algorithm.run_dir = run_dir_of(path)
+    return algorithm
+
+
+def settings_of_checkpoint(
+    cls: Any, path: Path | str, config: Mapping[str, Any] | None, trust: bool
+) -> tuple[Any, Any]:
+    """Return the class and the settings of the algorithm that wrote a checkpoint.
+
+    Args and raises: see `Algorithm.from_checkpoint`; `cls` is the class that it is called on.
+    """
     manifest, changes = read_manifest(path), canonical_names(dict(config or {}))
     try:
         saved_class = str(manifest["algorithm"])
         plan = changes.get("plan", manifest["config"]["values"].get("plan"))
+        if _is_plan_file(plan):
+            plan = str(Path(plan).resolve())  # once: the file that is checked is the one executed
         known = _known_classes(cls, plan)
         plan_modules = []
         if not trust and "plan" not in changes:
@@ -55,24 +86,20 @@ def algorithm_from_checkpoint(
                 f"it does not contain the settings {missing}; pass them again: "
                 f"from_checkpoint(path, config={{{missing[0]!r}: …}})"
             )
-        settings = config_from_json(manifest["config"], changes, resolver)
+        pinned = {"plan": plan} if _is_plan_file(plan) else {}
+        settings = config_from_json(manifest["config"], changes | pinned, resolver)
         code = None if trust else untrusted_code(settings, {*changes, "plan"})
         if code is not None:
             raise untrusted(code)
+    except UntrustedCodeError as error:
+        raise UntrustedCodeError(error.code, error.remedy, path) from None
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
-    except (ImportError, AttributeError, KeyError, TypeError, ValueError) as error:
+    except (ImportError, *DAMAGED) as error:
         if isinstance(error, ConfigError) and changes:
             raise
         raise CheckpointError(f"{path}: cannot rebuild the algorithm: {error}") from error
-    algorithm = cls_of_run(settings)
-    try:
-        algorithm.restore(path)
-    except BaseException:
-        algorithm.stop()
-        raise
-    algorithm.run_dir = run_dir_of(path)
-    return algorithm
+    return cls_of_run, settings
 
 
 def _known_classes(cls: Any, plan: Any) -> dict[str, Any]:
@@ -110,16 +137,17 @@ def _check_plan(plan: Any, sha256: str | None, known_class: Any) -> list[str]:
     if plan is None:
         return []
     if is_shipped(plan):
-        if sha256 == hashlib.sha256(plan_path(plan).read_bytes()).hexdigest():
-            load_plan(plan)
+        text = plan_path(plan).read_bytes()
+        if sha256 == hashlib.sha256(text).hexdigest():
+            load_plan(plan, text)
             return [f"{PLAN_MODULE}{plan}"]
         return []
     file = getattr(sys.modules.get(getattr(known_class, "__module__", "")), "__file__", None)
     if _is_plan_file(plan) and file is not None and Path(plan).resolve() == Path(file).resolve():
         return []
-    raise CheckpointError(
-        f"its plan is the file {plan}: pass trust=True to execute it, or name the file yourself: "
-        "config={'plan': …}"
+    raise UntrustedCodeError(
+        f"the plan file {plan}",
+        "pass trust=True to execute it, or name the file yourself: config={'plan': …}",
     )
 
 

@@ -11,7 +11,7 @@ import gymnasium
 import torch
 
 import flowrl
-from flowrl.data.checkpoint import CheckpointError
+from flowrl.data.checkpoint import DAMAGED, CheckpointError
 from flowrl.iter import LocalIterator
 from flowrl.iter.gather import Gather
 from flowrl.iter.stage import walk
@@ -89,7 +89,7 @@ def loading_errors(path: Path | str) -> Iterator[None]:
     """Convert errors of loading a state to CheckpointError with the checkpoint's path."""
     try:
         yield
-    except (KeyError, ValueError, TypeError, AttributeError, IndexError) as error:
+    except DAMAGED as error:
         raise CheckpointError(
             f"{path}: does not fit these settings: {type(error).__name__}: {error}"
         ) from error

@@ -9,7 +9,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from flowrl.data.checkpoint import CHECKPOINTS, CheckpointError, read_checkpoint, write_checkpoint
+from flowrl.data.checkpoint import (
+    CHECKPOINTS,
+    CheckpointError,
+    read_checkpoint,
+    resolve_checkpoint,
+    write_checkpoint,
+)
 from flowrl.iter.stage import walk
 from flowrl.policies.policy import Policy
 from flowrl.sampling.worker_set import WorkerSet
@@ -138,13 +144,14 @@ class Checkpointing:
         """Load a checkpoint of the same plan and settings.
 
         Args:
-            path: a checkpoint.
+            path: a checkpoint, or a run directory (its newest checkpoint is used).
             other_plan: accept a plan file whose text differs; its stages must be the same.
 
         Raises:
             CheckpointError: the checkpoint cannot be read, or belongs to another plan or network;
                 the algorithm is unchanged.
         """
+        path = resolve_checkpoint(path)
         state, manifest = read_checkpoint(path)
         if manifest.get("plan_sha256") != self._plan_builder.sha256 and not other_plan:
             raise CheckpointError(
@@ -192,9 +199,13 @@ class Checkpointing:
     def restore_policies(self, path: Path | str) -> None:
         """Load only the policies of a checkpoint; its plan may differ.
 
+        Args:
+            path: a checkpoint, or a run directory (its newest checkpoint is used).
+
         Raises:
             CheckpointError: the checkpoint cannot be read, or its networks do not fit.
         """
+        path = resolve_checkpoint(path)
         state, _ = read_checkpoint(path, "worker")
         with loading_errors(path):
             self.workers.local_worker().load_state_dict(state["worker"])

@@ -6,11 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from flowrl.policies.policy import Policy
 from flowrl.sampling.worker_set import WorkerSet
-from flowrl.settings import ConfigError
+from flowrl.settings import ConfigError, whole_number
 from flowrl.trainer.config import AlgorithmConfig
 from flowrl.trainer.evaluation import (
     EvaluationWorkers,
@@ -64,13 +62,13 @@ class Evaluator:
         if num_envs is None:
             chosen = "num_envs_per_worker" in self._config.evaluation_config
             num_envs = config.num_envs_per_worker if chosen else 1
-        _check_positive("timesteps" if timesteps is not None else "episodes", count)
-        _check_positive("num_envs", num_envs)
+        count = _count("timesteps" if timesteps is not None else "episodes", count)
+        num_envs = _count("num_envs", num_envs)
         worker = self._workers.local_worker()
         video = recorder_for(config, iteration)
         if video_dir is not None:
-            episodes_recorded = config.evaluation_video_episodes
-            video = VideoRecorder(video_dir, "evaluation", episodes_recorded, "video_dir (--video)")
+            name, episodes = f"evaluation-{iteration:06d}", config.evaluation_video_episodes
+            video = VideoRecorder(video_dir, name, episodes, "video_dir (--video)")
         explore = self._explores() if explore is None else explore
         with worker.lock:  # a learner thread uses the same networks
             played = evaluate_policies(
@@ -122,6 +120,8 @@ class Evaluator:
             self._evaluation_workers.stop()
 
 
-def _check_positive(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+def _count(name: str, value: Any) -> int:
+    count = None if isinstance(value, str) else whole_number(value)
+    if count is None or count < 1:
         raise ConfigError(f"{name}: must be an int >= 1, got {value!r}")
+    return count

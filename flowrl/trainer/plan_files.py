@@ -64,7 +64,7 @@ def plan_path(plan: str) -> Path:
     )
 
 
-def load_plan(plan: str) -> ModuleType:
+def load_plan(plan: str, text: bytes | None = None) -> ModuleType:
     """Execute a plan file and return its module. It can import modules from its own folder.
 
     A file that defines an algorithm (a subclass of Algorithm with a plan or a training_step) is
@@ -73,6 +73,7 @@ def load_plan(plan: str) -> ModuleType:
 
     Args:
         plan: name of a shipped plan, or path of a plan file.
+        text: text of the file if it was read before, for a check.
 
     Raises:
         ConfigError: the file does not exist, fails, or defines neither
@@ -81,7 +82,7 @@ def load_plan(plan: str) -> ModuleType:
     path = plan_path(plan)
     if str(path) in _GIVEN_MODULES:
         return _GIVEN_MODULES[str(path)]
-    text = path.read_bytes()
+    text = path.read_bytes() if text is None else text
     if str(path) in _LOADED_ALGORITHMS and _LOADED_ALGORITHMS[str(path)][0] == text:
         return _LOADED_ALGORITHMS[str(path)][1]
     spec = importlib.util.spec_from_file_location(f"{PLAN_MODULE}{path.stem}", path)
@@ -91,7 +92,9 @@ def load_plan(plan: str) -> ModuleType:
     if str(path.parent) not in sys.path and path.parent != plans_folder():
         sys.path.append(str(path.parent))
     try:
-        spec.loader.exec_module(module)
+        exec(
+            compile(text, str(path), "exec", dont_inherit=True), vars(module)
+        )  # the text that was checked
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
@@ -106,6 +109,13 @@ def load_plan(plan: str) -> ModuleType:
 
 def _check_defines_plan(module: ModuleType, name: str) -> None:
     if algorithm_in(module) is None and not callable(getattr(module, "execution_plan", None)):
+        if hasattr(module, "config"):
+            raise ConfigError(
+                f"plan: {name} has a `config`, but neither a function execution_plan(workers, "
+                "config) nor an Algorithm with an execution_plan or a training_step: add one; "
+                "settings alone train with `flowrl train --run=PPO --config='{…}'` or as a YAML "
+                "file"
+            )
         raise ConfigError(
             f"plan: {name} defines neither a function execution_plan(workers, config) nor an "
             "Algorithm with an execution_plan or a training_step"

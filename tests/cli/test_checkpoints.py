@@ -5,8 +5,13 @@ import json
 import os
 from pathlib import Path
 
+import pytest
+
+from flowrl.algorithms import Algorithm
+from flowrl.algorithms.a2c import A2C
 from flowrl.algorithms.ppo import PPO
 from flowrl.data.checkpoint import is_checkpoint, read_manifest
+from flowrl.policies import Policy
 from flowrl.trainer.runs.saved_run import list_checkpoints
 from tests.cli.helpers import SEEDED, TWO_ITERATIONS, learning_curve, read_results
 
@@ -113,3 +118,52 @@ def test_full_disk_keeps_the_old_checkpoints_and_continues_training(cli, tmp_pat
     monkeypatch.setattr(os, "fsync", fsync)
     assert cli("resume", "r")[0] == 0
     assert read_results(tmp_path / "r")[-1]["training_iteration"] == 5
+
+
+@pytest.fixture
+def checkpoint_paths(tmp_path, monkeypatch):
+    """A run directory, a checkpoint in it, and a checkpoint that `save` wrote elsewhere."""
+    with A2C("CartPole-v1", train_batch_size=32, seed=1) as algorithm:
+        algorithm.learn(64, run_dir=tmp_path / "run", progress=False)
+        algorithm.save(tmp_path / "saved")
+    return [str(tmp_path / name) for name in ("run", "run/checkpoints/000002", "saved")]
+
+
+def test_every_checkpoint_path_is_loaded_in_python(checkpoint_paths):
+    for path in checkpoint_paths:
+        with Algorithm.from_checkpoint(path) as algorithm:
+            assert algorithm.iteration == 2
+        with A2C("CartPole-v1", train_batch_size=32) as algorithm:
+            algorithm.restore_policies(path)
+            algorithm.restore(path)
+            assert algorithm.iteration == 2
+        assert Policy.from_checkpoint(path).timestep == 64
+
+
+def test_every_checkpoint_path_is_accepted_by_the_commands(cli, tmp_path, checkpoint_paths):
+    for path in checkpoint_paths:
+        assert cli("evaluate", path, "--episodes", "1")[0] == 0
+        assert cli("checkpoint", "inspect", path)[0] == 0
+        code, out, err = cli("resume", path, "--stop-timesteps", "64")
+        assert (code, err) == (0, "")
+        assert "already reached: 64 env steps" in out
+    assert cli("resume", checkpoint_paths[1], "--stop-timesteps", "96")[0] == 0
+    assert len(read_results(tmp_path / "run")) == 3
+    # a checkpoint outside a run directory starts a new run
+    code, out, err = cli("resume", checkpoint_paths[2], "--stop-timesteps", "96")
+    assert code == 0, err
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert [r["training_iteration"] for r in read_results(run_dir)] == [3]
+    assert cli("resume", str(run_dir), "--stop-timesteps", "128")[0] == 0
+
+
+def test_path_without_a_checkpoint_is_rejected(cli, tmp_path, checkpoint_paths):
+    (tmp_path / "empty").mkdir()
+    for command, code in (("evaluate", 2), ("resume", 2), ("checkpoint inspect", 1)):
+        for path in ("empty", "nowhere"):
+            assert cli(*command.split(), path)[0] == code
+    _, _, err = cli("checkpoint", "inspect", "empty")
+    assert "a folder RUN/checkpoints/NUMBER or a folder that save(path) wrote" in err
+    code, _, err = cli("evaluate", checkpoint_paths[1], "--checkpoint", "2")
+    assert code == 2
+    assert "is a checkpoint, not a run directory" in err

@@ -4,7 +4,7 @@ import pytest
 
 from flowrl.algorithms.ppo import PPOConfig
 from flowrl.cli.flags import settings_from_flags
-from flowrl.cli.run_settings import config_of_run
+from flowrl.cli.saved_runs import config_of_run
 from tests.cli.helpers import TWO_ITERATIONS, read_settings
 
 
@@ -87,11 +87,11 @@ def test_schedule_is_a_value_after_a_space_or_an_equals_sign(flags):
     ("flags", "message"),
     [
         (["--plan", "a2c"], "name the plan after the command"),
-        (["--sgd-minibatch-size", "-5"], "sgd_minibatch_size"),
+        (["--sgd-minibatch-size", "-5"], "--sgd-minibatch-size: input should be greater"),
         (["--stop-reward", "nan"], "must be a finite number"),
         (["--stop-time-s", "inf"], "finite"),
-        (["--env-config", '{"nope": 1}'], "env_config: CartPole-v1 does not accept it"),
-        (["--metrics-num-episodes-for-smoothing", "9999999999999"], "metrics_num_episodes"),
+        (["--env-config", '{"nope": 1}'], "--env-config: CartPole-v1 does not accept it"),
+        (["--metrics-num-episodes-for-smoothing", "9999999999999"], "less than or equal"),
     ],
 )
 def test_invalid_flags_of_a_plan_are_rejected(cli, tmp_path, flags, message):
@@ -117,3 +117,47 @@ def test_invalid_flags_of_an_algorithm_are_rejected(cli, tmp_path, flags, messag
     assert code == 2
     assert message in err
     assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--lr abc", "--lr: expected a number or a schedule [[env step, value], …], got 'abc'"),
+        ("--lr", "--lr: expected a number or a schedule [[env step, value], …], got no value"),
+        ("--lr -1", "--lr: values must be finite and not negative (got -1.0)"),
+        ("--num-workers two", "--num-workers: expected a whole number, got 'two'"),
+        ("--num-workers 1 2", "--num-workers: expected a whole number, got '1' '2'"),
+        ("--num-workers --lr 1", "--num-workers: expected a whole number, got no value"),
+        ("--gamma=x", "--gamma: expected a number, got 'x'"),
+        ("--use-gae maybe", "--use-gae: expected true or false, got 'maybe'"),
+        ("--model.fcnet-hiddens a b", "--model.fcnet-hiddens: expected whole numbers, got 'a' 'b'"),
+        ("--log-to wandbb", "expected one of mlflow, wandb, got 'wandbb'. Did you mean 'wandb'?"),
+        ("--env-config 3", "--env-config: must be a JSON object, got 3"),
+        ("stray", "unexpected argument 'stray': pass settings as --name VALUE"),
+        ("--no-such-flag 3", "unknown flag --no-such-flag."),
+        ("--stop-timesteps abc", "must be a whole number such as 100000 or 1e5, got abc"),
+        ("--stop-timestep 5", "unknown flag --stop-timestep. Did you mean --stop-timesteps?"),
+        ("--env", "--env: needs a value"),
+        ("--num-envs-per-worker 0", "--num-envs-per-worker: input should be greater than"),
+    ],
+)
+def test_problem_of_a_flag_is_one_line(cli, flags, message):
+    code, out, err = cli("train", "ppo", *flags.split())
+    assert code == 2
+    assert message in err
+    assert err.startswith("flowrl: ")
+    assert "Error parsing" not in err
+    assert (out, err.count("\n")) == ("", 1)
+
+
+def test_counts_are_whole_numbers_in_any_notation(cli, tmp_path):
+    flags = ["--train-batch-size", "1.28e2", "--sgd-minibatch-size", "1_28", "--seed", "1e3"]
+    flags += ["--model.fcnet-hiddens", "8", "1e1", "--stop-timesteps", "2.56e2", "--run-dir", "r"]
+    code, _, err = cli("train", "ppo", *flags)
+    assert (code, err) == (0, "")
+    settings = read_settings(tmp_path / "r")
+    names = ("train_batch_size", "sgd_minibatch_size", "seed", "total_timesteps")
+    assert [settings[name] for name in names] == [128, 128, 1000, 256]
+    assert settings["model"]["fcnet_hiddens"] == [8, 10]
+    config = PPOConfig(total_timesteps=1e5, train_batch_size=4e3)
+    assert (config.total_timesteps, config.train_batch_size) == (100_000, 4000)

@@ -60,6 +60,24 @@ def test_version_plans_and_help_are_printed(cli):
     assert "500,000 env steps" in out
 
 
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("resume", "run is missing (see flowrl resume --help)"),
+        ("resume r --stop-iter 3", "unknown option --stop-iter. Did you mean --stop-iters?"),
+        ("evaluate r --episodes x", "--episodes: must be a whole number such as 100000 or 1e5"),
+        ("evaluate r --render x", "--render: must be human, got x"),
+        ("checkpoint list r", "verb: must be inspect, got list"),
+        ("plans x", "unexpected argument 'x'"),
+    ],
+)
+def test_problem_of_an_option_is_one_line(cli, command, message):
+    code, out, err = cli(*command.split())
+    assert code == 2
+    assert message in err
+    assert (out, err.count("\n")) == ("", 1)
+
+
 def test_reader_that_closes_the_pipe_causes_no_traceback():
     command = f"{sys.executable} -m flowrl train ppo --help | head -1"
     process = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
@@ -69,7 +87,7 @@ def test_reader_that_closes_the_pipe_causes_no_traceback():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["trian"], "'train'"),
+        (["trian"], "Did you mean 'train'? (see flowrl --help)"),
         (["train"], "name a plan"),
         (["train", "ppoo"], "'ppo'"),
         (["train", "nope.py"], "no file"),
@@ -77,8 +95,11 @@ def test_reader_that_closes_the_pipe_causes_no_traceback():
         (["train", "ppo", "--model.fcnet-hidden", "1"], "model.fcnet-hiddens"),
         (["train", "ppo", "--lr", "abc"], "lr"),
         (["train", "ppo", "--lr", "-1"], "lr"),
-        (["train", "ppo", "--num-workers", "-1"], "num_workers"),
-        (["train", "ppo", "--train-batch-size", "64"], "sgd_minibatch_size=128 is larger"),
+        (["train", "ppo", "--num-workers", "-1"], "--num-workers: input should be greater"),
+        (
+            ["train", "ppo", "--train-batch-size", "64"],
+            "--sgd-minibatch-size 128 is larger than --train-batch-size 64",
+        ),
         (["train", "ppo", "--env", "CartPol-v1"], "CartPole-v1"),
         (["train", "ppo", "--stop-iters", "0"], "must be positive"),
         (["train", "ppo", "--run-dir", "/proc/nope"], "cannot write"),
@@ -225,6 +246,52 @@ def test_code_of_the_current_folder_is_named_by_flags(cli, tmp_path, monkeypatch
         code, _, err = cli("train", "ppo", flag, "my_code:Nothing")
         assert code == 2
         assert "my_code:Nothing" in err
+
+
+OWN_ENV = """
+import gymnasium as gym
+
+class Short(gym.Wrapper):
+    def __init__(self, steps=3):
+        super().__init__(gym.make("CartPole-v1", max_episode_steps=steps))
+
+def make(context):
+    return Short(**context)
+
+number = 3
+"""
+
+
+@pytest.mark.parametrize("name", ["Short", "make"])
+def test_environment_of_the_current_folder_is_named_by_its_import_path(cli, tmp_path, name):
+    (tmp_path / "own_env.py").write_text(OWN_ENV)
+    env = ["--env", f"own_env:{name}", "--env-config", '{"steps": 4}']
+    code, _, err = cli("train", "ppo", *env, *TWO_ITERATIONS, "--run-dir", "r")
+    assert code == 0, err
+    for command in (["resume", "r", "--stop-iters", "3"], ["evaluate", "r", "--episodes", "1"]):
+        code, _, err = cli(*command)
+        assert (code, f"own_env:{name}: pass --trust" in err) == (2, True)
+        code, _, err = cli(*command, "--trust")
+        assert code == 0, err
+    assert read_results(tmp_path / "r")[-1]["episode_len_mean"] == 4
+
+
+@pytest.mark.parametrize("env", ["own_env:Nothing", "own_env:number", "own_env:", "no_module:Env"])
+def test_import_path_without_an_environment_is_rejected(cli, tmp_path, env):
+    (tmp_path / "own_env.py").write_text(OWN_ENV)
+    code, _, err = cli("train", "ppo", "--env", env)
+    assert code == 2
+    assert "module:Id" in err
+    assert "module:Class" in err
+    assert err.count("\n") == 1
+
+
+def test_plan_file_with_settings_only_is_rejected(cli, tmp_path):
+    text = "from flowrl.algorithms.ppo import PPOConfig\nconfig = PPOConfig(env='CartPole-v1')\n"
+    (tmp_path / "settings.py").write_text(text)
+    code, _, err = cli("train", "settings.py")
+    assert code == 2
+    assert "has a `config`, but neither a function execution_plan(workers, config)" in err
 
 
 def test_evaluation_can_be_seeded_and_shown(cli, monkeypatch):

@@ -6,7 +6,7 @@ from tests.cli.helpers import SEEDED, read_results, read_settings
 
 
 def learning_rates(run_dir):
-    """Return env steps -> learning rate of the last update before."""
+    """Return env steps -> learning rate of the last update, that of the start of its batch."""
     return {
         result["timesteps_total"]: result["learners"]["default_policy"]["cur_lr"]
         for result in read_results(run_dir)
@@ -15,7 +15,7 @@ def learning_rates(run_dir):
 
 def test_schedule_in_percent_follows_a_larger_limit(cli, tmp_path):
     assert cli("train", "ppo", *SEEDED, "--stop-timesteps", "128", "--run-dir", "r")[0] == 0
-    assert learning_rates(tmp_path / "r") == {64: pytest.approx(5e-4), 128: 0.0}
+    assert learning_rates(tmp_path / "r") == {64: pytest.approx(1e-3), 128: pytest.approx(5e-4)}
     code, out, _ = cli("resume", "r", "--stop-iters", "9")
     assert code == 0
     assert "already reached: 128 env steps" in out
@@ -23,7 +23,7 @@ def test_schedule_in_percent_follows_a_larger_limit(cli, tmp_path):
     assert code == 0, err
     rates = learning_rates(tmp_path / "r")
     for steps in range(192, 513, 64):
-        assert rates[steps] == pytest.approx(1e-3 * (1 - steps / 512))
+        assert rates[steps] == pytest.approx(1e-3 * (1 - (steps - 64) / 512))
 
 
 def test_resumed_run_with_its_own_limits_is_identical(cli, tmp_path):
@@ -43,4 +43,4 @@ def test_total_that_was_not_the_limit_only_grows(cli, tmp_path, new_limit, new_t
     assert read_settings(tmp_path / "r")["total_timesteps"] == 512
     assert cli("resume", "r", "--stop-timesteps", new_limit)[0] == 0
     rate = learning_rates(tmp_path / "r")[128]
-    assert rate == pytest.approx(1e-3 * (1 - 128 / new_total))
+    assert rate == pytest.approx(1e-3 * (1 - 64 / new_total))

@@ -59,7 +59,7 @@ def test_any_metric_can_stop_a_run(cli):
         (["--stop", "what"], "METRIC=VALUE"),
         (["--stop", "timesteps_total=nan"], "must be a finite number"),
         (["--checkpoint-score-attribute", "retur"], "no result has a metric 'retur'"),
-        (["--checkpoint-num-to-keep", "0"], "checkpoint_num_to_keep"),
+        (["--checkpoint-num-to-keep", "0"], "--checkpoint-num-to-keep: input should be"),
         (["--evaluation-parallel-to-training"], "needs evaluation workers"),
         (["--evaluation-config", "[3]"], "--evaluation-config: must be a JSON object, got [3]"),
         (["--evaluation-config", '{"explor": true}'], "Did you mean 'explore'?"),

@@ -5,6 +5,7 @@ import os
 import pytest
 
 from flowrl.data.checkpoint import list_checkpoints, read_manifest
+from tests.cli.helpers import read_settings
 
 
 @pytest.mark.parametrize(
@@ -67,3 +68,16 @@ def test_resumed_run_has_the_algorithm_of_the_file(cli, tmp_path):
     assert code == 0, err
     newest = list_checkpoints(tmp_path / "r")[-1]
     assert read_manifest(newest)["algorithm"] == "flowrl.algorithms.td3:DDPG"
+
+
+def test_numbers_may_have_an_exponent_and_values_an_alias(cli, tmp_path):
+    (tmp_path / "runs.yaml").write_text(
+        "run: A2C\nenv: CartPole-v1\nstop: {timesteps_total: 6.4e1}\n"
+        "config: {train_batch_size: 32e0, lr: &rate 1e-3, gamma: 0.9}\n"
+    )
+    code, _, err = cli("train", "runs.yaml", "--run-dir", "r")
+    assert (code, err) == (0, "")
+    settings = read_settings(tmp_path / "r")
+    assert [settings[name] for name in ("train_batch_size", "lr", "total_timesteps")] == [
+        32, 1e-3, 64,
+    ]  # fmt: skip

@@ -46,15 +46,17 @@ def test_num_envs_must_be_that_of_a_vector_environment():
     [
         ("CartPol-v1", "Did you mean 'CartPole-v1'"),
         ("LunarLander-v2", "Did you mean 'LunarLander-v3'"),
-        ("ALE/Pong-v5", "is an Atari environment.*: pip install ale-py$"),
-        ("PongNoFrameskip-v4", "is an Atari environment.*: pip install ale-py$"),
+        ("ALE/Pong-v5", r"the Atari environment .*: pip install \"flowrl-dataflow\[atari\]\"$"),
+        (
+            "PongNoFrameskip-v4",
+            r"the Atari environment .*: pip install \"flowrl-dataflow\[atari\]\"$",
+        ),
         ("minihack/Maze-v0", r"registers 'minihack': install .*env=\"module:minihack/Maze-v0\""),
         ("zzzzzz", r"register_env\(name, creator\)"),
     ],
 )
 def test_unknown_id_says_what_to_install_or_use(monkeypatch, env_id, message):
     monkeypatch.setitem(sys.modules, "ale_py", None)
-    monkeypatch.setattr("flowrl.envs.registry.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=message):
         env_creator_for(env_id)
 

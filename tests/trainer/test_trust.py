@@ -1,6 +1,7 @@
 """Files from elsewhere run no code without trust: checkpoints, run directories, YAML, datasets."""
 
 import copy
+import hashlib
 import json
 import pickle
 import shutil
@@ -33,6 +34,7 @@ from flowrl.offline.parquet import (
 )
 from flowrl.policies import Policy
 from flowrl.settings import ConfigError
+from flowrl.trainer.plan_files import load_plan
 from flowrl.trainer.trust import untrusted_code
 from tests.extras import require_extra
 
@@ -540,3 +542,89 @@ def test_no_field_of_parquet_metadata_executes_code(tmp_path, evil):
                 read_parquet(path)
                 read_policy_id(path)
             assert not evil.executed(), (place, payload)
+
+
+def reseal(path, change):
+    """Change the manifest of a checkpoint, as somebody who crafts one can."""
+    manifest = read_manifest(path)
+    change(manifest)
+    (path / MANIFEST).write_bytes(seal_manifest(manifest))
+
+
+@pytest.fixture
+def crafted(saved, tmp_path):
+    """A checkpoint to be changed."""
+    state, metadata = saved
+    return write_checkpoint(tmp_path / "crafted", state, metadata)
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize("inner", [DEEP, "[" * 400 + "]" * 400, "1e999", "9" * 5000])
+def test_deep_or_huge_values_of_a_manifest_are_reported_as_damage(crafted, capsys, inner):
+    text = (crafted / MANIFEST).read_bytes().rpartition(b',\n "blake2b"')[0]
+    body = text.replace(b'"train_batch_size": 16', b'"train_batch_size": ' + inner.encode())
+    assert body != text
+    seal = hashlib.blake2b(body, digest_size=16).hexdigest()
+    (crafted / MANIFEST).write_bytes(body + b',\n "blake2b": "' + seal.encode() + b'"\n}\n')
+    with pytest.raises(CheckpointError):
+        A2C.from_checkpoint(crafted)
+    for command in (["evaluate", str(crafted)], ["resume", str(crafted)]):
+        assert main(command) == 2
+        assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shape", [[1 << 40], [1 << 20, 1 << 20]])
+@pytest.mark.parametrize("dtype", ["float32", "U999999999"])
+def test_huge_spaces_of_a_manifest_are_reported_as_damage(crafted, shape, dtype):
+    box = {"Box": ["0", "1"], "shape": shape, "dtype": dtype}
+    reseal(crafted, lambda m: m["policies"]["p"].update(observation_space=box))
+    with pytest.raises(CheckpointError):
+        Policy.from_checkpoint(crafted)
+
+
+def test_inspected_text_cannot_control_the_terminal(crafted, capsys):
+    reseal(crafted, lambda m: m.update(torch="\x1b[2J\x1b]0;title\x07 2\n  score       9"))
+    assert main(["checkpoint", "inspect", str(crafted)]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert "\\x1b[2J" in out
+    assert not any(line.startswith("  score") for line in out.splitlines())
+    reseal(crafted, lambda m: m.update(algorithm="\x1b[2J:x"))
+    assert main(["evaluate", str(crafted)]) == 2
+    assert "\x1b" not in capsys.readouterr().err
+    reseal(crafted, lambda m: m.update(training_iteration=[]))
+    assert main(["checkpoint", "inspect", str(crafted)]) == 1
+    assert "not the manifest of an algorithm" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["config.json", "stop.json"])
+def test_deep_files_of_a_run_are_rejected(tmp_path, capsys, name):
+    with A2C("CartPole-v1", train_batch_size=16) as algorithm:
+        algorithm.learn(16, run_dir=tmp_path / "r", progress=False)
+    (tmp_path / "r" / name).write_text(DEEP)
+    assert main(["resume", str(tmp_path / "r")]) == 2
+    assert name in capsys.readouterr().err
+
+
+ALIASES = "\n".join(f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 9)}]" for i in range(9))
+
+
+@pytest.mark.parametrize(
+    "text", [f"a0: &a0 [1]\n{ALIASES}", "run: &a [*a]", DEEP, "run: " + "9" * 5000]
+)
+def test_yaml_file_that_would_exhaust_memory_is_rejected(tmp_path, capsys, text):
+    (tmp_path / "runs.yaml").write_text(text)
+    assert main(["train", str(tmp_path / "runs.yaml")]) == 2
+    err = capsys.readouterr().err
+    assert "runs.yaml: cannot be read" in err
+    assert len(err) < 1000
+
+
+def test_checked_text_of_a_plan_is_the_one_executed(tmp_path, monkeypatch):
+    plan = tmp_path / "changing.py"
+    plan.write_text("def execution_plan(workers, config):\n    return 1\n")
+    checked = plan.read_bytes()
+    plan.write_text("raise RuntimeError('not the checked text')\n")
+    assert load_plan(str(plan), checked).execution_plan(None, None) == 1

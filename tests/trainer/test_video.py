@@ -120,7 +120,7 @@ def test_one_of_several_evaluation_workers_records(tmp_path):
 def test_environment_created_by_id_renders(tmp_path):
     with a2c_config(env="CartPole-v1").build() as algorithm:
         metrics = algorithm.evaluate(episodes=1, video_dir=tmp_path)
-    _, frames = read_video(tmp_path / "evaluation-0.mp4")
+    _, frames = read_video(tmp_path / "evaluation-000000-0.mp4")
     assert len(frames) == metrics["episode_len_mean"] + 1
     assert frames[0].shape == (400, 600, 3)
     assert frames[0].std() > 0
@@ -131,7 +131,10 @@ def test_evaluate_command_records_a_video(tmp_path, capsys):
     stop = ["--stop-iters", "1", "--train-batch-size", "64", "--seed", "1"]
     assert main(["train", "a2c", *stop, "--run-dir", run]) == 0
     assert main(["evaluate", run, "--episodes", "2", "--video", str(tmp_path / "films")]) == 0
-    assert [path.name for path in (tmp_path / "films").iterdir()] == ["evaluation-0.mp4"]
+    assert [path.name for path in (tmp_path / "films/run").iterdir()] == ["evaluation-000001-0.mp4"]
+    assert main(["resume", run, "--stop-iters", "2"]) == 0
+    assert main(["evaluate", run, "--episodes", "2", "--video", str(tmp_path / "films")]) == 0
+    assert len(list((tmp_path / "films/run").iterdir())) == 2  # each checkpoint has its own
 
 
 @pytest.mark.parametrize(
@@ -210,8 +213,8 @@ def test_rendering_failure_stops_only_the_video(tmp_path, caplog, size):
     with config.build() as algorithm:
         metrics = algorithm.evaluate(episodes=3, video_dir=tmp_path)
     assert metrics["episodes"] == 3
-    assert caplog.text.count("recording of evaluation-0.mp4 stopped") == 1
-    _, frames = read_video(tmp_path / "evaluation-0.mp4")
+    assert caplog.text.count("recording of evaluation-000000-0.mp4 stopped") == 1
+    _, frames = read_video(tmp_path / "evaluation-000000-0.mp4")
     assert len(frames) == 3
 
 

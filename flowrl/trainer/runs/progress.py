@@ -10,6 +10,7 @@ import time
 from collections import deque
 from typing import Any
 
+from flowrl.trainer.runs.formatting import format_number, format_seconds
 from flowrl.trainer.runs.stop_rules import StopRules
 
 ROW_INTERVAL_S = 5.0  # approximate seconds between two rows
@@ -24,7 +25,8 @@ _SEPARATOR = "  "
 class ProgressTable:
     """Print a row every few seconds, at regular env steps.
 
-    The distance between rows is the smallest of 1, 2, 5, 10, 20, … env steps that takes at least
+    The first result has a row, too, unless a terminal shows it in the line below the table. The
+    distance between rows is the smallest of 1, 2, 5, 10, 20, … env steps that takes at least
     ROW_INTERVAL_S. On a terminal, a line below the table shows the newest result. If no result
     arrives for MAX_INTERVAL_S, a row shows the env steps sampled so far.
 
@@ -57,8 +59,12 @@ class ProgressTable:
         with self._lock:
             self._history.append((now, steps, result["training_iteration"]))
             self._result = result
+            if self._printed is None and not self._is_terminal:
+                self._print_row(self._cells(result))
             if steps >= self._next_row_at and now - self._last_row >= ROW_INTERVAL_S / 5:
                 if self._step_between_rows or now - self._started >= ROW_INTERVAL_S:
+                    if self._live is not None:  # must not show an older result than the row
+                        self._update_live(self._cells(result))
                     self._print_row(self._cells(result))
                 self._choose_next_row(steps)
             if self._is_terminal and now - self._last_live >= LIVE_INTERVAL_S:
@@ -125,8 +131,11 @@ class ProgressTable:
         return [name for name in cells if name in chosen]
 
     def _update_live(self, cells: dict[str, str]) -> None:
-        text = " | ".join(f"{name} {cells[name]}" for name in self._columns(cells))
-        text = text[: self._width - 3]  # next to the spinner
+        fields = [f"{name} {cells[name]}" for name in self._columns(cells) if cells[name]]
+        # a line that wraps would leave rows behind: beside it are the spinner and perhaps ^C
+        width = shutil.get_terminal_size((80, 24)).columns - 6
+        while len(text := " | ".join(fields)) > width:
+            fields.pop()
         if self._live is None:
             from rich.console import Console
 
@@ -195,23 +204,3 @@ _EMPTY_RESULT: dict[str, Any] = {
 
 def _width(name: str) -> int:
     return _WIDTHS.get(name, max(len(name), 8))
-
-
-def format_number(value: float) -> str:
-    """Return a number with three significant digits, or more for large integers."""
-    if not math.isfinite(value):
-        return str(value)
-    if abs(value) >= 1e7:
-        return f"{value:.2e}"
-    if abs(value) >= 100:
-        return f"{value:,.0f}"
-    if value and abs(value) < 1e-3:
-        return f"{value:.1e}"
-    return f"{value:#.3g}"
-
-
-def format_seconds(seconds: float) -> str:
-    """Return a duration as m:ss or h:mm:ss."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -8,7 +8,6 @@ columns.
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import fcntl
 import json
@@ -29,7 +28,12 @@ from flowrl.data.checkpoint import CHECKPOINTS, list_checkpoints, remove_checkpo
 from flowrl.settings import ConfigError
 from flowrl.trainer.metric_names import logged_scalars, metric_value
 from flowrl.trainer.plan_files import plan_source
-from flowrl.trainer.runs.saved_run import best_checkpoint, settings_to_json
+from flowrl.trainer.runs.saved_run import (
+    best_checkpoint,
+    read_results,
+    results_until,
+    settings_to_json,
+)
 
 
 class RunDirectory:
@@ -54,7 +58,7 @@ class RunDirectory:
                 self._lock = os.open(path, os.O_RDONLY)
                 on_error.callback(os.close, self._lock)
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                results = self._read_results() if resume else []
+                results = read_results(path) if resume else []
                 for name in (".result.json", ".progress.csv", CHECKPOINTS):
                     self._check_no_link(name)
                 self._result_file = open(path / ".result.json", "w")  # noqa: SIM115
@@ -89,20 +93,6 @@ class RunDirectory:
         """Check that a file of the run is not a link: writing it would change another file."""
         if (self.path / name).is_symlink():
             raise ConfigError(f"run_dir: {self.path / name} is a symbolic link: remove it")
-
-    def _read_results(self) -> list[dict[str, Any]]:
-        """Return the complete results in result.json; a crash can leave an incomplete line."""
-        results = []
-        file = self.path / "result.json"
-        for line in file.read_text(errors="replace").splitlines() if file.exists() else []:
-            with contextlib.suppress(ValueError):
-                result = json.loads(line)
-                if isinstance(result, dict):
-                    results.append(result)
-        return results
-
-    def _results_until(self, iteration: int) -> list[dict[str, Any]]:
-        return [r for r in self._read_results() if r.get("training_iteration", 0) <= iteration]
 
     def save(self, algorithm: Any, result: dict[str, Any] | None = None) -> Path | None:
         """Write a checkpoint and remove old ones.
@@ -174,14 +164,26 @@ class RunDirectory:
         (self.path / "plan.txt").write_text(tree + "\n")
         (self.path / "config.json").write_text(json.dumps(settings_to_json(config), indent=1))
 
-    def result_at(self, iteration: int) -> dict[str, Any] | None:
-        """Return the last result up to an iteration; None if none was written."""
-        results = self._results_until(iteration)
-        return results[-1] if results else None
+    def write_limits(self, stop: dict[str, Any], total_timesteps: int | None) -> None:
+        """Write the limits of a resumed run.
+
+        Args:
+            stop: the stop rules as a dict.
+            total_timesteps: value of this setting.
+        """
+        settings = json.loads((self.path / "config.json").read_text())
+        self._replace("config.json", {**settings, "total_timesteps": total_timesteps})
+        self._replace("stop.json", stop)
+
+    def _replace(self, name: str, content: dict[str, Any]) -> None:
+        """Write a JSON file atomically."""
+        self._check_no_link(f".{name}")
+        (self.path / f".{name}").write_text(json.dumps(content, indent=1))
+        os.replace(self.path / f".{name}", self.path / name)
 
     def truncate(self, iteration: int) -> None:
         """Remove results and checkpoints after an iteration: the resumed run writes them again."""
-        results = self._results_until(iteration)
+        results = results_until(self.path, iteration)
         for file in (self._result_file, self._progress_file):
             file.seek(0)
             file.truncate()
@@ -234,10 +236,17 @@ class RunDirectory:
             self._tensorboard.close()
 
 
+def env_name(env: Any) -> str:
+    """Return the name of an environment: its id, or that of its class or function."""
+    if isinstance(env, str):
+        return env
+    name = getattr(env, "__name__", None) or type(env).__name__
+    return "a lambda" if name == "<lambda>" else str(name)
+
+
 def default_run_dir(plan: str, env: Any) -> Path:
     """Return a path runs/<plan>-<env>-<time> that does not exist."""
-    name = env if isinstance(env, str) else getattr(env, "__name__", "env")
-    name = re.sub(r"[^\w.-]+", "-", name).strip("-")
+    name = re.sub(r"[^\w.-]+", "-", env_name(env)).strip("-")
     stem = f"{Path(plan).stem}-{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     path, number = Path("runs") / stem, 1
     while path.exists():

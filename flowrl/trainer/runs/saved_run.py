@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import shlex
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from flowrl.data.checkpoint import CheckpointError, is_checkpoint, list_checkpoints, read_manifest
+from flowrl.data.json_text import parse_json
 from flowrl.settings import ConfigError
 
 _CODE = "__code__"  # key that marks a setting that is code, which the plan file contains
@@ -36,7 +36,7 @@ def read_stop_rules(run_dir: Path) -> dict[str, Any]:
         ConfigError: the file is missing or damaged.
     """
     try:
-        return dict(json.loads((run_dir / "stop.json").read_text()))
+        return dict(parse_json((run_dir / "stop.json").read_text()))
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"{run_dir}: cannot read stop.json: {error}") from None
 
@@ -51,11 +51,33 @@ def read_config(run_dir: Path) -> tuple[dict[str, Any], list[str]]:
     if not file.is_file():
         raise ConfigError(f"{run_dir} is not a run directory: it has no config.json")
     try:
-        settings = json.loads(file.read_text())
+        settings = parse_json(file.read_text())
         code = [name for name, value in settings.items() if _contains_code(value)]
         return {name: value for name, value in settings.items() if name not in code}, code
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{file}: damaged: {error}") from error
+
+
+def read_results(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the complete results in result.json; a crash can leave an incomplete line."""
+    results = []
+    file = run_dir / "result.json"
+    for line in file.read_text(errors="replace").splitlines() if file.exists() else []:
+        with contextlib.suppress(ValueError):
+            result = parse_json(line)
+            if isinstance(result, dict):
+                results.append(result)
+    return results
+
+
+def results_until(run_dir: Path, iteration: int) -> list[dict[str, Any]]:
+    """Return the results up to an iteration."""
+    return [r for r in read_results(run_dir) if r.get("training_iteration", 0) <= iteration]
+
+
+def result_at(run_dir: Path, iteration: int) -> dict[str, Any] | None:
+    """Return the last result up to an iteration; None if none was written."""
+    return next(reversed(results_until(run_dir, iteration)), None)
 
 
 def settings_to_json(value: Any) -> Any:
@@ -76,6 +98,36 @@ def _contains_code(value: Any) -> bool:
     if isinstance(value, dict):
         return set(value) == {_CODE} or any(map(_contains_code, value.values()))
     return isinstance(value, list) and any(map(_contains_code, value))
+
+
+def own_code(manifest: dict[str, Any]) -> dict[str, str]:
+    """Return the code of a checkpoint that only the program itself has: setting -> import path.
+
+    Those are classes and functions of `__main__`, and settings that the checkpoint does not
+    contain, such as lambdas. The name of the algorithm's class is "algorithm".
+    """
+    found = {}
+    algorithm = str(manifest.get("algorithm"))
+    if algorithm.startswith("__main__:") or "<locals>" in algorithm:
+        found["algorithm"] = algorithm
+    plan = manifest.get("plan")
+    if not (isinstance(plan, str) and plan.endswith(".py")):  # a plan file brings its own code
+        found |= {str(name): "without an import path" for name in manifest.get("left_out", ())}
+    values = manifest.get("config", {}).get("values", {})
+    for name, value in values.items():
+        if code := _code_of_main(value):
+            found[name] = code
+    return found
+
+
+def _code_of_main(value: Any) -> str | None:
+    """Return the first import path "__main__:name" in a setting of a manifest, or None."""
+    if isinstance(value, dict):
+        code = value.get(_CODE)
+        if isinstance(code, str) and code.startswith("__main__:"):
+            return code
+        value = list(value.values())
+    return next(filter(None, map(_code_of_main, value)), None) if isinstance(value, list) else None
 
 
 def best_checkpoint(checkpoints: list[Path], order: str = "max") -> Path | None:

@@ -1,8 +1,10 @@
-"""Stop a run cleanly on SIGTERM and Ctrl-C."""
+"""Stop a run cleanly on SIGTERM, SIGHUP and Ctrl-C."""
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
 import time
 from typing import Any
@@ -12,7 +14,9 @@ DUPLICATE_SIGNAL_S = 1.0
 
 
 class SignalHandler:
-    """Turn SIGTERM into SystemExit(143) and Ctrl-C into KeyboardInterrupt.
+    """Turn SIGTERM and SIGHUP into SystemExit(143 or 129) and Ctrl-C into KeyboardInterrupt.
+
+    SIGHUP, which a closed terminal sends, stays ignored under `nohup`.
 
     The first signal raises at once only while `armed`, during training: an exception while
     writing a file or holding a lock would leave either in an inconsistent state. Otherwise,
@@ -38,12 +42,19 @@ class SignalHandler:
     def raise_pending(self) -> None:
         """Raise if a signal was received; Python drops what a handler raises in `__del__`."""
         if self._received:
-            is_sigterm = self._received[0][0] == signal.SIGTERM
-            raise SystemExit(143) if is_sigterm else KeyboardInterrupt
+            number = self._received[0][0]
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+
+    @property
+    def terminal_closed(self) -> bool:
+        """Whether SIGHUP was received."""
+        return any(number == signal.SIGHUP for number, _ in self._received)
 
     def __enter__(self) -> SignalHandler:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                    continue
                 self._previous[number] = signal.signal(number, self._handle)
         return self
 
@@ -53,5 +64,17 @@ class SignalHandler:
 
 
 def is_termination(error: BaseException) -> bool:
-    """Return whether an error is due to SIGTERM; Ray's handler exits with the signal's number."""
-    return isinstance(error, SystemExit) and error.code in (143, signal.SIGTERM)
+    """Return whether an error is due to SIGTERM or SIGHUP.
+
+    Ray's handler exits with the number of SIGTERM.
+    """
+    return isinstance(error, SystemExit) and error.code in (143, 129, signal.SIGTERM)
+
+
+def discard_lost_output() -> None:
+    """Discard what is printed from now on to a terminal that was closed."""
+    for name in ("stdout", "stderr"):
+        try:
+            print(file=getattr(sys, name), flush=True)
+        except OSError:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115

@@ -11,6 +11,7 @@ from typing import Any
 
 from flowrl.settings import ConfigError, nearest
 from flowrl.trainer.metric_names import check_metric_name, flatten_result, metric_value
+from flowrl.trainer.runs.formatting import format_count
 from flowrl.trainer.start_checks import has_schedule_in_percent
 
 DEFAULT_TIMESTEPS = 500_000  # env steps of a run without stop rules
@@ -54,9 +55,12 @@ class StopRules:
         """
         try:
             rules = cls(**values)
+            for limit in (rules.reward, rules.timesteps, rules.iters, rules.time_s):
+                if limit is not None and not math.isfinite(limit):
+                    raise ValueError(f"{limit} is not finite")
             rules.metrics = [(str(n), str(r), float(v)) for n, r, v in rules.metrics]
             return rules
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise ConfigError(f"stop.json: contains no stop rules: {error}") from None
 
     def is_set(self) -> bool:
@@ -87,6 +91,25 @@ class StopRules:
             return replace(self, timesteps=timesteps)
         return self
 
+    def describe(self, config: Any) -> str:
+        """Return the limits as text, such as "500,000 env steps or mean return 475".
+
+        Args:
+            config: the run's settings, whose schedules in percent end at the limit on env steps.
+        """
+        limits = []
+        if self.timesteps is not None:
+            ends = " (the end of schedules in percent)" if has_schedule_in_percent(config) else ""
+            limits.append(f"{format_count(self.timesteps, 'env step')}{ends}")
+        if self.reward is not None:
+            limits.append(f"mean return {self.reward:g}")
+        if self.iters is not None:
+            limits.append(format_count(self.iters, "iteration"))
+        if self.time_s is not None:
+            limits.append(f"{self.time_s:g} s")
+        limits += [f"{name} {relation} {limit:g}" for name, relation, limit in self.metrics]
+        return " or ".join(limits)
+
     def check(self, config: Any) -> None:
         """Check the names of the metrics.
 
@@ -112,10 +135,9 @@ class StopRules:
         if self.reward is not None and window_is_full and mean_return >= self.reward:
             return f"mean return {mean_return:.3g} of the last {window} episodes >= {self.reward:g}"
         if self.timesteps and result["timesteps_total"] >= self.timesteps:
-            return f"{result['timesteps_total']:,} env steps"
+            return format_count(result["timesteps_total"], "env step")
         if self.iters and result["training_iteration"] >= self.iters:
-            iteration = result["training_iteration"]
-            return f"{iteration} iteration{'s' if iteration > 1 else ''}"
+            return format_count(result["training_iteration"], "iteration")
         if self.time_s and seconds >= self.time_s:
             return f"{seconds:.0f} s"
         for name, relation, limit in self.metrics:

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from flowrl.iter.stage import walk
 from flowrl.ops import WriteParquet
-from flowrl.settings import ConfigError
+from flowrl.settings import ConfigError, whole_number
+from flowrl.trainer.runs.continuing import ways_to_continue
+from flowrl.trainer.runs.formatting import format_count
 from flowrl.trainer.runs.progress import ProgressTable
-from flowrl.trainer.runs.run_directory import RunDirectory, default_run_dir
-from flowrl.trainer.runs.signal_handler import SignalHandler, is_termination
+from flowrl.trainer.runs.run_directory import RunDirectory, default_run_dir, env_name
+from flowrl.trainer.runs.saved_run import read_config, read_stop_rules, result_at
+from flowrl.trainer.runs.signal_handler import (
+    SignalHandler,
+    discard_lost_output,
+    is_termination,
+)
 from flowrl.trainer.runs.stop_rules import PendingMetrics, StopRules, metric_rules
 
 
@@ -22,8 +31,8 @@ class RunEnd:
     """How a run ended.
 
     Attributes:
-        reason: the limit that was reached, "interrupted" or "terminated".
-        exit_code: 0; 130 after Ctrl-C; 143 after SIGTERM.
+        reason: the limit that was reached, "interrupted", "terminated" or "terminal closed".
+        exit_code: 0; 130 after Ctrl-C; 143 after SIGTERM; 129 after SIGHUP.
         checkpoint: the last checkpoint; None if none was written.
         seconds: duration of the training.
     """
@@ -49,8 +58,10 @@ def train_until(
         Exception: the training failed; the last result and a checkpoint were written.
     """
     config = algorithm.config
-    if show_progress and config.num_workers:
-        print(f"starting {config.num_workers} workers …", flush=True)
+    if show_progress:
+        print(_describe_start(algorithm, stop, run), flush=True)
+        if config.num_workers:
+            print(f"starting {format_count(config.num_workers, 'worker')} …", flush=True)
     progress = ProgressTable(stop, algorithm.plan.metrics.counters) if show_progress else None
     pending = PendingMetrics(stop, config.checkpoint_score_attribute)
     started = saved = time.perf_counter()
@@ -78,19 +89,43 @@ def train_until(
         except KeyboardInterrupt:
             exit_code, reason = 130, "interrupted"
         except BaseException as error:
-            if not is_termination(error):
+            lost_output = isinstance(error, OSError) and signals.terminal_closed
+            if not is_termination(error) and not lost_output:
                 result = _write_last_result(algorithm, run, result)
                 if run is not None and result is not None:
                     run.save(algorithm, result)
                 raise
             exit_code, reason = 143, "terminated"
+            if signals.terminal_closed:
+                exit_code, reason = 129, "terminal closed"
         finally:
             if progress is not None:
-                progress.finish(algorithm.last_result)
+                with suppress(OSError) if exit_code == 129 else nullcontext():
+                    progress.finish(algorithm.last_result)
+            if exit_code == 129:
+                discard_lost_output()
         if exit_code:
             result = _write_last_result(algorithm, run, result)
         checkpoint = None if run is None else run.save(algorithm, result)
     return RunEnd(reason, exit_code, checkpoint, time.perf_counter() - started)
+
+
+def _describe_start(algorithm: Any, stop: StopRules, run: RunDirectory | None) -> str:
+    """Return the first line of a run: what is trained, on what, until when, and where to."""
+    config = algorithm.config
+    env = f" on {env_name(config.env)}" if config.samples else ""
+    workers = f" with {format_count(config.num_workers, 'worker')}" if config.num_workers else ""
+    step = f" from env step {steps:,}" if (steps := _env_steps_of(algorithm)) else ""
+    place = "no run directory" if run is None else f"run directory: {run.path}"
+    return (
+        f"training {type(algorithm).__name__}{env}{workers}{step} until {stop.describe(config)}; "
+        f"{place}"
+    )
+
+
+def _env_steps_of(algorithm: Any) -> int:
+    """Return the env steps that an algorithm has sampled so far."""
+    return int(algorithm.plan.metrics.counters["num_env_steps_sampled"])
 
 
 def _checkpoint_is_due(algorithm: Any, seconds: float) -> bool:
@@ -120,27 +155,63 @@ def _write_last_result(algorithm: Any, run: RunDirectory | None, result: Any) ->
     return last
 
 
-def prepare_to_resume(algorithm: Any, run: RunDirectory, stop: StopRules) -> str | None:
-    """Remove everything that a run wrote after the algorithm's iteration; it is written again.
+def reached_limit(algorithm: Any, stop: StopRules, run_dir: Path | None) -> str | None:
+    """Return the limit that a training has already reached, or None.
 
-    Returns:
-        the limit that the run has already reached, in which case nothing is removed; or None.
+    Args:
+        algorithm: the algorithm.
+        stop: the limits.
+        run_dir: the run directory that the training continues; None if there is none.
     """
-    result = run.result_at(algorithm.iteration)
-    window = algorithm.config.metrics_num_episodes_for_smoothing
-    reached = None if result is None else stop.reached(result, window, 0.0)
-    if reached is not None:
-        return reached
+    if not algorithm.iteration:
+        return None
+    result = algorithm.last_result
+    if run_dir is not None:
+        result = result_at(run_dir, algorithm.iteration)
+    if result is None or result.get("training_iteration") != algorithm.iteration:
+        result = {}  # it was not written: the checkpoint has the counters only
+    result = {
+        "episodes_in_window": 0,
+        "episode_reward_mean": math.nan,
+        "timesteps_total": _env_steps_of(algorithm),
+        "training_iteration": algorithm.iteration,
+        **result,
+    }
+    return stop.reached(result, algorithm.config.metrics_num_episodes_for_smoothing, 0.0)
+
+
+def prepare_to_resume(algorithm: Any, run: RunDirectory, stop: StopRules, total: Any) -> None:
+    """Make a run directory ready for a resumed training.
+
+    Everything that the run wrote after the algorithm's iteration is removed: it is written again.
+    The new limits replace the old ones.
+
+    Args:
+        algorithm: the algorithm, with the state of a checkpoint.
+        run: its run directory.
+        stop: the limits.
+        total: the setting `total_timesteps`.
+    """
+    run.write_limits(asdict(stop), total)
     run.truncate(algorithm.iteration)
     for stage in walk(algorithm.plan.stage):
         if isinstance(operator := getattr(stage, "fn", None), WriteParquet):
             operator.remove_newer_files()
-    return None
+
+
+def saved_stop_rules(run_dir: Path, config: Any) -> StopRules:
+    """Return the limits of a run, which apply if it is resumed without new ones.
+
+    Raises:
+        ConfigError: stop.json is missing or damaged.
+    """
+    stop = StopRules.from_saved(read_stop_rules(run_dir))
+    return stop if config.samples else replace(stop, reward=None)  # offline: no returns
 
 
 def learn(
     algorithm: Any,
-    total_timesteps: int | None,
+    total_timesteps: float | None,
     stop: Mapping[str, float] | None,
     run_dir: Path | str | None,
     command: list[str],
@@ -154,54 +225,68 @@ def learn(
         command: the user's program, for the run directory.
     """
     config = algorithm.config
-    if total_timesteps is not None and (
-        isinstance(total_timesteps, bool)
-        or not isinstance(total_timesteps, int)
-        or total_timesteps < 1
-    ):
-        raise ConfigError(f"learn: total_timesteps must be a positive int, got {total_timesteps!r}")
-    rules = StopRules(timesteps=total_timesteps, metrics=metric_rules(stop or {}))
+    steps = whole_number(total_timesteps)
+    if total_timesteps is not None and (steps is None or steps < 1):
+        raise ConfigError(
+            f"learn: total_timesteps must be a positive whole number, got {total_timesteps!r}"
+        )
+    path = _path_of_run(algorithm, run_dir)
+    resume = algorithm.run_dir is not None and path == algorithm.run_dir
+    rules = StopRules(timesteps=steps, metrics=metric_rules(stop or {}))
+    total = None
+    if path is not None and resume and not rules.is_set():
+        rules = saved_stop_rules(path, config)
+        total = read_config(path)[0].get("total_timesteps")
     rules.check(config)
     rules = rules.with_defaults(config)
+    total = total or rules.env_steps
     algorithm.workers.local_worker()  # errors of environments and plan appear before files
     algorithm.check_evaluation()
-    if rules.env_steps is not None:
-        algorithm.workers.set_total_timesteps(rules.env_steps)
+    if total is not None:
+        algorithm.workers.set_total_timesteps(total)
     tree = algorithm.plan.explain()
-    end: RunEnd | None
-    if run_dir is None:
-        end = train_until(algorithm, rules, None, show_progress)
-    else:
-        end = _learn_in_run(algorithm, rules, run_dir, command, tree, show_progress)
-    if end is not None and end.exit_code == 130:
+    reached = reached_limit(algorithm, rules, path if resume else None)
+    if reached is not None:
+        print(f"already reached: {reached}; pass a larger total_timesteps or limit")
+        return
+    end = _train_in_run(algorithm, rules, path, resume, total, command, tree, show_progress)
+    if end.exit_code == 130:
         raise KeyboardInterrupt
-    if end is not None and end.exit_code:
+    if end.exit_code:
         raise SystemExit(end.exit_code)
 
 
-def _learn_in_run(
+def _path_of_run(algorithm: Any, run_dir: Path | str | None) -> Path | None:
+    """Return the run directory of `learn`: exactly `algorithm.run_dir` if the run continues."""
+    if run_dir is None:
+        return None
+    if run_dir == "auto":
+        name = type(algorithm).__name__.lower()
+        return algorithm.run_dir or default_run_dir(name, algorithm.config.env)
+    path, current = Path(run_dir), algorithm.run_dir
+    return current if current is not None and path.resolve() == current.resolve() else path
+
+
+def _train_in_run(
     algorithm: Any,
     stop: StopRules,
-    run_dir: Path | str,
+    path: Path | None,
+    resume: bool,
+    total: int | None,
     command: list[str],
     tree: str,
     show_progress: bool,
-) -> RunEnd | None:
-    """Train in a run directory; return None if the run has already reached a limit."""
-    name = type(algorithm).__name__.lower()
-    if run_dir == "auto":
-        run_dir = algorithm.run_dir or default_run_dir(name, algorithm.config.env)
-    path = Path(run_dir)
-    resume = algorithm.run_dir is not None and path.resolve() == algorithm.run_dir.resolve()
+) -> RunEnd:
+    """Train in a run directory that is new or continues; without one if `path` is None."""
+    if path is None:
+        return train_until(algorithm, stop, None, show_progress)
     run = RunDirectory(path, algorithm.config.logged_names, resume)
     try:
         if resume:
-            reached = prepare_to_resume(algorithm, run, stop)
-            if reached is not None:
-                print(f"already reached: {reached}; pass a larger total_timesteps or limit")
-                return None
+            prepare_to_resume(algorithm, run, stop, total)
         else:
-            run.write_setup(algorithm.config, command, tree, asdict(stop))
+            config = algorithm.config.updated(total_timesteps=total)
+            run.write_setup(config, command, tree, asdict(stop))
         algorithm.run_dir = path
         end = train_until(algorithm, stop, run, show_progress)
     finally:
@@ -209,4 +294,7 @@ def _learn_in_run(
     if show_progress:
         ended = "stopped" if end.exit_code else "reached"
         print(f"{ended}: {end.reason}, after {end.seconds:.1f} s; run directory: {path}")
+        if end.checkpoint is not None:
+            for way in ways_to_continue(algorithm, path, end.checkpoint, "flowrl"):
+                print(f"continue: {way}")
     return end

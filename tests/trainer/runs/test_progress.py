@@ -1,11 +1,9 @@
 """The progress table: regular rows, columns within the width, the time that is left."""
 
-import math
-
 import pytest
 
 from flowrl.trainer.runs import progress
-from flowrl.trainer.runs.progress import ProgressTable, format_number, format_seconds
+from flowrl.trainer.runs.progress import ProgressTable
 from flowrl.trainer.runs.stop_rules import StopRules
 
 
@@ -67,8 +65,8 @@ def test_last_row_is_printed_once(clock, capsys):
     play(table, clock, iterations=3, steps_each=10, seconds_each=0.1)
     table.finish()
     rows = rows_of(capsys)
-    assert len(rows) == 2  # the header and the last result
-    assert rows[1][:2] == ["3", "30"]
+    assert [row[0] for row in rows] == ["iter", "1", "3"]  # the first and the last result
+    assert rows[-1][:2] == ["3", "30"]
 
 
 @pytest.mark.parametrize(
@@ -120,16 +118,47 @@ def wait_for(condition, seconds=10.0):
     return False
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0.0, "0.00"), (1.0, "1.00"), (-0.0123, "-0.0123"), (23.456, "23.5"), (475.0, "475"),
-        (-1234.5, "-1,234"), (1.5e-5, "1.5e-05"), (3.2e8, "3.20e+08"), (math.nan, "nan"),
-    ],
-)  # fmt: skip
-def test_numbers_have_three_significant_digits(value, text):
-    assert format_number(value) == text
+def test_live_line_ends_with_a_whole_field(clock, capsys, monkeypatch):
+    monkeypatch.setattr(progress.sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(progress.shutil, "get_terminal_size", lambda default: Size(62))
+    lines = []
+    table = ProgressTable(StopRules(timesteps=10_000_000), {})
+    table._live = Live(lines)
+    play(table, clock, iterations=20, steps_each=100_000, seconds_each=1.0)
+    table.finish()
+    assert "iter 20 | env steps 2,000,000 | steps/s 100,000" in lines[-1]
+    assert max(map(len, lines)) <= 56
+    names = ("iter", "env steps", "steps/s", "return", "length", "policy_loss", "time left")
+    for line in lines:
+        for part in line.split(" | "):
+            name, _, value = part.rpartition(" ")
+            assert name in names
+            assert value
 
 
-def test_durations_have_minutes_and_hours():
-    assert [format_seconds(s) for s in (5, 65, 3_725)] == ["0:05", "1:05", "1:02:05"]
+def test_live_line_is_not_older_than_the_last_row(clock, capsys, monkeypatch):
+    monkeypatch.setattr(progress.sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(progress, "LIVE_INTERVAL_S", 100.0)
+    lines = []
+    table = ProgressTable(StopRules(), {})
+    table._live = Live(lines)
+    play(table, clock, iterations=7, steps_each=1_000, seconds_each=1.0)
+    rows = rows_of(capsys)
+    assert rows[-1][0] != "iter"
+    assert lines[-1].startswith(f"iter {rows[-1][0]} |")
+    table.finish()
+
+
+class Size:
+    def __init__(self, columns):
+        self.columns = columns
+
+
+class Live:
+    """Records the live line."""
+
+    def __init__(self, lines):
+        self.update = lines.append
+
+    def stop(self):
+        pass

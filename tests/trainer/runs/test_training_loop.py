@@ -1,8 +1,10 @@
 """Algorithm.learn: limits, run directories, continuing a run, failures and interrupts."""
 
+import importlib
 import json
 import os
 import signal
+import sys
 
 import gymnasium as gym
 import pytest
@@ -97,8 +99,9 @@ def test_other_runs_are_not_overwritten(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"total_timesteps": 0}, "positive int, got 0"),
-        ({"total_timesteps": 1e5}, "positive int, got 100000.0"),
+        ({"total_timesteps": 0}, "positive whole number, got 0"),
+        ({"total_timesteps": 0.5}, "positive whole number, got 0.5"),
+        ({"total_timesteps": True}, "positive whole number, got True"),
         ({"stop": {"episode_reward_meen": 1}}, "Did you mean 'episode_reward_mean'"),
         ({"stop": {"episode_reward_mean": "high"}}, "must be a number"),
         ({"stop": 3}, "must map metrics to values"),
@@ -119,15 +122,126 @@ def test_limits_on_other_metrics_stop_the_training():
     assert metric_rules({"a/b<=": 2}) == [("a/b", "<=", 2.0)]
 
 
+OWN_CODE = """
+import gymnasium as gym
+from flowrl import A2C
+
+def make(context):
+    return gym.make("CartPole-v1")
+
+class Mine(A2C):
+    pass
+"""
+
+
+def learn_in_run(algorithm_class, env, run_dir, **settings):
+    with algorithm_class(env, **SMALL, **settings) as algorithm:
+        algorithm.learn(64, run_dir=run_dir)
+
+
 @pytest.mark.parametrize("own", ["environment", "algorithm"])
-def test_run_with_code_of_the_user_is_continued_in_python(tmp_path, capsys, own):
-    algorithm_class = type("Mine", (A2C,), {}) if own == "algorithm" else A2C
-    env = make_cartpole if own == "environment" else "CartPole-v1"
-    with algorithm_class(env, **SMALL) as algorithm:
-        algorithm.learn(64, run_dir=tmp_path / "r", progress=False)
-    for command in (["resume", "--stop-iters", "2"], ["evaluate"]):
-        assert main([command[0], str(tmp_path / "r"), *command[1:]]) == 2
-        assert "started from Python" in capsys.readouterr().err
+def test_trusted_code_of_the_current_folder_is_resumed(tmp_path, monkeypatch, capsys, own):
+    (tmp_path / "own_code_of_a_run.py").write_text(OWN_CODE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "own_code_of_a_run", raising=False)
+    module = importlib.import_module("own_code_of_a_run")
+    algorithm_class = module.Mine if own == "algorithm" else A2C
+    learn_in_run(algorithm_class, module.make if own == "environment" else "CartPole-v1", "r")
+    assert "continue: flowrl resume r --trust --stop-timesteps …" in capsys.readouterr().out
+    for command in (["resume", "r", "--stop-timesteps", "128"], ["evaluate", "r"]):
+        assert main(command) == 2
+        assert "own_code_of_a_run:" in (message := capsys.readouterr().err)
+        assert "pass --trust" in message
+    assert main(["resume", "r", "--trust", "--stop-timesteps", "128"]) == 0
+    out = capsys.readouterr().out
+    assert f"{algorithm_class.__name__}.from_checkpoint('r'" in out
+    assert "repeat:" not in out
+    assert main(["evaluate", "r", "--trust", "--episodes", "1"]) == 0
+    assert read_steps(tmp_path / "r") == [64, 128]
+
+
+@pytest.mark.parametrize("trust", [[], ["--trust"]])
+def test_code_that_only_the_program_has_is_continued_in_python(
+    tmp_path, monkeypatch, capsys, trust
+):
+    in_main = type("MainEnv", (gym.Wrapper,), {"__module__": "__main__"})
+    monkeypatch.setattr(sys.modules["__main__"], "MainEnv", in_main, raising=False)
+    in_main.__init__ = lambda self: gym.Wrapper.__init__(self, gym.make("CartPole-v1"))
+    for name, env in (("main", in_main), ("local", lambda context: gym.make("CartPole-v1"))):
+        run_dir = tmp_path / name
+        learn_in_run(A2C, env, run_dir)
+        hint = capsys.readouterr().out
+        assert f"A2C.from_checkpoint({str(run_dir)!r}, config={{'env': …}}).learn(…)" in hint
+        assert "flowrl resume" not in hint
+        if name == "main":
+            monkeypatch.delattr(sys.modules["__main__"], "MainEnv")
+        for command in (["resume", "--stop-iters", "2"], ["evaluate"]):
+            assert main([command[0], str(run_dir), *command[1:], *trust]) == 2
+            message = capsys.readouterr().err
+            assert "move it to a module in the current folder" in message
+            assert "config={'env': …}" in message
+    algorithm_class = type("Mine", (A2C,), {"__qualname__": "f.<locals>.Mine"})
+    learn_in_run(algorithm_class, "CartPole-v1", tmp_path / "own")
+    assert main(["evaluate", str(tmp_path / "own"), *trust]) == 2
+    assert "its algorithm" in capsys.readouterr().err
+
+
+def test_how_to_continue_is_printed(tmp_path, capsys):
+    run_dir = tmp_path / "r"
+    learn_in_run(A2C, "CartPole-v1", run_dir)
+    out = capsys.readouterr().out
+    assert f"continue: A2C.from_checkpoint({str(run_dir)!r}).learn(…)" in out
+    assert f"continue: flowrl resume {run_dir} --stop-timesteps …" in out
+    assert main(["resume", str(run_dir), "--stop-timesteps", "128"]) == 0
+    out = capsys.readouterr().out
+    assert f"continue:      A2C.from_checkpoint({str(run_dir)!r}).learn(…)" in out
+    assert "repeat:" not in out
+
+
+def test_start_is_described_in_one_line(tmp_path, capsys):
+    run_dir = tmp_path / "r"
+    with A2C("CartPole-v1", **SMALL) as algorithm:
+        algorithm.learn(64, stop={"episode_reward_mean": 400}, run_dir=run_dir)
+        first = capsys.readouterr().out.splitlines()[0]
+        limits = "64 env steps or episode_reward_mean >= 400"
+        assert first == f"training A2C on CartPole-v1 until {limits}; run directory: {run_dir}"
+        algorithm.learn(128, run_dir=None)
+        first = capsys.readouterr().out.splitlines()[0]
+        assert "from env step 64 until 128 env steps; no run directory" in first
+    percent = {"lr": [("0%", 1e-3), ("100%", 0.0)]}
+    with A2C(make_cartpole, **SMALL, **percent) as algorithm:
+        algorithm.learn(stop={"training_iteration": 1}, run_dir=None)
+        first = capsys.readouterr().out.splitlines()[0]
+        assert "on make_cartpole until 500,000 env steps (the end of schedules in percent)" in first
+        assert "or training_iteration >= 1" in first
+
+
+@pytest.mark.usefixtures("ray_session")
+@pytest.mark.slow
+def test_start_of_workers_is_printed(capsys):
+    with A2C("CartPole-v1", **SMALL, num_workers=1) as algorithm:
+        algorithm.learn(64, run_dir=None)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("training A2C on CartPole-v1 with 1 worker until")
+    assert lines[1] == "starting 1 worker …"
+
+
+def test_limit_that_is_already_met_is_printed_without_a_run_directory(capsys):
+    with A2C("CartPole-v1", **SMALL) as algorithm:
+        algorithm.learn(6.4e1, run_dir=None, progress=False)
+        for limits in ({"total_timesteps": 32}, {"stop": {"training_iteration": 1}}):
+            algorithm.learn(**limits, run_dir=None, progress=False)
+            assert "already reached: " in capsys.readouterr().out
+        assert algorithm.iteration == 1
+
+
+def test_stopped_algorithm_learns_nothing_and_writes_nothing(tmp_path):
+    algorithm = A2C("CartPole-v1", **SMALL)
+    algorithm.stop()
+    with pytest.raises(RuntimeError, match="was stopped"):
+        algorithm.learn(64, run_dir=tmp_path / "r")
+    assert not (tmp_path / "r").exists()
 
 
 def make_cartpole(context):
@@ -191,3 +305,50 @@ def test_environments_that_cannot_be_copied_are_rejected():
         pytest.raises(ConfigError, match="takes no arguments"),
     ):
         algorithm.train()
+
+
+def test_run_without_new_limits_continues_to_its_own(tmp_path, capsys):
+    run_dir = tmp_path / "r"
+    with A2C("CartPole-v1", **SMALL) as algorithm:
+        algorithm.learn(64, stop={"training_iteration": 9}, run_dir=run_dir, progress=False)
+        algorithm.learn()
+    assert "already reached: 64 env steps" in capsys.readouterr().out
+    with A2C.from_checkpoint(run_dir) as algorithm:
+        algorithm.learn(128, progress=False)
+    (run_dir / "result.json").write_text("")  # the checkpoint knows its env steps itself
+    with A2C.from_checkpoint(run_dir) as algorithm:
+        algorithm.learn()
+        assert "already reached: 128 env steps" in capsys.readouterr().out
+        assert algorithm.iteration == 2
+
+
+def test_new_limits_of_a_resumed_run_are_its_own_from_then_on(tmp_path, capsys):
+    run_dir = tmp_path / "r"
+    percent = {"lr": [("0%", 1e-3), ("100%", 0.0)]}
+    with A2C("CartPole-v1", **SMALL, **percent) as algorithm:
+        algorithm.learn(64, run_dir=run_dir, progress=False)
+    assert main(["resume", str(run_dir), "--stop-timesteps", "128"]) == 0
+    capsys.readouterr()
+    assert main(["resume", str(run_dir)]) == 0
+    assert "already reached: 128 env steps" in capsys.readouterr().out
+    with A2C.from_checkpoint(run_dir) as algorithm:
+        algorithm.learn(256, progress=False)
+    settings = json.loads((run_dir / "config.json").read_text())
+    assert settings["total_timesteps"] == 256
+    rates = [
+        json.loads(line)["learners"]["default_policy"]["cur_lr"]
+        for line in (run_dir / "result.json").read_text().splitlines()
+    ]
+    assert rates[-2:] == [pytest.approx(1e-3 * 128 / 256), pytest.approx(1e-3 * 64 / 256)]
+    assert main(["resume", str(run_dir)]) == 0
+    assert "already reached: 256 env steps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["{", '{"timesteps": "many"}', '{"speed": 1}'])
+def test_damaged_limits_of_a_run_are_rejected(tmp_path, text):
+    run_dir = tmp_path / "r"
+    with A2C("CartPole-v1", **SMALL) as algorithm:
+        algorithm.learn(64, run_dir=run_dir, progress=False)
+        (run_dir / "stop.json").write_text(text)
+        with pytest.raises(ConfigError, match=r"stop\.json"):
+            algorithm.learn()

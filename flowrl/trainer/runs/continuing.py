@@ -1,0 +1,50 @@
+"""How to continue a run that was started from Python."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+from flowrl.data.checkpoint import CheckpointError, read_manifest
+from flowrl.policies.code_references import UntrustedCodeError, code_path
+from flowrl.settings import ConfigError
+from flowrl.trainer.checkpoint_loading import settings_of_checkpoint
+from flowrl.trainer.registry import algorithm_names, algorithm_path
+from flowrl.trainer.runs.saved_run import own_code
+
+
+def ways_to_continue(algorithm: Any, run_dir: Path, checkpoint: Path, program: str) -> list[str]:
+    """Return the Python expression that continues a run, and the command if there is one.
+
+    Args:
+        algorithm: the algorithm.
+        run_dir: its run directory.
+        checkpoint: the newest checkpoint in it.
+        program: how the user calls flowrl.
+    """
+    cls, code = type(algorithm), own_code(read_manifest(checkpoint))
+    needs_trust = _needs_trust(cls, checkpoint)
+    changes = [f"{name!r}: …" for name in code if name != "algorithm"]
+    arguments = [repr(str(run_dir))]
+    if changes:
+        arguments.append(f"config={{{', '.join(changes)}}}")
+    elif needs_trust:
+        arguments.append("trust=True")
+    ways = [f"{cls.__name__}.from_checkpoint({', '.join(arguments)}).learn(…)"]
+    if not code:
+        registered = code_path(cls) in map(algorithm_path, algorithm_names())
+        trust = " --trust" if needs_trust or not registered else ""
+        ways.append(f"{program} resume {shlex.quote(str(run_dir))}{trust} --stop-timesteps …")
+    return ways
+
+
+def _needs_trust(cls: Any, checkpoint: Path) -> bool:
+    """Return whether a checkpoint names code that its class does not vouch for."""
+    try:
+        settings_of_checkpoint(cls, checkpoint, None, trust=False)
+    except UntrustedCodeError:
+        return True
+    except (CheckpointError, ConfigError):
+        return False
+    return False

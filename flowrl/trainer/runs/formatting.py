@@ -1,0 +1,34 @@
+"""Numbers, counts and durations as text."""
+
+from __future__ import annotations
+
+import math
+
+
+def format_number(value: float) -> str:
+    """Return a number with three significant digits, or more for large integers."""
+    if not math.isfinite(value):
+        return str(value)
+    if abs(value) >= 1e7:
+        return f"{value:.2e}"
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    if value and abs(value) < 1e-3:
+        return f"{value:.1e}"
+    return f"{value:#.3g}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a duration as m:ss or h:mm:ss."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def format_count(count: int, noun: str) -> str:
+    """Return a count with its noun.
+
+    >>> format_count(1, "worker"), format_count(2000, "episode")
+    ('1 worker', '2,000 episodes')
+    """
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
