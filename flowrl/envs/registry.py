@@ -170,6 +170,11 @@ def env_creator_for(env: Any) -> EnvCreator:
         try:
             gym.spec(env)
         except gym.error.Error as error:
+            if env.startswith("ALE/"):
+                raise ConfigError(
+                    f"env: {env} is an Atari environment: pip install ale-py, and name it as "
+                    f"ale_py:{env}"
+                ) from error
             hint = nearest(env, [*_CREATORS, *gym.registry]) or (
                 " Name a class or function as module:Class, or register a custom environment with "
                 "flowrl.envs.register_env(name, creator), for example in the plan file."

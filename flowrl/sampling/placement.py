@@ -80,7 +80,7 @@ class Placement:
                     break
                 if amount * count > total or time.monotonic() > deadline:
                     raise ConfigError(
-                        f"{setting}: {count} workers need {amount:g} of {name!r} each; the cluster "
+                        f"{setting}: {amount:g} of {name!r} is needed {count} times; the cluster "
                         f"has {total:g}, {free:g} of them free"
                     )
                 time.sleep(0.1)
