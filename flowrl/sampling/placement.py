@@ -80,8 +80,9 @@ class Placement:
                     break
                 if amount * count > total or time.monotonic() > deadline:
                     raise ConfigError(
-                        f"{setting}: {count} workers need {amount:g} of {name!r} each; the cluster "
-                        f"has {total:g}, {free:g} of them free"
+                        f"{setting}: {count} {'workers need' if count > 1 else 'worker needs'} "
+                        f"{amount:g} of {name!r} each; the cluster has {total:g}, {free:g} of them "
+                        "free"
                     )
                 time.sleep(0.1)
 

@@ -286,6 +286,25 @@ def test_import_path_without_an_environment_is_rejected(cli, tmp_path, env):
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize("command", ["train ppo", "train --run=PPO"])
+def test_environment_that_needs_an_extra_names_it_once(cli, tmp_path, monkeypatch, command):
+    monkeypatch.setitem(sys.modules, "Box2D", None)
+    for module in [name for name in sys.modules if name.startswith("gymnasium.envs.box2d")]:
+        monkeypatch.delitem(sys.modules, module)
+    code, out, err = cli(*command.split(), "--env", "LunarLander-v3")
+    assert (code, out) == (2, "")
+    assert err.count('pip install "flowrl-dataflow[box2d]"') == 1
+    assert err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_atari_environment_names_its_extra(cli, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ale_py", None)
+    code, _, err = cli("train", "ppo", "--env", "ALE/Pong-v5")
+    assert code == 2
+    assert 'pip install "flowrl-dataflow[atari]"' in err
+
+
 def test_plan_file_with_settings_only_is_rejected(cli, tmp_path):
     text = "from flowrl.algorithms.ppo import PPOConfig\nconfig = PPOConfig(env='CartPole-v1')\n"
     (tmp_path / "settings.py").write_text(text)

@@ -133,7 +133,8 @@ class StopRules:
         mean_return = result["episode_reward_mean"]
         window_is_full = result["episodes_in_window"] >= window
         if self.reward is not None and window_is_full and mean_return >= self.reward:
-            return f"mean return {mean_return:.3g} of the last {window} episodes >= {self.reward:g}"
+            episodes = format_count(window, "episode")
+            return f"mean return {mean_return:.3g} of the last {episodes} >= {self.reward:g}"
         if self.timesteps and result["timesteps_total"] >= self.timesteps:
             return format_count(result["timesteps_total"], "env step")
         if self.iters and result["training_iteration"] >= self.iters:
