@@ -173,6 +173,12 @@ SETTING_HINTS: dict[str, list[tuple[str, str]]] = {
             "`target_entropy=None` keeps it fixed at `initial_alpha`",
         )
     ],
+    # runs
+    "input": [("input_", "`input_`")],
+    "metrics_smoothing_episodes": [
+        ("metrics_num_episodes_for_smoothing", "`metrics_num_episodes_for_smoothing`")
+    ],
+    "max_num_env_runner_restarts": [("max_num_worker_restarts", "`max_num_worker_restarts`")],
     # exploration
     "action_noise": [
         ("policy_delay", 'Use `exploration_config={"type": "GaussianNoise", "scale": 0.1}`'),
@@ -187,6 +193,7 @@ SETTING_HINTS: dict[str, list[tuple[str, str]]] = {
     "use_sde": [("train_batch_size", "State-dependent exploration is not available")],
     "sde_sample_freq": [("train_batch_size", "State-dependent exploration is not available")],
     # networks
+    "hiddens": [("model", 'Use `model={"fcnet_hiddens": [64, 64]}`')],
     "policy": [
         (
             "model",
