@@ -23,6 +23,9 @@ class APEXConfig(DQNConfig, AsyncLearnerConfig):
     train_batch_size: Count = 512
     n_step: Count = 3
     prioritized_replay: bool = True
+    target_network_update_freq: int = Field(default=500, ge=0)
+    """Rows trained on between updates of the target network; 0 updates it after every train
+    batch."""
     exploration_config: ExplorationConfig = ExplorationConfig(type="PerWorkerEpsilonGreedy")
     learner_queue_size: Count = 4
     max_weight_sync_delay: int = Field(default=400, ge=0)

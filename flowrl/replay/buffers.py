@@ -123,6 +123,11 @@ class ReplayBuffer:
             self._ring.check(self._sequences.rows_of(batch))
         if self.n_step > 1 and "rewards" not in batch:
             raise ValueError(f"a batch without rewards, which n_step={self.n_step} needs")
+        if self.n_step > 1 and not {"eps_id", "t"} <= set(batch):
+            raise ValueError(
+                f"n_step={self.n_step} needs the columns eps_id and t, which link the rows of an "
+                f"episode; the batch has {sorted(batch)}"
+            )
 
     def add(self, batch: SampleBatch) -> None:
         """Store the rows of a batch, which must not be changed afterwards.

@@ -34,8 +34,8 @@ class RingBuffer:
 
     Each observation is stored once: `new_obs` of a row is the observation of the trajectory's next
     row or, while that is not stored, one in a separate slot (see `SuccessorTable`). Trajectories
-    are found by the columns `eps_id`, `agent_index` and `t`; without `eps_id` and `t`, rows are
-    linked within their batch only.
+    are found by the columns `eps_id`, `agent_index` and `t`; without `eps_id` and `t`, rows are not
+    linked.
 
     Args:
         capacity: maximum number of rows.

@@ -132,7 +132,7 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
     def from_plan(
         cls,
         plan: str | Path | ModuleType | Callable[..., Any],
-        config: AlgorithmConfig | None = None,
+        config: AlgorithmConfig | Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> Algorithm:
         """Return the algorithm of an execution plan.
@@ -140,20 +140,24 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         Args:
             plan: the name of a shipped plan, the path of a plan file, an imported plan file, or a
                 function (workers, config) -> plan.
-            config: the settings; None uses the `config` of the plan file.
+            config: the settings; None uses the `config` of the plan file. A mapping has settings
+                that replace those of the plan file.
             settings: settings that replace those of the config.
 
         Raises:
             ConfigError: the plan cannot be loaded or has no config, or a setting is invalid.
         """
         plan = str(plan) if isinstance(plan, Path) else plan
-        if config is None:
+        if not isinstance(config, AlgorithmConfig):
+            settings = {**(config or {}), **settings}
             if isinstance(plan, ModuleType):
                 plan = plan_of_module(plan)
             if not isinstance(plan, str):
                 raise ConfigError(f"from_plan: pass a config with the function {plan.__qualname__}")
-            config = plan_config(plan, settings.get("env"))
-        algorithm = config.updated(**settings).build(plan=plan)
+            base = plan_config(plan, settings.get("env"))
+        else:
+            base = config
+        algorithm = base.updated(**settings).build(plan=plan)
         if not isinstance(algorithm, cls):
             algorithm.stop()
             raise ConfigError(

@@ -21,7 +21,7 @@ from flowrl.policies.code_references import (
     code_path,
     untrusted,
 )
-from flowrl.policies.json_codec import config_from_json, config_to_json
+from flowrl.policies.json_codec import config_from_json
 from flowrl.setting_aliases import canonical_names
 from flowrl.settings import ConfigError
 from flowrl.trainer.plan_files import PLAN_MODULE, is_shipped, load_plan, plan_path
@@ -76,11 +76,11 @@ def settings_of_checkpoint(
             raise CheckpointError(f"it belongs to {saved_class}, not to {code_path(cls)}")
         resolver = CodeResolver(trust, known | _known_classes(cls_of_run, plan), plan_modules)
         missing = [name for name in manifest["left_out"] if name not in changes]
-        if missing and plan is not None:  # take the code from the plan's own config
-            plan_config: Any = getattr(load_plan(plan), "config", None)
-            plan_code = [] if plan_config is None else config_to_json(plan_config)[1]
-            changes = {n: plan_config[n] for n in missing if n in plan_code} | changes
-            missing = [name for name in missing if name not in changes]
+        of_plan = [name for name in manifest["settings_of_plan"] if name not in changes]
+        if of_plan:
+            plan_config: Any = {} if plan is None else getattr(load_plan(plan), "config", {})
+            missing += [name for name in of_plan if name not in plan_config]
+            changes = {n: plan_config[n] for n in of_plan if n in plan_config} | changes
         if missing:
             raise CheckpointError(
                 f"it does not contain the settings {missing}; pass them again: "

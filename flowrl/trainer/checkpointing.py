@@ -91,7 +91,8 @@ class Checkpointing:
         policies = self.workers.local_worker().policy_map
         manifest = manifest_of(type(self), self.config, policies)
         # a plan file that loading executes again brings its own code
-        lost = [n for n in manifest["left_out"] if not self._plan_builder.has_setting(n)]
+        of_plan = [n for n in manifest["left_out"] if self._plan_builder.has_setting(n)]
+        lost = [n for n in manifest["left_out"] if n not in of_plan]
         if lost and not self._warned_about_left_out:
             log.warning(
                 "the checkpoint does not contain the settings %s, because they are code without "
@@ -99,6 +100,8 @@ class Checkpointing:
             )  # fmt: skip
             self._warned_about_left_out = True
         manifest |= {
+            "left_out": lost,
+            "settings_of_plan": of_plan,
             "plan_sha256": self._plan_builder.sha256,
             "training_iteration": self.iteration,
             "timesteps_total": self.plan.metrics.counters["num_env_steps_sampled"],
@@ -140,6 +143,16 @@ class Checkpointing:
         algorithm: Self = algorithm_from_checkpoint(cls, path, config, trust)
         return algorithm
 
+    def _other_plan(self, saved: Any) -> str:
+        """Return how the plan of a checkpoint differs from this algorithm's."""
+        plan = self.config.plan
+        if saved == plan:
+            return (
+                f"the plan {plan} has changed since it was written (a run directory keeps the "
+                "earlier text as plan.py)"
+            )
+        return f"it was written by the plan {saved!r}, this algorithm has {plan!r}"
+
     def restore(self, path: Path | str, other_plan: bool = False) -> None:
         """Load a checkpoint of the same plan and settings.
 
@@ -155,10 +168,9 @@ class Checkpointing:
         state, manifest = read_checkpoint(path)
         if manifest.get("plan_sha256") != self._plan_builder.sha256 and not other_plan:
             raise CheckpointError(
-                f"{path}: it was written by another plan ({manifest.get('plan')!r}, or an earlier "
-                f"text of it, which a run directory keeps as plan.py) than {self.config.plan!r}. "
-                "To load it nevertheless, use restore(path, other_plan=True) or `flowrl resume "
-                f"RUN_DIR --plan {self.config.plan}`"
+                f"{path}: {self._other_plan(manifest.get('plan'))}. To load it nevertheless, use "
+                "restore(path, other_plan=True), or on the command line `flowrl resume RUN_DIR "
+                f"--plan {self.config.plan}`"
             )
         # a running plan cannot be rewound, so the state is loaded into a new one
         plan = self._plan_builder.build(self.workers, self.policy_class)

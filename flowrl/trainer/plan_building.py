@@ -7,6 +7,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -125,6 +126,23 @@ class PlanBuilder:
                     )
 
     def has_setting(self, name: str) -> bool:
-        """Return whether a setting's value is the object in the plan file's own `config`."""
+        """Return whether a setting has the value of the plan file's own `config`.
+
+        The config may come from an earlier execution of the file.
+        """
         config = getattr(self.module, "config", None)
-        return config is not None and config.get(name) is self._config[name]
+        return config is not None and _same_code(config.get(name), self._config[name])
+
+
+def _same_code(one: Any, other: Any) -> bool:
+    """Return whether two executions of a file defined the same function, class or partial."""
+    if isinstance(one, partial) and isinstance(other, partial):
+        parts = [(one.func, other.func), *zip(one.args, other.args, strict=False)]
+        parts += [(value, other.keywords.get(name)) for name, value in one.keywords.items()]
+        same_counts = len(one.args) == len(other.args) and len(one.keywords) == len(other.keywords)
+        return same_counts and all(_same_code(*pair) for pair in parts)
+    if hasattr(one, "__code__") and hasattr(other, "__code__"):
+        return bool(one.__code__ == other.__code__)
+    if isinstance(one, type) and isinstance(other, type):
+        return (one.__module__, one.__qualname__) == (other.__module__, other.__qualname__)
+    return one is other or bool(one == other)

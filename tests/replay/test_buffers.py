@@ -88,11 +88,10 @@ def test_rows_without_episode_ids_are_not_linked():
     rows = SampleBatch(
         obs=np.arange(4.0), new_obs=np.arange(1.0, 5.0), rewards=np.ones(4, np.float32)
     )
-    buffer = ReplayBuffer(8, n_step=3, seed=0)
+    buffer = ReplayBuffer(8, seed=0)
     buffer.add(rows)
     drawn = buffer.sample(20)
     np.testing.assert_array_equal(drawn["new_obs"], drawn["obs"] + 1)
-    assert set(drawn["n_steps"]) == {1}
 
 
 def test_draws_are_uniform():
@@ -127,6 +126,14 @@ def test_n_steps_span_fragments_despite_normalization_and_missing_steps(kind):
         turns.add(fragment.with_columns(t=2 * fragment["t"]))
     drawn = turns.sample(500)
     assert set(drawn["n_steps"][drawn["t"] < drawn["t"].max() - 10]) == {5}
+
+
+def test_n_step_needs_the_columns_that_link_rows():
+    rows = {"obs": np.zeros((4, 2)), "new_obs": np.zeros((4, 2)), "rewards": np.ones(4)}
+    buffer = ReplayBuffer(10, n_step=3)
+    with pytest.raises(ValueError, match=r"n_step=3 needs the columns eps_id and t"):
+        buffer.add(SampleBatch(rows))
+    assert len(buffer) == 0
 
 
 def test_row_is_not_linked_to_an_older_row():

@@ -261,7 +261,7 @@ def test_checkpoint_has_the_hash_of_the_plan_that_was_built(tmp_path):
         plan.write_text(plan.read_text() + "\n# edited while the algorithm trained\n")
         algorithm.save(tmp_path / "c")
     with A2CConfig(env="CartPole-v1", train_batch_size=32, plan=str(plan)).build() as algorithm:
-        with pytest.raises(CheckpointError, match="another plan"):
+        with pytest.raises(CheckpointError, match="has changed since"):
             algorithm.restore(tmp_path / "c")
         algorithm.restore(tmp_path / "c", other_plan=True)
 
@@ -313,7 +313,9 @@ def test_restore_rejects_other_models_and_plans(tmp_path):
         with pytest.raises(CheckpointError, match=r"hidden.0.weight: has \(8, 4\), got \(16, 4\)"):
             other.restore(path)
         a2c = A2CConfig(env="CartPole-v1", train_batch_size=64).build()
-        with pytest.raises(CheckpointError, match="another plan"):
+        with pytest.raises(
+            CheckpointError, match="written by the plan 'ppo', this algorithm has 'a2c'"
+        ):
             a2c.restore(path)
 
 

@@ -84,6 +84,8 @@ def test_plan_of_an_imported_file_is_built(my_plan, build):
 def test_settings_of_from_plan_replace_those_of_the_file(my_plan):
     with A2C.from_plan(my_plan, lr=0.5) as algorithm:
         assert algorithm.config.lr == 0.5
+    with A2C.from_plan(my_plan, {"lr": 0.5, "gamma": 0.5}, gamma=0.9) as algorithm:
+        assert (algorithm.config.lr, algorithm.config.gamma) == (0.5, 0.9)
     config = A2CConfig(env="CartPole-v1", train_batch_size=16, rollout_fragment_length=16)
     with A2C.from_plan(my_plan, config) as algorithm:
         assert algorithm.train()["timesteps_total"] == 16
@@ -131,3 +133,45 @@ def test_imported_shipped_plan_is_that_plan():
 def test_name_of_a_shipped_plan_is_not_a_path():
     with pytest.raises(ConfigError, match="unknown plan"):
         plan_path("../plans/a2c")
+
+
+@pytest.mark.parametrize(
+    "env_in_plan", ["lambda: gym.make('CartPole-v1')", "partial(make, 3)", "Env"]
+)
+def test_checkpoint_of_a_plan_file_with_code_in_its_config_needs_no_code_again(
+    tmp_path, monkeypatch, caplog, env_in_plan
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "coded.py").write_text(
+        f"""
+from functools import partial
+import gymnasium as gym
+from flowrl.algorithms.a2c import A2CConfig
+from flowrl.ops import ConcatBatches, ParallelRollouts, StandardMetricsReporting, TrainOneStep
+
+
+def make(number, context):
+    return gym.make("CartPole-v1")
+
+
+class Env(gym.Wrapper):
+    def __init__(self):
+        super().__init__(gym.make("CartPole-v1"))
+
+
+config = A2CConfig(env={env_in_plan}, train_batch_size=32)
+
+
+def execution_plan(workers, config):
+    rollouts = ParallelRollouts(workers).combine(ConcatBatches(config.train_batch_size))
+    return StandardMetricsReporting(rollouts.for_each(TrainOneStep(workers)), workers, config)
+"""
+    )
+    with Algorithm.from_plan("coded.py", seed=1) as algorithm:
+        algorithm.save("saved")
+    assert "does not contain" not in caplog.text
+    with Algorithm.from_plan("coded.py", env=lambda: gym.make("CartPole-v1")) as algorithm:
+        algorithm.save("other")
+    assert "does not contain the settings ['env']" in caplog.text
+    with Algorithm.from_checkpoint("saved", trust=True) as algorithm:
+        assert algorithm.train()["timesteps_total"] == 32
