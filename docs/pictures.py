@@ -33,7 +33,11 @@ def dataflow() -> None:
         drawing = svg(algorithm.plan.stats())
     # on a white ground, because pages may be dark
     drawing = drawing.replace("currentColor", "#1f2937")
-    drawing = re.sub(r"(<svg [^>]*>)", r'\1<rect width="100%" height="100%" fill="white" stroke="none"/>', drawing)
+    drawing = re.sub(
+        r"(<svg [^>]*>)",
+        r'\1<rect width="100%" height="100%" fill="white" stroke="none"/>',
+        drawing,
+    )
     (PICTURES / "dataflow.svg").write_text(drawing + "\n")
 
 

@@ -141,6 +141,4 @@ def _arrow(start: tuple[float, float, float, float], end: tuple[float, float, fl
     x1, y1 = end[0] + end[2] / 2, end[1]
     # turn right below the box or right above the other one, where no box stands between
     turn = y0 + GAP_Y / 2 if x1 > x0 else y1 - GAP_Y / 2
-    return (
-        f'<path d="M{x0:.0f} {y0:.0f} V{turn:.0f} H{x1:.0f} V{y1 - 1:.0f} m-4 -6 l4 6 l4 -6"/>'
-    )
+    return f'<path d="M{x0:.0f} {y0:.0f} V{turn:.0f} H{x1:.0f} V{y1 - 1:.0f} m-4 -6 l4 6 l4 -6"/>'

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import io
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from typing import Any
 
 import numpy as np
@@ -14,10 +14,11 @@ from gymnasium import spaces
 import flowrl
 from flowrl.algorithms.offline_config import OfflineConfig
 from flowrl.errors import ConfigError
-from flowrl.sampling.policy_map import policy_class_and_config
 from flowrl.policies.policy_spec import PolicySpec
+from flowrl.sampling.policy_map import policy_class_and_config
 from flowrl.setting_aliases import SETTING_ALIASES
 from flowrl.settings import Settings, imported
+from flowrl.trainer import registry
 from flowrl.trainer.plan_files import shipped_plans
 from flowrl.trainer.plan_settings import plan_config
 
@@ -110,6 +111,12 @@ def _operators_of(plan: str) -> list[str]:
     with plan_config(plan).build(plan=plan) as built:
         stages = [row["stage"] for row in built.plan.stats()]
     return [stage.removeprefix("for_each(").partition("(")[0] for stage in stages]
+
+
+def algorithm_names() -> set[str]:
+    """Return the names of the algorithms and of their config classes."""
+    names = registry.algorithm_names()
+    return {*names, *(f"{name}Config" for name in names)}
 
 
 # -- settings ----------------------------------------------------------------------------------
@@ -218,12 +225,10 @@ def commands() -> str:
     for words in (["train", "ppo"], ["resume"], ["evaluate"], ["explain"], ["plans"],
                   ["checkpoint"], ["checkpoint", "inspect"], ["tensorboard"], ["copy"]):  # fmt: skip
         output = io.StringIO()
-        with redirect_stdout(output):
-            try:
-                main([*words, "--help"])
-            except SystemExit:
-                pass
-        parts += [f"## flowrl {' '.join(words)}", "", "```text", output.getvalue().strip(), "```", ""]
+        with redirect_stdout(output), suppress(SystemExit):
+            main([*words, "--help"])
+        help_text = output.getvalue().strip()
+        parts += [f"## flowrl {' '.join(words)}", "", "```text", help_text, "```", ""]
     return "\n".join(parts)
 
 
