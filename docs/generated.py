@@ -75,7 +75,11 @@ def source_role(
     name: str, rawtext: str, text: str, lineno: int, inliner: Any, **unused: Any
 ) -> tuple[list[nodes.Node], list[Any]]:
     """{source}`module:Name.attribute`: a link to the lines of the code."""
-    code = inspect.unwrap(imported(text))
+    try:
+        code = inspect.unwrap(imported(text))
+    except (ImportError, AttributeError) as error:
+        message = inliner.reporter.error(f"{{source}}`{text}`: {error}", line=lineno)
+        return [inliner.problematic(rawtext, rawtext, message)], [message]
     file = Path(inspect.getsourcefile(code) or "").relative_to(ROOT)
     lines, first = inspect.getsourcelines(code)
     url = f"{REPOSITORY}/blob/main/{file}#L{first}-L{first + len(lines) - 1}"

@@ -222,13 +222,14 @@ def commands() -> str:
     from flowrl.cli.main import main
 
     parts = []
-    for words in (["train", "ppo"], ["resume"], ["evaluate"], ["explain"], ["plans"],
-                  ["checkpoint"], ["checkpoint", "inspect"], ["tensorboard"], ["copy"]):  # fmt: skip
+    names = ("train ppo", "resume", "evaluate", "explain", "plans", "checkpoint",
+             "checkpoint inspect", "tensorboard", "copy")  # fmt: skip
+    for name in names:
         output = io.StringIO()
         with redirect_stdout(output), suppress(SystemExit):
-            main([*words, "--help"])
+            main([*name.split(), "--help"])
         help_text = output.getvalue().strip()
-        parts += [f"## flowrl {' '.join(words)}", "", "```text", help_text, "```", ""]
+        parts += [f"## flowrl {name}", "", "```text", help_text, "```", ""]
     return "\n".join(parts)
 
 
