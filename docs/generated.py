@@ -86,10 +86,24 @@ def source_role(
     return [nodes.reference(rawtext, text.partition(":")[2], refuri=url)], []
 
 
+def prepare_docstring(
+    app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]
+) -> None:
+    """Turn a docstring into reStructuredText: `*` is a character, and settings have their page."""
+    for number, line in enumerate(lines):
+        if line.startswith("Settings by group"):
+            del lines[number:]
+            break
+        parts = line.split("`")  # code is in the odd parts
+        parts[::2] = [part.replace("*", r"\*") for part in parts[::2]]
+        lines[number] = "`".join(parts)
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     """Register the directives."""
     app.add_directive("plan-code", PlanCode)
     app.add_directive("plan-diagram", PlanDiagram)
     app.add_directive("generate", Generate)
     app.add_role("source", source_role)
+    app.connect("autodoc-process-docstring", prepare_docstring, priority=100)  # before napoleon
     return {"parallel_read_safe": True}
