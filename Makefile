@@ -7,7 +7,7 @@ INSTALL := $(BIN)/pip install --no-compile --constraint constraints.txt
 BENCHMARKS := iterators asynchronous large_items sampling multi_agent policy train_ppo train_dqn \
 	replay train_sac composition learning checkpoint
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: train announce-test test slow lint bench clean
+.PHONY: train announce-test test slow lint docs docs-test docs-serve bench clean
 
 .venv/installed-train: pyproject.toml constraints.txt
 	@echo "== 1 of 3: create the virtual environment .venv (about 5 s)"
@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .venv/installed-test: .venv/installed-train
 	@echo "== install all features and development tools: 100 packages (1.6 GB on disk; about a minute)"
-	$(INSTALL) --editable '.[all,dev]'
+	$(INSTALL) --editable '.[all,dev,docs]'
 	@touch $@
 
 train: .venv/installed-train
@@ -41,6 +41,15 @@ lint: .venv/installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: .venv/installed-test
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going docs docs/_build
+
+docs-test: .venv/installed-test
+	$(BIN)/pytest docs README.md
+
+docs-serve: docs
+	$(BIN)/python -m http.server --directory docs/_build 8000
 
 bench: .venv/installed-test
 	for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python benchmarks/$$name.py || exit 1; done

@@ -31,8 +31,10 @@ DISTRIBUTION_OF = {"yaml": "pyyaml", "mlflow": "mlflow-skinny"}
 
 NOT_IMPORTED = {
     "alembic": "mlflow creates its local database with it",
+    "furo": "the theme of the documentation",
     "hypothesis": "the tests import it",
     "mypy": "a command",
+    "myst-parser": "reads the documentation's Markdown",
     "onnx": "torch.onnx imports it",
     "onnxruntime": "runs exported programs, in the tests",
     "onnxscript": "torch.onnx imports it",
@@ -43,7 +45,10 @@ NOT_IMPORTED = {
     "pytest": "the tests import it",
     "pytest-timeout": "a plugin of pytest",
     "ruff": "a command",
+    "sphinx": "builds the documentation",
+    "sphinx-copybutton": "a plugin of the documentation",
     "sqlalchemy": "mlflow stores runs in a local database with it",
+    "sybil": "runs the code of the documentation",
 }
 
 
@@ -109,7 +114,7 @@ def test_declared_dependencies_are_imported_or_needed_for_a_reason():
 def test_all_contains_every_feature():
     (everything,) = EXTRAS["all"].values()
     assert everything.name == PROJECT["name"] == DISTRIBUTION
-    assert everything.extras == set(EXTRAS) - {"all", "dev"} == set(MODULES)
+    assert everything.extras == set(EXTRAS) - {"all", "dev", "docs"} == set(MODULES)
 
 
 def test_declared_dependencies_have_tested_versions():
@@ -203,10 +208,10 @@ def planned_commands(*targets):
 def test_make_installs_what_a_target_needs():
     train = [command for command in planned_commands("train") if "pip install" in command]
     assert [command.split()[-1] for command in train] == ["torch", "."]
-    for target in ("test", "slow", "lint", "bench"):
+    for target in ("test", "slow", "lint", "docs", "docs-test", "bench"):
         commands = [command for command in planned_commands(target) if "pip install" in command]
         assert commands[:2] == train
-        assert [command.split()[-1] for command in commands[2:]] == ["'.[all,dev]'"]
+        assert [command.split()[-1] for command in commands[2:]] == ["'.[all,dev,docs]'"]
 
 
 # -- metadata --------------------------------------------------------------------------------------

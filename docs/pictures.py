@@ -1,0 +1,105 @@
+"""Draw the pictures of README.md: `python docs/pictures.py` (about a minute).
+
+- dataflow.svg: the plan `ppo_dqn`.
+- learning_curves.svg: trains PPO and DQN on CartPole-v1 with three seeds each.
+- speed.svg: the tables of training speed in docs/explanation/performance.md.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt
+import numpy as np
+from plan_diagram import svg
+
+from flowrl import Algorithm
+from flowrl.trainer.plan_settings import plan_config
+
+DOCS = Path(__file__).parent
+PICTURES = DOCS / "_static"
+SEEDS = (0, 1, 2)
+STEPS = {"ppo": 80_000, "dqn": 50_000}
+BLUE, GRAY = "#2a6fdb", "#9aa4b2"
+
+
+def dataflow() -> None:
+    """Draw a plan with two algorithms."""
+    with plan_config("ppo_dqn").build(plan="ppo_dqn") as algorithm:
+        drawing = svg(algorithm.plan.stats())
+    # on a white ground, because pages may be dark
+    drawing = drawing.replace("currentColor", "#1f2937")
+    drawing = re.sub(
+        r"(<svg [^>]*>)",
+        r'\1<rect width="100%" height="100%" fill="white" stroke="none"/>',
+        drawing,
+    )
+    (PICTURES / "dataflow.svg").write_text(drawing + "\n")
+
+
+def learning_curves() -> None:
+    """Train with several seeds and draw the mean returns of the last 100 episodes."""
+    figure, axes = plt.subplots(1, len(STEPS), figsize=(8, 2.8), sharey=True)
+    for axis, (plan, steps) in zip(axes, STEPS.items(), strict=True):
+        for seed in SEEDS:
+            xs, ys = [], []
+            with Algorithm.from_plan(plan, seed=seed, total_timesteps=steps) as algorithm:
+                while not xs or xs[-1] < steps:
+                    result = algorithm.train()
+                    xs.append(result["timesteps_total"])
+                    ys.append(result["episode_reward_mean"])
+            axis.plot(xs, ys, color=BLUE, alpha=0.4 + 0.3 * (seed == 0), label=f"seed {seed}")
+        axis.axhline(475, color=GRAY, linestyle="--", linewidth=1)
+        axis.set_title(f"flowrl train {plan}", fontsize=10, family="monospace")
+        axis.set_xlabel("env steps")
+    axes[0].set_ylabel("mean return, CartPole-v1")
+    _save(figure, "learning_curves.svg")
+
+
+def _speeds(page: str, heading: str) -> dict[str, float]:
+    """Return name -> first number of each row of the table after a text."""
+    rows = page.split(heading)[1].split("\n\n|")[1].split("\n\n")[0].splitlines()[2:]
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    return {row[0]: float(row[1].replace(",", "")) for row in cells}
+
+
+def speed() -> None:
+    """Draw the speed of training next to other libraries."""
+    page = (DOCS / "explanation" / "performance.md").read_text()
+    groups = {
+        "PPO": _speeds(page, "`benchmarks/train_ppo.py`"),
+        "DQN": _speeds(page, "`benchmarks/train_dqn.py`"),
+    }
+    figure, axis = plt.subplots(figsize=(8, 2.4))
+    labels, values, colors = [], [], []
+    for algorithm, speeds in groups.items():
+        for name, value in speeds.items():
+            labels.append(f"{algorithm}: {name}")
+            values.append(value)
+            colors.append(BLUE if name == "flowrl" else GRAY)
+    places = np.arange(len(labels))[::-1]
+    axis.barh(places, values, color=colors)
+    axis.set_yticks(places, labels, fontsize=8)
+    for place, value in zip(places, values, strict=True):
+        axis.text(value, place, f" {value:,.0f}", va="center", fontsize=8)
+    axis.set_xlabel("env steps per second, training on CartPole-v1")
+    _save(figure, "speed.svg")
+
+
+def _save(figure: plt.Figure, name: str) -> None:
+    for axis in figure.axes:
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(PICTURES / name, facecolor="white", metadata={"Date": None})
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    plt.rcParams["svg.hashsalt"] = "flowrl"  # the same file from the same data
+    dataflow()
+    learning_curves()
+    speed()

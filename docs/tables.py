@@ -1,0 +1,288 @@
+"""Markdown tables that are generated from the code, for the site and for README.md."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import io
+from contextlib import redirect_stdout, suppress
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+
+import flowrl
+from flowrl.algorithms.offline_config import OfflineConfig
+from flowrl.errors import ConfigError
+from flowrl.policies.policy_spec import PolicySpec
+from flowrl.sampling.policy_map import policy_class_and_config
+from flowrl.setting_aliases import SETTING_ALIASES
+from flowrl.settings import Settings, imported
+from flowrl.trainer import registry
+from flowrl.trainer.metric_reference import METRICS
+from flowrl.trainer.plan_files import shipped_plans
+from flowrl.trainer.plan_settings import plan_config
+
+_ACTION_SPACES = {
+    "discrete": spaces.Discrete(3),
+    "multi-discrete": spaces.MultiDiscrete([2, 3]),
+    "continuous": spaces.Box(-1, 1, (2,)),
+    "mixed": spaces.Dict(a=spaces.Discrete(2), b=spaces.Box(-1, 1, (1,))),
+}
+_YES, _NO = "✓", ""
+
+
+def _row(cells: list[Any]) -> str:
+    return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
+
+
+def _table(header: list[str], rows: list[list[Any]]) -> str:
+    return "\n".join([_row(header), "|" + "---|" * len(header), *map(_row, rows)])
+
+
+# -- plans -------------------------------------------------------------------------------------
+
+
+def algorithms(link: str = "algorithms/{}.md") -> str:
+    """Return the table of plans: what each learns from, and what it supports.
+
+    The entries are found by building the policy of each plan with different spaces and models.
+
+    Args:
+        link: target of a plan's link, with {} for the page.
+    """
+    rows = []
+    for plan, summary in shipped_plans().items():
+        config = plan_config(plan)
+        if config.policies:
+            continue  # a combination of other algorithms
+        operators = _operators_of(plan)
+        kinds = [name for name, space in _ACTION_SPACES.items() if _supports(config, space)]
+        space = _ACTION_SPACES[kinds[0]]
+        rows.append(
+            [
+                f"[`{plan}`]({link.format(page_of(plan))})",
+                _data(config, operators),
+                ", ".join(kinds),
+                _YES if _supports(config, space, use_lstm=True) else _NO,
+                _YES if not isinstance(config, OfflineConfig) else _NO,
+                _YES if {"Dequeue", "AsyncGradients"} & set(operators) else _NO,
+                summary.partition(": ")[2],
+            ]
+        )
+    header = ["plan", "learns from", "actions", "LSTM", "multi-agent", "asynchronous", "in short"]
+    return _table(header, rows)
+
+
+def page_of(plan: str) -> str:
+    """Return the page of the algorithm that a plan runs."""
+    pages = {
+        "a2c_replay": "a2c",
+        "dqn_distributed": "dqn",
+        "rainbow": "dqn",
+        "ppo_async": "ppo",
+        "bc": "marwil",
+        "ppo_dqn": "combined",
+        "three_way": "combined",
+    }
+    return pages.get(plan, plan)
+
+
+def _supports(config: Any, action_space: spaces.Space, **model: Any) -> bool:
+    """Return whether a plan's policy can be built for an action space and a model."""
+    algorithm = imported(config.algorithm)
+    try:
+        if model:
+            config = config.updated(model={**config.model.chosen(), **model})
+        policy_class, settings = policy_class_and_config(
+            "default_policy", PolicySpec(), algorithm.policy_class, config
+        )
+        policy_class(spaces.Box(-1, 1, (4,), np.float32), action_space, settings)
+    except (ConfigError, NotImplementedError):
+        return False
+    return True
+
+
+def _data(config: Any, operators: list[str]) -> str:
+    if isinstance(config, OfflineConfig):
+        return "recorded experience"
+    return "replay buffer" if "Replay" in operators else "new samples"
+
+
+def _operators_of(plan: str) -> list[str]:
+    """Return the names of the operators of a plan."""
+    with plan_config(plan).build(plan=plan) as built:
+        stages = [row["stage"] for row in built.plan.stats()]
+    return [stage.removeprefix("for_each(").partition("(")[0] for stage in stages]
+
+
+def algorithm_names() -> set[str]:
+    """Return the names of the algorithms and of their config classes."""
+    names = registry.algorithm_names()
+    return {*names, *(f"{name}Config" for name in names)}
+
+
+# -- settings ----------------------------------------------------------------------------------
+
+
+def settings(path: str, own: str = "", group: str = "") -> str:
+    """Return a table of settings.
+
+    Args:
+        path: import path "module:Config" of the class.
+        own: "own" for those that the class or a base of its module declares itself.
+        group: only those of this group.
+    """
+    config: type[Settings] = imported(path)
+    common = set(flowrl.AlgorithmConfig.model_fields) if own else set()
+    base = flowrl.AlgorithmConfig.model_fields
+    rows = []
+    for info in config.describe():
+        changed = info.name in base and base[info.name].default != info.default
+        if (group and info.group != group) or (info.name in common and not changed):
+            continue
+        rows += _setting_rows(info, "")
+    return _table(["setting", "type", "default", "meaning"], rows)
+
+
+def _setting_rows(info: Any, prefix: str) -> list[list[Any]]:
+    if isinstance(info.default, Settings):
+        inner = info.default.describe()
+        return [row for i in inner for row in _setting_rows(i, f"{prefix}{info.name}.")]
+    name = f"`{prefix}{info.name}`"
+    return [[name, f"`{info.type}`", f"`{_short(info.default)}`", info.help]]
+
+
+def _short(value: Any) -> str:
+    text = value.__qualname__ if inspect.isclass(value) else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}…"
+
+
+def settings_by_group() -> str:
+    """Return the common settings of all algorithms, a table per group."""
+    parts = []
+    config = flowrl.AlgorithmConfig
+    for group in dict.fromkeys(info.group for info in config.describe()):
+        method = getattr(config, group, None)
+        summary = (inspect.getdoc(method) or "").split("\n")[0]
+        parts += [
+            f"## {group}",
+            "",
+            f"`.{group}(…)`. {summary}",
+            "",
+            settings("flowrl.trainer.config:AlgorithmConfig", group=group),
+            "",
+        ]
+    return "\n".join(parts)
+
+
+def setting_aliases() -> str:
+    """Return the table of other libraries' names of settings that are accepted."""
+    rows = [[f"`{alias}`", f"`{name}`"] for alias, name in SETTING_ALIASES.items()]
+    return _table(["accepted name", "setting"], rows)
+
+
+# -- operators ---------------------------------------------------------------------------------
+
+
+def operators() -> str:
+    """Return the table of operators: how each is chained, its items in and out, its meaning."""
+    import flowrl.ops
+
+    rows = []
+    for name in sorted(flowrl.ops.__all__):
+        operator = getattr(flowrl.ops, name)
+        if not inspect.isclass(operator) or issubclass(operator, dict):
+            continue
+        first = " ".join((inspect.getdoc(operator) or "").split("\n\n")[0].split())
+        how, arrow, rest = first.partition(", ")
+        if how in ("for_each", "combine", "filter") and arrow:
+            items, _, meaning = rest.partition(": ")
+        else:
+            how, items, meaning = "", "", first
+        meaning = meaning[:1].upper() + meaning[1:]
+        rows.append([f"[`{name}`](#flowrl.ops.{name})", how, items.replace("->", "→"), meaning])
+    return _table(["operator", "chained with", "in → out", "meaning"], rows)
+
+
+def operator_details() -> str:
+    """Return an autodoc directive for each operator."""
+    import flowrl.ops
+
+    names = [n for n in sorted(flowrl.ops.__all__) if not n.startswith("_") and n != "ResultDict"]
+    parts = []
+    for name in names:
+        kind = "class" if inspect.isclass(getattr(flowrl.ops, name)) else "function"
+        parts += ["```{eval-rst}", f".. auto{kind}:: flowrl.ops.{name}", "```", ""]
+    return "\n".join(parts)
+
+
+# -- command line ------------------------------------------------------------------------------
+
+
+def commands() -> str:
+    """Return the help of every command."""
+    from flowrl.cli.main import main
+
+    parts = []
+    names = ("train ppo", "resume", "evaluate", "explain", "plans", "checkpoint",
+             "checkpoint inspect", "tensorboard", "copy")  # fmt: skip
+    for name in names:
+        output = io.StringIO()
+        with redirect_stdout(output), suppress(SystemExit):
+            main([*name.split(), "--help"])
+        help_text = output.getvalue().strip()
+        parts += [f"## flowrl {name}", "", "```text", help_text, "```", ""]
+    return "\n".join(parts)
+
+
+def metrics() -> str:
+    """Return a table of metrics for each group of results."""
+    parts, groups = [], {}
+    for name, metric in METRICS.items():
+        groups.setdefault(name.partition("/")[0] if "/" in name else "", []).append((name, metric))
+    for group, members in groups.items():
+        rows = [[f"`{name}`", metric.unit, metric.meaning] for name, metric in members]
+        parts += [
+            f"## {group or 'Whole result'}",
+            "",
+            _table(["name", "unit", "meaning"], rows),
+            "",
+        ]
+    return "\n".join(parts)
+
+
+# -- the rest ----------------------------------------------------------------------------------
+
+
+def errors() -> str:
+    """Return the table of public exceptions."""
+    paths = (
+        "flowrl.errors:ConfigError",
+        "flowrl.data.checkpoint_storage:CheckpointError",
+        "flowrl.policies.code_references:UntrustedCodeError",
+        "flowrl.envs.validation:InvalidStepError",
+        "flowrl.iter.errors:ShardFailedError",
+        "flowrl.offline.parquet:OfflineDataError",
+        "flowrl.learners.learner:ProcessGroupError",
+    )
+    rows = []
+    for path in paths:
+        error = imported(path)
+        summary = " ".join((inspect.getdoc(error) or "").split("\n\n")[0].split())
+        rows.append([f"`{error.__name__}`", f"`{error.__base__.__name__}`", f"`{error.__module__}`",
+                     summary])  # fmt: skip
+    return _table(["error", "is a", "module", "raised for"], rows)
+
+
+def main() -> None:
+    """Print a table: `python docs/tables.py algorithms`."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("table")
+    parser.add_argument("arguments", nargs="*")
+    chosen = parser.parse_args()
+    print(globals()[chosen.table](*chosen.arguments))
+
+
+if __name__ == "__main__":
+    main()

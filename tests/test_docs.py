@@ -1,0 +1,113 @@
+"""The documentation names every public name, plan, command and error; README's table is generated.
+
+`make docs-test` runs the code of all pages, `make docs` checks their links.
+"""
+
+import inspect
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import flowrl
+import flowrl.iter
+import flowrl.ops
+from flowrl.cli import main as cli
+from flowrl.trainer.metric_reference import METRICS
+from flowrl.trainer.plan_files import shipped_plans
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+NO_NEXT_PAGE = {"index.md", "changelog.md", "compatibility.md"}
+
+
+@pytest.fixture(scope="module")
+def tables():
+    sys.path.insert(0, str(DOCS))
+    import tables
+
+    yield tables
+    sys.path.remove(str(DOCS))
+
+
+def text(name):
+    return (DOCS / name).read_text()
+
+
+def test_every_public_name_is_in_the_reference(tables):
+    api = text("reference/api.md")
+    configs_and_algorithms = tables.algorithm_names()
+    for name in flowrl.__all__:
+        known = name in configs_and_algorithms or name in ("ConfigError", "__version__")
+        assert known or re.search(rf"\bflowrl\.(\w+\.)?{name}\b", api), name
+    iterators = text("reference/iterators.md")
+    for name in flowrl.iter.__all__:
+        public = inspect.isclass(getattr(flowrl.iter, name)) or name.startswith("from_")
+        assert not public or f"flowrl.iter.{name}\n" in iterators, name
+
+
+def test_every_operator_is_in_the_table_and_documented(tables):
+    public = {n for n in flowrl.ops.__all__ if not n.startswith("_") and n != "ResultDict"}
+    details = set(re.findall(r"flowrl\.ops\.(\w+)", tables.operator_details()))
+    assert details == public
+    rows = set(re.findall(r"^\| \[`(\w+)`\]", tables.operators(), re.MULTILINE))
+    assert rows == {name for name in public if inspect.isclass(getattr(flowrl.ops, name))}
+
+
+def test_every_operator_that_is_chained_states_its_items(tables):
+    for row in tables.operators().splitlines()[2:]:
+        name, chained, items, meaning = (cell.strip() for cell in row.strip("|").split(" | "))
+        assert meaning, name
+        assert bool(chained) == bool(items), name
+
+
+def test_every_setting_has_a_meaning_in_the_reference(tables):
+    page = tables.settings_by_group()
+    for info in flowrl.AlgorithmConfig.describe():
+        assert f"| `{info.name}" in page, info.name
+    without = [row for row in page.splitlines() if row.startswith("| `") and row.endswith("|  |")]
+    assert without == []
+
+
+def test_every_algorithm_has_a_page_and_a_row(tables):
+    table = tables.algorithms()
+    for plan in shipped_plans():
+        page = text(f"algorithms/{tables.page_of(plan)}.md")
+        assert f"{{plan-code}} {plan}\n" in page or f"`{plan}`" in page, plan
+        assert plan in ("ppo_dqn", "three_way") or f"[`{plan}`]" in table
+
+
+def test_every_command_is_in_the_reference(tables):
+    page = tables.commands()
+    for command in cli._COMMANDS:
+        assert f"## flowrl {command}" in page or command == "version", command
+
+
+def test_every_error_is_in_the_reference(tables):
+    defined = {
+        name
+        for path in ROOT.glob("flowrl/**/*.py")
+        for name in re.findall(r"^class ([A-Z]\w*Error)\(", path.read_text(), re.MULTILINE)
+    }
+    assert defined == set(re.findall(r"^\| `(\w+)`", tables.errors(), re.MULTILINE))
+
+
+def test_every_metric_is_in_the_reference(tables):
+    page = tables.metrics()
+    assert [name for name in METRICS if f"| `{name}` |" not in page] == []
+
+
+def test_every_page_names_the_next_one():
+    missing = [
+        str(page.relative_to(DOCS))
+        for page in PAGES
+        if page.name not in NO_NEXT_PAGE and not re.search(r"^Next: \[", page.read_text(), re.M)
+    ]
+    assert missing == []
+
+
+def test_pages_load_nothing_from_other_hosts():
+    for page in PAGES:
+        assert not re.search(r"!\[[^\]]*\]\(https?:", page.read_text()), page
