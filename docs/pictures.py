@@ -2,7 +2,7 @@
 
 - dataflow.svg: the plan `ppo_dqn`.
 - learning_curves.svg: trains PPO and DQN on CartPole-v1 with three seeds each.
-- speed.svg: the tables of training speed in docs/explanation/performance.md.
+- speed.svg: the tables of training speed in the pages.
 """
 
 from __future__ import annotations
@@ -60,19 +60,18 @@ def learning_curves() -> None:
     _save(figure, "learning_curves.svg")
 
 
-def _speeds(page: str, heading: str) -> dict[str, float]:
-    """Return name -> first number of each row of the table after a text."""
-    rows = page.split(heading)[1].split("\n\n|")[1].split("\n\n")[0].splitlines()[2:]
-    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+def _speeds(page: str, script: str) -> dict[str, float]:
+    """Return name -> first number of each row of the table that a page has for a script."""
+    rows = (DOCS / page).read_text().split(script)[1].split("\n\n|")[1].split("\n\n")[0]
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows.splitlines()[2:]]
     return {row[0]: float(row[1].replace(",", "")) for row in cells}
 
 
 def speed() -> None:
     """Draw the speed of training next to other libraries."""
-    page = (DOCS / "explanation" / "performance.md").read_text()
     groups = {
-        "PPO": _speeds(page, "`benchmarks/train_ppo.py`"),
-        "DQN": _speeds(page, "`benchmarks/train_dqn.py`"),
+        "PPO": _speeds("explanation/performance.md", "benchmarks/train_ppo.py"),
+        "DQN": _speeds("algorithms/dqn.md", "benchmarks/train_dqn.py"),
     }
     figure, axis = plt.subplots(figsize=(8, 2.4))
     labels, values, colors = [], [], []

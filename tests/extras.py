@@ -7,7 +7,7 @@ import pytest
 from flowrl.errors import install_hint
 
 MODULES = {
-    "atari": ["ale_py"],
+    "atari": ["ale_py", "cv2"],
     "box2d": ["Box2D", "pygame"],
     "envpool": ["envpool"],
     "marl": ["pettingzoo", "pygame"],

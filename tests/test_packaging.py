@@ -38,6 +38,7 @@ NOT_IMPORTED = {
     "onnx": "torch.onnx imports it",
     "onnxruntime": "runs exported programs, in the tests",
     "onnxscript": "torch.onnx imports it",
+    "opencv-python-headless": "gymnasium resizes the frames of Atari with it",
     "optuna": "ray.tune.search.optuna imports it",
     "pettingzoo": "users pass its environments",
     "pygame": "environments of gymnasium and PettingZoo render with it",
