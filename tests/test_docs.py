@@ -4,7 +4,9 @@
 """
 
 import inspect
+import json
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -16,6 +18,8 @@ import flowrl.ops
 from flowrl.cli import main as cli
 from flowrl.trainer.metric_reference import METRICS
 from flowrl.trainer.plan_files import shipped_plans
+
+from .extras import require_extra
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -111,3 +115,31 @@ def test_every_page_names_the_next_one():
 def test_pages_load_nothing_from_other_hosts():
     for page in PAGES:
         assert not re.search(r"!\[[^\]]*\]\(https?:", page.read_text()), page
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", ["0", "1", "2"])
+def test_algorithm_of_the_tutorial_learns(tmp_path, monkeypatch, seed):
+    monkeypatch.chdir(tmp_path)
+    code = (
+        text("tutorials/own_algorithm.md").split("```python\n# reinforce.py\n")[1].split("```")[0]
+    )
+    (tmp_path / "reinforce.py").write_text(code)
+    flags = ["--stop-reward", "400", "--stop-timesteps", "250000", "--seed", seed]
+    assert cli.main(["train", "reinforce.py", "--run-dir", "r", *flags]) == 0
+    last = json.loads((tmp_path / "r/result.json").read_text().splitlines()[-1])
+    assert last["episode_reward_mean"] >= 400
+
+
+@pytest.mark.slow
+def test_half_cheetah_command_trains(tmp_path, monkeypatch):
+    """Run the command with fewer steps before learning starts."""
+    require_extra("mujoco")
+    monkeypatch.chdir(tmp_path)
+    page = text("algorithms/sac.md")
+    command = re.search(r"^flowrl (train sac --env HalfCheetah-v5 .*)$", page, re.MULTILINE)
+    flags = [*shlex.split(command[1]), "--learning-starts", "200", "--stop-timesteps", "400"]
+    flags += ["--min-sample-timesteps-per-iteration", "200", "--run-dir", "r"]
+    assert cli.main(flags) == 0
+    last = json.loads((tmp_path / "r/result.json").read_text().splitlines()[-1])
+    assert last["num_env_steps_trained"] > 0
