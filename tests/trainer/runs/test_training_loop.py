@@ -213,7 +213,7 @@ def test_start_is_described_in_one_line(tmp_path, capsys):
     with A2C(make_cartpole, **SMALL, **percent) as algorithm:
         algorithm.learn(stop={"training_iteration": 1}, run_dir=None)
         first = capsys.readouterr().out.splitlines()[0]
-        assert "on make_cartpole until 500,000 env steps (the end of schedules in percent)" in first
+        assert "on make_cartpole until 500,000 env steps (where its schedules end)" in first
         assert "or training_iteration >= 1" in first
 
 
