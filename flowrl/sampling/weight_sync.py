@@ -168,3 +168,18 @@ def load_weights(worker: RolloutWorker, payload: tuple[Any, ...] | None) -> None
     """Load what `WeightSync.payload_for` returned into a worker; runs on its actor."""
     if payload is not None:
         worker.set_weights(*payload)
+
+
+def resume_worker(
+    worker: RolloutWorker, payload: tuple[Any, ...] | None, state: dict[str, Any]
+) -> int:
+    """Load weights and a sampling state; return the number of episodes that start again."""
+    if payload is not None:
+        worker.set_weights(*payload[:3])  # the state has the counters
+    return worker.load_sampling_state_dict(state)
+
+
+def restart_worker(worker: RolloutWorker) -> int:
+    """Start new episodes, because there is no saved state; return 0."""
+    worker.restart()
+    return 0

@@ -23,7 +23,12 @@ from flowrl.policies.policy import Policy
 from flowrl.sampling.placement import Placement
 from flowrl.sampling.rollout_pool import RolloutPool
 from flowrl.sampling.rollout_worker import RolloutWorker
-from flowrl.sampling.weight_sync import WeightSync, load_weights
+from flowrl.sampling.weight_sync import (
+    WeightSync,
+    load_weights,
+    restart_worker,
+    resume_worker,
+)
 from flowrl.sampling.worker_config import WorkerConfig
 from flowrl.settings import ConfigError
 
@@ -90,6 +95,7 @@ class WorkerSet:
         self.global_vars: dict[str, Any] = {"timestep": 0, "total_timesteps": total}
         self.standalone_rollouts: Any = None
         self._local: RolloutWorker | None = None
+        self._stopped = False
         self._remote: list[Any] | None = None
         self._pool: Pool | None = None
         self.weight_sync = WeightSync(self.local_worker, self.global_vars)
@@ -126,7 +132,9 @@ class WorkerSet:
         }
 
     def local_worker(self) -> RolloutWorker:
-        """Return the worker in this process; created on the first call."""
+        """Return the worker in this process, created on the first call; RuntimeError after `stop`."""
+        if self._stopped:
+            raise RuntimeError("the workers were stopped: build a new algorithm or WorkerSet")
         if self._local is None:
             self._local = RolloutWorker(**self._worker_arguments(0))
         return self._local
@@ -378,12 +386,12 @@ class WorkerSet:
         for index, (worker, state) in enumerate(zip(self._remote, self._loaded, strict=True)):
             if state is None:
                 self.weight_sync.forget(index)
-                refs.append(worker.apply.remote(_restart))
+                refs.append(worker.apply.remote(restart_worker))
                 continue
             payload = self.weights_for(index)
             if RolloutWorker.versions_in(state) != versions:
                 self.weight_sync.forget(index)  # its next request carries the newest weights
-            refs.append(worker.apply.remote(_resume, payload, state))
+            refs.append(worker.apply.remote(resume_worker, payload, state))
         restarted = sum(ray.get(refs))
         self._loaded = None
         self.num_episodes_restarted += restarted
@@ -432,6 +440,7 @@ class WorkerSet:
             self._owns_ray = False
             leave_ray()
         self._local, self._remote, self._pool = None, None, None
+        self._stopped = True
         self.weight_sync.clear()
 
     def __enter__(self) -> WorkerSet:
@@ -439,14 +448,3 @@ class WorkerSet:
 
     def __exit__(self, *exc: object) -> None:
         self.stop()
-
-
-def _resume(worker: RolloutWorker, payload: tuple[Any, ...] | None, state: dict[str, Any]) -> int:
-    if payload is not None:
-        worker.set_weights(*payload[:3])  # the state has the counters
-    return worker.load_sampling_state_dict(state)
-
-
-def _restart(worker: RolloutWorker) -> int:
-    worker.restart()
-    return 0

@@ -407,3 +407,27 @@ def test_single_action_of_nested_observation():
         assert algorithm.compute_single_action((np.zeros(2, np.float32), 2)) in (0, 1)
         with pytest.raises(ValueError, match="not finite"):
             algorithm.compute_single_action((np.array([0, np.nan], np.float32), 2))
+
+
+def test_stopped_algorithm_has_no_policies(tmp_path):
+    with ppo_config().build() as algorithm:
+        algorithm.train()
+    calls = [
+        lambda: algorithm.predict(np.zeros(4)),
+        lambda: algorithm.evaluate(1),
+        lambda: algorithm.save(tmp_path / "c"),
+        algorithm.get_policy,
+        algorithm.train,
+    ]
+    for call in calls:
+        with pytest.raises(RuntimeError, match="stopped: build a new"):
+            call()
+    assert not (tmp_path / "c").exists()
+
+
+def test_missing_seed_is_drawn():
+    config = ppo_config(seed=None)
+    with config.build() as one, config.build() as other:
+        assert isinstance(one.config.seed, int)
+        assert one.config.seed != other.config.seed
+        assert config.seed is None

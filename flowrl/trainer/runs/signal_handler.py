@@ -11,6 +11,7 @@ from typing import Any
 
 # a signal this soon after the first one is a duplicate, as `timeout -s INT` sends
 DUPLICATE_SIGNAL_S = 1.0
+GRACE_S = 10.0  # time for the current iteration to end after the first signal
 
 
 class SignalHandler:
@@ -18,26 +19,38 @@ class SignalHandler:
 
     SIGHUP, which a closed terminal sends, stays ignored under `nohup`.
 
-    The first signal raises at once only while `armed`, during training: an exception while
-    writing a file or holding a lock would leave either in an inconsistent state. Otherwise,
-    `raise_pending` raises it. A signal more than DUPLICATE_SIGNAL_S later raises at once.
+    The first signal lets the current iteration end, because an interrupted one would lose the
+    batch that it trains on; `raise_pending` then raises. An iteration that takes longer than
+    GRACE_S is interrupted, but only while `armed`, during training: an exception while writing a
+    file or holding a lock would leave either in an inconsistent state. A signal more than
+    DUPLICATE_SIGNAL_S after the first one raises at once.
 
     Attributes:
-        armed: whether the first signal raises immediately.
+        armed: whether an iteration may be interrupted.
     """
 
     def __init__(self) -> None:
         self.armed = False
         self._received: list[tuple[int, float]] = []  # signal number, time [s]
         self._previous: dict[int, Any] = {}
+        self._grace: threading.Timer | None = None
 
     def _handle(self, number: int, _: Any) -> None:
         now = time.monotonic()
         if self._received and now - self._received[0][1] < DUPLICATE_SIGNAL_S:
             return
         self._received.append((number, now))
-        if self.armed or len(self._received) > 1:
+        if len(self._received) > 1:
             self.raise_pending()
+        self._grace = threading.Timer(GRACE_S, self._end_grace)
+        self._grace.daemon = True
+        self._grace.start()
+
+    def _end_grace(self) -> None:
+        """Interrupt the iteration, in a thread of its own."""
+        main = threading.main_thread().ident
+        if self.armed and main is not None:
+            signal.pthread_kill(main, self._received[0][0])
 
     def raise_pending(self) -> None:
         """Raise if a signal was received; Python drops what a handler raises in `__del__`."""
@@ -59,6 +72,8 @@ class SignalHandler:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        if self._grace is not None:
+            self._grace.cancel()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 

@@ -9,8 +9,10 @@ import sys
 import termios
 import time
 
+import numpy as np
 import pytest
 
+from flowrl.algorithms.ppo import PPO
 from flowrl.trainer.runs import signal_handler
 from flowrl.trainer.runs.signal_handler import SignalHandler
 
@@ -74,12 +76,13 @@ def test_signal_that_nohup_ignores_stays_ignored():
         signal.signal(signal.SIGHUP, previous)
 
 
-def test_first_signal_raises_only_while_armed_and_a_later_one_always(monkeypatch):
+def test_first_signal_waits_for_the_iteration_and_a_later_one_raises(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(signal_handler.time, "monotonic", lambda: now[0])
     previous = signal.getsignal(signal.SIGINT)
     with SignalHandler() as signals:
-        signal.raise_signal(signal.SIGINT)  # not armed: pending
+        signals.armed = True
+        signal.raise_signal(signal.SIGINT)  # pending
         signal.raise_signal(signal.SIGINT)  # a duplicate
         with pytest.raises(KeyboardInterrupt):
             signals.raise_pending()
@@ -89,8 +92,45 @@ def test_first_signal_raises_only_while_armed_and_a_later_one_always(monkeypatch
     assert signal.getsignal(signal.SIGINT) is previous
     for number, code in ((signal.SIGTERM, 143), (signal.SIGHUP, 129)):
         with SignalHandler() as signals:
-            signals.armed = True
+            signal.raise_signal(number)
             with pytest.raises(SystemExit) as caught:
-                signal.raise_signal(number)
+                signals.raise_pending()
             assert caught.value.code == code
             assert signals.terminal_closed == (code == 129)
+
+
+def test_long_iteration_is_interrupted_after_the_grace_time(monkeypatch):
+    monkeypatch.setattr(signal_handler, "GRACE_S", 0.05)
+    monkeypatch.setattr(signal_handler, "DUPLICATE_SIGNAL_S", 0.01)
+    with SignalHandler() as signals:
+        signals.armed = True
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            time.sleep(60)
+
+
+def test_interrupted_run_continues_like_an_uninterrupted_one(tmp_path, monkeypatch):
+    """Ctrl-C while a batch is trained on does not lose the batch."""
+    train, settings = (
+        PPO.train,
+        {"seed": 1, "train_batch_size": 64, "sgd_minibatch_size": 32, "num_sgd_iter": 2},
+    )
+
+    def interrupted(self):
+        if self.iteration == 2:
+            signal.raise_signal(signal.SIGINT)
+        return train(self)
+
+    with PPO("CartPole-v1", **settings) as algorithm:
+        algorithm.learn(320, run_dir=tmp_path / "whole", progress=False)
+        expected = algorithm.get_policy().get_weights()
+    with monkeypatch.context() as patch, PPO("CartPole-v1", **settings) as algorithm:
+        patch.setattr(PPO, "train", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            algorithm.learn(320, run_dir=tmp_path / "run", progress=False)
+    with PPO.from_checkpoint(tmp_path / "run") as algorithm:
+        assert algorithm.iteration == 3
+        algorithm.learn(progress=False)
+        assert algorithm.last_result["num_env_steps_trained"] == 320
+        for name, weights in algorithm.get_policy().get_weights().items():
+            np.testing.assert_array_equal(weights, expected[name])
