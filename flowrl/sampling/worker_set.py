@@ -132,7 +132,7 @@ class WorkerSet:
         }
 
     def local_worker(self) -> RolloutWorker:
-        """Return the worker in this process, created on the first call; RuntimeError after `stop`."""
+        """Return the worker in this process; RuntimeError after `stop()`."""
         if self._stopped:
             raise RuntimeError("the workers were stopped: build a new algorithm or WorkerSet")
         if self._local is None:
