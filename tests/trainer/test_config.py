@@ -308,7 +308,7 @@ INVALID = [
     (PPOConfig, {"policies": {}}, "policies: there must be at least one"),
     (PPOConfig, {"policies": "main"}, "policies: must be a mapping"),
     (PPOConfig, {"policies": {"a": 3}}, "policies: each value must be a PolicySpec"),
-    (PPOConfig, {"policies": {"a", "b"}}, "policy_mapping_fn: with the policies"),
+    (PPOConfig, {"policies": ["a", "b"]}, "policy_mapping_fn: with the policies"),
     (PPOConfig, {"policy_mapping_fn": "main"}, "policy_mapping_fn"),
     (PPOConfig, {"policies_to_train": ["x"]}, "there is no policy 'x'"),
     (PPOConfig, {"callbacks_class": dict}, "callbacks_class: must be a subclass"),

@@ -69,7 +69,7 @@ def test_load_names_from_checkpoint():
         PPO.load("ppo_cartpole")
 
 
-@pytest.mark.parametrize("name", _ARGUMENTS.keys() - {"__init__"})
+@pytest.mark.parametrize("name", sorted(_ARGUMENTS.keys() - {"__init__"}))
 def test_arguments_of_other_libraries_have_a_hint(algorithm, name):
     method = getattr(algorithm, name)
     for argument, hint in _ARGUMENTS[name].items():
