@@ -24,7 +24,6 @@ from flowrl.trainer.plan_settings import plan_config
 from flowrl.trainer.registry import algorithm_names, algorithm_path
 from flowrl.trainer.runs.saved_run import (
     find_checkpoint,
-    newest_checkpoint,
     own_code,
     read_command,
     read_config,
@@ -91,7 +90,7 @@ def open_run(
         config, algorithm = _settings_of_checkpoint(str(run_dir), found, plan, trust)
         total = read_config(run_dir)[0].get("total_timesteps")
         return SavedRun(run_dir, found, config.updated(total_timesteps=total), None, algorithm)
-    config, plan_of_run = config_of_run(run_dir, plan, trust)
+    config, plan_of_run = config_of_run(run_dir, found, plan, trust)
     return SavedRun(run_dir, found, config, plan_of_run, None)
 
 
@@ -150,7 +149,7 @@ def _settings_of_checkpoint(
 
 
 def config_of_run(
-    run_dir: Path, plan: str | None = None, trust: bool = False
+    run_dir: Path, checkpoint: Path | str, plan: str | None = None, trust: bool = False
 ) -> tuple[Any, str | None]:
     """Return the config and the plan of a run that `flowrl train` has started.
 
@@ -158,14 +157,15 @@ def config_of_run(
 
     Args:
         run_dir: the run directory.
+        checkpoint: the checkpoint of the run that will be loaded.
         plan: plan to use instead of the run's.
         trust: import and execute the code that the files of the run name.
 
     Raises:
-        ConfigError: a file is damaged, the plan cannot be loaded, or the run names code that is not
-            trusted.
+        ConfigError: a file is damaged, the plan cannot be loaded, the checkpoint is of another
+            algorithm, or the run names code that is not trusted.
     """
-    config, plan_of_run = _config_of_run(run_dir, plan, trust)
+    config, plan_of_run = _config_of_run(run_dir, checkpoint, plan, trust)
     try:
         check_trusted(config, trust, [] if plan is None else ["plan"])
     except ConfigError as error:
@@ -173,7 +173,9 @@ def config_of_run(
     return config, plan_of_run
 
 
-def _config_of_run(run_dir: Path, plan: str | None, trust: bool) -> tuple[Any, str | None]:
+def _config_of_run(
+    run_dir: Path, checkpoint: Path | str, plan: str | None, trust: bool
+) -> tuple[Any, str | None]:
     settings, code = read_config(run_dir)
     command = read_command(run_dir)
     if plan is not None:
@@ -182,7 +184,7 @@ def _config_of_run(run_dir: Path, plan: str | None, trust: bool) -> tuple[Any, s
         _, config = parse_algorithm_run(_after_train(run_dir, command), import_code=trust)
         return config.updated(**settings), None
     name = settings.get("plan") if plan is None else plan
-    algorithm = _saved_algorithm(run_dir) if plan is None else None
+    algorithm = _saved_algorithm(checkpoint) if plan is None else None
     if not isinstance(name, str):
         if algorithm is None:
             raise ConfigError(f"{run_dir}: the run has neither a plan nor a registered algorithm")
@@ -194,7 +196,13 @@ def _config_of_run(run_dir: Path, plan: str | None, trust: bool) -> tuple[Any, s
     config = plan_config(name, settings.get("env"))
     # a YAML file may run a registered algorithm with the plan of another one
     if algorithm is not None and algorithm_path(algorithm) != config.algorithm:
-        return algorithm_config(algorithm, settings), None
+        try:
+            return algorithm_config(algorithm, settings), None
+        except ConfigError as error:
+            raise ConfigError(
+                f"{checkpoint} was written by {algorithm}, which does not have the settings of "
+                f"this run: use another checkpoint ({error})"
+            ) from None
     from_flags = [setting for setting in code if not _is_code(config[setting])]
     if from_flags and not trust:
         flag = from_flags[0].replace("_", "-")
@@ -222,10 +230,10 @@ def _is_code(value: Any) -> bool:
     return not isinstance(value, (str, int, float, bool, type(None)))
 
 
-def _saved_algorithm(run_dir: Path) -> str | None:
-    """Return the name of the registered algorithm that wrote the newest checkpoint of a run."""
+def _saved_algorithm(checkpoint: Path | str) -> str | None:
+    """Return the name of the registered algorithm that wrote a checkpoint."""
     try:
-        path = read_manifest(newest_checkpoint(run_dir))["algorithm"]
+        path = read_manifest(checkpoint)["algorithm"]
     except (CheckpointError, ConfigError, KeyError):
         return None
     return next((name for name in algorithm_names() if algorithm_path(name) == path), None)

@@ -6,6 +6,7 @@ import copy
 import inspect
 import re
 import sys
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -213,6 +214,35 @@ def _check_methods(cls: type) -> None:
             )
 
 
+def _import_module(module: str, path: str) -> None:
+    """Import the module of an environment.
+
+    Raises:
+        ConfigError: there is no such module, or its code raises an error.
+    """
+    try:
+        import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise _import_error(path, error) from error
+        raise ConfigError(
+            f"env: cannot find {path!r}: there is no module {module!r}; start the program in the "
+            f"folder that contains it ({_IMPORT_PATHS})"
+        ) from error
+    except Exception as error:
+        raise _import_error(path, error) from error
+
+
+def _import_error(path: str, error: Exception) -> ConfigError:
+    """Return the error for a module whose code raises an error when it is imported."""
+    if isinstance(error, SyntaxError):
+        place = f"{error.filename}, line {error.lineno}"
+    else:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{frame.filename}, line {frame.lineno}"
+    return ConfigError(f"env: importing {path!r} failed: {type(error).__name__}: {error} ({place})")
+
+
 def _creator_of_import(path: str) -> EnvCreator:
     """Return the creator of "module:Id", an id of gymnasium, or "module:name", a class or function.
 
@@ -220,16 +250,16 @@ def _creator_of_import(path: str) -> EnvCreator:
         ConfigError: the module cannot be imported, or has no such environment.
     """
     module, _, name = path.partition(":")
-    try:
-        import_module(module)
-        with suppress(gym.error.Error):
-            gym.spec(name)
-            return partial(_make_by_id, path)
+    if "/" in module or module.endswith(".py") or not module.strip("."):
+        named = module.removesuffix(".py").strip("./").replace("/", ".") or "module"
+        raise ConfigError(f"env: {path!r} must name a module, not a file: {named}:{name}")
+    _import_module(module, path)
+    found: Any = None
+    with suppress(gym.error.Error):
+        gym.spec(name)
+        return partial(_make_by_id, path)
+    with suppress(AttributeError):
         found = imported(path)
-    except (ImportError, ValueError) as error:
-        raise ConfigError(f"env: cannot find {path!r}: {error} ({_IMPORT_PATHS})") from error
-    except AttributeError:
-        found = None
     if not callable(found):
         raise ConfigError(
             f"env: cannot find {path!r}: {module} neither registers the id {name!r} nor has a "

@@ -1,5 +1,7 @@
 """`flowrl resume`: schedules of a run that is continued with a larger limit."""
 
+import re
+
 import pytest
 
 from tests.cli.helpers import SEEDED, read_results, read_settings
@@ -44,3 +46,29 @@ def test_total_that_was_not_the_limit_only_grows(cli, tmp_path, new_limit, new_t
     assert cli("resume", "r", "--stop-timesteps", new_limit)[0] == 0
     rate = learning_rates(tmp_path / "r")[128]
     assert rate == pytest.approx(1e-3 * (1 - 64 / new_total))
+
+
+def test_newer_checkpoints_are_kept_when_an_older_one_is_resumed(cli, tmp_path):
+    flags = ["--checkpoint-frequency", "1", "--checkpoint-num-to-keep", "9", "--run-dir", "r"]
+    assert cli("train", "ppo", *SEEDED, *flags, "--stop-iters", "4")[0] == 0
+    before = read_results(tmp_path / "r")
+    code, out, err = cli("resume", "r/checkpoints/000002", "--stop-iters", "3")
+    assert code == 0, err
+    assert re.search(r"checkpoints and results after iteration 2 are kept in .*r/replaced-1", out)
+    assert [result["training_iteration"] for result in read_results(tmp_path / "r")] == [1, 2, 3]
+    assert read_results(tmp_path / "r/replaced-1") == before
+    kept = sorted(path.name for path in (tmp_path / "r/replaced-1/checkpoints").iterdir())
+    assert kept == ["000003", "000004"]
+    assert cli("evaluate", "r/replaced-1/checkpoints/000004", "--episodes", "1")[0] == 0
+
+
+@pytest.mark.parametrize("command", ["resume", "evaluate"])
+def test_checkpoint_of_another_algorithm_is_named(cli, tmp_path, command):
+    for plan in ("ppo", "dqn"):
+        stop = ["--stop-timesteps", "64", "--run-dir", plan, "--env", "CartPole-v1"]
+        assert cli("train", plan, *stop, "--min-sample-timesteps-per-iteration", "64")[0] == 0
+    (checkpoint,) = (tmp_path / "ppo/checkpoints").iterdir()
+    checkpoint.rename(tmp_path / "dqn/checkpoints/000099")
+    code, _, err = cli(command, "dqn")
+    assert code == 2
+    assert "checkpoints/000099 was written by PPO, which does not have the settings" in err

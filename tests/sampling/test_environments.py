@@ -61,6 +61,26 @@ def test_unknown_id_says_what_to_install_or_use(monkeypatch, env_id, message):
         env_creator_for(env_id)
 
 
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ("./my_env.py:MyEnv", "'./my_env.py:MyEnv' must name a module, not a file: my_env:MyEnv"),
+        ("bad_name:E", r"importing 'bad_name:E' failed: NameError: .*\(.*bad_name.py, line 2\)"),
+        ("bad_syntax:E", r"importing 'bad_syntax:E' failed: SyntaxError: .*bad_syntax.py, line 1"),
+        ("bad_import:E", r"importing 'bad_import:E' failed: .*'nothere' \(.*bad_import.py, line 1"),
+        ("no_such_module:E", "there is no module 'no_such_module'; start the program in"),
+        ("json:E", "json neither registers the id 'E' nor has a class or function 'E'"),
+    ],
+)
+def test_module_that_cannot_be_imported_is_one_error(monkeypatch, tmp_path, env, message):
+    (tmp_path / "bad_name.py").write_text("x = 1\nundefined\n")
+    (tmp_path / "bad_syntax.py").write_text("def (\n")
+    (tmp_path / "bad_import.py").write_text("import nothere\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        env_creator_for(env)
+
+
 def test_installed_atari_environments_are_registered(monkeypatch, tmp_path):
     code = "import gymnasium\ngymnasium.register('ALE/Fake-v5', 'tests.sampling.fakes:CountEnv')\n"
     (tmp_path / "ale_py.py").write_text(code)

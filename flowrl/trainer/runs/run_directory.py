@@ -16,6 +16,7 @@ import os
 import platform
 import re
 import shlex
+import shutil
 import sys
 import time
 from contextlib import ExitStack
@@ -181,8 +182,14 @@ class RunDirectory:
         (self.path / f".{name}").write_text(json.dumps(content, indent=1))
         os.replace(self.path / f".{name}", self.path / name)
 
-    def truncate(self, iteration: int) -> None:
-        """Remove results and checkpoints after an iteration: the resumed run writes them again."""
+    def truncate(self, iteration: int) -> Path | None:
+        """Remove results after an iteration: the resumed run writes them again.
+
+        Returns:
+            the folder that keeps newer checkpoints with the results; None if there are none.
+        """
+        newer = [path for path in list_checkpoints(self.path) if int(path.name) > iteration]
+        kept = self._keep(newer) if newer else None
         results = results_until(self.path, iteration)
         for file in (self._result_file, self._progress_file):
             file.seek(0)
@@ -190,9 +197,18 @@ class RunDirectory:
         self._columns = []
         for result in results:
             self._write_line(result)
-        for path in list_checkpoints(self.path):
-            if int(path.name) > iteration:
-                remove_checkpoint(path)
+        return kept
+
+    def _keep(self, checkpoints: list[Path]) -> Path:
+        """Move checkpoints, and copy the results, to a new folder of the run directory."""
+        number = 1 + sum(1 for _ in self.path.glob("replaced-*"))
+        folder = self.path / f"replaced-{number}"
+        (folder / CHECKPOINTS).mkdir(parents=True)
+        for name in ("result.json", "progress.csv"):
+            shutil.copy(self.path / name, folder / name)
+        for path in checkpoints:
+            path.rename(folder / CHECKPOINTS / path.name)
+        return folder
 
     def write(self, result: dict[str, Any]) -> None:
         """Append a result to result.json, progress.csv and the TensorBoard events."""

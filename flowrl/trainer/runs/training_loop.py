@@ -183,8 +183,9 @@ def reached_limit(algorithm: Any, stop: StopRules, run_dir: Path | None) -> str 
 def prepare_to_resume(algorithm: Any, run: RunDirectory, stop: StopRules, total: Any) -> None:
     """Make a run directory ready for a resumed training.
 
-    Everything that the run wrote after the algorithm's iteration is removed: it is written again.
-    The new limits replace the old ones.
+    What the run wrote after the algorithm's iteration is removed, because it is written again; if
+    there are newer checkpoints, they are kept with their results in another folder. The new limits
+    replace the old ones.
 
     Args:
         algorithm: the algorithm, with the state of a checkpoint.
@@ -193,7 +194,11 @@ def prepare_to_resume(algorithm: Any, run: RunDirectory, stop: StopRules, total:
         total: the setting `total_timesteps`.
     """
     run.write_limits(asdict(stop), total)
-    run.truncate(algorithm.iteration)
+    kept = run.truncate(algorithm.iteration)
+    if kept is not None:
+        print(
+            f"the checkpoints and results after iteration {algorithm.iteration} are kept in {kept}"
+        )
     for stage in walk(algorithm.plan.stage):
         if isinstance(operator := getattr(stage, "fn", None), WriteParquet):
             operator.remove_newer_files()
