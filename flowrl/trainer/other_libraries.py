@@ -10,7 +10,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Never, ParamSpec, TypeVar
 
-from flowrl.settings import nearest
+from flowrl.setting_aliases import SETTING_ALIASES
+from flowrl.settings import Settings, nearest
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -92,15 +93,31 @@ def with_hints(method: Callable[P, T]) -> Callable[P, T]:
         try:
             signature.bind(*args, **kwargs)
         except TypeError as error:
-            name = next((name for name in kwargs if name not in signature.parameters), "")
+            unknown = [name for name in kwargs if name not in signature.parameters]
+            # the constructor has **settings: keywords are never the problem
+            name = unknown[0] if unknown and not _accepts_any_keyword(signature) else ""
             hint = f" {hints[name]}." if name in hints else nearest(name, own)
             owner: Any = args[0] if isinstance(args[0], type) else type(args[0])
             called = f"{owner.__name__}.{method.__name__}".removesuffix(".__init__")
             problem = f"it has no argument {name!r}" if name else str(error)
+            if method.__name__ == "__init__":
+                hint += _setting_hints(owner.config_class, unknown)
             raise TypeError(f"{called}(): {problem}.{hint}") from None
         return method(*args, **kwargs)
 
     return checked
+
+
+def _accepts_any_keyword(signature: inspect.Signature) -> bool:
+    """Return whether a signature has `**kwargs`."""
+    return any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+
+
+def _setting_hints(config_class: type[Settings], names: list[str]) -> str:
+    """Return a sentence for each name that is not a setting, with a space before it."""
+    known = {*config_class.model_fields, *SETTING_ALIASES}
+    unknown = [name for name in names if name not in known]
+    return "".join(f" Unknown setting {name!r}.{config_class.hint(name)}" for name in unknown)
 
 
 class _Hint:

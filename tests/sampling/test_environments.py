@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from gymnasium.wrappers import TimeLimit
 
+from flowrl import PPO
 from flowrl.envs.env_factory import EnvFactory
 from flowrl.envs.env_state import check_vector_env_state
 from flowrl.envs.registry import env_creator_for, env_id_of, register_env
@@ -39,6 +40,18 @@ def test_num_envs_must_be_that_of_a_vector_environment():
     assert [EnvFactory(two, {}, n).make_vector_env().num_envs for n in (1, 2)] == [2, 2]
     with pytest.raises(ConfigError, match=r"num_envs_per_worker=5.* of 2 environments"):
         EnvFactory(two, {}, 5).make_vector_env()
+
+
+def test_async_vector_environments_are_rejected_before_they_are_copied():
+    env = gym.make_vec("CartPole-v1", 2, vectorization_mode="async")
+    wrapped = gym.wrappers.vector.RecordEpisodeStatistics(env)
+    try:
+        for given in (env, wrapped):
+            with pytest.raises(ConfigError, match=r"other processes: pass a function .*\"async\""):
+                PPO(given)
+        assert env.reset()[0].shape == (2, 4)  # the environment still works
+    finally:
+        env.close()
 
 
 @pytest.mark.parametrize(
