@@ -673,6 +673,24 @@ def test_evaluation_plays_all_policies():
         assert algorithm.compute_single_action(np.zeros(2, np.float32), policy_id="b") in range(3)
         with pytest.raises(ConfigError, match="no policy 'd'"):
             algorithm.compute_single_action(np.zeros(2, np.float32), policy_id="d")
+        names_them = r"^policy_id: there are the policies \['a', 'b', 'c'\]: name one, such as poli"
+        for act in (algorithm.compute_single_action, algorithm.predict):
+            with pytest.raises(ConfigError, match=names_them):
+                act(np.zeros(2, np.float32))
+        with pytest.raises(ConfigError, match=names_them):
+            algorithm.get_policy()
+
+
+def test_default_policy_acts_if_no_policy_is_named():
+    config = three_policy_config()
+    policies = {"a": config.policies["a"], "default_policy": config.policies["b"]}
+    config.multi_agent(
+        policies=policies,
+        policy_mapping_fn=lambda agent_id, **kwargs: "default_policy",
+        policies_to_train=None,
+    )
+    with config.build() as algorithm:
+        assert algorithm.get_policy() is algorithm.get_policy("default_policy")
 
 
 def test_checkpoint_restores_all_policies(tmp_path):
