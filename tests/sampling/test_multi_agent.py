@@ -822,6 +822,23 @@ def test_pettingzoo_environments_are_wrapped(form, parallel):
     assert type(created[0]) is wrapper
 
 
+def test_pettingzoo_environment_of_the_other_kind_names_its_wrapper():
+    class Turns:
+        possible_agents = ["a"]
+
+        def agent_iter(self): ...
+
+    class Parallel:
+        possible_agents = ["a"]
+
+    with pytest.raises(ConfigError, match=r"is turn-based \(AEC\): wrap it in a PettingZooEnv"):
+        ParallelPettingZooEnv(Turns())
+    with pytest.raises(ConfigError, match=r"is parallel: wrap it in a ParallelPettingZooEnv"):
+        PettingZooEnv(Parallel())
+    assert ParallelPettingZooEnv(Parallel()).possible_agents == ["a"]
+    assert PettingZooEnv(Turns()).possible_agents == ["a"]
+
+
 def test_pettingzoo_module_is_rejected_with_its_functions():
     require_extra("marl")
     from pettingzoo.classic.rps import rps
