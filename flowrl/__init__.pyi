@@ -36,6 +36,7 @@ from .envs.registry import register_env as register_env
 from .errors import ConfigError as ConfigError
 from .policies.policy import Policy as Policy
 from .policies.policy_spec import PolicySpec as PolicySpec
+from .sampling.callbacks import DefaultCallbacks as DefaultCallbacks
 from .trainer.algorithm import Algorithm as Algorithm
 from .trainer.config import AlgorithmConfig as AlgorithmConfig
 

@@ -58,6 +58,10 @@ _EPSILON = [
         'Use a schedule, `exploration_config={"epsilon": [["0%", 1.0], ["10%", 0.05]]}`',
     ),
 ]
+_EPSILON_OF_RLLIB = [
+    ("epsilon", "Use a schedule of env steps, `epsilon=[[0, 1.0], [10_000, 0.05]]`"),
+    *_EPSILON,
+]
 # name in Stable-Baselines3, CleanRL or RLlib -> (marker, hint) pairs. The hint of the first marker
 # that is a setting of the algorithm applies. Code is in backticks: `name` and `name=value` are
 # settings, and a hint that is only a name is a rename.
@@ -188,6 +192,9 @@ SETTING_HINTS: dict[str, list[tuple[str, str]]] = {
     "exploration_fraction": _EPSILON,
     "exploration_initial_eps": _EPSILON,
     "exploration_final_eps": _EPSILON,
+    "initial_epsilon": _EPSILON_OF_RLLIB,
+    "final_epsilon": _EPSILON_OF_RLLIB,
+    "epsilon_timesteps": _EPSILON_OF_RLLIB,
     "start_e": _EPSILON,
     "end_e": _EPSILON,
     "use_sde": [("train_batch_size", "State-dependent exploration is not available")],
@@ -204,9 +211,28 @@ SETTING_HINTS: dict[str, list[tuple[str, str]]] = {
     "policy_kwargs": [
         ("model", 'Use `model={"fcnet_hiddens": [64, 64], "fcnet_activation": "tanh"}`')
     ],
-    "net_arch": [("model", 'Use `model={"fcnet_hiddens": [64, 64]}`')],
-    "activation_fn": [("model", 'Use `model={"fcnet_activation": "relu"}`')],
+    "net_arch": [
+        ("model", 'Use `model={"fcnet_hiddens": [64, 64]}`'),
+        ("fcnet_hiddens", "`fcnet_hiddens`"),
+    ],
+    "activation_fn": [
+        ("model", 'Use `model={"fcnet_activation": "relu"}`'),
+        ("fcnet_activation", "`fcnet_activation`"),
+    ],
+    "rl_module": [("model", "Use `.training(model={…})`")],
+    # devices and processes
     "cuda": [("device", "`device`")],
+    "num_gpus": [
+        (
+            "device",
+            'Use `device="cuda"`; the default, "auto", learns on the GPU if there is one',
+        )
+    ],
+    "learners": [
+        ("num_learners", "Use `.training(num_learners=…)`"),
+        ("device", "Use `.framework(device=…)`; IMPALA, APPO and APEX also have num_learners"),
+    ],
+    "api_stack": [("device", "Leave it out: there is only one API")],
     # environments
     "env_id": [("env", "`env`")],
     "env_kwargs": [("env_config", "`env_config`")],

@@ -67,11 +67,13 @@ def nearest(name: str, known: list[str]) -> str:
 
 def _is_type(part: Any) -> bool:
     """Return whether an entry of pydantic's error location is a branch of a union, not a field."""
-    return isinstance(part, str) and (part in ("float", "int", "str") or "[" in part)
+    names = ("float", "int", "str", "constrained-int", "constrained-float")
+    return isinstance(part, str) and (part in names or "[" in part)
 
 
 def _explain(cls: type[Settings], error: ValidationError) -> str:
     lines = []
+    alternatives: dict[str, list[str]] = {}  # setting -> what its branches of a union expect
     for problem in error.errors():
         path = ".".join(str(part) for part in problem["loc"] if not _is_type(part))
         if problem["type"] == "extra_forbidden":
@@ -84,7 +86,13 @@ def _explain(cls: type[Settings], error: ValidationError) -> str:
         else:
             message = problem["msg"].removeprefix("Value error, ")
             message = message[:1].lower() + message[1:]
-            lines.append(f"{path}: {message} (got {problem['input']!r})")
+            got = f" (got {problem['input']!r})"
+            branches = alternatives.setdefault(path, [])
+            if branches:
+                lines.remove(f"{path}: {', or '.join(branches)}{got}")
+                message = message.removeprefix("input should be ")
+            branches.append(message)
+            lines.append(f"{path}: {', or '.join(branches)}{got}")
     return "; ".join(dict.fromkeys(lines))
 
 

@@ -120,7 +120,15 @@ def test_flowrl_offers_every_algorithm_and_its_config():
         algorithm = getattr(flowrl, algorithm_path(name).split(":")[1])
         assert algorithm is algorithm_class(name)
         assert getattr(flowrl, algorithm.config_class.__name__) is algorithm.config_class
-    others = {"Algorithm", "AlgorithmConfig", "ConfigError", "Policy", "PolicySpec", "register_env"}
+    others = {
+        "Algorithm",
+        "AlgorithmConfig",
+        "ConfigError",
+        "DefaultCallbacks",
+        "Policy",
+        "PolicySpec",
+        "register_env",
+    }
     algorithms = [algorithm_class(name) for name in shipped]
     names = {a.__name__ for a in algorithms} | {a.config_class.__name__ for a in algorithms}
     assert set(flowrl.__all__) == set(dir(flowrl)) == names | others

@@ -4,14 +4,21 @@ import re
 
 import pytest
 
-from flowrl.policies.config import ModelConfig
+from flowrl.policies.config import ExplorationConfig, ModelConfig
 from flowrl.setting_aliases import SETTING_ALIASES, SETTING_HINTS, setting_hint
 from flowrl.settings import ConfigError
 from flowrl.trainer.registry import algorithm_class, algorithm_names
 
-CONFIGS = {name: algorithm_class(name).config_class for name in algorithm_names()}
+CONFIGS = {
+    **{name: algorithm_class(name).config_class for name in algorithm_names()},
+    "model": ModelConfig,
+    "exploration_config": ExplorationConfig,
+}
 # what some hints name needs besides
-CONTEXT = {"evaluation_video_dir": {"evaluation_interval": 1}}
+CONTEXT = {
+    "evaluation_video_dir": {"evaluation_interval": 1},
+    "epsilon": {"type": "EpsilonGreedy"},
+}
 
 
 def code_in(hint):
@@ -65,15 +72,42 @@ def test_accepted_aliases_have_no_hint():
         ("PPO", "fcnet_hiddens", r'model: model=\{"fcnet_hiddens": …\}'),
         ("PPO", "train_batch_szie", "Did you mean 'train_batch_size'"),
         ("PPO", "buffer_size", r"unknown setting 'buffer_size'\.$"),
+        ("SAC", "policy_frequency", r"unknown setting 'policy_frequency'\.$"),
+        ("PPO", "num_gpus", 'Use `device="cuda"`'),
     ],
 )
 def test_hint_depends_on_the_settings_of_the_algorithm(algorithm, name, message):
     with pytest.raises(ConfigError, match=message):
         CONFIGS[algorithm](**{name: 1})
-    with pytest.raises(ConfigError, match=message.replace(r"unknown setting 'b", "setting 'b")):
+    with pytest.raises(ConfigError, match=message.removeprefix("unknown ")):
         CONFIGS[algorithm]().training(**{name: 1})
 
 
 def test_names_of_networks_are_suggested_in_a_network():
     with pytest.raises(ConfigError, match="Did you mean 'fcnet_hiddens'"):
         ModelConfig(fcnet_hidden=[8])
+    with pytest.raises(ConfigError, match=r"'model\.net_arch'\. Did you mean 'fcnet_hiddens'"):
+        CONFIGS["PPO"](model={"net_arch": [8]})
+
+
+def test_epsilons_of_rllib_name_the_schedule():
+    rllib = {"initial_epsilon": 1.0, "final_epsilon": 0.05, "epsilon_timesteps": 1000}
+    for name in rllib:
+        message = rf"'exploration_config\.{name}'\. Use a schedule of env steps, `epsilon="
+        with pytest.raises(ConfigError, match=message):
+            CONFIGS["DQN"](exploration_config=rllib)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "method", "hint"),
+    [
+        ("IMPALA", "learners", "Use `.training(num_learners=…)`."),
+        ("PPO", "learners", "Use `.framework(device=…)`;"),
+        ("PPO", "rl_module", "Use `.training(model={…})`."),
+        ("PPO", "api_stack", "Leave it out"),
+    ],
+)
+def test_methods_of_rllibs_configs_have_a_hint(algorithm, method, hint):
+    with pytest.raises(AttributeError, match=f"has no method or setting '{method}'") as error:
+        getattr(CONFIGS[algorithm](), method)
+    assert hint in str(error.value)

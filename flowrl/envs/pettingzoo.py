@@ -13,6 +13,10 @@ from flowrl.envs.multi_agent import MultiAgentEnv, StepResult, is_multi_agent
 from flowrl.settings import ConfigError
 
 
+def _is_turn_based(env: Any) -> bool:
+    return hasattr(env, "agent_iter")
+
+
 class _PettingZoo(MultiAgentEnv):
     def __init__(self, env: Any):
         self.env = env
@@ -47,7 +51,15 @@ class ParallelPettingZooEnv(_PettingZoo):
     """A parallel PettingZoo environment: all agents act in every step.
 
     The episode ends when no agents remain.
+
+    Raises:
+        ConfigError: the environment is turn-based, or does not define possible_agents.
     """
+
+    def __init__(self, env: Any):
+        if _is_turn_based(env):
+            raise ConfigError(f"env: {env} is turn-based (AEC): wrap it in a PettingZooEnv")
+        super().__init__(env)
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -66,7 +78,15 @@ class PettingZooEnv(_PettingZoo):
 
     An agent is observed on its turn and at the end of the game. Rewards that it receives between
     its turns are credited to its last action.
+
+    Raises:
+        ConfigError: the environment is parallel, or does not define possible_agents.
     """
+
+    def __init__(self, env: Any):
+        if not _is_turn_based(env):
+            raise ConfigError(f"env: {env} is parallel: wrap it in a ParallelPettingZooEnv")
+        super().__init__(env)
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -101,7 +121,7 @@ def wrap_pettingzoo(env: Any) -> Any:
     by_agent = (getattr(env, f"{kind}_space", None) for kind in ("observation", "action"))
     if is_multi_agent(env) or not all(callable(space) for space in by_agent):
         return env
-    return PettingZooEnv(env) if hasattr(env, "agent_iter") else ParallelPettingZooEnv(env)
+    return PettingZooEnv(env) if _is_turn_based(env) else ParallelPettingZooEnv(env)
 
 
 def _flags_with_all(

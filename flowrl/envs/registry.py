@@ -183,6 +183,20 @@ def _creator_of_function(function: Callable[..., Any]) -> EnvCreator:
     return partial(_make_with_keywords, function)
 
 
+def _check_copyable(env: Any) -> None:
+    """Check that an environment is not an AsyncVectorEnv, which a failed copy would break.
+
+    Raises:
+        ConfigError: it is one, or a wrapper of one.
+    """
+    if isinstance(getattr(env, "unwrapped", None), gym.vector.AsyncVectorEnv):
+        raise ConfigError(
+            f"env: {env} cannot be copied, because its environments run in other processes: pass a "
+            "function that creates it, or the environment's id with "
+            'vectorization_mode="async", such as env="CartPole-v1"'
+        )
+
+
 def _copy_env(env: Any, context: EnvContext) -> Any:
     if context:
         raise ConfigError(
@@ -283,7 +297,8 @@ def env_creator_for(env: Any) -> EnvCreator:
 
     Raises:
         ConfigError: the name is unknown (the message suggests the nearest one), the class lacks
-            reset() or step(), or the function has two or more required arguments.
+            reset() or step(), the function has two or more required arguments, or the environment
+            is an AsyncVectorEnv.
     """
     if isinstance(env, str):
         if env in _CREATORS:
@@ -296,6 +311,7 @@ def env_creator_for(env: Any) -> EnvCreator:
         _check_methods(env)
         return partial(_make_with_keywords, env)
     if hasattr(env, "reset") and (hasattr(env, "step") or hasattr(env, "agent_iter")):
+        _check_copyable(env)
         return partial(_copy_env, env)
     if callable(env):
         return _creator_of_function(env)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -112,7 +113,13 @@ class ObservationCheck:
         Raises:
             ConfigError: shape, dtype or structure differ.
         """
-        values = [observation] if self.is_array else self._leaf_values(observation)
+        problem = None if self.is_array else _structure_problem(self.space, observation, "obs")
+        if problem is not None:
+            raise ConfigError(
+                f"env: an observation does not fit the space {self.space}: {problem}: return it "
+                "with the structure of the space, or correct the space"
+            )
+        values = [observation] if self.is_array else leaf_values(self.space, observation)
         for name, space, value in zip(self._names, self._leaves, values, strict=True):
             array = np.asarray(value)
             dtype: Any = space.dtype
@@ -134,15 +141,6 @@ class ObservationCheck:
             return False
         dtype = getattr(observation, "dtype", None)
         return dtype == self.dtype and observation.shape == self.space.shape
-
-    def _leaf_values(self, observation: Any) -> list[Any]:
-        try:
-            return leaf_values(self.space, observation)
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"env: an observation does not fit the space {self.space}: it is {observation!r} "
-                f"({type(error).__name__}: {error})"
-            ) from error
 
     def copy(self, observation: Any) -> Any:
         """Copy an observation into arrays with the space's dtypes."""
@@ -208,6 +206,29 @@ class ObservationCheck:
                 f"{low} and {high} (the space is {self.space})"
             )
         return f"an observation outside its space {self.space}"
+
+
+def _structure_problem(space: spaces.Space, value: Any, name: str) -> str | None:
+    """Describe where the structure of a value called `name` differs from its space; None if it
+    does not."""
+    parts: Iterable[tuple[Any, spaces.Space]] = ()
+    if isinstance(space, spaces.Dict):
+        if not isinstance(value, Mapping):
+            return f"{name} is of the type {type(value).__name__}, not a dict"
+        if value.keys() != space.spaces.keys():
+            missing = [key for key in space if key not in value]
+            extra = [key for key in value if key not in space.spaces]
+            what = f"lacks the key {missing[0]!r}" if missing else f"has the extra key {extra[0]!r}"
+            return f"{name} {what} (it has {list(value)})"
+        parts = space.spaces.items()
+    elif isinstance(space, spaces.Tuple):
+        if not isinstance(value, (tuple, list)) or len(value) != len(space.spaces):
+            length = f" of length {len(value)}" if isinstance(value, (tuple, list)) else ""
+            kind = f"{type(value).__name__}{length}"
+            return f"{name} is a {kind}, not a tuple of length {len(space.spaces)}"
+        parts = enumerate(space.spaces)
+    problems = (_structure_problem(part, value[key], f"{name}[{key!r}]") for key, part in parts)
+    return next(filter(None, problems), None)
 
 
 def _first(mask: np.ndarray) -> tuple[tuple[int, ...], str]:

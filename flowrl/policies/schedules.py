@@ -7,7 +7,12 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, get_args
 
-from pydantic import AfterValidator
+from pydantic import (
+    AfterValidator,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
 
 from flowrl.errors import ConfigError
 
@@ -63,10 +68,22 @@ def _validate_schedule(schedule: ScheduleValue) -> ScheduleValue:
     return schedule
 
 
+def _check_form(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    """Replace the errors of each form that a schedule can have by one error."""
+    try:
+        return validate(value)
+    except ValidationError:
+        raise ValueError(
+            "expected a number or a schedule such as [[0, 1e-3], [100_000, 0.0]] or "
+            '[["0%", 1e-3], ["100%", 0.0]]'
+        ) from None
+
+
+_FORM = WrapValidator(_check_form)
 _VALIDATOR = AfterValidator(_validate_schedule)
-Schedule = Annotated[ScheduleValue, _VALIDATOR]
+Schedule = Annotated[ScheduleValue, _FORM, _VALIDATOR]
 """A setting that may be a schedule; see `value_at`."""
-LinearSchedule = Annotated[float | list[tuple[Step, float]], _VALIDATOR]
+LinearSchedule = Annotated[float | list[tuple[Step, float]], _FORM, _VALIDATOR]
 """A setting that may be a schedule, but not an exponential one."""
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.policies.policy import Policy
 from flowrl.sampling.episode import MultiAgentEpisode
 from flowrl.sampling.sampling_worker import SamplingWorker
+from flowrl.settings import ConfigError, nearest
 
 EPISODE_EVENTS = (
     "on_episode_start",
@@ -40,8 +43,9 @@ def override(cls: type) -> Callable[[F], F]:
 class DefaultCallbacks:
     """Base class of callbacks; every method does nothing. Override the ones that you need.
 
-    Each worker creates one object. Arguments are passed by name, and later versions may add some:
-    end each signature with `**kwargs`. The calls of an episode are `on_episode_start`,
+    Each worker creates one object, without arguments: what a callback needs are attributes of the
+    class. Arguments are passed by name, and later versions may add some: end each signature with
+    `**kwargs`. The calls of an episode are `on_episode_start`,
     `on_episode_step` after each step, and `on_episode_end`. Overriding one of these or
     `on_sub_environment_created` does not change the sampled rows.
     """
@@ -123,6 +127,42 @@ class DefaultCallbacks:
 
     def on_train_result(self, *, algorithm: Any, result: dict[str, Any], **kwargs: Any) -> None:
         """Called before `Algorithm.train()` returns `result`; entries may be added."""
+
+
+EVENTS = tuple(name for name in vars(DefaultCallbacks) if name.startswith("on_"))
+
+
+def check_callbacks_class(value: Any) -> None:
+    """Check that workers can create an object of a callbacks class and call its methods.
+
+    Raises:
+        ConfigError: it is no subclass of DefaultCallbacks, its constructor needs arguments, or the
+            name of a method looks like that of an event but is none.
+    """
+    arguments = "make its arguments class attributes, and set them in a subclass"
+    if not (isinstance(value, type) and issubclass(value, DefaultCallbacks)):
+        hint = ""
+        if isinstance(value, DefaultCallbacks):
+            hint = f": pass the class {type(value).__name__}; {arguments}"
+        elif isinstance(value, partial):
+            hint = f": pass a class; {arguments}"
+        raise ConfigError(
+            f"callbacks_class: must be a subclass of DefaultCallbacks, got {value!r}{hint}"
+        )
+    try:
+        inspect.signature(value).bind()
+    except TypeError as error:
+        raise ConfigError(
+            f"callbacks_class: workers create {value.__name__} without arguments, but its "
+            f"constructor needs some ({error}): {arguments}"
+        ) from None
+    for name in dir(value):
+        event = name.removeprefix("_")
+        if event.startswith("on_") and name not in EVENTS and callable(getattr(value, name)):
+            raise ConfigError(
+                f"callbacks_class: {value.__name__}.{name} is no event."
+                f"{nearest(event, list(EVENTS)) or ' The events are ' + ', '.join(EVENTS)}"
+            )
 
 
 def call(method: Callable[..., None], **arguments: Any) -> None:

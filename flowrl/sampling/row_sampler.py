@@ -20,6 +20,7 @@ import optree
 from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.data.types import AgentID, EpisodeID, PolicyID
 from flowrl.envs.multi_agent_vector_env import MultiAgentStep, MultiAgentVectorEnv
+from flowrl.envs.single_agent_adapter import SingleAgentAdapter
 from flowrl.envs.validation import (
     LARGEST_REWARD,
     OUTSIDE_WARNING,
@@ -500,7 +501,7 @@ class RowSampler:
             return step
         agent, what, field = problem
         error = invalid_step_error(
-            f"sub-environment {slot} returned for agent {agent!r} {what} ({field}), at step "
+            f"sub-environment {slot} returned{self._for_agent(agent)} {what} ({field}), at step "
             f"{episode.length} of its episode"
         )
         if mode in ("warn", "raise"):
@@ -512,6 +513,10 @@ class RowSampler:
             )
             raise error
         return self.slots.restart(slot, error)
+
+    def _for_agent(self, agent: AgentID) -> str:
+        """Return the agent's name for a message; "" if the environment has no agents' names."""
+        return "" if isinstance(self.slots, SingleAgentAdapter) else f" for agent {agent!r}"
 
     def _accepts(self, slot: int, check: ObservationCheck, obs: Any) -> bool:
         """Return whether an observation can be stored; warn of the first one outside its space."""
@@ -531,7 +536,7 @@ class RowSampler:
                 self._checked.add((slot, agent))
             copied = check.copy(obs)
         except ConfigError as error:
-            error.add_note(f"returned for agent {agent!r} by sub-environment {slot}")
+            error.add_note(f"returned{self._for_agent(agent)} by sub-environment {slot}")
             raise
         except (TypeError, ValueError, KeyError, IndexError) as error:
             raise ConfigError(
@@ -682,7 +687,7 @@ class RowSampler:
             agent = invalid[0]
             what = self._checks[agent].describe_problem(copied[agent])
             error = invalid_step_error(
-                f"sub-environment {slot} returned for agent {agent!r} {what} (obs) at its reset"
+                f"sub-environment {slot} returned{self._for_agent(agent)} {what} (obs) at its reset"
             )
             if mode in ("warn", "raise"):
                 raise error

@@ -12,7 +12,7 @@ from flowrl.envs.env_factory import VectorizationMode
 from flowrl.envs.validation import OnInvalidStep
 from flowrl.policies.config import PolicyConfig
 from flowrl.policies.policy_spec import specs_of
-from flowrl.sampling.callbacks import DefaultCallbacks
+from flowrl.sampling.callbacks import check_callbacks_class
 from flowrl.sampling.sample_collector import SampleCollector
 from flowrl.setting_aliases import canonical_names
 from flowrl.settings import ConfigError, Count, NotNegative, Positive, nearest, setting
@@ -160,13 +160,15 @@ class WorkerConfig(PolicyConfig):
     def _check_worker_settings(self) -> Self:
         if self.soft_horizon and self.horizon is None:
             raise ValueError("soft_horizon needs a horizon: .rollouts(horizon=…)")
-        for name, base in (
-            ("sample_collector", SampleCollector),
-            ("callbacks_class", DefaultCallbacks),
+        value = self.sample_collector
+        if value is not None and not (
+            isinstance(value, type) and issubclass(value, SampleCollector)
         ):
-            value = getattr(self, name)
-            if value is not None and not (isinstance(value, type) and issubclass(value, base)):
-                raise ValueError(f"{name}: must be a subclass of {base.__name__}, got {value!r}")
+            raise ValueError(
+                f"sample_collector: must be a subclass of SampleCollector, got {value!r}"
+            )
+        if self.callbacks_class is not None:
+            check_callbacks_class(self.callbacks_class)
         policies = {DEFAULT_POLICY_ID: None} if self.policies is None else self.policies
         ids = list(specs_of(policies))
         to_train = self.policies_to_train

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from flowrl.data import DEFAULT_POLICY_ID
 from flowrl.policies.policy import Policy
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.settings import ConfigError
@@ -21,17 +22,22 @@ class ActsWithPolicies:
         """Return a policy of the local worker.
 
         Args:
-            policy_id: None for the default policy, or the first one if there is no default policy.
+            policy_id: None for the only policy, or the one with the id "default_policy".
 
         Raises:
-            ConfigError: there is no such policy.
+            ConfigError: there is no such policy, or None does not say which one.
         """
-        worker = self.workers.local_worker()
+        policies = self.workers.local_worker().policy_map
         if policy_id is None:
-            return worker.policy
-        if policy_id not in worker.policy_map:
-            raise ConfigError(f"there is no policy {policy_id!r}, only {list(worker.policy_map)}")
-        return worker.policy_map[policy_id]
+            policy_id = next(iter(policies)) if len(policies) == 1 else DEFAULT_POLICY_ID
+            if policy_id not in policies:
+                raise ConfigError(
+                    f"policy_id: there are the policies {list(policies)}: name one, such as "
+                    f"policy_id={next(iter(policies))!r}"
+                )
+        if policy_id not in policies:
+            raise ConfigError(f"there is no policy {policy_id!r}, only {list(policies)}")
+        return policies[policy_id]
 
     @with_hints
     def compute_single_action(
@@ -57,5 +63,24 @@ class ActsWithPolicies:
         deterministic: bool = True,
         policy_id: str | None = None,
     ) -> tuple[Any, list[np.ndarray] | None]:
-        """Return actions and the recurrent state; see `Policy.predict` and `get_policy`."""
+        """Return actions for one observation or a batch, as the environment takes them.
+
+        Args:
+            obs: one observation as the environment returned it, or a batch of them with shapes
+                [B, …]; arrays, numbers or lists of numbers, in the structure of the observation
+                space. For Dict spaces also a list of observations.
+            state: recurrent state of the previous call, one array per part: [size] for one
+                observation, [B, size] for a batch; None starts new episodes.
+            deterministic: return the most likely actions instead of sampling them.
+            policy_id: see `get_policy`.
+
+        Returns:
+            one action, or actions [B, …]; and the recurrent state, with shapes as in the argument,
+            or None without recurrence.
+
+        Raises:
+            ConfigError: an observation is not in the space, the state does not fit, the policy
+                needs more than observation and state (use `get_policy().session()`), or there is
+                no such policy.
+        """
         return self.get_policy(policy_id).predict(obs, state, deterministic)

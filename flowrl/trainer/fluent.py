@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from flowrl.sampling.callbacks import EVENTS
 from flowrl.sampling.worker_config import WorkerConfig
 from flowrl.setting_aliases import canonical_names
 from flowrl.settings import ConfigError, SettingInfo, Settings
@@ -125,8 +126,14 @@ class FluentSettings(WorkerConfig):
         return self._set("fault_tolerance", settings)
 
     @_group
-    def callbacks(self, callbacks_class: type, **settings: Any) -> Self:
+    def callbacks(self, callbacks_class: type | None = None, **settings: Any) -> Self:
         """Set the callbacks class."""
+        event = next((name for name in settings if name in EVENTS), None)
+        if event is not None:
+            raise ConfigError(
+                f".callbacks(): subclass DefaultCallbacks and override {event}, then pass the "
+                "class: .callbacks(MyCallbacks)"
+            )
         return self._set("callbacks", {"callbacks_class": callbacks_class, **settings})
 
     @_group

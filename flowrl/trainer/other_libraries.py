@@ -10,7 +10,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Never, ParamSpec, TypeVar
 
-from flowrl.settings import nearest
+from flowrl.setting_aliases import SETTING_ALIASES
+from flowrl.settings import Settings, nearest
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -23,10 +24,24 @@ _ATTRIBUTES = {
     "env": "it is the setting algorithm.config.env",
     "policy": "use get_policy()",
     "get_module": "use get_policy(policy_id)",
+    "observation_space": "use get_policy().observation_space",
+    "action_space": "use get_policy().action_space",
+    "device": "use get_policy().device",
+    "export": "use get_policy().export(path)",
+    "get_weights": "use get_policy().get_weights()",
     "get_parameters": "use get_policy().get_weights()",
     "set_parameters": "use get_policy().set_weights(weights)",
     "collect_rollouts": "train() samples and learns; the operators of the plan are separate",
+    "compute_action": "use compute_single_action(observation)",
     "compute_actions": "use predict(observations)",
+    "evaluate_policy": "use evaluate(episodes=10)",
+    "n_envs": "it is the setting algorithm.config.num_envs_per_worker",
+    "set_random_seed": "set the seed when you build it, {cls}(env, seed=1)",
+    "env_runner_group": "use workers, the WorkerSet",
+    "learner_group": "use get_policy(policy_id).learner",
+    "replay_buffer": "the plan creates it; save(path) stores it",
+    "save_replay_buffer": "use save(path), which stores the replay buffer, too",
+    "logger": "use learn(run_dir=…) and the settings log_to and log_config",
     "num_timesteps": 'use last_result["timesteps_total"]',
     "set_logger": "use learn(run_dir=…) and the settings log_to and log_config",
     "save_checkpoint": "use save(path)",
@@ -92,15 +107,31 @@ def with_hints(method: Callable[P, T]) -> Callable[P, T]:
         try:
             signature.bind(*args, **kwargs)
         except TypeError as error:
-            name = next((name for name in kwargs if name not in signature.parameters), "")
+            unknown = [name for name in kwargs if name not in signature.parameters]
+            # the constructor has **settings: keywords are never the problem
+            name = unknown[0] if unknown and not _accepts_any_keyword(signature) else ""
             hint = f" {hints[name]}." if name in hints else nearest(name, own)
             owner: Any = args[0] if isinstance(args[0], type) else type(args[0])
             called = f"{owner.__name__}.{method.__name__}".removesuffix(".__init__")
             problem = f"it has no argument {name!r}" if name else str(error)
+            if method.__name__ == "__init__":
+                hint += _setting_hints(owner.config_class, unknown)
             raise TypeError(f"{called}(): {problem}.{hint}") from None
         return method(*args, **kwargs)
 
     return checked
+
+
+def _accepts_any_keyword(signature: inspect.Signature) -> bool:
+    """Return whether a signature has `**kwargs`."""
+    return any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+
+
+def _setting_hints(config_class: type[Settings], names: list[str]) -> str:
+    """Return a sentence for each name that is not a setting, with a space before it."""
+    known = {*config_class.model_fields, *SETTING_ALIASES}
+    unknown = [name for name in names if name not in known]
+    return "".join(f" Unknown setting {name!r}.{config_class.hint(name)}" for name in unknown)
 
 
 class _Hint:

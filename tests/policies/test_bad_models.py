@@ -6,6 +6,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 from torch import nn
 from torch.nn import functional
 
@@ -86,6 +87,52 @@ class StatelessModel(ModelV2):
 def test_invalid_models_are_rejected(model, match):
     with pytest.raises(ConfigError, match=match):
         PPOTorchPolicy(BOX, TWO, {"model": {"custom_model": model}}).compute_actions(rows()["obs"])
+
+
+class TooWide(ModelV2):
+    """A network for observations of size 7."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.out = nn.Linear(7, self.num_outputs)
+
+    def forward(self, input_dict, state, seq_lens):
+        return self.out(input_dict["obs"]), state
+
+    def value_function(self):
+        return torch.zeros(12)
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        (TooWide, "TooWide"),
+        (
+            module_returning(lambda self, obs: self.out(obs[:, :1])),
+            "BadModule (its forward receives obs itself, not a dict of views)",
+        ),
+    ],
+)
+def test_error_of_a_network_names_its_class_and_inputs(model, name):
+    policy = PPOTorchPolicy(BOX, TWO, {"model": {"custom_model": model}})
+    note = f"in the network {name}, whose inputs were obs: float32 [12, 3]"
+    for call in (
+        lambda: policy.compute_actions(rows()["obs"]),
+        lambda: policy.model.from_batch(rows()),
+    ):
+        with pytest.raises(RuntimeError) as caught:
+            call()
+        assert caught.value.__notes__ == [note]
+
+
+def test_error_of_a_network_describes_nested_inputs():
+    space = spaces.Dict({"a": BOX, "b": spaces.Tuple([TWO])})
+    policy = PPOTorchPolicy(space, TWO, {"model": {"custom_model": TooWide}})
+    obs = {"a": np.zeros((2, 3), np.float32), "b": (np.zeros(2, np.int64),)}
+    with pytest.raises((AttributeError, TypeError)) as caught:
+        policy.compute_actions(obs)
+    (note,) = caught.value.__notes__
+    assert note.endswith("obs: {'a': float32 [2, 3], 'b': (int64 [2])}")
 
 
 @pytest.mark.parametrize("model", [None, 5, nn.Linear, (nn.Linear(3, 2),)])

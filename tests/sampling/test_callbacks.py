@@ -1,5 +1,7 @@
 """Callbacks: order of calls, arguments, and effects on batches and results."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -211,6 +213,47 @@ def test_override_of_unknown_method_raises():
 
     with pytest.raises(ConfigError, match="subclass of DefaultCallbacks"):
         A2CConfig().callbacks(dict)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("on_episode_ended", r"C\.on_episode_ended is no event\. Did you mean 'on_episode_end'"),
+        ("_on_step", r"C\._on_step is no event\. Did you mean 'on_episode_step'"),
+        ("on_xyz", r"C\.on_xyz is no event\. The events are on_sub_environment_created, on_ep"),
+    ],
+)
+def test_methods_that_are_no_events_are_rejected(name, message):
+    cls = type("C", (DefaultCallbacks,), {name: lambda self, **kwargs: None})
+    with pytest.raises(ConfigError, match=rf"^callbacks_class: {message}"):
+        A2CConfig(callbacks_class=cls)
+    with pytest.raises(ConfigError, match=rf"^callbacks_class: {message}"):
+        A2CConfig().callbacks(cls)
+    assert A2CConfig(callbacks_class=type("C", (DefaultCallbacks,), {name: 5})).callbacks_class
+
+
+class WithArgument(DefaultCallbacks):
+    def __init__(self, path):
+        self.path = path
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (WithArgument, r"create WithArgument without arguments, .*'path'.*: make its arguments cl"),
+        (WithArgument("a"), r"got <.*: pass the class WithArgument; make its arguments class attr"),
+        (partial(WithArgument, "a"), r"got functools\.partial.*: pass a class; make its arguments"),
+    ],
+)
+def test_callbacks_that_need_arguments_say_how_to_pass_them(value, message):
+    with pytest.raises(ConfigError, match=f"^callbacks_class: .*{message}"):
+        A2CConfig(callbacks_class=value)
+
+
+def test_functions_for_events_name_the_class_to_write():
+    with pytest.raises(ConfigError, match="subclass DefaultCallbacks and override on_train_result"):
+        A2CConfig().callbacks(on_train_result=lambda **kwargs: None)
+    assert A2CConfig().callbacks(Recorder).callbacks(None).callbacks_class is None
 
 
 def test_unknown_agent_is_named_in_error():

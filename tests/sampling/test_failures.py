@@ -268,7 +268,11 @@ def test_nested_observation_that_is_not_finite_is_named():
     )  # fmt: skip
     with (
         config.build() as algorithm,
-        pytest.raises(ValueError, match=r"not finite: obs\['arm'\]\[1\]\[0\] is nan"),
+        pytest.raises(
+            ValueError,
+            match=r"^sub-environment 0 returned an observation that is not finite: "
+            r"obs\['arm'\]\[1\]\[0\] is nan",
+        ),
     ):
         algorithm.train()
 

@@ -673,6 +673,24 @@ def test_evaluation_plays_all_policies():
         assert algorithm.compute_single_action(np.zeros(2, np.float32), policy_id="b") in range(3)
         with pytest.raises(ConfigError, match="no policy 'd'"):
             algorithm.compute_single_action(np.zeros(2, np.float32), policy_id="d")
+        names_them = r"^policy_id: there are the policies \['a', 'b', 'c'\]: name one, such as poli"
+        for act in (algorithm.compute_single_action, algorithm.predict):
+            with pytest.raises(ConfigError, match=names_them):
+                act(np.zeros(2, np.float32))
+        with pytest.raises(ConfigError, match=names_them):
+            algorithm.get_policy()
+
+
+def test_default_policy_acts_if_no_policy_is_named():
+    config = three_policy_config()
+    policies = {"a": config.policies["a"], "default_policy": config.policies["b"]}
+    config.multi_agent(
+        policies=policies,
+        policy_mapping_fn=lambda agent_id, **kwargs: "default_policy",
+        policies_to_train=None,
+    )
+    with config.build() as algorithm:
+        assert algorithm.get_policy() is algorithm.get_policy("default_policy")
 
 
 def test_checkpoint_restores_all_policies(tmp_path):
@@ -802,6 +820,23 @@ def test_pettingzoo_environments_are_wrapped(form, parallel):
     assert worker.possible_agents == ["player_0", "player_1"]
     wrapper = ParallelPettingZooEnv if parallel and form != "class" else PettingZooEnv
     assert type(created[0]) is wrapper
+
+
+def test_pettingzoo_environment_of_the_other_kind_names_its_wrapper():
+    class Turns:
+        possible_agents = ["a"]
+
+        def agent_iter(self): ...
+
+    class Parallel:
+        possible_agents = ["a"]
+
+    with pytest.raises(ConfigError, match=r"is turn-based \(AEC\): wrap it in a PettingZooEnv"):
+        ParallelPettingZooEnv(Turns())
+    with pytest.raises(ConfigError, match=r"is parallel: wrap it in a ParallelPettingZooEnv"):
+        PettingZooEnv(Parallel())
+    assert ParallelPettingZooEnv(Parallel()).possible_agents == ["a"]
+    assert PettingZooEnv(Turns()).possible_agents == ["a"]
 
 
 def test_pettingzoo_module_is_rejected_with_its_functions():

@@ -223,7 +223,9 @@ INVALID = [
     (PPOConfig, {"_use_trajectory_view_api": False}, "_use_trajectory_view_api"),
     (PPOConfig, {"multiagent": {"polices": {}}}, "multiagent: unknown setting 'polices'"),
     # types and ranges
-    (PPOConfig, {"lr": "fast"}, "lr: "),
+    (PPOConfig, {"lr": "fast"}, "lr: expected a number or a schedule such as "),
+    (PPOConfig, {"lr": [1e-3, 0]}, "lr: expected a number or a schedule such as "),
+    (PPOConfig, {"lr": len}, "lr: expected a number or a schedule such as "),
     (PPOConfig, {"lr": -1e-3}, "lr: values must be finite and not negative"),
     (PPOConfig, {"lr": float("nan")}, "lr: "),
     (PPOConfig, {"lr": [(5, 1.0), (0, 0.0)]}, "lr: a schedule is a list"),
@@ -254,7 +256,7 @@ INVALID = [
     (PPOConfig, {"num_workers": "two"}, "num_workers: "),
     (PPOConfig, {"num_envs_per_worker": 0}, "num_envs_per_worker: "),
     (PPOConfig, {"rollout_fragment_length": 0}, "rollout_fragment_length: "),
-    (PPOConfig, {"rollout_fragment_length": "long"}, "rollout_fragment_length: "),
+    (PPOConfig, {"rollout_fragment_length": 0.5}, "rollout_fragment_length: input should be a "),
     (PPOConfig, {"batch_mode": "whole"}, "batch_mode: "),
     (PPOConfig, {"horizon": 0}, "horizon: "),
     (PPOConfig, {"soft_horizon": "maybe"}, "soft_horizon: "),
@@ -320,6 +322,16 @@ INVALID = [
     (PPOConfig, {"env": "CartPol-v1"}, "Did you mean 'CartPole-v"),
     (PPOConfig, {"env": 7}, "env: expected an env id, a class, a function or an environment"),
 ]
+
+
+def test_each_invalid_setting_has_one_message():
+    with pytest.raises(ConfigError) as caught:
+        PPOConfig(lr="fast", rollout_fragment_length="long")
+    assert str(caught.value) == (
+        "lr: expected a number or a schedule such as [[0, 1e-3], [100_000, 0.0]] or "
+        '[["0%", 1e-3], ["100%", 0.0]] (got \'fast\'); rollout_fragment_length: input should be '
+        "a valid integer, unable to parse string as an integer, or 'auto' (got 'long')"
+    )
 
 
 def test_at_least_a_hundred_invalid_settings():

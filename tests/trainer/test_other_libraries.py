@@ -21,6 +21,12 @@ def algorithm():
 def test_two_positional_arguments_are_rejected():
     with pytest.raises(TypeError, match=r'^PPO\(\): too many .* PPO\("CartPole-v1"\)'):
         PPO("MlpPolicy", "CartPole-v1")
+    too_many = r'^PPO\(\): too many positional arguments\. Pass only the environment, PPO\("Cart'
+    with pytest.raises(TypeError, match=too_many + r".*Unknown setting 'verbose'\. `algorithm\.le"):
+        PPO("MlpPolicy", "CartPole-v1", verbose=1)
+    with pytest.raises(TypeError, match=too_many + ".*'learning_rate'. Did you mean 'lr'") as error:
+        PPO("MlpPolicy", "CartPole-v1", lr=1e-3, num_epochs=2, learning_rate=1e-3)
+    assert str(error.value).count("Unknown setting") == 1
     with pytest.raises(ConfigError, match="PPO: two environments are given, 'MlpPolicy' and env="):
         PPO("MlpPolicy", env="CartPole-v1")
     with pytest.raises(ConfigError, match=r"unknown setting 'config'\. Pass the config as the fir"):

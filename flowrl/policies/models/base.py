@@ -149,7 +149,7 @@ class ModelV2(nn.Module):
             self.train(is_training)
         num_states = len(self.get_initial_state())
         if not num_states:
-            return self._check_outputs(self.train_forward(batch, [], None), batch.count)
+            return self._train_outputs(batch, [], None)
         missing = [n for n in _state_names(num_states) if n not in batch]
         if missing:
             raise ConfigError(
@@ -171,7 +171,18 @@ class ModelV2(nn.Module):
         burn_in = getattr(batch, "burn_in", None)
         if burn_in is not None:
             state = self._states_after(burn_in, state)
-        return self._check_outputs(self.train_forward(batch, state, seq_lens), batch.count)
+        return self._train_outputs(batch, state, seq_lens)
+
+    def _train_outputs(
+        self, batch: TensorBatch, state: State, seq_lens: Any
+    ) -> tuple[torch.Tensor, State]:
+        try:
+            return self._check_outputs(self.train_forward(batch, state, seq_lens), batch.count)
+        except Exception as error:
+            views = self.view_requirements.items()
+            names = [n for n, view in views if view.known_for_actions(n) and n in batch]
+            self._note_inputs(error, {name: batch[name] for name in names})
+            raise
 
     def _states_after(self, burn_in: TensorBatch, state: State) -> State:
         """Return the states after the burn-in rows. Some sequences may have no burn-in."""
@@ -221,9 +232,23 @@ class ModelV2(nn.Module):
             if self.training:
                 self.eval()
             rows = len(optree.tree_leaves(tensors["obs"])[0])
-            outputs, state = self._check_outputs(self(tensors, state, None), rows)
-            values = self._checked_values(rows) if self.has_value_function else None
+            try:
+                outputs, state = self._check_outputs(self(tensors, state, None), rows)
+                values = self._checked_values(rows) if self.has_value_function else None
+            except Exception as error:
+                self._note_inputs(error, inputs)
+                raise
         return outputs.cpu().numpy(), values, [part.cpu().numpy() for part in state]
+
+    def _note_inputs(self, error: Exception, inputs: Mapping[str, Any]) -> None:
+        """Add a note to an error of the network: its class, and shapes and dtypes of its inputs."""
+        if not isinstance(error, ConfigError):  # those name the model
+            shown = ", ".join(f"{name}: {_dtype_and_shape(v)}" for name, v in inputs.items())
+            error.add_note(f"in the network {self._network_name}, whose inputs were {shown}")
+
+    @property
+    def _network_name(self) -> str:
+        return type(self).__name__
 
     def _checked_values(self, rows: int) -> np.ndarray:
         values = self.value_function()
@@ -256,6 +281,16 @@ class ModelV2(nn.Module):
                 "episode), or use policy.session()"
             )
         return names
+
+
+def _dtype_and_shape(value: Any) -> str:
+    """Return the dtypes and shapes of an array, a tensor or a nest of them, as text."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{k!r}: {_dtype_and_shape(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(_dtype_and_shape, value))})"
+    dtype = str(getattr(value, "dtype", type(value).__name__)).removeprefix("torch.")
+    return f"{dtype} {list(np.shape(value))}"
 
 
 def _state_names(count: int) -> list[str]:

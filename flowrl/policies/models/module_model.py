@@ -48,6 +48,11 @@ class ModuleModel(ModelV2):
         return outputs, state
 
     @property
+    def _network_name(self) -> str:
+        received = "a dict of views" if self._takes_views else "obs itself, not a dict of views"
+        return f"{type(self.module).__name__} (its forward receives {received})"
+
+    @property
     def has_value_function(self) -> bool:
         return bool(self._returns_values)
 
