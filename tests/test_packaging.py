@@ -45,6 +45,7 @@ NOT_IMPORTED = {
     "tensorboard": "a program that `flowrl tensorboard` runs",
     "pytest": "the tests import it",
     "pytest-timeout": "a plugin of pytest",
+    "pytest-xdist": "a plugin of pytest",
     "ruff": "a command",
     "sphinx": "builds the documentation",
     "sphinx-copybutton": "a plugin of the documentation",
