@@ -114,10 +114,10 @@ def _find_spec(env_id: str) -> None:
     except gym.error.Error as error:
         if ":" in env_id:
             return  # creating it imports the module that registers it
-        hint = nearest(env_id, [*_CREATORS, *gym.registry])
         namespace = env_id.partition("/")[0] if "/" in env_id else None
-        known = {spec.namespace for spec in gym.registry.values()}
-        if not hint and namespace is not None and namespace not in known:
+        if namespace in {None, *(spec.namespace for spec in gym.registry.values())}:
+            hint = nearest(env_id, [*_CREATORS, *gym.registry])
+        else:
             hint = (
                 f" No imported package registers {namespace!r}: install the package, and name the "
                 f'module that registers it, env="module:{env_id}".'

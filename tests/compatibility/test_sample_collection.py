@@ -38,7 +38,10 @@ def test_worker_has_a_sampler(sample_async, kind):
     worker = make_worker(sample_async=sample_async, rollout_fragment_length=10)
     assert isinstance(worker.sampler, SamplerInput)
     assert type(worker.sampler) is kind
-    assert worker.sample().count == worker.sampler.next().count == 10
+    # an AsyncSampler's next() also has the fragments that its thread has sampled meanwhile
+    counts = (10, 20, 30) if sample_async else (10,)
+    assert worker.sample().count in counts
+    assert worker.sampler.next().count in counts
     worker.stop()
 
 
