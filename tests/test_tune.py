@@ -145,6 +145,7 @@ def fit(tmp_path, trainable, space, stop=4, checkpoints=0, failures=0, **setting
     ).fit()
 
 
+@pytest.mark.slow
 def test_tune_run_accepts_a_config_object(tmp_path, ray_session):
     config = ppo_config().environment(env="CartPole-v1").training(train_batch_size=128)
     analysis = tune.run(

@@ -36,6 +36,7 @@ def pids(algorithm, ray):
     return ray.get([worker.apply.remote(lambda w: os.getpid()) for worker in remote])
 
 
+@pytest.mark.slow
 def test_killed_worker_is_replaced_and_no_step_counts_twice(ray_session):
     with small(num_workers=2).build() as algorithm:
         first = algorithm.train()

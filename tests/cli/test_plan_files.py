@@ -23,6 +23,7 @@ def test_copied_plan_trains(cli):
     assert code == 0
 
 
+@pytest.mark.slow
 def test_plan_imports_modules_from_its_folder(cli, tmp_path, ray_session):
     folder = tmp_path / "mine"
     folder.mkdir()

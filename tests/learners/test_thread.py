@@ -98,6 +98,7 @@ def test_minibatch_buffer_cycles_and_restores():
             MinibatchBuffer(**invalid)
 
 
+@pytest.mark.slow_on_actors
 def test_plan_with_learner_thread_trains_and_stops(num_workers):
     before = num_learner_threads()
     with ThreadedA2C(a2c_config(num_workers=num_workers)) as algorithm:

@@ -33,6 +33,7 @@ def recorded_steps(tmp_path):
     )
 
 
+@pytest.mark.slow_on_actors
 def test_all_sampled_rows_are_recorded(tmp_path, num_workers):
     with recording_config(tmp_path, num_workers=num_workers).build() as algorithm:
         results = [algorithm.train() for _ in range(3)]

@@ -71,6 +71,7 @@ def test_removed_worker_gets_no_requests():
         assert live_shards(stream) == [2]
 
 
+@pytest.mark.slow
 def test_workers_can_be_added_and_removed_before_the_first_pull():
     with make_config().build() as algorithm:
         stream = ParallelRollouts(algorithm.workers)

@@ -98,6 +98,7 @@ def test_workers_share_an_evaluation(ray_session):
         assert evaluation["episode_reward_max"] > evaluation["episode_reward_min"]
 
 
+@pytest.mark.slow
 def test_evaluation_parallel_to_training(ray_session):
     config = a2c_config(
         evaluation_interval=2,
