@@ -338,10 +338,11 @@ class TorchPolicy(Policy):
         """Write the acting part to a file that can be used without flowrl.
 
         The exported program includes the normalization and takes the best actions. Its input is a
-        dict of the policy's views, [B, …] each: `obs` (raw observations) and, for recurrent
-        policies, `state_in_0`, … (zeros at an episode's start). Its output is a dict of `actions`
-        in the environment's form and `state_out_0`, …; if a view contains earlier actions also
-        `policy_actions`, the actions to pass in that view.
+        dict of the policy's views, [B, …] each: `obs` (raw observations, with the dtypes of the
+        observation space) and, for recurrent policies, `state_in_0`, … (float32, zeros at an
+        episode's start). Its output is a dict of `actions`, in the environment's form and with the
+        dtypes of the action space, and `state_out_0`, … (float32); if a view contains earlier
+        actions also `policy_actions`, the actions to pass in that view.
 
         Args:
             path: of the file.

@@ -132,6 +132,11 @@ class DefaultCallbacks:
 EVENTS = tuple(name for name in vars(DefaultCallbacks) if name.startswith("on_"))
 
 
+_SB3_EVENTS = (
+    "_on_step", "_on_training_start", "_on_training_end", "_on_rollout_start", "_on_rollout_end",
+)  # fmt: skip
+
+
 def check_callbacks_class(value: Any) -> None:
     """Check that workers can create an object of a callbacks class and call its methods.
 
@@ -157,7 +162,7 @@ def check_callbacks_class(value: Any) -> None:
             f"constructor needs some ({error}): {arguments}"
         ) from None
     for name in dir(value):
-        event = name.removeprefix("_")
+        event = name.removeprefix("_") if name in _SB3_EVENTS else name
         if event.startswith("on_") and name not in EVENTS and callable(getattr(value, name)):
             raise ConfigError(
                 f"callbacks_class: {value.__name__}.{name} is no event."

@@ -69,7 +69,8 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         """Build the algorithm; nothing is sampled before the first `train()`.
 
         Args:
-            env_or_config: an environment (see the setting `env`); an AlgorithmConfig; or a mapping
+            env_or_config: an environment (see the setting `env`; an environment object is copied,
+                and never stepped itself); an AlgorithmConfig; or a mapping
                 of settings that differ from the defaults. Of a record of another class, the
                 settings that were set explicitly are used.
             settings: settings of `config_class`, which replace those of `env_or_config`.
@@ -330,11 +331,13 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         num_envs: int | None = None,
         timesteps: int | None = None,
         video_dir: Path | str | None = None,
+        seed: int | None = None,
     ) -> dict[str, Any]:
         """Play whole episodes in new environments in this process, and return metrics.
 
         Uses the settings of `evaluation_config`. Observation filters are not updated and callbacks
-        are not called.
+        are not called. Calls with the same seed play the same episodes, as far as policies and
+        environments are the same and depend on nothing else.
 
         Args:
             episodes: number of episodes; None for `evaluation_duration`.
@@ -345,6 +348,8 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
             timesteps: minimum env steps, instead of `episodes`; only finished episodes count.
             video_dir: folder for mp4 videos of the first `evaluation_video_episodes` episodes,
                 named evaluation-<iteration>-0.mp4, … (needs the extra `video`).
+            seed: seed of the episodes; None for the setting `seed`, or entropy of the machine if
+                that is None.
 
         Returns:
             `episode_reward_mean`, `_min`, `_max`, `_std`, `episode_len_mean` [env steps],
@@ -354,7 +359,7 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
             ConfigError: an argument is invalid, or there is no environment.
         """
         return self._evaluator.evaluate(
-            self.iteration, episodes, explore, num_envs, timesteps, video_dir
+            self.iteration, episodes, explore, num_envs, timesteps, video_dir, seed
         )
 
     # -- end -----------------------------------------------------------------------------------

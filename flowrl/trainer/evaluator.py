@@ -45,6 +45,7 @@ class Evaluator:
         num_envs: int | None = None,
         timesteps: int | None = None,
         video_dir: Path | str | None = None,
+        seed: int | None = None,
     ) -> dict[str, Any]:
         """Evaluate the policies in this process; see Algorithm.evaluate.
 
@@ -52,6 +53,8 @@ class Evaluator:
             ConfigError: episodes and timesteps are both given, or a number is not positive.
         """
         config = evaluation_settings(self._config)
+        if seed is not None:
+            config = config.updated(seed=seed)
         if episodes is not None and timesteps is not None:
             raise ConfigError("evaluate: give episodes or timesteps, not both")
         by_steps = timesteps is not None

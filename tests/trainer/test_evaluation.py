@@ -85,6 +85,19 @@ def test_evaluation_config_sets_the_default_of_explore():
         assert algorithm.evaluate(episodes=3) != algorithm.evaluate(episodes=3, explore=False)
 
 
+def test_same_seed_plays_the_same_episodes():
+    with a2c_config(seed=2).build() as algorithm:
+        first = algorithm.evaluate(episodes=4, explore=True)
+        assert algorithm.evaluate(episodes=4, explore=True) == first
+        assert algorithm.evaluate(episodes=4, explore=True, seed=2) == first
+        other = algorithm.evaluate(episodes=4, explore=True, seed=3)
+        assert other != first
+        assert algorithm.evaluate(episodes=4, explore=True, seed=3) == other
+        assert algorithm.evaluate(episodes=4, explore=True) == first
+        with pytest.raises(ConfigError, match=r"^seed: "):
+            algorithm.evaluate(episodes=4, seed=-1)
+
+
 @pytest.mark.slow
 def test_workers_share_an_evaluation(ray_session):
     config = a2c_config(

@@ -82,8 +82,9 @@ class RunDirectory:
         if (self.path / "config.json").exists():
             if list_checkpoints(self.path):
                 raise ConfigError(
-                    f"run_dir: {self.path} contains a run; continue it with "
-                    f"`flowrl resume {self.path}`"
+                    f"run_dir: {self.path} contains a run: choose another folder, or continue the "
+                    f"run with `flowrl resume {self.path}`, in Python with "
+                    f"Algorithm.from_checkpoint({str(self.path)!r}).learn(…)"
                 )
         elif any(self.path.iterdir()):
             raise ConfigError(

@@ -3,13 +3,14 @@
 import importlib
 import json
 import os
+import re
 import signal
 import sys
 
 import gymnasium as gym
 import pytest
 
-from flowrl import A2C, ConfigError
+from flowrl import A2C, Algorithm, ConfigError
 from flowrl.cli.main import main
 from flowrl.data.checkpoint import CheckpointError
 from flowrl.sampling.callbacks import DefaultCallbacks
@@ -91,9 +92,14 @@ def test_other_runs_are_not_overwritten(tmp_path):
         algorithm.learn(64, run_dir=tmp_path / "r", progress=False)
     with (
         A2C("CartPole-v1", **SMALL) as algorithm,
-        pytest.raises(ConfigError, match="contains a run"),
+        pytest.raises(ConfigError, match="contains a run: choose another folder, or") as caught,
     ):
         algorithm.learn(64, run_dir=tmp_path / "r")
+    expression = re.search(r"in Python with (Algorithm.*)\.learn\(…\)$", str(caught.value))[1]
+    with eval(expression, {"Algorithm": Algorithm}) as algorithm:
+        assert type(algorithm) is A2C
+        algorithm.learn(128, progress=False)
+        assert algorithm.run_dir == tmp_path / "r"
 
 
 @pytest.mark.parametrize(
