@@ -1,4 +1,4 @@
-"""Stop a run cleanly on SIGTERM, SIGHUP and Ctrl-C."""
+"""Stop a run cleanly on SIGTERM, SIGHUP and Ctrl-C, or when its output is closed."""
 
 from __future__ import annotations
 
@@ -93,3 +93,20 @@ def discard_lost_output() -> None:
             print(file=getattr(sys, name), flush=True)
         except OSError:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+
+
+def is_output_closed() -> bool:
+    """Return whether the reader of standard output, such as `head`, has closed it.
+
+    Text that could not be printed stays in the buffer, so that flushing raises again.
+    """
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return True
+    return False
+
+
+def discard_closed_output() -> None:
+    """Discard what is printed from now on to standard output."""
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115
