@@ -108,6 +108,7 @@ def write_checkpoint(
         if not _is_published(storage, files):
             for file in written:
                 storage.remove(file)
+            storage.remove_empty_folder()
         raise
     with contextlib.suppress(OSError):  # remaining files do no harm
         for file in storage.names():

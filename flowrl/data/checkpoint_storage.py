@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import zlib
@@ -45,6 +46,9 @@ class Storage(Protocol):
     def remove(self, name: str) -> None:
         """Remove a file if it exists."""
 
+    def remove_empty_folder(self) -> None:
+        """Remove the folder if it is a local one without files."""
+
     def display_name(self, name: str) -> str:
         """Return the full name of a file for messages."""
 
@@ -74,9 +78,13 @@ class LocalStorage:
 
     def publish(self, name: str, data: bytes) -> None:
         (self.path / f".{name}").unlink(missing_ok=True)  # it could be a link
-        self.write(f".{name}", [data])
-        self._sync()  # the files that it names must be on disk first
-        os.replace(self.path / f".{name}", self.path / name)
+        try:
+            self.write(f".{name}", [data])
+            self._sync()  # the files that it names must be on disk first
+            os.replace(self.path / f".{name}", self.path / name)
+        except BaseException:
+            self.remove(f".{name}")
+            raise
         self._sync()
 
     def _sync(self) -> None:
@@ -101,6 +109,10 @@ class LocalStorage:
 
     def remove(self, name: str) -> None:
         (self.path / name).unlink(missing_ok=True)
+
+    def remove_empty_folder(self) -> None:
+        with contextlib.suppress(OSError):  # it has files
+            self.path.rmdir()
 
     def display_name(self, name: str) -> str:
         return str(self.path / name)
@@ -141,6 +153,9 @@ class RemoteStorage:
     def remove(self, name: str) -> None:
         if self.files.exists(f"{self.root}/{name}"):
             self.files.rm_file(f"{self.root}/{name}")
+
+    def remove_empty_folder(self) -> None:
+        pass  # object stores have no folders
 
     def display_name(self, name: str) -> str:
         return f"{self.uri}/{name}"

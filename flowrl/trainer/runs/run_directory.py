@@ -8,10 +8,8 @@ columns.
 
 from __future__ import annotations
 
-import csv
 import fcntl
 import json
-import math
 import os
 import platform
 import re
@@ -22,12 +20,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from flowrl.data.checkpoint import CHECKPOINTS, list_checkpoints, remove_checkpoint
 from flowrl.settings import ConfigError
-from flowrl.trainer.metric_names import logged_scalars, metric_value
+from flowrl.trainer.metric_names import metric_value
 from flowrl.trainer.plan_files import plan_source
+from flowrl.trainer.runs.result_files import ResultFiles
 from flowrl.trainer.runs.saved_run import (
     best_checkpoint,
     read_results,
@@ -49,7 +46,7 @@ class RunDirectory:
     """
 
     def __init__(self, path: Path, names: str = "classic", resume: bool = False):
-        self.path, self._names = path, names
+        self.path = path
         with ExitStack() as on_error:
             try:
                 path.mkdir(parents=True, exist_ok=True)
@@ -58,23 +55,16 @@ class RunDirectory:
                 self._lock = os.open(path, os.O_RDONLY)
                 on_error.callback(os.close, self._lock)
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                results = read_results(path) if resume else []
                 for name in (".result.json", ".progress.csv", CHECKPOINTS):
                     self._check_no_link(name)
-                self._result_file = open(path / ".result.json", "w")  # noqa: SIM115
-                self._progress_file = open(path / ".progress.csv", "w+", newline="")  # noqa: SIM115
+                self._results = ResultFiles(path, names)
+                self._results.rewrite(read_results(path) if resume else [])
             except BlockingIOError as error:
                 raise ConfigError(f"run_dir: {path} is in use by another process") from error
             except OSError as error:
                 raise ConfigError(f"run_dir: cannot write {path}: {error.strerror}") from error
             on_error.pop_all()
-        self._reported_write_error = False
-        self._columns: list[str] = []
-        self._tensorboard: Any = None
-        for result in results:
-            self._write_line(result)
-        for name in ("result.json", "progress.csv"):
-            os.replace(path / f".{name}", path / name)
+        self._reported_write_error = self._reported_recovery = False
 
     def _check_unused(self) -> None:
         """Accept a new or empty folder, and a run without checkpoints, which is overwritten."""
@@ -121,6 +111,9 @@ class RunDirectory:
                 )
             self._reported_write_error = True
             return None
+        if self._reported_write_error and not self._reported_recovery:
+            print(f"flowrl: checkpoints can be written again: {path}", file=sys.stderr, flush=True)
+            self._reported_recovery = True
         self._remove_old_checkpoints(config)
         return path
 
@@ -140,6 +133,9 @@ class RunDirectory:
             command: the command line.
             tree: the plan as text.
             stop: the stop rules as a dict.
+
+        Raises:
+            ConfigError: a file cannot be written.
         """
         import flowrl
 
@@ -155,8 +151,11 @@ class RunDirectory:
             **({} if source is None else {"plan.py": source}),
             "versions.json": json.dumps(versions, indent=1),
         }
-        for name, text in files.items():
-            (self.path / name).write_text(text)
+        try:
+            for name, text in files.items():
+                (self.path / name).write_text(text)
+        except OSError as error:
+            raise ConfigError(f"run_dir: cannot write {self.path}: {error.strerror}") from error
 
     def replace_plan(self, config: Any, tree: str) -> None:
         """Write the plan that a resumed run continues with."""
@@ -183,57 +182,18 @@ class RunDirectory:
 
     def truncate(self, iteration: int) -> None:
         """Remove results and checkpoints after an iteration: the resumed run writes them again."""
-        results = results_until(self.path, iteration)
-        for file in (self._result_file, self._progress_file):
-            file.seek(0)
-            file.truncate()
-        self._columns = []
-        for result in results:
-            self._write_line(result)
+        self._results.rewrite(results_until(self.path, iteration))
         for path in list_checkpoints(self.path):
             if int(path.name) > iteration:
                 remove_checkpoint(path)
 
     def write(self, result: dict[str, Any]) -> None:
         """Append a result to result.json, progress.csv and the TensorBoard events."""
-        if self._tensorboard is None:
-            from tensorboardX import SummaryWriter
-
-            self._tensorboard = SummaryWriter(str(self.path), write_to_disk=True)
-        for name, value in self._write_line(result).items():
-            if isinstance(value, (int, float)) and not math.isnan(value):
-                self._tensorboard.add_scalar(name, value, result["timesteps_total"])
-
-    def _write_line(self, result: dict[str, Any]) -> dict[str, Any]:
-        """Append a result to result.json and progress.csv; return its scalars by path `a/b/c`."""
-        self._result_file.write(json.dumps(_result_to_json(result), allow_nan=False) + "\n")
-        self._result_file.flush()
-        row = logged_scalars(result, self._names)
-        new_columns = [column for column in row if column not in self._columns]
-        if new_columns:
-            self._add_columns(new_columns)
-        csv.writer(self._progress_file).writerow([row.get(name, "") for name in self._columns])
-        self._progress_file.flush()
-        return row
-
-    def _add_columns(self, columns: list[str]) -> None:
-        """Write progress.csv again with additional columns, empty in the existing rows."""
-        file = self._progress_file
-        file.seek(0)
-        rows = list(csv.reader(file))[1:]
-        file.seek(0)
-        file.truncate()
-        self._columns += columns
-        empty = [""] * len(columns)
-        csv.writer(file).writerows([self._columns, *(row + empty for row in rows)])
+        self._results.append(result)
 
     def close(self) -> None:
-        """Close the files and release the lock."""
-        self._result_file.close()
-        self._progress_file.close()
+        """Release the lock."""
         os.close(self._lock)
-        if self._tensorboard is not None:
-            self._tensorboard.close()
 
 
 def env_name(env: Any) -> str:
@@ -253,14 +213,3 @@ def default_run_dir(plan: str, env: Any) -> Path:
         number += 1
         path = Path("runs") / f"{stem}-{number}"
     return path
-
-
-def _result_to_json(value: Any) -> Any:
-    """Return a result as JSON values, with null for NaN and infinity."""
-    if isinstance(value, dict):
-        return {key: _result_to_json(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_result_to_json(inner) for inner in value]
-    if isinstance(value, (np.generic, np.ndarray)):
-        return _result_to_json(value.tolist())
-    return None if isinstance(value, float) and not math.isfinite(value) else value

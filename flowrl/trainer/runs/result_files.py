@@ -1,0 +1,179 @@
+"""The results of a run: result.json, progress.csv and TensorBoard events.
+
+Each result is one record of each file. A record that cannot be written, because the disk is full,
+is left out: training continues, and the file keeps whole records only.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flowrl.trainer.metric_names import logged_scalars
+
+
+class ResultFiles:
+    """Write results to files in a folder.
+
+    Args:
+        folder: the run directory.
+        names: names of metrics in progress.csv and TensorBoard, see the setting `logged_names`.
+    """
+
+    def __init__(self, folder: Path, names: str):
+        self._folder, self._names = folder, names
+        self._columns: list[str] = []
+        self._events: Path | None = None
+        self._failed: set[str] = set()  # files whose write error was reported
+        self._recovered: set[str] = set()  # files whose recovery was reported
+
+    def rewrite(self, results: list[dict[str, Any]]) -> None:
+        """Replace result.json and progress.csv atomically by files with these results.
+
+        Raises:
+            OSError: a file cannot be written; it is unchanged.
+        """
+        _replace(self._folder / "result.json", b"".join(map(_json_line, results)))
+        rows = [logged_scalars(result, self._names) for result in results]
+        columns = list(dict.fromkeys(column for row in rows for column in row))
+        _replace(self._folder / "progress.csv", _csv_table(columns, rows))
+        self._columns = columns
+
+    def append(self, result: dict[str, Any]) -> None:
+        """Append a result to each file.
+
+        The first failure to write a file is printed, and the first success after it.
+        """
+        row = logged_scalars(result, self._names)
+        json_line = _json_line(result)
+        self._try("result.json", lambda: _append(self._folder / "result.json", json_line))
+        self._try("progress.csv", lambda: self._append_row(row))
+        self._try("the TensorBoard events", lambda: self._append_event(row, result))
+
+    def _try(self, name: str, write: Callable[[], None]) -> None:
+        """Write a file, and report an error of the file system instead of raising it."""
+        try:
+            write()
+        except OSError as error:
+            if name not in self._failed:
+                _warn(
+                    f"cannot write {name} in {self._folder}: {error.strerror}. Training continues "
+                    "without these results; further failures are not reported."
+                )
+            self._failed.add(name)
+        else:
+            if name in self._failed and name not in self._recovered:
+                self._recovered.add(name)
+                _warn(f"{name} in {self._folder} can be written again; some results are missing.")
+
+    def _append_row(self, row: dict[str, Any]) -> None:
+        """Append a row to progress.csv; with new columns, write the whole file again."""
+        file = self._folder / "progress.csv"
+        columns = [*self._columns, *(name for name in row if name not in self._columns)]
+        if columns == self._columns:
+            _append(file, _csv_lines([[row.get(name, "") for name in columns]]))
+            return
+        rows: list[dict[str, Any]] = []
+        if self._columns:
+            rows = list(csv.DictReader(io.StringIO(file.read_text(), newline="")))
+        _replace(file, _csv_table(columns, [*rows, row]))
+        self._columns = columns
+
+    def _append_event(self, row: dict[str, Any], result: dict[str, Any]) -> None:
+        """Append an event with all scalars of a result.
+
+        tensorboardX's own SummaryWriter writes in a thread, which an error of the file system ends;
+        the next events would wait for it forever.
+        """
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.summary import scalar
+
+        now = time.time()
+        event = Event(wall_time=now, step=int(result["timesteps_total"]))
+        for name, value in row.items():
+            if isinstance(value, (int, float)) and not math.isnan(value):
+                event.summary.MergeFrom(scalar(name, value))
+        data = _event_record(event.SerializeToString())
+        if self._events is None:
+            name = f"events.out.tfevents.{int(now):010d}.{socket.gethostname()}"
+            self._events = self._folder / name
+        if not self._events.exists() or not self._events.stat().st_size:
+            first = Event(wall_time=now, file_version="brain.Event:2")
+            data = _event_record(first.SerializeToString()) + data
+        _append(self._events, data)
+
+
+def _append(path: Path, data: bytes) -> None:
+    """Append a record to a file; if that fails, the file keeps its earlier length."""
+    with open(path, "ab", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        try:
+            while data:
+                data = data[file.write(data) :]
+        except BaseException:
+            file.truncate(size)
+            raise
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Write a file atomically."""
+    new = path.with_name(f".{path.name}")
+    new.unlink(missing_ok=True)
+    try:
+        _append(new, data)
+        os.replace(new, path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
+
+
+def _json_line(result: dict[str, Any]) -> bytes:
+    return json.dumps(_result_to_json(result), allow_nan=False).encode() + b"\n"
+
+
+def _csv_table(columns: list[str], rows: list[dict[str, Any]]) -> bytes:
+    """Return a header and rows, with empty cells where a row has no value."""
+    cells = [[row.get(name, "") for name in columns] for row in rows]
+    return _csv_lines([columns, *cells]) if columns else b""
+
+
+def _csv_lines(lines: list[list[Any]]) -> bytes:
+    text = io.StringIO(newline="")
+    csv.writer(text).writerows(lines)
+    return text.getvalue().encode()
+
+
+def _event_record(event: bytes) -> bytes:
+    """Return an event as a record of the TFRecord format: length, data and their checksums."""
+    from tensorboardX.record_writer import masked_crc32c
+
+    length = struct.pack("<Q", len(event))
+    checksums = [struct.pack("<I", masked_crc32c(part)) for part in (length, event)]
+    return length + checksums[0] + event + checksums[1]
+
+
+def _warn(message: str) -> None:
+    print(f"flowrl: {message}", file=sys.stderr, flush=True)
+
+
+def _result_to_json(value: Any) -> Any:
+    """Return a result as JSON values, with null for NaN and infinity."""
+    if isinstance(value, dict):
+        return {key: _result_to_json(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_result_to_json(inner) for inner in value]
+    if isinstance(value, (np.generic, np.ndarray)):
+        return _result_to_json(value.tolist())
+    return None if isinstance(value, float) and not math.isfinite(value) else value
