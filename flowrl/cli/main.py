@@ -6,7 +6,6 @@ Exit codes: 0 success, 1 failure, 2 wrong usage, 129 terminal closed, 130 interr
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 
@@ -14,6 +13,7 @@ import flowrl
 from flowrl.cli.arguments import Parser
 from flowrl.cli.display import printable
 from flowrl.settings import ConfigError, imported, nearest
+from flowrl.trainer.runs.signal_handler import discard_closed_output
 
 _USAGE = """usage: flowrl COMMAND …
 
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of the output has closed it
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        discard_closed_output()
         return 141
 
 

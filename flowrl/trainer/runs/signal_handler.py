@@ -1,8 +1,9 @@
-"""Stop a run cleanly on SIGTERM, SIGHUP and Ctrl-C."""
+"""Stop a run cleanly on SIGTERM, SIGHUP and Ctrl-C, or when its output is closed."""
 
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
 import threading
@@ -93,3 +94,18 @@ def discard_lost_output() -> None:
             print(file=getattr(sys, name), flush=True)
         except OSError:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+
+
+def is_output_closed() -> bool:
+    """Return whether the reader of standard output, such as `head`, has closed it."""
+    poll = select.poll()
+    try:
+        poll.register(sys.stdout.fileno(), 0)
+    except (OSError, ValueError):  # not a file
+        return False
+    return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
+
+
+def discard_closed_output() -> None:
+    """Discard what is printed from now on to standard output."""
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115

@@ -20,7 +20,9 @@ from flowrl.trainer.runs.run_directory import RunDirectory, default_run_dir, env
 from flowrl.trainer.runs.saved_run import read_config, read_stop_rules, result_at
 from flowrl.trainer.runs.signal_handler import (
     SignalHandler,
+    discard_closed_output,
     discard_lost_output,
+    is_output_closed,
     is_termination,
 )
 from flowrl.trainer.runs.stop_rules import PendingMetrics, StopRules, metric_rules
@@ -31,8 +33,10 @@ class RunEnd:
     """How a run ended.
 
     Attributes:
-        reason: the limit that was reached, "interrupted", "terminated" or "terminal closed".
-        exit_code: 0; 130 after Ctrl-C; 143 after SIGTERM; 129 after SIGHUP.
+        reason: the limit that was reached, "interrupted", "terminated", "terminal closed" or
+            "output closed".
+        exit_code: 0; 130 after Ctrl-C; 143 after SIGTERM; 129 after SIGHUP; 141 if the reader of
+            the output closed it, as `head` does.
         checkpoint: the last checkpoint; None if none was written.
         seconds: duration of the training.
     """
@@ -58,16 +62,15 @@ def train_until(
         Exception: the training failed; the last result and a checkpoint were written.
     """
     config = algorithm.config
-    if show_progress:
-        print(_describe_start(algorithm, stop, run), flush=True)
-        if config.num_workers:
-            print(f"starting {format_count(config.num_workers, 'worker')} …", flush=True)
-    progress = ProgressTable(stop, algorithm.plan.metrics.counters) if show_progress else None
+    progress = None
     pending = PendingMetrics(stop, config.checkpoint_score_attribute)
     started = saved = time.perf_counter()
     exit_code, reason, result = 0, None, None
     with SignalHandler() as signals:
         try:
+            if show_progress:
+                _print_start(algorithm, stop, run)
+                progress = ProgressTable(stop, algorithm.plan.metrics.counters)
             while reason is None:
                 signals.raise_pending()
                 signals.armed = True
@@ -90,7 +93,8 @@ def train_until(
             exit_code, reason = 130, "interrupted"
         except BaseException as error:
             lost_output = isinstance(error, OSError) and signals.terminal_closed
-            if not is_termination(error) and not lost_output:
+            output_closed = isinstance(error, BrokenPipeError) and is_output_closed()
+            if not is_termination(error) and not lost_output and not output_closed:
                 result = _write_last_result(algorithm, run, result)
                 if run is not None and result is not None:
                     run.save(algorithm, result)
@@ -98,6 +102,9 @@ def train_until(
             exit_code, reason = 143, "terminated"
             if signals.terminal_closed:
                 exit_code, reason = 129, "terminal closed"
+            elif output_closed:
+                exit_code, reason = 141, "output closed"
+                discard_closed_output()
         finally:
             if progress is not None:
                 with suppress(OSError) if exit_code == 129 else nullcontext():
@@ -108,6 +115,13 @@ def train_until(
             result = _write_last_result(algorithm, run, result)
         checkpoint = None if run is None else run.save(algorithm, result)
     return RunEnd(reason, exit_code, checkpoint, time.perf_counter() - started)
+
+
+def _print_start(algorithm: Any, stop: StopRules, run: RunDirectory | None) -> None:
+    print(_describe_start(algorithm, stop, run), flush=True)
+    if algorithm.config.num_workers:
+        workers = format_count(algorithm.config.num_workers, "worker")
+        print(f"starting {workers} …", flush=True)
 
 
 def _describe_start(algorithm: Any, stop: StopRules, run: RunDirectory | None) -> str:

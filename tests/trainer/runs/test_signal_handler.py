@@ -65,6 +65,28 @@ def test_closed_terminal_leaves_a_checkpoint(tmp_path):
     assert list((tmp_path / "r/checkpoints").glob("*/manifest.json"))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("num_lines", [0, 2])
+def test_closed_output_leaves_a_checkpoint(tmp_path, num_lines):
+    command = f"{sys.executable} -m flowrl train a2c --run-dir r --train-batch-size 5000"
+    process = subprocess.run(
+        f"{command} | head -n {num_lines}; exit ${{PIPESTATUS[0]}}",
+        cwd=tmp_path, shell=True, executable="/bin/bash", capture_output=True, text=True,
+    )  # fmt: skip
+    assert (process.returncode, process.stderr) == (141, "")
+    assert process.stdout.count("\n") == num_lines
+    assert list((tmp_path / "r/checkpoints").glob("*/manifest.json"))
+
+
+def test_broken_pipe_of_an_environment_is_an_error(tmp_path, monkeypatch):
+    def train(self):
+        raise BrokenPipeError("the simulator is gone")
+
+    monkeypatch.setattr(PPO, "train", train)
+    with PPO("CartPole-v1") as algorithm, pytest.raises(BrokenPipeError, match="the simulator"):
+        algorithm.learn(128, run_dir=tmp_path / "run")
+
+
 def test_signal_that_nohup_ignores_stays_ignored():
     previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
