@@ -5,17 +5,24 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from gymnasium.error import DependencyNotInstalled
+
 from flowrl.cli.arguments import Parser, add_checkpoint_option, add_trust_option, count
 from flowrl.cli.display import print_failure, printable
 from flowrl.cli.saved_runs import open_run
 from flowrl.data.checkpoint import CheckpointError, read_manifest
+from flowrl.errors import ConfigError, install_hint
 from flowrl.trainer.runs.formatting import format_count, format_number
 
 NUM_ENVS = 16  # environments that are stepped together
 
 
 def evaluate_command(arguments: list[str]) -> int:
-    """Run the command; return the exit code."""
+    """Run the command; return the exit code.
+
+    Raises:
+        ConfigError: wrong usage, a damaged run, or a missing package.
+    """
     parser = Parser(
         prog="flowrl evaluate",
         description="Play episodes with a trained policy, with greedy and with sampled actions.",
@@ -64,6 +71,8 @@ def evaluate_command(arguments: list[str]) -> int:
             try:
                 metrics = algorithm.evaluate(options.episodes, explore, num_envs, video_dir=video)
             except Exception as error:
+                if options.render and _needs_pygame(error):
+                    raise ConfigError(install_hint(f"--render {options.render}", "video")) from None
                 print_failure(error)
                 return 1
             print(
@@ -80,3 +89,9 @@ def evaluate_command(arguments: list[str]) -> int:
             for policy_id, value in metrics["policy_reward_mean"].items():
                 print(f"         policy {policy_id}: mean return {format_number(value)} per agent")
     return 0
+
+
+def _needs_pygame(error: Exception) -> bool:
+    """Return whether an environment cannot draw its window because pygame is not installed."""
+    is_missing = isinstance(error, (ImportError, DependencyNotInstalled))
+    return is_missing and "pygame" in str(error)

@@ -38,7 +38,11 @@ def add_stop_options(
         help="env steps; schedules in percent follow them",
     )
     group.add_argument("--stop-iters", type=count, help="iterations")
-    group.add_argument("--stop-time-s", type=positive_float, help="seconds since start or resume")
+    group.add_argument(
+        "--stop-time-s",
+        type=positive_float,
+        help="seconds since start or resume; stops after the first iteration that ends later",
+    )
     group.add_argument(
         "--stop",
         type=_parse_metric_rules,

@@ -4,7 +4,7 @@ import pytest
 
 from flowrl.algorithms.ppo import PPOConfig
 from flowrl.cli.flags import settings_from_flags
-from flowrl.cli.saved_runs import config_of_run
+from flowrl.cli.saved_runs import open_run
 from tests.cli.helpers import TWO_ITERATIONS, read_settings
 
 
@@ -54,7 +54,7 @@ def test_flags_set_nested_settings_and_schedules(cli, tmp_path):
     flags += ["--min-sample-timesteps-per-iteration", "300", "--run-dir", "p"]
     code, _, err = cli("train", "ppo_dqn", *flags)
     assert (code, err) == (0, "")
-    ppo = config_of_run(tmp_path / "p")[0].for_policy("ppo")
+    ppo = open_run(str(tmp_path / "p")).config.for_policy("ppo")
     assert (ppo.lambda_, ppo.use_gae) == (0.5, False)
 
 
@@ -66,7 +66,7 @@ def test_flags_of_one_policy_are_kept_by_a_resumed_run(cli, tmp_path):
     code, _, err = cli("train", "ppo_dqn", "--lr", "1e-4", "--stop-iters", "1")
     assert code == 2  # every policy has its own lr
     assert "--policies.ppo.config.lr" in err
-    config, _ = config_of_run(tmp_path / "r")
+    config = open_run(str(tmp_path / "r")).config
     assert config.for_policy("dqn").tau == 0.25
     code, out, _ = cli("evaluate", "r", "--episodes", "1")
     assert code == 0

@@ -327,6 +327,17 @@ def test_evaluation_can_be_seeded_and_shown(cli, monkeypatch):
     assert "sampled" not in out
 
 
+def test_window_without_pygame_names_the_extra(cli, monkeypatch):
+    assert cli("train", "ppo", *TWO_ITERATIONS, "--run-dir", "r")[0] == 0
+    monkeypatch.setitem(sys.modules, "pygame", None)
+    code, out, err = cli("evaluate", "r", "--episodes", "1", "--render", "human")
+    assert (code, out) == (2, "")
+    assert err == (
+        "flowrl: --render human needs the extra video: "
+        'pip install "flowrl-dataflow[video]"\n'
+    )  # fmt: skip
+
+
 def test_tensorboard_shows_a_folder_of_runs(cli, tmp_path, monkeypatch):
     code, _, err = cli("tensorboard")
     assert code == 2

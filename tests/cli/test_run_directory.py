@@ -25,6 +25,23 @@ def test_run_without_a_checkpoint_cannot_be_resumed_but_overwritten(cli, tmp_pat
     assert cli("train", "ppo", "--run-dir", "r", *TWO_ITERATIONS)[0] == 0
 
 
+@pytest.mark.parametrize(
+    "command",
+    ["resume r", "evaluate r", "evaluate r --checkpoint 5", "evaluate r --checkpoint best"],
+)
+def test_run_in_use_without_a_checkpoint_is_named(cli, tmp_path, command):
+    cli("train", "ppo", "--run-dir", "r", *TWO_ITERATIONS)
+    shutil.rmtree(tmp_path / "r/checkpoints")
+    for in_use in (True, False):
+        run = RunDirectory(tmp_path / "r") if in_use else None
+        code, _, err = cli(*command.split())
+        if run is not None:
+            run.close()
+        assert code == 2
+        assert ("in use by another process and has no checkpoint yet" in err) == in_use
+        assert ("this run has no checkpoint" in err) != in_use
+
+
 @pytest.mark.parametrize("name", ["config.json", "checkpoints/000002/state"])
 def test_damaged_run_is_rejected(cli, tmp_path, name):
     cli("train", "ppo", "--run-dir", "r", *TWO_ITERATIONS)

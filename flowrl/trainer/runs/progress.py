@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from typing import Any
 
 from flowrl.trainer.runs.formatting import format_number, format_seconds
@@ -97,7 +98,8 @@ class ProgressTable:
     def _print_while_waiting(self) -> None:
         """Print the env steps so far whenever nothing was printed for a while."""
         while not self._ended.wait(1.0):
-            with self._lock:
+            # the next row raises the error of a closed output in the main thread
+            with self._lock, suppress(BrokenPipeError):
                 shown = self._last_live if self._is_terminal else self._last_row
                 if time.perf_counter() - max(shown, self._last_row) < MAX_INTERVAL_S:
                     continue

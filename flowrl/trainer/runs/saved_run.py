@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import math
+import os
 import shlex
 from pathlib import Path
 from typing import Any
@@ -146,6 +148,18 @@ def best_checkpoint(checkpoints: list[Path], order: str = "max") -> Path | None:
     return max(scores, key=scores.__getitem__, default=None)
 
 
+def is_in_use(run_dir: Path) -> bool:
+    """Return whether a `RunDirectory` has locked a run directory."""
+    folder = os.open(run_dir, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(folder)
+    return False
+
+
 def newest_checkpoint(run_dir: Path) -> Path:
     """Return the newest checkpoint of a run.
 
@@ -153,6 +167,11 @@ def newest_checkpoint(run_dir: Path) -> Path:
         ConfigError: the run has no checkpoint.
     """
     checkpoints = list_checkpoints(run_dir)
+    if not checkpoints and is_in_use(run_dir):
+        raise ConfigError(
+            f"{run_dir} is in use by another process and has no checkpoint yet; wait for the first "
+            "one"
+        )
     if not checkpoints:
         raise ConfigError(
             f"{run_dir}: this run has no checkpoint; start it again with the same run directory"
@@ -170,9 +189,9 @@ def find_checkpoint(run_dir: Path, name: str | None) -> Path:
     Raises:
         ConfigError: there is no such checkpoint.
     """
-    if name is None:
-        return newest_checkpoint(run_dir)
     checkpoints = list_checkpoints(run_dir)
+    if name is None or not checkpoints:
+        return newest_checkpoint(run_dir)
     if name == "best":
         order = read_config(run_dir)[0].get("checkpoint_score_order", "max")
         best = best_checkpoint(checkpoints, order)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
 import threading
@@ -96,15 +97,13 @@ def discard_lost_output() -> None:
 
 
 def is_output_closed() -> bool:
-    """Return whether the reader of standard output, such as `head`, has closed it.
-
-    Text that could not be printed stays in the buffer, so that flushing raises again.
-    """
+    """Return whether the reader of standard output, such as `head`, has closed it."""
+    poll = select.poll()
     try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        return True
-    return False
+        poll.register(sys.stdout.fileno(), 0)
+    except (OSError, ValueError):  # not a file
+        return False
+    return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
 
 
 def discard_closed_output() -> None:
