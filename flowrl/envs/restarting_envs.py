@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -72,6 +73,7 @@ class RestartingEnvs:
     ):
         self._name, self._worker_index = name, worker_index
         self.num_restarts = 0
+        self._num_logged: Counter[tuple[type, str | None]] = Counter()  # failures by kind
         self._on_env_created = on_env_created
         self._make_env = make_env
         self._seed = seed
@@ -161,12 +163,27 @@ class RestartingEnvs:
             self._failures[index] = 0
             self._discard(index)
             raise error
-        log.warning(
-            "%s, raised %r: recreating the environment (restart %d of at most %d in a row) and "
-            "discarding the steps of its episode since the last fragment",
-            origin, error, failures, self._max_restarts,
-        )  # fmt: skip
+        self._log_failure(origin, error, failures, method)
         self._discard(index)
+
+    def _log_failure(
+        self, origin: str, error: Exception, failures: int, method: str | None
+    ) -> None:
+        """Log the first error of each type and method, and once that such errors are repeated."""
+        kind = type(error), method
+        self._num_logged[kind] += 1
+        if self._num_logged[kind] == 1:
+            log.warning(
+                "%s, raised %r: recreating the environment (restart %d of at most %d in a row) and "
+                "discarding the steps of its episode since the last fragment",
+                origin, error, failures, self._max_restarts,
+            )  # fmt: skip
+        elif self._num_logged[kind] == 2:
+            log.warning(
+                "%s, raised %s again; further ones of worker %d are not logged, but counted in "
+                "num_env_restarts",
+                origin, type(error).__name__, self._worker_index,
+            )  # fmt: skip
 
     def _discard(self, index: int) -> None:
         env, self.envs[index] = self.envs[index], None

@@ -131,6 +131,20 @@ def test_errors_of_an_environment_that_has_worked_are_retried(method):
     assert sample(method, TypeError("now and then"), {2, 3})[1] >= 1
 
 
+def test_repeated_errors_are_logged_twice(caplog):
+    settings = {"rollout_fragment_length": 12, "num_envs_per_worker": 4, "max_num_env_restarts": 5}
+    calls = []
+    worker = RolloutWorker(
+        lambda context: FailingMethod(calls, "step", KeyError("goal"), range(100)), Idle, settings
+    )
+    with pytest.raises(KeyError, match="goal") as caught:
+        worker.sample()
+    assert "failed 6 times in a row" in " ".join(caught.value.__notes__)
+    first, again = caplog.messages
+    assert "FailingMethod.step(), sub-environment 0 of worker 0, raised KeyError('goal')" in first
+    assert "raised KeyError again; further ones of worker 0 are not logged" in again
+
+
 def test_error_that_may_pass_is_retried_from_the_first_reset():
     num_calls, num_restarts = sample("reset", OSError("the license server is busy"), {1, 2})
     assert num_calls >= 3
