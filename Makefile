@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 	@touch $@
 
 .venv/installed-test: .venv/installed-train
-	@echo "== install all features and development tools: 100 packages (1.6 GB on disk; about a minute)"
+	@echo "== install all features and development tools: 135 packages (2.1 GB on disk; about 90 s)"
 	$(INSTALL) --editable '.[all,dev,docs]'
 	@touch $@
 
@@ -30,7 +30,7 @@ train: .venv/installed-train
 	$(BIN)/flowrl train ppo
 
 announce-test:
-	@[ -e .venv/installed-test ] || echo "== install 2.7 GB (about 2 minutes), then"
+	@[ -e .venv/installed-test ] || echo "== install 3.2 GB (about 2 minutes), then"
 	@echo "== run the quick tests (about 5 minutes on 2 cores)"
 
 test: announce-test .venv/installed-test

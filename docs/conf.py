@@ -17,7 +17,7 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
-    "generated",  # docs/generated.py: directives for what is generated from the code
+    "generated",  # docs/generated.py: directives that insert generated tables and drawings
 ]
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build"]

@@ -1,4 +1,4 @@
-"""Sphinx directives for what is generated from the code.
+"""Sphinx directives that insert code, tables and drawings of plans, generated from the code.
 
 Each directive writes Markdown, which MyST parses as if it stood in the page, so that tables and
 lists cannot go out of date.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import shlex
 import sys
 from contextlib import ExitStack
@@ -34,18 +33,15 @@ def start_run(
     """Train in a new run directory; return the exit code.
 
     Args:
-        config: an AlgorithmConfig. A missing seed is drawn, so that the run can be repeated.
+        config: an AlgorithmConfig.
         plan: name or file of the plan; None uses the config's plan.
         stop: when to stop; see `StopRules.with_defaults`.
         run_dir: output folder; None creates one in runs/.
-        command: the command line, without a drawn seed.
+        command: the command line; a seed that the algorithm draws is added.
 
     Raises:
         ConfigError: the settings are invalid.
     """
-    if config.seed is None:
-        config = config.updated(seed=secrets.randbits(31))
-        command = [*command, "--seed", str(config.seed)]
     stop.check(config)
     if not config.samples:
         config.check_input()
@@ -57,6 +53,9 @@ def start_run(
     algorithm, tree = _build(config)
     if algorithm is None:
         return 1
+    if config.seed is None:
+        command = [*command, "--seed", str(algorithm.config.seed)]
+    config = algorithm.config
     name = plan or type(algorithm).__name__.lower()
     with ExitStack() as cleanup:
         cleanup.callback(algorithm.stop)
