@@ -12,5 +12,30 @@ import lazy_loader
 
 __version__ = "0.1.0"
 
-# imports the names in __init__.pyi on first use, so that importing flowrl stays fast
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+NAMES = {
+    "algorithms.a2c": ["A2C", "A2CConfig"],
+    "algorithms.a3c": ["A3C", "A3CConfig"],
+    "algorithms.apex": ["APEX", "APEXConfig"],
+    "algorithms.appo": ["APPO", "APPOConfig"],
+    "algorithms.cql": ["CQL", "CQLConfig"],
+    "algorithms.ddppo": ["DDPPO", "DDPPOConfig"],
+    "algorithms.dqn": ["DQN", "DQNConfig"],
+    "algorithms.impala": ["IMPALA", "IMPALAConfig"],
+    "algorithms.marwil": ["BC", "BCConfig", "MARWIL", "MARWILConfig"],
+    "algorithms.ppo": ["PPO", "PPOConfig"],
+    "algorithms.r2d2": ["R2D2", "R2D2Config"],
+    "algorithms.sac": ["SAC", "SACConfig"],
+    "algorithms.simple_q": ["SimpleQ", "SimpleQConfig"],
+    "algorithms.td3": ["DDPG", "DDPGConfig", "TD3", "TD3Config"],
+    "envs.registry": ["register_env"],
+    "errors": ["ConfigError"],
+    "policies.policy": ["Policy"],
+    "policies.policy_spec": ["PolicySpec"],
+    "sampling.callbacks": ["DefaultCallbacks"],
+    "trainer.algorithm": ["Algorithm"],
+    "trainer.config": ["AlgorithmConfig"],
+}
+"""Module -> its names that `import flowrl` offers; `python docs/stub.py` declares their types."""
+
+# imported on first use, so that importing flowrl stays fast
+__getattr__, __dir__, __all__ = lazy_loader.attach(__name__, submod_attrs=NAMES)

@@ -378,7 +378,7 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
             if self._plan is not None:
                 cleanup.callback(self._plan.stop)
 
-    def __enter__(self) -> Algorithm:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
