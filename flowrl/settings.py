@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import copy
-import difflib
-import math
 import re
 from collections.abc import Iterator
 from importlib import import_module
-from inspect import formatannotation
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NamedTuple, Self, Union, get_args, get_origin
+from typing import Annotated, Any, NamedTuple, Self
 
-import numpy as np
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -23,6 +18,7 @@ from pydantic import (
 
 from flowrl.errors import ConfigError as ConfigError  # part of this module's interface
 from flowrl.setting_aliases import setting_hint
+from flowrl.setting_values import equal, is_search, nearest, type_text
 
 
 def imported(path: str) -> Any:
@@ -36,33 +32,6 @@ def imported(path: str) -> Any:
     for part in name.split("."):
         found = getattr(found, part)
     return found
-
-
-def whole_number(value: Any) -> int | None:
-    """Return a whole number given as an int, an integral float or text; None for anything else.
-
-    >>> whole_number(1e5), whole_number("1e5"), whole_number("100_000"), whole_number(0.5)
-    (100000, 100000, 100000, None)
-    """
-    if isinstance(value, str):
-        try:
-            return int(value)
-        except ValueError:
-            pass
-        try:
-            value = float(value)
-        except ValueError:
-            return None
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-        return None
-    return int(value) if math.isfinite(value) and value == int(value) else None
-
-
-def nearest(name: str, known: list[str]) -> str:
-    """Return ` Did you mean 'x'?`, or an empty string if no known name is similar."""
-    by_lowercase = {other_name.lower(): other_name for other_name in reversed(known)}
-    close = difflib.get_close_matches(name.lower(), by_lowercase, n=1)
-    return f" Did you mean {by_lowercase[close[0]]!r}?" if close else ""
 
 
 def _is_type(part: Any) -> bool:
@@ -224,7 +193,7 @@ class Settings(BaseModel):
                 SettingInfo(
                     name,
                     extra.get("group", "training"),
-                    _type_text(field.annotation),
+                    type_text(field.annotation),
                     field.default,
                     " ".join((field.description or "").split()),
                     extra.get("in_evaluation", False),
@@ -262,7 +231,7 @@ class Settings(BaseModel):
     def __repr_args__(self) -> Iterator[tuple[str, Any]]:
         """Yield the settings that differ from the defaults, which `repr` shows."""
         for name, field in type(self).model_fields.items():
-            if not _equal(value := getattr(self, name), field.default):
+            if not equal(value := getattr(self, name), field.default):
                 yield name, value
 
     def __str__(self) -> str:
@@ -399,7 +368,7 @@ class Settings(BaseModel):
             if isinstance(value, Settings) and isinstance(before, Settings):
                 inner = value.diff(before)
                 found |= {f"{name}.{key}": pair for key, pair in inner.items()}
-            elif value is not before and not _equal(value, before):
+            elif value is not before and not equal(value, before):
                 found[name] = (before, value)
         return found
 
@@ -412,22 +381,6 @@ class Settings(BaseModel):
         return {name: self[name] for name in self.keys() if name in self.model_fields_set}
 
 
-def _type_text(annotation: Any) -> str:
-    """Return a type as text, without the constraints of Annotated."""
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        return _type_text(arguments[0])
-    if origin in (Union, UnionType):
-        return " | ".join(map(_type_text, arguments))
-    if origin is Literal:
-        return " | ".join(map(repr, arguments))
-    if annotation is NoneType:
-        return "None"
-    if origin in (list, dict, tuple):
-        return f"{origin.__name__}[{', '.join(map(_type_text, arguments))}]"
-    return annotation.__name__ if isinstance(annotation, type) else formatannotation(annotation)
-
-
 def _copied(value: Any) -> Any:
     """Return a copy of a setting's value, so that two records share no mutable value."""
     if isinstance(value, Settings):
@@ -438,30 +391,6 @@ def _copied(value: Any) -> Any:
         except Exception:  # it contains something that cannot be copied
             return type(value)(value)
     return value
-
-
-def is_search(value: Any) -> bool:
-    """Return whether a value is a search space of Ray Tune: a domain or {"grid_search": [...]}."""
-    if isinstance(value, dict):
-        return set(value) == {"grid_search"}
-    return type(value).__module__.startswith("ray.tune.search")
-
-
-def _equal(one: Any, two: Any) -> bool:
-    """Return whether two values are equal; arrays are equal if their shapes and elements are."""
-    if one is two:
-        return True
-    if isinstance(one, dict) and isinstance(two, dict):
-        return one.keys() == two.keys() and all(_equal(one[key], two[key]) for key in one)
-    if isinstance(one, (list, tuple)) and type(one) is type(two):
-        return len(one) == len(two) and all(map(_equal, one, two))
-    try:
-        equal = one == two
-        if not hasattr(equal, "all"):
-            return bool(equal)
-        return getattr(one, "shape", ()) == getattr(two, "shape", ()) and bool(equal.all())
-    except Exception:  # the values cannot be compared
-        return False
 
 
 Fraction = Annotated[float, Field(ge=0, le=1)]

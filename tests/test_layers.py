@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "algorithms": {"data", "envs", "replay", "ops", "learners", "policies", "sampling", "trainer"},
     "cli": {"iter", "data", "ops", "policies", "trainer"},
 }
-BASE = {"errors", "setting_aliases", "settings", "seeding", "threads"}
+BASE = {"errors", "setting_aliases", "setting_values", "settings", "seeding", "threads"}
 
 
 def module_name(path):

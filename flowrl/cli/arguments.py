@@ -11,7 +11,8 @@ from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
 from flowrl.data.json_text import parse_json
-from flowrl.settings import ConfigError, nearest, whole_number
+from flowrl.setting_values import nearest, whole_number
+from flowrl.settings import ConfigError
 
 
 def json_object(text: str) -> dict[str, Any]:

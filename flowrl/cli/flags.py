@@ -15,7 +15,8 @@ from gymnasium import spaces
 
 from flowrl.cli.arguments import json_object, with_flags
 from flowrl.setting_aliases import setting_hint
-from flowrl.settings import ConfigError, Settings, imported, nearest, whole_number
+from flowrl.setting_values import nearest, whole_number
+from flowrl.settings import ConfigError, Settings, imported
 
 
 def flag_names(record: type[Settings], prefix: str = "", switches: bool = False) -> list[str]:

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import flowrl
 from flowrl.cli.arguments import Parser
 from flowrl.cli.display import printable
-from flowrl.settings import ConfigError, imported, nearest
+from flowrl.setting_values import nearest
+from flowrl.settings import ConfigError, imported
 from flowrl.trainer.runs.signal_handler import discard_closed_output
 
 _USAGE = """usage: flowrl COMMAND …

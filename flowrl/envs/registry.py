@@ -19,7 +19,8 @@ from gymnasium.wrappers import TimeLimit
 
 from flowrl.envs.time_limit import get_max_steps, set_max_steps
 from flowrl.errors import ConfigError, check_installed
-from flowrl.settings import imported, nearest
+from flowrl.setting_values import nearest
+from flowrl.settings import imported
 
 EnvCreator = Callable[["EnvContext"], Any]
 

@@ -22,7 +22,8 @@ from flowrl.policies.json_codec import (
     space_to_json,
     values_to_json,
 )
-from flowrl.settings import ConfigError, nearest
+from flowrl.setting_values import nearest
+from flowrl.settings import ConfigError
 
 
 class LoadablePolicy(Protocol):

@@ -11,7 +11,8 @@ from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.policies.policy import Policy
 from flowrl.sampling.episode import MultiAgentEpisode
 from flowrl.sampling.sampling_worker import SamplingWorker
-from flowrl.settings import ConfigError, nearest
+from flowrl.setting_values import nearest
+from flowrl.settings import ConfigError
 
 EPISODE_EVENTS = (
     "on_episode_start",

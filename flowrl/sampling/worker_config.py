@@ -15,7 +15,8 @@ from flowrl.policies.policy_spec import specs_of
 from flowrl.sampling.callbacks import check_callbacks_class
 from flowrl.sampling.sample_collector import SampleCollector
 from flowrl.setting_aliases import canonical_names
-from flowrl.settings import ConfigError, Count, NotNegative, Positive, nearest, setting
+from flowrl.setting_values import nearest
+from flowrl.settings import ConfigError, Count, NotNegative, Positive, setting
 
 DEFAULT_FRAGMENT_LENGTH = 200
 MULTIAGENT_KEYS = ("policies", "policy_mapping_fn", "policies_to_train", "count_steps_by")

@@ -19,14 +19,8 @@ from flowrl.policies.config import PolicyConfig
 from flowrl.policies.policy_spec import PolicyMapping, specs_of
 from flowrl.seeding import derive_seed
 from flowrl.setting_aliases import canonical_names
-from flowrl.settings import (
-    ConfigError,
-    Count,
-    Positive,
-    imported,
-    nearest,
-    setting,
-)
+from flowrl.setting_values import nearest
+from flowrl.settings import ConfigError, Count, Positive, imported, setting
 from flowrl.trainer.fluent import FluentSettings
 from flowrl.trainer.loggers import LoggerName, check_loggers
 from flowrl.trainer.metric_names import check_metric_name

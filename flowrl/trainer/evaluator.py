@@ -8,7 +8,8 @@ from typing import Any
 
 from flowrl.policies.policy import Policy
 from flowrl.sampling.worker_set import WorkerSet
-from flowrl.settings import ConfigError, whole_number
+from flowrl.setting_values import whole_number
+from flowrl.settings import ConfigError
 from flowrl.trainer.config import AlgorithmConfig
 from flowrl.trainer.evaluation import (
     EvaluationWorkers,

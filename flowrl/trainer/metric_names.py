@@ -13,7 +13,8 @@ import numpy as np
 from flowrl.data import DEFAULT_POLICY_ID
 from flowrl.policies.policy_spec import specs_of
 from flowrl.setting_aliases import INFO_COUNTERS, POLICY_RESULT_ALIASES, RESULT_ALIASES
-from flowrl.settings import ConfigError, nearest
+from flowrl.setting_values import nearest
+from flowrl.settings import ConfigError
 from flowrl.trainer.metric_reference import POLICY_METRICS, RESULT_METRICS
 
 _EPISODE_METRICS = (

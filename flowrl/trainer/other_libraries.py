@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import Any, Never, ParamSpec, TypeVar
 
 from flowrl.setting_aliases import SETTING_ALIASES
-from flowrl.settings import Settings, nearest
+from flowrl.setting_values import nearest
+from flowrl.settings import Settings
 
 P = ParamSpec("P")
 T = TypeVar("T")

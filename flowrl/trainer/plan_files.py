@@ -13,7 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from flowrl.settings import ConfigError, nearest
+from flowrl.setting_values import nearest
+from flowrl.settings import ConfigError
 
 PLAN_MODULE = "flowrl_plan_"
 """Prefix of the module name of a plan file; the file's stem follows."""

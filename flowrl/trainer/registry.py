@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from flowrl.settings import ConfigError, imported, nearest
+from flowrl.setting_values import nearest
+from flowrl.settings import ConfigError, imported
 
 # name -> class, or the import path of a shipped class
 _ALGORITHMS: dict[str, Any] = {

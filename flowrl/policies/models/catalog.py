@@ -20,7 +20,8 @@ from flowrl.policies.models.module_model import ModuleModel
 from flowrl.policies.models.recurrent import RecurrentNetwork
 from flowrl.policies.models.torso import TorsoNetwork
 from flowrl.policies.views import ViewRequirement
-from flowrl.settings import ConfigError, imported, nearest
+from flowrl.setting_values import nearest
+from flowrl.settings import ConfigError, imported
 
 _CUSTOM_MODELS: dict[str, Callable[..., Any]] = {}
 

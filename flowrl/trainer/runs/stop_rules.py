@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from flowrl.settings import ConfigError, nearest
+from flowrl.setting_values import nearest
+from flowrl.settings import ConfigError
 from flowrl.trainer.metric_names import check_metric_name, flatten_result, metric_value
 from flowrl.trainer.runs.formatting import format_count
 from flowrl.trainer.start_checks import has_schedule_in_percent

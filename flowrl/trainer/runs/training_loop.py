@@ -12,7 +12,8 @@ from typing import Any
 
 from flowrl.iter.stage import walk
 from flowrl.ops import WriteParquet
-from flowrl.settings import ConfigError, whole_number
+from flowrl.setting_values import whole_number
+from flowrl.settings import ConfigError
 from flowrl.trainer.runs.continuing import ways_to_continue
 from flowrl.trainer.runs.formatting import format_count
 from flowrl.trainer.runs.progress import ProgressTable
