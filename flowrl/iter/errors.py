@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, Literal
 
 from flowrl.iter.stage import Stage, describe
+
+ENGINE_DIR = os.path.dirname(__file__) + os.sep
+"""Folder of this package: its frames say little in the traceback of an operator's error."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,22 @@ def annotate(error: BaseException, root: Stage) -> None:
     item = getattr(error, "_flowrl_item", None)
     note = f"in the plan at {path}, chained at {stage.line}"
     error.add_note(note + (f", on {item}" if item else ""))
+
+
+def without_engine_frames(error: BaseException) -> TracebackType | None:
+    """Return the error's traceback without the frames of this package; the note of `annotate` says
+    more. An error of the engine itself, which has no origin recorded, keeps its frames."""
+    frames = []
+    trace = error.__traceback__
+    while trace is not None:
+        frames.append(trace)
+        trace = trace.tb_next
+    if hasattr(error, "_flowrl_stage"):
+        frames = [t for t in frames if not t.tb_frame.f_code.co_filename.startswith(ENGINE_DIR)]
+    shortened = None
+    for frame in reversed(frames):
+        shortened = TracebackType(shortened, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return shortened
 
 
 def _path(node: Stage, target: Stage) -> list[str] | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, Literal, TypeVar
 
 from flowrl.iter import metrics as _metrics
-from flowrl.iter.errors import OnError, annotate
+from flowrl.iter.errors import OnError, annotate, without_engine_frames
 from flowrl.iter.explain import FORMATS, stats_rows
 from flowrl.iter.metrics import MetricsContext
 from flowrl.iter.profiler import Profiler
@@ -260,6 +260,7 @@ class LocalIterator(Generic[T]):
             raise
         except BaseException as error:
             annotate(error, self.stage)
+            error.__traceback__ = without_engine_frames(error)
             raise
         finally:
             _metrics.active_context.reset(token)

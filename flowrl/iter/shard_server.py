@@ -3,17 +3,15 @@ ParallelIteratorWorker, the base class of workers."""
 
 from __future__ import annotations
 
-import os
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
-from flowrl.iter.errors import strip_origin
+from flowrl.iter.errors import ENGINE_DIR, strip_origin
 from flowrl.iter.shard_stream import PartitionedStream, Reply, ShardRequest, ShardStream
 
 U = TypeVar("U")
 
-_ITER_DIR = os.path.dirname(__file__) + os.sep
 _NEXT_ITEM = ShardRequest("", None)
 
 
@@ -59,14 +57,18 @@ def serve_remote(worker: Any, request: ShardRequest) -> list[Any]:
 
 
 def _with_traceback(function: Callable[..., Reply], *args: Any) -> Reply:
-    """Return function(*args); add the traceback of an exception as a note."""
+    """Return function(*args); add the traceback of an exception as its first note."""
     try:
         return function(*args)
     except Exception as error:
         strip_origin(error)
         stack = traceback.extract_tb(error.__traceback__)
-        frames = [frame for frame in stack if not frame.filename.startswith(_ITER_DIR)]
-        error.add_note("Traceback in the worker:\n" + "".join(traceback.format_list(frames)))
+        frames = [frame for frame in stack if not frame.filename.startswith(ENGINE_DIR)]
+        text = "".join(traceback.format_list(frames))
+        exception = f"{type(error).__name__}: {error}"
+        # the first note, so that those that say where it happened follow the exception
+        notes = [f"Traceback in the worker:\n{text}{exception}", *getattr(error, "__notes__", [])]
+        error.__notes__ = notes
         raise
 
 

@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+import traceback
 
 import pytest
 
@@ -205,6 +206,30 @@ def test_error_names_the_path_without_arguments():
     (note,) = caught.value.__notes__
     assert note.startswith("in the plan at for_each(str) › union[1] › for_each(Breaks), chained at")
     assert "for_each(Breaks(lr=3))" in plan.explain()
+
+
+def test_traceback_of_an_operators_error_has_no_frames_of_the_engine():
+    def broken(x):
+        raise ValueError("broken")
+
+    plan = stream(1).for_each(str).for_each(broken).filter(bool).combine(lambda x: [x])
+    with pytest.raises(ValueError, match="broken") as caught:
+        next(plan)
+    names = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert names == ["test_traceback_of_an_operators_error_has_no_frames_of_the_engine", "broken"]
+
+
+def test_error_of_the_engine_keeps_its_frames(monkeypatch):
+    def broken_pull(block):
+        raise AssertionError("engine")
+
+    plan = stream(1).for_each(str)
+    monkeypatch.setattr(plan.stage, "pull", broken_pull)
+    with pytest.raises(AssertionError, match="engine") as caught:
+        next(plan)
+    names = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert names[1] == "__next__"
+    assert names[-1] == "broken_pull"
 
 
 def test_stats_report_times_and_items_of_every_stage():

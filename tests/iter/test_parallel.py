@@ -90,7 +90,10 @@ def test_error_names_the_shard_and_the_stream_continues(in_process):
         assert any("shard 1" in note for note in notes)
         assert sum("for_each(bad), chained at" in note for note in notes) == 1
         assert sum("test_parallel.py:" in note.splitlines()[0] for note in notes) == 2
-        assert in_process or any('raise ValueError("six")' in note for note in notes)
+        if not in_process:
+            assert notes[0].startswith("Traceback in the worker:")
+            assert 'raise ValueError("six")' in notes[0]
+            assert notes[0].endswith("\nValueError: six")
         assert next(stream) == [1, 7]  # the item of shard 0 was kept
         assert next(stream) == [2, 8]
 

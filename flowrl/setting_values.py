@@ -1,0 +1,78 @@
+"""Values of settings: conversion, comparison, types as text, similar names."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from inspect import formatannotation
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import numpy as np
+
+
+def whole_number(value: Any) -> int | None:
+    """Return a whole number given as an int, an integral float or text; None for anything else.
+
+    >>> whole_number(1e5), whole_number("1e5"), whole_number("100_000"), whole_number(0.5)
+    (100000, 100000, 100000, None)
+    """
+    if isinstance(value, str):
+        try:
+            return int(value)
+        except ValueError:
+            pass
+        try:
+            value = float(value)
+        except ValueError:
+            return None
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        return None
+    return int(value) if math.isfinite(value) and value == int(value) else None
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """Return ` Did you mean 'x'?`, or an empty string if no known name is similar."""
+    by_lowercase = {other_name.lower(): other_name for other_name in reversed(known)}
+    close = difflib.get_close_matches(name.lower(), by_lowercase, n=1)
+    return f" Did you mean {by_lowercase[close[0]]!r}?" if close else ""
+
+
+def type_text(annotation: Any) -> str:
+    """Return a type as text, without the constraints of Annotated."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return type_text(arguments[0])
+    if origin in (Union, UnionType):
+        return " | ".join(map(type_text, arguments))
+    if origin is Literal:
+        return " | ".join(map(repr, arguments))
+    if annotation is NoneType:
+        return "None"
+    if origin in (list, dict, tuple):
+        return f"{origin.__name__}[{', '.join(map(type_text, arguments))}]"
+    return annotation.__name__ if isinstance(annotation, type) else formatannotation(annotation)
+
+
+def is_search(value: Any) -> bool:
+    """Return whether a value is a search space of Ray Tune: a domain or {"grid_search": [...]}."""
+    if isinstance(value, dict):
+        return set(value) == {"grid_search"}
+    return type(value).__module__.startswith("ray.tune.search")
+
+
+def equal(one: Any, two: Any) -> bool:
+    """Return whether two values are equal; arrays are equal if their shapes and elements are."""
+    if one is two:
+        return True
+    if isinstance(one, dict) and isinstance(two, dict):
+        return one.keys() == two.keys() and all(equal(one[key], two[key]) for key in one)
+    if isinstance(one, (list, tuple)) and type(one) is type(two):
+        return len(one) == len(two) and all(map(equal, one, two))
+    try:
+        same = one == two
+        if not hasattr(same, "all"):
+            return bool(same)
+        return getattr(one, "shape", ()) == getattr(two, "shape", ()) and bool(same.all())
+    except Exception:  # the values cannot be compared
+        return False
