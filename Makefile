@@ -4,8 +4,6 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/pip install --no-compile --constraint constraints.txt
-# two processes, each with a file of tests at a time
-PYTEST := $(BIN)/pytest -n 2 --dist loadfile
 BENCHMARKS := iterators asynchronous large_items sampling multi_agent policy train_ppo train_dqn \
 	replay train_sac composition learning checkpoint
 unexport PYTHONDONTWRITEBYTECODE
@@ -34,10 +32,10 @@ announce-test:
 	@echo "== run the quick tests (about 5 minutes on 2 cores)"
 
 test: announce-test .venv/installed-test
-	$(PYTEST)
+	$(BIN)/pytest
 
 slow: .venv/installed-test
-	$(BIN)/pytest -m slow
+	$(BIN)/pytest -m slow --dist worksteal
 
 lint: .venv/installed-test
 	$(BIN)/ruff check .
@@ -48,7 +46,7 @@ docs: .venv/installed-test
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going docs docs/_build
 
 docs-test: .venv/installed-test
-	$(PYTEST) docs README.md
+	$(BIN)/pytest docs README.md
 
 docs-serve: docs
 	$(BIN)/python -m http.server --directory docs/_build 8000

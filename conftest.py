@@ -22,11 +22,21 @@ import sys
 import tempfile
 from typing import Any
 
+import pytest
 from sybil import Example, Sybil
 from sybil.parsers.myst import CodeBlockParser
 
 _FILE_NAME = re.compile(r"# ([\w/]+\.(?:py|yaml|md))\n")
 _SHOWN_ONLY = {"pip", "make", "git", "cd", "source", "ray", "docker"}
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Run folders of tests in two processes, with a file at a time each; single files in one."""
+    paths = [argument.split("::")[0] for argument in config.args]
+    if any(os.path.isdir(path) or path.endswith(".md") for path in paths):
+        return 2
+    config.option.dist = "no"
+    return 0
 
 
 def _run_python(example: Example) -> str | None:

@@ -105,7 +105,7 @@ def test_hanging_worker_is_replaced(ray_session, tmp_path):
         for _ in range(4):
             result = algorithm.train()
         assert os.path.exists(marker)
-        assert result["num_remote_worker_restarts"] == 1
+        assert result["num_remote_worker_restarts"] >= 1  # more if a busy machine delays the other
         assert result["num_env_steps_sampled"] == 256
 
 
