@@ -128,6 +128,13 @@ def test_loss_matches_a_reference_implementation(beta):
         assert policy.mean_square == pytest.approx(mean_square)
 
 
+def test_moving_average_starts_at_its_setting():
+    settings = {"seed": 0, "moving_average_sqd_adv_norm_start": 4.0}
+    space = gym.spaces.Box(-1, 1, (4,), np.float32)
+    policy = MARWILTorchPolicy(space, gym.spaces.Discrete(2), settings)
+    assert policy.mean_square == 4.0
+
+
 def test_moving_average_changes_once_per_update_however_rows_are_split():
     settings = {"beta": 1.0, "seed": 0, "moving_average_sqd_adv_norm_update_rate": 0.2}
     observation_space = gym.spaces.Box(-1, 1, (4,), np.float32)

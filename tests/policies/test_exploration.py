@@ -71,6 +71,14 @@ def test_each_worker_has_its_own_epsilon():
     assert per_worker.epsilon(fake_policy(0, 0, 4)) == 0.0  # remote workers sample
 
 
+def test_epsilon_exponent_spreads_the_epsilons_of_workers():
+    spread = exploration(type="PerWorkerEpsilonGreedy", epsilon_base=0.5, epsilon_exponent=3.0)
+    epsilons = [spread.epsilon(fake_policy(0, index, 3)) for index in range(1, 4)]
+    np.testing.assert_allclose(epsilons, [0.5, 0.5**2.5, 0.5**4])
+    equal = exploration(type="PerWorkerEpsilonGreedy", epsilon_exponent=0.0)
+    assert {equal.epsilon(fake_policy(0, index, 3)) for index in range(1, 4)} == {0.4}
+
+
 def test_policy_knows_its_worker_index():
     w = RolloutWorker("CartPole-v1", PPOTorchPolicy, {}, worker_index=2, num_workers=3)
     assert (w.policy.worker_index, w.policy.num_workers) == (2, 3)

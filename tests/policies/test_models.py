@@ -102,11 +102,17 @@ def test_flatten_numpy_equals_flatten():
 
 
 def test_settings_of_convolutions_and_transformer_units():
-    """conv_activation, attention_position_wise_mlp_dim and attention_init_gru_gate_bias."""
+    """conv_activation and attention_{num_heads,position_wise_mlp_dim,init_gru_gate_bias}."""
     layers = {type(m) for m in model_for(IMAGE, conv_activation="elu").modules()}
     assert nn.ELU in layers and nn.ReLU not in layers
     wide = model_for(BOX, use_attention=True, attention_position_wise_mlp_dim=37)
     assert any(37 in p.shape for p in wide.parameters())
+
+    def num_parameters(heads):
+        model = model_for(BOX, use_attention=True, attention_num_heads=heads)
+        return sum(p.numel() for p in model.parameters())
+
+    assert num_parameters(3) - num_parameters(2) == num_parameters(2) - num_parameters(1) > 0
 
     def output_change(bias):
         """Largest change of the outputs if the memory changes."""

@@ -209,6 +209,8 @@ def test_actions_are_scaled_and_clipped_to_the_bounds():
     assert policy.actions_for_env(actions).tolist() == [[-2, 10], [0, 5], [2, 0]]
     plain = ValueRegression(BOX, box, {"normalize_actions": False})
     assert plain.actions_for_env(actions).tolist() == [[-1, 1], [0, 0], [2, 0]]
+    unclipped = ValueRegression(BOX, box, {"normalize_actions": False, "clip_actions": False})
+    assert unclipped.actions_for_env(actions).tolist() == actions.tolist()
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=6), st.integers(0, 1000))
