@@ -138,6 +138,9 @@ def _type(annotation: Any) -> str:
         return f"Literal[{', '.join(map(repr, arguments))}]"
     if annotation is NoneType:
         return "None"
+    if origin is list and get_origin(arguments[0]) is tuple:  # rows, such as those of schedules
+        cells = " | ".join(dict.fromkeys(map(_type, get_args(arguments[0]))))
+        return f"collections.abc.Sequence[collections.abc.Sequence[{cells}]]"
     if origin in (list, dict, tuple):
         return f"{origin.__name__}[{', '.join(map(_type, arguments))}]"
     if isinstance(annotation, type) and issubclass(annotation, Settings):

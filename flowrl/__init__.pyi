@@ -62,7 +62,7 @@ class _ModelConfig(TypedDict, total=False):
     """Number of latest observations that the network sees at once."""
     conv_type: Literal["plain", "resnet"]
     """For images: plain convolutions, or IMPALA's small residual network."""
-    conv_filters: list[tuple[int, int, int]] | None
+    conv_filters: collections.abc.Sequence[collections.abc.Sequence[int]] | None
     """Plain convolutions, [channels, kernel, stride] each. None uses those of the Nature CNN, or two small ones below 36 pixels."""
     conv_activation: Literal["tanh", "relu", "silu", "elu", "gelu"]
     """Activation of the convolutions and of `post_fcnet_hiddens`."""
@@ -115,13 +115,21 @@ class _ExplorationConfig(TypedDict, total=False):
     """Sample from the distribution; take the best action, except for a share of random ones; the same with a different share on each worker; add noise to the best action (independent or correlated); or act randomly."""
     random_timesteps: int
     """Env steps of random actions at the start."""
-    epsilon: float | list[tuple[int | str, float]] | dict[str, float | str]
+    epsilon: (
+        float
+        | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
+        | dict[str, float | str]
+    )
     """EpsilonGreedy: share of random actions."""
     epsilon_base: float
     """PerWorkerEpsilonGreedy: worker i of N explores with epsilon_base ** (1 + i / (N - 1) * epsilon_exponent) (Horgan et al. 2018)."""
     epsilon_exponent: float
     """PerWorkerEpsilonGreedy: exponent of the spread of epsilon over workers; 0 makes all equal."""
-    scale: float | list[tuple[int | str, float]] | dict[str, float | str]
+    scale: (
+        float
+        | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
+        | dict[str, float | str]
+    )
     """Standard deviation of the noise, for actions in [-1, 1]."""
     ou_theta: float
     """OrnsteinUhlenbeckNoise: rate at which the noise returns to 0, per step."""
@@ -279,7 +287,11 @@ class _Rollouts(TypedDict, total=False):
 class _Training(TypedDict, total=False):
     gamma: float
     """Discount per env step."""
-    lr: float | list[tuple[int | str, float]] | dict[str, float | str]
+    lr: (
+        float
+        | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
+        | dict[str, float | str]
+    )
     """Learning rate: a number, or a schedule [[step, value], …], linear in between. Steps are env steps, or percentages of `total_timesteps`: [["0%", 1e-3], ["100%", 0]] (as a flag: step, value, step, value …)."""
     total_timesteps: int | None
     """Env steps of the whole training, which schedules in percent follow. A run of the command line sets it to its limit on env steps, or stops there if it has no other limit; a resumed run may have a larger one."""
@@ -357,9 +369,17 @@ class _A2CTraining(_Training, total=False):
     """Use generalized advantage estimation (Schulman et al. 2015, arXiv 1506.02438); if False, advantages are discounted returns minus values."""
     lambda_: float
     """Lambda of GAE: 0 uses one-step value estimates, 1 full returns."""
-    entropy_coeff: float | list[tuple[int | str, float]] | dict[str, float | str]
+    entropy_coeff: (
+        float
+        | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
+        | dict[str, float | str]
+    )
     """Weight of the entropy bonus: a number, or a schedule as for `lr`."""
-    vf_loss_coeff: float | list[tuple[int | str, float]] | dict[str, float | str]
+    vf_loss_coeff: (
+        float
+        | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
+        | dict[str, float | str]
+    )
     """Weight of the value loss: a number, or a schedule as for `lr`."""
     standardize_advantages: bool
     """Standardize the advantages of each minibatch to mean 0 and standard deviation 1."""
@@ -387,9 +407,17 @@ class _A3CTraining(_Training, total=False):
     """Use generalized advantage estimation (Schulman et al. 2015, arXiv 1506.02438); if False, advantages are discounted returns minus values."""
     lambda_: float
     """Lambda of GAE: 0 uses one-step value estimates, 1 full returns."""
-    entropy_coeff: float | list[tuple[int | str, float]] | dict[str, float | str]
+    entropy_coeff: (
+        float
+        | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
+        | dict[str, float | str]
+    )
     """Weight of the entropy bonus: a number, or a schedule as for `lr`."""
-    vf_loss_coeff: float | list[tuple[int | str, float]] | dict[str, float | str]
+    vf_loss_coeff: (
+        float
+        | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
+        | dict[str, float | str]
+    )
     """Weight of the value loss: a number, or a schedule as for `lr`."""
     standardize_advantages: bool
     """Standardize the advantages of each minibatch to mean 0 and standard deviation 1."""
@@ -449,7 +477,9 @@ class _APEXTraining(_Training, total=False):
     """Draw rows by their last TD error (prioritized experience replay, Schaul et al. 2016, arXiv 1511.05952); if False, uniformly."""
     prioritized_replay_alpha: float
     """Prioritization exponent alpha; 0 draws uniformly."""
-    prioritized_replay_beta: float | list[tuple[int | str, float]]
+    prioritized_replay_beta: (
+        float | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
+    )
     """Exponent beta of the importance weights: a number, or points [(rows stored, value), …]; 1 corrects the bias of prioritization fully. Rows may be percentages of `total_timesteps`."""
     prioritized_replay_eps: float
     """Added to absolute TD errors, so that every row can be drawn."""
@@ -509,9 +539,17 @@ class _APPOTraining(_Training, total=False):
     """Maximum importance ratio in the weights of later steps (c-bar in the paper)."""
     vtrace_clip_pg_rho_threshold: float
     """Maximum importance ratio in the policy gradient."""
-    entropy_coeff: float | list[tuple[int | str, float]] | dict[str, float | str]
+    entropy_coeff: (
+        float
+        | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
+        | dict[str, float | str]
+    )
     """Weight of the entropy bonus: a number, or a schedule as for `lr`."""
-    vf_loss_coeff: float | list[tuple[int | str, float]] | dict[str, float | str]
+    vf_loss_coeff: (
+        float
+        | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
+        | dict[str, float | str]
+    )
     """Weight of the value loss: a number, or a schedule as for `lr`."""
     max_policy_lag: int | None
     """Maximum age of a fragment's weights, in updates; None for no limit."""
@@ -525,7 +563,11 @@ class _APPOTraining(_Training, total=False):
     """Replayed fragments per new fragment; fractions accumulate."""
     replay_buffer_num_slots: int
     """Capacity of the buffer of fragments to replay, in fragments."""
-    clip_param: float | list[tuple[int | str, float]] | dict[str, float | str]
+    clip_param: (
+        float
+        | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
+        | dict[str, float | str]
+    )
     """Clip the probability ratio to the target network's policy to 1 ± this; a number, or a schedule as for `lr`."""
     clip_sampled_ratio: float
     """Maximum probability ratio of the sampling policy to the target network's policy (rho in IMPACT)."""
@@ -605,9 +647,19 @@ class _CQLOfflineData(_OfflineData, total=False):
 class _CQLTraining(_Training, total=False):
     q_model: flowrl.policies.config.ModelConfig | _ModelConfig | None
     """Networks of the critics; None uses `model`."""
-    actor_lr: float | list[tuple[int | str, float]] | dict[str, float | str] | None
+    actor_lr: (
+        float
+        | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
+        | dict[str, float | str]
+        | None
+    )
     """Learning rate of the actor; None uses `lr`."""
-    critic_lr: float | list[tuple[int | str, float]] | dict[str, float | str] | None
+    critic_lr: (
+        float
+        | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
+        | dict[str, float | str]
+        | None
+    )
     """Learning rate of the critics; None uses `lr`."""
     twin_q: bool
     """Train two critics and use the smaller value (Fujimoto et al. 2018, section 4.2)."""
@@ -619,7 +671,12 @@ class _CQLTraining(_Training, total=False):
     """Initial temperature: weight of the entropy relative to the rewards."""
     target_entropy: float | Literal["auto"] | None
     """Target entropy in nats, to which the temperature adapts: "auto" uses minus the number of action dimensions, or 0.98 of the maximum entropy for Discrete actions. None keeps the temperature fixed."""
-    entropy_lr: float | list[tuple[int | str, float]] | dict[str, float | str] | None
+    entropy_lr: (
+        float
+        | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
+        | dict[str, float | str]
+        | None
+    )
     """Learning rate of the temperature; None uses `lr`."""
     min_q_weight: float
     """Weight of the penalty on the values of actions that were not recorded (alpha in the paper)."""
@@ -673,15 +730,27 @@ class _DDPGTraining(_Training, total=False):
     """Draw rows by their last TD error (prioritized experience replay, Schaul et al. 2016, arXiv 1511.05952); if False, uniformly."""
     prioritized_replay_alpha: float
     """Prioritization exponent alpha; 0 draws uniformly."""
-    prioritized_replay_beta: float | list[tuple[int | str, float]]
+    prioritized_replay_beta: (
+        float | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
+    )
     """Exponent beta of the importance weights: a number, or points [(rows stored, value), …]; 1 corrects the bias of prioritization fully. Rows may be percentages of `total_timesteps`."""
     prioritized_replay_eps: float
     """Added to absolute TD errors, so that every row can be drawn."""
     q_model: flowrl.policies.config.ModelConfig | _ModelConfig | None
     """Networks of the critics; None uses `model`."""
-    actor_lr: float | list[tuple[int | str, float]] | dict[str, float | str] | None
+    actor_lr: (
+        float
+        | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
+        | dict[str, float | str]
+        | None
+    )
     """Learning rate of the actor; None uses `lr`."""
-    critic_lr: float | list[tuple[int | str, float]] | dict[str, float | str] | None
+    critic_lr: (
+        float
+        | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
+        | dict[str, float | str]
+        | None
+    )
     """Learning rate of the critics; None uses `lr`."""
     twin_q: bool
     """Train two critics and use the smaller value (Fujimoto et al. 2018, section 4.2)."""
@@ -717,15 +786,27 @@ class _DDPPOTraining(_Training, total=False):
     """Use generalized advantage estimation (Schulman et al. 2015, arXiv 1506.02438); if False, advantages are discounted returns minus values."""
     lambda_: float
     """Lambda of GAE: 0 uses one-step value estimates, 1 full returns."""
-    entropy_coeff: float | list[tuple[int | str, float]] | dict[str, float | str]
+    entropy_coeff: (
+        float
+        | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
+        | dict[str, float | str]
+    )
     """Weight of the entropy bonus: a number, or a schedule as for `lr`."""
-    vf_loss_coeff: float | list[tuple[int | str, float]] | dict[str, float | str]
+    vf_loss_coeff: (
+        float
+        | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
+        | dict[str, float | str]
+    )
     """Weight of the value loss: a number, or a schedule as for `lr`."""
     standardize_advantages: bool
     """Standardize the advantages of each minibatch to mean 0 and standard deviation 1."""
     allow_off_policy: bool
     """Allow batches from a replay buffer, although the loss assumes samples of the current policy."""
-    clip_param: float | list[tuple[int | str, float]] | dict[str, float | str]
+    clip_param: (
+        float
+        | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
+        | dict[str, float | str]
+    )
     """Clip the probability ratio to 1 ± this; a number, or a schedule as for `lr`."""
     vf_clip_param: float | None
     """Clip new values to the old values ± this; None does not clip."""
@@ -773,7 +854,9 @@ class _DQNTraining(_Training, total=False):
     """Draw rows by their last TD error (prioritized experience replay, Schaul et al. 2016, arXiv 1511.05952); if False, uniformly."""
     prioritized_replay_alpha: float
     """Prioritization exponent alpha; 0 draws uniformly."""
-    prioritized_replay_beta: float | list[tuple[int | str, float]]
+    prioritized_replay_beta: (
+        float | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
+    )
     """Exponent beta of the importance weights: a number, or points [(rows stored, value), …]; 1 corrects the bias of prioritization fully. Rows may be percentages of `total_timesteps`."""
     prioritized_replay_eps: float
     """Added to absolute TD errors, so that every row can be drawn."""
@@ -831,9 +914,17 @@ class _IMPALATraining(_Training, total=False):
     """Maximum importance ratio in the weights of later steps (c-bar in the paper)."""
     vtrace_clip_pg_rho_threshold: float
     """Maximum importance ratio in the policy gradient."""
-    entropy_coeff: float | list[tuple[int | str, float]] | dict[str, float | str]
+    entropy_coeff: (
+        float
+        | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
+        | dict[str, float | str]
+    )
     """Weight of the entropy bonus: a number, or a schedule as for `lr`."""
-    vf_loss_coeff: float | list[tuple[int | str, float]] | dict[str, float | str]
+    vf_loss_coeff: (
+        float
+        | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
+        | dict[str, float | str]
+    )
     """Weight of the value loss: a number, or a schedule as for `lr`."""
     max_policy_lag: int | None
     """Maximum age of a fragment's weights, in updates; None for no limit."""
@@ -907,15 +998,27 @@ class _PPOTraining(_Training, total=False):
     """Use generalized advantage estimation (Schulman et al. 2015, arXiv 1506.02438); if False, advantages are discounted returns minus values."""
     lambda_: float
     """Lambda of GAE: 0 uses one-step value estimates, 1 full returns."""
-    entropy_coeff: float | list[tuple[int | str, float]] | dict[str, float | str]
+    entropy_coeff: (
+        float
+        | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
+        | dict[str, float | str]
+    )
     """Weight of the entropy bonus: a number, or a schedule as for `lr`."""
-    vf_loss_coeff: float | list[tuple[int | str, float]] | dict[str, float | str]
+    vf_loss_coeff: (
+        float
+        | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
+        | dict[str, float | str]
+    )
     """Weight of the value loss: a number, or a schedule as for `lr`."""
     standardize_advantages: bool
     """Standardize the advantages of each minibatch to mean 0 and standard deviation 1."""
     allow_off_policy: bool
     """Allow batches from a replay buffer, although the loss assumes samples of the current policy."""
-    clip_param: float | list[tuple[int | str, float]] | dict[str, float | str]
+    clip_param: (
+        float
+        | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
+        | dict[str, float | str]
+    )
     """Clip the probability ratio to 1 ± this; a number, or a schedule as for `lr`."""
     vf_clip_param: float | None
     """Clip new values to the old values ± this; None does not clip."""
@@ -963,7 +1066,9 @@ class _R2D2Training(_Training, total=False):
     """Draw rows by their last TD error (prioritized experience replay, Schaul et al. 2016, arXiv 1511.05952); if False, uniformly."""
     prioritized_replay_alpha: float
     """Prioritization exponent alpha; 0 draws uniformly."""
-    prioritized_replay_beta: float | list[tuple[int | str, float]]
+    prioritized_replay_beta: (
+        float | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
+    )
     """Exponent beta of the importance weights: a number, or points [(rows stored, value), …]; 1 corrects the bias of prioritization fully. Rows may be percentages of `total_timesteps`."""
     prioritized_replay_eps: float
     """Added to absolute TD errors, so that every row can be drawn."""
@@ -1029,15 +1134,27 @@ class _SACTraining(_Training, total=False):
     """Draw rows by their last TD error (prioritized experience replay, Schaul et al. 2016, arXiv 1511.05952); if False, uniformly."""
     prioritized_replay_alpha: float
     """Prioritization exponent alpha; 0 draws uniformly."""
-    prioritized_replay_beta: float | list[tuple[int | str, float]]
+    prioritized_replay_beta: (
+        float | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
+    )
     """Exponent beta of the importance weights: a number, or points [(rows stored, value), …]; 1 corrects the bias of prioritization fully. Rows may be percentages of `total_timesteps`."""
     prioritized_replay_eps: float
     """Added to absolute TD errors, so that every row can be drawn."""
     q_model: flowrl.policies.config.ModelConfig | _ModelConfig | None
     """Networks of the critics; None uses `model`."""
-    actor_lr: float | list[tuple[int | str, float]] | dict[str, float | str] | None
+    actor_lr: (
+        float
+        | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
+        | dict[str, float | str]
+        | None
+    )
     """Learning rate of the actor; None uses `lr`."""
-    critic_lr: float | list[tuple[int | str, float]] | dict[str, float | str] | None
+    critic_lr: (
+        float
+        | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
+        | dict[str, float | str]
+        | None
+    )
     """Learning rate of the critics; None uses `lr`."""
     twin_q: bool
     """Train two critics and use the smaller value (Fujimoto et al. 2018, section 4.2)."""
@@ -1049,7 +1166,12 @@ class _SACTraining(_Training, total=False):
     """Initial temperature: weight of the entropy relative to the rewards."""
     target_entropy: float | Literal["auto"] | None
     """Target entropy in nats, to which the temperature adapts: "auto" uses minus the number of action dimensions, or 0.98 of the maximum entropy for Discrete actions. None keeps the temperature fixed."""
-    entropy_lr: float | list[tuple[int | str, float]] | dict[str, float | str] | None
+    entropy_lr: (
+        float
+        | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
+        | dict[str, float | str]
+        | None
+    )
     """Learning rate of the temperature; None uses `lr`."""
 
 class _SACSettings(_SACTraining, _AllSettings):
@@ -1089,7 +1211,9 @@ class _SimpleQTraining(_Training, total=False):
     """Draw rows by their last TD error (prioritized experience replay, Schaul et al. 2016, arXiv 1511.05952); if False, uniformly."""
     prioritized_replay_alpha: float
     """Prioritization exponent alpha; 0 draws uniformly."""
-    prioritized_replay_beta: float | list[tuple[int | str, float]]
+    prioritized_replay_beta: (
+        float | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
+    )
     """Exponent beta of the importance weights: a number, or points [(rows stored, value), …]; 1 corrects the bias of prioritization fully. Rows may be percentages of `total_timesteps`."""
     prioritized_replay_eps: float
     """Added to absolute TD errors, so that every row can be drawn."""
@@ -1149,15 +1273,27 @@ class _TD3Training(_Training, total=False):
     """Draw rows by their last TD error (prioritized experience replay, Schaul et al. 2016, arXiv 1511.05952); if False, uniformly."""
     prioritized_replay_alpha: float
     """Prioritization exponent alpha; 0 draws uniformly."""
-    prioritized_replay_beta: float | list[tuple[int | str, float]]
+    prioritized_replay_beta: (
+        float | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
+    )
     """Exponent beta of the importance weights: a number, or points [(rows stored, value), …]; 1 corrects the bias of prioritization fully. Rows may be percentages of `total_timesteps`."""
     prioritized_replay_eps: float
     """Added to absolute TD errors, so that every row can be drawn."""
     q_model: flowrl.policies.config.ModelConfig | _ModelConfig | None
     """Networks of the critics; None uses `model`."""
-    actor_lr: float | list[tuple[int | str, float]] | dict[str, float | str] | None
+    actor_lr: (
+        float
+        | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
+        | dict[str, float | str]
+        | None
+    )
     """Learning rate of the actor; None uses `lr`."""
-    critic_lr: float | list[tuple[int | str, float]] | dict[str, float | str] | None
+    critic_lr: (
+        float
+        | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
+        | dict[str, float | str]
+        | None
+    )
     """Learning rate of the critics; None uses `lr`."""
     twin_q: bool
     """Train two critics and use the smaller value (Fujimoto et al. 2018, section 4.2)."""

@@ -14,9 +14,9 @@ PROGRAM = """
 from flowrl import DQN, PPO, PPOConfig
 
 config = PPOConfig().environment("CartPole-v1").rollouts(num_workers=2)
-config = config.training(lr=[(0, 1e-3), ("50%", 0.0)], model={"fcnet_hiddens": [64, 64]})
+config = config.training(lr=[["0%", 1e-3], ["50%", 0]], model={"fcnet_hiddens": [64, 64]})
 reveal_type(config.build())
-with PPO("CartPole-v1", seed=1, clip_param=0.2) as algorithm:
+with PPO("CartPole-v1", seed=1, lr=[(0, 1e-3), ("50%", 0.0)]) as algorithm:
     reveal_type(algorithm.learn(1000))
 reveal_type(PPO.from_checkpoint("runs/ppo"))
 DQN("CartPole-v1", n_step="3")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -40,6 +41,7 @@ def evaluate_command(arguments: list[str]) -> int:
     )
     add_checkpoint_option(parser)
     add_trust_option(parser, "the run")
+    parser.add_argument("--plan", help="plan file to evaluate with, instead of the run's")
     parser.add_argument(
         "--video",
         metavar="FOLDER",
@@ -47,7 +49,7 @@ def evaluate_command(arguments: list[str]) -> int:
         help="folder for a video of one greedy episode, FOLDER/RUN/evaluation-ITERATION-0.mp4",
     )
     options = parser.parse_args(arguments)
-    run = open_run(options.run, options.checkpoint, trust=options.trust)
+    run = open_run(options.run, options.checkpoint, options.plan, options.trust)
     config = run.config.updated(num_workers=0, log_to=[], log_config={}, output=None)
     if options.seed is not None:
         config = config.updated(seed=options.seed)
@@ -59,6 +61,9 @@ def evaluate_command(arguments: list[str]) -> int:
             evaluation_config={**config.evaluation_config, "env_config": env_config}
         )
         rounds, num_envs = rounds[:1], 1
+        if not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
+            message = "--render human: there is no display, so no window opens; use --video FOLDER"
+            print(f"flowrl: {message}", file=sys.stderr)
     with run.build(config) as algorithm:
         try:
             algorithm.restore_policies(run.checkpoint)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 from flowrl.cli.arguments import Parser, add_checkpoint_option, add_trust_option
-from flowrl.cli.saved_runs import open_run
+from flowrl.cli.saved_runs import open_run, settings_not_used
 from flowrl.cli.stop_options import add_stop_options, stop_rules_of
+from flowrl.errors import ConfigError
 
 
 def resume_command(arguments: list[str]) -> int:
@@ -18,10 +22,23 @@ def resume_command(arguments: list[str]) -> int:
     parser.add_argument(
         "--plan", help="plan file to continue with; required if the run's plan has changed"
     )
+    parser.add_argument(
+        "--run-dir",
+        type=Path,
+        help="folder of the new run, if a checkpoint outside a run directory starts one",
+    )
     add_stop_options(parser, default="the run's own stop rules")
     options = parser.parse_args(arguments)
     from flowrl.cli.training_run import resume_run
 
     run = open_run(options.run, options.checkpoint, options.plan, options.trust)
+    if options.run_dir is not None and run.run_dir is not None:
+        raise ConfigError(
+            f"--run-dir: the run continues in {run.run_dir}; to start a new run from a checkpoint, "
+            "copy the checkpoint's folder to a place outside the run directory"
+        )
+    for sentence in [] if options.plan is None else settings_not_used(run, options.plan):
+        print(f"flowrl: {sentence}", file=sys.stderr)
     command = ["flowrl", "resume", *arguments]
-    return resume_run(run, stop_rules_of(options), command, replace_plan=options.plan is not None)
+    stop, replace_plan = stop_rules_of(options), options.plan is not None
+    return resume_run(run, stop, command, replace_plan, options.run_dir)

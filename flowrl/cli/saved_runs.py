@@ -18,6 +18,7 @@ from flowrl.cli.run_settings import (
 )
 from flowrl.data.checkpoint import CheckpointError, read_manifest, resolve_checkpoint, run_dir_of
 from flowrl.policies.code_references import UntrustedCodeError
+from flowrl.setting_values import equal
 from flowrl.settings import ConfigError
 from flowrl.trainer.plan_files import is_shipped
 from flowrl.trainer.plan_settings import plan_config
@@ -128,17 +129,7 @@ def _settings_of_checkpoint(
     try:
         in_program = own_code(read_manifest(checkpoint))
         if in_program:
-            name, code = next(iter(in_program.items()))
-            raise ConfigError(
-                f"{path}: its {name} is code of the program itself ({code}), which no other "
-                "program can import: move it to a module in the current folder and train again, or "
-                f"continue in Python: Algorithm.from_checkpoint({path!r}, config={{{name!r}: …}})"
-                if name != "algorithm"
-                else f"{path}: its algorithm {code} is a class of the program itself, which no "
-                "other program can import: move it to a module in the current folder and train "
-                f"again, or continue in that program: {code.split(':')[-1]}.from_checkpoint("
-                f"{path!r})"
-            )
+            raise ConfigError(_in_program_message(path, in_program))
         changes = {} if plan is None else {"plan": absolute_plan(plan)}
         algorithm, config = settings_of_checkpoint(Algorithm, checkpoint, changes, trust)
         return config, algorithm
@@ -146,6 +137,48 @@ def _settings_of_checkpoint(
         raise ConfigError(f"{path}: it names {error.code}: pass --trust to import it") from None
     except CheckpointError as error:
         raise ConfigError(str(error)) from None
+
+
+def _in_program_message(path: str, code: dict[str, str]) -> str:
+    """Return what to do with a run whose code is in the program that started it.
+
+    Args:
+        path: the run, as on the command line.
+        code: result of `own_code`.
+    """
+    if "algorithm" in code:
+        return (
+            f"{path}: its algorithm {code['algorithm']} is a class of the program itself, which no "
+            "other program can import: move it to a module in the current folder and train again, "
+            f"or continue in that program: {code['algorithm'].split(':')[-1]}.from_checkpoint("
+            f"{path!r})"
+        )
+    changes = ", ".join(f"{name!r}: …" for name in code)
+    are = "is" if len(code) == 1 else "are"
+    return (
+        f"{path}: its {' and its '.join(code)} {are} code of the program itself "
+        f"({', '.join(code.values())}), which no other program can import: move it to a module in "
+        "the current folder and train again, or continue in Python: "
+        f"Algorithm.from_checkpoint({path!r}, config={{{changes}}})"
+    )
+
+
+def settings_not_used(run: SavedRun, plan: str) -> list[str]:
+    """Return sentences about settings of a plan file that a run continued with it does not use."""
+    config = plan_config(plan, run.config.env)
+    differing = {
+        name: value
+        for name, value in config.chosen().items()
+        if name in run.config and not equal(value, run.config[name])
+    }
+    if not differing:
+        return []
+    values = ", ".join(f"{name}={run.config[name]!r}" for name in differing)
+    changes = {**differing, "plan": plan}
+    return [
+        f"{plan}: the run keeps its own settings {values}; to change them, continue in Python: "
+        f"Algorithm.from_checkpoint({str(run.run_dir or run.checkpoint)!r}, config={changes!r})"
+    ]
 
 
 def config_of_run(
@@ -194,6 +227,12 @@ def _config_of_run(
             f"{run_dir}: its plan is the file {name}: pass --trust to execute it, or --plan FILE"
         )
     config = plan_config(name, settings.get("env"))
+    saved = _saved_algorithm(checkpoint)
+    if plan is not None and saved is not None and algorithm_path(saved) != config.algorithm:
+        raise ConfigError(
+            f"--plan: {checkpoint} is of {saved}, but the plan {plan} is of "
+            f"{config.algorithm.split(':')[-1]}"
+        )
     # a YAML file may run a registered algorithm with the plan of another one
     if algorithm is not None and algorithm_path(algorithm) != config.algorithm:
         try:

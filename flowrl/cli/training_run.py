@@ -66,16 +66,21 @@ def start_run(
 
 
 def resume_run(
-    saved: SavedRun, stop: StopRules, command: list[str], replace_plan: bool = False
+    saved: SavedRun,
+    stop: StopRules,
+    command: list[str],
+    replace_plan: bool = False,
+    new_run_dir: Path | None = None,
 ) -> int:
     """Continue a run; return the exit code.
 
     Args:
-        saved: the run. A checkpoint outside a run directory starts a new one in runs/.
+        saved: the run. A checkpoint outside a run directory starts a new one.
         stop: when to stop; if empty, the run's own stop rules apply. Schedules in percent follow
             its limit on env steps, so a longer run continues at its share of them.
         command: the command line.
         replace_plan: accept that the text of the plan differs from the run's.
+        new_run_dir: folder of a new run; None creates one in runs/.
 
     Raises:
         ConfigError: the settings are invalid, or the run directory cannot be read.
@@ -113,8 +118,8 @@ def resume_run(
             )
             return 0
         if run is None:
-            path = default_run_dir(type(algorithm).__name__.lower(), config.env)
-            run = RunDirectory(path, config.logged_names)
+            default = default_run_dir(type(algorithm).__name__.lower(), config.env)
+            run = RunDirectory(new_run_dir or default, config.logged_names)
             cleanup.callback(run.close)
             run.write_setup(config, command, tree, asdict(stop))
         else:
@@ -198,4 +203,14 @@ def _print_next_commands(
     print(f"evaluate:      {program} evaluate {path}{trust} --episodes 100")
     stop = " --stop-timesteps …" if is_complete else ""
     print(f"resume:        {program} resume {path}{trust}{stop}")
-    print(f"repeat:        {program} {shlex.join(command[1:])}")
+    print(f"repeat:        {program} {shlex.join(_without_run_dir(command[1:]))}")
+
+
+def _without_run_dir(arguments: list[str]) -> list[str]:
+    """Return the arguments without `--run-dir FOLDER`, which contains a run now."""
+    kept, skip = [], False
+    for argument in arguments:
+        if not skip and argument != "--run-dir" and not argument.startswith("--run-dir="):
+            kept.append(argument)
+        skip = argument == "--run-dir"
+    return kept

@@ -73,6 +73,8 @@ def write_checkpoint(
         TypeError: A leaf cannot be saved; the message has its path. Nothing is written.
         OSError: The folder cannot be written. The previous checkpoint is untouched.
     """
+    if "://" not in str(path) and Path(path).is_file():
+        raise FileExistsError(f"{path} is a file; a checkpoint is a folder: pass another path")
     arrays = ArrayStore()
     tree = json.dumps(encode(state, "", arrays)).encode()
     json.dumps(metadata)  # fails before anything is written
@@ -286,6 +288,8 @@ def resolve_checkpoint(path: Path | str) -> Path | str:
     run_checkpoints = list_checkpoints(folder)
     if run_checkpoints:
         return run_checkpoints[-1]
+    if folder.is_file():
+        raise CheckpointError(f"{path} is a file; a checkpoint is a folder")
     if not folder.is_dir():
         raise CheckpointError(f"{path}: there is no such folder")
     raise CheckpointError(

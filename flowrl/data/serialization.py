@@ -97,7 +97,10 @@ def encode(value: Any, path: str, arrays: ArrayStore) -> Any:
     if isinstance(value, (list, tuple)):
         items = [encode(v, f"{path}/{i}", arrays) for i, v in enumerate(value)]
         return items if isinstance(value, list) else {_TUPLE: items}
-    raise TypeError(f"checkpoint: {path} is a {type(value).__name__}, which cannot be saved")
+    raise TypeError(
+        f"checkpoint: {path} is of type {type(value).__name__}, which cannot be saved: convert it "
+        "to numbers, strings, NumPy arrays, lists, tuples or dicts"
+    )
 
 
 def can_be_saved(value: Any) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -33,11 +34,10 @@ log = logging.getLogger("flowrl")
 RESET_RESULTS = ("observation", "info")
 STEP_RESULTS = ("observation", "reward", "terminated", "truncated", "info")
 MAX_LOGGED_ACTIONS = 50_000  # longer episodes are not replayed after a restore
-PERMANENT_ERRORS = (
-    AttributeError, ImportError, LookupError, NameError, SyntaxError, TypeError, ValueError,
-    gym.error.Error,
-)  # fmt: skip
-"""Errors that an environment that has never worked would raise again."""
+CODE_ERRORS = (AttributeError, ImportError, NameError, SyntaxError, TypeError)
+"""Errors that an environment would raise again if it has never completed a fragment."""
+RESET_ERRORS = (*CODE_ERRORS, LookupError, ValueError, gym.error.Error)
+"""Errors that an environment would raise again if it has never completed a reset."""
 
 
 class RestartingEnvs:
@@ -49,8 +49,8 @@ class RestartingEnvs:
         seed: base seed of each environment's first reset; None does not seed.
         max_restarts: maximum consecutive failures of one environment; completing an episode or a
             fragment resets the count. The next error is raised. All errors of an environment's
-            first creation, PERMANENT_ERRORS before the end of its first reset, and
-            NotImplementedError are raised at once.
+            first creation, RESET_ERRORS before its first reset has succeeded, CODE_ERRORS before
+            its first episode or fragment is complete, and NotImplementedError are raised at once.
         on_env_created: called with the index and the environment after each creation.
         name: name of the environment until it exists, for messages.
         worker_index: for messages.
@@ -81,7 +81,8 @@ class RestartingEnvs:
         self._failures = [0] * num_envs  # consecutive
         self._num_created = [0] * num_envs
         self._seeded = [False] * num_envs
-        self._has_worked = [False] * num_envs  # completed a reset
+        self._has_reset = [False] * num_envs
+        self._has_finished = [False] * num_envs  # an episode or a fragment
         self.envs: list[Any] = [None] * num_envs
         # how the current episodes were reset: (seed, state of the random generator before it)
         self._resets: list[Any] = [None] * num_envs
@@ -124,7 +125,7 @@ class RestartingEnvs:
             try:
                 result = env.reset() if seed is None else env.reset(seed=seed)
                 check_result("reset", result, RESET_RESULTS)
-                self._has_worked[index] = True
+                self._has_reset[index] = True
                 return result
             except ConfigError:
                 raise
@@ -148,8 +149,11 @@ class RestartingEnvs:
         call = f"the creation of {name}" if method is None else f"{name}.{method}()"
         origin = f"{call}, sub-environment {index} of worker {self._worker_index}"
         created = self._num_created[index] > 0
-        permanent = isinstance(error, PERMANENT_ERRORS) and not self._has_worked[index]
-        permanent = permanent or isinstance(error, NotImplementedError)
+        permanent = (
+            (isinstance(error, CODE_ERRORS) and not self._has_finished[index])
+            or (isinstance(error, RESET_ERRORS) and not self._has_reset[index])
+            or isinstance(error, NotImplementedError)
+        )
         if permanent or not created:
             error.add_note(f"raised by {origin}")
             self._discard(index)
@@ -174,9 +178,9 @@ class RestartingEnvs:
         self._num_logged[kind] += 1
         if self._num_logged[kind] == 1:
             log.warning(
-                "%s, raised %r: recreating the environment (restart %d of at most %d in a row) and "
-                "discarding the steps of its episode since the last fragment",
-                origin, error, failures, self._max_restarts,
+                "%s, raised %r%s: recreating the environment (restart %d of at most %d in a row) "
+                "and discarding the steps of its episode since the last fragment",
+                origin, error, _place(error), failures, self._max_restarts,
             )  # fmt: skip
         elif self._num_logged[kind] == 2:
             log.warning(
@@ -193,6 +197,7 @@ class RestartingEnvs:
     def mark_healthy(self, indices: Iterable[int]) -> None:
         """Reset the failure counts of environments that completed an episode or a fragment."""
         for index in indices:
+            self._has_finished[index] = True
             self._failures[index] = 0
             if len(self.action_logs[index]) > MAX_LOGGED_ACTIONS:
                 self._resets[index], self.action_logs[index] = None, []
@@ -296,3 +301,9 @@ def close_quietly(env: Any, index: int) -> None:
             env.close()
     except Exception as error:
         log.warning("close() of sub-environment %d raised %r", index, error)
+
+
+def _place(error: Exception) -> str:
+    """Return ` (file:line)` of the code that raised an error, or an empty string."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""

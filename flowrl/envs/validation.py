@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
+import gymnasium as gym
 import numpy as np
 import optree
 from gymnasium import spaces
@@ -56,7 +57,12 @@ def invalid_step_error(problem: str) -> InvalidStepError:
 
 
 def env_name(env: Any) -> str:
-    """Return the id of an environment, or the name of its class, for messages."""
+    """Return the id of an environment, or the name of its class or of the user's wrapper around
+    it, for messages."""
+    while isinstance(env, gym.Wrapper):
+        if not type(env).__module__.startswith("gymnasium."):
+            return type(env).__name__
+        env = env.env
     env = getattr(env, "unwrapped", env)
     spec_id = getattr(getattr(env, "spec", None), "id", None)
     return spec_id if isinstance(spec_id, str) else type(env).__name__

@@ -35,12 +35,27 @@ class UntrustedCodeError(CheckpointError):
         code: what it names, such as "the code 'module:Class'".
         remedy: what to do.
         path: the checkpoint, for the message; None if unknown.
+        setting: the setting that names the code, such as "model.custom_model"; None if none does.
     """
 
-    def __init__(self, code: str, remedy: str, path: Any = None):
+    def __init__(self, code: str, remedy: str, path: Any = None, setting: str | None = None):
         where = "" if path is None else f"{path}: "
-        super().__init__(f"{where}it names {code}, which is not trusted: {remedy}")
-        self.code, self.remedy = code, remedy
+        if setting is None:
+            super().__init__(f"{where}it names {code}, which is not trusted: {remedy}")
+        else:
+            changes = "…"
+            for name in reversed(setting.split(".")):
+                changes = f"{{{name!r}: {changes}}}"
+            super().__init__(
+                f"{where}its setting {setting} is {code}, which is not trusted: pass the setting "
+                f"again, config={changes}, or trust=True to allow the import"
+            )
+        self.code, self.remedy, self.setting = code, remedy, setting
+
+    def within(self, setting: str) -> UntrustedCodeError:
+        """Return the error of a setting that contains the one of this error."""
+        name = setting if self.setting is None else f"{setting}.{self.setting}"
+        return UntrustedCodeError(self.code, self.remedy, setting=name)
 
 
 def code_path(code: Any) -> str:

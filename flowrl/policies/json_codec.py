@@ -9,7 +9,13 @@ import numpy as np
 from gymnasium import spaces
 
 from flowrl.data.checkpoint import DAMAGED, CheckpointError
-from flowrl.policies.code_references import BASES, SETTINGS_CLASS, CodeResolver, code_path
+from flowrl.policies.code_references import (
+    BASES,
+    SETTINGS_CLASS,
+    CodeResolver,
+    UntrustedCodeError,
+    code_path,
+)
 from flowrl.policies.policy_spec import PolicySpec
 from flowrl.settings import Settings, imported
 
@@ -132,9 +138,12 @@ def decode_setting(
         inherited: see `base` of `decode`; used if the setting itself takes no class.
     """
     base = BASES.get(name, inherited)
-    if name == "custom_model" and isinstance(value, str) and ":" in value:
-        return resolver.resolve(value, base)  # an import path that building the model would import
-    return decode(value, resolver, base)
+    try:
+        if name == "custom_model" and isinstance(value, str) and ":" in value:
+            return resolver.resolve(value, base)  # a path that building the model would import
+        return decode(value, resolver, base)
+    except UntrustedCodeError as error:
+        raise error.within(name) from None
 
 
 def decode(value: Any, resolver: CodeResolver, base: str | None = None) -> Any:

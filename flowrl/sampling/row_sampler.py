@@ -758,7 +758,8 @@ class RowSampler:
             episode.length,
             episode.env_id,
             returns if self.worker.is_multi_agent else None,
-            dict(episode.custom_metrics) or None,
+            {n: self._custom_metric(n, value) for n, value in episode.custom_metrics.items()}
+            or None,
             {name: list(values) for name, values in episode.hist_data.items()} or None,
         )
         if self._complete:
@@ -766,6 +767,18 @@ class RowSampler:
         else:
             self.episodes.append(metrics)
         del self._by_id[episode.episode_id]
+
+    def _custom_metric(self, name: str, value: Any) -> float:
+        """Return a custom metric as a number."""
+        try:
+            if not isinstance(value, str):
+                return float(value)
+        except (TypeError, ValueError):
+            pass
+        raise ConfigError(
+            f"{type(self.worker.callbacks).__name__}: custom_metrics[{name!r}] must be a number, "
+            f"got {value!r}"
+        )
 
     def _call(self, name: str, slot: int, episode: MultiAgentEpisode) -> None:
         method = self._calls.get(name)

@@ -92,7 +92,7 @@ def settings_of_checkpoint(
         if code is not None:
             raise untrusted(code)
     except UntrustedCodeError as error:
-        raise UntrustedCodeError(error.code, error.remedy, path) from None
+        raise UntrustedCodeError(error.code, error.remedy, path, error.setting) from None
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     except (ImportError, *DAMAGED) as error:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from flowrl.iter.gather import Gather
 from flowrl.iter.stage import walk
 from flowrl.policies.checkpoint_loading import describe_policy
 from flowrl.policies.code_references import code_path
-from flowrl.policies.json_codec import config_to_json
+from flowrl.policies.json_codec import config_to_json, space_from_json
 from flowrl.policies.policy import Policy
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.trainer.config import AlgorithmConfig
@@ -85,11 +85,33 @@ def load_sampling_state(
 
 
 @contextmanager
-def loading_errors(path: Path | str) -> Iterator[None]:
-    """Convert errors of loading a state to CheckpointError with the checkpoint's path."""
+def loading_errors(
+    path: Path | str, manifest: Mapping[str, Any], policies: Mapping[str, Policy]
+) -> Iterator[None]:
+    """Convert errors of loading a state to CheckpointError with the checkpoint's path.
+
+    Args:
+        path: the checkpoint.
+        manifest: its manifest.
+        policies: policy id -> policy that is loaded.
+    """
     try:
         yield
     except DAMAGED as error:
-        raise CheckpointError(
-            f"{path}: does not fit these settings: {type(error).__name__}: {error}"
-        ) from error
+        problem = _differing_space(manifest, policies) or f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{path}: does not fit these settings: {problem}") from error
+
+
+def _differing_space(manifest: Mapping[str, Any], policies: Mapping[str, Policy]) -> str | None:
+    """Describe the first policy whose spaces are not those in a manifest; None if all are."""
+    saved_policies = manifest.get("policies", {})
+    for policy_id, policy in policies.items():
+        for name in ("observation_space", "action_space"):
+            with suppress(*DAMAGED):
+                saved = space_from_json(saved_policies[policy_id][name])
+                if saved != getattr(policy, name):
+                    return (
+                        f"policy {policy_id!r} has the {name} {getattr(policy, name)}, in the "
+                        f"checkpoint it has {saved}"
+                    )
+    return None

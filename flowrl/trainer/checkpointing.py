@@ -180,7 +180,7 @@ class Checkpointing:
         for learner in learners:
             learner.stop()
         try:
-            self._load_state_dict(state, plan, path)
+            self._load_state_dict(state, manifest, plan, path)
         except BaseException:
             plan.stop()
             for learner in learners:
@@ -191,8 +191,10 @@ class Checkpointing:
         if old_plan is not None:
             old_plan.stop()
 
-    def _load_state_dict(self, state: dict[str, Any], plan: Plan, path: Path | str) -> None:
-        with loading_errors(path):
+    def _load_state_dict(
+        self, state: dict[str, Any], manifest: dict[str, Any], plan: Plan, path: Path | str
+    ) -> None:
+        with loading_errors(path, manifest, self.workers.local_worker().policy_map):
             iteration, time_total_s = int(state["iteration"]), float(state["time_total_s"])
             global_vars, run_ids = dict(state["global_vars"]), dict(state["loggers"])
             load_sampling_state(self.workers, plan, state)
@@ -218,7 +220,8 @@ class Checkpointing:
             CheckpointError: the checkpoint cannot be read, or its networks do not fit.
         """
         path = resolve_checkpoint(path)
-        state, _ = read_checkpoint(path, "worker")
-        with loading_errors(path):
-            self.workers.local_worker().load_state_dict(state["worker"])
+        state, manifest = read_checkpoint(path, "worker")
+        worker = self.workers.local_worker()
+        with loading_errors(path, manifest, worker.policy_map):
+            worker.load_state_dict(state["worker"])
         self.workers.invalidate_weights()

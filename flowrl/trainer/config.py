@@ -232,7 +232,10 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
         """
         self.check_no_search()
         if self.env_or_spaces() is None:
-            raise ConfigError('env: no environment is set: .environment(env="CartPole-v1")')
+            raise ConfigError(
+                'env: no environment is set: .environment(env="CartPole-v1") in Python, '
+                "--env CartPole-v1 on the command line"
+            )
         env_creator_for(self.env_or_spaces())
         if self.env is None and self.evaluation_interval and "env" not in self.evaluation_config:
             raise ConfigError(f"evaluation_interval: {NO_ENV_MESSAGE}")

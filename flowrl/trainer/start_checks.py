@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from flowrl.data.serialization import ArrayStore, encode
 from flowrl.iter import Stage
 from flowrl.ops import WriteParquet
 from flowrl.ops.report import operators_of, training_operators
@@ -32,10 +33,23 @@ def check_start(config: Any, workers: WorkerSet, stage: Stage) -> None:
         stage: the last stage of its plan.
 
     Raises:
-        ConfigError: a schedule is in percent, but `total_timesteps` is unknown.
+        ConfigError: a schedule is in percent, but `total_timesteps` is unknown; or an operator has
+            a state that cannot be saved.
     """
+    _check_states(stage)
     _check_schedules(config, workers.global_vars["total_timesteps"])
     _warn_if_nothing_trains(config, stage, workers.local_worker().policy_map)
+
+
+def _check_states(stage: Stage) -> None:
+    """Check that the states of the user's operators can be saved, before the first checkpoint."""
+    for node, operator in operators_of(stage):
+        if not type(operator).__module__.startswith("flowrl.") and hasattr(operator, "state_dict"):
+            try:
+                encode(operator.state_dict(), "state_dict()", ArrayStore())
+            except TypeError as error:
+                problem = str(error).removeprefix("checkpoint: ")
+                raise ConfigError(f"{node} (chained at {node.line}): {problem}") from None
 
 
 def _check_schedules(config: Any, total_timesteps: int | None) -> None:

@@ -321,8 +321,11 @@ def test_evaluation_can_be_seeded_and_shown(cli, monkeypatch):
         cli("evaluate", "r", "--episodes", "4", "--seed", seed)[1] for seed in ("1", "1", "2")
     ]
     assert outputs[0] == outputs[1] != outputs[2]
-    code, out, _ = cli("evaluate", "r", "--episodes", "1", "--render", "human")
+    monkeypatch.delenv("DISPLAY", raising=False)
+    monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
+    code, out, err = cli("evaluate", "r", "--episodes", "1", "--render", "human")
     assert code == 0
+    assert "there is no display, so no window opens; use --video FOLDER" in err
     assert "greedy" in out
     assert "sampled" not in out
 
@@ -330,6 +333,7 @@ def test_evaluation_can_be_seeded_and_shown(cli, monkeypatch):
 def test_window_without_pygame_names_the_extra(cli, monkeypatch):
     assert cli("train", "ppo", *TWO_ITERATIONS, "--run-dir", "r")[0] == 0
     monkeypatch.setitem(sys.modules, "pygame", None)
+    monkeypatch.setenv("DISPLAY", ":0")
     code, out, err = cli("evaluate", "r", "--episodes", "1", "--render", "human")
     assert (code, out) == (2, "")
     assert err == (

@@ -1,10 +1,13 @@
-"""`flowrl resume`: schedules of a run that is continued with a larger limit."""
+"""`flowrl resume`: schedules of a run with a larger limit, plans, older checkpoints."""
 
 import re
+import shutil
 
 import pytest
 
-from tests.cli.helpers import SEEDED, read_results, read_settings
+from flowrl import Algorithm
+from flowrl.trainer.runs.result_files import event_files
+from tests.cli.helpers import ENVIRONMENT_PLAN, SEEDED, read_results, read_settings
 
 
 def learning_rates(run_dir):
@@ -57,6 +60,7 @@ def test_newer_checkpoints_are_kept_when_an_older_one_is_resumed(cli, tmp_path):
     assert re.search(r"checkpoints and results after iteration 2 are kept in .*r/replaced-1", out)
     assert [result["training_iteration"] for result in read_results(tmp_path / "r")] == [1, 2, 3]
     assert read_results(tmp_path / "r/replaced-1") == before
+    assert len(event_files(tmp_path / "r/replaced-1")) == 1
     kept = sorted(path.name for path in (tmp_path / "r/replaced-1/checkpoints").iterdir())
     assert kept == ["000003", "000004"]
     assert cli("evaluate", "r/replaced-1/checkpoints/000004", "--episodes", "1")[0] == 0
@@ -72,3 +76,55 @@ def test_checkpoint_of_another_algorithm_is_named(cli, tmp_path, command):
     code, _, err = cli(command, "dqn")
     assert code == 2
     assert "checkpoints/000099 was written by PPO, which does not have the settings" in err
+
+
+def test_settings_of_a_changed_plan_file_are_not_used_and_named(cli, tmp_path):
+    plan = tmp_path / "mine.py"
+    plan.write_text(ENVIRONMENT_PLAN)
+    assert cli("train", "mine.py", "--stop-iters", "1", "--run-dir", "r")[0] == 0
+    code, _, err = cli("resume", "r", "--plan", "mine.py", "--stop-iters", "2")
+    assert (code, err) == (0, "")
+    plan.write_text(ENVIRONMENT_PLAN.replace("train_batch_size=20", "train_batch_size=40"))
+    code, _, err = cli("resume", "r", "--plan", "mine.py", "--stop-iters", "3")
+    assert code == 0
+    assert "mine.py: the run keeps its own settings train_batch_size=20; to change them" in err
+    changes = {"train_batch_size": 40, "plan": "mine.py"}
+    assert f"Algorithm.from_checkpoint('r', config={changes!r})" in err
+    with Algorithm.from_checkpoint("r", config=changes) as algorithm:
+        assert algorithm.config.train_batch_size == 40
+
+
+def test_plan_of_another_algorithm_is_rejected(cli):
+    assert cli("train", "ppo", *SEEDED, "--stop-iters", "1", "--run-dir", "r")[0] == 0
+    code, _, err = cli("resume", "r", "--plan", "dqn", "--stop-iters", "2")
+    assert code == 2
+    assert err == "flowrl: --plan: r/checkpoints/000001 is of PPO, but the plan dqn is of DQN\n"
+
+
+def test_checkpoint_outside_a_run_directory_starts_a_run_in_the_given_folder(cli, tmp_path):
+    assert cli("train", "ppo", *SEEDED, "--stop-iters", "1", "--run-dir", "r")[0] == 0
+    code, _, err = cli("resume", "r", "--run-dir", "other", "--stop-iters", "2")
+    assert code == 2
+    assert "--run-dir: the run continues in r" in err
+    shutil.copytree(tmp_path / "r/checkpoints/000001", tmp_path / "c")
+    code, _, err = cli("resume", "c", "--run-dir", "other", "--stop-iters", "2")
+    assert code == 0, err
+    assert [result["training_iteration"] for result in read_results(tmp_path / "other")] == [2]
+
+
+def test_folder_that_does_not_exist_is_named(cli):
+    code, _, err = cli("resume", "nowhere")
+    assert (code, err) == (
+        2, "flowrl: nowhere is not a run directory: there is no such folder\n",
+    )  # fmt: skip
+
+
+def test_run_of_a_plan_file_is_evaluated_with_a_file(cli, tmp_path):
+    (tmp_path / "mine.py").write_text(ENVIRONMENT_PLAN)
+    assert cli("train", "mine.py", "--stop-iters", "1", "--run-dir", "r")[0] == 0
+    code, _, err = cli("evaluate", "r", "--episodes", "1")
+    assert code == 2
+    assert "pass --trust to execute it, or --plan FILE" in err
+    code, out, err = cli("evaluate", "r", "--episodes", "1", "--plan", "mine.py")
+    assert code == 0, err
+    assert "greedy   mean return 5" in out

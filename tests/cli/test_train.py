@@ -78,8 +78,8 @@ def test_algorithm_run_without_a_seed_can_be_resumed_and_repeated(cli, tmp_path)
     assert read_settings(tmp_path / "r")["lr"] == 1e-3
     (repeat,) = [line for line in out.splitlines() if line.startswith("repeat:")]
     command = shlex.split(repeat)[2:]
-    command[command.index("r")] = "repeated"
-    assert cli(*command)[0] == 0
+    assert "--run-dir" not in command  # the folder contains a run now
+    assert cli(*command, "--run-dir", "repeated")[0] == 0
     curves = [learning_curve(read_results(tmp_path / name)) for name in ("r", "repeated")]
     assert curves[0] == curves[1]
     assert cli("resume", "r", "--stop-iters", "3")[0] == 0

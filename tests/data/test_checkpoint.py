@@ -24,6 +24,7 @@ from flowrl.data.checkpoint import (
     read_checkpoint,
     read_manifest,
     remove_checkpoint,
+    resolve_checkpoint,
     seal_manifest,
     write_checkpoint,
 )
@@ -142,15 +143,15 @@ def test_zero_padded_batches_round_trip(tmp_path, lens):
 @pytest.mark.parametrize(
     ("leaf", "message"),
     [
-        (object(), "a/0 is a object"),
-        ({1, 2}, "a/0 is a set"),
+        (object(), "a/0 is of type object, .* convert it to numbers, strings"),
+        ({1, 2}, "a/0 is of type set"),
         (np.datetime64("2020-01-01"), "a/0 is a datetime64"),
         (np.bytes_(b"x"), "a/0 is a "),
         (np.complex64(1), "a/0 is a complex64"),
         (np.longdouble(1), "a/0 is a (float128|longdouble)"),
         (np.zeros(1, np.longdouble), "a/0 is an array of (float128|longdouble)"),
         (np.zeros(2, "M8[s]"), "a/0 is an array of datetime64"),
-        (lambda: 0, "a/0 is a function"),
+        (lambda: 0, "a/0 is of type function"),
     ],
 )
 def test_unsupported_leaf_is_named_before_anything_is_written(tmp_path, leaf, message):
@@ -384,3 +385,13 @@ def test_metadata_that_is_not_json_is_rejected_before_anything_is_written(tmp_pa
     with pytest.raises(TypeError):
         write_checkpoint(tmp_path / "c", {"a": 1}, {"me": object()})
     assert not (tmp_path / "c").exists()
+
+
+def test_file_in_the_place_of_a_checkpoint_is_named(tmp_path):
+    file = tmp_path / "model.zip"
+    file.write_text("a file")
+    with pytest.raises(CheckpointError, match=r"model.zip is a file; a checkpoint is a folder"):
+        resolve_checkpoint(file)
+    with pytest.raises(FileExistsError, match=r"model.zip is a file; a checkpoint is a folder"):
+        write_checkpoint(file, {}, {})
+    assert file.read_text() == "a file"

@@ -1,5 +1,6 @@
 """Callbacks: order of calls, arguments, and effects on batches and results."""
 
+import re
 from functools import partial
 
 import numpy as np
@@ -262,3 +263,17 @@ def test_unknown_agent_is_named_in_error():
         episode.last_reward_for("x")
     assert episode.policy_for("x") == "p"
     assert episode.get_agents() == []  # it has not appeared
+
+
+@pytest.mark.parametrize("value", ["fast", None, [1.0, 2.0]])
+def test_custom_metric_that_is_no_number_is_named(value):
+    class SetsMetric(DefaultCallbacks):
+        def on_episode_end(self, *, episode, **kwargs):
+            episode.custom_metrics["speed"] = value
+
+    worker = RolloutWorker(
+        lambda context: CountEnv(3), PPOTorchPolicy, {"callbacks_class": SetsMetric}
+    )
+    message = re.escape(f"SetsMetric: custom_metrics['speed'] must be a number, got {value!r}")
+    with pytest.raises(ConfigError, match=message):
+        worker.sample()

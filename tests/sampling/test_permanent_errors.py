@@ -1,6 +1,7 @@
 """Errors that an environment would repeat are raised at once, in process and with actors."""
 
 import logging
+import re
 
 import gymnasium as gym
 import pytest
@@ -126,9 +127,34 @@ def test_first_reset_that_raises_is_not_repeated(error):
     assert origin in caught.value.__notes__
 
 
-@pytest.mark.parametrize("method", ["reset", "step"])
-def test_errors_of_an_environment_that_has_worked_are_retried(method):
-    assert sample(method, TypeError("now and then"), {2, 3})[1] >= 1
+def test_type_error_in_the_first_episode_is_not_repeated():
+    calls = []
+    with pytest.raises(TypeError, match="wrong") as caught:
+        RolloutWorker(
+            lambda context: FailingMethod(calls, "step", TypeError("wrong"), {1, 2}), Idle
+        ).sample()
+    assert len(calls) == 1
+    origin = "raised by FailingMethod.step(), sub-environment 0 of worker 0"
+    assert origin in caught.value.__notes__
+
+
+@pytest.mark.parametrize(("method", "at"), [("reset", {2, 3}), ("step", {5, 6})])
+def test_errors_of_an_environment_that_has_worked_are_retried(method, at):
+    assert sample(method, TypeError("now and then"), at)[1] >= 1
+
+
+def test_messages_name_the_users_wrapper_and_the_line(caplog):
+    class Broken(gym.Wrapper):
+        def step(self, action):
+            raise OSError("now and then")
+
+    worker = RolloutWorker(lambda context: Broken(gym.make("CartPole-v1")), Idle)
+    with pytest.raises(OSError, match="now and then"):
+        worker.sample()
+    assert caplog.messages[0].startswith("Broken.step(), sub-environment 0 of worker 0, raised")
+    assert re.search(
+        r"OSError\('now and then'\) \(.*test_permanent_errors.py:\d+\):", caplog.messages[0]
+    )
 
 
 def test_repeated_errors_are_logged_twice(caplog):

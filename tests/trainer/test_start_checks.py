@@ -1,6 +1,7 @@
 """Checks at the start of training: schedules that end it, plans that never train."""
 
 import logging
+from collections import deque
 
 import numpy as np
 import pytest
@@ -212,3 +213,35 @@ def test_training_steps_are_not_reported(caplog):
     config = AlgorithmConfig(env="CartPole-v1", train_batch_size=32)
     base = type("Base", (Algorithm,), {"policy_class": A2C.policy_class})
     assert not warnings_at_start(base(config), caplog, iterations=1)
+
+
+class Window:
+    """An operator with a state that checkpoints cannot contain."""
+
+    def __init__(self, state):
+        self.state = state
+
+    def __call__(self, batch):
+        return batch
+
+    def state_dict(self):
+        return {"last": self.state}
+
+    def load_state_dict(self, state):
+        pass
+
+
+@pytest.mark.parametrize(("state", "kind"), [(deque(), "deque"), ({1}, "set"), (b"x", "bytes")])
+def test_operator_state_that_cannot_be_saved_is_an_error_before_training(state, kind):
+    def plan(workers, config):
+        rollouts = ParallelRollouts(workers).for_each(Window(state))
+        train = rollouts.for_each(TrainOneStep(workers))
+        return StandardMetricsReporting(train, workers, config)
+
+    with small().build(plan=plan) as algorithm:
+        message = (
+            rf"for_each\(Window\) .*test_start_checks.py.*last is of type {kind}, .*NumPy arrays"
+        )
+        with pytest.raises(ConfigError, match=message):
+            algorithm.train()
+        assert algorithm.workers.local_worker().env_steps == 0

@@ -46,6 +46,7 @@ class ProgressTable:
         self._next_row_at = 0  # env steps
         self._result: dict[str, Any] | None = None
         self._printed: dict[str, str] | None = None  # cells of the last row
+        self._last_steps = 0  # env steps of the last row without a result
         self._header: list[str] = []
         self._rows_since_header = 0
         self._live: Any = None
@@ -104,6 +105,9 @@ class ProgressTable:
                 if time.perf_counter() - max(shown, self._last_row) < MAX_INTERVAL_S:
                     continue
                 steps = self._counters.get("num_env_steps_sampled", 0)
+                if steps == self._last_steps and not self._is_terminal:
+                    continue  # the last row says so already
+                self._last_steps = steps
                 result = {**(self._result or _EMPTY_RESULT), "timesteps_total": steps}
                 cells = self._cells(result)
                 if self._is_terminal:

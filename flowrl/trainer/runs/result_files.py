@@ -39,8 +39,12 @@ class ResultFiles:
         self._failed: set[str] = set()  # files whose write error was reported
         self._recovered: set[str] = set()  # files whose recovery was reported
 
-    def rewrite(self, results: list[dict[str, Any]]) -> None:
+    def rewrite(self, results: list[dict[str, Any]], with_events: bool) -> None:
         """Replace result.json and progress.csv atomically by files with these results.
+
+        Args:
+            results: the results.
+            with_events: also replace the TensorBoard events.
 
         Raises:
             OSError: a file cannot be written; it is unchanged.
@@ -50,6 +54,12 @@ class ResultFiles:
         columns = list(dict.fromkeys(column for row in rows for column in row))
         _replace(self._folder / "progress.csv", _csv_table(columns, rows))
         self._columns = columns
+        if with_events:
+            for file in event_files(self._folder):
+                file.unlink()
+            self._events = None
+            for row, result in zip(rows, results, strict=True):
+                self._append_event(row, result)
 
     def append(self, result: dict[str, Any]) -> None:
         """Append a result to each file.
@@ -113,6 +123,11 @@ class ResultFiles:
             first = Event(wall_time=now, file_version="brain.Event:2")
             data = _event_record(first.SerializeToString()) + data
         _append(self._events, data)
+
+
+def event_files(folder: Path) -> list[Path]:
+    """Return the files with TensorBoard events in a folder."""
+    return sorted(folder.glob("events.out.tfevents.*"))
 
 
 def _append(path: Path, data: bytes) -> None:

@@ -9,6 +9,7 @@ columns.
 from __future__ import annotations
 
 import fcntl
+import functools
 import json
 import os
 import platform
@@ -25,7 +26,7 @@ from flowrl.data.checkpoint import CHECKPOINTS, list_checkpoints, remove_checkpo
 from flowrl.settings import ConfigError
 from flowrl.trainer.metric_names import metric_value
 from flowrl.trainer.plan_files import plan_source
-from flowrl.trainer.runs.result_files import ResultFiles
+from flowrl.trainer.runs.result_files import ResultFiles, event_files
 from flowrl.trainer.runs.saved_run import (
     best_checkpoint,
     read_results,
@@ -59,7 +60,7 @@ class RunDirectory:
                 for name in (".result.json", ".progress.csv", CHECKPOINTS):
                     self._check_no_link(name)
                 self._results = ResultFiles(path, names)
-                self._results.rewrite(read_results(path) if resume else [])
+                self._results.rewrite(read_results(path) if resume else [], with_events=False)
             except BlockingIOError as error:
                 raise ConfigError(f"run_dir: {path} is in use by another process") from error
             except OSError as error:
@@ -190,7 +191,9 @@ class RunDirectory:
         """
         newer = [path for path in list_checkpoints(self.path) if int(path.name) > iteration]
         kept = self._keep(newer) if newer else None
-        self._results.rewrite(results_until(self.path, iteration))
+        results = results_until(self.path, iteration)
+        with_events = len(results) < len(read_results(self.path))
+        self._results.rewrite(results, with_events)
         return kept
 
     def _keep(self, checkpoints: list[Path]) -> Path:
@@ -198,8 +201,12 @@ class RunDirectory:
         number = 1 + sum(1 for _ in self.path.glob("replaced-*"))
         folder = self.path / f"replaced-{number}"
         (folder / CHECKPOINTS).mkdir(parents=True)
-        for name in ("result.json", "progress.csv"):
-            shutil.copy(self.path / name, folder / name)
+        for file in (
+            self.path / "result.json",
+            self.path / "progress.csv",
+            *event_files(self.path),
+        ):
+            shutil.copy(file, folder)
         for path in checkpoints:
             path.rename(folder / CHECKPOINTS / path.name)
         return folder
@@ -217,6 +224,8 @@ def env_name(env: Any) -> str:
     """Return the name of an environment: its id, or that of its class or function."""
     if isinstance(env, str):
         return env
+    while isinstance(env, functools.partial):
+        env = env.func
     name = getattr(env, "__name__", None) or type(env).__name__
     return "a lambda" if name == "<lambda>" else str(name)
 

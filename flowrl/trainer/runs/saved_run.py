@@ -51,7 +51,8 @@ def read_config(run_dir: Path) -> tuple[dict[str, Any], list[str]]:
     """
     file = run_dir / "config.json"
     if not file.is_file():
-        raise ConfigError(f"{run_dir} is not a run directory: it has no config.json")
+        reason = "it has no config.json" if run_dir.exists() else "there is no such folder"
+        raise ConfigError(f"{run_dir} is not a run directory: {reason}")
     try:
         settings = parse_json(file.read_text())
         code = [name for name, value in settings.items() if _contains_code(value)]

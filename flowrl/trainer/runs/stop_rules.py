@@ -141,7 +141,7 @@ class StopRules:
         if self.iters and result["training_iteration"] >= self.iters:
             return format_count(result["training_iteration"], "iteration")
         if self.time_s and seconds >= self.time_s:
-            return f"{seconds:.0f} s"
+            return f"the time limit of {self.time_s:g} s"
         for name, relation, limit in self.metrics:
             value = metric_value(result, name)
             if value is not None and (value >= limit if relation == ">=" else value <= limit):

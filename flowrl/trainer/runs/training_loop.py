@@ -128,14 +128,15 @@ def _print_start(algorithm: Any, stop: StopRules, run: RunDirectory | None) -> N
 def _describe_start(algorithm: Any, stop: StopRules, run: RunDirectory | None) -> str:
     """Return the first line of a run: what is trained, on what, until when, and where to."""
     config = algorithm.config
-    env = f" on {env_name(config.env)}" if config.samples else ""
+    env = "" if config.env is None else f" on {env_name(config.env)}"
+    env = env if config.samples else f"{env.replace(' on ', ' for ')} from recorded data"
     workers = f" with {format_count(config.num_workers, 'worker')}" if config.num_workers else ""
     step = f" from env step {steps:,}" if (steps := _env_steps_of(algorithm)) else ""
     place = "no run directory" if run is None else f"run directory: {run.path}"
-    return (
-        f"training {type(algorithm).__name__}{env}{workers}{step} until {stop.describe(config)}; "
-        f"{place}"
-    )
+    limits = stop.describe(config)
+    if config.samples and (stop.timesteps or math.inf) < config.train_batch_size:
+        limits += f" (the first train batch has {config.train_batch_size:,})"
+    return f"training {type(algorithm).__name__}{env}{workers}{step} until {limits}; {place}"
 
 
 def _env_steps_of(algorithm: Any) -> int:
@@ -299,7 +300,10 @@ def _train_in_run(
 ) -> RunEnd:
     """Train in a run directory that is new or continues; without one if `path` is None."""
     if path is None:
-        return train_until(algorithm, stop, None, show_progress)
+        end = train_until(algorithm, stop, None, show_progress)
+        if show_progress:
+            print(_describe_end(end))
+        return end
     run = RunDirectory(path, algorithm.config.logged_names, resume)
     try:
         if resume:
@@ -312,9 +316,13 @@ def _train_in_run(
     finally:
         run.close()
     if show_progress:
-        ended = "stopped" if end.exit_code else "reached"
-        print(f"{ended}: {end.reason}, after {end.seconds:.1f} s; run directory: {path}")
+        print(f"{_describe_end(end)}; run directory: {path}")
         if end.checkpoint is not None:
             for way in ways_to_continue(algorithm, path, end.checkpoint, "flowrl"):
                 print(f"continue: {way}")
     return end
+
+
+def _describe_end(end: RunEnd) -> str:
+    ended = "stopped" if end.exit_code else "reached"
+    return f"{ended}: {end.reason}, after {end.seconds:.1f} s"

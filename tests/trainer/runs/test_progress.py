@@ -162,3 +162,24 @@ class Live:
 
     def stop(self):
         pass
+
+
+def test_waiting_prints_no_row_without_new_env_steps(clock, capsys, monkeypatch):
+    counters = {}
+    with monkeypatch.context() as patch:
+        patch.setattr(progress.threading.Thread, "start", lambda thread: None)
+        table = ProgressTable(StopRules(timesteps=1000), counters)
+    waits = iter([False, False, False, False, True])
+
+    def wait(seconds):
+        clock.now += 20
+        counters["num_env_steps_sampled"] = {1: 0, 2: 0, 3: 500, 4: 500}.get(len(rounds) + 1, 500)
+        rounds.append(1)
+        return next(waits)
+
+    rounds = []
+    monkeypatch.setattr(table._ended, "wait", wait)
+    table._print_while_waiting()
+    header, row = capsys.readouterr().out.splitlines()
+    assert header.split()[:3] == ["iter", "env", "steps"]
+    assert row.split() == ["0", "500"]

@@ -10,7 +10,7 @@ import pytest
 from flowrl import A2C
 from flowrl.data.checkpoint_storage import LocalStorage
 from flowrl.trainer.runs import result_files
-from flowrl.trainer.runs.result_files import ResultFiles
+from flowrl.trainer.runs.result_files import ResultFiles, event_files
 from tests.extras import require_extra
 
 
@@ -45,7 +45,7 @@ def disk(monkeypatch):
 
 def test_full_disk_leaves_whole_results_and_is_reported_once(tmp_path, disk, capsys):
     files = ResultFiles(tmp_path, "classic")
-    files.rewrite([])
+    files.rewrite([], with_events=False)
     files.append(result_at(1))
     sizes = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
     for iteration in (2, 3):
@@ -72,11 +72,11 @@ def test_full_disk_leaves_whole_results_and_is_reported_once(tmp_path, disk, cap
 
 def test_rewrite_on_a_full_disk_changes_nothing(tmp_path, disk):
     files = ResultFiles(tmp_path, "classic")
-    files.rewrite([result_at(1), result_at(2)])
+    files.rewrite([result_at(1), result_at(2)], with_events=False)
     before = (tmp_path / "result.json").read_bytes()
     disk.free = 20
     with pytest.raises(OSError, match="No space left"):
-        files.rewrite([result_at(1)])
+        files.rewrite([result_at(1)], with_events=False)
     assert (tmp_path / "result.json").read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["progress.csv", "result.json"]
 
@@ -121,3 +121,19 @@ def test_events_can_be_read_by_tensorboard(tmp_path):
         (10, 0.5), (20, 1.0),
     ]  # fmt: skip
     assert "info/missing" not in events.Tags()["scalars"]
+
+
+def test_removed_results_are_removed_from_the_events(tmp_path):
+    require_extra("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    files = ResultFiles(tmp_path, "classic")
+    for iteration in (1, 2, 3):
+        files.append(result_at(iteration))
+    files.rewrite([result_at(1)], with_events=True)
+    files.append(result_at(2))
+    assert len(event_files(tmp_path)) == 1
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    name = next(iter(events.Tags()["scalars"]))
+    assert [event.step for event in events.Scalars(name)] == [10, 20]

@@ -1,5 +1,6 @@
 """Algorithm.learn: limits, run directories, continuing a run, failures and interrupts."""
 
+import functools
 import importlib
 import json
 import os
@@ -10,7 +11,7 @@ import sys
 import gymnasium as gym
 import pytest
 
-from flowrl import A2C, Algorithm, ConfigError
+from flowrl import A2C, PPO, Algorithm, ConfigError
 from flowrl.cli.main import main
 from flowrl.data.checkpoint import CheckpointError
 from flowrl.sampling.callbacks import DefaultCallbacks
@@ -358,3 +359,21 @@ def test_damaged_limits_of_a_run_are_rejected(tmp_path, text):
         (run_dir / "stop.json").write_text(text)
         with pytest.raises(ConfigError, match=r"stop\.json"):
             algorithm.learn()
+
+
+def test_training_without_a_run_directory_says_why_it_ended(capsys):
+    with PPO("CartPole-v1", train_batch_size=64, sgd_minibatch_size=32) as algorithm:
+        algorithm.learn(stop={"episodes_total": 1, "time_total_s": 1000}, run_dir=None)
+    assert re.search(r"reached: episodes_total \d+ >= 1, after", capsys.readouterr().out)
+
+
+def test_start_line_names_the_environment_of_a_partial_and_a_large_first_batch(capsys):
+    env = functools.partial(functools.partial(make_cart_pole), render=False)
+    with PPO(env, train_batch_size=64, sgd_minibatch_size=32) as algorithm:
+        algorithm.learn(10, run_dir=None)
+    expected = "training PPO on make_cart_pole until 10 env steps (the first train batch has 64)"
+    assert expected in capsys.readouterr().out
+
+
+def make_cart_pole(render):
+    return gym.make("CartPole-v1")
