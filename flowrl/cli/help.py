@@ -7,6 +7,7 @@ import json
 from typing import Any, NamedTuple
 
 from flowrl.settings import SettingInfo, Settings
+from flowrl.trainer.runs.run_directory import env_name
 
 # settings in the short help, besides those that the algorithm itself declares
 COMMON = (
@@ -32,6 +33,7 @@ def format_help(options: argparse.ArgumentParser, config: Any, show_all: bool) -
     parser = argparse.ArgumentParser(
         prog=program,
         usage=f"{program} [--setting VALUE …]",
+        description=_whose_defaults(config),
         parents=[options],
         add_help=False,
     )
@@ -47,6 +49,14 @@ def format_help(options: argparse.ArgumentParser, config: Any, show_all: bool) -
     if len(shown) < len(entries):
         parser.epilog = f"{len(entries) - len(shown)} more settings: {program} --help-all"
     return parser.format_help()
+
+
+def _whose_defaults(config: Any) -> str | None:
+    """Return a sentence that names the environment to which the defaults belong."""
+    if not config.samples or config.env is None:
+        return None
+    name = env_name(config.env)
+    return f"The defaults are for {name}; with --env, the help shows those for another environment."
 
 
 class _Entry(NamedTuple):

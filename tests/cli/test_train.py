@@ -1,6 +1,7 @@
 """`flowrl train`: plans, algorithms by name; seeds and repetition."""
 
 import json
+import re
 import shlex
 
 import pytest
@@ -126,6 +127,8 @@ def test_help_shows_the_defaults_that_apply(cli, flags, stop, batch_size):
     text = " ".join(out.replace("│", "").split())
     assert code == 0
     assert stop in text
+    name = "CartPole-v1" if not flags else re.search(r"\w+-v1", " ".join(flags))[0]
+    assert f"The defaults are for {name}; with --env, the help shows those for another" in text
     assert f"Env steps per train batch, at least. (default: {batch_size})" in text
 
 
