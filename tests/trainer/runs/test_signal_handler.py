@@ -17,6 +17,14 @@ from flowrl.trainer.runs import signal_handler
 from flowrl.trainer.runs.signal_handler import SignalHandler
 
 
+@pytest.fixture(autouse=True)
+def _default_hangup_handler():
+    """Handle SIGHUP as in a terminal; `nohup pytest` ignores it, here and in child processes."""
+    previous = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, previous)
+
+
 @pytest.mark.parametrize(
     ("signals", "code", "reason"),
     [
