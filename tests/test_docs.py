@@ -24,7 +24,6 @@ from .extras import require_extra
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
-NO_NEXT_PAGE = {"index.md", "changelog.md", "compatibility.md"}
 
 
 @pytest.fixture(scope="module")
@@ -103,13 +102,23 @@ def test_every_metric_is_in_the_reference(tables):
     assert [name for name in METRICS if f"| `{name}` |" not in page] == []
 
 
-def test_every_page_names_the_next_one():
-    missing = [
-        str(page.relative_to(DOCS))
-        for page in PAGES
-        if page.name not in NO_NEXT_PAGE and not re.search(r"^Next: \[", page.read_text(), re.M)
-    ]
-    assert missing == []
+def pages_in_order(page=DOCS / "index.md"):
+    """Yield the pages of the site in the order of its tables of contents."""
+    yield page
+    tree = re.search(r"```{toctree}\n(?::.*\n)*\n(.*?)```", page.read_text(), re.DOTALL)
+    for entry in tree[1].split() if tree else ():
+        yield from pages_in_order(page.parent / f"{entry}.md")
+
+
+def test_every_page_links_to_the_next_one():
+    pages = list(pages_in_order())
+    assert sorted(pages) == PAGES
+    links = {
+        page: re.findall(r"^Next: \[.*?\]\((.*?)\)", page.read_text(), re.MULTILINE)
+        for page in pages[1:-1]
+    }
+    targets = [(page.parent / links[page][0]).resolve() for page in links if links[page]]
+    assert targets == pages[2:]
 
 
 def test_pages_load_nothing_from_other_hosts():
