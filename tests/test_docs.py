@@ -51,6 +51,26 @@ def test_every_public_name_is_in_the_reference(tables):
         assert not public or f"flowrl.iter.{name}\n" in iterators, name
 
 
+def test_settings_of_tables_are_in_the_index_of_the_search(monkeypatch):
+    pytest.importorskip("sphinx")
+    monkeypatch.syspath_prepend(DOCS)
+    from docutils import nodes
+    from generated import index_settings
+
+    rows = [
+        nodes.row("", nodes.entry("", nodes.paragraph("", "", nodes.literal("", name))))
+        for name in ("training_intensity", "lr", "model.use_lstm")
+    ]
+    index_settings([nodes.tgroup("", *rows)], declared_elsewhere={"lr", "model"})
+    entries = [row[0][0]["entries"][0] for row in rows]
+    assert [entry[1:4] for entry in entries] == [
+        ("training_intensity", "setting-training-intensity", "main"),
+        ("lr", "setting-lr", ""),
+        ("use_lstm", "setting-model-use-lstm", ""),
+    ]
+    assert [row["ids"] for row in rows] == [[entry[2]] for entry in entries]
+
+
 def test_every_operator_is_in_the_table_and_documented(tables):
     public = {n for n in flowrl.ops.__all__ if not n.startswith("_") and n != "ResultDict"}
     details = set(re.findall(r"flowrl\.ops\.(\w+)", tables.operator_details()))
