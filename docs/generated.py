@@ -14,10 +14,12 @@ import tables
 from docutils import nodes
 from docutils.parsers.rst import directives
 from plan_diagram import svg
+from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 from flowrl.settings import imported
+from flowrl.trainer.config import AlgorithmConfig
 from flowrl.trainer.plan_files import load_plan
 from flowrl.trainer.plan_settings import plan_config
 
@@ -66,9 +68,39 @@ class Generate(Markdown):
     option_spec = {"group": directives.unchanged}
 
     def text(self) -> str:
-        name, *arguments = " ".join(self.arguments).split()
+        name, *arguments = self.words()
         result: Any = getattr(tables, name)(*arguments, **self.options)
         return str(result)
+
+    def words(self) -> list[str]:
+        return " ".join(self.arguments).split()
+
+    def run(self) -> list[nodes.Node]:
+        found = super().run()
+        if self.words()[0].startswith("settings"):
+            common = AlgorithmConfig.model_fields if "own" in self.words() else ()
+            # sections are added to the document and not returned
+            index_settings(found or [self.state.document], set(common))
+        return found
+
+
+def index_settings(found: list[nodes.Node], declared_elsewhere: set[str]) -> None:
+    """Add the settings of tables to the index, which the search of the site reads.
+
+    Args:
+        found: nodes with the tables; the first cell of a row has the name of a setting.
+        declared_elsewhere: settings that the tables only repeat, which the search lists last.
+    """
+    for row in [row for node in found for row in node.findall(nodes.row)]:
+        name = row[0].next_node(nodes.literal)
+        if name is None:
+            continue  # the header
+        parts = name.astext().split(".")  # "lr", or "model.use_lstm"
+        target = nodes.make_id(f"setting-{name.astext()}")
+        row["ids"].append(target)
+        main = "" if parts[0] in declared_elsewhere else "main"
+        entry = ("single", parts[-1], target, main, None)
+        row[0].insert(0, addnodes.index(entries=[entry]))
 
 
 def source_role(

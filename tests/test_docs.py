@@ -24,7 +24,6 @@ from .extras import require_extra
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
-NO_NEXT_PAGE = {"index.md", "changelog.md", "compatibility.md"}
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +49,26 @@ def test_every_public_name_is_in_the_reference(tables):
     for name in flowrl.iter.__all__:
         public = inspect.isclass(getattr(flowrl.iter, name)) or name.startswith("from_")
         assert not public or f"flowrl.iter.{name}\n" in iterators, name
+
+
+def test_settings_of_tables_are_in_the_index_of_the_search(monkeypatch):
+    pytest.importorskip("sphinx")
+    monkeypatch.syspath_prepend(DOCS)
+    from docutils import nodes
+    from generated import index_settings
+
+    rows = [
+        nodes.row("", nodes.entry("", nodes.paragraph("", "", nodes.literal("", name))))
+        for name in ("training_intensity", "lr", "model.use_lstm")
+    ]
+    index_settings([nodes.tgroup("", *rows)], declared_elsewhere={"lr", "model"})
+    entries = [row[0][0]["entries"][0] for row in rows]
+    assert [entry[1:4] for entry in entries] == [
+        ("training_intensity", "setting-training-intensity", "main"),
+        ("lr", "setting-lr", ""),
+        ("use_lstm", "setting-model-use-lstm", ""),
+    ]
+    assert [row["ids"] for row in rows] == [[entry[2]] for entry in entries]
 
 
 def test_every_operator_is_in_the_table_and_documented(tables):
@@ -103,13 +122,23 @@ def test_every_metric_is_in_the_reference(tables):
     assert [name for name in METRICS if f"| `{name}` |" not in page] == []
 
 
-def test_every_page_names_the_next_one():
-    missing = [
-        str(page.relative_to(DOCS))
-        for page in PAGES
-        if page.name not in NO_NEXT_PAGE and not re.search(r"^Next: \[", page.read_text(), re.M)
-    ]
-    assert missing == []
+def pages_in_order(page=DOCS / "index.md"):
+    """Yield the pages of the site in the order of its tables of contents."""
+    yield page
+    tree = re.search(r"```{toctree}\n(?::.*\n)*\n(.*?)```", page.read_text(), re.DOTALL)
+    for entry in tree[1].split() if tree else ():
+        yield from pages_in_order(page.parent / f"{entry}.md")
+
+
+def test_every_page_links_to_the_next_one():
+    pages = list(pages_in_order())
+    assert sorted(pages) == PAGES
+    links = {
+        page: re.findall(r"^Next: \[.*?\]\((.*?)\)", page.read_text(), re.MULTILINE)
+        for page in pages[1:-1]
+    }
+    targets = [(page.parent / links[page][0]).resolve() for page in links if links[page]]
+    assert targets == pages[2:]
 
 
 def test_pages_load_nothing_from_other_hosts():

@@ -1,11 +1,11 @@
-"""The imports in docs/compatibility.md."""
+"""The imports in docs/reference/compatibility.md."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-PAGE = (Path(__file__).parents[2] / "docs/compatibility.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/reference/compatibility.md").read_text()
 IMPORTS = re.findall(r"\| `((?:from flowrl|import gymnasium)[^`]*)` \|", PAGE)
 
 

@@ -1,4 +1,4 @@
-"""The examples of RLlib's documentation of execution plans (docs/compatibility.md)."""
+"""The examples of RLlib's documentation of execution plans (docs/reference/compatibility.md)."""
 
 import queue
 

@@ -1,5 +1,5 @@
 """The settings of RLlib's earlier documentation of sample collection: episodes of limited length
-(docs/compatibility.md). Its examples are in test_sample_collection.py, too."""
+(docs/reference/compatibility.md). Its examples are in test_sample_collection.py, too."""
 
 import gymnasium as gym
 import numpy as np

@@ -1,4 +1,4 @@
-"""The examples of RLlib's documentation of key concepts (docs/compatibility.md)."""
+"""The examples of RLlib's documentation of key concepts (docs/reference/compatibility.md)."""
 
 import gymnasium as gym
 import numpy as np

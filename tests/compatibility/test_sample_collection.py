@@ -1,5 +1,5 @@
 """The examples and options of RLlib's documentation of sample collection and trajectory views
-(docs/compatibility.md)."""
+(docs/reference/compatibility.md)."""
 
 import gymnasium as gym
 import numpy as np

@@ -1,5 +1,5 @@
 """The abstract sample collector of RLlib: every method, and the example of its docstrings
-(docs/compatibility.md)."""
+(docs/reference/compatibility.md)."""
 
 import inspect
 
