@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 from threadpoolctl import threadpool_info
 
@@ -133,34 +132,6 @@ def test_flowrl_offers_every_algorithm_and_its_config():
     names = {a.__name__ for a in algorithms} | {a.config_class.__name__ for a in algorithms}
     assert set(flowrl.__all__) == set(dir(flowrl)) == names | others
     assert flowrl.Policy is Policy
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_type_checkers_know_the_types_of_configs_and_algorithms(tmp_path):
-    api = pytest.importorskip("mypy.api")
-    chain = 'PPOConfig().environment("CartPole-v1").training(lr=1e-3)'
-    types = {
-        chain: "flowrl.algorithms.ppo.PPOConfig",
-        f"{chain}.build()": "flowrl.algorithms.ppo.PPO",
-        f"{chain}.build().learn(100)": "flowrl.algorithms.ppo.PPO",
-        'PPO.from_checkpoint("x", env="CartPole-v1")': "flowrl.algorithms.ppo.PPO",
-        "DQNConfig().env_runners().callbacks(type)": "flowrl.algorithms.dqn.DQNConfig",
-        "PPOConfig().num_workers": "int",
-    }
-    lines = ["from flowrl import PPO, DQNConfig, PPOConfig", *(f"reveal_type({c})" for c in types)]
-    file = tmp_path / "use.py"
-    file.write_text("\n".join(lines))
-    options = [
-        "--config-file",
-        str(ROOT / "pyproject.toml"),
-        "--cache-dir",
-        str(tmp_path / "cache"),
-    ]
-    report, errors, code = api.run([*options, str(file)])
-    assert (code, errors) == (0, "")
-    revealed = [line.split('"')[1] for line in report.splitlines() if "Revealed type is" in line]
-    assert revealed == list(types.values())
 
 
 def test_importing_flowrl_imports_no_heavy_package():

@@ -169,13 +169,19 @@ class EvaluationWorkers:
     def __init__(self, config: AlgorithmConfig, policy_class: type[Policy] | None):
         check_env(config)
         self._config = config
-        worker_config = config.updated(
-            num_workers=config.evaluation_num_workers, num_envs_per_worker=1, sample_async=False
-        )
-        self._workers = WorkerSet(config.env_or_spaces(), policy_class, worker_config)
+        self._policy_class = policy_class
+        self._workers = self._new_workers()
         self._requests: list[Any] = []  # ray.ObjectRef of each worker's episodes
         self._policies: list[str] = []
         self._iteration = 0
+
+    def _new_workers(self) -> WorkerSet:
+        config = self._config.updated(
+            num_workers=self._config.evaluation_num_workers,
+            num_envs_per_worker=1,
+            sample_async=False,
+        )
+        return WorkerSet(config.env_or_spaces(), self._policy_class, config)
 
     @property
     def is_running(self) -> bool:
@@ -230,6 +236,7 @@ class EvaluationWorkers:
             self._workers.stop()
             if not self._config.recreate_failed_workers:
                 raise
+            self._workers = self._new_workers()
             log.warning("the evaluation is lost because a worker died: %r", error)
             return None
         episodes = [EpisodeMetrics(*fields) for part in parts for fields in part]
