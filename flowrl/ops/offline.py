@@ -272,8 +272,9 @@ class ReadStage(Stage):
         problem = policy.find_mismatch(rows)
         if problem is not None:
             raise OfflineDataError(
-                f"{self.source.describe_part(part)}: the rows do not fit the spaces of the policy, "
-                f"which are those of the setting env if it is set: {problem}"
+                f"{self.source.describe_part(part)}: the rows do not fit the spaces of the policy: "
+                f"{problem} (the policy takes its spaces from env, if it is set, otherwise from "
+                "observation_space and action_space)"
             )
         rows = rows.without_columns("infos") if "infos" in rows else rows
         return rows if self._prepare is None else self._prepare(rows)
