@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterable
 from inspect import getdoc
 from pathlib import Path
 from types import NoneType, UnionType
@@ -41,16 +42,17 @@ def stub() -> str:
         for name, found in public.items()
         if isinstance(found, type) and issubclass(found, AlgorithmConfig)
     }
-    common = configs.pop("Algorithm")
+    del configs["Algorithm"]
     records = _nested_records(list(configs.values()))
-    groups = common.groups()
+    groups = AlgorithmConfig.groups()
 
-    parts = [_typed_dict(f"_{name}", record.model_fields) for name, record in records.items()]
-    parts += [_typed_dict(_camel(group), _in_group(common, group)) for group in groups]
-    parts.append(_class("_AllSettings", [_camel(group) for group in groups], ["pass"]))
-    parts.append(_class("_Methods", [], [_method(group, _camel(group)) for group in groups]))
+    parts = [_typed_dict(f"_{name}", [], record.model_fields) for name, record in records.items()]
+    for config in _with_bases(configs.values()):
+        parts += [_group(config, g) for g in groups if _declaring_class(config, g) is config]
+    parts.append(_class("_Settings", [_name(AlgorithmConfig, group) for group in groups], ["pass"]))
+    parts.append(_class("_Methods", [], [_method(AlgorithmConfig, group) for group in groups]))
     for name, config in configs.items():
-        parts += _algorithm(name, config, common)
+        parts += _algorithm(name, config, groups)
     declared = {class_name for name in configs for class_name in (name, f"{name}Config")}
     imports = [f"import {module}" for module in {cls.__module__ for cls in records.values()}]
     for module, names in flowrl.NAMES.items():
@@ -61,30 +63,68 @@ def stub() -> str:
     return subprocess.run(command, input=text, text=True, stdout=subprocess.PIPE, check=True).stdout
 
 
-def _algorithm(
-    name: str, config: type[AlgorithmConfig], common: type[AlgorithmConfig]
-) -> list[str]:
+def _algorithm(name: str, config: type[AlgorithmConfig], groups: list[str]) -> list[str]:
     """Return the declarations of an algorithm and its config."""
-    parts, groups, methods = [], [], []
-    for group in common.groups():
-        fields = _in_group(config, group)
-        own = {key: field for key, field in fields.items() if key not in common.model_fields}
-        if own:
-            groups.append(f"_{name}{_camel(group)[1:]}")
-            parts.append(_typed_dict(groups[-1], own, _camel(group)))
-            methods.append(_method(group, groups[-1]))
+    changed = [group for group in groups if _name(config, group) != _name(AlgorithmConfig, group)]
     settings = f"**settings: Unpack[_{name}Settings]"
-    parts.append(_class(f"_{name}Settings", [*groups, "_AllSettings"], ["pass"]))
-    init = f"def __init__(self, {settings}) -> None: ..."
-    build = f"def build(self, plan: Any = None) -> {name}: ..."
     doc = f'"""{_summary(config)}"""'
-    parts.append(
-        _class(f"{name}Config", ["_Methods", f"_{name}Config"], [doc, init, *methods, build])
-    )
-    init = f"def __init__(self, env_or_config: Any = None, {settings}) -> None: ..."
-    doc = f'"""{_summary(getattr(flowrl, name))}"""'
-    parts.append(_class(name, [f"_{name}"], [doc, f"config: {name}Config", init]))
-    return parts
+    init = f"def __init__(self, {settings}) -> None: ..."
+    methods = [_method(config, group) for group in changed]
+    build = f"def build(self, plan: Any = None) -> {name}: ..."
+    doc_of_algorithm = f'"""{_summary(getattr(flowrl, name))}"""'
+    init_of_algorithm = f"def __init__(self, env_or_config: Any = None, {settings}) -> None: ..."
+    bases = [*(_name(config, group) for group in changed), "_Settings"]
+    return [
+        _class(f"_{name}Settings", bases, ["pass"]),
+        _class(f"{name}Config", ["_Methods", f"_{name}Config"], [doc, init, *methods, build]),
+        _class(name, [f"_{name}"], [doc_of_algorithm, f"config: {name}Config", init_of_algorithm]),
+    ]
+
+
+def _bases(config: type) -> list[type[AlgorithmConfig]]:
+    return [base for base in config.__bases__ if issubclass(base, AlgorithmConfig)]
+
+
+def _with_bases(configs: Iterable[type]) -> list[type[AlgorithmConfig]]:
+    """Return the classes and all their bases, the bases first."""
+    classes = (cls for config in configs for cls in reversed(config.__mro__))
+    return [cls for cls in dict.fromkeys(classes) if issubclass(cls, AlgorithmConfig)]
+
+
+def _own_fields(config: type[AlgorithmConfig], group: str) -> Fields:
+    """Return the settings of a group that a config declares, or declares again with another type or
+    help."""
+    names = [info.name for info in config.describe() if info.group == group]
+    fields = {name: config.model_fields[name] for name in names}
+    inherited = [base.model_fields for base in _bases(config)]
+    return {
+        name: field
+        for name, field in fields.items()
+        if all(_entry(name, field) != _entry(name, base.get(name)) for base in inherited)
+    }
+
+
+def _parents(config: type[AlgorithmConfig], group: str) -> list[type[AlgorithmConfig]]:
+    """Return the classes from whose TypedDicts that of this config inherits."""
+    found = dict.fromkeys(_declaring_class(base, group) for base in _bases(config))
+    return [cls for cls in found if not any(o is not cls and issubclass(o, cls) for o in found)]
+
+
+def _declaring_class(config: type[AlgorithmConfig], group: str) -> type[AlgorithmConfig]:
+    """Return the class whose TypedDict has the settings of a config: itself or its only parent."""
+    parents = _parents(config, group)
+    return config if len(parents) != 1 or _own_fields(config, group) else parents[0]
+
+
+def _name(config: type[AlgorithmConfig], group: str) -> str:
+    """Return the name of the TypedDict with the settings of a group."""
+    return f"_{_declaring_class(config, group).__name__}{group.title().replace('_', '')}"
+
+
+def _group(config: type[AlgorithmConfig], group: str) -> str:
+    """Return the TypedDict with the settings of a group."""
+    bases = [_name(parent, group) for parent in _parents(config, group)]
+    return _typed_dict(_name(config, group), bases, _own_fields(config, group))
 
 
 def _nested_records(configs: list[type[AlgorithmConfig]]) -> dict[str, type[Settings]]:
@@ -93,17 +133,8 @@ def _nested_records(configs: list[type[AlgorithmConfig]]) -> dict[str, type[Sett
     return {type(d).__name__: type(d) for d in found if isinstance(d, Settings)}
 
 
-def _in_group(config: type[AlgorithmConfig], group: str) -> Fields:
-    names = [info.name for info in config.describe() if info.group == group]
-    return {name: config.model_fields[name] for name in names}
-
-
 def _summary(found: Any) -> str:
     return (getdoc(found) or "").splitlines()[0]
-
-
-def _camel(group: str) -> str:
-    return "_" + group.title().replace("_", "")
 
 
 def _class(name: str, bases: list[str], body: list[str]) -> str:
@@ -111,18 +142,23 @@ def _class(name: str, bases: list[str], body: list[str]) -> str:
     return "\n".join([header, *(f"    {line}" for line in body), ""])
 
 
-def _typed_dict(name: str, fields: Fields, base: str = "TypedDict") -> str:
-    lines = []
-    for key, field in fields.items():
-        help = " ".join((field.description or "").split())
-        lines += [f"{key}: {_type(field.annotation)}", f'"""{help}"""']
-    return _class(name, [f"{base}, total=False"], lines)
+def _typed_dict(name: str, bases: list[str], fields: Fields) -> str:
+    body = [_entry(key, field) for key, field in fields.items()] or ["pass"]
+    return _class(name, [*(bases or ["TypedDict"]), "total=False"], body)
 
 
-def _method(group: str, settings: str) -> str:
+def _entry(name: str, field: Any) -> str:
+    """Return a setting with its type and help; an empty string if there is none."""
+    if field is None:
+        return ""
+    help = " ".join((field.description or "").split())
+    return f'{name}: {_type(field.annotation)}\n    """{help}"""'
+
+
+def _method(config: type[AlgorithmConfig], group: str) -> str:
     env = "env: Any = ..., " if group == "environment" else ""
     return (
-        f"def {group}(self, {env}**settings: Unpack[{settings}]) -> Self:\n"
+        f"def {group}(self, {env}**settings: Unpack[{_name(config, group)}]) -> Self:\n"
         f'        """{_summary(getattr(FluentSettings, group))}"""'
     )
 

@@ -134,11 +134,11 @@ class _ExplorationConfig(TypedDict, total=False):
     ou_theta: float
     """OrnsteinUhlenbeckNoise: rate at which the noise returns to 0, per step."""
 
-class _Callbacks(TypedDict, total=False):
+class _AlgorithmConfigCallbacks(TypedDict, total=False):
     callbacks_class: builtins.type | None
     """A subclass of DefaultCallbacks."""
 
-class _Checkpointing(TypedDict, total=False):
+class _AlgorithmConfigCheckpointing(TypedDict, total=False):
     checkpoint_frequency: int
     """Iterations between checkpoints of a run; 0 uses `checkpoint_every_s` only."""
     checkpoint_every_s: float | None
@@ -150,11 +150,11 @@ class _Checkpointing(TypedDict, total=False):
     checkpoint_score_order: Literal["max", "min"]
     """Whether the largest or the smallest value is the best."""
 
-class _Debugging(TypedDict, total=False):
+class _AlgorithmConfigDebugging(TypedDict, total=False):
     seed: int | None
     """Seed of every random stream; None uses entropy of the machine."""
 
-class _Environment(TypedDict, total=False):
+class _AlgorithmConfigEnvironment(TypedDict, total=False):
     env_config: dict[str, Any]
     """Passed to the environment's creator; keyword arguments of an id or a class."""
     vectorization_mode: Literal["flowrl", "sync", "async", "vector_entry_point", "envpool"]
@@ -162,7 +162,7 @@ class _Environment(TypedDict, total=False):
     env: str | builtins.type | collections.abc.Callable[..., typing.Any] | None
     """Environment: a gymnasium id, a registered name, a class, an environment (copies of it are stepped, never itself), or a function, which may take an EnvContext or `env_config` as keyword arguments."""
 
-class _Evaluation(TypedDict, total=False):
+class _AlgorithmConfigEvaluation(TypedDict, total=False):
     evaluation_interval: int | None
     """Iterations between evaluations; None evaluates only when `evaluate()` is called."""
     evaluation_duration: int
@@ -180,13 +180,13 @@ class _Evaluation(TypedDict, total=False):
     evaluation_video_episodes: int
     """Episodes recorded per evaluation, from its first environment."""
 
-class _Exploration(TypedDict, total=False):
+class _AlgorithmConfigExploration(TypedDict, total=False):
     exploration_config: flowrl.policies.config.ExplorationConfig | _ExplorationConfig
     """How the policy explores."""
     explore: bool
     """Whether workers explore while sampling; if False, they take the best actions."""
 
-class _FaultTolerance(TypedDict, total=False):
+class _AlgorithmConfigFaultTolerance(TypedDict, total=False):
     recreate_failed_workers: bool
     """Replace workers whose process died or hangs; if False, the run raises one error and can continue with the other workers."""
     max_num_env_restarts: int
@@ -198,7 +198,7 @@ class _FaultTolerance(TypedDict, total=False):
     sample_timeout_s: float | None
     """Seconds without a fragment after which a worker counts as hanging and is replaced."""
 
-class _Framework(TypedDict, total=False):
+class _AlgorithmConfigFramework(TypedDict, total=False):
     precision: Literal["float32", "bfloat16"]
     """Precision of the network's arithmetic while learning; weights are float32."""
     compile: bool
@@ -208,7 +208,7 @@ class _Framework(TypedDict, total=False):
     device: str
     """Device of the network in processes that learn: "cpu", "cuda", "cuda:1"; "auto" uses the GPU if there is one. Workers that only sample use the CPU."""
 
-class _MultiAgent(TypedDict, total=False):
+class _AlgorithmConfigMultiAgent(TypedDict, total=False):
     count_steps_by: Literal["env_steps", "agent_steps"]
     """Unit of the train batch size, and of the fragment length with several agents."""
     policies: Any
@@ -218,13 +218,13 @@ class _MultiAgent(TypedDict, total=False):
     policies_to_train: Any
     """Ids of the policies that learn, or fn(policy_id, batch) -> bool; None for all."""
 
-class _OfflineData(TypedDict, total=False):
+class _AlgorithmConfigOfflineData(TypedDict, total=False):
     output: str | None
     """Folder where sampled experience is written as Parquet files."""
     output_rows_per_file: int
     """Rows of one policy per file; the last file may have fewer."""
 
-class _Reporting(TypedDict, total=False):
+class _AlgorithmConfigReporting(TypedDict, total=False):
     min_time_s_per_iteration: float | None
     """Minimum seconds between reports; None ignores time, so that the reports of seeded runs are reproducible."""
     min_sample_timesteps_per_iteration: int
@@ -238,7 +238,7 @@ class _Reporting(TypedDict, total=False):
     log_config: dict[str, dict[str, Any]]
     """Tracker -> its settings: those of wandb.init (project, name, mode, …); of mlflow tracking_uri, experiment_name, run_name, tags."""
 
-class _Resources(TypedDict, total=False):
+class _AlgorithmConfigResources(TypedDict, total=False):
     num_cpus_per_worker: float
     """CPUs that Ray reserves per worker; fewer if the cluster has fewer."""
     num_gpus_per_worker: float
@@ -252,7 +252,7 @@ class _Resources(TypedDict, total=False):
     address: str | None
     """Address of a running Ray cluster ("auto" finds it); None starts Ray on this machine."""
 
-class _Rollouts(TypedDict, total=False):
+class _AlgorithmConfigRollouts(TypedDict, total=False):
     normalize_observations: bool
     """Subtract the running mean from observations and divide by the standard deviation."""
     normalize_rewards: bool
@@ -284,7 +284,7 @@ class _Rollouts(TypedDict, total=False):
     collect_infos: bool
     """Store the environments' infos in the column `infos`."""
 
-class _Training(TypedDict, total=False):
+class _AlgorithmConfigTraining(TypedDict, total=False):
     gamma: float
     """Discount per env step."""
     lr: (
@@ -316,55 +316,7 @@ class _Training(TypedDict, total=False):
     plan: str | collections.abc.Callable[..., typing.Any] | None
     """Execution plan: the name of a shipped plan, the path of a plan file, an imported plan file, or a function (workers, config) -> plan."""
 
-class _AllSettings(
-    _Callbacks,
-    _Checkpointing,
-    _Debugging,
-    _Environment,
-    _Evaluation,
-    _Exploration,
-    _FaultTolerance,
-    _Framework,
-    _MultiAgent,
-    _OfflineData,
-    _Reporting,
-    _Resources,
-    _Rollouts,
-    _Training,
-):
-    pass
-
-class _Methods:
-    def callbacks(self, **settings: Unpack[_Callbacks]) -> Self:
-        """Set the callbacks class."""
-    def checkpointing(self, **settings: Unpack[_Checkpointing]) -> Self:
-        """Set when a run writes checkpoints, and which it keeps."""
-    def debugging(self, **settings: Unpack[_Debugging]) -> Self:
-        """Set the seed."""
-    def environment(self, env: Any = ..., **settings: Unpack[_Environment]) -> Self:
-        """Set the environment."""
-    def evaluation(self, **settings: Unpack[_Evaluation]) -> Self:
-        """Set when and how policies are evaluated."""
-    def exploration(self, **settings: Unpack[_Exploration]) -> Self:
-        """Set how policies explore."""
-    def fault_tolerance(self, **settings: Unpack[_FaultTolerance]) -> Self:
-        """Set what happens when workers and environments fail."""
-    def framework(self, **settings: Unpack[_Framework]) -> Self:
-        """Set the device, the precision and compilation; the framework is torch."""
-    def multi_agent(self, **settings: Unpack[_MultiAgent]) -> Self:
-        """Set the policies, and which agents they act for."""
-    def offline_data(self, **settings: Unpack[_OfflineData]) -> Self:
-        """Set where experience is written to and read from."""
-    def reporting(self, **settings: Unpack[_Reporting]) -> Self:
-        """Set how often results are reported, their averages, and experiment trackers."""
-    def resources(self, **settings: Unpack[_Resources]) -> Self:
-        """Set the processors and the cluster that workers use."""
-    def rollouts(self, **settings: Unpack[_Rollouts]) -> Self:
-        """Set how workers sample."""
-    def training(self, **settings: Unpack[_Training]) -> Self:
-        """Set how policies learn, and the algorithm's own settings."""
-
-class _A2CTraining(_Training, total=False):
+class _OnPolicyConfigTraining(_AlgorithmConfigTraining, total=False):
     use_gae: bool
     """Use generalized advantage estimation (Schulman et al. 2015, arXiv 1506.02438); if False, advantages are discounted returns minus values."""
     lambda_: float
@@ -386,43 +338,13 @@ class _A2CTraining(_Training, total=False):
     allow_off_policy: bool
     """Allow batches from a replay buffer, although the loss assumes samples of the current policy."""
 
-class _A2CSettings(_A2CTraining, _AllSettings):
-    pass
+class _A3CConfigRollouts(_AlgorithmConfigRollouts, total=False):
+    rollout_fragment_length: int | Literal["auto"]
+    """Env steps of each environment per gradient (t_max in the paper)."""
 
-class A2CConfig(_Methods, _A2CConfig):
-    """Settings of A2C."""
-    def __init__(self, **settings: Unpack[_A2CSettings]) -> None: ...
-    def training(self, **settings: Unpack[_A2CTraining]) -> Self:
-        """Set how policies learn, and the algorithm's own settings."""
-    def build(self, plan: Any = None) -> A2C: ...
-
-class A2C(_A2C):
-    """A2C over the plan `a2c`."""
-
-    config: A2CConfig
-    def __init__(self, env_or_config: Any = None, **settings: Unpack[_A2CSettings]) -> None: ...
-
-class _A3CTraining(_Training, total=False):
-    use_gae: bool
-    """Use generalized advantage estimation (Schulman et al. 2015, arXiv 1506.02438); if False, advantages are discounted returns minus values."""
-    lambda_: float
-    """Lambda of GAE: 0 uses one-step value estimates, 1 full returns."""
-    entropy_coeff: (
-        float
-        | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
-        | dict[str, float | str]
-    )
-    """Weight of the entropy bonus: a number, or a schedule as for `lr`."""
-    vf_loss_coeff: (
-        float
-        | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
-        | dict[str, float | str]
-    )
-    """Weight of the value loss: a number, or a schedule as for `lr`."""
-    standardize_advantages: bool
-    """Standardize the advantages of each minibatch to mean 0 and standard deviation 1."""
-    allow_off_policy: bool
-    """Allow batches from a replay buffer, although the loss assumes samples of the current policy."""
+class _A3CConfigTraining(_OnPolicyConfigTraining, total=False):
+    train_batch_size: int
+    """Env steps of one round of all workers if `rollout_fragment_length` is "auto"."""
     max_requests_in_flight_per_worker: int
     """Gradient requests in flight per worker. With 2, a worker does not wait for the update with its last gradient; its next gradient is computed with weights that lack this update."""
     max_policy_lag: int | None
@@ -430,23 +352,7 @@ class _A3CTraining(_Training, total=False):
     stale_policy: Literal["drop", "wait"]
     """Drop gradients that exceed `max_policy_lag`, or make workers wait so that none does."""
 
-class _A3CSettings(_A3CTraining, _AllSettings):
-    pass
-
-class A3CConfig(_Methods, _A3CConfig):
-    """Settings of A3C."""
-    def __init__(self, **settings: Unpack[_A3CSettings]) -> None: ...
-    def training(self, **settings: Unpack[_A3CTraining]) -> Self:
-        """Set how policies learn, and the algorithm's own settings."""
-    def build(self, plan: Any = None) -> A3C: ...
-
-class A3C(_A3C):
-    """A3C over the plan `a3c`."""
-
-    config: A3CConfig
-    def __init__(self, env_or_config: Any = None, **settings: Unpack[_A3CSettings]) -> None: ...
-
-class _APEXTraining(_Training, total=False):
+class _AsyncLearnerConfigTraining(_AlgorithmConfigTraining, total=False):
     max_requests_in_flight_per_worker: int
     """Sample requests in flight per worker."""
     learner_queue_size: int
@@ -457,6 +363,10 @@ class _APEXTraining(_Training, total=False):
     """Number of Ray actors that each learn from a part of every train batch; 0 learns in a thread of this process."""
     num_gpus: int
     """Like `num_learners`, with one GPU per actor. Set only one of the two."""
+
+class _OffPolicyConfigTraining(_AlgorithmConfigTraining, total=False):
+    train_batch_size: int
+    """Rows per train batch, drawn from the replay buffer."""
     replay_buffer_capacity: int
     """Capacity of the replay buffer, in rows per policy."""
     replay_buffer_dir: str | None
@@ -483,6 +393,8 @@ class _APEXTraining(_Training, total=False):
     """Exponent beta of the importance weights: a number, or points [(rows stored, value), …]; 1 corrects the bias of prioritization fully. Rows may be percentages of `total_timesteps`."""
     prioritized_replay_eps: float
     """Added to absolute TD errors, so that every row can be drawn."""
+
+class _DQNConfigTraining(_OffPolicyConfigTraining, total=False):
     double_q: bool
     """Double Q-learning: the online network selects the next action, the target network evaluates it."""
     dueling: bool
@@ -498,39 +410,17 @@ class _APEXTraining(_Training, total=False):
     sigma0: float
     """Initial scale of the noise of noisy layers."""
     target_network_update_freq: int
-    """Rows trained on between updates of the target network; 0 updates it after every train batch."""
+    """Env steps sampled between updates of the target network; 0 updates it after every train batch."""
     tau: float
     """Polyak coefficient of target updates, target = tau * online + (1 - tau) * target: 1 copies (hard updates), 0.01 after every train batch gives soft updates."""
+
+class _APEXConfigTraining(_DQNConfigTraining, _AsyncLearnerConfigTraining, total=False):
+    target_network_update_freq: int
+    """Rows trained on between updates of the target network; 0 updates it after every train batch."""
     max_weight_sync_delay: int
     """Env steps that a worker samples between two updates of its weights."""
 
-class _APEXSettings(_APEXTraining, _AllSettings):
-    pass
-
-class APEXConfig(_Methods, _APEXConfig):
-    """Settings of Ape-X."""
-    def __init__(self, **settings: Unpack[_APEXSettings]) -> None: ...
-    def training(self, **settings: Unpack[_APEXTraining]) -> Self:
-        """Set how policies learn, and the algorithm's own settings."""
-    def build(self, plan: Any = None) -> APEX: ...
-
-class APEX(_APEX):
-    """Ape-X over the plan `apex`."""
-
-    config: APEXConfig
-    def __init__(self, env_or_config: Any = None, **settings: Unpack[_APEXSettings]) -> None: ...
-
-class _APPOTraining(_Training, total=False):
-    max_requests_in_flight_per_worker: int
-    """Sample requests in flight per worker."""
-    learner_queue_size: int
-    """Maximum number of train batches that wait in the learner's queue."""
-    minibatch_buffer_size: int
-    """Train batches that the learner alternates between while it uses each `num_sgd_iter` times."""
-    num_learners: int
-    """Number of Ray actors that each learn from a part of every train batch; 0 learns in a thread of this process."""
-    num_gpus: int
-    """Like `num_learners`, with one GPU per actor. Set only one of the two."""
+class _VTraceConfigTraining(_AsyncLearnerConfigTraining, total=False):
     lambda_: float
     """Discount of temporal differences of later steps in V-trace targets (lambda in remark 2 of the paper)."""
     vtrace_clip_rho_threshold: float
@@ -563,6 +453,8 @@ class _APPOTraining(_Training, total=False):
     """Replayed fragments per new fragment; fractions accumulate."""
     replay_buffer_num_slots: int
     """Capacity of the buffer of fragments to replay, in fragments."""
+
+class _APPOConfigTraining(_VTraceConfigTraining, total=False):
     clip_param: (
         float
         | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
@@ -580,23 +472,7 @@ class _APPOTraining(_Training, total=False):
     tau: float
     """Polyak coefficient of target updates, target = tau * online + (1 - tau) * target; 1 copies the online weights."""
 
-class _APPOSettings(_APPOTraining, _AllSettings):
-    pass
-
-class APPOConfig(_Methods, _APPOConfig):
-    """Settings of APPO."""
-    def __init__(self, **settings: Unpack[_APPOSettings]) -> None: ...
-    def training(self, **settings: Unpack[_APPOTraining]) -> Self:
-        """Set how policies learn, and the algorithm's own settings."""
-    def build(self, plan: Any = None) -> APPO: ...
-
-class APPO(_APPO):
-    """APPO over the plan `appo`."""
-
-    config: APPOConfig
-    def __init__(self, env_or_config: Any = None, **settings: Unpack[_APPOSettings]) -> None: ...
-
-class _BCOfflineData(_OfflineData, total=False):
+class _OfflineConfigOfflineData(_AlgorithmConfigOfflineData, total=False):
     input_: str | None
     """Folder of experience that was recorded with the setting `output` or with WriteParquet; or "minari:" and the id of a Minari dataset (extra minari)."""
     input_policy_id: str
@@ -606,9 +482,11 @@ class _BCOfflineData(_OfflineData, total=False):
     action_space: Any
     """Action space of the environment that the experience was recorded in; None uses the space of `env`."""
 
-class _BCTraining(_Training, total=False):
+class _MARWILConfigTraining(_AlgorithmConfigTraining, total=False):
+    train_batch_size: int
+    """Rows per train batch."""
     beta: float
-    """Must be 0; use MARWIL for weighted rows."""
+    """Scale of the exponent in the weights of rows, exp(beta * normalized advantage); 0 weights all rows equally."""
     vf_coeff: float
     """Weight of the value loss; unused if `beta` is 0."""
     moving_average_sqd_adv_norm_start: float
@@ -616,35 +494,11 @@ class _BCTraining(_Training, total=False):
     moving_average_sqd_adv_norm_update_rate: float
     """Weight of each train batch in the moving average of squared advantages."""
 
-class _BCSettings(_BCOfflineData, _BCTraining, _AllSettings):
-    pass
+class _BCConfigTraining(_MARWILConfigTraining, total=False):
+    beta: float
+    """Must be 0; use MARWIL for weighted rows."""
 
-class BCConfig(_Methods, _BCConfig):
-    """Settings of BC: MARWIL without weights."""
-    def __init__(self, **settings: Unpack[_BCSettings]) -> None: ...
-    def offline_data(self, **settings: Unpack[_BCOfflineData]) -> Self:
-        """Set where experience is written to and read from."""
-    def training(self, **settings: Unpack[_BCTraining]) -> Self:
-        """Set how policies learn, and the algorithm's own settings."""
-    def build(self, plan: Any = None) -> BC: ...
-
-class BC(_BC):
-    """BC over the plan `bc`."""
-
-    config: BCConfig
-    def __init__(self, env_or_config: Any = None, **settings: Unpack[_BCSettings]) -> None: ...
-
-class _CQLOfflineData(_OfflineData, total=False):
-    input_: str | None
-    """Folder of experience that was recorded with the setting `output` or with WriteParquet; or "minari:" and the id of a Minari dataset (extra minari)."""
-    input_policy_id: str
-    """Id of the recorded policy whose rows are read. The plan's policy with this id trains on them; if the plan has only one policy, that one does."""
-    observation_space: Any
-    """Observation space of the recorded experience; None uses the space of `env`."""
-    action_space: Any
-    """Action space of the environment that the experience was recorded in; None uses the space of `env`."""
-
-class _CQLTraining(_Training, total=False):
+class _ActorCriticSettingsTraining(_AlgorithmConfigTraining, total=False):
     q_model: flowrl.policies.config.ModelConfig | _ModelConfig | None
     """Networks of the critics; None uses `model`."""
     actor_lr: (
@@ -667,6 +521,8 @@ class _CQLTraining(_Training, total=False):
     """Polyak coefficient of target updates: target = tau * online + (1 - tau) * target."""
     target_network_update_freq: int
     """Env steps sampled between updates of the target networks; 0 updates them after every train batch."""
+
+class _SACSettingsTraining(_ActorCriticSettingsTraining, total=False):
     initial_alpha: float
     """Initial temperature: weight of the entropy relative to the rewards."""
     target_entropy: float | Literal["auto"] | None
@@ -678,6 +534,8 @@ class _CQLTraining(_Training, total=False):
         | None
     )
     """Learning rate of the temperature; None uses `lr`."""
+
+class _CQLConfigTraining(_SACSettingsTraining, total=False):
     min_q_weight: float
     """Weight of the penalty on the values of actions that were not recorded (alpha in the paper)."""
     temperature: float
@@ -691,15 +549,199 @@ class _CQLTraining(_Training, total=False):
     lagrangian_thresh: float
     """Target of the penalty per critic: the gap between the soft maximum of the values and the value of the recorded action."""
 
-class _CQLSettings(_CQLOfflineData, _CQLTraining, _AllSettings):
+class _ActorCriticConfigTraining(
+    _ActorCriticSettingsTraining, _OffPolicyConfigTraining, total=False
+):
+    pass
+
+class _TD3ConfigTraining(_ActorCriticConfigTraining, total=False):
+    policy_delay: int
+    """Critic updates per update of the actor and the target networks (section 5.2)."""
+    target_noise: float
+    """Standard deviation of the noise on target actions, for actions in [-1, 1] (section 5.3); 0 adds none."""
+    target_noise_clip: float
+    """Clip the noise on target actions to ± this."""
+
+class _PPOConfigTraining(_OnPolicyConfigTraining, total=False):
+    clip_param: (
+        float
+        | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
+        | dict[str, float | str]
+    )
+    """Clip the probability ratio to 1 ± this; a number, or a schedule as for `lr`."""
+    vf_clip_param: float | None
+    """Clip new values to the old values ± this; None does not clip."""
+    kl_coeff: float
+    """Initial weight of the KL penalty; it adapts to `kl_target`. 0 disables the penalty."""
+    kl_target: float
+    """Target KL divergence in nats between the policies before and after training on a batch, to which the weight of the penalty adapts."""
+    kl_stop: float | None
+    """Stop training on a batch after a pass whose mean KL divergence in nats exceeds this; None never stops early."""
+
+class _DDPPOConfigRollouts(_AlgorithmConfigRollouts, total=False):
+    rollout_fragment_length: int | Literal["auto"]
+    """Env steps of each environment per round; "auto" makes one round of all workers a train batch."""
+
+class _R2D2ConfigRollouts(_AlgorithmConfigRollouts, total=False):
+    rollout_fragment_length: int | Literal["auto"]
+    """Env steps of each environment per fragment. Sequences do not cross fragments, so use a multiple of `max_seq_len`. With "auto", one round of all workers has only `train_batch_size` env steps."""
+
+class _R2D2ConfigTraining(_DQNConfigTraining, total=False):
+    train_batch_size: int
+    """Sequences per train batch, drawn from the replay buffer."""
+    n_step: int
+    """Maximum number of rewards in a target before the value of the next state (n-step returns); fewer at the end of a sequence."""
+    zero_init_states: bool
+    """Start sequences with recurrent states of zeros; if False, with the states that the sampler stored."""
+    use_h_function: bool
+    """Learn values of rescaled returns (Pohlen et al. 2018, arXiv 1805.11593, proposition A.2)."""
+    h_function_epsilon: float
+    """Weight of the linear term of the rescaling, which makes it invertible."""
+
+class _SACConfigTraining(_ActorCriticConfigTraining, _SACSettingsTraining, total=False):
+    pass
+
+class _Settings(
+    _AlgorithmConfigCallbacks,
+    _AlgorithmConfigCheckpointing,
+    _AlgorithmConfigDebugging,
+    _AlgorithmConfigEnvironment,
+    _AlgorithmConfigEvaluation,
+    _AlgorithmConfigExploration,
+    _AlgorithmConfigFaultTolerance,
+    _AlgorithmConfigFramework,
+    _AlgorithmConfigMultiAgent,
+    _AlgorithmConfigOfflineData,
+    _AlgorithmConfigReporting,
+    _AlgorithmConfigResources,
+    _AlgorithmConfigRollouts,
+    _AlgorithmConfigTraining,
+):
+    pass
+
+class _Methods:
+    def callbacks(self, **settings: Unpack[_AlgorithmConfigCallbacks]) -> Self:
+        """Set the callbacks class."""
+    def checkpointing(self, **settings: Unpack[_AlgorithmConfigCheckpointing]) -> Self:
+        """Set when a run writes checkpoints, and which it keeps."""
+    def debugging(self, **settings: Unpack[_AlgorithmConfigDebugging]) -> Self:
+        """Set the seed."""
+    def environment(self, env: Any = ..., **settings: Unpack[_AlgorithmConfigEnvironment]) -> Self:
+        """Set the environment."""
+    def evaluation(self, **settings: Unpack[_AlgorithmConfigEvaluation]) -> Self:
+        """Set when and how policies are evaluated."""
+    def exploration(self, **settings: Unpack[_AlgorithmConfigExploration]) -> Self:
+        """Set how policies explore."""
+    def fault_tolerance(self, **settings: Unpack[_AlgorithmConfigFaultTolerance]) -> Self:
+        """Set what happens when workers and environments fail."""
+    def framework(self, **settings: Unpack[_AlgorithmConfigFramework]) -> Self:
+        """Set the device, the precision and compilation; the framework is torch."""
+    def multi_agent(self, **settings: Unpack[_AlgorithmConfigMultiAgent]) -> Self:
+        """Set the policies, and which agents they act for."""
+    def offline_data(self, **settings: Unpack[_AlgorithmConfigOfflineData]) -> Self:
+        """Set where experience is written to and read from."""
+    def reporting(self, **settings: Unpack[_AlgorithmConfigReporting]) -> Self:
+        """Set how often results are reported, their averages, and experiment trackers."""
+    def resources(self, **settings: Unpack[_AlgorithmConfigResources]) -> Self:
+        """Set the processors and the cluster that workers use."""
+    def rollouts(self, **settings: Unpack[_AlgorithmConfigRollouts]) -> Self:
+        """Set how workers sample."""
+    def training(self, **settings: Unpack[_AlgorithmConfigTraining]) -> Self:
+        """Set how policies learn, and the algorithm's own settings."""
+
+class _A2CSettings(_OnPolicyConfigTraining, _Settings):
+    pass
+
+class A2CConfig(_Methods, _A2CConfig):
+    """Settings of A2C."""
+    def __init__(self, **settings: Unpack[_A2CSettings]) -> None: ...
+    def training(self, **settings: Unpack[_OnPolicyConfigTraining]) -> Self:
+        """Set how policies learn, and the algorithm's own settings."""
+    def build(self, plan: Any = None) -> A2C: ...
+
+class A2C(_A2C):
+    """A2C over the plan `a2c`."""
+
+    config: A2CConfig
+    def __init__(self, env_or_config: Any = None, **settings: Unpack[_A2CSettings]) -> None: ...
+
+class _A3CSettings(_A3CConfigRollouts, _A3CConfigTraining, _Settings):
+    pass
+
+class A3CConfig(_Methods, _A3CConfig):
+    """Settings of A3C."""
+    def __init__(self, **settings: Unpack[_A3CSettings]) -> None: ...
+    def rollouts(self, **settings: Unpack[_A3CConfigRollouts]) -> Self:
+        """Set how workers sample."""
+    def training(self, **settings: Unpack[_A3CConfigTraining]) -> Self:
+        """Set how policies learn, and the algorithm's own settings."""
+    def build(self, plan: Any = None) -> A3C: ...
+
+class A3C(_A3C):
+    """A3C over the plan `a3c`."""
+
+    config: A3CConfig
+    def __init__(self, env_or_config: Any = None, **settings: Unpack[_A3CSettings]) -> None: ...
+
+class _APEXSettings(_APEXConfigTraining, _Settings):
+    pass
+
+class APEXConfig(_Methods, _APEXConfig):
+    """Settings of Ape-X."""
+    def __init__(self, **settings: Unpack[_APEXSettings]) -> None: ...
+    def training(self, **settings: Unpack[_APEXConfigTraining]) -> Self:
+        """Set how policies learn, and the algorithm's own settings."""
+    def build(self, plan: Any = None) -> APEX: ...
+
+class APEX(_APEX):
+    """Ape-X over the plan `apex`."""
+
+    config: APEXConfig
+    def __init__(self, env_or_config: Any = None, **settings: Unpack[_APEXSettings]) -> None: ...
+
+class _APPOSettings(_APPOConfigTraining, _Settings):
+    pass
+
+class APPOConfig(_Methods, _APPOConfig):
+    """Settings of APPO."""
+    def __init__(self, **settings: Unpack[_APPOSettings]) -> None: ...
+    def training(self, **settings: Unpack[_APPOConfigTraining]) -> Self:
+        """Set how policies learn, and the algorithm's own settings."""
+    def build(self, plan: Any = None) -> APPO: ...
+
+class APPO(_APPO):
+    """APPO over the plan `appo`."""
+
+    config: APPOConfig
+    def __init__(self, env_or_config: Any = None, **settings: Unpack[_APPOSettings]) -> None: ...
+
+class _BCSettings(_OfflineConfigOfflineData, _BCConfigTraining, _Settings):
+    pass
+
+class BCConfig(_Methods, _BCConfig):
+    """Settings of BC: MARWIL without weights."""
+    def __init__(self, **settings: Unpack[_BCSettings]) -> None: ...
+    def offline_data(self, **settings: Unpack[_OfflineConfigOfflineData]) -> Self:
+        """Set where experience is written to and read from."""
+    def training(self, **settings: Unpack[_BCConfigTraining]) -> Self:
+        """Set how policies learn, and the algorithm's own settings."""
+    def build(self, plan: Any = None) -> BC: ...
+
+class BC(_BC):
+    """BC over the plan `bc`."""
+
+    config: BCConfig
+    def __init__(self, env_or_config: Any = None, **settings: Unpack[_BCSettings]) -> None: ...
+
+class _CQLSettings(_OfflineConfigOfflineData, _CQLConfigTraining, _Settings):
     pass
 
 class CQLConfig(_Methods, _CQLConfig):
     """Settings of CQL."""
     def __init__(self, **settings: Unpack[_CQLSettings]) -> None: ...
-    def offline_data(self, **settings: Unpack[_CQLOfflineData]) -> Self:
+    def offline_data(self, **settings: Unpack[_OfflineConfigOfflineData]) -> Self:
         """Set where experience is written to and read from."""
-    def training(self, **settings: Unpack[_CQLTraining]) -> Self:
+    def training(self, **settings: Unpack[_CQLConfigTraining]) -> Self:
         """Set how policies learn, and the algorithm's own settings."""
     def build(self, plan: Any = None) -> CQL: ...
 
@@ -709,69 +751,13 @@ class CQL(_CQL):
     config: CQLConfig
     def __init__(self, env_or_config: Any = None, **settings: Unpack[_CQLSettings]) -> None: ...
 
-class _DDPGTraining(_Training, total=False):
-    replay_buffer_capacity: int
-    """Capacity of the replay buffer, in rows per policy."""
-    replay_buffer_dir: str | None
-    """Folder for memory-mapped files with the rows of the buffer, on a local disk of the machine that has the buffer; for buffers larger than memory. None keeps the rows in memory."""
-    replay_mode: Literal["independent", "lockstep"]
-    """Draw the rows of each policy independently, or draw env steps with the rows of all policies."""
-    num_replay_shards: int
-    """Number of Ray actors that share the replay buffer, in plans with replay actors."""
-    replay_buffer_shards_colocated_with_driver: bool
-    """Place the replay actors on the node of the driver; if False, on any node."""
-    learning_starts: int
-    """Rows stored before training begins."""
-    training_intensity: float | None
-    """Rows trained on per row stored after `learning_starts`; None trains on one batch per stored batch."""
-    n_step: int
-    """Number of rewards in a target before the value of the next state (n-step returns)."""
-    prioritized_replay: bool
-    """Draw rows by their last TD error (prioritized experience replay, Schaul et al. 2016, arXiv 1511.05952); if False, uniformly."""
-    prioritized_replay_alpha: float
-    """Prioritization exponent alpha; 0 draws uniformly."""
-    prioritized_replay_beta: (
-        float | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
-    )
-    """Exponent beta of the importance weights: a number, or points [(rows stored, value), …]; 1 corrects the bias of prioritization fully. Rows may be percentages of `total_timesteps`."""
-    prioritized_replay_eps: float
-    """Added to absolute TD errors, so that every row can be drawn."""
-    q_model: flowrl.policies.config.ModelConfig | _ModelConfig | None
-    """Networks of the critics; None uses `model`."""
-    actor_lr: (
-        float
-        | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
-        | dict[str, float | str]
-        | None
-    )
-    """Learning rate of the actor; None uses `lr`."""
-    critic_lr: (
-        float
-        | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
-        | dict[str, float | str]
-        | None
-    )
-    """Learning rate of the critics; None uses `lr`."""
-    twin_q: bool
-    """Train two critics and use the smaller value (Fujimoto et al. 2018, section 4.2)."""
-    tau: float
-    """Polyak coefficient of target updates: target = tau * online + (1 - tau) * target."""
-    target_network_update_freq: int
-    """Env steps sampled between updates of the target networks; 0 updates them after every train batch."""
-    policy_delay: int
-    """Critic updates per update of the actor and the target networks (section 5.2)."""
-    target_noise: float
-    """Standard deviation of the noise on target actions, for actions in [-1, 1] (section 5.3); 0 adds none."""
-    target_noise_clip: float
-    """Clip the noise on target actions to ± this."""
-
-class _DDPGSettings(_DDPGTraining, _AllSettings):
+class _DDPGSettings(_TD3ConfigTraining, _Settings):
     pass
 
 class DDPGConfig(_Methods, _DDPGConfig):
     """Settings of DDPG: TD3 with one critic, without delayed updates and target noise."""
     def __init__(self, **settings: Unpack[_DDPGSettings]) -> None: ...
-    def training(self, **settings: Unpack[_DDPGTraining]) -> Self:
+    def training(self, **settings: Unpack[_TD3ConfigTraining]) -> Self:
         """Set how policies learn, and the algorithm's own settings."""
     def build(self, plan: Any = None) -> DDPG: ...
 
@@ -781,49 +767,15 @@ class DDPG(_DDPG):
     config: DDPGConfig
     def __init__(self, env_or_config: Any = None, **settings: Unpack[_DDPGSettings]) -> None: ...
 
-class _DDPPOTraining(_Training, total=False):
-    use_gae: bool
-    """Use generalized advantage estimation (Schulman et al. 2015, arXiv 1506.02438); if False, advantages are discounted returns minus values."""
-    lambda_: float
-    """Lambda of GAE: 0 uses one-step value estimates, 1 full returns."""
-    entropy_coeff: (
-        float
-        | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
-        | dict[str, float | str]
-    )
-    """Weight of the entropy bonus: a number, or a schedule as for `lr`."""
-    vf_loss_coeff: (
-        float
-        | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
-        | dict[str, float | str]
-    )
-    """Weight of the value loss: a number, or a schedule as for `lr`."""
-    standardize_advantages: bool
-    """Standardize the advantages of each minibatch to mean 0 and standard deviation 1."""
-    allow_off_policy: bool
-    """Allow batches from a replay buffer, although the loss assumes samples of the current policy."""
-    clip_param: (
-        float
-        | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
-        | dict[str, float | str]
-    )
-    """Clip the probability ratio to 1 ± this; a number, or a schedule as for `lr`."""
-    vf_clip_param: float | None
-    """Clip new values to the old values ± this; None does not clip."""
-    kl_coeff: float
-    """Initial weight of the KL penalty; it adapts to `kl_target`. 0 disables the penalty."""
-    kl_target: float
-    """Target KL divergence in nats between the policies before and after training on a batch, to which the weight of the penalty adapts."""
-    kl_stop: float | None
-    """Stop training on a batch after a pass whose mean KL divergence in nats exceeds this; None never stops early."""
-
-class _DDPPOSettings(_DDPPOTraining, _AllSettings):
+class _DDPPOSettings(_DDPPOConfigRollouts, _PPOConfigTraining, _Settings):
     pass
 
 class DDPPOConfig(_Methods, _DDPPOConfig):
     """Settings of DD-PPO."""
     def __init__(self, **settings: Unpack[_DDPPOSettings]) -> None: ...
-    def training(self, **settings: Unpack[_DDPPOTraining]) -> Self:
+    def rollouts(self, **settings: Unpack[_DDPPOConfigRollouts]) -> Self:
+        """Set how workers sample."""
+    def training(self, **settings: Unpack[_PPOConfigTraining]) -> Self:
         """Set how policies learn, and the algorithm's own settings."""
     def build(self, plan: Any = None) -> DDPPO: ...
 
@@ -833,59 +785,13 @@ class DDPPO(_DDPPO):
     config: DDPPOConfig
     def __init__(self, env_or_config: Any = None, **settings: Unpack[_DDPPOSettings]) -> None: ...
 
-class _DQNTraining(_Training, total=False):
-    replay_buffer_capacity: int
-    """Capacity of the replay buffer, in rows per policy."""
-    replay_buffer_dir: str | None
-    """Folder for memory-mapped files with the rows of the buffer, on a local disk of the machine that has the buffer; for buffers larger than memory. None keeps the rows in memory."""
-    replay_mode: Literal["independent", "lockstep"]
-    """Draw the rows of each policy independently, or draw env steps with the rows of all policies."""
-    num_replay_shards: int
-    """Number of Ray actors that share the replay buffer, in plans with replay actors."""
-    replay_buffer_shards_colocated_with_driver: bool
-    """Place the replay actors on the node of the driver; if False, on any node."""
-    learning_starts: int
-    """Rows stored before training begins."""
-    training_intensity: float | None
-    """Rows trained on per row stored after `learning_starts`; None trains on one batch per stored batch."""
-    n_step: int
-    """Number of rewards in a target before the value of the next state (n-step returns)."""
-    prioritized_replay: bool
-    """Draw rows by their last TD error (prioritized experience replay, Schaul et al. 2016, arXiv 1511.05952); if False, uniformly."""
-    prioritized_replay_alpha: float
-    """Prioritization exponent alpha; 0 draws uniformly."""
-    prioritized_replay_beta: (
-        float | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
-    )
-    """Exponent beta of the importance weights: a number, or points [(rows stored, value), …]; 1 corrects the bias of prioritization fully. Rows may be percentages of `total_timesteps`."""
-    prioritized_replay_eps: float
-    """Added to absolute TD errors, so that every row can be drawn."""
-    double_q: bool
-    """Double Q-learning: the online network selects the next action, the target network evaluates it."""
-    dueling: bool
-    """Dueling network: Q-values are the sum of a state value and of advantages with mean 0."""
-    num_atoms: int
-    """Number of atoms of the return distribution (C51 uses 51); 1 learns expected returns. With several atoms the loss is a cross-entropy, and priorities are Kullback-Leibler divergences."""
-    v_min: float
-    """Smallest atom, a lower bound of the discounted returns."""
-    v_max: float
-    """Largest atom, an upper bound of the discounted returns."""
-    noisy: bool
-    """Explore with noisy linear layers, whose noise is learned. They replace the default exploration; another `exploration_config` is used in addition. explore=False disables the noise."""
-    sigma0: float
-    """Initial scale of the noise of noisy layers."""
-    target_network_update_freq: int
-    """Env steps sampled between updates of the target network; 0 updates it after every train batch."""
-    tau: float
-    """Polyak coefficient of target updates, target = tau * online + (1 - tau) * target: 1 copies (hard updates), 0.01 after every train batch gives soft updates."""
-
-class _DQNSettings(_DQNTraining, _AllSettings):
+class _DQNSettings(_DQNConfigTraining, _Settings):
     pass
 
 class DQNConfig(_Methods, _DQNConfig):
     """Settings of DQN."""
     def __init__(self, **settings: Unpack[_DQNSettings]) -> None: ...
-    def training(self, **settings: Unpack[_DQNTraining]) -> Self:
+    def training(self, **settings: Unpack[_DQNConfigTraining]) -> Self:
         """Set how policies learn, and the algorithm's own settings."""
     def build(self, plan: Any = None) -> DQN: ...
 
@@ -895,57 +801,13 @@ class DQN(_DQN):
     config: DQNConfig
     def __init__(self, env_or_config: Any = None, **settings: Unpack[_DQNSettings]) -> None: ...
 
-class _IMPALATraining(_Training, total=False):
-    max_requests_in_flight_per_worker: int
-    """Sample requests in flight per worker."""
-    learner_queue_size: int
-    """Maximum number of train batches that wait in the learner's queue."""
-    minibatch_buffer_size: int
-    """Train batches that the learner alternates between while it uses each `num_sgd_iter` times."""
-    num_learners: int
-    """Number of Ray actors that each learn from a part of every train batch; 0 learns in a thread of this process."""
-    num_gpus: int
-    """Like `num_learners`, with one GPU per actor. Set only one of the two."""
-    lambda_: float
-    """Discount of temporal differences of later steps in V-trace targets (lambda in remark 2 of the paper)."""
-    vtrace_clip_rho_threshold: float
-    """Maximum importance ratio in the temporal differences (rho-bar in the paper)."""
-    vtrace_clip_c_threshold: float
-    """Maximum importance ratio in the weights of later steps (c-bar in the paper)."""
-    vtrace_clip_pg_rho_threshold: float
-    """Maximum importance ratio in the policy gradient."""
-    entropy_coeff: (
-        float
-        | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
-        | dict[str, float | str]
-    )
-    """Weight of the entropy bonus: a number, or a schedule as for `lr`."""
-    vf_loss_coeff: (
-        float
-        | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
-        | dict[str, float | str]
-    )
-    """Weight of the value loss: a number, or a schedule as for `lr`."""
-    max_policy_lag: int | None
-    """Maximum age of a fragment's weights, in updates; None for no limit."""
-    stale_policy: Literal["drop", "wait"]
-    """Drop fragments that exceed `max_policy_lag`, or make workers wait so that none does."""
-    broadcast_interval: int
-    """Fragments between two broadcasts of new weights to the workers that sampled them."""
-    num_aggregation_workers: int
-    """Number of Ray tasks that concatenate fragments to train batches, so that the driver only receives train batches; 0 concatenates them in the driver."""
-    replay_proportion: float
-    """Replayed fragments per new fragment; fractions accumulate."""
-    replay_buffer_num_slots: int
-    """Capacity of the buffer of fragments to replay, in fragments."""
-
-class _IMPALASettings(_IMPALATraining, _AllSettings):
+class _IMPALASettings(_VTraceConfigTraining, _Settings):
     pass
 
 class IMPALAConfig(_Methods, _IMPALAConfig):
     """Settings of IMPALA."""
     def __init__(self, **settings: Unpack[_IMPALASettings]) -> None: ...
-    def training(self, **settings: Unpack[_IMPALATraining]) -> Self:
+    def training(self, **settings: Unpack[_VTraceConfigTraining]) -> Self:
         """Set how policies learn, and the algorithm's own settings."""
     def build(self, plan: Any = None) -> IMPALA: ...
 
@@ -955,35 +817,15 @@ class IMPALA(_IMPALA):
     config: IMPALAConfig
     def __init__(self, env_or_config: Any = None, **settings: Unpack[_IMPALASettings]) -> None: ...
 
-class _MARWILOfflineData(_OfflineData, total=False):
-    input_: str | None
-    """Folder of experience that was recorded with the setting `output` or with WriteParquet; or "minari:" and the id of a Minari dataset (extra minari)."""
-    input_policy_id: str
-    """Id of the recorded policy whose rows are read. The plan's policy with this id trains on them; if the plan has only one policy, that one does."""
-    observation_space: Any
-    """Observation space of the recorded experience; None uses the space of `env`."""
-    action_space: Any
-    """Action space of the environment that the experience was recorded in; None uses the space of `env`."""
-
-class _MARWILTraining(_Training, total=False):
-    beta: float
-    """Scale of the exponent in the weights of rows, exp(beta * normalized advantage); 0 weights all rows equally."""
-    vf_coeff: float
-    """Weight of the value loss; unused if `beta` is 0."""
-    moving_average_sqd_adv_norm_start: float
-    """Initial value of the moving average of squared advantages, which normalizes advantages."""
-    moving_average_sqd_adv_norm_update_rate: float
-    """Weight of each train batch in the moving average of squared advantages."""
-
-class _MARWILSettings(_MARWILOfflineData, _MARWILTraining, _AllSettings):
+class _MARWILSettings(_OfflineConfigOfflineData, _MARWILConfigTraining, _Settings):
     pass
 
 class MARWILConfig(_Methods, _MARWILConfig):
     """Settings of MARWIL."""
     def __init__(self, **settings: Unpack[_MARWILSettings]) -> None: ...
-    def offline_data(self, **settings: Unpack[_MARWILOfflineData]) -> Self:
+    def offline_data(self, **settings: Unpack[_OfflineConfigOfflineData]) -> Self:
         """Set where experience is written to and read from."""
-    def training(self, **settings: Unpack[_MARWILTraining]) -> Self:
+    def training(self, **settings: Unpack[_MARWILConfigTraining]) -> Self:
         """Set how policies learn, and the algorithm's own settings."""
     def build(self, plan: Any = None) -> MARWIL: ...
 
@@ -993,49 +835,13 @@ class MARWIL(_MARWIL):
     config: MARWILConfig
     def __init__(self, env_or_config: Any = None, **settings: Unpack[_MARWILSettings]) -> None: ...
 
-class _PPOTraining(_Training, total=False):
-    use_gae: bool
-    """Use generalized advantage estimation (Schulman et al. 2015, arXiv 1506.02438); if False, advantages are discounted returns minus values."""
-    lambda_: float
-    """Lambda of GAE: 0 uses one-step value estimates, 1 full returns."""
-    entropy_coeff: (
-        float
-        | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
-        | dict[str, float | str]
-    )
-    """Weight of the entropy bonus: a number, or a schedule as for `lr`."""
-    vf_loss_coeff: (
-        float
-        | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
-        | dict[str, float | str]
-    )
-    """Weight of the value loss: a number, or a schedule as for `lr`."""
-    standardize_advantages: bool
-    """Standardize the advantages of each minibatch to mean 0 and standard deviation 1."""
-    allow_off_policy: bool
-    """Allow batches from a replay buffer, although the loss assumes samples of the current policy."""
-    clip_param: (
-        float
-        | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
-        | dict[str, float | str]
-    )
-    """Clip the probability ratio to 1 ± this; a number, or a schedule as for `lr`."""
-    vf_clip_param: float | None
-    """Clip new values to the old values ± this; None does not clip."""
-    kl_coeff: float
-    """Initial weight of the KL penalty; it adapts to `kl_target`. 0 disables the penalty."""
-    kl_target: float
-    """Target KL divergence in nats between the policies before and after training on a batch, to which the weight of the penalty adapts."""
-    kl_stop: float | None
-    """Stop training on a batch after a pass whose mean KL divergence in nats exceeds this; None never stops early."""
-
-class _PPOSettings(_PPOTraining, _AllSettings):
+class _PPOSettings(_PPOConfigTraining, _Settings):
     pass
 
 class PPOConfig(_Methods, _PPOConfig):
     """Settings of PPO."""
     def __init__(self, **settings: Unpack[_PPOSettings]) -> None: ...
-    def training(self, **settings: Unpack[_PPOTraining]) -> Self:
+    def training(self, **settings: Unpack[_PPOConfigTraining]) -> Self:
         """Set how policies learn, and the algorithm's own settings."""
     def build(self, plan: Any = None) -> PPO: ...
 
@@ -1045,65 +851,15 @@ class PPO(_PPO):
     config: PPOConfig
     def __init__(self, env_or_config: Any = None, **settings: Unpack[_PPOSettings]) -> None: ...
 
-class _R2D2Training(_Training, total=False):
-    replay_buffer_capacity: int
-    """Capacity of the replay buffer, in rows per policy."""
-    replay_buffer_dir: str | None
-    """Folder for memory-mapped files with the rows of the buffer, on a local disk of the machine that has the buffer; for buffers larger than memory. None keeps the rows in memory."""
-    replay_mode: Literal["independent", "lockstep"]
-    """Draw the rows of each policy independently, or draw env steps with the rows of all policies."""
-    num_replay_shards: int
-    """Number of Ray actors that share the replay buffer, in plans with replay actors."""
-    replay_buffer_shards_colocated_with_driver: bool
-    """Place the replay actors on the node of the driver; if False, on any node."""
-    learning_starts: int
-    """Rows stored before training begins."""
-    training_intensity: float | None
-    """Rows trained on per row stored after `learning_starts`; None trains on one batch per stored batch."""
-    n_step: int
-    """Maximum number of rewards in a target before the value of the next state (n-step returns); fewer at the end of a sequence."""
-    prioritized_replay: bool
-    """Draw rows by their last TD error (prioritized experience replay, Schaul et al. 2016, arXiv 1511.05952); if False, uniformly."""
-    prioritized_replay_alpha: float
-    """Prioritization exponent alpha; 0 draws uniformly."""
-    prioritized_replay_beta: (
-        float | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
-    )
-    """Exponent beta of the importance weights: a number, or points [(rows stored, value), …]; 1 corrects the bias of prioritization fully. Rows may be percentages of `total_timesteps`."""
-    prioritized_replay_eps: float
-    """Added to absolute TD errors, so that every row can be drawn."""
-    double_q: bool
-    """Double Q-learning: the online network selects the next action, the target network evaluates it."""
-    dueling: bool
-    """Dueling network: Q-values are the sum of a state value and of advantages with mean 0."""
-    num_atoms: int
-    """Number of atoms of the return distribution (C51 uses 51); 1 learns expected returns. With several atoms the loss is a cross-entropy, and priorities are Kullback-Leibler divergences."""
-    v_min: float
-    """Smallest atom, a lower bound of the discounted returns."""
-    v_max: float
-    """Largest atom, an upper bound of the discounted returns."""
-    noisy: bool
-    """Explore with noisy linear layers, whose noise is learned. They replace the default exploration; another `exploration_config` is used in addition. explore=False disables the noise."""
-    sigma0: float
-    """Initial scale of the noise of noisy layers."""
-    target_network_update_freq: int
-    """Env steps sampled between updates of the target network; 0 updates it after every train batch."""
-    tau: float
-    """Polyak coefficient of target updates, target = tau * online + (1 - tau) * target: 1 copies (hard updates), 0.01 after every train batch gives soft updates."""
-    zero_init_states: bool
-    """Start sequences with recurrent states of zeros; if False, with the states that the sampler stored."""
-    use_h_function: bool
-    """Learn values of rescaled returns (Pohlen et al. 2018, arXiv 1805.11593, proposition A.2)."""
-    h_function_epsilon: float
-    """Weight of the linear term of the rescaling, which makes it invertible."""
-
-class _R2D2Settings(_R2D2Training, _AllSettings):
+class _R2D2Settings(_R2D2ConfigRollouts, _R2D2ConfigTraining, _Settings):
     pass
 
 class R2D2Config(_Methods, _R2D2Config):
     """Settings of R2D2."""
     def __init__(self, **settings: Unpack[_R2D2Settings]) -> None: ...
-    def training(self, **settings: Unpack[_R2D2Training]) -> Self:
+    def rollouts(self, **settings: Unpack[_R2D2ConfigRollouts]) -> Self:
+        """Set how workers sample."""
+    def training(self, **settings: Unpack[_R2D2ConfigTraining]) -> Self:
         """Set how policies learn, and the algorithm's own settings."""
     def build(self, plan: Any = None) -> R2D2: ...
 
@@ -1113,74 +869,13 @@ class R2D2(_R2D2):
     config: R2D2Config
     def __init__(self, env_or_config: Any = None, **settings: Unpack[_R2D2Settings]) -> None: ...
 
-class _SACTraining(_Training, total=False):
-    replay_buffer_capacity: int
-    """Capacity of the replay buffer, in rows per policy."""
-    replay_buffer_dir: str | None
-    """Folder for memory-mapped files with the rows of the buffer, on a local disk of the machine that has the buffer; for buffers larger than memory. None keeps the rows in memory."""
-    replay_mode: Literal["independent", "lockstep"]
-    """Draw the rows of each policy independently, or draw env steps with the rows of all policies."""
-    num_replay_shards: int
-    """Number of Ray actors that share the replay buffer, in plans with replay actors."""
-    replay_buffer_shards_colocated_with_driver: bool
-    """Place the replay actors on the node of the driver; if False, on any node."""
-    learning_starts: int
-    """Rows stored before training begins."""
-    training_intensity: float | None
-    """Rows trained on per row stored after `learning_starts`; None trains on one batch per stored batch."""
-    n_step: int
-    """Number of rewards in a target before the value of the next state (n-step returns)."""
-    prioritized_replay: bool
-    """Draw rows by their last TD error (prioritized experience replay, Schaul et al. 2016, arXiv 1511.05952); if False, uniformly."""
-    prioritized_replay_alpha: float
-    """Prioritization exponent alpha; 0 draws uniformly."""
-    prioritized_replay_beta: (
-        float | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
-    )
-    """Exponent beta of the importance weights: a number, or points [(rows stored, value), …]; 1 corrects the bias of prioritization fully. Rows may be percentages of `total_timesteps`."""
-    prioritized_replay_eps: float
-    """Added to absolute TD errors, so that every row can be drawn."""
-    q_model: flowrl.policies.config.ModelConfig | _ModelConfig | None
-    """Networks of the critics; None uses `model`."""
-    actor_lr: (
-        float
-        | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
-        | dict[str, float | str]
-        | None
-    )
-    """Learning rate of the actor; None uses `lr`."""
-    critic_lr: (
-        float
-        | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
-        | dict[str, float | str]
-        | None
-    )
-    """Learning rate of the critics; None uses `lr`."""
-    twin_q: bool
-    """Train two critics and use the smaller value (Fujimoto et al. 2018, section 4.2)."""
-    tau: float
-    """Polyak coefficient of target updates: target = tau * online + (1 - tau) * target."""
-    target_network_update_freq: int
-    """Env steps sampled between updates of the target networks; 0 updates them after every train batch."""
-    initial_alpha: float
-    """Initial temperature: weight of the entropy relative to the rewards."""
-    target_entropy: float | Literal["auto"] | None
-    """Target entropy in nats, to which the temperature adapts: "auto" uses minus the number of action dimensions, or 0.98 of the maximum entropy for Discrete actions. None keeps the temperature fixed."""
-    entropy_lr: (
-        float
-        | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
-        | dict[str, float | str]
-        | None
-    )
-    """Learning rate of the temperature; None uses `lr`."""
-
-class _SACSettings(_SACTraining, _AllSettings):
+class _SACSettings(_SACConfigTraining, _Settings):
     pass
 
 class SACConfig(_Methods, _SACConfig):
     """Settings of SAC."""
     def __init__(self, **settings: Unpack[_SACSettings]) -> None: ...
-    def training(self, **settings: Unpack[_SACTraining]) -> Self:
+    def training(self, **settings: Unpack[_SACConfigTraining]) -> Self:
         """Set how policies learn, and the algorithm's own settings."""
     def build(self, plan: Any = None) -> SAC: ...
 
@@ -1190,59 +885,13 @@ class SAC(_SAC):
     config: SACConfig
     def __init__(self, env_or_config: Any = None, **settings: Unpack[_SACSettings]) -> None: ...
 
-class _SimpleQTraining(_Training, total=False):
-    replay_buffer_capacity: int
-    """Capacity of the replay buffer, in rows per policy."""
-    replay_buffer_dir: str | None
-    """Folder for memory-mapped files with the rows of the buffer, on a local disk of the machine that has the buffer; for buffers larger than memory. None keeps the rows in memory."""
-    replay_mode: Literal["independent", "lockstep"]
-    """Draw the rows of each policy independently, or draw env steps with the rows of all policies."""
-    num_replay_shards: int
-    """Number of Ray actors that share the replay buffer, in plans with replay actors."""
-    replay_buffer_shards_colocated_with_driver: bool
-    """Place the replay actors on the node of the driver; if False, on any node."""
-    learning_starts: int
-    """Rows stored before training begins."""
-    training_intensity: float | None
-    """Rows trained on per row stored after `learning_starts`; None trains on one batch per stored batch."""
-    n_step: int
-    """Number of rewards in a target before the value of the next state (n-step returns)."""
-    prioritized_replay: bool
-    """Draw rows by their last TD error (prioritized experience replay, Schaul et al. 2016, arXiv 1511.05952); if False, uniformly."""
-    prioritized_replay_alpha: float
-    """Prioritization exponent alpha; 0 draws uniformly."""
-    prioritized_replay_beta: (
-        float | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
-    )
-    """Exponent beta of the importance weights: a number, or points [(rows stored, value), …]; 1 corrects the bias of prioritization fully. Rows may be percentages of `total_timesteps`."""
-    prioritized_replay_eps: float
-    """Added to absolute TD errors, so that every row can be drawn."""
-    double_q: bool
-    """Double Q-learning: the online network selects the next action, the target network evaluates it."""
-    dueling: bool
-    """Dueling network: Q-values are the sum of a state value and of advantages with mean 0."""
-    num_atoms: int
-    """Number of atoms of the return distribution (C51 uses 51); 1 learns expected returns. With several atoms the loss is a cross-entropy, and priorities are Kullback-Leibler divergences."""
-    v_min: float
-    """Smallest atom, a lower bound of the discounted returns."""
-    v_max: float
-    """Largest atom, an upper bound of the discounted returns."""
-    noisy: bool
-    """Explore with noisy linear layers, whose noise is learned. They replace the default exploration; another `exploration_config` is used in addition. explore=False disables the noise."""
-    sigma0: float
-    """Initial scale of the noise of noisy layers."""
-    target_network_update_freq: int
-    """Env steps sampled between updates of the target network; 0 updates it after every train batch."""
-    tau: float
-    """Polyak coefficient of target updates, target = tau * online + (1 - tau) * target: 1 copies (hard updates), 0.01 after every train batch gives soft updates."""
-
-class _SimpleQSettings(_SimpleQTraining, _AllSettings):
+class _SimpleQSettings(_DQNConfigTraining, _Settings):
     pass
 
 class SimpleQConfig(_Methods, _SimpleQConfig):
     """DQN's settings without double Q-learning, dueling networks and prioritized replay."""
     def __init__(self, **settings: Unpack[_SimpleQSettings]) -> None: ...
-    def training(self, **settings: Unpack[_SimpleQTraining]) -> Self:
+    def training(self, **settings: Unpack[_DQNConfigTraining]) -> Self:
         """Set how policies learn, and the algorithm's own settings."""
     def build(self, plan: Any = None) -> SimpleQ: ...
 
@@ -1252,69 +901,13 @@ class SimpleQ(_SimpleQ):
     config: SimpleQConfig
     def __init__(self, env_or_config: Any = None, **settings: Unpack[_SimpleQSettings]) -> None: ...
 
-class _TD3Training(_Training, total=False):
-    replay_buffer_capacity: int
-    """Capacity of the replay buffer, in rows per policy."""
-    replay_buffer_dir: str | None
-    """Folder for memory-mapped files with the rows of the buffer, on a local disk of the machine that has the buffer; for buffers larger than memory. None keeps the rows in memory."""
-    replay_mode: Literal["independent", "lockstep"]
-    """Draw the rows of each policy independently, or draw env steps with the rows of all policies."""
-    num_replay_shards: int
-    """Number of Ray actors that share the replay buffer, in plans with replay actors."""
-    replay_buffer_shards_colocated_with_driver: bool
-    """Place the replay actors on the node of the driver; if False, on any node."""
-    learning_starts: int
-    """Rows stored before training begins."""
-    training_intensity: float | None
-    """Rows trained on per row stored after `learning_starts`; None trains on one batch per stored batch."""
-    n_step: int
-    """Number of rewards in a target before the value of the next state (n-step returns)."""
-    prioritized_replay: bool
-    """Draw rows by their last TD error (prioritized experience replay, Schaul et al. 2016, arXiv 1511.05952); if False, uniformly."""
-    prioritized_replay_alpha: float
-    """Prioritization exponent alpha; 0 draws uniformly."""
-    prioritized_replay_beta: (
-        float | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
-    )
-    """Exponent beta of the importance weights: a number, or points [(rows stored, value), …]; 1 corrects the bias of prioritization fully. Rows may be percentages of `total_timesteps`."""
-    prioritized_replay_eps: float
-    """Added to absolute TD errors, so that every row can be drawn."""
-    q_model: flowrl.policies.config.ModelConfig | _ModelConfig | None
-    """Networks of the critics; None uses `model`."""
-    actor_lr: (
-        float
-        | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
-        | dict[str, float | str]
-        | None
-    )
-    """Learning rate of the actor; None uses `lr`."""
-    critic_lr: (
-        float
-        | collections.abc.Sequence[collections.abc.Sequence[int | str | float]]
-        | dict[str, float | str]
-        | None
-    )
-    """Learning rate of the critics; None uses `lr`."""
-    twin_q: bool
-    """Train two critics and use the smaller value (Fujimoto et al. 2018, section 4.2)."""
-    tau: float
-    """Polyak coefficient of target updates: target = tau * online + (1 - tau) * target."""
-    target_network_update_freq: int
-    """Env steps sampled between updates of the target networks; 0 updates them after every train batch."""
-    policy_delay: int
-    """Critic updates per update of the actor and the target networks (section 5.2)."""
-    target_noise: float
-    """Standard deviation of the noise on target actions, for actions in [-1, 1] (section 5.3); 0 adds none."""
-    target_noise_clip: float
-    """Clip the noise on target actions to ± this."""
-
-class _TD3Settings(_TD3Training, _AllSettings):
+class _TD3Settings(_TD3ConfigTraining, _Settings):
     pass
 
 class TD3Config(_Methods, _TD3Config):
     """Settings of TD3."""
     def __init__(self, **settings: Unpack[_TD3Settings]) -> None: ...
-    def training(self, **settings: Unpack[_TD3Training]) -> Self:
+    def training(self, **settings: Unpack[_TD3ConfigTraining]) -> Self:
         """Set how policies learn, and the algorithm's own settings."""
     def build(self, plan: Any = None) -> TD3: ...
 

@@ -7,16 +7,14 @@ import contextlib
 import io
 import json
 import re
-from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
-from gymnasium import spaces
-
-from flowrl.cli.arguments import json_object, with_flags
+from flowrl.cli.arguments import with_flags
+from flowrl.cli.flag_values import record_or_none, value_rules
 from flowrl.setting_aliases import setting_hint
 from flowrl.setting_values import nearest, whole_number
-from flowrl.settings import ConfigError, Settings, imported
+from flowrl.settings import ConfigError, Settings
 
 
 def flag_names(record: type[Settings], prefix: str = "", switches: bool = False) -> list[str]:
@@ -66,6 +64,33 @@ def _flatten_schedule(argument: str) -> list[str]:
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{argument}: not a schedule [[env step, value], …]: {error}") from error
     return [flag, *numbers] if flag else numbers
+
+
+def _check_names(flags: list[str], defaults: Settings, run_options: dict[str, Any]) -> None:
+    """Raise ConfigError for a flag that is no setting; see `settings_from_flags`."""
+    known = flag_names(type(defaults))
+    accepted = {*known, *(f"no-{name}" for name in known)}
+    for flag in flags:
+        if not flag.startswith("--"):
+            continue
+        name = flag[2:].split("=")[0].replace("_", "-").rstrip("-")
+        if name == "plan":
+            raise ConfigError("--plan: name the plan after the command, `flowrl train PLAN`")
+        head, dot, last = name.rpartition(".")
+        positive = f"{head}{dot}{last.removeprefix('no-')}"
+        if name.startswith("policies."):
+            _check_policy(name, defaults)
+            continue  # tyro parses their settings
+        if name not in accepted and positive not in accepted:
+            if head in known and "." not in head:
+                raise ConfigError(
+                    f"unknown flag --{name}: --{head} takes a JSON object, such as "
+                    f"""--{head} '{{"{last.replace("-", "_")}": …}}'"""
+                )
+            options = [*known, *(option.replace("_", "-") for option in run_options)]
+            hint = setting_hint(name.replace("-", "_"), type(defaults).model_fields)
+            hint = _as_flags(nearest(name, options) if hint is None else hint, "--")
+            raise ConfigError(f"unknown flag --{name}.{hint}")
 
 
 def _check_policy(name: str, defaults: Any) -> None:
@@ -121,116 +146,6 @@ def _records(defaults: Settings) -> dict[str, type[Settings]]:
     return records
 
 
-@contextlib.contextmanager
-def _registry(import_code: bool) -> Iterator[list[str]]:
-    """Let tyro parse mappings and optional records from one JSON object, and code from an import
-    path "module:name"; yield a list of the problems of these values."""
-    from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
-
-    registry = ConstructorRegistry()
-    problems: list[str] = []
-
-    def noting(parse: Callable[[list[str]], Any]) -> Callable[[list[str]], Any]:
-        def parse_or_note(args: list[str]) -> Any:
-            try:
-                return parse(args)
-            except ValueError as error:
-                problems.append(str(error))
-                raise
-
-        return parse_or_note
-
-    @registry.primitive_rule
-    def json_object(type_info: Any) -> Any:
-        record = _record_or_none(type_info.type)
-        if get_origin(type_info.type) is not dict and record is None:
-            return None
-
-        def parse(args: list[str]) -> Any:
-            if record is None:
-                return _json_object(args[0])
-            return None if args[0] == "None" else record(**_json_object(args[0]))
-
-        return PrimitiveConstructorSpec(
-            nargs=1,
-            metavar="JSON",
-            instance_from_str=noting(parse),
-            is_instance=lambda value: value is None or isinstance(value, (dict, Settings)),
-            str_from_instance=lambda value: [_as_json(value)],
-        )
-
-    @registry.primitive_rule
-    def space(type_info: Any) -> Any:
-        if not any(part is spaces.Space for part in get_args(type_info.type)):
-            return None
-        return PrimitiveConstructorSpec(
-            nargs=1,
-            metavar="SPACE",
-            instance_from_str=noting(_reject_space),
-            is_instance=lambda value: value is None or isinstance(value, spaces.Space),
-            str_from_instance=lambda value: [str(value)],
-        )
-
-    import_path = _imported if import_code else _reject_code
-
-    @registry.primitive_rule
-    def code(type_info: Any) -> Any:
-        parts = get_args(type_info.type) or (type_info.type,)
-        if not any(part is type or get_origin(part) is Callable for part in parts):
-            return None
-        # a setting that also takes text imports the code itself
-        return PrimitiveConstructorSpec(
-            nargs=1,
-            metavar="MODULE:NAME",
-            instance_from_str=noting(_text_or_none if str in parts else import_path),
-            is_instance=lambda value: True,
-            str_from_instance=lambda value: [repr(value)],
-        )
-
-    with registry:
-        yield problems
-
-
-def _text_or_none(args: list[str]) -> str | None:
-    return None if args[0] == "None" else args[0]
-
-
-def _reject_code(args: list[str]) -> Any:
-    raise ValueError(f"the flag names the code {args[0]}: pass --trust to import it")
-
-
-def _imported(args: list[str]) -> Any:
-    if args[0] == "None":
-        return None
-    try:
-        return imported(args[0])
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{args[0]!r} is not an import path module:name: {error}") from None
-
-
-def _record_or_none(annotation: Any) -> Any:
-    """Return the record class of a setting that is a record or None; None for other settings."""
-    records = [p for p in get_args(annotation) if isinstance(p, type) and issubclass(p, Settings)]
-    return records[0] if len(records) == 1 and type(None) in get_args(annotation) else None
-
-
-def _as_json(value: Any) -> str:
-    if isinstance(value, Settings):
-        value = value.to_dict()
-    return "None" if value is None else json.dumps(value, default=repr)
-
-
-def _reject_space(args: list[str]) -> Any:
-    raise ValueError(f"a space cannot be set by a flag ({args[0]}): set it in the plan's config")
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        return json_object(text)
-    except ArgumentTypeError as error:
-        raise ValueError(str(error)) from None
-
-
 def settings_from_flags(
     defaults: Settings,
     flags: list[str],
@@ -253,28 +168,7 @@ def settings_from_flags(
     """
     if not flags:
         return defaults
-    known = flag_names(type(defaults))
-    accepted = {*known, *(f"no-{name}" for name in known)}
-    for flag in flags:
-        if flag.startswith("--"):
-            name = flag[2:].split("=")[0].replace("_", "-").rstrip("-")
-            if name == "plan":
-                raise ConfigError("--plan: name the plan after the command, `flowrl train PLAN`")
-            head, dot, last = name.rpartition(".")
-            positive = f"{head}{dot}{last.removeprefix('no-')}"
-            if name.startswith("policies."):
-                _check_policy(name, defaults)
-                continue  # tyro parses their settings
-            if name not in accepted and positive not in accepted:
-                if head in known and "." not in head:
-                    raise ConfigError(
-                        f"unknown flag --{name}: --{head} takes a JSON object, such as "
-                        f"""--{head} '{{"{last.replace("-", "_")}": …}}'"""
-                    )
-                options = [*known, *(option.replace("_", "-") for option in run_options)]
-                hint = setting_hint(name.replace("-", "_"), type(defaults).model_fields)
-                hint = _as_flags(nearest(name, options) if hint is None else hint, "--")
-                raise ConfigError(f"unknown flag --{name}.{hint}")
+    _check_names(flags, defaults, run_options)
     flags = [part for flag in flags for part in _flatten_schedule(flag)]
     records = _records(defaults)
     switches = [flag_names(record, prefix, True) for prefix, record in records.items()]
@@ -282,7 +176,7 @@ def settings_from_flags(
     groups = _groups(flags, _annotations(records))
     words = [word for group in groups for word in group.words]
     try:
-        with _registry(import_code) as problems:
+        with value_rules(import_code) as problems:
             return _parse(defaults, words, program)
     except _ParseError as error:
         if error.of_record is not None:
@@ -290,7 +184,7 @@ def settings_from_flags(
             raise ConfigError(message) from None
     for group in groups:  # find the flag that cannot be parsed
         try:
-            with _registry(import_code) as problems:
+            with value_rules(import_code) as problems:
                 _parse(defaults, group.words, program)
         except _ParseError as error:
             if error.of_record is None:
@@ -436,7 +330,7 @@ def _expected(annotation: Any) -> str:
     names = {float: "number", int: "whole number", str: "text"}
     kind = next((kind for kind in names if kind in leaves), None)
     if kind is None:
-        return "a JSON object" if dict in leaves or _record_or_none(annotation) else "a value"
+        return "a JSON object" if dict in leaves or record_or_none(annotation) else "a value"
     if kind is float and tuple in {get_origin(part) for part in _parts(annotation)}:
         return "a number or a schedule [[env step, value], …]"
     if kind is str:

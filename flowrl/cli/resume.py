@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from flowrl.cli.arguments import Parser, add_checkpoint_option, add_trust_option
-from flowrl.cli.saved_runs import open_run, settings_not_used
+from flowrl.cli.saved_runs import open_run, unused_settings_message
 from flowrl.cli.stop_options import add_stop_options, stop_rules_of
 from flowrl.errors import ConfigError
 
@@ -37,8 +37,8 @@ def resume_command(arguments: list[str]) -> int:
             f"--run-dir: the run continues in {run.run_dir}; to start a new run from a checkpoint, "
             "copy the checkpoint's folder to a place outside the run directory"
         )
-    for sentence in [] if options.plan is None else settings_not_used(run, options.plan):
-        print(f"flowrl: {sentence}", file=sys.stderr)
+    if options.plan is not None and (message := unused_settings_message(run, options.plan)):
+        print(f"flowrl: {message}", file=sys.stderr)
     command = ["flowrl", "resume", *arguments]
     stop, replace_plan = stop_rules_of(options), options.plan is not None
     return resume_run(run, stop, command, replace_plan, options.run_dir)

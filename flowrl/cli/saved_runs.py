@@ -163,8 +163,8 @@ def _in_program_message(path: str, code: dict[str, str]) -> str:
     )
 
 
-def settings_not_used(run: SavedRun, plan: str) -> list[str]:
-    """Return sentences about settings of a plan file that a run continued with it does not use."""
+def unused_settings_message(run: SavedRun, plan: str) -> str | None:
+    """Return which settings of a plan file a run that continues with it does not use, if any."""
     config = plan_config(plan, run.config.env)
     differing = {
         name: value
@@ -172,13 +172,13 @@ def settings_not_used(run: SavedRun, plan: str) -> list[str]:
         if name in run.config and not equal(value, run.config[name])
     }
     if not differing:
-        return []
+        return None
     values = ", ".join(f"{name}={run.config[name]!r}" for name in differing)
     changes = {**differing, "plan": plan}
-    return [
+    return (
         f"{plan}: the run keeps its own settings {values}; to change them, continue in Python: "
         f"Algorithm.from_checkpoint({str(run.run_dir or run.checkpoint)!r}, config={changes!r})"
-    ]
+    )
 
 
 def config_of_run(

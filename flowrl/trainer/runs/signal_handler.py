@@ -107,5 +107,5 @@ def is_output_closed() -> bool:
 
 
 def discard_closed_output() -> None:
-    """Discard what is printed from now on to standard output."""
+    """Redirect standard output to the null device."""
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115

@@ -128,15 +128,18 @@ def _print_start(algorithm: Any, stop: StopRules, run: RunDirectory | None) -> N
 def _describe_start(algorithm: Any, stop: StopRules, run: RunDirectory | None) -> str:
     """Return the first line of a run: what is trained, on what, until when, and where to."""
     config = algorithm.config
-    env = "" if config.env is None else f" on {env_name(config.env)}"
-    env = env if config.samples else f"{env.replace(' on ', ' for ')} from recorded data"
+    env = ""
+    if config.env is not None:
+        env = f" {'on' if config.samples else 'for'} {env_name(config.env)}"
+    source = "" if config.samples else " from recorded data"
     workers = f" with {format_count(config.num_workers, 'worker')}" if config.num_workers else ""
     step = f" from env step {steps:,}" if (steps := _env_steps_of(algorithm)) else ""
     place = "no run directory" if run is None else f"run directory: {run.path}"
     limits = stop.describe(config)
     if config.samples and (stop.timesteps or math.inf) < config.train_batch_size:
         limits += f" (the first train batch has {config.train_batch_size:,})"
-    return f"training {type(algorithm).__name__}{env}{workers}{step} until {limits}; {place}"
+    name = type(algorithm).__name__
+    return f"training {name}{env}{source}{workers}{step} until {limits}; {place}"
 
 
 def _env_steps_of(algorithm: Any) -> int:
