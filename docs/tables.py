@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import inspect
 import io
+import json
 from contextlib import redirect_stdout, suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -180,6 +182,22 @@ def setting_aliases() -> str:
     """Return the table of other libraries' names of settings that are accepted."""
     rows = [[f"`{alias}`", f"`{name}`"] for alias, name in SETTING_ALIASES.items()]
     return _table(["accepted name", "setting"], rows)
+
+
+# -- scores ------------------------------------------------------------------------------------
+
+
+def scores(plan: str) -> str:
+    """Return the learning curves of a plan and a table with the end of each; see scores.py."""
+    runs = json.loads((Path(__file__).parent / "_static/scores" / f"{plan}.json").read_text())
+    ends = [(run["seed"], *run["curve"][-1], run["reached"]) for run in runs]
+    rows = [[seed, f"{steps:,}", f"{value:.0f}", reached] for seed, steps, value, reached in ends]
+    picture = f"![Learning curves of {plan}](/_static/scores/{plan}.svg)"
+    command = (
+        f"`flowrl train {plan} --seed N` on {runs[0]['env']}, two CPU cores (`python docs/scores.py "
+        f"{plan}`). The return is the mean of the last 100 episodes."
+    )
+    return f"{command}\n\n{picture}\n\n{_table(['seed', 'env steps', 'return', 'ended by'], rows)}"
 
 
 # -- operators ---------------------------------------------------------------------------------

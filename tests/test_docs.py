@@ -102,6 +102,21 @@ def test_every_algorithm_has_a_page_and_a_row(tables):
         assert plan in ("ppo_dqn", "three_way") or f"[`{plan}`]" in table
 
 
+def test_scores_of_pages_are_those_of_the_files(tables, monkeypatch):
+    monkeypatch.syspath_prepend(DOCS)
+    import scores
+
+    assert set(scores.LIMITS) <= set(shipped_plans())
+    pages = "".join(page.read_text() for page in (DOCS / "algorithms").glob("*.md"))
+    shown = re.findall(r"{generate} scores (\w+)", pages)
+    assert sorted(shown) == sorted(scores.LIMITS)
+    for plan in shown:
+        runs = json.loads((scores.FOLDER / f"{plan}.json").read_text())
+        assert [run["seed"] for run in runs] == list(scores.SEEDS)
+        for run in runs:
+            assert run["reached"] in tables.scores(plan)
+
+
 def test_every_command_is_in_the_reference(tables):
     page = tables.commands()
     for command in cli._COMMANDS:
