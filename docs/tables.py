@@ -194,8 +194,8 @@ def scores(plan: str) -> str:
     rows = [[seed, f"{steps:,}", f"{value:.0f}", reached] for seed, steps, value, reached in ends]
     picture = f"![Learning curves of {plan}](/_static/scores/{plan}.svg)"
     command = (
-        f"`flowrl train {plan} --seed N` on {runs[0]['env']}, two CPU cores (`python docs/scores.py "
-        f"{plan}`). The return is the mean of the last 100 episodes."
+        f"`flowrl train {plan} --seed N` on {runs[0]['env']}, two CPU cores "
+        f"(`python docs/scores.py {plan}`). The return is the mean of the last 100 episodes."
     )
     return f"{command}\n\n{picture}\n\n{_table(['seed', 'env steps', 'return', 'ended by'], rows)}"
 
