@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -105,6 +105,7 @@ class ObservationCheck:
         self.is_array = len(self._leaves) == 1 and self._leaves[0] is space
         self.dtype: Any = space.dtype if self.is_array else None
         self._names = leaf_names(space, "obs")
+        self._paths = _leaf_paths(space)
         self._bounds = [_bounds(leaf) for leaf in self._leaves]
         self._usable = [
             _bounds(spaces.Box(-np.inf, np.inf, leaf.shape, leaf.dtype.type))
@@ -142,11 +143,31 @@ class ObservationCheck:
                 )
 
     def matches_shape_and_dtype(self, observation: Any) -> bool:
-        """Return whether an observation is an array with exactly the space's shape and dtype."""
-        if not self.is_array:
+        """Return whether an observation has arrays with exactly the space's shapes and dtypes, and,
+        if it is nested, the structure of the space."""
+        if self.is_array:
+            dtype = getattr(observation, "dtype", None)
+            return dtype == self.dtype and observation.shape == self.space.shape
+        try:
+            for parent, size in self._paths.sizes:
+                if len(_at(observation, parent)) != size:
+                    return False
+            for leaf, space in zip(self.leaves(observation), self._leaves, strict=True):
+                if leaf.dtype != space.dtype or leaf.shape != space.shape:
+                    return False
+        except (AttributeError, KeyError, IndexError, TypeError):
             return False
-        dtype = getattr(observation, "dtype", None)
-        return dtype == self.dtype and observation.shape == self.space.shape
+        return True
+
+    def leaves(self, observation: Any) -> list[Any]:
+        """Return the leaves of an observation, with dict keys in sorted order."""
+        found = []
+        for path in self._paths.leaves:
+            value = observation
+            for key in path:
+                value = value[key]
+            found.append(value)
+        return found
 
     def copy(self, observation: Any) -> Any:
         """Copy an observation into arrays with the space's dtypes."""
@@ -169,17 +190,21 @@ class ObservationCheck:
         pairs = zip(leaf_values(self.space, observation), bounds, strict=True)
         return all(_in_bounds(np.asarray(value), limits) for value, limits in pairs)
 
-    def invalid_mask(self, observations: np.ndarray, usable: bool = False) -> np.ndarray:
-        """Return where observations of an array space are not `in_bounds`, as bools.
+    def invalid_rows(self, observations: Any, axes: int, usable: bool = False) -> np.ndarray:
+        """Return which observations are not `in_bounds`, as bools.
 
         Args:
-            observations: [..., *space.shape].
-            usable: return where they are not `is_usable` instead.
+            observations: [..., *space.shape], or a nest of such arrays.
+            axes: number of axes before those of the space.
+            usable: return which are not `is_usable` instead.
         """
-        bounds = (self._usable if usable else self._bounds)[0]
-        if bounds is None:
-            return np.zeros(observations.shape, bool)
-        return ~((observations >= bounds[0]) & (observations <= bounds[1]))
+        leaves = [observations] if self.is_array else leaf_values(self.space, observations)
+        invalid = np.zeros(leaves[0].shape[:axes], bool)
+        for array, limits in zip(leaves, self._usable if usable else self._bounds, strict=True):
+            if limits is not None:
+                outside = ~((array >= limits[0]) & (array <= limits[1]))
+                invalid |= outside.any(tuple(range(axes, array.ndim)))
+        return invalid
 
     def repair(self, observation: Any) -> Any:
         """Return the observation with non-finite numbers set to 0, clipped to the bounds."""
@@ -212,6 +237,31 @@ class ObservationCheck:
                 f"{low} and {high} (the space is {self.space})"
             )
         return f"an observation outside its space {self.space}"
+
+
+class _Paths(NamedTuple):
+    """Keys of the leaves of a nested space, and the size of each dict and tuple in it."""
+
+    leaves: list[tuple[Any, ...]]
+    sizes: list[tuple[tuple[Any, ...], int]]
+
+
+def _leaf_paths(space: spaces.Space, path: tuple[Any, ...] = ()) -> _Paths:
+    if isinstance(space, spaces.Dict):
+        parts: list[tuple[Any, Any]] = [(key, space[key]) for key in sorted(space)]
+    elif isinstance(space, spaces.Tuple):
+        parts = list(enumerate(space))
+    else:
+        return _Paths([path], [])
+    inner = [_leaf_paths(part, (*path, key)) for key, part in parts]
+    leaves = [leaf for paths in inner for leaf in paths.leaves]
+    return _Paths(leaves, [(path, len(parts)), *(size for p in inner for size in p.sizes)])
+
+
+def _at(value: Any, path: tuple[Any, ...]) -> Any:
+    for key in path:
+        value = value[key]
+    return value
 
 
 def _structure_problem(space: spaces.Space, value: Any, name: str) -> str | None:

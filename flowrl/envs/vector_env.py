@@ -180,7 +180,10 @@ class DirectVectorEnv:
                     self._check_first_step(observation, reward, terminated, truncated)
                     unchecked[i] = False
                 elif shape is None:
-                    if not isinstance(observation, scalar_types):
+                    is_fine = isinstance(observation, scalar_types) or (
+                        not scalar_types and self._check.matches_shape_and_dtype(observation)
+                    )
+                    if not is_fine:
                         self._check.check_structure(observation)
                 elif getattr(observation, "shape", None) != shape or observation.dtype != dtype:
                     self._check.check_structure(observation)  # numpy would broadcast and cast it

@@ -7,17 +7,21 @@ from typing import Any
 
 from flowrl.data import DEFAULT_POLICY_ID, MultiAgentBatch, SampleBatch
 from flowrl.envs.env_state import check_vector_env_state
-from flowrl.sampling.callbacks import EPISODE_EVENTS, overrides
+from flowrl.sampling.callback_worker import CallbackWorker
+from flowrl.sampling.callbacks import overrides
+from flowrl.sampling.column_sampler import ColumnSampler
 from flowrl.sampling.column_shipping import ColumnShipping
-from flowrl.sampling.columnar import ColumnarCollector
 from flowrl.sampling.environments import WorkerEnvironments
 from flowrl.sampling.episode import EpisodeMetrics, MultiAgentEpisode
 from flowrl.sampling.ids import IdCounter
-from flowrl.sampling.row_sampler import CallbackWorker, RowSampler
+from flowrl.sampling.row_sampler import RowSampler
 from flowrl.sampling.sampler import AsyncSampler, SampleResult, SamplerInput, SyncSampler
 from flowrl.sampling.worker_config import WorkerConfig
 
-STATE_KEYS = ("next_unroll", "returned_steps", "reported_steps", "episodes_ready", "samples_rows")
+STATE_KEYS = (
+    "batch_mode", "next_unroll", "returned_steps", "reported_steps", "episodes_ready",
+    "samples_rows",
+)  # fmt: skip
 
 
 class FragmentSampler:
@@ -47,7 +51,11 @@ class FragmentSampler:
             remote=bool(worker.worker_index) and settings.output is None,
             collect_infos=settings.collect_infos,
         )
-        self._source: ColumnarCollector | RowSampler | None = None
+        self._source: ColumnSampler | RowSampler | None = None
+        # of an item of the sampler: a fragment, or one whole episode
+        self._min_rows = settings.fragment_length * envs.slots.num_envs
+        if settings.batch_mode == "complete_episodes":
+            self._min_rows = 1
         self._sampler: SamplerInput | None = None
         self._reset_counts()
 
@@ -75,7 +83,10 @@ class FragmentSampler:
         with self._worker.lock:
             if self._source is None:
                 self._source = self._make_source()
-            batch = self._source.collect()
+            if isinstance(self._source, RowSampler):
+                batch: Any = self._source.collect()
+            else:
+                batch = self._source.collect(self._min_rows)
             batches = self._shipping.prepare(batch.policy_batches)
             episodes, self._source.episodes = self._source.episodes, []
             filters = {pid: policy.take_filter_updates() for pid, policy in policy_map.items()}
@@ -88,40 +99,40 @@ class FragmentSampler:
                 {pid: seen for pid, seen in filters.items() if seen},
             )
 
-    def _make_source(self) -> ColumnarCollector | RowSampler:
+    def _make_source(self) -> ColumnSampler | RowSampler:
         if self._samples_rows():
             return RowSampler(self._envs.slots, self._worker, self._settings, self._first_id)
         assert self._envs.stepper is not None
-        policy = self._worker.policy_map[DEFAULT_POLICY_ID]
-        return ColumnarCollector(self._envs.stepper, policy, self._settings, self._first_id)
+        return ColumnSampler(
+            self._envs.stepper, self._worker, self._settings, self._envs.slots, self._first_id
+        )
 
     def _samples_rows(self) -> bool:
         """Return whether the settings or the policies need sampling row by row."""
         settings, worker = self._settings, self._worker
-        if worker.is_multi_agent or settings.batch_mode == "complete_episodes":
-            return True
-        if settings.sample_collector is not None:
+        if worker.is_multi_agent or settings.sample_collector is not None:
             return True
         policy = worker.policy_map[DEFAULT_POLICY_ID]
-        nested = any(
-            space.shape is None or space.dtype is None
-            for space in (policy.observation_space, policy.action_space)
-        )
-        views = policy.view_requirements.values()
-        row_views = any(view.agents is not None or view.batch_repeat_value > 1 for view in views)
-        callbacks = overrides(worker.callbacks, *EPISODE_EVENTS)
-        return nested or row_views or policy.is_recurrent or callbacks
+        agent_views = any(view.agents is not None for view in policy.view_requirements.values())
+        return agent_views or overrides(worker.callbacks, "on_postprocess_trajectory")
 
     def sample(self) -> SampleBatch | MultiAgentBatch:
         """Return one fragment; with `complete_episodes`, whole episodes of at least its length."""
-        sampler = self.sampler
-        if self._settings.batch_mode == "truncate_episodes":
+        sampler, settings = self.sampler, self._settings
+        min_rows = settings.fragment_length * self._envs.slots.num_envs
+        if settings.batch_mode == "truncate_episodes":
             return sampler.get_data()
-        by_agent = self._settings.count_steps_by == "agent_steps"
+        by_agent = settings.count_steps_by == "agent_steps"
         items = self._episodes_ready  # includes episodes from before an error
-        min_steps = self._settings.fragment_length * self._envs.slots.num_envs
-        while sum(i.agent_steps() if by_agent else i.env_steps() for i in items) < min_steps:
-            items.append(sampler.get_data())
+        while (
+            rows := sum(i.agent_steps() if by_agent else i.env_steps() for i in items)
+        ) < min_rows:
+            if not settings.sample_async:
+                self._min_rows = min_rows - rows
+            try:
+                items.append(sampler.get_data())
+            finally:
+                self._min_rows = 1
         self._episodes_ready = []
         return items[0] if len(items) == 1 else SampleBatch.concat_samples(items)
 
@@ -131,8 +142,8 @@ class FragmentSampler:
         self._returned_steps[1] += samples.agent_steps()
 
     def episode(self, episode_id: int) -> MultiAgentEpisode | None:
-        """Return the record of a running episode; None if sampling is columnar."""
-        return self._source.episode(episode_id) if isinstance(self._source, RowSampler) else None
+        """Return the record of a running episode; None if no callback of episodes is overridden."""
+        return None if self._source is None else self._source.episode(episode_id)
 
     def get_metrics(self) -> list[EpisodeMetrics]:
         """Return the episodes that finished since the last call."""
@@ -173,6 +184,7 @@ class FragmentSampler:
             "num_envs": self._envs.slots.num_envs,
             "source": None if self._source is None else self._source.state_dict(),
             "samples_rows": isinstance(self._source, RowSampler),
+            "batch_mode": self._settings.batch_mode,
             "next_unroll": self.unroll_ids.next_id,
             "returned_steps": returned,
             "reported_steps": list(self._reported_steps),
@@ -181,7 +193,9 @@ class FragmentSampler:
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise KeyError or ValueError if `load_state_dict` could not load a state."""
-        _check_state(state, self._envs.slots.num_envs, self._samples_rows())
+        _check_state(
+            state, self._envs.slots.num_envs, self._samples_rows(), self._settings.batch_mode
+        )
 
     def load_state_dict(self, state: dict[str, Any]) -> int:
         """Load the result of `state_dict`; the worker's lock must be held.
@@ -228,7 +242,9 @@ class FragmentSampler:
             self._sampler.stop()
 
 
-def _check_state(state: Mapping[str, Any], num_envs: int, samples_rows: bool) -> None:
+def _check_state(
+    state: Mapping[str, Any], num_envs: int, samples_rows: bool, batch_mode: str
+) -> None:
     for key in STATE_KEYS:
         if key not in state:
             raise KeyError(key)
@@ -239,6 +255,11 @@ def _check_state(state: Mapping[str, Any], num_envs: int, samples_rows: bool) ->
         )
     if state["source"] is None:
         return
+    if state["batch_mode"] != batch_mode:
+        raise ValueError(
+            f"the state was sampled with batch_mode={state['batch_mode']!r}, this worker has "
+            f"{batch_mode!r}"
+        )
     if state["samples_rows"] != samples_rows:
         kinds = {True: "row by row", False: "in columns"}
         raise ValueError(

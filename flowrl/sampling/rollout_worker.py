@@ -37,9 +37,9 @@ T = TypeVar("T")
 class RolloutWorker:
     """Samples fragments with its policies, and learns from batches.
 
-    A single agent with array observations is sampled in columns, all environments at once. Several
-    agents, whole episodes, episode callbacks, recurrent policies, nested spaces and a custom
-    collector are sampled row by row, which is slower and gives the same rows.
+    Environments with one agent are sampled in columns, all environments at once. Several agents,
+    views of other agents, callbacks with `on_postprocess_trajectory` and a custom collector are
+    sampled row by row, which is slower and gives the same rows.
 
     Args:
         env_creator: function from an EnvContext to a gymnasium Env or VectorEnv or a MultiAgentEnv,
@@ -210,7 +210,7 @@ class RolloutWorker:
         return batch.policy_batches.get(DEFAULT_POLICY_ID, SampleBatch())
 
     def episode(self, episode_id: int) -> MultiAgentEpisode | None:
-        """Return the record of a running episode; None if sampling is columnar."""
+        """Return the record of a running episode; None if no callback of episodes is overridden."""
         return self._sampling.episode(episode_id)
 
     def items(self) -> Iterator[SampleBatch | MultiAgentBatch]:

@@ -1,8 +1,7 @@
 """RowSampler: steps environments row by row into a SampleCollector.
 
-Supports everything that columnar sampling does not: several agents and policies, whole episodes,
-callbacks at every step, recurrent policies, nested observations, custom collectors. A policy is
-called once per step, with all its agents of all environments.
+Samples several agents and policies, and into collectors of users. A policy is called once per step,
+with all its agents of all environments.
 """
 
 from __future__ import annotations
@@ -10,9 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import optree
@@ -31,13 +28,13 @@ from flowrl.envs.validation import (
     invalid_step_error,
 )
 from flowrl.policies.policy import Policy
-from flowrl.sampling.callbacks import DefaultCallbacks, call, overrides
+from flowrl.sampling.callback_worker import CallbackWorker
+from flowrl.sampling.callbacks import call, overrides
 from flowrl.sampling.episode import AgentRecord, EpisodeMetrics, MultiAgentEpisode
 from flowrl.sampling.ids import IdCounter
 from flowrl.sampling.list_collector import SimpleListCollector
 from flowrl.sampling.sample_collector import SampleCollector
 from flowrl.sampling.sampler import TIMINGS
-from flowrl.sampling.sampling_worker import SamplingWorker
 from flowrl.sampling.worker_config import WorkerConfig
 from flowrl.settings import ConfigError
 
@@ -45,23 +42,6 @@ log = logging.getLogger("flowrl")
 
 MAX_STEPS_WITHOUT_DATA = 10_000  # env steps without a row or an episode, before a warning
 MAX_CACHED_AGENTS = 10_000  # agents whose first observations are checked
-
-
-class CallbackWorker(SamplingWorker, Protocol):
-    """What sampling uses of a RolloutWorker."""
-
-    callbacks: DefaultCallbacks
-
-    @property
-    def lock(self) -> AbstractContextManager[Any]:
-        """Held while an item is sampled, and while policies learn."""
-
-    @property
-    def policy_for(self) -> Callable[[AgentID, MultiAgentEpisode], PolicyID]:
-        """Return the id of an agent's policy in an episode."""
-
-    def to_sample(self, batch: MultiAgentBatch) -> SampleBatch | MultiAgentBatch:
-        """Return the batch as `sample()` returns it."""
 
 
 class RowSampler:
@@ -436,6 +416,7 @@ class RowSampler:
                 check = checks.get(agent)
                 if (
                     check is None
+                    or not check.is_array
                     or (slot, agent) not in checked
                     or not check.matches_shape_and_dtype(obs)
                 ):

@@ -2,6 +2,7 @@
 
 import gymnasium as gym
 import numpy as np
+import optree
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,10 +11,40 @@ from flowrl.algorithms.ppo import PPOTorchPolicy
 from flowrl.data import SampleBatch
 from flowrl.policies import ViewRequirement
 from flowrl.sampling import RolloutWorker, SimpleListCollector
+from flowrl.sampling.callbacks import DefaultCallbacks
 
 from .fakes import CountEnv
 
 ID_COLUMNS = ("eps_id", "unroll_id")
+
+
+class Uneven(CountEnv):
+    """Episodes of 1 to `length` steps, in an order that depends on the episode's number."""
+
+    def reset(self, **kwargs):
+        self.longest = getattr(self, "longest", self.length)
+        obs, info = super().reset(**kwargs)
+        self.length = 1 + (5 * self.episode + 2) % self.longest
+        return obs, info
+
+
+class Nested(Uneven):
+    """Uneven with observations and actions in dicts."""
+
+    observation_space = gym.spaces.Dict(
+        count=gym.spaces.Box(-1.0, 1e6, (2,), np.float32),
+        pair=gym.spaces.Tuple((gym.spaces.Discrete(100), gym.spaces.Box(0, 255, (2, 2), np.uint8))),
+    )
+    action_space = gym.spaces.Dict(a=gym.spaces.Discrete(2), b=gym.spaces.Box(-1, 1, (2,)))
+
+    def observe(self):
+        image = np.full((2, 2), self.steps, np.uint8)
+        return {"count": super().observe().copy(), "pair": (min(self.episode, 99), image)}
+
+
+RECURRENT = {"use_lstm": True, "lstm_cell_size": 3}
+ATTENTION = {"use_attention": True, "attention_dim": 4, "attention_num_heads": 1}
+SMALL = {"fcnet_hiddens": [4]}
 
 
 def pair(length=3, fragment=7, envs=2, views=(), env=CountEnv, **config):
@@ -37,6 +68,12 @@ def assert_same(columns, rows):
     assert set(columns) == set(rows)
     for name in columns:
         a, b = columns[name], rows[name]
+        if isinstance(a, (dict, tuple)):
+            leaves = zip(optree.tree_leaves(a), optree.tree_leaves(b), strict=True)
+            for one, other in leaves:
+                assert one.dtype == other.dtype, name
+                assert np.allclose(one, other, atol=1e-6), (name, a, b)
+            continue
         assert a.dtype == b.dtype, name
         if name in ID_COLUMNS:
             assert np.array_equal(np.diff(a) != 0, np.diff(b) != 0), name
@@ -137,6 +174,194 @@ def test_views_equal_columns(shift, column, length, fragment, soft):
     )
     for _ in range(4):
         assert_same(columns.sample(), rows.sample())
+
+
+MODELS = {
+    "plain": {},
+    "lstm": RECURRENT,
+    "lstm with actions": {**RECURRENT, "lstm_use_prev_action": True, "lstm_use_prev_reward": True},
+    "attention": {**ATTENTION, "attention_memory": 3},
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("env", [Uneven, Nested])
+@given(
+    length=st.integers(1, 7),
+    fragment=st.integers(1, 9),
+    envs=st.integers(1, 3),
+    max_seq_len=st.integers(1, 4),
+    soft=st.sampled_from([None, 3]),
+)
+@settings(max_examples=12, deadline=None)
+def test_memory_and_nested_spaces_equal_columns(
+    model, env, length, fragment, envs, max_seq_len, soft
+):
+    columns, rows = pair(
+        length,
+        fragment,
+        envs,
+        env=env,
+        horizon=soft,
+        soft_horizon=soft is not None,
+        model={**SMALL, **MODELS[model], "max_seq_len": max_seq_len},
+    )
+    for _ in range(3):
+        assert_same(columns.sample(), rows.sample())
+    assert_same_episodes(columns, rows)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@given(
+    length=st.integers(1, 7),
+    fragment=st.integers(1, 9),
+    envs=st.integers(1, 3),
+    normalize=st.booleans(),
+)
+@settings(max_examples=12, deadline=None)
+def test_whole_episodes_equal_columns(model, length, fragment, envs, normalize):
+    columns, rows = pair(
+        length,
+        fragment,
+        envs,
+        env=Uneven,
+        batch_mode="complete_episodes",
+        normalize_rewards=normalize,
+        explore=False,
+        model={**SMALL, **MODELS[model], "max_seq_len": 3},
+    )
+    episodes = []
+    for worker in (columns, rows):
+        found = {}
+        while not all(any(key[0] == env and key[1] >= 5 for key in found) for env in range(envs)):
+            batch = worker.sample()
+            assert batch.count >= fragment * envs
+            for part in batch.split_by_episode():
+                found[int(part["env_id"][0]), int(part["obs"][0, 0])] = part
+        episodes.append({key: part for key, part in found.items() if key[1] <= 5})
+    assert episodes[0].keys() == episodes[1].keys()
+    for key, part in episodes[0].items():
+        other = episodes[1][key]
+        assert part["t"].tolist() == list(range(part.count))
+        assert len(set(part["unroll_id"])) == 1
+        for name in set(part) - {"eps_id", "unroll_id", "infos", "rewards", "seq_lens"}:
+            if normalize and name in ("advantages", "value_targets", "next_values"):
+                continue  # the scale depends on the episodes before
+            assert np.allclose(part[name], other[name], atol=1e-5), name
+
+
+class Recorder(DefaultCallbacks):
+    """Records what callbacks see of each episode."""
+
+    def note(self, event, episode):
+        last, previous = episode.last_action_for(), episode.prev_action_for()
+        self.seen = getattr(self, "seen", [])
+        self.seen.append(
+            (
+                event,
+                episode.env_id,
+                episode.length,
+                episode.total_reward,
+                episode.last_observation_for().tolist(),
+                episode.last_raw_obs_for().tolist(),
+                None if last is None else int(last),
+                None if previous is None else int(previous),
+                episode.last_reward_for(),
+                episode.prev_reward_for(),
+                episode.last_info_for(),
+                episode.is_done(),
+                episode.is_faulty,
+                episode.worker.episode(episode.episode_id) is episode,
+            )
+        )
+        episode.user_data["events"] = episode.user_data.get("events", 0) + 1
+        episode.custom_metrics["events"] = episode.user_data["events"]
+
+    def on_episode_start(self, *, episode, **kwargs):
+        self.note("start", episode)
+
+    def on_episode_step(self, *, episode, **kwargs):
+        self.note("step", episode)
+
+    def on_episode_end(self, *, episode, **kwargs):
+        self.note("end", episode)
+
+
+@given(
+    length=st.integers(1, 6),
+    fragment=st.integers(1, 7),
+    envs=st.integers(1, 3),
+    horizon=st.sampled_from([None, 2]),
+    soft=st.booleans(),
+    normalize=st.booleans(),
+)
+@settings(max_examples=25, deadline=None)
+def test_callbacks_see_the_same_as_with_rows(length, fragment, envs, horizon, soft, normalize):
+    columns, rows = pair(
+        length,
+        fragment,
+        envs,
+        env=Uneven,
+        horizon=horizon,
+        soft_horizon=soft and horizon is not None,
+        normalize_observations=normalize,
+        callbacks_class=Recorder,
+    )
+    for _ in range(3):
+        assert_same(columns.sample(), rows.sample())
+    assert columns.callbacks.seen == rows.callbacks.seen
+    metrics = [sorted((*e[:3], e.custom_metrics["events"]) for e in w.get_metrics())
+               for w in (columns, rows)]  # fmt: skip
+    assert metrics[0] == metrics[1]
+
+
+@pytest.mark.parametrize("model", ["plain", "lstm with actions", "attention"])
+@pytest.mark.parametrize("batch_mode", ["truncate_episodes", "complete_episodes"])
+@pytest.mark.parametrize("env", [Uneven, Nested])
+@pytest.mark.parametrize("soft", [None, 3])
+def test_restored_sampler_continues_exactly(model, batch_mode, env, soft):
+    if batch_mode == "complete_episodes" and soft:
+        pytest.skip("soft horizons are for fragments")
+    config = {
+        "num_envs_per_worker": 2,
+        "rollout_fragment_length": 7,
+        "batch_mode": batch_mode,
+        "horizon": soft,
+        "soft_horizon": soft is not None,
+        "seed": 1,
+        "normalize_rewards": True,
+        "callbacks_class": CountingCallbacks,
+        "model": {**SMALL, **MODELS[model], "max_seq_len": 3},
+    }
+
+    class Random(env):  # its episodes depend on its random generator alone
+        def reset(self, **kwargs):
+            gym.Env.reset(self, seed=kwargs.get("seed"))
+            self.episode = int(self.np_random.integers(50))
+            return super().reset()
+
+    whole, first, second = (
+        RolloutWorker(lambda context: Random(5), PPOTorchPolicy, config) for _ in range(3)
+    )
+    for _ in range(2):
+        whole.sample(), first.sample()
+    second.load_state_dict(first.state_dict())
+    second.policy.load_filter_state_dict(first.policy.filter_state_dict())
+    assert second.load_sampling_state_dict(first.sampling_state_dict()) == 0
+    whole.get_metrics()
+    for _ in range(3):
+        expected, found = whole.sample(), second.sample()
+        assert_same(expected, found)
+        for name in ID_COLUMNS:
+            assert expected[name].tolist() == found[name].tolist()
+    assert whole.get_metrics() == second.get_metrics()
+
+
+class CountingCallbacks(DefaultCallbacks):
+    """Counts the steps of each episode in a custom metric."""
+
+    def on_episode_step(self, *, episode, **kwargs):
+        episode.custom_metrics["steps"] = episode.custom_metrics.get("steps", 0) + 1
 
 
 class PerSegment(PPOTorchPolicy):

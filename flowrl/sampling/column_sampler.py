@@ -1,0 +1,470 @@
+"""ColumnSampler: sample single-agent environments in columns, all environments at once.
+
+Each step writes row t [N, …] of time-major columns. Derived columns (ids, advantages, views) are
+computed for the whole fragment afterwards.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from functools import partial
+from typing import Any
+
+import numpy as np
+import optree
+from gymnasium import spaces
+
+from flowrl.data import DEFAULT_POLICY_ID, SampleBatch
+from flowrl.data.spaces import stack_values, zeros_of
+from flowrl.envs.validation import ObservationCheck, check_extra_columns, first_invalid_action
+from flowrl.envs.vector_env import DirectVectorEnv, VectorEnv, VectorStep
+from flowrl.sampling.callback_worker import CallbackWorker
+from flowrl.sampling.callbacks import EPISODE_EVENTS, overrides
+from flowrl.sampling.episode import EpisodeMetrics, MultiAgentEpisode
+from flowrl.sampling.episode_callbacks import EpisodeCallbacks
+from flowrl.sampling.episode_returns import EpisodeReturns
+from flowrl.sampling.fragment_builder import FragmentBuilder
+from flowrl.sampling.fragment_columns import FragmentColumns, map_leaves, write
+from flowrl.sampling.sampler import TIMINGS
+from flowrl.sampling.segments import Event, Segments, SegmentTracker
+from flowrl.sampling.step_checks import Problem, StepChecks
+from flowrl.sampling.view_resolver import signature_of
+from flowrl.sampling.views import InitialStates, Views
+from flowrl.sampling.worker_config import WorkerConfig
+
+log = logging.getLogger("flowrl")
+
+MAX_STEPS_WITHOUT_DATA = 10_000  # env steps without a finished episode, before a warning
+INPUTS = ("raw_obs", "obs", "rewards", "terminateds", "truncateds")
+
+
+class ColumnSampler:
+    """Samples fragments of all environments of a stepper.
+
+    With `batch_mode="complete_episodes"`, a fragment has whole episodes; otherwise, episodes
+    continue from one fragment to the next. If an environment fails, its episode's rows
+    that are in no fragment yet are dropped. After an exception the sampler can be used again: the
+    rows that are in no fragment are dropped and the next one starts new episodes.
+
+    Args:
+        stepper: the environments.
+        worker: its policy acts and its callbacks are called.
+        settings: the sampling settings.
+        base_env: the environments, passed to callbacks.
+        first_id: the first episode and unroll id.
+    """
+
+    def __init__(
+        self,
+        stepper: VectorEnv,
+        worker: CallbackWorker,
+        settings: WorkerConfig,
+        base_env: Any,
+        first_id: int = 0,
+    ):
+        self.stepper, self.settings = stepper, settings
+        self.policy = policy = worker.policy_map[DEFAULT_POLICY_ID]
+        self.episodes: list[EpisodeMetrics] = []
+        self.env_steps = self.faulty_episodes = 0
+        self.timings = dict.fromkeys(TIMINGS, 0.0)
+        self._whole = settings.batch_mode == "complete_episodes"
+        self._check = ObservationCheck(stepper.observation_space)
+        self._checks = StepChecks(self._check, settings.on_invalid_step, policy.worker_index)
+        self._builder = FragmentBuilder(policy, settings.no_done_at_end, first_id)
+        horizon = settings.horizon if settings.soft_horizon else None
+        self._tracker = SegmentTracker(stepper.num_envs, first_id, horizon, self._whole)
+        self._open = False
+        self._restarted: list[int] = []  # environments with new episodes after loading a state
+        self._states = InitialStates(policy, stepper.num_envs)
+        self._views = Views(policy, self._states)
+        self._columns = FragmentColumns(
+            stepper.num_envs, settings.fragment_length, self._views.lookback
+        )
+        self._allocate_inputs()
+        self._callbacks: EpisodeCallbacks | None = None
+        if overrides(worker.callbacks, *EPISODE_EVENTS):
+            ids = self._tracker.episode_ids
+            self._callbacks = EpisodeCallbacks(worker, base_env, self._columns, self._check, ids)
+        # glibc maps and unmaps each large block, at a page fault per 4 KiB, until a larger block
+        # was freed; afterwards the columns of fragments reuse mapped memory
+        np.empty(16 << 20, np.uint8)
+        # nested observations, which are not written to the columns directly
+        self._nested: list[Any] | None = None if self._check.is_array else [None] * stepper.num_envs
+        self._used = 0  # rows in the columns that are in no fragment yet
+        self._infos: list[Any] = []  # of each of these rows
+        self._returns = EpisodeReturns(stepper.num_envs)
+        self._dropped = np.zeros(stepper.num_envs, np.int64)  # consecutive fragments without rows
+
+    def _allocate_inputs(self) -> None:
+        """Allocate the columns that the environments write."""
+        columns, space, envs = self._columns, self.stepper.observation_space, self.stepper.num_envs
+        zeros = map_leaves(lambda z: np.broadcast_to(z, (envs, *z.shape)), zeros_of(space))
+        columns.allocate_like("raw_obs", zeros)
+        if self.policy.observation_filter is None:
+            columns.share("obs", "raw_obs")
+        else:
+            columns.allocate("obs", space.shape or (), np.dtype(np.float32))
+        for name, dtype in (("rewards", np.float32), ("terminateds", bool), ("truncateds", bool)):
+            columns.allocate(name, (), np.dtype(dtype))
+
+    def episode(self, episode_id: int) -> MultiAgentEpisode | None:
+        """Return the record of a running episode; None without callbacks of episodes."""
+        if self._callbacks is None:
+            return None
+        return self._callbacks.find(episode_id, len(self._infos), self._infos)
+
+    # -- a fragment --------------------------------------------------------------------------------
+
+    def collect(self, min_rows: int) -> SampleBatch:
+        """Return one fragment, sorted by environment and time.
+
+        Args:
+            min_rows: number of rows; a step of all environments and whole episodes may have more.
+        """
+        started = time.perf_counter()
+        if self._views.signature != signature_of(self.policy.view_requirements):
+            self._views = Views(self.policy, self._states)
+            self._columns.look_back(self._views.lookback)
+        self._states.begin()
+        if self._restarted and self.policy.reward_scaler is not None:
+            self.policy.reward_scaler.reset(self._restarted)
+        self._restarted = []
+        if not self._open:
+            self._start()
+        self._open = False  # until the fragment is complete
+        before = self._used
+        self._roll(min_rows)
+        rolled = time.perf_counter()
+        batch = self._finish(before, min_rows)
+        self._open = True
+        self.env_steps += batch.count
+        finished = time.perf_counter()
+        self.timings["postprocess_s"] += finished - rolled
+        self.timings["sample_s"] += finished - started
+        return batch
+
+    def _start(self) -> None:
+        """Start an episode in every environment."""
+        columns = self._columns
+        columns.known = self._used = 0
+        self._infos = []
+        self._tracker.start()
+        self._states.restart(slice(None))
+        self._states.begin()
+        self.stepper.reset(columns.row("raw_obs", 0) if self._nested is None else self._nested)
+        self._take_observations(0)
+        if self.policy.reward_scaler is not None:
+            self.policy.reward_scaler.reset()
+        if self._callbacks is not None:
+            self._callbacks.start_all()
+
+    def _take_observations(self, t: int) -> None:
+        """Write nested observations to row t, and repair invalid ones if the setting says so."""
+        columns, at = self._columns, self._columns.lookback + t
+        if self._nested is not None:
+            leaves = zip(*map(self._check.leaves, self._nested), strict=True)
+            arrays = optree.tree_leaves(columns["raw_obs"])
+            for array, values in zip(arrays, leaves, strict=True):
+                array[at] = values
+        if self.settings.on_invalid_step == "replace":
+            write(columns["raw_obs"], at, self._check.repair(columns.row("raw_obs", t)))
+
+    def _roll(self, min_rows: int) -> None:
+        """Act and step until the fragment is complete."""
+        columns, stepper, policy, settings = self._columns, self.stepper, self.policy, self.settings
+        views, tracker, callbacks = self._views, self._tracker, self._callbacks
+        normalize, shows_columns = policy.observation_filter, views.shows_columns
+        act, act_on_views = policy.compute_actions, policy.compute_actions_from_input_dict
+        if not settings.explore:
+            act, act_on_views = partial(act, explore=False), partial(act_on_views, explore=False)
+        # DirectVectorEnv checks the actions of a Discrete space itself
+        direct = isinstance(stepper, DirectVectorEnv)
+        check_actions = not (direct and isinstance(policy.action_space, spaces.Discrete))
+        whole, nested, envs = self._whole, self._nested, stepper.num_envs
+        replace = settings.on_invalid_step == "replace"
+        lookback, first, t = columns.lookback, self._used, self._used
+        closed = tracker.rows_closed
+        stepping = acting = 0.0
+        clock = time.perf_counter
+        start = clock()
+        raw, obs, rewards, terminateds, truncateds = self._inputs_from(t)
+        stored = columns.arrays
+        while closed < min_rows:
+            if t == columns.length:
+                columns.resize(2 * t)
+                raw, obs, rewards, terminateds, truncateds = self._inputs_from(t)
+            at = lookback + t
+            if normalize is not None:
+                obs[at] = normalize(raw[at])
+            act_start = clock()
+            if shows_columns:
+                actions, states, extra = act(obs[at] if nested is None else columns.row("obs", t))
+            else:
+                inputs = views.inputs(columns, t, t - tracker.resets)
+                actions, states, extra = act_on_views(inputs)
+            act_end = clock()
+            if t == first:
+                self._allocate_outputs(actions, states, extra)
+            write(stored["actions"], at, actions)
+            for name, value in extra.items():
+                write(stored[name], at, value)
+            for i, state in enumerate(states):
+                stored[f"state_out_{i}"][at] = state
+            if check_actions:
+                self._check_actions(actions)
+            to_env = policy.actions_for_env(actions)
+            if not isinstance(to_env, np.ndarray):
+                to_env = _rows(to_env)
+            step_start = clock()
+            acting += act_end - act_start
+            target = raw[at + 1] if nested is None else nested
+            try:
+                step = stepper.step(to_env, target, rewards[at], terminateds[at], truncateds[at])
+            except Exception as error:
+                error.add_note(f"at step {t - first} of a fragment, {self.env_steps} steps sampled")
+                raise
+            stepping += clock() - step_start
+            if nested is not None or replace:
+                self._take_observations(t + 1)
+                self._repair(rewards[at], step)
+            if "dones" in views.sources:
+                stored["dones"][at] = terminateds[at] | truncateds[at]
+            self._infos.append(step.infos)
+            soft = self._note(t, step, states)
+            if callbacks is not None:
+                callbacks.step(t, step, self._infos, soft, stepper.resets_in_next_step)
+            t += 1
+            closed = tracker.rows_closed if whole else closed + envs - len(step.skipped)
+            if whole and not closed:
+                self._warn_without_data(t)
+        if normalize is not None:
+            columns["obs"][lookback + t] = normalize(columns["raw_obs"][lookback + t])
+        self._used = t
+        self.timings["env_step_s"] += stepping
+        self.timings["inference_s"] += acting
+        self.timings["collection_s"] += clock() - start - stepping - acting
+
+    def _inputs_from(self, t: int) -> list[Any]:
+        """Return the columns that the environments write, without ends from row t on."""
+        arrays = [self._columns[name] for name in INPUTS]
+        for ends in arrays[3:]:
+            ends[self._columns.lookback + t :] = False
+        return arrays
+
+    def _note(self, t: int, step: VectorStep, states: Any) -> Any:
+        """Note which episodes ended after row t; return those that passed a soft horizon."""
+        failed = [env for env, _ in step.failed] if step.failed else ()
+        self.faulty_episodes += len(failed)
+        soft = self._tracker.note(t, step.ended, step.final, step.skipped, failed)
+        for envs in (step.ended, step.skipped, failed) if states else ():
+            if len(envs):
+                self._states.restart(envs)
+        return soft
+
+    def _warn_without_data(self, steps: int) -> None:
+        envs = self.stepper.num_envs
+        if (steps - 1) * envs < MAX_STEPS_WITHOUT_DATA <= steps * envs:
+            log.warning(
+                "%d env steps without a finished episode; all of them stay in memory",
+                MAX_STEPS_WITHOUT_DATA,
+            )
+
+    def _allocate_outputs(self, actions: Any, states: Any, extra: dict[str, Any]) -> None:
+        """Allocate columns for what the policy returns."""
+        envs, columns = self.stepper.num_envs, self._columns
+        check_extra_columns(DEFAULT_POLICY_ID, extra, envs)
+        count = len(optree.tree_leaves(actions)[0])
+        if count != envs:
+            raise ValueError(f"the policy returned {count} actions for {envs} observations")
+        self._check_actions(actions)
+        outputs = {f"state_out_{i}": np.asarray(state) for i, state in enumerate(states)}
+        for name, value in {"actions": actions, **extra, **outputs}.items():
+            columns.allocate_like(name, value)
+        if "dones" in self._views.sources:
+            columns.allocate("dones", (), np.dtype(bool))
+
+    def _check_actions(self, actions: Any) -> None:
+        invalid = first_invalid_action(self.policy.action_space, actions)
+        if invalid is not None:
+            raise ValueError(
+                f"the policy returned the action {_rows(actions)[invalid]!r} for sub-environment "
+                f"{invalid}; its action space is {self.policy.action_space}"
+            )
+
+    def _repair(self, rewards: np.ndarray, step: VectorStep) -> None:
+        """Replace invalid rewards and final observations by valid ones, if the setting says so."""
+        if self.settings.on_invalid_step == "replace":
+            np.nan_to_num(rewards, copy=False, posinf=0.0, neginf=0.0)
+            if len(step.ended):
+                step.final = [self._check.repair(self._check.copy(final)) for final in step.final]
+
+    # -- the end of a fragment ---------------------------------------------------------------------
+
+    def _finish(self, before: int, min_rows: int) -> SampleBatch:
+        """Check the rows from row `before` on, build the fragment, and keep the rows after it."""
+        used, policy, columns, tracker = self._used, self.policy, self._columns, self._tracker
+        segments, raw_finals = tracker.segments(used), self._finals()
+        self._drop_invalid(segments, raw_finals, before)
+        finals = raw_finals
+        if policy.observation_filter is not None:
+            seen = columns.part("raw_obs", before + 1, used + 1)
+            gaps = tracker.gaps(before, used)
+            rows = seen.reshape(-1, *seen.shape[2:]) if gaps is None else seen[~gaps]
+            if len(rows):
+                policy.observation_filter.new_stats.update(rows)
+            finals = policy.observation_filter(raw_finals)
+        chosen = tracker.choose(segments, min_rows)
+        returned = segments if chosen.all() else segments.select(chosen)
+        batch = self._builder.build(columns, self._views, used, returned, finals, self._infos)
+        rewards = columns.part("rewards", 0, used)
+        self.episodes += self._returns.end_fragment(returned, rewards, self._callbacks)
+        lost = set(segments.lanes[segments.events == Event.LOST].tolist())
+        if self.stepper.resets_in_next_step:
+            lost = set()  # the steps that reset an environment
+        healthy = [env for env in range(self.stepper.num_envs) if env not in lost]
+        self.stepper.mark_healthy(healthy)
+        self._dropped[healthy] = 0
+        first = tracker.keep(used, segments, chosen, raw_finals)
+        if self._callbacks is not None:
+            self._callbacks.update_all(used, self._infos)
+            self._callbacks.advance(first)
+        columns.advance(first, used)
+        self._used = used - first
+        self._infos = self._infos[first:]  # a new list: the fragment reads the old one
+        return batch
+
+    def _finals(self) -> Any:
+        """Return the final observations of the episodes that ended, [k, …]."""
+        parts = self._tracker.finals
+        if not parts:
+            return map_leaves(lambda array: array[:0, 0], self._columns["raw_obs"])
+        if self._check.is_array:
+            dtype = self._columns["raw_obs"].dtype
+            return np.concatenate([np.asarray(part, dtype) for part in parts])
+        return stack_values([self._check.copy(final) for part in parts for final in part])
+
+    def _drop_invalid(self, segments: Segments, finals: Any, before: int) -> None:
+        """Drop the segments with invalid values, before they reach filters and advantages."""
+        problems = self._checks.find(self._columns, self._used, finals, segments)
+        if not problems:
+            return
+        stepper, columns, tracker = self.stepper, self._columns, self._tracker
+        if self.settings.on_invalid_step != "drop" or not isinstance(stepper, DirectVectorEnv):
+            raise self._checks.error_of(problems[0])
+        for problem in problems:
+            index, env = problem.segment, problem.env
+            was_open = segments.events[index] == Event.OPEN
+            if segments.events[index] == Event.LOST:
+                continue  # for another value
+            self.faulty_episodes += 1
+            tracker.drop(segments, index)
+            rows = slice(
+                columns.lookback + int(segments.begins[index]),
+                columns.lookback + int(segments.ends[index]),
+            )
+            for name in columns.names():  # keeps the estimates of other rows finite
+                if name not in ("terminateds", "truncateds"):
+                    for array in optree.tree_leaves(columns[name]):
+                        array[rows, env] = 0
+            if was_open:
+                self._restart(env, problem)
+            elif self._callbacks is not None:
+                self._callbacks.drop(int(segments.episode_ids[index]))
+            gaps = tracker.gaps(before, self._used)
+            if gaps is not None and gaps[:, env].all():
+                self._note_dropped(env, problem)
+
+    def _restart(self, env: int, problem: Problem) -> None:
+        """Replace an environment that returned invalid values."""
+        columns, normalize = self._columns, self.policy.observation_filter
+        assert isinstance(self.stepper, DirectVectorEnv)
+        observation = self.stepper.restart(env, self._checks.error_of(problem))
+        self._states.restart(env)
+        at = columns.lookback + self._used, env
+        write(columns["raw_obs"], at, self._check.copy(observation))
+        if normalize is not None:
+            columns["obs"][at] = normalize(columns["raw_obs"][at][None])[0]
+        if self._callbacks is not None:
+            self._callbacks.fail(env, self._used)
+
+    def _note_dropped(self, env: int, problem: Problem) -> None:
+        """Count a fragment without rows of an environment; raise if there are too many in a row."""
+        self._dropped[env] += 1
+        if self._dropped[env] > self.settings.max_num_env_restarts:
+            error = self._checks.error_of(problem)
+            error.add_note(
+                f"all rows of sub-environment {env} in {self._dropped[env]} consecutive fragments "
+                "were dropped"
+            )
+            raise error
+
+    # -- state -------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of environments, episodes and counters, without the policy."""
+        state: dict[str, Any] = {
+            "tracker": self._tracker.state_dict(),
+            "next_unroll": self._builder.next_unroll_id,
+            "env_steps": self.env_steps,
+            "faulty_episodes": self.faulty_episodes,
+        }
+        if self._open:
+            state["open"] = {
+                "envs": self.stepper.state_dict(),
+                "columns": self._columns.state_dict(self._used),
+                "states": self._states.state_dict(),
+                "returns": self._returns.so_far.copy(),
+                "dropped": self._dropped.copy(),
+                "callbacks": None if self._callbacks is None else self._callbacks.state_dict(),
+            }
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> int:
+        """Load the result of `state_dict`.
+
+        Returns:
+            Number of episodes that could not be resumed; new episodes replace them.
+
+        Raises:
+            KeyError, ValueError: the state belongs to other environments.
+        """
+        self._tracker.load_state_dict(state["tracker"])
+        self._builder.next_unroll_id = state["next_unroll"]
+        self.env_steps, self.faulty_episodes = state["env_steps"], state["faulty_episodes"]
+        running, columns = state.get("open"), self._columns
+        self._open = False
+        if running is None:
+            return 0
+        columns.load_state_dict(running["columns"])
+        if columns.lookback != self._views.lookback:
+            columns.look_back(self._views.lookback)
+        self._used = running["columns"]["used"]
+        self._infos = [() for _ in range(self._used)]
+        self._states.load_state_dict(running["states"])
+        self._returns.so_far[:], self._dropped[:] = running["returns"], running["dropped"]
+        if self._callbacks is not None:
+            self._callbacks.load_state_dict(running["callbacks"])
+        observations: Any = columns.row("raw_obs", self._used)
+        if self._nested is not None:
+            observations = self._nested[:] = _rows(observations)
+        restarted = self.stepper.load_state_dict(running["envs"], observations)
+        if self._nested is not None:
+            self._nested[:] = observations
+            self._take_observations(self._used)
+        self._tracker.restart(restarted, self._used)
+        self._states.restart(restarted)
+        if self._callbacks is not None:
+            for env in restarted:
+                self._callbacks.start(env, self._used)
+        self._restarted = restarted
+        self._open = True
+        return len(restarted)
+
+
+def _rows(value: Any) -> list[Any]:
+    """Return the rows of an array or of nested arrays."""
+    if isinstance(value, np.ndarray):
+        return list(value)
+    count = len(optree.tree_leaves(value)[0])
+    return [optree.tree_map(lambda leaf, i=i: leaf[i], value) for i in range(count)]

@@ -1,0 +1,279 @@
+"""EpisodeCallbacks: record the episodes of single-agent environments and call the callbacks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import optree
+
+from flowrl.data import DEFAULT_POLICY_ID
+from flowrl.envs.single_agent_adapter import SINGLE_AGENT
+from flowrl.envs.validation import ObservationCheck
+from flowrl.envs.vector_env import VectorStep
+from flowrl.sampling.callback_worker import CallbackWorker
+from flowrl.sampling.callbacks import call, overrides
+from flowrl.sampling.episode import MultiAgentEpisode
+from flowrl.sampling.fragment_columns import FragmentColumns
+from flowrl.settings import ConfigError
+
+
+class EpisodeCallbacks:
+    """Keeps a MultiAgentEpisode for each environment, and passes it to the callbacks.
+
+    Args:
+        worker: its callbacks are called.
+        base_env: the environments, passed to the callbacks.
+        columns: the rows of all environments.
+        check: copies final observations.
+        episode_ids: id of each environment's episode, [N]; the sampler updates it.
+
+    An episode is updated from the columns when a callback is called, or `update_all`.
+    """
+
+    def __init__(
+        self,
+        worker: CallbackWorker,
+        base_env: Any,
+        columns: FragmentColumns,
+        check: ObservationCheck,
+        episode_ids: np.ndarray,
+    ):
+        self._worker, self._base_env = worker, base_env
+        self._columns, self._check, self._episode_ids = columns, check, episode_ids
+        self._policy = worker.policy_map[DEFAULT_POLICY_ID]
+        self._running: list[MultiAgentEpisode | None] = [None] * columns.lanes
+        self._recorded = [0] * columns.lanes  # first row that is not in the episode's record
+        self._finished: dict[int, MultiAgentEpisode] = {}
+        self._by_id: dict[int, MultiAgentEpisode] = {}
+        self._calls = {
+            name: getattr(worker.callbacks, name)
+            for name in ("on_episode_start", "on_episode_step", "on_episode_end")
+            if overrides(worker.callbacks, name)
+        }
+
+    def start_all(self) -> None:
+        """Start an episode in every environment, with the observations of row 0."""
+        self._running = [None] * len(self._running)
+        self._by_id.clear()
+        self._finished.clear()
+        for env in range(len(self._running)):
+            self.start(env, 0)
+
+    def start(self, env: int, row: int) -> None:
+        """Start an episode with the observation of a row."""
+        episode = self._new_episode(env)
+        record = episode.record(SINGLE_AGENT)
+        record.alive = True
+        record.raw_obs, record.obs = self._observation(row, env)
+        self._recorded[env] = row
+        self._call("on_episode_start", episode)
+
+    def find(self, episode_id: int, rows: int, infos: list[Any]) -> MultiAgentEpisode | None:
+        """Return a running episode, updated to `rows` rows of the fragment."""
+        episode = self._by_id.get(episode_id)
+        if episode is not None:
+            self._update(episode.env_id, rows, infos)
+        return episode
+
+    def update_all(self, rows: int, infos: list[Any]) -> None:
+        """Update all running episodes to `rows` rows of the fragment."""
+        for env, episode in enumerate(self._running):
+            if episode is not None:
+                self._update(env, rows, infos)
+
+    def advance(self, rows: int) -> None:
+        """Note that row `rows` becomes the first one."""
+        self._recorded = [row - rows for row in self._recorded]
+
+    def _new_episode(self, env: int) -> MultiAgentEpisode:
+        worker, episode_id = self._worker, int(self._episode_ids[env])
+        episode = MultiAgentEpisode(episode_id, env, worker, worker.policy_for)
+        self._running[env] = self._by_id[episode_id] = episode
+        return episode
+
+    def _observation(self, row: int, env: int) -> tuple[Any, Any]:
+        """Return the observation of a row, as the environment returned it and normalized."""
+        index = self._columns.lookback + row, env
+        return self._normalized(_copied(self._columns["raw_obs"], index))
+
+    def _normalized(self, raw: Any) -> tuple[Any, Any]:
+        normalize = self._policy.observation_filter
+        obs = raw if normalize is None else normalize(raw[None])[0]
+        for array in (*optree.tree_leaves(raw), *optree.tree_leaves(obs)):
+            if isinstance(array, np.ndarray):
+                array.flags.writeable = False
+        return raw, obs
+
+    def step(
+        self, row: int, step: VectorStep, infos: list[Any], soft: Any, waits_for_reset: bool
+    ) -> None:
+        """Call the callbacks after a step of all environments.
+
+        Args:
+            row: the row of the step.
+            step: what the environments returned.
+            infos: the infos of each row.
+            soft: environments that passed a soft horizon.
+            waits_for_reset: whether the next step resets the environments whose episode ended.
+        """
+        envs: Any = range(len(self._running))
+        if "on_episode_step" not in self._calls:
+            if not (len(step.ended) or len(step.skipped) or step.failed or len(soft)):
+                return
+            failed_envs = [env for env, _ in step.failed]
+            envs = sorted(
+                {int(e) for part in (step.ended, step.skipped, failed_envs, soft) for e in part}
+            )
+        finals = dict(zip(map(int, step.ended), step.final, strict=True))
+        skipped, passed = set(map(int, step.skipped)), set(map(int, soft))
+        failed = {env for env, _ in step.failed}
+        for env in envs:
+            if env in failed:
+                self._update(env, row, infos)
+                self.fail(env, row + 1)
+            elif env in skipped:
+                self.start(env, row + 1)
+            elif env in finals:
+                self._update(env, row + 1, infos, self._check.copy(finals[env]))
+                self._call_of(env, "on_episode_step")
+                self._end(env)
+                if not waits_for_reset:
+                    self.start(env, row + 1)
+            else:
+                self._update(env, row + 1, infos)
+                self._call_of(env, "on_episode_step")
+                if env in passed:
+                    self._pass_horizon(env)
+
+    def _update(self, env: int, rows: int, infos: Any, final: Any = None) -> None:
+        """Add the rows before row `rows` to the record of a running episode.
+
+        Args:
+            env: the environment.
+            rows: number of rows of the fragment.
+            infos: the infos by row; those of the last row are read.
+            final: the final observation, if the episode has ended.
+        """
+        episode, first = self._running[env], self._recorded[env]
+        if episode is None or first >= rows:
+            return
+        record, columns = episode.records[SINGLE_AGENT], self._columns
+        begin, last = columns.lookback + first, columns.lookback + rows - 1
+        rewards = columns["rewards"]
+        total = float(rewards[begin : last + 1, env].sum(dtype=np.float64))
+        episode.length += rows - first
+        episode.total_reward += total
+        record.total_reward += total
+        record.prev_action, record.prev_reward = record.last_action, record.last_reward
+        if rows - first > 1:
+            record.prev_action = _copied(columns["actions"], (last - 1, env))
+            record.prev_reward = float(rewards[last - 1, env])
+        record.last_action = _copied(columns["actions"], (last, env))
+        record.last_reward = float(rewards[last, env])
+        of_step = infos[rows - 1]
+        record.info = of_step[env] if len(of_step) else {}
+        record.alive = final is None
+        if final is None:
+            record.raw_obs, record.obs = self._observation(rows, env)
+        else:
+            record.raw_obs, record.obs = self._normalized(final)
+        self._recorded[env] = rows
+
+    def _call_of(self, env: int, name: str) -> None:
+        episode = self._running[env]
+        assert episode is not None
+        self._call(name, episode)
+
+    def _end(self, env: int) -> MultiAgentEpisode:
+        episode = self._running[env]
+        assert episode is not None
+        self._call("on_episode_end", episode)
+        self._finished[episode.episode_id] = episode
+        del self._by_id[episode.episode_id]
+        self._running[env] = None
+        return episode
+
+    def _pass_horizon(self, env: int) -> None:
+        """Start another episode at a soft horizon, without a reset."""
+        before = self._end(env)
+        episode = self._new_episode(env)  # its first row is the next one
+        episode.continue_from(before)
+        self._call("on_episode_start", episode)
+
+    def fail(self, env: int, row: int) -> None:
+        """Drop the episode of an environment, and start one with the observation of a row."""
+        episode = self._running[env]
+        if episode is not None:
+            episode.is_faulty = True
+            self.drop(self._end(env).episode_id)
+        self.start(env, row)
+
+    def drop(self, episode_id: int) -> None:
+        """Forget an episode that ended."""
+        del self._finished[episode_id]
+
+    def take_metrics(self, episode_id: int) -> tuple[dict[str, float] | None, Any]:
+        """Return custom metrics and histogram data of an episode that ended."""
+        episode = self._finished.pop(episode_id)
+        metrics = {n: self._custom_metric(n, v) for n, v in episode.custom_metrics.items()}
+        histograms = {name: list(values) for name, values in episode.hist_data.items()}
+        return metrics or None, histograms or None
+
+    def _custom_metric(self, name: str, value: Any) -> float:
+        """Return a custom metric as a number."""
+        try:
+            if not isinstance(value, str):
+                return float(value)
+        except (TypeError, ValueError):
+            pass
+        raise ConfigError(
+            f"{type(self._worker.callbacks).__name__}: custom_metrics[{name!r}] must be a number, "
+            f"got {value!r}"
+        )
+
+    def _call(self, name: str, episode: MultiAgentEpisode) -> None:
+        method = self._calls.get(name)
+        if method is not None:
+            call(
+                method,
+                worker=self._worker,
+                base_env=self._base_env,
+                policies=dict(self._worker.policy_map),
+                episode=episode,
+                env_index=episode.env_id,
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the running episodes, by environment, and those that are in no fragment yet."""
+        return {
+            "running": [None if e is None else _state_of(e) for e in self._running],
+            "finished": [_state_of(episode) for episode in self._finished.values()],
+            "recorded": list(self._recorded),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the result of `state_dict`."""
+        self._running = [None if e is None else self._restored(e) for e in state["running"]]
+        self._by_id = {e.episode_id: e for e in self._running if e is not None}
+        self._recorded = list(state["recorded"])
+        finished = map(self._restored, state["finished"])
+        self._finished = {episode.episode_id: episode for episode in finished}
+
+    def _restored(self, state: dict[str, Any]) -> MultiAgentEpisode:
+        worker = self._worker
+        episode = MultiAgentEpisode(state["id"], state["env"], worker, worker.policy_for)
+        episode.load_state_dict(state["state"])
+        return episode
+
+
+def _state_of(episode: MultiAgentEpisode) -> dict[str, Any]:
+    return {"id": episode.episode_id, "env": episode.env_id, "state": episode.state_dict()}
+
+
+def _copied(column: Any, index: Any) -> Any:
+    """Return a copy of one row of a column."""
+    if isinstance(column, np.ndarray):
+        row = column[index]
+        return row.copy() if isinstance(row, np.ndarray) else row
+    return optree.tree_map(lambda array: np.array(array[index]), column)

@@ -1,0 +1,59 @@
+"""EpisodeReturns: returns and lengths of the episodes that end in fragments."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+from flowrl.sampling.episode import EpisodeMetrics, make_episode_metrics
+from flowrl.sampling.episode_callbacks import EpisodeCallbacks
+from flowrl.sampling.segments import Event, Segments
+
+
+class EpisodeReturns:
+    """Sums the rewards of episodes over fragments.
+
+    Attributes:
+        so_far: sum of rewards of each running episode in earlier fragments, [N].
+    """
+
+    def __init__(self, num_envs: int):
+        self.so_far = np.zeros(num_envs)
+
+    def end_fragment(
+        self, segments: Segments, rewards: np.ndarray, callbacks: EpisodeCallbacks | None
+    ) -> list[EpisodeMetrics]:
+        """Return metrics of the episodes that ended, in the order of time.
+
+        Args:
+            segments: the segments of the fragment.
+            rewards: unscaled rewards [rows, N].
+            callbacks: has the custom metrics of the episodes.
+        """
+        if not len(segments):
+            return []
+        lengths = segments.lengths
+        row, segment = segments.rows()
+        values = rewards[row, segments.lanes[segment]].astype(np.float64)
+        sums = np.add.reduceat(values, np.cumsum(lengths) - lengths)
+        continued = segments.steps > 0
+        sums[continued] += self.so_far[segments.lanes[continued]]
+        is_open = segments.events == Event.OPEN
+        self.so_far[segments.lanes] = 0.0
+        self.so_far[segments.lanes[is_open]] = sums[is_open]
+        (ended,) = (~is_open).nonzero()
+        ended = ended[np.argsort(segments.ends[ended], kind="stable")]
+        fields = [
+            sums[ended].tolist(),
+            (segments.steps + lengths)[ended].tolist(),
+            segments.lanes[ended].tolist(),
+        ]
+        if callbacks is None:
+            nothing = itertools.repeat(None)
+            return list(map(make_episode_metrics, zip(*fields, nothing, nothing, nothing)))  # noqa: B905
+        ids = segments.episode_ids[ended].tolist()
+        return [
+            EpisodeMetrics(total, length, env, None, *callbacks.take_metrics(episode_id))
+            for total, length, env, episode_id in zip(*fields, ids, strict=True)
+        ]

@@ -1,0 +1,258 @@
+"""FragmentBuilder: build a batch from the segments of a policy's columns."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import optree
+
+from flowrl.data import SampleBatch
+from flowrl.data.indexed_columns import IndexedColumn, NextRows
+from flowrl.data.lazy_columns import LazyColumn
+from flowrl.policies.policy import Policy
+from flowrl.sampling.fragment_columns import FragmentColumns, map_leaves
+from flowrl.sampling.segments import Event, Segments
+from flowrl.sampling.view_resolver import not_for_training
+from flowrl.sampling.views import Views
+
+_OBJECT = np.dtype(object)
+_NOT_IN_BATCHES = ("raw_obs", "dones")  # batches derive dones
+
+
+class FragmentBuilder:
+    """Builds batches of a policy's rows: advantages, ids, views.
+
+    Args:
+        policy: postprocesses the rows.
+        no_done_at_end: the setting.
+        first_id: the first unroll id.
+    """
+
+    def __init__(self, policy: Policy, no_done_at_end: bool, first_id: int):
+        self.policy = policy
+        self.next_unroll_id = first_id
+        self._no_done_at_end = no_done_at_end
+
+    def build(
+        self,
+        columns: FragmentColumns,
+        views: Views,
+        used: int,
+        segments: Segments,
+        finals: Any,
+        infos: list[Any],
+    ) -> SampleBatch:
+        """Return the rows of segments, sorted by lane and time.
+
+        Args:
+            columns: the rows of all lanes.
+            views: the views of the policy.
+            used: number of rows of the fragment.
+            segments: the rows to return.
+            finals: final observations of the episodes that ended, normalized.
+            infos: the infos of each row, by lane; an empty list for rows without infos.
+        """
+        policy, lanes = self.policy, columns.lanes
+        lengths = segments.lengths
+        count = int(lengths.sum())
+        order = None
+        if count < used * lanes:
+            row, segment = segments.rows()
+            order = row * lanes + segments.lanes[segment]
+        grid = {
+            name: columns.part(name, 0, used)
+            for name in columns.names()
+            if name not in _NOT_IN_BATCHES
+        }
+        obs = grid.pop("obs")
+        if self._no_done_at_end:
+            none = np.zeros((used, lanes), bool)
+            grid["terminateds"], grid["truncateds"] = none, none
+        if policy.reward_scaler is not None:
+            grid["rewards"] = self._scaled(columns, used, segments, order)
+        last = _last_observations(columns, segments, finals)
+        added = self._postprocessed(columns, views, used, segments, obs, grid, last)
+        rows: dict[str, Any] = {}
+        if not views.replace_observations:
+            rows = _observations(obs, order, last, np.cumsum(lengths) - 1)
+        for name, column in {**grid, **added}.items():
+            rows[name] = map_leaves(lambda array: by_lane(array, order), column)
+        rows.update(self._ids(segments))
+        if not views.shows_columns:
+            rows.update(views.columns(columns, used, segments, last))
+            lengths_of_sequences = views.sequence_lengths(segments)
+            if lengths_of_sequences is not None:
+                rows["seq_lens"] = lengths_of_sequences
+        for name in not_for_training(policy.view_requirements, rows):
+            rows.pop(name, None)
+        make = partial(_infos, infos, segments)
+        rows["infos"] = IndexedColumn(
+            LazyColumn("infos", make, (count,), _OBJECT), np.arange(count)
+        )
+        batch = SampleBatch.unchecked(rows)
+        return self._postprocess_segments(batch, lengths) if self._per_segment and count else batch
+
+    @property
+    def _per_segment(self) -> bool:
+        return type(self.policy).postprocess_trajectory is not Policy.postprocess_trajectory
+
+    def _ids(self, segments: Segments) -> dict[str, np.ndarray]:
+        """Return episode step, episode, unroll, agent and environment ids, [rows]."""
+        lengths = segments.lengths
+        unrolls = np.arange(self.next_unroll_id, self.next_unroll_id + len(segments))
+        self.next_unroll_id += len(segments)
+        count = int(lengths.sum())
+        starts = np.cumsum(lengths) - lengths
+        return {
+            "eps_id": np.repeat(segments.episode_ids, lengths),
+            "unroll_id": np.repeat(unrolls, lengths),
+            "agent_index": np.zeros(count, np.int64),
+            "env_id": np.repeat(segments.lanes, lengths),
+            "t": np.arange(count) + np.repeat(segments.steps - starts, lengths),
+        }
+
+    def _scaled(
+        self, columns: FragmentColumns, used: int, segments: Segments, order: np.ndarray | None
+    ) -> np.ndarray:
+        """Return the scaled rewards, [used, N]; only those of the segments are observed."""
+        scaler = self.policy.reward_scaler
+        assert scaler is not None
+        resets = np.zeros((used, columns.lanes), bool)
+        starts = (segments.begins > 0) & (segments.ages == 0)
+        resets[segments.begins[starts] - 1, segments.lanes[starts]] = True
+        ended = segments.events == Event.ENDED
+        resets[segments.ends[ended] - 1, segments.lanes[ended]] = True
+        real: np.ndarray | None = None
+        if order is not None:
+            real = np.zeros(resets.shape, bool)
+            real.reshape(-1)[order] = True
+        return scaler(columns.part("rewards", 0, used), resets, real)
+
+    def _postprocessed(
+        self,
+        columns: FragmentColumns,
+        views: Views,
+        used: int,
+        segments: Segments,
+        obs: Any,
+        grid: dict[str, Any],
+        last: Any,
+    ) -> dict[str, Any]:
+        """Return the columns that the policy adds, [used, N, …]."""
+        policy = self.policy
+        fragment = {"obs": obs, **grid}
+        if "vf_preds" in grid:
+            values = grid["vf_preds"]
+            next_values = np.empty_like(values)
+            next_values[:-1] = values[1:]
+            # of the observations that the segments end with, unless they terminated
+            lanes, ends = segments.lanes, segments.ends
+            terminated = grid["terminateds"][ends - 1, lanes]
+            next_values[ends - 1, lanes] = 0.0
+            (cut,) = (~terminated).nonzero()
+            if len(cut):
+                observations = map_leaves(lambda array: array[cut], last)
+                if views.shows_columns:
+                    found = policy.compute_values(observations)
+                else:
+                    inputs = views.inputs_at(columns, segments.select(cut), observations)
+                    found = policy.compute_values_from_input_dict(inputs)
+                next_values[ends[cut] - 1, lanes[cut]] = found
+            fragment["next_values"] = next_values
+        if self._per_segment:
+            return {"next_values": next_values} if "vf_preds" in grid else {}
+        if type(policy).postprocess_fragment is Policy.postprocess_fragment:
+            return {}
+        # estimates end where segments end and begin, even if the episode continues
+        dones = np.zeros((used, columns.lanes), bool)
+        dones[segments.ends - 1, segments.lanes] = True
+        later = segments.begins > 0
+        dones[segments.begins[later] - 1, segments.lanes[later]] = True
+        fragment["dones"] = dones
+        return policy.postprocess_fragment(fragment)
+
+    def _postprocess_segments(self, batch: SampleBatch, lengths: np.ndarray) -> SampleBatch:
+        """Let the policy postprocess the rows of each segment."""
+        parts = []
+        begin = 0
+        for end in np.cumsum(lengths).tolist():
+            part = self.policy.postprocess_trajectory(batch[begin:end].isolated())
+            if not isinstance(part, SampleBatch):
+                raise TypeError(
+                    f"{type(self.policy).__name__}.postprocess_trajectory() must return the batch, "
+                    f"it returned a {type(part).__name__}"
+                )
+            parts.append(part)
+            begin = end
+        return SampleBatch.concat_samples(parts).without_columns("next_values")
+
+
+def by_lane(column: np.ndarray, order: np.ndarray | None) -> np.ndarray:
+    """Return a column [T, N, …] as a new array [rows, …], sorted by lane and time.
+
+    `order` selects from the time-major rows [T * N]; None selects all.
+    """
+    if order is not None:
+        # order is always in range: "clip" skips the check in take
+        return column.reshape(-1, *column.shape[2:]).take(order, 0, mode="clip")
+    if column.shape[1] == 1:
+        return column[:, 0].copy()
+    return np.swapaxes(column, 0, 1).copy(order="C").reshape(-1, *column.shape[2:])
+
+
+def _last_observations(columns: FragmentColumns, segments: Segments, finals: Any) -> Any:
+    """Return the observation after each segment, [segments, …]."""
+    at = columns.lookback + segments.ends
+    last = map_leaves(lambda array: array[at, segments.lanes], columns["obs"])
+    (ended,) = (segments.finals >= 0).nonzero()
+    if len(ended):
+        for array, final in zip(optree.tree_leaves(last), optree.tree_leaves(finals), strict=True):
+            array[ended] = final[segments.finals[ended]]
+    return last
+
+
+def _observations(
+    obs: Any, order: np.ndarray | None, last: Any, cuts: np.ndarray
+) -> dict[str, Any]:
+    """Return `obs` and `new_obs`.
+
+    Each observation is stored once: `new_obs` is `obs` one row later, except at segment ends, and
+    is built when it is read.
+    """
+
+    def base_of(rows: np.ndarray, after: np.ndarray) -> np.ndarray:
+        count = rows.shape[0] * rows.shape[1] if order is None else len(order)
+        base = np.empty((count + len(after), *rows.shape[2:]), rows.dtype)
+        if order is None:
+            base[:count].reshape(rows.shape[1], rows.shape[0], *rows.shape[2:])[:] = np.swapaxes(
+                rows, 0, 1
+            )
+        else:
+            flat = rows.reshape(-1, *rows.shape[2:])
+            np.take(flat, order, 0, out=base[:count], mode="clip")
+        base[count:] = after
+        base.flags.writeable = False  # two columns share it
+        return base
+
+    if isinstance(obs, np.ndarray):
+        base = base_of(obs, last)
+        count = len(base) - len(cuts)
+        return {"obs": base[:count], "new_obs": NextRows(base, count, cuts)}
+    bases = optree.tree_map(base_of, obs, last)
+    count = len(optree.tree_leaves(bases)[0]) - len(cuts)
+    return {
+        "obs": map_leaves(lambda base: base[:count], bases),
+        "new_obs": map_leaves(lambda base: np.asarray(NextRows(base, count, cuts)), bases),
+    }
+
+
+def _infos(infos: list[Any], segments: Segments) -> np.ndarray:
+    """Return the info of each row."""
+    rows, segment = segments.rows()
+    array = np.empty(len(rows), object)
+    lanes = segments.lanes[segment].tolist()
+    for i, (row, lane) in enumerate(zip(rows.tolist(), lanes, strict=True)):
+        array[i] = infos[row][lane] if len(infos[row]) else {}
+    return array

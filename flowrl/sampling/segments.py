@@ -1,0 +1,331 @@
+"""Segments: the parts of episodes in a fragment; SegmentTracker: where they begin and end."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import optree
+
+
+class Event(IntEnum):
+    """What follows a row of a lane."""
+
+    ENDED = 0  # the end of the episode
+    SOFT_HORIZON = 1  # another episode, without a reset of the environment
+    LOST = 2  # the row and those before it in its segment are dropped
+    OPEN = 3  # the end of the fragment
+
+
+@dataclass
+class Segments:
+    """S parts of episodes, in the order of lanes and rows.
+
+    Attributes:
+        lanes: lane of each, [S].
+        begins, ends: first row, and the row after the last one, [S].
+        steps: env steps of the episode before the first row, [S].
+        ages: rows before the first one since the environment's reset, [S].
+        episode_ids: [S].
+        events: what follows the last row, [S].
+        finals: index of the final observation among those of the fragment, [S]; -1 if the
+            observation after the last row is in the columns.
+        continued: whether each may continue an episode of an earlier fragment: it is the first one
+            of its lane, bool [S].
+    """
+
+    lanes: np.ndarray
+    begins: np.ndarray
+    ends: np.ndarray
+    steps: np.ndarray
+    ages: np.ndarray
+    episode_ids: np.ndarray
+    events: np.ndarray
+    finals: np.ndarray
+    continued: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.lanes)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Number of rows of each, [S]."""
+        return self.ends - self.begins
+
+    def rows(self, every: int = 1) -> tuple[np.ndarray, np.ndarray]:
+        """Return row and segment of all rows, or of every n-th row of each segment."""
+        counts = -(-self.lengths // every)
+        segment = np.repeat(np.arange(len(self)), counts)
+        nth = np.arange(len(segment)) - np.repeat(np.cumsum(counts) - counts, counts)
+        return self.begins[segment] + nth * every, segment
+
+    def select(self, which: np.ndarray) -> Segments:
+        """Return some of the segments."""
+        return Segments(**{name: array[which] for name, array in vars(self).items()})
+
+
+class SegmentTracker:
+    """Tracks the episodes of N environments, row by row of their columns.
+
+    Args:
+        num_envs: number of environments, N.
+        first_id: the first episode id.
+        soft_horizon: env steps after which another episode starts without a reset; None: never.
+        whole: whether fragments have whole episodes only.
+
+    Attributes:
+        episode_ids: id of each environment's episode, [N].
+        resets: first row since the reset of each environment, [N]; negative in later fragments.
+        starts: first row of each environment's episode, [N]; later than `resets` after a soft
+            horizon.
+        finals: final observations of the episodes that ended in this fragment, in parts.
+        rows_closed: rows of whole episodes that are in no fragment yet.
+    """
+
+    def __init__(self, num_envs: int, first_id: int, soft_horizon: int | None, whole: bool):
+        self.episode_ids = np.zeros(num_envs, np.int64)
+        self.next_id = first_id
+        self.resets = np.zeros(num_envs, np.int64)
+        self.starts = np.zeros(num_envs, np.int64)
+        self._soft_horizon, self._whole = soft_horizon, whole
+        self._firsts = np.zeros(num_envs, np.int64)  # first row of the current segment
+        # of each environment's first segment in the fragment, as in Segments
+        self._begins = np.zeros(num_envs, np.int64)
+        self._steps = np.zeros(num_envs, np.int64)
+        self._ages = np.zeros(num_envs, np.int64)
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the events of the fragment."""
+        self._events: list[tuple[int, Any, Event, np.ndarray]] = []  # row, environments, …, ids
+        self.finals: list[Any] = []
+        self._gaps: np.ndarray | None = None  # rows that are in no segment, [rows, N]
+        self.rows_closed = 0
+
+    def start(self) -> None:
+        """Start an episode in every environment, at row 0."""
+        self.forget()
+        for name in _STATE:
+            getattr(self, name)[:] = 0
+        self._new_episodes(np.arange(len(self.resets)))
+
+    def _new_episodes(self, envs: Any) -> None:
+        first, self.next_id = self.next_id, self.next_id + len(envs)
+        self.episode_ids[envs] = np.arange(first, self.next_id)
+
+    def note(self, row: int, ended: Any, finals: Any, skipped: Any, failed: Any) -> Any:
+        """Note what followed a row; return the environments that passed a soft horizon.
+
+        Args:
+            row: the row of the step.
+            ended: environments whose episode ended.
+            finals: their final observations.
+            skipped: environments that were reset instead of stepped.
+            failed: environments that failed.
+        """
+        soft: Any = ()
+        if self._soft_horizon is not None:
+            passed = self.starts == row + 1 - self._soft_horizon
+            for envs in (ended, skipped, failed):
+                if len(envs):
+                    passed[envs] = False
+            (soft,) = passed.nonzero()
+        if not (len(ended) or len(skipped) or len(failed) or len(soft)):
+            return soft
+        if len(ended):
+            self._end(row, ended, Event.ENDED)
+            self.finals.append(finals)
+        if len(skipped):  # after the end of the episode, which has started the next one
+            self._events.append((row, skipped, Event.LOST, self.episode_ids[skipped]))
+            self._mark_gap(row, row + 1, skipped)
+            self._firsts[skipped] = row + 1
+        for env in failed:
+            self._mark_gap(int(self._firsts[env]), row + 1, env)
+        if len(failed):
+            self._end(row, failed, Event.LOST)
+        for envs in (ended, skipped, failed):
+            if len(envs):
+                self.resets[envs] = self.starts[envs] = row + 1
+        if len(soft):
+            self._end(row, soft, Event.SOFT_HORIZON)
+            self.starts[soft] = row + 1
+        return soft
+
+    def _end(self, row: int, envs: Any, event: Event) -> None:
+        """End the episodes of environments after a row."""
+        self._events.append((row, envs, event, self.episode_ids[envs]))
+        if self._whole and event != Event.LOST:
+            self.rows_closed += int((row + 1 - self._firsts[envs]).sum())
+        self._new_episodes(envs)
+        self._firsts[envs] = row + 1
+
+    def gaps(self, begin: int, end: int) -> np.ndarray | None:
+        """Return which of the rows begin … end - 1 are in no segment, bool [rows, N]; None if all
+        are in segments."""
+        if self._gaps is None:
+            return None
+        if len(self._gaps) < end:
+            self._grow_gaps(end)
+        return self._gaps[begin:end]
+
+    def _grow_gaps(self, rows: int) -> None:
+        larger = np.zeros((rows, len(self.resets)), bool)
+        if self._gaps is not None:
+            larger[: len(self._gaps)] = self._gaps
+        self._gaps = larger
+
+    def _mark_gap(self, begin: int, end: int, envs: Any) -> None:
+        """Mark rows that are in no segment."""
+        if self._gaps is None or len(self._gaps) < end:
+            self._grow_gaps(2 * end)
+        assert self._gaps is not None
+        self._gaps[begin:end, envs] = True
+
+    def segments(self, used: int) -> Segments:
+        """Return all segments of the first `used` rows, also empty ones; the last one of each
+        environment is open."""
+        envs = np.arange(len(self.resets))
+        events = [*self._events, (used - 1, envs, Event.OPEN, self.episode_ids)]
+        counts = [len(lanes) for _, lanes, _, _ in events]
+        lanes = np.concatenate([np.asarray(lanes, np.int64) for _, lanes, _, _ in events])
+        rows = np.repeat([row for row, _, _, _ in events], counts)
+        kinds = np.repeat([int(event) for _, _, event, _ in events], counts)
+        ids = np.concatenate([ids for _, _, _, ids in events])
+        finals = np.full(len(lanes), -1)
+        (ended,) = (kinds == Event.ENDED).nonzero()
+        finals[ended] = np.arange(len(ended))
+        order = np.lexsort((rows, lanes))
+        lanes, rows, kinds = lanes[order], rows[order], kinds[order]
+        again = np.zeros(len(order), bool)  # not the first segment of its environment
+        again[1:] = lanes[1:] == lanes[:-1]
+        before = np.arange(len(order)) - 1
+        begins = np.where(again, rows[before] + 1, self._begins[lanes])
+        ages = np.where(again, 0, self._ages[lanes])
+        for i in np.flatnonzero(again & (kinds[before] == Event.SOFT_HORIZON)).tolist():
+            ages[i] = ages[i - 1] + rows[i - 1] + 1 - begins[i - 1]
+        steps = np.where(again, 0, self._steps[lanes])
+        return Segments(
+            lanes, begins, rows + 1, steps, ages, ids[order], kinds, finals[order], ~again
+        )
+
+    def drop(self, segments: Segments, index: int) -> None:
+        """Drop a segment whose values are invalid; an open one is followed by a new episode."""
+        env, end = int(segments.lanes[index]), int(segments.ends[index])
+        if end > segments.begins[index]:
+            self._mark_gap(int(segments.begins[index]), end, env)
+        if segments.events[index] == Event.OPEN:
+            self._new_episodes([env])
+            self.resets[env] = self.starts[env] = self._firsts[env] = end
+        segments.events[index] = Event.LOST
+
+    def choose(self, segments: Segments, min_rows: int) -> np.ndarray:
+        """Return which segments the fragment has, bool [S]; for whole episodes, the first ones to
+        end that have `min_rows` rows."""
+        chosen = (segments.events != Event.LOST) & (segments.lengths > 0)
+        if self._whole:
+            chosen &= segments.events != Event.OPEN
+            (index,) = chosen.nonzero()
+            index = index[np.lexsort((segments.lanes[index], segments.ends[index]))]
+            before = np.cumsum(segments.lengths[index]) - segments.lengths[index]
+            chosen[index[before >= min_rows]] = False
+        return chosen
+
+    def keep(self, used: int, segments: Segments, chosen: np.ndarray, finals: Any) -> int:
+        """Start the next fragment, with the segments that were not chosen; return its first row.
+
+        Args:
+            used: number of rows of the fragment.
+            segments, chosen: see `choose`.
+            finals: final observations of the episodes that ended, [k, …].
+        """
+        gaps = self._gaps
+        self.forget()
+        if self._whole:
+            self._keep_segments(used, segments, chosen, finals)
+        else:
+            self._begins = np.full(len(self.resets), used)
+            self._steps, self._ages = used - self.starts, used - self.resets
+            self._firsts = self._begins.copy()
+        first = int(self._begins.min())
+        for rows in (self._begins, self._firsts, self.resets, self.starts):
+            rows -= first
+        self._events = [(row - first, *event) for row, *event in self._events]
+        if gaps is not None and gaps[first:used].any():
+            self._gaps = gaps[first:used].copy()
+        return first
+
+    def _keep_segments(
+        self, used: int, segments: Segments, chosen: np.ndarray, finals: Any
+    ) -> None:
+        """Keep the segments of each lane after those that are chosen or lost."""
+        done = chosen | (segments.events == Event.LOST)
+        self._begins[:], self._steps[:], self._ages[:] = used, 0, 0
+        kept: dict[int, list[int]] = {}
+        for index, lane in enumerate(segments.lanes.tolist()):
+            if lane in kept:
+                kept[lane].append(index)
+            elif not done[index]:
+                kept[lane] = [index]
+                self._begins[lane] = segments.begins[index]
+                self._steps[lane], self._ages[lane] = segments.steps[index], segments.ages[index]
+        for index in sorted(itertools.chain(*kept.values()), key=lambda i: int(segments.ends[i])):
+            event, lane = Event(int(segments.events[index])), segments.lanes[index : index + 1]
+            if event == Event.OPEN:
+                continue
+            ids = segments.episode_ids[index : index + 1]
+            self._events.append((int(segments.ends[index]) - 1, lane, event, ids))
+            if event == Event.ENDED:
+                at = int(segments.finals[index])
+                self.finals.append(_slice(finals, at))
+            if event != Event.LOST:
+                self.rows_closed += int(segments.lengths[index])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of the state between fragments."""
+        return {
+            "next_id": self.next_id,
+            "events": [
+                [row, np.array(envs), int(event), np.array(ids)]
+                for row, envs, event, ids in self._events
+            ],
+            "finals": list(self.finals),
+            "rows_closed": self.rows_closed,
+            "gaps": None if self._gaps is None else self._gaps.copy(),
+            **{name: getattr(self, name).copy() for name in _STATE},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the result of `state_dict`."""
+        self.next_id, self._gaps = state["next_id"], state["gaps"]
+        self._events = [(row, e, Event(event), ids) for row, e, event, ids in state["events"]]
+        self.finals, self.rows_closed = list(state["finals"]), state["rows_closed"]
+        for name in _STATE:
+            getattr(self, name)[:] = state[name]
+
+    def restart(self, envs: list[int], row: int) -> None:
+        """Start new episodes in environments whose state could not be restored."""
+        if not envs:
+            return
+        for env in envs:
+            if self._firsts[env] < row:
+                self._mark_gap(int(self._firsts[env]), row, env)
+            if self._firsts[env] == self._begins[env]:
+                self._steps[env] = self._ages[env] = 0
+        self.resets[envs] = self.starts[envs] = row
+        if row:
+            self._events.append((row - 1, np.array(envs), Event.LOST, self.episode_ids[envs]))
+        self._new_episodes(envs)
+        self._firsts[envs] = row
+
+
+def _slice(finals: Any, index: int) -> Any:
+    """Return a final observation, as the environments return them: a sequence of one."""
+    if isinstance(finals, np.ndarray):
+        return finals[index : index + 1]
+    return [optree.tree_map(lambda array: array[index], finals)]
+
+
+_STATE = ("episode_ids", "resets", "starts", "_firsts", "_begins", "_steps", "_ages")
