@@ -13,8 +13,9 @@ from torch import nn
 from flowrl.policies.config import ModelConfig
 from flowrl.policies.models.attention import AttentionNetwork
 from flowrl.policies.models.base import ModelV2
-from flowrl.policies.models.encoders import has_image, is_image
+from flowrl.policies.models.encoders import has_image
 from flowrl.policies.models.fcnet import FullyConnectedNetwork
+from flowrl.policies.models.flatten import nested_size
 from flowrl.policies.models.masked import MASK, MaskedModel
 from flowrl.policies.models.module_model import ModuleModel
 from flowrl.policies.models.recurrent import RecurrentNetwork
@@ -97,8 +98,7 @@ def make_model(
 
 
 def _is_flat(space: spaces.Space, config: ModelConfig) -> bool:
-    nested = isinstance(space, (spaces.Dict, spaces.Tuple))
-    return not (nested or is_image(space) or config.use_lstm or config.use_attention)
+    return not (has_image(space) or config.use_lstm or config.use_attention)
 
 
 def _make(
@@ -113,6 +113,7 @@ def _make(
     args = (obs_space, action_space, num_outputs, config)
     if config.custom_model is not None:
         return _make_custom(config, *args)
+    _check_space(obs_space)
     if not has_image(obs_space):
         for name in ("conv_filters", "conv_type", "conv_activation", "post_fcnet_hiddens"):
             if getattr(config, name) != ModelConfig.model_fields[name].default:
@@ -128,6 +129,17 @@ def _make(
         model_class = AttentionNetwork if config.use_attention else RecurrentNetwork
     model: ModelV2 = model_class(*args, "model", free_log_std)
     return model
+
+
+def _check_space(space: spaces.Space) -> None:
+    """Raise ConfigError if a part of an observation space is empty, or has an action mask."""
+    if nested_size(space) == 0:
+        raise ConfigError(f"no model for the space {space}: it is empty")
+    if isinstance(space, spaces.Dict) and MASK in space.spaces:
+        raise ConfigError(f"{MASK}: must be at the top level of a Dict observation, not nested")
+    if isinstance(space, (spaces.Dict, spaces.Tuple)):
+        for part in space.values() if isinstance(space, spaces.Dict) else space:
+            _check_space(part)
 
 
 def _make_custom(config: ModelConfig, *args: Any) -> ModelV2:

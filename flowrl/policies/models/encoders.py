@@ -13,7 +13,7 @@ from gymnasium import spaces
 from torch import nn
 
 from flowrl.policies.config import ModelConfig
-from flowrl.policies.models.flatten import flat_size, flatten, nested_size
+from flowrl.policies.models.flatten import flat_size, flatten
 from flowrl.settings import ConfigError
 
 # [channels, kernel, stride] of each convolution
@@ -196,10 +196,6 @@ class NestedEncoder(nn.Module):
         super().__init__()
         self._keys: list[Any]
         if isinstance(space, spaces.Dict):
-            if "action_mask" in space.spaces:
-                raise ConfigError(
-                    "action_mask: must be at the top level of a Dict observation, not nested"
-                )
             self._keys = sorted(space)
         else:
             assert isinstance(space, spaces.Tuple)
@@ -218,10 +214,8 @@ def make_encoder(space: spaces.Space, config: ModelConfig, frames: int = 1) -> n
     """Return the encoder for a space; its attribute `size` is the number of features.
 
     Raises:
-        ConfigError: the space is empty, or there is no encoder for it.
+        ConfigError: there is no encoder for the space.
     """
-    if nested_size(space) == 0:
-        raise ConfigError(f"no model for the space {space}: it is empty")
     if isinstance(space, (spaces.Dict, spaces.Tuple)):
         return NestedEncoder(space, config, frames)
     if is_image(space):

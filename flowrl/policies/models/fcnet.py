@@ -15,7 +15,7 @@ from torch import nn
 
 from flowrl.policies.config import ModelConfig
 from flowrl.policies.models.base import ModelV2, State, full_precision
-from flowrl.policies.models.flatten import flat_size, flatten, flatten_numpy
+from flowrl.policies.models.flatten import flatten, flatten_numpy, nested_size
 
 MIN_TORCH_RELU_SIZE = 4096  # elements
 
@@ -69,7 +69,7 @@ class FullyConnectedNetwork(ModelV2):
 
     Args:
         obs_space, action_space, num_outputs, model_config, name: see ModelV2. Observations are
-            flattened or one-hot; the space is not nested.
+            flattened or one-hot; the parts of nested ones are concatenated.
         free_log_std: the second half of the outputs is a parameter, independent of the
             observation.
         rng: generator of the initial weights; None seeds it from the operating system.
@@ -94,7 +94,7 @@ class FullyConnectedNetwork(ModelV2):
         self._activation: Callable[..., Any] = _TORCH_ACTIVATIONS[activation]
         self._numpy_activation = NUMPY_ACTIVATIONS.get(activation)
         self._frames = frames = model_config.num_framestacks
-        sizes = [flat_size(obs_space) * frames, *model_config.fcnet_hiddens]
+        sizes = [nested_size(obs_space) * frames, *model_config.fcnet_hiddens]
         num_means = num_outputs // 2 if free_log_std else num_outputs
 
         def hidden_layers() -> nn.ModuleList:
@@ -160,7 +160,9 @@ class FullyConnectedNetwork(ModelV2):
             hidden = self._activation(F.linear(hidden, weight, bias))
         return hidden
 
-    def _flatten(self, observations: torch.Tensor) -> torch.Tensor:
+    def _flatten(self, observations: Any) -> torch.Tensor:
+        if isinstance(self.obs_space, (spaces.Dict, spaces.Tuple)):
+            return flatten(self.obs_space, observations)
         if isinstance(self.obs_space, (spaces.Discrete, spaces.MultiDiscrete)):
             frames = observations.flatten(0, 1) if self._frames > 1 else observations
             return flatten(self.obs_space, frames).reshape(observations.shape[0], -1)
@@ -186,7 +188,7 @@ class FullyConnectedNetwork(ModelV2):
             return super().compute_values(inputs)
         return self.values_numpy(inputs["obs"])
 
-    def forward_numpy(self, observations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def forward_numpy(self, observations: Any) -> tuple[np.ndarray, np.ndarray]:
         """Return outputs [B, num_outputs] and values [B], computed with numpy."""
         assert self._numpy is not None
         features = self.features_numpy(observations)
@@ -195,17 +197,17 @@ class FullyConnectedNetwork(ModelV2):
             hidden = self._run_numpy(features, self._numpy["value"][:-1])
         return outputs, self._value_head_numpy(hidden)
 
-    def outputs_numpy(self, observations: np.ndarray) -> np.ndarray:
+    def outputs_numpy(self, observations: Any) -> np.ndarray:
         """Return outputs [B, num_outputs] only."""
         return self._policy_numpy(self.features_numpy(observations))[0]
 
-    def values_numpy(self, observations: np.ndarray) -> np.ndarray:
+    def values_numpy(self, observations: Any) -> np.ndarray:
         """Return values [B] only."""
         assert self._numpy is not None
         features = self.features_numpy(observations)
         return self._value_head_numpy(self._run_numpy(features, self._numpy["value"][:-1]))
 
-    def features_numpy(self, observations: np.ndarray) -> np.ndarray:
+    def features_numpy(self, observations: Any) -> np.ndarray:
         """Return the first layer's input [B, size], float32, of observations [B, …]."""
         return flatten_numpy(self.obs_space, observations)
 

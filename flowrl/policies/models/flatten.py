@@ -65,12 +65,17 @@ def flatten(space: spaces.Space, values: Any, zero_based: bool = False) -> torch
     return values.reshape(values.shape[0], -1).to(torch.float32)
 
 
-def flatten_numpy(space: spaces.Space, values: np.ndarray) -> np.ndarray:
-    """Return features [rows, size], float32, of arrays [rows, …] of a space that is not nested.
+def flatten_numpy(space: spaces.Space, values: Any) -> np.ndarray:
+    """Return features [rows, size], float32, of arrays [rows, …] in the structure of a space.
 
     Raises:
         ValueError: integers outside the space.
     """
+    if isinstance(space, spaces.Dict):
+        return np.concatenate([flatten_numpy(space[k], values[k]) for k in sorted(space)], 1)
+    if isinstance(space, spaces.Tuple):
+        pairs = zip(space, values, strict=True)
+        return np.concatenate([flatten_numpy(part, v) for part, v in pairs], 1)
     if isinstance(space, spaces.Discrete):
         indices = values.reshape(-1) - int(space.start)
         if indices.size and not (indices.min() >= 0 and indices.max() < space.n):
