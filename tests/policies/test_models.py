@@ -22,6 +22,10 @@ from flowrl.sampling import RolloutWorker
 from .fakes import BOX, TWO, PlainModule, RandomEnv, model_for
 
 IMAGE = spaces.Box(0, 255, (84, 84, 4), np.uint8)
+VECTORS = spaces.Dict(
+    rest=spaces.Tuple((spaces.Discrete(3, start=1), spaces.MultiBinary(2), BOX)),
+    some=spaces.MultiDiscrete([2, 4]),
+)
 NESTED = spaces.Dict(
     eye=spaces.Box(0, 255, (10, 8, 3), np.uint8),
     rest=spaces.Tuple((spaces.Discrete(3, start=1), spaces.MultiBinary(2), BOX)),
@@ -50,6 +54,7 @@ def sample_batch(space, count, seed=0):
         (BOX, {"num_framestacks": 3}, FullyConnectedNetwork),
         (spaces.Discrete(3), {"num_framestacks": 3}, FullyConnectedNetwork),
         (spaces.MultiDiscrete([3, 2]), {"num_framestacks": 3}, FullyConnectedNetwork),
+        (VECTORS, {}, FullyConnectedNetwork),
         (NESTED, {"vf_share_layers": False}, TorsoNetwork),
         (NESTED, {"use_lstm": True}, RecurrentNetwork),
         (BOX, {"use_attention": True}, AttentionNetwork),
