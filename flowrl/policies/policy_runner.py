@@ -9,7 +9,8 @@ import numpy as np
 import optree
 from gymnasium import spaces
 
-from flowrl.data.spaces import zeros_of
+from flowrl.data.fragment_columns import FragmentColumns, write
+from flowrl.policies.acting_views import ActingViews, InitialStates
 from flowrl.policies.filters import ObservationFilter
 from flowrl.policies.observations import convert_observation
 from flowrl.policies.views import ViewRequirement
@@ -53,23 +54,15 @@ class PolicyRunner:
 
     def __init__(self, policy: ActingPolicy):
         self.policy = policy
-        self._views = {
-            name: view
-            for name, view in policy.view_requirements.items()
-            if view.known_for_actions(name)
-        }
-        for name, view in self._views.items():
-            if view.agents is not None:
-                raise ConfigError(
-                    f"view {name!r} shows other agents, but a PolicyRunner has only one agent"
-                )
         self.reset()
 
     def reset(self) -> None:
         """Start a new episode."""
         self._t = 0
-        self._history: dict[str, dict[int, Any]] = {}  # column -> timestep -> value
-        self._initial_state = self.policy.get_initial_state()
+        states = InitialStates(self.policy, lanes=1)
+        self._views = ActingViews(self.policy, states)
+        # row 0 is the step of the next action
+        self._columns = FragmentColumns(lanes=1, length=1, lookback=max(self._views.lookback, 1))
 
     def compute_single_action(
         self, obs: Any, prev_reward: float = 0.0, explore: bool = False
@@ -85,56 +78,24 @@ class PolicyRunner:
             ConfigError: the observation is not in the observation space, or the reward is not
                 finite.
         """
-        policy, t = self.policy, self._t
-        self._store("obs", t, preprocess(policy, obs))
+        policy, columns = self.policy, self._columns
+        self._store("obs", optree.tree_map(lambda a: np.asarray(a)[None], preprocess(policy, obs)))
         if not np.isfinite(prev_reward):
             raise ConfigError(f"prev_reward is not finite: {prev_reward!r}")
-        if t:
-            self._store("rewards", t - 1, np.float32(prev_reward))
-        inputs = {}
-        for name, view in self._views.items():
-            values = [self._lookup(view, view.data_col or name, t + shift) for shift in view.shifts]
-            value: Any = values[0]
-            if view.is_window:
-                value = optree.tree_map(lambda *leaves: np.stack(leaves), *values)
-            inputs[name] = optree.tree_map(lambda leaf: np.asarray(leaf)[None], value)
+        rewards = columns.allocate("rewards", (), np.dtype(np.float32))
+        rewards[columns.lookback - 1] = prev_reward if self._t else 0.0
+        inputs = self._views.inputs(columns, 0, np.array([self._t]))
         actions, states, extra = policy.compute_actions_from_input_dict(inputs, explore=explore)
-        columns: dict[str, Any] = {"actions": actions, **extra}
-        columns |= {f"state_out_{i}": state for i, state in enumerate(states)}
-        for column, value in columns.items():
-            self._store(column, t, optree.tree_map(lambda leaf: leaf[0], value))
+        outputs = {f"state_out_{i}": state for i, state in enumerate(states)}
+        for column, values in {"actions": actions, **extra, **outputs}.items():
+            self._store(column, values)
+        columns.advance(1, used=1)
         self._t += 1
         return _first_action(policy.actions_for_env(actions))
 
-    def _store(self, column: str, t: int, value: Any) -> None:
-        lookback = max((view.lookback for view in self._views.values()), default=0)
-        rows = self._history.setdefault(column, {})
-        rows[t] = value
-        rows.pop(t - lookback - 2, None)
-
-    def _lookup(self, view: ViewRequirement, column: str, t: int) -> Any:
-        """Return the value of a column at timestep t, or its value before the episode's start."""
-        rows = self._history.get(column, {})
-        if column == "obs":
-            t = max(t, 0)
-        if t in rows:
-            return rows[t]
-        if column.startswith("state_out_"):
-            return self._initial_state[int(column.removeprefix("state_out_"))]
-        if rows:
-            return optree.tree_map(np.zeros_like, next(iter(rows.values())))
-        if column in ("terminateds", "truncateds", "dones"):
-            return np.zeros((), bool)
-        if column == "rewards":
-            return np.zeros((), np.float32)
-        space = view.space
-        if space is None and column == "actions":
-            space = self.policy.action_space
-        if space is None:
-            raise ConfigError(
-                f"view of {column!r}: needs a space, for its value before the episode's start"
-            )
-        return zeros_of(space)
+    def _store(self, column: str, values: Any) -> None:
+        """Store values [1, …] in row 0."""
+        write(self._columns.allocate_like(column, values), self._columns.lookback, values)
 
 
 def preprocess(policy: ActingPolicy, obs: Any, batch: bool = False) -> Any:

@@ -16,21 +16,21 @@ import optree
 from gymnasium import spaces
 
 from flowrl.data import DEFAULT_POLICY_ID, SampleBatch
+from flowrl.data.fragment_columns import FragmentColumns, map_leaves, write
 from flowrl.data.spaces import stack_values, zeros_of
 from flowrl.envs.validation import ObservationCheck, check_extra_columns, first_invalid_action
 from flowrl.envs.vector_env import DirectVectorEnv, VectorEnv, VectorStep
+from flowrl.policies.acting_views import InitialStates, signature_of
 from flowrl.sampling.callback_worker import CallbackWorker
 from flowrl.sampling.callbacks import EPISODE_EVENTS, overrides
 from flowrl.sampling.episode import EpisodeMetrics, MultiAgentEpisode
 from flowrl.sampling.episode_callbacks import EpisodeCallbacks
 from flowrl.sampling.episode_returns import EpisodeReturns
 from flowrl.sampling.fragment_builder import FragmentBuilder
-from flowrl.sampling.fragment_columns import FragmentColumns, map_leaves, write
 from flowrl.sampling.sampler import TIMINGS
 from flowrl.sampling.segments import Event, Segments, SegmentTracker
 from flowrl.sampling.step_checks import Problem, StepChecks
-from flowrl.sampling.view_resolver import signature_of
-from flowrl.sampling.views import InitialStates, Views
+from flowrl.sampling.views import Views
 from flowrl.sampling.worker_config import WorkerConfig
 
 log = logging.getLogger("flowrl")

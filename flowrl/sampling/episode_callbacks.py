@@ -8,13 +8,13 @@ import numpy as np
 import optree
 
 from flowrl.data import DEFAULT_POLICY_ID
+from flowrl.data.fragment_columns import FragmentColumns
 from flowrl.envs.single_agent_adapter import SINGLE_AGENT
 from flowrl.envs.validation import ObservationCheck
 from flowrl.envs.vector_env import VectorStep
 from flowrl.sampling.callback_worker import CallbackWorker
 from flowrl.sampling.callbacks import call, overrides
 from flowrl.sampling.episode import MultiAgentEpisode
-from flowrl.sampling.fragment_columns import FragmentColumns
 from flowrl.settings import ConfigError
 
 

@@ -9,13 +9,12 @@ import numpy as np
 import optree
 
 from flowrl.data import SampleBatch
+from flowrl.data.fragment_columns import FragmentColumns, map_leaves
 from flowrl.data.indexed_columns import IndexedColumn, NextRows
 from flowrl.data.lazy_columns import LazyColumn
 from flowrl.policies.policy import Policy
-from flowrl.sampling.fragment_columns import FragmentColumns, map_leaves
 from flowrl.sampling.segments import Event, Segments
-from flowrl.sampling.view_resolver import not_for_training
-from flowrl.sampling.views import Views
+from flowrl.sampling.views import Views, not_for_training
 
 _OBJECT = np.dtype(object)
 _NOT_IN_BATCHES = ("raw_obs", "dones")  # batches derive dones

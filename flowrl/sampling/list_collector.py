@@ -21,13 +21,14 @@ from flowrl.data.indexed_columns import IndexedColumn, NextRows
 from flowrl.data.lazy_columns import LazyColumn
 from flowrl.data.spaces import stack_values
 from flowrl.data.types import AgentID, EpisodeID, PolicyID
+from flowrl.policies.acting_views import View, signature_of
 from flowrl.policies.policy import Policy
 from flowrl.sampling.callbacks import call, overrides
 from flowrl.sampling.episode import MultiAgentEpisode
 from flowrl.sampling.ids import IdCounter
 from flowrl.sampling.sample_collector import SampleCollector
 from flowrl.sampling.trajectories import RowViews, Segment, Trajectory, column_of
-from flowrl.sampling.view_resolver import View, not_for_training, signature_of
+from flowrl.sampling.views import not_for_training
 from flowrl.settings import ConfigError
 
 _ALIASES = {

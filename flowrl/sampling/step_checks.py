@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from flowrl.data.fragment_columns import FragmentColumns, map_leaves
 from flowrl.envs.validation import (
     OUTSIDE_WARNING,
     ObservationCheck,
     OnInvalidStep,
     invalid_step_error,
 )
-from flowrl.sampling.fragment_columns import FragmentColumns, map_leaves
 from flowrl.sampling.segments import Event, Segments
 
 log = logging.getLogger("flowrl")

@@ -12,10 +12,10 @@ from flowrl.data.indexed_columns import NOTHING
 from flowrl.data.serialization import can_be_saved
 from flowrl.data.spaces import stack_values, zeros_of
 from flowrl.data.types import AgentID, EpisodeID, PolicyID
+from flowrl.policies.acting_views import View, nontrivial_views, signature_of
 from flowrl.policies.policy import Policy
 from flowrl.policies.views import ViewRequirement
 from flowrl.sampling.episode import MultiAgentEpisode
-from flowrl.sampling.view_resolver import View, nontrivial_views, signature_of
 from flowrl.settings import ConfigError
 
 DTYPES = {"rewards": np.float32, "terminateds": bool, "truncateds": bool}

@@ -14,9 +14,9 @@ from flowrl.algorithms import ppo
 from flowrl.data import SampleBatch
 from flowrl.data.indexed_columns import IndexedColumn
 from flowrl.policies import ConfigError, ViewRequirement
+from flowrl.policies.acting_views import signature_of
 from flowrl.policies.models import FullyConnectedNetwork
 from flowrl.sampling import RolloutWorker
-from flowrl.sampling.view_resolver import signature_of
 
 from .fakes import CountEnv, ObservedValue
 
