@@ -19,6 +19,7 @@ from flowrl.policies.views import ViewRequirement
 from flowrl.settings import ConfigError
 
 State = list[torch.Tensor]
+NEEDS_NO_VALUES = "; DQN, APEX and R2D2 need no values with dueling=False"
 
 
 def full_precision(features: torch.Tensor) -> Any:
@@ -95,7 +96,9 @@ class ModelV2(nn.Module):
 
     def value_function(self) -> torch.Tensor:
         """Return the values [rows] of the rows of the last `forward` call."""
-        raise NotImplementedError(f"{type(self).__name__} must implement value_function()")
+        raise NotImplementedError(
+            f"{type(self).__name__} must implement value_function(){NEEDS_NO_VALUES}"
+        )
 
     def get_initial_state(self) -> list[np.ndarray]:
         """Return the recurrent states at the start of an episode, without a batch axis.
