@@ -135,6 +135,8 @@ def test_invalid_usage_is_rejected(cli, tmp_path, arguments, message):
             ["train", "ppo", "--batch-size", "64"],
             "Use --sgd-minibatch-size for the rows per update",
         ),
+        (["train", "ppo", "--num-env", "4"], "Did you mean --num-envs-per-worker?"),
+        (["train", "ppo", "--learning-starts", "9"], "It is a setting of APEX, DQN, R2D2"),
         (["train", "ppo", "--net_arch", "64"], "Use --model.fcnet-hiddens."),
         (["train", "ppo", "--gae-lambda", "1"], "Did you mean --lambda?"),
         (["train", "sac", "--ent-coef", "auto"], "and --target-entropy=None keeps it fixed"),
