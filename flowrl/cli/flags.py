@@ -75,8 +75,8 @@ def _check_names(flags: list[str], defaults: Settings, run_options: dict[str, An
         if not flag.startswith("--"):
             continue
         name = flag[2:].split("=")[0].replace("_", "-").rstrip("-")
-        if name == "plan":
-            raise ConfigError("--plan: name the plan after the command, `flowrl train PLAN`")
+        if name in ("plan", "algo"):
+            raise ConfigError(f"--{name}: name the plan after the command, `flowrl train PLAN`")
         head, dot, last = name.rpartition(".")
         positive = f"{head}{dot}{last.removeprefix('no-')}"
         if name.startswith("policies."):
