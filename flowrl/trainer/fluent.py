@@ -147,7 +147,7 @@ class FluentSettings(WorkerConfig):
         return self._set("debugging", settings)
 
     def _set(self, group: str, values: dict[str, Any], method: str | None = None) -> Self:
-        """Set the settings of a group; `method` is the method that was called, if it is an alias."""
+        """Set settings of a group; `method` is the method that was called, if it is an alias."""
         self._check_not_frozen()
         values = canonical_names(values)
         groups = {info.name: info.group for info in self.describe()}

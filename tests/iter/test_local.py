@@ -7,7 +7,13 @@ import traceback
 
 import pytest
 
-from flowrl.iter import LocalIterator, MetricsContext, _get_shared_metrics, from_items, metrics_scope
+from flowrl.iter import (
+    LocalIterator,
+    MetricsContext,
+    _get_shared_metrics,
+    from_items,
+    metrics_scope,
+)
 
 
 def stream(*items):
@@ -300,5 +306,5 @@ def test_map_names_for_each():
         message = rf"^'{cls}' object has no attribute 'map': use for_each\(fn\)$"
         with pytest.raises(AttributeError, match=message):
             it.map(str)
-        with pytest.raises(AttributeError, match="has no attribute 'size'$"):
+        with pytest.raises(AttributeError, match=r"has no attribute 'size'$"):
             it.size  # noqa: B018
