@@ -204,11 +204,14 @@ class ModelV2(nn.Module):
         is_pair = isinstance(result, tuple) and len(result) == 2
         if not (is_pair and isinstance(result[1], (list, tuple))):
             raise ConfigError(
-                f"{model}: forward must return (outputs, list of states), got {result!r}"
+                f"{model}: forward must return (outputs, list of states), got "
+                f"{_dtype_and_shape(result)}"
             )
         outputs, state = result
         if not isinstance(outputs, torch.Tensor) or not outputs.is_floating_point():
-            raise ConfigError(f"{model}: outputs must be a tensor of floats, got {outputs!r}")
+            raise ConfigError(
+                f"{model}: outputs must be a tensor of floats, got {_dtype_and_shape(outputs)}"
+            )
         if outputs.shape != (rows, self.num_outputs):
             raise ConfigError(
                 f"{model} returned outputs of shape {list(outputs.shape)} for {rows} rows; the "

@@ -137,7 +137,8 @@ def _describe_start(algorithm: Any, stop: StopRules, run: RunDirectory | None) -
     place = "no run directory" if run is None else f"run directory: {run.path}"
     limits = stop.describe(config)
     if config.samples and (stop.timesteps or math.inf) < config.train_batch_size:
-        limits += f" (the first train batch has {config.train_batch_size:,})"
+        limits = f"{limits} (the first train batch has {config.train_batch_size:,})"
+        limits = limits.replace(") (", "; ")
     name = type(algorithm).__name__
     return f"training {name}{env}{source}{workers}{step} until {limits}; {place}"
 
