@@ -8,6 +8,9 @@ Packages: `iter` (dataflow engine), `data` (batches, checkpoints), `envs`, `poli
 of plans), `trainer` (Algorithm and its config), `algorithms`, `cli`.
 """
 
+from importlib.util import find_spec
+from typing import Any
+
 import lazy_loader
 
 __version__ = "0.1.0"
@@ -38,4 +41,18 @@ NAMES = {
 """Module -> its names that `import flowrl` offers; `python docs/stub.py` declares their types."""
 
 # imported on first use, so that importing flowrl stays fast
-__getattr__, __dir__, __all__ = lazy_loader.attach(__name__, submod_attrs=NAMES)
+_load, __dir__, __all__ = lazy_loader.attach(__name__, submod_attrs=NAMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__ or name.startswith("_"):
+        return _load(name)
+    if name == "Rainbow":
+        hint = ' Use Algorithm.from_plan("rainbow"), which is DQN with all options.'
+    elif find_spec(f"flowrl.{name}") is not None:
+        hint = f" It is a module: import flowrl.{name}."
+    else:  # imported here, because it imports numpy
+        from flowrl.setting_values import nearest
+
+        hint = nearest(name.removesuffix("Trainer"), __all__)
+    raise AttributeError(f"module 'flowrl' has no attribute {name!r}.{hint}")

@@ -13,6 +13,7 @@ from collections.abc import Collection
 from typing import Any
 
 from flowrl.errors import ConfigError
+from flowrl.setting_values import nearest, nearest_name
 
 log = logging.getLogger("flowrl")
 
@@ -305,6 +306,22 @@ def setting_hint(name: str, known: Collection[str]) -> str | None:
             is_rename = re.fullmatch(r"`(\w+)`", hint)
             return f" Did you mean {is_rename[1]!r}?" if is_rename else f" {hint}."
     return ""
+
+
+def nearest_setting(name: str, known: list[str], settings: Collection[str]) -> str:
+    """Return a sentence about the setting that a misspelled name means, with a space before it, or
+    "".
+
+    Args:
+        name: the misspelled name.
+        known: names that may be suggested.
+        settings: the settings of the algorithm; names of other libraries for them also count.
+    """
+    others = [n for n in (*SETTING_ALIASES, *SETTING_HINTS) if setting_hint(n, settings)]
+    similar = nearest_name(name, [*known, *others])
+    if similar is None or similar in known:
+        return nearest(name, known)
+    return setting_hint(similar, settings) or ""
 
 
 def canonical_names(values: dict[str, Any]) -> dict[str, Any]:

@@ -31,11 +31,17 @@ def whole_number(value: Any) -> int | None:
     return int(value) if math.isfinite(value) and value == int(value) else None
 
 
-def nearest(name: str, known: list[str]) -> str:
-    """Return ` Did you mean 'x'?`, or an empty string if no known name is similar."""
+def nearest_name(name: str, known: list[str]) -> str | None:
+    """Return the known name that is most similar, or None if none is similar."""
     by_lowercase = {other_name.lower(): other_name for other_name in reversed(known)}
     close = difflib.get_close_matches(name.lower(), by_lowercase, n=1)
-    return f" Did you mean {by_lowercase[close[0]]!r}?" if close else ""
+    return by_lowercase[close[0]] if close else None
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """Return ` Did you mean 'x'?`, or an empty string if no known name is similar."""
+    similar = nearest_name(name, known)
+    return "" if similar is None else f" Did you mean {similar!r}?"
 
 
 def type_text(annotation: Any) -> str:

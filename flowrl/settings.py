@@ -17,8 +17,8 @@ from pydantic import (
 )
 
 from flowrl.errors import ConfigError as ConfigError  # part of this module's interface
-from flowrl.setting_aliases import setting_hint
-from flowrl.setting_values import equal, is_search, nearest, type_text
+from flowrl.setting_aliases import nearest_setting, setting_hint
+from flowrl.setting_values import equal, is_search, type_text
 
 
 def imported(path: str) -> Any:
@@ -174,14 +174,20 @@ class Settings(BaseModel):
             known: names that are similar to it may be suggested; None for all settings.
         """
         hint = setting_hint(name, cls.model_fields)
-        if hint:
-            return hint
+        if hint or (elsewhere := cls._hint_elsewhere(name)):
+            return hint or elsewhere
+        if hint is not None:  # names of other libraries resemble ours only by chance
+            return ""
+        known = list(cls.model_fields) if known is None else known
+        return nearest_setting(name, known, cls.model_fields)
+
+    @classmethod
+    def _hint_elsewhere(cls, name: str) -> str:
+        """Return a sentence about a name that is a setting of another record, or ""."""
         for outer, field in cls.model_fields.items():
             if isinstance(field.default, Settings) and name in field.default:
                 return f' It is a setting of {outer}: {outer}={{"{name}": …}}.'
-        if hint is not None:  # names of other libraries resemble ours only by chance
-            return ""
-        return nearest(name, list(cls.model_fields) if known is None else known)
+        return ""
 
     @classmethod
     def describe(cls) -> list[SettingInfo]:

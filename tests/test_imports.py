@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from threadpoolctl import threadpool_info
 
@@ -140,3 +141,28 @@ def test_importing_flowrl_imports_no_heavy_package():
         "assert not {'torch', 'ray', 'gymnasium'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", check], check=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("A2c", "Did you mean 'A2C'?"),
+        ("PPOTrainer", "Did you mean 'PPO'?"),
+        ("ImpalaConfig", "Did you mean 'IMPALAConfig'?"),
+        ("Rainbow", 'Use Algorithm.from_plan("rainbow")'),
+        ("benchmark", ""),
+    ],
+)
+def test_unknown_name_in_flowrl_has_a_hint(name, hint):
+    with pytest.raises(AttributeError) as error:
+        getattr(flowrl, name)
+    expected = f"module 'flowrl' has no attribute {name!r}. {hint}"
+    assert str(error.value).startswith(expected.rstrip())
+
+
+def test_module_of_flowrl_that_is_not_imported_is_named():
+    code = "import flowrl, sys; print('numpy' in sys.modules); flowrl.cli"
+    command = [sys.executable, "-c", code]
+    process = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert process.stdout == "False\n"
+    assert "It is a module: import flowrl.cli." in process.stderr

@@ -71,8 +71,12 @@ def test_accepted_aliases_have_no_hint():
         ("PPO", "custom_model", r'model: model=\{"custom_model": …\}'),
         ("PPO", "fcnet_hiddens", r'model: model=\{"fcnet_hiddens": …\}'),
         ("PPO", "train_batch_szie", "Did you mean 'train_batch_size'"),
-        ("PPO", "buffer_size", r"unknown setting 'buffer_size'\.$"),
-        ("SAC", "policy_frequency", r"unknown setting 'policy_frequency'\.$"),
+        ("PPO", "buffer_size", "Only APEX, DQN, R2D2, .* have such a setting"),
+        ("SAC", "policy_frequency", "Only TD3, .* have such a setting"),
+        ("PPO", "learning_starts", "It is a setting of APEX, DQN, R2D2, "),
+        ("PPO", "num_env", "Did you mean 'num_envs_per_worker'"),
+        ("PPO", "epoch", "Did you mean 'num_sgd_iter'"),
+        ("PPO", "verbos", r"`algorithm\.learn\(progress=False\)` prints no progress table"),
         ("PPO", "num_gpus", 'Use `device="cuda"`'),
     ],
 )
@@ -111,3 +115,10 @@ def test_methods_of_rllibs_configs_have_a_hint(algorithm, method, hint):
     with pytest.raises(AttributeError, match=f"has no method or setting '{method}'") as error:
         getattr(CONFIGS[algorithm](), method)
     assert hint in str(error.value)
+
+
+@pytest.mark.parametrize("method", ["rollouts", "rollout", "env_runners"])
+def test_misspelled_name_of_another_library_is_suggested_under_our_name(method):
+    message = rf"^\.{method}\(\) has no setting 'num_env_runner'\. Did you mean 'num_workers'\?$"
+    with pytest.raises(ConfigError, match=message):
+        getattr(CONFIGS["PPO"](), method)(num_env_runner=1)

@@ -72,6 +72,10 @@ def test_trial_requests_resources_of_all_workers():
     )
     assert request.bundles == [{"CPU": 1.0}] * 4
     assert flowrl.tune.A2C.default_resource_request({}).bundles == [{"CPU": 1.0}]
+    with_gpus = flowrl.tune.IMPALA.default_resource_request({"num_gpus": 2})
+    assert with_gpus.bundles == [{"CPU": 1.0}, {"GPU": 1.0}, {"GPU": 1.0}]
+    half = tune.with_resources(flowrl.tune.PPO, {"cpu": 1, "gpu": 0.5})
+    assert half.default_resource_request({}).bundles == [{"CPU": 1.0, "GPU": 0.5}]
 
 
 def test_config_keeps_search_spaces():

@@ -12,9 +12,10 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 from flowrl.cli.arguments import with_flags
 from flowrl.cli.flag_values import record_or_none, value_rules
-from flowrl.setting_aliases import setting_hint
+from flowrl.setting_aliases import nearest_setting, setting_hint
 from flowrl.setting_values import nearest, whole_number
 from flowrl.settings import ConfigError, Settings
+from flowrl.trainer.registry import algorithms_with
 
 
 def flag_names(record: type[Settings], prefix: str = "", switches: bool = False) -> list[str]:
@@ -74,8 +75,8 @@ def _check_names(flags: list[str], defaults: Settings, run_options: dict[str, An
         if not flag.startswith("--"):
             continue
         name = flag[2:].split("=")[0].replace("_", "-").rstrip("-")
-        if name == "plan":
-            raise ConfigError("--plan: name the plan after the command, `flowrl train PLAN`")
+        if name in ("plan", "algo"):
+            raise ConfigError(f"--{name}: name the plan after the command, `flowrl train PLAN`")
         head, dot, last = name.rpartition(".")
         positive = f"{head}{dot}{last.removeprefix('no-')}"
         if name.startswith("policies."):
@@ -88,9 +89,13 @@ def _check_names(flags: list[str], defaults: Settings, run_options: dict[str, An
                     f"""--{head} '{{"{last.replace("-", "_")}": …}}'"""
                 )
             options = [*known, *(option.replace("_", "-") for option in run_options)]
-            hint = setting_hint(name.replace("-", "_"), type(defaults).model_fields)
-            hint = _as_flags(nearest(name, options) if hint is None else hint, "--")
-            raise ConfigError(f"unknown flag --{name}.{hint}")
+            settings, setting = type(defaults).model_fields, name.replace("-", "_")
+            exact = setting_hint(setting, settings)
+            hint = exact or algorithms_with(setting)
+            if not hint and exact is None:
+                names = [option.replace("-", "_") for option in options]
+                hint = nearest_setting(setting, names, settings)
+            raise ConfigError(f"unknown flag --{name}.{_as_flags(hint, '--')}")
 
 
 def _check_policy(name: str, defaults: Any) -> None:

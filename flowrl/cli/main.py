@@ -6,6 +6,7 @@ Exit codes: 0 success, 1 failure, 2 wrong usage, 129 terminal closed, 130 interr
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -14,6 +15,7 @@ from flowrl.cli.arguments import Parser
 from flowrl.cli.display import printable
 from flowrl.setting_values import nearest
 from flowrl.settings import ConfigError, imported
+from flowrl.trainer.plan_files import is_shipped
 from flowrl.trainer.runs.signal_handler import discard_closed_output
 
 _USAGE = """usage: flowrl COMMAND …
@@ -59,8 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0 if arguments else 2
     name = "version" if arguments[0] == "--version" else arguments[0]
     if name not in _COMMANDS:
-        hint = nearest(name, list(_COMMANDS))
-        print(f"flowrl: unknown command {name!r}.{hint} (see flowrl --help)", file=sys.stderr)
+        print(f"flowrl: {_unknown_command(name, arguments[1:])}", file=sys.stderr)
         return 2
     try:
         exit_code: int = imported(_COMMANDS[name])(arguments[1:])
@@ -73,6 +74,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of the output has closed it
         discard_closed_output()
         return 141
+
+
+def _unknown_command(name: str, rest: list[str]) -> str:
+    """Return the message for an unknown command with the arguments after it."""
+    replacement = {"enjoy": "evaluate", "play": "evaluate"}.get(name)
+    if replacement is None and (is_shipped(name) or name.endswith((".py", ".yaml", ".yml"))):
+        replacement = f"train {name}"
+    if replacement is not None:
+        command = shlex.join(["flowrl", *replacement.split(), *rest])
+        return f"unknown command {name!r}. Use {command}"
+    hint = nearest(name, list(_COMMANDS))
+    return f"unknown command {name!r}{hint and '.'}{hint} (see flowrl --help)"
 
 
 def version_command(arguments: list[str]) -> int:

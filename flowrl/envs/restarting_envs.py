@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -38,6 +39,7 @@ CODE_ERRORS = (AttributeError, ImportError, NameError, SyntaxError, TypeError)
 """Errors that an environment would raise again if it has never completed a fragment."""
 RESET_ERRORS = (*CODE_ERRORS, LookupError, ValueError, gym.error.Error)
 """Errors that an environment would raise again if it has never completed a reset."""
+_NO_SEED = re.compile(r"reset\(\) got an unexpected keyword argument '(seed|options)'")
 
 
 class RestartingEnvs:
@@ -130,6 +132,11 @@ class RestartingEnvs:
             except ConfigError:
                 raise
             except Exception as error:
+                if isinstance(error, TypeError) and _NO_SEED.search(str(error)):
+                    raise ConfigError(
+                        f"env: {env_name(env)}.reset() must accept seed= and options=, as in "
+                        "`def reset(self, *, seed=None, options=None)`"
+                    ) from error
                 self.handle_failure(index, error, "reset")
 
     def handle_failure(self, index: int, error: Exception, method: str | None) -> None:

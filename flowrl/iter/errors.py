@@ -13,6 +13,15 @@ ENGINE_DIR = os.path.dirname(__file__) + os.sep
 """Folder of this package: its frames say little in the traceback of an operator's error."""
 
 
+def no_attribute(owner: type, name: str) -> AttributeError:
+    """Return the error for an attribute that an iterator does not have."""
+    hint = f": use {_OTHER_NAMES[name]}" if name in _OTHER_NAMES else ""
+    return AttributeError(f"{owner.__name__!r} object has no attribute {name!r}{hint}")
+
+
+_OTHER_NAMES = {"map": "for_each(fn)", "flat_map": "combine(fn)"}
+
+
 @dataclass(frozen=True)
 class Skip:
     """Drop the item on which an operator fails, at most `max` times (None: no limit).

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from flowrl.iter import metrics as _metrics
-from flowrl.iter.errors import OnError, annotate, without_engine_frames
+from flowrl.iter.errors import OnError, annotate, no_attribute, without_engine_frames
 from flowrl.iter.explain import FORMATS, stats_rows
 from flowrl.iter.metrics import MetricsContext
 from flowrl.iter.profiler import Profiler
@@ -359,6 +359,11 @@ class LocalIterator(Generic[T]):
 
     def __repr__(self) -> str:
         return f"LocalIterator[{self.name}]"
+
+    if not TYPE_CHECKING:  # type checkers report unknown names themselves
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute(type(self), name)
 
     # -- state ---------------------------------------------------------------------------------
 

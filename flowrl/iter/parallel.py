@@ -10,9 +10,9 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
-from flowrl.iter.errors import OnError
+from flowrl.iter.errors import OnError, no_attribute
 from flowrl.iter.gather import RequestLimit
 from flowrl.iter.gather_async import GatherAsync, GatherShard
 from flowrl.iter.gather_sync import GatherSync
@@ -245,6 +245,11 @@ class ParallelIterator(Generic[T]):
 
     def __repr__(self) -> str:
         return f"ParallelIterator[{self.name}]"
+
+    if not TYPE_CHECKING:  # type checkers report unknown names themselves
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute(type(self), name)
 
 
 def _validate(chain: Callable[[LocalIterator[Any]], Any]) -> None:

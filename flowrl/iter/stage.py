@@ -209,11 +209,12 @@ def describe(item: Any) -> str:
     """
     if isinstance(item, dict):
         pairs = item.stored() if hasattr(item, "stored") else item.items()
+        noun = "rows" if hasattr(item, "stored") else "keys"
         columns = ", ".join(
             f"{key}: {getattr(value, 'shape', type(value).__name__)}"
             for key, value in itertools.islice(pairs, 6)
         )
-        return f"{type(item).__name__} of {len(item)} rows/keys ({columns})"
+        return f"{type(item).__name__} of {len(item)} {noun} ({columns})"
     shape = getattr(item, "shape", None)
     if shape is not None:
         return f"{type(item).__name__} of shape {shape}"

@@ -142,8 +142,9 @@ def check_callbacks_class(value: Any) -> None:
     """Check that workers can create an object of a callbacks class and call its methods.
 
     Raises:
-        ConfigError: it is no subclass of DefaultCallbacks, its constructor needs arguments, or the
-            name of a method looks like that of an event but is none.
+        ConfigError: it is no subclass of DefaultCallbacks, its constructor needs arguments, a
+            method does not accept the arguments of its event, or the name of a method looks like
+            that of an event but is none.
     """
     arguments = "make its arguments class attributes, and set them in a subclass"
     if not (isinstance(value, type) and issubclass(value, DefaultCallbacks)):
@@ -162,6 +163,8 @@ def check_callbacks_class(value: Any) -> None:
             f"callbacks_class: workers create {value.__name__} without arguments, but its "
             f"constructor needs some ({error}): {arguments}"
         ) from None
+    for name in EVENTS:
+        _check_signature(value, name)
     for name in dir(value):
         event = name.removeprefix("_") if name in _SB3_EVENTS else name
         if event.startswith("on_") and name not in EVENTS and callable(getattr(value, name)):
@@ -169,6 +172,27 @@ def check_callbacks_class(value: Any) -> None:
                 f"callbacks_class: {value.__name__}.{name} is no event."
                 f"{nearest(event, list(EVENTS)) or ' The events are ' + ', '.join(EVENTS)}"
             )
+
+
+def _check_signature(cls: type[DefaultCallbacks], event: str) -> None:
+    """Check that a method of a callbacks class accepts the arguments of its event.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    method, base = inspect.getattr_static(cls, event), getattr(DefaultCallbacks, event)
+    if method is base or not inspect.isfunction(method):
+        return
+    kinds = inspect.signature(base).parameters
+    names = [n for n, parameter in kinds.items() if parameter.kind is parameter.KEYWORD_ONLY]
+    try:
+        inspect.signature(method).bind(None, **dict.fromkeys(names))
+    except TypeError as error:
+        raise ConfigError(
+            f"callbacks_class: {cls.__name__}.{event}() {error}: it is called with "
+            f"{', '.join(f'{name}=' for name in names)}; end its signature with **kwargs, which "
+            "takes those that it does not name"
+        ) from None
 
 
 def call(method: Callable[..., None], **arguments: Any) -> None:

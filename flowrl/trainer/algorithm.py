@@ -56,7 +56,9 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         config: the settings, read-only.
         workers: the WorkerSet.
         iteration: number of results so far.
-        last_result: the latest result, or None.
+        last_result: the latest result; None before the first `train()`, also after a checkpoint
+            was loaded.
+        env_steps: env steps so far.
         run_dir: the run directory, or None.
     """
 
@@ -101,9 +103,8 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
 
     def __repr__(self) -> str:
         env = getattr(self.config.env, "__qualname__", None) or repr(self.config.env)
-        steps = 0 if self._plan is None else self._plan.metrics.counters["num_env_steps_sampled"]
         name = type(self).__name__
-        return f"{name}(env={env}, iteration={self.iteration}, env_steps={steps})"
+        return f"{name}(env={env}, iteration={self.iteration}, env_steps={self.env_steps})"
 
     @classmethod
     def _config_from(cls, config: Any, settings: Mapping[str, Any]) -> AlgorithmConfig:
@@ -219,8 +220,16 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
             self._plan = self._plan_builder.build(self.workers, self.policy_class)
         return self._plan
 
+    @property
+    def env_steps(self) -> int:
+        """Env steps of the training so far, including those before a loaded checkpoint."""
+        if self._plan is None:
+            return 0
+        return int(self._plan.metrics.counters["num_env_steps_sampled"])
+
     # -- training ------------------------------------------------------------------------------
 
+    @with_hints
     def train(self) -> dict[str, Any]:
         """Return the next result of the plan, with `training_iteration` and times [s].
 

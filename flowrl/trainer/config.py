@@ -32,6 +32,7 @@ from flowrl.trainer.plan_files import (
     plan_of_module,
     plan_path,
 )
+from flowrl.trainer.registry import algorithms_with
 from flowrl.trainer.video import check_video
 
 Env = str | type | Callable[..., Any]
@@ -144,6 +145,10 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
         if not isinstance(values, Mapping):
             raise ConfigError(f"from_dict: values must be a mapping, got {type(values).__name__}")
         return cls(**canonical_names(dict(values)))
+
+    @classmethod
+    def _hint_elsewhere(cls, name: str) -> str:
+        return super()._hint_elsewhere(name) or algorithms_with(name)
 
     def validate(self) -> Self:  # type: ignore[override]
         """Check all settings, the environment and the plan file, without starting anything.

@@ -74,11 +74,11 @@ class FluentSettings(WorkerConfig):
 
     def rollout(self, **settings: Any) -> Self:
         """Alias of `rollouts`."""
-        return self.rollouts(**settings)
+        return self._set("rollouts", settings, "rollout")
 
     def env_runners(self, **settings: Any) -> Self:
         """Alias of `rollouts`, RLlib's name."""
-        return self.rollouts(**settings)
+        return self._set("rollouts", settings, "env_runners")
 
     @_group
     def training(self, **settings: Any) -> Self:
@@ -146,7 +146,8 @@ class FluentSettings(WorkerConfig):
         """Set the seed."""
         return self._set("debugging", settings)
 
-    def _set(self, group: str, values: dict[str, Any]) -> Self:
+    def _set(self, group: str, values: dict[str, Any], method: str | None = None) -> Self:
+        """Set settings of a group; `method` is the method that was called, if it is an alias."""
         self._check_not_frozen()
         values = canonical_names(values)
         groups = {info.name: info.group for info in self.describe()}
@@ -155,7 +156,7 @@ class FluentSettings(WorkerConfig):
                 known = sorted(known for known, its_group in groups.items() if its_group == group)
                 hint = f" It belongs to .{groups[name]}()." if name in groups else ""
                 hint = hint or self.hint(name, known)
-                raise ConfigError(f".{group}() has no setting {name!r}.{hint}")
+                raise ConfigError(f".{method or group}() has no setting {name!r}.{hint}")
         changed = self.updated(**values)
         vars(self).update({name: getattr(changed, name) for name in values})  # checked together
         self.model_fields_set.update(values)

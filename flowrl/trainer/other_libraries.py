@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, Never, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Never, ParamSpec, TypeVar
 
 from flowrl.setting_aliases import SETTING_ALIASES
 from flowrl.setting_values import nearest
@@ -24,11 +24,15 @@ _ATTRIBUTES = {
     "get_env": "workers create the environments of the setting env, algorithm.config.env",
     "env": "it is the setting algorithm.config.env",
     "policy": "use get_policy()",
+    "model": "the network is get_policy().model, its settings are algorithm.config.model",
     "get_module": "use get_policy(policy_id)",
     "observation_space": "use get_policy().observation_space",
     "action_space": "use get_policy().action_space",
     "device": "use get_policy().device",
+    "close": "use stop()",
     "export": "use get_policy().export(path)",
+    "export_policy_checkpoint": "use save(path)",
+    "export_policy_model": "use get_policy().export(path)",
     "get_weights": "use get_policy().get_weights()",
     "get_parameters": "use get_policy().get_weights()",
     "set_parameters": "use get_policy().set_weights(weights)",
@@ -43,7 +47,7 @@ _ATTRIBUTES = {
     "replay_buffer": "the plan creates it; save(path) stores it",
     "save_replay_buffer": "use save(path), which stores the replay buffer, too",
     "logger": "use learn(run_dir=…) and the settings log_to and log_config",
-    "num_timesteps": 'use last_result["timesteps_total"]',
+    "num_timesteps": "use env_steps",
     "set_logger": "use learn(run_dir=…) and the settings log_to and log_config",
     "save_checkpoint": "use save(path)",
     "save_to_path": "use save(path)",
@@ -56,6 +60,10 @@ _ARGUMENTS = {
     "__init__": {
         "": 'Pass only the environment, PPO("CartPole-v1"): the type of the network follows from '
         'its spaces, and the setting model={"fcnet_hiddens": [64, 64]} has its sizes',
+    },
+    "train": {
+        "": "Each call returns the next result; learn(100_000) trains for that many env steps",
+        "total_timesteps": "Use learn(total_timesteps=…)",
     },
     "learn": {
         "": "The other arguments are keywords: learn(100_000, stop=…, run_dir=…, progress=…)",
@@ -91,7 +99,7 @@ _ARGUMENTS = {
         "state": "Use predict(obs, state), or get_policy().session()",
     },
     "from_checkpoint": {
-        "device": 'Use config={"device": …}',
+        "checkpoint": "Pass the path of the checkpoint, RUN/checkpoints/000003",
         "custom_objects": "Use config=…, the settings to change",
     },
 }
@@ -111,8 +119,10 @@ def with_hints(method: Callable[P, T]) -> Callable[P, T]:
             unknown = [name for name in kwargs if name not in signature.parameters]
             # the constructor has **settings: keywords are never the problem
             name = unknown[0] if unknown and not _accepts_any_keyword(signature) else ""
-            hint = f" {hints[name]}." if name in hints else nearest(name, own)
             owner: Any = args[0] if isinstance(args[0], type) else type(args[0])
+            hint = f" {hints[name]}." if name in hints else nearest(name, own)
+            if method.__name__ == "from_checkpoint" and _is_setting(owner.config_class, name):
+                hint = f" Use config={{{name!r}: …}}."
             called = f"{owner.__name__}.{method.__name__}".removesuffix(".__init__")
             problem = f"it has no argument {name!r}" if name else str(error)
             if method.__name__ == "__init__":
@@ -128,10 +138,13 @@ def _accepts_any_keyword(signature: inspect.Signature) -> bool:
     return any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
 
 
+def _is_setting(config_class: type[Settings], name: str) -> bool:
+    return name in config_class.model_fields or name in SETTING_ALIASES
+
+
 def _setting_hints(config_class: type[Settings], names: list[str]) -> str:
     """Return a sentence for each name that is not a setting, with a space before it."""
-    known = {*config_class.model_fields, *SETTING_ALIASES}
-    unknown = [name for name in names if name not in known]
+    unknown = [name for name in names if not _is_setting(config_class, name)]
     return "".join(f" Unknown setting {name!r}.{config_class.hint(name)}" for name in unknown)
 
 
@@ -146,8 +159,31 @@ class _Hint:
         raise AttributeError(f"{owner.__name__} has no attribute {self.name!r}: {hint}")
 
 
+def _is_defined(cls: type, name: str) -> bool:
+    return any(name in vars(base) for base in cls.__mro__)
+
+
 class OtherLibrariesNames:
-    """Attributes that an algorithm has in other libraries; each raises an error with a hint."""
+    """Errors with a hint for attributes that an algorithm does not have: those of other libraries,
+    misspelled ones, and settings."""
+
+    if not TYPE_CHECKING:  # type checkers report unknown attributes themselves
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("_") or _is_defined(type(self), name):
+                return object.__getattribute__(self, name)  # raises the error of a property
+            settings = vars(self).get("config", {})
+            hint = f" It is the setting algorithm.config.{name}."
+            if name not in settings:
+                own = [n for n in dir(self) if not n.startswith("_")]
+                hint = nearest(name, [*own, *_ATTRIBUTES, *(f"config.{n}" for n in settings)])
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}.{hint}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        config = vars(self).get("config", {})
+        if name in config:
+            setattr(config, name, value)  # raises: the settings of an algorithm cannot be changed
+        super().__setattr__(name, value)
 
     def __dir__(self) -> list[str]:
         return [name for name in super().__dir__() if name not in _ATTRIBUTES]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from flowrl.setting_aliases import setting_hint
 from flowrl.setting_values import nearest
 from flowrl.settings import ConfigError, imported
 
@@ -66,3 +67,17 @@ def algorithm_class(name: str) -> Any:
         raise ConfigError(f"unknown algorithm {name!r}.{hint} Known: {', '.join(_ALGORITHMS)}")
     algorithm = _ALGORITHMS[registered]
     return imported(algorithm) if isinstance(algorithm, str) else algorithm
+
+
+def algorithms_with(name: str) -> str:
+    """Return a sentence about the algorithms that have a setting, with a space before it, or "".
+
+    Args:
+        name: the setting; also its name in another library.
+    """
+    fields = {n: algorithm_class(n).config_class.model_fields for n in algorithm_names()}
+    owners = [n for n, settings in fields.items() if name in settings]
+    if owners:
+        return f" It is a setting of {', '.join(owners)}."
+    owners = [n for n, settings in fields.items() if setting_hint(name, settings)]
+    return f" Only {', '.join(owners)} have such a setting." if owners else ""

@@ -26,6 +26,7 @@ from flowrl.ops import (
     UpdateTargetNetwork,
 )
 from flowrl.policies import ConfigError, PolicySpec
+from flowrl.policies.models.base import ModelV2
 from flowrl.policies.models.fcnet import FullyConnectedNetwork
 from flowrl.policies.models.noisy import NoisyLinear
 from flowrl.replay import ReplayBuffer
@@ -722,3 +723,31 @@ def test_replay_actor_settings_of_a_policy_are_rejected_with_a_local_buffer():
     config = DQNConfig(env="CartPole-v1", policies={"a": spec, "b": None})
     with pytest.raises(ConfigError, match="num_replay_shards is for plans whose buffer is on act"):
         config.replay_buffer()
+
+
+class OutputsOnly(nn.Module):
+    def __init__(self, obs_space, action_space, num_outputs):
+        super().__init__()
+        self.out = nn.Linear(3, num_outputs)
+
+    def forward(self, obs):
+        return self.out(obs)
+
+
+class ModelWithoutValues(ModelV2):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.out = nn.Linear(3, self.num_outputs)
+
+    def forward(self, input_dict, state, seq_lens):
+        return self.out(input_dict["obs"]), state
+
+
+@pytest.mark.parametrize("model", [OutputsOnly, ModelWithoutValues])
+def test_model_without_values_needs_dueling_to_be_disabled(model):
+    config = {"model": {"custom_model": model}}
+    error = ConfigError if model is OutputsOnly else NotImplementedError
+    with pytest.raises(error, match="DQN, APEX and R2D2 need no values with dueling=False"):
+        DQNTorchPolicy(BOX, THREE, config).learn_on_minibatches(rows())
+    policy = DQNTorchPolicy(BOX, THREE, {**config, "dueling": False})
+    assert np.isfinite(policy.learn_on_minibatches(rows())["total_loss"])

@@ -7,7 +7,13 @@ import traceback
 
 import pytest
 
-from flowrl.iter import LocalIterator, MetricsContext, _get_shared_metrics, metrics_scope
+from flowrl.iter import (
+    LocalIterator,
+    MetricsContext,
+    _get_shared_metrics,
+    from_items,
+    metrics_scope,
+)
 
 
 def stream(*items):
@@ -293,3 +299,12 @@ def test_rare_slow_pulls_are_timed():
     plan = LocalIterator(range(1280)).for_each(work)
     assert len(list(plan)) == 1280
     assert plan.stats()[0]["busy"] > 0.5
+
+
+def test_map_names_for_each():
+    for it, cls in ((stream(1), "LocalIterator"), (from_items([1]), "ParallelIterator")):
+        message = rf"^'{cls}' object has no attribute 'map': use for_each\(fn\)$"
+        with pytest.raises(AttributeError, match=message):
+            it.map(str)
+        with pytest.raises(AttributeError, match=r"has no attribute 'size'$"):
+            it.size  # noqa: B018

@@ -574,7 +574,7 @@ def test_describing_a_batch_in_an_error_does_not_read_its_lazy_columns(capsys):
     plan = LocalIterator([batch]).inspect("here").for_each(lambda x: {}["key"])
     with pytest.raises(KeyError) as caught:
         next(plan)
-    text = "SampleBatch of 2 rows/keys (obs: (2, 3), infos: (2,))"
+    text = "SampleBatch of 2 rows (obs: (2, 3), infos: (2,))"
     assert text in "".join(caught.value.__notes__)
     assert text in capsys.readouterr().out
 

@@ -73,9 +73,17 @@ class StatelessModel(ModelV2):
         (nn.Linear(3, 2), "must be a class, or a function"),
         (nn.Linear, "Linear.*failed"),
         (lambda: None, "lambda.*obs_space.*failed"),
+        (
+            lambda obs_space, action_space, num_outputs: nn.Linear(3, num_outputs),
+            r"\. A function receives .*, name; a torch\.nn\.Module class receives the first three$",
+        ),
         ("torch:no_such_name", "cannot be imported"),
         (module_returning(lambda self, obs: None), "a tensor of floats"),
         (module_returning(lambda self, obs: {"a": obs}), "a tensor of floats"),
+        (
+            module_returning(lambda self, obs: (self.out(obs), obs, obs)),
+            r"floats, got \(float32 \[12, 2\], float32 \[12, 3\], float32 \[12, 3\]\)$",
+        ),
         (module_returning(lambda self, obs: self.out(obs).long()), "a tensor of floats"),
         (module_returning(lambda self, obs: self.out(obs)[:, :1]), r"outputs of shape \[12, 1\]"),
         (module_returning(lambda self, obs: (self.out(obs), obs)), r"\[rows\], got \[12, 3\]"),

@@ -233,6 +233,33 @@ def test_methods_that_are_no_events_are_rejected(name, message):
     assert A2CConfig(callbacks_class=type("C", (DefaultCallbacks,), {name: 5})).callbacks_class
 
 
+@pytest.mark.parametrize(
+    ("method", "problem"),
+    [
+        (lambda self, *, episode: None, "got an unexpected keyword argument 'worker'"),
+        (lambda self, worker, base_env, policies, episode: None, "keyword argument 'env_index'"),
+        (lambda self, *, runner, **kwargs: None, "missing a required .*argument: 'runner'"),
+    ],
+)
+def test_signature_that_does_not_fit_its_event_is_rejected(method, problem):
+    cls = type("C", (DefaultCallbacks,), {"on_episode_end": method})
+    message = rf"callbacks_class: C\.on_episode_end\(\) .*{problem}.* worker=, .* with \*\*kwargs"
+    with pytest.raises(ConfigError, match=message):
+        A2CConfig(callbacks_class=cls)
+
+
+def test_signature_may_name_all_arguments_of_its_event():
+    class C(DefaultCallbacks):
+        def on_train_result(self, algorithm, result):
+            pass
+
+        @staticmethod
+        def on_sample_end(**kwargs):
+            pass
+
+    assert A2CConfig(callbacks_class=C).callbacks_class is C
+
+
 class WithArgument(DefaultCallbacks):
     def __init__(self, path):
         self.path = path

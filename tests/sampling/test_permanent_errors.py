@@ -12,7 +12,7 @@ from flowrl.iter import ShardFailedError
 from flowrl.sampling import RolloutWorker, WorkerSet
 from flowrl.settings import ConfigError
 
-from .fakes import CountEnv, Idle
+from .fakes import CountEnv, Idle, ObservedValue
 
 
 class Sized(CountEnv):
@@ -248,3 +248,15 @@ def test_error_on_actors_alone_fails_once_with_its_message(ray_session):
         with pytest.raises(ShardFailedError, match=r"Last error: .*'not_installed_anywhere'"):
             algorithm.train()
         assert algorithm.workers.restart_counts == [0, 0]
+
+
+class WithoutSeed(CountEnv):
+    def reset(self):
+        return super().reset()
+
+
+@pytest.mark.parametrize("wrap", [lambda env: env, gym.wrappers.OrderEnforcing])
+def test_reset_without_a_seed_names_its_signature(wrap):
+    worker = RolloutWorker(lambda context: wrap(WithoutSeed(3)), ObservedValue, {"seed": 1})
+    with pytest.raises(ConfigError, match=r"^env: WithoutSeed\.reset\(\) must accept seed= and"):
+        worker.sample()

@@ -119,3 +119,54 @@ def test_checkpoint_continues_in_another_environment(algorithm, tmp_path, env):
         assert restored.iteration == algorithm.iteration + 1
     with pytest.raises(ConfigError, match="env is given twice"):
         PPO.from_checkpoint(path, env=env, config={"env": "CartPole-v1"})
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("mdoel", "Did you mean 'model'?"),
+        ("trian", "Did you mean 'train'?"),
+        ("train_batch_siz", "Did you mean 'config.train_batch_size'?"),
+        ("lr", "It is the setting algorithm.config.lr."),
+    ],
+)
+def test_unknown_attribute_has_a_hint(algorithm, name, hint):
+    with pytest.raises(AttributeError) as error:
+        getattr(algorithm, name)
+    assert str(error.value) == f"PPO has no attribute {name!r}. {hint}"
+    assert not hasattr(algorithm, name)
+
+
+def test_attribute_error_in_a_property_is_not_replaced():
+    class Broken(PPO):
+        @property
+        def learner(self):
+            return None.missing
+
+    with Broken("CartPole-v1", **SMALL) as algorithm, pytest.raises(AttributeError) as error:
+        algorithm.learner  # noqa: B018
+    assert str(error.value) == "'NoneType' object has no attribute 'missing'"
+
+
+def test_setting_cannot_be_assigned_to_an_algorithm(algorithm):
+    message = "this PPOConfig belongs to a built algorithm and cannot be changed"
+    for target in (algorithm, algorithm.config):
+        with pytest.raises(ConfigError, match=message):
+            target.lr = 3
+    assert not hasattr(algorithm, "lr")
+    algorithm.note = "my own"
+    assert algorithm.note == "my own"
+
+
+@pytest.mark.parametrize("name", ["lr", "clip_param", "num_env_runners", "device"])
+def test_setting_as_an_argument_of_from_checkpoint_names_the_config(name):
+    with pytest.raises(TypeError, match=rf"it has no argument '{name}'\. Use config={{'{name}': …"):
+        PPO.from_checkpoint("run", **{name: 1})
+
+
+def test_env_steps_continue_after_a_checkpoint(algorithm, tmp_path):
+    before = algorithm.env_steps
+    steps = algorithm.train()["timesteps_total"]
+    assert algorithm.env_steps == steps > before
+    with PPO.from_checkpoint(algorithm.save(tmp_path / "checkpoint")) as restored:
+        assert restored.env_steps == steps

@@ -19,6 +19,7 @@ from flowrl.policies.views import ViewRequirement
 from flowrl.settings import ConfigError
 
 State = list[torch.Tensor]
+NEEDS_NO_VALUES = "; DQN, APEX and R2D2 need no values with dueling=False"
 
 
 def full_precision(features: torch.Tensor) -> Any:
@@ -95,7 +96,9 @@ class ModelV2(nn.Module):
 
     def value_function(self) -> torch.Tensor:
         """Return the values [rows] of the rows of the last `forward` call."""
-        raise NotImplementedError(f"{type(self).__name__} must implement value_function()")
+        raise NotImplementedError(
+            f"{type(self).__name__} must implement value_function(){NEEDS_NO_VALUES}"
+        )
 
     def get_initial_state(self) -> list[np.ndarray]:
         """Return the recurrent states at the start of an episode, without a batch axis.
@@ -201,11 +204,14 @@ class ModelV2(nn.Module):
         is_pair = isinstance(result, tuple) and len(result) == 2
         if not (is_pair and isinstance(result[1], (list, tuple))):
             raise ConfigError(
-                f"{model}: forward must return (outputs, list of states), got {result!r}"
+                f"{model}: forward must return (outputs, list of states), got "
+                f"{_dtype_and_shape(result)}"
             )
         outputs, state = result
         if not isinstance(outputs, torch.Tensor) or not outputs.is_floating_point():
-            raise ConfigError(f"{model}: outputs must be a tensor of floats, got {outputs!r}")
+            raise ConfigError(
+                f"{model}: outputs must be a tensor of floats, got {_dtype_and_shape(outputs)}"
+            )
         if outputs.shape != (rows, self.num_outputs):
             raise ConfigError(
                 f"{model} returned outputs of shape {list(outputs.shape)} for {rows} rows; the "

@@ -154,8 +154,14 @@ def _make_custom(config: ModelConfig, *args: Any) -> ModelV2:
         names = "obs_space, action_space, num_outputs"
         names += "" if is_plain_module else ", model_config, name"
         names += "".join(f", {name}=…" for name in kwargs)
+        hint = ""
+        if isinstance(error, TypeError) and not isinstance(factory, type):
+            hint = (
+                ". A function receives obs_space, action_space, num_outputs, model_config, name; "
+                "a torch.nn.Module class receives the first three"
+            )
         raise ConfigError(
-            f"custom_model: {getattr(factory, '__name__', factory)}({names}) failed: {error}"
+            f"custom_model: {getattr(factory, '__name__', factory)}({names}) failed: {error}{hint}"
         ) from error
     if isinstance(model, nn.Module) and not isinstance(model, ModelV2):
         model = ModuleModel(model, *args, name=type(model).__name__)

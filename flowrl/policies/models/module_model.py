@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from flowrl.policies.models.base import ModelV2, State
+from flowrl.policies.models.base import NEEDS_NO_VALUES, ModelV2, State
 from flowrl.settings import ConfigError
 
 
@@ -63,6 +63,6 @@ class ModuleModel(ModelV2):
         if self._values is None:
             raise ConfigError(
                 f"{type(self.module).__name__} returns no values: its forward must return "
-                "(outputs, values) to learn with a value function"
+                f"(outputs, values) to learn with a value function{NEEDS_NO_VALUES}"
             )
         return self._values

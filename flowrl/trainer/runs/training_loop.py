@@ -133,18 +133,14 @@ def _describe_start(algorithm: Any, stop: StopRules, run: RunDirectory | None) -
         env = f" {'on' if config.samples else 'for'} {env_name(config.env)}"
     source = "" if config.samples else " from recorded data"
     workers = f" with {format_count(config.num_workers, 'worker')}" if config.num_workers else ""
-    step = f" from env step {steps:,}" if (steps := _env_steps_of(algorithm)) else ""
+    step = f" from env step {steps:,}" if (steps := algorithm.env_steps) else ""
     place = "no run directory" if run is None else f"run directory: {run.path}"
     limits = stop.describe(config)
     if config.samples and (stop.timesteps or math.inf) < config.train_batch_size:
-        limits += f" (the first train batch has {config.train_batch_size:,})"
+        limits = f"{limits} (the first train batch has {config.train_batch_size:,})"
+        limits = limits.replace(") (", "; ")
     name = type(algorithm).__name__
     return f"training {name}{env}{source}{workers}{step} until {limits}; {place}"
-
-
-def _env_steps_of(algorithm: Any) -> int:
-    """Return the env steps that an algorithm has sampled so far."""
-    return int(algorithm.plan.metrics.counters["num_env_steps_sampled"])
 
 
 def _checkpoint_is_due(algorithm: Any, seconds: float) -> bool:
@@ -192,7 +188,7 @@ def reached_limit(algorithm: Any, stop: StopRules, run_dir: Path | None) -> str 
     result = {
         "episodes_in_window": 0,
         "episode_reward_mean": math.nan,
-        "timesteps_total": _env_steps_of(algorithm),
+        "timesteps_total": algorithm.env_steps,
         "training_iteration": algorithm.iteration,
         **result,
     }

@@ -373,6 +373,11 @@ def test_start_line_names_the_environment_of_a_partial_and_a_large_first_batch(c
         algorithm.learn(10, run_dir=None)
     expected = "training PPO on make_cart_pole until 10 env steps (the first train batch has 64)"
     assert expected in capsys.readouterr().out
+    percent = {"lr": [("0%", 1e-3), ("100%", 0.0)]}
+    with PPO(env, train_batch_size=64, sgd_minibatch_size=32, **percent) as algorithm:
+        algorithm.learn(10, run_dir=None)
+    expected = "10 env steps (where its schedules end; the first train batch has 64); no run"
+    assert expected in capsys.readouterr().out
 
 
 def make_cart_pole(render):
