@@ -18,7 +18,7 @@ from gymnasium import spaces
 from flowrl.data import DEFAULT_POLICY_ID, SampleBatch
 from flowrl.data.fragment_columns import FragmentColumns, map_leaves, write
 from flowrl.data.spaces import stack_values, zeros_of
-from flowrl.envs.validation import ObservationCheck, check_extra_columns, first_invalid_action
+from flowrl.envs.validation import ObservationCheck
 from flowrl.envs.vector_env import DirectVectorEnv, VectorEnv, VectorStep
 from flowrl.policies.acting_views import InitialStates, signature_of
 from flowrl.sampling.callback_worker import CallbackWorker
@@ -27,6 +27,7 @@ from flowrl.sampling.episode import EpisodeMetrics, MultiAgentEpisode
 from flowrl.sampling.episode_callbacks import EpisodeCallbacks
 from flowrl.sampling.episode_returns import EpisodeReturns
 from flowrl.sampling.fragment_builder import FragmentBuilder
+from flowrl.sampling.policy_outputs import PolicyOutputs, rows_of
 from flowrl.sampling.sampler import TIMINGS
 from flowrl.sampling.segments import Event, Segments, SegmentTracker
 from flowrl.sampling.step_checks import Problem, StepChecks
@@ -82,6 +83,10 @@ class ColumnSampler:
             stepper.num_envs, settings.fragment_length, self._views.lookback
         )
         self._allocate_inputs()
+        # DirectVectorEnv checks the actions of a Discrete space itself
+        discrete = isinstance(policy.action_space, spaces.Discrete)
+        check_actions = not (discrete and isinstance(stepper, DirectVectorEnv))
+        self._outputs = PolicyOutputs(policy, self._columns, check_actions)
         self._callbacks: EpisodeCallbacks | None = None
         if overrides(worker.callbacks, *EPISODE_EVENTS):
             ids = self._tracker.episode_ids
@@ -178,18 +183,14 @@ class ColumnSampler:
         act, act_on_views = policy.compute_actions, policy.compute_actions_from_input_dict
         if not settings.explore:
             act, act_on_views = partial(act, explore=False), partial(act_on_views, explore=False)
-        # DirectVectorEnv checks the actions of a Discrete space itself
-        direct = isinstance(stepper, DirectVectorEnv)
-        check_actions = not (direct and isinstance(policy.action_space, spaces.Discrete))
         whole, nested, envs = self._whole, self._nested, stepper.num_envs
-        replace = settings.on_invalid_step == "replace"
+        replace, shows_dones = settings.on_invalid_step == "replace", "dones" in views.sources
         lookback, first, t = columns.lookback, self._used, self._used
         closed = tracker.rows_closed
         stepping = acting = 0.0
         clock = time.perf_counter
         start = clock()
         raw, obs, rewards, terminateds, truncateds = self._inputs_from(t)
-        stored = columns.arrays
         while closed < min_rows:
             if t == columns.length:
                 columns.resize(2 * t)
@@ -205,17 +206,10 @@ class ColumnSampler:
                 actions, states, extra = act_on_views(inputs)
             act_end = clock()
             if t == first:
-                self._allocate_outputs(actions, states, extra)
-            write(stored["actions"], at, actions)
-            for name, value in extra.items():
-                write(stored[name], at, value)
-            for i, state in enumerate(states):
-                stored[f"state_out_{i}"][at] = state
-            if check_actions:
-                self._check_actions(actions)
-            to_env = policy.actions_for_env(actions)
-            if not isinstance(to_env, np.ndarray):
-                to_env = _rows(to_env)
+                self._outputs.allocate(actions, states, extra)
+                if shows_dones:
+                    columns.allocate("dones", (), np.dtype(bool))
+            to_env = self._outputs.store(t, actions, states, extra)
             step_start = clock()
             acting += act_end - act_start
             target = raw[at + 1] if nested is None else nested
@@ -228,10 +222,12 @@ class ColumnSampler:
             if nested is not None or replace:
                 self._take_observations(t + 1)
                 self._repair(rewards[at], step)
-            if "dones" in views.sources:
-                stored["dones"][at] = terminateds[at] | truncateds[at]
+            if shows_dones:
+                columns["dones"][at] = terminateds[at] | truncateds[at]
             self._infos.append(step.infos)
-            soft = self._note(t, step, states)
+            soft: Any = ()
+            if len(step.ended) or len(step.skipped) or step.failed or settings.soft_horizon:
+                soft = self._note(t, step, states)
             if callbacks is not None:
                 callbacks.step(t, step, self._infos, soft, stepper.resets_in_next_step)
             t += 1
@@ -268,28 +264,6 @@ class ColumnSampler:
             log.warning(
                 "%d env steps without a finished episode; all of them stay in memory",
                 MAX_STEPS_WITHOUT_DATA,
-            )
-
-    def _allocate_outputs(self, actions: Any, states: Any, extra: dict[str, Any]) -> None:
-        """Allocate columns for what the policy returns."""
-        envs, columns = self.stepper.num_envs, self._columns
-        check_extra_columns(DEFAULT_POLICY_ID, extra, envs)
-        count = len(optree.tree_leaves(actions)[0])
-        if count != envs:
-            raise ValueError(f"the policy returned {count} actions for {envs} observations")
-        self._check_actions(actions)
-        outputs = {f"state_out_{i}": np.asarray(state) for i, state in enumerate(states)}
-        for name, value in {"actions": actions, **extra, **outputs}.items():
-            columns.allocate_like(name, value)
-        if "dones" in self._views.sources:
-            columns.allocate("dones", (), np.dtype(bool))
-
-    def _check_actions(self, actions: Any) -> None:
-        invalid = first_invalid_action(self.policy.action_space, actions)
-        if invalid is not None:
-            raise ValueError(
-                f"the policy returned the action {_rows(actions)[invalid]!r} for sub-environment "
-                f"{invalid}; its action space is {self.policy.action_space}"
             )
 
     def _repair(self, rewards: np.ndarray, step: VectorStep) -> None:
@@ -447,7 +421,7 @@ class ColumnSampler:
             self._callbacks.load_state_dict(running["callbacks"])
         observations: Any = columns.row("raw_obs", self._used)
         if self._nested is not None:
-            observations = self._nested[:] = _rows(observations)
+            observations = self._nested[:] = rows_of(observations)
         restarted = self.stepper.load_state_dict(running["envs"], observations)
         if self._nested is not None:
             self._nested[:] = observations
@@ -460,11 +434,3 @@ class ColumnSampler:
         self._restarted = restarted
         self._open = True
         return len(restarted)
-
-
-def _rows(value: Any) -> list[Any]:
-    """Return the rows of an array or of nested arrays."""
-    if isinstance(value, np.ndarray):
-        return list(value)
-    count = len(optree.tree_leaves(value)[0])
-    return [optree.tree_map(lambda leaf, i=i: leaf[i], value) for i in range(count)]
