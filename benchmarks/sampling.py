@@ -6,7 +6,9 @@ objects, writes into preallocated arrays, and counts transitions without resets.
 torch inference, and with numpy inference like flowrl. flowrl's figure includes advantages and every
 column. The entries run alternately; prints medians over the rounds.
 
-The second table is about a view of the last four frames of 84x84 bytes, with 8 cheap environments
+The second table compares modes of sampling with plain fragments of the same 8 CartPoles.
+
+The third table is about a view of the last four frames of 84x84 bytes, with 8 cheap environments
 and a linear network, compared with a loop that stacks the frames in its arrays.
 
     python benchmarks/sampling.py [--seconds 1.0] [--rounds 5]
@@ -32,6 +34,7 @@ from torch import nn
 from flowrl.algorithms.ppo import PPOTorchPolicy
 from flowrl.policies import Policy, ViewRequirement
 from flowrl.sampling import RolloutWorker
+from flowrl.sampling.callbacks import DefaultCallbacks
 
 torch.set_num_threads(1)
 FRAGMENT = 128
@@ -159,20 +162,64 @@ class Random:
 class Flowrl:
     """One worker in process, with GAE and every column."""
 
-    def __init__(self, envs: int):
+    def __init__(self, envs: int, env: Any = "CartPole-v1", **settings: Any):
         self.worker = RolloutWorker(
-            "CartPole-v1",
+            env,
             PPOTorchPolicy,
             {
                 "seed": 1,
                 "num_envs_per_worker": envs,
                 "rollout_fragment_length": FRAGMENT,
                 "vectorization_mode": "vector_entry_point" if envs >= 256 else "flowrl",
+                **settings,
             },
         )
 
     def sample(self) -> int:
         return self.worker.sample().count
+
+
+class Parts(gym.ObservationWrapper[dict[str, np.ndarray], int, np.ndarray]):
+    """CartPole with observations in a Dict of three arrays."""
+
+    def __init__(self) -> None:
+        super().__init__(gym.make("CartPole-v1", disable_env_checker=True))
+        box = gym.spaces.Box
+        self.observation_space = gym.spaces.Dict(
+            cart=box(-np.inf, np.inf, (2,)),
+            angle=box(-1, 1, (1,)),
+            speed=box(-np.inf, np.inf, (1,)),
+        )
+
+    def observation(self, observation: np.ndarray) -> dict[str, np.ndarray]:
+        return {"cart": observation[:2], "angle": observation[2:3], "speed": observation[3:]}
+
+
+class NoteLength(DefaultCallbacks):
+    """Has one callback, at the end of each episode."""
+
+    def on_episode_end(self, *, episode: Any, **kwargs: Any) -> None:
+        episode.custom_metrics["length"] = episode.length
+
+
+def modes(options: argparse.Namespace) -> None:
+    entries = {
+        "plain fragments": Flowrl(8),
+        "whole episodes": Flowrl(8, batch_mode="complete_episodes"),
+        "callback at the end of episodes": Flowrl(8, callbacks_class=NoteLength),
+        "observations in a Dict of 3 arrays": Flowrl(8, lambda context: Parts()),
+        "LSTM with 64 cells": Flowrl(8, model={"use_lstm": True, "lstm_cell_size": 64}),
+    }
+    rates: dict[str, list[float]] = {name: [] for name in entries}
+    for _ in range(options.rounds):
+        for name, entry in entries.items():
+            rates[name].append(rate(entry, options.seconds))
+    plain = np.array(rates["plain fragments"])
+    print("\n| 8 CartPoles | env steps/s | / plain |")
+    print("|---|---:|---:|")
+    for name, values in rates.items():
+        ratio = np.median(np.array(values) / plain)
+        print(f"| {name} | {np.median(values):,.0f} | {ratio:.2f} |", flush=True)
 
 
 class Frames(gym.Env[np.ndarray, int]):
@@ -296,6 +343,7 @@ def main() -> None:
         flowrl = np.array(rates["flowrl"])
         ratios = [float(np.median(flowrl / np.array(rates[name]))) for name in ("torch", "numpy")]
         print(f"| {envs} | {figures} | {ratios[0]:.2f} | {ratios[1]:.2f} |", flush=True)
+    modes(options)
     frames(options)
 
 
