@@ -17,8 +17,9 @@ from gymnasium import spaces
 
 from flowrl.data import DEFAULT_POLICY_ID, SampleBatch
 from flowrl.data.fragment_columns import FragmentColumns, map_leaves, write
+from flowrl.data.serialization import can_be_saved
 from flowrl.data.spaces import stack_values, zeros_of
-from flowrl.envs.validation import ObservationCheck
+from flowrl.envs.validation import ObservationCheck, invalid_step_error
 from flowrl.envs.vector_env import DirectVectorEnv, VectorEnv, VectorStep
 from flowrl.policies.acting_views import InitialStates, signature_of
 from flowrl.sampling.callback_worker import CallbackWorker
@@ -76,7 +77,6 @@ class ColumnSampler:
         horizon = settings.horizon if settings.soft_horizon else None
         self._tracker = SegmentTracker(stepper.num_envs, first_id, horizon, self._whole)
         self._open = False
-        self._restarted: list[int] = []  # environments with new episodes after loading a state
         self._states = InitialStates(policy, stepper.num_envs)
         self._views = Views(policy, self._states)
         self._columns = FragmentColumns(
@@ -86,7 +86,7 @@ class ColumnSampler:
         # DirectVectorEnv checks the actions of a Discrete space itself
         discrete = isinstance(policy.action_space, spaces.Discrete)
         check_actions = not (discrete and isinstance(stepper, DirectVectorEnv))
-        self._outputs = PolicyOutputs(policy, self._columns, check_actions)
+        self._outputs = PolicyOutputs(policy, self._columns, self._check, check_actions)
         self._callbacks: EpisodeCallbacks | None = None
         if overrides(worker.callbacks, *EPISODE_EVENTS):
             ids = self._tracker.episode_ids
@@ -132,9 +132,6 @@ class ColumnSampler:
             self._views = Views(self.policy, self._states)
             self._columns.look_back(self._views.lookback)
         self._states.begin()
-        if self._restarted and self.policy.reward_scaler is not None:
-            self.policy.reward_scaler.reset(self._restarted)
-        self._restarted = []
         if not self._open:
             self._start()
         self._open = False  # until the fragment is complete
@@ -159,8 +156,6 @@ class ColumnSampler:
         self._states.begin()
         self.stepper.reset(columns.row("raw_obs", 0) if self._nested is None else self._nested)
         self._take_observations(0)
-        if self.policy.reward_scaler is not None:
-            self.policy.reward_scaler.reset()
         if self._callbacks is not None:
             self._callbacks.start_all()
 
@@ -282,11 +277,11 @@ class ColumnSampler:
         self._drop_invalid(segments, raw_finals, before)
         finals = raw_finals
         if policy.observation_filter is not None:
-            seen = columns.part("raw_obs", before + 1, used + 1)
-            gaps = tracker.gaps(before, used)
-            rows = seen.reshape(-1, *seen.shape[2:]) if gaps is None else seen[~gaps]
-            if len(rows):
-                policy.observation_filter.new_stats.update(rows)
+            waits = self.stepper.resets_in_next_step
+            acted = segments.acted_rows(used, columns.lanes, waits)[before + 1 :]
+            seen = columns.part("raw_obs", before + 1, used + 1)[acted]
+            if len(seen):
+                policy.observation_filter.new_stats.update(seen)
             finals = policy.observation_filter(raw_finals)
         chosen = tracker.choose(segments, min_rows)
         returned = segments if chosen.all() else segments.select(chosen)
@@ -321,9 +316,13 @@ class ColumnSampler:
     def _drop_invalid(self, segments: Segments, finals: Any, before: int) -> None:
         """Drop the segments with invalid values, before they reach filters and advantages."""
         problems = self._checks.find(self._columns, self._used, finals, segments)
+        if problems is None:
+            return
+        for index in np.flatnonzero(segments.events == Event.LOST).tolist():
+            self._clear(segments, index)
         if not problems:
             return
-        stepper, columns, tracker = self.stepper, self._columns, self._tracker
+        stepper, tracker = self.stepper, self._tracker
         if self.settings.on_invalid_step != "drop" or not isinstance(stepper, DirectVectorEnv):
             raise self._checks.error_of(problems[0])
         for problem in problems:
@@ -333,14 +332,7 @@ class ColumnSampler:
                 continue  # for another value
             self.faulty_episodes += 1
             tracker.drop(segments, index)
-            rows = slice(
-                columns.lookback + int(segments.begins[index]),
-                columns.lookback + int(segments.ends[index]),
-            )
-            for name in columns.names():  # keeps the estimates of other rows finite
-                if name not in ("terminateds", "truncateds"):
-                    for array in optree.tree_leaves(columns[name]):
-                        array[rows, env] = 0
+            self._clear(segments, index)
             if was_open:
                 self._restart(env, problem)
             elif self._callbacks is not None:
@@ -349,14 +341,29 @@ class ColumnSampler:
             if gaps is not None and gaps[:, env].all():
                 self._note_dropped(env, problem)
 
+    def _clear(self, segments: Segments, index: int) -> None:
+        """Set the rows of a lost segment to 0, so that the estimates of other rows stay finite."""
+        columns, env = self._columns, int(segments.lanes[index])
+        begin, end = int(segments.begins[index]), int(segments.ends[index])
+        rows = slice(columns.lookback + begin, columns.lookback + end)
+        for name in columns.names():
+            if name not in ("terminateds", "truncateds"):
+                for array in optree.tree_leaves(columns[name]):
+                    array[rows, env] = 0
+
     def _restart(self, env: int, problem: Problem) -> None:
         """Replace an environment that returned invalid values."""
         columns, normalize = self._columns, self.policy.observation_filter
         assert isinstance(self.stepper, DirectVectorEnv)
-        observation = self.stepper.restart(env, self._checks.error_of(problem))
+        error = self._checks.error_of(problem)
+        observation = self._check.copy(self.stepper.restart(env, error))
+        while not self._check.in_bounds(observation):
+            what = self._check.describe_problem(observation)
+            error = invalid_step_error(f"sub-environment {env} returned {what} at its reset")
+            observation = self._check.copy(self.stepper.restart(env, error))
         self._states.restart(env)
         at = columns.lookback + self._used, env
-        write(columns["raw_obs"], at, self._check.copy(observation))
+        write(columns["raw_obs"], at, observation)
         if normalize is not None:
             columns["obs"][at] = normalize(columns["raw_obs"][at][None])[0]
         if self._callbacks is not None:
@@ -389,6 +396,7 @@ class ColumnSampler:
                 "columns": self._columns.state_dict(self._used),
                 "states": self._states.state_dict(),
                 "returns": self._returns.so_far.copy(),
+                "infos": [list(map(_savable, step)) for step in self._infos],
                 "dropped": self._dropped.copy(),
                 "callbacks": None if self._callbacks is None else self._callbacks.state_dict(),
             }
@@ -414,10 +422,10 @@ class ColumnSampler:
         if columns.lookback != self._views.lookback:
             columns.look_back(self._views.lookback)
         self._used = running["columns"]["used"]
-        self._infos = [() for _ in range(self._used)]
+        self._infos = list(running["infos"])
         self._states.load_state_dict(running["states"])
         self._returns.so_far[:], self._dropped[:] = running["returns"], running["dropped"]
-        if self._callbacks is not None:
+        if self._callbacks is not None and running["callbacks"] is not None:
             self._callbacks.load_state_dict(running["callbacks"])
         observations: Any = columns.row("raw_obs", self._used)
         if self._nested is not None:
@@ -429,8 +437,12 @@ class ColumnSampler:
         self._tracker.restart(restarted, self._used)
         self._states.restart(restarted)
         if self._callbacks is not None:
-            for env in restarted:
+            without_record = running["callbacks"] is None
+            for env in range(self.stepper.num_envs) if without_record else restarted:
                 self._callbacks.start(env, self._used)
-        self._restarted = restarted
         self._open = True
         return len(restarted)
+
+
+def _savable(info: dict[str, Any]) -> dict[str, Any]:
+    return info if can_be_saved(info) else {}

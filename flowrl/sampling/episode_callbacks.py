@@ -44,6 +44,7 @@ class EpisodeCallbacks:
         self._policy = worker.policy_map[DEFAULT_POLICY_ID]
         self._running: list[MultiAgentEpisode | None] = [None] * columns.lanes
         self._recorded = [0] * columns.lanes  # first row that is not in the episode's record
+        self._row: int | None = None  # the row of the step whose callbacks are called
         self._finished: dict[int, MultiAgentEpisode] = {}
         self._by_id: dict[int, MultiAgentEpisode] = {}
         self._calls = {
@@ -54,6 +55,7 @@ class EpisodeCallbacks:
 
     def start_all(self) -> None:
         """Start an episode in every environment, with the observations of row 0."""
+        self._row = None
         self._running = [None] * len(self._running)
         self._by_id.clear()
         self._finished.clear()
@@ -73,7 +75,7 @@ class EpisodeCallbacks:
         """Return a running episode, updated to `rows` rows of the fragment."""
         episode = self._by_id.get(episode_id)
         if episode is not None:
-            self._update(episode.env_id, rows, infos)
+            self._update(episode.env_id, rows if self._row is None else self._row, infos)
         return episode
 
     def update_all(self, rows: int, infos: list[Any]) -> None:
@@ -89,6 +91,9 @@ class EpisodeCallbacks:
     def _new_episode(self, env: int) -> MultiAgentEpisode:
         worker, episode_id = self._worker, int(self._episode_ids[env])
         episode = MultiAgentEpisode(episode_id, env, worker, worker.policy_for)
+        before = self._running[env]
+        if before is not None:
+            self._by_id.pop(before.episode_id, None)
         self._running[env] = self._by_id[episode_id] = episode
         return episode
 
@@ -128,6 +133,7 @@ class EpisodeCallbacks:
         finals = dict(zip(map(int, step.ended), step.final, strict=True))
         skipped, passed = set(map(int, step.skipped)), set(map(int, soft))
         failed = {env for env, _ in step.failed}
+        self._row = row
         for env in envs:
             if env in failed:
                 self._update(env, row, infos)
@@ -145,6 +151,7 @@ class EpisodeCallbacks:
                 self._call_of(env, "on_episode_step")
                 if env in passed:
                     self._pass_horizon(env)
+        self._row = None
 
     def _update(self, env: int, rows: int, infos: Any, final: Any = None) -> None:
         """Add the rows before row `rows` to the record of a running episode.
@@ -215,7 +222,9 @@ class EpisodeCallbacks:
 
     def take_metrics(self, episode_id: int) -> tuple[dict[str, float] | None, Any]:
         """Return custom metrics and histogram data of an episode that ended."""
-        episode = self._finished.pop(episode_id)
+        episode = self._finished.pop(episode_id, None)
+        if episode is None:  # it began before callbacks were set
+            return None, None
         metrics = {n: self._custom_metric(n, v) for n, v in episode.custom_metrics.items()}
         histograms = {name: list(values) for name, values in episode.hist_data.items()}
         return metrics or None, histograms or None

@@ -56,7 +56,7 @@ class FragmentBuilder:
         policy, lanes = self.policy, columns.lanes
         lengths = segments.lengths
         count = int(lengths.sum())
-        order = None
+        order = real = None
         if count < used * lanes:
             row, segment = segments.rows()
             order = row * lanes + segments.lanes[segment]
@@ -66,11 +66,18 @@ class FragmentBuilder:
             if name not in _NOT_IN_BATCHES
         }
         obs = grid.pop("obs")
+        if order is not None:
+            real = np.zeros((used, lanes), bool)
+            real.reshape(-1)[order] = True
+            # sums and estimates must not depend on rows that are not returned
+            grid = {name: map_leaves(lambda a: _masked(a, real), a) for name, a in grid.items()}
         if self._no_done_at_end:
             none = np.zeros((used, lanes), bool)
             grid["terminateds"], grid["truncateds"] = none, none
         if policy.reward_scaler is not None:
-            grid["rewards"] = self._scaled(columns, used, segments, order)
+            grid["rewards"] = self._scaled(
+                grid["rewards"], segments, None if order is None else real
+            )
         last = _last_observations(columns, segments, finals)
         added = self._postprocessed(columns, views, used, segments, obs, grid, last)
         rows: dict[str, Any] = {}
@@ -113,21 +120,31 @@ class FragmentBuilder:
         }
 
     def _scaled(
-        self, columns: FragmentColumns, used: int, segments: Segments, order: np.ndarray | None
+        self, rewards: np.ndarray, segments: Segments, real: np.ndarray | None
     ) -> np.ndarray:
-        """Return the scaled rewards, [used, N]; only those of the segments are observed."""
+        """Return scaled rewards [rows, N]; only those of the segments are observed.
+
+        Args:
+            rewards: [rows, N], 0 where no segment has the row.
+            segments: the rows to return.
+            real: which rows are in segments, bool [rows, N]; None if all are.
+        """
         scaler = self.policy.reward_scaler
         assert scaler is not None
-        resets = np.zeros((used, columns.lanes), bool)
+        sums = np.zeros(rewards.shape[1])
+        if scaler.discounted_sums is not None:
+            (running,) = ((segments.begins == 0) & (segments.ages > 0)).nonzero()
+            sums[segments.lanes[running]] = scaler.discounted_sums[segments.lanes[running]]
+        resets = np.zeros(rewards.shape, bool)
         starts = (segments.begins > 0) & (segments.ages == 0)
         resets[segments.begins[starts] - 1, segments.lanes[starts]] = True
         ended = segments.events == Event.ENDED
         resets[segments.ends[ended] - 1, segments.lanes[ended]] = True
-        real: np.ndarray | None = None
-        if order is not None:
-            real = np.zeros(resets.shape, bool)
-            real.reshape(-1)[order] = True
-        return scaler(columns.part("rewards", 0, used), resets, real)
+        sums = scaler.observe(rewards, sums, resets, real)
+        continues = np.zeros(len(sums), bool)
+        continues[segments.lanes] = ~ended  # by the last segment of each lane
+        scaler.discounted_sums = np.where(continues, sums, 0.0)
+        return scaler.scale(rewards)
 
     def _postprocessed(
         self,
@@ -144,7 +161,7 @@ class FragmentBuilder:
         fragment = {"obs": obs, **grid}
         if "vf_preds" in grid:
             values = grid["vf_preds"]
-            next_values = np.empty_like(values)
+            next_values = np.zeros_like(values)
             next_values[:-1] = values[1:]
             # of the observations that the segments end with, unless they terminated
             lanes, ends = segments.lanes, segments.ends
@@ -186,6 +203,13 @@ class FragmentBuilder:
             parts.append(part)
             begin = end
         return SampleBatch.concat_samples(parts).without_columns("next_values")
+
+
+def _masked(column: np.ndarray, real: np.ndarray) -> np.ndarray:
+    """Return a copy of a column [T, N, …] with zeros in the rows that are not real."""
+    copied = column.copy()
+    copied[~real] = 0
+    return copied
 
 
 def by_lane(column: np.ndarray, order: np.ndarray | None) -> np.ndarray:

@@ -62,6 +62,27 @@ class Segments:
         nth = np.arange(len(segment)) - np.repeat(np.cumsum(counts) - counts, counts)
         return self.begins[segment] + nth * every, segment
 
+    def acted_rows(self, used: int, num_lanes: int, resets_in_next_step: bool) -> np.ndarray:
+        """Return which observations a policy acts on, bool [used + 1, lanes], without those of lost
+        segments and the first one after a failure.
+
+        Args:
+            used: number of rows of the fragment.
+            num_lanes: number of lanes.
+            resets_in_next_step: whether the row after an episode's end only resets.
+        """
+        acted = np.zeros((used + 1, num_lanes), bool)
+        is_lost = self.events == Event.LOST
+        kept = self.select(~is_lost) if is_lost.any() else self
+        row, segment = kept.rows()
+        acted[row, kept.lanes[segment]] = True
+        is_open = kept.events == Event.OPEN
+        acted[kept.ends[is_open], kept.lanes[is_open]] = True
+        # final observations, or what follows a failure
+        not_acted = self.events == Event.ENDED if resets_in_next_step else is_lost
+        acted[self.ends[not_acted], self.lanes[not_acted]] = False
+        return acted
+
     def select(self, which: np.ndarray) -> Segments:
         """Return some of the segments."""
         return Segments(**{name: array[which] for name, array in vars(self).items()})

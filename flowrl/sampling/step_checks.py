@@ -46,8 +46,9 @@ class StepChecks:
 
     def find(
         self, columns: FragmentColumns, used: int, finals: Any, segments: Segments
-    ) -> list[Problem]:
-        """Return the invalid values of the segments, in the order of time.
+    ) -> list[Problem] | None:
+        """Return the invalid values of the segments, in the order of time; None if all rows, also
+        those that are lost, are valid.
 
         Args:
             columns: the rows.
@@ -62,7 +63,7 @@ class StepChecks:
             self._warn(raw, finals, segments)
             fits = True
         if fits and np.isfinite(rewards).all():
-            return []
+            return None
         invalid_raw = check.invalid_rows(raw, 2, self._warn_only)
         invalid_finals = check.invalid_rows(finals, 1, self._warn_only)
         invalid_rewards = ~np.isfinite(rewards)
