@@ -69,10 +69,12 @@ def _predict(
     views = {n for n, view in policy.view_requirements.items() if view.known_for_actions(n)}
     initial_state = policy.get_initial_state()
     names = [f"state_in_{i}" for i in range(len(initial_state))]
-    if views - {"obs", *names} or policy.view_requirements["obs"].is_window:
+    windows = sorted(n for n in views if policy.view_requirements[n].is_window)
+    if views - {"obs", *names} or windows:
+        what = f"several steps of {' and '.join(windows)}" if windows else f"{sorted(views)}"
         raise ConfigError(
-            f"{type(policy).__name__} needs the views {sorted(views)}, not only the current "
-            "observation and state: use policy.session(), which remembers the episode"
+            f"{type(policy).__name__} acts on {what}, not only on the current observation and "
+            "state: use policy.session(), which remembers the episode"
         )
     space = policy.observation_space
     if isinstance(space, spaces.Dict) and isinstance(obs, list) and obs:

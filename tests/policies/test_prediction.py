@@ -146,9 +146,17 @@ def test_invalid_observations_are_rejected(space, obs, message):
     assert message in str(error.value)
 
 
-def test_policy_with_other_views_is_rejected():
-    with pytest.raises(ConfigError, match=r"use policy.session\(\)"):
-        make_policy(model={"num_framestacks": 4}).predict(np.zeros(3, np.float32))
+@pytest.mark.parametrize(
+    ("model", "what"),
+    [
+        ({"num_framestacks": 4}, "several steps of obs"),
+        ({"use_attention": True}, "several steps of state_in_0"),
+        ({"use_lstm": True, "lstm_use_prev_action": True}, "'prev_actions'"),
+    ],
+)
+def test_policy_with_other_views_is_rejected(model, what):
+    with pytest.raises(ConfigError, match=rf"{what}.*use policy.session\(\)"):
+        make_policy(model=model).predict(np.zeros(3, np.float32))
 
 
 def test_algorithm_predicts_with_its_policy():
