@@ -75,7 +75,7 @@ class FragmentColumns:
         return self.arrays[name]
 
     def share(self, name: str, other: str) -> None:
-        """Let a column be another one."""
+        """Make a column the same arrays as another one."""
         self.arrays[name] = self.arrays[other]
 
     def resize(self, length: int) -> None:
@@ -125,7 +125,7 @@ class FragmentColumns:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the result of `state_dict`; columns that are not in it are dropped.
+        """Load the result of `state_dict`.
 
         Raises:
             ValueError: a column has another shape or dtype.

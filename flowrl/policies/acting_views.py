@@ -11,10 +11,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
-import optree
 from gymnasium import spaces
 
-from flowrl.data.fragment_columns import FragmentColumns, map_leaves
+from flowrl.data.fragment_columns import FragmentColumns, map_leaves, write
 from flowrl.data.spaces import zeros_of
 from flowrl.policies.views import ViewRequirement
 from flowrl.settings import ConfigError
@@ -148,6 +147,7 @@ def _state_index(source: str) -> int:
 
 
 def is_state(view: View) -> bool:
+    """Return whether a view shows recurrent states."""
     return view.source.startswith("state_out_")
 
 
@@ -173,7 +173,6 @@ class ActingViews:
         self._acting = {n: View(n, v) for n, v in requirements.items() if v.known_for_actions(n)}
         self._use(self._acting.values())
         self._fills: dict[str, Any] = {}
-
         for name, requirement in requirements.items():
             if requirement.agents is not None:
                 raise ConfigError(
@@ -257,9 +256,4 @@ class ActingViews:
                 fill = self._states.of_lanes(view.source, lanes)
             else:
                 fill = self._fill(name, view, column)
-            set_rows(values, (lanes, i) if view.is_window else lanes, fill)
-
-
-def set_rows(values: Any, index: Any, new: Any) -> None:
-    for array, part in zip(optree.tree_leaves(values), optree.tree_leaves(new), strict=True):
-        array[index] = part
+            write(values, (lanes, i) if view.is_window else lanes, fill)

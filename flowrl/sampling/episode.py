@@ -131,6 +131,28 @@ class MultiAgentEpisode:
                 record.total_reward = 0.0
                 self.records[agent_id] = record
 
+    def metrics(self) -> tuple[dict[str, float] | None, dict[str, list[float]] | None]:
+        """Return what callbacks stored for the results: custom metrics and histogram data, each
+        None if it is empty.
+
+        Raises:
+            ConfigError: a custom metric is not a number.
+        """
+        metrics = {name: self._number(name, v) for name, v in self.custom_metrics.items()}
+        return metrics or None, {n: list(v) for n, v in self.hist_data.items()} or None
+
+    def _number(self, name: str, value: Any) -> float:
+        """Return a custom metric as a number."""
+        try:
+            if not isinstance(value, str):
+                return float(value)
+        except (TypeError, ValueError):
+            pass
+        raise ConfigError(
+            f"{type(self.worker.callbacks).__name__}: custom_metrics[{name!r}] must be a number, "
+            f"got {value!r}"
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """Return everything but the worker, for a checkpoint; values of callbacks and infos only if
         they can be saved."""

@@ -15,7 +15,6 @@ from flowrl.envs.vector_env import VectorStep
 from flowrl.sampling.callback_worker import CallbackWorker
 from flowrl.sampling.callbacks import call, overrides
 from flowrl.sampling.episode import MultiAgentEpisode
-from flowrl.settings import ConfigError
 
 
 class EpisodeCallbacks:
@@ -225,21 +224,7 @@ class EpisodeCallbacks:
         episode = self._finished.pop(episode_id, None)
         if episode is None:  # it began before callbacks were set
             return None, None
-        metrics = {n: self._custom_metric(n, v) for n, v in episode.custom_metrics.items()}
-        histograms = {name: list(values) for name, values in episode.hist_data.items()}
-        return metrics or None, histograms or None
-
-    def _custom_metric(self, name: str, value: Any) -> float:
-        """Return a custom metric as a number."""
-        try:
-            if not isinstance(value, str):
-                return float(value)
-        except (TypeError, ValueError):
-            pass
-        raise ConfigError(
-            f"{type(self._worker.callbacks).__name__}: custom_metrics[{name!r}] must be a number, "
-            f"got {value!r}"
-        )
+        return episode.metrics()
 
     def _call(self, name: str, episode: MultiAgentEpisode) -> None:
         method = self._calls.get(name)

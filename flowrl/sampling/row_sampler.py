@@ -739,27 +739,13 @@ class RowSampler:
             episode.length,
             episode.env_id,
             returns if self.worker.is_multi_agent else None,
-            {n: self._custom_metric(n, value) for n, value in episode.custom_metrics.items()}
-            or None,
-            {name: list(values) for name, values in episode.hist_data.items()} or None,
+            *episode.metrics(),
         )
         if self._complete:
             self._finished.append((self._pop_batch(collector), metrics))
         else:
             self.episodes.append(metrics)
         del self._by_id[episode.episode_id]
-
-    def _custom_metric(self, name: str, value: Any) -> float:
-        """Return a custom metric as a number."""
-        try:
-            if not isinstance(value, str):
-                return float(value)
-        except (TypeError, ValueError):
-            pass
-        raise ConfigError(
-            f"{type(self.worker.callbacks).__name__}: custom_metrics[{name!r}] must be a number, "
-            f"got {value!r}"
-        )
 
     def _call(self, name: str, slot: int, episode: MultiAgentEpisode) -> None:
         method = self._calls.get(name)

@@ -15,6 +15,7 @@ class SamplingWorker(Protocol):
     """The part of a RolloutWorker that callbacks, episodes and sample collectors may use."""
 
     config: Any
+    callbacks: Any
     worker_index: int
     policy_map: dict[PolicyID, Policy]
     possible_agents: list[AgentID]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import optree
 
-from flowrl.data.fragment_columns import FragmentColumns, map_leaves
+from flowrl.data.fragment_columns import FragmentColumns, map_leaves, write
 from flowrl.data.indexed_columns import NOTHING, IndexedColumn
 from flowrl.policies.acting_views import (
     ActingViews,
@@ -16,7 +16,6 @@ from flowrl.policies.acting_views import (
     View,
     is_state,
     nontrivial_views,
-    set_rows,
 )
 from flowrl.policies.policy import Policy
 from flowrl.policies.views import ViewRequirement
@@ -112,7 +111,7 @@ class Views(ActingViews):
                     back = np.minimum(-shift, reach)
                     values = map_leaves(lambda a, back=back: a[at - back, lanes], column)
                     (first,) = (back == 0).nonzero()
-                    set_rows(values, first, map_leaves(lambda a, f=first: a[f], observations))
+                    write(values, first, map_leaves(lambda a, f=first: a[f], observations))
                 else:
                     outside = reach < -shift
                     values = map_leaves(
@@ -124,7 +123,7 @@ class Views(ActingViews):
                             fill = self._states.of_segments(
                                 view.source, segments.lanes, segments.continued
                             )[outside]
-                        set_rows(values, outside, fill)
+                        write(values, outside, fill)
                 parts.append(values)
             inputs[name] = (
                 optree.tree_map(lambda *leaves: np.stack(leaves, 1), *parts)
