@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -138,13 +137,6 @@ class RewardScaler:
         self.new_stats = RunningMeanStd()
         self._discounted_sums: np.ndarray | None = None
 
-    def reset(self, envs: Sequence[int] | None = None) -> None:
-        """Start new episodes in these environments, or in all."""
-        if envs is None:
-            self._discounted_sums = None
-        elif self._discounted_sums is not None:
-            self._discounted_sums[list(envs)] = 0.0
-
     @property
     def discounted_sums(self) -> np.ndarray | None:
         """Discounted sums of the episodes in progress, [N]; None before the first reward."""
@@ -153,22 +145,6 @@ class RewardScaler:
     @discounted_sums.setter
     def discounted_sums(self, sums: np.ndarray | None) -> None:
         self._discounted_sums = None if sums is None else np.array(sums)
-
-    def __call__(
-        self, rewards: np.ndarray, dones: np.ndarray, valid: np.ndarray | None = None
-    ) -> np.ndarray:
-        """Observe rewards and return them scaled.
-
-        Args:
-            rewards: [T, N].
-            dones: ends of episodes, bool [T, N].
-            valid: rewards to include in the statistics, bool [T, N]; None includes all.
-
-        Returns:
-            Scaled rewards [T, N], float32.
-        """
-        self._discounted_sums = self.observe(rewards, self._discounted_sums, dones, valid)
-        return self.scale(rewards)
 
     def observe(
         self,
@@ -182,7 +158,8 @@ class RewardScaler:
         Args:
             rewards: [T, N].
             sums: discounted sums before the first reward [N]; None starts new episodes.
-            dones, valid: as in `__call__`.
+            dones: ends of episodes, bool [T, N]; None: there are none.
+            valid: rewards to include in the statistics, bool [T, N]; None includes all.
 
         Returns:
             The discounted sums after the last reward [N].

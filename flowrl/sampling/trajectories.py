@@ -16,6 +16,7 @@ from flowrl.policies.acting_views import View, nontrivial_views, signature_of
 from flowrl.policies.policy import Policy
 from flowrl.policies.views import ViewRequirement
 from flowrl.sampling.episode import MultiAgentEpisode
+from flowrl.sampling.views import check_repeats, max_seq_len
 from flowrl.settings import ConfigError
 
 DTYPES = {"rewards": np.float32, "terminateds": bool, "truncateds": bool}
@@ -149,12 +150,7 @@ class RowViews:
             for name, view in self.requirements.items()
             if view.known_for_actions(name)
         }
-        for name, view in self.training.items():
-            if view.repeat > 1 and not name.startswith("state_in_"):
-                raise ConfigError(
-                    f"view {name!r}: batch_repeat_value is only for views named state_in_*; other "
-                    "views have a value for each row"
-                )
+        check_repeats(self.training)
         resolved = [*self.training.values(), *self.acting.values()]
         self.lookback = max((-min(view.shifts) for view in resolved), default=0)
         self.lookback = max(self.lookback, 0)
@@ -162,13 +158,8 @@ class RowViews:
 
     @property
     def max_seq_len(self) -> int:
-        """Rows per sequence in batches; 0 if they are not cut into sequences.
-
-        A policy with burn-in has a state for each row, and cuts sequences when it learns.
-        """
-        states = [view.repeat for n, view in self.training.items() if n.startswith("state_in_")]
-        longest = max(states, default=0)
-        return 0 if longest == 1 and self.policy.config.model.burn_in else longest
+        """Rows per sequence in batches; 0 if they are not cut into sequences."""
+        return max_seq_len(self.policy, self.training)
 
     @property
     def replace_observations(self) -> bool:

@@ -36,6 +36,25 @@ def not_for_training(requirements: Mapping[str, ViewRequirement], columns: Any) 
     return excluded + states
 
 
+def check_repeats(views: Mapping[str, View]) -> None:
+    """Raise ConfigError if a view has `batch_repeat_value`, but is not of a recurrent state."""
+    for name, view in views.items():
+        if view.repeat > 1 and not name.startswith("state_in_"):
+            raise ConfigError(
+                f"view {name!r}: batch_repeat_value is only for views named state_in_*; other "
+                "views have a value for each row"
+            )
+
+
+def max_seq_len(policy: Policy, views: Mapping[str, View]) -> int:
+    """Return the rows per sequence in train batches; 0 if they are not cut into sequences.
+
+    A policy with burn-in has a state for each row, and cuts sequences when it learns.
+    """
+    longest = max((v.repeat for n, v in views.items() if n.startswith("state_in_")), default=0)
+    return 0 if longest == 1 and policy.config.model.burn_in else longest
+
+
 class Views(ActingViews):
     """The views of one policy, for acting and training.
 
@@ -60,12 +79,7 @@ class Views(ActingViews):
             views["new_obs"] = ViewRequirement("obs", views["obs"].space, shift)
         self._training = {n: View(n, v) for n, v in views.items() if v.used_for_training}
         self.shows_columns = list(self._acting) == ["obs"] and not views
-        for name, view in self._training.items():
-            if view.repeat > 1 and not name.startswith("state_in_"):
-                raise ConfigError(
-                    f"view {name!r}: batch_repeat_value is only for views named state_in_*; other "
-                    "views have a value for each row"
-                )
+        check_repeats(self._training)
         self._use([*self._acting.values(), *self._training.values()])
 
     @property
@@ -75,13 +89,8 @@ class Views(ActingViews):
 
     @property
     def max_seq_len(self) -> int:
-        """Rows per sequence in train batches; 0 if they are not cut into sequences.
-
-        A policy with burn-in has a state for each row, and cuts sequences when it learns.
-        """
-        states = [view.repeat for n, view in self._training.items() if n.startswith("state_in_")]
-        longest = max(states, default=0)
-        return 0 if longest == 1 and self.policy.config.model.burn_in else longest
+        """Rows per sequence in train batches; 0 if they are not cut into sequences."""
+        return max_seq_len(self.policy, self._training)
 
     def inputs_at(
         self,

@@ -245,10 +245,11 @@ def test_observation_filter_returns_float32(dtype):
 
 
 def test_reward_scaler_divides_by_the_standard_deviation_of_returns():
-    scale, rewards = RewardScaler(0.5), np.array([[2.0], [4.0], [6.0]], np.float32)
+    scaler, rewards = RewardScaler(0.5), np.array([[2.0], [4.0], [6.0]], np.float32)
     dones = np.array([[False], [True], [False]])
     sums = np.array([2.0, 5.0, 6.0])
-    np.testing.assert_allclose(scale(rewards, dones)[:, 0], rewards[:, 0] / sums.std(), rtol=1e-5)
+    assert scaler.observe(rewards, None, dones) == 6.0
+    np.testing.assert_allclose(scaler.scale(rewards)[:, 0], rewards[:, 0] / sums.std(), rtol=1e-5)
 
 
 def test_learning_rate_follows_its_schedule():
