@@ -48,6 +48,7 @@ class EnvFactory:
             environment from the env id.
         horizon, soft_horizon: see AlgorithmConfig.
         max_restarts, on_env_created: see RestartingEnvs.
+        drop_invalid: whether a step with invalid values is a failure of its environment.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class EnvFactory:
         soft_horizon: bool = False,
         max_restarts: int = 5,
         on_env_created: Callable[[int, Any], None] | None = None,
+        drop_invalid: bool = False,
     ):
         self._creator = creator
         self._env_config = env_config
@@ -73,6 +75,7 @@ class EnvFactory:
         self._horizon, self._soft_horizon = horizon, soft_horizon
         self._max_restarts = max_restarts
         self._on_env_created = on_env_created
+        self._drop_invalid = drop_invalid
 
     def env_context(self, vector_index: int) -> EnvContext:
         """Return the context that the creator receives for an environment."""
@@ -124,7 +127,7 @@ class EnvFactory:
             make_first = partial(self.make_env, 0)
             return SingleAgentAdapter(GymnasiumVectorEnv(first, self._seed, make_first))
         if _is_gymnasium(first):
-            return SingleAgentAdapter(DirectVectorEnv(envs))
+            return SingleAgentAdapter(DirectVectorEnv(envs, self._drop_invalid))
         return DirectMultiAgentVectorEnv(envs, None if self._soft_horizon else self._horizon)
 
     def _make_gymnasium_env(self, vector_index: int) -> gym.Env:

@@ -81,11 +81,7 @@ class SingleAgentAdapter:
         return steps
 
     def restart(self, index: int, error: Exception) -> MultiAgentStep:
-        if not isinstance(self.vector_env, DirectVectorEnv):
-            raise error  # a gymnasium VectorEnv cannot replace one of its environments
-        step = MultiAgentStep()
-        step.failed, step.start = error, {SINGLE_AGENT: self.vector_env.restart(index, error)}
-        return step
+        raise error  # a gymnasium VectorEnv cannot replace one of its environments
 
     def get_sub_environments(self) -> list[Any]:
         env: Any = self.vector_env

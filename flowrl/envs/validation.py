@@ -47,12 +47,17 @@ class InvalidStepError(ValueError):
     """An observation or reward that is not finite or lies outside its space."""
 
 
-def invalid_step_error(problem: str) -> InvalidStepError:
-    """Return the error for an invalid step; its message says what can be done."""
+def invalid_step_error(problem: str, drops: bool = False) -> InvalidStepError:
+    """Return the error for an invalid step; its message says what can be done.
+
+    Args:
+        problem: what the environment returned, and where.
+        drops: whether such steps are dropped already.
+    """
+    or_drop = "" if drops else ', "drop" drops the episode'
     return InvalidStepError(
         f"{problem}. Correct the environment or its space, or set on_invalid_step: "
-        '"replace" clips such values to their space and sets non-finite ones to 0, "drop" drops '
-        "the episode"
+        f'"replace" clips such values to their space and sets non-finite ones to 0{or_drop}'
     )
 
 
@@ -189,6 +194,26 @@ class ObservationCheck:
             return _in_bounds(observation, bounds[0])
         pairs = zip(leaf_values(self.space, observation), bounds, strict=True)
         return all(_in_bounds(np.asarray(value), limits) for value, limits in pairs)
+
+    def check_step(self, observation: Any, reward: float, env: int) -> None:
+        """Check what an environment returned, for `on_invalid_step="drop"`.
+
+        Args:
+            observation: has the structure of the space.
+            reward: 0 for a reset.
+            env: index of the environment.
+
+        Raises:
+            InvalidStepError: a value is not finite or outside its space.
+        """
+        observation = np.asarray(observation) if self.is_array else observation
+        if not self.in_bounds(observation):
+            problem = self.describe_problem(observation)
+        elif not -LARGEST_REWARD <= reward <= LARGEST_REWARD:
+            problem = f"a reward that is not finite: {reward}"
+        else:
+            return
+        raise invalid_step_error(f"sub-environment {env} returned {problem}", drops=True)
 
     def invalid_rows(self, observations: Any, axes: int, usable: bool = False) -> np.ndarray:
         """Return which observations are not `in_bounds`, as bools.

@@ -19,7 +19,7 @@ from gymnasium import spaces
 
 from flowrl.data.spaces import values_equal
 from flowrl.envs.restarting_envs import STEP_RESULTS, RestartingEnvs, check_result
-from flowrl.envs.validation import ObservationCheck, check_reward, space_of
+from flowrl.envs.validation import InvalidStepError, ObservationCheck, check_reward, space_of
 from flowrl.settings import ConfigError
 
 
@@ -102,16 +102,21 @@ class DirectVectorEnv:
     """Step gymnasium environments in turn in this process; reset each when its episode ends.
 
     An environment that raises is recreated; only its own episode is lost.
+
+    Args:
+        envs: the environments.
+        drop_invalid: whether a step with invalid values is a failure, too.
     """
 
     resets_in_next_step = False
 
-    def __init__(self, envs: RestartingEnvs):
+    def __init__(self, envs: RestartingEnvs, drop_invalid: bool = False):
         self._envs = envs
         self.num_envs = len(envs.envs)
         self.observation_space = space_of(envs.get(0), "observation_space")
         self.action_space = space_of(envs.get(0), "action_space")
         self._check = ObservationCheck(self.observation_space)
+        self._drop_invalid = drop_invalid
         self._unchecked = [True] * self.num_envs  # until the first step of each environment
         self._shape = self.observation_space.shape or None
         # types of scalar observations, which have no shape or dtype to check
@@ -138,17 +143,33 @@ class DirectVectorEnv:
 
     def _reset(self, index: int) -> Any:
         """Return the first observation of an environment, or of the one that replaces it."""
-        observation, _ = self._envs.reset(index)
+        while True:
+            observation, _ = self._envs.reset(index)
+            if self._unchecked[index]:
+                self._check_reset(index, observation)
+            if not self._drop_invalid:
+                return observation
+            try:
+                self._check.check_step(observation, 0.0, index)
+                return observation
+            except InvalidStepError as error:
+                self._fail(index, error, "reset")
+
+    def _check_reset(self, index: int, observation: Any) -> None:
+        """Check the spaces and the first observation of an environment."""
         env = self._envs.get(index)
-        if self._unchecked[index]:
-            env_spaces = env.observation_space, env.action_space
-            if env_spaces != (self.observation_space, self.action_space):
-                raise ConfigError(
-                    f"env: sub-environment {index} has the spaces {env_spaces}, sub-environment 0 "
-                    f"has {(self.observation_space, self.action_space)}"
-                )
-            self._check.check_structure(observation)
-        return observation
+        env_spaces = env.observation_space, env.action_space
+        if env_spaces != (self.observation_space, self.action_space):
+            raise ConfigError(
+                f"env: sub-environment {index} has the spaces {env_spaces}, sub-environment 0 "
+                f"has {(self.observation_space, self.action_space)}"
+            )
+        self._check.check_structure(observation)
+
+    def _fail(self, index: int, error: Exception, method: str) -> None:
+        """Replace an environment."""
+        self._envs.handle_failure(index, error, method)
+        self._unchecked[index] = True
 
     def step(
         self, actions: Any, observations: Any, rewards: Any, terminateds: Any, truncateds: Any
@@ -187,14 +208,15 @@ class DirectVectorEnv:
                         self._check.check_structure(observation)
                 elif getattr(observation, "shape", None) != shape or observation.dtype != dtype:
                     self._check.check_structure(observation)  # numpy would broadcast and cast it
+                if self._drop_invalid:
+                    self._check.check_step(observation, reward, i)
                 rewards[i] = reward
             except ConfigError as error:
                 error.add_note(f"raised by sub-environment {i}")
                 raise
             except Exception as error:
-                self._envs.handle_failure(i, error, "step")
+                self._fail(i, error, "step")
                 result.failed.append((i, error))
-                unchecked[i] = True
                 infos.append({})
                 rewards[i] = 0.0
                 observations[i] = self._reset(i)
@@ -220,20 +242,6 @@ class DirectVectorEnv:
                     f"env: step() returned the flag {flag!r}: terminated and truncated are bools"
                 )
         check_reward(reward)
-
-    def restart(self, index: int, error: Exception) -> Any:
-        """Recreate an environment that returned invalid values.
-
-        Args:
-            index: index of the environment.
-            error: describes the invalid values; raised if the environment failed too often.
-
-        Returns:
-            the first observation of the new environment.
-        """
-        self._envs.handle_failure(index, error, "step")
-        self._unchecked[index] = True
-        return self._reset(index)
 
     def mark_healthy(self, indices: Iterable[int]) -> None:
         self._envs.mark_healthy(indices)

@@ -19,7 +19,7 @@ from flowrl.data import DEFAULT_POLICY_ID, SampleBatch
 from flowrl.data.fragment_columns import FragmentColumns, map_leaves, write
 from flowrl.data.serialization import can_be_saved
 from flowrl.data.spaces import stack_values, zeros_of
-from flowrl.envs.validation import ObservationCheck, invalid_step_error
+from flowrl.envs.validation import ObservationCheck
 from flowrl.envs.vector_env import DirectVectorEnv, VectorEnv, VectorStep
 from flowrl.policies.acting_views import InitialStates, signature_of
 from flowrl.sampling.callback_worker import CallbackWorker
@@ -30,8 +30,8 @@ from flowrl.sampling.episode_returns import EpisodeReturns
 from flowrl.sampling.fragment_builder import FragmentBuilder
 from flowrl.sampling.policy_outputs import PolicyOutputs, rows_of
 from flowrl.sampling.sampler import TIMINGS
-from flowrl.sampling.segments import Event, Segments, SegmentTracker
-from flowrl.sampling.step_checks import Problem, StepChecks
+from flowrl.sampling.segments import Event, SegmentTracker
+from flowrl.sampling.step_checks import StepChecks
 from flowrl.sampling.views import Views
 from flowrl.sampling.worker_config import WorkerConfig
 
@@ -99,7 +99,6 @@ class ColumnSampler:
         self._used = 0  # rows in the columns that are in no fragment yet
         self._infos: list[Any] = []  # of each of these rows
         self._returns = EpisodeReturns(stepper.num_envs)
-        self._dropped = np.zeros(stepper.num_envs, np.int64)  # consecutive fragments without rows
 
     def _allocate_inputs(self) -> None:
         """Allocate the columns that the environments write."""
@@ -274,7 +273,7 @@ class ColumnSampler:
         """Check the rows from row `before` on, build the fragment, and keep the rows after it."""
         used, policy, columns, tracker = self._used, self.policy, self._columns, self._tracker
         segments, raw_finals = tracker.segments(used), self._finals()
-        self._drop_invalid(segments, raw_finals, before)
+        self._checks.check(columns, used, raw_finals, segments)
         finals = raw_finals
         if policy.observation_filter is not None:
             waits = self.stepper.resets_in_next_step
@@ -291,9 +290,7 @@ class ColumnSampler:
         lost = set(segments.lanes[segments.events == Event.LOST].tolist())
         if self.stepper.resets_in_next_step:
             lost = set()  # the steps that reset an environment
-        healthy = [env for env in range(self.stepper.num_envs) if env not in lost]
-        self.stepper.mark_healthy(healthy)
-        self._dropped[healthy] = 0
+        self.stepper.mark_healthy(env for env in range(self.stepper.num_envs) if env not in lost)
         first = tracker.keep(used, segments, chosen, raw_finals)
         if self._callbacks is not None:
             self._callbacks.update_all(used, self._infos)
@@ -313,73 +310,6 @@ class ColumnSampler:
             return np.concatenate([np.asarray(part, dtype) for part in parts])
         return stack_values([self._check.copy(final) for part in parts for final in part])
 
-    def _drop_invalid(self, segments: Segments, finals: Any, before: int) -> None:
-        """Drop the segments with invalid values, before they reach filters and advantages."""
-        problems = self._checks.find(self._columns, self._used, finals, segments)
-        if problems is None:
-            return
-        for index in np.flatnonzero(segments.events == Event.LOST).tolist():
-            self._clear(segments, index)
-        if not problems:
-            return
-        stepper, tracker = self.stepper, self._tracker
-        if self.settings.on_invalid_step != "drop" or not isinstance(stepper, DirectVectorEnv):
-            raise self._checks.error_of(problems[0])
-        for problem in problems:
-            index, env = problem.segment, problem.env
-            was_open = segments.events[index] == Event.OPEN
-            if segments.events[index] == Event.LOST:
-                continue  # for another value
-            self.faulty_episodes += 1
-            tracker.drop(segments, index)
-            self._clear(segments, index)
-            if was_open:
-                self._restart(env, problem)
-            elif self._callbacks is not None:
-                self._callbacks.drop(int(segments.episode_ids[index]))
-            gaps = tracker.gaps(before, self._used)
-            if gaps is not None and gaps[:, env].all():
-                self._note_dropped(env, problem)
-
-    def _clear(self, segments: Segments, index: int) -> None:
-        """Set the rows of a lost segment to 0, so that the estimates of other rows stay finite."""
-        columns, env = self._columns, int(segments.lanes[index])
-        begin, end = int(segments.begins[index]), int(segments.ends[index])
-        rows = slice(columns.lookback + begin, columns.lookback + end)
-        for name in columns.names():
-            if name not in ("terminateds", "truncateds"):
-                for array in optree.tree_leaves(columns[name]):
-                    array[rows, env] = 0
-
-    def _restart(self, env: int, problem: Problem) -> None:
-        """Replace an environment that returned invalid values."""
-        columns, normalize = self._columns, self.policy.observation_filter
-        assert isinstance(self.stepper, DirectVectorEnv)
-        error = self._checks.error_of(problem)
-        observation = self._check.copy(self.stepper.restart(env, error))
-        while not self._check.in_bounds(observation):
-            what = self._check.describe_problem(observation)
-            error = invalid_step_error(f"sub-environment {env} returned {what} at its reset")
-            observation = self._check.copy(self.stepper.restart(env, error))
-        self._states.restart(env)
-        at = columns.lookback + self._used, env
-        write(columns["raw_obs"], at, observation)
-        if normalize is not None:
-            columns["obs"][at] = normalize(columns["raw_obs"][at][None])[0]
-        if self._callbacks is not None:
-            self._callbacks.fail(env, self._used)
-
-    def _note_dropped(self, env: int, problem: Problem) -> None:
-        """Count a fragment without rows of an environment; raise if there are too many in a row."""
-        self._dropped[env] += 1
-        if self._dropped[env] > self.settings.max_num_env_restarts:
-            error = self._checks.error_of(problem)
-            error.add_note(
-                f"all rows of sub-environment {env} in {self._dropped[env]} consecutive fragments "
-                "were dropped"
-            )
-            raise error
-
     # -- state -------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -397,7 +327,6 @@ class ColumnSampler:
                 "states": self._states.state_dict(),
                 "returns": self._returns.so_far.copy(),
                 "infos": [list(map(_savable, step)) for step in self._infos],
-                "dropped": self._dropped.copy(),
                 "callbacks": None if self._callbacks is None else self._callbacks.state_dict(),
             }
         return state
@@ -424,7 +353,7 @@ class ColumnSampler:
         self._used = running["columns"]["used"]
         self._infos = list(running["infos"])
         self._states.load_state_dict(running["states"])
-        self._returns.so_far[:], self._dropped[:] = running["returns"], running["dropped"]
+        self._returns.so_far[:] = running["returns"]
         if self._callbacks is not None and running["callbacks"] is not None:
             self._callbacks.load_state_dict(running["callbacks"])
         observations: Any = columns.row("raw_obs", self._used)

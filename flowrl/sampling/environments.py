@@ -52,6 +52,7 @@ class WorkerEnvironments:
             config.soft_horizon,
             config.max_num_env_restarts,
             lambda index, env: on_created(env, self._envs.env_context(index)),
+            config.on_invalid_step == "drop",
         )
         self._open()
 

@@ -136,7 +136,7 @@ class EpisodeCallbacks:
         for env in envs:
             if env in failed:
                 self._update(env, row, infos)
-                self.fail(env, row + 1)
+                self._fail(env, row + 1)
             elif env in skipped:
                 self.start(env, row + 1)
             elif env in finals:
@@ -191,33 +191,31 @@ class EpisodeCallbacks:
         assert episode is not None
         self._call(name, episode)
 
-    def _end(self, env: int) -> MultiAgentEpisode:
+    def _end(self, env: int) -> None:
         episode = self._running[env]
         assert episode is not None
         self._call("on_episode_end", episode)
         self._finished[episode.episode_id] = episode
         del self._by_id[episode.episode_id]
         self._running[env] = None
-        return episode
 
     def _pass_horizon(self, env: int) -> None:
         """Start another episode at a soft horizon, without a reset."""
-        before = self._end(env)
+        before = self._running[env]
+        assert before is not None
+        self._end(env)
         episode = self._new_episode(env)  # its first row is the next one
         episode.continue_from(before)
         self._call("on_episode_start", episode)
 
-    def fail(self, env: int, row: int) -> None:
+    def _fail(self, env: int, row: int) -> None:
         """Drop the episode of an environment, and start one with the observation of a row."""
         episode = self._running[env]
         if episode is not None:
             episode.is_faulty = True
-            self.drop(self._end(env).episode_id)
+            self._end(env)
+            del self._finished[episode.episode_id]
         self.start(env, row)
-
-    def drop(self, episode_id: int) -> None:
-        """Forget an episode that ended."""
-        del self._finished[episode_id]
 
     def take_metrics(self, episode_id: int) -> tuple[dict[str, float] | None, Any]:
         """Return custom metrics and histogram data of an episode that ended."""

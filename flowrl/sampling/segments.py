@@ -123,7 +123,6 @@ class SegmentTracker:
         """Forget the events of the fragment."""
         self._events: list[tuple[int, Any, Event, np.ndarray]] = []  # row, environments, …, ids
         self.finals: list[Any] = []
-        self._gaps: np.ndarray | None = None  # rows that are in no segment, [rows, N]
         self.rows_closed = 0
 
     def start(self) -> None:
@@ -161,10 +160,7 @@ class SegmentTracker:
             self.finals.append(finals)
         if len(skipped):  # after the end of the episode, which has started the next one
             self._events.append((row, skipped, Event.LOST, self.episode_ids[skipped]))
-            self._mark_gap(row, row + 1, skipped)
             self._firsts[skipped] = row + 1
-        for env in failed:
-            self._mark_gap(int(self._firsts[env]), row + 1, env)
         if len(failed):
             self._end(row, failed, Event.LOST)
         for envs in (ended, skipped, failed):
@@ -182,28 +178,6 @@ class SegmentTracker:
             self.rows_closed += int((row + 1 - self._firsts[envs]).sum())
         self._new_episodes(envs)
         self._firsts[envs] = row + 1
-
-    def gaps(self, begin: int, end: int) -> np.ndarray | None:
-        """Return which of the rows begin … end - 1 are in no segment, bool [rows, N]; None if all
-        are in segments."""
-        if self._gaps is None:
-            return None
-        if len(self._gaps) < end:
-            self._grow_gaps(end)
-        return self._gaps[begin:end]
-
-    def _grow_gaps(self, rows: int) -> None:
-        larger = np.zeros((rows, len(self.resets)), bool)
-        if self._gaps is not None:
-            larger[: len(self._gaps)] = self._gaps
-        self._gaps = larger
-
-    def _mark_gap(self, begin: int, end: int, envs: Any) -> None:
-        """Mark rows that are in no segment."""
-        if self._gaps is None or len(self._gaps) < end:
-            self._grow_gaps(2 * end)
-        assert self._gaps is not None
-        self._gaps[begin:end, envs] = True
 
     def segments(self, used: int) -> Segments:
         """Return all segments of the first `used` rows, also empty ones; the last one of each
@@ -232,16 +206,6 @@ class SegmentTracker:
             lanes, begins, rows + 1, steps, ages, ids[order], kinds, finals[order], ~again
         )
 
-    def drop(self, segments: Segments, index: int) -> None:
-        """Drop a segment whose values are invalid; an open one is followed by a new episode."""
-        env, end = int(segments.lanes[index]), int(segments.ends[index])
-        if end > segments.begins[index]:
-            self._mark_gap(int(segments.begins[index]), end, env)
-        if segments.events[index] == Event.OPEN:
-            self._new_episodes([env])
-            self.resets[env] = self.starts[env] = self._firsts[env] = end
-        segments.events[index] = Event.LOST
-
     def choose(self, segments: Segments, min_rows: int) -> np.ndarray:
         """Return which segments the fragment has, bool [S]; for whole episodes, the first ones to
         end that have `min_rows` rows."""
@@ -262,7 +226,6 @@ class SegmentTracker:
             segments, chosen: see `choose`.
             finals: final observations of the episodes that ended, [k, …].
         """
-        gaps = self._gaps
         self.forget()
         if self._whole:
             self._keep_segments(used, segments, chosen, finals)
@@ -274,8 +237,6 @@ class SegmentTracker:
         for rows in (self._begins, self._firsts, self.resets, self.starts):
             rows -= first
         self._events = [(row - first, *event) for row, *event in self._events]
-        if gaps is not None and gaps[first:used].any():
-            self._gaps = gaps[first:used].copy()
         return first
 
     def _keep_segments(
@@ -314,13 +275,12 @@ class SegmentTracker:
             ],
             "finals": list(self.finals),
             "rows_closed": self.rows_closed,
-            "gaps": None if self._gaps is None else self._gaps.copy(),
             **{name: getattr(self, name).copy() for name in _STATE},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the result of `state_dict`."""
-        self.next_id, self._gaps = state["next_id"], state["gaps"]
+        self.next_id = state["next_id"]
         self._events = [(row, e, Event(event), ids) for row, e, event, ids in state["events"]]
         self.finals, self.rows_closed = list(state["finals"]), state["rows_closed"]
         for name in _STATE:
@@ -331,8 +291,6 @@ class SegmentTracker:
         if not envs:
             return
         for env in envs:
-            if self._firsts[env] < row:
-                self._mark_gap(int(self._firsts[env]), row, env)
             if self._firsts[env] == self._begins[env]:
                 self._steps[env] = self._ages[env] = 0
         self.resets[envs] = self.starts[envs] = row

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -17,16 +17,6 @@ from flowrl.envs.validation import (
 from flowrl.sampling.segments import Event, Segments
 
 log = logging.getLogger("flowrl")
-
-
-class Problem(NamedTuple):
-    """An invalid value: row of the step that returned it, environment, description, and index of
-    the segment that contains it."""
-
-    row: int
-    env: int
-    what: str
-    segment: int
 
 
 class StepChecks:
@@ -44,54 +34,51 @@ class StepChecks:
         self._worker_index = worker_index
         self._warned = False
 
-    def find(
-        self, columns: FragmentColumns, used: int, finals: Any, segments: Segments
-    ) -> list[Problem] | None:
-        """Return the invalid values of the segments, in the order of time; None if all rows, also
-        those that are lost, are valid.
+    def check(self, columns: FragmentColumns, used: int, finals: Any, segments: Segments) -> None:
+        """Check the rows of the segments that are not lost.
 
         Args:
-            columns: the rows.
+            columns: the rows; the rewards of lost segments are set to 0.
             used: number of rows of the fragment.
             finals: final observations of the episodes that ended, [k, …].
-            segments: all segments of the fragment; those that are lost are not checked.
+            segments: all segments of the fragment.
+
+        Raises:
+            InvalidStepError: of the first step with an invalid value.
         """
         check = self._check
         raw, rewards = columns.part("raw_obs", 0, used + 1), columns.part("rewards", 0, used)
+        lost = segments.events == Event.LOST
+        for index in np.flatnonzero(lost).tolist():
+            rewards[segments.begins[index] : segments.ends[index], segments.lanes[index]] = 0
         fits = check.in_bounds(raw) and check.in_bounds(finals)
         if not fits and self._warn_only and check.is_usable(raw) and check.is_usable(finals):
             self._warn(raw, finals, segments)
             fits = True
         if fits and np.isfinite(rewards).all():
-            return None
+            return
         invalid_raw = check.invalid_rows(raw, 2, self._warn_only)
         invalid_finals = check.invalid_rows(finals, 1, self._warn_only)
         invalid_rewards = ~np.isfinite(rewards)
-        problems = []
-        for index in np.flatnonzero(segments.events != Event.LOST).tolist():
+        problems = []  # row of the step, environment, description
+        for index in np.flatnonzero(~lost).tolist():
             env, begin = int(segments.lanes[index]), int(segments.begins[index])
             end, final = int(segments.ends[index]), int(segments.finals[index])
             is_open = segments.events[index] == Event.OPEN
             for row in (begin + np.flatnonzero(invalid_rewards[begin:end, env])).tolist():
-                what = f"a reward that is not finite: {rewards[row, env]}"
-                problems.append(Problem(row, env, what, index))
+                problems.append((row, env, f"a reward that is not finite: {rewards[row, env]}"))
             for row in (begin + np.flatnonzero(invalid_raw[begin : end + is_open, env])).tolist():
-                what = self._describe(raw, (row, env))
-                problems.append(Problem(max(row - 1, 0), env, what, index))
+                problems.append((max(row - 1, 0), env, self._describe(raw, (row, env))))
             if final >= 0 and invalid_finals[final]:
-                what = self._describe(finals, final)
-                problems.append(Problem(end - 1, env, what, index))
-        return sorted(problems)
+                problems.append((end - 1, env, self._describe(finals, final)))
+        if problems:
+            row, env, what = min(problems)
+            raise invalid_step_error(
+                f"sub-environment {env} returned {what}, at step {row} of a fragment"
+            )
 
     def _describe(self, observations: Any, at: Any) -> str:
         return self._check.describe_problem(map_leaves(lambda array: array[at], observations))
-
-    def error_of(self, problem: Problem) -> Exception:
-        """Return the error about an invalid value."""
-        return invalid_step_error(
-            f"sub-environment {problem.env} returned {problem.what}, at step {problem.row} of a "
-            "fragment"
-        )
 
     def _warn(self, raw: Any, finals: Any, segments: Segments) -> None:
         """Warn of the first observation outside its space; later ones are not reported."""

@@ -122,7 +122,7 @@ class NanObservation(Continuous):
 def test_policy_that_acts_on_invalid_observations_is_not_blamed():
     creator = first_then(lambda: NanObservation(5), lambda: Continuous(5))
     w = worker(creator, rollout_fragment_length=8, on_invalid_step="drop")
-    assert w.sample().count == 0
+    assert w.sample().count == 6
     assert w.sample().count == 8
     w = worker(lambda context: NanObservation(4), on_invalid_step="raise")
     with pytest.raises(InvalidStepError, match=r"obs\[1\] is nan"):
@@ -222,6 +222,50 @@ def test_state_of_a_worker_without_callbacks_fits_one_with_callbacks():
     w.load_sampling_state_dict(saved.sampling_state_dict())
     assert w.sample().count == 7
     assert w.get_metrics()
+
+
+@pytest.mark.parametrize("at_reset", [False, True])
+@pytest.mark.parametrize("collector", [None, SimpleListCollector])
+def test_callbacks_see_no_invalid_values_of_dropped_episodes(collector, at_reset, caplog):
+    class Wrong(CountEnv):
+        resets = 0
+
+        def reset(self, **kwargs):
+            Wrong.resets += 1
+            obs, info = super().reset(**kwargs)
+            wrong = at_reset and Wrong.resets in (1, 4)
+            return (np.array([NAN, 0], np.float32) if wrong else obs), info
+
+        def step(self, action):
+            obs, reward, *rest = super().step(action)
+            wrong = not at_reset and self.episode == 2 and self.steps == 2
+            return obs, NAN if wrong else reward, *rest
+
+    class Records(DefaultCallbacks):
+        def on_episode_start(self, *, episode, **kwargs):
+            self.seen = [*getattr(self, "seen", []), episode.last_raw_obs_for().tolist()]
+
+        def on_episode_end(self, *, episode, **kwargs):
+            end = episode.length, episode.total_reward, episode.is_faulty
+            self.seen.append(end)
+
+    w = worker(
+        first_then(lambda: Wrong(3), lambda: Wrong(3) if at_reset else CountEnv(3)),
+        rollout_fragment_length=8,
+        on_invalid_step="drop",
+        callbacks_class=Records,
+        sample_collector=collector,
+    )
+    for _ in range(2):
+        batch = w.sample()
+        assert np.isfinite(batch["obs"]).all() and np.isfinite(batch["rewards"]).all()
+    seen = w.callbacks.seen
+    assert np.isfinite([value for part in seen for value in part]).all()
+    faulty = [part for part in seen if len(part) == 3 and part[2]]
+    assert len(faulty) == w.reply_tags()["faulty_episodes"] == (0 if at_reset else 1)
+    assert w.reply_tags()["env_restarts"] == (2 if at_reset else 1)
+    assert "recreating the environment" in caplog.text
+    assert '"drop" drops' not in caplog.text
 
 
 def test_infos_of_kept_rows_are_restored():
