@@ -198,19 +198,23 @@ class MultiAgentEpisode:
 
     def last_action_for(self, agent_id: AgentID = "agent0") -> Any:
         """Return the agent's latest action as it is stored; None before the first one."""
-        return self._record_of(agent_id).last_action
+        record = self._record_of(agent_id)
+        return record.last_action if record.action is None else record.action
 
     def prev_action_for(self, agent_id: AgentID = "agent0") -> Any:
         """Return the agent's action before the latest one."""
-        return self._record_of(agent_id).prev_action
+        record = self._record_of(agent_id)
+        return record.prev_action if record.action is None else record.last_action
 
     def last_reward_for(self, agent_id: AgentID = "agent0") -> float:
-        """Return the agent's latest reward."""
-        return self._record_of(agent_id).last_reward
+        """Return the reward of the agent's latest action so far."""
+        record = self._record_of(agent_id)
+        return record.last_reward if record.action is None else record.pending_reward
 
     def prev_reward_for(self, agent_id: AgentID = "agent0") -> float:
-        """Return the agent's reward before the latest one."""
-        return self._record_of(agent_id).prev_reward
+        """Return the reward of the agent's action before the latest one."""
+        record = self._record_of(agent_id)
+        return record.prev_reward if record.action is None else record.last_reward
 
     def last_info_for(self, agent_id: AgentID = "agent0") -> dict[str, Any]:
         """Return the agent's latest info."""

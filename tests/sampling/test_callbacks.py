@@ -3,15 +3,17 @@
 import re
 from functools import partial
 
+import gymnasium as gym
 import numpy as np
 import pytest
 
 from flowrl.algorithms.a2c import A2CConfig
 from flowrl.algorithms.ppo import PPOTorchPolicy
+from flowrl.envs import MultiAgentEnv
 from flowrl.policies import ConfigError
 from flowrl.sampling import DefaultCallbacks, MultiAgentEpisode, RolloutWorker, override
 
-from .fakes import CountEnv, ObservedValue
+from .fakes import CountEnv, Idle, ObservedValue
 
 EVENTS = []
 
@@ -304,3 +306,44 @@ def test_custom_metric_that_is_no_number_is_named(value):
     message = re.escape(f"SetsMetric: custom_metrics['speed'] must be a number, got {value!r}")
     with pytest.raises(ConfigError, match=message):
         worker.sample()
+
+
+class TakesTurnsToObserve(MultiAgentEnv):
+    """Both agents act in the first step; only "b" is observed after it, "a" one step later."""
+
+    possible_agents = ["a", "b"]
+    observation_space = gym.spaces.Box(-9, 9, (1,))
+    action_space = gym.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        self.steps = 0
+        return {agent: np.zeros(1, np.float32) for agent in "ab"}, {}
+
+    def step(self, action_dict):
+        self.steps += 1
+        agents = "b" if self.steps == 1 else "ab"
+        ends = {"__all__": self.steps == 3}
+        return (
+            {agent: np.full(1, self.steps, np.float32) for agent in agents},
+            dict.fromkeys("ab", float(self.steps)),
+            ends,
+            {"__all__": False},
+            {},
+        )
+
+
+def test_episode_shows_an_action_whose_agent_is_not_observed_afterwards():
+    class Reads(DefaultCallbacks):
+        def on_episode_step(self, *, episode, **kwargs):
+            values = episode.last_action_for("a"), episode.prev_action_for("a")
+            values += episode.last_reward_for("a"), episode.prev_reward_for("a")
+            self.seen = [*getattr(self, "seen", []), values]
+
+    worker = RolloutWorker(
+        TakesTurnsToObserve,
+        Idle,
+        {"callbacks_class": Reads, "rollout_fragment_length": 3},
+    )
+    worker.sample()
+    # "a" acts in steps 1 and 3; it gets rewards of 1, 2 and 3
+    assert worker.callbacks.seen == [(0, None, 1.0, 0.0), (0, None, 3.0, 0.0), (0, 0, 3.0, 3.0)]
