@@ -295,17 +295,31 @@ def setting_hint(name: str, known: Collection[str]) -> str | None:
     Returns:
         None if no other library's name is known; "" if the algorithm has no such setting.
     """
-    if name in SETTING_ALIASES and name not in SETTING_HINTS:
-        hints = [(SETTING_ALIASES[name], f"`{SETTING_ALIASES[name]}`")]
-    elif name in SETTING_HINTS:
-        hints = SETTING_HINTS[name]
-    else:
+    if name not in SETTING_HINTS and name not in SETTING_ALIASES:
         return None
-    for marker, hint in hints:
-        if marker in known:
-            is_rename = re.fullmatch(r"`(\w+)`", hint)
-            return f" Did you mean {is_rename[1]!r}?" if is_rename else f" {hint}."
-    return ""
+    renamed = renamed_setting(name, known)
+    if renamed is not None:
+        return f" Did you mean {renamed!r}?"
+    hint = _hint(name, known)
+    return f" {hint}." if hint else ""
+
+
+def renamed_setting(name: str, known: Collection[str]) -> str | None:
+    """Return our name of a setting of another library, or None if it is not just a rename.
+
+    Args:
+        name: the other library's name.
+        known: the settings of the algorithm.
+    """
+    match = re.fullmatch(r"`(\w+)`", _hint(name, known))
+    return match and match[1]
+
+
+def _hint(name: str, known: Collection[str]) -> str:
+    """Return the hint of `SETTING_HINTS` or `SETTING_ALIASES` that applies, or ""."""
+    alias = SETTING_ALIASES.get(name, "")
+    hints = SETTING_HINTS.get(name, [(alias, f"`{alias}`")])
+    return next((hint for marker, hint in hints if marker in known), "")
 
 
 def nearest_setting(name: str, known: list[str], settings: Collection[str]) -> str:

@@ -133,7 +133,6 @@ class Parser(argparse.ArgumentParser):
                 text = f"{match[1]}: must be a whole number, got {value[1]}"
         raise ConfigError(f"{text} (see {self.prog} --help)")
 
-
     def _unknown_option(self, name: str) -> str:
         own = [o for o in self._option_string_actions if o.startswith("--") and o != "--help"]
         elsewhere = commands_with(name)

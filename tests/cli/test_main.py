@@ -118,8 +118,14 @@ def test_reader_that_closes_the_pipe_causes_no_traceback():
             "--stop-iters is an option of flowrl train, flowrl train FILE.yaml, flowrl resume; "
             "flowrl evaluate has --episodes, ",
         ),
-        (["plans", "--env", "X"], "--env is an option of flowrl train; flowrl plans has no options"),
-        (["explain", "ppo", "--lr", "1"], "--lr is a setting, for flowrl train; flowrl explain has"),
+        (
+            ["plans", "--env", "X"],
+            "--env is an option of flowrl train; flowrl plans has no options",
+        ),
+        (
+            ["explain", "ppo", "--lr", "1"],
+            "--lr is a setting, for flowrl train; flowrl explain has",
+        ),
         (["train", "ppo", "--episodes", "3"], "--episodes is an option of flowrl evaluate, not of"),
         (["rollout", "r"], "unknown command 'rollout'. Use flowrl evaluate r\n"),
         (["list"], "unknown command 'list'. Use flowrl plans\n"),

@@ -407,6 +407,11 @@ def test_updated_copies_deeply_and_settings_cannot_be_deleted():
         PPOConfig(device="gpu")
 
 
+def test_item_assignment_names_the_attribute():
+    with pytest.raises(TypeError, match=r"^settings are assigned as attributes: config.lr = 1$"):
+        PPOConfig()["lr"] = 1
+
+
 def test_diff_compares_arrays_by_their_elements():
     def config(array, **more):
         box = gym.spaces.Box(-1, 1, (2,))
