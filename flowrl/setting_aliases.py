@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Container
 from typing import Any
 
 from flowrl.errors import ConfigError
@@ -285,7 +285,7 @@ INFO_COUNTERS = {
 }
 
 
-def setting_hint(name: str, known: Collection[str]) -> str | None:
+def setting_hint(name: str, known: Container[str]) -> str | None:
     """Return a sentence about a setting of another library, with a space before it.
 
     Args:
@@ -304,7 +304,7 @@ def setting_hint(name: str, known: Collection[str]) -> str | None:
     return f" {hint}." if hint else ""
 
 
-def renamed_setting(name: str, known: Collection[str]) -> str | None:
+def renamed_setting(name: str, known: Container[str]) -> str | None:
     """Return our name of a setting of another library, or None if it is not just a rename.
 
     Args:
@@ -315,7 +315,7 @@ def renamed_setting(name: str, known: Collection[str]) -> str | None:
     return match and match[1]
 
 
-def _hint(name: str, known: Collection[str]) -> str:
+def _hint(name: str, known: Container[str]) -> str:
     """Return the hint of `SETTING_HINTS` or `SETTING_ALIASES` that applies, or ""."""
     alias = SETTING_ALIASES.get(name, "")
     hints = SETTING_HINTS.get(name, [(alias, f"`{alias}`")])
