@@ -1,8 +1,8 @@
-"""Names that RLlib and other libraries use for our settings and results.
+"""Names that RLlib and other libraries use for our settings, classes and results.
 
-`SETTING_ALIASES` are accepted, with a note in the log; the names of `SETTING_HINTS` are rejected
-with a hint; `RESULT_ALIASES` and `INFO_COUNTERS` are reported next to our names. Timers have
-RLlib's names (`sample`, `learn`, `update`, `compute_grads`, …).
+`SETTING_ALIASES` are accepted, with a note in the log; the names of `SETTING_HINTS` and
+`CLASS_HINTS` are rejected with a hint; `RESULT_ALIASES` and `INFO_COUNTERS` are reported next to
+our names. Timers have RLlib's names (`sample`, `learn`, `update`, `compute_grads`, …).
 """
 
 from __future__ import annotations
@@ -234,11 +234,35 @@ SETTING_HINTS: dict[str, list[tuple[str, str]]] = {
         ("device", "Use `.framework(device=…)`; IMPALA, APPO and APEX also have num_learners"),
     ],
     "api_stack": [("device", "Leave it out: there is only one API")],
+    "attention_use_n_prev_actions": [
+        (
+            "use_attention",
+            "Attention reads only observations; recurrent cells have `lstm_use_prev_action`",
+        )
+    ],
+    "attention_use_n_prev_rewards": [
+        (
+            "use_attention",
+            "Attention reads only observations; recurrent cells have `lstm_use_prev_reward`",
+        )
+    ],
     # environments
     "env_id": [("env", "`env`")],
     "env_kwargs": [("env_config", "`env_config`")],
     "n_envs": [("num_envs_per_worker", "`num_envs_per_worker`")],
     "num_envs": [("num_envs_per_worker", "`num_envs_per_worker`")],
+    "remote_worker_envs": [
+        (
+            "train_batch_size",
+            'Use `vectorization_mode="async"`, which steps environments in other processes',
+        )
+    ],
+    "clip_rewards": [
+        (
+            "train_batch_size",
+            "Clip them in a wrapper of the environment; `normalize_rewards` scales them",
+        )
+    ],
     "max_episode_steps": [("horizon", "`horizon`")],
     "norm_obs": [("normalize_observations", "`normalize_observations`")],
     "norm_reward": [("normalize_rewards", "`normalize_rewards`")],
@@ -247,6 +271,10 @@ SETTING_HINTS: dict[str, list[tuple[str, str]]] = {
     ],
     "config": [("train_batch_size", "Pass the config as the first argument")],
     # reports
+    "timesteps_total": [("total_timesteps", "`total_timesteps`")],
+    "log_level": [
+        ("train_batch_size", 'Use logging.getLogger("flowrl").setLevel("DEBUG") of Python')
+    ],
     "verbose": [("train_batch_size", "`algorithm.learn(progress=False)` prints no progress table")],
     "tensorboard_log": [
         (
@@ -260,6 +288,21 @@ SETTING_HINTS: dict[str, list[tuple[str, str]]] = {
     "capture_video": [
         ("train_batch_size", 'Use `evaluation_interval=10` and `evaluation_video_dir="videos"`')
     ],
+}
+
+# class or function of Stable-Baselines3 or RLlib -> what flowrl has instead
+CLASS_HINTS = {
+    "Rainbow": 'Use Algorithm.from_plan("rainbow"), which is DQN with all options',
+    "RecurrentPPO": 'Use PPO(env, model={"use_lstm": True})',
+    "MaskablePPO": "Use PPO with a Dict observation that has the key action_mask",
+    "QRDQN": "Use DQN(env, num_atoms=51, v_min=…, v_max=…), which is C51",
+    "make_vec_env": 'Use PPO("CartPole-v1", num_envs_per_worker=4)',
+    "DummyVecEnv": 'Use PPO("CartPole-v1", num_envs_per_worker=4)',
+    "SubprocVecEnv": 'Use PPO("CartPole-v1", num_envs_per_worker=4, num_workers=2)',
+    "VecNormalize": "Use PPO(env, normalize_observations=True, normalize_rewards=True)",
+    "VecFrameStack": 'Use PPO(env, model={"num_framestacks": 4})',
+    "evaluate_policy": "Use algorithm.evaluate(episodes=10)",
+    "Monitor": "Results of train() have the returns and lengths of episodes",
 }
 
 # result name in newer versions of RLlib -> ours

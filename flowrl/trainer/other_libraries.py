@@ -49,6 +49,7 @@ _ATTRIBUTES = {
     "save_replay_buffer": "use save(path), which stores the replay buffer, too",
     "logger": "use learn(run_dir=…) and the settings log_to and log_config",
     "num_timesteps": "use env_steps",
+    "timesteps_total": "use env_steps",
     "set_logger": "use learn(run_dir=…) and the settings log_to and log_config",
     "save_checkpoint": "use save(path)",
     "save_to_path": "use save(path)",
