@@ -237,13 +237,13 @@ SETTING_HINTS: dict[str, list[tuple[str, str]]] = {
     "attention_use_n_prev_actions": [
         (
             "use_attention",
-            "Attention reads only observations; recurrent cells have `lstm_use_prev_action`",
+            "Attention reads only observations, recurrent cells have `lstm_use_prev_action`",
         )
     ],
     "attention_use_n_prev_rewards": [
         (
             "use_attention",
-            "Attention reads only observations; recurrent cells have `lstm_use_prev_reward`",
+            "Attention reads only observations, recurrent cells have `lstm_use_prev_reward`",
         )
     ],
     # environments

@@ -331,6 +331,9 @@ class Settings(BaseModel):
     def __setitem__(self, name: str, value: Any) -> Never:
         raise TypeError(f"settings are assigned as attributes: config.{name} = {value!r}")
 
+    def __delitem__(self, name: str) -> None:
+        delattr(self, name)
+
     def __contains__(self, name: object) -> bool:
         return name in type(self).model_fields
 

@@ -108,7 +108,9 @@ def test_class_hints_create_algorithms_that_exist():
 
 
 def test_previous_actions_of_attention_name_recurrent_cells():
-    with pytest.raises(ConfigError, match="recurrent cells have `lstm_use_prev_action`"):
+    with pytest.raises(
+        ConfigError, match=r"observations, recurrent cells have `lstm_use_prev_action`\.$"
+    ):
         CONFIGS["PPO"](model={"attention_use_n_prev_actions": 1})
 
 
