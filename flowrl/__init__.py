@@ -47,12 +47,13 @@ _load, __dir__, __all__ = lazy_loader.attach(__name__, submod_attrs=NAMES)
 def __getattr__(name: str) -> Any:
     if name in __all__ or name.startswith("_"):
         return _load(name)
-    if name == "Rainbow":
-        hint = ' Use Algorithm.from_plan("rainbow"), which is DQN with all options.'
-    elif find_spec(f"flowrl.{name}") is not None:
+    if find_spec(f"flowrl.{name}") is not None:
         hint = f" It is a module: import flowrl.{name}."
-    else:  # imported here, because it imports numpy
+    else:  # imported here, because they import numpy
+        from flowrl.setting_aliases import CLASS_HINTS
         from flowrl.setting_values import nearest
 
         hint = nearest(name.removesuffix("Trainer"), __all__)
+        if name in CLASS_HINTS:
+            hint = f" {CLASS_HINTS[name]}."
     raise AttributeError(f"module 'flowrl' has no attribute {name!r}.{hint}")

@@ -1,15 +1,15 @@
-"""Names that RLlib and other libraries use for our settings and results.
+"""Names that RLlib and other libraries use for our settings, classes and results.
 
-`SETTING_ALIASES` are accepted, with a note in the log; the names of `SETTING_HINTS` are rejected
-with a hint; `RESULT_ALIASES` and `INFO_COUNTERS` are reported next to our names. Timers have
-RLlib's names (`sample`, `learn`, `update`, `compute_grads`, …).
+`SETTING_ALIASES` are accepted, with a note in the log; the names of `SETTING_HINTS` and
+`CLASS_HINTS` are rejected with a hint; `RESULT_ALIASES` and `INFO_COUNTERS` are reported next to
+our names. Timers have RLlib's names (`sample`, `learn`, `update`, `compute_grads`, …).
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Container
 from typing import Any
 
 from flowrl.errors import ConfigError
@@ -234,11 +234,35 @@ SETTING_HINTS: dict[str, list[tuple[str, str]]] = {
         ("device", "Use `.framework(device=…)`; IMPALA, APPO and APEX also have num_learners"),
     ],
     "api_stack": [("device", "Leave it out: there is only one API")],
+    "attention_use_n_prev_actions": [
+        (
+            "use_attention",
+            "Attention reads only observations, recurrent cells have `lstm_use_prev_action`",
+        )
+    ],
+    "attention_use_n_prev_rewards": [
+        (
+            "use_attention",
+            "Attention reads only observations, recurrent cells have `lstm_use_prev_reward`",
+        )
+    ],
     # environments
     "env_id": [("env", "`env`")],
     "env_kwargs": [("env_config", "`env_config`")],
     "n_envs": [("num_envs_per_worker", "`num_envs_per_worker`")],
     "num_envs": [("num_envs_per_worker", "`num_envs_per_worker`")],
+    "remote_worker_envs": [
+        (
+            "train_batch_size",
+            'Use `vectorization_mode="async"`, which steps environments in other processes',
+        )
+    ],
+    "clip_rewards": [
+        (
+            "train_batch_size",
+            "Clip them in a wrapper of the environment; `normalize_rewards` scales them",
+        )
+    ],
     "max_episode_steps": [("horizon", "`horizon`")],
     "norm_obs": [("normalize_observations", "`normalize_observations`")],
     "norm_reward": [("normalize_rewards", "`normalize_rewards`")],
@@ -247,6 +271,10 @@ SETTING_HINTS: dict[str, list[tuple[str, str]]] = {
     ],
     "config": [("train_batch_size", "Pass the config as the first argument")],
     # reports
+    "timesteps_total": [("total_timesteps", "`total_timesteps`")],
+    "log_level": [
+        ("train_batch_size", 'Use logging.getLogger("flowrl").setLevel("DEBUG") of Python')
+    ],
     "verbose": [("train_batch_size", "`algorithm.learn(progress=False)` prints no progress table")],
     "tensorboard_log": [
         (
@@ -260,6 +288,21 @@ SETTING_HINTS: dict[str, list[tuple[str, str]]] = {
     "capture_video": [
         ("train_batch_size", 'Use `evaluation_interval=10` and `evaluation_video_dir="videos"`')
     ],
+}
+
+# class or function of Stable-Baselines3 or RLlib -> what flowrl has instead
+CLASS_HINTS = {
+    "Rainbow": 'Use Algorithm.from_plan("rainbow"), which is DQN with all options',
+    "RecurrentPPO": 'Use PPO(env, model={"use_lstm": True})',
+    "MaskablePPO": "Use PPO with a Dict observation that has the key action_mask",
+    "QRDQN": "Use DQN(env, num_atoms=51, v_min=…, v_max=…), which is C51",
+    "make_vec_env": 'Use PPO("CartPole-v1", num_envs_per_worker=4)',
+    "DummyVecEnv": 'Use PPO("CartPole-v1", num_envs_per_worker=4)',
+    "SubprocVecEnv": 'Use PPO("CartPole-v1", num_envs_per_worker=4, num_workers=2)',
+    "VecNormalize": "Use PPO(env, normalize_observations=True, normalize_rewards=True)",
+    "VecFrameStack": 'Use PPO(env, model={"num_framestacks": 4})',
+    "evaluate_policy": "Use algorithm.evaluate(episodes=10)",
+    "Monitor": "Results of train() have the returns and lengths of episodes",
 }
 
 # result name in newer versions of RLlib -> ours
@@ -285,7 +328,7 @@ INFO_COUNTERS = {
 }
 
 
-def setting_hint(name: str, known: Collection[str]) -> str | None:
+def setting_hint(name: str, known: Container[str]) -> str | None:
     """Return a sentence about a setting of another library, with a space before it.
 
     Args:
@@ -295,17 +338,31 @@ def setting_hint(name: str, known: Collection[str]) -> str | None:
     Returns:
         None if no other library's name is known; "" if the algorithm has no such setting.
     """
-    if name in SETTING_ALIASES and name not in SETTING_HINTS:
-        hints = [(SETTING_ALIASES[name], f"`{SETTING_ALIASES[name]}`")]
-    elif name in SETTING_HINTS:
-        hints = SETTING_HINTS[name]
-    else:
+    if name not in SETTING_HINTS and name not in SETTING_ALIASES:
         return None
-    for marker, hint in hints:
-        if marker in known:
-            is_rename = re.fullmatch(r"`(\w+)`", hint)
-            return f" Did you mean {is_rename[1]!r}?" if is_rename else f" {hint}."
-    return ""
+    renamed = renamed_setting(name, known)
+    if renamed is not None:
+        return f" Did you mean {renamed!r}?"
+    hint = _hint(name, known)
+    return f" {hint}." if hint else ""
+
+
+def renamed_setting(name: str, known: Container[str]) -> str | None:
+    """Return our name of a setting of another library, or None if it is not just a rename.
+
+    Args:
+        name: the other library's name.
+        known: the settings of the algorithm.
+    """
+    match = re.fullmatch(r"`(\w+)`", _hint(name, known))
+    return match and match[1]
+
+
+def _hint(name: str, known: Container[str]) -> str:
+    """Return the hint of `SETTING_HINTS` or `SETTING_ALIASES` that applies, or ""."""
+    alias = SETTING_ALIASES.get(name, "")
+    hints = SETTING_HINTS.get(name, [(alias, f"`{alias}`")])
+    return next((hint for marker, hint in hints if marker in known), "")
 
 
 def nearest_setting(name: str, known: list[str], settings: Collection[str]) -> str:

@@ -6,7 +6,7 @@ import copy
 import re
 from collections.abc import Iterator
 from importlib import import_module
-from typing import Annotated, Any, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple, Never, Self
 
 from pydantic import (
     BaseModel,
@@ -291,7 +291,8 @@ class Settings(BaseModel):
         if self._frozen:
             raise ConfigError(
                 f"this {type(self).__name__} belongs to a built algorithm and cannot be changed: "
-                "change a copy (config.copy()) and build another algorithm"
+                "change a copy (config.copy()) and build another algorithm, or continue with "
+                "from_checkpoint(path, config={…})"
             )
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -326,6 +327,12 @@ class Settings(BaseModel):
         if name not in type(self).model_fields:
             raise KeyError(f"no setting {name!r}.{self.hint(name)}")
         return getattr(self, name)
+
+    def __setitem__(self, name: str, value: Any) -> Never:
+        raise TypeError(f"settings are assigned as attributes: config.{name} = {value!r}")
+
+    def __delitem__(self, name: str) -> None:
+        delattr(self, name)
 
     def __contains__(self, name: object) -> bool:
         return name in type(self).model_fields

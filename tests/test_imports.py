@@ -150,6 +150,10 @@ def test_importing_flowrl_imports_no_heavy_package():
         ("PPOTrainer", "Did you mean 'PPO'?"),
         ("ImpalaConfig", "Did you mean 'IMPALAConfig'?"),
         ("Rainbow", 'Use Algorithm.from_plan("rainbow")'),
+        ("make_vec_env", 'Use PPO("CartPole-v1", num_envs_per_worker=4).'),
+        ("RecurrentPPO", 'Use PPO(env, model={"use_lstm": True}).'),
+        ("VecNormalize", "Use PPO(env, normalize_observations=True, normalize_rewards=True)."),
+        ("evaluate_policy", "Use algorithm.evaluate(episodes=10)."),
         ("benchmark", ""),
     ],
 )

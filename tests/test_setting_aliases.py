@@ -4,8 +4,9 @@ import re
 
 import pytest
 
+import flowrl
 from flowrl.policies.config import ExplorationConfig, ModelConfig
-from flowrl.setting_aliases import SETTING_ALIASES, SETTING_HINTS, setting_hint
+from flowrl.setting_aliases import CLASS_HINTS, SETTING_ALIASES, SETTING_HINTS, setting_hint
 from flowrl.settings import ConfigError
 from flowrl.trainer.registry import algorithm_class, algorithm_names
 
@@ -78,6 +79,10 @@ def test_accepted_aliases_have_no_hint():
         ("PPO", "epoch", "Did you mean 'num_sgd_iter'"),
         ("PPO", "verbos", r"`algorithm\.learn\(progress=False\)` prints no progress table"),
         ("PPO", "num_gpus", 'Use `device="cuda"`'),
+        ("PPO", "remote_worker_envs", 'Use `vectorization_mode="async"`'),
+        ("DQN", "clip_rewards", "a wrapper of the environment; `normalize_rewards` scales them"),
+        ("PPO", "timesteps_total", "Did you mean 'total_timesteps'"),
+        ("PPO", "log_level", r'Use logging\.getLogger\("flowrl"\)\.setLevel'),
     ],
 )
 def test_hint_depends_on_the_settings_of_the_algorithm(algorithm, name, message):
@@ -92,6 +97,21 @@ def test_names_of_networks_are_suggested_in_a_network():
         ModelConfig(fcnet_hidden=[8])
     with pytest.raises(ConfigError, match=r"'model\.net_arch'\. Did you mean 'fcnet_hiddens'"):
         CONFIGS["PPO"](model={"net_arch": [8]})
+
+
+def test_class_hints_create_algorithms_that_exist():
+    created = [hint for hint in CLASS_HINTS.values() if re.match(r"Use \w+\(.*=.*\)$", hint)]
+    assert len(created) >= 5
+    for hint in created:
+        code = hint.removeprefix("Use ").replace("(env,", '("CartPole-v1",')
+        eval(code, {"PPO": flowrl.PPO, "DQN": flowrl.DQN}).stop()
+
+
+def test_previous_actions_of_attention_name_recurrent_cells():
+    with pytest.raises(
+        ConfigError, match=r"observations, recurrent cells have `lstm_use_prev_action`\.$"
+    ):
+        CONFIGS["PPO"](model={"attention_use_n_prev_actions": 1})
 
 
 def test_epsilons_of_rllib_name_the_schedule():

@@ -118,6 +118,7 @@ class ActorCriticPolicy(TargetNetwork):
                 f"model.num_framestacks: {name} reads single observations: stack frames with an "
                 "environment wrapper (gymnasium's FrameStackObservation)"
             )
+        config.model.check_no_memory(name)
         super().__init__(observation_space, action_space, config)
         extra_views = set(self.model.view_requirements) - {"obs"}
         if extra_views or self.is_recurrent:

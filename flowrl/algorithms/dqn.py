@@ -108,6 +108,7 @@ class DQNTorchPolicy(TargetNetwork):
 
     def check_views(self) -> None:
         """Raise ConfigError for networks with views that the loss does not support."""
+        self.config.model.check_no_memory("DQN")
         extra_views = set(self.model.view_requirements) - {"obs"}
         if extra_views:
             raise ConfigError(f"DQN's network sees only observations, not {sorted(extra_views)}")

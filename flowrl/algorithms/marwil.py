@@ -107,11 +107,13 @@ class MARWILTorchPolicy(TorchPolicy):
     config: MARWILConfig
 
     def __init__(self, observation_space: Any, action_space: Any, config: Any):
+        name = type(self).__name__.removesuffix("TorchPolicy")
+        config = self.config_from(config)
+        config.model.check_no_memory(name)
         super().__init__(observation_space, action_space, config)
         extra_views = set(self.model.view_requirements) - {"obs"}
         obs_view = self.model.view_requirements.get("obs")
         if extra_views or self.is_recurrent or obs_view is None or obs_view.is_window:
-            name = type(self).__name__.removesuffix("TorchPolicy")
             raise ConfigError(
                 f"model: {name} learns from single rows: it supports only networks without memory "
                 "that read single observations, not views of "

@@ -13,6 +13,18 @@ from typing import Any, NoReturn
 from flowrl.data.json_text import parse_json
 from flowrl.setting_values import nearest, whole_number
 from flowrl.settings import ConfigError
+from flowrl.trainer.registry import algorithms_with
+
+_STOP = ("--stop", "--stop-reward", "--stop-timesteps", "--stop-iters", "--stop-time-s")
+_SAVED = ("--checkpoint", "--plan", "--trust")
+OPTIONS = {
+    "train": ("--run", "--env", "--config", "--run-dir", *_STOP),
+    "train FILE.yaml": ("--run-dir", "--only", "--seed", "--trust", *_STOP),
+    "resume": ("--run-dir", *_SAVED, *_STOP),
+    "evaluate": ("--episodes", "--seed", "--render", "--video", *_SAVED),
+    "checkpoint": ("--json",),
+}
+"""Command -> its options that are not settings, for errors of other commands."""
 
 
 def json_object(text: str) -> dict[str, Any]:
@@ -57,6 +69,45 @@ def count(text: str) -> int:
     return value
 
 
+def commands_with(option: str) -> str:
+    """Return a clause about the commands that have an option, such as `--run is an option of
+    flowrl train`, or ""."""
+    commands = [f"flowrl {command}" for command, options in OPTIONS.items() if option in options]
+    return f"{option} is an option of {', '.join(commands)}" if commands else ""
+
+
+def reject_settings(command: str, run: str, arguments: Sequence[str]) -> None:
+    """Raise ConfigError if an argument is a flag for settings, which a saved run has already.
+
+    Args:
+        command: "resume" or "evaluate".
+        run: path of the run.
+        arguments: those that are no options of the command.
+    """
+    method = {"resume": "learn()", "evaluate": "evaluate()"}[command]
+    for word in arguments:
+        flag, _, value = word.partition("=")
+        name = flag[2:].replace("-", "_") if flag.startswith("--") else ""
+        if command == "resume" and name == "total_timesteps":
+            value = value or next(iter(arguments[arguments.index(word) + 1 :]), "")
+            raise ConfigError(f"{flag}: use --stop-timesteps {value}".rstrip())
+        if name == "run":
+            raise ConfigError(
+                f"{commands_with(flag)}; flowrl {command} uses the algorithm of the run"
+            )
+        if name == "env":
+            raise ConfigError(
+                f"{commands_with(flag)}; flowrl {command} uses the environment of the run. For "
+                "another one with the same spaces, use Python: "
+                f"Algorithm.from_checkpoint({run!r}, env=…).{method}"
+            )
+        if name == "config" or algorithms_with(name.split(".")[0]):
+            raise ConfigError(
+                f"{flag}: flowrl {command} uses the settings of the run; to change them, use "
+                f"Python: Algorithm.from_checkpoint({run!r}, config={{…}}).{method}"
+            )
+
+
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser whose errors are ConfigErrors in one line; options are not abbreviated."""
 
@@ -70,8 +121,7 @@ class Parser(argparse.ArgumentParser):
             name = match[1].partition("=")[0]
             text = f"unexpected argument {name!r}"
             if name.startswith("-"):
-                hint = nearest(name, list(self._option_string_actions)).replace("'", "")
-                text = f"unknown option {name}.{hint}".rstrip(".")
+                text = self._unknown_option(name)
         elif match := re.match(r"the following arguments are required: (.*)", message):
             text = f"{match[1]} is missing"
         elif match := re.match(r"argument ([^:]+): (.*)", message, re.DOTALL):
@@ -82,6 +132,16 @@ class Parser(argparse.ArgumentParser):
             elif value := re.search(r"invalid \w+ value: (.*)", text):
                 text = f"{match[1]}: must be a whole number, got {value[1]}"
         raise ConfigError(f"{text} (see {self.prog} --help)")
+
+    def _unknown_option(self, name: str) -> str:
+        own = [o for o in self._option_string_actions if o.startswith("--") and o != "--help"]
+        elsewhere = commands_with(name)
+        if not elsewhere and algorithms_with(name.lstrip("-").replace("-", "_").split(".")[0]):
+            elsewhere = f"{name} is a setting, for flowrl train"
+        if elsewhere:
+            return f"{elsewhere}; {self.prog} has {', '.join(own) or 'no options'}"
+        hint = nearest(name, own).replace("'", "")
+        return f"unknown option {name}.{hint}".rstrip(".")
 
 
 # messages of argparse -> ours

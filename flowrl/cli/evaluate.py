@@ -8,7 +8,13 @@ from pathlib import Path
 
 from gymnasium.error import DependencyNotInstalled
 
-from flowrl.cli.arguments import Parser, add_checkpoint_option, add_trust_option, count
+from flowrl.cli.arguments import (
+    Parser,
+    add_checkpoint_option,
+    add_trust_option,
+    count,
+    reject_settings,
+)
 from flowrl.cli.display import print_failure, printable
 from flowrl.cli.saved_runs import open_run
 from flowrl.data.checkpoint import CheckpointError, read_manifest
@@ -48,7 +54,10 @@ def evaluate_command(arguments: list[str]) -> int:
         type=Path,
         help="folder for a video of one greedy episode, FOLDER/RUN/evaluation-ITERATION-0.mp4",
     )
-    options = parser.parse_args(arguments)
+    options, rest = parser.parse_known_args(arguments)
+    if rest:
+        reject_settings("evaluate", options.run, rest)
+        parser.parse_args(arguments)  # raises: an unknown option
     run = open_run(options.run, options.checkpoint, options.plan, options.trust)
     config = run.config.updated(num_workers=0, log_to=[], log_config={}, output=None)
     if options.seed is not None:

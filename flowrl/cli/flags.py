@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
-from flowrl.cli.arguments import with_flags
+from flowrl.cli.arguments import commands_with, with_flags
 from flowrl.cli.flag_values import record_or_none, value_rules
 from flowrl.setting_aliases import nearest_setting, setting_hint
 from flowrl.setting_values import nearest, whole_number
@@ -71,7 +71,7 @@ def _check_names(flags: list[str], defaults: Settings, run_options: dict[str, An
     """Raise ConfigError for a flag that is no setting; see `settings_from_flags`."""
     known = flag_names(type(defaults))
     accepted = {*known, *(f"no-{name}" for name in known)}
-    for flag in flags:
+    for index, flag in enumerate(flags):
         if not flag.startswith("--"):
             continue
         name = flag[2:].split("=")[0].replace("_", "-").rstrip("-")
@@ -80,7 +80,7 @@ def _check_names(flags: list[str], defaults: Settings, run_options: dict[str, An
         head, dot, last = name.rpartition(".")
         positive = f"{head}{dot}{last.removeprefix('no-')}"
         if name.startswith("policies."):
-            _check_policy(name, defaults)
+            _check_policy(name, defaults, flags[index:])
             continue  # tyro parses their settings
         if name not in accepted and positive not in accepted:
             if head in known and "." not in head:
@@ -88,6 +88,9 @@ def _check_names(flags: list[str], defaults: Settings, run_options: dict[str, An
                     f"unknown flag --{name}: --{head} takes a JSON object, such as "
                     f"""--{head} '{{"{last.replace("-", "_")}": …}}'"""
                 )
+            _check_group(type(defaults), name, "--", flags[index:])
+            if elsewhere := commands_with(f"--{name}"):
+                raise ConfigError(f"{elsewhere}, not of flowrl train PLAN")
             options = [*known, *(option.replace("_", "-") for option in run_options)]
             settings, setting = type(defaults).model_fields, name.replace("-", "_")
             exact = setting_hint(setting, settings)
@@ -98,8 +101,41 @@ def _check_names(flags: list[str], defaults: Settings, run_options: dict[str, An
             raise ConfigError(f"unknown flag --{name}.{_as_flags(hint, '--')}")
 
 
-def _check_policy(name: str, defaults: Any) -> None:
-    """Raise ConfigError for a flag `policies.x.config.y` of an unknown policy x or setting y."""
+def _check_group(record: type[Settings], name: str, head: str, words: list[str]) -> None:
+    """Raise ConfigError if a name is a group of settings, such as `model`, which have flags of
+    their own.
+
+    Args:
+        record: the settings.
+        name: the name, with hyphens.
+        head: what the group's flag starts with, such as `--`.
+        words: the flag, its value and further arguments.
+    """
+    field = record.model_fields.get(name.replace("-", "_"))
+    group = None if field is None else field.annotation
+    if not (isinstance(group, type) and issubclass(group, Settings)):
+        return
+    _, equals, value = words[0].partition("=")
+    try:
+        given = json.loads(value if equals else "".join(words[1:2]))
+    except ValueError:
+        given = {}
+    settings = [s for s in given if s in group.model_fields] if isinstance(given, dict) else []
+    inner = [s.rstrip("_").replace("_", "-") for s in settings or list(group.model_fields)[:1]]
+    raise ConfigError(
+        f"{head}{name}: each of its settings has a flag of its own: "
+        f"{', '.join(f'{head}{name}.{setting}' for setting in inner)}{'' if settings else ', …'}"
+    )
+
+
+def _check_policy(name: str, defaults: Any, words: list[str]) -> None:
+    """Raise ConfigError for a flag `policies.x.config.y` of an unknown policy x or setting y.
+
+    Args:
+        name: the flag, without `--`.
+        defaults: the settings.
+        words: the flag, its value and further arguments.
+    """
     policy_id, _, rest = name.removeprefix("policies.").partition(".")
     policies = getattr(defaults, "policies", None) or {}
     policies = policies if isinstance(policies, dict) else {}
@@ -116,6 +152,7 @@ def _check_policy(name: str, defaults: Any) -> None:
     inner, dot, last = rest.removeprefix("config.").rpartition(".")
     known = flag_names(type(config))
     if {f"{inner}{dot}{last}", f"{inner}{dot}{last.removeprefix('no-')}"}.isdisjoint(known):
+        _check_group(type(config), f"{inner}{dot}{last}", f"{head}.", words)
         hint = setting_hint(last.replace("-", "_"), type(config).model_fields)
         hint = _as_flags(hint or nearest(f"{inner}{dot}{last}", known), f"{head}.")
         raise ConfigError(f"unknown flag --{name}.{hint}")

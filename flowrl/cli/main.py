@@ -48,6 +48,9 @@ _COMMANDS = {
     "version": "flowrl.cli.main:version_command",
 }
 
+# command of another library -> ours
+_RENAMED = {"enjoy": "evaluate", "play": "evaluate", "rollout": "evaluate", "list": "plans"}
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; return the exit code.
@@ -78,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _unknown_command(name: str, rest: list[str]) -> str:
     """Return the message for an unknown command with the arguments after it."""
-    replacement = {"enjoy": "evaluate", "play": "evaluate"}.get(name)
+    replacement = _RENAMED.get(name)
     if replacement is None and (is_shipped(name) or name.endswith((".py", ".yaml", ".yml"))):
         replacement = f"train {name}"
     if replacement is not None:

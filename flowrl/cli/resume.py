@@ -5,11 +5,15 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from flowrl.cli.arguments import Parser, add_checkpoint_option, add_trust_option
+from flowrl.cli.arguments import (
+    Parser,
+    add_checkpoint_option,
+    add_trust_option,
+    reject_settings,
+)
 from flowrl.cli.saved_runs import open_run, unused_settings_message
 from flowrl.cli.stop_options import add_stop_options, stop_rules_of
 from flowrl.errors import ConfigError
-from flowrl.trainer.registry import algorithms_with
 
 
 def resume_command(arguments: list[str]) -> int:
@@ -31,7 +35,7 @@ def resume_command(arguments: list[str]) -> int:
     add_stop_options(parser, default="the run's own stop rules")
     options, rest = parser.parse_known_args(arguments)
     if rest:
-        _reject_settings(options.run, rest)
+        reject_settings("resume", options.run, rest)
         parser.parse_args(arguments)  # raises: an unknown option
     from flowrl.cli.training_run import resume_run
 
@@ -46,14 +50,3 @@ def resume_command(arguments: list[str]) -> int:
     command = ["flowrl", "resume", *arguments]
     stop, replace_plan = stop_rules_of(options), options.plan is not None
     return resume_run(run, stop, command, replace_plan, options.run_dir)
-
-
-def _reject_settings(run: str, arguments: list[str]) -> None:
-    """Raise ConfigError if one of the arguments is the flag of a setting."""
-    for flag in arguments:
-        name = flag[2:].split("=")[0].replace("-", "_") if flag.startswith("--") else ""
-        if algorithms_with(name.split(".")[0]):
-            raise ConfigError(
-                f"{flag.split('=')[0]}: a resumed run keeps its settings; to change them, continue "
-                f"in Python: Algorithm.from_checkpoint({run!r}, config={{…}}).learn()"
-            )

@@ -10,7 +10,7 @@ from pydantic import Field, SkipValidation, model_validator
 from pydantic.functional_validators import AfterValidator
 
 from flowrl.policies.schedules import Schedule, ScheduleValue, values_between
-from flowrl.settings import Count, Fraction, NotNegative, Positive, Settings, setting
+from flowrl.settings import ConfigError, Count, Fraction, NotNegative, Positive, Settings, setting
 
 
 def _device(name: str) -> str:
@@ -106,6 +106,20 @@ class ModelConfig(Settings):
         if self.custom_model_config and self.custom_model is None:
             raise ValueError("custom_model_config needs a custom_model")
         return self
+
+    def check_no_memory(self, algorithm: str) -> None:
+        """Check the network of an algorithm that supports only networks without memory.
+
+        Raises:
+            ConfigError: the network has memory.
+        """
+        for name in ("use_lstm", "use_attention"):
+            if getattr(self, name):
+                r2d2 = ", or R2D2, which is DQN with such a network" if name == "use_lstm" else ""
+                raise ConfigError(
+                    f"model.{name}: {algorithm} supports only networks without memory; use PPO, "
+                    f"A2C, A3C, IMPALA, APPO or DDPPO{r2d2}"
+                )
 
 
 class ExplorationConfig(Settings):

@@ -27,10 +27,7 @@ class ActsOnObservations:
         """
         views = [n for n, view in self.view_requirements.items() if view.known_for_actions(n)]
         if views != ["obs"] or self.view_requirements["obs"].shift != 0:
-            raise ConfigError(
-                f"{type(self).__name__} needs the views {views}, not only the current observation: "
-                "use policy.session(), which remembers the episode"
-            )
+            raise ConfigError(_needs_session(self, "the current observation"))
         return PolicyRunner(self).compute_single_action(obs, explore=explore)
 
     def predict(
@@ -62,6 +59,19 @@ class ActsOnObservations:
         return PolicyRunner(self)
 
 
+def _needs_session(policy: ActingPolicy, given: str) -> str:
+    """Return the message for a policy that needs more than is given."""
+    views = [n for n, view in policy.view_requirements.items() if view.known_for_actions(n)]
+    windows = sorted(n for n in views if policy.view_requirements[n].is_window)
+    what = f"several steps of {' and '.join(windows)}" if windows else ", ".join(sorted(views))
+    settings = {"obs": " (model.num_framestacks)", "state_in_0": " (model.use_attention)"}
+    what += settings.get(windows[0], "") if windows else ""
+    return (
+        f"{type(policy).__name__} acts on {what}, not only on {given}: use policy.session(), "
+        "which remembers the episode"
+    )
+
+
 def _predict(
     policy: ActingPolicy, obs: Any, state: State | None, explore: bool
 ) -> tuple[Any, State | None]:
@@ -71,11 +81,7 @@ def _predict(
     names = [f"state_in_{i}" for i in range(len(initial_state))]
     windows = sorted(n for n in views if policy.view_requirements[n].is_window)
     if views - {"obs", *names} or windows:
-        what = f"several steps of {' and '.join(windows)}" if windows else f"{sorted(views)}"
-        raise ConfigError(
-            f"{type(policy).__name__} acts on {what}, not only on the current observation and "
-            "state: use policy.session(), which remembers the episode"
-        )
+        raise ConfigError(_needs_session(policy, "the current observation and state"))
     space = policy.observation_space
     if isinstance(space, spaces.Dict) and isinstance(obs, list) and obs:
         singles = [convert_observation(space, row) for row in obs]

@@ -30,6 +30,7 @@ from flowrl.trainer.config import AlgorithmConfig
 from flowrl.trainer.evaluation import check_evaluation_env
 from flowrl.trainer.evaluator import Evaluator
 from flowrl.trainer.loggers import ResultLoggers
+from flowrl.trainer.metric_names import NamedMetrics
 from flowrl.trainer.operator_times import OperatorTimes
 from flowrl.trainer.other_libraries import OtherLibrariesNames, with_hints
 from flowrl.trainer.plan_building import Plan, PlanBuilder
@@ -259,12 +260,14 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         elapsed = time.perf_counter() - started
         self.iteration += 1
         self._time_total_s += elapsed
-        result = {
-            "training_iteration": self.iteration,
-            **plan_result,
-            "time_this_iter_s": elapsed,
-            "time_total_s": self._time_total_s,
-        }
+        result = NamedMetrics(
+            {
+                "training_iteration": self.iteration,
+                **plan_result,
+                "time_this_iter_s": elapsed,
+                "time_total_s": self._time_total_s,
+            }
+        )
         operator_s = self._operator_times.since_last(self.plan.stats())
         result["timers"] |= {
             "env_steps_per_s": plan_result["timesteps_this_iter"] / elapsed,

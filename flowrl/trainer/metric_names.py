@@ -6,7 +6,7 @@ flowrl.trainer.metric_reference has the unit and the meaning of each metric.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Never
 
 import numpy as np
 
@@ -41,6 +41,17 @@ _OTHER_ALIASES = {
     "learners": "info/learner",
     "env_runners/agent_episode_returns_mean": "agent_reward_mean",
 }
+
+
+class NamedMetrics(dict[str, Any]):
+    """A result; its KeyError names the metric that was probably meant."""
+
+    def __missing__(self, name: Any) -> Never:
+        aliases = {alias.rpartition("/")[2]: metric for alias, metric in RESULT_ALIASES.items()}
+        hint = nearest(str(name), [str(known) for known in self])
+        if name in aliases:
+            hint = f" Did you mean {aliases[name]!r}?"
+        raise KeyError(f"a result has no metric {name!r}.{hint}")
 
 
 def flatten_result(result: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, Never, ParamSpec, TypeVar
 
-from flowrl.setting_aliases import SETTING_ALIASES
-from flowrl.setting_values import nearest
-from flowrl.settings import Settings
+from flowrl.policies.schedules import schedules_in
+from flowrl.setting_aliases import SETTING_ALIASES, renamed_setting, setting_hint
+from flowrl.setting_values import nearest, nearest_name
+from flowrl.settings import ConfigError, Settings
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -48,6 +49,7 @@ _ATTRIBUTES = {
     "save_replay_buffer": "use save(path), which stores the replay buffer, too",
     "logger": "use learn(run_dir=…) and the settings log_to and log_config",
     "num_timesteps": "use env_steps",
+    "timesteps_total": "use env_steps",
     "set_logger": "use learn(run_dir=…) and the settings log_to and log_config",
     "save_checkpoint": "use save(path)",
     "save_to_path": "use save(path)",
@@ -58,8 +60,8 @@ _ATTRIBUTES = {
 # many
 _ARGUMENTS = {
     "__init__": {
-        "": 'Pass only the environment, PPO("CartPole-v1"): the type of the network follows from '
-        'its spaces, and the setting model={"fcnet_hiddens": [64, 64]} has its sizes',
+        "": "It takes one: an environment, with settings as keywords, {cls}(env, gamma=0.99), or a "
+        "config, {cls}({cls}Config(…))",
     },
     "train": {
         "": "Each call returns the next result; learn(100_000) trains for that many env steps",
@@ -121,11 +123,15 @@ def with_hints(method: Callable[P, T]) -> Callable[P, T]:
             name = unknown[0] if unknown and not _accepts_any_keyword(signature) else ""
             owner: Any = args[0] if isinstance(args[0], type) else type(args[0])
             hint = f" {hints[name]}." if name in hints else nearest(name, own)
+            hint = hint.replace("{cls}", owner.__name__)
             if method.__name__ == "from_checkpoint" and _is_setting(owner.config_class, name):
                 hint = f" Use config={{{name!r}: …}}."
             called = f"{owner.__name__}.{method.__name__}".removesuffix(".__init__")
             problem = f"it has no argument {name!r}" if name else str(error)
             if method.__name__ == "__init__":
+                first = getattr(args[1], "__name__", args[1])
+                if isinstance(first, str) and first.endswith("Policy"):
+                    hint += setting_hint("policy", owner.config_class.model_fields) or ""
                 hint += _setting_hints(owner.config_class, unknown)
             raise TypeError(f"{called}(): {problem}.{hint}") from None
         return method(*args, **kwargs)
@@ -163,6 +169,57 @@ def _is_defined(cls: type, name: str) -> bool:
     return any(name in vars(base) for base in cls.__mro__)
 
 
+def _attribute_hint(name: str, own: list[str], settings: Collection[str]) -> str:
+    """Return a sentence about an attribute that an algorithm does not have, with a space before
+    it, or "".
+
+    Args:
+        name: the attribute.
+        own: attributes that exist.
+        settings: the algorithm's settings.
+    """
+    setting = name if name in settings else renamed_setting(name, settings)
+    if setting is not None:
+        return f" It is the setting algorithm.config.{setting}."
+    hint = setting_hint(name, settings)
+    if hint:
+        return hint
+    similar = nearest_name(name, [*own, *_ATTRIBUTES, *settings])
+    if similar is None or similar in own:
+        return nearest(name, own)
+    if similar in settings:
+        return f" Did you mean 'config.{similar}'?"
+    return f" For {similar!r}, {_ATTRIBUTES[similar]}."
+
+
+def _check_no_setting(cls: type, name: str, config: Settings) -> None:
+    """Check that an attribute that is assigned to an algorithm is not a setting, which would have
+    no effect.
+
+    Classes outside flowrl may have attributes whose names only resemble settings.
+
+    Raises:
+        ConfigError: it is a setting, also under its name in another library.
+    """
+    setting = name if name in config else renamed_setting(name, config)
+    if setting is None:
+        is_own_class = not cls.__module__.startswith("flowrl.")
+        hint = setting_hint(name, config)
+        if hint and name not in _ATTRIBUTES and not is_own_class:
+            raise ConfigError(f"{cls.__name__}.{name} cannot be assigned.{hint}")
+        return
+    schedules = [schedule for schedule, _ in schedules_in(config)]
+    schedule = (
+        f", give a schedule, {setting}=[[env step, value], …]" if setting in schedules else ""
+    )
+    raise ConfigError(
+        f"{cls.__name__}.{name} cannot be assigned: it is the setting algorithm.config.{setting}, "
+        f"and a built algorithm keeps its settings. Set it in {cls.__name__}(env, {setting}=…)"
+        f"{schedule}, or continue with {cls.__name__}.from_checkpoint(path, "
+        f"config={{{setting!r}: …}})"
+    )
+
+
 class OtherLibrariesNames:
     """Errors with a hint for attributes that an algorithm does not have: those of other libraries,
     misspelled ones, and settings."""
@@ -172,17 +229,14 @@ class OtherLibrariesNames:
         def __getattr__(self, name: str) -> Any:
             if name.startswith("_") or _is_defined(type(self), name):
                 return object.__getattribute__(self, name)  # raises the error of a property
-            settings = vars(self).get("config", {})
-            hint = f" It is the setting algorithm.config.{name}."
-            if name not in settings:
-                own = [n for n in dir(self) if not n.startswith("_")]
-                hint = nearest(name, [*own, *_ATTRIBUTES, *(f"config.{n}" for n in settings)])
+            own = [n for n in dir(self) if not n.startswith("_")]
+            hint = _attribute_hint(name, own, vars(self).get("config", {}))
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}.{hint}")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        config = vars(self).get("config", {})
-        if name in config:
-            setattr(config, name, value)  # raises: the settings of an algorithm cannot be changed
+        config = vars(self).get("config")
+        if config is not None:
+            _check_no_setting(type(self), name, config)
         super().__setattr__(name, value)
 
     def __dir__(self) -> list[str]:

@@ -6,21 +6,29 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from flowrl.data import DEFAULT_POLICY_ID
 from flowrl.data.serialization import ArrayStore, encode
 from flowrl.iter import Stage
 from flowrl.ops import WriteParquet
 from flowrl.ops.report import operators_of, training_operators
 from flowrl.ops.rollout import CountRollouts
 from flowrl.ops.training_step import TrainingStep
-from flowrl.policies.config import PolicyConfig
+from flowrl.policies.config import ModelConfig, PolicyConfig
+from flowrl.policies.models.catalog import is_module_class
 from flowrl.policies.policy import Policy
 from flowrl.policies.policy_spec import specs_of
 from flowrl.policies.schedules import needs_total, schedules_in, zero_from
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.settings import ConfigError
+from flowrl.trainer.plan_files import is_shipped
+from flowrl.trainer.plan_settings import plan_config
 
 log = logging.getLogger("flowrl")
 
+_NOT_FOR_MODULES = (
+    "fcnet_hiddens", "fcnet_activation", "vf_share_layers", "free_log_std",
+    "conv_type", "conv_filters", "conv_activation", "post_fcnet_hiddens",
+)  # fmt: skip
 _NO_UPDATES_AT_0 = ("lr", "actor_lr", "critic_lr", "clip_param")
 
 
@@ -38,7 +46,11 @@ def check_start(config: Any, workers: WorkerSet, stage: Stage) -> None:
     """
     _check_states(stage)
     _check_schedules(config, workers.global_vars["total_timesteps"])
-    _warn_if_nothing_trains(config, stage, workers.local_worker().policy_map)
+    policies = workers.local_worker().policy_map
+    _warn_if_nothing_trains(config, stage, policies)
+    for policy_id, policy in policies.items():
+        if isinstance(policy.config, PolicyConfig) and policy.config.model.custom_model is not None:
+            _warn_about_unused_settings(config, policy_id, policy.config)
 
 
 def _check_states(stage: Stage) -> None:
@@ -114,3 +126,35 @@ def _warn_if_nothing_trains(config: Any, stage: Stage, policies: Mapping[str, Po
         "your own that trains has the attributes trains=True and policies, ids or None for all)",
         "the plan" if config.plan is None else f"the plan {config.plan!r}",
     )
+
+
+def _warn_about_unused_settings(config: Any, policy_id: str, policy_config: PolicyConfig) -> None:
+    """Warn about settings of the network that a custom model does not receive.
+
+    Values of the algorithm's defaults and of a shipped plan are not reported.
+    """
+    model = policy_config.model
+    if not is_module_class(model.custom_model):
+        return
+    default: ModelConfig = type(policy_config).model_fields["model"].default
+    unused = [
+        name
+        for name in _NOT_FOR_MODULES
+        if name in model.model_fields_set and getattr(model, name) != getattr(default, name)
+    ]
+    if unused and isinstance(config.plan, str) and is_shipped(config.plan):
+        of_plan = plan_config(config.plan, config.env)
+        in_plan = (
+            of_plan.for_policy(policy_id).model if _has_policy(of_plan, policy_id) else default
+        )
+        unused = [name for name in unused if getattr(model, name) != getattr(in_plan, name)]
+    if unused:
+        log.warning(
+            "policy %s: %s: no effect, because the class of the custom_model does not receive it; "
+            "custom_model_config has the arguments of its constructor",
+            policy_id, ", ".join(f"model.{name}" for name in unused),
+        )  # fmt: skip
+
+
+def _has_policy(config: Any, policy_id: str) -> bool:
+    return policy_id in specs_of(config.policies or {DEFAULT_POLICY_ID: None})

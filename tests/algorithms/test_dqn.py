@@ -25,7 +25,7 @@ from flowrl.ops import (
     TrainOneStep,
     UpdateTargetNetwork,
 )
-from flowrl.policies import ConfigError, PolicySpec
+from flowrl.policies import ConfigError, PolicySpec, ViewRequirement
 from flowrl.policies.models.base import ModelV2
 from flowrl.policies.models.fcnet import FullyConnectedNetwork
 from flowrl.policies.models.noisy import NoisyLinear
@@ -354,11 +354,17 @@ def test_invalid_settings_are_rejected(settings, match):
         DQNConfig(**settings)
 
 
+class ReadsReward(torch.nn.Linear):
+    def __init__(self, obs_space, action_space, num_outputs):
+        super().__init__(1, num_outputs)
+        self.view_requirements = {"prev_rewards": ViewRequirement("rewards", shift=-1)}
+
+
 def test_unsupported_actions_and_views_are_rejected():
     with pytest.raises(ConfigError, match="DQN is for Discrete actions"):
         DQNTorchPolicy(BOX, BOX, {})
-    with pytest.raises(ConfigError, match="sees only observations"):
-        DQNTorchPolicy(BOX, THREE, {"model": {"use_lstm": True, "lstm_use_prev_action": True}})
+    with pytest.raises(ConfigError, match=r"sees only observations, not \['prev_rewards'\]"):
+        DQNTorchPolicy(BOX, THREE, {"model": {"custom_model": ReadsReward}})
 
 
 def tiny(**settings):

@@ -134,6 +134,9 @@ def test_invalid_flags_of_an_algorithm_are_rejected(cli, tmp_path, flags, messag
         ("--log-to wandbb", "expected one of mlflow, wandb, got 'wandbb'. Did you mean 'wandb'?"),
         ("--env-config 3", "--env-config: must be a JSON object, got 3"),
         ("stray", "unexpected argument 'stray': pass settings as --name VALUE"),
+        ('--model {"use_lstm":true}', "--model: each of its settings has a flag of its own: "),
+        ('--model={"use_lstm":true}', "own: --model.use-lstm\n"),
+        ("--exploration-config", "own: --exploration-config.type, …\n"),
         ("--no-such-flag 3", "unknown flag --no-such-flag."),
         ("--stop-timesteps abc", "must be a whole number such as 100000 or 1e5, got abc"),
         ("--stop-timestep 5", "unknown flag --stop-timestep. Did you mean --stop-timesteps?"),
@@ -148,6 +151,13 @@ def test_problem_of_a_flag_is_one_line(cli, flags, message):
     assert err.startswith("flowrl: ")
     assert "Error parsing" not in err
     assert (out, err.count("\n")) == ("", 1)
+
+
+def test_group_of_settings_of_one_policy_has_flags(cli):
+    flags = ["--policies.dqn.config.model", '{"fcnet_hiddens": [8]}']
+    code, _, err = cli("train", "ppo_dqn", *flags)
+    assert code == 2
+    assert "of its own: --policies.dqn.config.model.fcnet-hiddens\n" in err
 
 
 def test_counts_are_whole_numbers_in_any_notation(cli, tmp_path):

@@ -1,6 +1,7 @@
 """`flowrl`: version and help, invalid usage, and one run through all commands."""
 
 import json
+import re
 import subprocess
 import sys
 from subprocess import CompletedProcess
@@ -8,6 +9,7 @@ from subprocess import CompletedProcess
 import pytest
 
 from flowrl.algorithms.ppo import PPOConfig
+from flowrl.cli.arguments import OPTIONS
 from flowrl.cli.flags import flag_names
 from tests.cli.helpers import TWO_ITERATIONS, read_results, read_settings
 from tests.extras import require_extra
@@ -78,6 +80,13 @@ def test_problem_of_an_option_is_one_line(cli, command, message):
     assert (out, err.count("\n")) == ("", 1)
 
 
+@pytest.mark.parametrize("command", OPTIONS)
+def test_options_of_a_command_are_those_of_its_help(cli, command):
+    _, out, _ = cli(*command.split(), "--help")
+    shown = re.findall(r"^  (--[\w-]+)", out, re.MULTILINE)
+    assert sorted(shown) == sorted(OPTIONS[command])
+
+
 def test_reader_that_closes_the_pipe_causes_no_traceback():
     command = f"{sys.executable} -m flowrl train ppo --help | head -1"
     process = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
@@ -93,9 +102,33 @@ def test_reader_that_closes_the_pipe_causes_no_traceback():
         (["mine.py"], "Use flowrl train mine.py\n"),
         (["enjoy", "runs/my run"], "Use flowrl evaluate 'runs/my run'\n"),
         (["train", "ppo", "--algo", "ppo"], "--algo: name the plan after the command"),
-        (["resume", "r", "--lr=0.1"], "--lr: a resumed run keeps its settings; to change them, "),
+        (["resume", "r", "--lr=0.1"], "--lr: flowrl resume uses the settings of the run; to "),
         (["resume", "r", "--checkpoint-frequency", "2"], "Algorithm.from_checkpoint('r', config={"),
-        (["resume", "r", "--model.fcnet-hiddens", "2"], "--model.fcnet-hiddens: a resumed run"),
+        (["resume", "r", "--model.fcnet-hiddens", "2"], "--model.fcnet-hiddens: flowrl resume"),
+        (["resume", "r", "--total-timesteps", "9"], "--total-timesteps: use --stop-timesteps 9\n"),
+        (["resume", "r", "--env", "X"], "Algorithm.from_checkpoint('r', env=…).learn()\n"),
+        (["evaluate", "r", "--env", "X"], "Algorithm.from_checkpoint('r', env=…).evaluate()\n"),
+        (
+            ["evaluate", "r", "--run", "PPO"],
+            "--run is an option of flowrl train; flowrl evaluate uses the algorithm of the run\n",
+        ),
+        (["evaluate", "r", "--lr", "1"], "--lr: flowrl evaluate uses the settings of the run; to"),
+        (
+            ["evaluate", "r", "--stop-iters", "1"],
+            "--stop-iters is an option of flowrl train, flowrl train FILE.yaml, flowrl resume; "
+            "flowrl evaluate has --episodes, ",
+        ),
+        (
+            ["plans", "--env", "X"],
+            "--env is an option of flowrl train; flowrl plans has no options",
+        ),
+        (
+            ["explain", "ppo", "--lr", "1"],
+            "--lr is a setting, for flowrl train; flowrl explain has",
+        ),
+        (["train", "ppo", "--episodes", "3"], "--episodes is an option of flowrl evaluate, not of"),
+        (["rollout", "r"], "unknown command 'rollout'. Use flowrl evaluate r\n"),
+        (["list"], "unknown command 'list'. Use flowrl plans\n"),
         (["train"], "name a plan"),
         (["train", "ppoo"], "'ppo'"),
         (["train", "nope.py"], "no file"),

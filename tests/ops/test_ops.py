@@ -137,6 +137,25 @@ def test_concat_batches_collects_the_minimum_size():
         ConcatBatches(0)
 
 
+def test_train_batch_waits_for_a_second_round_after_lost_steps():
+    class FailsOnce(CountEnv):
+        num_steps = 0
+
+        def step(self, action):
+            FailsOnce.num_steps += 1
+            if FailsOnce.num_steps == 8:
+                raise OSError("the simulator is gone")
+            return super().step(action)
+
+    config = {"rollout_fragment_length": 10, "max_num_env_restarts": 1}
+    workers = WorkerSet(lambda context: FailsOnce(), ObservedValue, config)
+    batches = ParallelRollouts(workers).combine(ConcatBatches(10))
+    counts = [batch.count for batch in batches.take(2)]
+    workers.stop()
+    assert 10 < counts[0] < 20
+    assert counts[1] == 10
+
+
 def test_select_experiences_keeps_rows_of_the_policies():
     multi_agent = MultiAgentBatch({"a": rows(2), "b": rows(3)}, env_steps=3)
     assert list(SelectExperiences(["b"])(multi_agent).policy_batches) == ["b"]

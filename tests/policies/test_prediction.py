@@ -149,14 +149,18 @@ def test_invalid_observations_are_rejected(space, obs, message):
 @pytest.mark.parametrize(
     ("model", "what"),
     [
-        ({"num_framestacks": 4}, "several steps of obs"),
-        ({"use_attention": True}, "several steps of state_in_0"),
-        ({"use_lstm": True, "lstm_use_prev_action": True}, "'prev_actions'"),
+        ({"num_framestacks": 4}, "several steps of obs (model.num_framestacks)"),
+        ({"use_attention": True}, "several steps of state_in_0 and state_in_1 (model.use_attenti"),
+        ({"use_lstm": True, "lstm_use_prev_action": True}, "acts on obs, prev_actions, state_in_0"),
     ],
 )
 def test_policy_with_other_views_is_rejected(model, what):
-    with pytest.raises(ConfigError, match=rf"{what}.*use policy.session\(\)"):
-        make_policy(model=model).predict(np.zeros(3, np.float32))
+    policy = make_policy(model=model)
+    for act in (policy.predict, policy.compute_single_action):
+        with pytest.raises(ConfigError) as error:
+            act(np.zeros(3, np.float32))
+        assert what in str(error.value)
+        assert "use policy.session(), which remembers" in str(error.value)
 
 
 def test_algorithm_predicts_with_its_policy():

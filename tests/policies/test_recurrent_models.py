@@ -12,6 +12,7 @@ from flowrl.data.sequences import pad_batch_to_sequences_of_same_size, with_burn
 from flowrl.policies import ConfigError
 from flowrl.policies.models.recurrent import packed_order
 from flowrl.policies.torch_policy import TensorBatch
+from flowrl.trainer.registry import algorithm_class, algorithm_names
 
 from .fakes import BOX, model_for
 
@@ -203,3 +204,25 @@ def test_attention_attends_to_the_same_rows_when_acting_and_learning(units, shar
         outputs, _ = model.from_batch(SampleBatch(seq_lens=np.array([3, 3, 3, 1]), **inputs))
         differs = (outputs - learning_outputs).detach().abs().sum(1) > 1e-6
         assert differs.tolist() == [False] * 4 + [True] * 2 + [False] * 4
+
+
+@pytest.mark.parametrize("setting", ["use_lstm", "use_attention"])
+@pytest.mark.parametrize("name", algorithm_names())
+def test_algorithms_without_networks_with_memory_name_those_that_have_them(name, setting):
+    algorithm = algorithm_class(name)
+    config = algorithm.config_class(model={"use_lstm": False, "burn_in": 0, setting: True})
+    box = spaces.Box(-1, 1, (2,), np.float32)
+    actions = box if name in ("SAC", "TD3", "DDPG", "CQL") else spaces.Discrete(2)
+    if name in ("PPO", "A2C", "A3C", "IMPALA", "APPO", "DDPPO"):
+        assert algorithm.policy_class(box, actions, config).is_recurrent
+        return
+    if name == "R2D2":
+        if setting == "use_lstm":
+            assert algorithm.policy_class(box, actions, config).is_recurrent
+        return
+    with pytest.raises(ConfigError) as error:
+        algorithm.policy_class(box, actions, config)
+    message = str(error.value)
+    assert message.startswith(f"model.{setting}: ")
+    assert "supports only networks without memory; use PPO, A2C, A3C, IMPALA, APPO or" in message
+    assert ("R2D2" in message) == (setting == "use_lstm")

@@ -407,6 +407,13 @@ def test_updated_copies_deeply_and_settings_cannot_be_deleted():
         PPOConfig(device="gpu")
 
 
+def test_item_assignment_names_the_attribute_and_items_cannot_be_deleted():
+    with pytest.raises(TypeError, match=r"^settings are assigned as attributes: config.lr = 1$"):
+        PPOConfig()["lr"] = 1
+    with pytest.raises(ConfigError, match=r"^lr: a setting cannot be deleted, only changed$"):
+        del PPOConfig()["lr"]
+
+
 def test_diff_compares_arrays_by_their_elements():
     def config(array, **more):
         box = gym.spaces.Box(-1, 1, (2,))

@@ -1,6 +1,7 @@
 """Logged scalars: every metric once, under classic or nested names; times of operators."""
 
 import csv
+import pickle
 from collections import Counter
 
 import pytest
@@ -74,6 +75,22 @@ def test_results_have_the_times_of_operators(result):
     with DQN("CartPole-v1", learning_starts=0, min_sample_timesteps_per_iteration=64) as algorithm:
         timers = algorithm.train()["timers"]
     assert {"operators/StoreToReplayBuffer_s", "operators/Concurrently_s"} <= set(timers)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("episode_return_mean", "episode_reward_mean"),
+        ("ep_rew_mean", "episode_reward_mean"),
+        ("timestep_total", "timesteps_total"),
+    ],
+)
+def test_unknown_metric_of_a_result_names_the_nearest(result, name, hint):
+    with pytest.raises(KeyError) as error:
+        result[name]
+    assert error.value.args == (f"a result has no metric {name!r}. Did you mean {hint!r}?",)
+    assert result.get(name) is None
+    assert pickle.loads(pickle.dumps(result)) == result
 
 
 def test_operators_of_one_name_are_numbered_and_times_are_differences():

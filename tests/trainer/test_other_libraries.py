@@ -19,9 +19,15 @@ def algorithm():
 
 
 def test_two_positional_arguments_are_rejected():
-    with pytest.raises(TypeError, match=r'^PPO\(\): too many .* PPO\("CartPole-v1"\)'):
+    too_many = (
+        r"^PPO\(\): too many positional arguments\. It takes one: an environment, with settings as "
+        r"keywords, PPO\(env, gamma=0.99\), or a config, PPO\(PPOConfig\(…\)\)\."
+    )
+    for arguments in ((PPOConfig(), "CartPole-v1"), ("CartPole-v1", {"lr": 1e-3})):
+        with pytest.raises(TypeError, match=f"{too_many}$"):
+            PPO(*arguments)
+    with pytest.raises(TypeError, match=f"{too_many} The type of the network follows from the sp"):
         PPO("MlpPolicy", "CartPole-v1")
-    too_many = r'^PPO\(\): too many positional arguments\. Pass only the environment, PPO\("Cart'
     with pytest.raises(TypeError, match=too_many + r".*Unknown setting 'verbose'\. `algorithm\.le"):
         PPO("MlpPolicy", "CartPole-v1", verbose=1)
     with pytest.raises(TypeError, match=too_many + ".*'learning_rate'. Did you mean 'lr'") as error:
@@ -124,10 +130,14 @@ def test_checkpoint_continues_in_another_environment(algorithm, tmp_path, env):
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("mdoel", "Did you mean 'model'?"),
+        ("mdoel", "Did you mean 'config.model'?"),
+        ("polycy", "For 'policy', use get_policy()."),
         ("trian", "Did you mean 'train'?"),
         ("train_batch_siz", "Did you mean 'config.train_batch_size'?"),
         ("lr", "It is the setting algorithm.config.lr."),
+        ("learning_rate", "It is the setting algorithm.config.lr."),
+        ("num_env_runners", "It is the setting algorithm.config.num_workers."),
+        ("anneal_lr", 'Use a schedule, `lr=[["0%", 3e-4], ["100%", 0.0]]`.'),
     ],
 )
 def test_unknown_attribute_has_a_hint(algorithm, name, hint):
@@ -149,13 +159,36 @@ def test_attribute_error_in_a_property_is_not_replaced():
 
 
 def test_setting_cannot_be_assigned_to_an_algorithm(algorithm):
+    for name in ("lr", "learning_rate"):
+        with pytest.raises(ConfigError) as error:
+            setattr(algorithm, name, 1e-9)
+        assert str(error.value) == (
+            f"PPO.{name} cannot be assigned: it is the setting algorithm.config.lr, and a built "
+            "algorithm keeps its settings. Set it in PPO(env, lr=…), give a schedule, lr=[[env "
+            "step, value], …], or continue with PPO.from_checkpoint(path, config={'lr': …})"
+        )
+        assert not hasattr(algorithm, name)
+    with pytest.raises(ConfigError, match=r"it is the setting algorithm.config.num_workers.*num_w"):
+        algorithm.num_env_runners = 2
+    with pytest.raises(ConfigError, match=r"^PPO.batch_size cannot be assigned. Use `sgd_minibat"):
+        algorithm.batch_size = 64
     message = "this PPOConfig belongs to a built algorithm and cannot be changed"
-    for target in (algorithm, algorithm.config):
-        with pytest.raises(ConfigError, match=message):
-            target.lr = 3
-    assert not hasattr(algorithm, "lr")
+    with pytest.raises(ConfigError, match=message):
+        algorithm.config.lr = 3
     algorithm.note = "my own"
     assert algorithm.note == "my own"
+
+
+def test_own_class_may_have_attributes_with_names_of_other_libraries():
+    class Mine(PPO):
+        def setup(self, config):
+            super().setup(config)
+            self.num_steps = 0
+
+    with Mine("CartPole-v1", **SMALL) as algorithm:
+        assert algorithm.num_steps == 0
+        with pytest.raises(ConfigError, match=r"^Mine.learning_rate cannot be assigned: it is the"):
+            algorithm.learning_rate = 1e-9
 
 
 @pytest.mark.parametrize("name", ["lr", "clip_param", "num_env_runners", "device"])

@@ -5,6 +5,7 @@ from collections import deque
 
 import numpy as np
 import pytest
+from torch import nn
 
 from flowrl.algorithms.a2c import A2C, A2CConfig
 from flowrl.algorithms.sac import SACConfig
@@ -18,6 +19,7 @@ from flowrl.ops import (
     train_one_step,
 )
 from flowrl.policies import Policy, PolicySpec
+from flowrl.policies.config import ModelConfig
 from flowrl.settings import ConfigError
 from flowrl.trainer.algorithm import Algorithm
 from flowrl.trainer.config import AlgorithmConfig
@@ -245,3 +247,55 @@ def test_operator_state_that_cannot_be_saved_is_an_error_before_training(state, 
         with pytest.raises(ConfigError, match=message):
             algorithm.train()
         assert algorithm.workers.local_worker().env_steps == 0
+
+
+# -- custom models -----------------------------------------------------------------------------
+
+
+class Linear(nn.Linear):
+    def __init__(self, obs_space, action_space, num_outputs):
+        super().__init__(obs_space.shape[0], num_outputs)
+        self.values = nn.Linear(obs_space.shape[0], 1)
+
+    def forward(self, obs):
+        return super().forward(obs), self.values(obs)
+
+
+def make_network(obs_space, action_space, num_outputs, model_config, name):
+    return Linear(obs_space, action_space, num_outputs)
+
+
+@pytest.mark.parametrize(
+    ("config", "model", "unused"),
+    [
+        (small(), {"custom_model": Linear}, "model.fcnet_hiddens"),
+        (small(model={}), {"custom_model": Linear, "fcnet_hiddens": [9]}, "model.fcnet_hiddens"),
+        (
+            small(model={}),
+            {"custom_model": Linear, "fcnet_activation": "relu", "vf_share_layers": True},
+            "model.fcnet_activation, model.vf_share_layers",
+        ),
+        (small(model={}), {"custom_model": Linear}, None),
+        (small(), {"custom_model": make_network}, None),
+        (plan_config("dqn"), {"custom_model": Linear}, None),
+        (plan_config("dqn"), {"custom_model": Linear, "fcnet_hiddens": [9]}, "model.fcnet_hiddens"),
+    ],
+)
+def test_network_settings_that_a_custom_model_does_not_receive_are_reported(
+    caplog, config, model, unused
+):
+    config = config.updated(model=model, min_sample_timesteps_per_iteration=32, seed=1)
+    with config.build() as algorithm, caplog.at_level(logging.WARNING, "flowrl"):
+        for _ in range(2):
+            algorithm.train()
+    found = [text for text in caplog.messages if "no effect" in text]
+    assert len(found) == (unused is not None)
+    assert all(text.startswith(f"policy default_policy: {unused}: no effect") for text in found)
+
+
+def test_own_defaults_of_an_algorithm_are_not_reported(caplog):
+    settings = {"env": "Pendulum-v1", "seed": 1, "min_sample_timesteps_per_iteration": 10}
+    for model in ({"custom_model": Linear}, ModelConfig(custom_model=Linear)):
+        with SACConfig(**settings, model=model).build() as algorithm:
+            algorithm.train()
+    assert not [text for text in caplog.messages if "no effect" in text]

@@ -145,7 +145,7 @@ def _check_space(space: spaces.Space) -> None:
 def _make_custom(config: ModelConfig, *args: Any) -> ModelV2:
     factory = _custom_factory(config.custom_model)
     kwargs: Mapping[str, Any] = config.custom_model_config
-    is_plain_module = isinstance(factory, type) and not issubclass(factory, ModelV2)
+    is_plain_module = is_module_class(factory)
     factory_args = args[:3] if is_plain_module else (*args, "custom_model")
     model: Any
     try:
@@ -168,6 +168,17 @@ def _make_custom(config: ModelConfig, *args: Any) -> ModelV2:
     if not isinstance(model, ModelV2):
         raise ConfigError(f"custom_model: must create a torch.nn.Module, got {model!r}")
     return model
+
+
+def is_module_class(custom_model: Any) -> bool:
+    """Return whether a `custom_model` is a class whose constructor does not receive the
+    ModelConfig: any class but a ModelV2.
+
+    Raises:
+        ConfigError: it cannot be found.
+    """
+    factory = _custom_factory(custom_model)
+    return isinstance(factory, type) and not issubclass(factory, ModelV2)
 
 
 def _custom_factory(custom_model: Any) -> Any:

@@ -246,7 +246,8 @@ def learn(
     """
     config = algorithm.config
     steps = whole_number(total_timesteps)
-    if total_timesteps is not None and (steps is None or steps < 1):
+    is_text = isinstance(total_timesteps, str)
+    if total_timesteps is not None and (is_text or steps is None or steps < 1):
         raise ConfigError(
             f"learn: total_timesteps must be a positive whole number, got {total_timesteps!r}"
         )

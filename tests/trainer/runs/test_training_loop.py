@@ -109,6 +109,7 @@ def test_other_runs_are_not_overwritten(tmp_path):
         ({"total_timesteps": 0}, "positive whole number, got 0"),
         ({"total_timesteps": 0.5}, "positive whole number, got 0.5"),
         ({"total_timesteps": True}, "positive whole number, got True"),
+        ({"total_timesteps": "1000"}, "positive whole number, got '1000'"),
         ({"stop": {"episode_reward_meen": 1}}, "Did you mean 'episode_reward_mean'"),
         ({"stop": {"episode_reward_mean": "high"}}, "must be a number"),
         ({"stop": 3}, "must map metrics to values"),
