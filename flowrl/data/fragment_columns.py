@@ -104,6 +104,30 @@ class FragmentColumns:
         self._replace(moved)
         self.known = min(self.known + rows, self.lookback)
 
+    def advance_lanes(self, firsts: np.ndarray, ends: np.ndarray) -> None:
+        """Make another row of each lane its first one.
+
+        Args:
+            firsts: the rows, [N].
+            ends: the last row of each lane that is kept, [N].
+        """
+        kept = self.lookback + int((ends - firsts).max(initial=0)) + 1
+        lanes = np.arange(self.lanes)
+
+        def moved(array: np.ndarray) -> np.ndarray:
+            index = np.minimum(np.arange(kept)[:, None] + firsts, len(array) - 1)
+            array[:kept] = array[index, lanes]
+            return array
+
+        self._replace(moved)
+
+    def add_lanes(self, count: int) -> None:
+        """Add lanes after the present ones, with zeros."""
+        self._replace(
+            lambda a: np.concatenate([a, np.zeros((len(a), count, *a.shape[2:]), a.dtype)], axis=1)
+        )
+        self.lanes += count
+
     def _replace(self, change: Any) -> None:
         changed: dict[int, Any] = {}  # columns may share an array
         for name, column in self.arrays.items():

@@ -128,7 +128,8 @@ class EnvFactory:
             return SingleAgentAdapter(GymnasiumVectorEnv(first, self._seed, make_first))
         if _is_gymnasium(first):
             return SingleAgentAdapter(DirectVectorEnv(envs, self._drop_invalid))
-        return DirectMultiAgentVectorEnv(envs, None if self._soft_horizon else self._horizon)
+        horizon = None if self._soft_horizon else self._horizon
+        return DirectMultiAgentVectorEnv(envs, horizon, self._drop_invalid)
 
     def _make_gymnasium_env(self, vector_index: int) -> gym.Env:
         try:

@@ -12,9 +12,12 @@ from flowrl.data.spaces import copy_value, values_equal
 from flowrl.envs.env_state import copy_actions
 from flowrl.envs.multi_agent import is_multi_agent
 from flowrl.envs.restarting_envs import RestartingEnvs, check_result
+from flowrl.envs.validation import InvalidStepError, ObservationCheck
 from flowrl.settings import ConfigError
 
 ResetResult = tuple[dict[Any, Any], dict[Any, dict[str, Any]]]  # observations and infos by agent
+
+MAX_CACHED_AGENTS = 10_000  # agents whose spaces are cached
 
 _NOT_DONE = {"__all__": False}
 _STEP_RESULTS = ("observations", "rewards", "terminateds", "truncateds", "infos")
@@ -64,6 +67,9 @@ class MultiAgentVectorEnv(Protocol):
     def observation_space(self, agent_id: Any) -> spaces.Space:
         """Return the observation space of an agent."""
 
+    def observation_check(self, agent_id: Any) -> ObservationCheck:
+        """Return the check of an agent's observations; agents with equal spaces share it."""
+
     def action_space(self, agent_id: Any) -> spaces.Space:
         """Return the action space of an agent."""
 
@@ -109,12 +115,13 @@ class DirectMultiAgentVectorEnv:
     Args:
         envs: the environments.
         horizon: number of steps after which an episode is truncated for all agents; None: no limit.
+        drop_invalid: whether a step with invalid values is a failure, too.
 
     Raises:
         ConfigError: the creator returns neither a gymnasium environment nor a MultiAgentEnv.
     """
 
-    def __init__(self, envs: RestartingEnvs, horizon: int | None):
+    def __init__(self, envs: RestartingEnvs, horizon: int | None, drop_invalid: bool = False):
         first = envs.get(0)
         if not is_multi_agent(first):
             raise ConfigError(
@@ -122,7 +129,9 @@ class DirectMultiAgentVectorEnv:
                 "VectorEnv and not a MultiAgentEnv"
             )
         self._envs = envs
-        self._horizon = horizon
+        self._horizon, self._drop_invalid = horizon, drop_invalid
+        self._checks: dict[Any, ObservationCheck] = {}
+        self._latest_check: ObservationCheck | None = None
         self.num_envs = len(envs.envs)
         self.possible_agents = list(getattr(first, "possible_agents", []))
         self._lengths = [0] * self.num_envs  # env steps of the current episodes
@@ -134,6 +143,17 @@ class DirectMultiAgentVectorEnv:
     def observation_space(self, agent_id: Any) -> spaces.Space:
         return self._envs.get(0).get_observation_space(agent_id)
 
+    def observation_check(self, agent_id: Any) -> ObservationCheck:
+        check = self._checks.get(agent_id)
+        if check is None:
+            if len(self._checks) >= MAX_CACHED_AGENTS:
+                self._checks.clear()
+            space, check = self.observation_space(agent_id), self._latest_check
+            if check is None or check.space != space:
+                check = self._latest_check = ObservationCheck(space)
+            self._checks[agent_id] = check
+        return check
+
     def action_space(self, agent_id: Any) -> spaces.Space:
         return self._envs.get(0).get_action_space(agent_id)
 
@@ -142,9 +162,25 @@ class DirectMultiAgentVectorEnv:
 
     def _reset(self, index: int) -> ResetResult:
         self._lengths[index] = 0
-        observations, infos = self._envs.reset(index)
-        _check_dict("reset", "observations", observations)
-        return observations, infos
+        while True:
+            observations, infos = self._envs.reset(index)
+            _check_dict("reset", "observations", observations)
+            try:
+                if self._drop_invalid:
+                    self._check_values(index, observations, {})
+                return observations, infos
+            except InvalidStepError as error:
+                self._envs.handle_failure(index, error, "reset")
+
+    def _check_values(
+        self, index: int, observations: dict[Any, Any], rewards: dict[Any, float]
+    ) -> None:
+        """Raise InvalidStepError if an environment returned an invalid value."""
+        for agent, observation in observations.items():
+            check = self.observation_check(agent)
+            check.check_structure(observation)
+            returned = f"sub-environment {index} returned for agent {agent!r}"
+            check.check_step(observation, rewards.get(agent, 0.0), returned)
 
     def step(self, actions: list[dict[Any, Any]]) -> list[MultiAgentStep]:
         return [self._step(index, env_actions) for index, env_actions in enumerate(actions)]
@@ -165,6 +201,11 @@ class DirectMultiAgentVectorEnv:
                 _check_dict("step", name, value)
         if "__all__" not in step.terminateds or "__all__" not in step.truncateds:
             raise _missing_flag_error(step)
+        if self._drop_invalid:
+            try:
+                self._check_values(index, step.obs, step.rewards)
+            except InvalidStepError as error:
+                return self.restart(index, error)
         self._lengths[index] += 1
         done = step.terminateds["__all__"] or step.truncateds["__all__"]
         if not done and self._lengths[index] == self._horizon:

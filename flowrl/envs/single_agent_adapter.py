@@ -9,6 +9,7 @@ from gymnasium import spaces
 
 from flowrl.data.spaces import zeros_of
 from flowrl.envs.multi_agent_vector_env import MultiAgentStep, ResetResult
+from flowrl.envs.validation import ObservationCheck
 from flowrl.envs.vector_env import DirectVectorEnv, VectorEnv
 
 SINGLE_AGENT = "agent0"
@@ -26,6 +27,7 @@ class SingleAgentAdapter:
     def __init__(self, vector_env: VectorEnv):
         self.vector_env = vector_env
         self.num_envs = n = vector_env.num_envs
+        self._check = ObservationCheck(vector_env.observation_space)
         self._observations: list[Any] = [None] * n
         self._rewards: list[Any] = [0.0] * n
         # placeholder action of environments that are being reset, which ignore it
@@ -39,6 +41,9 @@ class SingleAgentAdapter:
 
     def observation_space(self, agent_id: Any) -> spaces.Space:
         return self.vector_env.observation_space
+
+    def observation_check(self, agent_id: Any) -> ObservationCheck:
+        return self._check
 
     def action_space(self, agent_id: Any) -> spaces.Space:
         return self.vector_env.action_space

@@ -195,13 +195,13 @@ class ObservationCheck:
         pairs = zip(leaf_values(self.space, observation), bounds, strict=True)
         return all(_in_bounds(np.asarray(value), limits) for value, limits in pairs)
 
-    def check_step(self, observation: Any, reward: float, env: int) -> None:
+    def check_step(self, observation: Any, reward: float, returned: str) -> None:
         """Check what an environment returned, for `on_invalid_step="drop"`.
 
         Args:
             observation: has the structure of the space.
             reward: 0 for a reset.
-            env: index of the environment.
+            returned: start of the message: the environment, the word returned, the agent.
 
         Raises:
             InvalidStepError: a value is not finite or outside its space.
@@ -213,7 +213,7 @@ class ObservationCheck:
             problem = f"a reward that is not finite: {reward}"
         else:
             return
-        raise invalid_step_error(f"sub-environment {env} returned {problem}", drops=True)
+        raise invalid_step_error(f"{returned} {problem}", drops=True)
 
     def invalid_rows(self, observations: Any, axes: int, usable: bool = False) -> np.ndarray:
         """Return which observations are not `in_bounds`, as bools.
@@ -365,11 +365,11 @@ def check_reward(reward: Any) -> None:
         raise ConfigError(f"env: step() returned the reward {reward!r}: a reward is one number")
 
 
-def check_extra_columns(policy_id: str, columns: dict[str, Any], count: int) -> None:
+def check_extra_columns(policy: str, columns: dict[str, Any], count: int) -> None:
     """Check the extra columns that a policy returns with its actions.
 
     Args:
-        policy_id: for the error message.
+        policy: names the policy in error messages.
         columns: name -> array, or nest of arrays, [count, ...].
         count: number of observations that the policy acted on.
 
@@ -379,14 +379,13 @@ def check_extra_columns(policy_id: str, columns: dict[str, Any], count: int) -> 
     for name, column in columns.items():
         if name in SAMPLER_COLUMNS:
             raise ValueError(
-                f"policy {policy_id!r} returned a column {name!r}, which is reserved for the "
-                "sampler: rename it"
+                f"{policy} returned a column {name!r}, which is reserved for the sampler: rename it"
             )
         leaves: list[Any] = optree.tree_leaves(column)
         for leaf in leaves:
             if len(leaf) != count:
                 raise ValueError(
-                    f"policy {policy_id!r} returned the column {name!r} with {len(leaf)} rows for "
+                    f"{policy} returned the column {name!r} with {len(leaf)} rows for "
                     f"{count} observations"
                 )
 

@@ -150,7 +150,7 @@ class DirectVectorEnv:
             if not self._drop_invalid:
                 return observation
             try:
-                self._check.check_step(observation, 0.0, index)
+                self._check.check_step(observation, 0.0, f"sub-environment {index} returned")
                 return observation
             except InvalidStepError as error:
                 self._fail(index, error, "reset")
@@ -209,7 +209,7 @@ class DirectVectorEnv:
                 elif getattr(observation, "shape", None) != shape or observation.dtype != dtype:
                     self._check.check_structure(observation)  # numpy would broadcast and cast it
                 if self._drop_invalid:
-                    self._check.check_step(observation, reward, i)
+                    self._check.check_step(observation, reward, f"sub-environment {i} returned")
                 rewards[i] = reward
             except ConfigError as error:
                 error.add_note(f"raised by sub-environment {i}")

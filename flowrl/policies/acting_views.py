@@ -115,9 +115,21 @@ class InitialStates:
         for states, new in zip(self._by_lane, self._new, strict=True):
             states[lanes] = new
 
+    @property
+    def new(self) -> list[np.ndarray]:
+        """The initial states of new episodes."""
+        return self._new
+
+    def add_lanes(self, count: int) -> None:
+        """Add lanes after the present ones."""
+        self._by_lane = [
+            np.concatenate([states, np.repeat(new[None], count, 0)])
+            for states, new in zip(self._by_lane, self._new, strict=True)
+        ]
+
     def of_lanes(self, source: str, lanes: Any) -> np.ndarray:
         """Return the initial states [m, …] of the running episodes of lanes."""
-        return self._by_lane[_state_index(source)][lanes]
+        return self._by_lane[state_index(source)][lanes]
 
     def of_segments(self, source: str, lanes: np.ndarray, continued: np.ndarray) -> np.ndarray:
         """Return the initial states [segments, …] of parts of episodes.
@@ -127,7 +139,7 @@ class InitialStates:
             lanes: the lane of each segment.
             continued: whether each is of the episode at the start of the fragment, bool.
         """
-        index = _state_index(source)
+        index = state_index(source)
         states = np.repeat(self._new[index][None], len(lanes), 0)
         states[continued] = self._at_start[index][lanes[continued]]
         return states
@@ -142,7 +154,8 @@ class InitialStates:
             states[:] = saved
 
 
-def _state_index(source: str) -> int:
+def state_index(source: str) -> int:
+    """Return which recurrent state a column `state_out_…` is of."""
     return int(source.removeprefix("state_out_"))
 
 

@@ -167,7 +167,8 @@ class RewardScaler:
         running = sums if sums is not None else np.zeros(rewards.shape[1])
         all_sums = np.empty(rewards.shape)
         for t in range(len(rewards)):
-            running = running * self.gamma + rewards[t]
+            later = running * self.gamma + rewards[t]
+            running = later if valid is None else np.where(valid[t], later, running)
             all_sums[t] = running
             if dones is not None:
                 running = running * (1.0 - dones[t])

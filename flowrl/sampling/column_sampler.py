@@ -28,6 +28,7 @@ from flowrl.sampling.episode import EpisodeMetrics, MultiAgentEpisode
 from flowrl.sampling.episode_callbacks import EpisodeCallbacks
 from flowrl.sampling.episode_returns import EpisodeReturns
 from flowrl.sampling.fragment_builder import FragmentBuilder
+from flowrl.sampling.ids import IdCounter
 from flowrl.sampling.policy_outputs import PolicyOutputs, rows_of
 from flowrl.sampling.sampler import TIMINGS
 from flowrl.sampling.segments import Event, SegmentTracker
@@ -73,7 +74,8 @@ class ColumnSampler:
         self._whole = settings.batch_mode == "complete_episodes"
         self._check = ObservationCheck(stepper.observation_space)
         self._checks = StepChecks(self._check, settings.on_invalid_step, policy.worker_index)
-        self._builder = FragmentBuilder(policy, settings.no_done_at_end, first_id)
+        self._unroll_ids = IdCounter(first_id)
+        self._builder = FragmentBuilder(policy, settings.no_done_at_end, self._unroll_ids)
         horizon = settings.horizon if settings.soft_horizon else None
         self._tracker = SegmentTracker(stepper.num_envs, first_id, horizon, self._whole)
         self._open = False
@@ -200,10 +202,10 @@ class ColumnSampler:
                 actions, states, extra = act_on_views(inputs)
             act_end = clock()
             if t == first:
-                self._outputs.allocate(actions, states, extra)
+                self._outputs.allocate(envs, actions, states, extra)
                 if shows_dones:
                     columns.allocate("dones", (), np.dtype(bool))
-            to_env = self._outputs.store(t, actions, states, extra)
+            to_env = self._outputs.store(at, actions, states, extra)
             step_start = clock()
             acting += act_end - act_start
             target = raw[at + 1] if nested is None else nested
@@ -316,7 +318,7 @@ class ColumnSampler:
         """Return the state of environments, episodes and counters, without the policy."""
         state: dict[str, Any] = {
             "tracker": self._tracker.state_dict(),
-            "next_unroll": self._builder.next_unroll_id,
+            "next_unroll": self._unroll_ids.next_id,
             "env_steps": self.env_steps,
             "faulty_episodes": self.faulty_episodes,
         }
@@ -341,7 +343,7 @@ class ColumnSampler:
             KeyError, ValueError: the state belongs to other environments.
         """
         self._tracker.load_state_dict(state["tracker"])
-        self._builder.next_unroll_id = state["next_unroll"]
+        self._unroll_ids.next_id = state["next_unroll"]
         self.env_steps, self.faulty_episodes = state["env_steps"], state["faulty_episodes"]
         running, columns = state.get("open"), self._columns
         self._open = False

@@ -13,11 +13,17 @@ from flowrl.data.fragment_columns import FragmentColumns, map_leaves
 from flowrl.data.indexed_columns import IndexedColumn, NextRows
 from flowrl.data.lazy_columns import LazyColumn
 from flowrl.policies.policy import Policy
+from flowrl.sampling.ids import IdCounter
 from flowrl.sampling.segments import Event, Segments
 from flowrl.sampling.views import Views, not_for_training
 
 _OBJECT = np.dtype(object)
-_NOT_IN_BATCHES = ("raw_obs", "dones")  # batches derive dones
+_NOT_IN_BATCHES = ("raw_obs", "dones", "unseen")  # batches derive dones
+
+
+def postprocesses_segments(policy: Policy) -> bool:
+    """Return whether a policy postprocesses the rows of each segment on its own."""
+    return type(policy).postprocess_trajectory is not Policy.postprocess_trajectory
 
 
 class FragmentBuilder:
@@ -26,12 +32,12 @@ class FragmentBuilder:
     Args:
         policy: postprocesses the rows.
         no_done_at_end: the setting.
-        first_id: the first unroll id.
+        unroll_ids: the counter of the column `unroll_id`.
     """
 
-    def __init__(self, policy: Policy, no_done_at_end: bool, first_id: int):
+    def __init__(self, policy: Policy, no_done_at_end: bool, unroll_ids: IdCounter):
         self.policy = policy
-        self.next_unroll_id = first_id
+        self._unroll_ids = unroll_ids
         self._no_done_at_end = no_done_at_end
 
     def build(
@@ -41,9 +47,9 @@ class FragmentBuilder:
         used: int,
         segments: Segments,
         finals: Any,
-        infos: list[Any],
+        infos: list[Any] | None = None,
     ) -> SampleBatch:
-        """Return the rows of segments, sorted by lane and time.
+        """Return the rows of segments, in their order.
 
         Args:
             columns: the rows of all lanes.
@@ -51,13 +57,14 @@ class FragmentBuilder:
             used: number of rows of the fragment.
             segments: the rows to return.
             finals: final observations of the episodes that ended, normalized.
-            infos: the infos of each row, by lane; an empty list for rows without infos.
+            infos: the infos of each row, by lane; an empty list for rows without infos. None: they
+                are a column.
         """
         policy, lanes = self.policy, columns.lanes
         lengths = segments.lengths
         count = int(lengths.sum())
         order = real = None
-        if count < used * lanes:
+        if count < used * lanes or not segments.in_lane_order:
             row, segment = segments.rows()
             order = row * lanes + segments.lanes[segment]
         grid = {
@@ -66,6 +73,7 @@ class FragmentBuilder:
             if name not in _NOT_IN_BATCHES
         }
         obs = grid.pop("obs")
+        recorded: dict[str, Any] = {name: grid.pop(name) for name in ("infos", "t") if name in grid}
         if order is not None:
             real = np.zeros((used, lanes), bool)
             real.reshape(-1)[order] = True
@@ -83,9 +91,9 @@ class FragmentBuilder:
         rows: dict[str, Any] = {}
         if not views.replace_observations:
             rows = _observations(obs, order, last, np.cumsum(lengths) - 1)
-        for name, column in {**grid, **added}.items():
+        for name, column in {**grid, **recorded, **added}.items():
             rows[name] = map_leaves(lambda array: by_lane(array, order), column)
-        rows.update(self._ids(segments))
+        rows = {**self._ids(segments), **rows}
         if not views.shows_columns:
             rows.update(views.columns(columns, used, segments, last))
             lengths_of_sequences = views.sequence_lengths(segments)
@@ -93,29 +101,29 @@ class FragmentBuilder:
                 rows["seq_lens"] = lengths_of_sequences
         for name in not_for_training(policy.view_requirements, rows):
             rows.pop(name, None)
-        make = partial(_infos, infos, segments)
+        make = partial(_dicts, rows.pop("infos", None), count)
+        if infos is not None:
+            make = partial(_infos, infos, segments)
         rows["infos"] = IndexedColumn(
             LazyColumn("infos", make, (count,), _OBJECT), np.arange(count)
         )
         batch = SampleBatch.unchecked(rows)
-        return self._postprocess_segments(batch, lengths) if self._per_segment and count else batch
-
-    @property
-    def _per_segment(self) -> bool:
-        return type(self.policy).postprocess_trajectory is not Policy.postprocess_trajectory
+        if not count or not postprocesses_segments(self.policy):
+            return batch
+        return self._postprocess_segments(batch, lengths)
 
     def _ids(self, segments: Segments) -> dict[str, np.ndarray]:
         """Return episode step, episode, unroll, agent and environment ids, [rows]."""
         lengths = segments.lengths
-        unrolls = np.arange(self.next_unroll_id, self.next_unroll_id + len(segments))
-        self.next_unroll_id += len(segments)
+        first = self._unroll_ids.take(len(segments))
+        unrolls = np.arange(first, first + len(segments))
         count = int(lengths.sum())
         starts = np.cumsum(lengths) - lengths
         return {
             "eps_id": np.repeat(segments.episode_ids, lengths),
             "unroll_id": np.repeat(unrolls, lengths),
-            "agent_index": np.zeros(count, np.int64),
-            "env_id": np.repeat(segments.lanes, lengths),
+            "agent_index": np.repeat(segments.agents, lengths),
+            "env_id": np.repeat(segments.envs, lengths),
             "t": np.arange(count) + np.repeat(segments.steps - starts, lengths),
         }
 
@@ -133,16 +141,20 @@ class FragmentBuilder:
         assert scaler is not None
         sums = np.zeros(rewards.shape[1])
         if scaler.discounted_sums is not None:
-            (running,) = ((segments.begins == 0) & (segments.ages > 0)).nonzero()
-            sums[segments.lanes[running]] = scaler.discounted_sums[segments.lanes[running]]
+            sums[: len(scaler.discounted_sums)] = scaler.discounted_sums
+        running = (segments.begins == 0) & (segments.ages > 0)
+        others = np.ones(len(sums), bool)
+        others[segments.lanes[running]] = False
+        sums[segments.lanes[others[segments.lanes]]] = 0.0
         resets = np.zeros(rewards.shape, bool)
         starts = (segments.begins > 0) & (segments.ages == 0)
         resets[segments.begins[starts] - 1, segments.lanes[starts]] = True
         ended = segments.events == Event.ENDED
         resets[segments.ends[ended] - 1, segments.lanes[ended]] = True
         sums = scaler.observe(rewards, sums, resets, real)
-        continues = np.zeros(len(sums), bool)
-        continues[segments.lanes] = ~ended  # by the last segment of each lane
+        continues = np.ones(len(sums), bool)
+        order = segments.lane_order  # so that the last segment of each lane decides
+        continues[segments.lanes[order]] = ~ended[order]
         scaler.discounted_sums = np.where(continues, sums, 0.0)
         return scaler.scale(rewards)
 
@@ -173,11 +185,11 @@ class FragmentBuilder:
                 if views.shows_columns:
                     found = policy.compute_values(observations)
                 else:
-                    inputs = views.inputs_at(columns, segments.select(cut), observations)
+                    inputs = views.inputs_after(columns, segments.select(cut), observations)
                     found = policy.compute_values_from_input_dict(inputs)
                 next_values[ends[cut] - 1, lanes[cut]] = found
             fragment["next_values"] = next_values
-        if self._per_segment:
+        if postprocesses_segments(self.policy):
             return {"next_values": next_values} if "vf_preds" in grid else {}
         if type(policy).postprocess_fragment is Policy.postprocess_fragment:
             return {}
@@ -269,6 +281,14 @@ def _observations(
         "obs": map_leaves(lambda base: base[:count], bases),
         "new_obs": map_leaves(lambda base: np.asarray(NextRows(base, count, cuts)), bases),
     }
+
+
+def _dicts(infos: np.ndarray | None, count: int) -> np.ndarray:
+    """Return an array [count] of infos, with an empty dict for rows without one."""
+    array = np.empty(count, object)
+    for i in range(count):
+        array[i] = (infos[i] if infos is not None else None) or {}
+    return array
 
 
 def _infos(infos: list[Any], segments: Segments) -> np.ndarray:

@@ -13,7 +13,9 @@ from flowrl.sampling.column_sampler import ColumnSampler
 from flowrl.sampling.column_shipping import ColumnShipping
 from flowrl.sampling.environments import WorkerEnvironments
 from flowrl.sampling.episode import EpisodeMetrics, MultiAgentEpisode
+from flowrl.sampling.fragment_builder import postprocesses_segments
 from flowrl.sampling.ids import IdCounter
+from flowrl.sampling.multi_agent_sampler import MultiAgentSampler
 from flowrl.sampling.row_sampler import RowSampler
 from flowrl.sampling.sampler import AsyncSampler, SampleResult, SamplerInput, SyncSampler
 from flowrl.sampling.worker_config import WorkerConfig
@@ -51,7 +53,7 @@ class FragmentSampler:
             remote=bool(worker.worker_index) and settings.output is None,
             collect_infos=settings.collect_infos,
         )
-        self._source: ColumnSampler | RowSampler | None = None
+        self._source: ColumnSampler | MultiAgentSampler | RowSampler | None = None
         # of an item of the sampler: a fragment, or one whole episode
         self._min_rows = settings.fragment_length * envs.slots.num_envs
         if settings.batch_mode == "complete_episodes":
@@ -99,9 +101,11 @@ class FragmentSampler:
                 {pid: seen for pid, seen in filters.items() if seen},
             )
 
-    def _make_source(self) -> ColumnSampler | RowSampler:
+    def _make_source(self) -> ColumnSampler | MultiAgentSampler | RowSampler:
         if self._samples_rows():
             return RowSampler(self._envs.slots, self._worker, self._settings, self._first_id)
+        if self._worker.is_multi_agent:
+            return MultiAgentSampler(self._envs.slots, self._worker, self._settings, self._first_id)
         assert self._envs.stepper is not None
         return ColumnSampler(
             self._envs.stepper, self._worker, self._settings, self._envs.slots, self._first_id
@@ -110,11 +114,13 @@ class FragmentSampler:
     def _samples_rows(self) -> bool:
         """Return whether the settings or the policies need sampling row by row."""
         settings, worker = self._settings, self._worker
-        if worker.is_multi_agent or settings.sample_collector is not None:
-            return True
-        policy = worker.policy_map[DEFAULT_POLICY_ID]
-        agent_views = any(view.agents is not None for view in policy.view_requirements.values())
-        return agent_views or overrides(worker.callbacks, "on_postprocess_trajectory")
+        policies = worker.policy_map.values()
+        return (
+            settings.sample_collector is not None
+            or overrides(worker.callbacks, "on_postprocess_trajectory")
+            or any(v.agents is not None for p in policies for v in p.view_requirements.values())
+            or (worker.is_multi_agent and any(map(postprocesses_segments, policies)))
+        )
 
     def sample(self) -> SampleBatch | MultiAgentBatch:
         """Return one fragment; with `complete_episodes`, whole episodes of at least its length."""

@@ -20,5 +20,9 @@ class IdCounter:
         self.next_id = first
 
     def __next__(self) -> int:
-        self.next_id += 1
-        return self.next_id - 1
+        return self.take(1)
+
+    def take(self, count: int) -> int:
+        """Reserve consecutive ids; return the first one."""
+        self.next_id += count
+        return self.next_id - count

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import optree
 
-from flowrl.data import DEFAULT_POLICY_ID
-from flowrl.data.fragment_columns import FragmentColumns, write
+from flowrl.data.fragment_columns import FragmentColumns, map_leaves, write
 from flowrl.envs.validation import (
     ObservationCheck,
     check_extra_columns,
@@ -26,6 +26,8 @@ class PolicyOutputs:
         check: the check of observations; actions for invalid ones are replaced by zeros, because
             the rows are dropped, or raise an error, at the end of the fragment.
         check_actions: check the actions of every step, not only of the first one of a fragment.
+        name: the policy, for messages.
+        actor: returns what the n-th action is for, for messages.
     """
 
     def __init__(
@@ -34,34 +36,40 @@ class PolicyOutputs:
         columns: FragmentColumns,
         check: ObservationCheck,
         check_actions: bool,
+        name: str = "the policy",
+        actor: Callable[[int], str] = "sub-environment {}".format,
     ):
         self._policy, self._columns, self._check = policy, columns, check
         self._check_actions = check_actions
+        self._name, self._actor = name, actor
         self._is_first = True  # step of a fragment
 
-    def allocate(self, actions: Any, states: Any, extra: dict[str, Any]) -> None:
-        """Allocate columns for the outputs of a step.
+    def allocate(self, expected: int, actions: Any, states: Any, extra: dict[str, Any]) -> None:
+        """Allocate columns for the outputs of a step, the first one of a fragment.
+
+        Args:
+            expected: number of observations.
+            actions, states, extra: what the policy returned.
 
         Raises:
-            ValueError: an output has another number of rows than there are observations.
+            ValueError: an output has another number of rows.
         """
         columns = self._columns
-        check_extra_columns(DEFAULT_POLICY_ID, extra, columns.lanes)
+        check_extra_columns(self._name, extra, expected)
         count = len(optree.tree_leaves(actions)[0])
-        if count != columns.lanes:
-            raise ValueError(
-                f"the policy returned {count} actions for {columns.lanes} observations"
-            )
+        if count != expected:
+            raise ValueError(f"{self._name} returned {count} actions for {expected} observations")
         outputs = {f"state_out_{i}": np.asarray(state) for i, state in enumerate(states)}
         for name, value in {"actions": actions, **extra, **outputs}.items():
             columns.allocate_like(name, value)
         self._is_first = True
 
-    def store(self, t: int, actions: Any, states: Any, extra: dict[str, Any]) -> Any:
-        """Store the outputs at row t; return the actions in the environments' form."""
-        arrays, at = self._columns.arrays, self._columns.lookback + t
+    def store(self, at: Any, actions: Any, states: Any, extra: dict[str, Any]) -> Any:
+        """Store the outputs at an index of the columns; return the actions in the environments'
+        form."""
+        arrays = self._columns.arrays
         if self._check_actions or self._is_first:
-            actions, self._is_first = self._valid(actions, t), False
+            actions, self._is_first = self._valid(actions, at), False
         if type(actions) is np.ndarray:
             arrays["actions"][at] = actions
         else:
@@ -76,7 +84,7 @@ class PolicyOutputs:
         to_env = self._policy.actions_for_env(actions)
         return to_env if isinstance(to_env, np.ndarray) else rows_of(to_env)
 
-    def _valid(self, actions: Any, t: int) -> Any:
+    def _valid(self, actions: Any, at: Any) -> Any:
         """Return the actions, with zeros for observations that no policy can act on.
 
         Raises:
@@ -86,7 +94,8 @@ class PolicyOutputs:
         invalid = first_invalid_action(space, actions)
         if invalid is None:
             return actions
-        unusable = self._check.invalid_rows(self._columns.row("raw_obs", t), 1, usable=True)
+        observations = map_leaves(lambda array: array[at], self._columns["raw_obs"])
+        unusable = self._check.invalid_rows(observations, 1, usable=True)
         if unusable.any():
             actions = optree.tree_map(np.array, actions)
             for array in optree.tree_leaves(actions):
@@ -95,8 +104,8 @@ class PolicyOutputs:
             if invalid is None:
                 return actions
         raise ValueError(
-            f"the policy returned the action {rows_of(actions)[invalid]!r} for sub-environment "
-            f"{invalid}; its action space is {space}"
+            f"{self._name} returned the action {rows_of(actions)[invalid]!r} for "
+            f"{self._actor(invalid)}; its action space is {space}"
         )
 
 

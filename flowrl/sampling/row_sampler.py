@@ -326,7 +326,7 @@ class RowSampler:
             )
             columns = {name: _rows(value) for name, value in extra.items()}
             columns |= {f"state_out_{i}": _rows(state) for i, state in enumerate(states)}
-            check_extra_columns(policy_id, extra, len(agents))
+            check_extra_columns(f"policy {policy_id!r}", extra, len(agents))
             self._check_actions(policy_id, policy, chosen, agents)
             to_env: Any = policy.actions_for_env(chosen)
             if to_env is chosen:  # an environment may write into its action
@@ -555,12 +555,11 @@ class RowSampler:
         ends: tuple[bool, bool],
     ) -> None:
         """Store an agent's observation: complete its row, or start its trajectory."""
-        record = episode.records.get(agent)
-        if record is None:
-            record = episode.record(agent)
-            self._check_policy(agent, record)
-        if not record.alive and any(ends):
+        known = episode.records.get(agent)
+        if (known is None or not known.alive) and any(ends):
             return  # ended before its first action
+        record = episode.record(agent)
+        self._check_policy(agent, record)
         final = any(ends)
         policy = self._policies[record.policy_id]
         normalize = policy.observation_filter

@@ -22,7 +22,7 @@ class Event(IntEnum):
 
 @dataclass
 class Segments:
-    """S parts of episodes, in the order of lanes and rows.
+    """S parts of episodes.
 
     Attributes:
         lanes: lane of each, [S].
@@ -35,6 +35,10 @@ class Segments:
             observation after the last row is in the columns.
         continued: whether each may continue an episode of an earlier fragment: it is the first one
             of its lane, bool [S].
+        envs: environment of each, [S].
+        agents: index of the agent in its episode, [S].
+        initial_states: initial states of each one's episode, [S, …] each; None if they are those of
+            the lanes.
     """
 
     lanes: np.ndarray
@@ -46,6 +50,9 @@ class Segments:
     events: np.ndarray
     finals: np.ndarray
     continued: np.ndarray
+    envs: np.ndarray
+    agents: np.ndarray
+    initial_states: list[np.ndarray] | None = None
 
     def __len__(self) -> int:
         return len(self.lanes)
@@ -54,6 +61,16 @@ class Segments:
     def lengths(self) -> np.ndarray:
         """Number of rows of each, [S]."""
         return self.ends - self.begins
+
+    @property
+    def lane_order(self) -> np.ndarray:
+        """Indices that sort the segments by lane and row, [S]."""
+        return np.lexsort((self.begins, self.lanes))
+
+    @property
+    def in_lane_order(self) -> bool:
+        """Whether the segments are sorted by lane and row."""
+        return bool((self.lane_order == np.arange(len(self))).all())
 
     def rows(self, every: int = 1) -> tuple[np.ndarray, np.ndarray]:
         """Return row and segment of all rows, or of every n-th row of each segment."""
@@ -85,7 +102,12 @@ class Segments:
 
     def select(self, which: np.ndarray) -> Segments:
         """Return some of the segments."""
-        return Segments(**{name: array[which] for name, array in vars(self).items()})
+        arrays = {n: a[which] for n, a in vars(self).items() if n != "initial_states"}
+        states = self.initial_states
+        return Segments(
+            **arrays,
+            initial_states=None if states is None else [state[which] for state in states],
+        )
 
 
 class SegmentTracker:
@@ -203,8 +225,9 @@ class SegmentTracker:
             ages[i] = ages[i - 1] + rows[i - 1] + 1 - begins[i - 1]
         steps = np.where(again, 0, self._steps[lanes])
         return Segments(
-            lanes, begins, rows + 1, steps, ages, ids[order], kinds, finals[order], ~again
-        )
+            lanes, begins, rows + 1, steps, ages, ids[order], kinds, finals[order], ~again,
+            envs=lanes, agents=np.zeros(len(lanes), np.int64),
+        )  # fmt: skip
 
     def choose(self, segments: Segments, min_rows: int) -> np.ndarray:
         """Return which segments the fragment has, bool [S]; for whole episodes, the first ones to

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from flowrl.policies.acting_views import (
     View,
     is_state,
     nontrivial_views,
+    state_index,
 )
 from flowrl.policies.policy import Policy
 from flowrl.policies.views import ViewRequirement
@@ -92,11 +94,8 @@ class Views(ActingViews):
         """Rows per sequence in train batches; 0 if they are not cut into sequences."""
         return max_seq_len(self.policy, self._training)
 
-    def inputs_at(
-        self,
-        columns: FragmentColumns,
-        segments: Segments,
-        observations: Any,
+    def inputs_after(
+        self, columns: FragmentColumns, segments: Segments, observations: Any
     ) -> dict[str, Any]:
         """Return the inputs of action computation for the observation after each segment, [m, …].
 
@@ -105,7 +104,28 @@ class Views(ActingViews):
             segments: the segments.
             observations: the observations [m, …].
         """
-        rows, lanes, ages = segments.ends, segments.lanes, segments.ages + segments.lengths
+        ages = segments.ages + segments.lengths
+        initial = partial(self._initial_states, segments)
+        return self.inputs_at(columns, segments.ends, segments.lanes, ages, observations, initial)
+
+    def inputs_at(
+        self,
+        columns: FragmentColumns,
+        rows: np.ndarray,
+        lanes: np.ndarray,
+        ages: np.ndarray,
+        observations: Any,
+        initial_states: Callable[[str], np.ndarray],
+    ) -> dict[str, Any]:
+        """Return the inputs of action computation for m observations, [m, …].
+
+        Args:
+            columns: the rows before the observations.
+            rows, lanes: the row and lane of each observation, [m].
+            ages: number of earlier rows of each episode, [m].
+            observations: the observations [m, …].
+            initial_states: returns the initial states [m, …] of a column of states.
+        """
         reach = np.minimum(ages, rows + columns.known)
         at = columns.lookback + rows
         inputs: dict[str, Any] = {}
@@ -116,7 +136,12 @@ class Views(ActingViews):
                     parts.append(observations)
                     continue
                 column = columns.get(view.source)
-                if view.source == "obs":
+                if column is None and is_state(view):
+                    values = initial_states(view.source)
+                elif column is None:  # nothing is recorded yet
+                    fill = self._fill(name, view, None)
+                    values = map_leaves(lambda f: np.repeat(f[None], len(rows), 0), fill)
+                elif view.source == "obs":
                     back = np.minimum(-shift, reach)
                     values = map_leaves(lambda a, back=back: a[at - back, lanes], column)
                     (first,) = (back == 0).nonzero()
@@ -129,9 +154,7 @@ class Views(ActingViews):
                     if outside.any():
                         fill = self._fill(name, view, column)
                         if is_state(view):
-                            fill = self._states.of_segments(
-                                view.source, segments.lanes, segments.continued
-                            )[outside]
+                            fill = initial_states(view.source)[outside]
                         write(values, outside, fill)
                 parts.append(values)
             inputs[name] = (
@@ -140,6 +163,12 @@ class Views(ActingViews):
                 else parts[0]
             )
         return inputs
+
+    def _initial_states(self, segments: Segments, source: str) -> np.ndarray:
+        """Return the initial states of the episodes of segments, [segments, …]."""
+        if segments.initial_states is not None:
+            return segments.initial_states[state_index(source)]
+        return self._states.of_segments(source, segments.lanes, segments.continued)
 
     # -- training ----------------------------------------------------------------------------------
 
@@ -170,7 +199,7 @@ class Views(ActingViews):
             if view.source == "obs":
                 last = observations
             elif is_state(view):
-                last = self._states.of_segments(view.source, segments.lanes, segments.continued)
+                last = self._initial_states(segments, view.source)
             if view.source not in bases:
                 bases[view.source] = _joined(map_leaves(by_lane, column), last)
             row, segment = each_row if view.repeat == 1 else segments.rows(view.repeat)

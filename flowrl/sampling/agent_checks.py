@@ -1,0 +1,166 @@
+"""AgentChecks: check what environments return for their agents."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+
+from flowrl.data.fragment_columns import map_leaves
+from flowrl.data.types import AgentID
+from flowrl.envs.multi_agent_vector_env import MAX_CACHED_AGENTS, MultiAgentVectorEnv
+from flowrl.envs.single_agent_adapter import SingleAgentAdapter
+from flowrl.envs.validation import (
+    OUTSIDE_WARNING,
+    ObservationCheck,
+    OnInvalidStep,
+    invalid_step_error,
+)
+from flowrl.sampling.policy_lanes import PolicyLanes
+from flowrl.sampling.running_episodes import Segment
+from flowrl.sampling.segments import Event
+from flowrl.settings import ConfigError
+
+log = logging.getLogger("flowrl")
+
+
+class AgentChecks:
+    """Checks observations and rewards against the spaces of agents and policies.
+
+    Args:
+        slots: the environments.
+        on_invalid_step: the setting; "warn" accepts observations outside of the bounds of a Box.
+        worker_index: for the warning.
+    """
+
+    def __init__(
+        self, slots: MultiAgentVectorEnv, on_invalid_step: OnInvalidStep, worker_index: int
+    ):
+        self._slots = slots
+        self._warn_only = on_invalid_step == "warn"
+        self._worker_index = worker_index
+        self._fitting: set[tuple[AgentID, str]] = set()  # agents that fit a policy
+        self._seen: set[tuple[int, AgentID]] = set()  # environments and agents
+        self._warned: set[str] = set()
+
+    def check_policy(self, agent: AgentID, lanes: PolicyLanes) -> None:
+        """Compare an agent's spaces with those of its policy.
+
+        Raises:
+            ConfigError: they differ.
+        """
+        if (agent, lanes.policy_id) in self._fitting:
+            return
+        if len(self._fitting) >= MAX_CACHED_AGENTS:
+            self._fitting.clear()
+            self._seen.clear()
+        for kind in ("observation", "action"):
+            agent_space = getattr(self._slots, f"{kind}_space")(agent)
+            policy_space = getattr(lanes.policy, f"{kind}_space")
+            # the bounds of observations may differ, actions must fit exactly
+            similar = agent_space.shape == policy_space.shape and (
+                type(agent_space) is type(policy_space)
+            )
+            nested = agent_space.shape is None or agent_space.dtype is None
+            if agent_space != policy_space and (kind == "action" or nested or not similar):
+                raise ConfigError(
+                    f"agent {agent!r} is mapped to policy {lanes.policy_id!r}, whose {kind} "
+                    f"space {policy_space} differs from the agent's, {agent_space}"
+                )
+        self._fitting.add((agent, lanes.policy_id))
+
+    def forget(self, slot: int) -> None:
+        """Check the first observations of an environment again."""
+        self._seen = {pair for pair in self._seen if pair[0] != slot}
+
+    def check_structure(self, slot: int, agent: AgentID, observation: Any) -> None:
+        """Check an observation's structure if it is an agent's first one or has another shape.
+
+        Raises:
+            ConfigError: it does not fit the agent's space.
+        """
+        check = self._slots.observation_check(agent)
+        try:
+            if (slot, agent) not in self._seen or not check.matches_shape_and_dtype(observation):
+                check.check_structure(observation)
+                self._seen.add((slot, agent))
+        except ConfigError as error:
+            error.add_note(f"returned{self._for_agent(agent)} by sub-environment {slot}")
+            raise
+        except (TypeError, ValueError, KeyError, IndexError) as error:
+            raise ConfigError(
+                f"env: an observation of agent {agent!r} does not fit the space {check.space}: "
+                f"{error}"
+            ) from error
+
+    def _for_agent(self, agent: AgentID) -> str:
+        """Return the agent's name for a message; "" if the environment has no agents' names."""
+        return "" if isinstance(self._slots, SingleAgentAdapter) else f" for agent {agent!r}"
+
+    def check_values(self, lanes: PolicyLanes, segments: list[Segment]) -> None:
+        """Check the observations and rewards of segments.
+
+        Raises:
+            InvalidStepError: a value is not finite, or an observation is outside its space.
+        """
+        columns, used = lanes.columns, int(lanes.rows.max(initial=0))
+        raw, rewards = columns.part("raw_obs", 0, used + 1), columns.part("rewards", 0, used)
+        checks = {id(segment.trajectory.check): segment.trajectory.check for segment in segments}
+        finals = [segment for segment in segments if segment.final is not None]
+        if (
+            all(check.in_bounds(raw) for check in checks.values())
+            and all(s.trajectory.check.in_bounds(s.final) for s in finals)
+            and np.isfinite(rewards).all()
+        ):
+            return
+        for segment in segments:
+            check, agent = segment.trajectory.check, segment.trajectory.agent_id
+            end = segment.end + (segment.event == Event.OPEN)
+            shown = map_leaves(lambda a, s=segment, e=end: a[s.begin : e, s.lane], raw)
+            (wrong,) = check.invalid_rows(shown, 1, self._warn_only).nonzero()
+            steps = columns.part("t", 0, used)[:, segment.lane]
+            env = lanes.envs[segment.lane]
+            problem = None
+            if len(wrong):
+                row = segment.begin + int(wrong[0])
+                observation = map_leaves(lambda a, r=row, s=segment: a[r, s.lane], raw)
+                place = f"at step {steps[row - 1]} of its episode"
+                if row == segment.begin and not segment.age:
+                    place = "at its reset" if segment.trajectory.agent_index == 0 else "first"
+                problem = f"{check.describe_problem(observation)} (obs), {place}"
+            elif segment.final is not None and not self._accepts(check, segment.final):
+                what = check.describe_problem(segment.final)
+                problem = f"{what} (obs), at step {steps[segment.end - 1]} of its episode"
+            of_rows = rewards[segment.begin : segment.end, segment.lane]
+            if problem is None and not np.isfinite(of_rows).all():
+                row = int((~np.isfinite(of_rows)).argmax())
+                problem = (
+                    f"a reward that is not finite: {of_rows[row]} (rewards), at step "
+                    f"{steps[segment.begin + row]} of its episode"
+                )
+            if problem is not None:
+                name = self._for_agent(agent)
+                raise invalid_step_error(f"sub-environment {env} returned{name} {problem}")
+            self._warn_outside(int(env), check, shown, segment.final)
+
+    def _accepts(self, check: ObservationCheck, observation: Any) -> bool:
+        return check.in_bounds(observation) or (self._warn_only and check.is_usable(observation))
+
+    def _warn_outside(self, env: int, check: ObservationCheck, rows: Any, final: Any) -> None:
+        """Warn of the first observation outside its space."""
+        (outside,) = check.invalid_rows(rows, 1).nonzero()
+        if len(outside):
+            first = int(outside[0])
+            problem = check.describe_problem(map_leaves(lambda array: array[first], rows))
+        elif final is not None and not check.in_bounds(final):
+            problem = check.describe_problem(final)
+        else:
+            return
+        self.warn(OUTSIDE_WARNING, self._worker_index, env, problem)
+
+    def warn(self, text: str, *values: Any) -> None:
+        """Log a warning, once."""
+        if text not in self._warned:
+            self._warned.add(text)
+            log.warning(text, *values)

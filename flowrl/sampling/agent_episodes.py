@@ -1,0 +1,289 @@
+"""AgentEpisodes: the running episodes of environments with several agents.
+
+Agents may join, leave, and act at different times. A reward is credited to the agent's latest
+action, also in later steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from flowrl.data.types import AgentID, EpisodeID, PolicyID
+from flowrl.envs.multi_agent_vector_env import MultiAgentStep, MultiAgentVectorEnv, ResetResult
+from flowrl.envs.validation import ObservationCheck, check_reward
+from flowrl.sampling.agent_checks import AgentChecks
+from flowrl.sampling.agent_records import AgentRecords
+from flowrl.sampling.callback_worker import CallbackWorker
+from flowrl.sampling.episode import MultiAgentEpisode
+from flowrl.sampling.ids import IdCounter
+from flowrl.sampling.policy_lanes import PolicyLanes
+from flowrl.sampling.running_episodes import RunningEpisode, Segment, Trajectory
+from flowrl.sampling.segments import Event
+from flowrl.sampling.worker_config import WorkerConfig
+
+
+class AgentEpisodes:
+    """Starts and ends episodes and trajectories, and calls the callbacks.
+
+    Args:
+        slots: the environments.
+        worker: its callbacks are called.
+        settings: the sampling settings.
+        policies: the rows of each policy.
+        first_id: the first episode id.
+
+    Attributes:
+        running: the episode of each environment; None between the end of an episode and the reset
+            in the next step.
+        ended: the episodes that ended and are in no fragment yet, in the order of time.
+        changed: environments in which other agents may act next than in the step before.
+        failed: environments that failed in this fragment.
+        is_steady: whether each environment has returned a checked step.
+    """
+
+    def __init__(
+        self,
+        slots: MultiAgentVectorEnv,
+        worker: CallbackWorker,
+        settings: WorkerConfig,
+        policies: Mapping[PolicyID, PolicyLanes],
+        first_id: int,
+    ):
+        self._worker, self._slots, self._policies = worker, slots, policies
+        self._soft_horizon = settings.horizon if settings.soft_horizon else None
+        self.ids = IdCounter(first_id)
+        self.checks = AgentChecks(slots, settings.on_invalid_step, worker.worker_index)
+        self.records = AgentRecords(worker, slots, policies)
+        self.running: list[RunningEpisode | None] = [None] * slots.num_envs
+        self.is_steady = [False] * slots.num_envs
+        self.ended: list[RunningEpisode] = []
+        self.changed: set[int] = set()
+        self.failed: set[int] = set()
+        self.num_faulty = 0
+
+    def find(self, episode_id: int) -> MultiAgentEpisode | None:
+        """Return the record of a running episode; None without callbacks of episodes."""
+        for episode in self.all_running():
+            if episode.record.episode_id == episode_id:
+                return self.records.updated(episode)
+        return None
+
+    def all_running(self) -> list[RunningEpisode]:
+        """Return the running episodes."""
+        return [episode for episode in self.running if episode is not None]
+
+    @property
+    def follows_steps(self) -> bool:
+        """Whether `after_step` is needed after each step."""
+        return self.records.needs_steps or self._soft_horizon is not None
+
+    def store_agents(self, slot: int, sent: dict[AgentID, Any], step: MultiAgentStep) -> None:
+        """Store the results of an environment agent by agent."""
+        episode = self.running[slot]
+        assert episode is not None
+        for agent in sent:
+            episode.agents[agent].waits = False
+        t = episode.record.length
+        episode.record.length += 1
+        episode.new_steps += 1
+        self._add_rewards(episode, step)
+        whole = bool(step.terminateds["__all__"]), bool(step.truncateds["__all__"])
+        alive = list(episode.alive())
+        if any(whole) and not step.obs and not alive:
+            self.checks.warn("an episode ended without any agent")
+
+        def ends_of(agent: AgentID) -> tuple[bool, bool]:
+            ends = bool(step.terminateds.get(agent)), bool(step.truncateds.get(agent))
+            return ends if any(ends) else whole
+
+        for agent, observation in step.obs.items():
+            trajectory, ends = episode.agents.get(agent), ends_of(agent)
+            if trajectory is None or not trajectory.alive:
+                if not any(ends):
+                    self._start_agent(slot, episode, agent, observation, step.infos.get(agent))
+                continue
+            self.checks.check_structure(slot, agent, observation)
+            self._complete(episode, trajectory, observation, t, step.infos.get(agent), ends)
+        for trajectory in alive:
+            agent = trajectory.agent_id
+            if agent not in step.obs and any(ends := ends_of(agent)):
+                # no final observation was returned: use the latest one
+                self._complete(episode, trajectory, None, t, step.infos.get(agent), ends)
+        self.is_steady[slot] = True
+
+    def _complete(
+        self,
+        episode: RunningEpisode,
+        trajectory: Trajectory,
+        observation: Any,
+        t: int,
+        info: Any,
+        ends: tuple[bool, bool],
+    ) -> None:
+        """Complete the row of an agent."""
+        lanes = self._policies[trajectory.policy_id]
+        episode.new_rows += 1
+        if any(ends):
+            episode.record.records[trajectory.agent_id].alive = False
+            lanes.end(trajectory, observation, t, info, *ends)
+        else:
+            lanes.observe(trajectory, observation, t, info)
+
+    def _add_rewards(self, episode: RunningEpisode, step: MultiAgentStep) -> None:
+        """Add rewards to each agent's latest action, also in later steps."""
+        for agent, reward in step.rewards.items():
+            check_reward(reward)
+            trajectory = episode.agents.get(agent)
+            if trajectory is not None and trajectory.alive:
+                trajectory.pending_reward += reward
+            elif reward:
+                self.checks.warn(
+                    "dropped the reward of agent %r: it has no observation yet, or none since its "
+                    "end",
+                    agent,
+                )
+
+    # -- starts and ends ---------------------------------------------------------------------------
+
+    def start(self, first: list[ResetResult]) -> None:
+        """Start an episode in every environment.
+
+        Args:
+            first: observations and infos by agent, of each environment.
+        """
+        self.ended.clear()
+        self.failed.clear()
+        self.is_steady = [False] * len(self.running)
+        for slot, (observations, infos) in enumerate(first):
+            self.begin(slot, observations, infos, counts=False)
+
+    def begin(
+        self, slot: int, observations: dict[AgentID, Any], infos: Any, counts: bool = True
+    ) -> None:
+        """Start an episode with these observations.
+
+        Args:
+            slot: the environment.
+            observations, infos: by agent.
+            counts: whether the observations are part of the filters' statistics.
+        """
+        episode = self.running[slot] = RunningEpisode(self.new_record(slot, next(self.ids)))
+        for agent, observation in observations.items():
+            info = (infos or {}).get(agent)
+            self._start_agent(slot, episode, agent, observation, info, counts)
+        self.changed.add(slot)
+        self.records.call("on_episode_start", slot, episode)
+
+    def check_of(self, agent: AgentID) -> ObservationCheck:
+        """Return the check of an agent's observations."""
+        return self._slots.observation_check(agent)
+
+    def new_record(self, slot: int, episode_id: EpisodeID) -> MultiAgentEpisode:
+        """Return the record of a new episode in an environment."""
+        return MultiAgentEpisode(episode_id, slot, self._worker, self._worker.policy_for)
+
+    def _start_agent(
+        self,
+        slot: int,
+        episode: RunningEpisode,
+        agent: AgentID,
+        observation: Any,
+        info: Any,
+        counts: bool = True,
+    ) -> None:
+        """Start an agent's trajectory with its first observation."""
+        if agent in episode.agents:
+            self.records.update(episode.agents[agent])
+        record = episode.record.record(agent)
+        lanes = self._policies[record.policy_id]
+        self.checks.check_policy(agent, lanes)
+        self.checks.check_structure(slot, agent, observation)
+        check = self.check_of(agent)
+        episode.agents[agent] = lanes.start(
+            slot, agent, record.agent_index, episode, check, observation, counts
+        )
+        record.alive, record.info = True, info or {}
+
+    def after_step(self, slot: int, step: MultiAgentStep) -> None:
+        """Call the callbacks after a step of an environment, and end its episode if it is over."""
+        episode = self.running[slot]
+        if episode is None:  # this step of a vector environment was the reset
+            assert step.start is not None
+            self.begin(slot, step.start, step.start_infos)
+        elif step.failed is not None:
+            self._drop(slot, episode, step)
+        else:
+            self.records.call("on_episode_step", slot, episode)
+            if step.terminateds["__all__"] or step.truncateds["__all__"]:
+                self.records.call("on_episode_end", slot, episode)
+                self.ended.append(episode)
+                self.running[slot] = None
+                if step.start is not None:
+                    self.begin(slot, step.start, step.start_infos)
+            elif episode.record.length == self._soft_horizon:
+                self._pass_horizon(slot, episode)
+
+    def _pass_horizon(self, slot: int, episode: RunningEpisode) -> None:
+        """Start another episode at a soft horizon, without a reset."""
+        following = RunningEpisode(self.new_record(slot, next(self.ids)))
+        for agent, trajectory in episode.agents.items():
+            if not trajectory.alive:
+                continue
+            lanes = self._policies[trajectory.policy_id]
+            row = int(lanes.rows[trajectory.lane])
+            if row > trajectory.begin:
+                lanes.segments.append(Segment(trajectory, row, Event.SOFT_HORIZON))
+            following.agents[agent] = trajectory
+            # these rewards are part of the next row, but of this episode's return
+            pending = trajectory.pending_reward
+            episode.returns[agent] = episode.returns.get(agent, 0.0) + pending
+            following.returns[agent] = -pending
+        self.records.call("on_episode_end", slot, episode)
+        for trajectory in following.agents.values():
+            trajectory.episode = following
+        following.record.continue_from(episode.record)
+        self.ended.append(episode)
+        self.running[slot] = following
+        self.records.call("on_episode_start", slot, following)
+
+    def _drop(self, slot: int, episode: RunningEpisode, step: MultiAgentStep) -> None:
+        """Drop the episode of a failed environment, and start one in the environment that replaces
+        it."""
+        assert step.start is not None
+        self.failed.add(slot)
+        self.num_faulty += 1
+        episode.record.is_faulty = True
+        for trajectory in episode.alive():
+            trajectory.waits = False  # all have acted
+        self.records.call("on_episode_end", slot, episode)
+        self._remove(episode)
+        self.checks.forget(slot)
+        self.is_steady[slot] = False
+        self.begin(slot, step.start, step.start_infos, counts=False)
+
+    def _remove(self, episode: RunningEpisode) -> None:
+        """Remove the rows of a running episode that are in no fragment."""
+        for lanes in self._policies.values():
+            lanes.drop_segments(episode)
+        for trajectory in episode.alive():
+            self._policies[trajectory.policy_id].drop(trajectory)
+
+    def restart(self, slot: int, observations: dict[AgentID, Any], infos: Any) -> None:
+        """Replace the episode of an environment that could not be restored."""
+        episode = self.running[slot]
+        if episode is not None:
+            self._remove(episode)
+        self.begin(slot, observations, infos, counts=False)
+
+    def last_observations(self) -> list[dict[AgentID, Any]]:
+        """Return the latest observation of each agent in each environment."""
+        return [
+            {}
+            if episode is None
+            else {
+                agent: self._policies[t.policy_id].observation(t) if t.alive else t.final
+                for agent, t in episode.agents.items()
+            }
+            for episode in self.running
+        ]

@@ -1,0 +1,147 @@
+"""Save and load the running episodes of a MultiAgentSampler."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from flowrl.data.serialization import can_be_saved
+from flowrl.data.types import PolicyID
+from flowrl.sampling.agent_episodes import AgentEpisodes
+from flowrl.sampling.policy_lanes import PolicyLanes
+from flowrl.sampling.running_episodes import RunningEpisode, Segment, Trajectory
+from flowrl.sampling.segments import Event
+
+_TRAJECTORY = (
+    "age", "agent_id", "agent_index", "alive", "begin", "end", "final", "initial_states", "lane",
+    "pending_reward", "policy_id", "recorded", "waits",
+)  # fmt: skip
+_SEGMENT = ("age", "begin", "end", "final", "terminated", "truncated")
+
+
+def episodes_state_dict(
+    episodes: AgentEpisodes, policies: Mapping[PolicyID, PolicyLanes]
+) -> dict[str, Any]:
+    """Return the episodes and their rows, between fragments, in types of
+    `flowrl.data.serialization`."""
+    running = episodes.all_running()
+    saved = [*running, *episodes.ended]
+    found: dict[int, Trajectory] = {}
+    for episode in saved:
+        episodes.records.updated(episode)
+        found |= {id(trajectory): trajectory for trajectory in episode.agents.values()}
+    for lanes in policies.values():
+        found |= {id(segment.trajectory): segment.trajectory for segment in lanes.segments}
+    numbers = {key: number for number, key in enumerate(found)}
+    episode_numbers = {id(episode): number for number, episode in enumerate(saved)}
+    return {
+        "episodes": [
+            {
+                "id": episode.record.episode_id,
+                "env": episode.record.env_id,
+                "record": episode.record.state_dict(),
+                "returns": dict(episode.returns),
+                "new": [episode.new_steps, episode.new_rows],
+                "agents": [[agent, numbers[id(t)]] for agent, t in episode.agents.items()],
+            }
+            for episode in saved
+        ],
+        "num_running": len(running),
+        "trajectories": [
+            {name: getattr(trajectory, name) for name in _TRAJECTORY}
+            | {"episode": episode_numbers[id(trajectory.episode)]}
+            for trajectory in found.values()
+        ],
+        "policies": {
+            policy_id: _lanes_state_dict(lanes)
+            | {
+                "segments": [
+                    {name: getattr(segment, name) for name in _SEGMENT}
+                    | {
+                        "trajectory": numbers[id(segment.trajectory)],
+                        "episode": episode_numbers[id(segment.episode)],
+                        "event": int(segment.event),
+                    }
+                    for segment in lanes.segments
+                ]
+            }
+            for policy_id, lanes in policies.items()
+        },
+    }
+
+
+def _lanes_state_dict(lanes: PolicyLanes) -> dict[str, Any]:
+    columns = lanes.columns.state_dict(int(lanes.rows.max(initial=0)))
+    infos = columns["rows"].pop("infos", None)
+    return {
+        "columns": columns,
+        "rows": lanes.rows.copy(),
+        "envs": lanes.envs.copy(),
+        "free": {env: list(free) for env, free in lanes.free.items()},
+        "states": lanes.states.state_dict(),
+        "infos": None if infos is None else [list(map(_savable, row)) for row in infos],
+    }
+
+
+def _savable(info: Any) -> Any:
+    return info if info and can_be_saved(info) else None
+
+
+def load_episodes(
+    state: dict[str, Any], episodes: AgentEpisodes, policies: Mapping[PolicyID, PolicyLanes]
+) -> None:
+    """Load the result of `episodes_state_dict`.
+
+    Raises:
+        KeyError, ValueError: it belongs to other policies.
+    """
+    loaded = []
+    for saved in state["episodes"]:
+        episode = RunningEpisode(episodes.new_record(saved["env"], saved["id"]))
+        episode.record.load_state_dict(saved["record"])
+        episode.returns = dict(saved["returns"])
+        episode.new_steps, episode.new_rows = saved["new"]
+        loaded.append(episode)
+    for policy_id, saved in state["policies"].items():
+        _load_lanes(policies[policy_id], saved)
+    trajectories = []
+    for saved in state["trajectories"]:
+        trajectory = Trajectory.__new__(Trajectory)
+        for name in _TRAJECTORY:
+            setattr(trajectory, name, saved[name])
+        trajectory.episode = loaded[saved["episode"]]
+        trajectory.check = episodes.check_of(trajectory.agent_id)
+        trajectories.append(trajectory)
+    for episode, saved in zip(loaded, state["episodes"], strict=True):
+        episode.agents = {agent: trajectories[number] for agent, number in saved["agents"]}
+    for policy_id, of_policy in state["policies"].items():
+        for saved in of_policy["segments"]:
+            segment = Segment.__new__(Segment)
+            for name in _SEGMENT:
+                setattr(segment, name, saved[name])
+            segment.trajectory, segment.episode = (
+                trajectories[saved["trajectory"]],
+                loaded[saved["episode"]],
+            )
+            segment.event = Event(saved["event"])
+            policies[policy_id].segments.append(segment)
+    episodes.running = [None] * len(episodes.running)
+    for episode in loaded[: state["num_running"]]:
+        episodes.running[episode.record.env_id] = episode
+    episodes.ended = loaded[state["num_running"] :]
+
+
+def _load_lanes(lanes: PolicyLanes, state: dict[str, Any]) -> None:
+    for env in state["envs"][len(lanes.envs) :].tolist():
+        lanes.add_lane(env)
+    lanes.columns.load_state_dict(state["columns"])
+    lanes.rows, lanes.envs = np.array(state["rows"]), np.array(state["envs"])
+    lanes.free = {env: list(free) for env, free in state["free"].items()}
+    lanes.states.load_state_dict(state["states"])
+    lanes.segments = []
+    if state["infos"] is not None:
+        column = lanes.columns.allocate("infos", (), np.dtype(object))
+        for row, infos in enumerate(state["infos"]):
+            column[row, : len(infos)] = infos

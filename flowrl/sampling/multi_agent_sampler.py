@@ -1,0 +1,381 @@
+"""MultiAgentSampler: sample environments with several agents in columns.
+
+Each policy acts once per step, for all of its agents in all environments. The rows of an
+environment whose agents all acted and were observed are stored with those of the other
+environments, in one write per policy; agents that join, end or take turns are stored one by one.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from flowrl.data import MultiAgentBatch, SampleBatch
+from flowrl.data.types import AgentID, PolicyID
+from flowrl.envs.multi_agent_vector_env import MultiAgentStep, MultiAgentVectorEnv
+from flowrl.sampling.agent_episodes import AgentEpisodes
+from flowrl.sampling.agent_state import episodes_state_dict, load_episodes
+from flowrl.sampling.callback_worker import CallbackWorker
+from flowrl.sampling.episode import EpisodeMetrics, MultiAgentEpisode
+from flowrl.sampling.ids import IdCounter
+from flowrl.sampling.policy_lanes import PolicyLanes
+from flowrl.sampling.running_episodes import RunningEpisode, Segment, Trajectory
+from flowrl.sampling.sampler import TIMINGS
+from flowrl.sampling.segments import Event
+from flowrl.sampling.worker_config import WorkerConfig
+
+log = logging.getLogger("flowrl")
+
+MAX_STEPS_WITHOUT_DATA = 10_000  # env steps without a row or an episode, before a warning
+
+
+class MultiAgentSampler:
+    """Samples fragments of all environments, with a batch of each policy.
+
+    With `batch_mode="complete_episodes"`, a fragment has whole episodes; otherwise, episodes
+    continue from one fragment to the next. If an environment fails, its episode's rows that are in
+    no fragment yet are dropped. After an exception the sampler can be used again: the rows that are
+    in no fragment are dropped and the next one starts new episodes.
+
+    Args:
+        slots: the environments.
+        worker: its policies act and its callbacks are called.
+        settings: the sampling settings.
+        first_id: the first episode and unroll id.
+    """
+
+    def __init__(
+        self,
+        slots: MultiAgentVectorEnv,
+        worker: CallbackWorker,
+        settings: WorkerConfig,
+        first_id: int = 0,
+    ):
+        self.slots, self.worker, self.settings = slots, worker, settings
+        self.episodes: list[EpisodeMetrics] = []
+        self.env_steps = 0
+        self.timings = dict.fromkeys(TIMINGS, 0.0)
+        self._whole = settings.batch_mode == "complete_episodes"
+        self._by_agent = settings.count_steps_by == "agent_steps"
+        self._unroll_ids = IdCounter(first_id)
+        self._policies: dict[PolicyID, PolicyLanes] = {
+            policy_id: PolicyLanes(policy_id, policy, settings, self._unroll_ids)
+            for policy_id, policy in worker.policy_map.items()
+        }
+        self._episodes = AgentEpisodes(slots, worker, settings, self._policies, first_id)
+        self._open = False
+        # the agents of each environment that act next: policy, agents, lanes
+        self._acting: list[list[tuple[PolicyLanes, list[AgentID], list[int]]]] = []
+
+    @property
+    def faulty_episodes(self) -> int:
+        """Number of episodes that were dropped because their environment failed."""
+        return self._episodes.num_faulty
+
+    def episode(self, episode_id: int) -> MultiAgentEpisode | None:
+        """Return the record of a running episode; None without callbacks of episodes."""
+        return self._episodes.find(episode_id)
+
+    # -- a fragment --------------------------------------------------------------------------------
+
+    def collect(self, min_rows: int) -> MultiAgentBatch:
+        """Return one fragment.
+
+        Args:
+            min_rows: number of env steps, or of agent steps with `count_steps_by="agent_steps"`; a
+                step of all environments and whole episodes may have more.
+        """
+        started = time.perf_counter()
+        for lanes in self._policies.values():
+            lanes.begin_fragment()
+        if not self._open:
+            self._start()
+        self._open = False  # until the fragment is complete
+        self._roll(min_rows)
+        rolled = time.perf_counter()
+        batch = self._finish(min_rows)
+        self._open = True
+        self.env_steps += batch.env_steps()
+        finished = time.perf_counter()
+        self.timings["postprocess_s"] += finished - rolled
+        self.timings["sample_s"] += finished - started
+        return batch
+
+    def _start(self) -> None:
+        """Start an episode in every environment."""
+        for lanes in self._policies.values():
+            lanes.clear()
+        self._acting = [[] for _ in range(self.slots.num_envs)]
+        self._episodes.start(self.slots.reset())
+
+    def _roll(self, min_rows: int) -> None:
+        """Act and step until the fragment is complete."""
+        clock, slots = time.perf_counter, self.slots
+        start, acting, stepping = clock(), 0.0, 0.0
+        steps = skipped = room = 0
+        self._episodes.changed.update(range(slots.num_envs))
+        while True:
+            if not (self._whole or self._by_agent):
+                found = steps * slots.num_envs - skipped
+            else:
+                found = self._rows_found()
+                self._warn_without_data(steps, found)
+            if found >= min_rows:
+                break
+            if not room:
+                room = min(lanes.steps_of_room() for lanes in self._policies.values())
+            act_start = clock()
+            actions = self._act()
+            step_start = clock()
+            try:
+                results = slots.step(actions)
+                stepped = clock()
+                self._store(actions, results)
+            except Exception as error:
+                error.add_note(f"at step {steps} of a fragment, {self.env_steps} env steps sampled")
+                raise
+            acting += step_start - act_start
+            stepping += stepped - step_start
+            skipped += sum(result.skipped for result in results)
+            steps, room = steps + 1, room - 1
+        self.timings["env_step_s"] += stepping
+        self.timings["inference_s"] += acting
+        self.timings["collection_s"] += clock() - start - acting - stepping
+
+    def _rows_found(self) -> int:
+        """Return the rows for the fragment: env steps or agent steps, of whole episodes or all."""
+        episodes = list(self._episodes.ended)
+        if not self._whole:
+            episodes += self._episodes.all_running()
+        return sum(map(self._size, episodes))
+
+    def _size(self, episode: RunningEpisode) -> int:
+        """Return the rows of an episode that are in no fragment, in the unit of the setting."""
+        return episode.new_rows if self._by_agent else episode.new_steps
+
+    def _warn_without_data(self, steps: int, found: int) -> None:
+        envs, most = self.slots.num_envs, MAX_STEPS_WITHOUT_DATA
+        if found:
+            return
+        if (steps - 1) * envs < most <= steps * envs:
+            what = "finished episode" if self._whole else "row of an agent"
+            log.warning("%d env steps without a %s; all of them stay in memory", most, what)
+        if steps > most and not self._whole:
+            raise RuntimeError(
+                f"no agent acted in {steps} steps of every environment, so there are no agent "
+                'steps to count: use count_steps_by="env_steps"'
+            )
+
+    # -- a step ------------------------------------------------------------------------------------
+
+    def _arrange(self) -> None:
+        """Find the agents that act next, in the environments where they have changed."""
+        running = self._episodes.running
+        for slot in self._episodes.changed:
+            parts: dict[PolicyID, tuple[PolicyLanes, list[AgentID], list[int]]] = {}
+            episode = running[slot]
+            for agent, trajectory in episode.agents.items() if episode is not None else ():
+                if trajectory.waits:
+                    policy_id = trajectory.policy_id
+                    if policy_id not in parts:
+                        parts[policy_id] = self._policies[policy_id], [], []
+                    parts[policy_id][1].append(agent)
+                    parts[policy_id][2].append(trajectory.lane)
+            self._acting[slot] = list(parts.values())
+        self._episodes.changed.clear()
+        waiting: dict[PolicyID, list[Trajectory]] = {pid: [] for pid in self._policies}
+        for parts_of_slot, episode in zip(self._acting, running, strict=True):
+            for lanes, agents, _ in parts_of_slot:
+                assert episode is not None
+                waiting[lanes.policy_id] += [episode.agents[agent] for agent in agents]
+        for policy_id, trajectories in waiting.items():
+            self._policies[policy_id].wait(trajectories)
+
+    def _act(self) -> list[dict[AgentID, Any]]:
+        """Return the actions for the environments, by agent."""
+        if self._episodes.changed:
+            self._arrange()
+        chosen = {
+            policy_id: iter(lanes.act())
+            for policy_id, lanes in self._policies.items()
+            if lanes.waiting
+        }
+        actions = []
+        for parts in self._acting:
+            of_env: dict[AgentID, Any] = {}
+            for lanes, agents, _ in parts:
+                # zip takes as many actions as there are agents
+                of_env.update(zip(agents, chosen[lanes.policy_id]))  # noqa: B905
+            actions.append(of_env)
+        return actions
+
+    def _store(self, actions: list[dict[AgentID, Any]], results: list[MultiAgentStep]) -> None:
+        """Store what the environments returned, call the callbacks, start and end episodes."""
+        many: dict[PolicyID, tuple[list[int], list[Any], list[float], list[int], list[Any]]]
+        many = {policy_id: ([], [], [], [], []) for policy_id in self._policies}
+        with_infos, episodes = False, self._episodes
+        for slot, (sent, step) in enumerate(zip(actions, results, strict=True)):
+            if not self._is_regular(slot, sent, step):
+                episodes.changed.add(slot)
+                if episodes.running[slot] is not None and step.failed is None:
+                    episodes.store_agents(slot, sent, step)
+                continue
+            episode = episodes.running[slot]
+            assert episode is not None
+            obs, rewards, infos, record = step.obs, step.rewards, step.infos, episode.record
+            for lanes, agents, numbers in self._acting[slot]:
+                parts = many[lanes.policy_id]
+                parts[0].extend(numbers)
+                parts[1].extend([obs[agent] for agent in agents])
+                parts[2].extend([rewards[agent] for agent in agents])
+                parts[3].extend([record.length] * len(agents))
+                parts[4].extend([infos.get(agent) for agent in agents])
+            with_infos = with_infos or any(infos.values())
+            record.length += 1
+            episode.new_steps += 1
+            episode.new_rows += len(sent)
+        for policy_id, (lanes_of, observations, rewards_of, steps, infos_of) in many.items():
+            if lanes_of:
+                self._policies[policy_id].observe_many(
+                    lanes_of, observations, rewards_of, steps, infos_of if with_infos else None
+                )
+        if episodes.changed or episodes.follows_steps:
+            for slot, step in enumerate(results):
+                if slot in episodes.changed or episodes.follows_steps:
+                    episodes.after_step(slot, step)
+
+    def _is_regular(self, slot: int, sent: dict[AgentID, Any], step: MultiAgentStep) -> bool:
+        """Return whether exactly the agents that acted were observed, and none ended."""
+        obs = step.obs
+        return (
+            self._episodes.is_steady[slot]
+            and bool(sent)
+            and obs.keys() == sent.keys() == step.rewards.keys()
+            and not any(step.terminateds.values())
+            and not any(step.truncateds.values())
+            and all(
+                lanes.fits([obs[agent] for agent in agents])
+                for lanes, agents, _ in self._acting[slot]
+            )
+        )
+
+    # -- the end of a fragment ---------------------------------------------------------------------
+
+    def _finish(self, min_rows: int) -> MultiAgentBatch:
+        """Check the rows, build the batches, and keep the rows for later fragments."""
+        episodes, batches = self._episodes, {}
+        ended = self._take_ended(min_rows)
+        chosen = {id(episode) for episode in ended}
+        for policy_id, lanes in self._policies.items():
+            running = self._running_of(policy_id)
+            segments = lanes.segments
+            if self._whole:
+                lanes.segments = [s for s in segments if id(s.episode) not in chosen]
+                segments = [s for s in segments if id(s.episode) in chosen]
+            else:
+                lanes.segments = []
+                segments += [
+                    Segment(trajectory, row, Event.OPEN)
+                    for trajectory in running
+                    if (row := int(lanes.rows[trajectory.lane])) > trajectory.begin
+                ]
+            episodes.checks.check_values(lanes, segments)
+            lanes.update_filter()
+            if segments:
+                batches[policy_id] = self._take(lanes, segments)
+        steps = sum(episode.new_steps for episode in ended)
+        for episode in episodes.all_running():
+            episodes.records.updated(episode)
+            episode.agents = {agent: t for agent, t in episode.agents.items() if t.alive}
+            if not self._whole:
+                steps += episode.new_steps
+                episode.new_steps = episode.new_rows = 0
+        self.episodes += map(self._metrics_of, ended)
+        for policy_id, lanes in self._policies.items():
+            lanes.advance(self._running_of(policy_id))
+        self.slots.mark_healthy(set(range(self.slots.num_envs)) - episodes.failed)
+        episodes.failed.clear()
+        return MultiAgentBatch(batches, steps)
+
+    def _running_of(self, policy_id: PolicyID) -> list[Trajectory]:
+        """Return the running trajectories of a policy."""
+        return [
+            trajectory
+            for episode in self._episodes.all_running()
+            for trajectory in episode.alive()
+            if trajectory.policy_id == policy_id
+        ]
+
+    def _take_ended(self, min_rows: int) -> list[RunningEpisode]:
+        """Return the ended episodes of the fragment; whole ones until they have `min_rows` rows."""
+        ended, count, rows = self._episodes.ended, 0, 0
+        while count < len(ended) and not (self._whole and rows >= min_rows):
+            rows += self._size(ended[count])
+            count += 1
+        self._episodes.ended = ended[count:]
+        return ended[:count]
+
+    def _take(self, lanes: PolicyLanes, segments: list[Segment]) -> SampleBatch:
+        """Return the rows of segments, and add their rewards to the returns of the agents."""
+        segments = sorted(segments, key=Segment.order)
+        batch, sums = lanes.take(segments)
+        for segment, reward in zip(segments, sums.tolist(), strict=True):
+            returns, agent = segment.episode.returns, segment.trajectory.agent_id
+            returns[agent] = returns.get(agent, 0.0) + reward
+        return batch
+
+    def _metrics_of(self, episode: RunningEpisode) -> EpisodeMetrics:
+        record, returns = episode.record, episode.returns
+        by_agent = [
+            (str(agent), of_agent.policy_id, returns.get(agent, 0.0))
+            for agent, of_agent in record.records.items()
+        ]
+        return EpisodeMetrics(
+            sum(returns.values()),
+            record.length,
+            record.env_id,
+            by_agent if self.worker.is_multi_agent else None,
+            *record.metrics(),
+        )
+
+    # -- state -------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of environments, episodes and counters, without the policies."""
+        state: dict[str, Any] = {
+            "next_id": self._episodes.ids.next_id,
+            "next_unroll": self._unroll_ids.next_id,
+            "env_steps": self.env_steps,
+            "faulty_episodes": self.faulty_episodes,
+        }
+        if self._open:
+            state["open"] = {
+                "envs": self.slots.state_dict(),
+                **episodes_state_dict(self._episodes, self._policies),
+            }
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> int:
+        """Load the result of `state_dict`.
+
+        Returns:
+            Number of episodes that could not be resumed; new episodes replace them.
+
+        Raises:
+            KeyError, ValueError: the state belongs to other environments or policies.
+        """
+        episodes = self._episodes
+        episodes.ids.next_id = state["next_id"]
+        self._unroll_ids.next_id = state["next_unroll"]
+        self.env_steps, episodes.num_faulty = state["env_steps"], state["faulty_episodes"]
+        running, self._open = state.get("open"), False
+        if running is None:
+            return 0
+        load_episodes(running, episodes, self._policies)
+        self._acting = [[] for _ in range(self.slots.num_envs)]
+        restarted = self.slots.load_state_dict(running["envs"], episodes.last_observations())
+        for slot, (observations, infos) in restarted.items():
+            episodes.restart(slot, observations, infos)
+        self._open = True
+        return len(restarted)

@@ -1,0 +1,127 @@
+"""RunningEpisode, Trajectory, Segment: which rows belong to which agent of which episode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from flowrl.data.types import AgentID, PolicyID
+from flowrl.envs.validation import ObservationCheck
+from flowrl.sampling.episode import MultiAgentEpisode
+from flowrl.sampling.segments import Event
+
+
+class RunningEpisode:
+    """An episode in one environment.
+
+    Attributes:
+        record: the episode as callbacks see it; its agents are updated when a callback is called.
+        agents: the latest trajectory of each agent.
+        returns: sum of rewards of each agent, without those of the current fragment.
+        new_steps: env steps that are in no fragment yet.
+        new_rows: rows of agents that are in no fragment yet.
+    """
+
+    __slots__ = ("agents", "new_rows", "new_steps", "record", "returns")
+
+    def __init__(self, record: MultiAgentEpisode):
+        self.record = record
+        self.agents: dict[AgentID, Trajectory] = {}
+        self.returns: dict[AgentID, float] = {}
+        self.new_steps = self.new_rows = 0
+
+    def alive(self) -> Iterator[Trajectory]:
+        """Return the trajectories that have not ended."""
+        return (trajectory for trajectory in self.agents.values() if trajectory.alive)
+
+
+class Trajectory:
+    """The rows of one agent, from its first observation to its end, in a lane of its policy.
+
+    Args:
+        policy_id: the policy.
+        lane: the lane.
+        agent_id, agent_index: the agent, and its index in the episode.
+        episode: the episode.
+        check: the check of its observations.
+        row: its first row.
+        initial_states: the recurrent states before its first row.
+
+    Attributes:
+        begin: first row that is in no segment.
+        age: number of rows before `begin`.
+        alive: whether it has not ended.
+        waits: whether its latest observation has no action.
+        final: its final observation, once it has ended.
+        end: the row after its last one, once it has ended.
+        pending_reward: rewards since its latest action, while no observation followed the action.
+        recorded: first row that is not in the episode's record.
+    """
+
+    __slots__ = (
+        "age", "agent_id", "agent_index", "alive", "begin", "check", "end", "episode", "final",
+        "initial_states", "lane", "pending_reward", "policy_id", "recorded", "waits",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        policy_id: PolicyID,
+        lane: int,
+        agent_id: AgentID,
+        agent_index: int,
+        episode: RunningEpisode,
+        check: ObservationCheck,
+        row: int,
+        initial_states: list[np.ndarray],
+    ):
+        self.policy_id, self.lane = policy_id, lane
+        self.agent_id, self.agent_index, self.episode = agent_id, agent_index, episode
+        self.check = check
+        self.begin = self.recorded = row
+        self.age = 0
+        self.initial_states = initial_states
+        self.alive = self.waits = True
+        self.final: Any = None
+        self.end = 0
+        self.pending_reward = 0.0
+
+
+class Segment:
+    """Rows `begin` … `end` - 1 of a trajectory; the trajectory continues with row `end`.
+
+    Attributes:
+        age: rows of the trajectory before `begin`.
+        event: what followed the last row.
+        terminated, truncated: the flags of the last row.
+        final: the observation after the last row; None if it is in the columns.
+    """
+
+    __slots__ = (
+        "age", "begin", "end", "episode", "event", "final", "terminated", "trajectory", "truncated",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        trajectory: Trajectory,
+        end: int,
+        event: Event,
+        terminated: bool = False,
+        truncated: bool = False,
+    ):
+        self.trajectory, self.episode, self.event = trajectory, trajectory.episode, event
+        self.begin, self.end, self.age = trajectory.begin, end, trajectory.age
+        self.terminated, self.truncated, self.final = terminated, truncated, trajectory.final
+        trajectory.age += end - trajectory.begin
+        trajectory.begin = end
+
+    def order(self) -> tuple[int, int, int, int]:
+        """Return the key that sorts segments by environment, episode, agent and time."""
+        record = self.episode.record
+        return record.env_id, record.episode_id, self.trajectory.agent_index, self.begin
+
+    @property
+    def lane(self) -> int:
+        """The lane of the rows."""
+        return self.trajectory.lane
