@@ -6,7 +6,7 @@ action, also in later steps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from flowrl.data.types import AgentID, EpisodeID, PolicyID
@@ -31,6 +31,9 @@ class AgentEpisodes:
         worker: its callbacks are called.
         settings: the sampling settings.
         policies: the rows of each policy.
+        checks: checks what the environments return.
+        records: the records of episodes; calls the callbacks.
+        before_end: called before `on_episode_end`.
         first_id: the first episode id.
 
     Attributes:
@@ -48,13 +51,15 @@ class AgentEpisodes:
         worker: CallbackWorker,
         settings: WorkerConfig,
         policies: Mapping[PolicyID, PolicyLanes],
+        checks: AgentChecks,
+        records: AgentRecords,
+        before_end: Callable[[RunningEpisode], None],
         first_id: int,
     ):
         self._worker, self._slots, self._policies = worker, slots, policies
         self._soft_horizon = settings.horizon if settings.soft_horizon else None
         self.ids = IdCounter(first_id)
-        self.checks = AgentChecks(slots, settings.on_invalid_step, worker.worker_index)
-        self.records = AgentRecords(worker, slots, policies)
+        self.checks, self.records, self._before_end = checks, records, before_end
         self.running: list[RunningEpisode | None] = [None] * slots.num_envs
         self.is_steady = [False] * slots.num_envs
         self.ended: list[RunningEpisode] = []
@@ -216,6 +221,7 @@ class AgentEpisodes:
         else:
             self.records.call("on_episode_step", slot, episode)
             if step.terminateds["__all__"] or step.truncateds["__all__"]:
+                self._before_end(episode)
                 self.records.call("on_episode_end", slot, episode)
                 self.ended.append(episode)
                 self.running[slot] = None
@@ -239,6 +245,7 @@ class AgentEpisodes:
             pending = trajectory.pending_reward
             episode.returns[agent] = episode.returns.get(agent, 0.0) + pending
             following.returns[agent] = -pending
+        self._before_end(episode)
         self.records.call("on_episode_end", slot, episode)
         for trajectory in following.agents.values():
             trajectory.episode = following

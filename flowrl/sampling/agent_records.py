@@ -25,22 +25,27 @@ class AgentRecords:
         worker: its callbacks are called.
         base_env: the environments, passed to the callbacks.
         policies: the rows of each policy.
+        is_used: whether records are kept even if no callback of episodes is overridden.
 
     Attributes:
         needs_steps: whether a callback is called after each step.
     """
 
     def __init__(
-        self, worker: CallbackWorker, base_env: Any, policies: Mapping[PolicyID, PolicyLanes]
+        self,
+        worker: CallbackWorker,
+        base_env: Any,
+        policies: Mapping[PolicyID, PolicyLanes],
+        is_used: bool,
     ):
         self._worker, self._base_env, self._policies = worker, base_env, policies
         callbacks = worker.callbacks
-        self._is_used = overrides(callbacks, *EPISODE_EVENTS)
+        self._is_used = is_used or overrides(callbacks, *EPISODE_EVENTS)
         self._calls = {n: getattr(callbacks, n) for n in _EVENTS if overrides(callbacks, n)}
         self.needs_steps = "on_episode_step" in self._calls
 
     def updated(self, episode: RunningEpisode) -> MultiAgentEpisode | None:
-        """Return the updated record of an episode; None without callbacks of episodes."""
+        """Return the updated record of an episode; None if records are not kept."""
         if not self._is_used:
             return None
         for trajectory in episode.agents.values():

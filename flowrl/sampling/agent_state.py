@@ -9,6 +9,7 @@ import numpy as np
 
 from flowrl.data.serialization import can_be_saved
 from flowrl.data.types import PolicyID
+from flowrl.sampling.agent_batches import AgentBatches, Postprocessed
 from flowrl.sampling.agent_episodes import AgentEpisodes
 from flowrl.sampling.policy_lanes import PolicyLanes
 from flowrl.sampling.running_episodes import RunningEpisode, Segment, Trajectory
@@ -22,7 +23,7 @@ _SEGMENT = ("age", "begin", "end", "final", "terminated", "truncated")
 
 
 def episodes_state_dict(
-    episodes: AgentEpisodes, policies: Mapping[PolicyID, PolicyLanes]
+    episodes: AgentEpisodes, policies: Mapping[PolicyID, PolicyLanes], batches: AgentBatches
 ) -> dict[str, Any]:
     """Return the episodes and their rows, between fragments, in types of
     `flowrl.data.serialization`."""
@@ -53,6 +54,10 @@ def episodes_state_dict(
             {name: getattr(trajectory, name) for name in _TRAJECTORY}
             | {"episode": episode_numbers[id(trajectory.episode)]}
             for trajectory in found.values()
+        ],
+        "ready": [
+            [episode_numbers[id(part.episode)], list(part.order), part.policy_id, part.rows]
+            for part in batches.ready
         ],
         "policies": {
             policy_id: _lanes_state_dict(lanes)
@@ -90,7 +95,10 @@ def _savable(info: Any) -> Any:
 
 
 def load_episodes(
-    state: dict[str, Any], episodes: AgentEpisodes, policies: Mapping[PolicyID, PolicyLanes]
+    state: dict[str, Any],
+    episodes: AgentEpisodes,
+    policies: Mapping[PolicyID, PolicyLanes],
+    batches: AgentBatches,
 ) -> None:
     """Load the result of `episodes_state_dict`.
 
@@ -127,6 +135,10 @@ def load_episodes(
             )
             segment.event = Event(saved["event"])
             policies[policy_id].segments.append(segment)
+    batches.ready = [
+        Postprocessed(loaded[number], tuple(order), policy_id, rows)
+        for number, order, policy_id, rows in state["ready"]
+    ]
     episodes.running = [None] * len(episodes.running)
     for episode in loaded[: state["num_running"]]:
         episodes.running[episode.record.env_id] = episode

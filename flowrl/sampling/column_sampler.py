@@ -31,6 +31,11 @@ from flowrl.sampling.fragment_builder import FragmentBuilder
 from flowrl.sampling.ids import IdCounter
 from flowrl.sampling.policy_outputs import PolicyOutputs, rows_of
 from flowrl.sampling.sampler import TIMINGS
+from flowrl.sampling.segment_postprocessing import (
+    parts_of,
+    postprocessed,
+    postprocesses_segments,
+)
 from flowrl.sampling.segments import Event, SegmentTracker
 from flowrl.sampling.step_checks import StepChecks
 from flowrl.sampling.views import Views
@@ -75,7 +80,10 @@ class ColumnSampler:
         self._check = ObservationCheck(stepper.observation_space)
         self._checks = StepChecks(self._check, settings.on_invalid_step, policy.worker_index)
         self._unroll_ids = IdCounter(first_id)
-        self._builder = FragmentBuilder(policy, settings.no_done_at_end, self._unroll_ids)
+        self._separately = postprocesses_segments(policy)
+        self._builder = FragmentBuilder(
+            policy, settings.no_done_at_end, self._unroll_ids, self._separately
+        )
         horizon = settings.horizon if settings.soft_horizon else None
         self._tracker = SegmentTracker(stepper.num_envs, first_id, horizon, self._whole)
         self._open = False
@@ -287,6 +295,9 @@ class ColumnSampler:
         chosen = tracker.choose(segments, min_rows)
         returned = segments if chosen.all() else segments.select(chosen)
         batch = self._builder.build(columns, self._views, used, returned, finals, self._infos)
+        if self._separately and batch.count:
+            parts = parts_of(batch, returned.lengths)
+            batch = SampleBatch.concat_samples([postprocessed(policy, part) for part in parts])
         rewards = columns.part("rewards", 0, used)
         self.episodes += self._returns.end_fragment(returned, rewards, self._callbacks)
         lost = set(segments.lanes[segments.events == Event.LOST].tolist())

@@ -21,11 +21,6 @@ _OBJECT = np.dtype(object)
 _NOT_IN_BATCHES = ("raw_obs", "dones", "unseen")  # batches derive dones
 
 
-def postprocesses_segments(policy: Policy) -> bool:
-    """Return whether a policy postprocesses the rows of each segment on its own."""
-    return type(policy).postprocess_trajectory is not Policy.postprocess_trajectory
-
-
 class FragmentBuilder:
     """Builds batches of a policy's rows: advantages, ids, views.
 
@@ -33,10 +28,14 @@ class FragmentBuilder:
         policy: postprocesses the rows.
         no_done_at_end: the setting.
         unroll_ids: the counter of the column `unroll_id`.
+        separately: whether each segment is postprocessed on its own afterwards.
     """
 
-    def __init__(self, policy: Policy, no_done_at_end: bool, unroll_ids: IdCounter):
+    def __init__(
+        self, policy: Policy, no_done_at_end: bool, unroll_ids: IdCounter, separately: bool
+    ):
         self.policy = policy
+        self._separately = separately
         self._unroll_ids = unroll_ids
         self._no_done_at_end = no_done_at_end
 
@@ -49,7 +48,8 @@ class FragmentBuilder:
         finals: Any,
         infos: list[Any] | None = None,
     ) -> SampleBatch:
-        """Return the rows of segments, in their order.
+        """Return the rows of segments, in their order; with `next_values` if each segment is
+        postprocessed afterwards.
 
         Args:
             columns: the rows of all lanes.
@@ -107,10 +107,7 @@ class FragmentBuilder:
         rows["infos"] = IndexedColumn(
             LazyColumn("infos", make, (count,), _OBJECT), np.arange(count)
         )
-        batch = SampleBatch.unchecked(rows)
-        if not count or not postprocesses_segments(self.policy):
-            return batch
-        return self._postprocess_segments(batch, lengths)
+        return SampleBatch.unchecked(rows)
 
     def _ids(self, segments: Segments) -> dict[str, np.ndarray]:
         """Return episode step, episode, unroll, agent and environment ids, [rows]."""
@@ -189,7 +186,7 @@ class FragmentBuilder:
                     found = policy.compute_values_from_input_dict(inputs)
                 next_values[ends[cut] - 1, lanes[cut]] = found
             fragment["next_values"] = next_values
-        if postprocesses_segments(self.policy):
+        if self._separately:
             return {"next_values": next_values} if "vf_preds" in grid else {}
         if type(policy).postprocess_fragment is Policy.postprocess_fragment:
             return {}
@@ -200,21 +197,6 @@ class FragmentBuilder:
         dones[segments.begins[later] - 1, segments.lanes[later]] = True
         fragment["dones"] = dones
         return policy.postprocess_fragment(fragment)
-
-    def _postprocess_segments(self, batch: SampleBatch, lengths: np.ndarray) -> SampleBatch:
-        """Let the policy postprocess the rows of each segment."""
-        parts = []
-        begin = 0
-        for end in np.cumsum(lengths).tolist():
-            part = self.policy.postprocess_trajectory(batch[begin:end].isolated())
-            if not isinstance(part, SampleBatch):
-                raise TypeError(
-                    f"{type(self.policy).__name__}.postprocess_trajectory() must return the batch, "
-                    f"it returned a {type(part).__name__}"
-                )
-            parts.append(part)
-            begin = end
-        return SampleBatch.concat_samples(parts).without_columns("next_values")
 
 
 def _masked(column: np.ndarray, real: np.ndarray) -> np.ndarray:

@@ -13,7 +13,6 @@ from flowrl.sampling.column_sampler import ColumnSampler
 from flowrl.sampling.column_shipping import ColumnShipping
 from flowrl.sampling.environments import WorkerEnvironments
 from flowrl.sampling.episode import EpisodeMetrics, MultiAgentEpisode
-from flowrl.sampling.fragment_builder import postprocesses_segments
 from flowrl.sampling.ids import IdCounter
 from flowrl.sampling.multi_agent_sampler import MultiAgentSampler
 from flowrl.sampling.row_sampler import RowSampler
@@ -104,7 +103,7 @@ class FragmentSampler:
     def _make_source(self) -> ColumnSampler | MultiAgentSampler | RowSampler:
         if self._samples_rows():
             return RowSampler(self._envs.slots, self._worker, self._settings, self._first_id)
-        if self._worker.is_multi_agent:
+        if self._samples_agents():
             return MultiAgentSampler(self._envs.slots, self._worker, self._settings, self._first_id)
         assert self._envs.stepper is not None
         return ColumnSampler(
@@ -114,13 +113,17 @@ class FragmentSampler:
     def _samples_rows(self) -> bool:
         """Return whether the settings or the policies need sampling row by row."""
         settings, worker = self._settings, self._worker
-        policies = worker.policy_map.values()
-        return (
-            settings.sample_collector is not None
-            or overrides(worker.callbacks, "on_postprocess_trajectory")
-            or any(v.agents is not None for p in policies for v in p.view_requirements.values())
-            or (worker.is_multi_agent and any(map(postprocesses_segments, policies)))
-        )
+        return settings.sample_collector is not None or self._has_agent_views()
+
+    def _has_agent_views(self) -> bool:
+        """Return whether a view shows other agents."""
+        policies = self._worker.policy_map.values()
+        return any(v.agents is not None for p in policies for v in p.view_requirements.values())
+
+    def _samples_agents(self) -> bool:
+        """Return whether rows are sampled by agent and episode."""
+        worker = self._worker
+        return worker.is_multi_agent or overrides(worker.callbacks, "on_postprocess_trajectory")
 
     def sample(self) -> SampleBatch | MultiAgentBatch:
         """Return one fragment; with `complete_episodes`, whole episodes of at least its length."""

@@ -14,15 +14,18 @@ from typing import Any
 from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.data.types import AgentID, PolicyID
 from flowrl.envs.multi_agent_vector_env import MultiAgentStep, MultiAgentVectorEnv
+from flowrl.sampling.agent_batches import AgentBatches, trajectories_of
+from flowrl.sampling.agent_checks import AgentChecks
 from flowrl.sampling.agent_episodes import AgentEpisodes
+from flowrl.sampling.agent_records import AgentRecords
 from flowrl.sampling.agent_state import episodes_state_dict, load_episodes
 from flowrl.sampling.callback_worker import CallbackWorker
 from flowrl.sampling.episode import EpisodeMetrics, MultiAgentEpisode
 from flowrl.sampling.ids import IdCounter
 from flowrl.sampling.policy_lanes import PolicyLanes
-from flowrl.sampling.running_episodes import RunningEpisode, Segment, Trajectory
+from flowrl.sampling.running_episodes import RunningEpisode, Trajectory
 from flowrl.sampling.sampler import TIMINGS
-from flowrl.sampling.segments import Event
+from flowrl.sampling.segment_postprocessing import SegmentPostprocessing
 from flowrl.sampling.worker_config import WorkerConfig
 
 log = logging.getLogger("flowrl")
@@ -59,11 +62,19 @@ class MultiAgentSampler:
         self._whole = settings.batch_mode == "complete_episodes"
         self._by_agent = settings.count_steps_by == "agent_steps"
         self._unroll_ids = IdCounter(first_id)
+        postprocess = SegmentPostprocessing(worker)
         self._policies: dict[PolicyID, PolicyLanes] = {
-            policy_id: PolicyLanes(policy_id, policy, settings, self._unroll_ids)
+            policy_id: PolicyLanes(
+                policy_id, policy, settings, self._unroll_ids, postprocess.is_needed
+            )
             for policy_id, policy in worker.policy_map.items()
         }
-        self._episodes = AgentEpisodes(slots, worker, settings, self._policies, first_id)
+        checks = AgentChecks(slots, settings.on_invalid_step, worker.worker_index)
+        records = AgentRecords(worker, slots, self._policies, postprocess.is_needed)
+        self._batches = AgentBatches(self._policies, checks, records, postprocess)
+        self._episodes = AgentEpisodes(
+            slots, worker, settings, self._policies, checks, records, self._batches.end, first_id
+        )
         self._open = False
         # the agents of each environment that act next: policy, agents, lanes
         self._acting: list[list[tuple[PolicyLanes, list[AgentID], list[int]]]] = []
@@ -79,8 +90,8 @@ class MultiAgentSampler:
 
     # -- a fragment --------------------------------------------------------------------------------
 
-    def collect(self, min_rows: int) -> MultiAgentBatch:
-        """Return one fragment.
+    def collect(self, min_rows: int) -> SampleBatch | MultiAgentBatch:
+        """Return one fragment, as the worker returns it.
 
         Args:
             min_rows: number of env steps, or of agent steps with `count_steps_by="agent_steps"`; a
@@ -100,12 +111,13 @@ class MultiAgentSampler:
         finished = time.perf_counter()
         self.timings["postprocess_s"] += finished - rolled
         self.timings["sample_s"] += finished - started
-        return batch
+        return self.worker.to_sample(batch)
 
     def _start(self) -> None:
         """Start an episode in every environment."""
         for lanes in self._policies.values():
             lanes.clear()
+        self._batches.ready.clear()
         self._acting = [[] for _ in range(self.slots.num_envs)]
         self._episodes.start(self.slots.reset())
 
@@ -263,49 +275,23 @@ class MultiAgentSampler:
     # -- the end of a fragment ---------------------------------------------------------------------
 
     def _finish(self, min_rows: int) -> MultiAgentBatch:
-        """Check the rows, build the batches, and keep the rows for later fragments."""
-        episodes, batches = self._episodes, {}
-        ended = self._take_ended(min_rows)
-        chosen = {id(episode) for episode in ended}
-        for policy_id, lanes in self._policies.items():
-            running = self._running_of(policy_id)
-            segments = lanes.segments
-            if self._whole:
-                lanes.segments = [s for s in segments if id(s.episode) not in chosen]
-                segments = [s for s in segments if id(s.episode) in chosen]
-            else:
-                lanes.segments = []
-                segments += [
-                    Segment(trajectory, row, Event.OPEN)
-                    for trajectory in running
-                    if (row := int(lanes.rows[trajectory.lane])) > trajectory.begin
-                ]
-            episodes.checks.check_values(lanes, segments)
-            lanes.update_filter()
-            if segments:
-                batches[policy_id] = self._take(lanes, segments)
-        steps = sum(episode.new_steps for episode in ended)
-        for episode in episodes.all_running():
+        """Build the batches, and keep the other rows for later fragments."""
+        episodes = self._episodes
+        ended, running = self._take_ended(min_rows), episodes.all_running()
+        parts = [] if self._whole else running
+        batches = self._batches.take(ended, parts)
+        steps = sum(episode.new_steps for episode in (*ended, *parts))
+        for episode in parts:
+            episode.new_steps = episode.new_rows = 0
+        for episode in running:
             episodes.records.updated(episode)
             episode.agents = {agent: t for agent, t in episode.agents.items() if t.alive}
-            if not self._whole:
-                steps += episode.new_steps
-                episode.new_steps = episode.new_rows = 0
         self.episodes += map(self._metrics_of, ended)
         for policy_id, lanes in self._policies.items():
-            lanes.advance(self._running_of(policy_id))
+            lanes.advance(trajectories_of(running, policy_id))
         self.slots.mark_healthy(set(range(self.slots.num_envs)) - episodes.failed)
         episodes.failed.clear()
         return MultiAgentBatch(batches, steps)
-
-    def _running_of(self, policy_id: PolicyID) -> list[Trajectory]:
-        """Return the running trajectories of a policy."""
-        return [
-            trajectory
-            for episode in self._episodes.all_running()
-            for trajectory in episode.alive()
-            if trajectory.policy_id == policy_id
-        ]
 
     def _take_ended(self, min_rows: int) -> list[RunningEpisode]:
         """Return the ended episodes of the fragment; whole ones until they have `min_rows` rows."""
@@ -315,15 +301,6 @@ class MultiAgentSampler:
             count += 1
         self._episodes.ended = ended[count:]
         return ended[:count]
-
-    def _take(self, lanes: PolicyLanes, segments: list[Segment]) -> SampleBatch:
-        """Return the rows of segments, and add their rewards to the returns of the agents."""
-        segments = sorted(segments, key=Segment.order)
-        batch, sums = lanes.take(segments)
-        for segment, reward in zip(segments, sums.tolist(), strict=True):
-            returns, agent = segment.episode.returns, segment.trajectory.agent_id
-            returns[agent] = returns.get(agent, 0.0) + reward
-        return batch
 
     def _metrics_of(self, episode: RunningEpisode) -> EpisodeMetrics:
         record, returns = episode.record, episode.returns
@@ -352,7 +329,7 @@ class MultiAgentSampler:
         if self._open:
             state["open"] = {
                 "envs": self.slots.state_dict(),
-                **episodes_state_dict(self._episodes, self._policies),
+                **episodes_state_dict(self._episodes, self._policies, self._batches),
             }
         return state
 
@@ -372,7 +349,7 @@ class MultiAgentSampler:
         running, self._open = state.get("open"), False
         if running is None:
             return 0
-        load_episodes(running, episodes, self._policies)
+        load_episodes(running, episodes, self._policies, self._batches)
         self._acting = [[] for _ in range(self.slots.num_envs)]
         restarted = self.slots.load_state_dict(running["envs"], episodes.last_observations())
         for slot, (observations, infos) in restarted.items():

@@ -34,6 +34,7 @@ class PolicyLanes:
         policy_id, policy: the policy.
         settings: the sampling settings.
         unroll_ids: the counter of the column `unroll_id`.
+        separately: whether each segment is postprocessed on its own afterwards.
 
     Attributes:
         columns: the rows.
@@ -51,6 +52,7 @@ class PolicyLanes:
         policy: Policy,
         settings: WorkerConfig,
         unroll_ids: IdCounter,
+        separately: bool,
     ):
         self.policy_id, self.policy = policy_id, policy
         self._options: dict[str, Any] = {} if settings.explore else {"explore": False}
@@ -64,7 +66,7 @@ class PolicyLanes:
             policy, self.columns, self._check, True, f"policy {policy_id!r}", self._describe_actor
         )
         self._is_first = True  # step of a fragment
-        self._builder = FragmentBuilder(policy, settings.no_done_at_end, unroll_ids)
+        self._builder = FragmentBuilder(policy, settings.no_done_at_end, unroll_ids, separately)
         self.rows, self.envs = np.zeros(0, np.int64), np.zeros(0, np.int64)
         self._allocate()
         self.clear()
