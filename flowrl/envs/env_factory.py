@@ -104,6 +104,8 @@ class EnvFactory:
                 another number of environments, or the environment does not support the
                 vectorization mode.
         """
+        if self._mode != "flowrl":
+            self._check_drop()
         if self._mode in ("vector_entry_point", "envpool"):
             return SingleAgentAdapter(self._make_from_id())
         if self._mode in ("sync", "async"):
@@ -118,6 +120,7 @@ class EnvFactory:
         first = envs.get(0)
         if isinstance(first, gym.vector.VectorEnv):
             self._check_horizon()
+            self._check_drop()
             if self._num_envs not in (1, first.num_envs):
                 raise ConfigError(
                     f"num_envs_per_worker={self._num_envs}, but the creator returned a "
@@ -154,6 +157,13 @@ class EnvFactory:
             raise ConfigError(
                 f"horizon={self._horizon} cannot truncate the episodes of a vector environment "
                 "that is created elsewhere: set the limit there, or use soft_horizon=True"
+            )
+
+    def _check_drop(self) -> None:
+        if self._drop_invalid:
+            raise ConfigError(
+                'on_invalid_step="drop" recreates single environments, which a vector environment '
+                'does not support: use vectorization_mode="flowrl" or on_invalid_step="replace"'
             )
 
     def _make_from_id(self) -> VectorEnv:

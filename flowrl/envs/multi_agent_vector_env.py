@@ -32,11 +32,10 @@ class MultiAgentStep:
         start, start_infos: first observations and infos of the next episode, if one starts now.
         failed: the error if the environment failed; `start` then comes from its replacement.
         skipped: whether the environment was reset instead of stepped (NEXT_STEP autoreset mode).
-        taken: copies of observations that the sampler has already checked.
     """
 
     __slots__ = (
-        "failed", "infos", "obs", "rewards", "skipped", "start", "start_infos", "taken",
+        "failed", "infos", "obs", "rewards", "skipped", "start", "start_infos",
         "terminateds", "truncateds",
     )  # fmt: skip
 
@@ -50,7 +49,6 @@ class MultiAgentStep:
         self.start_infos: dict[Any, dict[str, Any]] = {}
         self.failed: Exception | None = None
         self.skipped = False
-        self.taken: dict[Any, Any] = {}
 
 
 class MultiAgentVectorEnv(Protocol):
@@ -78,9 +76,6 @@ class MultiAgentVectorEnv(Protocol):
 
     def step(self, actions: list[dict[Any, Any]]) -> list[MultiAgentStep]:
         """Step every environment with the actions of its agents."""
-
-    def restart(self, index: int, error: Exception) -> MultiAgentStep:
-        """Recreate an environment that returned invalid values, which `error` describes."""
 
     def get_sub_environments(self) -> list[Any]:
         """Return the environments; a gymnasium VectorEnv is the only element."""
@@ -195,7 +190,7 @@ class DirectMultiAgentVectorEnv:
         except ConfigError:
             raise
         except Exception as error:
-            return self.restart(index, error)
+            return self._restart(index, error)
         for name, value in zip(_STEP_RESULTS, result, strict=True):
             if not isinstance(value, dict):
                 _check_dict("step", name, value)
@@ -205,7 +200,7 @@ class DirectMultiAgentVectorEnv:
             try:
                 self._check_values(index, step.obs, step.rewards)
             except InvalidStepError as error:
-                return self.restart(index, error)
+                return self._restart(index, error)
         self._lengths[index] += 1
         done = step.terminateds["__all__"] or step.truncateds["__all__"]
         if not done and self._lengths[index] == self._horizon:
@@ -221,7 +216,7 @@ class DirectMultiAgentVectorEnv:
             step.start, step.start_infos = self._reset(index)
         return step
 
-    def restart(self, index: int, error: Exception) -> MultiAgentStep:
+    def _restart(self, index: int, error: Exception) -> MultiAgentStep:
         step = MultiAgentStep()
         self._envs.handle_failure(index, error, "step")
         step.failed = error

@@ -85,9 +85,6 @@ class SingleAgentAdapter:
                 step.infos = {SINGLE_AGENT: result.infos[i]}
         return steps
 
-    def restart(self, index: int, error: Exception) -> MultiAgentStep:
-        raise error  # a gymnasium VectorEnv cannot replace one of its environments
-
     def get_sub_environments(self) -> list[Any]:
         env: Any = self.vector_env
         return list(env.envs) if isinstance(env, DirectVectorEnv) else [env.env]

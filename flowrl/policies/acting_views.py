@@ -170,28 +170,35 @@ class ActingViews:
     Args:
         policy: its `view_requirements` are read once; `signature` tells whether they have changed.
         states: the initial states of the lanes.
+        has_agents: whether the caller adds the views of other agents, `of_agents`.
 
     Attributes:
         sources: names of the columns that the views show.
         lookback: number of earlier rows that the views show.
+        of_agents: the views of other agents.
 
     Raises:
-        ConfigError: a view shows other agents.
+        ConfigError: a view shows other agents, but there are none.
     """
 
-    def __init__(self, policy: ViewingPolicy, states: InitialStates):
+    def __init__(self, policy: ViewingPolicy, states: InitialStates, has_agents: bool = False):
         self.policy, self._states = policy, states
         requirements = self.requirements = dict(policy.view_requirements)
         self.signature = signature_of(requirements)
-        self._acting = {n: View(n, v) for n, v in requirements.items() if v.known_for_actions(n)}
-        self._use(self._acting.values())
+        resolved = {name: View(name, requirement) for name, requirement in requirements.items()}
+        self.of_agents = {n: view for n, view in resolved.items() if view.agents is not None}
+        self._acting = {
+            name: view
+            for name, view in resolved.items()
+            if requirements[name].known_for_actions(name) and view.agents is None
+        }
+        self._use([*self._acting.values(), *self.of_agents.values()])
         self._fills: dict[str, Any] = {}
-        for name, requirement in requirements.items():
-            if requirement.agents is not None:
-                raise ConfigError(
-                    f"view {name!r} shows other agents, but its rows are of one agent: set agents "
-                    "before the first fragment"
-                )
+        if self.of_agents and not has_agents:
+            raise ConfigError(
+                f"view {next(iter(self.of_agents))!r} shows other agents, but its rows are of one "
+                "agent: set agents before the first fragment"
+            )
 
     def _use(self, views: Iterable[View]) -> None:
         views = list(views)

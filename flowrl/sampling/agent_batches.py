@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flowrl.data import SampleBatch
 from flowrl.data.types import PolicyID
@@ -51,6 +51,24 @@ class AgentBatches:
         self._records, self._postprocess = records, postprocess
         self.ready: list[Postprocessed] = []
 
+    def clear(self, num_envs: int) -> None:
+        """Drop the rows of all episodes.
+
+        Args:
+            num_envs: number of environments.
+        """
+        self.ready.clear()
+
+    def env_stepped(self, episode: RunningEpisode) -> None:
+        """Note a step of an episode; its rows are added afterwards."""
+
+    def drop(self, episode: RunningEpisode, error: Exception) -> None:
+        """Drop the rows of an episode, whose environment raised an error."""
+
+    def continue_as(self, episode: RunningEpisode, following: RunningEpisode) -> None:
+        """End an episode at a soft horizon."""
+        self.end(episode)
+
     def end(self, episode: RunningEpisode) -> None:
         """Postprocess the segments of an episode that ends, if each agent's rows are."""
         if not self._postprocess.is_needed:
@@ -91,11 +109,7 @@ class AgentBatches:
         """
         episodes = {id(episode): episode for episode in (*ended, *running)}
         for policy_id, lanes in self._policies.items():
-            lanes.segments += [
-                Segment(trajectory, row, Event.OPEN)
-                for trajectory in trajectories_of(running, policy_id)
-                if (row := int(lanes.rows[trajectory.lane])) > trajectory.begin
-            ]
+            lanes.segments += self._open_segments(running, policy_id)
             self._checks.check_values(lanes, lanes.segments)
             lanes.update_filter()
         if self._postprocess.is_needed:
@@ -124,11 +138,29 @@ class AgentBatches:
 
     def _take(self, lanes: PolicyLanes, segments: list[Segment]) -> SampleBatch:
         """Return the rows of segments, and add their rewards to the returns of the agents."""
-        batch, sums = lanes.take(segments)
-        for segment, reward in zip(segments, sums.tolist(), strict=True):
-            returns, agent = segment.episode.returns, segment.trajectory.agent_id
-            returns[agent] = returns.get(agent, 0.0) + reward
-        return batch
+        for segment in segments:
+            self._add_returns(segment, lanes.reward_of(segment))
+        return lanes.take(segments)
+
+    def _add_returns(self, segment: Segment, reward: float) -> None:
+        returns, agent = segment.episode.returns, segment.trajectory.agent_id
+        returns[agent] = returns.get(agent, 0.0) + reward
+
+    def _open_segments(self, running: list[RunningEpisode], policy_id: PolicyID) -> list[Segment]:
+        """Return new segments of the running trajectories of a policy."""
+        lanes = self._policies[policy_id]
+        return [
+            Segment(trajectory, row, Event.OPEN)
+            for trajectory in trajectories_of(running, policy_id)
+            if (row := int(lanes.rows[trajectory.lane])) > trajectory.begin
+        ]
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return the state of batches that are in no fragment yet; None if it is unknown."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the result of `state_dict`."""
 
 
 def trajectories_of(episodes: list[RunningEpisode], policy_id: PolicyID) -> list[Trajectory]:

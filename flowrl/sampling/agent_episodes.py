@@ -6,12 +6,13 @@ action, also in later steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from flowrl.data.types import AgentID, EpisodeID, PolicyID
 from flowrl.envs.multi_agent_vector_env import MultiAgentStep, MultiAgentVectorEnv, ResetResult
 from flowrl.envs.validation import ObservationCheck, check_reward
+from flowrl.sampling.agent_batches import AgentBatches
 from flowrl.sampling.agent_checks import AgentChecks
 from flowrl.sampling.agent_records import AgentRecords
 from flowrl.sampling.callback_worker import CallbackWorker
@@ -33,7 +34,7 @@ class AgentEpisodes:
         policies: the rows of each policy.
         checks: checks what the environments return.
         records: the records of episodes; calls the callbacks.
-        before_end: called before `on_episode_end`.
+        batches: receives the ends of episodes.
         first_id: the first episode id.
 
     Attributes:
@@ -42,6 +43,7 @@ class AgentEpisodes:
         ended: the episodes that ended and are in no fragment yet, in the order of time.
         changed: environments in which other agents may act next than in the step before.
         failed: environments that failed in this fragment.
+        has_agent_views: whether the history of episodes is kept, for views of other agents.
         is_steady: whether each environment has returned a checked step.
     """
 
@@ -53,19 +55,20 @@ class AgentEpisodes:
         policies: Mapping[PolicyID, PolicyLanes],
         checks: AgentChecks,
         records: AgentRecords,
-        before_end: Callable[[RunningEpisode], None],
+        batches: AgentBatches,
         first_id: int,
     ):
         self._worker, self._slots, self._policies = worker, slots, policies
         self._soft_horizon = settings.horizon if settings.soft_horizon else None
         self.ids = IdCounter(first_id)
-        self.checks, self.records, self._before_end = checks, records, before_end
+        self.checks, self.records, self._batches = checks, records, batches
         self.running: list[RunningEpisode | None] = [None] * slots.num_envs
         self.is_steady = [False] * slots.num_envs
         self.ended: list[RunningEpisode] = []
         self.changed: set[int] = set()
         self.failed: set[int] = set()
         self.num_faulty = 0
+        self.has_agent_views = False
 
     def find(self, episode_id: int) -> MultiAgentEpisode | None:
         """Return the record of a running episode; None without callbacks of episodes."""
@@ -78,6 +81,18 @@ class AgentEpisodes:
         """Return the running episodes."""
         return [episode for episode in self.running if episode is not None]
 
+    def take_history(self, policy_id: PolicyID, lookback: int) -> list[Trajectory]:
+        """Return the trajectories of a policy that have ended, and that views may show; forget
+        those that are older than `lookback` rows."""
+        found: dict[int, Trajectory] = {}
+        for episode in (*self.all_running(), *self.ended):
+            for agent, past in episode.history.items():
+                episode.history[agent] = [
+                    t for t in past if t.alive or t.policy_id != policy_id or t.end > -lookback
+                ]
+                found |= {id(t): t for t in past if t.policy_id == policy_id and not t.alive}
+        return list(found.values())
+
     @property
     def follows_steps(self) -> bool:
         """Whether `after_step` is needed after each step."""
@@ -89,6 +104,7 @@ class AgentEpisodes:
         assert episode is not None
         for agent in sent:
             episode.agents[agent].waits = False
+        self._batches.env_stepped(episode)
         t = episode.record.length
         episode.record.length += 1
         episode.new_steps += 1
@@ -205,9 +221,11 @@ class AgentEpisodes:
         self.checks.check_policy(agent, lanes)
         self.checks.check_structure(slot, agent, observation)
         check = self.check_of(agent)
-        episode.agents[agent] = lanes.start(
+        trajectory = episode.agents[agent] = lanes.start(
             slot, agent, record.agent_index, episode, check, observation, counts
         )
+        if self.has_agent_views:
+            episode.history.setdefault(agent, []).append(trajectory)
         record.alive, record.info = True, info or {}
 
     def after_step(self, slot: int, step: MultiAgentStep) -> None:
@@ -221,7 +239,7 @@ class AgentEpisodes:
         else:
             self.records.call("on_episode_step", slot, episode)
             if step.terminateds["__all__"] or step.truncateds["__all__"]:
-                self._before_end(episode)
+                self._batches.end(episode)
                 self.records.call("on_episode_end", slot, episode)
                 self.ended.append(episode)
                 self.running[slot] = None
@@ -245,11 +263,12 @@ class AgentEpisodes:
             pending = trajectory.pending_reward
             episode.returns[agent] = episode.returns.get(agent, 0.0) + pending
             following.returns[agent] = -pending
-        self._before_end(episode)
+        self._batches.continue_as(episode, following)
         self.records.call("on_episode_end", slot, episode)
         for trajectory in following.agents.values():
             trajectory.episode = following
         following.record.continue_from(episode.record)
+        following.history = {agent: list(past) for agent, past in episode.history.items()}
         self.ended.append(episode)
         self.running[slot] = following
         self.records.call("on_episode_start", slot, following)
@@ -258,6 +277,8 @@ class AgentEpisodes:
         """Drop the episode of a failed environment, and start one in the environment that replaces
         it."""
         assert step.start is not None
+        assert step.failed is not None
+        self._batches.drop(episode, step.failed)
         self.failed.add(slot)
         self.num_faulty += 1
         episode.record.is_faulty = True
@@ -280,6 +301,8 @@ class AgentEpisodes:
         """Replace the episode of an environment that could not be restored."""
         episode = self.running[slot]
         if episode is not None:
+            error = RuntimeError(f"sub-environment {slot} could not be restored")
+            self._batches.drop(episode, error)
             self._remove(episode)
         self.begin(slot, observations, infos, counts=False)
 

@@ -16,8 +16,8 @@ from flowrl.sampling.running_episodes import RunningEpisode, Segment, Trajectory
 from flowrl.sampling.segments import Event
 
 _TRAJECTORY = (
-    "age", "agent_id", "agent_index", "alive", "begin", "end", "final", "initial_states", "lane",
-    "pending_reward", "policy_id", "recorded", "waits",
+    "age", "agent_id", "agent_index", "alive", "begin", "end", "end_time", "final",
+    "initial_states", "lane", "pending_reward", "policy_id", "recorded", "waits",
 )  # fmt: skip
 _SEGMENT = ("age", "begin", "end", "final", "terminated", "truncated")
 
@@ -32,7 +32,8 @@ def episodes_state_dict(
     found: dict[int, Trajectory] = {}
     for episode in saved:
         episodes.records.updated(episode)
-        found |= {id(trajectory): trajectory for trajectory in episode.agents.values()}
+        past = [t for trajectories in episode.history.values() for t in trajectories]
+        found |= {id(trajectory): trajectory for trajectory in (*episode.agents.values(), *past)}
     for lanes in policies.values():
         found |= {id(segment.trajectory): segment.trajectory for segment in lanes.segments}
     numbers = {key: number for number, key in enumerate(found)}
@@ -45,6 +46,10 @@ def episodes_state_dict(
                 "record": episode.record.state_dict(),
                 "returns": dict(episode.returns),
                 "new": [episode.new_steps, episode.new_rows],
+                "history": [
+                    [agent, [numbers[id(t)] for t in past]]
+                    for agent, past in episode.history.items()
+                ],
                 "agents": [[agent, numbers[id(t)]] for agent, t in episode.agents.items()],
             }
             for episode in saved
@@ -52,7 +57,8 @@ def episodes_state_dict(
         "num_running": len(running),
         "trajectories": [
             {name: getattr(trajectory, name) for name in _TRAJECTORY}
-            | {"episode": episode_numbers[id(trajectory.episode)]}
+            # an episode before a soft horizon may be in a fragment already
+            | {"episode": episode_numbers.get(id(trajectory.episode), 0)}
             for trajectory in found.values()
         ],
         "ready": [
@@ -124,6 +130,9 @@ def load_episodes(
         trajectories.append(trajectory)
     for episode, saved in zip(loaded, state["episodes"], strict=True):
         episode.agents = {agent: trajectories[number] for agent, number in saved["agents"]}
+        episode.history = {
+            agent: [trajectories[number] for number in past] for agent, past in saved["history"]
+        }
     for policy_id, of_policy in state["policies"].items():
         for saved in of_policy["segments"]:
             segment = Segment.__new__(Segment)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from flowrl.sampling.segments import Event, Segments
 from flowrl.sampling.views import Views, not_for_training
 
 _OBJECT = np.dtype(object)
-_NOT_IN_BATCHES = ("raw_obs", "dones", "unseen")  # batches derive dones
+_NOT_IN_BATCHES = ("raw_obs", "dones", "unseen", "time")  # batches derive dones
 
 
 class FragmentBuilder:
@@ -47,6 +48,7 @@ class FragmentBuilder:
         segments: Segments,
         finals: Any,
         infos: list[Any] | None = None,
+        more_inputs: Callable[[np.ndarray], dict[str, Any]] | None = None,
     ) -> SampleBatch:
         """Return the rows of segments, in their order; with `next_values` if each segment is
         postprocessed afterwards.
@@ -59,6 +61,7 @@ class FragmentBuilder:
             finals: final observations of the episodes that ended, normalized.
             infos: the infos of each row, by lane; an empty list for rows without infos. None: they
                 are a column.
+            more_inputs: returns the views of other agents after segments, from their indices.
         """
         policy, lanes = self.policy, columns.lanes
         lengths = segments.lengths
@@ -87,7 +90,7 @@ class FragmentBuilder:
                 grid["rewards"], segments, None if order is None else real
             )
         last = _last_observations(columns, segments, finals)
-        added = self._postprocessed(columns, views, used, segments, obs, grid, last)
+        added = self._postprocessed(columns, views, used, segments, obs, grid, last, more_inputs)
         rows: dict[str, Any] = {}
         if not views.replace_observations:
             rows = _observations(obs, order, last, np.cumsum(lengths) - 1)
@@ -139,7 +142,10 @@ class FragmentBuilder:
         sums = np.zeros(rewards.shape[1])
         if scaler.discounted_sums is not None:
             sums[: len(scaler.discounted_sums)] = scaler.discounted_sums
-        running = (segments.begins == 0) & (segments.ages > 0)
+        order = segments.lane_order
+        is_first = np.ones(len(order), bool)  # segment of its lane
+        is_first[order[1:]] = np.diff(segments.lanes[order]) != 0
+        running = is_first & (segments.ages > 0)
         others = np.ones(len(sums), bool)
         others[segments.lanes[running]] = False
         sums[segments.lanes[others[segments.lanes]]] = 0.0
@@ -150,8 +156,7 @@ class FragmentBuilder:
         resets[segments.ends[ended] - 1, segments.lanes[ended]] = True
         sums = scaler.observe(rewards, sums, resets, real)
         continues = np.ones(len(sums), bool)
-        order = segments.lane_order  # so that the last segment of each lane decides
-        continues[segments.lanes[order]] = ~ended[order]
+        continues[segments.lanes[order]] = ~ended[order]  # the last segment of each lane decides
         scaler.discounted_sums = np.where(continues, sums, 0.0)
         return scaler.scale(rewards)
 
@@ -164,6 +169,7 @@ class FragmentBuilder:
         obs: Any,
         grid: dict[str, Any],
         last: Any,
+        more_inputs: Callable[[np.ndarray], dict[str, Any]] | None,
     ) -> dict[str, Any]:
         """Return the columns that the policy adds, [used, N, …]."""
         policy = self.policy
@@ -183,6 +189,8 @@ class FragmentBuilder:
                     found = policy.compute_values(observations)
                 else:
                     inputs = views.inputs_after(columns, segments.select(cut), observations)
+                    if more_inputs is not None:
+                        inputs |= more_inputs(cut)
                     found = policy.compute_values_from_input_dict(inputs)
                 next_values[ends[cut] - 1, lanes[cut]] = found
             fragment["next_values"] = next_values

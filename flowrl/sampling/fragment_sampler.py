@@ -7,26 +7,27 @@ from typing import Any
 
 from flowrl.data import DEFAULT_POLICY_ID, MultiAgentBatch, SampleBatch
 from flowrl.envs.env_state import check_vector_env_state
+from flowrl.sampling.agent_views import has_agent_views
 from flowrl.sampling.callback_worker import CallbackWorker
 from flowrl.sampling.callbacks import overrides
+from flowrl.sampling.collector_sampler import CollectorSampler
 from flowrl.sampling.column_sampler import ColumnSampler
 from flowrl.sampling.column_shipping import ColumnShipping
 from flowrl.sampling.environments import WorkerEnvironments
 from flowrl.sampling.episode import EpisodeMetrics, MultiAgentEpisode
 from flowrl.sampling.ids import IdCounter
 from flowrl.sampling.multi_agent_sampler import MultiAgentSampler
-from flowrl.sampling.row_sampler import RowSampler
 from flowrl.sampling.sampler import AsyncSampler, SampleResult, SamplerInput, SyncSampler
 from flowrl.sampling.worker_config import WorkerConfig
 
 STATE_KEYS = (
     "batch_mode", "next_unroll", "returned_steps", "reported_steps", "episodes_ready",
-    "samples_rows",
+    "kind",
 )  # fmt: skip
 
 
 class FragmentSampler:
-    """Samples fragments in columns or row by row, synchronously or ahead of time.
+    """Samples fragments, synchronously or ahead of time.
 
     Args:
         worker: provides policies, callbacks and the lock, which is held while an item is sampled.
@@ -52,7 +53,7 @@ class FragmentSampler:
             remote=bool(worker.worker_index) and settings.output is None,
             collect_infos=settings.collect_infos,
         )
-        self._source: ColumnSampler | MultiAgentSampler | RowSampler | None = None
+        self._source: ColumnSampler | MultiAgentSampler | None = None
         # of an item of the sampler: a fragment, or one whole episode
         self._min_rows = settings.fragment_length * envs.slots.num_envs
         if settings.batch_mode == "complete_episodes":
@@ -84,10 +85,7 @@ class FragmentSampler:
         with self._worker.lock:
             if self._source is None:
                 self._source = self._make_source()
-            if isinstance(self._source, RowSampler):
-                batch: Any = self._source.collect()
-            else:
-                batch = self._source.collect(self._min_rows)
+            batch: Any = self._source.collect(self._min_rows)
             batches = self._shipping.prepare(batch.policy_batches)
             episodes, self._source.episodes = self._source.episodes, []
             filters = {pid: policy.take_filter_updates() for pid, policy in policy_map.items()}
@@ -100,30 +98,29 @@ class FragmentSampler:
                 {pid: seen for pid, seen in filters.items() if seen},
             )
 
-    def _make_source(self) -> ColumnSampler | MultiAgentSampler | RowSampler:
-        if self._samples_rows():
-            return RowSampler(self._envs.slots, self._worker, self._settings, self._first_id)
-        if self._samples_agents():
-            return MultiAgentSampler(self._envs.slots, self._worker, self._settings, self._first_id)
-        assert self._envs.stepper is not None
-        return ColumnSampler(
-            self._envs.stepper, self._worker, self._settings, self._envs.slots, self._first_id
-        )
+    def _make_source(self) -> ColumnSampler | MultiAgentSampler:
+        envs, kind = self._envs, self._kind()
+        worker, settings, first_id = self._worker, self._settings, self._first_id
+        if kind == "rows":
+            collector: Any = settings.sample_collector
+            return CollectorSampler(collector, envs.slots, worker, settings, first_id)
+        if kind == "agents":
+            return MultiAgentSampler(envs.slots, worker, settings, first_id)
+        assert envs.stepper is not None
+        return ColumnSampler(envs.stepper, worker, settings, envs.slots, first_id)
 
-    def _samples_rows(self) -> bool:
-        """Return whether the settings or the policies need sampling row by row."""
-        settings, worker = self._settings, self._worker
-        return settings.sample_collector is not None or self._has_agent_views()
-
-    def _has_agent_views(self) -> bool:
-        """Return whether a view shows other agents."""
-        policies = self._worker.policy_map.values()
-        return any(v.agents is not None for p in policies for v in p.view_requirements.values())
-
-    def _samples_agents(self) -> bool:
-        """Return whether rows are sampled by agent and episode."""
+    def _kind(self) -> str:
+        """Return how rows are sampled: "rows" one by one, in columns of "agents", or "columns" of
+        environments."""
         worker = self._worker
-        return worker.is_multi_agent or overrides(worker.callbacks, "on_postprocess_trajectory")
+        if self._settings.sample_collector is not None:
+            return "rows"
+        by_agent = (
+            worker.is_multi_agent
+            or has_agent_views(worker.policy_map)
+            or overrides(worker.callbacks, "on_postprocess_trajectory")
+        )
+        return "agents" if by_agent else "columns"
 
     def sample(self) -> SampleBatch | MultiAgentBatch:
         """Return one fragment; with `complete_episodes`, whole episodes of at least its length."""
@@ -192,7 +189,7 @@ class FragmentSampler:
         return {
             "num_envs": self._envs.slots.num_envs,
             "source": None if self._source is None else self._source.state_dict(),
-            "samples_rows": isinstance(self._source, RowSampler),
+            "kind": self._kind(),
             "batch_mode": self._settings.batch_mode,
             "next_unroll": self.unroll_ids.next_id,
             "returned_steps": returned,
@@ -202,9 +199,7 @@ class FragmentSampler:
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise KeyError or ValueError if `load_state_dict` could not load a state."""
-        _check_state(
-            state, self._envs.slots.num_envs, self._samples_rows(), self._settings.batch_mode
-        )
+        _check_state(state, self._envs.slots.num_envs, self._kind(), self._settings.batch_mode)
 
     def load_state_dict(self, state: dict[str, Any]) -> int:
         """Load the result of `state_dict`; the worker's lock must be held.
@@ -251,9 +246,7 @@ class FragmentSampler:
             self._sampler.stop()
 
 
-def _check_state(
-    state: Mapping[str, Any], num_envs: int, samples_rows: bool, batch_mode: str
-) -> None:
+def _check_state(state: Mapping[str, Any], num_envs: int, kind: str, batch_mode: str) -> None:
     for key in STATE_KEYS:
         if key not in state:
             raise KeyError(key)
@@ -269,11 +262,10 @@ def _check_state(
             f"the state was sampled with batch_mode={state['batch_mode']!r}, this worker has "
             f"{batch_mode!r}"
         )
-    if state["samples_rows"] != samples_rows:
-        kinds = {True: "row by row", False: "in columns"}
+    if state["kind"] != kind:
         raise ValueError(
-            f"the state was sampled {kinds[state['samples_rows']]}, this worker samples "
-            f"{kinds[samples_rows]}"
+            f"the state was sampled in {state['kind']!r}, this worker samples in {kind!r}: "
+            "sample_collector, callbacks_class or the policies differ"
         )
     running = state["source"].get("open")
     if running is not None:

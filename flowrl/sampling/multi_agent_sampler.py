@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.data.types import AgentID, PolicyID
@@ -19,6 +22,7 @@ from flowrl.sampling.agent_checks import AgentChecks
 from flowrl.sampling.agent_episodes import AgentEpisodes
 from flowrl.sampling.agent_records import AgentRecords
 from flowrl.sampling.agent_state import episodes_state_dict, load_episodes
+from flowrl.sampling.agent_views import AgentViews, has_agent_views
 from flowrl.sampling.callback_worker import CallbackWorker
 from flowrl.sampling.episode import EpisodeMetrics, MultiAgentEpisode
 from flowrl.sampling.ids import IdCounter
@@ -62,22 +66,36 @@ class MultiAgentSampler:
         self._whole = settings.batch_mode == "complete_episodes"
         self._by_agent = settings.count_steps_by == "agent_steps"
         self._unroll_ids = IdCounter(first_id)
-        postprocess = SegmentPostprocessing(worker)
-        self._policies: dict[PolicyID, PolicyLanes] = {
-            policy_id: PolicyLanes(
-                policy_id, policy, settings, self._unroll_ids, postprocess.is_needed
-            )
-            for policy_id, policy in worker.policy_map.items()
-        }
         checks = AgentChecks(slots, settings.on_invalid_step, worker.worker_index)
-        records = AgentRecords(worker, slots, self._policies, postprocess.is_needed)
-        self._batches = AgentBatches(self._policies, checks, records, postprocess)
+        self._policies, records, self._batches = self._make_storage(checks)
         self._episodes = AgentEpisodes(
-            slots, worker, settings, self._policies, checks, records, self._batches.end, first_id
+            slots, worker, settings, self._policies, checks, records, self._batches, first_id
         )
+        shows_agents = any(lanes.shows_agents for lanes in self._policies.values())
+        self._episodes.has_agent_views = shows_agents
+        self._time = 0  # env steps of each environment
         self._open = False
         # the agents of each environment that act next: policy, agents, lanes
         self._acting: list[list[tuple[PolicyLanes, list[AgentID], list[int]]]] = []
+
+    def _make_storage(
+        self, checks: AgentChecks
+    ) -> tuple[Mapping[PolicyID, PolicyLanes], AgentRecords, AgentBatches]:
+        """Return what stores the rows, the records of episodes, and what builds the batches."""
+        worker, settings = self.worker, self.settings
+        postprocess = SegmentPostprocessing(worker)
+        policies: dict[PolicyID, PolicyLanes] = {}
+        agent_views = AgentViews(worker, policies) if has_agent_views(worker.policy_map) else None
+        for policy_id, policy in worker.policy_map.items():
+            policies[policy_id] = PolicyLanes(
+                policy_id, policy, settings, self._unroll_ids, postprocess.is_needed, agent_views
+            )
+        if agent_views is not None:
+            lookback = max(lanes.columns.lookback for lanes in policies.values())
+            for lanes in policies.values():
+                lanes.look_back(lookback)
+        records = AgentRecords(worker, self.slots, policies, postprocess.is_needed)
+        return policies, records, AgentBatches(policies, checks, records, postprocess)
 
     @property
     def faulty_episodes(self) -> int:
@@ -117,7 +135,7 @@ class MultiAgentSampler:
         """Start an episode in every environment."""
         for lanes in self._policies.values():
             lanes.clear()
-        self._batches.ready.clear()
+        self._batches.clear(self.slots.num_envs)
         self._acting = [[] for _ in range(self.slots.num_envs)]
         self._episodes.start(self.slots.reset())
 
@@ -208,6 +226,8 @@ class MultiAgentSampler:
         """Return the actions for the environments, by agent."""
         if self._episodes.changed:
             self._arrange()
+        for lanes in self._policies.values():
+            lanes.normalize()
         chosen = {
             policy_id: iter(lanes.act())
             for policy_id, lanes in self._policies.items()
@@ -224,6 +244,9 @@ class MultiAgentSampler:
 
     def _store(self, actions: list[dict[AgentID, Any]], results: list[MultiAgentStep]) -> None:
         """Store what the environments returned, call the callbacks, start and end episodes."""
+        self._time += 1
+        for lanes in self._policies.values():
+            lanes.time = self._time
         many: dict[PolicyID, tuple[list[int], list[Any], list[float], list[int], list[Any]]]
         many = {policy_id: ([], [], [], [], []) for policy_id in self._policies}
         with_infos, episodes = False, self._episodes
@@ -287,11 +310,25 @@ class MultiAgentSampler:
             episodes.records.updated(episode)
             episode.agents = {agent: t for agent, t in episode.agents.items() if t.alive}
         self.episodes += map(self._metrics_of, ended)
+        since = self._shown_since(running) if episodes.has_agent_views else None
         for policy_id, lanes in self._policies.items():
-            lanes.advance(trajectories_of(running, policy_id))
+            past = episodes.take_history(policy_id, lanes.columns.lookback)
+            lanes.advance(trajectories_of(running, policy_id), past, since)
         self.slots.mark_healthy(set(range(self.slots.num_envs)) - episodes.failed)
         episodes.failed.clear()
         return MultiAgentBatch(batches, steps)
+
+    def _shown_since(self, running: list[RunningEpisode]) -> np.ndarray:
+        """Return the first env step of each environment that views of other agents may show from
+        rows that are in no fragment."""
+        since = np.full(self.slots.num_envs, self._time)
+        for episode in running:
+            for trajectory in episode.alive():
+                columns = self._policies[trajectory.policy_id].columns
+                row = columns.lookback + trajectory.begin
+                env, first = episode.record.env_id, columns["time"][row, trajectory.lane]
+                since[env] = min(since[env], first - columns.lookback)
+        return since
 
     def _take_ended(self, min_rows: int) -> list[RunningEpisode]:
         """Return the ended episodes of the fragment; whole ones until they have `min_rows` rows."""
@@ -323,12 +360,15 @@ class MultiAgentSampler:
         state: dict[str, Any] = {
             "next_id": self._episodes.ids.next_id,
             "next_unroll": self._unroll_ids.next_id,
+            "time": self._time,
             "env_steps": self.env_steps,
             "faulty_episodes": self.faulty_episodes,
         }
-        if self._open:
+        batches = self._batches.state_dict()
+        if self._open and batches is not None:
             state["open"] = {
                 "envs": self.slots.state_dict(),
+                "batches": batches,
                 **episodes_state_dict(self._episodes, self._policies, self._batches),
             }
         return state
@@ -344,11 +384,12 @@ class MultiAgentSampler:
         """
         episodes = self._episodes
         episodes.ids.next_id = state["next_id"]
-        self._unroll_ids.next_id = state["next_unroll"]
+        self._unroll_ids.next_id, self._time = state["next_unroll"], state["time"]
         self.env_steps, episodes.num_faulty = state["env_steps"], state["faulty_episodes"]
         running, self._open = state.get("open"), False
         if running is None:
             return 0
+        self._batches.load_state_dict(running["batches"])
         load_episodes(running, episodes, self._policies, self._batches)
         self._acting = [[] for _ in range(self.slots.num_envs)]
         restarted = self.slots.load_state_dict(running["envs"], episodes.last_observations())

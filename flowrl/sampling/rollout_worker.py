@@ -37,9 +37,7 @@ T = TypeVar("T")
 class RolloutWorker:
     """Samples fragments with its policies, and learns from batches.
 
-    Environments with one agent are sampled in columns, all environments at once. Several agents,
-    views of other agents, callbacks with `on_postprocess_trajectory` and a custom collector are
-    sampled row by row, which is slower and gives the same rows.
+    Rows are sampled in columns, all environments at once; a custom collector gets them one by one.
 
     Args:
         env_creator: function from an EnvContext to a gymnasium Env or VectorEnv or a MultiAgentEnv,

@@ -10,7 +10,7 @@ import numpy as np
 from flowrl.data.types import AgentID, PolicyID
 from flowrl.envs.validation import ObservationCheck
 from flowrl.sampling.episode import MultiAgentEpisode
-from flowrl.sampling.segments import Event
+from flowrl.sampling.segments import Event, Segments
 
 
 class RunningEpisode:
@@ -19,16 +19,19 @@ class RunningEpisode:
     Attributes:
         record: the episode as callbacks see it; its agents are updated when a callback is called.
         agents: the latest trajectory of each agent.
+        history: the trajectories of each agent that views of other agents may show, in the order of
+            time, also those before a soft horizon; empty without such views.
         returns: sum of rewards of each agent, without those of the current fragment.
         new_steps: env steps that are in no fragment yet.
         new_rows: rows of agents that are in no fragment yet.
     """
 
-    __slots__ = ("agents", "new_rows", "new_steps", "record", "returns")
+    __slots__ = ("agents", "history", "new_rows", "new_steps", "record", "returns")
 
     def __init__(self, record: MultiAgentEpisode):
         self.record = record
         self.agents: dict[AgentID, Trajectory] = {}
+        self.history: dict[AgentID, list[Trajectory]] = {}
         self.returns: dict[AgentID, float] = {}
         self.new_steps = self.new_rows = 0
 
@@ -55,14 +58,16 @@ class Trajectory:
         alive: whether it has not ended.
         waits: whether its latest observation has no action.
         final: its final observation, once it has ended.
-        end: the row after its last one, once it has ended.
+        end, end_time: the row after its last one, and the env step of its final observation, once
+            it has ended.
         pending_reward: rewards since its latest action, while no observation followed the action.
         recorded: first row that is not in the episode's record.
     """
 
     __slots__ = (
-        "age", "agent_id", "agent_index", "alive", "begin", "check", "end", "episode", "final",
-        "initial_states", "lane", "pending_reward", "policy_id", "recorded", "waits",
+        "age", "agent_id", "agent_index", "alive", "begin", "check", "end", "end_time",
+        "episode", "final", "initial_states", "lane", "pending_reward", "policy_id", "recorded",
+        "waits",
     )  # fmt: skip
 
     def __init__(
@@ -84,7 +89,7 @@ class Trajectory:
         self.initial_states = initial_states
         self.alive = self.waits = True
         self.final: Any = None
-        self.end = 0
+        self.end = self.end_time = 0
         self.pending_reward = 0.0
 
 
@@ -116,12 +121,49 @@ class Segment:
         trajectory.age += end - trajectory.begin
         trajectory.begin = end
 
-    def order(self) -> tuple[int, int, int, int]:
-        """Return the key that sorts segments by environment, episode, agent and time."""
+    def order(self) -> tuple[int, int, int]:
+        """Return the key that sorts segments by environment, episode and agent."""
         record = self.episode.record
-        return record.env_id, record.episode_id, self.trajectory.agent_index, self.begin
+        return record.env_id, record.episode_id, self.trajectory.agent_index
 
     @property
     def lane(self) -> int:
         """The lane of the rows."""
         return self.trajectory.lane
+
+
+def arrays_of(segments: list[Segment], envs: np.ndarray) -> Segments:
+    """Return segments of a policy as arrays.
+
+    Args:
+        segments: the segments.
+        envs: environment of each lane, [lanes].
+    """
+    lanes, begins, ends, ages, events, agents, ids = np.array(
+        [
+            (
+                s.lane, s.begin, s.end, s.age, s.event, s.trajectory.agent_index,
+                s.episode.record.episode_id,
+            )
+            for s in segments
+        ],
+        np.int64,
+    ).T  # fmt: skip
+    finals = np.full(len(segments), -1)
+    has_final = np.array([segment.final is not None for segment in segments])
+    finals[has_final] = np.arange(has_final.sum())
+    states = zip(*(segment.trajectory.initial_states for segment in segments), strict=True)
+    return Segments(
+        lanes=lanes,
+        begins=begins,
+        ends=ends,
+        steps=ages,
+        ages=ages,
+        episode_ids=ids,
+        events=events,
+        finals=finals,
+        continued=np.zeros(len(segments), bool),
+        envs=envs[lanes],
+        agents=agents,
+        initial_states=[np.stack(values) for values in states],
+    )

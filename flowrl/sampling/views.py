@@ -63,6 +63,7 @@ class Views(ActingViews):
     Attributes:
         shows_columns: whether every view is the column of the same name, so that the policy acts on
             `obs` alone.
+        agents_acting, agents_training: the views of other agents for acting and training.
 
     Raises:
         ConfigError: a view shows other agents, or `batch_repeat_value` is set for other views than
@@ -71,18 +72,29 @@ class Views(ActingViews):
 
     policy: Policy
 
-    def __init__(self, policy: Policy, states: InitialStates):
-        super().__init__(policy, states)
+    def __init__(self, policy: Policy, states: InitialStates, has_agents: bool = False):
+        super().__init__(policy, states, has_agents)
         requirements = self.requirements
-        views = nontrivial_views(requirements)
+        views = nontrivial_views(
+            {name: view for name, view in requirements.items() if view.agents is None}
+        )
         if "obs" in views and "new_obs" not in views:
             shifts = [shift + 1 for shift in views["obs"].shifts]
             shift = shifts if views["obs"].is_window else shifts[0]
             views["new_obs"] = ViewRequirement("obs", views["obs"].space, shift)
         self._training = {n: View(n, v) for n, v in views.items() if v.used_for_training}
-        self.shows_columns = list(self._acting) == ["obs"] and not views
+        self.shows_columns = list(self._acting) == ["obs"] and not views and not self.of_agents
         check_repeats(self._training)
-        self._use([*self._acting.values(), *self._training.values()])
+        of_agents = self.of_agents
+        self.agents_acting = {
+            name: view
+            for name, view in of_agents.items()
+            if requirements[name].known_for_actions(name)
+        }
+        self.agents_training = {
+            name: view for name, view in of_agents.items() if requirements[name].used_for_training
+        }
+        self._use([*self._acting.values(), *self._training.values(), *of_agents.values()])
 
     @property
     def replace_observations(self) -> bool:

@@ -228,3 +228,12 @@ def test_observation_of_another_structure_names_the_difference(observation, prob
     check.check_structure({"vec": (1, {"a": 1}), "image": 2})
     with pytest.raises(ConfigError, match=rf"^env: an observation does not fit .*: {problem}"):
         check.check_structure(observation)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_vector_environments_cannot_drop_invalid_steps(mode):
+    settings = {"on_invalid_step": "drop", "num_envs_per_worker": 2}
+    with pytest.raises(ConfigError, match='on_invalid_step="drop" recreates single'):
+        RolloutWorker(lambda context: CountEnv(), Idle, {**settings, "vectorization_mode": mode})
+    with pytest.raises(ConfigError, match='on_invalid_step="drop" recreates single'):
+        RolloutWorker(lambda context: gym.vector.SyncVectorEnv([CountEnv] * 2), Idle, settings)

@@ -75,7 +75,16 @@ def policy_of(agent, episode, **kwargs):
     return "pq"[(agent + episode.episode_id) % 2]
 
 
-def pair(kind="random", fragment=7, envs=2, seed=0, fail_at=None, views=(), **config):
+def pair(
+    kind="random",
+    fragment=7,
+    envs=2,
+    seed=0,
+    fail_at=None,
+    views=(),
+    policy_class=PPOTorchPolicy,
+    **config,
+):
     """Return a worker that samples in columns and one that samples rows, otherwise equal."""
     workers = []
     for collector in (None, SimpleListCollector):
@@ -89,7 +98,7 @@ def pair(kind="random", fragment=7, envs=2, seed=0, fail_at=None, views=(), **co
 
         worker = RolloutWorker(
             make,
-            {"p": PPOTorchPolicy, "q": PPOTorchPolicy},
+            {"p": policy_class, "q": policy_class},
             {
                 "policy_mapping_fn": policy_of,
                 "num_envs_per_worker": envs,
@@ -406,3 +415,90 @@ def test_restored_sampler_continues_exactly(model, kind, seed, fragment, soft, b
                 assert np.array_equal(rows[name], other.policy_batches[policy_id][name]), name
     assert metrics_of(whole) == metrics_of(restored)
     assert whole.callbacks.seen[seen:] == restored.callbacks.seen
+
+
+class SeesOthers(PPOTorchPolicy):
+    """Adds the number of rows and the rewards of the other agents, and the episode's length."""
+
+    def postprocess_trajectory(self, sample_batch, other_agent_batches=None, episode=None):
+        batch = super().postprocess_trajectory(sample_batch, other_agent_batches, episode)
+        others = [rows for _, rows in (other_agent_batches or {}).values()]
+        totals = np.full(batch.count, sum(float(rows["rewards"].sum()) for rows in others))
+        counts = np.full(batch.count, sum(rows.count for rows in others))
+        lengths = np.full(batch.count, episode.length)
+        return batch.with_columns(others_reward=totals, others_count=counts, length=lengths)
+
+
+class AddsColumn(DefaultCallbacks):
+    def on_postprocess_trajectory(
+        self, *, episode, agent_id, postprocessed_batch, original_batches, **kwargs
+    ):
+        known = len(original_batches), agent_id, episode.episode_id
+        postprocessed_batch["known"] = np.tile(known, (postprocessed_batch.count, 1))
+        self.calls = [*getattr(self, "calls", []), ("postprocess", episode.env_id, agent_id)]
+
+    def on_episode_end(self, *, episode, **kwargs):
+        self.calls = [*getattr(self, "calls", []), ("end", episode.env_id)]
+
+
+@given(
+    kind=KINDS,
+    seed=SEEDS,
+    fragment=st.integers(1, 7),
+    soft=st.sampled_from([None, 3]),
+    normalize=st.booleans(),
+    fail_at=st.sampled_from([None, 4]),
+    custom=st.sampled_from(["policy", "callback", "both"]),
+    batch_mode=st.sampled_from(["truncate_episodes", "complete_episodes"]),
+)
+@settings(max_examples=40, deadline=None)
+def test_postprocessing_of_each_agent_equals_rows(
+    kind, seed, fragment, soft, normalize, fail_at, custom, batch_mode
+):
+    whole = batch_mode == "complete_episodes"
+    columns, rows = pair(
+        kind,
+        fragment,
+        1 if whole else 2,
+        seed,
+        fail_at,
+        policy_class=PPOTorchPolicy if custom == "callback" else SeesOthers,
+        horizon=soft,
+        soft_horizon=bool(soft) and not whole,
+        normalize_observations=normalize,
+        batch_mode=batch_mode,
+        callbacks_class=DefaultCallbacks if custom == "policy" else AddsColumn,
+    )
+    for _ in range(3):
+        assert_same_batches(columns.sample(), rows.sample())
+    assert metrics_of(columns) == metrics_of(rows)
+    if custom != "policy":
+        ends = [[c for c in w.callbacks.calls if c[0] == "end"] for w in (columns, rows)]
+        assert ends[0] == ends[1]
+        assert sorted(map(str, columns.callbacks.calls)) == sorted(map(str, rows.callbacks.calls))
+
+
+@given(
+    kind=KINDS,
+    seed=SEEDS,
+    fragment=st.integers(1, 7),
+    shift=st.one_of(st.integers(-3, 0), st.just([-2, 0]), st.just("-3:0")),
+    column=st.sampled_from(["obs", "actions", "rewards", "dones", "terminateds"]),
+    agents=st.sampled_from(["others", [0, 3]]),
+    soft=st.sampled_from([None, 3]),
+    fail_at=st.sampled_from([None, 4]),
+    normalize=st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_views_of_other_agents_equal_rows(
+    kind, seed, fragment, shift, column, agents, soft, fail_at, normalize
+):
+    if soft and column != "obs":
+        shift = -2  # rows know no outcomes after a soft horizon
+    view = ViewRequirement(column, shift=shift, agents=agents)
+    columns, rows = pair(
+        kind, fragment, 2, seed, fail_at, {"others": view}, horizon=soft, soft_horizon=bool(soft),
+        normalize_observations=normalize,
+    )  # fmt: skip
+    for _ in range(4):
+        assert_same_batches(columns.sample(), rows.sample())

@@ -1,0 +1,169 @@
+"""AgentViews: views of the rows of other agents of the same episode."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from flowrl.data.spaces import zeros_of
+from flowrl.data.types import AgentID, PolicyID
+from flowrl.policies.acting_views import View
+from flowrl.policies.policy import Policy
+from flowrl.sampling.running_episodes import RunningEpisode, Segment, Trajectory
+from flowrl.sampling.sampling_worker import SamplingWorker
+from flowrl.settings import ConfigError
+
+
+def has_agent_views(policies: Mapping[PolicyID, Policy]) -> bool:
+    """Return whether a policy has views of other agents."""
+    views = [view for policy in policies.values() for view in policy.view_requirements.values()]
+    return any(view.agents is not None for view in views)
+
+
+class AgentViews:
+    """Finds rows of other agents by the env step of their observation.
+
+    Rows that do not exist are filled with zeros, and False in the column `<view>_mask`. The action
+    and reward of an agent are shown once the observation after them is known.
+
+    Args:
+        worker: has the agents and their spaces.
+        policies: the rows of each policy, in a dict that is filled later.
+    """
+
+    def __init__(self, worker: SamplingWorker, policies: Mapping[PolicyID, Any]):
+        self._worker, self._policies = worker, policies
+
+    def inputs(self, views: Mapping[str, View], waiting: list[Trajectory]) -> dict[str, np.ndarray]:
+        """Return views and masks at the current rows of trajectories, [m, agents, …] each."""
+        at = [(t, t.episode, np.array([self._policies[t.policy_id].rows[t.lane]])) for t in waiting]
+        return self._columns(views, [(*one, self._times(one[0], one[2])) for one in at])
+
+    def inputs_after(
+        self, views: Mapping[str, View], segments: list[Segment]
+    ) -> dict[str, np.ndarray]:
+        """Return views and masks at the observation after each segment, [segments, agents, …]."""
+        requests = []
+        for segment in segments:
+            trajectory, row = segment.trajectory, np.array([segment.end])
+            times = self._times(trajectory, row)
+            if segment.final is not None:
+                times = np.array([trajectory.end_time])
+            requests.append((trajectory, segment.episode, row, times))
+        return self._columns(views, requests)
+
+    def rows(self, views: Mapping[str, View], segments: list[Segment]) -> dict[str, np.ndarray]:
+        """Return views and masks of the rows of segments, [rows, agents, …] each."""
+        requests = []
+        for segment in segments:
+            rows = np.arange(segment.begin, segment.end)
+            times = self._times(segment.trajectory, rows)
+            requests.append((segment.trajectory, segment.episode, rows, times))
+        return self._columns(views, requests)
+
+    def _times(self, trajectory: Trajectory, rows: np.ndarray) -> np.ndarray:
+        columns = self._policies[trajectory.policy_id].columns
+        return columns["time"][columns.lookback + rows, trajectory.lane]
+
+    def _columns(self, views: Mapping[str, View], requests: list[Any]) -> dict[str, np.ndarray]:
+        shown: dict[str, np.ndarray] = {}
+        for name, view in views.items():
+            parts = [self._view(view, *request) for request in requests]
+            shapes = {values.shape[1:] for values, _ in parts}
+            if len(shapes) > 1:
+                raise _shape_error(view, shapes)
+            shown[name] = np.concatenate([values for values, _ in parts])
+            shown[f"{name}_mask"] = np.concatenate([mask for _, mask in parts])
+        return shown
+
+    def _view(
+        self,
+        view: View,
+        trajectory: Trajectory,
+        episode: RunningEpisode,
+        rows: np.ndarray,
+        times: np.ndarray,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return a view and its mask at rows of a trajectory, [rows, agents, …] each."""
+        agents = view.agents
+        if agents == "others":
+            agents = [a for a in self._possible_agents() if a != trajectory.agent_id]
+        values, masks = [], []
+        for agent in agents or ():
+            of_shifts = [
+                self._of_agent(view, episode, agent, times, shift) for shift in view.shifts
+            ]
+            if view.is_window:
+                values.append(np.stack([value for value, _ in of_shifts], 1))
+                masks.append(np.stack([mask for _, mask in of_shifts], 1))
+            else:
+                values.append(of_shifts[0][0])
+                masks.append(of_shifts[0][1])
+        shapes = {value.shape[1:] for value in values}
+        if len(shapes) > 1:
+            raise _shape_error(view, shapes)
+        return np.stack(values, 1), np.stack(masks, 1)
+
+    def _of_agent(
+        self, view: View, episode: RunningEpisode, agent: AgentID, times: np.ndarray, shift: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return an agent's values `shift` env steps from times, and which of them exist."""
+        values = np.repeat(self._zero(view, agent)[None], len(times), 0)
+        mask = np.zeros(len(times), bool)
+        is_obs = view.source == "obs"
+        for other in episode.history.get(agent, ()):
+            lanes = self._policies[other.policy_id]
+            columns, begin = lanes.columns, lanes.columns.lookback
+            first = max(other.begin - other.age, -begin)
+            last = int(lanes.rows[other.lane]) if other.alive else other.end
+            known = self._times(other, np.arange(first, last + 1))
+            has_final = other.final is not None  # a dropped one has none
+            if has_final:
+                known[-1] = other.end_time
+            count = len(known) - (not is_obs or has_final)
+            at = np.searchsorted(known[:count], times + shift)
+            found = at < count
+            found[found] = known[at[found]] == (times + shift)[found]
+            if not is_obs and shift < 0:  # the outcome of the action is known
+                found[found] = known[at[found] + 1] <= times[found]
+            if not found.any():
+                continue
+            column = columns.get(view.source)
+            if column is None:
+                raise ConfigError(f"cannot view column {view.source!r}: it is not collected")
+            found_values = column[begin + first + at[found], other.lane]
+            if found_values.shape[1:] != values.shape[1:]:
+                raise _shape_error(view, {found_values.shape[1:], values.shape[1:]})
+            values = values.astype(np.result_type(values, found_values), copy=False)
+            values[found], mask[found] = found_values, True
+        return values, mask
+
+    def _possible_agents(self) -> list[AgentID]:
+        agents = self._worker.possible_agents
+        if not agents:
+            raise ConfigError(
+                'a view with agents="others" needs an environment with possible_agents'
+            )
+        return agents
+
+    def _zero(self, view: View, agent: AgentID) -> np.ndarray:
+        """Return the fill value of a view of an agent without rows."""
+        if view.space is not None:
+            return np.asarray(zeros_of(view.space))
+        if view.source in ("obs", "actions"):
+            return np.asarray(zeros_of(self._worker.space_of(agent, view.source)))
+        dtypes: dict[str, Any] = {
+            "rewards": np.float32, "terminateds": bool, "truncateds": bool, "dones": bool
+        }  # fmt: skip
+        if view.source in dtypes:
+            return np.zeros((), dtypes[view.source])
+        raise ConfigError(f"view of {view.source!r}: needs a space, which defines the fill value")
+
+
+def _shape_error(view: View, shapes: Any) -> ConfigError:
+    return ConfigError(
+        f"view of {view.source!r} of the agents {view.agents}: the values have different shapes, "
+        f"{sorted(shapes)}"
+    )

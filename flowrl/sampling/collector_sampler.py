@@ -1,0 +1,309 @@
+"""CollectorSampler: pass the rows of all agents to a SampleCollector, which builds the batches.
+
+Environments, episodes and callbacks are those of MultiAgentSampler; the columns store each row for
+them until the next fragment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import optree
+
+from flowrl.data import MultiAgentBatch, SampleBatch
+from flowrl.data.fragment_columns import map_leaves
+from flowrl.data.types import PolicyID
+from flowrl.policies.policy import Policy
+from flowrl.sampling.agent_batches import AgentBatches
+from flowrl.sampling.agent_checks import AgentChecks
+from flowrl.sampling.agent_records import AgentRecords
+from flowrl.sampling.callback_worker import CallbackWorker
+from flowrl.sampling.ids import IdCounter
+from flowrl.sampling.multi_agent_sampler import MultiAgentSampler
+from flowrl.sampling.policy_lanes import PolicyLanes
+from flowrl.sampling.running_episodes import RunningEpisode, Trajectory
+from flowrl.sampling.sample_collector import SampleCollector
+from flowrl.sampling.segment_postprocessing import SegmentPostprocessing
+from flowrl.sampling.views import Views
+from flowrl.sampling.worker_config import WorkerConfig
+from flowrl.settings import ConfigError
+
+_NOT_IN_ROWS = ("raw_obs", "obs", "unseen", "terminateds", "truncateds", "dones")
+
+
+class Collectors:
+    """The collectors of a worker: one, or one per environment for whole episodes.
+
+    Args:
+        collector_class: the class of the collectors.
+        worker, settings: passed to the collectors.
+    """
+
+    def __init__(
+        self,
+        collector_class: type[SampleCollector],
+        worker: CallbackWorker,
+        settings: WorkerConfig,
+    ):
+        self._class, self._worker, self._settings = collector_class, worker, settings
+        self._whole = settings.batch_mode == "complete_episodes"
+        if settings.soft_horizon and not self._overrides("continue_episode"):
+            raise ConfigError(
+                f"sample_collector: {collector_class.__name__} has no continue_episode(), for "
+                "soft_horizon"
+            )
+        self.can_drop = self._overrides("drop_episode")
+        self.all: list[SampleCollector] = []
+
+    def _overrides(self, method: str) -> bool:
+        return getattr(self._class, method) is not getattr(SampleCollector, method)
+
+    def start(self, num_envs: int) -> None:
+        """Replace the collectors by empty ones."""
+        settings = self._settings
+        self.all = [
+            self._class(
+                self._worker.policy_map,
+                callbacks=self._worker.callbacks,
+                worker=self._worker,
+                multiple_episodes_in_batch=not self._whole,
+                rollout_fragment_length=settings.fragment_length,
+                count_steps_by=settings.count_steps_by,
+            )
+            for _ in range(num_envs if self._whole else 1)
+        ]
+
+    def of_env(self, env: int) -> SampleCollector:
+        """Return the collector of an environment's episodes."""
+        return self.all[env if self._whole else 0]
+
+
+class CollectorLanes(PolicyLanes):
+    """Lanes that pass each row to a collector, and get the inputs of actions from it.
+
+    Args:
+        collectors: the collectors.
+        policy_id, policy, settings: see PolicyLanes.
+    """
+
+    def __init__(
+        self, collectors: Collectors, policy_id: PolicyID, policy: Policy, settings: WorkerConfig
+    ):
+        super().__init__(policy_id, policy, settings, IdCounter(), False)
+        self._collectors = collectors
+        # the trajectories that wait, in the order in which their observations were added
+        self._added: list[Trajectory] = []
+
+    def _new_views(self) -> Views:
+        return Views(self.policy, self.states, has_agents=True)  # the collector shows them
+
+    def clear(self) -> None:
+        super().clear()
+        self._added = []
+
+    def start(self, *args: Any) -> Trajectory:
+        trajectory = super().start(*args)
+        record = trajectory.episode.record
+        collector = self._collectors.of_env(record.env_id)
+        observation = self._added_observation(trajectory)
+        collector.add_init_obs(
+            record.episode_id, trajectory.agent_id, trajectory.policy_id, observation
+        )
+        return trajectory
+
+    def _added_observation(self, trajectory: Trajectory) -> Any:
+        """Return the observation that waits for an action, normalized."""
+        self._added.append(trajectory)
+        return self._normalized(self.observation(trajectory))
+
+    def _normalized(self, raw: Any) -> Any:
+        normalize = self.policy.observation_filter
+        obs = raw if normalize is None else normalize(raw[None])[0]
+        for array in optree.tree_leaves(obs):
+            array.flags.writeable = False
+        return obs
+
+    def observe(self, trajectory: Trajectory, observation: Any, t: int, info: Any) -> None:
+        super().observe(trajectory, observation, t, info)
+        row = int(self.rows[trajectory.lane]) - 1
+        self._add_row(trajectory, row, self._added_observation(trajectory), False, False)
+
+    def end(
+        self,
+        trajectory: Trajectory,
+        final: Any,
+        t: int,
+        info: Any,
+        terminated: bool,
+        truncated: bool,
+    ) -> None:
+        super().end(trajectory, final, t, info, terminated, truncated)
+        after = self._normalized(map_leaves(np.copy, trajectory.final))
+        self._add_row(trajectory, trajectory.end - 1, after, terminated, truncated)
+
+    def _add_row(
+        self, trajectory: Trajectory, row: int, after: Any, terminated: bool, truncated: bool
+    ) -> None:
+        record, at = trajectory.episode.record, (self.columns.lookback + row, trajectory.lane)
+        values = {
+            name: map_leaves(lambda array: _value(array, at), column)
+            for name, column in self.columns.arrays.items()
+            if name not in _NOT_IN_ROWS
+        }
+        values["infos"] = values.get("infos") or {}
+        values |= {
+            "new_obs": after,
+            "terminateds": terminated,
+            "truncateds": truncated,
+            "env_id": record.env_id,
+            "agent_index": trajectory.agent_index,
+        }
+        self._collectors.of_env(record.env_id).add_action_reward_next_obs(
+            record.episode_id, trajectory.agent_id, trajectory.policy_id, values
+        )
+
+    def drop(self, trajectory: Trajectory) -> None:
+        super().drop(trajectory)
+        self._added = [other for other in self._added if other is not trajectory]
+
+    def act(self) -> list[Any]:
+        waiting = self.waiting
+        by_collector = [
+            [t for t in self._added if self._collectors.of_env(t.episode.record.env_id) is c]
+            for c in self._collectors.all
+        ]
+        parts = [
+            collector.get_inference_input_dict(self.policy)
+            for collector, added in zip(self._collectors.all, by_collector, strict=True)
+            if added
+        ]
+        inputs: Any = parts[0]
+        if len(parts) > 1:
+            inputs = optree.tree_map(lambda *leaves: np.concatenate(leaves), *parts)  # type: ignore[arg-type]
+        self.wait([trajectory for added in by_collector for trajectory in added])
+        self._added = []
+        actions = self._store_outputs(
+            self.policy.compute_actions_from_input_dict(inputs, **self._options)
+        )
+        positions = {id(trajectory): n for n, trajectory in enumerate(self.waiting)}
+        return [actions[positions[id(trajectory)]] for trajectory in waiting]
+
+    def fits(self, observations: list[Any]) -> bool:
+        return False  # rows are added one by one
+
+
+def _value(array: np.ndarray, at: Any) -> Any:
+    value = array[at]
+    return value.copy() if isinstance(value, np.ndarray) else value
+
+
+class CollectorBatches(AgentBatches):
+    """Takes the batches from the collectors.
+
+    Args:
+        collectors: the collectors.
+        policies, checks, records, postprocess: see AgentBatches.
+    """
+
+    def __init__(
+        self,
+        collectors: Collectors,
+        policies: Mapping[PolicyID, PolicyLanes],
+        checks: AgentChecks,
+        records: AgentRecords,
+        postprocess: SegmentPostprocessing,
+    ):
+        super().__init__(policies, checks, records, postprocess)
+        self._collectors = collectors
+        self._whole: dict[int, MultiAgentBatch] = {}  # by episode id
+
+    def clear(self, num_envs: int) -> None:
+        super().clear(num_envs)
+        self._collectors.start(num_envs)
+        self._whole.clear()
+
+    def env_stepped(self, episode: RunningEpisode) -> None:
+        record = episode.record
+        collector = self._collectors.of_env(record.env_id)
+        collector.env_stepped(record.episode_id, record.length)
+
+    def end(self, episode: RunningEpisode) -> None:
+        record = episode.record
+        collector = self._collectors.of_env(record.env_id)
+        collector.postprocess_trajectories_so_far(self._records.updated(episode))
+        collector.check_missing_dones(record.episode_id)
+        if len(self._collectors.all) > 1 or not collector.multiple_episodes_in_batch:
+            self._whole[record.episode_id] = collector.get_multi_agent_batch_and_reset()
+
+    def continue_as(self, episode: RunningEpisode, following: RunningEpisode) -> None:
+        record = self._records.updated(episode) or episode.record
+        collector = self._collectors.of_env(record.env_id)
+        collector.continue_episode(record, following.record.episode_id)
+
+    def drop(self, episode: RunningEpisode, error: Exception) -> None:
+        if not self._collectors.can_drop:
+            raise error
+        record = episode.record
+        self._collectors.of_env(record.env_id).drop_episode(record.episode_id)
+
+    def take(
+        self, ended: list[RunningEpisode], running: list[RunningEpisode]
+    ) -> dict[PolicyID, SampleBatch]:
+        episodes = {id(episode) for episode in (*ended, *running)}
+        for policy_id, lanes in self._policies.items():
+            segments = [
+                *(segment for segment in lanes.segments if id(segment.episode) in episodes),
+                *self._open_segments(running, policy_id),
+            ]
+            lanes.segments = [s for s in lanes.segments if id(s.episode) not in episodes]
+            self._checks.check_values(lanes, segments)
+            lanes.update_filter()
+            for segment in segments:
+                self._add_returns(segment, lanes.reward_of(segment))
+        if not self._whole and self._collectors.all[0].multiple_episodes_in_batch:
+            return self._collectors.all[0].get_multi_agent_batch_and_reset().policy_batches
+        parts = [self._whole.pop(episode.record.episode_id) for episode in ended]
+        return SampleBatch.concat_samples(parts).policy_batches
+
+    def state_dict(self) -> dict[str, Any] | None:
+        collectors = [collector.state_dict() for collector in self._collectors.all]
+        if None in collectors:
+            return None
+        return {"collectors": collectors, "whole": dict(self._whole)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._collectors.start(len(state["collectors"]))
+        for collector, saved in zip(self._collectors.all, state["collectors"], strict=True):
+            collector.load_state_dict(saved)
+        self._whole = dict(state["whole"])
+
+
+class CollectorSampler(MultiAgentSampler):
+    """Samples into the collectors of a class; see MultiAgentSampler for the other arguments.
+
+    Args:
+        collector_class: the class of the collectors.
+    """
+
+    def __init__(self, collector_class: type[SampleCollector], *args: Any, **kwargs: Any):
+        self._collector_class = collector_class
+        super().__init__(*args, **kwargs)
+
+    def _make_storage(
+        self, checks: AgentChecks
+    ) -> tuple[Mapping[PolicyID, PolicyLanes], AgentRecords, AgentBatches]:
+        worker, settings = self.worker, self.settings
+        collectors = Collectors(self._collector_class, worker, settings)
+        policies = {
+            policy_id: CollectorLanes(collectors, policy_id, policy, settings)
+            for policy_id, policy in worker.policy_map.items()
+        }
+        records = AgentRecords(worker, self.slots, policies, is_used=True)
+        postprocess = SegmentPostprocessing(worker)
+        return (
+            policies,
+            records,
+            CollectorBatches(collectors, policies, checks, records, postprocess),
+        )

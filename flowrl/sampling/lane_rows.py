@@ -1,0 +1,344 @@
+"""LaneRows: what environments return for the agents of one policy, in lanes of columns.
+
+A lane has the rows of one agent after another, of the same environment. Each lane counts its own
+rows, because agents may act in different steps. The latest observation of an agent is in the
+current row of its lane; its action, reward and info are added when they are known.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from flowrl.data.fragment_columns import FragmentColumns, map_leaves, write
+from flowrl.data.spaces import stack_values, zeros_of
+from flowrl.data.types import AgentID, PolicyID
+from flowrl.envs.validation import ObservationCheck
+from flowrl.policies.acting_views import InitialStates
+from flowrl.policies.policy import Policy
+from flowrl.sampling.running_episodes import RunningEpisode, Segment, Trajectory
+from flowrl.sampling.segments import Event
+from flowrl.sampling.worker_config import WorkerConfig
+
+FLAGS = ("terminateds", "truncateds", "dones")
+
+
+class LaneRows:
+    """Stores the rows of a policy's agents.
+
+    Args:
+        policy_id, policy: the policy.
+        settings: the sampling settings.
+        shows_agents: whether views show rows of other agents, which need the env step of each
+            observation and the ends of trajectories as columns.
+
+    Attributes:
+        columns: the rows.
+        rows: current row of each lane, [lanes].
+        envs: environment of each lane, [lanes].
+        segments: the segments that are in no fragment yet.
+        free: lanes without a trajectory, by environment.
+        states: the initial states of the lanes.
+        waiting: the trajectories that act in the next step.
+        time: env steps of each environment so far.
+    """
+
+    def __init__(
+        self, policy_id: PolicyID, policy: Policy, settings: WorkerConfig, shows_agents: bool
+    ):
+        self.policy_id, self.policy, self.shows_agents = policy_id, policy, shows_agents
+        self._replaces = settings.on_invalid_step == "replace"
+        self.states = InitialStates(policy, 0)
+        self.columns = FragmentColumns(0, settings.fragment_length)
+        self._check = ObservationCheck(policy.observation_space)
+        self.rows, self.envs = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        self.time = 0
+        self._allocate()
+        self.clear()
+
+    def _allocate(self) -> None:
+        """Allocate the columns of what environments return."""
+        columns, space = self.columns, self.policy.observation_space
+        zeros = zeros_of(space)
+        columns.allocate_like("raw_obs", map_leaves(lambda z: z[None][:0], zeros))
+        if self.policy.observation_filter is None:
+            columns.share("obs", "raw_obs")
+        else:
+            columns.allocate("obs", space.shape or (), np.dtype(np.float32))
+            # observations that are not in the statistics of the filter
+            columns.allocate("unseen", (), np.dtype(bool))
+        if self.shows_agents:
+            columns.allocate("time", (), np.dtype(np.int64))
+            for name in FLAGS:
+                columns.allocate(name, (), np.dtype(bool))
+        columns.allocate("rewards", (), np.dtype(np.float32))
+        columns.allocate("t", (), np.dtype(np.int64))
+
+    def clear(self) -> None:
+        """Remove all rows."""
+        self.rows[:] = 0
+        self.free: dict[int, list[int]] = {}
+        for lane in reversed(range(len(self.rows))):
+            self.free.setdefault(int(self.envs[lane]), []).append(lane)
+        if "unseen" in self.columns.arrays:
+            self.columns["unseen"][:] = False
+        self.segments: list[Segment] = []
+        self.wait([])
+
+    def wait(self, trajectories: list[Trajectory]) -> None:
+        """Set the trajectories that act in the next step, in the order of their actions."""
+        self.waiting = trajectories
+        self._lanes = np.array([trajectory.lane for trajectory in trajectories], np.int64)
+        # the first row of each trajectory; negative in later fragments
+        self._resets = np.array([t.begin - t.age for t in trajectories], np.int64)
+
+    # -- trajectories ------------------------------------------------------------------------------
+
+    def start(
+        self,
+        env: int,
+        agent_id: AgentID,
+        agent_index: int,
+        episode: RunningEpisode,
+        check: ObservationCheck,
+        observation: Any,
+        counts: bool,
+    ) -> Trajectory:
+        """Start an agent's trajectory with its first observation.
+
+        Args:
+            env: the environment.
+            agent_id, agent_index, episode: the agent.
+            check: the check of its observations.
+            observation: the observation.
+            counts: whether the observation is part of the filter's statistics.
+        """
+        free = self.free.setdefault(env, [])
+        if not free:
+            free.append(self.add_lane(env))
+        lane = free.pop()
+        self.states.restart([lane])
+        row, states = int(self.rows[lane]), self.states.new
+        trajectory = Trajectory(
+            self.policy_id, lane, agent_id, agent_index, episode, check, row, states
+        )
+        self._write(trajectory, observation, counts)
+        return trajectory
+
+    def add_lane(self, env: int) -> int:
+        """Add a lane for an environment; return its number."""
+        self.columns.add_lanes(1)
+        self.states.add_lanes(1)
+        self.rows, self.envs = np.append(self.rows, 0), np.append(self.envs, env)
+        return len(self.rows) - 1
+
+    def _write(self, trajectory: Trajectory, observation: Any, counts: bool = True) -> None:
+        """Write the latest observation of a trajectory."""
+        if self._replaces:
+            observation = trajectory.check.repair(observation)
+        lane = trajectory.lane
+        at = self.columns.lookback + self.rows[lane], lane
+        write(self.columns["raw_obs"], at, observation)
+        if "unseen" in self.columns.arrays:
+            self.columns["unseen"][at] = counts
+        if self.shows_agents:
+            self.columns["time"][at] = self.time
+
+    def observe(self, trajectory: Trajectory, observation: Any, t: int, info: Any) -> None:
+        """Complete the current row with the observation that followed.
+
+        Args:
+            trajectory: the trajectory.
+            observation: the observation.
+            t: env steps of the episode before this one.
+            info: info of the agent in this step.
+        """
+        self._complete(trajectory, t, info)
+        self._write(trajectory, observation)
+        trajectory.waits = True
+
+    def end(
+        self,
+        trajectory: Trajectory,
+        final: Any,
+        t: int,
+        info: Any,
+        terminated: bool,
+        truncated: bool,
+    ) -> None:
+        """Complete the last row of a trajectory, and end it.
+
+        Args:
+            trajectory: the trajectory.
+            final: its final observation; None: its latest one.
+            t, info: see `observe`.
+            terminated, truncated: how it ended.
+        """
+        final = self.observation(trajectory) if final is None else trajectory.check.copy(final)
+        trajectory.final = trajectory.check.repair(final) if self._replaces else final
+        self._complete(trajectory, t, info, terminated, truncated)
+        trajectory.end, trajectory.end_time = int(self.rows[trajectory.lane]), self.time
+        self.segments.append(
+            Segment(trajectory, trajectory.end, Event.ENDED, terminated, truncated)
+        )
+        self._release(trajectory)
+
+    def _complete(
+        self,
+        trajectory: Trajectory,
+        t: int,
+        info: Any,
+        terminated: bool = False,
+        truncated: bool = False,
+    ) -> None:
+        columns, lane = self.columns, trajectory.lane
+        at = columns.lookback + self.rows[lane], lane
+        reward = trajectory.pending_reward
+        columns["rewards"][at] = (
+            np.nan_to_num(reward, posinf=0, neginf=0) if self._replaces else reward
+        )
+        trajectory.pending_reward = 0.0
+        columns["t"][at] = t
+        self._write_infos(at, info or None)
+        if self.shows_agents:
+            flags = terminated, truncated, terminated or truncated
+            for name, flag in zip(FLAGS, flags, strict=True):
+                columns[name][at] = flag
+        self.rows[lane] += 1
+
+    def _write_infos(self, at: Any, infos: Any) -> None:
+        """Write infos, which are a column once an environment returned some."""
+        if infos is None and "infos" not in self.columns.arrays:
+            return
+        self.columns.allocate("infos", (), np.dtype(object))[at] = infos
+
+    def _release(self, trajectory: Trajectory) -> None:
+        trajectory.alive = trajectory.waits = False
+        self.free[int(self.envs[trajectory.lane])].append(trajectory.lane)
+
+    def drop(self, trajectory: Trajectory) -> None:
+        """End a trajectory, and drop its rows that are in no segment."""
+        lane = trajectory.lane
+        if "unseen" in self.columns.arrays:
+            rows = slice(trajectory.begin, int(self.rows[lane]) + 1)
+            self.columns["unseen"][self.columns.lookback :][rows, lane] = False
+        trajectory.end = trajectory.begin
+        self.rows[lane] += 1  # a segment before a soft horizon may end with the current row
+        self._release(trajectory)
+
+    def drop_segments(self, episode: RunningEpisode) -> None:
+        """Drop the segments of an episode."""
+        for segment in self.segments:
+            if segment.episode is episode and "unseen" in self.columns.arrays:
+                rows = slice(segment.begin, segment.end)
+                self.columns["unseen"][self.columns.lookback :][rows, segment.lane] = False
+        self.segments = [segment for segment in self.segments if segment.episode is not episode]
+
+    def observation(self, trajectory: Trajectory, name: str = "raw_obs") -> Any:
+        """Return a copy of the latest observation of a trajectory."""
+        at = self.columns.lookback + self.rows[trajectory.lane], trajectory.lane
+        return map_leaves(lambda array: np.array(array[at]), self.columns[name])
+
+    # -- a step of many trajectories ---------------------------------------------------------------
+
+    def observe_many(
+        self,
+        lanes: list[int],
+        observations: list[Any],
+        rewards: list[float],
+        steps: list[int],
+        infos: list[Any] | None,
+    ) -> None:
+        """Complete the current rows of trajectories that acted in this step; see `observe`.
+
+        Args:
+            lanes: the lanes of the trajectories.
+            observations, rewards, steps, infos: of each; None: there are no infos.
+        """
+        columns = self.columns
+        index = self._lanes if len(lanes) == len(self._lanes) else np.array(lanes)
+        at = columns.lookback + self.rows[index], index
+        columns["rewards"][at] = rewards
+        columns["t"][at] = steps
+        self._write_infos(at, infos)
+        values = self._stacked(observations)
+        if self._replaces:
+            values = self._check.repair(values)
+            columns["rewards"][at] = np.nan_to_num(columns["rewards"][at], posinf=0.0, neginf=0.0)
+        self.rows[index] += 1
+        after = at[0] + 1, index
+        write(columns["raw_obs"], after, values)
+        if "unseen" in columns.arrays:
+            columns["unseen"][after] = True
+        if self.shows_agents:
+            columns["time"][after] = self.time
+            for name in FLAGS:
+                columns[name][at] = False
+
+    def _stacked(self, observations: list[Any]) -> Any:
+        """Return observations as arrays [k, …]."""
+        check = self._check
+        if not check.is_array:
+            return stack_values([check.copy(observation) for observation in observations])
+        shape = check.space.shape
+        if not shape:
+            return np.array(observations, check.dtype)
+        return np.concatenate(observations).reshape(len(observations), *shape)
+
+    def fits(self, observations: list[Any]) -> bool:
+        """Return whether observations have the shape and dtype of the policy's space."""
+        return all(map(self._check.matches_shape_and_dtype, observations))
+
+    # -- a fragment --------------------------------------------------------------------------------
+
+    def steps_of_room(self) -> int:
+        """Return the number of steps for which there is room, at least 1; make room if needed."""
+        last = int(self.rows.max(initial=0))
+        if last == self.columns.length:
+            self.columns.resize(2 * last)
+        return self.columns.length - last
+
+    def update_filter(self) -> None:
+        """Add the observations that policies act on to the statistics of the filter."""
+        normalize, columns = self.policy.observation_filter, self.columns
+        if normalize is not None and columns["unseen"].any():
+            normalize.new_stats.update(columns["raw_obs"][columns["unseen"]])
+            columns["unseen"][:] = False
+
+    def reward_of(self, segment: Segment) -> float:
+        """Return the sum of rewards of a segment."""
+        rows = self.columns["rewards"][self.columns.lookback :, segment.lane]
+        return float(rows[segment.begin : segment.end].sum(dtype=np.float64))
+
+    def advance(
+        self, running: list[Trajectory], ended: list[Trajectory], since: np.ndarray | None = None
+    ) -> None:
+        """Start the next fragment with the rows that are kept: those of the remaining segments, and
+        those of running trajectories that are in no segment.
+
+        Args:
+            running: the trajectories that have not ended.
+            ended: other trajectories that views may show.
+            since: the first env step of each environment that views may show, [envs].
+        """
+        firsts = self.rows.copy()
+        kept: list[Segment | Trajectory] = [*self.segments, *running]
+        for part in kept:
+            firsts[part.lane] = min(firsts[part.lane], part.begin)
+        if since is not None:
+            times = self.columns["time"][self.columns.lookback :]
+            for lane, env in enumerate(self.envs.tolist()):
+                known = times[: self.rows[lane], lane]
+                firsts[lane] = min(firsts[lane], int(np.searchsorted(known, since[env])))
+        self.columns.advance_lanes(firsts, self.rows)
+        self.rows -= firsts
+        for trajectory in running:
+            trajectory.begin -= int(firsts[trajectory.lane])
+            trajectory.recorded -= int(firsts[trajectory.lane])
+        for trajectory in ended:
+            trajectory.begin -= int(firsts[trajectory.lane])
+            trajectory.end -= int(firsts[trajectory.lane])
+        for segment in self.segments:
+            first = int(firsts[segment.lane])
+            segment.begin, segment.end = segment.begin - first, segment.end - first
