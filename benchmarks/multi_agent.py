@@ -1,11 +1,16 @@
 """Agent steps per second in process: CartPole with 4 agents and 2 policies, 8 environments.
 
-Compares flowrl's RolloutWorker.sample() (with GAE and every column) with RLlib 2.60's
-MultiAgentEnvRunner.sample(), which runs as a subprocess in a separate virtual environment. Both
-have newly initialized 2x64 tanh actors and critics per policy and one torch thread. They run
-alternately; prints medians over the rounds.
+Compares flowrl's RolloutWorker.sample() (with GAE and every column) with
 
-    python benchmarks/multi_agent.py [--seconds 2.0] [--rounds 5]
+- a bare numpy loop: it steps the same environments, lets the same policies act, and writes
+  observations, actions, outputs, rewards and flags into arrays; no GAE, ids, episodes or checks
+- RLlib 2.60's MultiAgentEnvRunner.sample(), which runs as a subprocess in a separate virtual
+  environment
+
+All have newly initialized 2x64 tanh actors and critics per policy and one torch thread. They run
+alternately; prints medians over the rounds, and the smallest and largest ratio.
+
+    python benchmarks/multi_agent.py [--seconds 2.0] [--rounds 5] [--no-rllib]
 """
 
 from __future__ import annotations
@@ -80,6 +85,57 @@ class Flowrl:
 
     def sample(self) -> int:
         return self.worker.sample().agent_steps()
+
+
+class Bare:
+    """A loop over the environments of Flowrl with its policies."""
+
+    def __init__(self, worker: Any) -> None:
+        self.policies = [worker.policy_map["even"], worker.policy_map["odd"]]
+        self.envs = [Cartpoles() for _ in range(ENVS)]
+        self.latest = [env.reset()[0] for env in self.envs]
+        shape = (FRAGMENT + 1, ENVS, AGENTS)
+        self.obs = np.zeros((*shape, 4), np.float32)
+        self.outputs: dict[str, np.ndarray] = {}
+        self.rewards = np.zeros(shape, np.float32)
+        self.actions = np.zeros(shape, np.int64)
+        self.ends = np.zeros((2, *shape), bool)
+
+    def sample(self) -> int:
+        steps = 0
+        self.ends[:] = False
+        for t in range(FRAGMENT):
+            chosen: list[dict[int, int]] = [{} for _ in self.envs]
+            for parity, policy in enumerate(self.policies):
+                pairs = [
+                    (e, a) for e, obs in enumerate(self.latest) for a in obs if a % 2 == parity
+                ]
+                if not pairs:
+                    continue
+                envs, agents = np.array(pairs).T
+                obs = np.array([self.latest[e][a] for e, a in pairs])
+                actions, _, extra = policy.compute_actions(obs)
+                self.obs[t, envs, agents] = obs
+                self.actions[t, envs, agents] = actions
+                for name, value in extra.items():
+                    if name not in self.outputs:
+                        shape = (FRAGMENT + 1, ENVS, AGENTS, *value.shape[1:])
+                        self.outputs[name] = np.zeros(shape, value.dtype)
+                    self.outputs[name][t, envs, agents] = value
+                for (e, a), action in zip(pairs, actions.tolist(), strict=True):
+                    chosen[e][a] = action
+                steps += len(pairs)
+            for e, (env, sent) in enumerate(zip(self.envs, chosen, strict=True)):
+                obs_of, rewards, terminateds, truncateds, _ = env.step(sent)
+                for a, reward in rewards.items():
+                    self.rewards[t, e, a] = reward
+                    if terminateds[a] or truncateds[a]:
+                        self.ends[:, t, e, a] = terminateds[a], truncateds[a]
+                if terminateds["__all__"]:
+                    self.latest[e] = env.reset()[0]
+                else:
+                    self.latest[e] = {a: o for a, o in obs_of.items() if a not in env.ended}
+        return steps
 
 
 class Rllib:
@@ -158,26 +214,37 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--no-rllib", action="store_true", help="without the peer")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
         serve(Rllib())
         return
-    from peer_env import peer_python
-
-    peer = Subprocess(peer_python("rllib", "ray[rllib]==2.60.0", "gymnasium==1.2.2"))
     flowrl = Flowrl()
-    flowrl.sample()
-    rates = []
-    for _ in range(options.rounds):
-        rates.append((peer.rate(options.seconds), rate(flowrl, options.seconds)))
-    peer.stop()
-    rllib_rate, flowrl_rate = np.median(np.array(rates), 0)
-    ratio = np.median([b / a for a, b in rates])
-    print(f"| {AGENTS} agents, 2 policies, {ENVS} environments | agent steps/s | / RLlib |")
-    print("|---|---:|---:|")
-    print(f"| RLlib 2.60 | {rllib_rate:,.0f} | 1.00 |")
-    print(f"| flowrl | {flowrl_rate:,.0f} | {ratio:.2f} |")
+    entries = {"bare numpy loop": Bare(flowrl.worker), "flowrl": flowrl}
+    for entry in entries.values():
+        entry.sample()
+    measure = {
+        name: lambda entry=entry: rate(entry, options.seconds) for name, entry in entries.items()
+    }
+    if not options.no_rllib:
+        from peer_env import peer_python
+
+        peer = Subprocess(peer_python("rllib", "ray[rllib]==2.60.0", "gymnasium==1.2.2"))
+        measure = {"RLlib 2.60": lambda: peer.rate(options.seconds), **measure}
+    rounds = [{name: one() for name, one in measure.items()} for _ in range(options.rounds)]
+    if not options.no_rllib:
+        peer.stop()
+    print(f"{AGENTS} agents, 2 policies, {ENVS} environments:\n")
+    print("| | agent steps/s | flowrl / it | smallest | largest |")
+    print("|---|---:|---:|---:|---:|")
+    for name in measure:
+        ratios = sorted(rates["flowrl"] / rates[name] for rates in rounds)
+        median = np.median([rates[name] for rates in rounds])
+        print(
+            f"| {name} | {median:,.0f} | {np.median(ratios):.2f} | {ratios[0]:.2f} | "
+            f"{ratios[-1]:.2f} |"
+        )
 
 
 if __name__ == "__main__":

@@ -191,8 +191,8 @@ class DirectMultiAgentVectorEnv:
             raise
         except Exception as error:
             return self._restart(index, error)
-        for name, value in zip(_STEP_RESULTS, result, strict=True):
-            if not isinstance(value, dict):
+        if not all(type(value) is dict for value in result):
+            for name, value in zip(_STEP_RESULTS, result, strict=True):
                 _check_dict("step", name, value)
         if "__all__" not in step.terminateds or "__all__" not in step.truncateds:
             raise _missing_flag_error(step)

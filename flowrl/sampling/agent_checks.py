@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from flowrl.data.fragment_columns import map_leaves
+from flowrl.data.spaces import stack_values
 from flowrl.data.types import AgentID
 from flowrl.envs.multi_agent_vector_env import MAX_CACHED_AGENTS, MultiAgentVectorEnv
 from flowrl.envs.single_agent_adapter import SingleAgentAdapter
@@ -93,6 +94,25 @@ class AgentChecks:
                 f"env: an observation of agent {agent!r} does not fit the space {check.space}: "
                 f"{error}"
             ) from error
+
+    def conform(self, lanes: PolicyLanes, numbers: list[int], observations: list[Any]) -> Any:
+        """Return observations that do not have the exact dtype of the space as arrays [k, …].
+
+        Args:
+            lanes: the rows of their policy.
+            numbers: the lane of each.
+            observations: the observations.
+
+        Raises:
+            ConfigError: one does not fit the space of its agent.
+        """
+        by_lane = {trajectory.lane: trajectory for trajectory in lanes.waiting}
+        copies = []
+        for number, observation in zip(numbers, observations, strict=True):
+            agent = by_lane[number].agent_id
+            self.check_structure(int(lanes.envs[number]), agent, observation)
+            copies.append(self._slots.observation_check(agent).copy(observation))
+        return stack_values(copies)
 
     def _for_agent(self, agent: AgentID) -> str:
         """Return the agent's name for a message; "" if the environment has no agents' names."""

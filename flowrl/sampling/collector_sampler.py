@@ -14,7 +14,8 @@ import optree
 
 from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.data.fragment_columns import map_leaves
-from flowrl.data.types import PolicyID
+from flowrl.data.types import AgentID, PolicyID
+from flowrl.envs.multi_agent_vector_env import MultiAgentStep
 from flowrl.policies.policy import Policy
 from flowrl.sampling.agent_batches import AgentBatches
 from flowrl.sampling.agent_checks import AgentChecks
@@ -190,9 +191,6 @@ class CollectorLanes(PolicyLanes):
         positions = {id(trajectory): n for n, trajectory in enumerate(self.waiting)}
         return [actions[positions[id(trajectory)]] for trajectory in waiting]
 
-    def fits(self, observations: list[Any]) -> bool:
-        return False  # rows are added one by one
-
 
 def _value(array: np.ndarray, at: Any) -> Any:
     value = array[at]
@@ -307,3 +305,6 @@ class CollectorSampler(MultiAgentSampler):
             records,
             CollectorBatches(collectors, policies, checks, records, postprocess),
         )
+
+    def _is_regular(self, slot: int, sent: dict[AgentID, Any], step: MultiAgentStep) -> bool:
+        return False  # rows are added one by one

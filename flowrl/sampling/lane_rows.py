@@ -7,6 +7,7 @@ current row of its lane; its action, reward and info are added when they are kno
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -245,7 +246,7 @@ class LaneRows:
     def observe_many(
         self,
         lanes: list[int],
-        observations: list[Any],
+        observations: Any,
         rewards: list[float],
         steps: list[int],
         infos: list[Any] | None,
@@ -254,7 +255,8 @@ class LaneRows:
 
         Args:
             lanes: the lanes of the trajectories.
-            observations, rewards, steps, infos: of each; None: there are no infos.
+            observations: of each, arrays [k, …].
+            rewards, steps, infos: of each; None: there are no infos.
         """
         columns = self.columns
         index = self._lanes if len(lanes) == len(self._lanes) else np.array(lanes)
@@ -262,13 +264,12 @@ class LaneRows:
         columns["rewards"][at] = rewards
         columns["t"][at] = steps
         self._write_infos(at, infos)
-        values = self._stacked(observations)
         if self._replaces:
-            values = self._check.repair(values)
+            observations = self._check.repair(observations)
             columns["rewards"][at] = np.nan_to_num(columns["rewards"][at], posinf=0.0, neginf=0.0)
         self.rows[index] += 1
         after = at[0] + 1, index
-        write(columns["raw_obs"], after, values)
+        write(columns["raw_obs"], after, observations)
         if "unseen" in columns.arrays:
             columns["unseen"][after] = True
         if self.shows_agents:
@@ -276,19 +277,23 @@ class LaneRows:
             for name in FLAGS:
                 columns[name][at] = False
 
-    def _stacked(self, observations: list[Any]) -> Any:
-        """Return observations as arrays [k, …]."""
-        check = self._check
+    def stacked(self, observations: list[Any]) -> Any:
+        """Return observations as arrays [k, …]; None if one has not the shape, dtype and structure
+        of the policy's space."""
+        check, count = self._check, len(observations)
         if not check.is_array:
+            if not all(map(check.matches_shape_and_dtype, observations)):
+                return None
             return stack_values([check.copy(observation) for observation in observations])
-        shape = check.space.shape
-        if not shape:
-            return np.array(observations, check.dtype)
-        return np.concatenate(observations).reshape(len(observations), *shape)
-
-    def fits(self, observations: list[Any]) -> bool:
-        """Return whether observations have the shape and dtype of the policy's space."""
-        return all(map(self._check.matches_shape_and_dtype, observations))
+        shape: Any = check.space.shape
+        try:
+            values = np.concatenate(observations) if shape else np.array(observations)
+            fits = not shape or set(map(len, observations)) == {shape[0]}
+        except (TypeError, ValueError):
+            return None
+        if not fits or values.dtype != check.dtype or values.shape[1:] != shape[1:]:
+            return None
+        return values.reshape(count, *shape) if values.size == count * math.prod(shape) else None
 
     # -- a fragment --------------------------------------------------------------------------------
 

@@ -37,6 +37,21 @@ log = logging.getLogger("flowrl")
 MAX_STEPS_WITHOUT_DATA = 10_000  # env steps without a row or an episode, before a warning
 
 
+class _Results:
+    """What environments returned for agents of one policy that all acted: lanes, observations,
+    rewards, env steps of the episode before this one, and infos."""
+
+    __slots__ = ("has_infos", "infos", "lanes", "observations", "rewards", "steps")
+
+    def __init__(self) -> None:
+        self.lanes: list[int] = []
+        self.observations: list[Any] = []
+        self.rewards: list[float] = []
+        self.steps: list[int] = []
+        self.infos: list[Any] = []
+        self.has_infos = False
+
+
 class MultiAgentSampler:
     """Samples fragments of all environments, with a batch of each policy.
 
@@ -247,9 +262,8 @@ class MultiAgentSampler:
         self._time += 1
         for lanes in self._policies.values():
             lanes.time = self._time
-        many: dict[PolicyID, tuple[list[int], list[Any], list[float], list[int], list[Any]]]
-        many = {policy_id: ([], [], [], [], []) for policy_id in self._policies}
-        with_infos, episodes = False, self._episodes
+        many = {policy_id: _Results() for policy_id in self._policies}
+        episodes = self._episodes
         for slot, (sent, step) in enumerate(zip(actions, results, strict=True)):
             if not self._is_regular(slot, sent, step):
                 episodes.changed.add(slot)
@@ -258,23 +272,30 @@ class MultiAgentSampler:
                 continue
             episode = episodes.running[slot]
             assert episode is not None
-            obs, rewards, infos, record = step.obs, step.rewards, step.infos, episode.record
+            obs, rewards, infos, length = step.obs, step.rewards, step.infos, episode.record.length
+            has_infos = any(infos.values())
             for lanes, agents, numbers in self._acting[slot]:
-                parts = many[lanes.policy_id]
-                parts[0].extend(numbers)
-                parts[1].extend([obs[agent] for agent in agents])
-                parts[2].extend([rewards[agent] for agent in agents])
-                parts[3].extend([record.length] * len(agents))
-                parts[4].extend([infos.get(agent) for agent in agents])
-            with_infos = with_infos or any(infos.values())
-            record.length += 1
+                of_policy, count = many[lanes.policy_id], len(agents)
+                of_policy.lanes += numbers
+                of_policy.observations += [obs[agent] for agent in agents]
+                of_policy.rewards += [rewards[agent] for agent in agents]
+                of_policy.steps += [length] * count
+                if has_infos:
+                    of_policy.has_infos = True
+                    of_policy.infos += [infos.get(agent) for agent in agents]
+                else:
+                    of_policy.infos += [None] * count
+            episode.record.length = length + 1
             episode.new_steps += 1
             episode.new_rows += len(sent)
-        for policy_id, (lanes_of, observations, rewards_of, steps, infos_of) in many.items():
-            if lanes_of:
-                self._policies[policy_id].observe_many(
-                    lanes_of, observations, rewards_of, steps, infos_of if with_infos else None
-                )
+        for policy_id, found in many.items():
+            if found.lanes:
+                lanes = self._policies[policy_id]
+                observations = lanes.stacked(found.observations)
+                if observations is None:
+                    observations = episodes.checks.conform(lanes, found.lanes, found.observations)
+                infos_of = found.infos if found.has_infos else None
+                lanes.observe_many(found.lanes, observations, found.rewards, found.steps, infos_of)
         if episodes.changed or episodes.follows_steps:
             for slot, step in enumerate(results):
                 if slot in episodes.changed or episodes.follows_steps:
@@ -289,10 +310,6 @@ class MultiAgentSampler:
             and obs.keys() == sent.keys() == step.rewards.keys()
             and not any(step.terminateds.values())
             and not any(step.truncateds.values())
-            and all(
-                lanes.fits([obs[agent] for agent in agents])
-                for lanes, agents, _ in self._acting[slot]
-            )
         )
 
     # -- the end of a fragment ---------------------------------------------------------------------
