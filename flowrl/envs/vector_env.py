@@ -178,6 +178,7 @@ class DirectVectorEnv:
         infos: list[dict[str, Any]] = []
         ended, final, unchecked = [], [], self._unchecked
         shape, dtype, scalar_types = self._shape, self._check.dtype, self._scalar_types
+        drop_invalid = self._drop_invalid
         # environments handle Python scalars faster than numpy scalars
         env_actions = actions.tolist() if getattr(actions, "ndim", 0) == 1 else actions
         if self._action_range is not None:
@@ -208,7 +209,7 @@ class DirectVectorEnv:
                         self._check.check_structure(observation)
                 elif getattr(observation, "shape", None) != shape or observation.dtype != dtype:
                     self._check.check_structure(observation)  # numpy would broadcast and cast it
-                if self._drop_invalid:
+                if drop_invalid:
                     self._check.check_step(observation, reward, f"sub-environment {i} returned")
                 rewards[i] = reward
             except ConfigError as error:
