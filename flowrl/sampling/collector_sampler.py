@@ -299,7 +299,7 @@ class CollectorSampler(MultiAgentSampler):
             for policy_id, policy in worker.policy_map.items()
         }
         records = AgentRecords(worker, self.slots, policies, is_used=True)
-        postprocess = SegmentPostprocessing(worker)
+        postprocess = SegmentPostprocessing(worker.policy_map, worker.callbacks, worker)
         return (
             policies,
             records,

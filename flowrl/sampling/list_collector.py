@@ -1,33 +1,25 @@
-"""SimpleListCollector: stores rows in lists by agent; the built-in row-by-row collector.
+"""SimpleListCollector: stores rows in lists by agent, and builds batches segment by segment.
 
 A trajectory has one more observation than rows, and keeps as many returned rows as the views look
-back. Rows are cut into segments at the end of each episode and before a batch is returned. The
-columns of a policy's segments are built and postprocessed together, unless the policy or the
-callbacks postprocess each segment separately.
+back. Rows are cut into segments at the end of each episode and before a batch is returned.
 """
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import numpy as np
-import optree
 
 from flowrl.data import MultiAgentBatch, SampleBatch
-from flowrl.data.indexed_columns import IndexedColumn, NextRows
-from flowrl.data.lazy_columns import LazyColumn
 from flowrl.data.spaces import stack_values
 from flowrl.data.types import AgentID, EpisodeID, PolicyID
-from flowrl.policies.acting_views import View, signature_of
-from flowrl.policies.policy import Policy
-from flowrl.sampling.callbacks import call, overrides
+from flowrl.policies.acting_views import signature_of
 from flowrl.sampling.episode import MultiAgentEpisode
 from flowrl.sampling.ids import IdCounter
 from flowrl.sampling.sample_collector import SampleCollector
-from flowrl.sampling.trajectories import RowViews, Segment, Trajectory, column_of
+from flowrl.sampling.segment_postprocessing import SegmentPostprocessing
+from flowrl.sampling.trajectories import Trajectory, TrajectoryViews, column_of, copied
 from flowrl.sampling.views import not_for_training
 from flowrl.settings import ConfigError
 
@@ -43,8 +35,29 @@ _REQUIRED = {"actions", "rewards", "new_obs", "terminateds", "truncateds"}
 _IDS = ("t", "env_id", "agent_index")
 
 
+class _Segment:
+    """Rows `begin` … `end` - 1 of a trajectory."""
+
+    def __init__(self, trajectory: Trajectory, unroll_id: int):
+        self.trajectory, self.unroll_id = trajectory, unroll_id
+        self.begin, self.end = trajectory.begin, trajectory.rows
+        trajectory.begin = self.end
+
+    def __len__(self) -> int:
+        return self.end - self.begin
+
+    @property
+    def env_id(self) -> int:
+        """The environment of the last row."""
+        trajectory = self.trajectory
+        return trajectory.values[self.end - 1 - trajectory.dropped].get("env_id", 0)
+
+
 class SimpleListCollector(SampleCollector):
-    """Stores rows in lists by agent; see SampleCollector for the arguments."""
+    """Stores rows in lists by agent; see SampleCollector for the arguments.
+
+    The batches equal those of flowrl's columns. Use it to compare, or as a base class.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -52,24 +65,16 @@ class SimpleListCollector(SampleCollector):
         # trajectories of each agent in an episode; the last one may be running
         self._trajectories: dict[EpisodeID, dict[AgentID, list[Trajectory]]] = {}
         self._waiting: dict[PolicyID, list[Trajectory]] = {pid: [] for pid in self.policy_map}
-        self._closed: dict[PolicyID, list[Segment]] = {}
+        self._closed: dict[PolicyID, list[_Segment]] = {}
         self._postprocessed: dict[PolicyID, list[SampleBatch]] = {}
         self._steps: dict[EpisodeID, set[int]] = {}  # env steps of the running segments
-        self._steps_closed = 0
-        self._rows_closed = 0
-        self._times: dict[
-            EpisodeID, int
-        ] = {}  # env steps so far, including those before a soft horizon
+        self._steps_closed = self._rows_closed = 0
+        # env steps so far, including those before a soft horizon
+        self._times: dict[EpisodeID, int] = {}
         self._offsets: dict[EpisodeID, int] = {}
-        self._views: dict[PolicyID, RowViews] = {}
-        self._per_segment = {
-            pid: self._postprocesses_segments(p) for pid, p in self.policy_map.items()
-        }
+        self._views: dict[PolicyID, TrajectoryViews] = {}
+        self._postprocess = SegmentPostprocessing(self.policy_map, self.callbacks, self.worker)
         self._ended: set[EpisodeID] = set()
-
-    def _postprocesses_segments(self, policy: Policy) -> bool:
-        custom = type(policy).postprocess_trajectory is not Policy.postprocess_trajectory
-        return custom or overrides(self.callbacks, "on_postprocess_trajectory")
 
     # -- adding rows -------------------------------------------------------------------------------
 
@@ -88,7 +93,7 @@ class SimpleListCollector(SampleCollector):
                 f"add_init_obs: agent {agent_id!r} of episode {episode_id} has started already"
             )
         trajectory = Trajectory(episode_id, agent_id, policy_id)
-        trajectory.observations.append(_copied(init_obs))
+        trajectory.observations.append(copied(init_obs))
         trajectory.initial = self.policy_map[policy_id].get_initial_state()
         trajectory.times.append(self._times.setdefault(episode_id, 0))
         self._steps.setdefault(episode_id, set())
@@ -116,10 +121,9 @@ class SimpleListCollector(SampleCollector):
         row = values.copy()
         if not row.keys() >= _REQUIRED:
             row = _canonical(row)
-        trajectory.observations.append(_copied(row.pop("new_obs")))
-        trajectory.values.append(row)
+        trajectory.observations.append(copied(row.pop("new_obs")))
         t = row.setdefault("t", trajectory.rows)
-        trajectory.rows += 1
+        trajectory.values.append(row)
         self._steps[episode_id].add(t)
         time = t + 1 + self._offsets.get(episode_id, 0)
         trajectory.times.append(time)
@@ -170,7 +174,7 @@ class SimpleListCollector(SampleCollector):
             new.values = old.values[first - old.dropped :]
             new.observations = old.observations[first - old.dropped :]
             new.times = old.times[first - old.dropped :]
-            new.rows = new.begin = old.rows
+            new.begin = old.rows
             new.dropped, new.before, new.initial = first, old, old.initial
             agents[agent_id] = [*(trajectories[:-1] if agent_views else ()), new]
             waiting[:] = [new if t is old else t for t in waiting]
@@ -222,11 +226,11 @@ class SimpleListCollector(SampleCollector):
     def _lookback(self) -> int:
         return max((self._views_of(pid).lookback for pid in self.policy_map), default=0)
 
-    def _views_of(self, policy_id: PolicyID) -> RowViews:
+    def _views_of(self, policy_id: PolicyID) -> TrajectoryViews:
         policy = self.policy_map[policy_id]
         views = self._views.get(policy_id)
         if views is None or views.signature != signature_of(policy.view_requirements):
-            views = self._views[policy_id] = RowViews(policy)
+            views = self._views[policy_id] = TrajectoryViews(policy, self.worker)
         return views
 
     def _has_agent_views(self) -> bool:
@@ -241,60 +245,34 @@ class SimpleListCollector(SampleCollector):
         ]
         if not policy_ids:
             raise ConfigError(f"no policy of this worker has the model {model!r}")
-        policy_id = policy_ids[0]
-        waiting, self._waiting[policy_id] = self._waiting[policy_id], []
-        return self._inputs(self._views_of(policy_id), [(t, t.rows) for t in waiting])
+        waiting, self._waiting[policy_ids[0]] = self._waiting[policy_ids[0]], []
+        return self._inputs(self._views_of(policy_ids[0]), [(t, t.rows) for t in waiting])
 
-    def _inputs(self, views: RowViews, rows: list[tuple[Trajectory, int]]) -> dict[str, Any]:
-        """Return the views for actions at B rows of trajectories, [B, ...]; a row may be the next
-        one of its trajectory."""
-        inputs: dict[str, Any] = {}
-        if not rows:
-            return inputs
-        for name, view in views.acting.items():
+    def _inputs(self, views: TrajectoryViews, rows: list[tuple[Trajectory, int]]) -> dict[str, Any]:
+        """Return the views for actions at rows of trajectories, [B, …]; a row may be the next one
+        of its trajectory."""
+        each = [(trajectory, row, row) for trajectory, row in rows]
+        return self._shown(views, views.acting, each) if rows else {}
+
+    def _shown(
+        self, views: TrajectoryViews, shown: Any, rows: list[tuple[Trajectory, int, int]]
+    ) -> dict[str, Any]:
+        """Return views at rows: trajectory, row, and the end of the rows that may be shown."""
+        columns: dict[str, Any] = {}
+        for name, view in shown.items():
             if view.agents is not None:
-                inputs[name], inputs[f"{name}_mask"] = self._agent_view(views, view, rows)
-            elif view.source == "obs" and view.shifts == (0,) and not view.is_window:
-                inputs[name] = stack_values([t.observations[row - t.dropped] for t, row in rows])
-            else:
-                values = [[views.before(view, t, row + s) for s in view.shifts] for t, row in rows]
-                inputs[name] = stack_values(
-                    [stack_values(v) if view.is_window else v[0] for v in values]
-                )
-        return inputs
-
-    def _agent_view(
-        self, views: RowViews, view: View, rows: list[tuple[Trajectory, int]]
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return a view of other agents at B rows: values and mask, [B, agents, ...]."""
-        found: list[Any] = []  # by row, agent and shift
-        mask: list[bool] = []
-        count = 0
-        for trajectory, row in rows:
-            time = trajectory.times[row - trajectory.dropped]
-            by_agent = self._trajectories[trajectory.episode_id]
-            ids = view.agents
-            if ids == "others":
-                ids = [a for a in views.possible_agents(self.worker) if a != trajectory.agent_id]
-            count = len(ids or ())
-            for agent in ids or ():
-                for shift in view.shifts:
-                    value = _at_time(by_agent.get(agent, ()), view.source, time, shift)
-                    mask.append(value is not None)
-                    found.append(
-                        views.zero_of_agent(view, agent, self.worker) if value is None else value
-                    )
-        shapes = {np.shape(value) for value in found}
-        if len(shapes) > 1:
-            raise ConfigError(
-                f"view of {view.source!r} of the agents {view.agents}: the values have different "
-                f"shapes, {sorted(shapes)}"
-            )
-        shape: tuple[int, ...] = (len(rows), count)
-        if view.is_window:
-            shape = (*shape, len(view.shifts))
-        values = column_of(view.source, found)
-        return values.reshape(*shape, *values.shape[1:]), np.array(mask, bool).reshape(shape)
+                found = [
+                    views.show_agents(view, t, row, self._trajectories[t.episode_id])
+                    for t, row, _ in rows
+                ]
+                columns[name] = np.stack([values for values, _ in found])
+                columns[f"{name}_mask"] = np.stack([mask for _, mask in found])
+                continue
+            every = view.repeat if shown is views.training else 1
+            values = [views.show(view, t, row, end) for t, row, end in rows[::every]]
+            is_column = not view.is_window
+            columns[name] = column_of(view.source, values) if is_column else stack_values(values)
+        return columns
 
     # -- batches -----------------------------------------------------------------------------------
 
@@ -302,84 +280,61 @@ class SimpleListCollector(SampleCollector):
         return any(t.rows > t.begin for t in self._all_trajectories())
 
     def postprocess_trajectories_so_far(self, episode: MultiAgentEpisode | None = None) -> None:
-        ids = list(self._steps) if episode is None else [episode.episode_id]
-        for episode_id in ids:
-            record = episode or self._record_of(episode_id)
+        for episode_id in list(self._steps) if episode is None else [episode.episode_id]:
             segments = [
-                Segment(trajectory, next(self._unroll_ids), record)
+                _Segment(trajectory, next(self._unroll_ids))
                 for trajectories in self._trajectories.get(episode_id, {}).values()
                 for trajectory in trajectories
                 if trajectory.rows > trajectory.begin
             ]
-            self._steps_closed += len(self._steps[episode_id]) if episode_id in self._steps else 0
+            self._steps_closed += len(self._steps.get(episode_id, ()))
             self._steps[episode_id] = set()
             self._rows_closed += sum(map(len, segments))
-            if any(self._per_segment[s.trajectory.policy_id] for s in segments):
-                self._postprocess_segments(segments, record)
-            else:
+            if self._postprocess.is_needed and segments:
+                self._postprocess_agents(segments, episode or self._record_of(episode_id))
+            elif segments:
                 for segment in segments:
                     self._closed.setdefault(segment.trajectory.policy_id, []).append(segment)
-
-    def _no_done_at_end(self) -> bool:
-        return bool(getattr(self.worker, "no_done_at_end", False))
 
     def _record_of(self, episode_id: EpisodeID) -> MultiAgentEpisode | None:
         find = getattr(self.worker, "episode", None)
         return None if find is None else find(episode_id)
 
-    def _postprocess_segments(
-        self, segments: list[Segment], episode: MultiAgentEpisode | None
+    def _postprocess_agents(
+        self, segments: list[_Segment], episode: MultiAgentEpisode | None
     ) -> None:
-        """Let the policy and the callbacks postprocess each segment of an episode."""
-        originals: list[tuple[AgentID, PolicyID, SampleBatch]] = []
-        for policy_id, group in _by_policy(segments).items():
-            rows = self._build(policy_id, group)
-            begin = 0
-            for segment in group:
-                part = rows[begin : begin + len(segment)]
-                originals.append((segment.trajectory.agent_id, policy_id, part))
-                begin += len(segment)
-        batches = {
-            agent: (self.policy_map[pid], batch.without_columns("next_values").isolated())
-            for agent, pid, batch in originals
-        }
-        for agent, policy_id, batch in originals:
-            policy = self.policy_map[policy_id]
-            others = {a: pair for a, pair in batches.items() if a != agent}
-            result = policy.postprocess_trajectory(batch.isolated(), others or None, episode)
-            if not isinstance(result, SampleBatch):
-                raise TypeError(
-                    f"{type(policy).__name__}.postprocess_trajectory() must return the batch, "
-                    f"it returned a {type(result).__name__}"
-                )
-            result = result.without_columns("next_values").isolated()
-            call(
-                self.callbacks.on_postprocess_trajectory,
-                worker=self.worker,
-                episode=episode,
-                agent_id=agent,
-                policy_id=policy_id,
-                policies=dict(self.policy_map),
-                postprocessed_batch=result,
-                original_batches={**batches, agent: (policy, batch.without_columns("next_values"))},
-            )
-            self._postprocessed.setdefault(policy_id, []).append(result)
+        """Let policies and callbacks postprocess each segment of an episode, with the others."""
+        order = list(self.policy_map)
+        segments = sorted(segments, key=lambda s: order.index(s.trajectory.policy_id))
+        parts = [
+            (segment.trajectory.agent_id, segment.trajectory.policy_id, self._build(segment))
+            for segment in self._with_rewards(segments)
+        ]
+        for segment, rows in zip(segments, self._postprocess(parts, episode), strict=True):
+            self._postprocessed.setdefault(segment.trajectory.policy_id, []).append(rows)
 
     def get_multi_agent_batch_and_reset(self) -> MultiAgentBatch:
         self.postprocess_trajectories_so_far()
         batches: dict[PolicyID, SampleBatch] = {}
-        for policy_id in self.policy_map:
+        for policy_id, policy in self.policy_map.items():
             parts = self._postprocessed.get(policy_id, [])
-            closed = self._closed.get(policy_id)
-            if closed:
-                closed.sort(key=_env_id)
-                parts = [*parts, self._postprocess_together(policy_id, closed)]
+            closed = sorted(self._closed.get(policy_id, []), key=lambda segment: segment.env_id)
+            for segment in self._with_rewards(closed):
+                rows = self._build(segment)
+                added = policy.postprocess_fragment(_estimated(rows))
+                rows = rows.without_columns("next_values")
+                parts.append(rows.with_columns(**{n: c[:, 0] for n, c in added.items()}))
             if parts:
                 parts.sort(key=lambda part: part["env_id"][0] if "env_id" in part else 0)
                 batches[policy_id] = SampleBatch.concat_samples(parts)
         batch = MultiAgentBatch(batches, self._steps_closed)
         self._postprocessed, self._closed = {}, {}
         self._steps_closed = self._rows_closed = 0
+        self._forget()
+        return batch
+
+    def _forget(self) -> None:
+        """Drop the rows that neither views nor later batches need."""
         lookback = self._lookback()
         for episode_id in self._ended:
             for state in (self._trajectories, self._steps, self._times, self._offsets):
@@ -400,7 +355,6 @@ class SimpleListCollector(SampleCollector):
                 if not trajectories:
                     del agents[agent_id]
         self._ended.clear()
-        return batch
 
     def check_missing_dones(self, episode_id: EpisodeID) -> None:
         self._ended.add(episode_id)
@@ -411,140 +365,66 @@ class SimpleListCollector(SampleCollector):
                     "neither terminated nor truncated"
                 )
 
-    # -- columns of segments -----------------------------------------------------------------------
+    # -- rows of segments --------------------------------------------------------------------------
 
-    def _build(self, policy_id: PolicyID, segments: list[Segment]) -> SampleBatch:
-        """Return the columns of a policy's segments, concatenated, and `next_values`."""
-        policy, views = self.policy_map[policy_id], self._views_of(policy_id)
-        lengths = [len(segment) for segment in segments]
-        count, ends = sum(lengths), np.cumsum(lengths)
-        rows: dict[str, Any] = {}
-        if not views.replace_observations:
-            rows = self._observations(segments, count, ends)
-        names = segments[0].names()
-        for name in names:
-            if name == "infos":
-                build = partial(column_of, name, _chained(segments, name))
-                infos = LazyColumn(name, build, (count,), np.dtype(object))
-                rows[name] = IndexedColumn(infos, np.arange(count))
-            elif name not in _IDS:
-                rows[name] = column_of(name, _chained(segments, name))
-        if self._no_done_at_end():
-            for name in ("terminateds", "truncateds"):
-                rows[name] = np.zeros(count, bool)
-        if policy.reward_scaler is not None:
-            rows["rewards"] = self._scaled(policy, segments, rows)
-        for name in _IDS:
-            if name in names:
-                rows[name] = np.array(_chained(segments, name), np.int64)
-        rows["eps_id"] = np.repeat([s.trajectory.episode_id for s in segments], lengths)
-        rows["unroll_id"] = np.repeat([s.unroll_id for s in segments], lengths)
-        if "vf_preds" in rows:
-            rows["next_values"] = self._next_values(policy, views, segments, rows, ends)
-        self._add_views(views, segments, rows)
-        return SampleBatch.unchecked(rows)
-
-    def _observations(
-        self, segments: list[Segment], count: int, ends: np.ndarray
-    ) -> dict[str, Any]:
-        finals = [s.trajectory.part("obs", s.end, s.end + 1)[0] for s in segments]
-        observations = _chained(segments, "obs")
-        if isinstance(finals[0], (dict, tuple)):
-            after = [
-                value
-                for s in segments
-                for value in s.trajectory.part("obs", s.begin + 1, s.end + 1)
-            ]
-            return {"obs": stack_values(observations), "new_obs": stack_values(after)}
-        base = np.array(observations + finals)
-        base.flags.writeable = False  # two columns share it
-        return {"obs": base[:count], "new_obs": NextRows(base, count, ends - 1)}
-
-    def _scaled(self, policy: Policy, segments: list[Segment], rows: dict[str, Any]) -> np.ndarray:
-        scaler = policy.reward_scaler
-        assert scaler is not None
-        begin = 0
+    def _with_rewards(self, segments: list[_Segment]) -> list[_Segment]:
+        """Add the rewards of all segments to the statistics of the scalers; return the segments."""
         for segment in segments:
-            part = slice(begin, begin + len(segment))
             trajectory = segment.trajectory
-            trajectory.take_sums()
-            trajectory.sums = scaler.observe(rows["rewards"][part, None], trajectory.sums)
-            begin += len(segment)
-        return scaler.scale(rows["rewards"])
+            scaler = self.policy_map[trajectory.policy_id].reward_scaler
+            if scaler is not None:
+                trajectory.take_sums()
+                rewards = column_of("rewards", self._column(segment, "rewards"))
+                trajectory.sums = scaler.observe(rewards[:, None], trajectory.sums)
+        return segments
 
-    def _next_values(
-        self,
-        policy: Policy,
-        views: RowViews,
-        segments: list[Segment],
-        rows: dict[str, Any],
-        ends: np.ndarray,
-    ) -> np.ndarray:
-        """Return the value of the state after each row; 0 after a termination."""
-        values = rows["vf_preds"]
-        next_values = np.empty_like(values)
-        next_values[:-1] = values[1:]
-        next_values[ends - 1] = 0.0
-        cut = np.flatnonzero(~rows["terminateds"][ends - 1])
-        if len(cut):
-            last = [(segments[i].trajectory, segments[i].end) for i in cut.tolist()]
-            inputs = self._inputs(views, last)
-            next_values[ends[cut] - 1] = policy.compute_values_from_input_dict(inputs)
-        return next_values
+    def _column(self, segment: _Segment, name: str, shift: int = 0) -> list[Any]:
+        rows = range(segment.begin + shift, segment.end + shift)
+        return [segment.trajectory.value(name, row) for row in rows]
 
-    def _add_views(self, views: RowViews, segments: list[Segment], rows: dict[str, Any]) -> None:
-        """Add the views for training to the rows, and remove columns that are not for training."""
-        bases: dict[str, tuple[Any, list[int]]] = {}
-        for name, view in views.training.items():
-            if view.agents is not None:
-                each = [(s.trajectory, row) for s in segments for row in range(s.begin, s.end)]
-                rows[name], rows[f"{name}_mask"] = self._agent_view(views, view, each)
-                continue
-            if view.source not in bases:
-                bases[view.source] = views.base(view, segments)
-            base, starts = bases[view.source]
-            index = [
-                views.positions(view, segment, start)
-                for segment, start in zip(segments, starts, strict=True)
-            ]
-            at = np.concatenate(index)
-            rows[name] = optree.tree_map(lambda leaf, at=at: IndexedColumn(leaf, at), base)
+    def _build(self, segment: _Segment) -> SampleBatch:
+        """Return the rows of a segment, and `next_values`."""
+        trajectory, count = segment.trajectory, len(segment)
+        policy = self.policy_map[trajectory.policy_id]
+        views = self._views_of(trajectory.policy_id)
+        rows: dict[str, Any] = {}
+        if not {"obs", "new_obs"} <= set(views.training):
+            rows["obs"] = column_of("obs", self._column(segment, "obs"))
+            rows["new_obs"] = column_of("obs", self._column(segment, "obs", 1))
+        for name in trajectory.values[segment.end - 1 - trajectory.dropped]:
+            column = column_of(name, self._column(segment, name))
+            rows[name] = np.array(column, np.int64) if name in _IDS else column
+        if getattr(self.worker, "no_done_at_end", False):
+            rows["terminateds"] = rows["truncateds"] = np.zeros(count, bool)
+        if policy.reward_scaler is not None:
+            rows["rewards"] = policy.reward_scaler.scale(rows["rewards"])
+        rows["eps_id"] = np.full(count, trajectory.episode_id)
+        rows["unroll_id"] = np.full(count, segment.unroll_id)
+        if "vf_preds" in rows:
+            last: Any = np.zeros(1, rows["vf_preds"].dtype)
+            if not rows["terminateds"][-1]:
+                inputs = self._inputs(views, [(trajectory, segment.end)])
+                last = policy.compute_values_from_input_dict(inputs)
+            rows["next_values"] = np.concatenate([rows["vf_preds"][1:], last])
+        each = [(trajectory, row, segment.end) for row in range(segment.begin, segment.end)]
+        rows.update(self._shown(views, views.training, each))
         if longest := views.max_seq_len:
-            rows["seq_lens"] = np.array(
-                [
-                    min(longest, s.end - begin)
-                    for s in segments
-                    for begin in range(s.begin, s.end, longest)
-                ],
-                np.int32,
-            )
+            lengths = [min(longest, count - begin) for begin in range(0, count, longest)]
+            rows["seq_lens"] = np.array(lengths, np.int32)
         for name in not_for_training(views.requirements, rows):
             rows.pop(name, None)
+        return SampleBatch.unchecked(rows)
 
-    def _postprocess_together(self, policy_id: PolicyID, segments: list[Segment]) -> SampleBatch:
-        """Postprocess all segments at once; the result equals that of each segment alone."""
-        batch = self._build(policy_id, segments)
-        policy = self.policy_map[policy_id]
-        if type(policy).postprocess_fragment is Policy.postprocess_fragment:
-            return batch.without_columns("next_values")
-        lengths = np.array([len(segment) for segment in segments])
-        longest, count = int(lengths.max()), int(lengths.sum())
-        segment = np.repeat(np.arange(len(segments)), lengths)
-        step = np.arange(count) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        fragment = {}
-        for name, column in batch.stored():
-            if isinstance(column, np.ndarray) and name not in ("infos", "seq_lens"):
-                shape = (longest, len(segments), *column.shape[1:])
-                fragment[name] = np.zeros(shape, column.dtype)
-                fragment[name][step, segment] = column
-        # estimates end at segment ends, even if the episode continues
-        fragment["dones"] = np.ones((longest, len(segments)), bool)
-        fragment["dones"][step, segment] = False
-        fragment["dones"][lengths - 1, np.arange(len(segments))] = True
-        results = policy.postprocess_fragment(fragment)
-        columns = {name: column[step, segment] for name, column in results.items()}
-        base = batch if "next_values" in columns else batch.without_columns("next_values")
-        return base.with_columns(**columns)
+
+def _estimated(rows: SampleBatch) -> dict[str, np.ndarray]:
+    """Return the columns of a segment as a fragment with one lane, [rows, 1, …], for estimates."""
+    columns = {
+        name: column[:, None]
+        for name, column in rows.stored()
+        if isinstance(column, np.ndarray) and len(column) == rows.count and name != "infos"
+    }
+    # estimates end where segments end, even if the episode continues
+    return {**columns, "dones": np.arange(1, rows.count + 1)[:, None] == rows.count}
 
 
 def _canonical(values: dict[str, Any]) -> dict[str, Any]:
@@ -561,55 +441,3 @@ def _canonical(values: dict[str, Any]) -> dict[str, Any]:
     if missing:
         raise ValueError(f"add_action_reward_next_obs: the row lacks {missing}")
     return row
-
-
-def _copied(observation: Any) -> Any:
-    """Return the observation, copied unless it is read-only."""
-    if isinstance(observation, np.ndarray):
-        return observation.copy() if observation.flags.writeable else observation
-    if isinstance(observation, (dict, tuple)):
-        nest: Any = observation
-        return optree.tree_map(np.array, nest)
-    return observation
-
-
-def _by_policy(segments: list[Segment]) -> dict[PolicyID, list[Segment]]:
-    groups: dict[PolicyID, list[Segment]] = {}
-    for segment in segments:
-        groups.setdefault(segment.trajectory.policy_id, []).append(segment)
-    return groups
-
-
-def _env_id(segment: Segment) -> int:
-    return segment.trajectory.values[-1].get("env_id", 0)
-
-
-def _chained(segments: list[Segment], name: str) -> list[Any]:
-    values: list[Any] = []
-    for s in segments:
-        values += s.trajectory.part(name, s.begin, s.end)
-    return values
-
-
-def _at_time(trajectories: Iterable[Trajectory], source: str, now: int, shift: int) -> Any:
-    """Return an agent's value of a column `shift` steps from the env step `now`.
-
-    None if there is no such row, or if the outcome of its action was not observed by `now`.
-    """
-    for trajectory in trajectories:
-        times = trajectory.times
-        last = len(times) if source == "obs" else len(times) - 1
-        # the final observation has no action
-        if source == "obs" and trajectory.ended:
-            last -= 1
-        row = _find(times, now + shift, last)
-        if row is None or (source != "obs" and shift < 0 and times[row + 1] > now):
-            continue
-        row += trajectory.dropped
-        return trajectory.part(source, row, row + 1)[0]
-    return None
-
-
-def _find(times: list[int], time: int, last: int) -> int | None:
-    row = bisect.bisect_left(times, time, 0, last)
-    return row if row < last and times[row] == time else None

@@ -98,7 +98,7 @@ class MultiAgentSampler:
     ) -> tuple[Mapping[PolicyID, PolicyLanes], AgentRecords, AgentBatches]:
         """Return what stores the rows, the records of episodes, and what builds the batches."""
         worker, settings = self.worker, self.settings
-        postprocess = SegmentPostprocessing(worker)
+        postprocess = SegmentPostprocessing(worker.policy_map, worker.callbacks, worker)
         policies: dict[PolicyID, PolicyLanes] = {}
         agent_views = AgentViews(worker, policies) if has_agent_views(worker.policy_map) else None
         for policy_id, policy in worker.policy_map.items():

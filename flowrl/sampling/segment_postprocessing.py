@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
 from flowrl.data import SampleBatch
 from flowrl.data.types import AgentID, PolicyID
 from flowrl.policies.policy import Policy
-from flowrl.sampling.callback_worker import CallbackWorker
-from flowrl.sampling.callbacks import call, overrides
+from flowrl.sampling.callbacks import DefaultCallbacks, call, overrides
 from flowrl.sampling.episode import MultiAgentEpisode
 
 
@@ -23,17 +23,20 @@ class SegmentPostprocessing:
     """Calls `Policy.postprocess_trajectory` and the callback `on_postprocess_trajectory`.
 
     Args:
-        worker: its policies and callbacks are called.
+        policies: the policies by id.
+        callbacks: the callbacks.
+        worker: passed to the callback.
 
     Attributes:
         is_needed: whether a policy or the callbacks override these methods.
     """
 
-    def __init__(self, worker: CallbackWorker):
-        self._worker = worker
-        self._calls_back = overrides(worker.callbacks, "on_postprocess_trajectory")
-        policies = worker.policy_map.values()
-        self.is_needed = self._calls_back or any(map(postprocesses_segments, policies))
+    def __init__(
+        self, policies: Mapping[PolicyID, Policy], callbacks: DefaultCallbacks, worker: Any
+    ):
+        self._policies, self._callbacks, self._worker = policies, callbacks, worker
+        self._calls_back = overrides(callbacks, "on_postprocess_trajectory")
+        self.is_needed = self._calls_back or any(map(postprocesses_segments, policies.values()))
 
     def __call__(
         self,
@@ -49,7 +52,7 @@ class SegmentPostprocessing:
         Raises:
             TypeError: a policy did not return a batch.
         """
-        policies = self._worker.policy_map
+        policies = self._policies
         batches = {
             agent: (policies[policy_id], batch.without_columns("next_values").isolated())
             for agent, policy_id, batch in parts
@@ -62,7 +65,7 @@ class SegmentPostprocessing:
             if self._calls_back:
                 own = policy, batch.without_columns("next_values")
                 call(
-                    self._worker.callbacks.on_postprocess_trajectory,
+                    self._callbacks.on_postprocess_trajectory,
                     worker=self._worker,
                     episode=episode,
                     agent_id=agent,

@@ -10,7 +10,7 @@ from flowrl.sampling import RolloutWorker, SimpleListCollector
 from flowrl.sampling.callbacks import DefaultCallbacks
 
 from .fakes import CountEnv
-from .test_row_sampler import Uneven, assert_same
+from .test_column_sampler import Uneven, assert_same
 
 NAN = float("nan")
 

@@ -12,7 +12,7 @@ from flowrl.policies import ViewRequirement
 from flowrl.sampling import RolloutWorker, SimpleListCollector
 from flowrl.sampling.callbacks import DefaultCallbacks
 
-from .test_row_sampler import ATTENTION, RECURRENT, SMALL, assert_same
+from .test_column_sampler import ATTENTION, RECURRENT, SMALL, assert_same
 
 
 class Crowd(MultiAgentEnv):

@@ -1,4 +1,4 @@
-"""Row-by-row sampling returns the same rows as columnar sampling, for all settings."""
+"""Sampling in columns returns the same rows as a collector that gets them one by one."""
 
 import gymnasium as gym
 import numpy as np
