@@ -148,6 +148,8 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
 
     @classmethod
     def _hint_elsewhere(cls, name: str) -> str:
+        if name in ("stop", "run_dir", "progress"):
+            return f" It is an argument of learn(): algorithm.learn({name}=…)."
         return super()._hint_elsewhere(name) or algorithms_with(name)
 
     def validate(self) -> Self:  # type: ignore[override]

@@ -18,6 +18,7 @@ from flowrl.trainer.evaluation import (
     recorder_for,
     summarize_episodes,
 )
+from flowrl.trainer.metric_names import NamedMetrics
 from flowrl.trainer.video import VideoRecorder
 
 
@@ -78,7 +79,7 @@ class Evaluator:
             played = evaluate_policies(
                 worker.policy_map, config, count, explore, num_envs, by_steps, video=video
             )
-        return summarize_episodes(played, list(worker.policy_map))
+        return NamedMetrics(summarize_episodes(played, list(worker.policy_map)))
 
     def evaluate_if_due(
         self, iteration: int, evaluate: Callable[[], dict[str, Any]]
