@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Self
 from flowrl.data.checkpoint import (
     CHECKPOINTS,
     CheckpointError,
+    is_run_dir,
     read_checkpoint,
     resolve_checkpoint,
     write_checkpoint,
@@ -70,7 +71,10 @@ class Checkpointing:
                 "loggers": self._loggers.state_dict(),
             }
 
-    def save(self, path: Path | str | None = None, **metadata: Any) -> Path | str:
+    @with_hints
+    def save(
+        self, path: Path | str | None = None, *, metadata: Mapping[str, Any] | None = None
+    ) -> Path | str:
         """Write a checkpoint and return its path; see `flowrl.data.checkpoint`.
 
         Settings that are code without an import path (such as a lambda) are left out; a warning
@@ -82,12 +86,18 @@ class Checkpointing:
             metadata: further JSON values for the manifest.
 
         Raises:
+            ConfigError: the folder is a run directory, whose checkpoints have their own folder.
             OSError: the checkpoint cannot be written; existing files are unchanged.
         """
         started = time.perf_counter()
         if path is None:
             in_run = self.run_dir and self.run_dir / CHECKPOINTS / f"{self.iteration:06d}"
             path = in_run or Path(tempfile.mkdtemp(prefix="flowrl-checkpoint-"))
+        elif is_run_dir(path):
+            raise ConfigError(
+                f"save: {path} is a run directory, whose checkpoints are in {CHECKPOINTS}/: call "
+                "save() without a path to write one there, or name another folder"
+            )
         policies = self.workers.local_worker().policy_map
         manifest = manifest_of(type(self), self.config, policies)
         # a plan file that loading executes again brings its own code
@@ -105,7 +115,7 @@ class Checkpointing:
             "plan_sha256": self._plan_builder.sha256,
             "training_iteration": self.iteration,
             "timesteps_total": self.plan.metrics.counters["num_env_steps_sampled"],
-            **metadata,
+            **(metadata or {}),
         }
         written = write_checkpoint(path, self.state_dict(), manifest)
         self._save_s += time.perf_counter() - started

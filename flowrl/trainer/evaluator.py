@@ -128,5 +128,7 @@ class Evaluator:
 def _count(name: str, value: Any) -> int:
     count = None if isinstance(value, str) else whole_number(value)
     if count is None or count < 1:
-        raise ConfigError(f"{name}: must be an int >= 1, got {value!r}")
+        is_env = hasattr(value, "reset")
+        hint = '; another environment is the setting evaluation_config={"env": …}' * is_env
+        raise ConfigError(f"{name}: must be an int >= 1, got {value!r}{hint}")
     return count

@@ -51,6 +51,8 @@ _ATTRIBUTES = {
     "num_timesteps": "use env_steps",
     "timesteps_total": "use env_steps",
     "set_logger": "use learn(run_dir=…) and the settings log_to and log_config",
+    "run": "use learn(total_timesteps), or train() for one result",
+    "save_model": "use save(path)",
     "save_checkpoint": "use save(path)",
     "save_to_path": "use save(path)",
     "load_checkpoint": "use restore(path)",
@@ -89,6 +91,8 @@ _ARGUMENTS = {
         "render": "Use video_dir=…",
     },
     "predict": {
+        "": "Arguments after the state are keywords: predict(obs, state, deterministic=True); "
+        "state=None starts an episode",
         "observation": "Use obs=…",
         "observations": "Use obs=…",
         "explore": "Use deterministic=…, the opposite",
@@ -99,6 +103,10 @@ _ARGUMENTS = {
         "obs": "Use observation=…",
         "deterministic": "Use explore=…, the opposite",
         "state": "Use predict(obs, state), or get_policy().session()",
+    },
+    "save": {
+        "": "Further JSON values for the manifest are metadata={…}",
+        "checkpoint_dir": "Use path=…",
     },
     "from_checkpoint": {
         "checkpoint": "Pass the path of the checkpoint, RUN/checkpoints/000003",

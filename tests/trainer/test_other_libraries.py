@@ -91,6 +91,14 @@ def test_arguments_of_other_libraries_have_a_hint(algorithm, name):
         assert hint in str(error.value)
 
 
+def test_environment_and_reset_in_the_wrong_place_have_a_hint(algorithm):
+    with gym.make("CartPole-v1") as env:
+        with pytest.raises(ConfigError, match=r'the setting evaluation_config=\{"env": …\}'):
+            algorithm.evaluate(env)
+        with pytest.raises(ConfigError, match=r"\(observation, info\), as reset\(\) returns"):
+            algorithm.predict(env.reset())
+
+
 def test_similar_argument_is_suggested(algorithm):
     message = (
         r"PPO\.learn\(\): it has no argument 'total_timestep'\. Did you mean 'total_timesteps'"

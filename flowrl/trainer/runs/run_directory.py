@@ -103,7 +103,7 @@ class RunDirectory:
         if config.checkpoint_score_attribute is not None and result is not None:
             score = metric_value(result, config.checkpoint_score_attribute)
         try:
-            algorithm.save(path, score=score)
+            algorithm.save(path, metadata={"score": score})
         except OSError as error:
             if not self._reported_write_error:
                 print(

@@ -41,6 +41,17 @@ def test_learn_writes_a_run_directory(tmp_path, capsys):
     assert str(tmp_path / "r") in out
 
 
+def test_save_into_a_run_directory_is_rejected(tmp_path):
+    with A2C("CartPole-v1", **SMALL) as algorithm:
+        algorithm.learn(64, run_dir=tmp_path / "r", progress=False)
+        with pytest.raises(ConfigError, match=r"r is a run directory, .* save\(\) without a path"):
+            algorithm.save(tmp_path / "r")
+        algorithm.save(tmp_path / "other")
+        algorithm.learn(128, progress=False)
+    with A2C.from_checkpoint(tmp_path / "r") as restored:
+        assert restored.env_steps == 128
+
+
 def test_learn_without_a_run_directory_writes_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with A2C("CartPole-v1", **SMALL) as algorithm:
