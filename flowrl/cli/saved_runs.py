@@ -97,8 +97,8 @@ def open_run(
 
 def _locate(path: str) -> tuple[Path | None, Path | str | None]:
     """Return the run directory and the checkpoint that a path names; either may be None."""
-    if "://" not in path and not (Path(path) / "manifest.json").exists():
-        folder = Path(path)
+    folder = Path(path).expanduser()
+    if "://" not in path and not (folder / "manifest.json").exists():
         if (folder / "config.json").exists() or not (folder / "algorithm").is_dir():
             return folder, None
     try:

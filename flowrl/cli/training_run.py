@@ -15,6 +15,7 @@ from flowrl.cli.saved_runs import SavedRun
 from flowrl.data.checkpoint import CheckpointError
 from flowrl.settings import ConfigError
 from flowrl.trainer.runs.continuing import ways_to_continue
+from flowrl.trainer.runs.formatting import format_path
 from flowrl.trainer.runs.run_directory import RunDirectory, default_run_dir
 from flowrl.trainer.runs.saved_run import last_intact_checkpoint, read_command
 from flowrl.trainer.runs.stop_rules import StopRules
@@ -164,7 +165,7 @@ def _suggest_checkpoint(run_dir: Path, damaged: Path) -> None:
     intact = last_intact_checkpoint(run_dir, damaged)
     if intact is not None:
         print(
-            f"An older checkpoint is intact: {program_name()} resume {shlex.quote(str(run_dir))} "
+            f"An older checkpoint is intact: {program_name()} resume {shlex.quote(format_path(run_dir))} "
             f"--checkpoint {intact.name}",
             file=sys.stderr,
         )
@@ -176,14 +177,14 @@ def _train(algorithm: Any, stop: StopRules, run: RunDirectory, command: list[str
         end = train_until(algorithm, stop, run)
     except (Exception, SystemExit) as error:
         print_failure(error)
-        print(f"run directory: {run.path}", file=sys.stderr)
+        print(f"run directory: {format_path(run.path)}", file=sys.stderr)
         return 1
     print(f"{'stopped' if end.exit_code else 'reached'}: {end.reason}, after {end.seconds:.1f} s")
     is_complete = not end.exit_code
     if command[:1] == ["flowrl"]:
         _print_next_commands(algorithm.config, run.path, end.checkpoint, command, is_complete)
     else:
-        print(f"run directory: {run.path}")
+        print(f"run directory: {format_path(run.path)}")
         if end.checkpoint is not None:
             for way in ways_to_continue(algorithm, run.path, end.checkpoint, program_name()):
                 print(f"continue:      {way}")
@@ -198,8 +199,8 @@ def _print_next_commands(
     name = (
         "no checkpoint" if checkpoint is None else f"checkpoint {checkpoint.relative_to(run_dir)}"
     )
-    path, program = shlex.quote(str(run_dir)), program_name()
-    print(f"run directory: {run_dir} ({name})")
+    path, program = shlex.quote(format_path(run_dir)), program_name()
+    print(f"run directory: {format_path(run_dir)} ({name})")
     print(f"evaluate:      {program} evaluate {path}{trust} --episodes 100")
     stop = " --stop-timesteps …" if is_complete else ""
     print(f"resume:        {program} resume {path}{trust}{stop}")

@@ -75,7 +75,8 @@ def write_checkpoint(
         OSError: The folder cannot be written, or contains another program's manifest. The previous
             checkpoint is untouched.
     """
-    if "://" not in str(path) and Path(path).is_file():
+    path = path if "://" in str(path) else Path(path).expanduser()
+    if isinstance(path, Path) and path.is_file():
         raise FileExistsError(f"{path} is a file; a checkpoint is a folder: pass another path")
     arrays = ArrayStore()
     tree = json.dumps(encode(state, "", arrays)).encode()
@@ -284,12 +285,12 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
 
 def is_run_dir(path: Path | str) -> bool:
     """Return whether a path is a run directory."""
-    return "://" not in str(path) and (Path(path) / "config.json").is_file()
+    return "://" not in str(path) and (Path(path).expanduser() / "config.json").is_file()
 
 
 def run_dir_of(checkpoint: Path | str) -> Path | None:
     """Return the run directory that contains a checkpoint, or None."""
-    folder = Path(checkpoint).absolute().parent
+    folder = Path(checkpoint).expanduser().absolute().parent
     is_in_run = folder.name == CHECKPOINTS and is_run_dir(folder.parent)
     return folder.parent if is_in_run and "://" not in str(checkpoint) else None
 
@@ -304,7 +305,7 @@ def resolve_checkpoint(path: Path | str) -> Path | str:
     Raises:
         CheckpointError: the folder contains no checkpoint.
     """
-    folder = Path(path)
+    folder = Path(path).expanduser()
     if "://" in str(path) or (folder / MANIFEST).exists():
         return path
     in_tune_folder = folder / "algorithm"

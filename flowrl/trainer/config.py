@@ -340,7 +340,7 @@ def check_folder(output: str, setting: str = "output") -> None:
     """
     if "://" in output:
         raise ConfigError(f"{setting}: must be a folder on this machine, got {output}")
-    path = Path(output).absolute()
+    path = Path(output).expanduser().absolute()
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise ConfigError(

@@ -48,7 +48,7 @@ class RunDirectory:
     """
 
     def __init__(self, path: Path, names: str = "classic", resume: bool = False):
-        self.path = path
+        self.path = path = path.expanduser().absolute()  # the program may change its folder
         with ExitStack() as on_error:
             try:
                 path.mkdir(parents=True, exist_ok=True)

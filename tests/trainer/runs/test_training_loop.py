@@ -41,6 +41,34 @@ def test_learn_writes_a_run_directory(tmp_path, capsys):
     assert str(tmp_path / "r") in out
 
 
+def test_run_directory_stays_where_it_is_if_the_program_changes_its_folder(
+    tmp_path, monkeypatch, capsys
+):
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "first")
+    with A2C("CartPole-v1", **SMALL) as algorithm:
+        algorithm.learn(64, run_dir="r")
+        assert "run directory: r\n" in capsys.readouterr().out
+        monkeypatch.chdir(tmp_path / "second")
+        algorithm.learn(128)
+    assert read_steps(tmp_path / "first" / "r") == [64, 128]
+    assert not list((tmp_path / "second").iterdir())
+
+
+def test_home_folder_is_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    with A2C("CartPole-v1", **SMALL) as algorithm:
+        algorithm.learn(64, run_dir="~/r", progress=False)
+        assert algorithm.run_dir == tmp_path / "r"
+        assert algorithm.save("~/c") == tmp_path / "c"
+    for name in ("r", "c"):
+        with A2C.from_checkpoint(f"~/{name}") as restored:
+            assert restored.env_steps == 64
+    assert {path.name for path in tmp_path.iterdir()} == {"r", "c"}
+
+
 def test_save_into_a_run_directory_is_rejected(tmp_path):
     with A2C("CartPole-v1", **SMALL) as algorithm:
         algorithm.learn(64, run_dir=tmp_path / "r", progress=False)
