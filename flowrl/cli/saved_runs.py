@@ -98,9 +98,9 @@ def open_run(
 def _locate(path: str) -> tuple[Path | None, Path | str | None]:
     """Return the run directory and the checkpoint that a path names; either may be None."""
     folder = Path(path).expanduser()
-    if "://" not in path and not (folder / "manifest.json").exists():
-        if (folder / "config.json").exists() or not (folder / "algorithm").is_dir():
-            return folder, None
+    may_be_run = "://" not in path and not (folder / "manifest.json").exists()
+    if may_be_run and ((folder / "config.json").exists() or not (folder / "algorithm").is_dir()):
+        return folder, None
     try:
         checkpoint = resolve_checkpoint(path)
     except CheckpointError as error:

@@ -164,8 +164,9 @@ def _build(config: Any, algorithm_class: Any = None) -> tuple[Any, str]:
 def _suggest_checkpoint(run_dir: Path, damaged: Path) -> None:
     intact = last_intact_checkpoint(run_dir, damaged)
     if intact is not None:
+        path = shlex.quote(format_path(run_dir))
         print(
-            f"An older checkpoint is intact: {program_name()} resume {shlex.quote(format_path(run_dir))} "
+            f"An older checkpoint is intact: {program_name()} resume {path} "
             f"--checkpoint {intact.name}",
             file=sys.stderr,
         )

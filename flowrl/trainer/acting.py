@@ -81,7 +81,7 @@ class ActsWithPolicies:
 
         Raises:
             ConfigError: an observation is not in the space, the state does not fit, `deterministic`
-                is not a bool, the policy needs more than observation and state (use `get_policy().session()`), or there is
-                no such policy.
+                is not a bool, the policy needs more than observation and state (use
+                `get_policy().session()`), or there is no such policy.
         """
         return self.get_policy(policy_id).predict(obs, state, deterministic=deterministic)
