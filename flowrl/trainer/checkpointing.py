@@ -77,8 +77,8 @@ class Checkpointing:
     ) -> Path | str:
         """Write a checkpoint and return its path; see `flowrl.data.checkpoint`.
 
-        Settings that are code without an import path (such as a lambda) are left out; a warning
-        names them.
+        Settings that are objects, or code without an import path (such as a lambda), are left
+        out; a warning names them.
 
         Args:
             path: a folder, or a URI that fsspec supports; None: a folder in the run directory, or
@@ -105,8 +105,9 @@ class Checkpointing:
         lost = [n for n in manifest["left_out"] if n not in of_plan]
         if lost and not self._warned_about_left_out:
             log.warning(
-                "the checkpoint does not contain the settings %s, because they are code without "
-                "an import path: pass them again, from_checkpoint(path, config={…})", lost,
+                "the checkpoint does not contain the settings %s, because they are objects, or "
+                "code without an import path: pass them again, from_checkpoint(path, config={…})",
+                lost,
             )  # fmt: skip
             self._warned_about_left_out = True
         manifest |= {

@@ -226,7 +226,7 @@ def test_code_that_only_the_program_has_is_continued_in_python(
         for command in (["resume", "--stop-iters", "2"], ["evaluate"]):
             assert main([command[0], str(run_dir), *command[1:], *trust]) == 2
             message = capsys.readouterr().err
-            assert "move it to a module in the current folder" in message
+            assert "move code to a module in the current folder, replace objects by" in message
             assert "config={'env': …}" in message
     algorithm_class = type("Mine", (A2C,), {"__qualname__": "f.<locals>.Mine"})
     learn_in_run(algorithm_class, "CartPole-v1", tmp_path / "own")
