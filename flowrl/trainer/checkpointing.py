@@ -205,7 +205,8 @@ class Checkpointing:
     def _load_state_dict(
         self, state: dict[str, Any], manifest: dict[str, Any], plan: Plan, path: Path | str
     ) -> None:
-        with loading_errors(path, manifest, self.workers.local_worker().policy_map):
+        policies = self.workers.local_worker().policy_map
+        with loading_errors(path, manifest, policies, self.config):
             iteration, time_total_s = int(state["iteration"]), float(state["time_total_s"])
             global_vars, run_ids = dict(state["global_vars"]), dict(state["loggers"])
             load_sampling_state(self.workers, plan, state)

@@ -312,6 +312,19 @@ def test_save_takes_metadata_in_one_argument(tmp_path):
     assert not (tmp_path / "d").exists()
 
 
+@pytest.mark.parametrize("name", ["num_workers", "num_envs_per_worker"])
+def test_other_numbers_of_workers_and_environments_name_restore_policies(tmp_path, name):
+    with ppo_config().build() as algorithm:
+        path = algorithm.save(tmp_path / "c")
+        weights = algorithm.get_policy().get_weights()
+    with pytest.raises(CheckpointError, match=rf"{name} is 3, in .*algorithm\.restore_policies\("):
+        PPO.from_checkpoint(path, config={name: 3})
+    with ppo_config(**{name: 3}).build() as algorithm:
+        algorithm.restore_policies(path)
+        restored = algorithm.get_policy().get_weights()
+    assert all(np.array_equal(weights[name], restored[name]) for name in weights)
+
+
 def test_restore_rejects_other_models_and_plans(tmp_path):
     with (
         ppo_config().build() as algorithm,
