@@ -14,6 +14,7 @@ import numpy as np
 
 from flowrl.data import DEFAULT_POLICY_ID
 from flowrl.policies.policy_spec import specs_of
+from flowrl.sampling.callbacks import DefaultCallbacks
 from flowrl.setting_aliases import INFO_COUNTERS, POLICY_RESULT_ALIASES, RESULT_ALIASES
 from flowrl.setting_values import nearest
 from flowrl.settings import ConfigError
@@ -181,4 +182,7 @@ def check_metric_name(name: Any, config: Any, setting: str) -> None:
             )
     if any(name.startswith(f"{group}/") and name != f"{group}/" for group in _OPEN_GROUPS):
         return
+    callbacks = config.callbacks_class or DefaultCallbacks
+    if callbacks.on_train_result is not DefaultCallbacks.on_train_result:
+        return  # it can add any metric
     raise ConfigError(f"{setting}: no result has a metric {name!r}.{metric_hint(name, known)}")

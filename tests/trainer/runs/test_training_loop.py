@@ -169,6 +169,21 @@ def test_limits_on_other_metrics_stop_the_training():
     assert metric_rules({"a/b<=": 2}) == [("a/b", "<=", 2.0)]
 
 
+@pytest.mark.parametrize(("metric", "end"), [("mine", 3), ("episode_reward_meen", 5)])
+def test_metrics_of_on_train_result_can_be_limits(capsys, metric, end):
+    class Callbacks(DefaultCallbacks):
+        def on_train_result(self, *, algorithm, result, **kwargs):
+            result["mine"] = result["training_iteration"]
+
+    with A2C("CartPole-v1", **SMALL, callbacks_class=Callbacks) as algorithm:
+        limits = {metric: 3, "training_iteration": 5}
+        algorithm.learn(stop=limits, run_dir=None, progress=False)
+        assert algorithm.iteration == end
+    err = capsys.readouterr().err
+    missing = "stop: the first result has no 'episode_reward_meen'. Did you mean 'episode_reward_me"
+    assert err.count(missing) == (metric != "mine")
+
+
 OWN_CODE = """
 import gymnasium as gym
 from flowrl import A2C
