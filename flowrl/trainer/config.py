@@ -24,6 +24,7 @@ from flowrl.settings import ConfigError, Count, Positive, imported, setting
 from flowrl.trainer.fluent import FluentSettings
 from flowrl.trainer.loggers import LoggerName, check_loggers
 from flowrl.trainer.metric_names import check_metric_name
+from flowrl.trainer.other_libraries import with_hints
 from flowrl.trainer.plan_files import (
     PLAN_MODULE,
     algorithm_in,
@@ -123,6 +124,12 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
 
     # shared by copies: tells whether a config was made from the one in a plan file
     _lineage: str = PrivateAttr(default_factory=lambda: secrets.token_hex(8))
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        super().__pydantic_init_subclass__(**kwargs)
+        if "build" in vars(cls):
+            cls.build = with_hints(cls.build)  # type: ignore[method-assign]
 
     # -- use -----------------------------------------------------------------------------------
 
@@ -304,6 +311,7 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
         if not isinstance(self.evaluation_config.get("explore", False), bool):
             raise ConfigError("evaluation_config: explore must be True or False")
 
+    @with_hints
     def build(self, plan: Plan | None = None) -> Any:
         """Return the algorithm, ready to train.
 

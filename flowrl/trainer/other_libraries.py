@@ -104,6 +104,10 @@ _ARGUMENTS = {
         "deterministic": "Use explore=…, the opposite",
         "state": "Use predict(obs, state), or get_policy().session()",
     },
+    "build": {
+        "": "Its argument is a plan; settings are set before",
+        "env": "Set it before: config.environment(env=…).build()",
+    },
     "save": {
         "": "Further JSON values for the manifest are metadata={…}",
         "checkpoint_dir": "Use path=…",

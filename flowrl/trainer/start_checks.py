@@ -26,11 +26,11 @@ from flowrl.trainer.plan_settings import plan_config
 
 log = logging.getLogger("flowrl")
 
-_NOT_FOR_MODULES = (
+_NOT_FOR_MODULES: tuple[str, ...] = (
     "fcnet_hiddens", "fcnet_activation", "vf_share_layers", "free_log_std",
     "conv_type", "conv_filters", "conv_activation", "post_fcnet_hiddens",
 )  # fmt: skip
-_NOT_FOR_IMAGES = ("fcnet_hiddens", "fcnet_activation")
+_NOT_FOR_IMAGES: tuple[str, ...] = ("fcnet_hiddens", "fcnet_activation")
 _NO_UPDATES_AT_0 = ("lr", "actor_lr", "critic_lr", "clip_param")
 
 

@@ -83,7 +83,7 @@ def test_load_names_from_checkpoint():
 
 @pytest.mark.parametrize("name", sorted(_ARGUMENTS.keys() - {"__init__"}))
 def test_arguments_of_other_libraries_have_a_hint(algorithm, name):
-    method = getattr(algorithm, name)
+    method = getattr(algorithm.config if name == "build" else algorithm, name)
     for argument, hint in _ARGUMENTS[name].items():
         assert argument not in inspect.signature(method).parameters
         with pytest.raises(TypeError) as error:
