@@ -127,7 +127,8 @@ def resume_run(
             if replace_plan:
                 run.replace_plan(config, tree)
             prepare_to_resume(algorithm, run, stop, config.total_timesteps)
-        return _train(algorithm, stop, run, command)
+        has_new_limits = run_dir is not None and stop != saved_stop
+        return _train(algorithm, stop, run, command, can_repeat=not has_new_limits)
 
 
 def _total_of_resumed(config: Any, stop: StopRules, saved_stop: StopRules) -> int | None:
@@ -172,8 +173,18 @@ def _suggest_checkpoint(run_dir: Path, damaged: Path) -> None:
         )
 
 
-def _train(algorithm: Any, stop: StopRules, run: RunDirectory, command: list[str]) -> int:
-    """Train until a limit is reached or a signal arrives; return the exit code."""
+def _train(
+    algorithm: Any, stop: StopRules, run: RunDirectory, command: list[str], can_repeat: bool = True
+) -> int:
+    """Train until a limit is reached or a signal arrives; return the exit code.
+
+    Args:
+        algorithm: the algorithm.
+        stop: the limits.
+        run: its run directory.
+        command: the command that started the run.
+        can_repeat: whether the command trains until the same limits.
+    """
     try:
         end = train_until(algorithm, stop, run)
     except (Exception, SystemExit) as error:
@@ -184,6 +195,9 @@ def _train(algorithm: Any, stop: StopRules, run: RunDirectory, command: list[str
     is_complete = not end.exit_code
     if command[:1] == ["flowrl"]:
         _print_next_commands(algorithm.config, run.path, end.checkpoint, command, is_complete)
+        if can_repeat:
+            repeated = shlex.join(_without_run_dir(command[1:]))
+            print(f"repeat:        {program_name()} {repeated}")
     else:
         print(f"run directory: {format_path(run.path)}")
         if end.checkpoint is not None:
@@ -205,7 +219,6 @@ def _print_next_commands(
     print(f"evaluate:      {program} evaluate {path}{trust} --episodes 100")
     stop = " --stop-timesteps …" if is_complete else ""
     print(f"resume:        {program} resume {path}{trust}{stop}")
-    print(f"repeat:        {program} {shlex.join(_without_run_dir(command[1:]))}")
 
 
 def _without_run_dir(arguments: list[str]) -> list[str]:
