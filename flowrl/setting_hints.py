@@ -221,6 +221,7 @@ SETTING_HINTS: dict[str, list[tuple[str, str]]] = {
         ("device", "Use `.framework(device=…)`; IMPALA, APPO and APEX also have num_learners"),
     ],
     "api_stack": [("device", "Leave it out: there is only one API")],
+    "build_algo": [("device", "Use config.build()")],
     "update_from_dict": [("device", "Use config = config.updated(**settings)")],
     "attention_use_n_prev_actions": [
         (

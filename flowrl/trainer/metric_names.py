@@ -20,6 +20,7 @@ from flowrl.setting_values import nearest
 from flowrl.settings import ConfigError
 from flowrl.trainer.metric_reference import POLICY_METRICS, RESULT_METRICS
 
+_MAX_LISTED_METRICS = 10  # in the message about an unknown one
 _EPISODE_METRICS = (
     "episode_reward_mean",
     "episode_reward_min",
@@ -53,7 +54,9 @@ class NamedMetrics(dict[str, Any]):
         keys = _keys_of(self, str(name))
         if keys is None:
             known = [str(known) for known in self]
-            hint = metric_hint(str(name), known) or f" Its metrics: {', '.join(known)}"
+            hint = metric_hint(str(name), known)
+            if not hint and len(known) <= _MAX_LISTED_METRICS:
+                hint = f" Its metrics: {', '.join(known)}"
         else:
             hint = f" Use result{''.join(f'[{key!r}]' for key in keys)}"
         raise KeyError(f"a result has no metric {name!r}.{hint}")
