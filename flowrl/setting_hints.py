@@ -85,6 +85,7 @@ SETTING_HINTS: dict[str, list[tuple[str, str]]] = {
     ],
     # on-policy algorithms
     "gae_lambda": [("lambda_", "`lambda_`")],
+    "lam": [("lambda_", "`lambda_`")],
     "ent_coef": [
         ("entropy_coeff", "`entropy_coeff`"),
         (
@@ -237,6 +238,7 @@ SETTING_HINTS: dict[str, list[tuple[str, str]]] = {
     ],
     # environments
     "env_id": [("env", "`env`")],
+    "env_name": [("env", "`env`")],
     "env_kwargs": [("env_config", "`env_config`")],
     "n_envs": [("num_envs_per_worker", "`num_envs_per_worker`")],
     "num_envs": [("num_envs_per_worker", "`num_envs_per_worker`")],
