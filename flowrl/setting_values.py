@@ -31,10 +31,16 @@ def whole_number(value: Any) -> int | None:
     return int(value) if math.isfinite(value) and value == int(value) else None
 
 
-def nearest_name(name: str, known: list[str]) -> str | None:
-    """Return the known name that is most similar, or None if none is similar."""
+def nearest_name(name: str, known: list[str], similarity: float = 0.6) -> str | None:
+    """Return the known name that is most similar, or None if none is similar.
+
+    Args:
+        name: the misspelled name.
+        known: names that exist.
+        similarity: its minimum, from 0 to 1.
+    """
     by_lowercase = {other_name.lower(): other_name for other_name in reversed(known)}
-    close = difflib.get_close_matches(name.lower(), by_lowercase, n=1)
+    close = difflib.get_close_matches(name.lower(), by_lowercase, 1, similarity)
     return by_lowercase[close[0]] if close else None
 
 

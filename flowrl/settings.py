@@ -222,7 +222,10 @@ class Settings(BaseModel):
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         return "\n".join(lines)
 
-    def __init__(self, /, **values: Any):
+    def __init__(self, /, *positional: Any, **values: Any):
+        if positional:
+            name = type(self).__name__
+            raise TypeError(f"{name}(): settings are keywords: {name}(**settings)")
         searched = {name: value for name, value in values.items() if is_search(value)}
         unknown = [name for name in searched if name not in type(self).model_fields]
         if searched and not unknown:  # validated after Tune has drawn values
@@ -329,7 +332,9 @@ class Settings(BaseModel):
         return getattr(self, name)
 
     def __setitem__(self, name: str, value: Any) -> Never:
-        raise TypeError(f"settings are assigned as attributes: config.{name} = {value!r}")
+        raise TypeError(
+            f"settings are assigned as attributes: .{name} = {value!r} instead of [{name!r}] = …"
+        )
 
     def __delitem__(self, name: str) -> None:
         delattr(self, name)

@@ -91,7 +91,8 @@ class AlgorithmTrainable(tune.Trainable):
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         """Write a checkpoint into Tune's folder."""
-        self._algorithm.save(os.path.join(checkpoint_dir, "algorithm"), trial=self.trial_id)
+        folder = os.path.join(checkpoint_dir, "algorithm")
+        self._algorithm.save(folder, metadata={"trial": self.trial_id})
 
     def load_checkpoint(self, checkpoint: Any) -> None:
         """Restore a checkpoint; start new logger runs if it belongs to another trial."""

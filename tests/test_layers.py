@@ -24,7 +24,15 @@ MAY_IMPORT = {
     "algorithms": {"data", "envs", "replay", "ops", "learners", "policies", "sampling", "trainer"},
     "cli": {"iter", "data", "ops", "policies", "trainer"},
 }
-BASE = {"errors", "setting_aliases", "setting_values", "settings", "seeding", "threads"}
+BASE = {
+    "errors",
+    "seeding",
+    "setting_aliases",
+    "setting_hints",
+    "setting_values",
+    "settings",
+    "threads",
+}
 
 
 def module_name(path):

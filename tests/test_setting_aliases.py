@@ -6,7 +6,8 @@ import pytest
 
 import flowrl
 from flowrl.policies.config import ExplorationConfig, ModelConfig
-from flowrl.setting_aliases import CLASS_HINTS, SETTING_ALIASES, SETTING_HINTS, setting_hint
+from flowrl.setting_aliases import CLASS_HINTS, SETTING_ALIASES, setting_hint
+from flowrl.setting_hints import SETTING_HINTS
 from flowrl.settings import ConfigError
 from flowrl.trainer.registry import algorithm_class, algorithm_names
 
@@ -77,7 +78,17 @@ def test_accepted_aliases_have_no_hint():
         ("PPO", "learning_starts", "It is a setting of APEX, DQN, R2D2, "),
         ("PPO", "num_env", "Did you mean 'num_envs_per_worker'"),
         ("PPO", "epoch", "Did you mean 'num_sgd_iter'"),
-        ("PPO", "verbos", r"`algorithm\.learn\(progress=False\)` prints no progress table"),
+        ("PPO", "verbose", r"`algorithm\.learn\(progress=False\)` prints no progress table"),
+        ("PPO", "eval_freq", "Use `evaluation_interval`, in iterations"),
+        ("PPO", "ignore_worker_failures", "Did you mean 'recreate_failed_workers'"),
+        ("PPO", "num_cpus", "`num_cpus_per_worker` for those that each worker reserves"),
+        ("PPO", "eps", "Did you mean 'adam_epsilon'"),
+        ("DQN", "eps", "Use a schedule, `exploration_config="),
+        ("PPO", "vf_coeff", "Did you mean 'vf_loss_coeff'"),
+        ("DQN", "target_update", "Did you mean 'target_network_update_freq'"),
+        ("PPO", "target_update", "Only APPO, APEX, DQN, .* have such a setting"),
+        ("PPO", "log_folder", r"Use algorithm\.learn\(run_dir=…\)"),
+        ("PPO", "run_dir", r"an argument of learn\(\): algorithm\.learn\(run_dir=…\)"),
         ("PPO", "num_gpus", 'Use `device="cuda"`'),
         ("PPO", "remote_worker_envs", 'Use `vectorization_mode="async"`'),
         ("DQN", "clip_rewards", "a wrapper of the environment; `normalize_rewards` scales them"),
@@ -90,6 +101,12 @@ def test_hint_depends_on_the_settings_of_the_algorithm(algorithm, name, message)
         CONFIGS[algorithm](**{name: 1})
     with pytest.raises(ConfigError, match=message.removeprefix("unknown ")):
         CONFIGS[algorithm]().training(**{name: 1})
+
+
+@pytest.mark.parametrize("name", ["verbos", "conv", "num_gpu", "sop", "my_own_name"])
+def test_names_that_only_resemble_another_librarys_have_no_hint(name):
+    with pytest.raises(ConfigError, match=rf"^unknown setting '{name}'\.$"):
+        CONFIGS["PPO"](**{name: 1})
 
 
 def test_names_of_networks_are_suggested_in_a_network():

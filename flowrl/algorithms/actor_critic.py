@@ -113,12 +113,15 @@ class ActorCriticPolicy(TargetNetwork):
                 )
         else:
             self.check_discrete(action_space)
-        if config.model.num_framestacks > 1:
-            raise ConfigError(
-                f"model.num_framestacks: {name} reads single observations: stack frames with an "
-                "environment wrapper (gymnasium's FrameStackObservation)"
-            )
-        config.model.check_no_memory(name)
+        for setting, model in (("model", config.model), ("q_model", config.q_model)):
+            if model is None:
+                continue
+            if model.num_framestacks > 1:
+                raise ConfigError(
+                    f"{setting}.num_framestacks: {name} reads single observations: stack frames "
+                    "with an environment wrapper (gymnasium's FrameStackObservation)"
+                )
+            model.check_no_memory(name, setting)
         super().__init__(observation_space, action_space, config)
         extra_views = set(self.model.view_requirements) - {"obs"}
         if extra_views or self.is_recurrent:

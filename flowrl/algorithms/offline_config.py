@@ -93,7 +93,7 @@ class OfflineConfig(AlgorithmConfig):
             raise ConfigError(f"input_: {NO_INPUT}")
         if self.input_.startswith(MINARI):
             check_installed("minari", f"input_={self.input_!r}", extra="minari")
-        elif not Path(self.input_).exists():
+        elif not Path(self.input_).expanduser().exists():
             raise ConfigError(
                 f"input_: there is no {Path(self.input_).absolute()}: the setting `output` of a "
                 "run that samples makes such a folder (flowrl train ppo --output experience)"

@@ -377,7 +377,9 @@ def _expected(annotation: Any) -> str:
         return "a number or a schedule [[env step, value], …]"
     if kind is str:
         return "text"
-    return f"{names[kind]}s" if get_origin(annotation) is list else f"a {names[kind]}"
+    if get_origin(annotation) is list:
+        return f"{names[kind]}s, separated by spaces"
+    return f"a {names[kind]}"
 
 
 def _parts(annotation: Any) -> Iterator[Any]:

@@ -97,10 +97,10 @@ def open_run(
 
 def _locate(path: str) -> tuple[Path | None, Path | str | None]:
     """Return the run directory and the checkpoint that a path names; either may be None."""
-    if "://" not in path and not (Path(path) / "manifest.json").exists():
-        folder = Path(path)
-        if (folder / "config.json").exists() or not (folder / "algorithm").is_dir():
-            return folder, None
+    folder = Path(path).expanduser()
+    may_be_run = "://" not in path and not (folder / "manifest.json").exists()
+    if may_be_run and ((folder / "config.json").exists() or not (folder / "algorithm").is_dir()):
+        return folder, None
     try:
         checkpoint = resolve_checkpoint(path)
     except CheckpointError as error:
@@ -156,9 +156,10 @@ def _in_program_message(path: str, code: dict[str, str]) -> str:
     changes = ", ".join(f"{name!r}: …" for name in code)
     are = "is" if len(code) == 1 else "are"
     return (
-        f"{path}: its {' and its '.join(code)} {are} code of the program itself "
-        f"({', '.join(code.values())}), which no other program can import: move it to a module in "
-        "the current folder and train again, or continue in Python: "
+        f"{path}: its {' and its '.join(code)} {are} code or an object of the program itself "
+        f"({', '.join(code.values())}), which no other program has: move code to a module in the "
+        "current folder, replace objects by numbers, text, lists, dicts or arrays, and train "
+        "again; or continue in Python: "
         f"Algorithm.from_checkpoint({path!r}, config={{{changes}}})"
     )
 

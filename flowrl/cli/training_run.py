@@ -15,6 +15,7 @@ from flowrl.cli.saved_runs import SavedRun
 from flowrl.data.checkpoint import CheckpointError
 from flowrl.settings import ConfigError
 from flowrl.trainer.runs.continuing import ways_to_continue
+from flowrl.trainer.runs.formatting import format_path
 from flowrl.trainer.runs.run_directory import RunDirectory, default_run_dir
 from flowrl.trainer.runs.saved_run import last_intact_checkpoint, read_command
 from flowrl.trainer.runs.stop_rules import StopRules
@@ -126,7 +127,8 @@ def resume_run(
             if replace_plan:
                 run.replace_plan(config, tree)
             prepare_to_resume(algorithm, run, stop, config.total_timesteps)
-        return _train(algorithm, stop, run, command)
+        has_new_limits = run_dir is not None and stop != saved_stop
+        return _train(algorithm, stop, run, command, can_repeat=not has_new_limits)
 
 
 def _total_of_resumed(config: Any, stop: StopRules, saved_stop: StopRules) -> int | None:
@@ -163,27 +165,41 @@ def _build(config: Any, algorithm_class: Any = None) -> tuple[Any, str]:
 def _suggest_checkpoint(run_dir: Path, damaged: Path) -> None:
     intact = last_intact_checkpoint(run_dir, damaged)
     if intact is not None:
+        path = shlex.quote(format_path(run_dir))
         print(
-            f"An older checkpoint is intact: {program_name()} resume {shlex.quote(str(run_dir))} "
+            f"An older checkpoint is intact: {program_name()} resume {path} "
             f"--checkpoint {intact.name}",
             file=sys.stderr,
         )
 
 
-def _train(algorithm: Any, stop: StopRules, run: RunDirectory, command: list[str]) -> int:
-    """Train until a limit is reached or a signal arrives; return the exit code."""
+def _train(
+    algorithm: Any, stop: StopRules, run: RunDirectory, command: list[str], can_repeat: bool = True
+) -> int:
+    """Train until a limit is reached or a signal arrives; return the exit code.
+
+    Args:
+        algorithm: the algorithm.
+        stop: the limits.
+        run: its run directory.
+        command: the command that started the run.
+        can_repeat: whether the command trains until the same limits.
+    """
     try:
         end = train_until(algorithm, stop, run)
     except (Exception, SystemExit) as error:
         print_failure(error)
-        print(f"run directory: {run.path}", file=sys.stderr)
+        print(f"run directory: {format_path(run.path)}", file=sys.stderr)
         return 1
     print(f"{'stopped' if end.exit_code else 'reached'}: {end.reason}, after {end.seconds:.1f} s")
     is_complete = not end.exit_code
     if command[:1] == ["flowrl"]:
         _print_next_commands(algorithm.config, run.path, end.checkpoint, command, is_complete)
+        if can_repeat:
+            repeated = shlex.join(_without_run_dir(command[1:]))
+            print(f"repeat:        {program_name()} {repeated}")
     else:
-        print(f"run directory: {run.path}")
+        print(f"run directory: {format_path(run.path)}")
         if end.checkpoint is not None:
             for way in ways_to_continue(algorithm, run.path, end.checkpoint, program_name()):
                 print(f"continue:      {way}")
@@ -198,12 +214,11 @@ def _print_next_commands(
     name = (
         "no checkpoint" if checkpoint is None else f"checkpoint {checkpoint.relative_to(run_dir)}"
     )
-    path, program = shlex.quote(str(run_dir)), program_name()
-    print(f"run directory: {run_dir} ({name})")
+    path, program = shlex.quote(format_path(run_dir)), program_name()
+    print(f"run directory: {format_path(run_dir)} ({name})")
     print(f"evaluate:      {program} evaluate {path}{trust} --episodes 100")
     stop = " --stop-timesteps …" if is_complete else ""
     print(f"resume:        {program} resume {path}{trust}{stop}")
-    print(f"repeat:        {program} {shlex.join(_without_run_dir(command[1:]))}")
 
 
 def _without_run_dir(arguments: list[str]) -> list[str]:

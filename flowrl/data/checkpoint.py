@@ -36,6 +36,7 @@ __all__ = [
     "DAMAGED",
     "CheckpointError",
     "is_checkpoint",
+    "is_run_dir",
     "list_checkpoints",
     "read_checkpoint",
     "read_manifest",
@@ -71,14 +72,17 @@ def write_checkpoint(
 
     Raises:
         TypeError: A leaf cannot be saved; the message has its path. Nothing is written.
-        OSError: The folder cannot be written. The previous checkpoint is untouched.
+        OSError: The folder cannot be written, or contains another program's manifest. The previous
+            checkpoint is untouched.
     """
-    if "://" not in str(path) and Path(path).is_file():
+    path = path if "://" in str(path) else Path(path).expanduser()
+    if isinstance(path, Path) and path.is_file():
         raise FileExistsError(f"{path} is a file; a checkpoint is a folder: pass another path")
     arrays = ArrayStore()
     tree = json.dumps(encode(state, "", arrays)).encode()
     json.dumps(metadata)  # fails before anything is written
     storage, token = storage_of(path), secrets.token_hex(4)
+    _check_own_manifest(storage)
     small = {name: array for name, array in arrays.items() if array.nbytes < LARGE_BYTES}
     large = {name: array for name, array in arrays.items() if array.nbytes >= LARGE_BYTES}
     contiguous = {name: np.array(array, order="C", copy=None) for name, array in small.items()}
@@ -117,6 +121,23 @@ def write_checkpoint(
             if _FILE_NAMES.fullmatch(file) and file not in files:
                 storage.remove(file)  # of the previous checkpoint, or of a killed writer
     return path
+
+
+def _check_own_manifest(storage: Storage) -> None:
+    """Check that the manifest that will be replaced, if there is one, belongs to a checkpoint.
+
+    Raises:
+        FileExistsError: it belongs to something else.
+    """
+    try:
+        data = bytes(storage.read(MANIFEST))
+    except CheckpointError:  # there is none
+        return
+    if _SEAL not in data:
+        raise FileExistsError(
+            f"{storage.display_name(MANIFEST)} does not belong to a checkpoint of flowrl: pass "
+            "another path"
+        )
 
 
 def _is_published(storage: Storage, files: dict[str, Any]) -> bool:
@@ -262,10 +283,15 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
     return sorted(complete, key=lambda path: int(path.name))
 
 
+def is_run_dir(path: Path | str) -> bool:
+    """Return whether a path is a run directory."""
+    return "://" not in str(path) and (Path(path).expanduser() / "config.json").is_file()
+
+
 def run_dir_of(checkpoint: Path | str) -> Path | None:
     """Return the run directory that contains a checkpoint, or None."""
-    folder = Path(checkpoint).absolute().parent
-    is_in_run = folder.name == CHECKPOINTS and (folder.parent / "config.json").is_file()
+    folder = Path(checkpoint).expanduser().absolute().parent
+    is_in_run = folder.name == CHECKPOINTS and is_run_dir(folder.parent)
     return folder.parent if is_in_run and "://" not in str(checkpoint) else None
 
 
@@ -279,7 +305,7 @@ def resolve_checkpoint(path: Path | str) -> Path | str:
     Raises:
         CheckpointError: the folder contains no checkpoint.
     """
-    folder = Path(path)
+    folder = Path(path).expanduser()
     if "://" in str(path) or (folder / MANIFEST).exists():
         return path
     in_tune_folder = folder / "algorithm"

@@ -57,7 +57,7 @@ def storage_of(path: Path | str) -> Storage:
     """Return the storage of a folder, or of a URI such as `s3://…`."""
     if isinstance(path, str) and "://" in path:
         return RemoteStorage(path)
-    return LocalStorage(Path(path))
+    return LocalStorage(Path(path).expanduser())
 
 
 class LocalStorage:

@@ -153,7 +153,7 @@ def parquet_files(folder: Path | str) -> list[Path]:
     Raises:
         OfflineDataError: the folder does not exist or has no .parquet file.
     """
-    path = Path(folder)
+    path = Path(folder).expanduser()
     files = [path] if path.is_file() else sorted(path.glob("*.parquet"))
     if not files:
         problem = "there is no .parquet file" if path.exists() else "there is no such folder"

@@ -44,7 +44,7 @@ class ParquetWriter:
         if not is_int or rows_per_file < 1:
             raise ValueError(f"rows_per_file must be at least 1, got {rows_per_file!r}")
         import_pyarrow()  # now, because it cannot be imported at exit
-        self.folder = Path(folder)
+        self.folder = Path(folder).expanduser()
         path = self.folder.absolute()
         self._existing_parent = next(p for p in (path, *path.parents) if p.exists())
         self.rows_per_file = rows_per_file

@@ -54,6 +54,7 @@ class StandardMetricsReporting(LocalIterator[Result]):
             whose workers explore differently; None for all.
 
     Raises:
+        TypeError: `train_op` is not a LocalIterator.
         ValueError: an operator names a policy that does not exist; `policies_to_train` names a
             policy that no operator trains, although every training operator names its policies.
     """
@@ -65,6 +66,12 @@ class StandardMetricsReporting(LocalIterator[Result]):
         config: Any,
         selected_workers: Collection[int] | None = None,
     ):
+        if not isinstance(train_op, LocalIterator):
+            raise TypeError(
+                "StandardMetricsReporting takes a LocalIterator, got a "
+                f"{type(train_op).__name__}: chain gather_sync() or gather_async() after "
+                'ParallelRollouts(workers, mode="raw")'
+            )
         config = ReportingConfig.of(config)
         due = ReportDue(config.min_sample_timesteps_per_iteration, config.min_time_s_per_iteration)
         check_trained_policies(train_op.stage, workers.config)

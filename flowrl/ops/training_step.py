@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Collection
 from contextvars import ContextVar
@@ -17,6 +18,10 @@ from flowrl.ops.rollout import ParallelRollouts
 from flowrl.ops.train import TrainOneStep
 from flowrl.sampling.worker_set import WorkerSet
 
+log = logging.getLogger("flowrl")
+
+MAX_STEPS_WITHOUT_SAMPLES = 20  # calls of training_step() without env steps before a warning
+
 ResultDict = dict[str, Any]
 """Result of a training step: policy id -> {"learner_stats": …, "num_agent_steps_trained": n};
 other entries are reported in `info`."""
@@ -25,6 +30,7 @@ other entries are reported in `info`."""
 class SteppedAlgorithm(Protocol):
     """The attributes of an Algorithm that these functions use."""
 
+    config: Any
     workers: WorkerSet
 
     @property
@@ -87,6 +93,13 @@ class TrainingStep(Stage):
             name: value for name, value in results.items() if name not in plan.info
         }
         self.items += 1
+        is_late = self.items == MAX_STEPS_WITHOUT_SAMPLES and self._algorithm.config.samples
+        if is_late and not _get_shared_metrics().counters["num_env_steps_sampled"]:
+            log.warning(
+                "%s() was called %d times, but no env steps were counted, so limits on env steps "
+                "are never reached: sample with synchronous_parallel_sample("
+                "worker_set=self.workers), which counts them", self.title, self.items,
+            )  # fmt: skip
         return results
 
     def can_wait(self) -> bool:

@@ -107,8 +107,12 @@ class ModelConfig(Settings):
             raise ValueError("custom_model_config needs a custom_model")
         return self
 
-    def check_no_memory(self, algorithm: str) -> None:
+    def check_no_memory(self, algorithm: str, setting: str = "model") -> None:
         """Check the network of an algorithm that supports only networks without memory.
+
+        Args:
+            algorithm: name of the algorithm, for the error message.
+            setting: name of this record.
 
         Raises:
             ConfigError: the network has memory.
@@ -117,8 +121,8 @@ class ModelConfig(Settings):
             if getattr(self, name):
                 r2d2 = ", or R2D2, which is DQN with such a network" if name == "use_lstm" else ""
                 raise ConfigError(
-                    f"model.{name}: {algorithm} supports only networks without memory; use PPO, "
-                    f"A2C, A3C, IMPALA, APPO or DDPPO{r2d2}"
+                    f"{setting}.{name}: {algorithm} supports only networks without memory; use "
+                    f"PPO, A2C, A3C, IMPALA, APPO or DDPPO{r2d2}"
                 )
 
 

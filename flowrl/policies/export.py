@@ -178,7 +178,7 @@ def export_policy(
             )
     if format == "onnx":
         check_installed("onnxscript", "export: the format onnx", extra="onnx")
-    path = Path(path)
+    path = Path(path).expanduser()
     if path.is_dir():
         raise ConfigError(f"export: {str(path)!r} is a folder, not a file")
     resample_noise(policy.model, None)

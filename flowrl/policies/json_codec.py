@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from typing import Any
 
@@ -22,7 +23,7 @@ from flowrl.settings import Settings, imported
 # keys that mark encoded objects
 _CODE = "__code__"
 _SETTINGS, _SPEC, _SPACE = "__settings__", "__policy_spec__", "__space__"
-_TUPLE, _SET = "__tuple__", "__set__"
+_TUPLE, _SET, _ARRAY = "__tuple__", "__set__", "__array__"
 
 _MAX_BOX_SIZE = 1 << 28  # numbers in an observation or action
 
@@ -117,6 +118,9 @@ def encode(value: Any) -> Any:
         return {_SET: sorted(encode(part) for part in value)}
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return {key: encode(part) for key, part in value.items()}
+    if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
+        data = base64.b64encode(value.tobytes()).decode()
+        return {_ARRAY: data, "dtype": value.dtype.str, "shape": list(value.shape)}
     path = code_path(value) if hasattr(value, "__qualname__") else ""
     try:
         if not path or imported(path) is not value:
@@ -175,6 +179,9 @@ def decode(value: Any, resolver: CodeResolver, base: str | None = None) -> Any:
         return space_from_json(value[_SPACE])
     if set(value) == {_TUPLE}:
         return tuple(decode(part, resolver, base) for part in value[_TUPLE])
+    if set(value) == {_ARRAY, "dtype", "shape"}:
+        array = np.frombuffer(base64.b64decode(value[_ARRAY]), value["dtype"])
+        return array.reshape(value["shape"]).copy()[()]  # a number if it has no dimensions
     if set(value) == {_SET}:
         return {decode(part, resolver, base) for part in value[_SET]}
     return {key: decode_setting(key, part, resolver, base) for key, part in value.items()}

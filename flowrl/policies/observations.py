@@ -127,6 +127,8 @@ def _kind(obs: Any) -> str:
     """Return a description of an observation: its type, or its shape and dtype."""
     if isinstance(obs, np.ndarray) and obs.ndim:
         return f"shape {obs.shape} and dtype {obs.dtype}"
+    if isinstance(obs, tuple) and len(obs) == 2 and isinstance(obs[1], dict):
+        return "(observation, info), as reset() returns them: pass the observation"
     if isinstance(obs, (dict, list, tuple)):
         return f"a {type(obs).__name__} of length {len(obs)}"
     return repr(obs.item() if isinstance(obs, np.ndarray) else obs)

@@ -34,6 +34,7 @@ class ActsOnObservations:
         self: ActingPolicy,
         obs: Any,
         state: list[np.ndarray] | None = None,
+        *,
         deterministic: bool = True,
     ) -> tuple[Any, list[np.ndarray] | None]:
         """Return actions for raw observations, in the environment's form.
@@ -49,9 +50,12 @@ class ActsOnObservations:
             one action or actions [B, …]; and the recurrent state, None without recurrence.
 
         Raises:
-            ConfigError: an observation is not in the space, the state does not fit, or the policy
-                needs more than observation and state (use `session()`).
+            ConfigError: an observation is not in the space, the state does not fit, `deterministic`
+                is not a bool, or the policy needs more than observation and state (use
+                `session()`).
         """
+        if not isinstance(deterministic, (bool, np.bool_)):
+            raise ConfigError(f"predict: deterministic must be a bool, got {deterministic!r}")
         return _predict(self, obs, state, explore=not deterministic)
 
     def session(self: ActingPolicy) -> PolicyRunner:

@@ -379,6 +379,8 @@ class TorchPolicy(Policy):
         Raises:
             ValueError: names or shapes do not fit this network; nothing changes.
         """
+        if not isinstance(weights, dict):
+            raise ValueError(f"weights must be a dict, as of get_weights(), got {type(weights)}")
         self.learner.check_model()
         own = self._tensors_by_name()
         wrong = {name: (None if name not in weights else np.shape(weights[name])) for name in own}

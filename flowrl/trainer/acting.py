@@ -60,6 +60,7 @@ class ActsWithPolicies:
         self,
         obs: Any,
         state: list[np.ndarray] | None = None,
+        *,
         deterministic: bool = True,
         policy_id: str | None = None,
     ) -> tuple[Any, list[np.ndarray] | None]:
@@ -79,8 +80,8 @@ class ActsWithPolicies:
             or None without recurrence.
 
         Raises:
-            ConfigError: an observation is not in the space, the state does not fit, the policy
-                needs more than observation and state (use `get_policy().session()`), or there is
-                no such policy.
+            ConfigError: an observation is not in the space, the state does not fit, `deterministic`
+                is not a bool, the policy needs more than observation and state (use
+                `get_policy().session()`), or there is no such policy.
         """
-        return self.get_policy(policy_id).predict(obs, state, deterministic)
+        return self.get_policy(policy_id).predict(obs, state, deterministic=deterministic)

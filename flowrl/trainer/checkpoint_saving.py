@@ -86,7 +86,10 @@ def load_sampling_state(
 
 @contextmanager
 def loading_errors(
-    path: Path | str, manifest: Mapping[str, Any], policies: Mapping[str, Policy]
+    path: Path | str,
+    manifest: Mapping[str, Any],
+    policies: Mapping[str, Policy],
+    config: AlgorithmConfig | None = None,
 ) -> Iterator[None]:
     """Convert errors of loading a state to CheckpointError with the checkpoint's path.
 
@@ -94,12 +97,29 @@ def loading_errors(
         path: the checkpoint.
         manifest: its manifest.
         policies: policy id -> policy that is loaded.
+        config: settings of the algorithm, if the states of workers and environments are loaded.
     """
     try:
         yield
     except DAMAGED as error:
-        problem = _differing_space(manifest, policies) or f"{type(error).__name__}: {error}"
+        problem = _differing_space(manifest, policies)
+        if problem is None and config is not None:
+            problem = _differing_sampling(manifest, config)
+        problem = problem or f"{type(error).__name__}: {error}"
         raise CheckpointError(f"{path}: does not fit these settings: {problem}") from error
+
+
+def _differing_sampling(manifest: Mapping[str, Any], config: AlgorithmConfig) -> str | None:
+    """Describe a number of workers or environments that is not the one of a manifest."""
+    saved = manifest.get("config", {}).get("values", {})
+    for name in ("num_workers", "num_envs_per_worker"):
+        if name in saved and saved[name] != config[name]:
+            return (
+                f"{name} is {config[name]}, in the checkpoint it is {saved[name]}, and each worker "
+                f"and environment continues from its own state: keep {name}={saved[name]}, or load "
+                "only the policies into a new algorithm: algorithm.restore_policies(path)"
+            )
+    return None
 
 
 def _differing_space(manifest: Mapping[str, Any], policies: Mapping[str, Policy]) -> str | None:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Self
 from flowrl.data.checkpoint import (
     CHECKPOINTS,
     CheckpointError,
+    is_run_dir,
     read_checkpoint,
     resolve_checkpoint,
     write_checkpoint,
@@ -70,11 +71,14 @@ class Checkpointing:
                 "loggers": self._loggers.state_dict(),
             }
 
-    def save(self, path: Path | str | None = None, **metadata: Any) -> Path | str:
+    @with_hints
+    def save(
+        self, path: Path | str | None = None, *, metadata: Mapping[str, Any] | None = None
+    ) -> Path | str:
         """Write a checkpoint and return its path; see `flowrl.data.checkpoint`.
 
-        Settings that are code without an import path (such as a lambda) are left out; a warning
-        names them.
+        Settings that are objects, or code without an import path (such as a lambda), are left
+        out; a warning names them.
 
         Args:
             path: a folder, or a URI that fsspec supports; None: a folder in the run directory, or
@@ -82,12 +86,18 @@ class Checkpointing:
             metadata: further JSON values for the manifest.
 
         Raises:
+            ConfigError: the folder is a run directory, whose checkpoints have their own folder.
             OSError: the checkpoint cannot be written; existing files are unchanged.
         """
         started = time.perf_counter()
         if path is None:
             in_run = self.run_dir and self.run_dir / CHECKPOINTS / f"{self.iteration:06d}"
             path = in_run or Path(tempfile.mkdtemp(prefix="flowrl-checkpoint-"))
+        elif is_run_dir(path):
+            raise ConfigError(
+                f"save: {path} is a run directory, whose checkpoints are in {CHECKPOINTS}/: call "
+                "save() without a path to write one there, or name another folder"
+            )
         policies = self.workers.local_worker().policy_map
         manifest = manifest_of(type(self), self.config, policies)
         # a plan file that loading executes again brings its own code
@@ -95,8 +105,9 @@ class Checkpointing:
         lost = [n for n in manifest["left_out"] if n not in of_plan]
         if lost and not self._warned_about_left_out:
             log.warning(
-                "the checkpoint does not contain the settings %s, because they are code without "
-                "an import path: pass them again, from_checkpoint(path, config={…})", lost,
+                "the checkpoint does not contain the settings %s, because they are objects, or "
+                "code without an import path: pass them again, from_checkpoint(path, config={…})",
+                lost,
             )  # fmt: skip
             self._warned_about_left_out = True
         manifest |= {
@@ -105,7 +116,7 @@ class Checkpointing:
             "plan_sha256": self._plan_builder.sha256,
             "training_iteration": self.iteration,
             "timesteps_total": self.plan.metrics.counters["num_env_steps_sampled"],
-            **metadata,
+            **(metadata or {}),
         }
         written = write_checkpoint(path, self.state_dict(), manifest)
         self._save_s += time.perf_counter() - started
@@ -194,7 +205,8 @@ class Checkpointing:
     def _load_state_dict(
         self, state: dict[str, Any], manifest: dict[str, Any], plan: Plan, path: Path | str
     ) -> None:
-        with loading_errors(path, manifest, self.workers.local_worker().policy_map):
+        policies = self.workers.local_worker().policy_map
+        with loading_errors(path, manifest, policies, self.config):
             iteration, time_total_s = int(state["iteration"]), float(state["time_total_s"])
             global_vars, run_ids = dict(state["global_vars"]), dict(state["loggers"])
             load_sampling_state(self.workers, plan, state)

@@ -24,6 +24,7 @@ from flowrl.settings import ConfigError, Count, Positive, imported, setting
 from flowrl.trainer.fluent import FluentSettings
 from flowrl.trainer.loggers import LoggerName, check_loggers
 from flowrl.trainer.metric_names import check_metric_name
+from flowrl.trainer.other_libraries import with_hints
 from flowrl.trainer.plan_files import (
     PLAN_MODULE,
     algorithm_in,
@@ -124,6 +125,12 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
     # shared by copies: tells whether a config was made from the one in a plan file
     _lineage: str = PrivateAttr(default_factory=lambda: secrets.token_hex(8))
 
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        super().__pydantic_init_subclass__(**kwargs)
+        if "build" in vars(cls):
+            cls.build = with_hints(cls.build)  # type: ignore[method-assign]
+
     # -- use -----------------------------------------------------------------------------------
 
     def env_or_spaces(self) -> Any:
@@ -148,6 +155,8 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
 
     @classmethod
     def _hint_elsewhere(cls, name: str) -> str:
+        if name in ("stop", "run_dir", "progress"):
+            return f" It is an argument of learn(): algorithm.learn({name}=…)."
         return super()._hint_elsewhere(name) or algorithms_with(name)
 
     def validate(self) -> Self:  # type: ignore[override]
@@ -302,6 +311,7 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
         if not isinstance(self.evaluation_config.get("explore", False), bool):
             raise ConfigError("evaluation_config: explore must be True or False")
 
+    @with_hints
     def build(self, plan: Plan | None = None) -> Any:
         """Return the algorithm, ready to train.
 
@@ -338,7 +348,7 @@ def check_folder(output: str, setting: str = "output") -> None:
     """
     if "://" in output:
         raise ConfigError(f"{setting}: must be a folder on this machine, got {output}")
-    path = Path(output).absolute()
+    path = Path(output).expanduser().absolute()
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise ConfigError(

@@ -22,6 +22,8 @@ from flowrl.trainer.video import VideoRecorder, check_rendering
 log = logging.getLogger("flowrl")
 
 MAX_EPISODE_STEPS = 200_000  # env steps of each environment within which an episode must end
+LONG_EPISODE_STEPS = 20_000  # the same before a warning
+_TIME_LIMIT = "give the environment a limit (gymnasium.wrappers.TimeLimit)"
 
 
 def check_env(config: AlgorithmConfig) -> None:
@@ -106,6 +108,7 @@ def evaluate_policies(
         video.episodes = min(video.episodes, episodes_left[0])
     episodes: list[EpisodeMetrics] = []
     last_end = 0  # env steps at the end of the last episode
+    warned = False
     try:
         while worker.env_steps < duration if by_steps else any(episodes_left):
             worker.sample()
@@ -114,11 +117,15 @@ def evaluate_policies(
                     episodes_left[episode.env_id] -= 1
                     episodes.append(episode)
                     last_end = worker.env_steps
-            if worker.env_steps - last_end > MAX_EPISODE_STEPS * num_envs and not by_steps:
-                raise RuntimeError(
-                    f"no episode ended in {worker.env_steps - last_end:,} env steps: give the "
-                    "environment a limit (gymnasium.wrappers.TimeLimit)"
-                )
+            steps = worker.env_steps - last_end
+            if steps > MAX_EPISODE_STEPS * num_envs and not by_steps:
+                raise RuntimeError(f"no episode ended in {steps:,} env steps: {_TIME_LIMIT}")
+            if steps > LONG_EPISODE_STEPS * num_envs and not by_steps and not warned:
+                warned = True
+                log.warning(
+                    "evaluation: no episode has ended in %s env steps so far: if it never ends, %s",
+                    f"{steps:,}", _TIME_LIMIT,
+                )  # fmt: skip
     finally:
         if video is not None:
             video.close()

@@ -18,6 +18,7 @@ from flowrl.trainer.evaluation import (
     recorder_for,
     summarize_episodes,
 )
+from flowrl.trainer.metric_names import NamedMetrics
 from flowrl.trainer.video import VideoRecorder
 
 
@@ -78,7 +79,7 @@ class Evaluator:
             played = evaluate_policies(
                 worker.policy_map, config, count, explore, num_envs, by_steps, video=video
             )
-        return summarize_episodes(played, list(worker.policy_map))
+        return NamedMetrics(summarize_episodes(played, list(worker.policy_map)))
 
     def evaluate_if_due(
         self, iteration: int, evaluate: Callable[[], dict[str, Any]]
@@ -127,5 +128,7 @@ class Evaluator:
 def _count(name: str, value: Any) -> int:
     count = None if isinstance(value, str) else whole_number(value)
     if count is None or count < 1:
-        raise ConfigError(f"{name}: must be an int >= 1, got {value!r}")
+        is_env = hasattr(value, "reset")
+        hint = '; another environment is the setting evaluation_config={"env": …}' * is_env
+        raise ConfigError(f"{name}: must be an int >= 1, got {value!r}{hint}")
     return count

@@ -5,6 +5,8 @@ flowrl.trainer.metric_reference has the unit and the meaning of each metric.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterator
 from typing import Any, Never
 
@@ -12,11 +14,13 @@ import numpy as np
 
 from flowrl.data import DEFAULT_POLICY_ID
 from flowrl.policies.policy_spec import specs_of
+from flowrl.sampling.callbacks import DefaultCallbacks
 from flowrl.setting_aliases import INFO_COUNTERS, POLICY_RESULT_ALIASES, RESULT_ALIASES
 from flowrl.setting_values import nearest
 from flowrl.settings import ConfigError
 from flowrl.trainer.metric_reference import POLICY_METRICS, RESULT_METRICS
 
+_MAX_LISTED_METRICS = 10  # in the message about an unknown one
 _EPISODE_METRICS = (
     "episode_reward_mean",
     "episode_reward_min",
@@ -47,11 +51,26 @@ class NamedMetrics(dict[str, Any]):
     """A result; its KeyError names the metric that was probably meant."""
 
     def __missing__(self, name: Any) -> Never:
-        aliases = {alias.rpartition("/")[2]: metric for alias, metric in RESULT_ALIASES.items()}
-        hint = nearest(str(name), [str(known) for known in self])
-        if name in aliases:
-            hint = f" Did you mean {aliases[name]!r}?"
+        keys = _keys_of(self, str(name))
+        if keys is None:
+            known = [str(known) for known in self]
+            hint = metric_hint(str(name), known)
+            if not hint and len(known) <= _MAX_LISTED_METRICS:
+                hint = f" Its metrics: {', '.join(known)}"
+        else:
+            hint = f" Use result{''.join(f'[{key!r}]' for key in keys)}"
         raise KeyError(f"a result has no metric {name!r}.{hint}")
+
+
+def metric_hint(name: str, known: list[str]) -> str:
+    """Return a sentence about the metric that was probably meant, with a space before it, or "".
+
+    Args:
+        name: a name that is not a metric.
+        known: names of metrics.
+    """
+    aliases = {alias.rpartition("/")[2]: metric for alias, metric in RESULT_ALIASES.items()}
+    return f" Did you mean {aliases[name]!r}?" if name in aliases else nearest(name, known)
 
 
 def flatten_result(result: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -94,7 +113,18 @@ def logged_scalars(result: dict[str, Any], names: str) -> dict[str, Any]:
 
 def metric_value(result: dict[str, Any], name: str) -> Any:
     """Return the number at the path `a/b/c` of a result, or None if it has none."""
+    keys = _keys_of(result, name)
+    if keys is None:
+        return None
+    value: Any = functools.reduce(operator.getitem, keys, result)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return value if is_number else None
+
+
+def _keys_of(result: dict[str, Any], name: str) -> list[str] | None:
+    """Return the keys of the value at the path `a/b/c` of a result, or None if it has none."""
     value: Any = result
+    keys: list[str] = []
     parts = name.split("/")
     while parts:
         if not isinstance(value, dict):
@@ -103,12 +133,12 @@ def metric_value(result: dict[str, Any], name: str) -> Any:
         for end in range(len(parts), 0, -1):
             key = "/".join(parts[:end])
             if key in value:
+                keys.append(key)
                 value, parts = value[key], parts[end:]
                 break
         else:
             return None
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return value if is_number else None
+    return keys
 
 
 def check_metric_name(name: Any, config: Any, setting: str) -> None:
@@ -155,4 +185,7 @@ def check_metric_name(name: Any, config: Any, setting: str) -> None:
             )
     if any(name.startswith(f"{group}/") and name != f"{group}/" for group in _OPEN_GROUPS):
         return
-    raise ConfigError(f"{setting}: no result has a metric {name!r}.{nearest(name, known)}")
+    callbacks = config.callbacks_class or DefaultCallbacks
+    if callbacks.on_train_result is not DefaultCallbacks.on_train_result:
+        return  # it can add any metric
+    raise ConfigError(f"{setting}: no result has a metric {name!r}.{metric_hint(name, known)}")

@@ -51,13 +51,15 @@ _ATTRIBUTES = {
     "num_timesteps": "use env_steps",
     "timesteps_total": "use env_steps",
     "set_logger": "use learn(run_dir=…) and the settings log_to and log_config",
+    "run": "use learn(total_timesteps), or train() for one result",
+    "save_model": "use save(path)",
     "save_checkpoint": "use save(path)",
     "save_to_path": "use save(path)",
     "load_checkpoint": "use restore(path)",
     "restore_from_path": "use restore(path)",
 }
 # method -> argument in another library -> what to use instead; "" is one positional argument too
-# many
+# many, or an argument that resembles no other
 _ARGUMENTS = {
     "__init__": {
         "": "It takes one: an environment, with settings as keywords, {cls}(env, gamma=0.99), or a "
@@ -82,6 +84,7 @@ _ARGUMENTS = {
         "n_eval_episodes": "Use the setting evaluation_duration",
     },
     "evaluate": {
+        "": "It takes episodes=…, explore=…, num_envs=…, timesteps=…, video_dir=… and seed=…",
         "n_eval_episodes": "Use episodes=…",
         "num_episodes": "Use episodes=…",
         "deterministic": "Use explore=…, the opposite",
@@ -89,6 +92,8 @@ _ARGUMENTS = {
         "render": "Use video_dir=…",
     },
     "predict": {
+        "": "Arguments after the state are keywords: predict(obs, state, deterministic=True); "
+        "state=None starts an episode",
         "observation": "Use obs=…",
         "observations": "Use obs=…",
         "explore": "Use deterministic=…, the opposite",
@@ -96,11 +101,21 @@ _ARGUMENTS = {
         "mask": "Pass state=None at the start of an episode",
     },
     "compute_single_action": {
+        "": "It takes one observation, explore=… and policy_id=…",
         "obs": "Use observation=…",
         "deterministic": "Use explore=…, the opposite",
         "state": "Use predict(obs, state), or get_policy().session()",
     },
+    "build": {
+        "": "Its argument is a plan; settings are set before",
+        "env": "Set it before: config.environment(env=…).build()",
+    },
+    "save": {
+        "": "Further JSON values for the manifest are metadata={…}",
+        "checkpoint_dir": "Use path=…",
+    },
     "from_checkpoint": {
+        "": "It takes path, config={…}, trust=… and env=…",
         "checkpoint": "Pass the path of the checkpoint, RUN/checkpoints/000003",
         "custom_objects": "Use config=…, the settings to change",
     },
@@ -122,7 +137,8 @@ def with_hints(method: Callable[P, T]) -> Callable[P, T]:
             # the constructor has **settings: keywords are never the problem
             name = unknown[0] if unknown and not _accepts_any_keyword(signature) else ""
             owner: Any = args[0] if isinstance(args[0], type) else type(args[0])
-            hint = f" {hints[name]}." if name in hints else nearest(name, own)
+            hint = "" if name in hints else nearest(name, own)
+            hint = hint or f" {hints[name if name in hints else '']}."
             hint = hint.replace("{cls}", owner.__name__)
             if method.__name__ == "from_checkpoint" and _is_setting(owner.config_class, name):
                 hint = f" Use config={{{name!r}: …}}."

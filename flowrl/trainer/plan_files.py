@@ -53,7 +53,7 @@ def plan_path(plan: str) -> Path:
     """
     if is_shipped(plan):
         return plans_folder() / f"{plan}.py"
-    path = Path(plan)
+    path = Path(plan).expanduser()
     if path.suffix == ".py" and path.is_file():
         return path.resolve()
     if path.suffix == ".py":

@@ -15,6 +15,7 @@ from flowrl.ops.rollout import CountRollouts
 from flowrl.ops.training_step import TrainingStep
 from flowrl.policies.config import ModelConfig, PolicyConfig
 from flowrl.policies.models.catalog import is_module_class
+from flowrl.policies.models.encoders import is_image
 from flowrl.policies.policy import Policy
 from flowrl.policies.policy_spec import specs_of
 from flowrl.policies.schedules import needs_total, schedules_in, zero_from
@@ -25,10 +26,11 @@ from flowrl.trainer.plan_settings import plan_config
 
 log = logging.getLogger("flowrl")
 
-_NOT_FOR_MODULES = (
+_NOT_FOR_MODULES: tuple[str, ...] = (
     "fcnet_hiddens", "fcnet_activation", "vf_share_layers", "free_log_std",
     "conv_type", "conv_filters", "conv_activation", "post_fcnet_hiddens",
 )  # fmt: skip
+_NOT_FOR_IMAGES: tuple[str, ...] = ("fcnet_hiddens", "fcnet_activation")
 _NO_UPDATES_AT_0 = ("lr", "actor_lr", "critic_lr", "clip_param")
 
 
@@ -49,8 +51,8 @@ def check_start(config: Any, workers: WorkerSet, stage: Stage) -> None:
     policies = workers.local_worker().policy_map
     _warn_if_nothing_trains(config, stage, policies)
     for policy_id, policy in policies.items():
-        if isinstance(policy.config, PolicyConfig) and policy.config.model.custom_model is not None:
-            _warn_about_unused_settings(config, policy_id, policy.config)
+        if isinstance(policy.config, PolicyConfig):
+            _warn_about_unused_settings(config, policy_id, policy)
 
 
 def _check_states(stage: Stage) -> None:
@@ -128,18 +130,31 @@ def _warn_if_nothing_trains(config: Any, stage: Stage, policies: Mapping[str, Po
     )
 
 
-def _warn_about_unused_settings(config: Any, policy_id: str, policy_config: PolicyConfig) -> None:
-    """Warn about settings of the network that a custom model does not receive.
+def _warn_about_unused_settings(config: Any, policy_id: str, policy: Policy) -> None:
+    """Warn about settings of the network that a custom model does not receive, and about those of
+    hidden layers that networks for images do not have.
 
     Values of the algorithm's defaults and of a shipped plan are not reported.
     """
-    model = policy_config.model
-    if not is_module_class(model.custom_model):
+    model: ModelConfig = policy.config.model
+    if model.custom_model is not None and is_module_class(model.custom_model):
+        not_used = _NOT_FOR_MODULES
+        reason = (
+            "the class of the custom_model does not receive it; custom_model_config has the "
+            "arguments of its constructor"
+        )
+    elif model.custom_model is None and is_image(policy.observation_space):
+        not_used = _NOT_FOR_IMAGES
+        reason = (
+            "the observation is an image; post_fcnet_hiddens has the sizes of the layers after "
+            "the convolutions, conv_activation their activation"
+        )
+    else:
         return
-    default: ModelConfig = type(policy_config).model_fields["model"].default
+    default: ModelConfig = type(policy.config).model_fields["model"].default
     unused = [
         name
-        for name in _NOT_FOR_MODULES
+        for name in not_used
         if name in model.model_fields_set and getattr(model, name) != getattr(default, name)
     ]
     if unused and isinstance(config.plan, str) and is_shipped(config.plan):
@@ -150,9 +165,8 @@ def _warn_about_unused_settings(config: Any, policy_id: str, policy_config: Poli
         unused = [name for name in unused if getattr(model, name) != getattr(in_plan, name)]
     if unused:
         log.warning(
-            "policy %s: %s: no effect, because the class of the custom_model does not receive it; "
-            "custom_model_config has the arguments of its constructor",
-            policy_id, ", ".join(f"model.{name}" for name in unused),
+            "policy %s: %s: no effect, because %s",
+            policy_id, ", ".join(f"model.{name}" for name in unused), reason,
         )  # fmt: skip
 
 

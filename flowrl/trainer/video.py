@@ -60,7 +60,7 @@ class VideoRecorder:
     def __init__(self, folder: Path | str, name: str, episodes: int, setting: str):
         check_video(setting)
         self._setting = setting
-        self._folder, self._name, self.episodes = Path(folder), name, episodes
+        self._folder, self._name, self.episodes = Path(folder).expanduser(), name, episodes
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -446,6 +446,7 @@ def test_masked_actions_are_ignored():
         (TD3TorchPolicy, spaces.Box(-2, 2, (1,)), {"normalize_actions": False},
          "normalize_actions: TD3 computes actions in"),
         (SACTorchPolicy, BOX, {"model": {"use_lstm": True}}, "without memory"),
+        (SACTorchPolicy, BOX, {"q_model": {"use_lstm": True}}, r"^q_model\.use_lstm: SAC"),
         (SACTorchPolicy, BOX, {"model": {"num_framestacks": 2}}, "an environment wrapper"),
     ],
 )  # fmt: skip

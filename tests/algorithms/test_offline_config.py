@@ -124,7 +124,7 @@ def test_stop_criteria_without_episodes_are_rejected(folder):
         ({"num_workers": 2}, "num_workers is for sampling"),
         ({"output": "x"}, "output is for sampling"),
         ({"beta": 1.0}, "BC does not weight rows"),
-        ({"model": {"use_lstm": True}}, "model.use_lstm: BC supports only networks without memory"),
+        ({"model": {"use_lstm": True}}, "BC supports only networks without memory"),
         ({"model": {"num_framestacks": 2}}, "model: BC learns from single rows"),
         ({"env": "CartPole-v1"}, "the env defines them"),
     ],

@@ -74,7 +74,6 @@ def test_flags_of_one_policy_are_kept_by_a_resumed_run(cli, tmp_path):
     code, out, _ = cli("train", "--resume", "r", "--stop-iters", "2")
     assert code == 0
     assert "reached: 2 iterations" in out
-    assert "dqn" in out
 
 
 @pytest.mark.parametrize("flags", [["--lr=[[0,1e-3],[100,0]]"], ["--lr", "[[0,1e-3],[100,0]]"]])
@@ -130,7 +129,8 @@ def test_invalid_flags_of_an_algorithm_are_rejected(cli, tmp_path, flags, messag
         ("--num-workers --lr 1", "--num-workers: expected a whole number, got no value"),
         ("--gamma=x", "--gamma: expected a number, got 'x'"),
         ("--use-gae maybe", "--use-gae: expected true or false, got 'maybe'"),
-        ("--model.fcnet-hiddens a b", "--model.fcnet-hiddens: expected whole numbers, got 'a' 'b'"),
+        ("--model.fcnet-hiddens a b", "whole numbers, separated by spaces, got 'a' 'b'"),
+        ("--model.fcnet-hiddens 64,64", "whole numbers, separated by spaces, got '64,64'"),
         ("--log-to wandbb", "expected one of mlflow, wandb, got 'wandbb'. Did you mean 'wandb'?"),
         ("--env-config 3", "--env-config: must be a JSON object, got 3"),
         ("stray", "unexpected argument 'stray': pass settings as --name VALUE"),

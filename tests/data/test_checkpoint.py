@@ -387,6 +387,15 @@ def test_metadata_that_is_not_json_is_rejected_before_anything_is_written(tmp_pa
     assert not (tmp_path / "c").exists()
 
 
+def test_manifest_of_another_program_is_not_replaced(tmp_path):
+    manifest = tmp_path / "manifest.json"
+    manifest.write_text('{"name": "my app"}')
+    with pytest.raises(FileExistsError, match=r"manifest.json does not belong to a checkpoint"):
+        write_checkpoint(tmp_path, {"a": 1}, {})
+    assert manifest.read_text() == '{"name": "my app"}'
+    assert list(tmp_path.iterdir()) == [manifest]
+
+
 def test_file_in_the_place_of_a_checkpoint_is_named(tmp_path):
     file = tmp_path / "model.zip"
     file.write_text("a file")

@@ -51,6 +51,16 @@ def test_repr_shows_the_chained_methods():
     )
 
 
+def test_functions_of_filter_and_combine_return_a_bool_and_a_list():
+    with pytest.raises(TypeError, match="returned None: return True to keep the item, or False"):
+        next(stream(1).filter(lambda x: None))
+    assert list(stream(1, 0).filter(lambda x: x)) == [1]
+    for item, kind in (({"obs": [1]}, "dict"), ("text", "str")):
+        with pytest.raises(TypeError, match=f"a list of items, it returned a {kind}"):
+            next(stream(item).combine(lambda x: x))
+    assert list(stream([1, 2]).combine(iter)) == [1, 2]
+
+
 def test_union_follows_order_and_weights():
     assert list(stream(1, 2, 3).union(stream(4, 5, 6), deterministic=True)) == [1, 4, 2, 5, 3, 6]
     weighted = stream(1, 1, 1, 1).union(

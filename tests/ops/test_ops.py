@@ -39,6 +39,16 @@ def rows(n):
     return SampleBatch(x=np.arange(n, dtype=np.float32))
 
 
+def test_raw_rollouts_cannot_be_reported():
+    worker_set = WorkerSet("CartPole-v1", A2CTorchPolicy, {})
+    rollouts = ParallelRollouts(worker_set, mode="raw")
+    with pytest.raises(TypeError, match=r"got a ParallelIterator: chain gather_sync\(\) or "):
+        StandardMetricsReporting(rollouts, worker_set, {})
+    with pytest.raises(TypeError, match="a list of items, it returned a SampleBatch"):
+        next(ParallelRollouts(worker_set).combine(lambda batch: batch))
+    worker_set.stop()
+
+
 def test_bulk_sync_concatenates_a_fragment_of_every_worker(workers):
     rollouts = ParallelRollouts(workers, mode="bulk_sync")
     batch = next(rollouts)

@@ -15,6 +15,7 @@ from flowrl.ops import (
     synchronous_parallel_sample,
     train_one_step,
 )
+from flowrl.ops.training_step import MAX_STEPS_WITHOUT_SAMPLES
 from flowrl.policies import ConfigError
 from flowrl.sampling import WorkerSet
 from flowrl.trainer.algorithm import Algorithm
@@ -50,6 +51,26 @@ def test_worker_set_that_sampled_without_a_plan_is_freed():
     del workers
     gc.collect()
     assert freed() is None
+
+
+def test_steps_that_are_not_counted_are_reported_once(caplog):
+    class Uncounted(CustomStep):
+        counts = False
+
+        def training_step(self):
+            if self.counts:
+                return super().training_step()
+            return train_one_step(self, self.workers.local_worker().sample())
+
+    class Counted(Uncounted):
+        counts = True
+
+    for algorithm_class in (Uncounted, Counted):
+        with algorithm_class(**SETTINGS) as algorithm:
+            for _ in range(MAX_STEPS_WITHOUT_SAMPLES + 2):
+                algorithm.train()
+    (message,) = [text for text in caplog.messages if "no env steps were counted" in text]
+    assert message.startswith("Uncounted.training_step() was called 20 times")
 
 
 @pytest.mark.slow_on_actors

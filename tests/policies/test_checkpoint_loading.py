@@ -13,7 +13,8 @@ from flowrl.algorithms.a2c import A2CTorchPolicy
 from flowrl.algorithms.ppo import PPOConfig, PPOTorchPolicy
 from flowrl.data.checkpoint import CheckpointError, read_checkpoint, write_checkpoint
 from flowrl.policies import Policy
-from flowrl.policies.json_codec import space_from_json, space_to_json
+from flowrl.policies.code_references import CodeResolver
+from flowrl.policies.json_codec import decode, encode, space_from_json, space_to_json
 
 from .fakes import PlainModule
 
@@ -156,3 +157,26 @@ def test_spaces_survive_json(space):
 def test_unsupported_spaces_are_rejected():
     with pytest.raises(TypeError, match="cannot be stored"):
         space_to_json(spaces.Text(3))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.arange(3),
+        np.zeros((0, 2), np.uint8),
+        np.array([[np.nan, -np.inf]], ">f4"),
+        np.array(["text", "é"]),
+        np.float32(0.1),
+        np.True_,
+    ],
+)
+def test_arrays_in_settings_are_restored(value):
+    resolver = CodeResolver(False, {}, [])
+    restored = decode(json.loads(json.dumps(encode({"maps": [value]}))), resolver)["maps"][0]
+    assert type(restored) is type(value)
+    assert restored.dtype == value.dtype
+    np.testing.assert_array_equal(restored, value, strict=True)
+    with pytest.raises(TypeError, match="cannot be stored"):
+        encode(np.array([object()]))
+    with pytest.raises(ValueError, match=r"size|shape|buffer"):
+        decode({**encode(np.arange(3)), "shape": [4]}, resolver)

@@ -99,6 +99,9 @@ def test_flat_observations_may_be_lists():
     policy = make_policy()
     action = policy.predict(np.zeros(3, np.float32))[0]
     assert policy.predict([0.0, 0.0, 0.0])[0] == policy.predict([0, 0, 0])[0] == action
+    for wrong in (None, "yes", np.array([False])):
+        with pytest.raises(ConfigError, match="predict: deterministic must be a bool, got "):
+            policy.predict([0.0, 0.0, 0.0], deterministic=wrong)
     assert policy.predict([[0.0, 0.0, 0.0]] * 2)[0].tolist() == [action, action]
     assert policy.predict(np.zeros((2, 3)))[0].tolist() == [action, action]
     assert make_policy(spaces.Discrete(4)).predict([1, 2, 3])[0].shape == (3,)

@@ -193,6 +193,8 @@ def test_weights_of_another_network_are_rejected():
         policy.set_weights(other)
     with pytest.raises(ValueError, match="unknown"):
         policy.set_weights({**policy.get_weights(), "extra": np.zeros(1)})
+    with pytest.raises(ValueError, match="weights must be a dict, as of get_weights"):
+        policy.set_weights([np.zeros(1)])
 
 
 def test_learning_accepts_read_only_batches():

@@ -14,7 +14,7 @@ from flowrl.algorithms.a2c import A2CConfig, A2CTorchPolicy
 from flowrl.algorithms.dqn import DQNConfig
 from flowrl.algorithms.ppo import DEFAULT_CONFIG, PPO, PPOConfig, PPOTorchPolicy
 from flowrl.data import SampleBatch
-from flowrl.data.checkpoint import CheckpointError
+from flowrl.data.checkpoint import CheckpointError, read_manifest
 from flowrl.policies import ConfigError
 from flowrl.sampling import RolloutWorker
 from flowrl.trainer.algorithm import Algorithm
@@ -301,6 +301,28 @@ def test_save_without_a_path_uses_the_run_directory_or_a_temporary_folder(tmp_pa
     for saved in (first, path, tmp_path / "run"):
         with PPO.from_checkpoint(saved) as restored:
             assert restored.train()["timesteps_total"] == 2 * result["timesteps_total"]
+
+
+def test_save_takes_metadata_in_one_argument(tmp_path):
+    with ppo_config().build() as algorithm:
+        path = algorithm.save(tmp_path / "c", metadata={"note": "first"})
+        assert read_manifest(path)["note"] == "first"
+        with pytest.raises(TypeError, match=r"no argument 'checkpoint_dir'\. Use path=…\."):
+            algorithm.save(checkpoint_dir=tmp_path / "d")
+    assert not (tmp_path / "d").exists()
+
+
+@pytest.mark.parametrize("name", ["num_workers", "num_envs_per_worker"])
+def test_other_numbers_of_workers_and_environments_name_restore_policies(tmp_path, name):
+    with ppo_config().build() as algorithm:
+        path = algorithm.save(tmp_path / "c")
+        weights = algorithm.get_policy().get_weights()
+    with pytest.raises(CheckpointError, match=rf"{name} is 3, in .*algorithm\.restore_policies\("):
+        PPO.from_checkpoint(path, config={name: 3})
+    with ppo_config(**{name: 3}).build() as algorithm:
+        algorithm.restore_policies(path)
+        restored = algorithm.get_policy().get_weights()
+    assert all(np.array_equal(weights[name], restored[name]) for name in weights)
 
 
 def test_restore_rejects_other_models_and_plans(tmp_path):

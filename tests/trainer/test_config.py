@@ -408,10 +408,17 @@ def test_updated_copies_deeply_and_settings_cannot_be_deleted():
 
 
 def test_item_assignment_names_the_attribute_and_items_cannot_be_deleted():
-    with pytest.raises(TypeError, match=r"^settings are assigned as attributes: config.lr = 1$"):
+    with pytest.raises(TypeError, match=r"^settings are assigned as attributes: \.lr = 1 instead"):
         PPOConfig()["lr"] = 1
+    with pytest.raises(TypeError, match=r"attributes: \.fcnet_hiddens = \[8\] instead"):
+        PPOConfig().model["fcnet_hiddens"] = [8]
     with pytest.raises(ConfigError, match=r"^lr: a setting cannot be deleted, only changed$"):
         del PPOConfig()["lr"]
+
+
+def test_settings_are_not_positional():
+    with pytest.raises(TypeError, match=r"^PPOConfig\(\): settings are keywords: PPOConfig\(\*\*"):
+        PPOConfig({"lr": 1})
 
 
 def test_diff_compares_arrays_by_their_elements():

@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from flowrl import DQN, PPO, ConfigError
-from flowrl.trainer.metric_names import flatten_result, logged_scalars
+from flowrl import DQN, PPO, ConfigError, PPOConfig
+from flowrl.trainer.metric_names import check_metric_name, flatten_result, logged_scalars
 from flowrl.trainer.operator_times import OperatorTimes
 
 SMALL = {"train_batch_size": 64, "sgd_minibatch_size": 32, "seed": 1}
@@ -91,6 +91,25 @@ def test_unknown_metric_of_a_result_names_the_nearest(result, name, hint):
     assert error.value.args == (f"a result has no metric {name!r}. Did you mean {hint!r}?",)
     assert result.get(name) is None
     assert pickle.loads(pickle.dumps(result)) == result
+
+
+def test_path_of_a_metric_names_its_keys(result):
+    for name, keys in (
+        ("learners/default_policy/kl", "['learners']['default_policy']['kl']"),
+        ("counters/num_env_steps_sampled", "['counters']['num_env_steps_sampled']"),
+    ):
+        with pytest.raises(KeyError) as error:
+            result[name]
+        assert error.value.args == (f"a result has no metric {name!r}. Use result{keys}",)
+    with pytest.raises(KeyError, match=r"no metric 'learners/default_policy/none'\.\"$"):
+        result["learners/default_policy/none"]
+
+
+def test_unknown_metric_of_a_setting_names_the_nearest():
+    with pytest.raises(ConfigError, match=r"'episode_return_mean'\. Did you mean 'episode_reward"):
+        check_metric_name("episode_return_mean", PPOConfig(), "stop")
+    with pytest.raises(ConfigError, match="Did you mean 'episode_reward_mean'"):
+        PPO("CartPole-v1", checkpoint_score_attribute="episode_return_mean")
 
 
 def test_operators_of_one_name_are_numbered_and_times_are_differences():

@@ -83,12 +83,27 @@ def test_load_names_from_checkpoint():
 
 @pytest.mark.parametrize("name", sorted(_ARGUMENTS.keys() - {"__init__"}))
 def test_arguments_of_other_libraries_have_a_hint(algorithm, name):
-    method = getattr(algorithm, name)
+    method = getattr(algorithm.config if name == "build" else algorithm, name)
     for argument, hint in _ARGUMENTS[name].items():
         assert argument not in inspect.signature(method).parameters
         with pytest.raises(TypeError) as error:
-            method(*(range(5) if not argument else ()), **({argument: 1} if argument else {}))
+            method(*(range(9) if not argument else ()), **({argument: 1} if argument else {}))
         assert hint in str(error.value)
+
+
+def test_unknown_argument_names_those_that_exist(algorithm):
+    with pytest.raises(TypeError, match=r"no argument 'note'\. .* are metadata=\{…\}\.$"):
+        algorithm.save(note=1)
+    with pytest.raises(KeyError, match="Its metrics: episode_reward_mean, "):
+        algorithm.evaluate(episodes=1)["env_runners"]
+
+
+def test_environment_and_reset_in_the_wrong_place_have_a_hint(algorithm):
+    with gym.make("CartPole-v1") as env:
+        with pytest.raises(ConfigError, match=r'the setting evaluation_config=\{"env": …\}'):
+            algorithm.evaluate(env)
+        with pytest.raises(ConfigError, match=r"\(observation, info\), as reset\(\) returns"):
+            algorithm.predict(env.reset())
 
 
 def test_similar_argument_is_suggested(algorithm):

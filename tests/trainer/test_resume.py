@@ -360,7 +360,7 @@ def test_restore_rejects_other_numbers_of_workers_or_environments(tmp_path):
         algorithm.save(tmp_path / "c")
     for change, message in (
         ({"num_envs_per_worker": 3}, "num_envs_per_worker"),
-        ({"num_workers": 1}, "the state has 0 configured workers, this set 1"),
+        ({"num_workers": 1}, "num_workers is 1, in the checkpoint it is 0"),
         ({"batch_mode": "complete_episodes"}, "batch_mode='truncate_episodes'"),
     ):
         with config.updated(**change).build() as algorithm:

@@ -3,6 +3,7 @@
 import logging
 from collections import deque
 
+import gymnasium as gym
 import numpy as np
 import pytest
 from torch import nn
@@ -291,6 +292,27 @@ def test_network_settings_that_a_custom_model_does_not_receive_are_reported(
     found = [text for text in caplog.messages if "no effect" in text]
     assert len(found) == (unused is not None)
     assert all(text.startswith(f"policy default_policy: {unused}: no effect") for text in found)
+
+
+class ImageEnv(gym.Env):
+    observation_space = gym.spaces.Box(0, 255, (8, 8, 1), np.uint8)
+    action_space = gym.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        return self.observation_space.low, {}
+
+    def step(self, action):
+        return self.observation_space.low, 1.0, True, False, {}
+
+
+@pytest.mark.parametrize("model", [{"fcnet_hiddens": [9]}, {"post_fcnet_hiddens": [9]}, {}])
+def test_hidden_layers_that_networks_for_images_do_not_have_are_reported(caplog, model):
+    config = small(env=ImageEnv, model={"conv_filters": [[4, 8, 8]], **model})
+    with config.build() as algorithm, caplog.at_level(logging.WARNING, "flowrl"):
+        algorithm.train()
+    found = [text for text in caplog.messages if "no effect" in text]
+    assert len(found) == ("fcnet_hiddens" in model)
+    assert all("model.fcnet_hiddens: no effect, because the observation is" in t for t in found)
 
 
 def test_own_defaults_of_an_algorithm_are_not_reported(caplog):

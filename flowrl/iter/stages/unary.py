@@ -175,13 +175,19 @@ class Filter(FunctionStage):
 
     name = "filter"
 
+    def _call(self, item: Any) -> Any:
+        keep = self.fn(item)
+        if keep is None:
+            raise TypeError("the function returned None: return True to keep the item, or False")
+        return keep
+
     def pull(self, block: bool) -> Any:
         while True:
             item = self._pull_up(block)
             if item is NOT_READY:
                 return item
             try:
-                keep = self.fn(item)
+                keep = self._call(item)
             except BaseException as error:
                 keep = self._handle_error(error, item)
                 if keep is DROPPED:
@@ -209,7 +215,14 @@ class Combine(FunctionStage):
         self._emitted: tuple[Source, ...] = ()
 
     def _call(self, item: Any) -> Any:
-        return deque(self.fn(item))  # consumed here: a generator raises only when it is read
+        elements = self.fn(item)
+        # a batch or a mapping iterates over its names
+        if isinstance(elements, (str, bytes)) or hasattr(elements, "keys"):
+            raise TypeError(
+                f"the function must return a list of items, it returned a "
+                f"{type(elements).__name__}: put it in a list, or use for_each"
+            )
+        return deque(elements)  # consumed here: a generator raises only when it is read
 
     def pull(self, block: bool) -> Any:
         while not self._pending:

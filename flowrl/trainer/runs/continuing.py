@@ -11,6 +11,7 @@ from flowrl.policies.code_references import UntrustedCodeError, code_path
 from flowrl.settings import ConfigError
 from flowrl.trainer.checkpoint_loading import settings_of_checkpoint
 from flowrl.trainer.registry import algorithm_names, algorithm_path
+from flowrl.trainer.runs.formatting import format_path
 from flowrl.trainer.runs.saved_run import own_code
 
 
@@ -26,7 +27,8 @@ def ways_to_continue(algorithm: Any, run_dir: Path, checkpoint: Path, program: s
     cls, code = type(algorithm), own_code(read_manifest(checkpoint))
     needs_trust = _needs_trust(cls, checkpoint)
     changes = [f"{name!r}: …" for name in code if name != "algorithm"]
-    arguments = [repr(str(run_dir))]
+    shown = format_path(run_dir)
+    arguments = [repr(shown)]
     if changes:
         arguments.append(f"config={{{', '.join(changes)}}}")
     elif needs_trust:
@@ -35,7 +37,7 @@ def ways_to_continue(algorithm: Any, run_dir: Path, checkpoint: Path, program: s
     if not code:
         registered = code_path(cls) in map(algorithm_path, algorithm_names())
         trust = " --trust" if needs_trust or not registered else ""
-        ways.append(f"{program} resume {shlex.quote(str(run_dir))}{trust} --stop-timesteps …")
+        ways.append(f"{program} resume {shlex.quote(shown)}{trust} --stop-timesteps …")
     return ways
 
 

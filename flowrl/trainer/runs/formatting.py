@@ -1,8 +1,9 @@
-"""Numbers, counts and durations as text."""
+"""Numbers, counts, durations and paths as text."""
 
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 
 def format_number(value: float) -> str:
@@ -32,3 +33,9 @@ def format_count(count: int, noun: str) -> str:
     ('1 worker', '2,000 episodes')
     """
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def format_path(path: Path) -> str:
+    """Return a path; one in the current folder without that folder."""
+    current = Path.cwd()
+    return str(path.relative_to(current) if path.is_relative_to(current) else path)

@@ -48,7 +48,7 @@ class RunDirectory:
     """
 
     def __init__(self, path: Path, names: str = "classic", resume: bool = False):
-        self.path = path
+        self.path = path = path.expanduser().absolute()  # the program may change its folder
         with ExitStack() as on_error:
             try:
                 path.mkdir(parents=True, exist_ok=True)
@@ -103,7 +103,7 @@ class RunDirectory:
         if config.checkpoint_score_attribute is not None and result is not None:
             score = metric_value(result, config.checkpoint_score_attribute)
         try:
-            algorithm.save(path, score=score)
+            algorithm.save(path, metadata={"score": score})
         except OSError as error:
             if not self._reported_write_error:
                 print(

@@ -107,7 +107,7 @@ def own_code(manifest: dict[str, Any]) -> dict[str, str]:
     """Return the code of a checkpoint that only the program itself has: setting -> import path.
 
     Those are classes and functions of `__main__`, and settings that the checkpoint does not
-    contain, such as lambdas. The name of the algorithm's class is "algorithm".
+    contain, such as lambdas and objects. The name of the algorithm's class is "algorithm".
     """
     found = {}
     algorithm = str(manifest.get("algorithm"))
@@ -115,7 +115,7 @@ def own_code(manifest: dict[str, Any]) -> dict[str, str]:
         found["algorithm"] = algorithm
     plan = manifest.get("plan")
     if not (isinstance(plan, str) and plan.endswith(".py")):  # a plan file brings its own code
-        found |= {str(name): "without an import path" for name in manifest.get("left_out", ())}
+        found |= {str(name): "not in the checkpoint" for name in manifest.get("left_out", ())}
     values = manifest.get("config", {}).get("values", {})
     for name, value in values.items():
         if code := _code_of_main(value):

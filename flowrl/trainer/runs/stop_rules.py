@@ -11,7 +11,7 @@ from typing import Any
 
 from flowrl.setting_values import nearest
 from flowrl.settings import ConfigError
-from flowrl.trainer.metric_names import check_metric_name, flatten_result, metric_value
+from flowrl.trainer.metric_names import check_metric_name, flatten_result, metric_hint, metric_value
 from flowrl.trainer.runs.formatting import format_count
 from flowrl.trainer.start_checks import has_schedule_in_percent
 
@@ -219,7 +219,8 @@ class PendingMetrics:
         self._num_results = 0
 
     def check(self, result: dict[str, Any]) -> None:
-        """Look for the metrics in a result; warn once if some are still missing after a while.
+        """Look for the metrics in a result; warn once if some are still missing after a while, and
+        once if the first result lacks one that is not in a group, which callbacks had to set.
 
         Raises:
             ConfigError: the result has the metric's group but not the metric.
@@ -230,12 +231,16 @@ class PendingMetrics:
             for name, setting in self._settings.items()
             if not has_metric(result, name, setting)
         }
-        if self._num_results == MAX_RESULTS_WITHOUT_METRIC:
-            for name, setting in self._settings.items():
-                print(
-                    f"flowrl: {setting}: no result has had {name!r} so far", file=sys.stderr,
-                    flush=True,
-                )  # fmt: skip
+        for name, setting in self._settings.items():
+            if self._num_results == 1 and "/" not in name:
+                hint = metric_hint(name, [str(known) for known in result])
+                _warn(f"{setting}: the first result has no {name!r}.{hint}")
+            elif self._num_results == MAX_RESULTS_WITHOUT_METRIC:
+                _warn(f"{setting}: no result has had {name!r} so far")
+
+
+def _warn(message: str) -> None:
+    print(f"flowrl: {message}", file=sys.stderr, flush=True)
 
 
 def has_metric(result: dict[str, Any], name: str, setting: str) -> bool:

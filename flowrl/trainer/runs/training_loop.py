@@ -15,7 +15,7 @@ from flowrl.ops import WriteParquet
 from flowrl.setting_values import whole_number
 from flowrl.settings import ConfigError
 from flowrl.trainer.runs.continuing import ways_to_continue
-from flowrl.trainer.runs.formatting import format_count
+from flowrl.trainer.runs.formatting import format_count, format_path
 from flowrl.trainer.runs.progress import ProgressTable
 from flowrl.trainer.runs.run_directory import RunDirectory, default_run_dir, env_name
 from flowrl.trainer.runs.saved_run import read_config, read_stop_rules, result_at
@@ -134,7 +134,7 @@ def _describe_start(algorithm: Any, stop: StopRules, run: RunDirectory | None) -
     source = "" if config.samples else " from recorded data"
     workers = f" with {format_count(config.num_workers, 'worker')}" if config.num_workers else ""
     step = f" from env step {steps:,}" if (steps := algorithm.env_steps) else ""
-    place = "no run directory" if run is None else f"run directory: {run.path}"
+    place = "no run directory" if run is None else f"run directory: {format_path(run.path)}"
     limits = stop.describe(config)
     if config.samples and (stop.timesteps or math.inf) < config.train_batch_size:
         limits = f"{limits} (the first train batch has {config.train_batch_size:,})"
@@ -283,8 +283,8 @@ def _path_of_run(algorithm: Any, run_dir: Path | str | None) -> Path | None:
         return None
     if run_dir == "auto":
         name = type(algorithm).__name__.lower()
-        return algorithm.run_dir or default_run_dir(name, algorithm.config.env)
-    path, current = Path(run_dir), algorithm.run_dir
+        return algorithm.run_dir or default_run_dir(name, algorithm.config.env).absolute()
+    path, current = Path(run_dir).expanduser().absolute(), algorithm.run_dir
     return current if current is not None and path.resolve() == current.resolve() else path
 
 
@@ -316,7 +316,7 @@ def _train_in_run(
     finally:
         run.close()
     if show_progress:
-        print(f"{_describe_end(end)}; run directory: {path}")
+        print(f"{_describe_end(end)}; run directory: {format_path(path)}")
         if end.checkpoint is not None:
             for way in ways_to_continue(algorithm, path, end.checkpoint, "flowrl"):
                 print(f"continue: {way}")

@@ -1,10 +1,10 @@
-"""Numbers, counts and durations as text."""
+"""Numbers, counts, durations and paths as text."""
 
 import math
 
 import pytest
 
-from flowrl.trainer.runs.formatting import format_count, format_number, format_seconds
+from flowrl.trainer.runs.formatting import format_count, format_number, format_path, format_seconds
 
 
 @pytest.mark.parametrize(
@@ -25,3 +25,9 @@ def test_durations_have_minutes_and_hours():
 def test_counts_have_a_singular():
     counts = [format_count(n, "worker") for n in (0, 1, 2, 1000)]
     assert counts == ["0 workers", "1 worker", "2 workers", "1,000 workers"]
+
+
+def test_paths_in_the_current_folder_are_relative(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert format_path(tmp_path / "runs" / "a") == "runs/a"
+    assert format_path(tmp_path.parent / "b") == str(tmp_path.parent / "b")

@@ -41,6 +41,45 @@ def test_learn_writes_a_run_directory(tmp_path, capsys):
     assert str(tmp_path / "r") in out
 
 
+def test_run_directory_stays_where_it_is_if_the_program_changes_its_folder(
+    tmp_path, monkeypatch, capsys
+):
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "first")
+    with A2C("CartPole-v1", **SMALL) as algorithm:
+        algorithm.learn(64, run_dir="r")
+        assert "run directory: r\n" in capsys.readouterr().out
+        monkeypatch.chdir(tmp_path / "second")
+        algorithm.learn(128)
+    assert read_steps(tmp_path / "first" / "r") == [64, 128]
+    assert not list((tmp_path / "second").iterdir())
+
+
+def test_home_folder_is_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    with A2C("CartPole-v1", **SMALL) as algorithm:
+        algorithm.learn(64, run_dir="~/r", progress=False)
+        assert algorithm.run_dir == tmp_path / "r"
+        assert algorithm.save("~/c") == tmp_path / "c"
+    for name in ("r", "c"):
+        with A2C.from_checkpoint(f"~/{name}") as restored:
+            assert restored.env_steps == 64
+    assert {path.name for path in tmp_path.iterdir()} == {"r", "c"}
+
+
+def test_save_into_a_run_directory_is_rejected(tmp_path):
+    with A2C("CartPole-v1", **SMALL) as algorithm:
+        algorithm.learn(64, run_dir=tmp_path / "r", progress=False)
+        with pytest.raises(ConfigError, match=r"r is a run directory, .* save\(\) without a path"):
+            algorithm.save(tmp_path / "r")
+        algorithm.save(tmp_path / "other")
+        algorithm.learn(128, progress=False)
+    with A2C.from_checkpoint(tmp_path / "r") as restored:
+        assert restored.env_steps == 128
+
+
 def test_learn_without_a_run_directory_writes_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with A2C("CartPole-v1", **SMALL) as algorithm:
@@ -130,6 +169,21 @@ def test_limits_on_other_metrics_stop_the_training():
     assert metric_rules({"a/b<=": 2}) == [("a/b", "<=", 2.0)]
 
 
+@pytest.mark.parametrize(("metric", "end"), [("mine", 3), ("episode_reward_meen", 5)])
+def test_metrics_of_on_train_result_can_be_limits(capsys, metric, end):
+    class Callbacks(DefaultCallbacks):
+        def on_train_result(self, *, algorithm, result, **kwargs):
+            result["mine"] = result["training_iteration"]
+
+    with A2C("CartPole-v1", **SMALL, callbacks_class=Callbacks) as algorithm:
+        limits = {metric: 3, "training_iteration": 5}
+        algorithm.learn(stop=limits, run_dir=None, progress=False)
+        assert algorithm.iteration == end
+    err = capsys.readouterr().err
+    missing = "stop: the first result has no 'episode_reward_meen'. Did you mean 'episode_reward_me"
+    assert err.count(missing) == (metric != "mine")
+
+
 OWN_CODE = """
 import gymnasium as gym
 from flowrl import A2C
@@ -187,7 +241,7 @@ def test_code_that_only_the_program_has_is_continued_in_python(
         for command in (["resume", "--stop-iters", "2"], ["evaluate"]):
             assert main([command[0], str(run_dir), *command[1:], *trust]) == 2
             message = capsys.readouterr().err
-            assert "move it to a module in the current folder" in message
+            assert "move code to a module in the current folder, replace objects by" in message
             assert "config={'env': …}" in message
     algorithm_class = type("Mine", (A2C,), {"__qualname__": "f.<locals>.Mine"})
     learn_in_run(algorithm_class, "CartPole-v1", tmp_path / "own")
