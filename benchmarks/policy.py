@@ -2,9 +2,10 @@
 
 Computes actions for 1, 8, 32 and 256 observations of CartPole with 2x64 tanh networks for policy
 and value: with flowrl's compute_actions; with torch modules and torch.distributions (plain); with
-torch modules alone (lean); and with numpy. Then samples with an LSTM policy, compared with a loop
-that steps the same environments with torch.nn.LSTM. One torch thread. The entries run alternately;
-prints medians over the rounds.
+torch modules alone (lean); and with numpy. Then samples with policies with memory, compared with
+loops that step the same environments: an LSTM with torch.nn.LSTM, and a GTrXL with the same torch
+network, whose memory stays in tensors. One torch thread. The entries run alternately; prints
+medians over the rounds.
 
     python benchmarks/policy.py [--seconds 0.5] [--rounds 7]
 """
@@ -163,19 +164,67 @@ class LstmLoop:
         return FRAGMENT * ENVS
 
 
-class LstmWorker:
-    def __init__(self) -> None:
-        model = {"use_lstm": True, "lstm_cell_size": CELL, "vf_share_layers": True}
-        self.worker = RolloutWorker(
-            "CartPole-v1",
-            PPOTorchPolicy,
-            {
-                "model": model,
-                "seed": 0,
-                "num_envs_per_worker": ENVS,
-                "rollout_fragment_length": FRAGMENT,
-            },
+class GtrxlLoop:
+    """Steps environments with the torch network of a GTrXL policy, whose memory stays in tensors;
+    stores the columns."""
+
+    def __init__(self, network: Any, memory: int) -> None:
+        make = lambda: gym.make("CartPole-v1", disable_env_checker=True)  # noqa: E731
+        self.envs = gym.vector.SyncVectorEnv(
+            [make] * ENVS, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP
         )
+        self.obs, _ = self.envs.reset(seed=0)
+        self.network = network
+        sizes = [len(state) for state in network.get_initial_state()]
+        self.memory = [torch.zeros(ENVS, memory, size) for size in sizes]
+
+    def sample(self) -> int:
+        shape = (FRAGMENT, ENVS)
+        columns = {
+            "obs": np.empty((*shape, 4), np.float32),
+            "actions": np.empty(shape, np.int64),
+            "logp": np.empty(shape, np.float32),
+            "values": np.empty(shape, np.float32),
+            "rewards": np.empty(shape, np.float32),
+            "dones": np.empty(shape, bool),
+        }
+        states = [np.empty((*shape, part.shape[-1]), np.float32) for part in self.memory]
+        for t in range(FRAGMENT):
+            columns["obs"][t] = self.obs
+            with torch.no_grad():
+                inputs = {"obs": torch.from_numpy(self.obs)}
+                outputs, new = self.network.forward(inputs, self.memory, None)
+                logits = torch.log_softmax(outputs, 1)
+                actions = torch.multinomial(logits.exp(), 1)
+                columns["logp"][t] = logits.gather(1, actions)[:, 0]
+                columns["values"][t] = self.network.value_function()
+                for i, part in enumerate(new):
+                    part = part.reshape(ENVS, -1)
+                    states[i][t] = part
+                    self.memory[i] = torch.cat([self.memory[i][:, 1:], part[:, None]], 1)
+            columns["actions"][t] = actions[:, 0]
+            self.obs, rewards, ends, cuts, _ = self.envs.step(columns["actions"][t])
+            columns["rewards"][t] = rewards
+            columns["dones"][t] = dones = ends | cuts
+            if dones.any():
+                for part in self.memory:
+                    part[torch.from_numpy(dones)] = 0
+        return FRAGMENT * ENVS
+
+
+class Worker:
+    """One worker with 8 CartPoles.
+
+    Args:
+        model: settings of the network.
+    """
+
+    def __init__(self, **model: Any) -> None:
+        settings = {
+            "model": model, "seed": 0, "num_envs_per_worker": ENVS,
+            "rollout_fragment_length": FRAGMENT,
+        }  # fmt: skip
+        self.worker = RolloutWorker("CartPole-v1", PPOTorchPolicy, settings)
 
     def sample(self) -> int:
         return self.worker.sample().count
@@ -208,19 +257,31 @@ def main() -> None:
         cells += [f"{own / peer:.2f}" for peer in peers]
         print(f"| {count} | {' | '.join(cells)} |")
 
-    loop, worker = LstmLoop(), LstmWorker()
-    for entry in (loop, worker):
-        entry.sample()
-    loop_rates: list[float] = []
-    worker_rates: list[float] = []
-    for _ in range(options.rounds):
-        for entry, rates in ((loop, loop_rates), (worker, worker_rates)):
-            rates.append(rate(entry.sample, 2 * options.seconds) * FRAGMENT * ENVS)
-    loop_rate, worker_rate = statistics.median(loop_rates), statistics.median(worker_rates)
-    print(f"\n| LSTM policy, {ENVS} environments | env steps/s | / loop |")
-    print("|---|---:|---:|")
-    print(f"| loop | {loop_rate:,.0f} | 1.00 |")
-    print(f"| flowrl | {worker_rate:,.0f} | {worker_rate / loop_rate:.2f} |")
+    gtrxl = Worker(use_attention=True, attention_memory=20, vf_share_layers=True)
+    pairs: dict[str, tuple[Any, Any]] = {
+        "LSTM with 64 cells": (
+            LstmLoop(),
+            Worker(use_lstm=True, lstm_cell_size=CELL, vf_share_layers=True),
+        ),
+        "GTrXL with a memory of 20": (GtrxlLoop(gtrxl.worker.policy.model, 20), gtrxl),
+    }
+    print(f"\n| {ENVS} environments | loop, env steps/s | flowrl | / loop | smallest | largest |")
+    print("|---|---:|---:|---:|---:|---:|")
+    for name, (loop, worker) in pairs.items():
+        rounds = []
+        for _ in range(options.rounds + 1):  # the first one warms up
+            rounds.append(
+                [
+                    rate(entry.sample, 2 * options.seconds) * FRAGMENT * ENVS
+                    for entry in (loop, worker)
+                ]
+            )
+        loop_rate, worker_rate = (
+            statistics.median(rates) for rates in zip(*rounds[1:], strict=True)
+        )
+        ratios = sorted(own / peer for peer, own in rounds[1:])
+        cells = [f"{value:.2f}" for value in (statistics.median(ratios), ratios[0], ratios[-1])]
+        print(f"| {name} | {loop_rate:,.0f} | {worker_rate:,.0f} | {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":
