@@ -105,7 +105,7 @@ class FragmentColumns:
         self.known = min(self.known + rows, self.lookback)
 
     def advance_lanes(self, firsts: np.ndarray, ends: np.ndarray) -> None:
-        """Make another row of each lane its first one.
+        """Make another row of each lane its first one; `known` is the caller's.
 
         Args:
             firsts: the rows, [N].

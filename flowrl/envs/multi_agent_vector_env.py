@@ -12,7 +12,12 @@ from flowrl.data.spaces import copy_value, values_equal
 from flowrl.envs.env_state import copy_actions
 from flowrl.envs.multi_agent import is_multi_agent
 from flowrl.envs.restarting_envs import RestartingEnvs, check_result
-from flowrl.envs.validation import InvalidStepError, ObservationCheck
+from flowrl.envs.validation import (
+    LARGEST_REWARD,
+    InvalidStepError,
+    ObservationCheck,
+    invalid_step_error,
+)
 from flowrl.settings import ConfigError
 
 ResetResult = tuple[dict[Any, Any], dict[Any, dict[str, Any]]]  # observations and infos by agent
@@ -176,6 +181,10 @@ class DirectMultiAgentVectorEnv:
             check.check_structure(observation)
             returned = f"sub-environment {index} returned for agent {agent!r}"
             check.check_step(observation, rewards.get(agent, 0.0), returned)
+        for agent, reward in rewards.items():
+            if not -LARGEST_REWARD <= reward <= LARGEST_REWARD:
+                problem = f"for agent {agent!r} a reward that is not finite: {reward}"
+                raise invalid_step_error(f"sub-environment {index} returned {problem}", drops=True)
 
     def step(self, actions: list[dict[Any, Any]]) -> list[MultiAgentStep]:
         return [self._step(index, env_actions) for index, env_actions in enumerate(actions)]

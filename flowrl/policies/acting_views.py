@@ -196,8 +196,8 @@ class ActingViews:
         self._fills: dict[str, Any] = {}
         if self.of_agents and not has_agents:
             raise ConfigError(
-                f"view {next(iter(self.of_agents))!r} shows other agents, but its rows are of one "
-                "agent: set agents before the first fragment"
+                f"view {next(iter(self.of_agents))!r} shows other agents: set such views before "
+                "the first fragment"
             )
 
     def _use(self, views: Iterable[View]) -> None:

@@ -78,6 +78,8 @@ class AgentBatches:
         self._postprocess_episode(episode)
 
     def _postprocess_episode(self, episode: RunningEpisode) -> None:
+        for lanes in self._policies.values():
+            lanes.normalize_current()
         segments: list[Segment] = []
         parts = []
         for policy_id, lanes in self._policies.items():
@@ -117,6 +119,8 @@ class AgentBatches:
                 self._postprocess_episode(episode)
             return self._take_ready(episodes)
         batches = {}
+        for lanes in self._policies.values():
+            lanes.normalize_current()
         for policy_id, lanes in self._policies.items():
             chosen = [s for s in lanes.segments if id(s.episode) in episodes]
             lanes.segments = [s for s in lanes.segments if id(s.episode) not in episodes]
@@ -154,6 +158,9 @@ class AgentBatches:
             for trajectory in trajectories_of(running, policy_id)
             if (row := int(lanes.rows[trajectory.lane])) > trajectory.begin
         ]
+
+    def restored(self, running: list[RunningEpisode]) -> None:
+        """Note that the episodes of a saved state were loaded."""
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the state of batches that are in no fragment yet; None if it is unknown."""

@@ -20,7 +20,6 @@ from flowrl.envs.validation import (
 )
 from flowrl.sampling.policy_lanes import PolicyLanes
 from flowrl.sampling.running_episodes import Segment
-from flowrl.sampling.segments import Event
 from flowrl.settings import ConfigError
 
 log = logging.getLogger("flowrl")
@@ -40,6 +39,7 @@ class AgentChecks:
     ):
         self._slots = slots
         self._warn_only = on_invalid_step == "warn"
+        self._replaces = on_invalid_step == "replace"
         self._worker_index = worker_index
         self._fitting: set[tuple[AgentID, str]] = set()  # agents that fit a policy
         self._seen: set[tuple[int, AgentID]] = set()  # environments and agents
@@ -96,7 +96,7 @@ class AgentChecks:
             ) from error
 
     def conform(self, lanes: PolicyLanes, numbers: list[int], observations: list[Any]) -> Any:
-        """Return observations that do not have the exact dtype of the space as arrays [k, …].
+        """Return observations as arrays [k, …], checked one by one.
 
         Args:
             lanes: the rows of their policy.
@@ -111,7 +111,9 @@ class AgentChecks:
         for number, observation in zip(numbers, observations, strict=True):
             agent = by_lane[number].agent_id
             self.check_structure(int(lanes.envs[number]), agent, observation)
-            copies.append(self._slots.observation_check(agent).copy(observation))
+            check = self._slots.observation_check(agent)
+            copied = check.copy(observation)
+            copies.append(check.repair(copied) if self._replaces else copied)
         return stack_values(copies)
 
     def _for_agent(self, agent: AgentID) -> str:
@@ -136,7 +138,7 @@ class AgentChecks:
             return
         for segment in segments:
             check, agent = segment.trajectory.check, segment.trajectory.agent_id
-            end = segment.end + (segment.event == Event.OPEN)
+            end = segment.end + (segment.final is None)
             shown = map_leaves(lambda a, s=segment, e=end: a[s.begin : e, s.lane], raw)
             (wrong,) = check.invalid_rows(shown, 1, self._warn_only).nonzero()
             steps = columns.part("t", 0, used)[:, segment.lane]
@@ -147,7 +149,7 @@ class AgentChecks:
                 observation = map_leaves(lambda a, r=row, s=segment: a[r, s.lane], raw)
                 place = f"at step {steps[row - 1]} of its episode"
                 if row == segment.begin and not segment.age:
-                    place = "at its reset" if segment.trajectory.agent_index == 0 else "first"
+                    place = "its first observation"
                 problem = f"{check.describe_problem(observation)} (obs), {place}"
             elif segment.final is not None and not self._accepts(check, segment.final):
                 what = check.describe_problem(segment.final)

@@ -81,17 +81,25 @@ class AgentEpisodes:
         """Return the running episodes."""
         return [episode for episode in self.running if episode is not None]
 
-    def take_history(self, policy_id: PolicyID, lookback: int) -> list[Trajectory]:
-        """Return the trajectories of a policy that have ended, and that views may show; forget
-        those that are older than `lookback` rows."""
+    def past(self, policy_id: PolicyID) -> list[Trajectory]:
+        """Return the trajectories of a policy that have ended, and that views may show."""
         found: dict[int, Trajectory] = {}
         for episode in (*self.all_running(), *self.ended):
-            for agent, past in episode.history.items():
-                episode.history[agent] = [
-                    t for t in past if t.alive or t.policy_id != policy_id or t.end > -lookback
-                ]
+            for past in episode.history.values():
                 found |= {id(t): t for t in past if t.policy_id == policy_id and not t.alive}
         return list(found.values())
+
+    def forget(self, taken: list[RunningEpisode], lookback: int) -> None:
+        """Forget the history of episodes that are in a fragment, and trajectories that ended more
+        than `lookback` rows ago."""
+        for episode in taken:
+            episode.history.clear()
+        for episode in (*self.all_running(), *self.ended):
+            for agent, past in list(episode.history.items()):
+                kept = [t for t in past if t.alive or t.end > -lookback]
+                episode.history[agent] = kept
+                if not kept:
+                    del episode.history[agent]
 
     @property
     def follows_steps(self) -> bool:
@@ -148,6 +156,8 @@ class AgentEpisodes:
         if any(ends):
             episode.record.records[trajectory.agent_id].alive = False
             lanes.end(trajectory, observation, t, info, *ends)
+            self.records.update(trajectory)
+            del episode.agents[trajectory.agent_id]
         else:
             lanes.observe(trajectory, observation, t, info)
 
@@ -214,8 +224,6 @@ class AgentEpisodes:
         counts: bool = True,
     ) -> None:
         """Start an agent's trajectory with its first observation."""
-        if agent in episode.agents:
-            self.records.update(episode.agents[agent])
         record = episode.record.record(agent)
         lanes = self._policies[record.policy_id]
         self.checks.check_policy(agent, lanes)

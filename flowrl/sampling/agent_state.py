@@ -57,8 +57,8 @@ def episodes_state_dict(
         "num_running": len(running),
         "trajectories": [
             {name: getattr(trajectory, name) for name in _TRAJECTORY}
-            # an episode before a soft horizon may be in a fragment already
-            | {"episode": episode_numbers.get(id(trajectory.episode), 0)}
+            # the episode of a past trajectory may be in a fragment already
+            | {"episode": episode_numbers.get(id(getattr(trajectory, "episode", None)))}
             for trajectory in found.values()
         ],
         "ready": [
@@ -125,7 +125,8 @@ def load_episodes(
         trajectory = Trajectory.__new__(Trajectory)
         for name in _TRAJECTORY:
             setattr(trajectory, name, saved[name])
-        trajectory.episode = loaded[saved["episode"]]
+        if saved["episode"] is not None:
+            trajectory.episode = loaded[saved["episode"]]
         trajectory.check = episodes.check_of(trajectory.agent_id)
         trajectories.append(trajectory)
     for episode, saved in zip(loaded, state["episodes"], strict=True):
@@ -152,6 +153,7 @@ def load_episodes(
     for episode in loaded[: state["num_running"]]:
         episodes.running[episode.record.env_id] = episode
     episodes.ended = loaded[state["num_running"] :]
+    batches.restored(episodes.all_running())
 
 
 def _load_lanes(lanes: PolicyLanes, state: dict[str, Any]) -> None:

@@ -118,6 +118,8 @@ class AgentViews:
             columns, begin = lanes.columns, lanes.columns.lookback
             first = max(other.begin - other.age, -begin)
             last = int(lanes.rows[other.lane]) if other.alive else other.end
+            if last < first:
+                continue
             known = self._times(other, np.arange(first, last + 1))
             has_final = other.final is not None  # a dropped one has none
             if has_final:

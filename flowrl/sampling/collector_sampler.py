@@ -95,14 +95,14 @@ class CollectorLanes(PolicyLanes):
         super().__init__(policy_id, policy, settings, IdCounter(), False)
         self._collectors = collectors
         # the trajectories that wait, in the order in which their observations were added
-        self._added: list[Trajectory] = []
+        self.added: list[Trajectory] = []
 
     def _new_views(self) -> Views:
         return Views(self.policy, self.states, has_agents=True)  # the collector shows them
 
     def clear(self) -> None:
         super().clear()
-        self._added = []
+        self.added = []
 
     def start(self, *args: Any) -> Trajectory:
         trajectory = super().start(*args)
@@ -116,7 +116,7 @@ class CollectorLanes(PolicyLanes):
 
     def _added_observation(self, trajectory: Trajectory) -> Any:
         """Return the observation that waits for an action, normalized."""
-        self._added.append(trajectory)
+        self.added.append(trajectory)
         return self._normalized(self.observation(trajectory))
 
     def _normalized(self, raw: Any) -> Any:
@@ -167,12 +167,12 @@ class CollectorLanes(PolicyLanes):
 
     def drop(self, trajectory: Trajectory) -> None:
         super().drop(trajectory)
-        self._added = [other for other in self._added if other is not trajectory]
+        self.added = [other for other in self.added if other is not trajectory]
 
     def act(self) -> list[Any]:
         waiting = self.waiting
         by_collector = [
-            [t for t in self._added if self._collectors.of_env(t.episode.record.env_id) is c]
+            [t for t in self.added if self._collectors.of_env(t.episode.record.env_id) is c]
             for c in self._collectors.all
         ]
         parts = [
@@ -184,7 +184,7 @@ class CollectorLanes(PolicyLanes):
         if len(parts) > 1:
             inputs = optree.tree_map(lambda *leaves: np.concatenate(leaves), *parts)  # type: ignore[arg-type]
         self.wait([trajectory for added in by_collector for trajectory in added])
-        self._added = []
+        self.added = []
         actions = self._store_outputs(
             self.policy.compute_actions_from_input_dict(inputs, **self._options)
         )
@@ -269,13 +269,25 @@ class CollectorBatches(AgentBatches):
         collectors = [collector.state_dict() for collector in self._collectors.all]
         if None in collectors:
             return None
-        return {"collectors": collectors, "whole": dict(self._whole)}
+        added = {pid: self._added_of(lanes) for pid, lanes in self._policies.items()}
+        return {"collectors": collectors, "whole": dict(self._whole), "added": added}
+
+    def _added_of(self, lanes: PolicyLanes) -> list[Any]:
+        assert isinstance(lanes, CollectorLanes)
+        return [[t.episode.record.episode_id, t.agent_id] for t in lanes.added]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._collectors.start(len(state["collectors"]))
         for collector, saved in zip(self._collectors.all, state["collectors"], strict=True):
             collector.load_state_dict(saved)
-        self._whole = dict(state["whole"])
+        self._whole, self._to_restore = dict(state["whole"]), state["added"]
+
+    def restored(self, running: list[RunningEpisode]) -> None:
+        by_id = {episode.record.episode_id: episode for episode in running}
+        for policy_id, lanes in self._policies.items():
+            assert isinstance(lanes, CollectorLanes)
+            added = self._to_restore[policy_id]
+            lanes.added = [by_id[episode_id].agents[agent] for episode_id, agent in added]
 
 
 class CollectorSampler(MultiAgentSampler):

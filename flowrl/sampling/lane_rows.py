@@ -136,6 +136,7 @@ class LaneRows:
 
     def _write(self, trajectory: Trajectory, observation: Any, counts: bool = True) -> None:
         """Write the latest observation of a trajectory."""
+        observation = trajectory.check.copy(observation)
         if self._replaces:
             observation = trajectory.check.repair(observation)
         lane = trajectory.lane
@@ -201,7 +202,7 @@ class LaneRows:
         )
         trajectory.pending_reward = 0.0
         columns["t"][at] = t
-        self._write_infos(at, info or None)
+        self._write_infos(at, info.copy() if info else None)
         if self.shows_agents:
             flags = terminated, truncated, terminated or truncated
             for name, flag in zip(FLAGS, flags, strict=True):
@@ -225,6 +226,7 @@ class LaneRows:
             rows = slice(trajectory.begin, int(self.rows[lane]) + 1)
             self.columns["unseen"][self.columns.lookback :][rows, lane] = False
         trajectory.end = trajectory.begin
+        self.steps_of_room()
         self.rows[lane] += 1  # a segment before a soft horizon may end with the current row
         self._release(trajectory)
 
@@ -265,7 +267,6 @@ class LaneRows:
         columns["t"][at] = steps
         self._write_infos(at, infos)
         if self._replaces:
-            observations = self._check.repair(observations)
             columns["rewards"][at] = np.nan_to_num(columns["rewards"][at], posinf=0.0, neginf=0.0)
         self.rows[index] += 1
         after = at[0] + 1, index
@@ -278,9 +279,11 @@ class LaneRows:
                 columns[name][at] = False
 
     def stacked(self, observations: list[Any]) -> Any:
-        """Return observations as arrays [k, …]; None if one has not the shape, dtype and structure
-        of the policy's space."""
+        """Return observations as arrays [k, …]; None if each must be checked: one has not the
+        shape, dtype and structure of the policy's space, or invalid ones are replaced."""
         check, count = self._check, len(observations)
+        if self._replaces:
+            return None
         if not check.is_array:
             if not all(map(check.matches_shape_and_dtype, observations)):
                 return None
@@ -336,8 +339,13 @@ class LaneRows:
             for lane, env in enumerate(self.envs.tolist()):
                 known = times[: self.rows[lane], lane]
                 firsts[lane] = min(firsts[lane], int(np.searchsorted(known, since[env])))
-        self.columns.advance_lanes(firsts, self.rows)
+        columns = self.columns
+        columns.advance_lanes(firsts, self.rows)
         self.rows -= firsts
+        # rows of trajectories that began before this fragment
+        moved = [int(firsts[t.lane]) for t in running if t.age > firsts[t.lane]]
+        known = columns.known + min(moved) if moved else columns.lookback
+        columns.known = min(known, columns.lookback)
         for trajectory in running:
             trajectory.begin -= int(firsts[trajectory.lane])
             trajectory.recorded -= int(firsts[trajectory.lane])

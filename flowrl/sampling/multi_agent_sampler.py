@@ -159,6 +159,7 @@ class MultiAgentSampler:
         clock, slots = time.perf_counter, self.slots
         start, acting, stepping = clock(), 0.0, 0.0
         steps = skipped = room = 0
+        self._num_ended = self._ended_rows = 0
         self._episodes.changed.update(range(slots.num_envs))
         while True:
             if not (self._whole or self._by_agent):
@@ -190,10 +191,11 @@ class MultiAgentSampler:
 
     def _rows_found(self) -> int:
         """Return the rows for the fragment: env steps or agent steps, of whole episodes or all."""
-        episodes = list(self._episodes.ended)
-        if not self._whole:
-            episodes += self._episodes.all_running()
-        return sum(map(self._size, episodes))
+        ended = self._episodes.ended
+        self._ended_rows += sum(map(self._size, ended[self._num_ended :]))
+        self._num_ended = len(ended)
+        running = [] if self._whole else self._episodes.all_running()
+        return self._ended_rows + sum(map(self._size, running))
 
     def _size(self, episode: RunningEpisode) -> int:
         """Return the rows of an episode that are in no fragment, in the unit of the setting."""
@@ -282,7 +284,8 @@ class MultiAgentSampler:
                 of_policy.steps += [length] * count
                 if has_infos:
                     of_policy.has_infos = True
-                    of_policy.infos += [infos.get(agent) for agent in agents]
+                    # an environment may reuse its dicts
+                    of_policy.infos += [dict(infos.get(agent) or ()) for agent in agents]
                 else:
                     of_policy.infos += [None] * count
             episode.record.length = length + 1
@@ -325,12 +328,14 @@ class MultiAgentSampler:
             episode.new_steps = episode.new_rows = 0
         for episode in running:
             episodes.records.updated(episode)
-            episode.agents = {agent: t for agent, t in episode.agents.items() if t.alive}
         self.episodes += map(self._metrics_of, ended)
         since = self._shown_since(running) if episodes.has_agent_views else None
+        lookback = max(lanes.columns.lookback for lanes in self._policies.values())
         for policy_id, lanes in self._policies.items():
-            past = episodes.take_history(policy_id, lanes.columns.lookback)
+            past = episodes.past(policy_id)
             lanes.advance(trajectories_of(running, policy_id), past, since)
+        if episodes.has_agent_views:
+            episodes.forget(ended, lookback)
         self.slots.mark_healthy(set(range(self.slots.num_envs)) - episodes.failed)
         episodes.failed.clear()
         return MultiAgentBatch(batches, steps)

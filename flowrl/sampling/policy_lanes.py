@@ -116,19 +116,24 @@ class PolicyLanes(LaneRows):
         self.states.begin()
         self._is_first = True
 
+    def normalize_current(self) -> None:
+        """Normalize the current rows of all lanes, which follow the segments."""
+        normalize, columns = self.policy.observation_filter, self.columns
+        if normalize is not None:
+            at = columns.lookback + self.rows, np.arange(columns.lanes)
+            columns["obs"][at] = normalize(columns["raw_obs"][at])
+
     def take(self, segments: list[Segment]) -> SampleBatch:
-        """Return the rows of segments."""
+        """Return the rows of segments; see `normalize_current`."""
         columns, normalize = self.columns, self.policy.observation_filter
         arrays = arrays_of(segments, self.envs)
-        begin, used = columns.lookback, int(arrays.ends.max())
+        used = int(arrays.ends.max())
         finals = [segment.final for segment in segments if segment.final is not None]
         final = map_leaves(lambda array: array[:0, 0], columns["raw_obs"])
         if finals:
             final = stack_values([self._check.copy(observation) for observation in finals])
         if normalize is not None:
             final = normalize(final)
-            current = begin + self.rows, np.arange(columns.lanes)
-            columns["obs"][current] = normalize(columns["raw_obs"][current])
         if not self.shows_agents:  # otherwise they are known
             self._write_flags(segments, arrays)
         views, agent_views = self._views, self._agent_views
