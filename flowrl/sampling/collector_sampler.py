@@ -40,6 +40,11 @@ class Collectors:
     Args:
         collector_class: the class of the collectors.
         worker, settings: passed to the collectors.
+
+    Attributes:
+        all: the collectors.
+        whole: whether batches have whole episodes.
+        can_drop: whether the collectors can drop an episode.
     """
 
     def __init__(
@@ -49,7 +54,7 @@ class Collectors:
         settings: WorkerConfig,
     ):
         self._class, self._worker, self._settings = collector_class, worker, settings
-        self._whole = settings.batch_mode == "complete_episodes"
+        self.whole = settings.batch_mode == "complete_episodes"
         if settings.soft_horizon and not self._overrides("continue_episode"):
             raise ConfigError(
                 f"sample_collector: {collector_class.__name__} has no continue_episode(), for "
@@ -69,16 +74,16 @@ class Collectors:
                 self._worker.policy_map,
                 callbacks=self._worker.callbacks,
                 worker=self._worker,
-                multiple_episodes_in_batch=not self._whole,
+                multiple_episodes_in_batch=not self.whole,
                 rollout_fragment_length=settings.fragment_length,
                 count_steps_by=settings.count_steps_by,
             )
-            for _ in range(num_envs if self._whole else 1)
+            for _ in range(num_envs if self.whole else 1)
         ]
 
     def of_env(self, env: int) -> SampleCollector:
         """Return the collector of an environment's episodes."""
-        return self.all[env if self._whole else 0]
+        return self.all[env if self.whole else 0]
 
 
 class CollectorLanes(PolicyLanes):
@@ -215,12 +220,12 @@ class CollectorBatches(AgentBatches):
     ):
         super().__init__(policies, checks, records, postprocess)
         self._collectors = collectors
-        self._whole: dict[int, MultiAgentBatch] = {}  # by episode id
+        self._finished: dict[int, MultiAgentBatch] = {}  # by episode id
 
     def clear(self, num_envs: int) -> None:
         super().clear(num_envs)
         self._collectors.start(num_envs)
-        self._whole.clear()
+        self._finished.clear()
 
     def env_stepped(self, episode: RunningEpisode) -> None:
         record = episode.record
@@ -232,8 +237,8 @@ class CollectorBatches(AgentBatches):
         collector = self._collectors.of_env(record.env_id)
         collector.postprocess_trajectories_so_far(self._records.updated(episode))
         collector.check_missing_dones(record.episode_id)
-        if len(self._collectors.all) > 1 or not collector.multiple_episodes_in_batch:
-            self._whole[record.episode_id] = collector.get_multi_agent_batch_and_reset()
+        if self._collectors.whole:
+            self._finished[record.episode_id] = collector.get_multi_agent_batch_and_reset()
 
     def continue_as(self, episode: RunningEpisode, following: RunningEpisode) -> None:
         record = self._records.updated(episode) or episode.record
@@ -260,9 +265,9 @@ class CollectorBatches(AgentBatches):
             lanes.update_filter()
             for segment in segments:
                 self._add_returns(segment, lanes.reward_of(segment))
-        if not self._whole and self._collectors.all[0].multiple_episodes_in_batch:
+        if not self._collectors.whole:
             return self._collectors.all[0].get_multi_agent_batch_and_reset().policy_batches
-        parts = [self._whole.pop(episode.record.episode_id) for episode in ended]
+        parts = [self._finished.pop(episode.record.episode_id) for episode in ended]
         return SampleBatch.concat_samples(parts).policy_batches
 
     def state_dict(self) -> dict[str, Any] | None:
@@ -270,7 +275,7 @@ class CollectorBatches(AgentBatches):
         if None in collectors:
             return None
         added = {pid: self._added_of(lanes) for pid, lanes in self._policies.items()}
-        return {"collectors": collectors, "whole": dict(self._whole), "added": added}
+        return {"collectors": collectors, "finished": dict(self._finished), "added": added}
 
     def _added_of(self, lanes: PolicyLanes) -> list[Any]:
         assert isinstance(lanes, CollectorLanes)
@@ -280,7 +285,7 @@ class CollectorBatches(AgentBatches):
         self._collectors.start(len(state["collectors"]))
         for collector, saved in zip(self._collectors.all, state["collectors"], strict=True):
             collector.load_state_dict(saved)
-        self._whole, self._to_restore = dict(state["whole"]), state["added"]
+        self._finished, self._to_restore = dict(state["finished"]), state["added"]
 
     def restored(self, running: list[RunningEpisode]) -> None:
         by_id = {episode.record.episode_id: episode for episode in running}

@@ -15,11 +15,11 @@ from flowrl.data import MultiAgentBatch, SampleBatch
 from flowrl.data.spaces import stack_values
 from flowrl.data.types import AgentID, EpisodeID, PolicyID
 from flowrl.policies.acting_views import signature_of
+from flowrl.sampling.collected_rows import CollectedRows, CollectedViews, column_of, copied
 from flowrl.sampling.episode import MultiAgentEpisode
 from flowrl.sampling.ids import IdCounter
 from flowrl.sampling.sample_collector import SampleCollector
 from flowrl.sampling.segment_postprocessing import SegmentPostprocessing
-from flowrl.sampling.trajectories import Trajectory, TrajectoryViews, column_of, copied
 from flowrl.sampling.views import not_for_training
 from flowrl.settings import ConfigError
 
@@ -38,7 +38,7 @@ _IDS = ("t", "env_id", "agent_index")
 class _Segment:
     """Rows `begin` … `end` - 1 of a trajectory."""
 
-    def __init__(self, trajectory: Trajectory, unroll_id: int):
+    def __init__(self, trajectory: CollectedRows, unroll_id: int):
         self.trajectory, self.unroll_id = trajectory, unroll_id
         self.begin, self.end = trajectory.begin, trajectory.rows
         trajectory.begin = self.end
@@ -63,8 +63,8 @@ class SimpleListCollector(SampleCollector):
         super().__init__(*args, **kwargs)
         self._unroll_ids = getattr(self.worker, "unroll_ids", None) or IdCounter()
         # trajectories of each agent in an episode; the last one may be running
-        self._trajectories: dict[EpisodeID, dict[AgentID, list[Trajectory]]] = {}
-        self._waiting: dict[PolicyID, list[Trajectory]] = {pid: [] for pid in self.policy_map}
+        self._trajectories: dict[EpisodeID, dict[AgentID, list[CollectedRows]]] = {}
+        self._waiting: dict[PolicyID, list[CollectedRows]] = {pid: [] for pid in self.policy_map}
         self._closed: dict[PolicyID, list[_Segment]] = {}
         self._postprocessed: dict[PolicyID, list[SampleBatch]] = {}
         self._steps: dict[EpisodeID, set[int]] = {}  # env steps of the running segments
@@ -72,7 +72,7 @@ class SimpleListCollector(SampleCollector):
         # env steps so far, including those before a soft horizon
         self._times: dict[EpisodeID, int] = {}
         self._offsets: dict[EpisodeID, int] = {}
-        self._views: dict[PolicyID, TrajectoryViews] = {}
+        self._views: dict[PolicyID, CollectedViews] = {}
         self._postprocess = SegmentPostprocessing(self.policy_map, self.callbacks, self.worker)
         self._ended: set[EpisodeID] = set()
 
@@ -92,7 +92,7 @@ class SimpleListCollector(SampleCollector):
             raise ValueError(
                 f"add_init_obs: agent {agent_id!r} of episode {episode_id} has started already"
             )
-        trajectory = Trajectory(episode_id, agent_id, policy_id)
+        trajectory = CollectedRows(episode_id, agent_id, policy_id)
         trajectory.observations.append(copied(init_obs))
         trajectory.initial = self.policy_map[policy_id].get_initial_state()
         trajectory.times.append(self._times.setdefault(episode_id, 0))
@@ -142,7 +142,7 @@ class SimpleListCollector(SampleCollector):
     def total_agent_steps(self) -> int:
         return self._rows_closed + sum(t.rows - t.begin for t in self._all_trajectories())
 
-    def _all_trajectories(self) -> Iterable[Trajectory]:
+    def _all_trajectories(self) -> Iterable[CollectedRows]:
         for agents in self._trajectories.values():
             for trajectories in agents.values():
                 yield from trajectories
@@ -169,7 +169,7 @@ class SimpleListCollector(SampleCollector):
                     agents[agent_id] = list(trajectories)
                 continue
             waiting = self._waiting[old.policy_id]
-            new = Trajectory(new_episode_id, agent_id, old.policy_id)
+            new = CollectedRows(new_episode_id, agent_id, old.policy_id)
             first = old.dropped if agent_views else max(old.rows - self._lookback(), old.dropped)
             new.values = old.values[first - old.dropped :]
             new.observations = old.observations[first - old.dropped :]
@@ -209,7 +209,7 @@ class SimpleListCollector(SampleCollector):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._trajectories = {
             episode: {
-                agent: [Trajectory.from_state_dict(t) for t in trajectories]
+                agent: [CollectedRows.from_state_dict(t) for t in trajectories]
                 for agent, trajectories in agents.items()
             }
             for episode, agents in state["trajectories"].items()
@@ -226,11 +226,11 @@ class SimpleListCollector(SampleCollector):
     def _lookback(self) -> int:
         return max((self._views_of(pid).lookback for pid in self.policy_map), default=0)
 
-    def _views_of(self, policy_id: PolicyID) -> TrajectoryViews:
+    def _views_of(self, policy_id: PolicyID) -> CollectedViews:
         policy = self.policy_map[policy_id]
         views = self._views.get(policy_id)
         if views is None or views.signature != signature_of(policy.view_requirements):
-            views = self._views[policy_id] = TrajectoryViews(policy, self.worker)
+            views = self._views[policy_id] = CollectedViews(policy, self.worker)
         return views
 
     def _has_agent_views(self) -> bool:
@@ -248,14 +248,16 @@ class SimpleListCollector(SampleCollector):
         waiting, self._waiting[policy_ids[0]] = self._waiting[policy_ids[0]], []
         return self._inputs(self._views_of(policy_ids[0]), [(t, t.rows) for t in waiting])
 
-    def _inputs(self, views: TrajectoryViews, rows: list[tuple[Trajectory, int]]) -> dict[str, Any]:
+    def _inputs(
+        self, views: CollectedViews, rows: list[tuple[CollectedRows, int]]
+    ) -> dict[str, Any]:
         """Return the views for actions at rows of trajectories, [B, …]; a row may be the next one
         of its trajectory."""
         each = [(trajectory, row, row) for trajectory, row in rows]
         return self._shown(views, views.acting, each) if rows else {}
 
     def _shown(
-        self, views: TrajectoryViews, shown: Any, rows: list[tuple[Trajectory, int, int]]
+        self, views: CollectedViews, shown: Any, rows: list[tuple[CollectedRows, int, int]]
     ) -> dict[str, Any]:
         """Return views at rows: trajectory, row, and the end of the rows that may be shown."""
         columns: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Trajectory: one agent's rows in lists; TrajectoryViews: one policy's views of trajectories."""
+"""CollectedRows: one agent's rows in lists; CollectedViews: one policy's views of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flowrl.settings import ConfigError
 DTYPES = {"rewards": np.float32, "terminateds": bool, "truncateds": bool, "dones": bool}
 
 
-class Trajectory:
+class CollectedRows:
     """One agent's rows in one episode, as dicts.
 
     Attributes:
@@ -44,7 +44,7 @@ class Trajectory:
         self.ended = False
         self.initial: list[Any] = []
         self.sums: Any = None
-        self.before: Trajectory | None = None
+        self.before: CollectedRows | None = None
 
     @property
     def rows(self) -> int:
@@ -58,7 +58,7 @@ class Trajectory:
         return {**state, "values": [_savable(row) for row in self.values]}
 
     @classmethod
-    def from_state_dict(cls, state: dict[str, Any]) -> Trajectory:
+    def from_state_dict(cls, state: dict[str, Any]) -> CollectedRows:
         """Return a trajectory from the result of `state_dict`."""
         trajectory = cls(state["episode_id"], state["agent_id"], state["policy_id"])
         for name, value in state.items():
@@ -113,7 +113,7 @@ class Trajectory:
         return self.value(source, self.dropped + row)
 
 
-class TrajectoryViews:
+class CollectedViews:
     """One policy's views of trajectories, found row by row.
 
     Args:
@@ -138,12 +138,12 @@ class TrajectoryViews:
         self.of_agents = any(view.agents is not None for view in resolved)
         self.max_seq_len = max_seq_len(policy, self.training)
 
-    def show(self, view: View, trajectory: Trajectory, row: int, end: int) -> Any:
+    def show(self, view: View, trajectory: CollectedRows, row: int, end: int) -> Any:
         """Return what a view shows at a row of a trajectory with the rows before `end`."""
         shown = [self._value(view, trajectory, row + shift, end) for shift in view.shifts]
         return column_of(view.source, shown) if view.is_window else shown[0]
 
-    def _value(self, view: View, trajectory: Trajectory, row: int, end: int) -> Any:
+    def _value(self, view: View, trajectory: CollectedRows, row: int, end: int) -> Any:
         first, source = trajectory.dropped, view.source
         if source == "obs" and row <= end:
             return trajectory.value(source, max(row, first))
@@ -158,7 +158,7 @@ class TrajectoryViews:
         return self._zero(view, trajectory.agent_id)
 
     def show_agents(
-        self, view: View, trajectory: Trajectory, row: int, by_agent: Any
+        self, view: View, trajectory: CollectedRows, row: int, by_agent: Any
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return what a view shows of other agents at a row: values and mask, [agents, …].
 
