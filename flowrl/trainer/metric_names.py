@@ -70,7 +70,11 @@ def metric_hint(name: str, known: list[str]) -> str:
         known: names of metrics.
     """
     aliases = {alias.rpartition("/")[2]: metric for alias, metric in RESULT_ALIASES.items()}
-    return f" Did you mean {aliases[name]!r}?" if name in aliases else nearest(name, known)
+    group = "evaluation/" if name.startswith("evaluation/") else ""
+    last = name.rpartition("/")[2] if group else name
+    if last in aliases:
+        return f" Did you mean {group + aliases[last]!r}?"
+    return nearest(name, known)
 
 
 def flatten_result(result: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gymnasium.error import DependencyNotInstalled
 
 from flowrl.envs.pettingzoo import wrap_pettingzoo
 from flowrl.envs.registry import EnvContext, EnvCreator, env_creator_for, env_id_of
 from flowrl.envs.validation import env_name
-from flowrl.errors import ConfigError, check_installed
+from flowrl.errors import ConfigError, check_installed, install_hint
 
 log = logging.getLogger("flowrl")
 
@@ -177,11 +178,15 @@ def render_frame(env: Any, setting: str) -> np.ndarray:
             returned = "nothing" if frame is None else f"a {type(frame).__name__}"
         problem = f"returns {returned}, not an array [height, width, 3] of uint8"
     mode = getattr(env, "render_mode", None)
+    remedy = (
+        'Create it with render_mode="rgb_array", for example by evaluation_config={"env_config": '
+        '{"render_mode": "rgb_array"}}, or do not record videos'
+    )
+    if isinstance(cause, (ImportError, DependencyNotInstalled)):
+        remedy = install_hint(setting, "video")
     raise ConfigError(
         f"{setting}: the environment {env_name(env)} cannot be recorded: its render() {problem} "
-        f"(its render_mode is {mode!r}). Create it with "
-        'render_mode="rgb_array", for example by evaluation_config={"env_config": {"render_mode": '
-        '"rgb_array"}}, or do not record videos'
+        f"(its render_mode is {mode!r}). {remedy}"
     ) from cause
 
 

@@ -7,7 +7,12 @@ from collections import Counter
 import pytest
 
 from flowrl import DQN, PPO, ConfigError, PPOConfig
-from flowrl.trainer.metric_names import check_metric_name, flatten_result, logged_scalars
+from flowrl.trainer.metric_names import (
+    check_metric_name,
+    flatten_result,
+    logged_scalars,
+    metric_hint,
+)
 from flowrl.trainer.operator_times import OperatorTimes
 
 SMALL = {"train_batch_size": 64, "sgd_minibatch_size": 32, "seed": 1}
@@ -124,3 +129,8 @@ def test_operators_of_one_name_are_numbered_and_times_are_differences():
         "TrainOneStep_2": 3.0,
     }
     assert times.since_last(stats(1.5, 2.0, 4.0))["TrainOneStep_2"] == 1.0
+
+
+def test_names_of_evaluation_metrics_stay_in_their_group():
+    name = "evaluation/env_runners/episode_return_mean"
+    assert metric_hint(name, []) == " Did you mean 'evaluation/episode_reward_mean'?"

@@ -1,5 +1,7 @@
 """Videos of evaluations: files, frames and errors."""
 
+import sys
+
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -278,3 +280,12 @@ def test_folder_that_cannot_be_created_is_rejected(tmp_path):
         pytest.raises(ConfigError, match="cannot create the folder"),
     ):
         algorithm.evaluate(episodes=1, video_dir=tmp_path / "file")
+
+
+def test_package_that_rendering_needs_is_named(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "pygame", None)
+    with (
+        a2c_config(env="CartPole-v1").build() as algorithm,
+        pytest.raises(ConfigError, match=r'pip install "flowrl-dataflow\[video\]"'),
+    ):
+        algorithm.evaluate(episodes=1, video_dir=tmp_path)

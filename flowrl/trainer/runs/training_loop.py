@@ -302,7 +302,7 @@ def _train_in_run(
     if path is None:
         end = train_until(algorithm, stop, None, show_progress)
         if show_progress:
-            print(_describe_end(end))
+            print(_describe_end(end, algorithm.last_result))
         return end
     run = RunDirectory(path, algorithm.config.logged_names, resume)
     try:
@@ -316,13 +316,20 @@ def _train_in_run(
     finally:
         run.close()
     if show_progress:
-        print(f"{_describe_end(end)}; run directory: {format_path(path)}")
+        end_text = _describe_end(end, algorithm.last_result)
+        print(f"{end_text}; run directory: {format_path(path)}")
         if end.checkpoint is not None:
             for way in ways_to_continue(algorithm, path, end.checkpoint, "flowrl"):
                 print(f"continue: {way}")
     return end
 
 
-def _describe_end(end: RunEnd) -> str:
+def _describe_end(end: RunEnd, result: Mapping[str, Any] | None) -> str:
     ended = "stopped" if end.exit_code else "reached"
-    return f"{ended}: {end.reason}, after {end.seconds:.1f} s"
+    text = f"{ended}: {end.reason}, after {end.seconds:.1f} s"
+    if result is not None and result.get("episodes_total") == 0 and not end.exit_code:
+        text += (
+            ". No episode has ended, so there are no returns: give the environment a limit, such "
+            "as horizon=1000"
+        )
+    return text

@@ -9,6 +9,7 @@ import signal
 import sys
 
 import gymnasium as gym
+import numpy as np
 import pytest
 
 from flowrl import A2C, PPO, Algorithm, ConfigError
@@ -186,6 +187,7 @@ def test_metrics_of_on_train_result_can_be_limits(capsys, metric, end):
 
 OWN_CODE = """
 import gymnasium as gym
+import numpy as np
 from flowrl import A2C
 
 def make(context):
@@ -437,3 +439,20 @@ def test_start_line_names_the_environment_of_a_partial_and_a_large_first_batch(c
 
 def make_cart_pole(render):
     return gym.make("CartPole-v1")
+
+
+class Endless(gym.Env):
+    observation_space = gym.spaces.Box(-1, 1, (2,))
+    action_space = gym.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        return np.zeros(2, np.float32), 1.0, False, False, {}
+
+
+def test_end_of_a_run_without_episodes_names_a_limit(capsys):
+    with PPO(Endless, train_batch_size=64, sgd_minibatch_size=64) as algorithm:
+        algorithm.learn(64)
+    assert "No episode has ended, so there are no returns" in capsys.readouterr().out
