@@ -20,6 +20,7 @@ from flowrl.trainer.runs.run_directory import RunDirectory, default_run_dir
 from flowrl.trainer.runs.saved_run import last_intact_checkpoint, read_command
 from flowrl.trainer.runs.stop_rules import StopRules
 from flowrl.trainer.runs.training_loop import (
+    describe_end,
     prepare_to_resume,
     reached_limit,
     saved_stop_rules,
@@ -191,7 +192,7 @@ def _train(
         print_failure(error)
         print(f"run directory: {format_path(run.path)}", file=sys.stderr)
         return 1
-    print(f"{'stopped' if end.exit_code else 'reached'}: {end.reason}, after {end.seconds:.1f} s")
+    print(describe_end(end, algorithm.last_result))
     is_complete = not end.exit_code
     if command[:1] == ["flowrl"]:
         _print_next_commands(algorithm.config, run.path, end.checkpoint, command, is_complete)

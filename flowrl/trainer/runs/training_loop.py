@@ -302,7 +302,7 @@ def _train_in_run(
     if path is None:
         end = train_until(algorithm, stop, None, show_progress)
         if show_progress:
-            print(_describe_end(end, algorithm.last_result))
+            print(describe_end(end, algorithm.last_result))
         return end
     run = RunDirectory(path, algorithm.config.logged_names, resume)
     try:
@@ -316,7 +316,7 @@ def _train_in_run(
     finally:
         run.close()
     if show_progress:
-        end_text = _describe_end(end, algorithm.last_result)
+        end_text = describe_end(end, algorithm.last_result)
         print(f"{end_text}; run directory: {format_path(path)}")
         if end.checkpoint is not None:
             for way in ways_to_continue(algorithm, path, end.checkpoint, "flowrl"):
@@ -324,7 +324,13 @@ def _train_in_run(
     return end
 
 
-def _describe_end(end: RunEnd, result: Mapping[str, Any] | None) -> str:
+def describe_end(end: RunEnd, result: Mapping[str, Any] | None) -> str:
+    """Return how a run ended, in words.
+
+    Args:
+        end: how it ended.
+        result: its last result.
+    """
     ended = "stopped" if end.exit_code else "reached"
     text = f"{ended}: {end.reason}, after {end.seconds:.1f} s"
     if result is not None and result.get("episodes_total") == 0 and not end.exit_code:
