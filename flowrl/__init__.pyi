@@ -278,7 +278,7 @@ class _AlgorithmConfigRollouts(TypedDict, total=False):
     sample_async: bool
     """Sample in a thread of the worker, up to two fragments ahead."""
     sample_collector: builtins.type | None
-    """A custom SampleCollector class, which collects row by row; None uses flowrl's."""
+    """A SampleCollector class that gets the rows one by one; None samples in columns."""
     on_invalid_step: Literal["warn", "raise", "drop", "replace"]
     """What to do with observations and rewards that are not finite or outside their space. "raise" raises an error; "drop" drops the episode's rows of this fragment and recreates the environment; "replace" replaces non-finite numbers by 0 and clips the others to the space. "warn" does as "raise", but uses finite observations outside the bounds of a Box as they are, with one warning per worker."""
     collect_infos: bool

@@ -105,7 +105,7 @@ class FragmentColumns:
         self.known = min(self.known + rows, self.lookback)
 
     def advance_lanes(self, firsts: np.ndarray, ends: np.ndarray) -> None:
-        """Make another row of each lane its first one; `known` is the caller's.
+        """Make another row of each lane its first one; the caller updates `known`.
 
         Args:
             firsts: the rows, [N].
@@ -177,6 +177,16 @@ class FragmentColumns:
 def map_leaves(change: Any, value: Any) -> Any:
     """Return change(array) of an array, or a nest with that of each array."""
     return change(value) if isinstance(value, np.ndarray) else optree.tree_map(change, value)
+
+
+def value_at(column: Any, index: Any) -> Any:
+    """Return a copy of the value at an index of the first axes of a column."""
+
+    def copied(array: np.ndarray) -> Any:
+        value = array[index]
+        return value.copy() if isinstance(value, np.ndarray) else value
+
+    return map_leaves(copied, column)
 
 
 def write(column: Any, index: Any, values: Any) -> None:

@@ -175,6 +175,6 @@ def trajectories_of(episodes: list[RunningEpisode], policy_id: PolicyID) -> list
     return [
         trajectory
         for episode in episodes
-        for trajectory in episode.alive()
+        for trajectory in episode.agents.values()
         if trajectory.policy_id == policy_id
     ]

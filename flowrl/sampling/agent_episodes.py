@@ -68,7 +68,7 @@ class AgentEpisodes:
         self.changed: set[int] = set()
         self.failed: set[int] = set()
         self.num_faulty = 0
-        self.has_agent_views = False
+        self.has_agent_views = any(lanes.shows_agents for lanes in policies.values())
 
     def find(self, episode_id: int) -> MultiAgentEpisode | None:
         """Return the record of a running episode; None without callbacks of episodes."""
@@ -118,7 +118,7 @@ class AgentEpisodes:
         episode.new_steps += 1
         self._add_rewards(episode, step)
         whole = bool(step.terminateds["__all__"]), bool(step.truncateds["__all__"])
-        alive = list(episode.alive())
+        alive = list(episode.agents.values())
         if any(whole) and not step.obs and not alive:
             self.checks.warn("an episode ended without any agent")
 
@@ -128,7 +128,7 @@ class AgentEpisodes:
 
         for agent, observation in step.obs.items():
             trajectory, ends = episode.agents.get(agent), ends_of(agent)
-            if trajectory is None or not trajectory.alive:
+            if trajectory is None:
                 if not any(ends):
                     self._start_agent(slot, episode, agent, observation, step.infos.get(agent))
                 continue
@@ -166,7 +166,7 @@ class AgentEpisodes:
         for agent, reward in step.rewards.items():
             check_reward(reward)
             trajectory = episode.agents.get(agent)
-            if trajectory is not None and trajectory.alive:
+            if trajectory is not None:
                 trajectory.pending_reward += reward
             elif reward:
                 self.checks.warn(
@@ -260,8 +260,6 @@ class AgentEpisodes:
         """Start another episode at a soft horizon, without a reset."""
         following = RunningEpisode(self.new_record(slot, next(self.ids)))
         for agent, trajectory in episode.agents.items():
-            if not trajectory.alive:
-                continue
             lanes = self._policies[trajectory.policy_id]
             row = int(lanes.rows[trajectory.lane])
             if row > trajectory.begin:
@@ -290,7 +288,7 @@ class AgentEpisodes:
         self.failed.add(slot)
         self.num_faulty += 1
         episode.record.is_faulty = True
-        for trajectory in episode.alive():
+        for trajectory in episode.agents.values():
             trajectory.waits = False  # all have acted
         self.records.call("on_episode_end", slot, episode)
         self._remove(episode)
@@ -302,7 +300,7 @@ class AgentEpisodes:
         """Remove the rows of a running episode that are in no fragment."""
         for lanes in self._policies.values():
             lanes.drop_segments(episode)
-        for trajectory in episode.alive():
+        for trajectory in episode.agents.values():
             self._policies[trajectory.policy_id].drop(trajectory)
 
     def restart(self, slot: int, observations: dict[AgentID, Any], infos: Any) -> None:
@@ -320,7 +318,7 @@ class AgentEpisodes:
             {}
             if episode is None
             else {
-                agent: self._policies[t.policy_id].observation(t) if t.alive else t.final
+                agent: self._policies[t.policy_id].observation(t)
                 for agent, t in episode.agents.items()
             }
             for episode in self.running

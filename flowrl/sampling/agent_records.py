@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.data.fragment_columns import map_leaves
+from flowrl.data.fragment_columns import map_leaves, value_at
 from flowrl.data.types import PolicyID
 from flowrl.sampling.callback_worker import CallbackWorker
 from flowrl.sampling.callbacks import EPISODE_EVENTS, call, overrides
@@ -83,15 +83,15 @@ class AgentRecords:
             episode.total_reward += added
             record.prev_action, record.prev_reward = record.last_action, record.last_reward
             if end - first > 1:
-                record.prev_action = _value(columns["actions"], at - 2, lane)
+                record.prev_action = value_at(columns["actions"], (at - 2, lane))
                 record.prev_reward = float(rewards[-2])
-            record.last_action = _value(columns["actions"], at - 1, lane)
+            record.last_action = value_at(columns["actions"], (at - 1, lane))
             record.last_reward = float(rewards[-1])
             record.action, record.pending_reward = None, 0.0
             infos = columns.get("infos")
             record.info = (None if infos is None else infos[at - 1, lane]) or {}
         if trajectory.alive and not trajectory.waits:  # its action has no outcome yet
-            record.action = _value(columns["actions"], at, lane)
+            record.action = value_at(columns["actions"], (at, lane))
             added = trajectory.pending_reward - record.pending_reward
             record.pending_reward = trajectory.pending_reward
             record.total_reward += added
@@ -102,16 +102,6 @@ class AgentRecords:
         record.raw_obs = record.obs = map_leaves(_read_only, raw)
         if normalize is not None:
             record.obs = _read_only(normalize(raw[None])[0])
-
-
-def _value(column: Any, row: int, lane: int) -> Any:
-    """Return a copy of one value of a column."""
-
-    def copied(array: np.ndarray) -> Any:
-        value = array[row, lane]
-        return value.copy() if isinstance(value, np.ndarray) else value
-
-    return map_leaves(copied, column)
 
 
 def _read_only(array: Any) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 import optree
 
 from flowrl.data import MultiAgentBatch, SampleBatch
-from flowrl.data.fragment_columns import map_leaves
+from flowrl.data.fragment_columns import map_leaves, value_at
 from flowrl.data.types import AgentID, PolicyID
 from flowrl.envs.multi_agent_vector_env import MultiAgentStep
 from flowrl.policies.policy import Policy
@@ -154,7 +154,7 @@ class CollectorLanes(PolicyLanes):
     ) -> None:
         record, at = trajectory.episode.record, (self.columns.lookback + row, trajectory.lane)
         values = {
-            name: map_leaves(lambda array: _value(array, at), column)
+            name: value_at(column, at)
             for name, column in self.columns.arrays.items()
             if name not in _NOT_IN_ROWS
         }
@@ -195,11 +195,6 @@ class CollectorLanes(PolicyLanes):
         )
         positions = {id(trajectory): n for n, trajectory in enumerate(self.waiting)}
         return [actions[positions[id(trajectory)]] for trajectory in waiting]
-
-
-def _value(array: np.ndarray, at: Any) -> Any:
-    value = array[at]
-    return value.copy() if isinstance(value, np.ndarray) else value
 
 
 class CollectorBatches(AgentBatches):

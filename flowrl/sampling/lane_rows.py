@@ -238,10 +238,10 @@ class LaneRows:
                 self.columns["unseen"][self.columns.lookback :][rows, segment.lane] = False
         self.segments = [segment for segment in self.segments if segment.episode is not episode]
 
-    def observation(self, trajectory: Trajectory, name: str = "raw_obs") -> Any:
+    def observation(self, trajectory: Trajectory) -> Any:
         """Return a copy of the latest observation of a trajectory."""
         at = self.columns.lookback + self.rows[trajectory.lane], trajectory.lane
-        return map_leaves(lambda array: np.array(array[at]), self.columns[name])
+        return map_leaves(lambda array: np.array(array[at]), self.columns["raw_obs"])
 
     # -- a step of many trajectories ---------------------------------------------------------------
 

@@ -86,8 +86,6 @@ class MultiAgentSampler:
         self._episodes = AgentEpisodes(
             slots, worker, settings, self._policies, checks, records, self._batches, first_id
         )
-        shows_agents = any(lanes.shows_agents for lanes in self._policies.values())
-        self._episodes.has_agent_views = shows_agents
         self._time = 0  # env steps of each environment
         self._open = False
         # the agents of each environment that act next: policy, agents, lanes
@@ -244,7 +242,7 @@ class MultiAgentSampler:
         if self._episodes.changed:
             self._arrange()
         for lanes in self._policies.values():
-            lanes.normalize()
+            lanes.normalize_waiting()
         chosen = {
             policy_id: iter(lanes.act())
             for policy_id, lanes in self._policies.items()
@@ -345,7 +343,7 @@ class MultiAgentSampler:
         rows that are in no fragment."""
         since = np.full(self.slots.num_envs, self._time)
         for episode in running:
-            for trajectory in episode.alive():
+            for trajectory in episode.agents.values():
                 columns = self._policies[trajectory.policy_id].columns
                 row = columns.lookback + trajectory.begin
                 env, first = episode.record.env_id, columns["time"][row, trajectory.lane]

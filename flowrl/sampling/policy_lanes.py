@@ -64,11 +64,15 @@ class PolicyLanes(LaneRows):
 
     # -- a step of all trajectories that wait ------------------------------------------------------
 
-    def normalize(self) -> None:
-        """Normalize the observations that the trajectories wait with."""
+    def normalize_waiting(self) -> None:
+        """Normalize the observations of the trajectories that wait for an action."""
+        self._normalize(self._lanes)
+
+    def _normalize(self, lanes: np.ndarray) -> None:
+        """Normalize the current rows of lanes."""
         normalize, columns = self.policy.observation_filter, self.columns
         if normalize is not None:
-            at = columns.lookback + self.rows[self._lanes], self._lanes
+            at = columns.lookback + self.rows[lanes], lanes
             columns["obs"][at] = normalize(columns["raw_obs"][at])
 
     def act(self) -> list[Any]:
@@ -118,10 +122,7 @@ class PolicyLanes(LaneRows):
 
     def normalize_current(self) -> None:
         """Normalize the current rows of all lanes, which follow the segments."""
-        normalize, columns = self.policy.observation_filter, self.columns
-        if normalize is not None:
-            at = columns.lookback + self.rows, np.arange(columns.lanes)
-            columns["obs"][at] = normalize(columns["raw_obs"][at])
+        self._normalize(np.arange(self.columns.lanes))
 
     def take(self, segments: list[Segment]) -> SampleBatch:
         """Return the rows of segments; see `normalize_current`."""

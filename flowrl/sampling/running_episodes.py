@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ class RunningEpisode:
 
     Attributes:
         record: the episode as callbacks see it; its agents are updated when a callback is called.
-        agents: the latest trajectory of each agent.
+        agents: the trajectory of each agent that has not ended.
         history: the trajectories of each agent that views of other agents may show, in the order of
             time, also those before a soft horizon; empty without such views.
         returns: sum of rewards of each agent, without those of the current fragment.
@@ -34,10 +33,6 @@ class RunningEpisode:
         self.history: dict[AgentID, list[Trajectory]] = {}
         self.returns: dict[AgentID, float] = {}
         self.new_steps = self.new_rows = 0
-
-    def alive(self) -> Iterator[Trajectory]:
-        """Return the trajectories that have not ended."""
-        return (trajectory for trajectory in self.agents.values() if trajectory.alive)
 
 
 class Trajectory:

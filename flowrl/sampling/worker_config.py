@@ -61,7 +61,7 @@ class WorkerConfig(PolicyConfig):
     sample_async: bool = setting(False, group="rollouts")
     """Sample in a thread of the worker, up to two fragments ahead."""
     sample_collector: Annotated[type | None, SkipValidation] = setting(None, group="rollouts")
-    """A custom SampleCollector class, which collects row by row; None uses flowrl's."""
+    """A SampleCollector class that gets the rows one by one; None samples in columns."""
     on_invalid_step: OnInvalidStep = setting("warn", group="rollouts", in_evaluation=True)
     """What to do with observations and rewards that are not finite or outside their space.
     "raise" raises an error; "drop" drops the episode's rows of this fragment and recreates the
