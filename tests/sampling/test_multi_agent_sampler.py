@@ -298,8 +298,11 @@ def test_memory_equals_rows(model, kind, seed, fragment, max_seq_len, soft, batc
 class Recorder(DefaultCallbacks):
     """Records what callbacks see of each agent."""
 
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
     def note(self, event, episode):
-        self.seen = getattr(self, "seen", [])
         agents = {
             agent: (
                 episode.agent_index(agent),
