@@ -20,12 +20,14 @@ MAY_IMPORT = {
     "sampling": {"iter", "data", "envs", "policies"},
     "learners": {"iter", "data", "policies", "sampling"},
     "ops": {"iter", "data", "replay", "offline", "sampling", "learners"},
-    "trainer": {"iter", "data", "envs", "offline", "ops", "policies", "sampling"},
+    "monitoring": {"iter", "learners", "ops", "sampling"},
+    "trainer": {"iter", "data", "envs", "monitoring", "offline", "ops", "policies", "sampling"},
     "algorithms": {"data", "envs", "replay", "ops", "learners", "policies", "sampling", "trainer"},
-    "cli": {"iter", "data", "ops", "policies", "trainer"},
+    "cli": {"iter", "data", "monitoring", "ops", "policies", "trainer"},
 }
 BASE = {
     "errors",
+    "process_usage",
     "seeding",
     "setting_aliases",
     "setting_hints",

@@ -35,6 +35,7 @@ class GymnasiumVectorEnv:
     """
 
     num_restarts = 0
+    reset_s = 0.0
 
     def __init__(
         self,

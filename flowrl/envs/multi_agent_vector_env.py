@@ -67,6 +67,11 @@ class MultiAgentVectorEnv(Protocol):
         """Number of failed environments that were recreated."""
         return 0
 
+    @property
+    def reset_s(self) -> float:
+        """Seconds in `reset` of the environments, as far as this class calls it."""
+        return 0.0
+
     def observation_space(self, agent_id: Any) -> spaces.Space:
         """Return the observation space of an agent."""
 
@@ -139,6 +144,10 @@ class DirectMultiAgentVectorEnv:
     @property
     def num_restarts(self) -> int:
         return self._envs.num_restarts
+
+    @property
+    def reset_s(self) -> float:
+        return self._envs.reset_s
 
     def observation_space(self, agent_id: Any) -> spaces.Space:
         return self._envs.get(0).get_observation_space(agent_id)

@@ -157,6 +157,16 @@ def _make_with_keywords(function: Callable[..., Any], context: EnvContext) -> An
     return function(**context)
 
 
+def _takes_context(function: Callable[..., Any]) -> bool:
+    """Return whether the first argument has a name of the EnvContext, as RLlib's environments."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # some builtins have none
+        return False
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return bool(parameters) and parameters[0].kind in kinds and parameters[0].name in _CONTEXT_NAMES
+
+
 def _creator_of_function(function: Callable[..., Any]) -> EnvCreator:
     """Return a creator that calls a function with the context or with keyword arguments.
 
@@ -177,7 +187,7 @@ def _creator_of_function(function: Callable[..., Any]) -> EnvCreator:
             "which receives an EnvContext, or as make_env(size=8, …), which receives env_config "
             "as keyword arguments"
         )
-    by_name = bool(positional) and positional[0].name in _CONTEXT_NAMES
+    by_name = _takes_context(function)
     any_position = any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values())
     if required or by_name or (any_position and not positional):
         return function
@@ -290,7 +300,8 @@ def env_creator_for(env: Any) -> EnvCreator:
         env: one of
             - a gymnasium env id or a registered name;
             - an import path "module:name" of a class or function;
-            - a class, called with `env_config` as keyword arguments;
+            - a class, called with `env_config` as keyword arguments, or with the EnvContext if its
+              first argument is named `context` or `config`;
             - a function with one required argument, or whose first argument is named `context` or
               `config`: called with the EnvContext;
             - another function: called with `env_config` as keyword arguments;
@@ -310,7 +321,7 @@ def env_creator_for(env: Any) -> EnvCreator:
         return partial(_make_by_id, env)
     if isinstance(env, type):
         _check_methods(env)
-        return partial(_make_with_keywords, env)
+        return env if _takes_context(env) else partial(_make_with_keywords, env)
     if hasattr(env, "reset") and (hasattr(env, "step") or hasattr(env, "agent_iter")):
         _check_copyable(env)
         return partial(_copy_env, env)

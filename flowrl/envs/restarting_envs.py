@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
+import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -60,6 +61,7 @@ class RestartingEnvs:
     Attributes:
         envs: the environments; None where one is yet to be created.
         num_restarts: total number of failures.
+        reset_s: seconds in `reset` of the environments.
         action_logs: actions since the last reset, by environment.
     """
 
@@ -75,6 +77,7 @@ class RestartingEnvs:
     ):
         self._name, self._worker_index = name, worker_index
         self.num_restarts = 0
+        self.reset_s = 0.0
         self._num_logged: Counter[tuple[type, str | None]] = Counter()  # failures by kind
         self._on_env_created = on_env_created
         self._make_env = make_env
@@ -124,8 +127,10 @@ class RestartingEnvs:
             rng = None if seed is not None else find_rng(env)
             self._resets[index] = seed, None if rng is None else rng.bit_generator.state
             self.action_logs[index] = []
+            started = time.perf_counter()
             try:
                 result = env.reset() if seed is None else env.reset(seed=seed)
+                self.reset_s += time.perf_counter() - started
                 check_result("reset", result, RESET_RESULTS)
                 self._has_reset[index] = True
                 return result

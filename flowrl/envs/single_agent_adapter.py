@@ -39,6 +39,10 @@ class SingleAgentAdapter:
     def num_restarts(self) -> int:
         return self.vector_env.num_restarts
 
+    @property
+    def reset_s(self) -> float:
+        return self.vector_env.reset_s
+
     def observation_space(self, agent_id: Any) -> spaces.Space:
         return self.vector_env.observation_space
 

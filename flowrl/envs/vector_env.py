@@ -37,6 +37,11 @@ class VectorEnv(Protocol):
         """Number of failed environments that were recreated."""
         return 0
 
+    @property
+    def reset_s(self) -> float:
+        """Seconds in `reset` of the environments, as far as this class calls it."""
+        return 0.0
+
     def reset(self, observations: Any) -> None:
         """Start an episode in every environment; write the first observations [N, ...]."""
 
@@ -136,6 +141,10 @@ class DirectVectorEnv:
     @property
     def num_restarts(self) -> int:
         return self._envs.num_restarts
+
+    @property
+    def reset_s(self) -> float:
+        return self._envs.reset_s
 
     def reset(self, observations: Any) -> None:
         for i in range(self.num_envs):

@@ -346,7 +346,8 @@ class LocalIterator(Generic[T]):
         Keys: `id`, `stage`, `chained_at`, `parents` (ids), `items` returned. Once the plan has
         started: `busy_s` in its own code, `waiting_s` waiting for its parents, `blocked_s` not
         pulled, and their shares of the time since the start, `busy`, `waiting`, `blocked`, which
-        sum to 1 (quick pulls are sampled: estimates). Stages add values such as
+        sum to 1 (quick pulls are sampled: estimates); `grown_bytes`, by how much the memory of the
+        process has grown in its own code (an estimate, on Linux). Stages add values such as
         `queued`, `in_flight`, `skipped`, `restarts`. A gather adds `shards`: shard index -> rows of
         the stages on it, as last reported (once per second, and at the end of the shard).
         """

@@ -13,22 +13,25 @@ from typing import Any
 
 from flowrl.iter.stage import NOT_READY, Pull, Stage, walk
 from flowrl.iter.waiting import Waiter
+from flowrl.process_usage import resident_bytes
 
 MAX_INTERVAL = 64  # pulls that a timed pull represents
 TIMING_S = 1e-6  # cost of timing a pull, per stage
 MAX_OVERHEAD = 0.01  # timing may take this share of the time since the start
+MEMORY_INTERVAL_S = 0.05  # between two pulls whose memory is measured
 
 
 class StageTimes:
-    """Seconds in the pulls of one stage, in its own code, and waiting."""
+    """Seconds in the pulls of one stage, in its own code, and waiting; memory in its own code."""
 
-    __slots__ = ("busy_s", "pull_s", "starved", "waited_s")
+    __slots__ = ("busy_s", "grown_bytes", "pull_s", "starved", "waited_s")
 
     def __init__(self) -> None:
         self.pull_s = 0.0
         self.busy_s = 0.0
         self.waited_s = 0.0  # while the whole plan waits, after NOT_READY
         self.starved = False
+        self.grown_bytes = 0.0
 
 
 class Profiler:
@@ -47,6 +50,10 @@ class Profiler:
         self._pulls = 0
         self._random = random.Random(0)
         self._parents_s = 0.0  # in the parents of the stage being timed
+        self._parents_bytes = 0  # by which the process grew in these parents
+        self._measures_memory = False
+        self._pulls_since_memory = 0
+        self._memory_due = 0.0
         timed = {stage: self._timed_pull(stage) for stage in self.stages}
         self._pull_root = timed[root]
         self._wirings = [
@@ -63,6 +70,18 @@ class Profiler:
         times, pull, clock = self._times[stage], stage.pull, time.perf_counter
 
         def timed(block: bool) -> Any:
+            if self._measures_memory:
+                siblings, self._parents_bytes = self._parents_bytes, 0
+                before = resident_bytes()
+                try:
+                    return timed_only(block)
+                finally:
+                    grown = resident_bytes() - before
+                    times.grown_bytes += (grown - self._parents_bytes) * self._pulls_since_memory
+                    self._parents_bytes = siblings + grown
+            return timed_only(block)
+
+        def timed_only(block: bool) -> Any:
             siblings_s, self._parents_s = self._parents_s, 0.0
             waited, started = stage.waited_s, clock()
             try:
@@ -83,11 +102,16 @@ class Profiler:
         """Pull the plan once with timing; this represents all pulls since the last timed one."""
         self._parents_s = 0.0
         self._weight = max(self._interval - self.next_timed, 1)
+        self._pulls_since_memory += self._weight
+        self._measures_memory = time.perf_counter() >= self._memory_due
         for stage, _, timed in self._wirings:
             stage.wire(timed)
         try:
             return self._pull_root(block)
         finally:
+            if self._measures_memory:
+                self._pulls_since_memory = 0
+                self._memory_due = time.perf_counter() + MEMORY_INTERVAL_S
             self._pulls += self._weight
             mean_s = (time.perf_counter() - self._started) / self._pulls
             mean_interval = min(
@@ -113,7 +137,8 @@ class Profiler:
         """Return the seconds of a stage since the start, and their shares, which sum to 1.
 
         `busy_s`: in its own code; `waiting_s`: waiting for its parents; `blocked_s`: not pulled;
-        `busy`, `waiting`, `blocked`: the shares.
+        `busy`, `waiting`, `blocked`: the shares. `grown_bytes`: by how much the memory of the
+        process has grown in its own code (an estimate; 0 if the system is not Linux).
         """
         times = self._times[stage]
         total = max(time.perf_counter() - self._started, 1e-9)
@@ -123,4 +148,5 @@ class Profiler:
         return {
             **{f"{name}_s": value for name, value in seconds.items()},
             **{name: value / total for name, value in seconds.items()},
+            "grown_bytes": times.grown_bytes,
         }

@@ -230,11 +230,14 @@ class LearnerThread:
     # -- inspection ------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Return the queue sizes, and the share of time without a batch since the first batch."""
+        """Return the queue sizes, the seconds of learning and of waiting for a batch, and the share
+        of the latter; all since the first batch."""
         total = self._total_learn_s + self._total_idle_s
         return {
             "inqueue_size": self.inqueue.qsize(),
             "outqueue_size": self.outqueue.qsize(),
+            "learn_s": self._total_learn_s,
+            "learner_idle_s": self._total_idle_s,
             "learner_idle": round(self._total_idle_s / total, 3) if total else 0.0,
         }
 

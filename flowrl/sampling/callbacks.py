@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -201,6 +202,7 @@ def call(method: Callable[..., None], **arguments: Any) -> None:
     Raises:
         RuntimeError: the callback raised StopIteration, which would end a stream.
     """
+    started = time.perf_counter()
     try:
         method(**arguments)
     except StopIteration as error:
@@ -208,6 +210,16 @@ def call(method: Callable[..., None], **arguments: Any) -> None:
     except Exception as error:
         error.add_note(f"raised by {_name(method)}()")
         raise
+    seconds = callback_seconds(method.__self__)  # type: ignore[attr-defined]
+    name = method.__name__
+    seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - started
+
+
+def callback_seconds(callbacks: DefaultCallbacks) -> dict[str, float]:
+    """Return the seconds in each method of the callbacks so far, by name."""
+    # not set by __init__, which a subclass may override
+    seconds: dict[str, float] = callbacks.__dict__.setdefault("_flowrl_seconds", {})
+    return seconds
 
 
 def _name(method: Any) -> str:

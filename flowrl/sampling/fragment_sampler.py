@@ -170,7 +170,7 @@ class FragmentSampler:
             "agent_steps": agent_steps,
             "weights_versions": self._sampler.weights_versions,
             "episodes": [tuple(episode) for episode in self.get_metrics()],
-            "timings": dict(self._source.timings),
+            "timings": {**self._source.timings, "reset_s": self._envs.slots.reset_s},
             "filters": filters,
             "faulty_episodes": self._source.faulty_episodes,
             "env_restarts": self._envs.slots.num_restarts,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -20,7 +21,8 @@ from flowrl.policies.policy_spec import (
     is_policy_to_train,
     specs_of,
 )
-from flowrl.sampling.callbacks import DefaultCallbacks, call, overrides
+from flowrl.process_usage import process_usage
+from flowrl.sampling.callbacks import DefaultCallbacks, call, callback_seconds, overrides
 from flowrl.sampling.environments import WorkerEnvironments
 from flowrl.sampling.episode import EpisodeMetrics, MultiAgentEpisode
 from flowrl.sampling.fragment_sampler import FragmentSampler
@@ -105,6 +107,8 @@ class RolloutWorker:
         ids = first_id(worker_index, restart_count)
         self._sampling = FragmentSampler(self, self._envs, config, ids)
         self._node = node_id() if worker_index else None
+        self._weights_s = 0.0  # loading weights
+        process_usage()  # starts to measure this process
 
     # -- environments --------------------------------------------------------------------------
 
@@ -220,9 +224,18 @@ class RolloutWorker:
         return self._sampling.get_metrics()
 
     def reply_tags(self) -> dict[str, Any]:
-        """Return the metadata of the last fragment: steps, episodes, timings, filter updates."""
+        """Return the metadata of the last fragment: steps, episodes, filter updates, and what this
+        worker has used so far."""
         tags = self._sampling.reply_tags()
-        return {**tags, "node": self._node} if tags else {}
+        if not tags:
+            return {}
+        return {
+            **tags,
+            "timings": {**tags["timings"], "weights_s": self._weights_s},
+            "callback_s": dict(callback_seconds(self.callbacks)),
+            "usage": process_usage().read(),
+            "node": self._node,
+        }
 
     # -- learning ------------------------------------------------------------------------------
 
@@ -265,6 +278,7 @@ class RolloutWorker:
 
         An asynchronous sampler finishes its item first: one item has one version.
         """
+        started = time.perf_counter()
         with self.lock:
             for policy_id, policy_weights in weights.items():
                 policy = self.policy_map[policy_id]
@@ -275,6 +289,7 @@ class RolloutWorker:
                     policy.version = versions[policy_id]
                 if global_vars:
                     policy.on_global_var_update(global_vars)
+        self._weights_s += time.perf_counter() - started
 
     # -- state ---------------------------------------------------------------------------------
 

@@ -12,6 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, Self
 
+from flowrl.monitoring.diagnosis import Diagnosis
+from flowrl.monitoring.monitor import Monitor
 from flowrl.ops import (
     ResultDict,
     StandardMetricsReporting,
@@ -98,6 +100,7 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         self._plan: Plan | None = None
         self._loggers = ResultLoggers(config)
         self._operator_times = OperatorTimes()
+        self._monitor: Monitor | None = None
         self._warned_about_left_out = False
         self._stopped = False
         self.setup(config)
@@ -248,6 +251,9 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         if self.last_result is None:
             check_start(self.config, self.workers, self.plan.stage)
         self.plan.start(self.config.seed)
+        if self._monitor is None:
+            self._monitor = Monitor(self.plan, self.workers)
+            self._monitor.start()
         try:
             plan_result = next(self.plan)
         except StopIteration:
@@ -273,6 +279,8 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
             "env_steps_per_s": plan_result["timesteps_this_iter"] / elapsed,
             **{f"operators/{name}_s": seconds for name, seconds in operator_s.items()},
         }
+        self._monitor.update(result)
+        result["diagnosis"] = self.diagnose().text
         if self._save_s:
             result["timers"]["checkpoint_time_ms"] = 1000 * self._save_s
             self._save_s = 0.0
@@ -320,6 +328,15 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         self._check_not_stopped()
         learn(self, total_timesteps, stop, run_dir, command, progress)
         return self
+
+    def diagnose(self) -> Diagnosis:
+        """Return what limited the training in its last ten seconds.
+
+        `str(diagnosis)` is a sentence that names the operator, the cause, its share and a remedy;
+        `diagnosis.findings` has further ones, the most important first. Each result has the
+        sentence as `diagnosis`.
+        """
+        return Diagnosis([]) if self._monitor is None else self._monitor.diagnosis
 
     def _check_not_stopped(self) -> None:
         if self._stopped:
@@ -389,6 +406,8 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
             cleanup.callback(self.workers.stop)
             if self._plan is not None:
                 cleanup.callback(self._plan.stop)
+            if self._monitor is not None:
+                cleanup.callback(self._monitor.stop)
 
     def __enter__(self) -> Self:
         return self

@@ -55,6 +55,7 @@ RESULT_METRICS = {
     "env_runners/policy_lag_max": Metric(
         "updates", "Largest age of the weights that sampled the fragments trained on."
     ),
+    "diagnosis": Metric("text", "What limited the training in its last ten seconds."),
     "time_this_iter_s": Metric("seconds", "Duration of this iteration, without evaluation."),
     "time_total_s": Metric("seconds", "Duration of all iterations, without evaluations."),
     **{alias: Metric("", f"The same as {name}.") for alias, name in RESULT_ALIASES.items()},
@@ -113,8 +114,10 @@ _TIMERS = {
     "sampler_sample_s": Metric("seconds", "Time of sampling since the start, of all workers."),
     "sampler_inference_s": Metric("seconds", "The part of it in which policies act."),
     "sampler_env_step_s": Metric("seconds", "The part of it in which environments step."),
+    "sampler_reset_s": Metric("seconds", "The part of it in which environments are reset."),
     "sampler_collection_s": Metric("seconds", "The part of it in which rows are collected."),
     "sampler_postprocess_s": Metric("seconds", "The part of it in which fragments are finished."),
+    "sampler_weights_s": Metric("seconds", "Time in which workers load weights."),
     "operators/<operator>_s": Metric("seconds", "Time in an operator's own code, this iteration."),
 }
 

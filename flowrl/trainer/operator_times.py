@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
-_WRAPPED = re.compile(r"\w+\((\w+)\(")  # the operator in for_each(TrainOneStep(…))
+from flowrl.monitoring.activity import operator_name
 
 
 class OperatorTimes:
@@ -21,8 +20,7 @@ class OperatorTimes:
         """
         busy: dict[str, float] = {}
         for row in stats:
-            wrapped = _WRAPPED.match(row["stage"])
-            name = wrapped.group(1) if wrapped else re.split(r"[( ]", row["stage"])[0]
+            name = operator_name(row["stage"])
             number = 1 + sum(other.rpartition("_")[0] == name or other == name for other in busy)
             busy[name if number == 1 else f"{name}_{number}"] = row.get("busy_s", 0.0)
         since = {name: seconds - self._before.get(name, 0.0) for name, seconds in busy.items()}

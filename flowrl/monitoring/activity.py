@@ -1,0 +1,334 @@
+"""Activity: what a plan, its workers and this process did in a period.
+
+`take_snapshot` reads the cumulative measurements of a plan; the difference of two snapshots is an
+Activity. All values can be written as JSON.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from flowrl.iter import LocalIterator, Stage
+from flowrl.iter.gather import Gather
+from flowrl.iter.stage import walk
+from flowrl.ops.concurrency import DequeueStage, Enqueue
+from flowrl.ops.plan_metrics import PlanMetrics
+from flowrl.ops.replay import ReplayStage, StoreToReplayBuffer
+from flowrl.ops.report import StandardMetricsReporting
+from flowrl.process_usage import process_usage
+
+_WRAPPED = re.compile(r"[a-z_]+\(([\w.<>]+)[(),]")  # the operator in for_each(TrainOneStep(…))
+_NAME_END = re.compile("[( ]")
+SHARES = ("busy", "waiting", "blocked")
+LEVELS = ("rss_bytes",)  # measurements that are values at a time, not sums since the start
+
+
+@dataclass
+class StageActivity:
+    """One stage of the plan in a period.
+
+    Attributes:
+        id: its number in `LocalIterator.stats`.
+        title: its display text.
+        name: the name of its operator.
+        line: `file:line` where it was chained.
+        kind: "sampling" (a gather of workers), "store", "replay", "training", "enqueue",
+            "dequeue" (of a learner thread), "report" or "operator".
+        parents: ids of the stages that it pulls.
+        items: items that it returned.
+        busy, waiting, blocked: shares of the period: in its own code, waiting for its parents, not
+            pulled.
+        grown_bytes: by how much the memory of the process grew in its own code.
+        values: its other values in `stats()`: queue sizes, and differences of seconds.
+    """
+
+    id: int
+    title: str
+    name: str
+    line: str
+    kind: str
+    parents: list[int]
+    items: int
+    busy: float
+    waiting: float
+    blocked: float
+    grown_bytes: float
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class WorkerActivity:
+    """One worker in a period.
+
+    Attributes:
+        index: its `worker_index`: 0 in process, from 1 on actors.
+        restarts: its restarts in the period.
+        fragments, env_steps, num_bytes: what it returned.
+        seconds: seconds per part of its work: `sample_s` in total, and in it `env_step_s` (with
+            `reset_s`), `inference_s`, `collection_s`, `postprocess_s`; `weights_s`, loading
+            weights.
+        callback_s: seconds in each callback, by its name.
+        operator_s: seconds in each operator that is chained on the shards, by its title.
+        usage: differences of `ProcessUsage.read`, and the newest `rss_bytes`.
+    """
+
+    index: int
+    restarts: int
+    fragments: int
+    env_steps: int
+    num_bytes: int
+    seconds: dict[str, float]
+    callback_s: dict[str, float]
+    operator_s: dict[str, float]
+    usage: dict[str, float]
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of work: sampling, loading weights, operators on the shards."""
+        parts = self.seconds.get("sample_s", 0.0), self.seconds.get("weights_s", 0.0)
+        return sum(parts) + sum(self.operator_s.values())
+
+
+@dataclass
+class Activity:
+    """What a plan did in a period.
+
+    Attributes:
+        time: end of the period, in seconds since 1970.
+        seconds: length of the period.
+        iteration: number of results at the end.
+        env_steps_total: env steps sampled at the end.
+        counters: differences of the plan's counters.
+        stages: the stages, end of the plan first.
+        workers: the workers that returned something.
+        usage: of this process: differences of `ProcessUsage.read`, and the newest `rss_bytes`.
+        weights_s: seconds of preparing weights for the workers.
+        policy_lag_mean, policy_lag_max: age of the weights that sampled the newest trained
+            fragments, in updates.
+        episodes_total: episodes that have ended since the start.
+        diagnosis: see `diagnose`.
+    """
+
+    time: float
+    seconds: float
+    iteration: int
+    env_steps_total: int
+    counters: dict[str, int]
+    stages: list[StageActivity]
+    workers: list[WorkerActivity]
+    usage: dict[str, float]
+    weights_s: float
+    policy_lag_mean: float
+    policy_lag_max: float
+    episodes_total: int
+    diagnosis: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the activity as JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Activity:
+        """Return the activity of `to_json`."""
+        return cls(
+            **{
+                **values,
+                "stages": [StageActivity(**stage) for stage in values["stages"]],
+                "workers": [WorkerActivity(**worker) for worker in values["workers"]],
+            }
+        )
+
+    def stages_of(self, kind: str) -> list[StageActivity]:
+        """Return the stages of a kind."""
+        return [stage for stage in self.stages if stage.kind == kind]
+
+
+@dataclass
+class Snapshot:
+    """Cumulative measurements of a plan; see Activity.
+
+    Attributes:
+        clock: time of `time.monotonic`.
+        stages: the rows of `LocalIterator.stats`, with the kind of each stage.
+        workers: reports of workers as dicts, with restarts and operators on the shards.
+    """
+
+    clock: float
+    time: float
+    iteration: int
+    counters: dict[str, int]
+    stages: list[dict[str, Any]]
+    workers: dict[int, dict[str, Any]]
+    usage: dict[str, float]
+    weights_s: float
+    policy_lag_mean: float
+    policy_lag_max: float
+    episodes_total: int
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether the plan has sampled or trained."""
+        names = "num_env_steps_sampled", "num_env_steps_trained"
+        return any(self.counters.get(name, 0) for name in names)
+
+
+def take_snapshot(plan: LocalIterator[Any], is_remote: bool, result: Mapping[str, Any]) -> Snapshot:
+    """Return the measurements of a running plan; may be called in another thread.
+
+    Args:
+        plan: the plan.
+        is_remote: whether its workers are actors.
+        result: its newest result; empty before the first one.
+    """
+    stages = plan.stats()
+    for row, stage in zip(stages, walk(plan.stage), strict=True):
+        row["kind"] = kind_of(stage)
+    plan_metrics = PlanMetrics.of(plan.metrics)
+    workers: dict[int, dict[str, Any]] = {}
+    for index, worker_report in list(plan_metrics.worker_reports.items()):
+        workers[index + is_remote] = {**asdict(worker_report), "operator_s": {}}
+    for row in stages:
+        for index, steps in row.get("shards", {}).items():
+            report = workers.get(index + is_remote)
+            if report is not None:  # the last row is the worker itself
+                for step in steps[:-1]:
+                    report["operator_s"][_with_line(step)] = step["busy_s"]
+    runners = result.get("env_runners", {})
+    timers = plan.metrics.timers
+    return Snapshot(
+        clock=time.monotonic(),
+        time=time.time(),
+        iteration=result.get("training_iteration", 0),
+        counters=dict(plan.metrics.counters),
+        stages=stages,
+        workers=workers,
+        usage=dict(process_usage().read()),
+        weights_s=timers["update"].total_s if "update" in timers else 0.0,
+        policy_lag_mean=runners.get("policy_lag_mean", 0.0),
+        policy_lag_max=runners.get("policy_lag_max", 0.0),
+        episodes_total=result.get("episodes_total", 0) + len(plan_metrics.new_episodes),
+    )
+
+
+def _with_line(row: Mapping[str, Any]) -> str:
+    return f"{operator_name(row['stage'])} (chained at {row['chained_at']})"
+
+
+def operator_name(title: str) -> str:
+    """Return the name of the operator in the title of a stage.
+
+    Example:
+        >>> operator_name("for_each(TrainOneStep(num_sgd_iter=10))")
+        'TrainOneStep'
+    """
+    wrapped = _WRAPPED.match(title)
+    return wrapped.group(1) if wrapped else _NAME_END.split(title)[0]
+
+
+def kind_of(stage: Stage) -> str:
+    """Return the kind of a stage; see StageActivity."""
+    operator = getattr(stage, "fn", stage)
+    if isinstance(stage, Gather):
+        return "sampling"
+    if isinstance(stage, ReplayStage):
+        return "replay"
+    if isinstance(stage, DequeueStage) and stage.learner is not None:
+        return "dequeue"
+    if isinstance(operator, StoreToReplayBuffer):
+        return "store"
+    if isinstance(operator, Enqueue):
+        return "enqueue"
+    if getattr(operator, "trains", False):
+        return "training"
+    return "report" if stage.name == StandardMetricsReporting.__name__ else "operator"
+
+
+def activity_between(first: Snapshot, last: Snapshot) -> Activity:
+    """Return what happened between two snapshots of a plan."""
+    seconds = max(last.clock - first.clock, 1e-9)
+    before = {row["id"]: row for row in first.stages}
+    return Activity(
+        time=last.time,
+        seconds=seconds,
+        iteration=last.iteration,
+        env_steps_total=last.counters.get("num_env_steps_sampled", 0),
+        counters=_increases(first.counters, last.counters),
+        stages=[_stage_activity(before.get(row["id"], {}), row, seconds) for row in last.stages],
+        workers=[
+            _worker_activity(index, first.workers.get(index), report)
+            for index, report in sorted(last.workers.items())
+        ],
+        usage=_usage(first.usage, last.usage),
+        weights_s=last.weights_s - first.weights_s,
+        policy_lag_mean=last.policy_lag_mean,
+        policy_lag_max=last.policy_lag_max,
+        episodes_total=last.episodes_total,
+    )
+
+
+def _stage_activity(
+    before: Mapping[str, Any], row: Mapping[str, Any], seconds: float
+) -> StageActivity:
+    shares = {
+        name: min(max(row.get(f"{name}_s", 0.0) - before.get(f"{name}_s", 0.0), 0.0) / seconds, 1.0)
+        for name in SHARES
+    }
+    known = {"id", "stage", "chained_at", "parents", "items", "shards", "kind", "grown_bytes"}
+    known |= {*SHARES, *(f"{name}_s" for name in SHARES)}
+    values = {name: value for name, value in row.items() if name not in known}
+    values |= {
+        name: value - before.get(name, 0.0) for name, value in values.items() if name[-2:] == "_s"
+    }
+    return StageActivity(
+        id=row["id"],
+        title=row["stage"],
+        name=operator_name(row["stage"]),
+        line=row["chained_at"],
+        kind=row["kind"],
+        parents=list(row["parents"]),
+        items=row["items"] - before.get("items", 0),
+        grown_bytes=row.get("grown_bytes", 0.0) - before.get("grown_bytes", 0.0),
+        values=values,
+        **shares,
+    )
+
+
+def _worker_activity(
+    index: int, before: Mapping[str, Any] | None, report: Mapping[str, Any]
+) -> WorkerActivity:
+    restarts = 0
+    if before is not None and before["incarnation"] != report["incarnation"]:
+        restarts = report["incarnation"] - before["incarnation"]
+        before = None
+    old: Mapping[str, Any] = before or {}
+    return WorkerActivity(
+        index=index,
+        restarts=restarts,
+        **{name: report[name] - old.get(name, 0) for name in _COUNTS},
+        seconds=_increases(old.get("timings", {}), report["timings"]),
+        callback_s=_increases(old.get("callback_s", {}), report["callback_s"]),
+        operator_s=_increases(old.get("operator_s", {}), report["operator_s"]),
+        usage=_usage(old.get("usage", {}), report["usage"]),
+    )
+
+
+_COUNTS = ("fragments", "env_steps", "num_bytes")
+
+
+def _increases(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """Return by how much values have grown."""
+    return {name: max(value - before.get(name, 0), 0) for name, value in after.items()}
+
+
+def _usage(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    usage = _increases(before, after)
+    for name in LEVELS:
+        if name in after:
+            usage[name] = after[name]
+            usage[f"{name}_added"] = after[name] - before.get(name, math.inf)
+    return {name: value for name, value in usage.items() if math.isfinite(value)}

@@ -1,0 +1,258 @@
+"""The shares of a run's time: sampling and its parts, transfers, weights, operators, training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from flowrl.monitoring.activity import Activity, StageActivity, WorkerActivity
+from flowrl.monitoring.plan_facts import PlanFacts
+
+SMALL_MINIBATCH = 16  # rows
+HIGH_INTENSITY = 4.0  # rows drawn per row stored, compared with one batch per stored fragment
+LARGE_FRAGMENT_BYTES = 1e6
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that limits a run.
+
+    Attributes:
+        cause: identifies the kind of the finding, such as "env_step" or "training".
+        operator: the stage, worker or part of the program that it is about.
+        share: share of the time that it takes, from 0 to 1.
+        text: a sentence with the remedy.
+        line: `file:line` of the plan, or "".
+    """
+
+    cause: str
+    operator: str
+    share: float
+    text: str
+    line: str = ""
+
+
+def seconds_of(workers: Iterable[WorkerActivity]) -> float:
+    """Return the seconds of work of workers."""
+    return sum(worker.busy_s for worker in workers)
+
+
+def bottlenecks(activity: Activity, facts: PlanFacts) -> list[Finding]:
+    """Return where the time of a plan goes, the largest share first."""
+    findings = [
+        _sampling(activity, facts),
+        _transfer(activity, facts),
+        _weights(activity, facts),
+        _outside(activity),
+        *(_training(stage, activity, facts) for stage in activity.stages_of("training")),
+        *(_learner_thread(stage, activity, facts) for stage in activity.stages_of("dequeue")),
+        *(_operator(stage) for stage in activity.stages if stage.kind in _OTHER_KINDS),
+    ]
+    found = [finding for finding in findings if finding is not None]
+    return sorted(found, key=lambda finding: -finding.share)
+
+
+_OTHER_KINDS = ("operator", "store", "replay", "enqueue", "report")
+
+
+# -- sampling --------------------------------------------------------------------------------------
+
+
+def _sampling(activity: Activity, facts: PlanFacts) -> Finding | None:
+    """Describe the largest part of the time of sampling."""
+    share = _sampling_share(activity, facts)
+    if share <= 0:
+        return None
+    of_workers = seconds_of(activity.workers)
+    parts = _parts(activity)
+    cause = max(parts, key=lambda name: parts[name], default="")
+    if not cause or of_workers <= 0:
+        return None
+    part = min(parts[cause] / of_workers, 1.0)
+    time_of = "the workers' time" if facts.num_workers else "the sampling time"
+    what, remedy = _describe(cause, facts)
+    sampling = f"Sampling limits this run ({share:.0%} of the time)"
+    return Finding(
+        cause.partition(":")[0],
+        what,
+        share,
+        f"{sampling}: {what} takes {part:.0%} of {time_of}. {remedy}",
+    )
+
+
+def _sampling_share(activity: Activity, facts: PlanFacts) -> float:
+    """Return the share of the time that the plan depends on sampling."""
+    if not facts.num_workers:
+        return seconds_of(activity.workers) / activity.seconds
+    busiest = max((worker.busy_s for worker in activity.workers), default=0.0) / activity.seconds
+    if facts.queue_size is not None:  # sampling and learning overlap
+        mean = seconds_of(activity.workers) / max(facts.num_workers, 1) / activity.seconds
+        return min(mean, 1.0)
+    return min(busiest, _waiting_for_workers(activity), 1.0)
+
+
+def _waiting_for_workers(activity: Activity) -> float:
+    return max((stage.waiting for stage in activity.stages_of("sampling")), default=0.0)
+
+
+def _parts(activity: Activity) -> dict[str, float]:
+    """Return the seconds of the parts of sampling, of all workers; callbacks and operators on the
+    shards as "callback:NAME" and "operator:TITLE"."""
+    total: dict[str, float] = {}
+    for worker in activity.workers:
+        seconds = worker.seconds
+        reset = min(seconds.get("reset_s", 0.0), seconds.get("env_step_s", 0.0))
+        named = {
+            "reset": reset,
+            "env_step": seconds.get("env_step_s", 0.0) - reset,
+            "inference": seconds.get("inference_s", 0.0),
+            "postprocessing": seconds.get("postprocess_s", 0.0),
+            **{f"callback:{name}": value for name, value in worker.callback_s.items()},
+            **{f"operator:{title}": value for title, value in worker.operator_s.items()},
+        }
+        collection = seconds.get("collection_s", 0.0) - sum(worker.callback_s.values())
+        named["collection"] = max(collection, 0.0)
+        for name, value in named.items():
+            total[name] = total.get(name, 0.0) + value
+    return total
+
+
+def _describe(cause: str, facts: PlanFacts) -> tuple[str, str]:
+    """Return the name of a part of sampling, and a remedy."""
+    kind, _, name = cause.partition(":")
+    more = "Use more environments per worker (num_envs_per_worker)"
+    has_free_cores = facts.num_workers < facts.num_cores
+    workers = "add workers (num_workers)" if has_free_cores else "use a machine with more cores"
+    return {
+        "env_step": ("env.step", f"Make it faster, or {workers}."),
+        "reset": ("env.reset", f"Make it faster, use longer episodes, or {workers}."),
+        "inference": ("computing actions", f"{more}, a smaller model, or {workers}."),
+        "postprocessing": (
+            "postprocessing of fragments",
+            "Use longer fragments (rollout_fragment_length), or make postprocess_trajectory of "
+            "the policy faster.",
+        ),
+        "collection": ("storing rows", f"{more}, or {workers}."),
+        "callback": (f"{facts.callbacks}.{name}", "Make this callback faster."),
+        "operator": (f"the operator {name} on the shards", "Make it faster."),
+    }[kind]
+
+
+# -- between workers and this process --------------------------------------------------------------
+
+
+def _transfer(activity: Activity, facts: PlanFacts) -> Finding | None:
+    """The time in which fragments are received, and in which workers are waited for but do not
+    sample."""
+    stages = activity.stages_of("sampling")
+    if not facts.num_workers or not stages or facts.queue_size is not None:
+        return None
+    gather = max(stages, key=lambda stage: stage.busy + stage.waiting)
+    busiest = max((worker.busy_s for worker in activity.workers), default=0.0) / activity.seconds
+    weights = activity.weights_s / activity.seconds
+    share = max(gather.busy - weights, 0.0) + max(gather.waiting - busiest, 0.0)
+    fragments = sum(worker.fragments for worker in activity.workers)
+    num_bytes = sum(worker.num_bytes for worker in activity.workers)
+    size = num_bytes / max(fragments, 1)
+    if size >= LARGE_FRAGMENT_BYTES:
+        text = (
+            f"Moving fragments of {size / 1e6:.1f} MB from the workers takes {share:.0%} of the "
+            f"time ({num_bytes / activity.seconds / 1e6:.0f} MB/s). Use shorter fragments "
+            "(rollout_fragment_length), smaller observations (uint8), or sample in this process "
+            "(num_workers=0)."
+        )
+    else:
+        text = (
+            f"Requests to the workers take {share:.0%} of the time: {fragments} fragments of "
+            f"{size / 1e3:.0f} kB. Use longer fragments (rollout_fragment_length)."
+        )
+    return Finding("transfer", gather.name, share, text, gather.line)
+
+
+def _weights(activity: Activity, facts: PlanFacts) -> Finding | None:
+    """The time in which weights are prepared, and the busiest worker loads them."""
+    if not facts.num_workers:
+        return None
+    loading = max((one.seconds.get("weights_s", 0.0) for one in activity.workers), default=0.0)
+    share = (activity.weights_s + loading) / activity.seconds
+    return Finding(
+        "weights",
+        "weights",
+        share,
+        f"Sending weights to the workers takes {share:.0%} of the time. Send them less often "
+        "(broadcast_interval, longer fragments), or use a smaller model.",
+    )
+
+
+def _outside(activity: Activity) -> Finding | None:
+    """The time between two pulls of the plan."""
+    share = activity.stages[0].blocked
+    return Finding(
+        "between_results",
+        "between results",
+        share,
+        f"Work between two results takes {share:.0%} of the time: evaluation, checkpoints, "
+        "on_train_result, or the code that calls train(). Do it less often.",
+    )
+
+
+# -- training and other operators ------------------------------------------------------------------
+
+
+def _training(stage: StageActivity, activity: Activity, facts: PlanFacts) -> Finding:
+    share = stage.busy
+    replay = facts.replay
+    if replay is not None and replay.training_intensity is not None:
+        factor = replay.training_intensity / replay.natural_intensity
+        if factor >= HIGH_INTENSITY:
+            blocked = max((one.blocked for one in activity.stages_of("store")), default=0.0)
+            return Finding(
+                "replay_ratio",
+                stage.name,
+                share,
+                f"training_intensity={replay.training_intensity:g} starves sampling: {stage.name} "
+                f"takes {share:.0%} of the time, and the branch that stores is blocked "
+                f"{blocked:.0%} of it. A batch per stored fragment is "
+                f"training_intensity={replay.natural_intensity:g}.",
+                stage.line,
+            )
+    return Finding(*_describe_training(stage.name, share, facts), line=stage.line)
+
+
+def _learner_thread(stage: StageActivity, activity: Activity, facts: PlanFacts) -> Finding:
+    share = min(float(stage.values.get("learn_s", 0.0)) / activity.seconds, 1.0)
+    enqueues = activity.stages_of("enqueue")
+    full = sum(float(one.values.get("backpressure_s", 0.0)) for one in enqueues) / activity.seconds
+    cause, title, share, text = _describe_training("The learner", share, facts)
+    if full > 0.1:
+        text = text.replace(" of the time", f" of the time, its queue is full {full:.0%} of it", 1)
+        share = 1.0  # sampling waits for it
+    return Finding(cause, title, share, text, stage.line)
+
+
+def _describe_training(title: str, share: float, facts: PlanFacts) -> tuple[str, str, float, str]:
+    """Return cause, title, share and text of a training operator."""
+    size = facts.minibatch_size
+    text = f"Training limits this run: {title} takes {share:.0%} of the time"
+    if size is not None and size <= SMALL_MINIBATCH:
+        return (
+            "small_minibatches", title, share,
+            f"{text} with minibatches of {size} rows. Increase sgd_minibatch_size.",
+        )  # fmt: skip
+    return (
+        "training", title, share,
+        f"{text}. Use larger minibatches or fewer passes (sgd_minibatch_size, num_sgd_iter), a "
+        "smaller model, or several learners (num_learners).",
+    )  # fmt: skip
+
+
+def _operator(stage: StageActivity) -> Finding:
+    """Another operator in this process."""
+    return Finding(
+        "operator",
+        stage.name,
+        stage.busy,
+        f"The operator {stage.name} takes {stage.busy:.0%} of the time; it is chained at "
+        f"{stage.line}. Make it faster, or run it on the shards or in tasks (max_concurrency).",
+        stage.line,
+    )

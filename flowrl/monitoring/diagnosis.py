@@ -1,0 +1,241 @@
+"""Diagnosis: what limits a run, in one sentence that names the operator, the cause, the share and
+the remedy.
+
+Problems (failures, leaks, processes that compete for processors) come first; otherwise the largest
+share of the run's time is described.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from statistics import median
+
+from flowrl.monitoring.activity import Activity, StageActivity, WorkerActivity
+from flowrl.monitoring.bottleneck import Finding, bottlenecks, seconds_of
+from flowrl.monitoring.plan_facts import PlanFacts
+
+MIN_RESTARTS = 2  # of a worker or of environments in the period
+MIN_GROWTH_BYTES = 20e6  # of the process, and half of it in one operator
+MIN_STEPS_WITHOUT_EPISODE = 3000  # of each environment
+MIN_CPU_WAIT = 0.25  # share of the time that processes wait for a processor
+MIN_SLOWDOWN = 2.0  # of a worker, compared with the median of the others
+MIN_LAG = 24  # updates
+MIN_COLLECTION = 0.2  # share of the time in garbage collection
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What limits a run.
+
+    Attributes:
+        findings: the most important one first.
+    """
+
+    findings: list[Finding]
+
+    @property
+    def text(self) -> str:
+        """The most important finding as a sentence."""
+        if not self.findings:
+            return "Nothing was measured yet: train for at least a second."
+        return self.findings[0].text
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def diagnose(activity: Activity, facts: PlanFacts) -> Diagnosis:
+    """Return what limited a plan in a period of its run, best of about ten seconds.
+
+    Args:
+        activity: the period.
+        facts: sizes and settings of the plan.
+    """
+    problems = [finding for rule in _PROBLEMS if (finding := rule(activity, facts)) is not None]
+    return Diagnosis([*problems, *bottlenecks(activity, facts)])
+
+
+def _restarts(activity: Activity, facts: PlanFacts) -> Finding | None:
+    restarts = activity.counters.get("num_shard_restarts", 0)
+    if restarts < MIN_RESTARTS:
+        return None
+    worst = max(activity.workers, key=lambda worker: worker.restarts, default=None)
+    name = "A worker" if worst is None or not worst.restarts else f"Worker {worst.index}"
+    return Finding(
+        "worker_restarts",
+        name,
+        restarts / max(len(activity.workers), 1),
+        f"{name} fails again and again: {restarts} restarts in {activity.seconds:.0f} s. Its "
+        "errors are in the log: most often the environment raises or needs too much memory.",
+    )
+
+
+def _leak(activity: Activity, facts: PlanFacts) -> Finding | None:
+    added = activity.usage.get("rss_bytes_added", 0.0)
+    operators = [stage for stage in activity.stages if stage.kind == "operator"]
+    if added < MIN_GROWTH_BYTES or not operators:
+        return None
+    worst = max(operators, key=lambda stage: stage.grown_bytes)
+    if worst.grown_bytes < max(added / 2, MIN_GROWTH_BYTES):
+        return None
+    rate = added / activity.seconds / 1e6
+    return Finding(
+        "memory",
+        worst.name,
+        worst.grown_bytes / added,
+        f"The memory of this process grows by {rate:.1f} MB/s in {worst.name}, chained at "
+        f"{worst.line}: does it keep the items that it gets?",
+        worst.line,
+    )
+
+
+def _no_episodes(activity: Activity, facts: PlanFacts) -> Finding | None:
+    envs = facts.num_envs * max(facts.num_workers, 1)
+    steps = activity.env_steps_total // envs
+    if activity.episodes_total or steps < MIN_STEPS_WITHOUT_EPISODE:
+        return None
+    return Finding(
+        "no_episodes",
+        "environment",
+        1.0,
+        f"No episode has ended in {steps:,} steps of each environment, so there are no returns: "
+        "set horizon, or let the environment return terminated or truncated.",
+    )
+
+
+def _threads(activity: Activity, facts: PlanFacts) -> Finding | None:
+    """More threads in each process than there are processors for all processes."""
+    wait = _cpu_wait(activity)
+    threads = facts.num_cores if facts.num_threads is None else facts.num_threads
+    processes = max(facts.num_workers, 1)
+    if threads < 2 or threads * processes <= facts.num_cores or wait < MIN_CPU_WAIT:
+        return None
+    return Finding(
+        "threads",
+        "numerical libraries",
+        wait,
+        f"{_count(processes, 'process', 'processes')} with {threads} threads each compete for "
+        f"{_count(facts.num_cores, 'core')}: their threads wait {wait:.0%} of the time. Set "
+        "num_threads_per_process=1.",
+    )
+
+
+def _many_workers(activity: Activity, facts: PlanFacts) -> Finding | None:
+    wait = _cpu_wait(activity)
+    if facts.num_workers <= facts.num_cores or wait < MIN_CPU_WAIT:
+        return None
+    return Finding(
+        "too_many_workers",
+        "workers",
+        wait,
+        f"{facts.num_workers} workers share {_count(facts.num_cores, 'core')}: they wait for a "
+        f"processor {wait:.0%} of the time. Use num_workers={facts.num_cores} or fewer, with more "
+        "environments each (num_envs_per_worker).",
+    )
+
+
+def _cpu_wait(activity: Activity) -> float:
+    """Return the share of the time that the mean worker, or this process, waits for a processor."""
+    workers = [worker for worker in activity.workers if worker.usage]
+    waits = [worker.usage.get("cpu_wait_s", 0.0) for worker in workers]
+    waits = waits or [activity.usage.get("cpu_wait_s", 0.0)]
+    return min(sum(waits) / len(waits) / activity.seconds, 1.0)
+
+
+def _slow_worker(activity: Activity, facts: PlanFacts) -> Finding | None:
+    workers = [worker for worker in activity.workers if worker.env_steps]
+    if len(workers) < 2:
+        return None
+    cost = {worker.index: worker.busy_s / worker.env_steps for worker in workers}
+    slowest = max(cost, key=lambda index: cost[index])
+    others = median(seconds for index, seconds in cost.items() if index != slowest)
+    ratio = cost[slowest] / max(others, 1e-9)
+    if ratio < MIN_SLOWDOWN or seconds_of(workers) < 0.3 * activity.seconds:
+        return None
+    return Finding(
+        "slow_worker",
+        f"worker {slowest}",
+        1 - 1 / ratio,
+        f"Worker {slowest} is {ratio:.1f} times slower than the median of the others: look at its "
+        "machine and at what its environments do differently (env_config, worker_index).",
+    )
+
+
+def _collection(activity: Activity, facts: PlanFacts) -> Finding | None:
+    """Garbage collection in workers or in this process."""
+    workers = max(seconds_of(activity.workers), 1e-9)
+    collected = sum(worker.usage.get("gc_s", 0.0) for worker in activity.workers)
+    callbacks = _callbacks_of(activity.workers)
+    if facts.num_workers and collected / workers >= MIN_COLLECTION:
+        where, share = "workers", collected / workers
+    elif activity.usage.get("gc_s", 0.0) / activity.seconds >= MIN_COLLECTION:
+        where, share = "this process", activity.usage["gc_s"] / activity.seconds
+    else:
+        return None
+    called = max(callbacks, key=lambda name: callbacks[name], default=None)
+    cause = "Python collects garbage often: does code of the run call gc.collect()?"
+    if called is not None and callbacks[called] >= collected / 2:
+        where = f"{facts.callbacks}.{called}"
+        cause = "does it call gc.collect(), or create many objects?"
+    return Finding(
+        "garbage_collection",
+        where,
+        share,
+        f"Garbage collection takes {share:.0%} of the time, in {where}: {cause}"
+        if "does it" in cause
+        else f"Garbage collection takes {share:.0%} of the time of {where}. {cause}",
+    )
+
+
+def _callbacks_of(workers: Iterable[WorkerActivity]) -> dict[str, float]:
+    """Return the seconds in each callback, of all workers."""
+    total: dict[str, float] = {}
+    for worker in workers:
+        for name, seconds in worker.callback_s.items():
+            total[name] = total.get(name, 0.0) + seconds
+    return total
+
+
+def _queue(activity: Activity, facts: PlanFacts) -> Finding | None:
+    """A queue of a learner thread that is too small, or so large that batches are old."""
+    enqueues, dequeues = activity.stages_of("enqueue"), activity.stages_of("dequeue")
+    if facts.queue_size is None or not enqueues or not dequeues:
+        return None
+    full = _seconds(enqueues[0], "backpressure_s") / activity.seconds
+    idle = _seconds(dequeues[0], "learner_idle_s") / activity.seconds
+    if activity.policy_lag_mean >= MIN_LAG and enqueues[0].values.get("queue_size", 0) >= MIN_LAG:
+        return Finding(
+            "queue_too_large",
+            enqueues[0].name,
+            full,
+            f"Batches are {activity.policy_lag_mean:.0f} updates old when they are trained on: "
+            f"{enqueues[0].values['queue_size']} wait in the queue of {enqueues[0].name}. Set a "
+            f"smaller learner_queue_size (now {facts.queue_size}), or max_policy_lag.",
+            enqueues[0].line,
+        )
+    if full > 0.2 and idle > 0.2:
+        return Finding(
+            "queue_too_small",
+            enqueues[0].name,
+            idle,
+            f"The queue of {enqueues[0].name} is too small: it is full {full:.0%} of the time, "
+            f"and yet the learner waits for batches {idle:.0%} of it. Set a larger "
+            f"learner_queue_size (now {facts.queue_size}).",
+            enqueues[0].line,
+        )
+    return None
+
+
+def _seconds(stage: StageActivity, name: str) -> float:
+    return float(stage.values.get(name, 0.0))
+
+
+def _count(number: int, singular: str, plural: str | None = None) -> str:
+    return f"{number} {singular if number == 1 else plural or singular + 's'}"
+
+
+Rule = Callable[[Activity, PlanFacts], Finding | None]
+_PROBLEMS: list[Rule] = [
+    _restarts, _leak, _no_episodes, _collection, _threads, _many_workers, _slow_worker, _queue,
+]  # fmt: skip

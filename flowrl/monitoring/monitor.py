@@ -1,0 +1,100 @@
+"""Monitor: measure a running plan once per second, in a thread."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flowrl.iter import LocalIterator
+from flowrl.monitoring.activity import Activity, Snapshot, activity_between, take_snapshot
+from flowrl.monitoring.diagnosis import Diagnosis, diagnose
+from flowrl.monitoring.plan_facts import PlanFacts, facts_of
+from flowrl.sampling.worker_set import WorkerSet
+
+INTERVAL_S = 1.0  # between two measurements
+WINDOW_S = 10.0  # that a diagnosis is about
+
+log = logging.getLogger("flowrl")
+
+
+class Monitor:
+    """Measures a plan and diagnoses it, from its first sampled or trained step on.
+
+    Args:
+        plan: the plan.
+        workers: its WorkerSet.
+
+    Attributes:
+        diagnosis: of the last WINDOW_S seconds; without findings before the second measurement.
+        activity: the last period between two measurements, or None.
+        listeners: functions that the thread calls with each new activity.
+    """
+
+    def __init__(self, plan: LocalIterator[Any], workers: WorkerSet):
+        self._plan, self._workers = plan, workers
+        self._facts: PlanFacts | None = None
+        self._snapshots: deque[Snapshot] = deque()
+        self._result: Mapping[str, Any] = {}
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.diagnosis = Diagnosis([])
+        self.activity: Activity | None = None
+        self.listeners: list[Callable[[Activity], None]] = []
+
+    def start(self) -> None:
+        """Start the thread, once."""
+        if self._thread is None:
+            self._facts = facts_of(self._plan, self._workers)
+            # the thread must not keep an algorithm alive that the user has forgotten
+            arguments = weakref.ref(self), self._stopped
+            self._thread = threading.Thread(
+                target=_run, args=arguments, name="flowrl-monitor", daemon=True
+            )
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Stop the thread."""
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def update(self, result: Mapping[str, Any]) -> None:
+        """Note the newest result of the plan."""
+        self._result = result
+
+    def measure(self) -> None:
+        """Measure the plan now; the thread does this every INTERVAL_S seconds."""
+        assert self._facts is not None
+        snapshot = take_snapshot(self._plan, self._workers.num_workers > 0, self._result)
+        if not snapshot.has_steps:  # workers are starting
+            return
+        last = self._snapshots[-1] if self._snapshots else None
+        while len(self._snapshots) > 1 and self._snapshots[1].clock <= snapshot.clock - WINDOW_S:
+            self._snapshots.popleft()
+        self._snapshots.append(snapshot)
+        if last is None:
+            return
+        window = activity_between(self._snapshots[0], snapshot)
+        self.diagnosis = diagnose(window, self._facts)
+        self.activity = activity_between(last, snapshot)
+        self.activity.diagnosis = self.diagnosis.text
+        for listener in self.listeners:
+            listener(self.activity)
+
+
+def _run(monitor_ref: weakref.ref[Monitor], stopped: threading.Event) -> None:
+    """Measure until the monitor is stopped or deleted."""
+    while not stopped.wait(INTERVAL_S):
+        monitor = monitor_ref()
+        if monitor is None:
+            return
+        try:
+            monitor.measure()
+        except Exception:
+            log.warning("the plan could not be measured; it is not measured again", exc_info=True)
+            return
+        del monitor

@@ -1,0 +1,92 @@
+"""PlanFacts: the sizes and settings of a plan that a diagnosis names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from flowrl.iter import LocalIterator
+from flowrl.iter.stage import walk
+from flowrl.learners.thread import LearnerThread
+from flowrl.ops.replay import ReplayStage
+from flowrl.ops.report import training_operators
+from flowrl.process_usage import num_cores
+from flowrl.sampling.worker_set import WorkerSet
+
+
+@dataclass(frozen=True)
+class ReplayFacts:
+    """The replay buffer of a plan: rows drawn per row stored, as set and without a setting."""
+
+    training_intensity: float | None
+    natural_intensity: float
+
+
+@dataclass(frozen=True)
+class PlanFacts:
+    """Sizes and settings of a plan.
+
+    Attributes:
+        num_cores: processors of this machine.
+        num_workers: remote workers.
+        num_envs: environments of each worker.
+        num_threads: threads of numerical libraries in each process; None: as many as they choose.
+        horizon: the setting.
+        callbacks: name of the class of the callbacks.
+        minibatch_size: the smallest number of rows per update that is set; None if every update
+            uses its whole batch.
+        queue_size: capacity of the queue of a learner thread; None without one.
+        replay: of the first replay buffer; None without one.
+    """
+
+    num_cores: int
+    num_workers: int
+    num_envs: int
+    num_threads: int | None
+    horizon: int | None
+    callbacks: str
+    minibatch_size: int | None
+    queue_size: int | None
+    replay: ReplayFacts | None
+
+
+def facts_of(plan: LocalIterator[Any], workers: WorkerSet) -> PlanFacts:
+    """Return the facts of a plan."""
+    config = workers.config
+    threads = [stage.learner for stage in walk(plan.stage) if hasattr(stage, "learner")]
+    queues = [one.inqueue.maxsize for one in threads if isinstance(one, LearnerThread)]
+    replays = [stage for stage in walk(plan.stage) if isinstance(stage, ReplayStage)]
+    return PlanFacts(
+        num_cores=num_cores(),
+        num_workers=workers.num_workers,
+        num_envs=config.num_envs_per_worker,
+        num_threads=config.num_threads_per_process,
+        horizon=config.horizon,
+        callbacks=(config.callbacks_class or object).__name__,
+        minibatch_size=min(_minibatch_sizes(plan, workers), default=None),
+        queue_size=queues[0] if queues else None,
+        replay=_replay_facts(replays[0].buffer, workers) if replays else None,
+    )
+
+
+def _minibatch_sizes(plan: LocalIterator[Any], workers: WorkerSet) -> list[int]:
+    """Return the sizes of minibatches that operators or their policies set."""
+    policies = workers.local_worker().policy_map
+    sizes = []
+    for operator in training_operators(plan.stage):
+        learner = getattr(operator, "learner", None)
+        own = getattr(learner, "sgd_minibatch_size", None)
+        for policy_id in policies if operator.policies is None else operator.policies:
+            config = getattr(policies[policy_id], "config", None)
+            of_policy = getattr(config, "sgd_minibatch_size", 0)
+            sizes.append(of_policy if own is None else own)
+    return [size for size in sizes if size]
+
+
+def _replay_facts(buffer: Any, workers: WorkerSet) -> ReplayFacts | None:
+    ratio = getattr(buffer, "ratio", None)
+    stored = workers.steps_per_fragment()
+    drawn = getattr(buffer, "replay_batch_size", None)
+    if ratio is None or not stored or not drawn:
+        return None
+    return ReplayFacts(ratio.training_intensity, drawn / stored)

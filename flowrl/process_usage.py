@@ -1,0 +1,82 @@
+"""ProcessUsage: what this process uses of its machine: processors, memory, garbage collection."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+READ_INTERVAL_S = 0.5  # a reading is used again for this time
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_STATM = "/proc/self/statm"
+
+
+class ProcessUsage:
+    """Measures this process from its creation on; see `process_usage`."""
+
+    def __init__(self) -> None:
+        self._collecting_s = 0.0
+        self._collection_started = 0.0
+        self._reading: dict[str, float] = {}
+        self._read_at = -READ_INTERVAL_S
+        gc.callbacks.append(self._on_collection)
+
+    def _on_collection(self, phase: str, info: dict[str, Any]) -> None:
+        now = time.perf_counter()
+        if phase == "start":
+            self._collection_started = now
+        else:
+            self._collecting_s += now - self._collection_started
+
+    def read(self) -> dict[str, float]:
+        """Return the newest measurements, at most READ_INTERVAL_S old.
+
+        `gc_s`: seconds of garbage collection. `cpu_s`: seconds on a processor. `cpu_wait_s`:
+        seconds in which its threads were ready to run but waited for a processor (0 if the
+        operating system is not Linux). `rss_bytes`: resident memory.
+        """
+        now = time.monotonic()
+        if now - self._read_at >= READ_INTERVAL_S:
+            self._read_at = now
+            self._reading = {
+                "gc_s": self._collecting_s,
+                "cpu_s": time.process_time(),
+                "cpu_wait_s": _cpu_wait_s(),
+                "rss_bytes": resident_bytes(),
+            }
+        return self._reading
+
+
+@functools.cache
+def process_usage() -> ProcessUsage:
+    """Return the ProcessUsage of this process; the first call starts the measurement."""
+    return ProcessUsage()
+
+
+def _cpu_wait_s() -> float:
+    """Return the seconds that the threads of this process have waited for a processor."""
+    waited_ns = 0
+    for task in Path("/proc/self/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            waited_ns += int(task.read_text().split()[1])
+    return waited_ns / 1e9
+
+
+def resident_bytes() -> int:
+    """Return the resident memory of this process [bytes]; 0 if the system is not Linux."""
+    try:
+        with open(_STATM, "rb", buffering=0) as file:
+            return int(file.read(64).split()[1]) * _PAGE_BYTES
+    except OSError:
+        return 0
+
+
+def num_cores() -> int:
+    """Return the number of processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
