@@ -299,7 +299,7 @@ def impala(rng: Any, policy: type, **settings: Any) -> Any:
 
 def small_queue(rng: Any) -> Case:
     policy = type("Unsteady", (UnsteadyLearner,), {"seconds": rng.uniform(0.3, 0.6)})
-    config = {"pause_probability": 0.002, "pause_s": rng.uniform(0.3, 0.6)}
+    config = {"pause_probability": 0.007, "pause_s": rng.uniform(0.3, 0.6)}
     algorithm = impala(
         rng, policy, env_config=config, learner_queue_size=1, train_batch_size=64,
         rollout_fragment_length=16, num_envs_per_worker=4,
@@ -335,9 +335,10 @@ def large_fragments(rng: Any) -> Case:
         "env_config": {"shape": (int(rng.choice([200, 300])), 200, 3)},
         "num_workers": 2,
         "num_envs_per_worker": 2,
-        "normalize_observations": False,
+        "num_sgd_iter": 1,
+        "sgd_minibatch_size": 0,
     }
-    return with_policy(PPO, RandomPolicy, **settings), "transfer", "MB from the workers"
+    return with_policy(PPO, RandomPolicy, **settings), "transfer", "MB from the workers to this"
 
 
 def failing_worker(rng: Any) -> Case:

@@ -37,7 +37,7 @@ class ProcessUsage:
 
         `gc_s`: seconds of garbage collection. `cpu_s`: seconds on a processor. `cpu_wait_s`:
         seconds in which its threads were ready to run but waited for a processor (0 if the
-        operating system is not Linux). `rss_bytes`: resident memory.
+        operating system is not Linux). `rss_bytes`: see `resident_bytes`.
         """
         now = time.monotonic()
         if now - self._read_at >= READ_INTERVAL_S:
@@ -67,10 +67,12 @@ def _cpu_wait_s() -> float:
 
 
 def resident_bytes() -> int:
-    """Return the resident memory of this process [bytes]; 0 if the system is not Linux."""
+    """Return the resident memory of this process [bytes], without memory that it shares with
+    others, such as Ray's object store; 0 if the system is not Linux."""
     try:
         with open(_STATM, "rb", buffering=0) as file:
-            return int(file.read(64).split()[1]) * _PAGE_BYTES
+            _, resident, shared, *_ = file.read(128).split()
+            return (int(resident) - int(shared)) * _PAGE_BYTES
     except OSError:
         return 0
 

@@ -193,6 +193,7 @@ class Gather(Stage):
                 shard.index, request.incarnation, shard.num_received, item_tags, self.name
             )
             received.append((item, source))
+            shard.newest = source
             shard.num_received += 1
         return received
 

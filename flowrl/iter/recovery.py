@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from flowrl.iter.ray_runtime import death_errors
+from flowrl.iter.stage import Source
 
 STARTING_S = 60.0  # more for the first reply: importing torch on a loaded machine took 20 s
 
@@ -59,6 +60,7 @@ class ShardState:
     starting: bool = True  # no reply yet from this incarnation
     requests: deque[Any] = field(default_factory=deque)  # refs in flight, oldest first
     step_stats: list[dict[str, Any]] = field(default_factory=list)  # as last reported
+    newest: Source | None = None  # of the item received last
 
 
 class PendingRequest(NamedTuple):

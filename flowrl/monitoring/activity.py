@@ -13,13 +13,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from flowrl.iter import LocalIterator, Stage
+from flowrl.iter import LocalIterator, Source, Stage
 from flowrl.iter.gather import Gather
 from flowrl.iter.stage import walk
 from flowrl.ops.concurrency import DequeueStage, Enqueue
 from flowrl.ops.plan_metrics import PlanMetrics
 from flowrl.ops.replay import ReplayStage, StoreToReplayBuffer
 from flowrl.ops.report import StandardMetricsReporting
+from flowrl.ops.rollout import CountRollouts
 from flowrl.process_usage import process_usage
 
 _WRAPPED = re.compile(r"[a-z_]+\(([\w.<>]+)[(),]")  # the operator in for_each(TrainOneStep(…))
@@ -37,7 +38,7 @@ class StageActivity:
         title: its display text.
         name: the name of its operator.
         line: `file:line` where it was chained.
-        kind: "sampling" (a gather of workers), "store", "replay", "training", "enqueue",
+        kind: "sampling" (a gather of workers), "rollouts" (concatenates their fragments), "store", "replay", "training", "enqueue",
             "dequeue" (of a learner thread), "report" or "operator".
         parents: ids of the stages that it pulls.
         items: items that it returned.
@@ -88,6 +89,11 @@ class WorkerActivity:
     usage: dict[str, float]
 
     @property
+    def waits_for_env(self) -> bool:
+        """Whether it uses a processor in less than half of the time of its work."""
+        return bool(self.usage) and self.usage.get("cpu_s", 0.0) < self.busy_s / 2
+
+    @property
     def busy_s(self) -> float:
         """Seconds of work: sampling, loading weights, operators on the shards."""
         parts = self.seconds.get("sample_s", 0.0), self.seconds.get("weights_s", 0.0)
@@ -108,6 +114,7 @@ class Activity:
         workers: the workers that returned something.
         usage: of this process: differences of `ProcessUsage.read`, and the newest `rss_bytes`.
         weights_s: seconds of preparing weights for the workers.
+        outside_s: seconds outside the plan, between two results.
         policy_lag_mean, policy_lag_max: age of the weights that sampled the newest trained
             fragments, in updates.
         episodes_total: episodes that have ended since the start.
@@ -123,6 +130,7 @@ class Activity:
     workers: list[WorkerActivity]
     usage: dict[str, float]
     weights_s: float
+    outside_s: float
     policy_lag_mean: float
     policy_lag_max: float
     episodes_total: int
@@ -143,6 +151,12 @@ class Activity:
             }
         )
 
+    @property
+    def has_finished_work(self) -> bool:
+        """Whether a worker returned a fragment, or an operator trained."""
+        trained = self.counters.get("num_env_steps_trained", 0)
+        return bool(trained) or any(worker.fragments for worker in self.workers)
+
     def stages_of(self, kind: str) -> list[StageActivity]:
         """Return the stages of a kind."""
         return [stage for stage in self.stages if stage.kind == kind]
@@ -155,7 +169,8 @@ class Snapshot:
     Attributes:
         clock: time of `time.monotonic`.
         stages: the rows of `LocalIterator.stats`, with the kind of each stage.
-        workers: reports of workers as dicts, with restarts and operators on the shards.
+        workers: what each worker has done, by its `worker_index`.
+        outside_s: seconds outside the plan, between two results.
     """
 
     clock: float
@@ -166,6 +181,7 @@ class Snapshot:
     workers: dict[int, dict[str, Any]]
     usage: dict[str, float]
     weights_s: float
+    outside_s: float
     policy_lag_mean: float
     policy_lag_max: float
     episodes_total: int
@@ -177,27 +193,27 @@ class Snapshot:
         return any(self.counters.get(name, 0) for name in names)
 
 
-def take_snapshot(plan: LocalIterator[Any], is_remote: bool, result: Mapping[str, Any]) -> Snapshot:
+def take_snapshot(
+    plan: LocalIterator[Any], is_remote: bool, result: Mapping[str, Any], outside_s: float
+) -> Snapshot:
     """Return the measurements of a running plan; may be called in another thread.
 
     Args:
         plan: the plan.
         is_remote: whether its workers are actors.
         result: its newest result; empty before the first one.
+        outside_s: seconds outside the plan so far.
     """
     stages = plan.stats()
     for row, stage in zip(stages, walk(plan.stage), strict=True):
         row["kind"] = kind_of(stage)
     plan_metrics = PlanMetrics.of(plan.metrics)
     workers: dict[int, dict[str, Any]] = {}
-    for index, worker_report in list(plan_metrics.worker_reports.items()):
-        workers[index + is_remote] = {**asdict(worker_report), "operator_s": {}}
-    for row in stages:
-        for index, steps in row.get("shards", {}).items():
-            report = workers.get(index + is_remote)
-            if report is not None:  # the last row is the worker itself
-                for step in steps[:-1]:
-                    report["operator_s"][_with_line(step)] = step["busy_s"]
+    for stage in walk(plan.stage):
+        for shard in stage.states if isinstance(stage, Gather) else ():
+            source = shard.newest
+            if source is not None and "sampled" in source.tags:  # the shard is a rollout worker
+                workers[shard.index + is_remote] = _report_of(source, shard.step_stats)
     runners = result.get("env_runners", {})
     timers = plan.metrics.timers
     return Snapshot(
@@ -209,10 +225,30 @@ def take_snapshot(plan: LocalIterator[Any], is_remote: bool, result: Mapping[str
         workers=workers,
         usage=dict(process_usage().read()),
         weights_s=timers["update"].total_s if "update" in timers else 0.0,
+        outside_s=outside_s,
         policy_lag_mean=runners.get("policy_lag_mean", 0.0),
         policy_lag_max=runners.get("policy_lag_max", 0.0),
         episodes_total=result.get("episodes_total", 0) + len(plan_metrics.new_episodes),
     )
+
+
+def _report_of(source: Source, step_stats: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what a worker has done since its start.
+
+    Args:
+        source: of its newest fragment.
+        step_stats: the rows of its stream.
+    """
+    tags = source.tags
+    return {
+        "incarnation": source.incarnation,
+        **tags["sampled"],
+        "timings": tags["timings"],
+        "callback_s": tags["callback_s"],
+        "usage": tags["usage"],
+        # the last row is the worker itself
+        "operator_s": {_with_line(step): step["busy_s"] for step in step_stats[:-1]},
+    }
 
 
 def _with_line(row: Mapping[str, Any]) -> str:
@@ -239,6 +275,8 @@ def kind_of(stage: Stage) -> str:
         return "replay"
     if isinstance(stage, DequeueStage) and stage.learner is not None:
         return "dequeue"
+    if isinstance(operator, CountRollouts):
+        return "rollouts"
     if isinstance(operator, StoreToReplayBuffer):
         return "store"
     if isinstance(operator, Enqueue):
@@ -265,6 +303,7 @@ def activity_between(first: Snapshot, last: Snapshot) -> Activity:
         ],
         usage=_usage(first.usage, last.usage),
         weights_s=last.weights_s - first.weights_s,
+        outside_s=last.outside_s - first.outside_s,
         policy_lag_mean=last.policy_lag_mean,
         policy_lag_max=last.policy_lag_max,
         episodes_total=last.episodes_total,

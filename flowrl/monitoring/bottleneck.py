@@ -70,7 +70,10 @@ def _sampling(activity: Activity, facts: PlanFacts) -> Finding | None:
         return None
     part = min(parts[cause] / of_workers, 1.0)
     time_of = "the workers' time" if facts.num_workers else "the sampling time"
-    what, remedy = _describe(cause, facts)
+    can_add = facts.num_workers < facts.num_cores or any(
+        worker.waits_for_env for worker in activity.workers
+    )
+    what, remedy = _describe(cause, facts, can_add)
     sampling = f"Sampling limits this run ({share:.0%} of the time)"
     return Finding(
         cause.partition(":")[0],
@@ -117,12 +120,11 @@ def _parts(activity: Activity) -> dict[str, float]:
     return total
 
 
-def _describe(cause: str, facts: PlanFacts) -> tuple[str, str]:
+def _describe(cause: str, facts: PlanFacts, can_add_workers: bool) -> tuple[str, str]:
     """Return the name of a part of sampling, and a remedy."""
     kind, _, name = cause.partition(":")
     more = "Use more environments per worker (num_envs_per_worker)"
-    has_free_cores = facts.num_workers < facts.num_cores
-    workers = "add workers (num_workers)" if has_free_cores else "use a machine with more cores"
+    workers = "add workers (num_workers)" if can_add_workers else "use a machine with more cores"
     return {
         "env_step": ("env.step", f"Make it faster, or {workers}."),
         "reset": ("env.reset", f"Make it faster, use longer episodes, or {workers}."),
@@ -142,8 +144,8 @@ def _describe(cause: str, facts: PlanFacts) -> tuple[str, str]:
 
 
 def _transfer(activity: Activity, facts: PlanFacts) -> Finding | None:
-    """The time in which fragments are received, and in which workers are waited for but do not
-    sample."""
+    """The time in which fragments are received and concatenated, and in which workers are waited
+    for but do not sample."""
     stages = activity.stages_of("sampling")
     if not facts.num_workers or not stages or facts.queue_size is not None:
         return None
@@ -151,12 +153,13 @@ def _transfer(activity: Activity, facts: PlanFacts) -> Finding | None:
     busiest = max((worker.busy_s for worker in activity.workers), default=0.0) / activity.seconds
     weights = activity.weights_s / activity.seconds
     share = max(gather.busy - weights, 0.0) + max(gather.waiting - busiest, 0.0)
+    share += sum(stage.busy for stage in activity.stages_of("rollouts"))
     fragments = sum(worker.fragments for worker in activity.workers)
     num_bytes = sum(worker.num_bytes for worker in activity.workers)
     size = num_bytes / max(fragments, 1)
     if size >= LARGE_FRAGMENT_BYTES:
         text = (
-            f"Moving fragments of {size / 1e6:.1f} MB from the workers takes {share:.0%} of the "
+            f"Moving fragments of {size / 1e6:.1f} MB from the workers to this process takes {share:.0%} of the "
             f"time ({num_bytes / activity.seconds / 1e6:.0f} MB/s). Use shorter fragments "
             "(rollout_fragment_length), smaller observations (uint8), or sample in this process "
             "(num_workers=0)."
@@ -185,8 +188,8 @@ def _weights(activity: Activity, facts: PlanFacts) -> Finding | None:
 
 
 def _outside(activity: Activity) -> Finding | None:
-    """The time between two pulls of the plan."""
-    share = activity.stages[0].blocked
+    """The time between two results."""
+    share = activity.outside_s / activity.seconds
     return Finding(
         "between_results",
         "between results",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from flowrl.iter import LocalIterator
@@ -39,6 +41,8 @@ class Monitor:
         self._facts: PlanFacts | None = None
         self._snapshots: deque[Snapshot] = deque()
         self._result: Mapping[str, Any] = {}
+        self._outside_s = 0.0
+        self._outside_since: float | None = None  # None while the plan is pulled
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self.diagnosis = Diagnosis([])
@@ -49,6 +53,7 @@ class Monitor:
         """Start the thread, once."""
         if self._thread is None:
             self._facts = facts_of(self._plan, self._workers)
+            self._first = self._take_snapshot()
             # the thread must not keep an algorithm alive that the user has forgotten
             arguments = weakref.ref(self), self._stopped
             self._thread = threading.Thread(
@@ -62,14 +67,31 @@ class Monitor:
         if self._thread is not None:
             self._thread.join()
 
+    @contextmanager
+    def pulling(self) -> Iterator[None]:
+        """Note that the plan is pulled in this context."""
+        if self._outside_since is not None:
+            self._outside_s += time.monotonic() - self._outside_since
+        self._outside_since = None
+        try:
+            yield
+        finally:
+            self._outside_since = time.monotonic()
+
     def update(self, result: Mapping[str, Any]) -> None:
         """Note the newest result of the plan."""
         self._result = result
 
+    def _take_snapshot(self) -> Snapshot:
+        outside_s, since = self._outside_s, self._outside_since
+        if since is not None:
+            outside_s += time.monotonic() - since
+        return take_snapshot(self._plan, self._workers.num_workers > 0, self._result, outside_s)
+
     def measure(self) -> None:
         """Measure the plan now; the thread does this every INTERVAL_S seconds."""
         assert self._facts is not None
-        snapshot = take_snapshot(self._plan, self._workers.num_workers > 0, self._result)
+        snapshot = self._take_snapshot()
         if not snapshot.has_steps:  # workers are starting
             return
         last = self._snapshots[-1] if self._snapshots else None
@@ -79,6 +101,8 @@ class Monitor:
         if last is None:
             return
         window = activity_between(self._snapshots[0], snapshot)
+        if not window.has_finished_work:  # fragments or updates take longer than the window
+            window = activity_between(self._first, snapshot)
         self.diagnosis = diagnose(window, self._facts)
         self.activity = activity_between(last, snapshot)
         self.activity.diagnosis = self.diagnosis.text

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from flowrl.iter import MetricsContext, Source
+from flowrl.iter import MetricsContext
 from flowrl.iter.metrics import Timer
 from flowrl.learners.learner import Updates
 
@@ -25,28 +25,6 @@ class WorkerHealth:
 
     env_restarts: int = 0
     faulty_episodes: int = 0
-
-
-@dataclass
-class WorkerReport:
-    """What a worker has done since its start, as it reported with its last fragment.
-
-    Attributes:
-        incarnation: number of restarts of the worker before this one.
-        fragments, env_steps, num_bytes: what it has returned; bytes only of fragments that come
-            from another process.
-        timings: seconds per part of sampling.
-        callback_s: seconds in each callback, by its name.
-        usage: see `ProcessUsage.read`.
-    """
-
-    incarnation: int
-    fragments: int = 0
-    env_steps: int = 0
-    num_bytes: int = 0
-    timings: dict[str, float] = field(default_factory=dict)
-    callback_s: dict[str, float] = field(default_factory=dict)
-    usage: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -75,14 +53,14 @@ class PlanMetrics:
     Attributes:
         new_episodes: (worker index, episode) of episodes that ended since the last report.
         worker_health: (worker index, incarnation) -> WorkerHealth.
-        worker_reports: worker index -> the newest report of the worker.
+        sampler_timings: worker index -> seconds per part of sampling.
         trainers: name -> metrics of each training operator, in the order of their first updates.
         step_results: entries of the last result of `training_step` that belong to no policy.
     """
 
     new_episodes: deque[tuple[int, Any]] = field(default_factory=lambda: deque(maxlen=MAX_EPISODES))
     worker_health: dict[tuple[int, int], WorkerHealth] = field(default_factory=dict)
-    worker_reports: dict[int, WorkerReport] = field(default_factory=dict)
+    sampler_timings: dict[int, dict[str, float]] = field(default_factory=dict)
     trainers: dict[str, TrainerMetrics] = field(default_factory=dict)
     step_results: dict[str, Any] = field(default_factory=dict)
     _trainer_names: dict[int, tuple[str, Any]] = field(default_factory=dict, repr=False)
@@ -109,19 +87,6 @@ class PlanMetrics:
             self.trainers[name] = TrainerMetrics(policies)
             self._trainer_names[id(operator)] = name, operator  # keeps the id in use
         return self.trainers[self._trainer_names[id(operator)][0]]
-
-    def report_of(self, source: Source) -> WorkerReport:
-        """Return the report of the worker of a source, updated with the tags of the source."""
-        report = self.worker_reports.get(source.worker)
-        if report is None or report.incarnation != source.incarnation:
-            report = self.worker_reports[source.worker] = WorkerReport(source.incarnation)
-        report.fragments += 1
-        tags = source.tags
-        report.env_steps += tags.get("env_steps", 0)
-        report.timings = tags.get("timings", report.timings)
-        report.callback_s = tags.get("callback_s", report.callback_s)
-        report.usage = tags.get("usage", report.usage)
-        return report
 
     @property
     def info(self) -> Info:

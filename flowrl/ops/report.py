@@ -329,7 +329,7 @@ class CollectMetrics:
             if timer.has_units_processed():
                 result[f"{operator}_throughput{suffix}"] = timer.mean_throughput
         num_workers = max(self._workers.num_workers, 1)  # removed workers are left out
-        timings = [one.timings for i, one in plan.worker_reports.items() if i < num_workers]
+        timings = [seconds for i, seconds in plan.sampler_timings.items() if i < num_workers]
         for part in {part for seconds in timings for part in seconds}:
             result[f"sampler_{part}"] = sum(seconds.get(part, 0.0) for seconds in timings)
         return result

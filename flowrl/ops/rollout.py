@@ -143,6 +143,7 @@ class CountRollouts:
 
     def __call__(self, pair: tuple[tuple[Source, ...], Any]) -> Any:
         sources, item = pair
+        self._count_transfers(sources, item if isinstance(item, list) else [item])
         batch = SampleBatch.concat_samples(item) if isinstance(item, list) else item
         batch.sources = sources
         metrics = _get_shared_metrics()
@@ -152,11 +153,11 @@ class CountRollouts:
             metrics.counters[f"num_agent_steps_sampled/{policy_id}"] += rows
         self._workers.global_vars["timestep"] = metrics.counters["num_env_steps_sampled"]
         plan = PlanMetrics.of(metrics)
-        self._count_transfers(plan, sources, item if isinstance(item, list) else [item])
         worker = self._workers.local_worker()
         for source in sources:
             ended = source.tags.get("episodes", ())
             plan.new_episodes.extend((source.worker, episode) for episode in ended)
+            plan.sampler_timings[source.worker] = source.tags.get("timings", {})
             for filters in source.tags.get("filters", ()):
                 with worker.lock:
                     for policy_id, policy_filters in filters.items():
@@ -170,21 +171,15 @@ class CountRollouts:
             timer.push_units_processed(batch.env_steps())
         return batch
 
-    def _count_transfers(
-        self, plan: PlanMetrics, sources: tuple[Source, ...], items: list[Any]
-    ) -> None:
-        """Count what each worker returned, and the bytes that were sent by other nodes."""
+    def _count_transfers(self, sources: tuple[Source, ...], items: list[Any]) -> None:
+        """Count the env steps of each worker, and the bytes that were sent by other nodes."""
         for source, item in zip(sources, items, strict=False):
-            report = plan.report_of(source)
             node, index = source.tags.get("node"), source.worker
             self._workers.nodes[index] = node
             steps = self._workers.env_steps_by_worker
             steps[index] = steps.get(index, 0) + source.tags.get("env_steps", 0)
-            if self._workers.num_workers and hasattr(item, "size_bytes"):
-                num_bytes = item.size_bytes()
-                report.num_bytes += num_bytes
-                if node != self._workers.node:
-                    count_bytes_between_nodes(num_bytes)
+            if node != self._workers.node and hasattr(item, "size_bytes"):
+                count_bytes_between_nodes(item.size_bytes())
 
     def __repr__(self) -> str:
         return "CountRollouts"

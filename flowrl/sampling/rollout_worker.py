@@ -108,6 +108,7 @@ class RolloutWorker:
         self._sampling = FragmentSampler(self, self._envs, config, ids)
         self._node = node_id() if worker_index else None
         self._weights_s = 0.0  # loading weights
+        self._num_fragments = self._num_bytes = 0  # returned by `sample`
         process_usage()  # starts to measure this process
 
     # -- environments --------------------------------------------------------------------------
@@ -203,6 +204,8 @@ class RolloutWorker:
                 raise RuntimeError("the environment raised StopIteration") from error
             raise
         self._sampling.count(samples)
+        self._num_fragments += 1
+        self._num_bytes += samples.size_bytes()
         return samples
 
     def to_sample(self, batch: MultiAgentBatch) -> SampleBatch | MultiAgentBatch:
@@ -234,6 +237,11 @@ class RolloutWorker:
             "timings": {**tags["timings"], "weights_s": self._weights_s},
             "callback_s": dict(callback_seconds(self.callbacks)),
             "usage": process_usage().read(),
+            "sampled": {
+                "fragments": self._num_fragments,
+                "env_steps": self.env_steps,
+                "num_bytes": self._num_bytes,
+            },
             "node": self._node,
         }
 

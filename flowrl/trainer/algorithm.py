@@ -255,7 +255,8 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
             self._monitor = Monitor(self.plan, self.workers)
             self._monitor.start()
         try:
-            plan_result = next(self.plan)
+            with self._monitor.pulling():
+                plan_result = next(self.plan)
         except StopIteration:
             raise RuntimeError("the plan has ended: it yields no more results") from None
         if type(plan_result) is not dict or "timesteps_total" not in plan_result:

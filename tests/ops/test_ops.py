@@ -18,7 +18,7 @@ from flowrl.ops import (
     StandardMetricsReporting,
     TrainOneStep,
 )
-from flowrl.ops.plan_metrics import PlanMetrics, WorkerReport
+from flowrl.ops.plan_metrics import PlanMetrics
 from flowrl.ops.report import CollectMetrics
 from flowrl.sampling import WorkerSet
 
@@ -320,9 +320,8 @@ def test_removed_workers_are_not_in_the_timers():
     with metrics_scope(MetricsContext()) as metrics:
         workers = WorkerSet(lambda c: CountEnv(), ObservedValue, {"num_workers": 2})
         collect = CollectMetrics(workers, 100)
-        reports = PlanMetrics.of(metrics).worker_reports
-        for index in (0, 1):
-            reports[index] = WorkerReport(0, timings={"env_step_ms": 1.0 + index})
+        timings = PlanMetrics.of(metrics).sampler_timings
+        timings |= {0: {"env_step_ms": 1.0}, 1: {"env_step_ms": 2.0}}
         assert collect(None)["timers"]["sampler_env_step_ms"] == 3.0
-        reports[2] = WorkerReport(0, timings={"env_step_ms": 9.0})
+        timings[2] = {"env_step_ms": 9.0}
         assert collect(None)["timers"]["sampler_env_step_ms"] == 3.0
