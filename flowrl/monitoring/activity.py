@@ -38,8 +38,9 @@ class StageActivity:
         title: its display text.
         name: the name of its operator.
         line: `file:line` where it was chained.
-        kind: "sampling" (a gather of workers), "rollouts" (concatenates their fragments), "store", "replay", "training", "enqueue",
-            "dequeue" (of a learner thread), "report" or "operator".
+        kind: "sampling" (a gather of workers), "rollouts" (concatenates their fragments), "store",
+            "replay", "training", "enqueue", "dequeue" (of a learner thread), "report" or
+            "operator".
         parents: ids of the stages that it pulls.
         items: items that it returned.
         busy, waiting, blocked: shares of the period: in its own code, waiting for its parents, not

@@ -159,8 +159,8 @@ def _transfer(activity: Activity, facts: PlanFacts) -> Finding | None:
     size = num_bytes / max(fragments, 1)
     if size >= LARGE_FRAGMENT_BYTES:
         text = (
-            f"Moving fragments of {size / 1e6:.1f} MB from the workers to this process takes {share:.0%} of the "
-            f"time ({num_bytes / activity.seconds / 1e6:.0f} MB/s). Use shorter fragments "
+            f"Moving fragments of {size / 1e6:.1f} MB from the workers to this process takes "
+            f"{share:.0%} of the time ({num_bytes / activity.seconds / 1e6:.0f} MB/s). Use shorter fragments "
             "(rollout_fragment_length), smaller observations (uint8), or sample in this process "
             "(num_workers=0)."
         )
