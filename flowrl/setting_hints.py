@@ -159,6 +159,8 @@ SETTING_HINTS: dict[str, list[tuple[str, str]]] = {
     "eval_freq": [("evaluation_interval", "Use `evaluation_interval`, in iterations")],
     "save_freq": [("checkpoint_frequency", "Use `checkpoint_frequency`, in iterations")],
     "log_folder": _RUN_DIR,
+    "logdir": _RUN_DIR,
+    "log_dir": _RUN_DIR,
     "exp_name": _RUN_DIR,
     "multi_agent": [("policies", "Use `policies` and `policy_mapping_fn`")],
     # exploration
@@ -179,6 +181,7 @@ SETTING_HINTS: dict[str, list[tuple[str, str]]] = {
     "use_sde": [("train_batch_size", "State-dependent exploration is not available")],
     "sde_sample_freq": [("train_batch_size", "State-dependent exploration is not available")],
     # networks
+    "hidden_sizes": [("model", 'Use `model={"fcnet_hiddens": [64, 64]}`')],
     "hiddens": [("model", 'Use `model={"fcnet_hiddens": [64, 64]}`')],
     "layers": [("model", 'Use `model={"fcnet_hiddens": [64, 64]}`')],
     "frame_stack": [("model", 'Use `model={"num_framestacks": 4}`')],
@@ -203,6 +206,7 @@ SETTING_HINTS: dict[str, list[tuple[str, str]]] = {
     "rl_module": [("model", "Use `.training(model={…})`")],
     # devices and processes
     "cuda": [("device", "`device`")],
+    "use_gpu": [("device", 'Use `device="cuda"`')],
     "num_gpus": [
         (
             "device",

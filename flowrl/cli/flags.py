@@ -17,6 +17,8 @@ from flowrl.setting_values import nearest, whole_number
 from flowrl.settings import ConfigError, Settings
 from flowrl.trainer.registry import algorithms_with
 
+_NUMBERS = re.compile(r"\[ *\d+( *, *\d+)* *\]|\d+(,\d+)+")  # [64, 64] or 64,64
+
 
 def flag_names(record: type[Settings], prefix: str = "", switches: bool = False) -> list[str]:
     """Return the flags of a record, without `--`.
@@ -51,19 +53,25 @@ def _normalize_switches(args: list[str], switches: set[str]) -> list[str]:
     return result
 
 
-def _flatten_schedule(argument: str) -> list[str]:
-    """Replace `[[0, 1e-3], [100, 0]]` by its numbers, the form that tyro accepts.
+def _flatten_lists(argument: str) -> list[str]:
+    """Replace `[[0, 1e-3], [100, 0]]`, `[64, 64]` and `64,64` by their numbers, the form that tyro
+    accepts.
 
     Args:
         argument: a value, `--flag=value`, or any other argument, which is returned as it is.
     """
     flag, _, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
-    if not value.startswith("[["):
+    if _NUMBERS.fullmatch(value):
+        numbers = value.strip("[]").replace(",", " ").split()
+    elif value.startswith("[["):
+        try:
+            numbers = [str(number) for point in json.loads(value) for number in point]
+        except (ValueError, TypeError) as error:
+            raise ConfigError(
+                f"{argument}: not a schedule [[env step, value], …]: {error}"
+            ) from error
+    else:
         return [argument]
-    try:
-        numbers = [str(number) for point in json.loads(value) for number in point]
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"{argument}: not a schedule [[env step, value], …]: {error}") from error
     return [flag, *numbers] if flag else numbers
 
 
@@ -211,7 +219,7 @@ def settings_from_flags(
     if not flags:
         return defaults
     _check_names(flags, defaults, run_options)
-    flags = [part for flag in flags for part in _flatten_schedule(flag)]
+    flags = [part for flag in flags for part in _flatten_lists(flag)]
     records = _records(defaults)
     switches = [flag_names(record, prefix, True) for prefix, record in records.items()]
     flags = _normalize_switches(flags, {name for names in switches for name in names})

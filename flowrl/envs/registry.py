@@ -157,6 +157,13 @@ def _make_with_keywords(function: Callable[..., Any], context: EnvContext) -> An
     return function(**context)
 
 
+def _make_of_class(env_class: type, context: EnvContext) -> Any:
+    """Call a class with the context, as RLlib does, or with `env_config` as keyword arguments."""
+    if _takes_context(env_class) and not context.keys() & set(_CONTEXT_NAMES):
+        return env_class(context)
+    return _make_with_keywords(env_class, context)
+
+
 def _takes_context(function: Callable[..., Any]) -> bool:
     """Return whether the first argument has a name of the EnvContext, as RLlib's environments."""
     try:
@@ -300,8 +307,8 @@ def env_creator_for(env: Any) -> EnvCreator:
         env: one of
             - a gymnasium env id or a registered name;
             - an import path "module:name" of a class or function;
-            - a class, called with `env_config` as keyword arguments, or with the EnvContext if its
-              first argument is named `context` or `config`;
+            - a class, called with `env_config` as keyword arguments; or with the EnvContext if its
+              first argument is named `context` or `config`, and `env_config` has no such key;
             - a function with one required argument, or whose first argument is named `context` or
               `config`: called with the EnvContext;
             - another function: called with `env_config` as keyword arguments;
@@ -321,7 +328,7 @@ def env_creator_for(env: Any) -> EnvCreator:
         return partial(_make_by_id, env)
     if isinstance(env, type):
         _check_methods(env)
-        return env if _takes_context(env) else partial(_make_with_keywords, env)
+        return partial(_make_of_class, env)
     if hasattr(env, "reset") and (hasattr(env, "step") or hasattr(env, "agent_iter")):
         _check_copyable(env)
         return partial(_copy_env, env)

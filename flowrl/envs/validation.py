@@ -19,9 +19,8 @@ LARGEST_REWARD = float(np.finfo(np.float32).max)  # rewards are stored as float3
 TOLERANCE = 1e-4  # relative slack of float bounds, for rounding errors of environments
 
 OUTSIDE_WARNING = (
-    "worker %d: sub-environment %d returned %s. Such observations are used as they are, and not "
-    'reported again. Correct the bounds of the space, or set on_invalid_step to "raise", "drop" or '
-    '"replace"'
+    "worker %d: sub-environment %d returned %s. Such observations are used as they are and not "
+    'reported again (on_invalid_step="warn").'
 )
 
 # columns that the sampler adds to every batch; a policy must not return them

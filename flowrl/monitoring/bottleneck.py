@@ -160,9 +160,9 @@ def _transfer(activity: Activity, facts: PlanFacts) -> Finding | None:
     if size >= LARGE_FRAGMENT_BYTES:
         text = (
             f"Moving fragments of {size / 1e6:.1f} MB from the workers to this process takes "
-            f"{share:.0%} of the time ({num_bytes / activity.seconds / 1e6:.0f} MB/s). Use shorter fragments "
-            "(rollout_fragment_length), smaller observations (uint8), or sample in this process "
-            "(num_workers=0)."
+            f"{share:.0%} of the time ({num_bytes / activity.seconds / 1e6:.0f} MB/s). Use shorter "
+            "fragments (rollout_fragment_length), smaller observations (uint8), or sample in this "
+            "process (num_workers=0)."
         )
     else:
         text = (

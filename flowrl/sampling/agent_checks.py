@@ -120,6 +120,20 @@ class AgentChecks:
         """Return the agent's name for a message; "" if the environment has no agents' names."""
         return "" if isinstance(self._slots, SingleAgentAdapter) else f" for agent {agent!r}"
 
+    def check_waiting(self, lanes: PolicyLanes) -> None:
+        """Check the observations that a policy acts on, after it has raised an error.
+
+        Raises:
+            InvalidStepError: one is invalid.
+        """
+        for trajectory in lanes.waiting:
+            observation = lanes.observation(trajectory)
+            if not self._accepts(trajectory.check, observation):
+                name = self._for_agent(trajectory.agent_id)
+                problem = trajectory.check.describe_problem(observation)
+                env = lanes.envs[trajectory.lane]
+                raise invalid_step_error(f"sub-environment {env} returned{name} {problem} (obs)")
+
     def check_values(self, lanes: PolicyLanes, segments: list[Segment]) -> None:
         """Check the observations and rewards of segments.
 

@@ -179,11 +179,16 @@ def _check_signature(cls: type[DefaultCallbacks], event: str) -> None:
     """Check that a method of a callbacks class accepts the arguments of its event.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: it does not, or it has an argument of RLlib's that does not exist here.
     """
     method, base = inspect.getattr_static(cls, event), getattr(DefaultCallbacks, event)
     if method is base or not inspect.isfunction(method):
         return
+    if "metrics_logger" in inspect.signature(method).parameters:
+        raise ConfigError(
+            f"callbacks_class: {cls.__name__}.{event}() has the argument metrics_logger of RLlib: "
+            "set episode.custom_metrics[name] = value, or entries of result in on_train_result"
+        )
     kinds = inspect.signature(base).parameters
     names = [n for n, parameter in kinds.items() if parameter.kind is parameter.KEYWORD_ONLY]
     try:

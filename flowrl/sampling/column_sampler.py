@@ -203,11 +203,16 @@ class ColumnSampler:
             if normalize is not None:
                 obs[at] = normalize(raw[at])
             act_start = clock()
-            if shows_columns:
-                actions, states, extra = act(obs[at] if nested is None else columns.row("obs", t))
-            else:
-                inputs = views.inputs(columns, t, t - tracker.resets)
-                actions, states, extra = act_on_views(inputs)
+            try:
+                if shows_columns:
+                    row = obs[at] if nested is None else columns.row("obs", t)
+                    actions, states, extra = act(row)
+                else:
+                    inputs = views.inputs(columns, t, t - tracker.resets)
+                    actions, states, extra = act_on_views(inputs)
+            except Exception:
+                self._checks.check_observations(columns.row("raw_obs", t), t - first)
+                raise
             act_end = clock()
             if t == first:
                 self._outputs.allocate(envs, actions, states, extra)

@@ -243,11 +243,15 @@ class MultiAgentSampler:
             self._arrange()
         for lanes in self._policies.values():
             lanes.normalize_waiting()
-        chosen = {
-            policy_id: iter(lanes.act())
-            for policy_id, lanes in self._policies.items()
-            if lanes.waiting
-        }
+        chosen = {}
+        for policy_id, lanes in self._policies.items():
+            if not lanes.waiting:
+                continue
+            try:
+                chosen[policy_id] = iter(lanes.act())
+            except Exception:
+                self._episodes.checks.check_waiting(lanes)
+                raise
         actions = []
         for parts in self._acting:
             of_env: dict[AgentID, Any] = {}

@@ -77,6 +77,22 @@ class StepChecks:
                 f"sub-environment {env} returned {what}, at step {row} of a fragment"
             )
 
+    def check_observations(self, observations: Any, row: int) -> None:
+        """Check the observations that a policy acts on, after it has raised an error.
+
+        Args:
+            observations: [envs, …].
+            row: number of the step in the fragment.
+
+        Raises:
+            InvalidStepError: one is invalid.
+        """
+        for env in self._check.invalid_rows(observations, 1, self._warn_only).nonzero()[0].tolist():
+            what = self._describe(observations, env)
+            raise invalid_step_error(
+                f"sub-environment {env} returned {what}, before step {row} of a fragment"
+            )
+
     def _describe(self, observations: Any, at: Any) -> str:
         return self._check.describe_problem(map_leaves(lambda array: array[at], observations))
 

@@ -250,6 +250,8 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         started = time.perf_counter()
         if self.last_result is None:
             check_start(self.config, self.workers, self.plan.stage)
+        if self.config.log_to:
+            self._loggers.start()
         self.plan.start(self.config.seed)
         if self._monitor is None:
             self._monitor = Monitor(self.plan, self.workers)
@@ -278,7 +280,7 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         operator_s = self._operator_times.since_last(self.plan.stats())
         result["timers"] |= {
             "env_steps_per_s": plan_result["timesteps_this_iter"] / elapsed,
-            **{f"operators/{name}_s": seconds for name, seconds in operator_s.items()},
+            "operators": {f"{name}_s": seconds for name, seconds in operator_s.items()},
         }
         self._monitor.update(result)
         result["diagnosis"] = self.diagnose().text

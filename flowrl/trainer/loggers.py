@@ -161,8 +161,7 @@ class ResultLoggers:
         Raises:
             ConfigError: a logger cannot start; then none is running.
         """
-        if self._running is None:
-            self._start()
+        self.start()
         scalars = logged_scalars(result, self._config.logged_names)
         metrics = {
             name: value
@@ -185,7 +184,14 @@ class ResultLoggers:
             assert self._running is not None
             _close(name, self._running.pop(name), failed=True)
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Start all loggers, unless they have started.
+
+        Raises:
+            ConfigError: a logger cannot start; then none is running.
+        """
+        if self._running is not None:
+            return
         started: dict[str, Any] = {}
         try:
             for name in self._config.log_to:

@@ -71,7 +71,8 @@ def metric_hint(name: str, known: list[str]) -> str:
     """
     aliases = {alias.rpartition("/")[2]: metric for alias, metric in RESULT_ALIASES.items()}
     group = "evaluation/" if name.startswith("evaluation/") else ""
-    last = name.rpartition("/")[2] if group else name
+    # SB3's returns are rollout/ep_rew_mean
+    last = name.rpartition("/")[2] if group else name.removeprefix("rollout/")
     if last in aliases:
         return f" Did you mean {group + aliases[last]!r}?"
     return nearest(name, known)

@@ -18,6 +18,14 @@ def test_flags_set_numbers_lists_and_switches(cli, tmp_path):
     assert settings["normalize_observations"] is True
 
 
+@pytest.mark.parametrize("value", ["8,4", "[8, 4]", "[8,4]"])
+def test_list_of_numbers_may_be_one_argument(cli, tmp_path, value):
+    flags = ["--model.fcnet-hiddens", value, "--run-dir", "r", *TWO_ITERATIONS]
+    code, _, err = cli("train", "ppo", *flags)
+    assert code == 0, err
+    assert read_settings(tmp_path / "r")["model"]["fcnet_hiddens"] == [8, 4]
+
+
 def test_schedule_may_be_a_list_or_numbers(cli, tmp_path):
     for name, values in (("a", ["[[0, 0.001], [1000, 0]]"]), ("b", ["0", "0.001", "1000", "0"])):
         code, _, err = cli("train", "ppo", "--run-dir", name, "--lr", *values, *TWO_ITERATIONS)
@@ -130,7 +138,7 @@ def test_invalid_flags_of_an_algorithm_are_rejected(cli, tmp_path, flags, messag
         ("--gamma=x", "--gamma: expected a number, got 'x'"),
         ("--use-gae maybe", "--use-gae: expected true or false, got 'maybe'"),
         ("--model.fcnet-hiddens a b", "whole numbers, separated by spaces, got 'a' 'b'"),
-        ("--model.fcnet-hiddens 64,64", "whole numbers, separated by spaces, got '64,64'"),
+        ("--model.fcnet-hiddens 64,b", "whole numbers, separated by spaces, got '64,b'"),
         ("--log-to wandbb", "expected one of mlflow, wandb, got 'wandbb'. Did you mean 'wandb'?"),
         ("--env-config 3", "--env-config: must be a JSON object, got 3"),
         ("stray", "unexpected argument 'stray': pass settings as --name VALUE"),

@@ -235,6 +235,15 @@ def test_methods_that_are_no_events_are_rejected(name, message):
     assert A2CConfig(callbacks_class=type("C", (DefaultCallbacks,), {name: 5})).callbacks_class
 
 
+def test_metrics_logger_of_rllib_is_rejected_with_a_hint():
+    def on_episode_end(self, *, episode, metrics_logger=None, **kwargs):
+        pass
+
+    cls = type("C", (DefaultCallbacks,), {"on_episode_end": on_episode_end})
+    with pytest.raises(ConfigError, match=r"C\.on_episode_end\(\).*set episode\.custom_metrics"):
+        A2CConfig(callbacks_class=cls)
+
+
 @pytest.mark.parametrize(
     ("method", "problem"),
     [

@@ -8,6 +8,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from flowrl.algorithms.ppo import PPOTorchPolicy
 from flowrl.data import SampleBatch, chop_into_sequences
 from flowrl.envs import MultiAgentEnv
+from flowrl.envs.validation import InvalidStepError
 from flowrl.policies import ConfigError, ViewRequirement
 from flowrl.sampling import DefaultCallbacks, RolloutWorker, SimpleListCollector
 
@@ -609,3 +610,54 @@ def test_evaluation_ignores_soft_horizons():
     config = PPOConfig(env="CartPole-v1", seed=1, horizon=5, soft_horizon=True)
     with config.build() as algorithm:
         assert algorithm.evaluate(episodes=3)["episode_len_mean"] > 5
+
+
+class OneTooMany(gym.Env):
+    """Returns an observation that is not in its Discrete space."""
+
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, nested):
+        self.nested = nested
+        number = gym.spaces.Discrete(3)
+        self.observation_space = gym.spaces.Dict({"room": number}) if nested else number
+        self.steps = 0
+
+    def observation(self):
+        room = 3 if self.steps == 2 else 1
+        return {"room": room} if self.nested else room
+
+    def reset(self, *, seed=None, options=None):
+        return self.observation(), {}
+
+    def step(self, action):
+        self.steps += 1
+        return self.observation(), 0.0, False, False, {}
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("collector", [None, SimpleListCollector])
+def test_observation_that_the_policy_cannot_read_names_the_environment(nested, collector):
+    worker = RolloutWorker(
+        lambda: OneTooMany(nested), PPOTorchPolicy, {"sample_collector": collector}
+    )
+    where = r"sub-environment 0 returned .*obs\['room'\] is 3" if nested else "sub-environment 0"
+    with pytest.raises(InvalidStepError, match=where):
+        worker.sample()
+
+
+def test_observation_that_an_agents_policy_cannot_read_names_the_agent():
+    class Rooms(MultiAgentEnv):
+        observation_space = gym.spaces.Discrete(3)
+        action_space = gym.spaces.Discrete(2)
+        possible_agents = ("a", "b")
+
+        def reset(self, *, seed=None, options=None):
+            return {"a": 0, "b": 5}, {}
+
+        def step(self, actions):
+            raise AssertionError
+
+    worker = RolloutWorker(lambda: Rooms(), PPOTorchPolicy, {})
+    with pytest.raises(InvalidStepError, match="sub-environment 0 returned for agent 'b'"):
+        worker.sample()

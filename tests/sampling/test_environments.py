@@ -136,6 +136,30 @@ def test_functions_are_called_by_their_signature(name, registered):
     assert {episode.episode_length for episode in worker.get_metrics()} == {length}
 
 
+@pytest.mark.parametrize("name", ["config", "context", "env_config"])
+def test_class_with_one_configuration_argument_receives_the_context(name):
+    scope = {"CountEnv": CountEnv}
+    exec(
+        "class Configured(CountEnv):\n"
+        f"    def __init__(self, {name}=None):\n"
+        f"        super().__init__({name}['n'] + {name}.worker_index)",
+        scope,
+    )
+    worker = RolloutWorker(scope["Configured"], Idle, {"env_config": {"n": 4}})
+    worker.sample()
+    assert {episode.episode_length for episode in worker.get_metrics()} == {4}
+
+
+def test_class_whose_configuration_argument_is_a_key_receives_keywords():
+    class Sized(CountEnv):
+        def __init__(self, config):
+            super().__init__(config)
+
+    worker = RolloutWorker(Sized, Idle, {"env_config": {"config": 5}})
+    worker.sample()
+    assert {episode.episode_length for episode in worker.get_metrics()} == {5}
+
+
 def test_functions_that_cannot_be_called_name_the_allowed_forms():
     with pytest.raises(ConfigError, match=r"env: <lambda>\(a, b\) has 2 required .*make_env\(con"):
         env_creator_for(lambda a, b: CountEnv())

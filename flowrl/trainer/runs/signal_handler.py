@@ -43,6 +43,9 @@ class SignalHandler:
         self._received.append((number, now))
         if len(self._received) > 1:
             self.raise_pending()
+        if number == signal.SIGINT:
+            # not print(), which this handler may have interrupted
+            os.write(2, b"stopping after this iteration; Ctrl-C again stops at once\n")
         self._grace = threading.Timer(GRACE_S, self._end_grace)
         self._grace.daemon = True
         self._grace.start()

@@ -335,7 +335,7 @@ def describe_end(end: RunEnd, result: Mapping[str, Any] | None) -> str:
     text = f"{ended}: {end.reason}, after {end.seconds:.1f} s"
     if result is not None and result.get("episodes_total") == 0 and not end.exit_code:
         text += (
-            ". No episode has ended, so there are no returns: give the environment a limit, such "
-            "as horizon=1000"
+            ". No episode has ended, so there are no returns: train longer, or set horizon if the "
+            "environment has no limit"
         )
     return text

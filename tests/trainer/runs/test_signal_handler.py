@@ -106,6 +106,12 @@ def test_signal_that_nohup_ignores_stays_ignored():
         signal.signal(signal.SIGHUP, previous)
 
 
+def test_first_ctrl_c_says_what_happens(capfd):
+    with SignalHandler():
+        signal.raise_signal(signal.SIGINT)
+    assert "stopping after this iteration; Ctrl-C again stops at once" in capfd.readouterr().err
+
+
 def test_first_signal_waits_for_the_iteration_and_a_later_one_raises(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(signal_handler.time, "monotonic", lambda: now[0])
