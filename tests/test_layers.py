@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "sampling": {"iter", "data", "envs", "policies"},
     "learners": {"iter", "data", "policies", "sampling"},
     "ops": {"iter", "data", "replay", "offline", "sampling", "learners"},
-    "monitoring": {"iter", "learners", "ops", "sampling"},
+    "monitoring": {"iter", "learners", "ops", "policies", "sampling"},
     "trainer": {"iter", "data", "envs", "monitoring", "offline", "ops", "policies", "sampling"},
     "algorithms": {"data", "envs", "replay", "ops", "learners", "policies", "sampling", "trainer"},
     "cli": {"iter", "data", "monitoring", "ops", "policies", "trainer"},

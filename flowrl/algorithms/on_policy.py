@@ -36,6 +36,7 @@ class OnPolicyPolicy(TorchPolicy):
     """Adds the columns `advantages` and `value_targets` to sampled fragments."""
 
     config_class = OnPolicyConfig
+    is_on_policy = True
     config: OnPolicyConfig
 
     def postprocess_fragment(self, fragment: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

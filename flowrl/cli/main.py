@@ -26,6 +26,7 @@ _USAGE = """usage: flowrl COMMAND …
   resume RUN_DIR                          Continue a training run.
   evaluate RUN_DIR                        Play episodes with a trained policy.
   explain PLAN                            Print a plan as a tree without running it.
+  check PLAN                              Find mistakes in a plan without running it.
   plans                                   List the shipped plans.
   checkpoint inspect PATH                 Verify a checkpoint and show its contents.
   tensorboard [FOLDER]                    Show the curves of runs in TensorBoard.
@@ -41,6 +42,7 @@ _COMMANDS = {
     "resume": "flowrl.cli.resume:resume_command",
     "evaluate": "flowrl.cli.evaluate:evaluate_command",
     "explain": "flowrl.cli.explain:explain_command",
+    "check": "flowrl.cli.check:check_command",
     "plans": "flowrl.cli.plans:plans_command",
     "checkpoint": "flowrl.cli.checkpoint:checkpoint_command",
     "tensorboard": "flowrl.cli.tensorboard:tensorboard_command",

@@ -125,6 +125,11 @@ class GatherAsync(Gather):
             self._ready.extend(self._wait())
         return self._next_ready(block) if self._ready else None
 
+    @property
+    def has_limit(self) -> bool:
+        """Whether a RequestLimit limits the requests in flight."""
+        return self._limit is not None
+
     def can_wait(self) -> bool:
         return self._limit is not None or super().can_wait()
 

@@ -100,7 +100,7 @@ class Enqueue:
     chained_with: ClassVar[str] = "for_each"
 
     def __init__(self, output_queue: queue.Queue[Any] | LearnerThread):
-        self._learner = output_queue if isinstance(output_queue, LearnerThread) else None
+        self.learner = output_queue if isinstance(output_queue, LearnerThread) else None
         if isinstance(output_queue, LearnerThread):
             output_queue = output_queue.inqueue
         self.queue = _check_queue(output_queue, "Enqueue")
@@ -112,7 +112,7 @@ class Enqueue:
             RuntimeError: the queue is full and belongs to a learner that has not been started.
         """
         full = self.queue.full()
-        if full and self._learner is not None and not self._learner.is_alive():
+        if full and self.learner is not None and not self.learner.is_alive():
             raise RuntimeError(
                 "Enqueue: its learner has not been started: add a branch with Dequeue(learner), "
                 "which starts it, to the same plan"

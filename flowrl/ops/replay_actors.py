@@ -123,7 +123,7 @@ class ReplayActors:
         for name, value in (("num_shards", num_shards), ("batch_rows", batch_rows)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be an int of at least 1, got {value!r}")
-        self._make = make
+        self.make_shard = make
         self.num_shards = num_shards
         self.batch_rows = batch_rows
         self.ratio = ReplayRatio(learning_starts, training_intensity)
@@ -160,7 +160,7 @@ class ReplayActors:
         if self.colocated and self._node is not None:
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(self._node, soft=False)
         actor = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0, **options)(ReplayShard)
-        return actor.remote(self._make, index)
+        return actor.remote(self.make_shard, index)
 
     def _replace_shard(self, index: int, error: BaseException) -> None:
         """Replace a dead shard by an empty one and resend the batches that it had not stored."""

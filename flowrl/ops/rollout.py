@@ -135,7 +135,7 @@ class CountRollouts:
     chained_with: ClassVar[str] = "for_each"
 
     def __init__(self, workers: WorkerSet):
-        self._workers = workers
+        self.workers = workers
         self._fetch_started: float | None = None
 
     def _on_fetch_start(self) -> None:
@@ -151,9 +151,9 @@ class CountRollouts:
         for policy_id, rows in batch.steps_by_policy().items():
             metrics.counters["num_agent_steps_sampled"] += rows
             metrics.counters[f"num_agent_steps_sampled/{policy_id}"] += rows
-        self._workers.global_vars["timestep"] = metrics.counters["num_env_steps_sampled"]
+        self.workers.global_vars["timestep"] = metrics.counters["num_env_steps_sampled"]
         plan = PlanMetrics.of(metrics)
-        worker = self._workers.local_worker()
+        worker = self.workers.local_worker()
         for source in sources:
             ended = source.tags.get("episodes", ())
             plan.new_episodes.extend((source.worker, episode) for episode in ended)
@@ -175,10 +175,10 @@ class CountRollouts:
         """Count the env steps of each worker, and the bytes that were sent by other nodes."""
         for source, item in zip(sources, items, strict=False):
             node, index = source.tags.get("node"), source.worker
-            self._workers.nodes[index] = node
-            steps = self._workers.env_steps_by_worker
+            self.workers.nodes[index] = node
+            steps = self.workers.env_steps_by_worker
             steps[index] = steps.get(index, 0) + source.tags.get("env_steps", 0)
-            if node != self._workers.node and hasattr(item, "size_bytes"):
+            if node != self.workers.node and hasattr(item, "size_bytes"):
                 count_bytes_between_nodes(item.size_bytes())
 
     def __repr__(self) -> str:

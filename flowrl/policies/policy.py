@@ -49,6 +49,8 @@ class Policy(ActsOnObservations):
     """
 
     config_class: ClassVar[type[PolicyConfig]] = PolicyConfig
+    is_on_policy: ClassVar[bool] = False
+    """Whether the loss assumes that fragments were sampled with the current weights."""
 
     def __init__(self, observation_space: spaces.Space, action_space: spaces.Space, config: Any):
         self.observation_space = observation_space

@@ -67,7 +67,7 @@ class MultiAgentReplayBuffer:
             raise TypeError(f"policies must be a collection of ids, such as [{policies!r}]")
         if mode not in ("independent", "lockstep"):
             raise ValueError(f'mode must be "independent" or "lockstep", got {mode!r}')
-        self._make_buffer = make_buffer
+        self.make_buffer = make_buffer
         self.replay_batch_size = replay_batch_size
         self.ratio = ReplayRatio(learning_starts, training_intensity)
         self.policies = None if policies is None else sorted(policies)
@@ -96,7 +96,7 @@ class MultiAgentReplayBuffer:
         buffers = {
             policy_id: self.buffers[policy_id]
             if policy_id in self.buffers
-            else self._make_buffer(policy_id)
+            else self.make_buffer(policy_id)
             for policy_id in policy_batches
         }
         for policy_id, rows in policy_batches.items():
@@ -239,7 +239,7 @@ class MultiAgentReplayBuffer:
             )
         if state["buffers"] and ("env_steps" in state) != (self.mode == "lockstep"):
             raise ValueError(f"a state of another mode for a replay buffer of mode {self.mode!r}")
-        buffers = {policy_id: self._make_buffer(policy_id) for policy_id in state["buffers"]}
+        buffers = {policy_id: self.make_buffer(policy_id) for policy_id in state["buffers"]}
         for policy_id, buffer in buffers.items():
             buffer.load_state_dict(state["buffers"][policy_id])
         self.buffers = buffers

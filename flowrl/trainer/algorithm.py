@@ -221,7 +221,7 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
     def plan(self) -> Plan:
         """The execution plan; built on the first access."""
         if self._plan is None:
-            self._plan = self._plan_builder.build(self.workers, self.policy_class)
+            self._plan = self._plan_builder.build(self.workers)
         return self._plan
 
     @property

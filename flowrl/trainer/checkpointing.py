@@ -184,7 +184,7 @@ class Checkpointing:
                 f"--plan {self.config.plan}`"
             )
         # a running plan cannot be rewound, so the state is loaded into a new one
-        plan = self._plan_builder.build(self.workers, self.policy_class)
+        plan = self._plan_builder.build(self.workers)
         stages = [] if self._plan is None else list(walk(self._plan.stage))
         learners = [learner for s in stages if (learner := getattr(s, "learner", None))]
         learners = [learner for learner in learners if learner.is_alive()]

@@ -5,17 +5,12 @@ from __future__ import annotations
 import hashlib
 import inspect
 import sys
-import warnings
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 from typing import Any
 
-from flowrl.data import DEFAULT_POLICY_ID
 from flowrl.iter import LocalIterator
-from flowrl.ops import UpdateTargetNetwork
-from flowrl.ops.report import operators_of, training_operators
-from flowrl.policies.policy_spec import specs_of
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.settings import ConfigError
 from flowrl.trainer.config import AlgorithmConfig
@@ -73,12 +68,11 @@ class PlanBuilder:
             for part in modules_of(module):
                 ray.cloudpickle.register_pickle_by_value(part)
 
-    def build(self, workers: WorkerSet, policy_class: Any) -> Plan:
+    def build(self, workers: WorkerSet) -> Plan:
         """Return a new plan.
 
         Args:
             workers: passed to the function.
-            policy_class: default class of the policies.
 
         Raises:
             ConfigError: the function has other parameters, uses settings that the config lacks, or
@@ -106,24 +100,7 @@ class PlanBuilder:
                 "plan: execution_plan(workers, config) must return the iterator of "
                 f"StandardMetricsReporting, got {type(plan).__name__}"
             )
-        self._check_targets_are_updated(plan, policy_class)
         return plan
-
-    def _check_targets_are_updated(self, plan: Plan, policy_class: Any) -> None:
-        """Warn if a policy learns with a target network that the plan never updates."""
-        if any(isinstance(op, UpdateTargetNetwork) for _, op in operators_of(plan.stage)):
-            return
-        specs = specs_of(self._config.policies or {DEFAULT_POLICY_ID: None})
-        for operator in training_operators(plan.stage):
-            for policy_id in specs if operator.policies is None else operator.policies:
-                spec = specs[policy_id]
-                spec_class = spec.policy_class or getattr(spec.config, "policy_class", None)
-                if hasattr(spec_class or policy_class, "update_target"):
-                    warnings.warn(
-                        f"policy {policy_id!r} learns with a target network, but the plan never "
-                        "updates it: chain UpdateTargetNetwork after TrainOneStep",
-                        stacklevel=2,
-                    )
 
     def has_setting(self, name: str) -> bool:
         """Return whether a setting has the value of the plan file's own `config`.

@@ -9,10 +9,8 @@ from typing import Any
 from flowrl.data import DEFAULT_POLICY_ID
 from flowrl.data.serialization import ArrayStore, encode
 from flowrl.iter import Stage
-from flowrl.ops import WriteParquet
-from flowrl.ops.report import operators_of, training_operators
-from flowrl.ops.rollout import CountRollouts
-from flowrl.ops.training_step import TrainingStep
+from flowrl.monitoring.plan_check import check_plan
+from flowrl.ops.report import operators_of
 from flowrl.policies.config import ModelConfig, PolicyConfig
 from flowrl.policies.models.catalog import is_module_class
 from flowrl.policies.models.encoders import is_image
@@ -35,7 +33,7 @@ _NO_UPDATES_AT_0 = ("lr", "actor_lr", "critic_lr", "clip_param")
 
 
 def check_start(config: Any, workers: WorkerSet, stage: Stage) -> None:
-    """Check an algorithm before its first iteration; warn if its policies will not learn.
+    """Check an algorithm before its first iteration; warn of probable mistakes.
 
     Args:
         config: the algorithm's settings.
@@ -49,7 +47,8 @@ def check_start(config: Any, workers: WorkerSet, stage: Stage) -> None:
     _check_states(stage)
     _check_schedules(config, workers.global_vars["total_timesteps"])
     policies = workers.local_worker().policy_map
-    _warn_if_nothing_trains(config, stage, policies)
+    for problem in check_plan(stage, workers):
+        log.warning("%s", problem)
     for policy_id, policy in policies.items():
         if isinstance(policy.config, PolicyConfig):
             _warn_about_unused_settings(config, policy_id, policy)
@@ -105,29 +104,6 @@ def _schedules_of(config: Any) -> Iterator[tuple[str, Any]]:
             changes = own if isinstance(own, Mapping) else {}
             for name, schedule in schedules_in(config):
                 yield f"{prefix}{name}", changes.get(name, schedule)
-
-
-def _warn_if_nothing_trains(config: Any, stage: Stage, policies: Mapping[str, Policy]) -> None:
-    """Warn if a plan samples, but has no operator that trains.
-
-    Plans that record experience, do not explore or have no policy that can learn may be meant so.
-    """
-    operators = [operator for _, operator in operators_of(stage)]
-    samples = any(isinstance(operator, CountRollouts) for operator in operators)
-    unknown = any(isinstance(operator, (WriteParquet, TrainingStep)) for operator in operators)
-    can_learn = any(
-        type(policy).learn_on_batch is not Policy.learn_on_batch for policy in policies.values()
-    )
-    if not samples or unknown or not can_learn or training_operators(stage):
-        return
-    if config.output is not None or not config.explore or config.policies_to_train == []:
-        return
-    log.warning(
-        "%s samples, but has no operator that trains, so the policies stay as they are: "
-        "chain .for_each(TrainOneStep(workers)) before StandardMetricsReporting (an operator of "
-        "your own that trains has the attributes trains=True and policies, ids or None for all)",
-        "the plan" if config.plan is None else f"the plan {config.plan!r}",
-    )
 
 
 def _warn_about_unused_settings(config: Any, policy_id: str, policy: Policy) -> None:

@@ -435,7 +435,7 @@ def test_replay_settings_reach_the_buffers():
     assert (actors.num_shards, actors.batch_rows) == (3, 7)
     for ratio in (local.ratio, actors.ratio):
         assert (ratio.learning_starts, ratio.training_intensity) == (40, 3)
-    shards = [actors._make(shard)._make_buffer("default_policy") for shard in range(3)]
+    shards = [actors.make_shard(shard).make_buffer("default_policy") for shard in range(3)]
     assert [shard.capacity for shard in shards] == [34] * 3
     assert len({int(shard.rng.integers(10**9)) for shard in shards}) == 3
     assert type(config.updated(**UNIFORM).new_buffer()) is ReplayBuffer
@@ -447,7 +447,7 @@ def test_replay_settings_reach_the_buffers():
     spec = PolicySpec(config=DQNConfig(train_batch_size=8))
     shared = DQNConfig(policies={"a": spec}, policy_mapping_fn=lambda *args, **kwargs: "a")
     with pytest.raises(ConfigError, match=r"policy 'a' has train_batch_size=8.*separate buffer"):
-        shared.replay_buffer()._make_buffer("a")
+        shared.replay_buffer().make_buffer("a")
 
 
 UNIFORM = {

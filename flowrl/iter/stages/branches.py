@@ -84,6 +84,10 @@ class Union(Stage):
         self._yielded = False  # returned NOT_READY though a branch was ready
         self._last: Stage | None = None
 
+    def is_output(self, index: int) -> bool:
+        """Return whether the items of a branch are returned, not dropped."""
+        return self._is_output[index]
+
     def pull(self, block: bool) -> Any:
         idle: set[int] = set()  # branches that were not ready since any branch last progressed
         dropped = 0

@@ -1,0 +1,80 @@
+"""Find operators whose source code changes their input in place."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+_CHANGING_METHODS = {
+    "append", "clear", "extend", "fill", "insert", "pop", "popitem", "remove", "reverse", "sort",
+    "update",
+}  # fmt: skip
+
+
+def in_place_change(operator: Any) -> str | None:
+    """Return the code with which an operator of the user changes its first argument in place.
+
+    Assigning a column, `batch["x"] = …`, is allowed and not reported.
+
+    Returns:
+        The code of the first change; None if there is none, the source is unknown, or the operator
+        is one of flowrl's.
+    """
+    function = operator if inspect.isroutine(operator) else type(operator).__call__
+    if getattr(function, "__module__", "flowrl.").startswith("flowrl."):
+        return None
+    definition = _definition_of(function)
+    if definition is None:
+        return None
+    names = [argument.arg for argument in definition.args.posonlyargs + definition.args.args]
+    names = names[1:] if names[:1] == ["self"] else names
+    if not names or _is_assigned(definition, names[0]):
+        return None
+    return next((ast.unparse(change) for change in _changes(definition, names[0])), None)
+
+
+def _definition_of(function: Any) -> ast.FunctionDef | ast.Lambda | None:
+    """Return the parsed definition of a function; None if its source cannot be read or parsed."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):  # a lambda within a chain is no statement
+        return None
+    found = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.Lambda))]
+    return found[0] if len(found) == 1 else None
+
+
+def _is_assigned(definition: ast.AST, name: str) -> bool:
+    """Return whether the argument is replaced, after which it may be a copy."""
+    return any(
+        isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Store)
+        for node in ast.walk(definition)
+    )
+
+
+def _changes(definition: ast.AST, name: str) -> Iterator[ast.AST]:
+    """Yield the statements and calls that change the value of `name`."""
+    for node in ast.walk(definition):
+        if isinstance(node, ast.AugAssign) and _depth(node.target, name):
+            yield node
+        elif isinstance(node, ast.Assign):
+            if any(_depth(target, name) >= 2 for target in node.targets):
+                yield node
+        elif isinstance(node, ast.Delete):
+            if any(_depth(target, name) for target in node.targets):
+                yield node
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            value = node.func.value
+            is_part = _depth(value, name) or (isinstance(value, ast.Name) and value.id == name)
+            if node.func.attr in _CHANGING_METHODS and is_part:
+                yield node
+
+
+def _depth(node: ast.AST, name: str) -> int:
+    """Return how many subscripts of `name` a node is, `name["x"][0]` is two; 0 if it is none."""
+    depth = 0
+    while isinstance(node, ast.Subscript):
+        node, depth = node.value, depth + 1
+    return depth if isinstance(node, ast.Name) and node.id == name else 0

@@ -1,0 +1,255 @@
+"""Mistakes in plans that are found without running them."""
+
+from pathlib import Path
+
+import pytest
+
+from flowrl import A2C, DQN, PPO
+from flowrl.algorithms.a2c import A2CConfig
+from flowrl.algorithms.dqn import DQNConfig
+from flowrl.learners.thread import LearnerThread
+from flowrl.monitoring.plan_check import check_plan
+from flowrl.ops import (
+    ConcatBatches,
+    Concurrently,
+    Dequeue,
+    Enqueue,
+    ParallelRollouts,
+    Replay,
+    StandardMetricsReporting,
+    StoreToReplayBuffer,
+    TrainOneStep,
+    UpdateReplayPriorities,
+    UpdateTargetNetwork,
+)
+from flowrl.ops.staleness import StalenessLimit
+from flowrl.replay import MultiAgentReplayBuffer, ReplayBuffer
+from flowrl.sampling import WorkerSet
+from flowrl.trainer.plan_settings import plan_config
+
+SMALL = {"env": "CartPole-v1", "train_batch_size": 32, "model": {"fcnet_hiddens": [8]}, "seed": 0}
+PLANS = sorted(path.stem for path in (Path(__file__).parents[2] / "plans").glob("*.py"))
+
+
+def problems_of(execution_plan, config=None):
+    """Return the problems of a plan by rule."""
+    config = config or A2CConfig(**SMALL)
+    with config.build(plan=execution_plan) as algorithm:
+        problems = check_plan(algorithm.plan.stage, algorithm.workers)
+    assert all(problem.line.startswith(f"{__file__}:") for problem in problems), problems
+    return {problem.rule: problem.text for problem in problems}
+
+
+def report(stream, workers, config):
+    return StandardMetricsReporting(stream, workers, config)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_shipped_plans_have_no_problems(plan):
+    with plan_config(plan).build(plan=plan) as algorithm:
+        assert check_plan(algorithm.plan.stage, algorithm.workers) == []
+
+
+def test_plan_that_never_trains():
+    def plan(workers, config):
+        return report(ParallelRollouts(workers), workers, config)
+
+    assert "no operator that trains" in problems_of(plan)["nothing_trains"]
+
+
+def test_target_network_that_is_never_updated():
+    def plan(workers, config):
+        buffer = config.replay_buffer()
+        store = ParallelRollouts(workers).for_each(StoreToReplayBuffer(local_buffer=buffer))
+        train = Replay(local_buffer=buffer).for_each(TrainOneStep(workers))
+        return report(Concurrently([store, train]), workers, config)
+
+    found = problems_of(plan, DQNConfig(**SMALL, prioritized_replay=False))
+    assert list(found) == ["target_without_update"]
+    found = problems_of(plan, DQNConfig(**SMALL, prioritized_replay=True))
+    assert list(found) == ["target_without_update", "priorities_not_updated"]
+
+
+def dqn_plan(store=True, draw=True, learning_starts=None):
+    def plan(workers, config):
+        buffer = config.replay_buffer()
+        branches = []
+        if store:
+            store_to = StoreToReplayBuffer(local_buffer=buffer)
+            branches.append(ParallelRollouts(workers).for_each(store_to))
+        else:
+            branches.append(ParallelRollouts(workers).for_each(TrainOneStep(workers)))
+        if draw:
+            branches.append(
+                Replay(local_buffer=buffer)
+                .for_each(TrainOneStep(workers))
+                .for_each(UpdateReplayPriorities(local_buffer=buffer))
+                .for_each(UpdateTargetNetwork(workers, 100))
+            )
+        else:
+            train = ParallelRollouts(workers).for_each(TrainOneStep(workers))
+            branches.append(train.for_each(UpdateTargetNetwork(workers, 100)))
+        return report(Concurrently(branches, output_indexes=[1]), workers, config)
+
+    return plan
+
+
+def test_buffers_need_a_store_and_a_draw():
+    config = DQNConfig(**SMALL)
+    assert problems_of(dqn_plan(), config) == {}
+    assert list(problems_of(dqn_plan(store=False), config)) == ["replay_without_store"]
+    assert list(problems_of(dqn_plan(draw=False), config)) == ["store_without_replay"]
+
+
+def test_replay_that_never_begins():
+    def plan(workers, config):
+        buffer = MultiAgentReplayBuffer(
+            lambda policy_id: ReplayBuffer(100), replay_batch_size=32, learning_starts=200
+        )
+        store = ParallelRollouts(workers).for_each(StoreToReplayBuffer(local_buffer=buffer))
+        train = Replay(local_buffer=buffer).for_each(TrainOneStep(workers))
+        train = train.for_each(UpdateTargetNetwork(workers, 100))
+        return report(Concurrently([store, train]), workers, config)
+
+    assert "keeps 100" in problems_of(plan, DQNConfig(**SMALL))["replay_never_ready"]
+
+
+def test_branches_without_effect():
+    def plan(workers, config):
+        train = ParallelRollouts(workers).for_each(TrainOneStep(workers))
+        other = ParallelRollouts(workers).combine(ConcatBatches(100))
+        return report(Concurrently([other, train], output_indexes=[1]), workers, config)
+
+    found = problems_of(plan)
+    assert list(found) == ["unused_branch"]
+    assert "branch 0" in found["unused_branch"]
+
+
+def test_queue_with_one_end():
+    def without_dequeue(workers, config):
+        enqueue = ParallelRollouts(workers).for_each(Enqueue(LearnerThread(workers)))
+        return report(enqueue.for_each(TrainOneStep(workers)), workers, config)
+
+    def without_enqueue(workers, config):
+        return report(Dequeue(LearnerThread(workers)), workers, config)
+
+    assert list(problems_of(without_dequeue)) == ["enqueue_without_dequeue"]
+    assert list(problems_of(without_enqueue)) == ["dequeue_without_enqueue"]
+
+
+def test_child_of_duplicate_that_is_not_read():
+    def plan(workers, config):
+        first, _, third = ParallelRollouts(workers).duplicate(3)
+        train = [child.for_each(TrainOneStep(workers)) for child in (first, third)]
+        return report(Concurrently(train), workers, config)
+
+    assert "child 1 of duplicate(3)" in problems_of(plan)["unread_duplicate"]
+
+
+@pytest.mark.parametrize("thread", [False, True])
+def test_asynchronous_rollouts_of_an_on_policy_loss(thread):
+    def plan_with(**options):
+        def plan(workers, config):
+            rollouts = ParallelRollouts(workers, mode="async", **options)
+            if not thread:
+                return report(rollouts.for_each(TrainOneStep(workers)), workers, config)
+            learner = LearnerThread(workers)
+            both = [rollouts.for_each(Enqueue(learner)), Dequeue(learner)]
+            return report(Concurrently(both, mode="async", output_indexes=[1]), workers, config)
+
+        return plan
+
+    assert list(problems_of(plan_with())) == ["unlimited_lag"]
+    assert problems_of(plan_with(max_policy_lag=2)) == {}
+    assert problems_of(plan_with(limit=StalenessLimit(32, 1))) == {}
+    allowed = A2CConfig(**SMALL, allow_off_policy=True)
+    assert problems_of(plan_with(), allowed) == {}
+
+
+def test_rollouts_of_workers_that_nothing_trains():
+    others = []
+
+    def plan(workers, config):
+        others.append(WorkerSet(config.env, A2C.policy_class, config))
+        rollouts = ParallelRollouts(others[0])
+        return report(rollouts.for_each(TrainOneStep(workers)), workers, config)
+
+    assert list(problems_of(plan)) == ["untrained_workers"]
+    others[0].stop()
+
+
+def scale(batch):
+    batch["rewards"] *= 0.1
+    return batch
+
+
+def zero(batch):
+    batch["rewards"][:] = 0
+    return batch
+
+
+def drop(batch):
+    batch.pop("rewards")
+    return batch
+
+
+def sort(batch):
+    batch["rewards"].sort()
+    return batch
+
+
+class Scale:
+    def __call__(self, batch):
+        batch["rewards"] *= 0.1
+        return batch
+
+
+@pytest.mark.parametrize("operator", [scale, zero, drop, sort, Scale()])
+def test_operator_that_changes_its_input(operator):
+    def plan(workers, config):
+        rollouts = ParallelRollouts(workers).for_each(operator)
+        return report(rollouts.for_each(TrainOneStep(workers)), workers, config)
+
+    assert "with_columns" in problems_of(plan)["changes_its_input"]
+
+
+def assign(batch):
+    batch["rewards"] = batch["rewards"] * 0.1
+    return batch
+
+
+def copied(batch):
+    batch = batch.copy()
+    batch["rewards"] *= 0.1
+    return batch
+
+
+def count(batch, totals=[0]):  # noqa: B006
+    totals[0] += batch.count
+    return batch
+
+
+@pytest.mark.parametrize("operator", [assign, copied, count, lambda batch: batch, print])
+def test_operator_that_returns_a_changed_copy(operator):
+    def plan(workers, config):
+        rollouts = ParallelRollouts(workers).for_each(operator)
+        return report(rollouts.for_each(TrainOneStep(workers)), workers, config)
+
+    assert problems_of(plan) == {}
+
+
+def test_problems_are_warnings_at_the_start_of_a_run(caplog):
+    def plan(workers, config):
+        rollouts = ParallelRollouts(workers).for_each(assign).for_each(Scale())
+        return report(rollouts.for_each(TrainOneStep(workers)), workers, config)
+
+    with A2CConfig(**SMALL).build(plan=plan) as algorithm:
+        algorithm.train()
+    assert f"{__file__}:" in caplog.text
+    assert "changes its input in place" in caplog.text
+
+
+def test_plans_of_algorithms_have_no_problems():
+    for cls in (PPO, DQN):
+        with cls("CartPole-v1") as algorithm:
+            assert check_plan(algorithm.plan.stage, algorithm.workers) == []
