@@ -174,18 +174,18 @@ def _collection(activity: Activity, facts: PlanFacts) -> Finding | None:
     else:
         return None
     called = max(callbacks, key=lambda name: callbacks[name], default=None)
-    cause = "Python collects garbage often: does code of the run call gc.collect()?"
     if called is not None and callbacks[called] >= collected / 2:
         where = f"{facts.callbacks}.{called}"
-        cause = "does it call gc.collect(), or create many objects?"
-    return Finding(
-        "garbage_collection",
-        where,
-        share,
-        f"Garbage collection takes {share:.0%} of the time, in {where}: {cause}"
-        if "does it" in cause
-        else f"Garbage collection takes {share:.0%} of the time of {where}. {cause}",
-    )
+        text = (
+            f"Garbage collection takes {share:.0%} of the time, in {where}: does it call "
+            "gc.collect(), or create many objects?"
+        )
+    else:
+        text = (
+            f"Garbage collection takes {share:.0%} of the time of {where}: does code of the run "
+            "call gc.collect(), or create many objects?"
+        )
+    return Finding("garbage_collection", where, share, text)
 
 
 def _callbacks_of(workers: Iterable[WorkerActivity]) -> dict[str, float]:

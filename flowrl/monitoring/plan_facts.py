@@ -31,7 +31,6 @@ class PlanFacts:
         num_workers: remote workers.
         num_envs: environments of each worker.
         num_threads: threads of numerical libraries in each process; None: as many as they choose.
-        horizon: the setting.
         callbacks: name of the class of the callbacks.
         minibatch_size: the smallest number of rows per update that is set; None if every update
             uses its whole batch.
@@ -43,7 +42,6 @@ class PlanFacts:
     num_workers: int
     num_envs: int
     num_threads: int | None
-    horizon: int | None
     callbacks: str
     minibatch_size: int | None
     queue_size: int | None
@@ -61,7 +59,6 @@ def facts_of(plan: LocalIterator[Any], workers: WorkerSet) -> PlanFacts:
         num_workers=workers.num_workers,
         num_envs=config.num_envs_per_worker,
         num_threads=config.num_threads_per_process,
-        horizon=config.horizon,
         callbacks=(config.callbacks_class or object).__name__,
         minibatch_size=min(_minibatch_sizes(plan, workers), default=None),
         queue_size=queues[0] if queues else None,

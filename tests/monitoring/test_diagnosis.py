@@ -1,0 +1,338 @@
+"""The diagnosis of a run names its operator, cause, share and remedy.
+
+The benchmark `benchmarks/diagnosis.py` plants 20 faults in runs with workers.
+"""
+
+import time
+
+import gymnasium as gym
+import pytest
+
+from flowrl import PPO
+from flowrl.monitoring.activity import (
+    Activity,
+    StageActivity,
+    WorkerActivity,
+    activity_between,
+    operator_name,
+)
+from flowrl.monitoring.diagnosis import diagnose
+from flowrl.monitoring.plan_facts import PlanFacts, ReplayFacts
+from flowrl.ops import ConcatBatches, ParallelRollouts, StandardMetricsReporting, TrainOneStep
+from flowrl.sampling.callbacks import DefaultCallbacks
+
+SMALL = {
+    "train_batch_size": 64,
+    "sgd_minibatch_size": 32,
+    "num_sgd_iter": 1,
+    "model": {"fcnet_hiddens": [8]},
+    "seed": 0,
+}
+
+
+def stage(kind, name="Operator", **values):
+    """Return the activity of a stage that does nothing."""
+    defaults = {
+        "id": 0, "title": name, "name": name, "line": "plan.py:7", "kind": kind, "parents": [],
+        "items": 1, "busy": 0.0, "waiting": 0.0, "blocked": 1.0, "grown_bytes": 0.0,
+    }  # fmt: skip
+    return StageActivity(**{**defaults, **values})
+
+
+def worker(index=1, **values):
+    """Return the activity of a worker that samples all the time."""
+    defaults = {
+        "index": index, "restarts": 0, "fragments": 10, "env_steps": 1000, "num_bytes": 100_000,
+        "seconds": {"sample_s": 9.0, "env_step_s": 3.0, "inference_s": 4.0}, "callback_s": {},
+        "operator_s": {}, "usage": {"cpu_s": 9.0},
+    }  # fmt: skip
+    return WorkerActivity(**{**defaults, **values})
+
+
+def activity(*stages, workers=(), **values):
+    """Return the activity of ten seconds."""
+    defaults = {
+        "time": 0.0, "seconds": 10.0, "iteration": 5, "env_steps_total": 1000,
+        "counters": {"num_env_steps_trained": 100}, "usage": {}, "weights_s": 0.0,
+        "outside_s": 0.0, "policy_lag_mean": 0.0, "policy_lag_max": 0.0, "episodes_total": 3,
+    }  # fmt: skip
+    stages = list(stages) or [stage("training", "TrainOneStep")]
+    return Activity(stages=stages, workers=list(workers), **{**defaults, **values})
+
+
+def facts(**values):
+    defaults = {
+        "num_cores": 2, "num_workers": 2, "num_envs": 4, "num_threads": 1,
+        "callbacks": "MyCallbacks", "minibatch_size": 128, "queue_size": None, "replay": None,
+    }  # fmt: skip
+    return PlanFacts(**{**defaults, **values})
+
+
+def first(activity, facts):
+    return diagnose(activity, facts).findings[0]
+
+
+WAITING = stage("sampling", "gather_sync", waiting=0.9)
+TWO_WORKERS = [worker(1), worker(2)]
+
+
+def test_largest_part_of_sampling_is_named():
+    found = first(activity(WAITING, workers=TWO_WORKERS), facts())
+    assert found.cause == "inference"
+    assert found.share == pytest.approx(0.9)
+    assert found.text.startswith(
+        "Sampling limits this run (90% of the time): computing actions takes 44% of the workers' "
+        "time."
+    )
+    seconds = {"sample_s": 9.0, "env_step_s": 8.0, "reset_s": 5.0}
+    found = first(activity(WAITING, workers=[worker(seconds=seconds)]), facts())
+    assert (found.cause, found.operator) == ("reset", "env.reset")
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "cpu_s", "remedy"),
+    [(1, 9.0, "add workers"), (2, 9.0, "use a machine with more cores"), (2, 1.0, "add workers")],
+)
+def test_remedy_depends_on_the_processors_in_use(num_workers, cpu_s, remedy):
+    workers = [worker(usage={"cpu_s": cpu_s})]
+    found = first(activity(WAITING, workers=workers), facts(num_workers=num_workers))
+    assert remedy in found.text
+
+
+@pytest.mark.parametrize(
+    ("values", "cause", "part"),
+    [
+        ({"callback_s": {"on_episode_step": 6.0}}, "callback", "MyCallbacks.on_episode_step"),
+        ({"operator_s": {"slow (chained at p.py:3)": 20.0}}, "operator", "slow (chained at p.py"),
+        ({"seconds": {"sample_s": 9.0, "postprocess_s": 7.0}}, "postprocessing", "postproc"),
+        ({"seconds": {"sample_s": 9.0, "collection_s": 7.0}}, "collection", "storing rows"),
+    ],
+)
+def test_parts_of_sampling(values, cause, part):
+    found = first(activity(WAITING, workers=[worker(**values)]), facts())
+    assert found.cause == cause
+    assert part in found.text
+
+
+def test_training_names_tiny_minibatches():
+    training = stage("training", "TrainOneStep", busy=0.8)
+    found = first(activity(training), facts(num_workers=0))
+    assert found.cause == "training"
+    assert "TrainOneStep takes 80% of the time" in found.text
+    found = first(activity(training), facts(num_workers=0, minibatch_size=4))
+    assert found.cause == "small_minibatches"
+    assert "minibatches of 4 rows" in found.text
+
+
+def test_operator_names_its_line():
+    found = first(activity(stage("operator", "Slow", busy=0.7)), facts(num_workers=0))
+    assert (found.cause, found.line) == ("operator", "plan.py:7")
+    assert "The operator Slow takes 70% of the time; it is chained at plan.py:7" in found.text
+
+
+def test_replay_ratio_that_starves_sampling():
+    training, store = stage("training", "TrainOneStep", busy=0.8), stage("store", blocked=0.97)
+    replay = ReplayFacts(training_intensity=1000.0, natural_intensity=8.0)
+    found = first(activity(training, store), facts(num_workers=0, replay=replay))
+    assert found.cause == "replay_ratio"
+    assert "training_intensity=1000 starves sampling" in found.text
+    assert "blocked 97%" in found.text
+    usual = ReplayFacts(training_intensity=16.0, natural_intensity=8.0)
+    found = first(activity(training, store), facts(num_workers=0, replay=usual))
+    assert found.cause == "training"
+
+
+def learner_thread(full_s, idle_s, learn_s, queue=1):
+    enqueue = stage("enqueue", "Enqueue", values={"backpressure_s": full_s, "queue_size": queue})
+    values = {"learn_s": learn_s, "learner_idle_s": idle_s}
+    return enqueue, stage("dequeue", "Dequeue", values=values)
+
+
+def test_learner_thread_whose_queue_is_full():
+    of_thread = facts(queue_size=2)
+    found = first(activity(*learner_thread(6.0, 0.1, 9.8), workers=TWO_WORKERS), of_thread)
+    assert found.cause == "training"
+    assert "The learner takes 98% of the time, its queue is full 60% of it" in found.text
+    found = first(activity(*learner_thread(0.0, 9.0, 1.0), workers=TWO_WORKERS), of_thread)
+    assert found.cause == "inference"
+    found = first(activity(*learner_thread(4.0, 3.0, 6.0), workers=TWO_WORKERS), of_thread)
+    assert found.cause == "queue_too_small"
+    old = activity(*learner_thread(6.0, 0.1, 9.8, queue=100), policy_lag_mean=90.0)
+    found = first(old, facts(queue_size=128))
+    assert found.cause == "queue_too_large"
+    assert "90 updates old" in found.text
+
+
+def test_transfers_and_weights():
+    workers = [worker(num_bytes=50_000_000)]
+    found = first(activity(stage("sampling", busy=0.6), workers=workers), facts())
+    assert found.cause == "transfer"
+    assert "Moving fragments of 5.0 MB" in found.text
+    short = [worker(seconds={"sample_s": 1.0})]
+    found = first(activity(WAITING, workers=short), facts())
+    assert found.cause == "transfer"
+    assert "Use longer fragments" in found.text
+    workers = [worker(seconds={"sample_s": 1.0, "weights_s": 4.0})]
+    found = first(activity(stage("sampling", waiting=0.5), workers=workers, weights_s=2), facts())
+    assert found.cause == "weights"
+    assert "takes 60% of the time" in found.text
+
+
+def test_time_between_results():
+    found = first(activity(outside_s=8.0), facts(num_workers=0))
+    assert found.cause == "between_results"
+    assert "takes 80% of the time" in found.text
+
+
+def test_problems_come_before_bottlenecks():
+    slow = worker(2, seconds={"sample_s": 9.0, "env_step_s": 8.0}, env_steps=200)
+    found = first(activity(WAITING, workers=[worker(1), slow, worker(3)]), facts())
+    assert found.text.startswith("Worker 2 is 5.0 times slower than the median of the others")
+    restarted = worker(2, restarts=3)
+    counters = {"num_shard_restarts": 3}
+    found = first(activity(WAITING, workers=[worker(1), restarted], counters=counters), facts())
+    assert found.text.startswith("Worker 2 fails again and again: 3 restarts in 10 s")
+    endless = activity(WAITING, workers=TWO_WORKERS, episodes_total=0, env_steps_total=80_000)
+    assert "No episode has ended in 10,000 steps" in first(endless, facts()).text
+    waiting = [worker(usage={"cpu_s": 3.0, "cpu_wait_s": 6.0})]
+    found = first(activity(WAITING, workers=waiting), facts(num_workers=8))
+    assert found.text.startswith("8 workers share 2 cores: they wait for a processor 60% of")
+    found = first(activity(WAITING, workers=waiting), facts(num_threads=4))
+    assert found.text.startswith("2 processes with 4 threads each compete for 2 cores")
+
+
+def test_leak_needs_an_operator_and_a_growing_process():
+    leak = stage("operator", "Leak", grown_bytes=80e6)
+    found = first(activity(leak, usage={"rss_bytes_added": 90e6}), facts())
+    assert found.cause == "memory"
+    assert "grows by 9.0 MB/s in Leak, chained at plan.py:7" in found.text
+    causes = [
+        f.cause for f in diagnose(activity(leak, usage={"rss_bytes_added": 1e6}), facts()).findings
+    ]
+    assert "memory" not in causes
+
+
+def test_garbage_collection_names_the_callback():
+    collecting = worker(usage={"gc_s": 5.0, "cpu_s": 9.0}, callback_s={"on_episode_step": 6.0})
+    found = first(activity(WAITING, workers=[collecting]), facts())
+    assert found.cause == "garbage_collection"
+    assert "MyCallbacks.on_episode_step: does it call gc.collect()" in found.text
+    collecting = worker(usage={"gc_s": 5.0, "cpu_s": 9.0})
+    assert "of workers" in first(activity(WAITING, workers=[collecting]), facts()).text
+
+
+def test_activity_survives_json():
+    one = activity(WAITING, workers=TWO_WORKERS)
+    assert Activity.from_json(one.to_json()) == one
+
+
+@pytest.mark.parametrize(
+    ("title", "name"),
+    [
+        ("for_each(TrainOneStep(num_sgd_iter=10, sgd_minibatch_size=128))", "TrainOneStep"),
+        ("combine(ConcatBatches(min_batch_size=4000))", "ConcatBatches"),
+        ("ParallelRollouts(mode='bulk_sync')", "ParallelRollouts"),
+        ("for_each(UpdateReplayPriorities)", "UpdateReplayPriorities"),
+        ("for_each(<lambda>)", "<lambda>"),
+        ("zip_with_source", "zip_with_source"),
+        ("batch_across_shards rollouts[workers=2]", "batch_across_shards"),
+    ],
+)
+def test_name_of_an_operator(title, name):
+    assert operator_name(title) == name
+
+
+# -- real runs -------------------------------------------------------------------------------------
+
+
+class SlowSteps(gym.Wrapper):
+    """CartPole with slow steps."""
+
+    def step(self, action):
+        time.sleep(0.002)
+        return self.env.step(action)
+
+
+def train_until_measured(algorithm, count=2):
+    """Train until the monitor has measured the plan `count` times; return the last result."""
+    seen = []
+    with algorithm:
+        algorithm.train()
+        algorithm._monitor.listeners.append(seen.append)
+        while len(seen) < count:
+            result = algorithm.train()
+        result = algorithm.train()
+        return result, seen, algorithm.diagnose()
+
+
+def test_result_has_the_diagnosis_of_a_running_plan():
+    algorithm = PPO(lambda: SlowSteps(gym.make("CartPole-v1")), **SMALL)
+    result, seen, diagnosis = train_until_measured(algorithm)
+    assert result["diagnosis"] == str(diagnosis)
+    assert diagnosis.findings[0].cause == "env_step"
+    (sampler,) = seen[-1].workers
+    assert sampler.index == 0
+    assert sampler.env_steps > 0
+    assert seen[-1].seconds == pytest.approx(1.0, abs=0.5)
+    assert 0.5 < sampler.busy_s / seen[-1].seconds <= 1.1
+
+
+def test_figures_of_an_activity_equal_those_of_stats():
+    with PPO("CartPole-v1", **SMALL) as algorithm:
+        algorithm.train()
+        first_snapshot = algorithm._monitor._take_snapshot()
+        before = algorithm.plan.stats()
+        algorithm.train()
+        last, after = algorithm._monitor._take_snapshot(), algorithm.plan.stats()
+    between = activity_between(first_snapshot, last)
+    for found, old, new in zip(between.stages, before, after, strict=True):
+        assert found.items == new["items"] - old["items"]
+        busy_s = found.busy * between.seconds
+        assert busy_s == pytest.approx(max(new["busy_s"] - old["busy_s"], 0), abs=1e-3)
+    assert between.counters["num_env_steps_sampled"] == 64
+
+
+class Measured(DefaultCallbacks):
+    def on_episode_step(self, **kwargs):
+        time.sleep(0.001)
+
+
+def test_seconds_of_callbacks_resets_and_operators_are_measured():
+    class SlowReset(gym.Wrapper):
+        def reset(self, **options):
+            time.sleep(0.01)
+            return self.env.reset(**options)
+
+    def slow(batch):
+        time.sleep(0.01)
+        return batch
+
+    def plan(workers, config):
+        rollouts = ParallelRollouts(workers, mode="raw").for_each(slow).gather_sync()
+        train = rollouts.combine(ConcatBatches(64)).for_each(TrainOneStep(workers))
+        return StandardMetricsReporting(train, workers, config)
+
+    config = PPO.config_class(
+        env=lambda: SlowReset(gym.make("CartPole-v1")), callbacks_class=Measured, **SMALL
+    )
+    _, seen, _ = train_until_measured(config.build(plan=plan), 3)
+    (sampler,) = seen[-1].workers
+    assert sampler.callback_s["on_episode_step"] >= 0.001 * sampler.env_steps * 0.9
+    assert sampler.seconds["reset_s"] >= 0.01
+    (title,) = sampler.operator_s
+    assert title.startswith(f"slow (chained at {__file__}:")
+
+
+def test_run_without_measurements_says_so():
+    with PPO("CartPole-v1", **SMALL) as algorithm:
+        assert algorithm.diagnose().findings == []
+        assert "train for at least a second" in algorithm.train()["diagnosis"]
+
+
+def test_thread_of_the_monitor_ends_with_the_algorithm():
+    algorithm = PPO("CartPole-v1", **SMALL)
+    algorithm.train()
+    thread = algorithm._monitor._thread
+    assert thread.is_alive()
+    algorithm.stop()
+    assert not thread.is_alive()
