@@ -86,6 +86,8 @@ def parse_run(
     defaults = before.updated(**changes)
     settings_flags = [flag for flag in flags if flag not in HELP_FLAGS]
     config = settings_from_flags(defaults, settings_flags, program, vars(options), import_code)
+    if options.in_process:
+        config = _without_actors(config)
     if settings_flags != flags:
         parser = _run_options(program, describe_defaults(config))
         print(format_help(parser, config, show_all="--help-all" in flags))
@@ -105,12 +107,26 @@ def _run_options(program: str, *default_stop: str) -> argparse.ArgumentParser:
         "module, for example in the current folder",
     )
     parser.add_argument(
+        "--in-process",
+        action="store_true",
+        help="sample, learn and evaluate in this process, for debugging (num_workers=0, …)",
+    )
+    parser.add_argument(
         "--config",
         type=json_object,
         default={},
         help="settings as a JSON object; flags override them",
     )
     return parser
+
+
+def _without_actors(config: Any) -> Any:
+    """Return settings of the same run in one process; replay buffers on actors stay there."""
+    numbers = ("num_workers", "num_learners", "num_gpus", "num_aggregation_workers")
+    changes: dict[str, Any] = {name: 0 for name in numbers if config.get(name)}
+    if config.evaluation_num_workers:
+        changes |= {"evaluation_num_workers": 0, "evaluation_parallel_to_training": False}
+    return config.updated(**changes) if changes else config
 
 
 def _reject_flags_without_effect(config: Any, defaults: Any) -> None:

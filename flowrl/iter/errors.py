@@ -72,6 +72,8 @@ def check_policy(policy: Any) -> OnError:
 def note_origin(error: BaseException, stage: Stage, item: Any) -> None:
     """Record on an error the stage and the item it came from, unless already recorded.
 
+    The item itself is its attribute `item`, to look at in a debugger.
+
     Args:
         item: None if no item was being processed.
     """
@@ -79,6 +81,9 @@ def note_origin(error: BaseException, stage: Stage, item: Any) -> None:
         error._flowrl_stage = stage  # type: ignore[attr-defined]
         summary = describe(item) if item is not None else None
         error._flowrl_item = summary  # type: ignore[attr-defined]
+        if item is not None and not hasattr(error, "item"):
+            error.item = item  # type: ignore[attr-defined]
+            error._flowrl_has_item = True  # type: ignore[attr-defined]
 
 
 def operator_error(error: BaseException) -> BaseException:
@@ -136,6 +141,8 @@ def _path(node: Stage, target: Stage) -> list[str] | None:
 
 
 def strip_origin(error: BaseException) -> None:
-    """Remove the recorded origin before an error is sent to another process."""
+    """Remove the recorded origin and item before an error is sent to another process."""
+    if hasattr(error, "_flowrl_has_item"):
+        del error.item  # type: ignore[attr-defined]
     for name in [name for name in vars(error) if name.startswith("_flowrl")]:
         delattr(error, name)

@@ -15,6 +15,7 @@ from flowrl.ops.gradients import (
     AverageGradients,
     ComputeGradients,
 )
+from flowrl.ops.inspection import Breakpoint, Print, Record
 from flowrl.ops.offline import ReadMinari, ReadParquet, WriteParquet
 from flowrl.ops.replay import (
     MixInReplay,
@@ -59,6 +60,7 @@ __all__ = [
     "AsyncGradients",
     "AverageGradients",
     "BatchRef",
+    "Breakpoint",
     "BroadcastUpdateLearnerWeights",
     "CollectMetrics",
     "ComputeGradients",
@@ -74,8 +76,10 @@ __all__ = [
     "OncePerTimeInterval",
     "OncePerTimestepsElapsed",
     "ParallelRollouts",
+    "Print",
     "ReadMinari",
     "ReadParquet",
+    "Record",
     "Replay",
     "ReplayActors",
     "ResultDict",

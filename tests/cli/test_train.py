@@ -153,3 +153,11 @@ def test_registered_algorithms_are_found_by_name():
         register_algorithm("Other", A2C)
     with pytest.raises(ConfigError, match="Did you mean 'SimpleQ'"):
         algorithm_class("SimpelQ")
+
+
+def test_asynchronous_plan_runs_in_process(cli, tmp_path):
+    flags = ["--in-process", "--run-dir", "r", "--stop-iters", "1", "--num-workers", "3"]
+    code, out, err = cli("train", "impala", *flags)
+    assert (code, err) == (0, "")
+    assert "starting" not in out
+    assert read_settings(tmp_path / "r")["num_workers"] == 0

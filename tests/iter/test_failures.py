@@ -14,6 +14,7 @@ from flowrl.iter import (
     ShardFailedError,
     Skip,
     from_actors,
+    from_items,
     from_iterators,
     ray_runtime,
 )
@@ -325,3 +326,14 @@ def test_options_of_start_ray_override_its_defaults(monkeypatch):
         (("local",), {"logging_level": logging.WARNING, "include_dashboard": True, "num_cpus": 1}),
         (("host:1",), {"logging_level": logging.INFO}),
     ]
+
+
+@pytest.mark.parametrize("in_process", [False, True])
+def test_error_on_a_shard_leaves_its_item_there(ray_session, in_process):
+    def fail(item):
+        raise ValueError(f"bad {item}")
+
+    stream = from_items([1], num_shards=1, in_process=in_process).for_each(fail).gather_sync()
+    with stream, pytest.raises(ValueError, match="bad 1") as raised:
+        next(stream)
+    assert not hasattr(raised.value, "item")

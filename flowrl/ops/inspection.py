@@ -1,0 +1,221 @@
+"""Operators to look inside a plan: Print, Breakpoint, Record."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, ClassVar
+
+import numpy as np
+
+from flowrl.data import BatchRef, MultiAgentBatch, SampleBatch
+from flowrl.data.columns import leaves_of
+from flowrl.iter import Source
+from flowrl.iter.stage import describe
+from flowrl.sampling.worker_set import WorkerSet
+
+What = Collection[str] | Callable[[Any], Any]
+
+MAX_LISTED = 8  # workers in a summary
+
+
+class Print:
+    """for_each, item -> the same item: print a summary of every n-th item.
+
+    The summary of a batch has its rows and steps, the workers and the versions of the weights that
+    sampled it, and shape, dtype, range and mean of each column. Columns that are computed or
+    fetched on access are not shown unless `what` names them.
+
+    Args:
+        every: print the first item, and then every `every`-th one.
+        what: names of columns to show; or a function of the item, whose result is printed instead
+            of the summary. None shows all columns.
+        name: the first word of each summary.
+        workers: the WorkerSet; with it, the summary has the number of updates since a batch was
+            sampled.
+
+    Raises:
+        ValueError: every is below 1.
+        TypeError: what is a string.
+        KeyError (when called): a batch lacks a column that `what` names.
+    """
+
+    chained_with: ClassVar[str] = "for_each"
+
+    def __init__(
+        self,
+        every: int = 1,
+        what: What | None = None,
+        name: str = "Print",
+        workers: WorkerSet | None = None,
+    ):
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ValueError(f"Print: every must be an int of at least 1, got {every!r}")
+        if isinstance(what, str):
+            raise TypeError(
+                f"Print: what is a list of columns, [{what!r}], or a function of the item"
+            )
+        self.every, self.what, self.name, self.workers = every, what, name, workers
+        self._num_items = 0
+
+    def __call__(self, item: Any) -> Any:
+        number, self._num_items = self._num_items, self._num_items + 1
+        if number % self.every == 0:
+            what = self.what
+            text = what(item) if callable(what) else summary(item, what, self.workers)
+            print(f"{self.name} #{number}: {text}", flush=True)
+        return item
+
+    def __repr__(self) -> str:
+        return f"Print(every={self.every}, name={self.name!r})"
+
+
+class Breakpoint:
+    """for_each, item -> the same item: stop in the debugger (`breakpoint()` of Python) with the
+    item in the variable `item`.
+
+    Chain it in this process: actors have no terminal, see `flowrl train --in-process`.
+
+    Args:
+        when: function of the item that returns whether to stop; None stops at every item.
+    """
+
+    chained_with: ClassVar[str] = "for_each"
+
+    def __init__(self, when: Callable[[Any], bool] | None = None):
+        self.when = when
+
+    def __call__(self, item: Any) -> Any:
+        if self.when is None or self.when(item):
+            breakpoint()
+        return item
+
+    def __repr__(self) -> str:
+        return "Breakpoint()"
+
+
+class Record:
+    """for_each, item -> the same item: keep the last n items, to look at them after an error.
+
+    Example:
+        >>> record = Record(5)
+        >>> rollouts = ParallelRollouts(workers).for_each(record)  # doctest: +SKIP
+        >>> record.items[-1]  # the newest batch  # doctest: +SKIP
+
+    Args:
+        n: number of items.
+
+    Attributes:
+        items: the last items, the newest at the end. They are not copied.
+
+    Raises:
+        ValueError: n is below 1.
+    """
+
+    chained_with: ClassVar[str] = "for_each"
+
+    def __init__(self, n: int):
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            raise ValueError(f"Record: n must be an int of at least 1, got {n!r}")
+        self.items: deque[Any] = deque(maxlen=n)
+
+    def __call__(self, item: Any) -> Any:
+        self.items.append(item)
+        return item
+
+    def __repr__(self) -> str:
+        return f"Record({self.items.maxlen})"
+
+
+def summary(
+    item: Any, columns: Collection[str] | None = None, workers: WorkerSet | None = None
+) -> str:
+    """Return a readable summary of an item: a batch, (batch, info) of an operator that trains, a
+    result, or any other value. See Print for the arguments.
+
+    Raises:
+        KeyError: a batch lacks one of the columns.
+    """
+    if isinstance(item, (SampleBatch, MultiAgentBatch)):
+        return _batch_summary(item, columns, workers)
+    if isinstance(item, BatchRef):
+        return f"reference to a batch of {item.env_steps()} env steps"
+    if isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], dict):
+        batch, info = item
+        stats = [
+            f"  {policy_id}: {_numbers(entry.get('learner_stats', {}))}"
+            for policy_id, entry in info.items()
+            if isinstance(entry, dict)
+        ]
+        return "\n".join([summary(batch, columns, workers), *stats])
+    if isinstance(item, dict) and "timesteps_total" in item:
+        names = "training_iteration", "timesteps_total", "episode_reward_mean", "episode_len_mean"
+        return f"result: {_numbers({name: item.get(name) for name in names})}"
+    return describe(item)
+
+
+def _numbers(values: dict[str, Any]) -> str:
+    numbers = {n: v for n, v in values.items() if isinstance(v, (int, float))}
+    return ", ".join(f"{name} {value:.4g}" for name, value in numbers.items())
+
+
+def _batch_summary(
+    batch: SampleBatch | MultiAgentBatch,
+    columns: Collection[str] | None,
+    workers: WorkerSet | None,
+) -> str:
+    steps = f"{batch.env_steps()} env steps, {batch.agent_steps()} agent steps"
+    lines = [f"{steps}{_origin(batch.sources, workers)}"]
+    several = len(batch.policy_batches) > 1
+    for policy_id, rows in batch.policy_batches.items():
+        if several:
+            lines.append(f"  policy {policy_id}: {rows.count} rows")
+        names = columns if columns is not None else [name for name, _ in rows.stored()]
+        width = max(map(len, names), default=0)
+        indent = "    " if several else "  "
+        lines += [f"{indent}{name:{width}}  {_column_summary(rows[name])}" for name in names]
+    return "\n".join(lines)
+
+
+def _origin(sources: Iterable[Source], workers: WorkerSet | None) -> str:
+    """Return the workers, the versions of their weights, the age and the ended episodes."""
+    sources = tuple(sources)
+    if not sources:
+        return ""
+    indices = sorted({source.worker for source in sources})
+    named = ", ".join(map(str, indices[:MAX_LISTED])) + (", …" if len(indices) > MAX_LISTED else "")
+    text = f", from shard{'s' * (len(indices) > 1)} {named}"
+    versions: list[tuple[str, int]] = []
+    for source in sources:
+        versions += source.tags.get("weights_versions", {}).items()
+    if versions:
+        low, high = min(v for _, v in versions), max(v for _, v in versions)
+        text += f", weights {low}" if low == high else f", weights {low} to {high}"
+        if workers is not None:
+            newest = workers.weight_sync.versions()
+            lag = max(newest[policy_id] - version for policy_id, version in versions)
+            text += f" ({lag} update{'s' * (lag != 1)} old)"
+    episodes = list(itertools.chain(*(source.tags.get("episodes", ()) for source in sources)))
+    if episodes:
+        returns = [episode[0] for episode in episodes]
+        text += f", {len(episodes)} episodes ended with return {np.mean(returns):.4g}"
+    return text
+
+
+def _column_summary(column: Any) -> str:
+    """Return shape, dtype, range and mean of a column, of each of its leaves if it is nested."""
+    return "; ".join(_array_summary(np.asarray(leaf)) for leaf in leaves_of(column))
+
+
+def _array_summary(array: np.ndarray) -> str:
+    text = f"{array.shape} {array.dtype}"
+    if not array.size or array.dtype.kind not in "biuf":
+        return text
+    low, high = array.min(), array.max()
+    if array.dtype.kind == "b":
+        return f"{text}  {int(array.sum())} of {array.size} true"
+    mean = f", mean {array.mean(dtype=np.float64):.4g}" if array.dtype.kind == "f" else ""
+    bad = int((~np.isfinite(array)).sum()) if array.dtype.kind == "f" else 0
+    warning = f", {bad} NOT FINITE" if bad else ""
+    return f"{text}  {low:.4g} to {high:.4g}{mean}{warning}"
