@@ -27,6 +27,7 @@ _USAGE = """usage: flowrl COMMAND …
   evaluate RUN_DIR                        Play episodes with a trained policy.
   explain PLAN                            Print a plan as a tree without running it.
   check PLAN                              Find mistakes in a plan without running it.
+  diagnose RUN_DIR                        Say what limits a running or finished run.
   plans                                   List the shipped plans.
   checkpoint inspect PATH                 Verify a checkpoint and show its contents.
   tensorboard [FOLDER]                    Show the curves of runs in TensorBoard.
@@ -43,6 +44,7 @@ _COMMANDS = {
     "evaluate": "flowrl.cli.evaluate:evaluate_command",
     "explain": "flowrl.cli.explain:explain_command",
     "check": "flowrl.cli.check:check_command",
+    "diagnose": "flowrl.cli.diagnose:diagnose_command",
     "plans": "flowrl.cli.plans:plans_command",
     "checkpoint": "flowrl.cli.checkpoint:checkpoint_command",
     "tensorboard": "flowrl.cli.tensorboard:tensorboard_command",

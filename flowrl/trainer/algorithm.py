@@ -253,11 +253,9 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         if self.config.log_to:
             self._loggers.start()
         self.plan.start(self.config.seed)
-        if self._monitor is None:
-            self._monitor = Monitor(self.plan, self.workers)
-            self._monitor.start()
+        self.monitor.start()
         try:
-            with self._monitor.pulling():
+            with self.monitor.pulling():
                 plan_result = next(self.plan)
         except StopIteration:
             raise RuntimeError("the plan has ended: it yields no more results") from None
@@ -282,7 +280,7 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
             "env_steps_per_s": plan_result["timesteps_this_iter"] / elapsed,
             "operators": {f"{name}_s": seconds for name, seconds in operator_s.items()},
         }
-        self._monitor.update(result)
+        self.monitor.update(result)
         result["diagnosis"] = self.diagnose().text
         if self._save_s:
             result["timers"]["checkpoint_time_ms"] = 1000 * self._save_s
@@ -331,6 +329,13 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         self._check_not_stopped()
         learn(self, total_timesteps, stop, run_dir, command, progress)
         return self
+
+    @property
+    def monitor(self) -> Monitor:
+        """Measures the plan while it runs; created on the first access."""
+        if self._monitor is None:
+            self._monitor = Monitor(self.plan, self.workers)
+        return self._monitor
 
     def diagnose(self) -> Diagnosis:
         """Return what limited the training in its last ten seconds.

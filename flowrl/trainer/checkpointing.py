@@ -18,6 +18,7 @@ from flowrl.data.checkpoint import (
     write_checkpoint,
 )
 from flowrl.iter.stage import walk
+from flowrl.monitoring.monitor import Monitor
 from flowrl.policies.policy import Policy
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.settings import ConfigError
@@ -46,6 +47,7 @@ class Checkpointing:
     run_dir: Path | None
     policy_class: ClassVar[type[Policy] | None]
     _plan: Plan | None
+    _monitor: Monitor | None
     _plan_builder: PlanBuilder
     _evaluator: Evaluator
     _loggers: ResultLoggers
@@ -199,6 +201,9 @@ class Checkpointing:
             raise
         old_plan, self._plan = self._plan, plan
         self._evaluator.discard()
+        if self._monitor is not None:  # measures the old plan
+            self._monitor.stop()
+            self._monitor = None
         if old_plan is not None:
             old_plan.stop()
 

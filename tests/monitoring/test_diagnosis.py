@@ -9,55 +9,12 @@ import gymnasium as gym
 import pytest
 
 from flowrl import PPO
-from flowrl.monitoring.activity import (
-    Activity,
-    StageActivity,
-    WorkerActivity,
-    activity_between,
-    operator_name,
-)
+from flowrl.monitoring.activity import Activity, activity_between, operator_name
 from flowrl.monitoring.diagnosis import diagnose
 from flowrl.monitoring.plan_facts import PlanFacts, ReplayFacts
 from flowrl.ops import ConcatBatches, ParallelRollouts, StandardMetricsReporting, TrainOneStep
 from flowrl.sampling.callbacks import DefaultCallbacks
-
-SMALL = {
-    "train_batch_size": 64,
-    "sgd_minibatch_size": 32,
-    "num_sgd_iter": 1,
-    "model": {"fcnet_hiddens": [8]},
-    "seed": 0,
-}
-
-
-def stage(kind, name="Operator", **values):
-    """Return the activity of a stage that does nothing."""
-    defaults = {
-        "id": 0, "title": name, "name": name, "line": "plan.py:7", "kind": kind, "parents": [],
-        "items": 1, "busy": 0.0, "waiting": 0.0, "blocked": 1.0, "grown_bytes": 0.0,
-    }  # fmt: skip
-    return StageActivity(**{**defaults, **values})
-
-
-def worker(index=1, **values):
-    """Return the activity of a worker that samples all the time."""
-    defaults = {
-        "index": index, "restarts": 0, "fragments": 10, "env_steps": 1000, "num_bytes": 100_000,
-        "seconds": {"sample_s": 9.0, "env_step_s": 3.0, "inference_s": 4.0}, "callback_s": {},
-        "operator_s": {}, "usage": {"cpu_s": 9.0},
-    }  # fmt: skip
-    return WorkerActivity(**{**defaults, **values})
-
-
-def activity(*stages, workers=(), **values):
-    """Return the activity of ten seconds."""
-    defaults = {
-        "time": 0.0, "seconds": 10.0, "iteration": 5, "env_steps_total": 1000,
-        "counters": {"num_env_steps_trained": 100}, "usage": {}, "weights_s": 0.0,
-        "outside_s": 0.0, "policy_lag_mean": 0.0, "policy_lag_max": 0.0, "episodes_total": 3,
-    }  # fmt: skip
-    stages = list(stages) or [stage("training", "TrainOneStep")]
-    return Activity(stages=stages, workers=list(workers), **{**defaults, **values})
+from tests.monitoring.fakes import SMALL, activity, stage, worker
 
 
 def facts(**values):
@@ -258,7 +215,7 @@ def train_until_measured(algorithm, count=2):
     seen = []
     with algorithm:
         algorithm.train()
-        algorithm._monitor.listeners.append(seen.append)
+        algorithm.monitor.listeners.append(seen.append)
         while len(seen) < count:
             result = algorithm.train()
         result = algorithm.train()
@@ -280,10 +237,10 @@ def test_result_has_the_diagnosis_of_a_running_plan():
 def test_figures_of_an_activity_equal_those_of_stats():
     with PPO("CartPole-v1", **SMALL) as algorithm:
         algorithm.train()
-        first_snapshot = algorithm._monitor._take_snapshot()
+        first_snapshot = algorithm.monitor._take_snapshot()
         before = algorithm.plan.stats()
         algorithm.train()
-        last, after = algorithm._monitor._take_snapshot(), algorithm.plan.stats()
+        last, after = algorithm.monitor._take_snapshot(), algorithm.plan.stats()
     between = activity_between(first_snapshot, last)
     for found, old, new in zip(between.stages, before, after, strict=True):
         assert found.items == new["items"] - old["items"]
@@ -332,7 +289,7 @@ def test_run_without_measurements_says_so():
 def test_thread_of_the_monitor_ends_with_the_algorithm():
     algorithm = PPO("CartPole-v1", **SMALL)
     algorithm.train()
-    thread = algorithm._monitor._thread
+    thread = algorithm.monitor._thread
     assert thread.is_alive()
     algorithm.stop()
     assert not thread.is_alive()

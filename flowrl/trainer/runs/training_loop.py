@@ -14,6 +14,7 @@ from flowrl.iter.stage import walk
 from flowrl.ops import WriteParquet
 from flowrl.setting_values import whole_number
 from flowrl.settings import ConfigError
+from flowrl.trainer.runs.activity_log import ActivityLog
 from flowrl.trainer.runs.continuing import ways_to_continue
 from flowrl.trainer.runs.formatting import format_count, format_path
 from flowrl.trainer.runs.progress import ProgressTable
@@ -64,6 +65,8 @@ def train_until(
     """
     config = algorithm.config
     progress = None
+    if run is not None:
+        algorithm.monitor.listeners.append(ActivityLog(run.path).append)
     pending = PendingMetrics(stop, config.checkpoint_score_attribute)
     started = saved = time.perf_counter()
     exit_code, reason, result = 0, None, None
@@ -107,6 +110,7 @@ def train_until(
                 exit_code, reason = 141, "output closed"
                 discard_closed_output()
         finally:
+            algorithm.monitor.listeners.clear()
             if progress is not None:
                 with suppress(OSError) if exit_code == 129 else nullcontext():
                     progress.finish(algorithm.last_result)

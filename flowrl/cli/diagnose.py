@@ -1,0 +1,81 @@
+"""`flowrl diagnose RUN_DIR`: what limits a running or finished run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from flowrl.cli.arguments import Parser
+from flowrl.cli.display import printable
+from flowrl.monitoring.activity import Activity, StageActivity, WorkerActivity
+from flowrl.settings import ConfigError
+from flowrl.trainer.runs.activity_log import read_activities
+
+_PARTS = ("env_step_s", "reset_s", "inference_s", "collection_s", "postprocess_s", "weights_s")
+
+
+def diagnose_command(arguments: list[str]) -> int:
+    """Run the command; return the exit code."""
+    parser = Parser(
+        prog="flowrl diagnose",
+        description="Say what limits a running or finished run, with the figures of its last "
+        "seconds.",
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    run_dir = parser.parse_args(arguments).run_dir.expanduser()
+    activities = read_activities(run_dir)
+    if not activities:
+        if not (run_dir / "config.json").exists():
+            raise ConfigError(f"diagnose: {run_dir} is not a run directory: it has no config.json")
+        raise ConfigError(
+            f"diagnose: {run_dir} has no measurements: the run was shorter than two seconds"
+        )
+    print(printable(format_activity(activities[-1])))
+    return 0
+
+
+def format_activity(activity: Activity) -> str:
+    """Return a diagnosis and the figures behind it as text."""
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(activity.time))
+    lines = [
+        activity.diagnosis,
+        "",
+        f"{activity.seconds:.1f} seconds until {when}, iteration {activity.iteration}, "
+        f"{activity.env_steps_total:,} env steps",
+        "",
+        *_table(
+            ("operator", "items/s", "busy", "waiting", "blocked"),
+            (_stage_row(stage, activity.seconds) for stage in activity.stages),
+        ),
+    ]
+    if activity.workers:
+        names = [part.removesuffix("_s") for part in _PARTS]
+        lines += [
+            "",
+            *_table(
+                ("worker", "env steps/s", "working", *names),
+                (_worker_row(worker, activity.seconds) for worker in activity.workers),
+            ),
+        ]
+    return "\n".join(lines)
+
+
+def _stage_row(stage: StageActivity, seconds: float) -> tuple[str, ...]:
+    shares = (f"{share:.0%}" for share in (stage.busy, stage.waiting, stage.blocked))
+    return stage.name, f"{stage.items / seconds:.1f}", *shares
+
+
+def _worker_row(worker: WorkerActivity, seconds: float) -> tuple[str, ...]:
+    parts = (f"{worker.seconds.get(part, 0.0) / seconds:.0%}" for part in _PARTS)
+    rate = f"{worker.env_steps / seconds:,.0f}"
+    return str(worker.index), rate, f"{worker.busy_s / seconds:.0%}", *parts
+
+
+def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
+    """Return the lines of a table; the first column is aligned to the left."""
+    table = [header, *rows]
+    widths = [max(len(row[i]) for row in table) for i in range(len(header))]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in table
+    ]

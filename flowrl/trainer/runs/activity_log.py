@@ -1,0 +1,73 @@
+"""The file activity.jsonl of a run directory: what the plan did, a line per period."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+
+from flowrl.monitoring.activity import Activity
+
+FILE = "activity.jsonl"
+MAX_RECORDS = 2000  # then every second record is removed, and every second one is written
+
+log = logging.getLogger("flowrl")
+
+
+class ActivityLog:
+    """Append activities to the file of a run.
+
+    The file keeps at most MAX_RECORDS records: when it is full, every second one is removed, and
+    from then on half as many are written.
+
+    Args:
+        folder: the run directory.
+    """
+
+    def __init__(self, folder: Path):
+        self._path = folder / FILE
+        self._num_records = len(read_activities(folder))
+        self._every = 1
+        self._skipped = 0
+        self._failed = False
+
+    def append(self, activity: Activity) -> None:
+        """Write an activity if it is due; the first error of the file system is logged."""
+        self._skipped += 1
+        if self._skipped < self._every:
+            return
+        self._skipped = 0
+        try:
+            if self._num_records >= MAX_RECORDS:
+                self._thin_out()
+            with open(self._path, "a") as file:
+                file.write(json.dumps(activity.to_json()) + "\n")
+            self._num_records += 1
+        except OSError as error:
+            if not self._failed:
+                log.warning("cannot write %s: %s", self._path, error.strerror)
+            self._failed = True
+
+    def _thin_out(self) -> None:
+        """Remove every second record, atomically."""
+        lines = self._path.read_text().splitlines(keepends=True)[::2]
+        new = self._path.with_name(f".{FILE}")
+        new.write_text("".join(lines))
+        os.replace(new, self._path)
+        self._num_records, self._every = len(lines), 2 * self._every
+
+
+def read_activities(folder: Path) -> list[Activity]:
+    """Return the activities of a run, the newest last; empty if there are none.
+
+    Lines that cannot be read, such as one that is being written, are left out.
+    """
+    path = folder / FILE
+    activities = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            activities.append(Activity.from_json(json.loads(line)))
+        except (ValueError, TypeError, KeyError):
+            continue
+    return activities

@@ -1,0 +1,67 @@
+"""`flowrl diagnose` and `flowrl check`."""
+
+import os
+
+from flowrl import PPO
+from flowrl.cli.diagnose import format_activity
+from flowrl.trainer.runs.activity_log import read_activities
+from tests.monitoring.fakes import SMALL, activity, stage, worker
+
+PLAN = """
+from flowrl.algorithms.a2c import A2CConfig
+from flowrl.ops import ParallelRollouts, StandardMetricsReporting
+
+config = A2CConfig(env="CartPole-v1")
+
+
+def execution_plan(workers, config):
+    return StandardMetricsReporting(ParallelRollouts(workers), workers, config)
+"""
+
+
+def test_figures_are_a_table():
+    slow = stage("operator", "Slow", busy=0.5, waiting=0.25, blocked=0.25, items=20)
+    one = activity(slow, workers=[worker(3)], diagnosis="Slow is slow.")
+    lines = format_activity(one).splitlines()
+    assert lines[0] == "Slow is slow."
+    rows = [line.split() for line in lines]
+    assert ["operator", "items/s", "busy", "waiting", "blocked"] in rows
+    assert ["Slow", "2.0", "50%", "25%", "25%"] in rows
+    assert ["3", "100", "90%", "30%", "0%", "40%", "0%", "0%", "0%"] in rows
+
+
+def test_run_writes_its_activity_and_flowrl_diagnose_shows_it(cli, tmp_path):
+    with PPO("CartPole-v1", **SMALL) as algorithm:
+        algorithm.learn(stop={"time_total_s": 3.2}, run_dir=tmp_path / "r", progress=False)
+        assert algorithm.monitor.listeners == []
+    found = read_activities(tmp_path / "r")
+    assert 1 <= len(found) <= 4
+    assert found[-1].iteration <= algorithm.iteration
+    code, out, _ = cli("diagnose", "r")
+    assert code == 0
+    assert out.splitlines()[0] == found[-1].diagnosis
+    assert "TrainOneStep" in out
+
+
+def test_diagnosis_needs_a_run_with_measurements(cli, tmp_path):
+    code, _, err = cli("diagnose", "nothing")
+    assert code == 2
+    assert "not a run directory" in err
+    os.mkdir(tmp_path / "short")
+    (tmp_path / "short" / "config.json").write_text("{}")
+    code, _, err = cli("diagnose", "short")
+    assert code == 2
+    assert "no measurements" in err
+
+
+def test_check_names_the_line_and_the_remedy(cli, tmp_path):
+    (tmp_path / "mine.py").write_text(PLAN)
+    code, out, err = cli("check", "mine.py")
+    assert (code, err) == (1, "")
+    problem, count = out.splitlines()
+    assert problem.startswith(f"{tmp_path}/mine.py:9: the plan samples, but has no operator that")
+    assert count == "1 problem in mine.py"
+    assert cli("check", "impala")[:2] == (0, "no problems in impala\n")
+    code, _, err = cli("check", "nothing")
+    assert code == 2
+    assert "nothing" in err

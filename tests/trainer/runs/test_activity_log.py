@@ -1,0 +1,55 @@
+"""The file activity.jsonl of a run."""
+
+import dataclasses
+import logging
+
+from flowrl import PPO
+from flowrl.trainer.runs import activity_log
+from flowrl.trainer.runs.activity_log import FILE, ActivityLog, read_activities
+from tests.monitoring.fakes import SMALL, activity, stage, worker
+
+
+def test_written_activities_are_read(tmp_path):
+    first = activity(stage("training", "TrainOneStep", busy=0.5), workers=[worker()])
+    second = dataclasses.replace(first, iteration=6, diagnosis="It trains.")
+    log = ActivityLog(tmp_path)
+    log.append(first)
+    log.append(second)
+    with open(tmp_path / FILE, "a") as file:
+        file.write('{"time": 1')  # is being written
+    assert read_activities(tmp_path) == [first, second]
+    assert read_activities(tmp_path / "other") == []
+
+
+def test_long_runs_keep_a_limited_number(tmp_path, monkeypatch):
+    monkeypatch.setattr(activity_log, "MAX_RECORDS", 8)
+    log, sizes = ActivityLog(tmp_path), []
+    for number in range(200):
+        log.append(activity(iteration=number))
+        sizes.append(len(read_activities(tmp_path)))
+    assert max(sizes) == 8
+    assert sizes[-1] >= 4
+    numbers = [one.iteration for one in read_activities(tmp_path)]
+    assert numbers == sorted(numbers)
+    assert numbers[0] == 0
+    assert numbers[-1] >= 150
+
+
+def test_file_that_cannot_be_written_is_reported_once(tmp_path, caplog):
+    log = ActivityLog(tmp_path)
+    (tmp_path / FILE).mkdir()
+    with caplog.at_level(logging.WARNING, "flowrl"):
+        log.append(activity())
+        log.append(activity())
+    assert len(caplog.records) == 1
+    assert "cannot write" in caplog.text
+
+
+def test_restored_plan_is_measured_anew(tmp_path):
+    with PPO("CartPole-v1", **SMALL) as algorithm:
+        algorithm.train()
+        before = algorithm.monitor
+        algorithm.restore(algorithm.save(tmp_path / "c"))
+        algorithm.train()
+        assert algorithm.monitor is not before
+        assert not before._thread.is_alive()
