@@ -12,7 +12,7 @@ from flowrl.cli.arguments import (
     reject_settings,
 )
 from flowrl.cli.saved_runs import open_run, unused_settings_message
-from flowrl.cli.stop_options import add_stop_options, stop_rules_of
+from flowrl.cli.stop_options import add_display_option, add_stop_options, stop_rules_of
 from flowrl.errors import ConfigError
 
 
@@ -33,6 +33,7 @@ def resume_command(arguments: list[str]) -> int:
         help="folder of the new run, if a checkpoint outside a run directory starts one",
     )
     add_stop_options(parser, default="the run's own stop rules")
+    add_display_option(parser)
     options, rest = parser.parse_known_args(arguments)
     if rest:
         reject_settings("resume", options.run, rest)
@@ -49,4 +50,4 @@ def resume_command(arguments: list[str]) -> int:
         print(f"flowrl: {message}", file=sys.stderr)
     command = ["flowrl", "resume", *arguments]
     stop, replace_plan = stop_rules_of(options), options.plan is not None
-    return resume_run(run, stop, command, replace_plan, options.run_dir)
+    return resume_run(run, stop, command, replace_plan, options.run_dir, options.display)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.cli.arguments import Parser, json_object
-from flowrl.cli.stop_options import add_stop_options, stop_rules_of
+from flowrl.cli.stop_options import add_display_option, add_stop_options, stop_rules_of
 from flowrl.settings import ConfigError
 from flowrl.trainer.plan_settings import plan_config
 from flowrl.trainer.runs.stop_rules import describe_defaults
@@ -101,6 +101,7 @@ def _run_options(program: str, *default_stop: str) -> argparse.ArgumentParser:
     parser = Parser(prog=program, add_help=False)
     add_stop_options(parser, *default_stop)
     parser.add_argument("--run-dir", type=Path, help="output folder (default: runs/…)")
+    add_display_option(parser)
     parser.add_argument(
         "--env",
         help="id of a Gymnasium environment, a registered name, or module:Id or module:Class of a "

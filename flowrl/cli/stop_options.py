@@ -53,6 +53,17 @@ def add_stop_options(
     )
 
 
+def add_display_option(parser: argparse.ArgumentParser) -> None:
+    """Add the option `--display`."""
+    parser.add_argument(
+        "--display",
+        choices=("auto", "live", "line", "none"),
+        default="auto",
+        help="show the progress live, with operators and the diagnosis; as lines of a table; or "
+        "not at all (default: live on a terminal, else lines)",
+    )
+
+
 def stop_rules_of(options: argparse.Namespace) -> StopRules:
     """Return the rules of the options that `add_stop_options` adds."""
     return StopRules(

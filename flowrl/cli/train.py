@@ -49,7 +49,8 @@ def train_command(arguments: list[str]) -> int:
         from flowrl.cli.training_run import start_run
 
         stop = stop_rules_of(options)
-        return start_run(config, plan, stop, options.run_dir, ["flowrl", "train", *arguments])
+        command = ["flowrl", "train", *arguments]
+        return start_run(config, plan, stop, options.run_dir, command, options.display)
     except ConfigError as error:
         names = [] if config is None else config.keys()
         raise ConfigError(with_flags(str(error), arguments, names)) from error

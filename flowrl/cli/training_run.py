@@ -20,6 +20,7 @@ from flowrl.trainer.runs.run_directory import RunDirectory, default_run_dir
 from flowrl.trainer.runs.saved_run import last_intact_checkpoint, read_command
 from flowrl.trainer.runs.stop_rules import StopRules
 from flowrl.trainer.runs.training_loop import (
+    Display,
     describe_end,
     prepare_to_resume,
     reached_limit,
@@ -30,7 +31,12 @@ from flowrl.trainer.trust import untrusted_code
 
 
 def start_run(
-    config: Any, plan: str | None, stop: StopRules, run_dir: Path | None, command: list[str]
+    config: Any,
+    plan: str | None,
+    stop: StopRules,
+    run_dir: Path | None,
+    command: list[str],
+    display: Display = "auto",
 ) -> int:
     """Train in a new run directory; return the exit code.
 
@@ -40,6 +46,7 @@ def start_run(
         stop: when to stop; see `StopRules.with_defaults`.
         run_dir: output folder; None creates one in runs/.
         command: the command line; a seed that the algorithm draws is added.
+        display: how to show the progress.
 
     Raises:
         ConfigError: the settings are invalid.
@@ -64,7 +71,7 @@ def start_run(
         run = RunDirectory(run_dir or default_run_dir(name, config.env), config.logged_names)
         cleanup.callback(run.close)
         run.write_setup(config, command, tree, asdict(stop))
-        return _train(algorithm, stop, run, command)
+        return _train(algorithm, stop, run, command, display)
 
 
 def resume_run(
@@ -73,6 +80,7 @@ def resume_run(
     command: list[str],
     replace_plan: bool = False,
     new_run_dir: Path | None = None,
+    display: Display = "auto",
 ) -> int:
     """Continue a run; return the exit code.
 
@@ -83,6 +91,7 @@ def resume_run(
         command: the command line.
         replace_plan: accept that the text of the plan differs from the run's.
         new_run_dir: folder of a new run; None creates one in runs/.
+        display: how to show the progress.
 
     Raises:
         ConfigError: the settings are invalid, or the run directory cannot be read.
@@ -129,7 +138,7 @@ def resume_run(
                 run.replace_plan(config, tree)
             prepare_to_resume(algorithm, run, stop, config.total_timesteps)
         has_new_limits = run_dir is not None and stop != saved_stop
-        return _train(algorithm, stop, run, command, can_repeat=not has_new_limits)
+        return _train(algorithm, stop, run, command, display, can_repeat=not has_new_limits)
 
 
 def _total_of_resumed(config: Any, stop: StopRules, saved_stop: StopRules) -> int | None:
@@ -175,7 +184,12 @@ def _suggest_checkpoint(run_dir: Path, damaged: Path) -> None:
 
 
 def _train(
-    algorithm: Any, stop: StopRules, run: RunDirectory, command: list[str], can_repeat: bool = True
+    algorithm: Any,
+    stop: StopRules,
+    run: RunDirectory,
+    command: list[str],
+    display: Display,
+    can_repeat: bool = True,
 ) -> int:
     """Train until a limit is reached or a signal arrives; return the exit code.
 
@@ -184,10 +198,11 @@ def _train(
         stop: the limits.
         run: its run directory.
         command: the command that started the run.
+        display: how to show the progress.
         can_repeat: whether the command trains until the same limits.
     """
     try:
-        end = train_until(algorithm, stop, run)
+        end = train_until(algorithm, stop, run, display)
     except (Exception, SystemExit) as error:
         print_failure(error)
         print(f"run directory: {format_path(run.path)}", file=sys.stderr)

@@ -38,7 +38,7 @@ class Diagnosis:
     def text(self) -> str:
         """The most important finding as a sentence."""
         if not self.findings:
-            return "Nothing was measured yet: train for at least a second."
+            return "Nothing was measured yet: train for two seconds, with monitor=True."
         return self.findings[0].text
 
     def __str__(self) -> str:

@@ -17,6 +17,8 @@ from flowrl.sampling.worker_set import WorkerSet
 
 What = Collection[str] | Callable[[Any], Any]
 
+before_breakpoint: list[Callable[[], None]] = []
+"""Functions that Breakpoint calls first, such as that of a display which uses the terminal."""
 MAX_LISTED = 8  # workers in a summary
 
 
@@ -88,6 +90,8 @@ class Breakpoint:
 
     def __call__(self, item: Any) -> Any:
         if self.when is None or self.when(item):
+            for prepare in list(before_breakpoint):
+                prepare()
             breakpoint()
         return item
 

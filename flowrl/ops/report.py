@@ -33,6 +33,9 @@ class ReportingConfig(Settings):
     """Minimum env steps between reports."""
     metrics_num_episodes_for_smoothing: int = setting(100, group="reporting", ge=1, le=1_000_000)
     """Number of most recent episodes that episode statistics are computed over."""
+    monitor: bool = setting(True, group="reporting")
+    """Measure the plan once per second while it trains, for the `diagnosis` of results and the
+    file activity.jsonl of the run directory."""
     logged_names: Literal["classic", "nested"] = setting("classic", group="reporting")
     """Names of metrics in TensorBoard, progress.csv, W&B and MLflow, where each metric has one
     name: classic (`episode_reward_mean`, `info/learner/…`) or nested

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self, get_args
 
 from flowrl.monitoring.diagnosis import Diagnosis
 from flowrl.monitoring.monitor import Monitor
@@ -38,7 +38,7 @@ from flowrl.trainer.other_libraries import OtherLibrariesNames, with_hints
 from flowrl.trainer.plan_building import Plan, PlanBuilder
 from flowrl.trainer.plan_files import PLAN_MODULE, plan_of_module
 from flowrl.trainer.plan_settings import plan_config
-from flowrl.trainer.runs.training_loop import learn
+from flowrl.trainer.runs.training_loop import Display, learn
 from flowrl.trainer.start_checks import check_start
 
 log = logging.getLogger("flowrl")
@@ -253,7 +253,8 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         if self.config.log_to:
             self._loggers.start()
         self.plan.start(self.config.seed)
-        self.monitor.start()
+        if self.config.monitor:
+            self.monitor.start()
         try:
             with self.monitor.pulling():
                 plan_result = next(self.plan)
@@ -301,7 +302,7 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         *,
         stop: Mapping[str, float] | None = None,
         run_dir: Path | str | None = "auto",
-        progress: bool = True,
+        progress: bool | Literal["live", "line"] = True,
     ) -> Self:
         """Train until a limit is reached, as `flowrl train` does, and return the algorithm.
 
@@ -318,7 +319,9 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
             run_dir: folder for config, results (CSV, JSON, TensorBoard) and checkpoints. "auto"
                 continues in the algorithm's run directory, or creates one in runs/. None writes
                 nothing.
-            progress: print a table of the progress.
+            progress: show the progress: "live" on a terminal, with operators, workers and the
+                diagnosis; "line" as a table with a row every few seconds. True chooses "live" if
+                standard output is a terminal.
 
         Raises:
             ConfigError: an argument is invalid, or the run directory contains another run.
@@ -327,12 +330,16 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         """
         command = [Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]]
         self._check_not_stopped()
-        learn(self, total_timesteps, stop, run_dir, command, progress)
+        displays: dict[Any, Any] = {True: "auto", False: "none"}
+        display = displays.get(progress, progress)
+        if display not in get_args(Display):
+            raise ConfigError(f'learn: progress is a bool, "live" or "line", got {progress!r}')
+        learn(self, total_timesteps, stop, run_dir, command, display)
         return self
 
     @property
     def monitor(self) -> Monitor:
-        """Measures the plan while it runs; created on the first access."""
+        """Measures the plan while it runs, unless the setting `monitor` is off."""
         if self._monitor is None:
             self._monitor = Monitor(self.plan, self.workers)
         return self._monitor
@@ -342,9 +349,9 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
 
         `str(diagnosis)` is a sentence that names the operator, the cause, its share and a remedy;
         `diagnosis.findings` has further ones, the most important first. Each result has the
-        sentence as `diagnosis`.
+        sentence as `diagnosis`. There are no findings if the setting `monitor` is off.
         """
-        return Diagnosis([]) if self._monitor is None else self._monitor.diagnosis
+        return self.monitor.diagnosis
 
     def _check_not_stopped(self) -> None:
         if self._stopped:

@@ -1,6 +1,10 @@
 """Failures of a run: tracebacks of the user's code, notes, missing dependencies."""
 
-from tests.cli.helpers import ENVIRONMENT_PLAN
+import pytest
+
+from flowrl import PPO
+from flowrl.policies import ConfigError
+from tests.cli.helpers import ENVIRONMENT_PLAN, TWO_ITERATIONS
 
 FAILING_OPERATOR_PLAN = '''"""A plan whose operator raises."""
 from flowrl.algorithms.ppo import PPOConfig
@@ -55,3 +59,21 @@ def test_missing_dependency_of_an_environment_is_one_line(cli, tmp_path):
     code, _, err = cli("train", "mine.py", "--stop-iters", "1")
     assert code == 2
     assert err.strip() == "flowrl: env: install the thing"
+
+
+@pytest.mark.parametrize("display", ["line", "live", "none"])
+def test_display_is_plain_without_a_terminal(cli, display):
+    code, out, err = cli("train", "ppo", "--display", display, "--run-dir", "r", *TWO_ITERATIONS)
+    assert (code, err) == (0, "")
+    assert ("env steps  steps/s" in out) == (display != "none")
+    assert out.startswith("training PPO") == (display != "none")
+    assert "reached: " in out
+    assert "\x1b" not in out
+
+
+def test_unknown_display_is_rejected(cli):
+    code, _, err = cli("train", "ppo", "--display", "fancy")
+    assert code == 2
+    assert "--display" in err
+    with PPO("CartPole-v1") as algorithm, pytest.raises(ConfigError, match="progress is a bool"):
+        algorithm.learn(100, progress="fancy")

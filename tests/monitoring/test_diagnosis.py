@@ -281,9 +281,11 @@ def test_seconds_of_callbacks_resets_and_operators_are_measured():
 
 
 def test_run_without_measurements_says_so():
-    with PPO("CartPole-v1", **SMALL) as algorithm:
-        assert algorithm.diagnose().findings == []
-        assert "train for at least a second" in algorithm.train()["diagnosis"]
+    for settings in ({}, {"monitor": False}):
+        with PPO("CartPole-v1", **SMALL, **settings) as algorithm:
+            assert algorithm.diagnose().findings == []
+            assert "Nothing was measured yet" in algorithm.train()["diagnosis"]
+            assert (algorithm.monitor._thread is None) == ("monitor" in settings)
 
 
 def test_thread_of_the_monitor_ends_with_the_algorithm():

@@ -7,17 +7,16 @@ import shutil
 import sys
 import threading
 import time
-from collections import deque
 from contextlib import suppress
 from typing import Any
 
 from flowrl.trainer.runs.formatting import format_number, format_seconds
+from flowrl.trainer.runs.progress_rate import ProgressRate
 from flowrl.trainer.runs.stop_rules import StopRules
 
 ROW_INTERVAL_S = 5.0  # approximate seconds between two rows
 MAX_INTERVAL_S = 10.0  # without a new row or live line, print the env steps so far
 LIVE_INTERVAL_S = 0.25  # between two updates of the live line on a terminal
-RATE_WINDOW = 50  # iterations that steps/s are averaged over
 ROWS_PER_HEADER = 20
 LEARNER_STATS = ("policy_loss", "vf_loss", "entropy", "mean_q", "mean_logp")
 _SEPARATOR = "  "
@@ -37,11 +36,11 @@ class ProgressTable:
     """
 
     def __init__(self, stop: StopRules, counters: dict[str, Any]):
-        self._stop, self._counters = stop, counters
+        self._counters = counters
         self._is_terminal = sys.stdout.isatty()
         self._width = shutil.get_terminal_size((80, 24)).columns if self._is_terminal else 80
-        self._started = self._last_row = self._last_live = time.perf_counter()
-        self._history: deque[tuple[float, int, int]] = deque(maxlen=RATE_WINDOW)
+        self._rate = ProgressRate(stop)
+        self._last_row = self._last_live = time.perf_counter()
         self._step_between_rows = 0  # env steps; 0 until the rate is known
         self._next_row_at = 0  # env steps
         self._result: dict[str, Any] | None = None
@@ -59,12 +58,12 @@ class ProgressTable:
         """Record a result, and print a row if it is due."""
         now, steps = time.perf_counter(), result["timesteps_total"]
         with self._lock:
-            self._history.append((now, steps, result["training_iteration"]))
+            self._rate.add(result)
             self._result = result
             if self._printed is None and not self._is_terminal:
                 self._print_row(self._cells(result))
             if steps >= self._next_row_at and now - self._last_row >= ROW_INTERVAL_S / 5:
-                if self._step_between_rows or now - self._started >= ROW_INTERVAL_S:
+                if self._step_between_rows or self._rate.seconds >= ROW_INTERVAL_S:
                     if self._live is not None:  # must not show an older result than the row
                         self._update_live(self._cells(result))
                     self._print_row(self._cells(result))
@@ -86,7 +85,7 @@ class ProgressTable:
                 self._print_row(cells)
 
     def _choose_next_row(self, steps: int) -> None:
-        rate = self._rate()
+        rate = self._rate.steps_per_s()
         if rate:
             wanted = max(rate * ROW_INTERVAL_S, self._step_between_rows)
             magnitude = 10 ** math.floor(math.log10(max(wanted, 1)))
@@ -152,7 +151,7 @@ class ProgressTable:
     def _cells(self, result: dict[str, Any], ended: bool = False) -> dict[str, str]:
         """Return column -> text of the row for a result."""
         steps = result["timesteps_total"]
-        rate = self._rate()
+        rate = self._rate.steps_per_s()
         has_episodes = result["episodes_in_window"] > 0
         cells = {
             "iter": f"{result['training_iteration']:,}",
@@ -170,30 +169,9 @@ class ProgressTable:
             for name in LEARNER_STATS:
                 if name in stats and name not in cells:
                     cells[name] = format_number(stats[name])
-        left = None if ended else self._seconds_left(result)
+        left = None if ended else self._rate.seconds_left(result)
         cells["time left"] = "" if left is None else format_seconds(left)
         return cells
-
-    def _rate(self) -> float:
-        """Return env steps per second; the first iteration, in which workers start, is left out."""
-        if len(self._history) < 2:
-            return 0.0
-        (start, before, _), (now, steps, _) = self._history[0], self._history[-1]
-        return (steps - before) / max(now - start, 1e-9)
-
-    def _seconds_left(self, result: dict[str, Any]) -> float | None:
-        """Return the seconds until the first limit on env steps, iterations or time is reached."""
-        stop, left = self._stop, []
-        if stop.time_s is not None:
-            left.append(stop.time_s - (time.perf_counter() - self._started))
-        if rate := self._rate():
-            if stop.env_steps is not None:
-                left.append((stop.env_steps - result["timesteps_total"]) / rate)
-            if stop.iters is not None:
-                (start, _, before), (now, _, iteration) = self._history[0], self._history[-1]
-                per_iteration = (now - start) / max(iteration - before, 1)
-                left.append((stop.iters - iteration) * per_iteration)
-        return max(min(left), 0.0) if left else None
 
 
 _FIRST_COLUMNS = ("iter", "env steps", "steps/s", "return", "length", "time left")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from flowrl.iter.stage import walk
 from flowrl.ops import WriteParquet
@@ -17,6 +18,7 @@ from flowrl.settings import ConfigError
 from flowrl.trainer.runs.activity_log import ActivityLog
 from flowrl.trainer.runs.continuing import ways_to_continue
 from flowrl.trainer.runs.formatting import format_count, format_path
+from flowrl.trainer.runs.live_view import LiveView
 from flowrl.trainer.runs.progress import ProgressTable
 from flowrl.trainer.runs.run_directory import RunDirectory, default_run_dir, env_name
 from flowrl.trainer.runs.saved_run import read_config, read_stop_rules, result_at
@@ -28,6 +30,10 @@ from flowrl.trainer.runs.signal_handler import (
     is_termination,
 )
 from flowrl.trainer.runs.stop_rules import PendingMetrics, StopRules, metric_rules
+
+Display = Literal["auto", "live", "line", "none"]
+"""How the progress of a run is shown: "live" and "auto" are the LiveView on a terminal, and "line"
+elsewhere; "line" is a table with a row every few seconds; "none" shows nothing."""
 
 
 @dataclass
@@ -50,7 +56,7 @@ class RunEnd:
 
 
 def train_until(
-    algorithm: Any, stop: StopRules, run: RunDirectory | None, show_progress: bool = True
+    algorithm: Any, stop: StopRules, run: RunDirectory | None, display: Display = "auto"
 ) -> RunEnd:
     """Train until a limit is reached or a signal arrives.
 
@@ -58,13 +64,13 @@ def train_until(
         algorithm: the algorithm.
         stop: the limits.
         run: receives results and checkpoints; None writes nothing.
-        show_progress: print a table.
+        display: how to show the progress.
 
     Raises:
         Exception: the training failed; the last result and a checkpoint were written.
     """
     config = algorithm.config
-    progress = None
+    progress: ProgressTable | LiveView | None = None
     if run is not None:
         algorithm.monitor.listeners.append(ActivityLog(run.path).append)
     pending = PendingMetrics(stop, config.checkpoint_score_attribute)
@@ -72,9 +78,9 @@ def train_until(
     exit_code, reason, result = 0, None, None
     with SignalHandler() as signals:
         try:
-            if show_progress:
+            if display != "none":
                 _print_start(algorithm, stop, run)
-                progress = ProgressTable(stop, algorithm.plan.metrics.counters)
+                progress = _new_display(algorithm, stop, display)
             while reason is None:
                 signals.raise_pending()
                 signals.armed = True
@@ -120,6 +126,13 @@ def train_until(
             result = _write_last_result(algorithm, run, result)
         checkpoint = None if run is None else run.save(algorithm, result)
     return RunEnd(reason, exit_code, checkpoint, time.perf_counter() - started)
+
+
+def _new_display(algorithm: Any, stop: StopRules, display: Display) -> ProgressTable | LiveView:
+    """Return the display of a run."""
+    if display != "line" and sys.stdout.isatty():
+        return LiveView(stop, algorithm.monitor)
+    return ProgressTable(stop, algorithm.plan.metrics.counters)
 
 
 def _print_start(algorithm: Any, stop: StopRules, run: RunDirectory | None) -> None:
@@ -239,14 +252,15 @@ def learn(
     stop: Mapping[str, float] | None,
     run_dir: Path | str | None,
     command: list[str],
-    show_progress: bool,
+    display: Display,
 ) -> None:
     """Implement `Algorithm.learn`.
 
     Args:
         algorithm: the algorithm.
-        total_timesteps, stop, run_dir, show_progress: see `Algorithm.learn`.
+        total_timesteps, stop, run_dir: see `Algorithm.learn`.
         command: the user's program, for the run directory.
+        display: how to show the progress.
     """
     config = algorithm.config
     steps = whole_number(total_timesteps)
@@ -274,7 +288,7 @@ def learn(
     if reached is not None:
         print(f"already reached: {reached}; pass a larger total_timesteps or limit")
         return
-    end = _train_in_run(algorithm, rules, path, resume, total, command, tree, show_progress)
+    end = _train_in_run(algorithm, rules, path, resume, total, command, tree, display)
     if end.exit_code == 130:
         raise KeyboardInterrupt
     if end.exit_code:
@@ -300,12 +314,12 @@ def _train_in_run(
     total: int | None,
     command: list[str],
     tree: str,
-    show_progress: bool,
+    display: Display,
 ) -> RunEnd:
     """Train in a run directory that is new or continues; without one if `path` is None."""
     if path is None:
-        end = train_until(algorithm, stop, None, show_progress)
-        if show_progress:
+        end = train_until(algorithm, stop, None, display)
+        if display != "none":
             print(describe_end(end, algorithm.last_result))
         return end
     run = RunDirectory(path, algorithm.config.logged_names, resume)
@@ -316,10 +330,10 @@ def _train_in_run(
             config = algorithm.config.updated(total_timesteps=total)
             run.write_setup(config, command, tree, asdict(stop))
         algorithm.run_dir = path
-        end = train_until(algorithm, stop, run, show_progress)
+        end = train_until(algorithm, stop, run, display)
     finally:
         run.close()
-    if show_progress:
+    if display != "none":
         end_text = describe_end(end, algorithm.last_result)
         print(f"{end_text}; run directory: {format_path(path)}")
         if end.checkpoint is not None:

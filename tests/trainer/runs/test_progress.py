@@ -2,7 +2,7 @@
 
 import pytest
 
-from flowrl.trainer.runs import progress
+from flowrl.trainer.runs import progress, progress_rate
 from flowrl.trainer.runs.progress import ProgressTable
 from flowrl.trainer.runs.stop_rules import StopRules
 
@@ -21,6 +21,7 @@ class Clock:
 def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(progress, "time", clock)
+    monkeypatch.setattr(progress_rate, "time", clock)
     return clock
 
 
