@@ -231,6 +231,8 @@ class _AlgorithmConfigReporting(TypedDict, total=False):
     """Minimum env steps between reports."""
     metrics_num_episodes_for_smoothing: int
     """Number of most recent episodes that episode statistics are computed over."""
+    monitor: bool
+    """Measure the plan once per second while it trains, for the `diagnosis` of results and the file activity.jsonl of the run directory."""
     logged_names: Literal["classic", "nested"]
     """Names of metrics in TensorBoard, progress.csv, W&B and MLflow, where each metric has one name: classic (`episode_reward_mean`, `info/learner/…`) or nested (`env_runners/episode_return_mean`, `learners/…`). Results in Python have both."""
     log_to: list[Literal["wandb", "mlflow"]]
