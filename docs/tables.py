@@ -244,7 +244,7 @@ def commands() -> str:
 
     parts = []
     names = ("train ppo", "resume", "evaluate", "explain", "check", "diagnose", "plans",
-             "checkpoint", "checkpoint inspect", "tensorboard", "copy")  # fmt: skip
+             "checkpoint", "checkpoint inspect", "plot", "tensorboard", "copy")  # fmt: skip
     for name in names:
         output = io.StringIO()
         with redirect_stdout(output), suppress(SystemExit):

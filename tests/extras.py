@@ -17,6 +17,7 @@ MODULES = {
     "offline": ["pyarrow"],
     "onnx": ["onnxscript", "onnxruntime"],
     "optuna": ["optuna"],
+    "plot": ["matplotlib"],
     "tensorboard": ["tensorboard"],
     "tune": ["pandas", "pyarrow"],  # ray.tune imports both
     "video": ["imageio_ffmpeg", "pygame"],

@@ -30,6 +30,7 @@ _USAGE = """usage: flowrl COMMAND …
   diagnose RUN_DIR                        Say what limits a running or finished run.
   plans                                   List the shipped plans.
   checkpoint inspect PATH                 Verify a checkpoint and show its contents.
+  plot RUN_DIR …                          Draw learning curves, as SVG or PNG.
   tensorboard [FOLDER]                    Show the curves of runs in TensorBoard.
   copy PLAN FILE                          Copy a shipped plan as a start for your own.
   version, --version                      Print flowrl's version.
@@ -47,6 +48,7 @@ _COMMANDS = {
     "diagnose": "flowrl.cli.diagnose:diagnose_command",
     "plans": "flowrl.cli.plans:plans_command",
     "checkpoint": "flowrl.cli.checkpoint:checkpoint_command",
+    "plot": "flowrl.cli.plot:plot_command",
     "tensorboard": "flowrl.cli.tensorboard:tensorboard_command",
     "copy": "flowrl.cli.copy:copy_command",
     "version": "flowrl.cli.main:version_command",

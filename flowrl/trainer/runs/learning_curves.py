@@ -1,0 +1,126 @@
+"""Learning curves: a metric of several runs over env steps, with mean and interval over seeds."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flowrl.settings import ConfigError
+from flowrl.trainer.metric_names import metric_value
+from flowrl.trainer.runs.saved_run import read_config, read_results
+
+NUM_POINTS = 200  # of the mean curve of a group
+NUM_RESAMPLES = 1000  # of the bootstrap
+_OF_ONE_RUN = ("seed", "run_dir", "log_config")  # settings in which runs of one group may differ
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The runs with the same settings but for their seeds.
+
+    Attributes:
+        name: their algorithm and environment, and what distinguishes them from other groups.
+        runs: (env steps, values) of each run, arrays [results].
+        steps, mean: the mean over the runs, arrays [NUM_POINTS], where all of them have values.
+        low, high: 95 % bootstrap interval of the mean; equal to it with one run.
+    """
+
+    name: str
+    runs: list[tuple[np.ndarray, np.ndarray]]
+    steps: np.ndarray
+    mean: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
+
+def find_runs(paths: Sequence[Path]) -> list[Path]:
+    """Return run directories: the paths themselves, or the runs in a folder of runs.
+
+    Raises:
+        ConfigError: a path is neither.
+    """
+    found: list[Path] = []
+    for path in paths:
+        inner = sorted(file.parent for file in path.glob("*/config.json"))
+        if (path / "config.json").exists():
+            found.append(path)
+        elif inner:
+            found += inner
+        else:
+            read_config(path)  # raises: it is not a run directory
+    return found
+
+
+def learning_curves(run_dirs: Sequence[Path], metric: str = "episode_reward_mean") -> list[Curve]:
+    """Return a curve for each group of runs with the same settings but for their seeds.
+
+    Args:
+        run_dirs: the run directories.
+        metric: path of the metric in a result, such as `learners/default_policy/kl`.
+
+    Raises:
+        ConfigError: a path is not a run directory, or no run has finite values of the metric.
+    """
+    groups: dict[str, list[tuple[Path, dict[str, Any]]]] = {}
+    for run_dir in run_dirs:
+        settings = read_config(run_dir)[0]
+        key = {name: value for name, value in settings.items() if name not in _OF_ONE_RUN}
+        key["plan of the run"] = _plan_of(run_dir)
+        groups.setdefault(json.dumps(key, sort_keys=True), []).append((run_dir, key))
+    all_settings = [runs[0][1] for runs in groups.values()]
+    curves = []
+    for runs in groups.values():
+        values = [points for run_dir, _ in runs if len((points := _points(run_dir, metric))[0])]
+        if values:
+            curves.append(_curve(_name(runs[0][1], all_settings), values))
+    if not curves:
+        raise ConfigError(f"plot: no result of these runs has a finite {metric!r}")
+    return curves
+
+
+def _plan_of(run_dir: Path) -> str:
+    command = run_dir / "command.txt"
+    words = command.read_text().split() if command.exists() else []
+    plans = [word for word in words[2:3] if not word.startswith("-")]
+    return Path(plans[0]).stem if words[:2] == ["flowrl", "train"] and plans else ""
+
+
+def _name(settings: dict[str, Any], others: list[dict[str, Any]]) -> str:
+    """Return plan and environment of a group, and its settings that other groups do not have."""
+    name = " ".join(filter(None, (settings["plan of the run"], str(settings.get("env") or ""))))
+    differing = [
+        f"{key}={value}"
+        for key, value in settings.items()
+        if key not in ("plan of the run", "env", "plan")
+        and any(other.get(key) != value for other in others)
+    ]
+    shown = ", ".join(differing[:3]) + (", …" if len(differing) > 3 else "")
+    return f"{name or 'run'}{', ' * bool(shown)}{shown}"
+
+
+def _points(run_dir: Path, metric: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return env steps and finite values of a metric."""
+    points = [
+        (result["timesteps_total"], value)
+        for result in read_results(run_dir)
+        if isinstance(value := metric_value(result, metric), (int, float)) and math.isfinite(value)
+    ]
+    steps, values = np.array(points, float).reshape(-1, 2).T
+    return steps, values
+
+
+def _curve(name: str, runs: list[tuple[np.ndarray, np.ndarray]]) -> Curve:
+    first, last = max(steps[0] for steps, _ in runs), min(steps[-1] for steps, _ in runs)
+    grid = np.linspace(first, max(first, last), NUM_POINTS)
+    values = np.stack([np.interp(grid, steps, values) for steps, values in runs])
+    mean = values.mean(0)
+    chosen = np.random.default_rng(0).integers(len(runs), size=(NUM_RESAMPLES, len(runs)))
+    means = values[chosen].mean(1)
+    low, high = np.percentile(means, [2.5, 97.5], axis=0)
+    return Curve(name, runs, grid, mean, low, high)

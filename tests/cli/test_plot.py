@@ -1,0 +1,100 @@
+"""`flowrl plot`: learning curves, mean and interval over seeds."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flowrl.settings import ConfigError
+from flowrl.trainer.runs.learning_curves import NUM_POINTS, find_runs, learning_curves
+from tests.extras import require_extra
+
+
+def write_run(folder, returns, seed=1, plan="ppo", **settings):
+    """Write a run directory with a return every 100 env steps."""
+    folder.mkdir(parents=True)
+    config = {"env": "CartPole-v1", "gamma": 0.9, "seed": seed, **settings}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "command.txt").write_text(f"flowrl train {plan} --seed {seed}\n")
+    lines = [
+        json.dumps({"timesteps_total": 100 * (i + 1), "episode_reward_mean": value, "x": {"y": i}})
+        for i, value in enumerate(returns)
+    ]
+    (folder / "result.json").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def test_runs_that_differ_in_their_seeds_are_one_curve(tmp_path):
+    runs = [write_run(tmp_path / str(seed), [seed, 2.0 * seed], seed) for seed in (1, 2, 6)]
+    (curve,) = learning_curves(runs)
+    assert curve.name == "ppo CartPole-v1"
+    assert len(curve.runs) == 3
+    assert curve.steps.shape == curve.mean.shape == (NUM_POINTS,)
+    assert (curve.steps[0], curve.steps[-1]) == (100, 200)
+    np.testing.assert_allclose(curve.mean, np.linspace(3, 6, NUM_POINTS))
+    assert (curve.low < curve.mean).all()
+    assert (curve.mean < curve.high).all()
+    assert curve.low[0] >= 1
+    assert curve.high[0] <= 6
+
+
+def test_other_settings_and_plans_are_other_curves(tmp_path):
+    runs = [
+        write_run(tmp_path / "a", [1.0, 2.0]),
+        write_run(tmp_path / "b", [1.0, 2.0], gamma=0.5),
+        write_run(tmp_path / "c", [1.0, 2.0], plan="mine.py"),
+    ]
+    names = [curve.name for curve in learning_curves(runs)]
+    assert names == [
+        "ppo CartPole-v1, gamma=0.9",
+        "ppo CartPole-v1, gamma=0.5",
+        "mine CartPole-v1, gamma=0.9",
+    ]
+
+
+def test_results_without_the_metric_are_left_out(tmp_path):
+    run = write_run(tmp_path / "a", [None, math.inf, 3.0, 4.0])
+    (curve,) = learning_curves([run])
+    assert curve.runs[0][0].tolist() == [300, 400]
+    (curve,) = learning_curves([run], "x/y")
+    assert curve.runs[0][1].tolist() == [0, 1, 2, 3]
+    with pytest.raises(ConfigError, match="'nothing'"):
+        learning_curves([run], "nothing")
+
+
+def test_folders_of_runs_are_searched(tmp_path):
+    a, b = write_run(tmp_path / "runs" / "a", [1.0]), write_run(tmp_path / "runs" / "b", [1.0])
+    (tmp_path / "runs" / "other").mkdir()
+    assert find_runs([tmp_path / "runs"]) == [a, b]
+    assert find_runs([b]) == [b]
+    with pytest.raises(ConfigError, match="no such folder"):
+        find_runs([tmp_path / "missing"])
+
+
+@pytest.mark.parametrize("suffix", [".svg", ".png", ".pdf"])
+def test_curves_are_drawn(cli, tmp_path, suffix):
+    require_extra("plot")
+    for seed in (1, 2):
+        write_run(tmp_path / "runs" / str(seed), [1.0, 3.0], seed)
+    write_run(tmp_path / "runs" / "other", [2.0, 5.0], gamma=0.5)
+    code, out, err = cli("plot", "runs", "-o", f"curve{suffix}")
+    assert (code, err) == (0, "")
+    assert "ppo CartPole-v1, gamma=0.9: 2 runs, 3 after 200 env steps" in out
+    assert f"drawn: curve{suffix}" in out
+    start = {".svg": b"<?xml", ".png": b"\x89PNG", ".pdf": b"%PDF"}[suffix]
+    assert Path(f"curve{suffix}").read_bytes().startswith(start)
+
+
+def test_wrong_arguments_are_rejected(cli, tmp_path):
+    write_run(tmp_path / "a", [1.0])
+    for arguments, message in (
+        (("a", "-o", "curve.txt"), "must end in .svg, .png, .pdf"),
+        (("missing",), "no such folder"),
+        (("a", "--metric", "nope"), "no result of these runs has a finite 'nope'"),
+        (("a", "-o", "missing/curve.svg"), "cannot write missing/curve.svg: No such file"),
+    ):
+        code, _, err = cli("plot", *arguments)
+        assert code == 2
+        assert message in err
