@@ -1,7 +1,8 @@
 """What does the measurement of a running plan cost? Env steps per second with and without it.
 
-Two algorithms that differ only in the setting `monitor` train in turn, for a few seconds each;
-prints the ratio of their speeds per round, the median, and the spread.
+Algorithms train in turn, for a few seconds each: without measurement (monitor=False), with it (the
+default), and with a trace in addition. Prints the median of the ratios of their speeds to that
+without measurement over the rounds, and the quartiles.
 
     python benchmarks/monitoring.py [--seconds 3] [--rounds 9]
 """
@@ -13,7 +14,8 @@ import statistics
 import time
 from typing import Any
 
-from flowrl import IMPALA, PPO
+from flowrl import DQN, IMPALA, PPO
+from flowrl.monitoring.trace import Tracer
 
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "PPO, in process": (PPO, {"num_envs_per_worker": 8, "train_batch_size": 1024}),
@@ -21,6 +23,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
         PPO,
         {"num_envs_per_worker": 8, "train_batch_size": 1024, "num_workers": 2},
     ),
+    "DQN, in process": (DQN, {}),
     "IMPALA, 2 workers": (IMPALA, {"num_envs_per_worker": 4, "num_workers": 2}),
 }
 
@@ -39,19 +42,24 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args()
     for name, (algorithm_class, settings) in CASES.items():
-        ratios = []
+        ratios: dict[str, list[float]] = {"measured": [], "traced": []}
         for round_number in range(args.rounds):
             speeds = {}
             # one at a time, because idle workers use processors, too; the first one alternates
-            for monitor in (True, False) if round_number % 2 else (False, True):
+            order = ("off", "measured", "traced")[:: 1 if round_number % 2 else -1]
+            for mode in order:
                 with algorithm_class(
-                    "CartPole-v1", seed=1, monitor=monitor, **settings
+                    "CartPole-v1", seed=1, monitor=mode != "off", **settings
                 ) as algorithm:
                     speed(algorithm, 1.0)
-                    speeds[monitor] = speed(algorithm, args.seconds)
-            ratios.append(speeds[True] / speeds[False])
-        low, *_, high = statistics.quantiles(ratios, n=4)
-        print(f"{name}: {statistics.median(ratios):.3f} ({low:.3f} to {high:.3f})", flush=True)
+                    if mode == "traced":
+                        Tracer(algorithm.plan, 60.0)
+                    speeds[mode] = speed(algorithm, args.seconds)
+            for mode in ratios:
+                ratios[mode].append(speeds[mode] / speeds["off"])
+        for mode, values in ratios.items():
+            low, median, high = statistics.quantiles(values, n=4)
+            print(f"{name}, {mode}: {median:.3f} ({low:.3f} to {high:.3f})", flush=True)
 
 
 if __name__ == "__main__":

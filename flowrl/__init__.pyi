@@ -233,6 +233,8 @@ class _AlgorithmConfigReporting(TypedDict, total=False):
     """Number of most recent episodes that episode statistics are computed over."""
     monitor: bool
     """Measure the plan once per second while it trains, for the `diagnosis` of results and the file activity.jsonl of the run directory."""
+    trace_s: float | None
+    """Write the last seconds of a training to trace.json in its run directory, as Chrome trace events, which https://ui.perfetto.dev shows; None writes no trace."""
     logged_names: Literal["classic", "nested"]
     """Names of metrics in TensorBoard, progress.csv, W&B and MLflow, where each metric has one name: classic (`episode_reward_mean`, `info/learner/…`) or nested (`env_runners/episode_return_mean`, `learners/…`). Results in Python have both."""
     log_to: list[Literal["wandb", "mlflow"]]

@@ -18,11 +18,21 @@ from flowrl.trainer.registry import algorithms_with
 _STOP = ("--stop", "--stop-reward", "--stop-timesteps", "--stop-iters", "--stop-time-s")
 _SAVED = ("--checkpoint", "--plan", "--trust")
 OPTIONS = {
-    "train": ("--run", "--env", "--config", "--run-dir", *_STOP),
+    "train": (
+        "--run",
+        "--env",
+        "--config",
+        "--run-dir",
+        "--display",
+        "--trace",
+        "--in-process",
+        *_STOP,
+    ),
     "train FILE.yaml": ("--run-dir", "--only", "--seed", "--trust", *_STOP),
-    "resume": ("--run-dir", *_SAVED, *_STOP),
+    "resume": ("--run-dir", "--display", *_SAVED, *_STOP),
     "evaluate": ("--episodes", "--seed", "--render", "--video", *_SAVED),
     "checkpoint": ("--json",),
+    "plot": ("--metric",),
 }
 """Command -> its options that are not settings, for errors of other commands."""
 

@@ -17,7 +17,7 @@ from flowrl.setting_values import nearest, whole_number
 from flowrl.settings import ConfigError, Settings
 from flowrl.trainer.registry import algorithms_with
 
-_NUMBERS = re.compile(r"\[ *\d+( *, *\d+)* *\]|\d+(,\d+)+")  # [64, 64] or 64,64
+_NUMBERS = re.compile(r"\[ *\d+( *, *\d+)+ *\]|\d+(,\d+)+")  # [64, 64] or 64,64
 
 
 def flag_names(record: type[Settings], prefix: str = "", switches: bool = False) -> list[str]:

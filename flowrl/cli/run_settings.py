@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flowrl.cli.arguments import Parser, json_object
+from flowrl.cli.arguments import Parser, json_object, positive_float
 from flowrl.cli.stop_options import add_display_option, add_stop_options, stop_rules_of
 from flowrl.settings import ConfigError
 from flowrl.trainer.plan_settings import plan_config
@@ -17,6 +17,7 @@ from flowrl.trainer.trust import untrusted_code
 
 CODE_SETTINGS = ("callbacks_class", "policy_mapping_fn", "sample_collector")
 """Settings whose flags take the import path of code."""
+DEFAULT_TRACE_S = 60.0
 HELP_FLAGS = ("-h", "--help", "--help-all")
 
 
@@ -86,6 +87,8 @@ def parse_run(
     defaults = before.updated(**changes)
     settings_flags = [flag for flag in flags if flag not in HELP_FLAGS]
     config = settings_from_flags(defaults, settings_flags, program, vars(options), import_code)
+    if options.trace is not None:
+        config = config.updated(trace_s=options.trace)
     if options.in_process:
         config = _without_actors(config)
     if settings_flags != flags:
@@ -101,16 +104,11 @@ def _run_options(program: str, *default_stop: str) -> argparse.ArgumentParser:
     parser = Parser(prog=program, add_help=False)
     add_stop_options(parser, *default_stop)
     parser.add_argument("--run-dir", type=Path, help="output folder (default: runs/…)")
-    add_display_option(parser)
+    add_training_options(parser)
     parser.add_argument(
         "--env",
         help="id of a Gymnasium environment, a registered name, or module:Id or module:Class of a "
         "module, for example in the current folder",
-    )
-    parser.add_argument(
-        "--in-process",
-        action="store_true",
-        help="sample, learn and evaluate in this process, for debugging (num_workers=0, …)",
     )
     parser.add_argument(
         "--config",
@@ -119,6 +117,24 @@ def _run_options(program: str, *default_stop: str) -> argparse.ArgumentParser:
         help="settings as a JSON object; flags override them",
     )
     return parser
+
+
+def add_training_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say how a run is shown, traced and debugged."""
+    add_display_option(parser)
+    parser.add_argument(
+        "--trace",
+        nargs="?",
+        type=positive_float,
+        const=DEFAULT_TRACE_S,
+        metavar="SECONDS",
+        help=f"write the last seconds of the run to trace.json (default: {DEFAULT_TRACE_S:g})",
+    )
+    parser.add_argument(
+        "--in-process",
+        action="store_true",
+        help="sample, learn and evaluate in this process, for debugging (num_workers=0, …)",
+    )
 
 
 def _without_actors(config: Any) -> Any:

@@ -7,7 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.cli.arguments import Parser, import_from_current_folder, json_object, with_flags
-from flowrl.cli.run_settings import is_algorithm_run, parse_algorithm_run, parse_plan_run
+from flowrl.cli.run_settings import (
+    add_training_options,
+    is_algorithm_run,
+    parse_algorithm_run,
+    parse_plan_run,
+)
 from flowrl.cli.stop_options import add_stop_options, stop_rules_of
 from flowrl.settings import ConfigError
 
@@ -65,6 +70,7 @@ def _help_parser() -> argparse.ArgumentParser:
         epilog="`flowrl plans` lists the plans, `flowrl train PLAN --help` the settings of one.",
     )
     add_stop_options(parser)
+    add_training_options(parser)
     group = parser.add_argument_group(
         "an algorithm by name", "Train an algorithm with its default settings instead of a plan's."
     )

@@ -353,6 +353,16 @@ class LocalIterator(Generic[T]):
         """
         return stats_rows(self.stage, self._profiler)
 
+    def trace(self, on_pull: Callable[[Stage, float, float], None] | None) -> None:
+        """Call a function after the pulls of each stage; quick pulls are sampled.
+
+        Args:
+            on_pull: (stage, start [s of `time.perf_counter`], duration [s]); None ends the trace.
+        """
+        self.start()
+        assert self._profiler is not None
+        self._profiler.on_pull = on_pull
+
     @staticmethod
     def get_metrics() -> MetricsContext:
         """Return the context of the plan being pulled; ValueError outside a pull."""

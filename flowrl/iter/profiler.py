@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from typing import Any
 
 from flowrl.iter.stage import NOT_READY, Pull, Stage, walk
@@ -17,7 +18,9 @@ from flowrl.process_usage import resident_bytes
 
 MAX_INTERVAL = 64  # pulls that a timed pull represents
 TIMING_S = 1e-6  # cost of timing a pull, per stage
+TRACING_S = 4e-6  # the same if the pull is traced
 MAX_OVERHEAD = 0.01  # timing may take this share of the time since the start
+MAX_TRACE_OVERHEAD = 0.02  # while pulls are traced
 MEMORY_INTERVAL_S = 0.05  # between two pulls whose memory is measured
 
 
@@ -37,13 +40,15 @@ class StageTimes:
 class Profiler:
     """Times the pulls of the plan that ends in `root`.
 
-    `next_timed` counts down to the next pull that must go through `pull`.
+    `next_timed` counts down to the next pull that must go through `pull`. `on_pull`, if set, is
+    called after each timed pull of a stage with the stage, the time of its start and its seconds.
     """
 
     def __init__(self, root: Stage):
         self.stages = list(walk(root))
         self._times = {stage: StageTimes() for stage in self.stages}
         self._started = time.perf_counter()
+        self.on_pull: Callable[[Stage, float, float], None] | None = None
         self.next_timed = 1
         self._interval = 1
         self._weight = 1
@@ -95,6 +100,8 @@ class Profiler:
                 times.pull_s += seconds * weight
                 times.busy_s += (seconds - self._parents_s - (stage.waited_s - waited)) * weight
                 self._parents_s = siblings_s + seconds
+                if self.on_pull is not None:
+                    self.on_pull(stage, started, seconds)
 
         return timed
 
@@ -114,9 +121,9 @@ class Profiler:
                 self._memory_due = time.perf_counter() + MEMORY_INTERVAL_S
             self._pulls += self._weight
             mean_s = (time.perf_counter() - self._started) / self._pulls
-            mean_interval = min(
-                int(TIMING_S * len(self.stages) / (MAX_OVERHEAD * mean_s)), MAX_INTERVAL
-            )
+            share = MAX_OVERHEAD if self.on_pull is None else MAX_TRACE_OVERHEAD
+            cost_s = TIMING_S if self.on_pull is None else TRACING_S
+            mean_interval = min(int(cost_s * len(self.stages) / (share * mean_s)), MAX_INTERVAL)
             # random, so that it does not coincide with something periodic in the plan
             interval = self._random.randrange(1, 2 * mean_interval) if mean_interval > 1 else 1
             self._interval = self.next_timed = interval

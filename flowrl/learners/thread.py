@@ -22,13 +22,15 @@ JOIN_TIMEOUT_S = 30.0  # that stop() waits for the running update
 class LearnedBatch(NamedTuple):
     """A batch that the learner has learned from.
 
-    `learn_s` is the time spent learning; `idle_s` the time without a batch before that.
+    `learn_s` is the time spent learning [s]; `idle_s` the time without a batch before that;
+    `ended_at` when it ended, in seconds since 1970.
     """
 
     batch: Batch
     updates: Updates
     learn_s: float
     idle_s: float
+    ended_at: float = 0.0
 
 
 class LearnFailure(NamedTuple):
@@ -224,7 +226,8 @@ class LearnerThread:
             idle_s, self._idle_s = self._idle_s, 0.0
             self._total_learn_s += learn_s
             self._total_idle_s += idle_s
-            self.outqueue.put_nowait(LearnedBatch(batch, updates, learn_s, idle_s))
+            learned = LearnedBatch(batch, updates, learn_s, idle_s, time.time())
+            self.outqueue.put_nowait(learned)
         return True
 
     # -- inspection ------------------------------------------------------------------------------

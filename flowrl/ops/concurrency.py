@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from flowrl.iter import NOT_READY, LocalIterator, Source, Stage, _get_shared_metrics
 from flowrl.iter.errors import note_origin, operator_error
@@ -165,6 +165,14 @@ class Dequeue(LocalIterator[Any]):
         super().__init__(stage, "Dequeue")
 
 
+class UpdateSpan(NamedTuple):
+    """When a learner thread has learned: the end [s since 1970], the duration [s], the rows."""
+
+    ended_at: float
+    learn_s: float
+    rows: int
+
+
 class DequeueStage(Stage):
     """The stage of Dequeue."""
 
@@ -186,6 +194,7 @@ class DequeueStage(Stage):
         self._check = check
         self._signal: Signal | None = None
         self._emitted: tuple[Source, ...] = ()
+        self.last_update: UpdateSpan | None = None  # of the item returned last
 
     def start(self, seed: str | None) -> None:
         self._signal = queue_signal(self.queue)
@@ -219,7 +228,8 @@ class DequeueStage(Stage):
             item.add_note("raised in the thread that fills the queue of Dequeue")
             raise item
         if item is not NOT_READY and self.learner is not None:
-            item = _record(self.learner, item)
+            learned, item = item, _record(self.learner, item)
+            self.last_update = UpdateSpan(learned.ended_at, learned.learn_s, learned.batch.count)
             self._emitted = item[0].sources
         return item
 

@@ -18,7 +18,7 @@ from flowrl.ops.plan_metrics import Info, PlanMetrics
 from flowrl.sampling.worker_config import WorkerConfig
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.setting_aliases import INFO_COUNTERS
-from flowrl.settings import NotNegative, Settings, setting
+from flowrl.settings import NotNegative, Positive, Settings, setting
 
 Result = dict[str, Any]
 
@@ -36,6 +36,9 @@ class ReportingConfig(Settings):
     monitor: bool = setting(True, group="reporting")
     """Measure the plan once per second while it trains, for the `diagnosis` of results and the
     file activity.jsonl of the run directory."""
+    trace_s: Positive | None = setting(None, group="reporting")
+    """Write the last seconds of a training to trace.json in its run directory, as Chrome trace
+    events, which https://ui.perfetto.dev shows; None writes no trace."""
     logged_names: Literal["classic", "nested"] = setting("classic", group="reporting")
     """Names of metrics in TensorBoard, progress.csv, W&B and MLflow, where each metric has one
     name: classic (`episode_reward_mean`, `info/learner/…`) or nested

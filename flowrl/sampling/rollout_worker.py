@@ -109,6 +109,7 @@ class RolloutWorker:
         self._node = node_id() if worker_index else None
         self._weights_s = 0.0  # loading weights
         self._num_fragments = self._num_bytes = 0  # returned by `sample`
+        self._sampled_at = 0.0, 0.0  # start and end of the last fragment [s since 1970]
         process_usage()  # starts to measure this process
 
     # -- environments --------------------------------------------------------------------------
@@ -194,6 +195,7 @@ class RolloutWorker:
                 after `max_num_env_restarts` failures), with a note of worker, sub-environment and
                 step. Rows not returned yet are dropped, and the next call starts new episodes.
         """
+        started = time.time()
         try:
             samples = self._sampling.sample()
             if overrides(self.callbacks, "on_sample_end"):
@@ -206,6 +208,7 @@ class RolloutWorker:
         self._sampling.count(samples)
         self._num_fragments += 1
         self._num_bytes += samples.size_bytes()
+        self._sampled_at = started, time.time()
         return samples
 
     def to_sample(self, batch: MultiAgentBatch) -> SampleBatch | MultiAgentBatch:
@@ -242,6 +245,7 @@ class RolloutWorker:
                 "env_steps": self.env_steps,
                 "num_bytes": self._num_bytes,
             },
+            "sampled_at": self._sampled_at,
             "node": self._node,
         }
 

@@ -90,7 +90,8 @@ def flatten_result(result: dict[str, Any], prefix: str = "") -> Iterator[tuple[s
 
 
 def logged_scalars(result: dict[str, Any], names: str) -> dict[str, Any]:
-    """Return the scalars of a result by path `a/b/c`, each under one name.
+    """Return the scalars of a result by path `a/b/c`, each under one name; without the diagnosis,
+    which is a sentence.
 
     Args:
         result: a result.
@@ -103,6 +104,7 @@ def logged_scalars(result: dict[str, Any], names: str) -> dict[str, Any]:
     else:
         omitted, own_entry = list(aliases.values()), "num_agent_steps_trained"
     omitted += ["num_env_steps_sampled", "num_env_steps_sampled_lifetime"]  # timesteps_total
+    omitted.append("diagnosis")
     if len(result.get("trainers", ())) == 1:  # its metrics are those of the learners
         omitted.append("trainers")
     scalars = {}

@@ -17,12 +17,6 @@ from flowrl.ops import (
     ApplyGradients,
     AverageGradients,
     ComputeGradients,
-    Concurrently,
-    ParallelRollouts,
-    Replay,
-    StandardMetricsReporting,
-    StoreToReplayBuffer,
-    TrainOneStep,
     UpdateTargetNetwork,
 )
 from flowrl.policies import ConfigError, PolicySpec, ViewRequirement
@@ -252,24 +246,6 @@ def test_state_of_a_dueling_network_does_not_fit_a_plain_one():
     dueling, plain = (DQNTorchPolicy(BOX, THREE, {"dueling": d, "seed": 0}) for d in (True, False))
     with pytest.raises(ValueError, match="dueling=True for a policy with dueling=False"):
         plain.set_state(dueling.get_state())
-
-
-def test_plan_without_target_updates_warns():
-    def plan(workers, config):
-        buffer = config.replay_buffer()
-        store = ParallelRollouts(workers).for_each(StoreToReplayBuffer(local_buffer=buffer))
-        train = Replay(local_buffer=buffer).for_each(TrainOneStep(workers))
-        both = Concurrently([store, train], mode="async", output_indexes=[1])
-        return StandardMetricsReporting(both, workers, config)
-
-    class WithoutTargetUpdates(DQN):
-        execution_plan = staticmethod(plan)
-
-    with (
-        WithoutTargetUpdates(tiny()) as algorithm,
-        pytest.warns(UserWarning, match="UpdateTargetNetwork"),
-    ):
-        assert algorithm.train()["counters"]["num_agent_steps_stored"] > 0
 
 
 def test_skipped_update_reports_no_td_errors():

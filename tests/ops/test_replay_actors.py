@@ -200,14 +200,14 @@ def test_dead_shard_is_replaced(actors):
 
 
 def test_batch_with_a_known_number_is_not_stored_again():
-    shard = ReplayShard(make()._make, 0)
+    shard = ReplayShard(make().make_shard, 0)
     assert [shard.add(rows(5), number).rows for number in (1, 2, 1)] == [5, 10, 10]
 
 
 @pytest.mark.slow
 def test_restored_shard_stores_numbers_again():
     """Batch numbers restart where the state was saved."""
-    shard = ReplayShard(make()._make, 0)
+    shard = ReplayShard(make().make_shard, 0)
     shard.add(rows(3), 1)
     state = shard.state_dict()
     shard.add(rows(3), 2)

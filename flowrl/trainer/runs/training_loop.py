@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flowrl.iter.stage import walk
+from flowrl.monitoring.trace import Tracer
 from flowrl.ops import WriteParquet
 from flowrl.setting_values import whole_number
 from flowrl.settings import ConfigError
@@ -30,6 +32,9 @@ from flowrl.trainer.runs.signal_handler import (
     is_termination,
 )
 from flowrl.trainer.runs.stop_rules import PendingMetrics, StopRules, metric_rules
+
+TRACE = "trace.json"  # file in the run directory
+log = logging.getLogger("flowrl")
 
 Display = Literal["auto", "live", "line", "none"]
 """How the progress of a run is shown: "live" and "auto" are the LiveView on a terminal, and "line"
@@ -71,8 +76,12 @@ def train_until(
     """
     config = algorithm.config
     progress: ProgressTable | LiveView | None = None
+    tracer: Tracer | None = None
     if run is not None:
         algorithm.monitor.listeners.append(ActivityLog(run.path).append)
+        if config.trace_s is not None:
+            algorithm.plan.start(config.seed)
+            tracer = Tracer(algorithm.plan, config.trace_s)
     pending = PendingMetrics(stop, config.checkpoint_score_attribute)
     started = saved = time.perf_counter()
     exit_code, reason, result = 0, None, None
@@ -117,6 +126,8 @@ def train_until(
                 discard_closed_output()
         finally:
             algorithm.monitor.listeners.clear()
+            if run is not None and tracer is not None:
+                _write_trace(tracer, run.path / TRACE)
             if progress is not None:
                 with suppress(OSError) if exit_code == 129 else nullcontext():
                     progress.finish(algorithm.last_result)
@@ -126,6 +137,14 @@ def train_until(
             result = _write_last_result(algorithm, run, result)
         checkpoint = None if run is None else run.save(algorithm, result)
     return RunEnd(reason, exit_code, checkpoint, time.perf_counter() - started)
+
+
+def _write_trace(tracer: Tracer, path: Path) -> None:
+    tracer.stop()
+    try:
+        tracer.write(path)
+    except OSError as error:
+        log.warning("cannot write %s: %s", path, error.strerror)
 
 
 def _new_display(algorithm: Any, stop: StopRules, display: Display) -> ProgressTable | LiveView:

@@ -1,0 +1,124 @@
+"""The trace of a run: spans, arrows and labels as Chrome trace events."""
+
+import json
+import time
+from collections import Counter
+
+import pytest
+
+from flowrl import DQN, IMPALA, PPO
+from flowrl.iter import LocalIterator
+from flowrl.monitoring.trace import DRIVER, FIRST_WORKER, LEARNER, Tracer
+from tests.monitoring.fakes import SMALL
+
+
+def traced(algorithm, path, iterations=4):
+    """Train, and return the events by phase."""
+    with algorithm:
+        algorithm.train()
+        tracer = Tracer(algorithm.plan, 60.0)
+        for _ in range(iterations):
+            algorithm.train()
+        tracer.stop()
+        tracer.write(path / "trace.json")
+    events = json.loads((path / "trace.json").read_text())["traceEvents"]
+    return {phase: [e for e in events if e["ph"] == phase] for phase in "MXsf"}
+
+
+def test_stages_fragments_and_arrows_are_traced(tmp_path):
+    started = time.time()
+    events = traced(PPO("CartPole-v1", **SMALL), tmp_path)
+    names = Counter(event["name"] for event in events["X"] if event["tid"] == DRIVER)
+    assert names["TrainOneStep"] == 4
+    fragments = [e for e in events["X"] if e["name"] == "sample"]
+    assert len(fragments) == 4
+    for number, span in enumerate(fragments):
+        assert span["tid"] == FIRST_WORKER
+        assert span["args"]["env_steps"] == 64
+        assert set(span["args"]["weights"]) == {"default_policy"}
+        parts = [
+            e for e in events["X"]
+            if e["tid"] == FIRST_WORKER and e["name"] in ("env.step", "inference")
+            and span["ts"] <= e["ts"] <= span["ts"] + span["dur"]
+        ]  # fmt: skip
+        assert len(parts) == (2 if number else 0)  # times are relative to the fragment before
+    versions = [span["args"]["weights"]["default_policy"] for span in fragments]
+    assert versions == sorted(set(versions))
+    assert {e["id"] for e in events["f"]} == {e["id"] for e in events["s"]}
+    for start, end in zip(events["s"], events["f"], strict=True):
+        assert start["ts"] < end["ts"]
+        (train,) = [
+            e for e in events["X"]
+            if e["name"] == "TrainOneStep" and e["ts"] <= end["ts"] <= e["ts"] + e["dur"]
+        ]  # fmt: skip
+        assert train["tid"] == end["tid"]
+    times = [event["ts"] / 1e6 for event in events["X"]]
+    assert started - 1 < min(times) <= max(times) < time.time() + 1
+    assert {e["args"]["name"] for e in events["M"]} == {"plan", "shard 0"}
+
+
+def test_spans_of_a_stage_are_within_those_of_the_next_one(tmp_path):
+    events = traced(PPO("CartPole-v1", **SMALL), tmp_path)
+    train = [e for e in events["X"] if e["name"] == "TrainOneStep"]
+    for span in [e for e in events["X"] if e["name"] == "ConcatBatches"]:
+        end = span["ts"] + span["dur"]
+        assert any(e["ts"] - 1 <= span["ts"] and end <= e["ts"] + e["dur"] + 1 for e in train)
+
+
+def test_updates_of_a_learner_thread_are_traced(tmp_path):
+    settings = {"train_batch_size": 64, "model": {"fcnet_hiddens": [8]}, "seed": 0}
+    algorithm = IMPALA("CartPole-v1", num_workers=0, **settings)
+    events = traced(algorithm, tmp_path)
+    updates = [e for e in events["X"] if e["tid"] == LEARNER]
+    assert updates
+    assert all(e["args"]["rows"] >= 64 for e in updates)
+    assert {e["tid"] for e in events["f"]} == {LEARNER}
+
+
+def test_replayed_batches_have_no_arrows(tmp_path):
+    algorithm = DQN(
+        "CartPole-v1", learning_starts=32, min_sample_timesteps_per_iteration=64, seed=0
+    )
+    events = traced(algorithm, tmp_path)
+    assert any(event["name"] == "TrainOneStep" for event in events["X"])
+    assert events["f"] == []
+
+
+def test_only_the_last_seconds_are_kept(tmp_path):
+    stream = LocalIterator(range(6)).for_each(lambda item: time.sleep(0.02))
+    tracer = Tracer(stream, 0.05)
+    stream.take(6)
+    tracer.write(tmp_path / "trace.json")
+    spans = json.loads((tmp_path / "trace.json").read_text())["traceEvents"][1:]
+    starts = {event["ts"] for event in spans if event["name"] == "<lambda>"}
+    assert 2 <= len(starts) <= 3
+
+
+def test_tracer_that_was_stopped_records_nothing(tmp_path):
+    stream = LocalIterator(range(4)).for_each(lambda item: time.sleep(0.001))
+    tracer = Tracer(stream, 60.0)
+    stream.take(2)
+    tracer.stop()
+    recorded = len(tracer._events)
+    stream.take(2)
+    assert recorded == len(tracer._events) > 0
+
+
+@pytest.mark.parametrize("flags", [["--trace"], ["--trace", "5"], []])
+def test_trace_of_a_run_is_in_its_directory(flags, tmp_path, monkeypatch):
+    from flowrl.cli.main import main
+
+    monkeypatch.chdir(tmp_path)
+    run = ["--run-dir", "r", "--display", "none", "--stop-iters", "2", "--train-batch-size", "64"]
+    assert main(["train", "a2c", *run, *flags]) == 0
+    assert (tmp_path / "r" / "trace.json").exists() == bool(flags)
+    settings = json.loads((tmp_path / "r" / "config.json").read_text())
+    assert settings["trace_s"] == (None if not flags else 60.0 if len(flags) == 1 else 5.0)
+
+
+def test_trace_that_cannot_be_written_is_logged(tmp_path, caplog):
+    (tmp_path / "r" / "trace.json").mkdir(parents=True)
+    (tmp_path / "r" / "config.json").write_text("{}")
+    with PPO("CartPole-v1", **SMALL, trace_s=5.0) as algorithm:
+        algorithm.learn(64, run_dir=tmp_path / "r", progress=False)
+    assert "trace.json" in caplog.text
