@@ -243,8 +243,10 @@ def commands() -> str:
     from flowrl.cli.main import main
 
     parts = []
-    names = ("train ppo", "resume", "evaluate", "explain", "check", "diagnose", "plans",
-             "checkpoint", "checkpoint inspect", "plot", "tensorboard", "copy")  # fmt: skip
+    names = (
+        "train ppo", "resume", "evaluate", "explain", "check", "diagnose", "watch", "report",
+        "plot", "plans", "checkpoint", "checkpoint inspect", "tensorboard", "copy",
+    )  # fmt: skip
     for name in names:
         output = io.StringIO()
         with redirect_stdout(output), suppress(SystemExit):

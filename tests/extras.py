@@ -22,6 +22,7 @@ MODULES = {
     "tune": ["pandas", "pyarrow"],  # ray.tune imports both
     "video": ["imageio_ffmpeg", "pygame"],
     "wandb": ["wandb"],
+    "web": ["starlette", "uvicorn"],
 }
 """Extra of a feature -> modules that its tests need."""
 

@@ -23,7 +23,8 @@ MAY_IMPORT = {
     "monitoring": {"iter", "learners", "ops", "policies", "sampling"},
     "trainer": {"iter", "data", "envs", "monitoring", "offline", "ops", "policies", "sampling"},
     "algorithms": {"data", "envs", "replay", "ops", "learners", "policies", "sampling", "trainer"},
-    "cli": {"iter", "data", "monitoring", "ops", "policies", "trainer"},
+    "web": {"data", "monitoring", "trainer"},
+    "cli": {"iter", "data", "monitoring", "ops", "policies", "trainer", "web"},
 }
 BASE = {
     "errors",

@@ -30,6 +30,8 @@ _USAGE = """usage: flowrl COMMAND …
   diagnose RUN_DIR                        Say what limits a running or finished run.
   plans                                   List the shipped plans.
   checkpoint inspect PATH                 Verify a checkpoint and show its contents.
+  watch RUN_DIR …                         Show runs on a local web page.
+  report RUN_DIR …                        Write runs as one HTML file.
   plot RUN_DIR …                          Draw learning curves, as SVG or PNG.
   tensorboard [FOLDER]                    Show the curves of runs in TensorBoard.
   copy PLAN FILE                          Copy a shipped plan as a start for your own.
@@ -48,6 +50,8 @@ _COMMANDS = {
     "diagnose": "flowrl.cli.diagnose:diagnose_command",
     "plans": "flowrl.cli.plans:plans_command",
     "checkpoint": "flowrl.cli.checkpoint:checkpoint_command",
+    "watch": "flowrl.cli.watch:watch_command",
+    "report": "flowrl.cli.watch:report_command",
     "plot": "flowrl.cli.plot:plot_command",
     "tensorboard": "flowrl.cli.tensorboard:tensorboard_command",
     "copy": "flowrl.cli.copy:copy_command",

@@ -23,7 +23,9 @@ from flowrl.ops.report import StandardMetricsReporting
 from flowrl.ops.rollout import CountRollouts
 from flowrl.process_usage import process_usage
 
-_WRAPPED = re.compile(r"[a-z_]+\(([\w.<>]+)[(),]")  # the operator in for_each(TrainOneStep(…))
+_WRAPPED = re.compile(
+    r"[a-z_]+\(([A-Za-z_<][\w.<>]*)[(),]"
+)  # the operator in for_each(TrainOneStep(…))
 _NAME_END = re.compile("[( ]")
 SHARES = ("busy", "waiting", "blocked")
 LEVELS = ("rss_bytes",)  # measurements that are values at a time, not sums since the start

@@ -9,7 +9,7 @@ from flowrl.monitoring.activity import Activity, StageActivity, WorkerActivity
 from flowrl.monitoring.plan_facts import PlanFacts
 
 SMALL_MINIBATCH = 16  # rows
-HIGH_INTENSITY = 4.0  # rows drawn per row stored, compared with one batch per stored fragment
+MANY_UPDATES = 4.0  # per row stored in a replay buffer
 LARGE_FRAGMENT_BYTES = 1e6
 
 
@@ -205,20 +205,19 @@ def _outside(activity: Activity) -> Finding | None:
 def _training(stage: StageActivity, activity: Activity, facts: PlanFacts) -> Finding:
     share = stage.busy
     replay = facts.replay
-    if replay is not None and replay.training_intensity is not None:
-        factor = replay.training_intensity / replay.natural_intensity
-        if factor >= HIGH_INTENSITY:
-            blocked = max((one.blocked for one in activity.stages_of("store")), default=0.0)
-            return Finding(
-                "replay_ratio",
-                stage.name,
-                share,
-                f"training_intensity={replay.training_intensity:g} starves sampling: {stage.name} "
-                f"takes {share:.0%} of the time, and the branch that stores is blocked "
-                f"{blocked:.0%} of it. A batch per stored fragment is "
-                f"training_intensity={replay.natural_intensity:g}.",
-                stage.line,
-            )
+    if replay is not None and replay.updates_per_row >= MANY_UPDATES:
+        blocked = max((one.blocked for one in activity.stages_of("store")), default=0.0)
+        return Finding(
+            "replay_ratio",
+            stage.name,
+            share,
+            f"training_intensity={replay.training_intensity:g} starves sampling: it makes "
+            f"{replay.updates_per_row:.3g} updates per stored row, so that {stage.name} takes "
+            f"{share:.0%} of the time and the branch that stores is blocked {blocked:.0%} of it. "
+            "One batch per stored fragment is "
+            f"training_intensity={replay.batch_size / replay.fragment_size:g}.",
+            stage.line,
+        )
     return Finding(*_describe_training(stage.name, share, facts), line=stage.line)
 
 

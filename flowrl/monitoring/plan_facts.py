@@ -16,10 +16,24 @@ from flowrl.sampling.worker_set import WorkerSet
 
 @dataclass(frozen=True)
 class ReplayFacts:
-    """The replay buffer of a plan: rows drawn per row stored, as set and without a setting."""
+    """The replay buffer of a plan.
+
+    Attributes:
+        training_intensity: rows drawn per row stored; None draws one batch per stored fragment.
+        batch_size: rows of a batch.
+        fragment_size: rows that are stored at once.
+    """
 
     training_intensity: float | None
-    natural_intensity: float
+    batch_size: int
+    fragment_size: int
+
+    @property
+    def updates_per_row(self) -> float:
+        """Updates per stored row."""
+        if self.training_intensity is None:
+            return 1 / self.fragment_size
+        return self.training_intensity / self.batch_size
 
 
 @dataclass(frozen=True)
@@ -86,4 +100,4 @@ def _replay_facts(buffer: Any, workers: WorkerSet) -> ReplayFacts | None:
     drawn = getattr(buffer, "replay_batch_size", None)
     if ratio is None or not stored or not drawn:
         return None
-    return ReplayFacts(ratio.training_intensity, drawn / stored)
+    return ReplayFacts(ratio.training_intensity, drawn, stored)

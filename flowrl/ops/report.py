@@ -219,6 +219,7 @@ class CollectMetrics:
         self._info |= plan.info
         info = {policy_id: _without_rows(entry) for policy_id, entry in self._info.items()}
         lags = [lag for trainer in plan.trainers.values() for lag in trainer.policy_lags]
+        episodes["hist_stats"] |= {"policy_lags": lags} if lags else {}
         trainers = self._trainer_metrics(plan)
         return {
             "timesteps_total": steps,

@@ -89,12 +89,14 @@ def test_operator_names_its_line():
 
 def test_replay_ratio_that_starves_sampling():
     training, store = stage("training", "TrainOneStep", busy=0.8), stage("store", blocked=0.97)
-    replay = ReplayFacts(training_intensity=1000.0, natural_intensity=8.0)
+    replay = ReplayFacts(training_intensity=1000.0, batch_size=32, fragment_size=4)
     found = first(activity(training, store), facts(num_workers=0, replay=replay))
     assert found.cause == "replay_ratio"
     assert "training_intensity=1000 starves sampling" in found.text
+    assert "31.2 updates per stored row" in found.text
     assert "blocked 97%" in found.text
-    usual = ReplayFacts(training_intensity=16.0, natural_intensity=8.0)
+    assert found.text.endswith("One batch per stored fragment is training_intensity=8.")
+    usual = ReplayFacts(training_intensity=64.0, batch_size=64, fragment_size=32)
     found = first(activity(training, store), facts(num_workers=0, replay=usual))
     assert found.cause == "training"
 
@@ -192,6 +194,9 @@ def test_activity_survives_json():
         ("for_each(UpdateReplayPriorities)", "UpdateReplayPriorities"),
         ("for_each(<lambda>)", "<lambda>"),
         ("zip_with_source", "zip_with_source"),
+        ("duplicate(2)", "duplicate"),
+        ("duplicate_child[0]", "duplicate_child[0]"),
+        ("union(round_robin_weights=[1.0, '*'])", "union"),
         ("batch_across_shards rollouts[workers=2]", "batch_across_shards"),
     ],
 )

@@ -18,7 +18,7 @@ import shlex
 import shutil
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ from flowrl.trainer.runs.saved_run import (
     results_until,
     settings_to_json,
 )
+
+EVENTS = "events.jsonl"
 
 
 class RunDirectory:
@@ -57,7 +59,7 @@ class RunDirectory:
                 self._lock = os.open(path, os.O_RDONLY)
                 on_error.callback(os.close, self._lock)
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                for name in (".result.json", ".progress.csv", CHECKPOINTS):
+                for name in (".result.json", ".progress.csv", CHECKPOINTS, EVENTS):
                     self._check_no_link(name)
                 self._results = ResultFiles(path, names)
                 self._results.rewrite(read_results(path) if resume else [], with_events=False)
@@ -66,6 +68,7 @@ class RunDirectory:
             except OSError as error:
                 raise ConfigError(f"run_dir: cannot write {path}: {error.strerror}") from error
             on_error.pop_all()
+        self.note("resumed" if resume else "started", "")
         self._reported_write_error = self._reported_recovery = False
 
     def _check_unused(self) -> None:
@@ -119,6 +122,18 @@ class RunDirectory:
             self._reported_recovery = True
         self._remove_old_checkpoints(config)
         return path
+
+    def note(self, kind: str, text: str, stage: str | None = None) -> None:
+        """Append an event to events.jsonl; an error of the file system is ignored.
+
+        Args:
+            kind: "started", "resumed", "ended" or "failed".
+            text: more about it.
+            stage: `file:line` of the operator that raised an error.
+        """
+        event = {"time": time.time(), "kind": kind, "text": text, "stage": stage}
+        with suppress(OSError), open(self.path / EVENTS, "a") as file:
+            file.write(json.dumps(event) + "\n")
 
     def _remove_old_checkpoints(self, config: Any) -> None:
         checkpoints = list_checkpoints(self.path)

@@ -115,6 +115,8 @@ def train_until(
             output_closed = isinstance(error, BrokenPipeError) and is_output_closed()
             if not is_termination(error) and not lost_output and not output_closed:
                 result = _write_last_result(algorithm, run, result)
+                if run is not None:
+                    _note_failure(run, error)
                 if run is not None and result is not None:
                     run.save(algorithm, result)
                 raise
@@ -136,7 +138,15 @@ def train_until(
         if exit_code:
             result = _write_last_result(algorithm, run, result)
         checkpoint = None if run is None else run.save(algorithm, result)
+        if run is not None:
+            run.note("ended", reason)
     return RunEnd(reason, exit_code, checkpoint, time.perf_counter() - started)
+
+
+def _note_failure(run: RunDirectory, error: BaseException) -> None:
+    stage = getattr(error, "_flowrl_stage", None)
+    text = f"{type(error).__name__}: {error}"
+    run.note("failed", text, None if stage is None else stage.line)
 
 
 def _write_trace(tracer: Tracer, path: Path) -> None:

@@ -1,0 +1,1 @@
+"""Show runs on a web page: a local server, and reports as single files."""

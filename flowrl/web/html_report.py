@@ -1,0 +1,50 @@
+"""The page as HTML: for the server, and as a report in one file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from flowrl.web.run_data import RunData
+
+PAGE = Path(__file__).parent / "page"
+SCRIPTS = ("vendor/uPlot.iife.min.js", "charts.js", "page.js")
+STYLES = ("vendor/uPlot.min.css", "page.css")
+MAX_REPORT_METRICS = 40  # whose curves are part of a report
+MAX_REPORT_POINTS = 10_000  # of all curves of a report
+
+
+def page_html() -> str:
+    """Return the page that gets its data from the server."""
+    links = "".join(f'<link rel="stylesheet" href="/page/{name}">' for name in STYLES)
+    scripts = "".join(f'<script src="/page/{name}" defer></script>' for name in SCRIPTS)
+    return _fill(links, scripts)
+
+
+def report_html(runs: Sequence[RunData]) -> str:
+    """Return the page with the data of runs, as one file that needs no server and no network."""
+    values: list[dict[str, Any]] = []
+    most = max(MAX_REPORT_POINTS // (MAX_REPORT_METRICS * len(runs)), 20)
+    for run in runs:
+        run.update()
+        metrics = [metric for metric in run.metrics() if not metric.startswith("counters/")]
+        values.append(run.to_json(_most_important(metrics), most))
+    # "<" could end the script
+    data = json.dumps(values).replace("<", "\\u003c")
+    styles = "".join(f"<style>{(PAGE / name).read_text()}</style>" for name in STYLES)
+    scripts = f'<script id="data" type="application/json">{data}</script>'
+    scripts += "".join(f"<script>{(PAGE / name).read_text()}</script>" for name in SCRIPTS)
+    return _fill(styles, scripts)
+
+
+def _most_important(metrics: list[str]) -> list[str]:
+    groups = ("episode_", "learners/", "evaluation/", "timers/", "env_runners/")
+    rank = {name: [*(name.startswith(g) for g in groups), True].index(True) for name in metrics}
+    return sorted(metrics, key=lambda name: (rank[name], name))[:MAX_REPORT_METRICS]
+
+
+def _fill(head: str, scripts: str) -> str:
+    page = (PAGE / "index.html").read_text()
+    return page.replace("<!-- styles -->", head).replace("<!-- scripts -->", scripts)

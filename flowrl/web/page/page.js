@@ -1,0 +1,197 @@
+// The page: get the data of runs, from the server or from the report, and show it.
+"use strict";
+
+const POLL_MS = 1000;
+const PARTS = { "env.step": "env_step_s", "env.reset": "reset_s", inference: "inference_s",
+  "storing rows": "collection_s", postprocessing: "postprocess_s", "loading weights": "weights_s" };
+const embedded = document.getElementById("data");
+const report = embedded ? JSON.parse(embedded.textContent) : null;
+const state = { runs: [], run: 0, metric: "episode_reward_mean", selected: null, data: null,
+  curves: [], hidden: new Set(), configs: [] };
+const at = (id) => document.getElementById(id);
+
+async function get(path) {
+  const response = await fetch(path);
+  if (!response.ok) throw new Error(`${path}: ${response.status}`);
+  return response.json();
+}
+
+async function load() {
+  if (report) {
+    state.data = report[state.run];
+    state.curves = report.map((run) => run.curves[state.metric] || { x: [], y: [] });
+    state.configs = report.map((run) => run.config);
+    return;
+  }
+  const metric = encodeURIComponent(state.metric);
+  [state.data, state.curves] = await Promise.all([
+    get(`/api/runs/${state.run}`), get(`/api/curves?metric=${metric}`)]);
+  state.configs[state.run] = state.data.config;
+}
+
+// The other runs' settings are needed for the differences only.
+async function loadConfigs() {
+  for (let i = 0; i < state.runs.length; i += 1) {
+    if (!state.configs[i]) state.configs[i] = (await get(`/api/runs/${i}`)).config;
+  }
+}
+
+async function refresh() {
+  try {
+    await load();
+    show();
+  } catch (error) {
+    at("status").textContent = `the server does not answer (${error.message})`;
+  }
+}
+
+function show() {
+  const { data } = state, activity = data.activity;
+  document.title = `${data.name} – flowrl`;
+  const steps = `iteration ${short(data.iteration)}, ${short(data.env_steps)} env steps`;
+  const mean = data.return === null ? "" : `, return ${short(data.return)}`;
+  at("status").textContent = `${data.running ? "running" : "ended"}: ${steps}${mean}`;
+  at("diagnosis").textContent = data.diagnosis;
+  if (activity) {
+    drawPlan(at("graph"), activity, state.selected, select);
+    showStage();
+    showWorkers(activity);
+    showParts(activity);
+  } else {
+    at("graph").textContent = "The plan has not been measured yet.";
+  }
+  showCurves();
+  drawHistogram(at("lags"), data.lags);
+  fillTable(at("events"), ["time", "event", ""], data.events.map((event) =>
+    [new Date(1000 * event.time).toLocaleString(), event.kind, event.text]), [1, 2]);
+  fillTable(at("counters"), ["counter", "value"], Object.entries(data.counters));
+  showConfig();
+  fillTable(at("results"), data.table.columns, data.table.rows);
+  at("command").textContent = data.command;
+  at("tree").textContent = data.plan;
+  at("source").textContent = data.source;
+  at("versions").textContent = data.versions;
+}
+
+function select(id) {
+  state.selected = state.selected === id ? null : id;
+  show();
+}
+
+function showStage() {
+  const { activity, history, events } = state.data;
+  const stage = activity.stages.find((other) => other.id === state.selected);
+  at("stage").hidden = !stage;
+  if (!stage) return;
+  at("stage-title").textContent = stage.title;
+  at("stage-line").textContent = stage.line;
+  const values = Object.entries(stage.values).map(([name, value]) => `${name} ${
+    typeof value === "number" ? short(value) : value}`);
+  at("stage-figures").textContent = [`${short(stage.items / activity.seconds)} items/s`,
+    `busy ${percent(stage.busy)}`, `waiting ${percent(stage.waiting)}`,
+    `blocked ${percent(stage.blocked)}`, ...values].join(", ");
+  const error = events.find((event) => event.kind === "failed" && event.stage === stage.line);
+  at("stage-error").textContent = error ? `last error: ${error.text}` : "";
+  const over = history.stages[stage.id];
+  const colors = { busy: css("--busy"), waiting: css("--waiting"), blocked: css("--faint") };
+  drawLines(at("stage-chart"), over ? Object.keys(colors).map((name) => ({ label: name,
+    x: history.time, y: over[name], color: colors[name] })) : [],
+  { time: true, share: true, height: 180, xLabel: "time" });
+}
+
+function showWorkers(activity) {
+  const { workers } = state.data;
+  at("worker-state").textContent = workers.healthy
+    ? `${workers.healthy} healthy, ${workers.restarts} restarts` : "sampling in this process";
+  fillTable(at("workers"), ["worker", "env steps/s", "working", "memory [MB]", "waits for a core"],
+    activity.workers.map((worker) => {
+      const { sample_s: sample = 0, weights_s: weights = 0 } = worker.seconds;
+      const own = Object.values(worker.operator_s).reduce((a, b) => a + b, 0);
+      return [String(worker.index), worker.env_steps / activity.seconds,
+        percent((sample + weights + own) / activity.seconds),
+        (worker.usage.rss_bytes || 0) / 1e6,
+        percent(Math.min((worker.usage.cpu_wait_s || 0) / activity.seconds, 1))];
+    }));
+}
+
+function showParts(activity) {
+  const rows = activity.workers.map((worker) => {
+    const seconds = Object.values(PARTS).map((name) => worker.seconds[name] || 0);
+    seconds[0] = Math.max(seconds[0] - seconds[1], 0); // env.step contains env.reset
+    const total = Math.max(activity.seconds, seconds.reduce((a, b) => a + b, 0));
+    const bar = element("div", { class: "bar" }, ...seconds.map((value, i) => element("span", {
+      style: `width:${100 * value / total}%;background:${COLORS[i]}`,
+      title: `${Object.keys(PARTS)[i]}: ${percent(value / total)}` })));
+    return element("div", {}, `worker ${worker.index}`, bar);
+  });
+  const keys = element("p", { class: "hint" }, ...Object.keys(PARTS).map((name, i) =>
+    element("span", {}, element("span", { class: "key", style: `background:${COLORS[i]}` }), name)));
+  at("parts").replaceChildren(keys, ...rows);
+}
+
+function showCurves() {
+  const { data } = state, metrics = at("metric");
+  const names = data.metrics.filter((name) => !report || data.curves[name]);
+  if (metrics.options.length !== names.length) {
+    metrics.replaceChildren(...names.map((name) => element("option", { value: name }, name)));
+    metrics.value = state.metric;
+  }
+  const weight = Number(at("smoothing").value);
+  const lines = state.curves.map((curve, i) => ({ label: state.runs[i].name, x: curve.x,
+    y: smoothed(curve.y, weight), color: COLORS[i % COLORS.length], number: i }))
+    .filter((line) => line.x.length && !state.hidden.has(line.number));
+  drawLines(at("curve"), lines);
+  if (state.runs.length > 1 && !at("shown-runs").children.length) {
+    at("shown-runs").replaceChildren(...state.runs.map((run, i) => {
+      const box = element("input", { type: "checkbox" });
+      box.checked = true;
+      box.addEventListener("change", () => {
+        state.hidden[box.checked ? "delete" : "add"](i);
+        showCurves();
+      });
+      return element("label", {}, box, element("span", { class: "key",
+        style: `background:${COLORS[i % COLORS.length]}` }), run.name);
+    }));
+  }
+}
+
+function showConfig() {
+  const only = at("only-differences").checked, configs = state.configs.filter(Boolean);
+  const text = (value) => typeof value === "string" ? value : JSON.stringify(value);
+  const names = [...new Set(configs.flatMap(Object.keys))];
+  const differs = (name) => new Set(configs.map((config) => text(config[name]))).size > 1;
+  if (!only) {
+    fillTable(at("config"), ["setting", "value"], Object.entries(state.data.config).map(
+      ([name, value]) => [name, text(value)]), [1]);
+    return;
+  }
+  fillTable(at("config"), ["setting", ...state.runs.map((run) => run.name)],
+    names.filter(differs).map((name) => [name, ...configs.map((config) => text(config[name]))]),
+    state.runs.map((_, i) => i + 1));
+}
+
+async function start() {
+  state.runs = report ? report.map((run) => ({ name: run.name })) : await get("/api/runs");
+  at("run").replaceChildren(...state.runs.map((run, i) => element("option", { value: i }, run.name)));
+  at("run").addEventListener("change", () => {
+    state.run = Number(at("run").value);
+    state.selected = null;
+    refresh();
+  });
+  at("metric").addEventListener("change", () => { state.metric = at("metric").value; refresh(); });
+  at("smoothing").addEventListener("input", showCurves);
+  at("only-differences").addEventListener("change", async () => {
+    if (!report && at("only-differences").checked) await loadConfigs();
+    showConfig();
+  });
+  window.addEventListener("resize", () => { if (state.data) show(); });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => show());
+  await refresh();
+  const poll = async () => {
+    if (!document.hidden) await refresh();
+    setTimeout(poll, POLL_MS);
+  };
+  if (!report) setTimeout(poll, POLL_MS);
+}
+
+start();

@@ -1,0 +1,221 @@
+"""RunData: the files of a run directory as the values that the page shows."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from flowrl.data.checkpoint import list_checkpoints
+from flowrl.monitoring.activity import Activity
+from flowrl.trainer.metric_names import flatten_result
+from flowrl.trainer.runs.activity_log import read_activities
+from flowrl.trainer.runs.saved_run import is_in_use, read_config
+
+MAX_POINTS = 1000  # of a curve
+MAX_HISTORY = 300  # measurements of the operators over time
+MAX_ROWS = 50  # of the table of results
+MAX_LAG_RESULTS = 200  # results that the histogram of lags is about
+TABLE = (
+    "training_iteration", "timesteps_total", "episode_reward_mean", "episode_len_mean",
+    "time_total_s", "timers/env_steps_per_s",
+)  # fmt: skip
+_EVENT_COUNTERS = {
+    "num_shard_restarts": "restart of a worker",
+    "num_learner_restarts": "restart of a learner",
+    "num_env_steps_dropped": "env steps dropped",
+    "num_shards_failed": "worker failed for good",
+}
+
+
+class RunData:
+    """Reads a run directory; `update` reads what was added since the last call.
+
+    Args:
+        path: the run directory.
+        name: its name on the page.
+
+    Raises:
+        ConfigError: the path is not a run directory.
+    """
+
+    def __init__(self, path: Path, name: str):
+        self.path, self.name = path, name
+        self.config = read_config(path)[0]
+        self._clear()
+
+    def _clear(self) -> None:
+        self._position = 0
+        self._file: tuple[int, int] | None = None  # device and inode
+        self._num_results = 0
+        self._columns: dict[str, array[float]] = {}
+        self._last_result: dict[str, Any] = {}
+        self._lags: list[list[int]] = []
+
+    def update(self) -> None:
+        """Read new results; a resumed run may have replaced the file."""
+        path = self.path / "result.json"
+        if not path.exists():
+            return
+        status = path.stat()
+        if (status.st_dev, status.st_ino) != self._file or status.st_size < self._position:
+            self._clear()
+            self._file = status.st_dev, status.st_ino
+        with open(path, "rb") as file:
+            file.seek(self._position)
+            data = file.read()
+        end = data.rfind(b"\n") + 1  # the last line may be incomplete
+        self._position += end
+        for line in data[:end].splitlines():
+            try:
+                self._add(json.loads(line))
+            except (ValueError, TypeError, AttributeError):
+                continue
+
+    def _add(self, result: dict[str, Any]) -> None:
+        self._last_result = result
+        lags = result.get("hist_stats", {}).get("policy_lags")
+        if lags:
+            self._lags = [*self._lags[-MAX_LAG_RESULTS + 1 :], lags]
+        for name, value in flatten_result(result):
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                column = self._columns.setdefault(name, array("d"))
+                column.extend([math.nan] * (self._num_results - len(column)))
+                column.append(value)
+        self._num_results += 1
+
+    def metrics(self) -> list[str]:
+        """Return the names of all metrics with values."""
+        return sorted(self._columns)
+
+    def curve(self, metric: str, most: int = MAX_POINTS) -> dict[str, list[float]]:
+        """Return env steps and finite values of a metric, at most `most` of them, with five
+        digits."""
+        steps = self._columns.get("timesteps_total", array("d"))
+        values = self._columns.get(metric, array("d"))
+        points = [(x, y) for x, y in zip(steps, values, strict=False) if math.isfinite(y + x)]
+        points = _thinned(points, most)
+        return {"x": [x for x, _ in points], "y": [float(f"{y:.5g}") for _, y in points]}
+
+    def to_json(self, metrics: Iterable[str] = (), most: int = MAX_POINTS) -> dict[str, Any]:
+        """Return everything that the page shows of the run.
+
+        Args:
+            metrics: metrics whose curves are included.
+            most: points of each curve.
+        """
+        self.update()
+        activities = read_activities(self.path)
+        newest = activities[-1] if activities else None
+        result = self._last_result
+        return {
+            "name": self.name,
+            "path": str(self.path),
+            "running": is_in_use(self.path),
+            "iteration": result.get("training_iteration", 0),
+            "env_steps": result.get("timesteps_total", 0),
+            "return": _finite(result.get("episode_reward_mean")),
+            "diagnosis": newest.diagnosis if newest else result.get("diagnosis", ""),
+            "metrics": self.metrics(),
+            "curves": {metric: self.curve(metric, most) for metric in metrics},
+            "activity": newest.to_json() if newest else None,
+            "history": _history(activities),
+            "lags": self._lag_counts(),
+            "counters": result.get("counters", {}),
+            "workers": {
+                "healthy": result.get("num_healthy_workers"),
+                "restarts": result.get("num_remote_worker_restarts"),
+            },
+            "table": self._table(),
+            "config": self.config,
+            "command": _text(self.path / "command.txt"),
+            "versions": _text(self.path / "versions.json"),
+            "plan": _text(self.path / "plan.txt"),
+            "source": _text(self.path / "plan.py"),
+            "events": self._events(activities),
+        }
+
+    def _lag_counts(self) -> list[list[int]]:
+        """Return (lag in updates, number of fragments), of the last results."""
+        return [[lag, n] for lag, n in sorted(Counter(itertools.chain(*self._lags)).items())]
+
+    def _table(self) -> dict[str, Any]:
+        names = [name for name in TABLE if name in self._columns]
+        first = max(0, self._num_results - MAX_ROWS)
+        rows = [
+            [
+                _finite(self._columns[name][i]) if i < len(self._columns[name]) else None
+                for name in names
+            ]
+            for i in range(self._num_results - 1, first - 1, -1)
+        ]
+        return {"columns": names, "rows": rows}
+
+    def _events(self, activities: Sequence[Activity]) -> list[dict[str, Any]]:
+        """Return what happened to the run, the newest first."""
+        events = [*_read_events(self.path)]
+        for checkpoint in list_checkpoints(self.path):
+            events.append(
+                {
+                    "time": checkpoint.stat().st_mtime,
+                    "kind": "checkpoint",
+                    "text": f"checkpoints/{checkpoint.name}",
+                }
+            )
+        for activity in activities:
+            for counter, text in _EVENT_COUNTERS.items():
+                if number := activity.counters.get(counter, 0):
+                    kind = text.split()[0]
+                    events.append(
+                        {"time": activity.time, "kind": kind, "text": f"{number}: {text}"}
+                    )
+        return sorted(events, key=lambda event: -event["time"])
+
+
+def _history(activities: Sequence[Activity]) -> dict[str, Any]:
+    """Return the figures of each stage over time, by its id."""
+    shown = _thinned(list(activities), MAX_HISTORY)
+    stages: dict[str, dict[str, list[float]]] = {}
+    for activity in shown:
+        for stage in activity.stages:
+            values = stages.setdefault(
+                str(stage.id), {"busy": [], "waiting": [], "blocked": [], "rate": []}
+            )
+            values["busy"].append(stage.busy)
+            values["waiting"].append(stage.waiting)
+            values["blocked"].append(stage.blocked)
+            values["rate"].append(stage.items / activity.seconds)
+    return {"time": [activity.time for activity in shown], "stages": stages}
+
+
+def _thinned(values: list[Any], most: int) -> list[Any]:
+    """Return at most about `most` of the values, with the first and the last one."""
+    if len(values) <= most:
+        return values
+    step = len(values) / (most - 1)
+    return [values[int(i * step)] for i in range(most - 1)] + values[-1:]
+
+
+def _read_events(path: Path) -> list[dict[str, Any]]:
+    events = []
+    for line in _text(path / "events.jsonl").splitlines():
+        try:
+            event = json.loads(line)
+            events.append({"time": float(event["time"]), "kind": str(event["kind"]),
+                           "text": str(event["text"]), "stage": event.get("stage")})  # fmt: skip
+        except (ValueError, TypeError, KeyError):
+            continue
+    return events
+
+
+def _text(path: Path) -> str:
+    return path.read_text(errors="replace") if path.is_file() else ""
+
+
+def _finite(value: Any) -> Any:
+    return value if isinstance(value, (int, float)) and math.isfinite(value) else None
