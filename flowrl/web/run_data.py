@@ -8,14 +8,16 @@ import math
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from flowrl.data.checkpoint import list_checkpoints
 from flowrl.monitoring.activity import Activity
 from flowrl.trainer.metric_names import flatten_result
-from flowrl.trainer.runs.activity_log import read_activities
+from flowrl.trainer.runs.activity_log import FILE as ACTIVITY_FILE
 from flowrl.trainer.runs.saved_run import is_in_use, read_config
+from flowrl.web.growing_file import GrowingFile
 
 MAX_POINTS = 1000  # of a curve
 MAX_HISTORY = 300  # measurements of the operators over time
@@ -47,35 +49,31 @@ class RunData:
     def __init__(self, path: Path, name: str):
         self.path, self.name = path, name
         self.config = read_config(path)[0]
+        self._result_file = GrowingFile(path / "result.json")
+        self._activity_file = GrowingFile(path / ACTIVITY_FILE)
+        self._activities: list[Activity] = []
         self._clear()
 
     def _clear(self) -> None:
-        self._position = 0
-        self._file: tuple[int, int] | None = None  # device and inode
         self._num_results = 0
         self._columns: dict[str, array[float]] = {}
         self._last_result: dict[str, Any] = {}
         self._lags: list[list[int]] = []
 
     def update(self) -> None:
-        """Read new results; a resumed run may have replaced the file."""
-        path = self.path / "result.json"
-        if not path.exists():
-            return
-        status = path.stat()
-        if (status.st_dev, status.st_ino) != self._file or status.st_size < self._position:
+        """Read what was added; a resumed run may have replaced the results."""
+        replaced, lines = self._result_file.read()
+        if replaced:
             self._clear()
-            self._file = status.st_dev, status.st_ino
-        with open(path, "rb") as file:
-            file.seek(self._position)
-            data = file.read()
-        end = data.rfind(b"\n") + 1  # the last line may be incomplete
-        self._position += end
-        for line in data[:end].splitlines():
-            try:
+        for line in lines:
+            with suppress(ValueError, TypeError, AttributeError):
                 self._add(json.loads(line))
-            except (ValueError, TypeError, AttributeError):
-                continue
+        replaced, lines = self._activity_file.read()
+        if replaced:
+            self._activities.clear()
+        for line in lines:
+            with suppress(ValueError, TypeError, KeyError):
+                self._activities.append(Activity.from_json(json.loads(line)))
 
     def _add(self, result: dict[str, Any]) -> None:
         self._last_result = result
@@ -110,7 +108,7 @@ class RunData:
             most: points of each curve.
         """
         self.update()
-        activities = read_activities(self.path)
+        activities = self._activities
         newest = activities[-1] if activities else None
         result = self._last_result
         return {

@@ -21,7 +21,9 @@ from flowrl.web.run_data import RunData
 
 HOST = "127.0.0.1"
 HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; style-src 'self' 'unsafe-inline'",
+    "Content-Security-Policy": (
+        "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src data:"
+    ),
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",
 }

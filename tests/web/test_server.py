@@ -1,0 +1,146 @@
+"""The web server of `flowrl watch`: what it serves, and what it refuses."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+
+from tests.cli.test_plot import write_run
+from tests.extras import require_extra
+
+require_extra("web")
+
+
+class Server:
+    """`flowrl watch` in another process."""
+
+    def __init__(self, *paths):
+        command = [sys.executable, "-m", "flowrl", "watch", *map(str, paths), "--port", "0"]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        first = self.process.stdout.readline()
+        self.url = re.search(r"http://127\.0\.0\.1:\d+", first)[0]
+
+    def request(self, path, method="GET", **headers):
+        """Return status, headers and text."""
+        request = urllib.request.Request(self.url + path, method=method, headers=headers)
+        try:
+            with urllib.request.urlopen(request, timeout=20) as response:
+                return response.status, response.headers, response.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.headers, error.read().decode()
+
+    def get(self, path):
+        status, _, text = self.request(path)
+        assert status == 200
+        return json.loads(text)
+
+    def stop(self):
+        self.process.send_signal(signal.SIGINT)
+        return self.process.wait(20)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    for name, gamma in (("a", 0.9), ("b", 0.5)):
+        write_run(folder / name, [1.0, 2.0], gamma=gamma)
+    (folder / "secret.txt").write_text("secret")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(runs):
+    server = Server(runs)
+    yield server
+    assert server.stop() in (0, 130)
+
+
+def test_runs_and_curves_are_served(server):
+    assert server.get("/api/runs") == [{"name": "a"}, {"name": "b"}]
+    assert server.get("/api/runs/1")["config"]["gamma"] == 0.5
+    curves = server.get("/api/curves?metric=episode_reward_mean")
+    assert curves == [{"x": [100, 200], "y": [1, 2]}] * 2
+    status, headers, text = server.request("/")
+    assert status == 200
+    assert "default-src 'self'" in headers["Content-Security-Policy"]
+    assets = re.findall(r'(?:src|href)="(/page/[^"]+)"', text)
+    assert len(assets) == 5
+    for path in assets:
+        assert server.request(path)[0] == 200
+
+
+def test_new_results_are_served_within_two_seconds(server, runs):
+    with open(runs / "a" / "result.json", "a") as file:
+        file.write('{"timesteps_total": 300, "episode_reward_mean": 7.0}\n')
+    time.sleep(1.0)  # the page asks once per second
+    assert server.get("/api/runs/0")["env_steps"] == 300
+
+
+@pytest.mark.parametrize("host", ["example.com", "127.0.0.1.example.com", "[::1]", "10.0.0.1"])
+def test_other_hosts_are_refused(server, host):
+    assert server.request("/api/runs", Host=host)[0] == 400
+    assert server.request("/", Host=host)[0] == 400
+
+
+def test_only_this_machine_can_connect(server):
+    port = server.url.rpartition(":")[2]
+    listening = subprocess.run(
+        ["python3", "-c", "print(open('/proc/net/tcp').read())"], capture_output=True, text=True
+    ).stdout
+    addresses = re.findall(rf"\b([0-9A-F]{{8}}):{int(port):04X} 00000000:0000 0A", listening)
+    assert addresses == ["0100007F"]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/secret.txt", "/page/../secret.txt", "/page/..%2f..%2fserver.py", "/page/%2e%2e/server.py",
+        "/page//etc/passwd", "/api/runs/2", "/api/runs/-1", "/api/runs/x", "/api/runs/99999999999",
+        "/a/config.json", "/api/runs/0/../../secret.txt",
+    ],
+)  # fmt: skip
+def test_nothing_else_is_served(server, path):
+    status, _, text = server.request(path)
+    assert status == 404
+    assert "secret" not in text.replace(path, "")
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH"])
+def test_nothing_can_be_changed(server, runs, method):
+    before = {path: path.stat().st_mtime for path in runs.rglob("*")}
+    for path in ("/", "/api/runs", "/api/runs/0", "/api/curves", "/page/page.js"):
+        assert server.request(path, method=method)[0] == 405
+    assert {path: path.stat().st_mtime for path in runs.rglob("*")} == before
+
+
+def test_port_in_use_and_wrong_paths_are_rejected(server, runs, tmp_path):
+    port = server.url.rpartition(":")[2]
+    for arguments, message in (
+        ([runs, "--port", port], f"cannot use port {port}"),
+        ([runs, "--port", "70000"], "cannot use port 70000"),
+        ([tmp_path], "no config.json"),
+    ):
+        command = [sys.executable, "-m", "flowrl", "watch", *map(str, arguments)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2
+        assert message in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+
+
+def test_server_survives_a_run_that_is_removed_and_created_again(tmp_path):
+    run = write_run(tmp_path / "r", [1.0])
+    server = Server(run)
+    try:
+        assert server.get("/api/runs/0")["env_steps"] == 100
+        os.rename(run, tmp_path / "elsewhere")
+        write_run(run, [1.0, 2.0, 3.0])
+        assert server.get("/api/runs/0")["env_steps"] == 300
+    finally:
+        server.stop()
