@@ -47,6 +47,7 @@ NOT_IMPORTED = {
     "pytest-timeout": "a plugin of pytest",
     "pytest-xdist": "a plugin of pytest",
     "ruff": "a command",
+    "selenium": "the tests of the web page import it",
     "sphinx": "builds the documentation",
     "sphinx-copybutton": "a plugin of the documentation",
     "sqlalchemy": "mlflow stores runs in a local database with it",

@@ -25,6 +25,7 @@ OPTIONS = {
         "--run-dir",
         "--display",
         "--trace",
+        "--report",
         "--in-process",
         *_STOP,
     ),

@@ -131,6 +131,9 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
         help=f"write the last seconds of the run to trace.json (default: {DEFAULT_TRACE_S:g})",
     )
     parser.add_argument(
+        "--report", action="store_true", help="write report.html into the run directory at the end"
+    )
+    parser.add_argument(
         "--in-process",
         action="store_true",
         help="sample, learn and evaluate in this process, for debugging (num_workers=0, …)",

@@ -55,7 +55,8 @@ def train_command(arguments: list[str]) -> int:
 
         stop = stop_rules_of(options)
         command = ["flowrl", "train", *arguments]
-        return start_run(config, plan, stop, options.run_dir, command, options.display)
+        show = options.display, options.report
+        return start_run(config, plan, stop, options.run_dir, command, *show)
     except ConfigError as error:
         names = [] if config is None else config.keys()
         raise ConfigError(with_flags(str(error), arguments, names)) from error

@@ -12,6 +12,7 @@ from typing import Any
 from flowrl.cli.display import print_failure, printable, program_name
 from flowrl.cli.run_settings import CODE_SETTINGS, absolute_plan
 from flowrl.cli.saved_runs import SavedRun
+from flowrl.cli.watch import write_report
 from flowrl.data.checkpoint import CheckpointError
 from flowrl.settings import ConfigError
 from flowrl.trainer.runs.continuing import ways_to_continue
@@ -37,6 +38,7 @@ def start_run(
     run_dir: Path | None,
     command: list[str],
     display: Display = "auto",
+    report: bool = False,
 ) -> int:
     """Train in a new run directory; return the exit code.
 
@@ -47,6 +49,7 @@ def start_run(
         run_dir: output folder; None creates one in runs/.
         command: the command line; a seed that the algorithm draws is added.
         display: how to show the progress.
+        report: write report.html at the end.
 
     Raises:
         ConfigError: the settings are invalid.
@@ -71,7 +74,11 @@ def start_run(
         run = RunDirectory(run_dir or default_run_dir(name, config.env), config.logged_names)
         cleanup.callback(run.close)
         run.write_setup(config, command, tree, asdict(stop))
-        return _train(algorithm, stop, run, command, display)
+        exit_code = _train(algorithm, stop, run, command, display)
+        if report:
+            write_report([run.path], run.path / "report.html")
+            print(f"report:        {format_path(run.path / 'report.html')}")
+        return exit_code
 
 
 def resume_run(

@@ -30,8 +30,8 @@ def watch_command(arguments: list[str]) -> int:
     )  # fmt: skip
     options = parser.parse_args(arguments)
     runs = find_runs(options.runs)
-    for module in ("starlette", "uvicorn"):
-        check_installed(module, "flowrl watch", extra="web")
+    check_installed("starlette", "flowrl watch", extra="web")
+    check_installed("uvicorn", "flowrl watch", extra="web")
     from flowrl.web.server import serve
 
     try:

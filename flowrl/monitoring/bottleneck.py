@@ -218,7 +218,10 @@ def _training(stage: StageActivity, activity: Activity, facts: PlanFacts) -> Fin
             f"training_intensity={replay.batch_size / replay.fragment_size:g}.",
             stage.line,
         )
-    return Finding(*_describe_training(stage.name, share, facts), line=stage.line)
+    name = stage.name
+    if len(activity.stages_of("training")) > 1:
+        name += f", chained at {stage.line},"
+    return Finding(*_describe_training(name, share, facts), line=stage.line)
 
 
 def _learner_thread(stage: StageActivity, activity: Activity, facts: PlanFacts) -> Finding:

@@ -7,15 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
-from starlette.routing import Mount, Route
-from starlette.staticfiles import StaticFiles
-
 from flowrl.web.html_report import PAGE, page_html
 from flowrl.web.run_data import RunData
 
@@ -29,8 +20,8 @@ HEADERS = {
 }
 
 
-def make_app(runs: Sequence[Path]) -> Starlette:
-    """Return the application that shows these runs.
+def make_app(runs: Sequence[Path]) -> Any:
+    """Return the application of starlette that shows these runs.
 
     It answers only requests to 127.0.0.1 or localhost, so that no other site can read it through
     the user's browser, and serves only the page and what `RunData` reads.
@@ -38,17 +29,25 @@ def make_app(runs: Sequence[Path]) -> Starlette:
     Args:
         runs: run directories.
     """
+    from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
+    from starlette.middleware import Middleware
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
+    from starlette.responses import HTMLResponse, JSONResponse
+    from starlette.routing import Mount, Route
+    from starlette.staticfiles import StaticFiles
+
     names = _names(runs)
     data = [RunData(path, name) for path, name in zip(runs, names, strict=True)]
     lock = threading.Lock()  # requests are answered in threads
 
-    def index(request: Request) -> Response:
+    def index(request: Any) -> Any:
         return HTMLResponse(page_html(), headers=HEADERS)
 
-    def list_runs(request: Request) -> Response:
+    def list_runs(request: Any) -> Any:
         return JSONResponse([{"name": run.name} for run in data], headers=HEADERS)
 
-    def show_run(request: Request) -> Response:
+    def show_run(request: Any) -> Any:
         number = int(request.path_params["number"])
         if number >= len(data):
             raise HTTPException(404)
@@ -56,7 +55,7 @@ def make_app(runs: Sequence[Path]) -> Starlette:
             values = data[number].to_json()
         return JSONResponse(values, headers=HEADERS)
 
-    def curves(request: Request) -> Response:
+    def curves(request: Any) -> Any:
         metric = request.query_params.get("metric", "episode_reward_mean")
         with lock:
             for run in data:

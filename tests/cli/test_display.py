@@ -71,6 +71,14 @@ def test_display_is_plain_without_a_terminal(cli, display):
     assert "\x1b" not in out
 
 
+def test_report_is_written_at_the_end(cli, tmp_path):
+    flags = ["--report", "--display", "none", "--run-dir", "r", *TWO_ITERATIONS]
+    code, out, _ = cli("train", "ppo", *flags)
+    assert code == 0
+    assert "report:        r/report.html" in out
+    assert "<title>flowrl</title>" in (tmp_path / "r" / "report.html").read_text()
+
+
 def test_unknown_display_is_rejected(cli):
     code, _, err = cli("train", "ppo", "--display", "fancy")
     assert code == 2

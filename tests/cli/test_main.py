@@ -32,6 +32,7 @@ def test_run_is_trained_evaluated_and_resumed(cli, tmp_path):
         "result.json",
         "stop.json",
         "versions.json",
+        "events.jsonl",
     }
     assert [result["timesteps_total"] for result in read_results(tmp_path / "r")] == [64, 128]
     assert read_settings(tmp_path / "r")["seed"] == 1

@@ -76,6 +76,8 @@ def test_training_names_tiny_minibatches():
     found = first(activity(training), facts(num_workers=0))
     assert found.cause == "training"
     assert "TrainOneStep takes 80% of the time" in found.text
+    found = first(activity(training, stage("training", "TrainOneStep")), facts(num_workers=0))
+    assert "TrainOneStep, chained at plan.py:7, takes 80%" in found.text
     found = first(activity(training), facts(num_workers=0, minibatch_size=4))
     assert found.cause == "small_minibatches"
     assert "minibatches of 4 rows" in found.text
