@@ -26,6 +26,7 @@ import pytest
 from sybil import Example, Sybil
 from sybil.parsers.myst import CodeBlockParser
 
+_EXIT_CODE = re.compile(r"# exit code (\d+)$")  # of a command that fails
 _FILE_NAME = re.compile(r"# ([\w/]+\.(?:py|yaml|md))\n")
 _SHOWN_ONLY = {"pip", "make", "git", "cd", "source", "ray", "docker"}
 
@@ -63,8 +64,9 @@ def _run_commands(example: Example) -> str | None:
             if not words:
                 continue
             if words[0] == "flowrl":
-                code = main(words[1:])
-                assert code == 0, f"exit code {code}: {line}\n{output.getvalue()}"
+                code, expected = main(words[1:]), _EXIT_CODE.search(line)
+                wanted = 0 if expected is None else int(expected[1])
+                assert code == wanted, f"exit code {code}: {line}\n{output.getvalue()}"
             elif words[0] == "python" and len(words) == 2:
                 runpy.run_path(words[1], run_name="__main__")
             else:
@@ -83,8 +85,10 @@ def _check_output(example: Example) -> str | None:
 
 def _check_shown(example: Example) -> str | None:
     for line in example.parsed.replace("\\\n", " ").splitlines():
-        first = shlex.split(line, comments=True)[:1]
-        assert not first or first[0] in _SHOWN_ONLY, f"```console shows {line!r}: use ```bash"
+        words = shlex.split(line, comments=True)
+        is_server = words[:2] == ["flowrl", "watch"]
+        is_shown = not words or is_server or words[0] in _SHOWN_ONLY
+        assert is_shown, f"```console shows {line!r}: use ```bash"
     return None
 
 
