@@ -23,6 +23,7 @@ class ProcessUsage:
         self._collection_started = 0.0
         self._reading: dict[str, float] = {}
         self._read_at = -READ_INTERVAL_S
+        self._cpu_s, self._cpu_wait_s = time.process_time(), _cpu_wait_s()
         gc.callbacks.append(self._on_collection)
 
     def _on_collection(self, phase: str, info: dict[str, Any]) -> None:
@@ -41,13 +42,13 @@ class ProcessUsage:
         """
         now = time.monotonic()
         if now - self._read_at >= READ_INTERVAL_S:
-            self._read_at = now
             self._reading = {
                 "gc_s": self._collecting_s,
-                "cpu_s": time.process_time(),
-                "cpu_wait_s": _cpu_wait_s(),
+                "cpu_s": time.process_time() - self._cpu_s,
+                "cpu_wait_s": max(_cpu_wait_s() - self._cpu_wait_s, 0.0),
                 "rss_bytes": resident_bytes(),
             }
+            self._read_at = now
         return self._reading
 
 

@@ -29,7 +29,8 @@ def diagnose_command(arguments: list[str]) -> int:
         if not (run_dir / "config.json").exists():
             raise ConfigError(f"diagnose: {run_dir} is not a run directory: it has no config.json")
         raise ConfigError(
-            f"diagnose: {run_dir} has no measurements: the run was shorter than two seconds"
+            f"diagnose: {run_dir} has no measurements: the run was shorter than two seconds, or "
+            "its setting monitor is off"
         )
     print(printable(format_activity(activities[-1])))
     return 0
@@ -55,7 +56,7 @@ def format_activity(activity: Activity) -> str:
             "",
             *_table(
                 ("worker", "env steps/s", "working", *names),
-                (_worker_row(worker, activity.seconds) for worker in activity.workers),
+                map(_worker_row, activity.workers),
             ),
         ]
     return "\n".join(lines)
@@ -66,10 +67,10 @@ def _stage_row(stage: StageActivity, seconds: float) -> tuple[str, ...]:
     return stage.name, f"{stage.items / seconds:.1f}", *shares
 
 
-def _worker_row(worker: WorkerActivity, seconds: float) -> tuple[str, ...]:
-    parts = (f"{worker.seconds.get(part, 0.0) / seconds:.0%}" for part in _PARTS)
-    rate = f"{worker.env_steps / seconds:,.0f}"
-    return str(worker.index), rate, f"{worker.busy_s / seconds:.0%}", *parts
+def _worker_row(worker: WorkerActivity) -> tuple[str, ...]:
+    parts = (f"{worker.share_of(worker.seconds.get(part, 0.0)):.0%}" for part in _PARTS)
+    rate = worker.env_steps / worker.period_s if worker.period_s > 0 else 0.0
+    return str(worker.index), f"{rate:,.0f}", f"{worker.busy:.0%}", *parts
 
 
 def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:

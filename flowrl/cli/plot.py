@@ -40,7 +40,7 @@ def plot_command(arguments: list[str]) -> int:
     )
     options = parser.parse_args(arguments)
     output: Path = options.output.expanduser()
-    if output.suffix not in FORMATS:
+    if output.suffix.lower() not in FORMATS:
         raise ConfigError(f"plot: --output must end in {', '.join(FORMATS)}, got {output.name}")
     curves = learning_curves(find_runs(options.runs), options.metric)
     check_installed("matplotlib", "flowrl plot", extra="plot")

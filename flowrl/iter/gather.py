@@ -324,7 +324,7 @@ class Gather(Stage):
     def _wait(self, for_all: bool = False) -> list[Any]:
         """Block until one request (or all requests) in flight is answered or a deadline passes;
         return the refs that are ready."""
-        started = time.perf_counter()
+        self.waiting_since = started = time.perf_counter()
         times = self._deadlines()
         timeout = max(0.0, min(times) - time.monotonic()) if times else None
         refs: Sequence[Any] = list(self._in_flight)
@@ -337,6 +337,7 @@ class Gather(Stage):
             ready = wait_for_any(refs, timeout)
         waited = time.perf_counter() - started
         self.waited_s += waited
+        self.waiting_since = None
         # if a reply was ready at once, others may be ready, too
         self._poll = waited < IMMEDIATE_S
         return ready

@@ -165,9 +165,10 @@ class GatherShard(GatherAsync):
         if not self.shards.remote or (oldest is not None and ready_refs([oldest])):
             return oldest
         if block:
-            started = time.perf_counter()
+            self.waiting_since = started = time.perf_counter()
             Waiter().wait(self.waits())
             self.waited_s += time.perf_counter() - started
+            self.waiting_since = None
         return None
 
     def waits(self) -> list[Any]:

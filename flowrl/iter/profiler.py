@@ -7,6 +7,7 @@ one represents up to MAX_INTERVAL pulls.
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Callable
@@ -55,6 +56,9 @@ class Profiler:
         self._pulls = 0
         self._random = random.Random(0)
         self._parents_s = 0.0  # in the parents of the stage being timed
+        # the stages that are being pulled: start, and seconds in other parents before
+        self._stack: list[tuple[Stage, float, float]] = []
+        self._waiting_since: float | None = None
         self._parents_bytes = 0  # by which the process grew in these parents
         self._measures_memory = False
         self._pulls_since_memory = 0
@@ -89,12 +93,14 @@ class Profiler:
         def timed_only(block: bool) -> Any:
             siblings_s, self._parents_s = self._parents_s, 0.0
             waited, started = stage.waited_s, clock()
+            self._stack.append((stage, started, siblings_s))
             try:
                 item = pull(block)
                 if item is NOT_READY:
                     times.starved = True
                 return item
             finally:
+                self._stack.pop()
                 seconds = clock() - started
                 weight = self._weight
                 times.pull_s += seconds * weight
@@ -132,13 +138,27 @@ class Profiler:
 
     def wait(self, waiter: Waiter, waits: list[Any]) -> None:
         """Wait after a timed pull that returned NOT_READY; count it for every starved stage."""
-        started = time.perf_counter()
+        self._waiting_since = started = time.perf_counter()
         waiter.wait(waits)
+        self._waiting_since = None
         seconds = time.perf_counter() - started
         for times in self._times.values():
             if times.starved:
                 times.waited_s += seconds
                 times.starved = False
+
+    def _in_progress(self, stage: Stage, now: float) -> tuple[float, float]:
+        """Return the seconds in own code, and in total, of a pull of a stage that has not ended.
+
+        May be called in another thread.
+        """
+        stack = [*self._stack, (None, now, self._parents_s)]
+        for (pulled, started, _), (_, end, parents_s) in itertools.pairwise(stack):
+            if pulled is stage:
+                since = stage.waiting_since
+                waiting_s = 0.0 if since is None else now - since
+                return max(end - started - parents_s - waiting_s, 0.0), now - started
+        return 0.0, 0.0
 
     def times(self, stage: Stage) -> dict[str, float]:
         """Return the seconds of a stage since the start, and their shares, which sum to 1.
@@ -147,10 +167,14 @@ class Profiler:
         `busy`, `waiting`, `blocked`: the shares. `grown_bytes`: by how much the memory of the
         process has grown in its own code (an estimate; 0 if the system is not Linux).
         """
-        times = self._times[stage]
-        total = max(time.perf_counter() - self._started, 1e-9)
-        busy = min(max(times.busy_s, 0.0), total)
-        waiting = min(max(times.pull_s - times.busy_s, 0.0) + times.waited_s, total - busy)
+        times, now = self._times[stage], time.perf_counter()
+        total = max(now - self._started, 1e-9)
+        busy_s, pull_s = self._in_progress(stage, now)
+        since = self._waiting_since
+        waited_s = times.waited_s + (now - since if since is not None and times.starved else 0.0)
+        busy_s, pull_s = times.busy_s + busy_s, times.pull_s + pull_s
+        busy = min(max(busy_s, 0.0), total)
+        waiting = min(max(pull_s - busy_s, 0.0) + waited_s, total - busy)
         seconds = {"busy": busy, "waiting": waiting, "blocked": total - busy - waiting}
         return {
             **{f"{name}_s": value for name, value in seconds.items()},

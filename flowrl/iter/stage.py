@@ -85,6 +85,7 @@ class Stage:
         self.parents = parents
         self.items = 0
         self.waited_s = 0.0
+        self.waiting_since: float | None = None  # time of perf_counter, while it waits
         self.line = chained_at()
         self.started = False
         self.owner: object | None = None  # the LocalIterator or Duplicate that consumes it

@@ -22,6 +22,8 @@ from flowrl.ops.replay import ReplayStage, StoreToReplayBuffer
 from flowrl.ops.report import StandardMetricsReporting
 from flowrl.ops.rollout import CountRollouts
 from flowrl.process_usage import process_usage
+from flowrl.sampling.callbacks import callback_seconds
+from flowrl.sampling.worker_set import WorkerSet
 
 _WRAPPED = re.compile(
     r"[a-z_]+\(([A-Za-z_<][\w.<>]*)[(),]"
@@ -48,6 +50,7 @@ class StageActivity:
         busy, waiting, blocked: shares of the period: in its own code, waiting for its parents, not
             pulled.
         grown_bytes: by how much the memory of the process grew in its own code.
+        is_own: whether the operator is the user's, not one of flowrl's.
         values: its other values in `stats()`: queue sizes, and differences of seconds.
     """
 
@@ -62,6 +65,7 @@ class StageActivity:
     waiting: float
     blocked: float
     grown_bytes: float
+    is_own: bool = False
     values: dict[str, Any] = field(default_factory=dict)
 
 
@@ -72,6 +76,7 @@ class WorkerActivity:
     Attributes:
         index: its `worker_index`: 0 in process, from 1 on actors.
         restarts: its restarts in the period.
+        period_s: seconds that the figures are about: between the ends of its last fragments.
         fragments, env_steps, num_bytes: what it returned.
         seconds: seconds per part of its work: `sample_s` in total, and in it `env_step_s` (with
             `reset_s`), `inference_s`, `collection_s`, `postprocess_s`; `weights_s`, loading
@@ -83,6 +88,7 @@ class WorkerActivity:
 
     index: int
     restarts: int
+    period_s: float
     fragments: int
     env_steps: int
     num_bytes: int
@@ -90,6 +96,15 @@ class WorkerActivity:
     callback_s: dict[str, float]
     operator_s: dict[str, float]
     usage: dict[str, float]
+
+    @property
+    def busy(self) -> float:
+        """Share of the period in which it worked."""
+        return min(self.busy_s / self.period_s, 1.0) if self.period_s > 0 else 0.0
+
+    def share_of(self, seconds: float) -> float:
+        """Return seconds as a share of the period."""
+        return min(seconds / self.period_s, 1.0) if self.period_s > 0 else 0.0
 
     @property
     def waits_for_env(self) -> bool:
@@ -120,7 +135,8 @@ class Activity:
         outside_s: seconds outside the plan, between two results.
         policy_lag_mean, policy_lag_max: age of the weights that sampled the newest trained
             fragments, in updates.
-        episodes_total: episodes that have ended since the start.
+        episodes_total: episodes that have ended since the start; None before the first result.
+        callback_s: seconds in each callback of this process, by its name.
         diagnosis: see `diagnose`.
     """
 
@@ -136,7 +152,8 @@ class Activity:
     outside_s: float
     policy_lag_mean: float
     policy_lag_max: float
-    episodes_total: int
+    episodes_total: int | None
+    callback_s: dict[str, float] = field(default_factory=dict)
     diagnosis: str = ""
 
     def to_json(self) -> dict[str, Any]:
@@ -187,7 +204,8 @@ class Snapshot:
     outside_s: float
     policy_lag_mean: float
     policy_lag_max: float
-    episodes_total: int
+    episodes_total: int | None
+    callback_s: dict[str, float]
 
     @property
     def has_steps(self) -> bool:
@@ -197,26 +215,30 @@ class Snapshot:
 
 
 def take_snapshot(
-    plan: LocalIterator[Any], is_remote: bool, result: Mapping[str, Any], outside_s: float
+    plan: LocalIterator[Any], workers: WorkerSet, result: Mapping[str, Any], outside_s: float
 ) -> Snapshot:
     """Return the measurements of a running plan; may be called in another thread.
 
     Args:
         plan: the plan.
-        is_remote: whether its workers are actors.
+        workers: its WorkerSet.
         result: its newest result; empty before the first one.
         outside_s: seconds outside the plan so far.
     """
     stages = plan.stats()
     for row, stage in zip(stages, walk(plan.stage), strict=True):
         row["kind"] = kind_of(stage)
+        row["is_own"] = _is_own(stage)
     plan_metrics = PlanMetrics.of(plan.metrics)
-    workers: dict[int, dict[str, Any]] = {}
+    reports: dict[int, dict[str, Any]] = {}
+    is_remote = workers.num_workers > 0
     for stage in walk(plan.stage):
         for shard in stage.states if isinstance(stage, Gather) else ():
             source = shard.newest
-            if source is not None and "sampled" in source.tags:  # the shard is a rollout worker
-                workers[shard.index + is_remote] = _report_of(source, shard.step_stats)
+            has_left = shard.status == "left"
+            # other shards are not rollout workers
+            if source is not None and "sampled" in source.tags and not has_left:
+                reports[shard.index + is_remote] = _report_of(source, shard.step_stats)
     runners = result.get("env_runners", {})
     timers = plan.metrics.timers
     return Snapshot(
@@ -225,13 +247,16 @@ def take_snapshot(
         iteration=result.get("training_iteration", 0),
         counters=dict(plan.metrics.counters),
         stages=stages,
-        workers=workers,
+        workers=reports,
         usage=dict(process_usage().read()),
         weights_s=timers["update"].total_s if "update" in timers else 0.0,
         outside_s=outside_s,
         policy_lag_mean=runners.get("policy_lag_mean", 0.0),
         policy_lag_max=runners.get("policy_lag_max", 0.0),
-        episodes_total=result.get("episodes_total", 0) + len(plan_metrics.new_episodes),
+        episodes_total=result["episodes_total"] + len(plan_metrics.new_episodes)
+        if result
+        else None,
+        callback_s=dict(callback_seconds(workers.local_worker().callbacks)),
     )
 
 
@@ -246,6 +271,7 @@ def _report_of(source: Source, step_stats: list[dict[str, Any]]) -> dict[str, An
     return {
         "incarnation": source.incarnation,
         **tags["sampled"],
+        "until": tags["sampled_at"][1],
         "timings": tags["timings"],
         "callback_s": tags["callback_s"],
         "usage": tags["usage"],
@@ -267,6 +293,12 @@ def operator_name(title: str) -> str:
     """
     wrapped = _WRAPPED.match(title)
     return wrapped.group(1) if wrapped else _NAME_END.split(title)[0]
+
+
+def _is_own(stage: Stage) -> bool:
+    operator = getattr(stage, "fn", stage)
+    module = getattr(operator, "__module__", None) or type(operator).__module__
+    return not module.startswith("flowrl.")
 
 
 def kind_of(stage: Stage) -> str:
@@ -310,6 +342,7 @@ def activity_between(first: Snapshot, last: Snapshot) -> Activity:
         policy_lag_mean=last.policy_lag_mean,
         policy_lag_max=last.policy_lag_max,
         episodes_total=last.episodes_total,
+        callback_s=_increases(first.callback_s, last.callback_s),
     )
 
 
@@ -320,7 +353,8 @@ def _stage_activity(
         name: min(max(row.get(f"{name}_s", 0.0) - before.get(f"{name}_s", 0.0), 0.0) / seconds, 1.0)
         for name in SHARES
     }
-    known = {"id", "stage", "chained_at", "parents", "items", "shards", "kind", "grown_bytes"}
+    known = {"id", "stage", "chained_at", "parents", "items", "shards", "grown_bytes"}
+    known |= {"kind", "is_own"}
     known |= {*SHARES, *(f"{name}_s" for name in SHARES)}
     values = {name: value for name, value in row.items() if name not in known}
     values |= {
@@ -332,6 +366,7 @@ def _stage_activity(
         name=operator_name(row["stage"]),
         line=row["chained_at"],
         kind=row["kind"],
+        is_own=row["is_own"],
         parents=list(row["parents"]),
         items=row["items"] - before.get("items", 0),
         grown_bytes=row.get("grown_bytes", 0.0) - before.get("grown_bytes", 0.0),
@@ -347,10 +382,11 @@ def _worker_activity(
     if before is not None and before["incarnation"] != report["incarnation"]:
         restarts = report["incarnation"] - before["incarnation"]
         before = None
-    old: Mapping[str, Any] = before or {}
+    old: Mapping[str, Any] = before or {"until": report["since"]}
     return WorkerActivity(
         index=index,
         restarts=restarts,
+        period_s=report["until"] - old["until"],
         **{name: report[name] - old.get(name, 0) for name in _COUNTS},
         seconds=_increases(old.get("timings", {}), report["timings"]),
         callback_s=_increases(old.get("callback_s", {}), report["callback_s"]),

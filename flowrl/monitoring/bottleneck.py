@@ -11,6 +11,8 @@ from flowrl.monitoring.plan_facts import PlanFacts
 SMALL_MINIBATCH = 16  # rows
 MANY_UPDATES = 4.0  # per row stored in a replay buffer
 LARGE_FRAGMENT_BYTES = 1e6
+MIN_SHARE_OF_FULL_QUEUE = 0.9  # of a learner that sampling waits for, although both overlap
+LEARNING_ON_SHARDS = ("LearnOnWorker", "ComputeGradientsOnWorker")
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ def bottlenecks(activity: Activity, facts: PlanFacts) -> list[Finding]:
         _sampling(activity, facts),
         _transfer(activity, facts),
         _weights(activity, facts),
-        _outside(activity),
+        _outside(activity, facts),
         *(_training(stage, activity, facts) for stage in activity.stages_of("training")),
         *(_learner_thread(stage, activity, facts) for stage in activity.stages_of("dequeue")),
         *(_operator(stage) for stage in activity.stages if stage.kind in _OTHER_KINDS),
@@ -74,6 +76,9 @@ def _sampling(activity: Activity, facts: PlanFacts) -> Finding | None:
         worker.waits_for_env for worker in activity.workers
     )
     what, remedy = _describe(cause, facts, can_add)
+    if what.startswith(LEARNING_ON_SHARDS):
+        text = f"Training limits this run: {what} takes {part:.0%} of the workers' time"
+        return Finding(*_cause_and_remedy(text, what, share, facts))
     sampling = f"Sampling limits this run ({share:.0%} of the time)"
     return Finding(
         cause.partition(":")[0],
@@ -85,13 +90,12 @@ def _sampling(activity: Activity, facts: PlanFacts) -> Finding | None:
 
 def _sampling_share(activity: Activity, facts: PlanFacts) -> float:
     """Return the share of the time that the plan depends on sampling."""
+    shares = [worker.busy for worker in activity.workers]
     if not facts.num_workers:
-        return seconds_of(activity.workers) / activity.seconds
-    busiest = max((worker.busy_s for worker in activity.workers), default=0.0) / activity.seconds
+        return max(shares, default=0.0)
     if facts.queue_size is not None:  # sampling and learning overlap
-        mean = seconds_of(activity.workers) / max(facts.num_workers, 1) / activity.seconds
-        return min(mean, 1.0)
-    return min(busiest, _waiting_for_workers(activity), 1.0)
+        return sum(shares) / facts.num_workers
+    return min(max(shares, default=0.0), _waiting_for_workers(activity))
 
 
 def _waiting_for_workers(activity: Activity) -> float:
@@ -136,7 +140,7 @@ def _describe(cause: str, facts: PlanFacts, can_add_workers: bool) -> tuple[str,
         ),
         "collection": ("storing rows", f"{more}, or {workers}."),
         "callback": (f"{facts.callbacks}.{name}", "Make this callback faster."),
-        "operator": (f"the operator {name} on the shards", "Make it faster."),
+        "operator": (f"{name}, on the shards,", "Make it faster."),
     }[kind]
 
 
@@ -150,10 +154,10 @@ def _transfer(activity: Activity, facts: PlanFacts) -> Finding | None:
     if not facts.num_workers or not stages or facts.queue_size is not None:
         return None
     gather = max(stages, key=lambda stage: stage.busy + stage.waiting)
-    busiest = max((worker.busy_s for worker in activity.workers), default=0.0) / activity.seconds
+    busiest = max((worker.busy for worker in activity.workers), default=0.0)
     weights = activity.weights_s / activity.seconds
     share = max(gather.busy - weights, 0.0) + max(gather.waiting - busiest, 0.0)
-    share += sum(stage.busy for stage in activity.stages_of("rollouts"))
+    share = min(share + sum(stage.busy for stage in activity.stages_of("rollouts")), 1.0)
     fragments = sum(worker.fragments for worker in activity.workers)
     num_bytes = sum(worker.num_bytes for worker in activity.workers)
     size = num_bytes / max(fragments, 1)
@@ -176,8 +180,10 @@ def _weights(activity: Activity, facts: PlanFacts) -> Finding | None:
     """The time in which weights are prepared, and the busiest worker loads them."""
     if not facts.num_workers:
         return None
-    loading = max((one.seconds.get("weights_s", 0.0) for one in activity.workers), default=0.0)
-    share = (activity.weights_s + loading) / activity.seconds
+    loading = max(
+        (one.share_of(one.seconds.get("weights_s", 0.0)) for one in activity.workers), default=0.0
+    )
+    share = min(activity.weights_s / activity.seconds + loading, 1.0)
     return Finding(
         "weights",
         "weights",
@@ -187,15 +193,20 @@ def _weights(activity: Activity, facts: PlanFacts) -> Finding | None:
     )
 
 
-def _outside(activity: Activity) -> Finding | None:
+def _outside(activity: Activity, facts: PlanFacts) -> Finding:
     """The time between two results."""
-    share = activity.outside_s / activity.seconds
+    share = min(activity.outside_s / activity.seconds, 1.0)
+    callback = activity.callback_s.get("on_train_result", 0.0)
+    if callback > activity.outside_s / 2 > 0:
+        name = f"{facts.callbacks}.on_train_result"
+        text = f"{name} takes {share:.0%} of the time. Make this callback faster."
+        return Finding("callback", name, share, text)
     return Finding(
         "between_results",
         "between results",
         share,
-        f"Work between two results takes {share:.0%} of the time: evaluation, checkpoints, "
-        "on_train_result, or the code that calls train(). Do it less often.",
+        f"Work between two results takes {share:.0%} of the time: evaluation, checkpoints, or the "
+        "code that calls train(). Do it less often.",
     )
 
 
@@ -203,9 +214,9 @@ def _outside(activity: Activity) -> Finding | None:
 
 
 def _training(stage: StageActivity, activity: Activity, facts: PlanFacts) -> Finding:
-    share = stage.busy
-    replay = facts.replay
-    if replay is not None and replay.updates_per_row >= MANY_UPDATES:
+    share, replay = stage.busy, facts.replay
+    draws = any(other.kind == "replay" for other in _before(stage, activity))
+    if draws and replay is not None and replay.updates_per_row >= MANY_UPDATES:
         blocked = max((one.blocked for one in activity.stages_of("store")), default=0.0)
         return Finding(
             "replay_ratio",
@@ -214,50 +225,68 @@ def _training(stage: StageActivity, activity: Activity, facts: PlanFacts) -> Fin
             f"training_intensity={replay.training_intensity:g} starves sampling: it makes "
             f"{replay.updates_per_row:.3g} updates per stored row, so that {stage.name} takes "
             f"{share:.0%} of the time and the branch that stores is blocked {blocked:.0%} of it. "
-            "One batch per stored fragment is "
-            f"training_intensity={replay.batch_size / replay.fragment_size:g}.",
+            "Lower it, or leave it out: then one batch is drawn per stored fragment.",
             stage.line,
         )
+    callback = activity.callback_s.get("on_learn_on_batch", 0.0) / activity.seconds
+    if callback > share / 2 > 0:
+        name = f"{facts.callbacks}.on_learn_on_batch"
+        text = f"{name} takes {callback:.0%} of the time. Make this callback faster."
+        return Finding("callback", name, min(callback, 1.0), text, stage.line)
     name = stage.name
     if len(activity.stages_of("training")) > 1:
         name += f", chained at {stage.line},"
-    return Finding(*_describe_training(name, share, facts), line=stage.line)
+    text = f"Training limits this run: {name} takes {share:.0%} of the time"
+    return Finding(*_cause_and_remedy(text, stage.name, share, facts), stage.line)
+
+
+def _before(stage: StageActivity, activity: Activity) -> list[StageActivity]:
+    """Return the stages that a stage pulls, directly or not."""
+    by_id = {other.id: other for other in activity.stages}
+    found, open_ids = [], list(stage.parents)
+    while open_ids:
+        other = by_id[open_ids.pop()]
+        found.append(other)
+        open_ids += other.parents
+    return found
 
 
 def _learner_thread(stage: StageActivity, activity: Activity, facts: PlanFacts) -> Finding:
     share = min(float(stage.values.get("learn_s", 0.0)) / activity.seconds, 1.0)
     enqueues = activity.stages_of("enqueue")
     full = sum(float(one.values.get("backpressure_s", 0.0)) for one in enqueues) / activity.seconds
-    cause, title, share, text = _describe_training("The learner", share, facts)
+    text = f"Training limits this run: the learner takes {share:.0%} of the time"
     if full > 0.1:
-        text = text.replace(" of the time", f" of the time, its queue is full {full:.0%} of it", 1)
-        share = 1.0  # sampling waits for it
-    return Finding(cause, title, share, text, stage.line)
+        text += f", its queue is full {full:.0%} of it"
+        share = max(share, MIN_SHARE_OF_FULL_QUEUE)  # sampling waits for it
+    return Finding(*_cause_and_remedy(text, "learner", share, facts), stage.line)
 
 
-def _describe_training(title: str, share: float, facts: PlanFacts) -> tuple[str, str, float, str]:
-    """Return cause, title, share and text of a training operator."""
+def _cause_and_remedy(
+    text: str, operator: str, share: float, facts: PlanFacts
+) -> tuple[str, str, float, str]:
+    """Return cause, operator, share and the text with a remedy, of training."""
     size = facts.minibatch_size
-    text = f"Training limits this run: {title} takes {share:.0%} of the time"
     if size is not None and size <= SMALL_MINIBATCH:
-        return (
-            "small_minibatches", title, share,
-            f"{text} with minibatches of {size} rows. Increase sgd_minibatch_size.",
-        )  # fmt: skip
-    return (
-        "training", title, share,
-        f"{text}. Use larger minibatches or fewer passes (sgd_minibatch_size, num_sgd_iter), a "
-        "smaller model, or several learners (num_learners).",
-    )  # fmt: skip
+        remedy = f" with minibatches of {size} rows. Increase sgd_minibatch_size."
+        return "small_minibatches", operator, share, text + remedy
+    remedy = (
+        ". Use larger minibatches or fewer passes (sgd_minibatch_size, num_sgd_iter), a smaller "
+        "model, or several learners (num_learners)."
+    )
+    return "training", operator, share, text + remedy
 
 
 def _operator(stage: StageActivity) -> Finding:
     """Another operator in this process."""
+    remedy = "Larger batches or fragments make it take less."
+    if stage.is_own:
+        remedy = "Make it faster, or run it on the shards or in tasks (max_concurrency)."
     return Finding(
         "operator",
         stage.name,
         stage.busy,
         f"The operator {stage.name} takes {stage.busy:.0%} of the time; it is chained at "
-        f"{stage.line}. Make it faster, or run it on the shards or in tasks (max_concurrency).",
+        f"{stage.line}. {remedy}",
         stage.line,
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from flowrl.monitoring.activity import Activity, StageActivity, WorkerActivity
-from flowrl.monitoring.bottleneck import Finding, bottlenecks, seconds_of
+from flowrl.monitoring.bottleneck import Finding, bottlenecks
 from flowrl.monitoring.plan_facts import PlanFacts
 
 MIN_RESTARTS = 2  # of a worker or of environments in the period
@@ -65,7 +65,7 @@ def _restarts(activity: Activity, facts: PlanFacts) -> Finding | None:
     return Finding(
         "worker_restarts",
         name,
-        restarts / max(len(activity.workers), 1),
+        1.0,
         f"{name} fails again and again: {restarts} restarts in {activity.seconds:.0f} s. Its "
         "errors are in the log: most often the environment raises or needs too much memory.",
     )
@@ -73,17 +73,17 @@ def _restarts(activity: Activity, facts: PlanFacts) -> Finding | None:
 
 def _leak(activity: Activity, facts: PlanFacts) -> Finding | None:
     added = activity.usage.get("rss_bytes_added", 0.0)
-    operators = [stage for stage in activity.stages if stage.kind == "operator"]
+    operators = [stage for stage in activity.stages if stage.is_own]
     if added < MIN_GROWTH_BYTES or not operators:
         return None
     worst = max(operators, key=lambda stage: stage.grown_bytes)
     if worst.grown_bytes < max(added / 2, MIN_GROWTH_BYTES):
         return None
-    rate = added / activity.seconds / 1e6
+    rate = 1.5 * added / activity.seconds / 1e6  # added between the first and the last third
     return Finding(
         "memory",
         worst.name,
-        worst.grown_bytes / added,
+        min(worst.grown_bytes / added, 1.0),
         f"The memory of this process grows by {rate:.1f} MB/s in {worst.name}, chained at "
         f"{worst.line}: does it keep the items that it gets?",
         worst.line,
@@ -93,7 +93,8 @@ def _leak(activity: Activity, facts: PlanFacts) -> Finding | None:
 def _no_episodes(activity: Activity, facts: PlanFacts) -> Finding | None:
     envs = facts.num_envs * max(facts.num_workers, 1)
     steps = activity.env_steps_total // envs
-    if activity.episodes_total or steps < MIN_STEPS_WITHOUT_EPISODE:
+    most = max(MIN_STEPS_WITHOUT_EPISODE, 2 * (facts.horizon or 0))
+    if not facts.samples or activity.episodes_total != 0 or steps < most:
         return None
     return Finding(
         "no_episodes",
@@ -138,9 +139,9 @@ def _many_workers(activity: Activity, facts: PlanFacts) -> Finding | None:
 def _cpu_wait(activity: Activity) -> float:
     """Return the share of the time that the mean worker, or this process, waits for a processor."""
     workers = [worker for worker in activity.workers if worker.usage]
-    waits = [worker.usage.get("cpu_wait_s", 0.0) for worker in workers]
-    waits = waits or [activity.usage.get("cpu_wait_s", 0.0)]
-    return min(sum(waits) / len(waits) / activity.seconds, 1.0)
+    shares = [worker.share_of(worker.usage.get("cpu_wait_s", 0.0)) for worker in workers]
+    shares = shares or [min(activity.usage.get("cpu_wait_s", 0.0) / activity.seconds, 1.0)]
+    return sum(shares) / len(shares)
 
 
 def _slow_worker(activity: Activity, facts: PlanFacts) -> Finding | None:
@@ -151,7 +152,7 @@ def _slow_worker(activity: Activity, facts: PlanFacts) -> Finding | None:
     slowest = max(cost, key=lambda index: cost[index])
     others = median(seconds for index, seconds in cost.items() if index != slowest)
     ratio = cost[slowest] / max(others, 1e-9)
-    if ratio < MIN_SLOWDOWN or seconds_of(workers) < 0.3 * activity.seconds:
+    if ratio < MIN_SLOWDOWN or max(worker.busy for worker in workers) < 0.3:
         return None
     return Finding(
         "slow_worker",
@@ -164,11 +165,13 @@ def _slow_worker(activity: Activity, facts: PlanFacts) -> Finding | None:
 
 def _collection(activity: Activity, facts: PlanFacts) -> Finding | None:
     """Garbage collection in workers or in this process."""
-    workers = max(seconds_of(activity.workers), 1e-9)
     collected = sum(worker.usage.get("gc_s", 0.0) for worker in activity.workers)
+    in_workers = max(
+        (one.share_of(one.usage.get("gc_s", 0.0)) for one in activity.workers), default=0.0
+    )
     callbacks = _callbacks_of(activity.workers)
-    if facts.num_workers and collected / workers >= MIN_COLLECTION:
-        where, share = "workers", collected / workers
+    if facts.num_workers and in_workers >= MIN_COLLECTION:
+        where, share = "workers", in_workers
     elif activity.usage.get("gc_s", 0.0) / activity.seconds >= MIN_COLLECTION:
         where, share = "this process", activity.usage["gc_s"] / activity.seconds
     else:

@@ -32,7 +32,8 @@ class Monitor:
 
     Attributes:
         diagnosis: of the last WINDOW_S seconds; without findings before the second measurement.
-        activity: the last period between two measurements, or None.
+        activity: of the same seconds, but with the increases of counters since the measurement
+            before; None before the second one.
         listeners: functions that the thread calls with each new activity.
     """
 
@@ -40,6 +41,7 @@ class Monitor:
         self._plan, self._workers = plan, workers
         self._facts: PlanFacts | None = None
         self._snapshots: deque[Snapshot] = deque()
+        self._first: Snapshot | None = None
         self._result: Mapping[str, Any] = {}
         self._outside_s = 0.0
         self._outside_since: float | None = None  # None while the plan is pulled
@@ -86,7 +88,7 @@ class Monitor:
         outside_s, since = self._outside_s, self._outside_since
         if since is not None:
             outside_s += time.monotonic() - since
-        return take_snapshot(self._plan, self._workers.num_workers > 0, self._result, outside_s)
+        return take_snapshot(self._plan, self._workers, self._result, outside_s)
 
     def measure(self) -> None:
         """Measure the plan now; the thread does this every INTERVAL_S seconds."""
@@ -102,12 +104,22 @@ class Monitor:
             return
         window = activity_between(self._snapshots[0], snapshot)
         if not window.has_finished_work:  # fragments or updates take longer than the window
+            assert self._first is not None
             window = activity_between(self._first, snapshot)
+        window.usage["rss_bytes_added"] = self._growth_bytes()
         self.diagnosis = diagnose(window, self._facts)
-        self.activity = activity_between(last, snapshot)
-        self.activity.diagnosis = self.diagnosis.text
+        window.counters = activity_between(last, snapshot).counters
+        window.diagnosis = self.diagnosis.text
+        self.activity = window
         for listener in self.listeners:
             listener(self.activity)
+
+    def _growth_bytes(self) -> float:
+        """Return by how much the memory of this process has grown for good in the window: from its
+        lowest point in the first third to that in the last third."""
+        memory = [snapshot.usage.get("rss_bytes", 0.0) for snapshot in self._snapshots]
+        third = len(memory) // 3
+        return min(memory[-third:]) - min(memory[:third]) if third else 0.0
 
 
 def _run(monitor_ref: weakref.ref[Monitor], stopped: threading.Event) -> None:

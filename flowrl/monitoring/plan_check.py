@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from flowrl.iter import Stage
+from flowrl.iter.gather import Gather
 from flowrl.iter.gather_async import GatherAsync
 from flowrl.iter.stage import walk
-from flowrl.iter.stages.branches import Duplicate, DuplicateChild, Union
+from flowrl.iter.stages.branches import Duplicate, Union
+from flowrl.iter.stages.unary import ZipWithSource
 from flowrl.learners.thread import LearnerThread
 from flowrl.monitoring.in_place import in_place_change
 from flowrl.ops import UpdateTargetNetwork, WriteParquet
@@ -17,8 +21,14 @@ from flowrl.ops.concurrency import DequeueStage, Enqueue
 from flowrl.ops.gradients import ApplyGradients
 from flowrl.ops.replay import ReplayStage, StoreToReplayBuffer, UpdateReplayPriorities
 from flowrl.ops.replay_actors import ReplayActors
-from flowrl.ops.report import operators_of, training_operators
-from flowrl.ops.rollout import CountRollouts, DropStale
+from flowrl.ops.report import StandardMetricsReporting, operators_of, training_operators
+from flowrl.ops.rollout import (
+    ConcatBatches,
+    CountRollouts,
+    DropStale,
+    SelectExperiences,
+    StandardizeFields,
+)
 from flowrl.ops.training_step import TrainingStep
 from flowrl.policies.policy import Policy
 from flowrl.sampling.worker_set import WorkerSet
@@ -140,15 +150,48 @@ def _unused_branch(plan: _Plan) -> Iterator[PlanProblem]:
 
 
 def _may_have_effect(stage: Stage) -> bool:
+    """Return whether a stage may do more than to pass items on: unknown ones may."""
+    passes_on = (ConcatBatches, SelectExperiences, StandardizeFields, CountRollouts, DropStale)
     operator = getattr(stage, "fn", None)
-    is_own = operator is not None and not type(operator).__module__.startswith("flowrl.")
-    kinds = (Enqueue, StoreToReplayBuffer, UpdateReplayPriorities, WriteParquet)
-    return (
-        is_own
-        or isinstance(operator, kinds)
-        or getattr(operator, "trains", False)
-        or isinstance(stage, (DequeueStage, DuplicateChild))
+    if operator is not None:
+        return not isinstance(operator, passes_on)
+    return not isinstance(stage, (Gather, ReplayStage, ZipWithSource))
+
+
+def _is_used_elsewhere(buffer: Any, plan: _Plan) -> bool:
+    """Return whether a function of the user refers to a buffer."""
+    return any(
+        buffer in _Identical(_references(operator))
+        for _, operator in plan.operators
+        if not type(operator).__module__.startswith("flowrl.")
     )
+
+
+class _Identical(list[Any]):
+    """A list that contains only identical objects, not equal ones."""
+
+    def __contains__(self, value: object) -> bool:
+        return any(item is value for item in self)
+
+
+def _references(operator: Any) -> Iterator[Any]:
+    """Yield the objects that a function or the object of an operator refers to."""
+    while isinstance(operator, partial):
+        yield from (*operator.args, *operator.keywords.values())
+        operator = operator.func
+    owner = getattr(operator, "__self__", None)
+    if owner is not None:
+        yield owner
+    for holder in (operator, owner):
+        yield from getattr(holder, "__dict__", {}).values()
+    for cell in getattr(operator, "__closure__", None) or ():
+        with suppress(ValueError):  # an empty cell
+            value = cell.cell_contents
+            yield value
+            yield from getattr(value, "__dict__", {}).values()
+    code = getattr(operator, "__code__", None)
+    scope = getattr(operator, "__globals__", {})
+    yield from (scope[name] for name in getattr(code, "co_names", ()) if name in scope)
 
 
 def _half_a_queue(plan: _Plan) -> Iterator[PlanProblem]:
@@ -181,7 +224,8 @@ def _half_a_buffer(plan: _Plan) -> Iterator[PlanProblem]:
     stores, draws = plan.stages_with(StoreToReplayBuffer), plan.stages_with(ReplayStage)
     for _, draw in draws:
         buffer = draw.buffer
-        if not len(buffer) and not any(store.buffer is buffer for _, store in stores):
+        is_stored = any(store.buffer is buffer for _, store in stores)
+        if not len(buffer) and not is_stored and not _is_used_elsewhere(buffer, plan):
             yield PlanProblem(
                 "replay_without_store",
                 draw.line,
@@ -198,7 +242,8 @@ def _half_a_buffer(plan: _Plan) -> Iterator[PlanProblem]:
                 "replay_buffer_capacity",
             )
     for stage, store in stores:
-        if not any(draw.buffer is store.buffer for _, draw in draws):
+        is_drawn = any(draw.buffer is store.buffer for _, draw in draws)
+        if not is_drawn and not _is_used_elsewhere(store.buffer, plan):
             yield PlanProblem(
                 "store_without_replay",
                 stage.line,
@@ -234,7 +279,8 @@ def _priorities_not_updated(plan: _Plan) -> Iterator[PlanProblem]:
             getattr(_new_buffer(draw.buffer, policy_id), "alpha", 0.0) > 0
             for policy_id in plan.policies
         )
-        if is_prioritized and not any(buffer is draw.buffer for buffer in updates):
+        is_updated = any(buffer is draw.buffer for buffer in updates)
+        if is_prioritized and not is_updated and not _is_used_elsewhere(draw.buffer, plan):
             yield PlanProblem(
                 "priorities_not_updated",
                 draw.line,
@@ -269,7 +315,9 @@ def _unlimited_lag(plan: _Plan) -> Iterator[PlanProblem]:
         ]
         limited = any(isinstance(getattr(stage, "fn", None), DropStale) for stage in feeding)
         for stage in feeding:
-            if not on_policy or limited or not isinstance(stage, GatherAsync) or stage.has_limit:
+            if not on_policy or limited or not isinstance(stage, GatherAsync):
+                continue
+            if stage.has_limit or not stage.shards.remote:
                 continue
             yield PlanProblem(
                 "unlimited_lag",
@@ -299,7 +347,8 @@ def _untrained_workers(plan: _Plan) -> Iterator[PlanProblem]:
 def _in_place(plan: _Plan) -> Iterator[PlanProblem]:
     for stage, operator in plan.operators:
         change = in_place_change(operator) if operator is not stage else None
-        if change is not None:
+        of_results = any(one.name == StandardMetricsReporting.__name__ for one in walk(stage))
+        if change is not None and not of_results:  # results may be changed
             yield PlanProblem(
                 "changes_its_input",
                 stage.line,

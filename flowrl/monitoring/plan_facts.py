@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
 from flowrl.iter import LocalIterator
+from flowrl.iter.gather import Gather
 from flowrl.iter.stage import walk
 from flowrl.learners.thread import LearnerThread
 from flowrl.ops.replay import ReplayStage
@@ -41,10 +43,12 @@ class PlanFacts:
     """Sizes and settings of a plan.
 
     Attributes:
-        num_cores: processors of this machine.
+        num_cores: processors of this machine, or of all machines of a cluster.
         num_workers: remote workers.
         num_envs: environments of each worker.
         num_threads: threads of numerical libraries in each process; None: as many as they choose.
+        samples: whether the plan samples.
+        horizon: the setting.
         callbacks: name of the class of the callbacks.
         minibatch_size: the smallest number of rows per update that is set; None if every update
             uses its whole batch.
@@ -56,6 +60,8 @@ class PlanFacts:
     num_workers: int
     num_envs: int
     num_threads: int | None
+    samples: bool
+    horizon: int | None
     callbacks: str
     minibatch_size: int | None
     queue_size: int | None
@@ -69,15 +75,27 @@ def facts_of(plan: LocalIterator[Any], workers: WorkerSet) -> PlanFacts:
     queues = [one.inqueue.maxsize for one in threads if isinstance(one, LearnerThread)]
     replays = [stage for stage in walk(plan.stage) if isinstance(stage, ReplayStage)]
     return PlanFacts(
-        num_cores=num_cores(),
+        num_cores=_cores_of_workers(),
         num_workers=workers.num_workers,
         num_envs=config.num_envs_per_worker,
         num_threads=config.num_threads_per_process,
+        samples=any(isinstance(stage, Gather) for stage in walk(plan.stage)),
+        horizon=config.horizon,
         callbacks=(config.callbacks_class or object).__name__,
         minibatch_size=min(_minibatch_sizes(plan, workers), default=None),
         queue_size=queues[0] if queues else None,
         replay=_replay_facts(replays[0].buffer, workers) if replays else None,
     )
+
+
+def _cores_of_workers() -> int:
+    """Return the processors of this machine, or of all machines of a Ray cluster."""
+    ray: Any = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        if len(nodes) > 1:
+            return int(sum(node["Resources"].get("CPU", 0) for node in nodes))
+    return num_cores()
 
 
 def _minibatch_sizes(plan: LocalIterator[Any], workers: WorkerSet) -> list[int]:

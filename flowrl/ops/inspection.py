@@ -216,10 +216,12 @@ def _array_summary(array: np.ndarray) -> str:
     text = f"{array.shape} {array.dtype}"
     if not array.size or array.dtype.kind not in "biuf":
         return text
-    low, high = array.min(), array.max()
     if array.dtype.kind == "b":
         return f"{text}  {int(array.sum())} of {array.size} true"
-    mean = f", mean {array.mean(dtype=np.float64):.4g}" if array.dtype.kind == "f" else ""
-    bad = int((~np.isfinite(array)).sum()) if array.dtype.kind == "f" else 0
+    finite = array[np.isfinite(array)]
+    bad = array.size - finite.size
     warning = f", {bad} NOT FINITE" if bad else ""
-    return f"{text}  {low:.4g} to {high:.4g}{mean}{warning}"
+    if not finite.size:
+        return f"{text}{warning}"
+    mean = f", mean {finite.mean(dtype=np.float64):.4g}" if array.dtype.kind == "f" else ""
+    return f"{text}  {finite.min():.4g} to {finite.max():.4g}{mean}{warning}"

@@ -41,7 +41,7 @@ class AgentRecords:
         self._worker, self._base_env, self._policies = worker, base_env, policies
         callbacks = worker.callbacks
         self._is_used = is_used or overrides(callbacks, *EPISODE_EVENTS)
-        self._calls = {n: getattr(callbacks, n) for n in _EVENTS if overrides(callbacks, n)}
+        self._calls = {name for name in _EVENTS if overrides(callbacks, name)}
         self.needs_steps = "on_episode_step" in self._calls
 
     def updated(self, episode: RunningEpisode) -> MultiAgentEpisode | None:
@@ -54,11 +54,11 @@ class AgentRecords:
 
     def call(self, name: str, slot: int, episode: RunningEpisode) -> None:
         """Call a callback with an episode, if it is overridden."""
-        method = self._calls.get(name)
-        if method is None:
+        if name not in self._calls:
             return
         call(
-            method,
+            self._worker.callbacks,
+            name,
             worker=self._worker,
             base_env=self._base_env,
             policies=dict(self._worker.policy_map),

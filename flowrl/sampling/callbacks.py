@@ -22,6 +22,8 @@ EPISODE_EVENTS = (
     "on_postprocess_trajectory",
 )
 
+SAMPLING_EVENTS = (*EPISODE_EVENTS, "on_sample_end")  # called while a worker samples
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -201,22 +203,21 @@ def _check_signature(cls: type[DefaultCallbacks], event: str) -> None:
         ) from None
 
 
-def call(method: Callable[..., None], **arguments: Any) -> None:
-    """Call a callback; add a note with its name to an exception.
+def call(callbacks: DefaultCallbacks, name: str, **arguments: Any) -> None:
+    """Call a callback, and measure its time; add a note with its name to an exception.
 
     Raises:
         RuntimeError: the callback raised StopIteration, which would end a stream.
     """
     started = time.perf_counter()
     try:
-        method(**arguments)
+        getattr(callbacks, name)(**arguments)
     except StopIteration as error:
-        raise RuntimeError(f"{_name(method)}() raised StopIteration") from error
+        raise RuntimeError(f"{type(callbacks).__name__}.{name}() raised StopIteration") from error
     except Exception as error:
-        error.add_note(f"raised by {_name(method)}()")
+        error.add_note(f"raised by {type(callbacks).__name__}.{name}()")
         raise
-    seconds = callback_seconds(method.__self__)  # type: ignore[attr-defined]
-    name = method.__name__
+    seconds = callback_seconds(callbacks)
     seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - started
 
 
@@ -225,10 +226,6 @@ def callback_seconds(callbacks: DefaultCallbacks) -> dict[str, float]:
     # not set by __init__, which a subclass may override
     seconds: dict[str, float] = callbacks.__dict__.setdefault("_flowrl_seconds", {})
     return seconds
-
-
-def _name(method: Any) -> str:
-    return f"{type(method.__self__).__name__}.{method.__name__}"
 
 
 def overrides(callbacks: DefaultCallbacks, *names: str) -> bool:

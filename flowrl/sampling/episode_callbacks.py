@@ -46,11 +46,8 @@ class EpisodeCallbacks:
         self._row: int | None = None  # the row of the step whose callbacks are called
         self._finished: dict[int, MultiAgentEpisode] = {}
         self._by_id: dict[int, MultiAgentEpisode] = {}
-        self._calls = {
-            name: getattr(worker.callbacks, name)
-            for name in ("on_episode_start", "on_episode_step", "on_episode_end")
-            if overrides(worker.callbacks, name)
-        }
+        names = "on_episode_start", "on_episode_step", "on_episode_end"
+        self._calls = {name for name in names if overrides(worker.callbacks, name)}
 
     def start_all(self) -> None:
         """Start an episode in every environment, with the observations of row 0."""
@@ -225,10 +222,10 @@ class EpisodeCallbacks:
         return episode.metrics()
 
     def _call(self, name: str, episode: MultiAgentEpisode) -> None:
-        method = self._calls.get(name)
-        if method is not None:
+        if name in self._calls:
             call(
-                method,
+                self._worker.callbacks,
+                name,
                 worker=self._worker,
                 base_env=self._base_env,
                 policies=dict(self._worker.policy_map),

@@ -22,7 +22,13 @@ from flowrl.policies.policy_spec import (
     specs_of,
 )
 from flowrl.process_usage import process_usage
-from flowrl.sampling.callbacks import DefaultCallbacks, call, callback_seconds, overrides
+from flowrl.sampling.callbacks import (
+    SAMPLING_EVENTS,
+    DefaultCallbacks,
+    call,
+    callback_seconds,
+    overrides,
+)
 from flowrl.sampling.environments import WorkerEnvironments
 from flowrl.sampling.episode import EpisodeMetrics, MultiAgentEpisode
 from flowrl.sampling.fragment_sampler import FragmentSampler
@@ -110,13 +116,15 @@ class RolloutWorker:
         self._weights_s = 0.0  # loading weights
         self._num_fragments = self._num_bytes = 0  # returned by `sample`
         self._sampled_at = 0.0, 0.0  # start and end of the last fragment [s since 1970]
+        self._first_sampled_at = 0.0  # start of the first one
         process_usage()  # starts to measure this process
 
     # -- environments --------------------------------------------------------------------------
 
     def _on_env_created(self, env: Any, context: EnvContext) -> None:
         call(
-            self.callbacks.on_sub_environment_created,
+            self.callbacks,
+            "on_sub_environment_created",
             worker=self,
             sub_environment=env,
             env_context=context,
@@ -199,7 +207,7 @@ class RolloutWorker:
         try:
             samples = self._sampling.sample()
             if overrides(self.callbacks, "on_sample_end"):
-                call(self.callbacks.on_sample_end, worker=self, samples=samples)
+                call(self.callbacks, "on_sample_end", worker=self, samples=samples)
         except Exception as error:
             error.add_note(f"while worker {self.worker_index} was sampling")
             if isinstance(error, StopIteration):
@@ -209,6 +217,7 @@ class RolloutWorker:
         self._num_fragments += 1
         self._num_bytes += samples.size_bytes()
         self._sampled_at = started, time.time()
+        self._first_sampled_at = self._first_sampled_at or started
         return samples
 
     def to_sample(self, batch: MultiAgentBatch) -> SampleBatch | MultiAgentBatch:
@@ -238,12 +247,17 @@ class RolloutWorker:
         return {
             **tags,
             "timings": {**tags["timings"], "weights_s": self._weights_s},
-            "callback_s": dict(callback_seconds(self.callbacks)),
+            "callback_s": {
+                name: seconds
+                for name, seconds in callback_seconds(self.callbacks).items()
+                if name in SAMPLING_EVENTS
+            },
             "usage": process_usage().read(),
             "sampled": {
                 "fragments": self._num_fragments,
                 "env_steps": self.env_steps,
                 "num_bytes": self._num_bytes,
+                "since": self._first_sampled_at,
             },
             "sampled_at": self._sampled_at,
             "node": self._node,
@@ -255,7 +269,7 @@ class RolloutWorker:
         self, policy: Policy, rows: SampleBatch, result: dict[str, float]
     ) -> None:
         """Call the callback before a policy learns; entries of `result` are reported."""
-        call(self.callbacks.on_learn_on_batch, policy=policy, train_batch=rows, result=result)
+        call(self.callbacks, "on_learn_on_batch", policy=policy, train_batch=rows, result=result)
 
     def learn_on_batch(self, batch: SampleBatch | MultiAgentBatch) -> dict[str, dict[str, float]]:
         """Update every policy in the batch, regardless of `policies_to_train`; return statistics by

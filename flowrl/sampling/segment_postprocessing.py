@@ -65,7 +65,8 @@ class SegmentPostprocessing:
             if self._calls_back:
                 own = policy, batch.without_columns("next_values")
                 call(
-                    self._callbacks.on_postprocess_trajectory,
+                    self._callbacks,
+                    "on_postprocess_trajectory",
                     worker=self._worker,
                     episode=episode,
                     agent_id=agent,

@@ -290,7 +290,8 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         evaluation = self._evaluator.evaluate_if_due(self.iteration, self.evaluate)
         if evaluation is not None:
             result["evaluation"] = evaluation
-        call(self.workers.local_worker().callbacks.on_train_result, algorithm=self, result=result)
+        callbacks = self.workers.local_worker().callbacks
+        call(callbacks, "on_train_result", algorithm=self, result=result)
         if self.config.log_to:
             self._loggers.write(result)
         return result

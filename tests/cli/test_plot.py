@@ -52,6 +52,13 @@ def test_other_settings_and_plans_are_other_curves(tmp_path):
         "ppo CartPole-v1, gamma=0.5",
         "mine CartPole-v1, gamma=0.9",
     ]
+    assert len(learning_curves(find_runs([tmp_path, runs[0], tmp_path / "b" / ".." / "a"]))) == 3
+
+
+def test_runs_without_common_steps_are_curves_of_their_own(tmp_path):
+    early = write_run(tmp_path / "a", [1.0, 2.0], 1)
+    late = write_run(tmp_path / "b", [None] * 5 + [3.0, 4.0], 2)
+    assert [curve.mean[-1] for curve in learning_curves([early, late])] == [2, 4]
 
 
 def test_results_without_the_metric_are_left_out(tmp_path):

@@ -23,7 +23,8 @@ def stage(kind, name="Operator", **values):
 def worker(index=1, **values):
     """Return the activity of a worker that samples all the time."""
     defaults = {
-        "index": index, "restarts": 0, "fragments": 10, "env_steps": 1000, "num_bytes": 100_000,
+        "index": index, "restarts": 0, "period_s": 10.0,
+        "fragments": 10, "env_steps": 1000, "num_bytes": 100_000,
         "seconds": {"sample_s": 9.0, "env_step_s": 3.0, "inference_s": 4.0}, "callback_s": {},
         "operator_s": {}, "usage": {"cpu_s": 9.0},
     }  # fmt: skip

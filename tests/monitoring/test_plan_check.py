@@ -15,6 +15,7 @@ from flowrl.ops import (
     Dequeue,
     Enqueue,
     ParallelRollouts,
+    Print,
     Replay,
     StandardMetricsReporting,
     StoreToReplayBuffer,
@@ -146,8 +147,47 @@ def test_child_of_duplicate_that_is_not_read():
     assert "child 1 of duplicate(3)" in problems_of(plan)["unread_duplicate"]
 
 
+def test_functions_that_use_a_buffer_count_as_its_other_end():
+    class Draws:
+        def __init__(self, buffer):
+            self.buffer = buffer
+
+        def __call__(self, batch):
+            return self.buffer.sample()
+
+    def plan(workers, config):
+        buffer, other = config.replay_buffer(), config.replay_buffer()
+        store = ParallelRollouts(workers).for_each(StoreToReplayBuffer(local_buffer=buffer))
+        drawn = store.for_each(Draws(buffer)).for_each(TrainOneStep(workers))
+        first = drawn.for_each(UpdateTargetNetwork(workers, 100))
+
+        def add(batch):
+            other.add(batch)
+            return batch
+
+        second = ParallelRollouts(workers).for_each(add)
+        third = Replay(local_buffer=other).for_each(TrainOneStep(workers))
+        return report(Concurrently([first, second, third]), workers, config)
+
+    assert problems_of(plan, DQNConfig(**SMALL)) == {}
+
+
+def test_printing_branch_and_changed_results_are_no_problems():
+    def note(result):
+        result["custom_metrics"]["n"] = 1
+        return result
+
+    def plan(workers, config):
+        train = ParallelRollouts(workers).for_each(TrainOneStep(workers))
+        other = ParallelRollouts(workers).for_each(Print())
+        both = Concurrently([other, train], output_indexes=[1])
+        return report(both, workers, config).for_each(note)
+
+    assert problems_of(plan) == {}
+
+
 @pytest.mark.parametrize("thread", [False, True])
-def test_asynchronous_rollouts_of_an_on_policy_loss(thread):
+def test_asynchronous_rollouts_of_an_on_policy_loss(ray_session, thread):
     def plan_with(**options):
         def plan(workers, config):
             rollouts = ParallelRollouts(workers, mode="async", **options)
@@ -159,11 +199,12 @@ def test_asynchronous_rollouts_of_an_on_policy_loss(thread):
 
         return plan
 
-    assert list(problems_of(plan_with())) == ["unlimited_lag"]
-    assert problems_of(plan_with(max_policy_lag=2)) == {}
-    assert problems_of(plan_with(limit=StalenessLimit(32, 1))) == {}
-    allowed = A2CConfig(**SMALL, allow_off_policy=True)
-    assert problems_of(plan_with(), allowed) == {}
+    remote = A2CConfig(**SMALL, num_workers=1)
+    assert list(problems_of(plan_with(), remote)) == ["unlimited_lag"]
+    assert problems_of(plan_with(max_policy_lag=2), remote) == {}
+    assert problems_of(plan_with(limit=StalenessLimit(32, 1)), remote) == {}
+    assert problems_of(plan_with(), remote.updated(allow_off_policy=True)) == {}
+    assert problems_of(plan_with()) == {}  # in process nothing lags
 
 
 def test_rollouts_of_workers_that_nothing_trains():

@@ -74,7 +74,8 @@ def test_summary_of_other_items(workers):
     two = {"a": SampleBatch(obs=np.zeros(3)), "b": SampleBatch(obs=np.array([np.nan, 1.0]))}
     text = summary(MultiAgentBatch(two, 3))
     assert "policy a: 3 rows" in text
-    assert "1 NOT FINITE" in text
+    assert "1 to 1, mean 1, 1 NOT FINITE" in text
+    assert "(1,) float64, 1 NOT FINITE" in summary(SampleBatch(obs=np.array([np.inf])))
     assert summary(7) == "int 7"
     nested = SampleBatch(obs={"image": np.zeros((2, 3, 3), np.uint8), "speed": np.ones(2)})
     assert "(2, 3, 3) uint8  0 to 0; (2,) float64  1 to 1, mean 1" in summary(nested)

@@ -42,7 +42,7 @@ class ActivityLog:
             if self._num_records >= MAX_RECORDS:
                 self._thin_out()
             with open(self._path, "a") as file:
-                file.write(json.dumps(activity.to_json()) + "\n")
+                file.write(_line(activity))
             self._num_records += 1
         except OSError as error:
             if not self._failed:
@@ -52,10 +52,26 @@ class ActivityLog:
     def _thin_out(self) -> None:
         """Remove every second record, atomically."""
         lines = self._path.read_text().splitlines(keepends=True)[::2]
-        new = self._path.with_name(f".{FILE}")
-        new.write_text("".join(lines))
-        os.replace(new, self._path)
+        _replace(self._path.parent, "".join(lines))
         self._num_records, self._every = len(lines), 2 * self._every
+
+
+def truncate_activities(folder: Path, iteration: int) -> None:
+    """Remove the activities after an iteration, which a resumed run writes again."""
+    kept = [one for one in read_activities(folder) if one.iteration <= iteration]
+    if (folder / FILE).exists():
+        _replace(folder, "".join(_line(one) for one in kept))
+
+
+def _line(activity: Activity) -> str:
+    return json.dumps(activity.to_json()) + "\n"
+
+
+def _replace(folder: Path, text: str) -> None:
+    """Write the file atomically."""
+    new = folder / f".{FILE}"
+    new.write_text(text)
+    os.replace(new, folder / FILE)
 
 
 def read_activities(folder: Path) -> list[Activity]:

@@ -40,7 +40,7 @@ class Curve:
 
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:
-    """Return run directories: the paths themselves, or the runs in a folder of runs.
+    """Return run directories, each once: the paths themselves, or the runs in a folder of runs.
 
     Raises:
         ConfigError: a path is neither.
@@ -54,11 +54,13 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
             found += inner
         else:
             read_config(path)  # raises: it is not a run directory
-    return found
+    return list({path.resolve(): path for path in found}.values())
 
 
 def learning_curves(run_dirs: Sequence[Path], metric: str = "episode_reward_mean") -> list[Curve]:
     """Return a curve for each group of runs with the same settings but for their seeds.
+
+    Runs of a group that have no env steps in common are curves of their own.
 
     Args:
         run_dirs: the run directories.
@@ -71,24 +73,30 @@ def learning_curves(run_dirs: Sequence[Path], metric: str = "episode_reward_mean
     for run_dir in run_dirs:
         settings = read_config(run_dir)[0]
         key = {name: value for name, value in settings.items() if name not in _OF_ONE_RUN}
-        key["plan of the run"] = _plan_of(run_dir)
+        key["plan of the run"] = _plan_of(run_dir, settings)
         groups.setdefault(json.dumps(key, sort_keys=True), []).append((run_dir, key))
     all_settings = [runs[0][1] for runs in groups.values()]
     curves = []
     for runs in groups.values():
         values = [points for run_dir, _ in runs if len((points := _points(run_dir, metric))[0])]
         if values:
-            curves.append(_curve(_name(runs[0][1], all_settings), values))
+            name = _name(runs[0][1], all_settings)
+            first, last = max(x[0] for x, _ in values), min(x[-1] for x, _ in values)
+            groups_of_values = [values] if first <= last else [[one] for one in values]
+            curves += [_curve(name, one) for one in groups_of_values]
     if not curves:
         raise ConfigError(f"plot: no result of these runs has a finite {metric!r}")
     return curves
 
 
-def _plan_of(run_dir: Path) -> str:
+def _plan_of(run_dir: Path, settings: dict[str, Any]) -> str:
+    """Return the plan as the command names it, or the setting."""
     command = run_dir / "command.txt"
     words = command.read_text().split() if command.exists() else []
     plans = [word for word in words[2:3] if not word.startswith("-")]
-    return Path(plans[0]).stem if words[:2] == ["flowrl", "train"] and plans else ""
+    if words[:2] == ["flowrl", "train"] and plans:
+        return plans[0].removesuffix(".py")
+    return str(settings.get("plan") or "").removesuffix(".py")
 
 
 def _name(settings: dict[str, Any], others: list[dict[str, Any]]) -> str:
@@ -117,7 +125,7 @@ def _points(run_dir: Path, metric: str) -> tuple[np.ndarray, np.ndarray]:
 
 def _curve(name: str, runs: list[tuple[np.ndarray, np.ndarray]]) -> Curve:
     first, last = max(steps[0] for steps, _ in runs), min(steps[-1] for steps, _ in runs)
-    grid = np.linspace(first, max(first, last), NUM_POINTS)
+    grid = np.linspace(first, last, NUM_POINTS)
     values = np.stack([np.interp(grid, steps, values) for steps, values in runs])
     mean = values.mean(0)
     chosen = np.random.default_rng(0).integers(len(runs), size=(NUM_RESAMPLES, len(runs)))

@@ -69,8 +69,10 @@ class LiveView:
                 self._returns, self._keep_every = self._returns[::2], 2 * self._keep_every
 
     def finish(self, result: Mapping[str, Any] | None = None) -> None:
-        """Show the last state, and stop."""
+        """Show the last state, also after a breakpoint has stopped the view, and stop."""
         self._result = result or self._result
+        if self._stopped.is_set():  # by a breakpoint
+            self._console.print(self._safely_rendered(ended=True))
         self._pause()
         self._thread.join()
 
@@ -79,15 +81,22 @@ class LiveView:
         if not self._stopped.is_set():
             self._stopped.set()
             before_breakpoint.remove(self._pause)
-            self._live.update(self.render(ended=True), refresh=True)
+            self._live.update(self._safely_rendered(ended=True), refresh=True)
             self._live.stop()
 
     def _run(self) -> None:
         interval = INTERVAL_S
         while not self._stopped.wait(interval):
             started = time.thread_time()
-            self._live.update(self.render(), refresh=True)
+            self._live.update(self._safely_rendered(), refresh=True)
             interval = max(INTERVAL_S, (time.thread_time() - started) / MAX_SHARE)
+
+    def _safely_rendered(self, ended: bool = False) -> RenderableType:
+        """Return the view, or an error in drawing it, which must not end the training."""
+        try:
+            return self.render(ended)
+        except Exception as error:
+            return Text(f"the view cannot be drawn: {type(error).__name__}: {error}")
 
     # -- what is shown -----------------------------------------------------------------------------
 
@@ -183,13 +192,16 @@ def _bar(stage: StageActivity) -> Text:
 
 
 def _queue(stage: StageActivity) -> str:
-    found = [f"{stage.values[name]:,}" for name in QUEUES if name in stage.values]
-    return found[0] if found else ""
+    for name in QUEUES:
+        if name in stage.values:
+            value = stage.values[name]
+            return f"{value:,}" if isinstance(value, (int, float)) else str(value)
+    return ""
 
 
 def _workers(activity: Activity, result: Mapping[str, Any]) -> RenderableType:
     """Return the state of the remote workers."""
-    working = " ".join(f"{one.busy_s / activity.seconds:.0%}" for one in activity.workers)
+    working = " ".join(f"{one.busy:.0%}" for one in activity.workers)
     restarts = format_count(result["num_remote_worker_restarts"], "restart")
     healthy = result["num_healthy_workers"]
     return Text(f"{format_count(healthy, 'worker')} healthy, {restarts}; working {working}")

@@ -12,12 +12,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from rich.console import Console
+
 from flowrl.iter.stage import walk
 from flowrl.monitoring.trace import Tracer
 from flowrl.ops import WriteParquet
 from flowrl.setting_values import whole_number
 from flowrl.settings import ConfigError
-from flowrl.trainer.runs.activity_log import ActivityLog
+from flowrl.trainer.runs.activity_log import ActivityLog, truncate_activities
 from flowrl.trainer.runs.continuing import ways_to_continue
 from flowrl.trainer.runs.formatting import format_count, format_path
 from flowrl.trainer.runs.live_view import LiveView
@@ -78,7 +80,8 @@ def train_until(
     progress: ProgressTable | LiveView | None = None
     tracer: Tracer | None = None
     if run is not None:
-        algorithm.monitor.listeners.append(ActivityLog(run.path).append)
+        activity_log = ActivityLog(run.path)
+        algorithm.monitor.listeners.append(activity_log.append)
         if config.trace_s is not None:
             algorithm.plan.start(config.seed)
             tracer = Tracer(algorithm.plan, config.trace_s)
@@ -127,7 +130,8 @@ def train_until(
                 exit_code, reason = 141, "output closed"
                 discard_closed_output()
         finally:
-            algorithm.monitor.listeners.clear()
+            if run is not None:
+                algorithm.monitor.listeners.remove(activity_log.append)
             if run is not None and tracer is not None:
                 _write_trace(tracer, run.path / TRACE)
             if progress is not None:
@@ -159,7 +163,7 @@ def _write_trace(tracer: Tracer, path: Path) -> None:
 
 def _new_display(algorithm: Any, stop: StopRules, display: Display) -> ProgressTable | LiveView:
     """Return the display of a run."""
-    if display != "line" and sys.stdout.isatty():
+    if display != "line" and sys.stdout.isatty() and not Console().is_dumb_terminal:
         return LiveView(stop, algorithm.monitor)
     return ProgressTable(stop, algorithm.plan.metrics.counters)
 
@@ -256,6 +260,7 @@ def prepare_to_resume(algorithm: Any, run: RunDirectory, stop: StopRules, total:
     """
     run.write_limits(asdict(stop), total)
     kept = run.truncate(algorithm.iteration)
+    truncate_activities(run.path, algorithm.iteration)
     if kept is not None:
         print(
             f"the checkpoints and results after iteration {algorithm.iteration} are kept in {kept}"

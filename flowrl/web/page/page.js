@@ -107,10 +107,10 @@ function showWorkers(activity) {
     activity.workers.map((worker) => {
       const { sample_s: sample = 0, weights_s: weights = 0 } = worker.seconds;
       const own = Object.values(worker.operator_s).reduce((a, b) => a + b, 0);
-      return [String(worker.index), worker.env_steps / activity.seconds,
-        percent((sample + weights + own) / activity.seconds),
-        (worker.usage.rss_bytes || 0) / 1e6,
-        percent(Math.min((worker.usage.cpu_wait_s || 0) / activity.seconds, 1))];
+      const share = (value) => percent(worker.period_s > 0 ? Math.min(value / worker.period_s, 1) : 0);
+      return [String(worker.index), worker.period_s > 0 ? worker.env_steps / worker.period_s : 0,
+        share(sample + weights + own), (worker.usage.rss_bytes || 0) / 1e6,
+        share(worker.usage.cpu_wait_s || 0)];
     }));
 }
 
@@ -118,7 +118,7 @@ function showParts(activity) {
   const rows = activity.workers.map((worker) => {
     const seconds = Object.values(PARTS).map((name) => worker.seconds[name] || 0);
     seconds[0] = Math.max(seconds[0] - seconds[1], 0); // env.step contains env.reset
-    const total = Math.max(activity.seconds, seconds.reduce((a, b) => a + b, 0));
+    const total = Math.max(worker.period_s, 1e-9, seconds.reduce((a, b) => a + b, 0));
     const bar = element("div", { class: "bar" }, ...seconds.map((value, i) => element("span", {
       style: `width:${100 * value / total}%;background:${COLORS[i]}`,
       title: `${Object.keys(PARTS)[i]}: ${percent(value / total)}` })));

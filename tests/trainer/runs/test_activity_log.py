@@ -5,7 +5,7 @@ import logging
 
 from flowrl import PPO
 from flowrl.trainer.runs import activity_log
-from flowrl.trainer.runs.activity_log import FILE, ActivityLog, read_activities
+from flowrl.trainer.runs.activity_log import FILE, ActivityLog, read_activities, truncate_activities
 from tests.monitoring.fakes import SMALL, activity, stage, worker
 
 
@@ -33,6 +33,15 @@ def test_long_runs_keep_a_limited_number(tmp_path, monkeypatch):
     assert numbers == sorted(numbers)
     assert numbers[0] == 0
     assert numbers[-1] >= 150
+
+
+def test_activities_after_a_checkpoint_are_removed(tmp_path):
+    log = ActivityLog(tmp_path)
+    for number in range(5):
+        log.append(activity(iteration=number))
+    truncate_activities(tmp_path, 2)
+    assert [one.iteration for one in read_activities(tmp_path)] == [0, 1, 2]
+    truncate_activities(tmp_path / "missing", 2)
 
 
 def test_file_that_cannot_be_written_is_reported_once(tmp_path, caplog):

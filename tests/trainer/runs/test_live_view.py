@@ -84,6 +84,23 @@ def test_operators_workers_and_the_diagnosis_are_shown(view):
     assert "It is Slow." in lines
 
 
+def test_values_of_any_type_are_shown(view):
+    view.add(result_at(100))
+    shared = stage("operator", "duplicate", values={"queued": [0, 1]})
+    view._monitor.activity = activity(shared, stage("operator", "x", values={"rows": "many"}))
+    text = text_of(view)
+    assert "[0, 1]" in text
+    assert "many" in text
+
+
+def test_error_in_the_view_does_not_end_the_training(terminal):
+    view = LiveView(StopRules(), FakeMonitor(), terminal)
+    view.add(result_at(100))
+    view._monitor = None
+    view.finish(result_at(200))
+    assert "the view cannot be drawn: AttributeError" in terminal.file.getvalue()
+
+
 def test_prints_appear_above_the_view(terminal):
     view = LiveView(StopRules(timesteps=1000), FakeMonitor(), terminal)
     view.add(result_at(100))
@@ -99,7 +116,8 @@ def test_view_stops_for_a_breakpoint_and_at_the_end(terminal, monkeypatch):
     monkeypatch.setattr(sys, "breakpointhook", lambda: live.append(view._live.is_started))
     LocalIterator([1]).for_each(Breakpoint()).take(1)
     assert live == [False]
-    view.finish(result_at(500))
+    view.finish(result_at(800))
+    assert "800 env steps" in terminal.file.getvalue()
     assert live_view.before_breakpoint == []
     other = LiveView(StopRules(), FakeMonitor(), terminal)
     other.finish(result_at(500))
