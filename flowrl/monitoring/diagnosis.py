@@ -170,11 +170,12 @@ def _collection(activity: Activity, facts: PlanFacts) -> Finding | None:
         (one.share_of(one.usage.get("gc_s", 0.0)) for one in activity.workers), default=0.0
     )
     callbacks = _callbacks_of(activity.workers)
-    if facts.num_workers and in_workers >= MIN_COLLECTION:
-        where, share = "workers", in_workers
-    elif activity.usage.get("gc_s", 0.0) / activity.seconds >= MIN_COLLECTION:
-        where, share = "this process", activity.usage["gc_s"] / activity.seconds
+    share = in_workers if facts.num_workers else 0.0
+    if share >= MIN_COLLECTION:
+        where = "workers"
     else:
+        where, share = "this process", min(activity.usage.get("gc_s", 0.0) / activity.seconds, 1.0)
+    if share < MIN_COLLECTION:
         return None
     called = max(callbacks, key=lambda name: callbacks[name], default=None)
     if called is not None and callbacks[called] >= collected / 2:
@@ -205,8 +206,8 @@ def _queue(activity: Activity, facts: PlanFacts) -> Finding | None:
     enqueues, dequeues = activity.stages_of("enqueue"), activity.stages_of("dequeue")
     if facts.queue_size is None or not enqueues or not dequeues:
         return None
-    full = _seconds(enqueues[0], "backpressure_s") / activity.seconds
-    idle = _seconds(dequeues[0], "learner_idle_s") / activity.seconds
+    full = min(_seconds(enqueues[0], "backpressure_s") / activity.seconds, 1.0)
+    idle = min(_seconds(dequeues[0], "learner_idle_s") / activity.seconds, 1.0)
     if activity.policy_lag_mean >= MIN_LAG and enqueues[0].values.get("queue_size", 0) >= MIN_LAG:
         return Finding(
             "queue_too_large",
