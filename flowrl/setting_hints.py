@@ -210,7 +210,8 @@ SETTING_HINTS: dict[str, list[tuple[str, str]]] = {
     "num_gpus": [
         (
             "device",
-            'Use `device="cuda"`; the default, "auto", learns on the GPU if there is one',
+            'Use `device="cuda"` or `device="cpu"`; the default, "auto", learns on the GPU if '
+            "there is one",
         )
     ],
     "num_cpus": [

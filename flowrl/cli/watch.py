@@ -29,13 +29,12 @@ def watch_command(arguments: list[str]) -> int:
         help=f"port on 127.0.0.1; 0 chooses a free one (default: {DEFAULT_PORT})",
     )  # fmt: skip
     options = parser.parse_args(arguments)
-    runs = find_runs(options.runs)
     check_installed("starlette", "flowrl watch", extra="web")
     check_installed("uvicorn", "flowrl watch", extra="web")
     from flowrl.web.server import serve
 
     try:
-        serve(runs, options.port)
+        serve(options.runs, options.port)
     except (OSError, OverflowError) as error:
         raise ConfigError(f"watch: cannot use port {options.port}: {error}") from error
     return 0

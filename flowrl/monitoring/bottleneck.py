@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from flowrl.monitoring.activity import Activity, StageActivity, WorkerActivity
 from flowrl.monitoring.plan_facts import PlanFacts
+from flowrl.ops.inspection import Breakpoint
 
 SMALL_MINIBATCH = 16  # rows
 MANY_UPDATES = 4.0  # per row stored in a replay buffer
@@ -48,13 +49,15 @@ def bottlenecks(activity: Activity, facts: PlanFacts) -> list[Finding]:
         _outside(activity, facts),
         *(_training(stage, activity, facts) for stage in activity.stages_of("training")),
         *(_learner_thread(stage, activity, facts) for stage in activity.stages_of("dequeue")),
-        *(_operator(stage) for stage in activity.stages if stage.kind in _OTHER_KINDS),
+        *(_operator(stage) for stage in activity.stages if _is_other(stage)),
     ]
     found = [finding for finding in findings if finding is not None]
     return sorted(found, key=lambda finding: -finding.share)
 
 
-_OTHER_KINDS = ("operator", "store", "replay", "enqueue", "report")
+def _is_other(stage: StageActivity) -> bool:
+    kinds = ("operator", "store", "replay", "enqueue", "report")
+    return stage.kind in kinds and stage.name != Breakpoint.__name__  # the user is debugging
 
 
 # -- sampling --------------------------------------------------------------------------------------
@@ -270,11 +273,21 @@ def _cause_and_remedy(
     if size is not None and size <= SMALL_MINIBATCH:
         remedy = f" with minibatches of {size} rows. Increase sgd_minibatch_size."
         return "small_minibatches", operator, share, text + remedy
-    remedy = (
-        ". Use larger minibatches or fewer passes (sgd_minibatch_size, num_sgd_iter), a smaller "
-        "model, or several learners (num_learners)."
-    )
+    remedies = ["a smaller model"]
+    if size is not None:
+        remedies.append("larger minibatches (sgd_minibatch_size)")
+    if facts.num_passes > 1:
+        remedies.append("fewer passes (num_sgd_iter)")
+    if facts.replay is not None:
+        remedies.append("fewer updates per env step (training_intensity)")
+    if facts.has_learners:
+        remedies.append("several learners (num_learners)")
+    remedy = f". Use {_joined(remedies)}."
     return "training", operator, share, text + remedy
+
+
+def _joined(parts: list[str]) -> str:
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} or {parts[-1]}"
 
 
 def _operator(stage: StageActivity) -> Finding:

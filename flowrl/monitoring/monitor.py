@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,6 +29,7 @@ class Monitor:
     Args:
         plan: the plan.
         workers: its WorkerSet.
+        settings: names of the algorithm's settings, for remedies.
 
     Attributes:
         diagnosis: of the last WINDOW_S seconds; without findings before the second measurement.
@@ -37,8 +38,8 @@ class Monitor:
         listeners: functions that the thread calls with each new activity.
     """
 
-    def __init__(self, plan: LocalIterator[Any], workers: WorkerSet):
-        self._plan, self._workers = plan, workers
+    def __init__(self, plan: LocalIterator[Any], workers: WorkerSet, settings: Collection[str]):
+        self._plan, self._workers, self._settings = plan, workers, settings
         self._facts: PlanFacts | None = None
         self._snapshots: deque[Snapshot] = deque()
         self._first: Snapshot | None = None
@@ -54,7 +55,7 @@ class Monitor:
     def start(self) -> None:
         """Start the thread, once."""
         if self._thread is None:
-            self._facts = facts_of(self._plan, self._workers)
+            self._facts = facts_of(self._plan, self._workers, self._settings)
             self._first = self._take_snapshot()
             # the thread must not keep an algorithm alive that the user has forgotten
             arguments = weakref.ref(self), self._stopped

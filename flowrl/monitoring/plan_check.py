@@ -13,9 +13,9 @@ from flowrl.iter.gather import Gather
 from flowrl.iter.gather_async import GatherAsync
 from flowrl.iter.stage import walk
 from flowrl.iter.stages.branches import Duplicate, Union
-from flowrl.iter.stages.unary import ZipWithSource
+from flowrl.iter.stages.unary import Combine, Filter, ForEach, ZipWithSource
 from flowrl.learners.thread import LearnerThread
-from flowrl.monitoring.in_place import in_place_change
+from flowrl.monitoring.operator_source import in_place_change, returns_nothing
 from flowrl.ops import UpdateTargetNetwork, WriteParquet
 from flowrl.ops.concurrency import DequeueStage, Enqueue
 from flowrl.ops.gradients import ApplyGradients
@@ -344,6 +344,18 @@ def _untrained_workers(plan: _Plan) -> Iterator[PlanProblem]:
             )
 
 
+def _returns_nothing(plan: _Plan) -> Iterator[PlanProblem]:
+    for stage, operator in plan.operators:
+        if isinstance(stage, (ForEach, Filter, Combine)) and returns_nothing(operator):
+            what = {Filter: "whether to keep the item", Combine: "a list of items"}
+            kind = next((what[one] for one in what if isinstance(stage, one)), "the item")
+            yield PlanProblem(
+                "returns_nothing",
+                stage.line,
+                f"{stage} returns None, because its code has no `return …`: return {kind}",
+            )
+
+
 def _in_place(plan: _Plan) -> Iterator[PlanProblem]:
     for stage, operator in plan.operators:
         change = in_place_change(operator) if operator is not stage else None
@@ -360,5 +372,6 @@ def _in_place(plan: _Plan) -> Iterator[PlanProblem]:
 
 _RULES: list[Callable[[_Plan], Iterator[PlanProblem]]] = [
     _nothing_trains, _target_without_update, _unused_branch, _half_a_queue, _half_a_buffer,
-    _priorities_not_updated, _unread_child, _unlimited_lag, _untrained_workers, _in_place,
+    _priorities_not_updated, _unread_child, _unlimited_lag, _untrained_workers,
+    _returns_nothing, _in_place,
 ]  # fmt: skip

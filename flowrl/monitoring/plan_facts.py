@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +53,8 @@ class PlanFacts:
         callbacks: name of the class of the callbacks.
         minibatch_size: the smallest number of rows per update that is set; None if every update
             uses its whole batch.
+        num_passes: the largest number of passes over a batch.
+        has_learners: whether the algorithm has the setting `num_learners`.
         queue_size: capacity of the queue of a learner thread; None without one.
         replay: of the first replay buffer; None without one.
     """
@@ -64,12 +67,20 @@ class PlanFacts:
     horizon: int | None
     callbacks: str
     minibatch_size: int | None
+    num_passes: int
+    has_learners: bool
     queue_size: int | None
     replay: ReplayFacts | None
 
 
-def facts_of(plan: LocalIterator[Any], workers: WorkerSet) -> PlanFacts:
-    """Return the facts of a plan."""
+def facts_of(plan: LocalIterator[Any], workers: WorkerSet, settings: Collection[str]) -> PlanFacts:
+    """Return the facts of a plan.
+
+    Args:
+        plan: the plan.
+        workers: its WorkerSet.
+        settings: names of the algorithm's settings.
+    """
     config = workers.config
     threads = [stage.learner for stage in walk(plan.stage) if hasattr(stage, "learner")]
     queues = [one.inqueue.maxsize for one in threads if isinstance(one, LearnerThread)]
@@ -82,7 +93,11 @@ def facts_of(plan: LocalIterator[Any], workers: WorkerSet) -> PlanFacts:
         samples=any(isinstance(stage, Gather) for stage in walk(plan.stage)),
         horizon=config.horizon,
         callbacks=(config.callbacks_class or object).__name__,
-        minibatch_size=min(_minibatch_sizes(plan, workers), default=None),
+        minibatch_size=min(
+            filter(None, _learning(plan, workers, "sgd_minibatch_size")), default=None
+        ),
+        num_passes=max(_learning(plan, workers, "num_sgd_iter"), default=1),
+        has_learners="num_learners" in settings,
         queue_size=queues[0] if queues else None,
         replay=_replay_facts(replays[0].buffer, workers) if replays else None,
     )
@@ -98,18 +113,16 @@ def _cores_of_workers() -> int:
     return num_cores()
 
 
-def _minibatch_sizes(plan: LocalIterator[Any], workers: WorkerSet) -> list[int]:
-    """Return the sizes of minibatches that operators or their policies set."""
+def _learning(plan: LocalIterator[Any], workers: WorkerSet, setting: str) -> list[int]:
+    """Return the values of a setting of learning, of each operator that trains and its policies."""
     policies = workers.local_worker().policy_map
-    sizes = []
+    values = []
     for operator in training_operators(plan.stage):
-        learner = getattr(operator, "learner", None)
-        own = getattr(learner, "sgd_minibatch_size", None)
+        own = getattr(getattr(operator, "learner", None), setting, None)
         for policy_id in policies if operator.policies is None else operator.policies:
-            config = getattr(policies[policy_id], "config", None)
-            of_policy = getattr(config, "sgd_minibatch_size", 0)
-            sizes.append(of_policy if own is None else own)
-    return [size for size in sizes if size]
+            of_policy = getattr(getattr(policies[policy_id], "config", None), setting, 0)
+            values.append(of_policy if own is None else own)
+    return values
 
 
 def _replay_facts(buffer: Any, workers: WorkerSet) -> ReplayFacts | None:

@@ -190,7 +190,16 @@ def export_policy(
     dynamic = optree.tree_map(lambda leaf: {0: batch}, input_tree)
     path.parent.mkdir(parents=True, exist_ok=True)
     with torch.no_grad(), _quiet_torch():
-        program = torch.export.export(module, (inputs,), dynamic_shapes=(dynamic,))
+        try:
+            program = torch.export.export(module, (inputs,), dynamic_shapes=(dynamic,))
+        except Exception as error:
+            if "specialized" not in str(error):
+                raise
+            raise ConfigError(
+                "export: the network works only for one batch size, because its forward() reads "
+                "the number of rows as a Python number: use x.shape[0] instead of len(x), or "
+                "reshape(-1, …)"
+            ) from error
         if format == "torch":
             torch.export.save(program, path)
         else:

@@ -342,7 +342,8 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
     def monitor(self) -> Monitor:
         """Measures the plan while it runs, unless the setting `monitor` is off."""
         if self._monitor is None:
-            self._monitor = Monitor(self.plan, self.workers)
+            settings = set(type(self.config).model_fields)
+            self._monitor = Monitor(self.plan, self.workers, settings)
         return self._monitor
 
     def diagnose(self) -> Diagnosis:

@@ -18,7 +18,7 @@ from flowrl.sampling.callbacks import DefaultCallbacks
 from flowrl.setting_aliases import INFO_COUNTERS, POLICY_RESULT_ALIASES, RESULT_ALIASES
 from flowrl.setting_values import nearest
 from flowrl.settings import ConfigError
-from flowrl.trainer.metric_reference import POLICY_METRICS, RESULT_METRICS
+from flowrl.trainer.metric_reference import METRICS, POLICY_METRICS, RESULT_METRICS
 
 _MAX_LISTED_METRICS = 10  # in the message about an unknown one
 _EPISODE_METRICS = (
@@ -75,6 +75,12 @@ def metric_hint(name: str, known: list[str]) -> str:
     last = name.rpartition("/")[2] if group else name.removeprefix("rollout/")
     if last in aliases:
         return f" Did you mean {group + aliases[last]!r}?"
+    if last in ("reward", "return", "score"):
+        return f" Did you mean {group + 'episode_reward_mean'!r}?"
+    of_learners = f"learners/<policy>/{last}"
+    if of_learners in METRICS and not group:
+        inner = [one for one in known if one.startswith("learners/") and one.endswith(f"/{last}")]
+        return f" Did you mean {inner[0] if inner else f'learners/{DEFAULT_POLICY_ID}/{last}'!r}?"
     return nearest(name, known)
 
 

@@ -87,6 +87,14 @@ class RunData:
                 column.append(value)
         self._num_results += 1
 
+    def changed(self) -> float:
+        """Return when the newest result was written, or else the settings [s since 1970]."""
+        for name in ("result.json", "config.json"):
+            path = self.path / name
+            if path.exists():
+                return path.stat().st_mtime
+        return 0.0
+
     def metrics(self) -> list[str]:
         """Return the names of all metrics with values."""
         return sorted(self._columns)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from flowrl.settings import ConfigError
+from flowrl.trainer.runs.learning_curves import find_runs
 from flowrl.web.html_report import PAGE, page_html
 from flowrl.web.run_data import RunData
 
@@ -20,14 +23,17 @@ HEADERS = {
 }
 
 
-def make_app(runs: Sequence[Path]) -> Any:
-    """Return the application of starlette that shows these runs.
+def make_app(paths: Sequence[Path]) -> Any:
+    """Return the application of starlette that shows runs.
 
     It answers only requests to 127.0.0.1 or localhost, so that no other site can read it through
     the user's browser, and serves only the page and what `RunData` reads.
 
     Args:
-        runs: run directories.
+        paths: run directories, or folders of them, in which new runs may start.
+
+    Raises:
+        ConfigError: a path is neither.
     """
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
@@ -37,15 +43,25 @@ def make_app(runs: Sequence[Path]) -> Any:
     from starlette.routing import Mount, Route
     from starlette.staticfiles import StaticFiles
 
-    names = _names(runs)
-    data = [RunData(path, name) for path, name in zip(runs, names, strict=True)]
+    data = [RunData(path, path.resolve().name) for path in find_runs(paths)]
     lock = threading.Lock()  # requests are answered in threads
+
+    def add_new_runs() -> None:
+        known = {run.path for run in data}
+        for path in paths:
+            for file in sorted(path.glob("*/config.json")):
+                if file.parent not in known and not (path / "config.json").exists():
+                    with suppress(ConfigError):  # it is being created
+                        data.append(RunData(file.parent, file.parent.resolve().name))
 
     def index(request: Any) -> Any:
         return HTMLResponse(page_html(), headers=HEADERS)
 
     def list_runs(request: Any) -> Any:
-        return JSONResponse([{"name": run.name} for run in data], headers=HEADERS)
+        with lock:
+            add_new_runs()
+            runs = [{"name": run.name, "changed": run.changed()} for run in data]
+        return JSONResponse(runs, headers=HEADERS)
 
     def show_run(request: Any) -> Any:
         number = int(request.path_params["number"])
@@ -75,27 +91,23 @@ def make_app(runs: Sequence[Path]) -> Any:
     )
 
 
-def _names(runs: Sequence[Path]) -> list[str]:
-    """Return the names of the runs' folders, with their parents if two are equal."""
-    names = [run.resolve().name for run in runs]
-    return names if len(set(names)) == len(names) else [str(run) for run in runs]
-
-
-def serve(runs: Sequence[Path], port: int) -> None:
+def serve(paths: Sequence[Path], port: int) -> None:
     """Serve the page until the process is interrupted.
 
     Args:
-        runs: run directories.
+        paths: see `make_app`.
         port: a free port is chosen if it is 0.
 
     Raises:
         OSError: the port is in use.
+        ConfigError: see `make_app`.
     """
     import socket
 
     import uvicorn
 
+    app = make_app(paths)
     listener = socket.create_server((HOST, port))
     print(f"http://{HOST}:{listener.getsockname()[1]}/  (Ctrl-C ends the server)", flush=True)
-    config = uvicorn.Config(make_app(runs), log_level="warning")
+    config = uvicorn.Config(app, log_level="warning")
     uvicorn.Server(config).run(sockets=[listener])

@@ -21,6 +21,7 @@ def facts(**values):
     defaults = {
         "num_cores": 2, "num_workers": 2, "num_envs": 4, "num_threads": 1,
         "callbacks": "MyCallbacks", "samples": True, "horizon": None, "minibatch_size": 128,
+        "num_passes": 1, "has_learners": False,
         "queue_size": None, "replay": None,
     }  # fmt: skip
     return PlanFacts(**{**defaults, **values})
@@ -82,6 +83,25 @@ def test_training_names_tiny_minibatches():
     found = first(activity(training), facts(num_workers=0, minibatch_size=4))
     assert found.cause == "small_minibatches"
     assert "minibatches of 4 rows" in found.text
+
+
+def test_remedies_of_training_are_those_of_the_algorithm():
+    training = activity(stage("training", "TrainOneStep", busy=0.8))
+    ppo = facts(num_workers=0, num_passes=10)
+    assert first(training, ppo).text.endswith(
+        "a smaller model, larger minibatches (sgd_minibatch_size) or fewer passes (num_sgd_iter)."
+    )
+    replay = ReplayFacts(training_intensity=None, batch_size=256, fragment_size=1)
+    sac = facts(num_workers=0, minibatch_size=None, replay=replay)
+    assert first(training, sac).text.endswith(
+        "Use a smaller model or fewer updates per env step (training_intensity)."
+    )
+    impala = facts(num_workers=0, minibatch_size=None, has_learners=True)
+    assert "or several learners (num_learners)." in first(training, impala).text
+    plain = facts(num_workers=0, minibatch_size=None)
+    assert first(training, plain).text.endswith("Use a smaller model.")
+    stopped = activity(stage("operator", "Breakpoint", busy=0.9))
+    assert all(f.operator != "Breakpoint" for f in diagnose(stopped, plain).findings)
 
 
 def test_operator_names_its_line():

@@ -254,6 +254,30 @@ def test_operator_that_changes_its_input(operator):
     assert "with_columns" in problems_of(plan)["changes_its_input"]
 
 
+def forgets(batch):
+    print(batch.count)
+
+
+class Forgets:
+    def __call__(self, batch):
+        if batch.count:
+            return
+
+
+def fails(batch):
+    raise NotImplementedError
+
+
+@pytest.mark.parametrize("operator", [forgets, Forgets()])
+def test_operator_that_returns_nothing(operator):
+    def plan(workers, config):
+        rollouts = ParallelRollouts(workers).for_each(operator)
+        return report(rollouts.for_each(TrainOneStep(workers)), workers, config)
+
+    assert "returns None" in problems_of(plan)["returns_nothing"]
+    assert "return the item" in problems_of(plan)["returns_nothing"]
+
+
 def assign(batch):
     batch["rewards"] = batch["rewards"] * 0.1
     return batch
@@ -270,7 +294,7 @@ def count(batch, totals=[0]):  # noqa: B006
     return batch
 
 
-@pytest.mark.parametrize("operator", [assign, copied, count, lambda batch: batch, print])
+@pytest.mark.parametrize("operator", [assign, copied, count, fails, lambda batch: batch])
 def test_operator_that_returns_a_changed_copy(operator):
     def plan(workers, config):
         rollouts = ParallelRollouts(workers).for_each(operator)

@@ -238,3 +238,21 @@ def test_unsupported_exports_are_rejected(tmp_path):
         policy.export(tmp_path / "x")
     with pytest.raises(NotImplementedError, match="no export"):
         Policy(BOX, spaces.Discrete(2), {}).export(tmp_path / "x")
+
+
+class CountsRows(torch.nn.Module):
+    """A network whose forward reads the number of rows as a Python number."""
+
+    def __init__(self, obs_space, action_space, num_outputs):
+        super().__init__()
+        self.layer, self.value = torch.nn.Linear(3, num_outputs), torch.nn.Linear(3, 1)
+
+    def forward(self, obs):
+        rows = obs.reshape(len(obs), 3)
+        return self.layer(rows), self.value(rows).squeeze(-1)
+
+
+def test_network_for_one_batch_size_is_rejected_with_a_hint(tmp_path):
+    policy = PPOTorchPolicy(BOX, spaces.Discrete(2), {"model": {"custom_model": CountsRows}})
+    with pytest.raises(ConfigError, match=r"use x\.shape\[0\] instead of len\(x\)"):
+        policy.export(tmp_path / "policy.pt2", format="torch")

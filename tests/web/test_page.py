@@ -187,6 +187,8 @@ def test_runs_are_compared(browser, folder_of_runs):
         last = browser.execute_script("return charts.get('curve').plot.data[1].at(-1)")
         assert 170 < last < 198
         assert "not been measured" in text(browser, "graph")
+        write_run(folder_of_runs / "new", [5.0, 6.0])
+        wait(browser, lambda: text(browser, "shown-runs") == "a\nb\nnew")
         assert_no_errors(browser)
     finally:
         server.stop()

@@ -63,7 +63,7 @@ def server(runs):
 
 
 def test_runs_and_curves_are_served(server):
-    assert server.get("/api/runs") == [{"name": "a"}, {"name": "b"}]
+    assert [run["name"] for run in server.get("/api/runs")] == ["a", "b"]
     assert server.get("/api/runs/1")["config"]["gamma"] == 0.5
     curves = server.get("/api/curves?metric=episode_reward_mean")
     assert curves == [{"x": [100, 200], "y": [1, 2]}] * 2
@@ -132,6 +132,21 @@ def test_port_in_use_and_wrong_paths_are_rejected(server, runs, tmp_path):
         assert done.returncode == 2
         assert message in done.stderr
         assert len(done.stderr.splitlines()) == 1
+
+
+def test_runs_that_start_later_are_served(tmp_path):
+    write_run(tmp_path / "a", [1.0])
+    server = Server(tmp_path)
+    try:
+        assert len(server.get("/api/runs")) == 1
+        (tmp_path / "c").mkdir()  # is being created
+        write_run(tmp_path / "b", [1.0, 2.0])
+        first, second = server.get("/api/runs")
+        assert (first["name"], second["name"]) == ("a", "b")
+        assert second["changed"] >= first["changed"]
+        assert server.get("/api/runs/1")["env_steps"] == 200
+    finally:
+        server.stop()
 
 
 def test_server_survives_a_run_that_is_removed_and_created_again(tmp_path):

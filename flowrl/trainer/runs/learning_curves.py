@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from flowrl.settings import ConfigError
-from flowrl.trainer.metric_names import metric_value
+from flowrl.trainer.metric_names import flatten_result, metric_hint, metric_value
 from flowrl.trainer.runs.saved_run import read_config, read_results
 
 NUM_POINTS = 200  # of the mean curve of a group
@@ -85,7 +85,10 @@ def learning_curves(run_dirs: Sequence[Path], metric: str = "episode_reward_mean
             groups_of_values = [values] if first <= last else [[one] for one in values]
             curves += [_curve(name, one) for one in groups_of_values]
     if not curves:
-        raise ConfigError(f"plot: no result of these runs has a finite {metric!r}")
+        results = [result for run_dir in run_dirs for result in read_results(run_dir)[-1:]]
+        known = list(dict.fromkeys(name for one in results for name, _ in flatten_result(one)))
+        hint = metric_hint(metric, known)
+        raise ConfigError(f"plot: no result of these runs has a finite {metric!r}.{hint}")
     return curves
 
 

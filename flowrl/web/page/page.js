@@ -23,6 +23,8 @@ async function load() {
     state.configs = report.map((run) => run.config);
     return;
   }
+  const runs = await get("/api/runs");
+  if (runs.length !== state.runs.length) showRuns(runs);
   const metric = encodeURIComponent(state.metric);
   [state.data, state.curves] = await Promise.all([
     get(`/api/runs/${state.run}`), get(`/api/curves?metric=${metric}`)]);
@@ -170,9 +172,18 @@ function showConfig() {
     state.runs.map((_, i) => i + 1));
 }
 
+// Show the list of runs; the newest one is selected first.
+function showRuns(runs) {
+  if (!state.runs.length) state.run = runs.reduce((best, run, i) =>
+    (run.changed > runs[best].changed ? i : best), 0);
+  state.runs = runs;
+  at("run").replaceChildren(...runs.map((run, i) => element("option", { value: i }, run.name)));
+  at("run").value = state.run;
+  at("shown-runs").replaceChildren();
+}
+
 async function start() {
-  state.runs = report ? report.map((run) => ({ name: run.name })) : await get("/api/runs");
-  at("run").replaceChildren(...state.runs.map((run, i) => element("option", { value: i }, run.name)));
+  showRuns(report ? report.map((run) => ({ name: run.name, changed: 0 })) : await get("/api/runs"));
   at("run").addEventListener("change", () => {
     state.run = Number(at("run").value);
     state.selected = null;

@@ -1,4 +1,4 @@
-"""Find operators whose source code changes their input in place."""
+"""Find operators of the user whose source code returns nothing, or changes its input in place."""
 
 from __future__ import annotations
 
@@ -14,6 +14,19 @@ _CHANGING_METHODS = {
 }  # fmt: skip
 
 
+def returns_nothing(operator: Any) -> bool:
+    """Return whether the source of an operator of the user has no statement that returns a value;
+    False if the source is unknown."""
+    definition = _own_definition(operator)
+    if not isinstance(definition, ast.FunctionDef):
+        return False
+    nodes = list(ast.walk(definition))
+    may_return = any(isinstance(node, ast.Return) and node.value is not None for node in nodes)
+    always_raises = isinstance(definition.body[-1], ast.Raise)
+    is_generator = any(isinstance(node, (ast.Yield, ast.YieldFrom)) for node in nodes)
+    return not (may_return or always_raises or is_generator)
+
+
 def in_place_change(operator: Any) -> str | None:
     """Return the code with which an operator of the user changes its first argument in place.
 
@@ -23,10 +36,7 @@ def in_place_change(operator: Any) -> str | None:
         The code of the first change; None if there is none, the source is unknown, or the operator
         is one of flowrl's.
     """
-    function = operator if inspect.isroutine(operator) else type(operator).__call__
-    if getattr(function, "__module__", "flowrl.").startswith("flowrl."):
-        return None
-    definition = _definition_of(function)
+    definition = _own_definition(operator)
     if definition is None:
         return None
     names = [argument.arg for argument in definition.args.posonlyargs + definition.args.args]
@@ -34,6 +44,14 @@ def in_place_change(operator: Any) -> str | None:
     if not names or _is_assigned(definition, names[0]):
         return None
     return next((ast.unparse(change) for change in _changes(definition, names[0])), None)
+
+
+def _own_definition(operator: Any) -> ast.FunctionDef | ast.Lambda | None:
+    """Return the parsed definition of an operator of the user, or None."""
+    function = operator if inspect.isroutine(operator) else type(operator).__call__
+    if (getattr(function, "__module__", None) or "flowrl.").startswith("flowrl."):
+        return None
+    return _definition_of(function)
 
 
 def _definition_of(function: Any) -> ast.FunctionDef | ast.Lambda | None:
