@@ -245,10 +245,10 @@ class CountsRows(torch.nn.Module):
 
     def __init__(self, obs_space, action_space, num_outputs):
         super().__init__()
-        self.layer, self.value = torch.nn.Linear(3, num_outputs), torch.nn.Linear(3, 1)
+        self.layer, self.value = torch.nn.Linear(4, num_outputs), torch.nn.Linear(4, 1)
 
     def forward(self, obs):
-        rows = obs.reshape(len(obs), 3)
+        rows = obs.reshape(len(obs), 4)
         return self.layer(rows), self.value(rows).squeeze(-1)
 
 
