@@ -33,8 +33,8 @@ PARTS = {
 class Tracer:
     """Records the pulls of a plan's stages, the fragments of its workers and its updates.
 
-    Quick pulls are sampled, as for `LocalIterator.stats`, so that tracing takes at most 3 % of the
-    time. Times of workers on other machines depend on their clocks.
+    Quick pulls are sampled, as for `LocalIterator.stats`. Times of workers on other machines depend
+    on their clocks.
 
     Args:
         plan: the plan; it must have started.
