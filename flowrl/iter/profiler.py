@@ -19,7 +19,7 @@ from flowrl.process_usage import resident_bytes
 
 MAX_INTERVAL = 64  # pulls that a timed pull represents
 TIMING_S = 1e-6  # cost of timing a pull, per stage
-TRACING_S = 20e-6  # the same if the pull is traced
+TRACING_S = 4e-6  # the same if the pull is traced
 MAX_OVERHEAD = 0.01  # timing may take this share of the time since the start
 MAX_TRACE_OVERHEAD = 0.02  # while pulls are traced
 MEMORY_INTERVAL_S = 0.05  # between two pulls whose memory is measured
