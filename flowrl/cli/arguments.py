@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from flowrl.data.json_text import parse_json
@@ -187,6 +188,13 @@ def with_flags(message: str, arguments: Sequence[str], settings: Collection[str]
 
     message = re.sub(r"(^|; )([a-z][\w.]*): ", at_start, message)
     return re.sub(r"(?<![\w(])([a-z]\w*)=(True|False|[\w.\[{\"'-]+)", with_value, message)
+
+
+def add_runs(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments RUN_DIR …, see `find_runs`."""
+    parser.add_argument(
+        "runs", type=Path, nargs="+", metavar="RUN_DIR", help="run directories, or folders of them"
+    )
 
 
 def add_checkpoint_option(parser: argparse.ArgumentParser) -> None:

@@ -51,7 +51,7 @@ _COMMANDS = {
     "plans": "flowrl.cli.plans:plans_command",
     "checkpoint": "flowrl.cli.checkpoint:checkpoint_command",
     "watch": "flowrl.cli.watch:watch_command",
-    "report": "flowrl.cli.watch:report_command",
+    "report": "flowrl.cli.report:report_command",
     "plot": "flowrl.cli.plot:plot_command",
     "tensorboard": "flowrl.cli.tensorboard:tensorboard_command",
     "copy": "flowrl.cli.copy:copy_command",

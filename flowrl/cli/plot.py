@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from flowrl.cli.arguments import Parser
+from flowrl.cli.arguments import Parser, add_runs
 from flowrl.errors import check_installed
 from flowrl.settings import ConfigError
 from flowrl.trainer.runs.learning_curves import Curve, find_runs, learning_curves
@@ -26,9 +26,7 @@ def plot_command(arguments: list[str]) -> int:
         description="Draw learning curves. Runs that differ only in their seeds are one curve: the "
         "mean with its 95 %% bootstrap interval.",
     )
-    parser.add_argument(
-        "runs", type=Path, nargs="+", metavar="RUN_DIR", help="run directories, or folders of them"
-    )
+    add_runs(parser)
     parser.add_argument(
         "-o", "--output", type=Path, default=Path("learning_curve.svg"),
         help="file: .svg, .png or .pdf (default: learning_curve.svg)",

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.cli.display import print_failure, printable, program_name
+from flowrl.cli.report import write_report
 from flowrl.cli.run_settings import CODE_SETTINGS, absolute_plan
 from flowrl.cli.saved_runs import SavedRun
-from flowrl.cli.watch import write_report
 from flowrl.data.checkpoint import CheckpointError
 from flowrl.settings import ConfigError
 from flowrl.trainer.runs.continuing import ways_to_continue

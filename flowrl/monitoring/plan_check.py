@@ -41,7 +41,7 @@ class PlanProblem:
     Attributes:
         rule: name of the rule that found it.
         line: `file:line` where the operator was chained.
-        text: what is wrong, and the remedy.
+        text: the problem and its remedy.
     """
 
     rule: str
@@ -160,18 +160,8 @@ def _may_have_effect(stage: Stage) -> bool:
 
 def _is_used_elsewhere(buffer: Any, plan: _Plan) -> bool:
     """Return whether a function of the user refers to a buffer."""
-    return any(
-        buffer in _Identical(_references(operator))
-        for _, operator in plan.operators
-        if not type(operator).__module__.startswith("flowrl.")
-    )
-
-
-class _Identical(list[Any]):
-    """A list that contains only identical objects, not equal ones."""
-
-    def __contains__(self, value: object) -> bool:
-        return any(item is value for item in self)
+    own = [op for _, op in plan.operators if not type(op).__module__.startswith("flowrl.")]
+    return any(found is buffer for operator in own for found in _references(operator))
 
 
 def _references(operator: Any) -> Iterator[Any]:

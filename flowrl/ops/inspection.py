@@ -39,7 +39,7 @@ class Print:
 
     Raises:
         ValueError: every is below 1.
-        TypeError: what is a string.
+        TypeError: `what` is a string.
         KeyError (when called): a batch lacks a column that `what` names.
     """
 
@@ -56,7 +56,7 @@ class Print:
             raise ValueError(f"Print: every must be an int of at least 1, got {every!r}")
         if isinstance(what, str):
             raise TypeError(
-                f"Print: what is a list of columns, [{what!r}], or a function of the item"
+                f"Print: `what` must be a list of columns, such as [{what!r}], or a function"
             )
         self.every, self.what, self.name, self.workers = every, what, name, workers
         self._num_items = 0

@@ -36,7 +36,7 @@ _EVENT_COUNTERS = {
 
 
 class RunData:
-    """Reads a run directory; `update` reads what was added since the last call.
+    """The data of a run directory. `update` reads the lines that were appended since its last call.
 
     Args:
         path: the run directory.
@@ -61,7 +61,7 @@ class RunData:
         self._lags: list[list[int]] = []
 
     def update(self) -> None:
-        """Read what was added; a resumed run may have replaced the results."""
+        """Read new lines; if a resumed run has replaced a file, read it from the start."""
         replaced, lines = self._result_file.read()
         if replaced:
             self._clear()

@@ -48,11 +48,9 @@ def make_app(paths: Sequence[Path]) -> Any:
 
     def add_new_runs() -> None:
         known = {run.path for run in data}
-        for path in paths:
-            for file in sorted(path.glob("*/config.json")):
-                if file.parent not in known and not (path / "config.json").exists():
-                    with suppress(ConfigError):  # it is being created
-                        data.append(RunData(file.parent, file.parent.resolve().name))
+        with suppress(ConfigError):  # a folder was removed, or a run is being created
+            new = [path for path in find_runs(paths) if path not in known]
+            data.extend(RunData(path, path.resolve().name) for path in new)
 
     def index(request: Any) -> Any:
         return HTMLResponse(page_html(), headers=HEADERS)

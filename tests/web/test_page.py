@@ -148,7 +148,7 @@ def iteration_seconds(run):
 
 
 def check_stage(browser, shown):
-    """Click a stage and compare what is shown with the measurement."""
+    """Click a stage and compare its figures with the measurement."""
     stage = next(s for s in shown["stages"] if "Train" in s["name"] or s["kind"] == "dequeue")
     selector = f'#graph .node[data-id="{stage["id"]}"]'
     browser.execute_script(

@@ -60,7 +60,7 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
 def learning_curves(run_dirs: Sequence[Path], metric: str = "episode_reward_mean") -> list[Curve]:
     """Return a curve for each group of runs with the same settings but for their seeds.
 
-    Runs of a group that have no env steps in common are curves of their own.
+    If the runs of a group have no env steps in common, each run is a curve.
 
     Args:
         run_dirs: the run directories.

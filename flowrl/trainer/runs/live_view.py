@@ -98,7 +98,7 @@ class LiveView:
         except Exception as error:
             return Text(f"the view cannot be drawn: {type(error).__name__}: {error}")
 
-    # -- what is shown -----------------------------------------------------------------------------
+    # -- rendering ---------------------------------------------------------------------------------
 
     def render(self, ended: bool = False) -> RenderableType:
         """Return the view of the current state."""

@@ -1,0 +1,48 @@
+"""`flowrl report RUN_DIR …`: write runs as one HTML file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flowrl.cli.arguments import Parser, add_runs
+from flowrl.settings import ConfigError
+from flowrl.trainer.runs.learning_curves import find_runs
+
+
+def report_command(arguments: list[str]) -> int:
+    """Write the page as one file; return the exit code.
+
+    Raises:
+        ConfigError: a path is no run, or the file cannot be written.
+    """
+    parser = Parser(
+        prog="flowrl report",
+        description="Write runs as one HTML file that needs no server and no network.",
+    )
+    add_runs(parser)
+    parser.add_argument(
+        "-o", "--output", type=Path, default=None, metavar="FILE",
+        help="the file (default: report.html in the run directory, or here for several runs)",
+    )  # fmt: skip
+    options = parser.parse_args(arguments)
+    runs = find_runs(options.runs)
+    output = options.output or (runs[0] if len(runs) == 1 else Path()) / "report.html"
+    write_report(runs, output)
+    print(f"report: {output}")
+    return 0
+
+
+def write_report(runs: list[Path], output: Path) -> None:
+    """Write the report of runs.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    from flowrl.web.html_report import report_html
+    from flowrl.web.run_data import RunData
+
+    html = report_html([RunData(path, path.resolve().name) for path in runs])
+    try:
+        output.write_text(html, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"report: cannot write {output}: {error.strerror}") from error
