@@ -10,7 +10,7 @@ from flowrl.iter import metrics as _metrics
 from flowrl.iter.errors import OnError, annotate, no_attribute, without_engine_frames
 from flowrl.iter.explain import FORMATS, stats_rows
 from flowrl.iter.metrics import MetricsContext
-from flowrl.iter.profiler import Profiler
+from flowrl.iter.profiler import OnPull, Profiler
 from flowrl.iter.stage import NOT_READY, Source, Stage, describe, stages_by_name, walk
 from flowrl.iter.stages.branches import Duplicate, DuplicateChild, Union, WhenFull
 from flowrl.iter.stages.buffering import Batch, Shuffle
@@ -353,11 +353,12 @@ class LocalIterator(Generic[T]):
         """
         return stats_rows(self.stage, self._profiler)
 
-    def trace(self, on_pull: Callable[[Stage, float, float], None] | None) -> None:
+    def trace(self, on_pull: OnPull | None) -> None:
         """Call a function after the pulls of each stage; quick pulls are sampled.
 
         Args:
-            on_pull: (stage, start [s of `time.perf_counter`], duration [s]); None ends the trace.
+            on_pull: (stage, start [s of `time.perf_counter`], duration [s], whether the stage
+                returned an item); None ends the trace.
         """
         self.start()
         assert self._profiler is not None

@@ -18,11 +18,14 @@ from flowrl.iter.waiting import Waiter
 from flowrl.process_usage import resident_bytes
 
 MAX_INTERVAL = 64  # pulls that a timed pull represents
-TIMING_S = 1e-6  # cost of timing a pull, per stage
-TRACING_S = 4e-6  # the same if the pull is traced
-MAX_OVERHEAD = 0.01  # timing may take this share of the time since the start
-MAX_TRACE_OVERHEAD = 0.02  # while pulls are traced
+MAX_INTERVAL_S = 1.0  # between two timed pulls, roughly
+TIMING_S = 1e-6  # cost of timing the pull of one stage
+MAX_OVERHEAD = 0.007  # timing may take this share of the time since the start
 MEMORY_INTERVAL_S = 0.05  # between two pulls whose memory is measured
+
+
+# stage, time of perf_counter at the start, seconds, whether it returned an item
+OnPull = Callable[[Stage, float, float, bool], None]
 
 
 class StageTimes:
@@ -42,18 +45,21 @@ class Profiler:
     """Times the pulls of the plan that ends in `root`.
 
     `next_timed` counts down to the next pull that must go through `pull`. `on_pull`, if set, is
-    called after each timed pull of a stage with the stage, the time of its start and its seconds.
+    called after each timed pull of a stage with the stage, the time of its start, its seconds and
+    whether it returned an item.
     """
 
     def __init__(self, root: Stage):
         self.stages = list(walk(root))
         self._times = {stage: StageTimes() for stage in self.stages}
         self._started = time.perf_counter()
-        self.on_pull: Callable[[Stage, float, float], None] | None = None
+        self.on_pull: OnPull | None = None
         self.next_timed = 1
         self._interval = 1
         self._weight = 1
         self._pulls = 0
+        self._timed_pulls = 0
+        self._timed_stages = 0  # pulls of single stages in them
         self._random = random.Random(0)
         self._parents_s = 0.0  # in the parents of the stage being timed
         # the stages that are being pulled: start, and seconds in other parents before
@@ -79,21 +85,10 @@ class Profiler:
         times, pull, clock = self._times[stage], stage.pull, time.perf_counter
 
         def timed(block: bool) -> Any:
-            if self._measures_memory:
-                siblings, self._parents_bytes = self._parents_bytes, 0
-                before = resident_bytes()
-                try:
-                    return timed_only(block)
-                finally:
-                    grown = resident_bytes() - before
-                    times.grown_bytes += (grown - self._parents_bytes) * self._pulls_since_memory
-                    self._parents_bytes = siblings + grown
-            return timed_only(block)
-
-        def timed_only(block: bool) -> Any:
             siblings_s, self._parents_s = self._parents_s, 0.0
             waited, started = stage.waited_s, clock()
             self._stack.append((stage, started, siblings_s))
+            item = NOT_READY
             try:
                 item = pull(block)
                 if item is NOT_READY:
@@ -106,10 +101,23 @@ class Profiler:
                 times.pull_s += seconds * weight
                 times.busy_s += (seconds - self._parents_s - (stage.waited_s - waited)) * weight
                 self._parents_s = siblings_s + seconds
+                self._timed_stages += 1
                 if self.on_pull is not None:
-                    self.on_pull(stage, started, seconds)
+                    self.on_pull(stage, started, seconds, item is not NOT_READY)
 
-        return timed
+        def timed_with_memory(block: bool) -> Any:
+            if not self._measures_memory:
+                return timed(block)
+            siblings, self._parents_bytes = self._parents_bytes, 0
+            before = resident_bytes()
+            try:
+                return timed(block)
+            finally:
+                grown = resident_bytes() - before
+                times.grown_bytes += (grown - self._parents_bytes) * self._pulls_since_memory
+                self._parents_bytes = siblings + grown
+
+        return timed_with_memory
 
     def pull(self, block: bool) -> Any:
         """Pull the plan once with timing; this represents all pulls since the last timed one."""
@@ -126,15 +134,19 @@ class Profiler:
                 self._pulls_since_memory = 0
                 self._memory_due = time.perf_counter() + MEMORY_INTERVAL_S
             self._pulls += self._weight
-            mean_s = (time.perf_counter() - self._started) / self._pulls
-            share = MAX_OVERHEAD if self.on_pull is None else MAX_TRACE_OVERHEAD
-            cost_s = TIMING_S if self.on_pull is None else TRACING_S
-            mean_interval = min(int(cost_s * len(self.stages) / (share * mean_s)), MAX_INTERVAL)
-            # random, so that it does not coincide with something periodic in the plan
-            interval = self._random.randrange(1, 2 * mean_interval) if mean_interval > 1 else 1
-            self._interval = self.next_timed = interval
+            self._timed_pulls += 1
+            self._interval = self.next_timed = self._next_interval()
             for stage, plain, _ in self._wirings:
                 stage.wire(plain)
+
+    def _next_interval(self) -> int:
+        """Return in how many pulls to time one again, so that timing costs MAX_OVERHEAD."""
+        mean_s = (time.perf_counter() - self._started) / self._pulls
+        timing_s = TIMING_S * self._timed_stages / self._timed_pulls
+        longest = min(MAX_INTERVAL, int(MAX_INTERVAL_S / mean_s))
+        mean_interval = min(int(timing_s / (MAX_OVERHEAD * mean_s)), longest)
+        # random, so that it does not coincide with something periodic in the plan
+        return self._random.randrange(1, 2 * mean_interval) if mean_interval > 1 else 1
 
     def wait(self, waiter: Waiter, waits: list[Any]) -> None:
         """Wait after a timed pull that returned NOT_READY; count it for every starved stage."""

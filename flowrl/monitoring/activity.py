@@ -16,6 +16,7 @@ from typing import Any
 from flowrl.iter import LocalIterator, Source, Stage
 from flowrl.iter.gather import Gather
 from flowrl.iter.stage import walk
+from flowrl.monitoring.operator_source import is_own
 from flowrl.ops.concurrency import DequeueStage, Enqueue
 from flowrl.ops.plan_metrics import PlanMetrics
 from flowrl.ops.replay import ReplayStage, StoreToReplayBuffer
@@ -228,7 +229,7 @@ def take_snapshot(
     stages = plan.stats()
     for row, stage in zip(stages, walk(plan.stage), strict=True):
         row["kind"] = kind_of(stage)
-        row["is_own"] = _is_own(stage)
+        row["is_own"] = is_own(getattr(stage, "fn", stage))
     plan_metrics = PlanMetrics.of(plan.metrics)
     reports: dict[int, dict[str, Any]] = {}
     is_remote = workers.num_workers > 0
@@ -293,12 +294,6 @@ def operator_name(title: str) -> str:
     """
     wrapped = _WRAPPED.match(title)
     return wrapped.group(1) if wrapped else _NAME_END.split(title)[0]
-
-
-def _is_own(stage: Stage) -> bool:
-    operator = getattr(stage, "fn", stage)
-    module = getattr(operator, "__module__", None) or type(operator).__module__
-    return not module.startswith("flowrl.")
 
 
 def kind_of(stage: Stage) -> str:

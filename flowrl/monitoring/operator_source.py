@@ -14,6 +14,12 @@ _CHANGING_METHODS = {
 }  # fmt: skip
 
 
+def is_own(operator: Any) -> bool:
+    """Return whether an operator is the user's, not one of flowrl's."""
+    module = getattr(operator, "__module__", None) or type(operator).__module__
+    return not module.startswith("flowrl.")
+
+
 def returns_nothing(operator: Any) -> bool:
     """Return whether the source of an operator of the user has no statement that returns a value;
     False if the source is unknown."""
@@ -49,9 +55,7 @@ def in_place_change(operator: Any) -> str | None:
 def _own_definition(operator: Any) -> ast.FunctionDef | ast.Lambda | None:
     """Return the parsed definition of an operator of the user, or None."""
     function = operator if inspect.isroutine(operator) else type(operator).__call__
-    if (getattr(function, "__module__", None) or "flowrl.").startswith("flowrl."):
-        return None
-    return _definition_of(function)
+    return _definition_of(function) if is_own(function) else None
 
 
 def _definition_of(function: Any) -> ast.FunctionDef | ast.Lambda | None:

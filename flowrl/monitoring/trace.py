@@ -12,7 +12,7 @@ import os
 import time
 from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flowrl.iter import LocalIterator, Source, Stage
 from flowrl.monitoring.activity import kind_of, operator_name
@@ -20,6 +20,8 @@ from flowrl.ops.concurrency import DequeueStage
 
 MIN_SPAN_S = 20e-6  # shorter pulls of a stage are left out
 MAX_EVENTS = 200_000
+MAX_OVERHEAD = 0.02  # recording may take this share of the time
+BURST_S = 5e-3  # of recording without a pause; then all stages pause, so that spans stay nested
 DRIVER, LEARNER, FIRST_WORKER = 1, 2, 10  # thread ids
 # part of sampling -> its name; shown one after the other, although they alternate
 PARTS = {
@@ -30,11 +32,35 @@ PARTS = {
 }
 
 
+class Event(NamedTuple):
+    """A span, or an end of an arrow; times in seconds since the epoch."""
+
+    phase: str  # "X" span, "s" start of an arrow, "f" its end
+    name: str
+    thread: int
+    begin: float
+    seconds: float = 0.0
+    args: dict[str, Any] | None = None
+    source: Source | None = None  # of an arrow
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the Chrome trace event; times in microseconds."""
+        event = {"ph": self.phase, "name": self.name, "cat": "flowrl", "pid": os.getpid()}
+        event |= {"tid": self.thread, "ts": round(self.begin * 1e6, 1)}
+        if self.phase == "X":
+            return {**event, "dur": round(self.seconds * 1e6, 1), "args": self.args or {}}
+        assert self.source is not None
+        source = self.source
+        event["id"] = f"{source.origin}/{source.worker}/{source.incarnation}/{source.seq}"
+        return event if self.phase == "s" else {**event, "bp": "e"}
+
+
 class Tracer:
     """Records the pulls of a plan's stages, the fragments of its workers and its updates.
 
-    Quick pulls are sampled, as for `LocalIterator.stats`. Times of workers on other machines depend
-    on their clocks.
+    Quick pulls are sampled, as for `LocalIterator.stats`; where there are so many that recording
+    takes more than MAX_OVERHEAD of the time, it pauses after each BURST_S. Times of workers on
+    other machines depend on their clocks.
 
     Args:
         plan: the plan; it must have started.
@@ -44,29 +70,41 @@ class Tracer:
     def __init__(self, plan: LocalIterator[Any], seconds: float):
         self._plan, self._seconds = plan, seconds
         self._offset = time.time() - time.perf_counter()  # of the clock of the profiler
-        self._events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
-        self._kinds: dict[Stage, str] = {}
+        self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
+        # of each stage: its kind, the name of its spans and their arguments
+        self._stages: dict[Stage, tuple[str, str, dict[str, Any]]] = {}
         self._timings: dict[tuple[int, int], dict[str, float]] = {}  # of each worker, cumulative
-        self._items: dict[Stage, int] = {}
         self._threads = {DRIVER: "plan"}
+        self._burst_s = 0.0  # spent on recording since the last pause
+        self._paused_until = 0.0
         plan.trace(self._on_pull)
 
-    def _on_pull(self, stage: Stage, started: float, seconds: float) -> None:
-        """Record a pull of a stage.
+    def _on_pull(self, stage: Stage, started: float, seconds: float, has_item: bool) -> None:
+        """Record a pull of a stage, unless recording pauses.
 
         Args:
             stage: the stage.
             started: time of `perf_counter`.
             seconds: duration, with the stages before it.
+            has_item: whether the stage returned an item.
         """
-        if stage not in self._kinds:
-            self._kinds[stage] = kind_of(stage)
-        kind = self._kinds[stage]
-        has_item = stage.items > self._items.get(stage, 0)
-        self._items[stage] = stage.items
-        begin = started + self._offset
+        now = started + seconds
+        if now < self._paused_until:
+            return
+        self._record(stage, started + self._offset, seconds, has_item)
+        self._burst_s += time.perf_counter() - now
+        if self._burst_s > BURST_S:
+            self._paused_until = now + self._burst_s / MAX_OVERHEAD
+            self._burst_s = 0.0
+
+    def _record(self, stage: Stage, begin: float, seconds: float, has_item: bool) -> None:
+        known = self._stages.get(stage)
+        if known is None:
+            known = kind_of(stage), operator_name(str(stage)), {"line": stage.line}
+            self._stages[stage] = known
+        kind, name, args = known
         if seconds >= MIN_SPAN_S:
-            self._span(operator_name(str(stage)), DRIVER, begin, seconds, line=stage.line)
+            self._events.append(Event("X", name, DRIVER, begin, seconds, args))
         if not has_item:
             return
         if kind == "sampling":
@@ -78,7 +116,8 @@ class Tracer:
             update = stage.last_update
             self._threads[LEARNER] = "learner"
             begin = update.ended_at - update.learn_s
-            self._span("update", LEARNER, begin, update.learn_s, rows=update.rows)
+            rows = {"rows": update.rows}
+            self._events.append(Event("X", "update", LEARNER, begin, update.learn_s, rows))
             self._end_arrows(stage.sources, LEARNER, begin + update.learn_s / 2)
 
     def _add_fragment(self, source: Source) -> None:
@@ -89,31 +128,22 @@ class Tracer:
         begin, end = tags["sampled_at"]
         thread = FIRST_WORKER + source.worker
         self._threads[thread] = f"shard {source.worker}"
-        self._span(
-            "sample", thread, begin, end - begin,
-            env_steps=tags["env_steps"], weights=tags["weights_versions"],
-        )  # fmt: skip
+        args = {"env_steps": tags["env_steps"], "weights": tags["weights_versions"]}
+        self._events.append(Event("X", "sample", thread, begin, end - begin, args))
         key = source.worker, source.incarnation
         before, self._timings[key] = self._timings.get(key, {}), tags["timings"]
         for part, name in PARTS.items():
             seconds = tags["timings"].get(part, 0.0) - before.get(part, 0.0)
             seconds = min(seconds, end - begin)
             if before and seconds > 0:
-                self._span(name, thread, begin, seconds)
+                self._events.append(Event("X", name, thread, begin, seconds))
                 begin += seconds
         middle = (tags["sampled_at"][0] + end) / 2
-        self._event("s", "fragment", thread, middle, id=_arrow_id(source))
+        self._events.append(Event("s", "fragment", thread, middle, source=source))
 
     def _end_arrows(self, sources: tuple[Source, ...], thread: int, at: float) -> None:
         for source in sources:
-            self._event("f", "fragment", thread, at, id=_arrow_id(source), bp="e")
-
-    def _span(self, name: str, thread: int, begin: float, seconds: float, **args: Any) -> None:
-        self._event("X", name, thread, begin, dur=round(seconds * 1e6, 1), args=args)
-
-    def _event(self, phase: str, name: str, thread: int, at: float, **values: Any) -> None:
-        event = {"ph": phase, "name": name, "cat": "flowrl", "pid": os.getpid(), "tid": thread}
-        self._events.append({**event, "ts": round(at * 1e6, 1), **values})
+            self._events.append(Event("f", "fragment", thread, at, source=source))
 
     def stop(self) -> None:
         """Stop recording."""
@@ -125,15 +155,12 @@ class Tracer:
         Raises:
             OSError: the file cannot be written.
         """
-        newest = max((event["ts"] for event in self._events), default=0.0)
-        kept = [e for e in self._events if e["ts"] >= newest - self._seconds * 1e6]
+        oldest = max((event.begin for event in self._events), default=0.0) - self._seconds
+        kept = [event for event in self._events if event.begin >= oldest]
         names = [
             {"ph": "M", "name": "thread_name", "pid": os.getpid(), "tid": t, "args": {"name": name}}
             for t, name in sorted(self._threads.items())
         ]
-        events = sorted(kept, key=lambda event: (event["ts"], -event.get("dur", 0.0)))
-        path.write_text(json.dumps({"traceEvents": [*names, *events], "displayTimeUnit": "ms"}))
-
-
-def _arrow_id(source: Source) -> str:
-    return f"{source.origin}/{source.worker}/{source.incarnation}/{source.seq}"
+        kept.sort(key=lambda event: (event.begin, -event.seconds))
+        events = [*names, *(event.to_json() for event in kept)]
+        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))

@@ -9,6 +9,7 @@ from typing import Any
 from flowrl.data import DEFAULT_POLICY_ID
 from flowrl.data.serialization import ArrayStore, encode
 from flowrl.iter import Stage
+from flowrl.monitoring.operator_source import is_own
 from flowrl.monitoring.plan_check import check_plan
 from flowrl.ops.report import operators_of
 from flowrl.policies.config import ModelConfig, PolicyConfig
@@ -57,7 +58,7 @@ def check_start(config: Any, workers: WorkerSet, stage: Stage) -> None:
 def _check_states(stage: Stage) -> None:
     """Check that the states of the user's operators can be saved, before the first checkpoint."""
     for node, operator in operators_of(stage):
-        if not type(operator).__module__.startswith("flowrl.") and hasattr(operator, "state_dict"):
+        if is_own(operator) and hasattr(operator, "state_dict"):
             try:
                 encode(operator.state_dict(), "state_dict()", ArrayStore())
             except TypeError as error:

@@ -7,6 +7,7 @@ import pytest
 from flowrl import A2C, DQN, PPO
 from flowrl.algorithms.a2c import A2CConfig
 from flowrl.algorithms.dqn import DQNConfig
+from flowrl.algorithms.ppo import PPOConfig
 from flowrl.learners.thread import LearnerThread
 from flowrl.monitoring.plan_check import check_plan
 from flowrl.ops import (
@@ -29,7 +30,8 @@ from flowrl.sampling import WorkerSet
 from flowrl.trainer.plan_settings import plan_config
 
 SMALL = {"env": "CartPole-v1", "train_batch_size": 32, "model": {"fcnet_hiddens": [8]}, "seed": 0}
-PLANS = sorted(path.stem for path in (Path(__file__).parents[2] / "plans").glob("*.py"))
+PLANS_DIR = Path(__file__).parents[2] / "plans"
+PLANS = sorted(path.stem for path in PLANS_DIR.glob("*.py"))
 
 
 def problems_of(execution_plan, config=None):
@@ -318,3 +320,53 @@ def test_plans_of_algorithms_have_no_problems():
     for cls in (PPO, DQN):
         with cls("CartPole-v1") as algorithm:
             assert check_plan(algorithm.plan.stage, algorithm.workers) == []
+
+
+def plan_without_sgd_settings(workers, config):
+    rollouts = ParallelRollouts(workers).combine(ConcatBatches(config.train_batch_size))
+    return report(rollouts.for_each(TrainOneStep(workers)), workers, config)
+
+
+def test_setting_that_neither_plan_nor_policy_reads():
+    config = PPOConfig(**SMALL, num_sgd_iter=3, sgd_minibatch_size=16, clip_param=0.1)
+    with config.build(plan=plan_without_sgd_settings) as algorithm:
+        problems = check_plan(algorithm.plan.stage, algorithm.workers)
+    assert [problem.rule for problem in problems] == ["unused_setting"] * 2
+    assert "num_sgd_iter=3 has no effect" in problems[0].text
+    assert "PPOTorchPolicy" in problems[0].text
+    assert "sgd_minibatch_size=16 has no effect" in problems[1].text
+
+
+def test_unused_setting_names_the_line_that_sets_it(tmp_path):
+    text = (PLANS_DIR / "dqn.py").read_text()
+    text = text.replace("config.target_network_update_freq", "500")
+    text = text.replace('"target_network_update_freq": 0', '"target_network_update_freq": 64')
+    path = tmp_path / "my_plan.py"
+    path.write_text(text)
+    with plan_config(str(path)).build(plan=str(path)) as algorithm:
+        (problem,) = check_plan(algorithm.plan.stage, algorithm.workers)
+    number = text[: text.index('"target_network_update_freq"')].count("\n") + 1
+    assert problem.line == f"{path}:{number}"
+    assert problem.text.startswith("target_network_update_freq=64 has no effect")
+
+
+@pytest.mark.parametrize("name", ["num_sgd_iter", "sgd_minibatch_size"])
+def test_unused_setting_of_a_shipped_plan_is_a_warning(name, caplog):
+    with A2C(**SMALL, **{name: 2}) as algorithm:
+        algorithm.train()
+    assert f"{name}=2 has no effect" in caplog.text
+
+
+def test_settings_that_methods_of_the_config_read_are_used():
+    def plan(workers, config):
+        buffer = config.replay_buffer()
+        store = ParallelRollouts(workers).for_each(StoreToReplayBuffer(local_buffer=buffer))
+        train = Replay(local_buffer=buffer).for_each(TrainOneStep(workers))
+        train = train.for_each(UpdateTargetNetwork(workers, 100))
+        return report(Concurrently([store, train], mode="round_robin"), workers, config)
+
+    settings = {**SMALL, "prioritized_replay": False, "learning_starts": 64, "double_q": False}
+    settings |= {"replay_buffer_capacity": 500, "training_intensity": 4.0, "n_step": 2}
+    assert problems_of(plan, DQNConfig(**settings)) == {}
+    found = problems_of(plan, DQNConfig(**settings, target_network_update_freq=64))
+    assert list(found) == ["unused_setting"]

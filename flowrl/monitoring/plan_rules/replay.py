@@ -1,0 +1,80 @@
+"""Rules about replay buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from flowrl.monitoring.plan_rules.plan import CheckedPlan, PlanProblem
+from flowrl.ops.replay import ReplayStage, StoreToReplayBuffer, UpdateReplayPriorities
+from flowrl.ops.replay_actors import ReplayActors
+
+
+def half_a_buffer(plan: CheckedPlan) -> Iterator[PlanProblem]:
+    """Replay without a store, the reverse, and draws that can never begin."""
+    stores, draws = plan.stages_with(StoreToReplayBuffer), plan.stages_with(ReplayStage)
+    for _, draw in draws:
+        buffer = draw.buffer
+        is_stored = any(store.buffer is buffer for _, store in stores)
+        if not len(buffer) and not is_stored and not plan.refers_to(buffer):
+            yield PlanProblem(
+                "replay_without_store",
+                draw.line,
+                "Replay draws from an empty buffer that the plan never fills: add a branch with "
+                "StoreToReplayBuffer on the same buffer, or fill it before",
+            )
+        ratio, capacity = getattr(buffer, "ratio", None), _capacity_of(buffer, plan)
+        if ratio is not None and capacity is not None and ratio.learning_starts > capacity:
+            yield PlanProblem(
+                "replay_never_ready",
+                draw.line,
+                f"Replay waits for learning_starts={ratio.learning_starts} rows, but its buffer "
+                f"keeps {capacity}: set a smaller learning_starts or a larger "
+                "replay_buffer_capacity",
+            )
+    for stage, store in stores:
+        is_drawn = any(draw.buffer is store.buffer for _, draw in draws)
+        if not is_drawn and not plan.refers_to(store.buffer):
+            yield PlanProblem(
+                "store_without_replay",
+                stage.line,
+                "StoreToReplayBuffer fills a buffer that nothing draws from: add a branch with "
+                "Replay on the same buffer, or remove the operator",
+            )
+
+
+def _capacity_of(buffer: Any, plan: CheckedPlan) -> int | None:
+    """Return how many rows a buffer can hold; None if unknown."""
+    capacities = [
+        capacity
+        for policy_id in plan.policies
+        if (capacity := getattr(_new_buffer(buffer, policy_id), "capacity", None)) is not None
+    ]
+    return sum(capacities) * getattr(buffer, "num_shards", 1) if capacities else None
+
+
+def _new_buffer(buffer: Any, policy_id: str) -> Any:
+    """Return a new buffer for a policy, made like those of a MultiAgentReplayBuffer, or None."""
+    try:
+        if isinstance(buffer, ReplayActors):
+            buffer = buffer.make_shard(0)
+        return buffer.make_buffer(policy_id)
+    except Exception:  # another kind of buffer, or this policy does not learn from replay
+        return None
+
+
+def priorities_not_updated(plan: CheckedPlan) -> Iterator[PlanProblem]:
+    updates = [op.buffer for _, op in plan.stages_with(UpdateReplayPriorities)]
+    for _, draw in plan.stages_with(ReplayStage):
+        is_prioritized = any(
+            getattr(_new_buffer(draw.buffer, policy_id), "alpha", 0.0) > 0
+            for policy_id in plan.policies
+        )
+        is_updated = any(buffer is draw.buffer for buffer in updates)
+        if is_prioritized and not is_updated and not plan.refers_to(draw.buffer):
+            yield PlanProblem(
+                "priorities_not_updated",
+                draw.line,
+                "Replay draws by priorities that are never updated: chain "
+                "UpdateReplayPriorities after TrainOneStep, or set prioritized_replay=False",
+            )

@@ -1,0 +1,181 @@
+"""A rule about settings that were changed, but that neither the plan nor its policies read."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import linecache
+import re
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from types import FunctionType
+from typing import Any
+
+from flowrl.learners.thread import LearnerThread
+from flowrl.monitoring.operator_source import is_own
+from flowrl.monitoring.plan_rules.plan import CheckedPlan, PlanProblem
+
+_OF_PLANS = ("num_sgd_iter", "sgd_minibatch_size")  # all algorithms have them, few plans read them
+
+
+def unused_settings(plan: CheckedPlan) -> Iterator[PlanProblem]:
+    """Settings of an algorithm that no source code reads.
+
+    The code is that of the functions in which the plan was chained, with the functions and the
+    methods of the config that they use, and of the modules of its policies, learners and own
+    operators.
+    """
+    config = plan.workers.config
+    differences = config.diff()
+    changed = [name for name in _settings_of_algorithm(config) if name in differences]
+    if not changed:
+        return
+    lines = _lines_of(plan)
+    try:
+        code = [node for file in lines for node in _code_at(file, lines[file])]
+    except (OSError, SyntaxError):  # the plan was written in a shell
+        return
+    read = _names_read(code)
+    read |= _read_by_methods(read, type(config))
+    read |= {name for module in _modules(plan) for name in _read_in_module(module)}
+    policies = sorted({type(policy).__name__ for policy in plan.policies.values()})
+    for name in changed:
+        if name not in read:
+            yield PlanProblem(
+                "unused_setting",
+                _line_that_sets(name, lines) or plan.end.line,
+                f"{name}={config[name]!r} has no effect: neither the plan nor "
+                f"{' and '.join(policies)} reads it: leave it out, or use config.{name} in the "
+                "plan",
+            )
+
+
+def _settings_of_algorithm(config: Any) -> Iterator[str]:
+    """Yield the settings that were set explicitly and that not every plan uses."""
+    for name in sorted(config.model_fields_set):
+        classes = [cls for cls in type(config).__mro__ if name in getattr(cls, "model_fields", {})]
+        if name in _OF_PLANS or classes[-1].__module__.startswith("flowrl.algorithms."):
+            yield name
+
+
+def _lines_of(plan: CheckedPlan) -> dict[str, set[int]]:
+    """Return the lines where the stages of a plan were chained, by file."""
+    lines: dict[str, set[int]] = {}
+    for stage in plan.stages:
+        file, _, number = stage.line.rpartition(":")
+        lines.setdefault(file, set()).add(int(number))
+    return lines
+
+
+def _code_at(file: str, lines: set[int]) -> list[ast.AST]:
+    """Return the outermost functions at some lines of a file, the functions that they use, and
+    the modules from which they import names.
+
+    Raises:
+        OSError: the file has no text.
+        SyntaxError: the text is not Python.
+    """
+    text = "".join(linecache.getlines(file))
+    if not text:
+        raise OSError(f"{file} has no text")
+    statements = ast.parse(text).body
+    found: list[ast.AST] = [
+        statement
+        for statement in statements
+        if any(statement.lineno <= line <= (statement.end_lineno or 0) for line in lines)
+    ]
+    definitions = {
+        statement.name: statement
+        for statement in statements
+        if isinstance(statement, (ast.FunctionDef, ast.ClassDef))
+    }
+    modules = dict(_imported_names(statements))
+    for node in found:  # grows
+        for name in {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}:
+            if name in definitions and definitions[name] not in found:
+                found.append(definitions[name])
+            elif not modules.get(name, "flowrl").startswith("flowrl"):
+                found.append(_parsed(modules.pop(name)))
+    return found
+
+
+def _imported_names(statements: Iterable[ast.stmt]) -> Iterator[tuple[str, str]]:
+    """Yield (name, module) of what a file imports."""
+    for statement in statements:
+        if isinstance(statement, ast.Import):
+            for alias in statement.names:
+                yield alias.asname or alias.name, alias.name
+        elif isinstance(statement, ast.ImportFrom) and statement.module is not None:
+            for alias in statement.names:
+                yield alias.asname or alias.name, statement.module
+
+
+def _names_read(nodes: Iterable[ast.AST]) -> set[str]:
+    """Return the attributes that code reads, and its strings but for keys of dicts."""
+    found: set[str] = set()
+    for node in nodes:
+        keys: set[int] = set()
+        for part in ast.walk(node):  # a dict comes before its keys
+            if isinstance(part, ast.Dict):
+                keys.update(id(key) for key in part.keys)
+            elif isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Load):
+                found.add(part.attr)
+            elif isinstance(part, ast.Constant) and isinstance(part.value, str):
+                found.add("" if id(part) in keys else part.value)
+    return found
+
+
+def _read_by_methods(names: set[str], config_class: type) -> set[str]:
+    """Return what those methods and properties of a config read that code or they name."""
+    found: set[str] = set()
+    done: set[str] = set()
+    remaining = set(names)
+    while remaining:
+        name = remaining.pop()
+        done.add(name)
+        member = inspect.getattr_static(config_class, name, None) if name.isidentifier() else None
+        function = member.fget if isinstance(member, property) else member
+        if isinstance(function, FunctionType):
+            source = textwrap.dedent(inspect.getsource(function))
+            read = _names_read([ast.parse(source)])
+            found |= read
+            remaining |= read - done
+    return found
+
+
+def _modules(plan: CheckedPlan) -> set[str]:
+    """Return the names of the modules of a plan's policies, learners and own operators.
+
+    flowrl's other operators read no config: plans pass values to them.
+    """
+    readers: list[Any] = list(plan.policies.values())
+    for _, operator in plan.operators:
+        if isinstance(operator, LearnerThread):
+            readers += [operator, *vars(operator).values()]
+        elif is_own(operator):
+            readers.append(operator)
+    return {cls.__module__ for reader in readers for cls in type(reader).__mro__}
+
+
+@lru_cache(maxsize=200)
+def _read_in_module(module: str) -> frozenset[str]:
+    return frozenset(_names_read([_parsed(module)]))
+
+
+def _parsed(module: str) -> ast.Module:
+    """Return the code of a module; an empty one for modules in C."""
+    try:
+        return ast.parse(inspect.getsource(sys.modules[module]))
+    except (OSError, KeyError, TypeError):
+        return ast.Module([], [])
+
+
+def _line_that_sets(name: str, files: Iterable[str]) -> str | None:
+    """Return `file:line` where a plan file sets a setting."""
+    for file in files:
+        for number, line in enumerate(linecache.getlines(file), start=1):
+            if re.search(rf"\b{name}=|[\"']{name}[\"']:", line):
+                return f"{file}:{number}"
+    return None

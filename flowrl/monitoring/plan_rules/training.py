@@ -1,0 +1,94 @@
+"""Rules about operators that train: their policies, targets and weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flowrl.iter.gather_async import GatherAsync
+from flowrl.monitoring.plan_rules.plan import CheckedPlan, PlanProblem
+from flowrl.ops import UpdateTargetNetwork, WriteParquet
+from flowrl.ops.gradients import ApplyGradients
+from flowrl.ops.report import training_operators
+from flowrl.ops.rollout import CountRollouts, DropStale
+from flowrl.ops.training_step import TrainingStep
+from flowrl.policies.policy import Policy
+
+
+def nothing_trains(plan: CheckedPlan) -> Iterator[PlanProblem]:
+    """A plan that samples, but has no operator that trains.
+
+    Plans that record experience, do not explore or have no policy that can learn may be meant so.
+    """
+    rollouts = plan.stages_with(CountRollouts)
+    config = plan.workers.config
+    can_learn = any(
+        type(policy).learn_on_batch is not Policy.learn_on_batch
+        for policy in plan.policies.values()
+    )
+    is_meant = config.output is not None or not config.explore or config.policies_to_train == []
+    unknown = plan.stages_with(WriteParquet) or plan.stages_with(TrainingStep)
+    if not rollouts or not can_learn or is_meant or unknown or training_operators(plan.end):
+        return
+    yield PlanProblem(
+        "nothing_trains",
+        rollouts[0][0].line,
+        "the plan samples, but has no operator that trains, so the policies stay as they are: "
+        "chain .for_each(TrainOneStep(workers)) before StandardMetricsReporting (an operator of "
+        "your own that trains has the attributes trains=True and policies, ids or None for all)",
+    )
+
+
+def target_without_update(plan: CheckedPlan) -> Iterator[PlanProblem]:
+    updates = [op for _, op in plan.stages_with(UpdateTargetNetwork)]
+    updated_all = any(op.policies is None for op in updates)
+    updated = {policy_id for op in updates for policy_id in op.policies or ()}
+    for stage, operator, _ in plan.trainers():
+        for policy_id, policy in plan.trained_by(operator):
+            if hasattr(policy, "update_target") and not updated_all and policy_id not in updated:
+                yield PlanProblem(
+                    "target_without_update",
+                    stage.line,
+                    f"policy {policy_id!r} learns with a target network, but the plan never "
+                    "updates it: chain UpdateTargetNetwork after the operator that trains it",
+                )
+
+
+def unlimited_lag(plan: CheckedPlan) -> Iterator[PlanProblem]:
+    """Asynchronous rollouts for a loss that assumes fragments of the current policy."""
+    for _, operator, feeding in plan.trainers():
+        if isinstance(operator, ApplyGradients):
+            continue  # gradients are computed with the weights that sampled
+        on_policy = [
+            policy_id
+            for policy_id, policy in plan.trained_by(operator)
+            if policy.is_on_policy and not getattr(policy.config, "allow_off_policy", False)
+        ]
+        limited = any(isinstance(getattr(stage, "fn", None), DropStale) for stage in feeding)
+        for stage in feeding:
+            if not on_policy or limited or not isinstance(stage, GatherAsync):
+                continue
+            if stage.has_limit or not stage.shards.remote:
+                continue
+            yield PlanProblem(
+                "unlimited_lag",
+                stage.line,
+                f"policy {on_policy[0]!r} learns on-policy, but asynchronous rollouts may come "
+                "from much older weights: set max_policy_lag or limit=StalenessLimit(…) of "
+                "ParallelRollouts, or use an algorithm that corrects the lag (IMPALA, APPO)",
+            )
+
+
+def untrained_workers(plan: CheckedPlan) -> Iterator[PlanProblem]:
+    """Workers that sample for a learner of other workers, so that they never get new weights."""
+    trained = [getattr(op, "workers", None) for _, op, _ in plan.trainers()]
+    learners = [getattr(op, "learner", None) for _, op, _ in plan.trainers()]
+    trained += [getattr(learner, "workers", None) for learner in learners]
+    known = [workers for workers in trained if workers is not None]
+    for stage, rollouts in plan.stages_with(CountRollouts):
+        if known and not any(workers is rollouts.workers for workers in known):
+            yield PlanProblem(
+                "untrained_workers",
+                stage.line,
+                "these rollouts come from a WorkerSet that no operator trains, so its weights are "
+                "never updated: pass the same workers to ParallelRollouts and TrainOneStep",
+            )

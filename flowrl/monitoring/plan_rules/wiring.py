@@ -1,0 +1,85 @@
+"""Rules about how branches are connected: unions, duplicates and queues."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flowrl.iter import Stage
+from flowrl.iter.gather import Gather
+from flowrl.iter.stage import walk
+from flowrl.iter.stages.branches import Duplicate, Union
+from flowrl.iter.stages.unary import ZipWithSource
+from flowrl.monitoring.plan_rules.plan import CheckedPlan, PlanProblem
+from flowrl.ops.concurrency import DequeueStage, Enqueue
+from flowrl.ops.replay import ReplayStage
+from flowrl.ops.rollout import (
+    ConcatBatches,
+    CountRollouts,
+    DropStale,
+    SelectExperiences,
+    StandardizeFields,
+)
+
+
+def unused_branch(plan: CheckedPlan) -> Iterator[PlanProblem]:
+    """A branch of Concurrently whose items are dropped, and that has no effect."""
+    for union in plan.stages:
+        if not isinstance(union, Union):
+            continue
+        for index, branch in enumerate(union.parents):
+            if not union.is_output(index) and not any(map(_may_have_effect, walk(branch))):
+                yield PlanProblem(
+                    "unused_branch",
+                    union.line,
+                    f"the items of branch {index} of {union} are dropped, and none of its "
+                    "operators stores, queues or trains: add its index to output_indexes, or "
+                    "remove the branch",
+                )
+
+
+def _may_have_effect(stage: Stage) -> bool:
+    """Return whether a stage may do more than to pass items on: unknown ones may."""
+    passes_on = (ConcatBatches, SelectExperiences, StandardizeFields, CountRollouts, DropStale)
+    operator = getattr(stage, "fn", None)
+    if operator is not None:
+        return not isinstance(operator, passes_on)
+    return not isinstance(stage, (Gather, ReplayStage, ZipWithSource))
+
+
+def half_a_queue(plan: CheckedPlan) -> Iterator[PlanProblem]:
+    """Enqueue without Dequeue, and the reverse."""
+    enqueues = plan.stages_with(Enqueue)
+    dequeues = [stage for stage in plan.stages if isinstance(stage, DequeueStage)]
+    for stage, enqueue in enqueues:
+        learner = enqueue.learner
+        if learner is not None and not any(one.learner is learner for one in dequeues):
+            yield PlanProblem(
+                "enqueue_without_dequeue",
+                stage.line,
+                "Enqueue feeds a learner whose results nothing reads, and which never starts: add "
+                "Dequeue(learner) as another branch of Concurrently",
+            )
+    for dequeue in dequeues:
+        if dequeue.learner is not None and not any(
+            enqueue.learner is dequeue.learner for _, enqueue in enqueues
+        ):
+            yield PlanProblem(
+                "dequeue_without_enqueue",
+                dequeue.line,
+                "Dequeue waits for a learner that gets no batches: add a branch with "
+                "Enqueue(learner)",
+            )
+
+
+def unread_child(plan: CheckedPlan) -> Iterator[PlanProblem]:
+    for duplicate in plan.stages:
+        if not isinstance(duplicate, Duplicate):
+            continue
+        unread = [i for i, child in enumerate(duplicate.children) if child not in plan.stages]
+        if unread:
+            yield PlanProblem(
+                "unread_duplicate",
+                duplicate.line,
+                f"child {unread[0]} of duplicate({len(duplicate.children)}) is not part of the "
+                "plan, so the other children will wait for it: use it, or duplicate fewer times",
+            )
