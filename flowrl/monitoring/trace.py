@@ -20,7 +20,7 @@ from flowrl.ops.concurrency import DequeueStage
 
 MIN_SPAN_S = 20e-6  # shorter pulls of a stage are left out
 MAX_EVENTS = 200_000
-MAX_OVERHEAD = 0.02  # recording may take this share of the time
+MAX_OVERHEAD = 0.01  # recording may take this share of the time
 BURST_S = 5e-3  # of recording without a pause; then all stages pause, so that spans stay nested
 DRIVER, LEARNER, FIRST_WORKER = 1, 2, 10  # thread ids
 # part of sampling -> its name; shown one after the other, although they alternate
