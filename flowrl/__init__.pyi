@@ -6,6 +6,7 @@ import collections.abc
 import typing
 from typing import Any, Literal, Self, TypedDict, Unpack
 
+import flowrl.envs.atari
 import flowrl.policies.config
 from .algorithms.a2c import A2C as _A2C
 from .algorithms.a2c import A2CConfig as _A2CConfig
@@ -134,6 +135,26 @@ class _ExplorationConfig(TypedDict, total=False):
     ou_theta: float
     """OrnsteinUhlenbeckNoise: rate at which the noise returns to 0, per step."""
 
+class _AtariSettings(TypedDict, total=False):
+    frame_skip: int
+    """Frames per env step; the action is repeated, the rewards are added, and the observation is the maximum of the last two frames."""
+    noop_max: int
+    """An episode starts with up to this number of frames without an action, chosen at random."""
+    fire_on_reset: bool
+    """Press FIRE at the start of an episode and after a lost life, in games that have it."""
+    screen_size: int
+    """Width and height of the observation in pixels."""
+    grayscale: bool
+    """Observe brightness [screen_size, screen_size, 1] instead of colors [..., 3]."""
+    frame_stack: int
+    """Latest observations that the network sees; sets `model.num_framestacks` if that is 1."""
+    terminal_on_life_loss: bool
+    """Learn as if an episode terminated where a life is lost; the episode itself and its return continue. Evaluations are not affected."""
+    repeat_action_probability: float | None
+    """Probability of repeating the previous action in a frame ("sticky actions"); None uses that of the environment's id, 0.25 for ALE/*-v5."""
+    full_action_space: bool
+    """Offer all 18 actions in every game."""
+
 class _AlgorithmConfigCallbacks(TypedDict, total=False):
     callbacks_class: builtins.type | None
     """A subclass of DefaultCallbacks."""
@@ -157,6 +178,8 @@ class _AlgorithmConfigDebugging(TypedDict, total=False):
 class _AlgorithmConfigEnvironment(TypedDict, total=False):
     env_config: dict[str, Any]
     """Passed to the environment's creator; keyword arguments of an id or a class."""
+    atari: flowrl.envs.atari.AtariSettings | _AtariSettings | None
+    """Preprocessing of Atari games (ids ALE/… and …NoFrameskip-v4); None uses their frames as they are. Other environments are not affected."""
     vectorization_mode: Literal["flowrl", "sync", "async", "vector_entry_point", "envpool"]
     """How a worker steps several environments: by flowrl, by gymnasium, or by EnvPool."""
     env: str | builtins.type | collections.abc.Callable[..., typing.Any] | None
@@ -285,6 +308,8 @@ class _AlgorithmConfigRollouts(TypedDict, total=False):
     """A SampleCollector class that gets the rows one by one; None samples in columns."""
     on_invalid_step: Literal["warn", "raise", "drop", "replace"]
     """What to do with observations and rewards that are not finite or outside their space. "raise" raises an error; "drop" drops the episode's rows of this fragment and recreates the environment; "replace" replaces non-finite numbers by 0 and clips the others to the space. "warn" does as "raise", but uses finite observations outside the bounds of a Box as they are, with one warning per worker."""
+    clip_rewards: bool | float | None
+    """Learn from the sign of rewards (True), or from rewards clipped to ± a number. None uses the sign for preprocessed Atari games. Returns are those of the environment."""
     collect_infos: bool
     """Store the environments' infos in the column `infos`."""
 
@@ -378,7 +403,7 @@ class _OffPolicyConfigTraining(_AlgorithmConfigTraining, total=False):
     replay_mode: Literal["independent", "lockstep"]
     """Draw the rows of each policy independently, or draw env steps with the rows of all policies."""
     num_replay_shards: int
-    """Number of Ray actors that share the replay buffer, in plans with replay actors."""
+    """Number of Ray actors that share the replay buffer, in plans with replay actors; 0 keeps the buffer in the process of the plan."""
     replay_buffer_shards_colocated_with_driver: bool
     """Place the replay actors on the node of the driver; if False, on any node."""
     learning_starts: int

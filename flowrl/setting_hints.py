@@ -253,12 +253,6 @@ SETTING_HINTS: dict[str, list[tuple[str, str]]] = {
             'Use `vectorization_mode="async"`, which steps environments in other processes',
         )
     ],
-    "clip_rewards": [
-        (
-            "train_batch_size",
-            "Clip them in a wrapper of the environment; `normalize_rewards` scales them",
-        )
-    ],
     "max_episode_steps": [("horizon", "`horizon`")],
     "norm_obs": [("normalize_observations", "`normalize_observations`")],
     "norm_reward": [("normalize_rewards", "`normalize_rewards`")],

@@ -17,14 +17,6 @@ config = A2CConfig(
     lr=[("0%", 1e-3), ("100%", 0.0)],
     allow_off_policy=True,
 )
-tuned = {
-    "CartPole-v1": {
-        "total_timesteps": 500_000,
-        "train_batch_size": 64,
-        "gamma": 0.98,
-        "lr": [("0%", 1e-3), ("60%", 1e-4)],
-    }
-}
 
 
 def execution_plan(workers, config):

@@ -9,14 +9,6 @@ config = A3CConfig(
     num_envs_per_worker=4,
     lr=[("0%", 1e-3), ("100%", 0.0)],
 )
-tuned = {
-    "CartPole-v1": {
-        "total_timesteps": 500_000,
-        "rollout_fragment_length": 16,
-        "gamma": 0.98,
-        "lr": [("0%", 1e-3), ("60%", 1e-4)],
-    }
-}
 
 
 def execution_plan(workers, config):

@@ -15,19 +15,6 @@ from flowrl.ops import (
 )
 
 config = APEXConfig(env="CartPole-v1", num_workers=2, num_envs_per_worker=4)
-tuned = {
-    "CartPole-v1": {
-        "rollout_fragment_length": 16,
-        "train_batch_size": 64,
-        "lr": [(0, 1e-3), (200_000, 5e-5)],
-        "n_step": 5,
-        "dueling": False,
-        "target_network_update_freq": 0,
-        "tau": 0.005,
-        "training_intensity": 8,
-        "model": {"fcnet_hiddens": [128, 128], "fcnet_activation": "relu"},
-    }
-}
 
 
 def execution_plan(workers, config):

@@ -20,17 +20,6 @@ config = APPOConfig(
     num_envs_per_worker=4,
     lr=[("0%", 1e-3), ("100%", 0.0)],
 )
-tuned = {
-    "CartPole-v1": {
-        "total_timesteps": 500_000,
-        "train_batch_size": 200,
-        "gamma": 0.98,
-        "lr": [("0%", 2e-3), ("80%", 1e-4)],
-        "grad_clip": 10,
-        "entropy_coeff": 0.005,
-        "num_sgd_iter": 2,
-    }
-}
 
 
 def execution_plan(workers, config):

@@ -17,15 +17,6 @@ config = PPOConfig(
     num_envs_per_worker=4,
     lr=[("0%", 3e-4), ("100%", 0.0)],
 )
-tuned = {
-    "CartPole-v1": {
-        "total_timesteps": 100_000,
-        "train_batch_size": 1024,
-        "gamma": 0.98,
-        "lr": [("0%", 1e-3), ("100%", 0.0)],
-        "clip_param": [("0%", 0.2), ("100%", 0.0)],
-    }
-}
 
 
 def execution_plan(workers, config):

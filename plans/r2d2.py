@@ -18,15 +18,6 @@ config = R2D2Config(
     training_intensity=20,
     exploration_config={"type": "EpsilonGreedy", "epsilon": [("0%", 1.0), ("10%", 0.05)]},
 )
-tuned = {
-    "CartPole-v1": {
-        "lr": 1e-3,
-        "target_network_update_freq": 0,
-        "tau": 0.01,
-        "learning_starts": 2000,
-        "exploration_config": {"epsilon": [(0, 1.0), (20_000, 0.02)]},
-    }
-}
 
 
 def execution_plan(workers, config):

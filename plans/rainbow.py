@@ -19,18 +19,6 @@ config = DQNConfig(
     noisy=True,
     exploration_config={"type": "EpsilonGreedy", "epsilon": 0.0},
 )
-tuned = {
-    "CartPole-v1": {
-        "lr": [(0, 2e-3), (100_000, 5e-5)],
-        "train_batch_size": 64,
-        "n_step": 10,
-        "v_min": 0,
-        "v_max": 100,
-        "target_network_update_freq": 0,
-        "tau": 0.02,
-        "model": {"fcnet_hiddens": [128, 128], "fcnet_activation": "relu"},
-    }
-}
 
 
 def execution_plan(workers, config):

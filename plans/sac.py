@@ -13,7 +13,6 @@ from flowrl.ops import (
 )
 
 config = SACConfig(env="Pendulum-v1")
-tuned = {"Pendulum-v1": {"lr": 1e-3, "gamma": 0.98}}
 
 
 def execution_plan(workers, config):

@@ -13,13 +13,6 @@ from flowrl.ops import (
 )
 
 config = TD3Config(env="Pendulum-v1")
-tuned = {
-    "Pendulum-v1": {
-        "gamma": 0.98,
-        "learning_starts": 400,
-        "exploration_config": {"random_timesteps": 400},
-    }
-}
 
 
 def execution_plan(workers, config):

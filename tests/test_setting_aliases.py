@@ -91,7 +91,6 @@ def test_accepted_aliases_have_no_hint():
         ("PPO", "run_dir", r"an argument of learn\(\): algorithm\.learn\(run_dir=…\)"),
         ("PPO", "num_gpus", 'Use `device="cuda"`'),
         ("PPO", "remote_worker_envs", 'Use `vectorization_mode="async"`'),
-        ("DQN", "clip_rewards", "a wrapper of the environment; `normalize_rewards` scales them"),
         ("PPO", "timesteps_total", "Did you mean 'total_timesteps'"),
         ("PPO", "log_level", r'Use logging\.getLogger\("flowrl"\)\.setLevel'),
     ],

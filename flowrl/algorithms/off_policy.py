@@ -34,8 +34,9 @@ class OffPolicyConfig(AlgorithmConfig):
     replay_mode: Literal["independent", "lockstep"] = "independent"
     """Draw the rows of each policy independently, or draw env steps with the rows of all
     policies."""
-    num_replay_shards: Count = 2
-    """Number of Ray actors that share the replay buffer, in plans with replay actors."""
+    num_replay_shards: int = Field(default=2, ge=0)
+    """Number of Ray actors that share the replay buffer, in plans with replay actors; 0 keeps the
+    buffer in the process of the plan."""
     replay_buffer_shards_colocated_with_driver: bool = True
     """Place the replay actors on the node of the driver; if False, on any node."""
     learning_starts: int = Field(default=1000, ge=0)
@@ -126,7 +127,7 @@ class OffPolicyConfig(AlgorithmConfig):
         configs = [self, *(self.for_policy(policy_id) for policy_id in ids if self.policies)]
         for config in configs:
             for name in REPLAY_ACTOR_SETTINGS if isinstance(config, OffPolicyConfig) else ():
-                if getattr(config, name) != type(config).model_fields[name].default:
+                if getattr(config, name) not in (0, type(config).model_fields[name].default):
                     raise ConfigError(
                         f"{name} is for plans whose buffer is on actors (flowrl train "
                         "dqn_distributed): leave it out"
@@ -169,8 +170,13 @@ class OffPolicyConfig(AlgorithmConfig):
             mode=self.replay_mode,
         )
 
-    def replay_actors(self, policies: Collection[str] | None = None) -> ReplayActors:
-        """Create the replay buffer of a plan as `num_replay_shards` shards on Ray actors."""
+    def replay_actors(
+        self, policies: Collection[str] | None = None
+    ) -> ReplayActors | MultiAgentReplayBuffer:
+        """Create the replay buffer of a plan as `num_replay_shards` shards on Ray actors, or in
+        this process if there are none."""
+        if self.num_replay_shards == 0:
+            return self._new_multi_agent_buffer(policies)
         ids = policies or specs_of(self.policies or {DEFAULT_POLICY_ID: None})
         return ReplayActors(
             lambda shard: self._new_multi_agent_buffer(policies, shard, self.num_replay_shards),

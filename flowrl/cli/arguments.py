@@ -27,6 +27,7 @@ OPTIONS = {
         "--display",
         "--trace",
         "--report",
+        "--no-tuned",
         "--in-process",
         *_STOP,
     ),

@@ -8,6 +8,7 @@ from pathlib import Path
 from flowrl.cli.arguments import Parser
 from flowrl.settings import ConfigError
 from flowrl.trainer.plan_files import plan_path
+from flowrl.trainer.tuned_examples import tuned_examples
 
 
 def copy_command(arguments: list[str]) -> int:
@@ -24,4 +25,6 @@ def copy_command(arguments: list[str]) -> int:
     except OSError as error:
         raise ConfigError(f"cannot write {options.file}: {error.strerror}") from error
     print(f"{options.file}: train it with `flowrl train {options.file}`")
+    for example in tuned_examples(options.plan):
+        print(f"the settings of {options.plan} that are tuned for {example.env}: {example.path}")
     return 0

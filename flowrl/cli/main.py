@@ -29,6 +29,7 @@ _USAGE = """usage: flowrl COMMAND …
   check PLAN                              Find mistakes in a plan without running it.
   diagnose RUN_DIR                        Say what limits a running or finished run.
   plans                                   List the shipped plans.
+  tuned [PLAN]                            List the environments with tuned settings.
   checkpoint inspect PATH                 Verify a checkpoint and show its contents.
   watch RUN_DIR …                         Show runs on a local web page.
   report RUN_DIR …                        Write runs as one HTML file.
@@ -49,6 +50,7 @@ _COMMANDS = {
     "check": "flowrl.cli.check:check_command",
     "diagnose": "flowrl.cli.diagnose:diagnose_command",
     "plans": "flowrl.cli.plans:plans_command",
+    "tuned": "flowrl.cli.tuned:tuned_command",
     "checkpoint": "flowrl.cli.checkpoint:checkpoint_command",
     "watch": "flowrl.cli.watch:watch_command",
     "report": "flowrl.cli.report:report_command",

@@ -56,12 +56,12 @@ def parse_algorithm_run(
     parser.add_argument("--run")
     options, flags = parser.parse_known_args(arguments)
     defaults = algorithm_config(options.run, {})
-    return parse_run(f"--run={options.run}", lambda env: defaults, flags, import_code)
+    return parse_run(f"--run={options.run}", lambda env, tuned: defaults, flags, import_code)
 
 
 def parse_run(
     plan: str,
-    default_config: Callable[[Any], Any],
+    default_config: Callable[..., Any],
     arguments: list[str],
     import_code: bool = True,
 ) -> tuple[argparse.Namespace, Any]:
@@ -69,7 +69,7 @@ def parse_run(
 
     Args:
         plan: as on the command line.
-        default_config: returns the config for an environment, which may be None.
+        default_config: (env, tuned) -> config; see `plan_config`.
         arguments: options and flags.
         import_code: see `settings_from_flags`.
     """
@@ -83,7 +83,7 @@ def parse_run(
     env_steps = stop_rules_of(options).env_steps
     if env_steps is not None:
         changes.setdefault("total_timesteps", env_steps)
-    before = default_config(env)
+    before = default_config(env, tuned=options.tuned)
     defaults = before.updated(**changes)
     settings_flags = [flag for flag in flags if flag not in HELP_FLAGS]
     config = settings_from_flags(defaults, settings_flags, program, vars(options), import_code)
@@ -110,6 +110,7 @@ def _run_options(program: str, *default_stop: str) -> argparse.ArgumentParser:
         help="id of a Gymnasium environment, a registered name, or module:Id or module:Class of a "
         "module, for example in the current folder",
     )
+    add_tuned_option(parser)
     parser.add_argument(
         "--config",
         type=json_object,
@@ -117,6 +118,17 @@ def _run_options(program: str, *default_stop: str) -> argparse.ArgumentParser:
         help="settings as a JSON object; flags override them",
     )
     return parser
+
+
+def add_tuned_option(parser: argparse.ArgumentParser) -> None:
+    """Add the option that leaves tuned settings out."""
+    parser.add_argument(
+        "--no-tuned",
+        dest="tuned",
+        action="store_false",
+        help="use the plan's settings for any environment, not those that are tuned for this one "
+        "(list: flowrl tuned)",
+    )
 
 
 def add_training_options(parser: argparse.ArgumentParser) -> None:
@@ -141,8 +153,10 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _without_actors(config: Any) -> Any:
-    """Return settings of the same run in one process; replay buffers on actors stay there."""
-    numbers = ("num_workers", "num_learners", "num_gpus", "num_aggregation_workers")
+    """Return settings of the same run in one process."""
+    numbers = (
+        "num_workers", "num_learners", "num_gpus", "num_aggregation_workers", "num_replay_shards",
+    )  # fmt: skip
     changes: dict[str, Any] = {name: 0 for name in numbers if config.get(name)}
     if config.evaluation_num_workers:
         changes |= {"evaluation_num_workers": 0, "evaluation_parallel_to_training": False}

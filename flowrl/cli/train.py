@@ -9,12 +9,14 @@ from typing import Any
 from flowrl.cli.arguments import Parser, import_from_current_folder, json_object, with_flags
 from flowrl.cli.run_settings import (
     add_training_options,
+    add_tuned_option,
     is_algorithm_run,
     parse_algorithm_run,
     parse_plan_run,
 )
 from flowrl.cli.stop_options import add_stop_options, stop_rules_of
 from flowrl.settings import ConfigError
+from flowrl.trainer.tuned_examples import tuned_example
 
 
 def train_command(arguments: list[str]) -> int:
@@ -54,6 +56,9 @@ def train_command(arguments: list[str]) -> int:
         from flowrl.cli.training_run import start_run
 
         stop = stop_rules_of(options)
+        example = tuned_example(plan, config.env) if plan is not None and options.tuned else None
+        if example is not None and options.display != "none":
+            print(f"settings tuned for {example.env}: {example} (--no-tuned: without them)")
         command = ["flowrl", "train", *arguments]
         show = options.display, options.report
         return start_run(config, plan, stop, options.run_dir, command, *show)
@@ -71,6 +76,7 @@ def _help_parser() -> argparse.ArgumentParser:
         epilog="`flowrl plans` lists the plans, `flowrl train PLAN --help` the settings of one.",
     )
     add_stop_options(parser)
+    add_tuned_option(parser)
     add_training_options(parser)
     group = parser.add_argument_group(
         "an algorithm by name", "Train an algorithm with its default settings instead of a plan's."

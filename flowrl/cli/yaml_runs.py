@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,10 +14,8 @@ from flowrl.setting_values import nearest
 from flowrl.settings import ConfigError
 from flowrl.trainer.plan_files import is_shipped, plan_path
 from flowrl.trainer.plan_settings import plan_config
+from flowrl.trainer.run_files import RUN_KEYS, read_run_file
 from flowrl.trainer.runs.stop_rules import StopRules, metric_rules
-
-MAX_VALUES = 100_000  # in a file whose aliases are written out
-_KEYS = ("run", "plan", "env", "env_config", "stop", "config")
 
 
 class YamlRun(NamedTuple):
@@ -45,7 +42,7 @@ def train_yaml(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if options.trust:
         import_from_current_folder()
-    entries = _read(options.file)
+    entries = read_run_file(options.file)
     if options.only is not None and options.only not in entries:
         raise ConfigError(
             f"{options.file}: there is no run {options.only!r}."
@@ -85,58 +82,6 @@ def _prepare(name: str, entry: dict[str, Any], options: argparse.Namespace) -> Y
     return YamlRun(name, config, plan, stop)
 
 
-def _read(file: Path) -> dict[str, Any]:
-    """Return name -> entry of every run in a YAML file; the name of a single run is ""."""
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        """Reads 1e5 as a number, too."""
-
-    number = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+")
-    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))
-    try:
-        entries = yaml.load(file.read_text(), Loader)
-        if _size(entries, {}) > MAX_VALUES:
-            raise ValueError(f"its aliases stand for more than {MAX_VALUES:,} values")
-    except RecursionError:
-        raise ConfigError(f"{file}: cannot be read: it is nested too deeply") from None
-    except (OSError, ValueError, OverflowError, MemoryError, yaml.YAMLError) as error:
-        raise ConfigError(f"{file}: cannot be read: {error}") from None
-    if not isinstance(entries, dict) or not entries:
-        raise ConfigError(f"{file}: contains no runs")
-    if {"run", "plan"} & set(entries):
-        return {"": entries}
-    if set(entries) & set(_KEYS):
-        raise ConfigError(f"{file}: needs either run (an algorithm) or plan")
-    for name, entry in entries.items():
-        if not isinstance(entry, dict):
-            hint = nearest(str(name), list(_KEYS))
-            raise ConfigError(
-                f"{file}: {name!r}: must be a mapping with run or plan, got {entry!r}.{hint}"
-            )
-        if not isinstance(name, str) or not name or "/" in name or name.startswith("."):
-            raise ConfigError(f"{file}: the name of a run must be a plain word, got {name!r}")
-    return entries
-
-
-def _size(value: Any, known: dict[int, int]) -> int:
-    """Return the number of values in a tree in which aliases are written out.
-
-    Args:
-        value: the tree.
-        known: id of a container -> its size; filled here.
-
-    Raises:
-        RecursionError: a container contains itself.
-    """
-    if not isinstance(value, (dict, list)):
-        return 1
-    if id(value) not in known:
-        parts = value.values() if isinstance(value, dict) else value
-        known[id(value)] = 1 + sum(_size(part, known) for part in parts)
-    return known[id(value)]
-
-
 def _parse_run(
     entry: dict[str, Any], stop_options: StopRules, trust: bool
 ) -> tuple[Any, str | None, StopRules]:
@@ -147,9 +92,9 @@ def _parse_run(
         stop_options: rules of the command line, which replace those of the entry.
         trust: import and execute the code that the entry names.
     """
-    unknown = sorted(str(key) for key in entry if key not in _KEYS)
+    unknown = sorted(str(key) for key in entry if key not in RUN_KEYS)
     if unknown:
-        raise ConfigError(f"unknown {unknown[0]!r}.{nearest(unknown[0], list(_KEYS))}")
+        raise ConfigError(f"unknown {unknown[0]!r}.{nearest(unknown[0], list(RUN_KEYS))}")
     if ("run" in entry) == ("plan" in entry):
         raise ConfigError("needs either run (an algorithm) or plan")
     for key in ("config", "env_config", "stop"):
@@ -176,6 +121,6 @@ def _parse_run(
     if not trust and not is_shipped(plan):
         raise ConfigError(f"plan: {plan} is a file: pass --trust to execute it")
     settings = {"plan": absolute_plan(plan), **settings}
-    config = plan_config(plan, settings.get("env")).updated(**settings)
+    config = plan_config(plan, settings.get("env"), tuned=False).updated(**settings)
     check_trusted(config, trust)
     return config, plan, stop

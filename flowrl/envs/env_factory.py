@@ -13,6 +13,7 @@ from typing import Any, Literal, cast
 import gymnasium as gym
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
+from flowrl.envs.atari import AtariSettings, for_envpool, for_vector_entry_point, is_atari
 from flowrl.envs.gymnasium_vector_env import GymnasiumVectorEnv
 from flowrl.envs.multi_agent import is_multi_agent
 from flowrl.envs.multi_agent_vector_env import DirectMultiAgentVectorEnv
@@ -49,6 +50,10 @@ class EnvFactory:
         horizon, soft_horizon: see AlgorithmConfig.
         max_restarts, on_env_created: see RestartingEnvs.
         drop_invalid: whether a step with invalid values is a failure of its environment.
+        atari: preprocessing of Atari games that are created by their ids; None leaves it out.
+
+    Attributes:
+        is_atari: whether the environments are preprocessed Atari games.
     """
 
     def __init__(
@@ -65,6 +70,7 @@ class EnvFactory:
         max_restarts: int = 5,
         on_env_created: Callable[[int, Any], None] | None = None,
         drop_invalid: bool = False,
+        atari: AtariSettings | None = None,
     ):
         self._creator = creator
         self._env_config = env_config
@@ -76,10 +82,14 @@ class EnvFactory:
         self._max_restarts = max_restarts
         self._on_env_created = on_env_created
         self._drop_invalid = drop_invalid
+        self._atari = atari
+        self.is_atari = atari is not None and is_atari(env_id_of(creator))
 
     def env_context(self, vector_index: int) -> EnvContext:
         """Return the context that the creator receives for an environment."""
-        return EnvContext(self._env_config, self._worker_index, vector_index, self._num_workers)
+        return EnvContext(
+            self._env_config, self._worker_index, vector_index, self._num_workers, self._atari
+        )
 
     def make_env(self, vector_index: int) -> Any:
         """Create one environment: PettingZoo's are wrapped, gymnasium's get the horizon.
@@ -173,9 +183,12 @@ class EnvFactory:
             raise ConfigError(f'vectorization_mode="{self._mode}" needs an env id')
         self._check_horizon()
         if self._mode == "vector_entry_point":
+            settings = self._env_config
+            if self._atari is not None and self.is_atari:
+                settings = {**for_vector_entry_point(self._atari), **settings}
             try:
                 env = gym.make_vec(
-                    env_id, self._num_envs, vectorization_mode=self._mode, **self._env_config
+                    env_id, self._num_envs, vectorization_mode=self._mode, **settings
                 )
             except (ImportError, gym.error.DependencyNotInstalled) as error:
                 raise missing_package_error(error) from error
@@ -185,9 +198,12 @@ class EnvFactory:
         check_installed("envpool", 'vectorization_mode="envpool"', extra="envpool")
         import envpool
 
+        settings = {"num_threads": 1, **self._env_config}
+        if self._atari is not None and self.is_atari:
+            settings = {**for_envpool(env_id, self._atari), **settings}
+            env_id = env_id.removeprefix("ALE/")
         if env_id not in envpool.list_all_envs():
             raise ConfigError(f"env: EnvPool has no environment {env_id!r}")
-        settings = {"num_threads": 1, **self._env_config}
         seed = derive_seed(self._seed, "envpool")
         pool = envpool.make_gymnasium(
             env_id, num_envs=self._num_envs, seed=0 if seed is None else seed % 2**31, **settings

@@ -71,6 +71,8 @@ class GymnasiumVectorEnv:
         seed: Any = derive_seed(self._seed, "env", *purpose)
         if self._seed is not None and isinstance(self.env, (SyncVectorEnv, AsyncVectorEnv)):
             seed = [derive_seed(self._seed, "env", i, *purpose) for i in range(self.num_envs)]
+        elif seed is not None:
+            seed %= 2**31 - self.num_envs  # some add the index and take 32-bit integers only
         first, _ = self.env.reset() if seed is None else self.env.reset(seed=seed)
         observations[:] = self._by_env(first)
         self._seed = None

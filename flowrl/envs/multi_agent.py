@@ -120,7 +120,8 @@ class IndependentAgents(MultiAgentEnv):
     """
 
     def __init__(self, creator: Callable[[EnvContext], gym.Env], context: Mapping[str, Any]):
-        indices = [getattr(context, n, 0) for n in ("worker_index", "vector_index", "num_workers")]
+        names = ("worker_index", "vector_index", "num_workers", "atari")
+        attributes = {name: getattr(context, name) for name in names if hasattr(context, name)}
         env_config = dict(context)
         count = env_config.pop("num_agents", 2)
         self._episode_steps = env_config.pop("episode_steps", None)
@@ -129,7 +130,7 @@ class IndependentAgents(MultiAgentEnv):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"env_config: {name} must be a positive integer, got {value!r}")
         self.np_random: np.random.Generator | None = None
-        self._envs = [creator(EnvContext(dict(env_config), *indices)) for _ in range(count)]
+        self._envs = [creator(EnvContext(dict(env_config), **attributes)) for _ in range(count)]
         self.possible_agents = list(range(count))
         self.observation_space = self._envs[0].observation_space
         self.action_space = self._envs[0].action_space

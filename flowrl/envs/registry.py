@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from typing import Any
 import gymnasium as gym
 from gymnasium.wrappers import TimeLimit
 
+from flowrl.envs.atari import AtariSettings, is_atari, make_atari
 from flowrl.envs.time_limit import get_max_steps, set_max_steps
 from flowrl.errors import ConfigError, check_installed
 from flowrl.setting_values import nearest
@@ -35,7 +35,6 @@ _IMPORT_PATHS = (
 )
 
 _CREATORS: dict[str, EnvCreator] = {}
-_ATARI_ID = re.compile(r"ALE/|\w+(NoFrameskip|Deterministic)-v\d")
 # first arguments of functions that receive the EnvContext even if they have a default
 _CONTEXT_NAMES = ("context", "ctx", "config", "env_config", "env_context")
 # environments whose arguments import no code
@@ -69,6 +68,7 @@ class EnvContext(dict[str, Any]):
         worker_index: 0 for the local worker, 1 ... num_workers on actors.
         vector_index: index of the environment within its worker, from 0.
         num_workers: number of workers on actors.
+        atari: preprocessing of Atari games that are created by their ids; None leaves it out.
     """
 
     def __init__(
@@ -77,11 +77,13 @@ class EnvContext(dict[str, Any]):
         worker_index: int = 0,
         vector_index: int = 0,
         num_workers: int = 0,
+        atari: AtariSettings | None = None,
     ):
         super().__init__(env_config or {})
         self.worker_index = worker_index
         self.vector_index = vector_index
         self.num_workers = num_workers
+        self.atari = atari
 
 
 def register_env(name: str, creator: EnvCreator) -> None:
@@ -105,11 +107,12 @@ def _find_spec(env_id: str) -> None:
     Raises:
         ConfigError: the id is unknown; the message suggests what to install or the nearest id.
     """
-    if _ATARI_ID.match(env_id) and env_id not in gym.registry:
+    if is_atari(env_id):
         check_installed("ale_py", f"env: the Atari environment {env_id!r}", extra="atari")
         import ale_py
 
-        gym.register_envs(ale_py)
+        if env_id not in gym.registry:
+            gym.register_envs(ale_py)
     try:
         gym.spec(env_id)
     except gym.error.Error as error:
@@ -136,6 +139,8 @@ def _find_spec(env_id: str) -> None:
 def _make_by_id(env_id: str, context: EnvContext) -> gym.Env:
     _find_spec(env_id)
     try:
+        if context.atari is not None and is_atari(env_id):
+            return make_atari(env_id, context.atari, **context)
         return gym.make(env_id, disable_env_checker=True, **context)
     except TypeError as error:
         if "unexpected keyword" in str(error) or "required positional" in str(error):

@@ -32,7 +32,8 @@ class StoreToReplayBuffer:
 
     Args:
         local_buffer: a MultiAgentReplayBuffer or SimpleReplayBuffer.
-        actors: ReplayActors, which also store BatchRefs without fetching them to the driver.
+        actors: ReplayActors, which also store BatchRefs without fetching them to the driver; a
+            MultiAgentReplayBuffer is used like `local_buffer`.
 
     Raises:
         ValueError: not exactly one of local_buffer and actors is given.
@@ -44,7 +45,7 @@ class StoreToReplayBuffer:
         self,
         *,
         local_buffer: MultiAgentReplayBuffer | SimpleReplayBuffer | None = None,
-        actors: ReplayActors | None = None,
+        actors: ReplayActors | MultiAgentReplayBuffer | None = None,
     ):
         self.buffer = _one_of(local_buffer, actors, "StoreToReplayBuffer")
         self.alternates = False  # with draws in the same plan; see Concurrently
@@ -100,7 +101,8 @@ class Replay(LocalIterator[Any]):
 
     Args:
         local_buffer: a MultiAgentReplayBuffer or SimpleReplayBuffer.
-        actors: ReplayActors, which stop with the plan. The `sources` of a batch name its shard.
+        actors: ReplayActors, which stop with the plan. The `sources` of a batch name its shard. A
+            MultiAgentReplayBuffer is used like `local_buffer`.
         num_async: with `actors`, batches to request ahead from all shards together; the replay
             ratio counts them as drawn.
 
@@ -114,7 +116,7 @@ class Replay(LocalIterator[Any]):
         self,
         *,
         local_buffer: MultiAgentReplayBuffer | SimpleReplayBuffer | None = None,
-        actors: ReplayActors | None = None,
+        actors: ReplayActors | MultiAgentReplayBuffer | None = None,
         num_async: int = 16,
     ):
         buffer = _one_of(local_buffer, actors, "Replay")
@@ -250,7 +252,8 @@ class UpdateReplayPriorities:
 
     Args:
         local_buffer: the MultiAgentReplayBuffer that the batches were drawn from.
-        actors: the ReplayActors; the shard of a batch receives its priorities.
+        actors: the ReplayActors; the shard of a batch receives its priorities. A
+            MultiAgentReplayBuffer is used like `local_buffer`.
 
     Raises:
         ValueError: not exactly one of local_buffer and actors is given.
@@ -262,7 +265,7 @@ class UpdateReplayPriorities:
         self,
         *,
         local_buffer: MultiAgentReplayBuffer | None = None,
-        actors: ReplayActors | None = None,
+        actors: ReplayActors | MultiAgentReplayBuffer | None = None,
     ):
         self.buffer = _one_of(local_buffer, actors, "UpdateReplayPriorities")
 
@@ -408,7 +411,7 @@ def _one_of(local_buffer: Any, actors: Any, operator: str) -> Any:
     if (local_buffer is None) == (actors is None):
         raise ValueError(f"{operator} takes one of local_buffer and actors")
     if actors is not None:
-        if not isinstance(actors, ReplayActors):
+        if not isinstance(actors, (ReplayActors, MultiAgentReplayBuffer)):
             raise TypeError(
                 f"{operator}: actors must be a ReplayActors, got a {type(actors).__name__}"
             )

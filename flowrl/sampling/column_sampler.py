@@ -29,6 +29,7 @@ from flowrl.sampling.episode_callbacks import EpisodeCallbacks
 from flowrl.sampling.episode_returns import EpisodeReturns
 from flowrl.sampling.fragment_builder import FragmentBuilder
 from flowrl.sampling.ids import IdCounter
+from flowrl.sampling.lost_lives import LostLives
 from flowrl.sampling.policy_outputs import PolicyOutputs, rows_of
 from flowrl.sampling.sampler import TIMINGS
 from flowrl.sampling.segment_postprocessing import (
@@ -61,6 +62,8 @@ class ColumnSampler:
         settings: the sampling settings.
         base_env: the environments, passed to callbacks.
         first_id: the first episode and unroll id.
+        counts_lives: mark rows in which a life was lost, according to the infos, as terminated;
+            the episode continues.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class ColumnSampler:
         settings: WorkerConfig,
         base_env: Any,
         first_id: int = 0,
+        counts_lives: bool = False,
     ):
         self.stepper, self.settings = stepper, settings
         self.policy = policy = worker.policy_map[DEFAULT_POLICY_ID]
@@ -81,9 +85,8 @@ class ColumnSampler:
         self._checks = StepChecks(self._check, settings.on_invalid_step, policy.worker_index)
         self._unroll_ids = IdCounter(first_id)
         self._separately = postprocesses_segments(policy)
-        self._builder = FragmentBuilder(
-            policy, settings.no_done_at_end, self._unroll_ids, self._separately
-        )
+        self._builder = FragmentBuilder(policy, settings, self._unroll_ids, self._separately)
+        self._lost_lives = LostLives(stepper.num_envs) if counts_lives else None
         horizon = settings.horizon if settings.soft_horizon else None
         self._tracker = SegmentTracker(stepper.num_envs, first_id, horizon, self._whole)
         self._open = False
@@ -121,6 +124,8 @@ class ColumnSampler:
             columns.allocate("obs", space.shape or (), np.dtype(np.float32))
         for name, dtype in (("rewards", np.float32), ("terminateds", bool), ("truncateds", bool)):
             columns.allocate(name, (), np.dtype(dtype))
+        if self._lost_lives is not None:
+            columns.allocate("life_lost", (), np.dtype(bool))
 
     def episode(self, episode_id: int) -> MultiAgentEpisode | None:
         """Return the record of a running episode; None without callbacks of episodes."""
@@ -234,6 +239,8 @@ class ColumnSampler:
             if shows_dones:
                 columns["dones"][at] = terminateds[at] | truncateds[at]
             self._infos.append(step.infos)
+            if self._lost_lives is not None:
+                columns["life_lost"][at] = self._lost_lives.after(step.infos)
             soft: Any = ()
             if len(step.ended) or len(step.skipped) or step.failed or settings.soft_horizon:
                 soft = self._note(t, step, states)
@@ -344,6 +351,7 @@ class ColumnSampler:
                 "columns": self._columns.state_dict(self._used),
                 "states": self._states.state_dict(),
                 "returns": self._returns.so_far.copy(),
+                "lives": None if self._lost_lives is None else self._lost_lives.lives.copy(),
                 "infos": [list(map(_savable, step)) for step in self._infos],
                 "callbacks": None if self._callbacks is None else self._callbacks.state_dict(),
             }
@@ -372,6 +380,8 @@ class ColumnSampler:
         self._infos = list(running["infos"])
         self._states.load_state_dict(running["states"])
         self._returns.so_far[:] = running["returns"]
+        if self._lost_lives is not None and running["lives"] is not None:
+            self._lost_lives.lives = np.array(running["lives"])
         if self._callbacks is not None and running["callbacks"] is not None:
             self._callbacks.load_state_dict(running["callbacks"])
         observations: Any = columns.row("raw_obs", self._used)

@@ -29,6 +29,7 @@ class WorkerEnvironments:
     Attributes:
         slots: the environments, stepped with actions by agent id.
         stepper: the environments, stepped with arrays; None for multi-agent environments.
+        is_atari: whether the environments are preprocessed Atari games.
     """
 
     def __init__(
@@ -53,7 +54,9 @@ class WorkerEnvironments:
             config.max_num_env_restarts,
             lambda index, env: on_created(env, self._envs.env_context(index)),
             config.on_invalid_step == "drop",
+            config.atari,
         )
+        self.is_atari = self._envs.is_atari
         self._open()
 
     def _open(self) -> None:

@@ -17,6 +17,7 @@ from flowrl.policies.policy import Policy
 from flowrl.sampling.ids import IdCounter
 from flowrl.sampling.segments import Event, Segments
 from flowrl.sampling.views import Views, not_for_training
+from flowrl.sampling.worker_config import WorkerConfig
 
 _OBJECT = np.dtype(object)
 _NOT_IN_BATCHES = ("raw_obs", "dones", "unseen", "time")  # batches derive dones
@@ -27,18 +28,19 @@ class FragmentBuilder:
 
     Args:
         policy: postprocesses the rows.
-        no_done_at_end: the setting.
+        settings: the sampling settings.
         unroll_ids: the counter of the column `unroll_id`.
         separately: whether each segment is postprocessed on its own afterwards.
     """
 
     def __init__(
-        self, policy: Policy, no_done_at_end: bool, unroll_ids: IdCounter, separately: bool
+        self, policy: Policy, settings: WorkerConfig, unroll_ids: IdCounter, separately: bool
     ):
         self.policy = policy
         self._separately = separately
         self._unroll_ids = unroll_ids
-        self._no_done_at_end = no_done_at_end
+        self._no_done_at_end = settings.no_done_at_end
+        self._clip_rewards = settings.clip_rewards
 
     def build(
         self,
@@ -82,6 +84,9 @@ class FragmentBuilder:
             real.reshape(-1)[order] = True
             # sums and estimates must not depend on rows that are not returned
             grid = {name: map_leaves(lambda a: _masked(a, real), a) for name, a in grid.items()}
+        life_lost = grid.pop("life_lost", None)
+        if life_lost is not None:
+            grid["terminateds"] = grid["terminateds"] | life_lost
         if self._no_done_at_end:
             none = np.zeros((used, lanes), bool)
             grid["terminateds"], grid["truncateds"] = none, none
@@ -89,6 +94,7 @@ class FragmentBuilder:
             grid["rewards"] = self._scaled(
                 grid["rewards"], segments, None if order is None else real
             )
+        grid["rewards"] = clipped_rewards(grid["rewards"], self._clip_rewards)
         last = _last_observations(columns, segments, finals)
         added = self._postprocessed(columns, views, used, segments, obs, grid, last, more_inputs)
         rows: dict[str, Any] = {}
@@ -178,6 +184,7 @@ class FragmentBuilder:
             values = grid["vf_preds"]
             next_values = np.zeros_like(values)
             next_values[:-1] = values[1:]
+            next_values[grid["terminateds"]] = 0.0  # also where a life was lost
             # of the observations that the segments end with, unless they terminated
             lanes, ends = segments.lanes, segments.ends
             terminated = grid["terminateds"][ends - 1, lanes]
@@ -199,12 +206,19 @@ class FragmentBuilder:
         if type(policy).postprocess_fragment is Policy.postprocess_fragment:
             return {}
         # estimates end where segments end and begin, even if the episode continues
-        dones = np.zeros((used, columns.lanes), bool)
+        dones = grid["terminateds"].copy()
         dones[segments.ends - 1, segments.lanes] = True
         later = segments.begins > 0
         dones[segments.begins[later] - 1, segments.lanes[later]] = True
         fragment["dones"] = dones
         return policy.postprocess_fragment(fragment)
+
+
+def clipped_rewards(rewards: np.ndarray, clip: bool | float | None) -> np.ndarray:
+    """Return rewards to learn from, as the setting `clip_rewards` says."""
+    if not clip:
+        return rewards
+    return np.sign(rewards) if clip is True else np.clip(rewards, -clip, clip)
 
 
 def _masked(column: np.ndarray, real: np.ndarray) -> np.ndarray:

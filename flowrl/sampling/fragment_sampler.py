@@ -19,6 +19,7 @@ from flowrl.sampling.ids import IdCounter
 from flowrl.sampling.multi_agent_sampler import MultiAgentSampler
 from flowrl.sampling.sampler import AsyncSampler, SampleResult, SamplerInput, SyncSampler
 from flowrl.sampling.worker_config import WorkerConfig
+from flowrl.settings import ConfigError
 
 STATE_KEYS = (
     "batch_mode", "next_unroll", "returned_steps", "reported_steps", "episodes_ready",
@@ -101,13 +102,21 @@ class FragmentSampler:
     def _make_source(self) -> ColumnSampler | MultiAgentSampler:
         envs, kind = self._envs, self._kind()
         worker, settings, first_id = self._worker, self._settings, self._first_id
+        counts_lives = bool(
+            envs.is_atari and settings.atari and settings.atari.terminal_on_life_loss
+        )
+        if counts_lives and kind != "columns":
+            raise ConfigError(
+                "atari.terminal_on_life_loss: not supported with a sample_collector, several "
+                "policies, views of other agents or on_postprocess_trajectory: set it to False"
+            )
         if kind == "rows":
             collector: Any = settings.sample_collector
             return CollectorSampler(collector, envs.slots, worker, settings, first_id)
         if kind == "agents":
             return MultiAgentSampler(envs.slots, worker, settings, first_id)
         assert envs.stepper is not None
-        return ColumnSampler(envs.stepper, worker, settings, envs.slots, first_id)
+        return ColumnSampler(envs.stepper, worker, settings, envs.slots, first_id, counts_lives)
 
     def _kind(self) -> str:
         """Return how rows are sampled: "rows" one by one, in columns of "agents", or "columns" of

@@ -17,6 +17,7 @@ from flowrl.data.types import AgentID, EpisodeID, PolicyID
 from flowrl.policies.acting_views import signature_of
 from flowrl.sampling.collected_rows import CollectedRows, CollectedViews, column_of, copied
 from flowrl.sampling.episode import MultiAgentEpisode
+from flowrl.sampling.fragment_builder import clipped_rewards
 from flowrl.sampling.ids import IdCounter
 from flowrl.sampling.sample_collector import SampleCollector
 from flowrl.sampling.segment_postprocessing import SegmentPostprocessing
@@ -400,6 +401,8 @@ class SimpleListCollector(SampleCollector):
             rows["terminateds"] = rows["truncateds"] = np.zeros(count, bool)
         if policy.reward_scaler is not None:
             rows["rewards"] = policy.reward_scaler.scale(rows["rewards"])
+        clip = getattr(self.worker, "clip_rewards", None)
+        rows["rewards"] = clipped_rewards(rows["rewards"], clip)
         rows["eps_id"] = np.full(count, trajectory.episode_id)
         rows["unroll_id"] = np.full(count, segment.unroll_id)
         if "vf_preds" in rows:

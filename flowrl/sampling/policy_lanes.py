@@ -51,7 +51,7 @@ class PolicyLanes(LaneRows):
             policy, self.columns, self._check, True, f"policy {policy_id!r}", self._describe_actor
         )
         self._is_first = True  # step of a fragment
-        self._builder = FragmentBuilder(policy, settings.no_done_at_end, unroll_ids, separately)
+        self._builder = FragmentBuilder(policy, settings, unroll_ids, separately)
 
     def _new_views(self) -> Views:
         return Views(self.policy, self.states, has_agents=self.shows_agents)

@@ -69,6 +69,7 @@ class RolloutWorker:
             the default one.
         possible_agents: ids of the agents that may appear.
         no_done_at_end: the setting.
+        clip_rewards: the setting; True or False if it is None.
         lock: held while a fragment is sampled, and while policies learn or change, because a
             sampler and a learner may run in threads.
     """
@@ -103,6 +104,9 @@ class RolloutWorker:
         if config.rollout_fragment_length == "auto" and steps_per_fragment is not None:
             length = math.ceil(steps_per_fragment / self.num_envs)
             self.config = config = config.updated(rollout_fragment_length=length)
+        if config.clip_rewards is None:
+            self.config = config = config.updated(clip_rewards=self._envs.is_atari)
+        self.clip_rewards = config.clip_rewards
         self.possible_agents = self._envs.slots.possible_agents
         self.policy_map = self._build_policies(policy_spec, policy_config or {})
         self._seed_policies()

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import SkipValidation, model_validator
 
 from flowrl.data import DEFAULT_POLICY_ID
+from flowrl.envs.atari import AtariSettings
 from flowrl.envs.env_factory import VectorizationMode
 from flowrl.envs.validation import OnInvalidStep
 from flowrl.policies.config import PolicyConfig
@@ -33,6 +34,9 @@ class WorkerConfig(PolicyConfig):
 
     env_config: dict[str, Any] = setting({}, group="environment", in_evaluation=True)
     """Passed to the environment's creator; keyword arguments of an id or a class."""
+    atari: AtariSettings | None = setting(AtariSettings(), group="environment", in_evaluation=True)
+    """Preprocessing of Atari games (ids ALE/… and …NoFrameskip-v4); None uses their frames as they
+    are. Other environments are not affected."""
     vectorization_mode: VectorizationMode = setting(
         "flowrl", group="environment", in_evaluation=True
     )
@@ -68,6 +72,9 @@ class WorkerConfig(PolicyConfig):
     environment; "replace" replaces non-finite numbers by 0 and clips the others to the space.
     "warn" does as "raise", but uses finite observations outside the bounds of a Box as they are,
     with one warning per worker."""
+    clip_rewards: bool | Positive | None = setting(None, group="rollouts")
+    """Learn from the sign of rewards (True), or from rewards clipped to ± a number. None uses the
+    sign for preprocessed Atari games. Returns are those of the environment."""
     collect_infos: bool = setting(False, group="rollouts")
     """Store the environments' infos in the column `infos`."""
     explore: bool = setting(True, group="exploration", in_evaluation=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -88,9 +87,7 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         except ConfigError as error:
             raise ConfigError(f"{type(self).__name__}: {error}") from None
         config.check()
-        if config.seed is None:  # drawn, so that a run can be repeated
-            config = config.updated(seed=secrets.randbits(31))
-        self.config = config = config.frozen()
+        self.config = config = config.completed().frozen()
         limit_threads(config.num_threads_per_process)
         self.iteration = 0
         self.last_result: dict[str, Any] | None = None

@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, PrivateAttr, SkipValidation, model_validat
 from pydantic.json_schema import GenerateJsonSchema
 
 from flowrl.data import DEFAULT_POLICY_ID
+from flowrl.envs.atari import is_atari
 from flowrl.envs.registry import NO_ENV_MESSAGE, env_creator_for
 from flowrl.ops.report import ReportingConfig
 from flowrl.policies.config import PolicyConfig
@@ -310,6 +311,17 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
             raise ConfigError(f"evaluation_config: {error}") from None
         if not isinstance(self.evaluation_config.get("explore", False), bool):
             raise ConfigError("evaluation_config: explore must be True or False")
+
+    def completed(self) -> Self:
+        """Return a copy with a drawn seed if there is none, so that a run can be repeated, and with
+        the frame stack of Atari games."""
+        changes: dict[str, Any] = {}
+        if self.seed is None:
+            changes["seed"] = secrets.randbits(31)
+        stack = self.atari.frame_stack if self.atari is not None and is_atari(self.env) else 1
+        if stack > 1 and self.model.num_framestacks == 1 and self.model.custom_model is None:
+            changes["model"] = self.model.updated(num_framestacks=stack)
+        return self.updated(**changes) if changes else self
 
     @with_hints
     def build(self, plan: Plan | None = None) -> Any:

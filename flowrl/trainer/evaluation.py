@@ -296,7 +296,7 @@ def check_evaluation_env(config: AlgorithmConfig, policies: dict[str, Policy]) -
     settings = evaluation_settings(config).updated(num_envs_per_worker=1, callbacks_class=None)
     if config.evaluation_video_dir is not None:
         check_env(settings)
-        context = EnvContext(dict(settings.env_config))
+        context = EnvContext(dict(settings.env_config), atari=settings.atari)
         check_rendering(settings.env, context, "evaluation_video_dir")
     if not {"env", "env_config"} & set(config.evaluation_config):
         return

@@ -28,7 +28,7 @@ first:
 second:
   plan: a2c
   stop: {timesteps_total: 64}
-  config: {seed: 1}
+  config: {seed: 1, train_batch_size: 64}
 """
 
 
@@ -98,14 +98,22 @@ def test_algorithm_run_without_a_seed_can_be_resumed_and_repeated(cli, tmp_path)
 
 def test_tuned_settings_apply_to_their_environment_alone(cli, tmp_path):
     flags = [*SMALL_BATCHES, "--stop-timesteps", "64"]
-    assert cli("train", "ppo", "--run-dir", "r", *flags)[0] == 0
-    assert cli("train", "ppo", "--run-dir", "s", "--env", "Acrobot-v1", *flags)[0] == 0
-    tuned, general = (read_settings(tmp_path / name) for name in ("r", "s"))
+    out = cli("train", "ppo", "--run-dir", "r", *flags)[1]
+    expected = "settings tuned for CartPole-v1: ppo/CartPole-v1.yaml (--no-tuned: without them)"
+    assert out.splitlines()[0] == expected
+    others = {"s": ["--env", "FrozenLake-v1"], "t": ["--no-tuned"]}
+    for run_dir, options in others.items():
+        code, out, _ = cli("train", "ppo", "--run-dir", run_dir, *options, *flags)
+        assert code == 0
+        assert "tuned" not in out.splitlines()[0]
+    tuned = read_settings(tmp_path / "r")
     assert (tuned["gamma"], tuned["lr"]) == (0.98, [["0%", 1e-3], ["100%", 0.0]])
-    assert (general["gamma"], general["lr"]) == (0.99, [["0%", 3e-4], ["100%", 0.0]])
-    assert tuned["total_timesteps"] == general["total_timesteps"] == 64
+    for run_dir in ("t", "s"):
+        general = read_settings(tmp_path / run_dir)
+        assert (general["gamma"], general["lr"]) == (0.99, [["0%", 3e-4], ["100%", 0.0]])
+        assert tuned["total_timesteps"] == general["total_timesteps"] == 64
     (tmp_path / "x.yaml").write_text(
-        "{plan: ppo, env: Acrobot-v1, stop: {timesteps_total: 64}, "
+        "{plan: ppo, env: FrozenLake-v1, stop: {timesteps_total: 64}, "
         "config: {train_batch_size: 64, sgd_minibatch_size: 32}}"
     )
     assert cli("train", "x.yaml", "--run-dir", "y")[0] == 0
@@ -117,9 +125,9 @@ def test_tuned_settings_apply_to_their_environment_alone(cli, tmp_path):
     ("flags", "stop", "batch_size"),
     [
         ([], "a mean return of 475, and 100,000 env steps", 1024),
-        (["--env", "Acrobot-v1"], "a mean return of -100, and 500,000 env steps", 4000),
-        (["--env", "Pendulum-v1", "--total-timesteps", "9"], "Default: 9 env steps", 4000),
-        (["--config", '{"env": "Acrobot-v1", "total_timesteps": 9}'], "and 9 env steps", 4000),
+        (["--env", "FrozenLake-v1"], "a mean return of 0.7, and 500,000 env steps", 4000),
+        (["--env", "CliffWalking-v1", "--total-timesteps", "9"], "Default: 9 env steps", 4000),
+        (["--config", '{"env": "FrozenLake-v1", "total_timesteps": 9}'], "and 9 env steps", 4000),
     ],
 )
 def test_help_shows_the_defaults_that_apply(cli, flags, stop, batch_size):
@@ -155,9 +163,18 @@ def test_registered_algorithms_are_found_by_name():
         algorithm_class("SimpelQ")
 
 
-def test_asynchronous_plan_runs_in_process(cli, tmp_path):
-    flags = ["--in-process", "--run-dir", "r", "--stop-iters", "1", "--num-workers", "3"]
-    code, out, err = cli("train", "impala", *flags)
+@pytest.mark.parametrize("plan", ["impala", "apex", "dqn_distributed"])
+def test_asynchronous_plan_runs_in_process(plan, cli, tmp_path, monkeypatch):
+    def start_ray(address):
+        raise AssertionError("Ray was started")
+
+    monkeypatch.setattr("flowrl.iter.ray_runtime.start_ray", start_ray)
+    monkeypatch.setattr("flowrl.ops.replay_actors.start_ray", start_ray)
+    flags = ["--in-process", "--run-dir", "r", "--stop-iters", "2", "--num-workers", "3"]
+    small = [] if plan == "impala" else ["--learning-starts", "100"]
+    code, out, err = cli("train", plan, *flags, *small)
     assert (code, err) == (0, "")
     assert "starting" not in out
-    assert read_settings(tmp_path / "r")["num_workers"] == 0
+    settings = read_settings(tmp_path / "r")
+    assert settings["num_workers"] == settings.get("num_replay_shards", 0) == 0
+    assert read_results(tmp_path / "r")[-1]["info"]["learner"]

@@ -340,12 +340,13 @@ def test_setting_that_neither_plan_nor_policy_reads():
 def test_unused_setting_names_the_line_that_sets_it(tmp_path):
     text = (PLANS_DIR / "dqn.py").read_text()
     text = text.replace("config.target_network_update_freq", "500")
-    text = text.replace('"target_network_update_freq": 0', '"target_network_update_freq": 64')
+    old = 'env="CartPole-v1",'
+    text = text.replace(old, f"{old}\n    target_network_update_freq=64,")
     path = tmp_path / "my_plan.py"
     path.write_text(text)
     with plan_config(str(path)).build(plan=str(path)) as algorithm:
         (problem,) = check_plan(algorithm.plan.stage, algorithm.workers)
-    number = text[: text.index('"target_network_update_freq"')].count("\n") + 1
+    number = text[: text.index("target_network_update_freq=")].count("\n") + 1
     assert problem.line == f"{path}:{number}"
     assert problem.text.startswith("target_network_update_freq=64 has no effect")
 

@@ -100,7 +100,7 @@ def test_installed_atari_environments_are_registered(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "ale_py", raising=False)
     try:
-        assert RolloutWorker("ALE/Fake-v5", Idle).sample().count == 200
+        assert RolloutWorker("ALE/Fake-v5", Idle, {"atari": None}).sample().count == 200
     finally:
         gym.registry.pop("ALE/Fake-v5", None)
         sys.modules.pop("ale_py", None)

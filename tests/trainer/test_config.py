@@ -283,7 +283,7 @@ INVALID = [
     (DQNConfig, {"learning_starts": -1}, "learning_starts: "),
     (DQNConfig, {"training_intensity": 0}, "training_intensity: "),
     (DQNConfig, {"replay_buffer_capacity": 0}, "replay_buffer_capacity: "),
-    (DQNConfig, {"num_replay_shards": 0}, "num_replay_shards: "),
+    (DQNConfig, {"num_replay_shards": -1}, "num_replay_shards: "),
     (DQNConfig, {"replay_mode": "both"}, "replay_mode: "),
     (DQNConfig, {"prioritized_replay_alpha": -1}, "prioritized_replay_alpha: "),
     (PPOConfig, {"model": {"fcnet_hiddens": [0]}}, "model.fcnet_hiddens"),

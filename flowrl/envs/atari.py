@@ -1,0 +1,158 @@
+"""Atari games of the Arcade Learning Environment, preprocessed as in the literature.
+
+The steps are those of Machado et al. 2018 ("Revisiting the Arcade Learning Environment"), and of
+Mnih et al. 2015 for lost lives. gymnasium's AtariPreprocessing makes the frames.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import gymnasium as gym
+from gymnasium.wrappers import AtariPreprocessing
+from pydantic import Field
+
+from flowrl.settings import ConfigError, Count, Fraction, Settings
+
+FIRE = 1  # index of the action in the action sets that have it
+_IDS = re.compile(r"ALE/|\w+(NoFrameskip|Deterministic)-v\d")
+
+
+class AtariSettings(Settings):
+    """The preprocessing of Atari games."""
+
+    frame_skip: Count = 4
+    """Frames per env step; the action is repeated, the rewards are added, and the observation is
+    the maximum of the last two frames."""
+    noop_max: int = Field(default=30, ge=0)
+    """An episode starts with up to this number of frames without an action, chosen at random."""
+    fire_on_reset: bool = True
+    """Press FIRE at the start of an episode and after a lost life, in games that have it."""
+    screen_size: Count = 84
+    """Width and height of the observation in pixels."""
+    grayscale: bool = True
+    """Observe brightness [screen_size, screen_size, 1] instead of colors [..., 3]."""
+    frame_stack: Count = 4
+    """Latest observations that the network sees; sets `model.num_framestacks` if that is 1."""
+    terminal_on_life_loss: bool = True
+    """Learn as if an episode terminated where a life is lost; the episode itself and its return
+    continue. Evaluations are not affected."""
+    repeat_action_probability: Fraction | None = None
+    """Probability of repeating the previous action in a frame ("sticky actions"); None uses that of
+    the environment's id, 0.25 for ALE/*-v5."""
+    full_action_space: bool = False
+    """Offer all 18 actions in every game."""
+
+
+def is_atari(env: Any) -> bool:
+    """Return whether this is the id of an Atari game."""
+    return isinstance(env, str) and _IDS.match(env) is not None
+
+
+def make_atari(env_id: str, settings: AtariSettings, **kwargs: Any) -> gym.Env:
+    """Create a preprocessed game.
+
+    Args:
+        env_id: its id in gymnasium's registry.
+        settings: the preprocessing.
+        kwargs: arguments of the environment.
+
+    Returns:
+        An environment with observations uint8 [screen_size, screen_size, 1 or 3] and infos with
+        `lives`.
+
+    Raises:
+        ConfigError: an argument is a setting of `atari`.
+    """
+    own = {"frameskip", "repeat_action_probability", "full_action_space"} & set(kwargs)
+    if own:
+        raise ConfigError(f"env_config: {min(own)!r} is a setting of atari, atari={{…}}")
+    kwargs |= {"frameskip": 1, "full_action_space": settings.full_action_space}
+    if settings.repeat_action_probability is not None:
+        kwargs["repeat_action_probability"] = settings.repeat_action_probability
+    env: gym.Env = AtariPreprocessing(
+        gym.make(env_id, disable_env_checker=True, **kwargs),
+        noop_max=settings.noop_max,
+        frame_skip=settings.frame_skip,
+        screen_size=settings.screen_size,
+        grayscale_obs=settings.grayscale,
+        grayscale_newaxis=True,
+    )
+    game: Any = env.unwrapped
+    has_fire = game.get_action_meanings()[FIRE:][:1] == ["FIRE"]
+    return FireAfterReset(env) if settings.fire_on_reset and has_fire else env
+
+
+def for_vector_entry_point(settings: AtariSettings) -> dict[str, Any]:
+    """Return the arguments with which ale-py's vector environment preprocesses in the same way.
+
+    It presses FIRE at the start of an episode only, and its observations are
+    [1, screen_size, screen_size].
+
+    Raises:
+        ConfigError: it cannot do this.
+    """
+    if not settings.grayscale:
+        raise ConfigError('atari.grayscale=False needs vectorization_mode="flowrl" or "envpool"')
+    arguments: dict[str, Any] = {
+        "frameskip": settings.frame_skip,
+        "noop_max": settings.noop_max,
+        "use_fire_reset": settings.fire_on_reset,
+        "img_height": settings.screen_size,
+        "img_width": settings.screen_size,
+        "full_action_space": settings.full_action_space,
+        "stack_num": 1,
+        "reward_clipping": False,
+    }
+    if settings.repeat_action_probability is not None:
+        arguments["repeat_action_probability"] = settings.repeat_action_probability
+    return arguments
+
+
+def for_envpool(env_id: str, settings: AtariSettings) -> dict[str, Any]:
+    """Return the arguments with which EnvPool preprocesses in the same way.
+
+    It presses FIRE at the start of an episode only, and its observations are
+    [1 or 3, screen_size, screen_size].
+    """
+    probability = settings.repeat_action_probability
+    if probability is None:
+        probability = gym.spec(env_id).kwargs["repeat_action_probability"]
+    return {
+        "frame_skip": settings.frame_skip,
+        "noop_max": max(settings.noop_max, 1),  # its least number
+        "use_fire_reset": settings.fire_on_reset,
+        "img_height": settings.screen_size,
+        "img_width": settings.screen_size,
+        "gray_scale": settings.grayscale,
+        "full_action_space": settings.full_action_space,
+        "repeat_action_probability": probability,
+        "stack_num": 1,
+        "reward_clip": False,
+        "episodic_life": False,
+    }
+
+
+class FireAfterReset(gym.Wrapper):
+    """Press FIRE at the start of an episode and after each lost life; some games wait for it."""
+
+    def __init__(self, env: gym.Env):
+        super().__init__(env)
+        self._lives = 0
+
+    def reset(self, **kwargs: Any) -> Any:
+        observation, info = self.env.reset(**kwargs)
+        self._lives = info.get("lives", 0)
+        observation, _, terminated, truncated, info = self.env.step(FIRE)
+        return self.env.reset() if terminated or truncated else (observation, info)
+
+    def step(self, action: Any) -> Any:
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        lives = info.get("lives", 0)
+        if lives < self._lives and not (terminated or truncated):
+            observation, more, terminated, truncated, info = self.env.step(FIRE)
+            reward = float(reward) + float(more)
+            info = {**info, "lives": min(lives, info.get("lives", 0))}
+        self._lives = lives
+        return observation, reward, terminated, truncated, info

@@ -1,0 +1,245 @@
+"""Atari games: preprocessing, lost lives, clipped rewards, frame stacks."""
+
+import gymnasium as gym
+import numpy as np
+import pytest
+
+from tests.extras import require_extra
+
+require_extra("atari")
+
+from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
+
+from flowrl import DQN, PPO
+from flowrl.envs.atari import AtariSettings, FireAfterReset, is_atari
+from flowrl.envs.registry import EnvContext, env_creator_for
+from flowrl.iter.stage import walk
+from flowrl.sampling.lost_lives import LostLives
+from flowrl.seeding import derive_seed
+from flowrl.settings import ConfigError
+
+BREAKOUT, PONG = "ALE/Breakout-v5", "ALE/Pong-v5"
+SMALL = {
+    "num_envs_per_worker": 2, "rollout_fragment_length": 64, "train_batch_size": 128,
+    "sgd_minibatch_size": 64, "num_sgd_iter": 1, "seed": 0,
+    "model": {"conv_filters": [[4, 8, 8]], "post_fcnet_hiddens": [8]},
+}  # fmt: skip
+
+
+class Lives(gym.Env):
+    """Episodes of 6 steps with a reward of 5 each; a life is lost in steps 2, 4 and 6."""
+
+    observation_space = gym.spaces.Box(0, 255, (4,), np.uint8)
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self):
+        self.actions = []
+
+    def _result(self):
+        return np.full(4, self.t, np.uint8), {"lives": 3 - self.t // 2}
+
+    def reset(self, *, seed=None, options=None):
+        self.t = 0
+        return self._result()
+
+    def step(self, action):
+        self.actions.append(action)
+        self.t += 1
+        observation, info = self._result()
+        return observation, 5.0, self.t == 6, False, info
+
+
+def atari(env_id, **settings):
+    return env_creator_for(env_id)(EnvContext(atari=AtariSettings(**settings)))
+
+
+def assert_same_episode(ours, theirs, steps, first):
+    """Compare two environments; `theirs` returns [1, height, width]."""
+    rng = np.random.default_rng(0)
+    one, other = first
+    for _ in range(steps):
+        assert np.array_equal(one[..., 0], other[0])
+        action = int(rng.integers(4))
+        one, reward, terminated, _, _ = ours.step(action)
+        other, their_reward, their_end, _, _ = theirs.step(np.array([action], np.int32))
+        other = other[0]
+        assert (reward, terminated) == (their_reward[0], their_end[0])
+        if terminated:
+            return
+
+
+@pytest.mark.parametrize("env_id", [BREAKOUT, "PongNoFrameskip-v4"])
+def test_frames_equal_those_of_gymnasium(env_id):
+    ours = atari(env_id, fire_on_reset=False)
+    theirs = AtariPreprocessing(gym.make(env_id, frameskip=1), grayscale_newaxis=True)
+    rng = np.random.default_rng(0)
+    first, second = ours.reset(seed=3)[0], theirs.reset(seed=3)[0]
+    for _ in range(300):
+        assert np.array_equal(first, second)
+        action = int(rng.integers(4))
+        one, other = ours.step(action), theirs.step(action)
+        first, second = one[0], other[0]
+        assert one[1:4] == other[1:4]
+        if one[2]:
+            first, second = ours.reset()[0], theirs.reset()[0]
+
+
+@pytest.mark.parametrize("game", ["Breakout", "Pong"])
+def test_frames_equal_those_of_envpool(game):
+    require_extra("envpool")
+    import envpool
+
+    settings = {"noop_max": 1, "repeat_action_probability": 0.0, "fire_on_reset": False}
+    ours = atari(f"ALE/{game}-v5", **settings)
+    theirs = envpool.make_gymnasium(
+        f"{game}-v5", num_envs=1, stack_num=1, noop_max=1, use_fire_reset=False, reward_clip=False
+    )
+    assert_same_episode(ours, theirs, 200, (ours.reset(seed=0)[0], theirs.reset()[0][0]))
+
+
+def test_network_sees_the_frame_stack_of_gymnasium():
+    with PPO(BREAKOUT, atari={"fire_on_reset": False}, **SMALL) as algorithm:
+        worker = algorithm.workers.local_worker()
+        assert algorithm.config.model.num_framestacks == 4
+        batch = worker.sample()[:64]
+    seed = derive_seed(derive_seed(0, "worker", 0), "env", 0)
+    stacked = FrameStackObservation(
+        atari(BREAKOUT, fire_on_reset=False),
+        4,
+    )
+    observation, _ = stacked.reset(seed=seed)
+    assert batch["obs"].shape == (64, 4, 84, 84, 1)
+    for t in range(64):
+        assert np.array_equal(batch["obs"][t], observation)
+        observation, _, terminated, _, _ = stacked.step(int(batch["actions"][t]))
+        if terminated:
+            break
+    assert t > 30
+
+
+def test_replayed_batches_have_frame_stacks():
+    settings = {"train_batch_size": 32, "learning_starts": 64, "rollout_fragment_length": 4}
+    settings |= {"model": SMALL["model"], "min_sample_timesteps_per_iteration": 100, "seed": 0}
+    with DQN(PONG, replay_buffer_capacity=256, **settings) as algorithm:
+        result = algorithm.train()
+        (buffer,) = {
+            stage.fn.buffer for stage in walk(algorithm.plan.stage)
+            if hasattr(getattr(stage, "fn", None), "buffer")
+        }  # fmt: skip
+        batch = buffer.sample()
+    batch = batch.policy_batches["default_policy"]
+    assert batch["obs"].shape == batch["new_obs"].shape == (32, 4, 84, 84, 1)
+    assert np.array_equal(batch["obs"][:, 1:], batch["new_obs"][:, :3])
+    assert np.isfinite(result["learners"]["default_policy"]["mean_q"])
+
+
+def test_fire_is_pressed_after_resets_and_lost_lives():
+    env = FireAfterReset(Lives())
+    env.reset()
+    assert env.unwrapped.actions == [1]
+    _, reward, terminated, _, info = env.step(0)  # loses a life, then FIRE
+    assert (reward, terminated, info["lives"]) == (10.0, False, 2)
+    assert env.unwrapped.actions == [1, 0, 1]
+    _, reward, *_ = env.step(0)
+    assert reward == 10.0
+    _, reward, terminated, _, _ = env.step(0)  # the last life: no FIRE
+    assert (reward, terminated) == (5.0, True)
+    assert env.unwrapped.actions == [1, 0, 1, 0, 1, 0]
+
+
+def test_game_without_fire_is_left_alone():
+    assert not isinstance(atari("ALE/Freeway-v5"), FireAfterReset)
+    assert isinstance(atari(BREAKOUT), FireAfterReset)
+    assert not isinstance(atari(BREAKOUT, fire_on_reset=False), FireAfterReset)
+
+
+def test_lost_lives_are_found():
+    lives = LostLives(2)
+    steps = [(3, 0), (3, 0), (2, 0), (2, 0), (0, 0), (3, 0)]  # a game over, then a new game
+    lost = [lives.after([{"lives": a}, {"lives": b}]).tolist() for a, b in steps]
+    assert [first for first, _ in lost] == [False, False, True, False, True, False]
+    assert not any(second for _, second in lost)
+    assert lives.after([{"lives": 2}, {}]).tolist() == [True, False]
+    assert lives.after([]).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("mode", ["flowrl", "vector_entry_point", "envpool"])
+def test_episodes_continue_after_lost_lives(mode):
+    """Rows of lost lives are terminated for the learner; returns are those of whole games."""
+    if mode == "envpool":
+        require_extra("envpool")
+    settings = {**SMALL, "vectorization_mode": mode, "rollout_fragment_length": 400}
+    with PPO(BREAKOUT, **settings) as algorithm:
+        worker = algorithm.workers.local_worker()
+        batch = worker.sample()
+        episodes = worker.get_metrics()
+    ends = batch["terminateds"].nonzero()[0]
+    last = np.append(batch["eps_id"][1:] != batch["eps_id"][:-1], True)
+    assert any(not last[end] for end in ends)
+    assert set(batch["rewards"].tolist()) <= {0.0, 1.0}  # a brick of an upper row has 4 or 7
+    lives = np.array([info["lives"] for info in batch["infos"]])
+    lost = np.append(False, lives[1:] < lives[:-1])
+    inner = ~last & np.append(False, ~last[:-1])
+    assert np.array_equal(batch["terminateds"][inner], lost[inner])
+    assert len(episodes) >= 1
+    # values are not bootstrapped over a lost life
+    inner = [end for end in ends if not last[end]]
+    expected = batch["rewards"][inner] - batch["vf_preds"][inner]
+    assert np.allclose(batch["advantages"][inner], expected, atol=1e-5)
+
+
+def test_settings_switch_the_steps_off():
+    settings = {"terminal_on_life_loss": False, "frame_stack": 1, "screen_size": 42}
+    config = {**SMALL, "rollout_fragment_length": 200, "clip_rewards": False}
+    with PPO(BREAKOUT, atari=settings, **config) as algorithm:
+        batch = algorithm.workers.local_worker().sample()
+    assert batch["obs"].shape == (400, 42, 42, 1)
+    last = np.append(batch["eps_id"][1:] != batch["eps_id"][:-1], True)
+    assert not batch["terminateds"][~last].any()
+    assert atari(PONG, grayscale=False).observation_space.shape == (84, 84, 3)
+    assert atari(PONG, full_action_space=True).action_space.n == 18
+    raw = env_creator_for(PONG)(EnvContext())
+    assert raw.observation_space.shape == (210, 160, 3)
+
+
+def test_evaluation_reports_returns_of_whole_games():
+    with PPO(BREAKOUT, **SMALL) as algorithm:
+        algorithm.train()
+        result = algorithm.evaluate(episodes=2)
+    assert result["episodes"] == 2
+    assert result["episode_len_mean"] > 100  # of five lives
+
+
+def test_resumed_game_keeps_its_lives(tmp_path):
+    with PPO(BREAKOUT, **SMALL) as algorithm:
+        algorithm.train()
+        path = algorithm.save(tmp_path)
+        expected = [algorithm.workers.local_worker().sample() for _ in range(3)]
+    with PPO.from_checkpoint(path) as resumed:
+        for batch in expected:
+            again = resumed.workers.local_worker().sample()
+            assert np.array_equal(again["terminateds"], batch["terminateds"])
+            assert np.array_equal(again["rewards"], batch["rewards"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"env_config": {"frameskip": 4}}, "env_config: 'frameskip' is a setting of atari"),
+        ({"atari": {"frame_skip": 0}}, "atari.frame_skip"),
+        ({"atari": {"noop": 3}}, "unknown setting 'atari.noop'"),
+        (
+            {"atari": {"grayscale": False}, "vectorization_mode": "vector_entry_point"},
+            "atari.grayscale=False needs vectorization_mode",
+        ),
+    ],
+)
+def test_invalid_settings_are_rejected(changes, message):
+    with pytest.raises(ConfigError, match=message):  # noqa: SIM117
+        with PPO(BREAKOUT, **{**SMALL, **changes}) as algorithm:
+            algorithm.train()
+
+
+def test_ids():
+    assert all(map(is_atari, (PONG, "PongNoFrameskip-v4", "BreakoutDeterministic-v0")))
+    assert not any(map(is_atari, ("CartPole-v1", "MinAtar/Breakout-v1", None, Lives)))
