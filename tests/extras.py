@@ -12,6 +12,8 @@ MODULES = {
     "envpool": ["envpool"],
     "marl": ["pettingzoo", "pygame"],
     "minari": ["minari", "pyarrow", "h5py"],
+    "minatar": ["minatar"],
+    "minigrid": ["minigrid"],
     "mlflow": ["mlflow", "sqlalchemy"],
     "mujoco": ["mujoco"],
     "offline": ["pyarrow"],

@@ -24,7 +24,8 @@ MAY_IMPORT = {
     "trainer": {"iter", "data", "envs", "monitoring", "offline", "ops", "policies", "sampling"},
     "algorithms": {"data", "envs", "replay", "ops", "learners", "policies", "sampling", "trainer"},
     "web": {"data", "monitoring", "trainer"},
-    "cli": {"iter", "data", "monitoring", "ops", "policies", "trainer", "web"},
+    "benchmark": {"trainer"},
+    "cli": {"benchmark", "iter", "data", "monitoring", "ops", "policies", "trainer", "web"},
 }
 BASE = {
     "errors",

@@ -30,6 +30,7 @@ _USAGE = """usage: flowrl COMMAND …
   diagnose RUN_DIR                        Say what limits a running or finished run.
   plans                                   List the shipped plans.
   tuned [PLAN]                            List the environments with tuned settings.
+  benchmark [NAME …]                      Train tuned examples with several seeds; compare scores.
   checkpoint inspect PATH                 Verify a checkpoint and show its contents.
   watch RUN_DIR …                         Show runs on a local web page.
   report RUN_DIR …                        Write runs as one HTML file.
@@ -51,6 +52,7 @@ _COMMANDS = {
     "diagnose": "flowrl.cli.diagnose:diagnose_command",
     "plans": "flowrl.cli.plans:plans_command",
     "tuned": "flowrl.cli.tuned:tuned_command",
+    "benchmark": "flowrl.cli.benchmark:benchmark_command",
     "checkpoint": "flowrl.cli.checkpoint:checkpoint_command",
     "watch": "flowrl.cli.watch:watch_command",
     "report": "flowrl.cli.report:report_command",

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import gymnasium as gym
-from gymnasium.wrappers import TimeLimit
+from gymnasium.wrappers import FilterObservation, TimeLimit
 
 from flowrl.envs.atari import AtariSettings, is_atari, make_atari
 from flowrl.envs.time_limit import get_max_steps, set_max_steps
@@ -102,7 +102,7 @@ def register_env(name: str, creator: EnvCreator) -> None:
 
 
 def _find_spec(env_id: str) -> None:
-    """Find an id in gymnasium's registry; register the Atari environments if they are needed.
+    """Find an id in gymnasium's registry; register those of other packages if they are needed.
 
     Raises:
         ConfigError: the id is unknown; the message suggests what to install or the nearest id.
@@ -113,6 +113,16 @@ def _find_spec(env_id: str) -> None:
 
         if env_id not in gym.registry:
             gym.register_envs(ale_py)
+    if env_id.startswith("MinAtar/") and env_id not in gym.registry:
+        check_installed("minatar", f"env: the environment {env_id!r}", extra="minatar")
+        from minatar.gym import register_envs
+
+        register_envs()
+    if env_id.startswith("MiniGrid-") and env_id not in gym.registry:
+        check_installed("minigrid", f"env: the environment {env_id!r}", extra="minigrid")
+        import minigrid
+
+        gym.register_envs(minigrid)
     try:
         gym.spec(env_id)
     except gym.error.Error as error:
@@ -141,7 +151,10 @@ def _make_by_id(env_id: str, context: EnvContext) -> gym.Env:
     try:
         if context.atari is not None and is_atari(env_id):
             return make_atari(env_id, context.atari, **context)
-        return gym.make(env_id, disable_env_checker=True, **context)
+        env = gym.make(env_id, disable_env_checker=True, **context)
+        if env_id.startswith("MiniGrid-"):  # a network has no use for the text of the mission
+            return FilterObservation(env, ["image", "direction"])
+        return env
     except TypeError as error:
         if "unexpected keyword" in str(error) or "required positional" in str(error):
             raise ConfigError(f"env_config: {env_id} does not accept it: {error}") from error

@@ -83,7 +83,7 @@ def learning_curves(run_dirs: Sequence[Path], metric: str = "episode_reward_mean
             name = _name(runs[0][1], all_settings)
             first, last = max(x[0] for x, _ in values), min(x[-1] for x, _ in values)
             groups_of_values = [values] if first <= last else [[one] for one in values]
-            curves += [_curve(name, one) for one in groups_of_values]
+            curves += [mean_curve(name, one) for one in groups_of_values]
     if not curves:
         results = [result for run_dir in run_dirs for result in read_results(run_dir)[-1:]]
         known = list(dict.fromkeys(name for one in results for name, _ in flatten_result(one)))
@@ -126,7 +126,13 @@ def _points(run_dir: Path, metric: str) -> tuple[np.ndarray, np.ndarray]:
     return steps, values
 
 
-def _curve(name: str, runs: list[tuple[np.ndarray, np.ndarray]]) -> Curve:
+def mean_curve(name: str, runs: list[tuple[np.ndarray, np.ndarray]]) -> Curve:
+    """Return the curve of a group of runs.
+
+    Args:
+        name: of the group.
+        runs: (env steps, values) of each run, arrays [results].
+    """
     first, last = max(steps[0] for steps, _ in runs), min(steps[-1] for steps, _ in runs)
     grid = np.linspace(first, last, NUM_POINTS)
     values = np.stack([np.interp(grid, steps, values) for steps, values in runs])

@@ -1,0 +1,1 @@
+"""Benchmark: train tuned examples with several seeds, and compare their scores with known ones."""

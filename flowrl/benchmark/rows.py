@@ -1,0 +1,77 @@
+"""The rows of the benchmark: what is trained and which scores are known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from flowrl.setting_values import nearest
+from flowrl.settings import ConfigError
+from flowrl.trainer.tuned_examples import tuned_folder
+
+
+@dataclass(frozen=True)
+class BenchmarkRow:
+    """A plan and an environment that it is trained in, with the settings of its tuned example.
+
+    Attributes:
+        table: name of the table.
+        plan, env: of the tuned example.
+        env_steps: length of each run.
+        anchors: source -> known score, the mean return of evaluation episodes.
+        threshold: mean return of 100 training episodes whose first time is reported; None: none.
+        explore: sample actions in the evaluation instead of taking the best ones.
+    """
+
+    table: str
+    plan: str
+    env: str
+    env_steps: int
+    anchors: dict[str, float]
+    threshold: float | None = None
+    explore: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name on the command line, such as `ppo/CartPole-v1`."""
+        return f"{self.plan}/{self.env}"
+
+    def file_name(self, seed: int) -> str:
+        """Return the name of the file with the result of a seed."""
+        return f"{self.plan}-{self.env.replace('/', '-')}-seed{seed}.json"
+
+
+def benchmark_rows() -> list[BenchmarkRow]:
+    """Return all rows, in the order of the file `benchmark.yaml` of the tuned examples."""
+    tables: dict[str, list[dict[str, Any]]] = yaml.safe_load(
+        (tuned_folder() / "benchmark.yaml").read_text()
+    )
+    return [BenchmarkRow(table, **row) for table, rows in tables.items() for row in rows]
+
+
+def rows_named(names: Sequence[str]) -> list[BenchmarkRow]:
+    """Return the rows of tables and rows by their names; all rows without a name.
+
+    Raises:
+        ConfigError: a name is unknown.
+    """
+    rows = benchmark_rows()
+    known = list(dict.fromkeys([*(row.table for row in rows), *(row.name for row in rows)]))
+    for name in names:
+        if name not in known:
+            raise ConfigError(
+                f"benchmark: there is no table or row {name!r}.{nearest(name, known)} "
+                "`flowrl benchmark --list` shows them"
+            )
+    return [row for row in rows if not names or {row.table, row.name} & set(names)]
+
+
+def result_files(row: BenchmarkRow, folder: Path) -> list[Path]:
+    """Return the files with results of a row, by seed."""
+    prefix, suffix = row.file_name(0).split("-seed0")
+    found = folder.glob(f"{prefix}-seed*{suffix}")
+    return sorted(found, key=lambda path: int(path.stem.rpartition("-seed")[2]))

@@ -1,0 +1,129 @@
+"""Train one row of the benchmark with one seed, evaluate it, and write the result.
+
+python -m flowrl.benchmark.run NAME SEED RUN_DIR RESULT.json
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from flowrl.benchmark.rows import BenchmarkRow, rows_named
+from flowrl.process_usage import num_cores
+from flowrl.trainer.algorithm import Algorithm
+
+EVALUATION_EPISODES = 100
+MAX_POINTS = 100  # of a learning curve
+PACKAGES = ("gymnasium", "numpy", "torch")
+
+
+def train(row: BenchmarkRow, seed: int, run_dir: Path) -> float:
+    """Train a row, or continue its training; return the seconds that it took in this process.
+
+    Raises:
+        subprocess.CalledProcessError: the training failed.
+    """
+    command = [sys.executable, "-m", "flowrl"]
+    if any(run_dir.glob("checkpoints/*")):
+        command += ["resume", str(run_dir)]
+    else:
+        command += ["train", row.plan, "--env", row.env, "--seed", str(seed)]
+        command += ["--stop-timesteps", str(row.env_steps), "--run-dir", str(run_dir)]
+    started = time.perf_counter()
+    subprocess.run([*command, "--display", "none"], check=True)
+    return time.perf_counter() - started
+
+
+def learning_curve(run_dir: Path) -> list[tuple[int, float, float]]:
+    """Return (env steps, mean return of the last episodes, seconds of training) of each result."""
+    with open(run_dir / "progress.csv", newline="") as file:
+        return [
+            (
+                int(row["timesteps_total"]),
+                float(row["episode_reward_mean"]),
+                float(row["time_total_s"]),
+            )
+            for row in csv.DictReader(file)
+            if row["episode_reward_mean"]
+        ]
+
+
+def result_of(row: BenchmarkRow, seed: int, run_dir: Path, seconds: float) -> dict[str, Any]:
+    """Return the result of a training: its curve, its evaluation and its circumstances.
+
+    Keys: `score`, mean return of EVALUATION_EPISODES evaluation episodes; `score_std`; `best`,
+    highest mean return of 100 training episodes; `steps_to_threshold`, `seconds_to_threshold`: at
+    the first result that reaches the row's threshold (None: never); `seconds`: wall time of the
+    training with its start; `curve`: [env steps, mean return, seconds].
+    """
+    curve = learning_curve(run_dir)
+    with Algorithm.from_checkpoint(run_dir) as algorithm:
+        evaluation = algorithm.evaluate(
+            episodes=EVALUATION_EPISODES, explore=row.explore, num_envs=10, seed=10_000 + seed
+        )
+    first = None
+    if row.threshold is not None:
+        first = next((point for point in curve if point[1] >= row.threshold), None)
+    step = -(-len(curve) // MAX_POINTS)
+    shown = [*curve[:-1:step], curve[-1]]
+    return {
+        "plan": row.plan,
+        "env": row.env,
+        "seed": seed,
+        "env_steps": curve[-1][0],
+        "score": evaluation["episode_reward_mean"],
+        "score_std": evaluation["episode_reward_std"],
+        "best": max(mean for _, mean, _ in curve),
+        "steps_to_threshold": None if first is None else first[0],
+        "seconds_to_threshold": None if first is None else round(first[2], 1),
+        "seconds": round(seconds, 1),
+        "curve": [[steps, round(mean, 3), round(at, 1)] for steps, mean, at in shown],
+        "date": date.today().isoformat(),
+        "machine": f"{num_cores()} cores of {processor()}",
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in PACKAGES},
+        "commit": commit(),
+    }
+
+
+def processor() -> str:
+    """Return the name of the processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def commit() -> str | None:
+    """Return the commit of flowrl's checkout; None outside of one."""
+    folder = Path(__file__).parent
+    done = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=folder, capture_output=True, text=True
+    )
+    return done.stdout.strip() or None
+
+
+def main() -> None:
+    name, seed, run_dir, result = sys.argv[1:]
+    (row,) = rows_named([name])
+    started = train(row, int(seed), Path(run_dir))
+    values = result_of(row, int(seed), Path(run_dir), started)
+    path = Path(result)
+    temporary = path.with_suffix(f".{os.getpid()}")
+    temporary.write_text(json.dumps(values) + "\n")
+    temporary.replace(path)
+
+
+if __name__ == "__main__":
+    main()

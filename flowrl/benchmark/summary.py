@@ -1,0 +1,79 @@
+"""Scores over seeds, and the tables and drawings that show them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flowrl.benchmark.rows import BenchmarkRow, result_files
+
+NUM_RESAMPLES = 10_000
+
+
+def interquartile_mean(scores: Sequence[float]) -> float:
+    """Return the mean of the scores without the lowest and the highest quarter.
+
+    As in Agarwal et al. 2021 (arXiv 2108.13264), floor(n / 4) scores are left out at each end.
+    """
+    cut = len(scores) // 4
+    ordered = np.sort(np.asarray(scores, np.float64))
+    return float(ordered[cut : len(ordered) - cut].mean())
+
+
+def interval(scores: Sequence[float]) -> tuple[float, float]:
+    """Return the 95 % percentile bootstrap interval of the interquartile mean over runs."""
+    rng = np.random.default_rng(0)
+    samples = np.sort(rng.choice(np.asarray(scores, float), (NUM_RESAMPLES, len(scores))), axis=1)
+    cut = len(scores) // 4
+    means = samples[:, cut : len(scores) - cut].mean(axis=1)
+    low, high = np.quantile(means, [0.025, 0.975])
+    return float(low), float(high)
+
+
+def read_results(row: BenchmarkRow, folder: Path) -> list[dict[str, Any]]:
+    """Return the results of a row, by seed."""
+    return [json.loads(path.read_text()) for path in result_files(row, folder)]
+
+
+COLUMNS = (
+    "environment", "plan", "env steps", "known scores", "score (95 % interval)", "worst, best seed",
+    "env steps to threshold", "seconds", "seeds",
+)  # fmt: skip
+
+
+def cells(row: BenchmarkRow, results: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the cells of a row of a table; see COLUMNS.
+
+    Seconds and env steps to the threshold are medians over the seeds that reached it.
+    """
+    known = "; ".join(f"{source} {value:g}" for source, value in row.anchors.items())
+    start = [row.env, row.plan, f"{row.env_steps:,}", known]
+    if not results:
+        return [*start, "not run", "", "", "", "0"]
+    scores = [result["score"] for result in results]
+    low, high = interval(scores)
+    reached = [r["steps_to_threshold"] for r in results if r["steps_to_threshold"] is not None]
+    threshold = ""
+    if row.threshold is not None:
+        steps = f"{np.median(reached):,.0f}" if reached else "never"
+        share = "" if len(reached) == len(results) else f" ({len(reached)} of {len(results)})"
+        threshold = f"{row.threshold:g}: {steps}{share}"
+    return [
+        *start,
+        f"{interquartile_mean(scores):.1f} ({low:.1f} to {high:.1f})",
+        f"{min(scores):.1f}, {max(scores):.1f}",
+        threshold,
+        f"{np.median([result['seconds'] for result in results]):.0f}",
+        str(len(results)),
+    ]
+
+
+def markdown(rows: Sequence[BenchmarkRow], folder: Path) -> str:
+    """Return a table of rows in Markdown."""
+    lines = [COLUMNS, ["---"] * len(COLUMNS)]
+    lines += [cells(row, read_results(row, folder)) for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
