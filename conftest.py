@@ -86,8 +86,8 @@ def _check_output(example: Example) -> str | None:
 def _check_shown(example: Example) -> str | None:
     for line in example.parsed.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
-        is_server = words[:2] == ["flowrl", "watch"]
-        is_shown = not words or is_server or words[0] in _SHOWN_ONLY
+        takes_long = words[:2] in (["flowrl", "watch"], ["flowrl", "benchmark"])
+        is_shown = not words or takes_long or words[0] in _SHOWN_ONLY
         assert is_shown, f"```console shows {line!r}: use ```bash"
     return None
 

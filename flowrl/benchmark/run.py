@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 import platform
 import subprocess
@@ -44,17 +45,15 @@ def train(row: BenchmarkRow, seed: int, run_dir: Path) -> float:
 
 
 def learning_curve(run_dir: Path) -> list[tuple[int, float, float]]:
-    """Return (env steps, mean return of the last episodes, seconds of training) of each result."""
+    """Return (env steps, mean return of the last episodes, seconds of training) of each result
+    that has a mean return."""
     with open(run_dir / "progress.csv", newline="") as file:
-        return [
-            (
-                int(row["timesteps_total"]),
-                float(row["episode_reward_mean"]),
-                float(row["time_total_s"]),
-            )
+        rows = [
+            (row["timesteps_total"], row["episode_reward_mean"], row["time_total_s"])
             for row in csv.DictReader(file)
-            if row["episode_reward_mean"]
         ]
+    points = [(int(steps), float(mean or "nan"), float(at)) for steps, mean, at in rows]
+    return [point for point in points if math.isfinite(point[1])]
 
 
 def result_of(row: BenchmarkRow, seed: int, run_dir: Path, seconds: float) -> dict[str, Any]:
@@ -64,8 +63,13 @@ def result_of(row: BenchmarkRow, seed: int, run_dir: Path, seconds: float) -> di
     highest mean return of 100 training episodes; `steps_to_threshold`, `seconds_to_threshold`: at
     the first result that reaches the row's threshold (None: never); `seconds`: wall time of the
     training with its start; `curve`: [env steps, mean return, seconds].
+
+    Raises:
+        ValueError: no episode has ended.
     """
     curve = learning_curve(run_dir)
+    if not curve:
+        raise ValueError(f"{row.name}: no episode has ended within {row.env_steps:,} env steps")
     with Algorithm.from_checkpoint(run_dir) as algorithm:
         evaluation = algorithm.evaluate(
             episodes=EVALUATION_EPISODES, explore=row.explore, num_envs=10, seed=10_000 + seed

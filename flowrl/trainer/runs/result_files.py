@@ -165,8 +165,9 @@ def _csv_table(columns: list[str], rows: list[dict[str, Any]]) -> bytes:
 
 
 def _csv_lines(lines: list[list[Any]]) -> bytes:
+    """Return lines of a table; NaN is an empty cell."""
     text = io.StringIO(newline="")
-    csv.writer(text).writerows(lines)
+    csv.writer(text).writerows(["" if cell != cell else cell for cell in line] for line in lines)
     return text.getvalue().encode()
 
 

@@ -1,0 +1,86 @@
+"""Scores over seeds and the tables that show them."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowrl.benchmark.rows import BenchmarkRow, benchmark_rows, rows_named
+from flowrl.benchmark.summary import cells, interquartile_mean, interval, markdown
+from flowrl.settings import ConfigError
+from flowrl.trainer.tuned_examples import tuned_example
+
+ROW = BenchmarkRow("t", "ppo", "A/b-v0", 1000, {"paper": 12.5}, threshold=20.0)
+
+
+def write(folder, seed, score, reached):
+    values = {"score": score, "steps_to_threshold": reached, "seconds": 10.0 + seed}
+    (folder / ROW.file_name(seed)).write_text(json.dumps(values))
+
+
+@pytest.mark.parametrize(
+    ("scores", "expected"),
+    [
+        ([3.0], 3.0),
+        ([1.0, 2.0, 6.0], 3.0),
+        ([100.0, 1.0, 2.0, 3.0], 2.5),
+        ([9.0, 1.0, 2.0, 3.0, -50.0], 2.0),
+        ([1, 2, 3, 4, 5, 6, 7, 80], 4.5),
+    ],
+)
+def test_interquartile_mean_of_known_scores(scores, expected):
+    assert interquartile_mean(scores) == expected
+
+
+@settings(deadline=None)  # the first example imports scipy
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=30))
+def test_interquartile_mean_equals_the_trimmed_mean_of_scipy(scores):
+    stats = pytest.importorskip("scipy.stats")
+    expected = stats.trim_mean(scores, 0.25)
+    assert np.isclose(interquartile_mean(scores), expected, atol=1e-9 * np.abs(scores).max())
+
+
+@given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=8))
+def test_interval_contains_what_its_resamples_can_be(scores):
+    low, high = interval(scores)
+    assert min(scores) - 1e-9 <= low <= high <= max(scores) + 1e-9
+
+
+def test_interval_narrows_with_more_runs():
+    rng = np.random.default_rng(0)
+    few, many = (interval(rng.normal(size=n)) for n in (5, 200))
+    assert many[1] - many[0] < few[1] - few[0]
+
+
+def test_cells_of_a_row(tmp_path):
+    for seed, (score, reached) in enumerate([(10.0, 400), (11.0, None), (90.0, 600)]):
+        write(tmp_path, seed, score, reached)
+    table = markdown([ROW], tmp_path).splitlines()
+    assert len(table) == 3
+    assert table[2].split(" | ") == [
+        "| A/b-v0", "ppo", "1,000", "paper 12.5", "37.0 (10.0 to 90.0)", "10.0, 90.0",
+        "20: 500 (2 of 3)", "11", "3 |",
+    ]  # fmt: skip
+
+
+def test_row_without_results_is_not_run():
+    assert cells(ROW, [])[4:] == ["not run", "", "", "", "0"]
+
+
+def test_every_row_has_a_tuned_example():
+    rows = benchmark_rows()
+    assert len({row.name for row in rows}) == len(rows) > 20
+    for row in rows:
+        example = tuned_example(row.plan, row.env)
+        assert example is not None
+        assert example.settings["total_timesteps"] == row.env_steps
+
+
+def test_names_of_tables_and_rows():
+    assert {row.table for row in rows_named(["classic"])} == {"classic"}
+    assert [row.name for row in rows_named(["sac/Pendulum-v1"])] == ["sac/Pendulum-v1"]
+    assert rows_named([]) == benchmark_rows()
+    with pytest.raises(ConfigError, match="Did you mean 'classic'"):
+        rows_named(["clasic"])
