@@ -245,7 +245,8 @@ def commands() -> str:
     parts = []
     names = (
         "train ppo", "resume", "evaluate", "explain", "check", "diagnose", "watch", "report",
-        "plot", "plans", "tuned", "benchmark", "checkpoint", "checkpoint inspect", "tensorboard", "copy",
+        "plot", "plans", "tuned", "benchmark", "checkpoint", "checkpoint inspect", "tensorboard",
+        "copy",
     )  # fmt: skip
     for name in names:
         output = io.StringIO()
