@@ -15,6 +15,8 @@ from gymnasium import spaces
 
 import flowrl
 from flowrl.algorithms.offline_config import OfflineConfig
+from flowrl.benchmark.rows import rows_named, shipped_tables
+from flowrl.benchmark.summary import markdown, read_results
 from flowrl.errors import ConfigError
 from flowrl.policies.policy_spec import PolicySpec
 from flowrl.sampling.policy_map import policy_class_and_config
@@ -25,6 +27,7 @@ from flowrl.trainer.metric_reference import METRICS
 from flowrl.trainer.plan_files import shipped_plans
 from flowrl.trainer.plan_settings import plan_config
 
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 _ACTION_SPACES = {
     "discrete": spaces.Discrete(3),
     "multi-discrete": spaces.MultiDiscrete([2, 3]),
@@ -198,6 +201,27 @@ def scores(plan: str) -> str:
         f"(`python docs/scores.py {plan}`). The return is the mean of the last 100 episodes."
     )
     return f"{command}\n\n{picture}\n\n{_table(['seed', 'env steps', 'return', 'ended by'], rows)}"
+
+
+def benchmark(table: str) -> str:
+    """Return the scores of a table of `flowrl benchmark`, and where they were measured."""
+    all_rows = rows_named([table], shipped_tables())
+    rows = [row for row in all_rows if read_results(row, RESULTS)]
+    missing = [row.name for row in all_rows if row not in rows]
+    text = []
+    if rows:
+        results = [result for row in rows for result in read_results(row, RESULTS)]
+        places = sorted({f"{result['machine']} at commit {result['commit']}" for result in results})
+        days = sorted({result["date"] for result in results})
+        packages = ", ".join(f"{name} {n}" for name, n in results[-1]["versions"].items())
+        text += [
+            markdown(rows, RESULTS),
+            f"{days[0]}{f' to {days[-1]}' if len(days) > 1 else ''}; {'; '.join(places)}; "
+            f"{packages}.",
+        ]
+    if missing:
+        text.append(f"Not trained: {', '.join(missing)}.")
+    return "\n\n".join(text)
 
 
 # -- operators ---------------------------------------------------------------------------------

@@ -45,21 +45,31 @@ class BenchmarkRow:
         return f"{self.plan}-{self.env.replace('/', '-')}-seed{seed}.json"
 
 
-def benchmark_rows() -> list[BenchmarkRow]:
-    """Return all rows, in the order of the file `benchmark.yaml` of the tuned examples."""
-    tables: dict[str, list[dict[str, Any]]] = yaml.safe_load(
-        (tuned_folder() / "benchmark.yaml").read_text()
-    )
-    return [BenchmarkRow(table, **row) for table, rows in tables.items() for row in rows]
+def shipped_tables() -> Path:
+    """Return the file with the shipped tables."""
+    return tuned_folder() / "benchmark.yaml"
 
 
-def rows_named(names: Sequence[str]) -> list[BenchmarkRow]:
-    """Return the rows of tables and rows by their names; all rows without a name.
+def benchmark_rows(file: Path) -> list[BenchmarkRow]:
+    """Return the rows of a file: table -> list of the fields of BenchmarkRow.
 
     Raises:
-        ConfigError: a name is unknown.
+        ConfigError: the file cannot be read, or has something else.
     """
-    rows = benchmark_rows()
+    try:
+        tables: dict[str, list[dict[str, Any]]] = yaml.safe_load(file.read_text())
+        return [BenchmarkRow(table, **row) for table, rows in tables.items() for row in rows]
+    except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
+        raise ConfigError(f"benchmark: {file} has no tables of rows: {error}") from None
+
+
+def rows_named(names: Sequence[str], file: Path) -> list[BenchmarkRow]:
+    """Return the rows of a file by the names of tables and rows; all rows without a name.
+
+    Raises:
+        ConfigError: a name is unknown; see `benchmark_rows`.
+    """
+    rows = benchmark_rows(file)
     known = list(dict.fromkeys([*(row.table for row in rows), *(row.name for row in rows)]))
     for name in names:
         if name not in known:

@@ -1,6 +1,6 @@
 """Train one row of the benchmark with one seed, evaluate it, and write the result.
 
-python -m flowrl.benchmark.run NAME SEED RUN_DIR RESULT.json
+python -m flowrl.benchmark.run TABLES.yaml NAME SEED RUN_DIR RESULT.json
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ def commit() -> str | None:
 
 
 def main() -> None:
-    name, seed, run_dir, result = sys.argv[1:]
-    (row,) = rows_named([name])
+    tables, name, seed, run_dir, result = sys.argv[1:]
+    (row,) = rows_named([name], Path(tables))
     started = train(row, int(seed), Path(run_dir))
     values = result_of(row, int(seed), Path(run_dir), started)
     path = Path(result)

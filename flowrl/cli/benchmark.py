@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from flowrl.benchmark.rows import BenchmarkRow, benchmark_rows, rows_named
+from flowrl.benchmark.rows import BenchmarkRow, benchmark_rows, rows_named, shipped_tables
 from flowrl.benchmark.summary import COLUMNS, cells, markdown, read_results
 from flowrl.cli.arguments import Parser, count
 from flowrl.cli.plot import draw
@@ -43,8 +43,13 @@ def benchmark_command(arguments: list[str]) -> int:
         "--runs", type=Path, default=Path("runs/benchmark"),
         help="folder of the run directories (default: runs/benchmark)",
     )  # fmt: skip
+    parser.add_argument(
+        "--tables", type=Path, default=shipped_tables(), metavar="FILE",
+        help="YAML file with the tables (default: the shipped ones)",
+    )  # fmt: skip
     options = parser.parse_args(arguments)
-    rows = rows_named(options.names)
+    tables: Path = options.tables.resolve()
+    rows = rows_named(options.names, tables)
     if options.list:
         for row in rows:
             known = ", ".join(f"{source} {value:g}" for source, value in row.anchors.items())
@@ -64,20 +69,22 @@ def benchmark_command(arguments: list[str]) -> int:
         if not (results / row.file_name(seed)).exists()
     ]
     with ThreadPoolExecutor(options.jobs) as pool:
-        ended = list(pool.map(lambda run: _train(run[0], run[1], options.runs, results), missing))
-    _write_tables(results)
+        ended = list(
+            pool.map(lambda run: _train(tables, run[0], run[1], options.runs, results), missing)
+        )
+    _write_tables(tables, results)
     for row in rows:
         texts = zip(COLUMNS, cells(row, read_results(row, results)), strict=True)
         print("  ".join(f"{column}: {text}" for column, text in texts if text))
     return 0 if all(ended) else 1
 
 
-def _train(row: BenchmarkRow, seed: int, runs: Path, results: Path) -> bool:
+def _train(tables: Path, row: BenchmarkRow, seed: int, runs: Path, results: Path) -> bool:
     """Train a row with one seed in a process; return whether its result was written."""
     run_dir = runs / f"{row.plan}-{row.env.replace('/', '-')}" / f"seed-{seed}"
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     path = results / row.file_name(seed)
-    command = [sys.executable, "-m", "flowrl.benchmark.run", row.name, str(seed)]
+    command = [sys.executable, "-m", "flowrl.benchmark.run", str(tables), row.name, str(seed)]
     command += [str(run_dir), str(path)]
     log = run_dir.with_suffix(".log")
     with open(log, "a") as output:
@@ -94,9 +101,9 @@ def _train(row: BenchmarkRow, seed: int, runs: Path, results: Path) -> bool:
     return True
 
 
-def _write_tables(results: Path) -> None:
+def _write_tables(tables: Path, results: Path) -> None:
     """Write a table and learning curves of each table that has results."""
-    all_rows = benchmark_rows()
+    all_rows = benchmark_rows(tables)
     for table in dict.fromkeys(row.table for row in all_rows):
         rows = [row for row in all_rows if row.table == table and read_results(row, results)]
         if not rows:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 from flowrl.trainer.plan_files import is_shipped
 from flowrl.trainer.run_files import read_run_file
 
-_VARIABLE = "FLOWRL_TUNED_EXAMPLES"
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -39,10 +37,7 @@ class TunedExample:
 
 
 def tuned_folder() -> Path:
-    """Return the folder of the tuned examples: that of the environment variable
-    FLOWRL_TUNED_EXAMPLES, or that of the wheel or the checkout."""
-    if _VARIABLE in os.environ:
-        return Path(os.environ[_VARIABLE])
+    """Return the folder of the tuned examples: inside the wheel, or that of a checkout."""
     shipped = _PACKAGE / "_tuned_examples"
     return shipped if shipped.is_dir() else _PACKAGE.parent / "tuned_examples"
 

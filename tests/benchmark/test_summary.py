@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrl.benchmark.rows import BenchmarkRow, benchmark_rows, rows_named
+from flowrl.benchmark.rows import BenchmarkRow, benchmark_rows, rows_named, shipped_tables
 from flowrl.benchmark.summary import cells, interquartile_mean, interval, markdown
 from flowrl.settings import ConfigError
 from flowrl.trainer.tuned_examples import tuned_example
@@ -70,7 +70,7 @@ def test_row_without_results_is_not_run():
 
 
 def test_every_row_has_a_tuned_example():
-    rows = benchmark_rows()
+    rows = benchmark_rows(shipped_tables())
     assert len({row.name for row in rows}) == len(rows) > 20
     for row in rows:
         example = tuned_example(row.plan, row.env)
@@ -79,8 +79,10 @@ def test_every_row_has_a_tuned_example():
 
 
 def test_names_of_tables_and_rows():
-    assert {row.table for row in rows_named(["classic"])} == {"classic"}
-    assert [row.name for row in rows_named(["sac/Pendulum-v1"])] == ["sac/Pendulum-v1"]
-    assert rows_named([]) == benchmark_rows()
+    assert {row.table for row in rows_named(["classic"], shipped_tables())} == {"classic"}
+    assert [row.name for row in rows_named(["sac/Pendulum-v1"], shipped_tables())] == [
+        "sac/Pendulum-v1"
+    ]
+    assert rows_named([], shipped_tables()) == benchmark_rows(shipped_tables())
     with pytest.raises(ConfigError, match="Did you mean 'classic'"):
-        rows_named(["clasic"])
+        rows_named(["clasic"], shipped_tables())

@@ -6,7 +6,6 @@ import pytest
 
 from flowrl.benchmark.rows import BenchmarkRow
 from flowrl.benchmark.run import learning_curve, result_of, train
-from flowrl.trainer.tuned_examples import tuned_folder
 from tests.extras import require_extra
 
 TABLES = """
@@ -16,15 +15,10 @@ tiny:
 
 
 @pytest.fixture
-def tiny_table(tmp_path, monkeypatch):
-    """A table with a row that trains in a second, also for processes of the command."""
-    folder = tmp_path / "examples"
-    (folder / "a2c").mkdir(parents=True)
-    (folder / "benchmark.yaml").write_text(TABLES)
-    text = (tuned_folder() / "a2c" / "CartPole-v1.yaml").read_text()
-    (folder / "a2c" / "CartPole-v1.yaml").write_text(text.replace("500000", "256"))
-    monkeypatch.setenv("FLOWRL_TUNED_EXAMPLES", str(folder))
-    return folder
+def tiny_table(tmp_path):
+    """Options for a table with a row that trains in a second."""
+    (tmp_path / "tables.yaml").write_text(TABLES)
+    return ["--tables", "tables.yaml"]
 
 
 def test_result_of_a_training(tmp_path):
@@ -47,7 +41,7 @@ def test_result_of_a_training(tmp_path):
 
 def test_rows_are_trained_once_and_tables_written(cli, tmp_path, tiny_table):
     require_extra("plot")
-    code, out, err = cli("benchmark", "tiny", "--seeds", "2", "--jobs", "2")
+    code, out, err = cli("benchmark", "tiny", "--seeds", "2", "--jobs", "2", *tiny_table)
     assert (code, err) == (0, "")
     folder = tmp_path / "benchmarks" / "results"
     names = sorted(path.name for path in folder.iterdir())
@@ -58,7 +52,7 @@ def test_rows_are_trained_once_and_tables_written(cli, tmp_path, tiny_table):
     scores = [json.loads((folder / name).read_text())["score"] for name in names[:2]]
     assert f"{sum(scores) / 2:.1f}" in (folder / "tiny.md").read_text()
     assert "seed 0: score" in out
-    code, out, _ = cli("benchmark", "tiny", "--seeds", "2")
+    code, out, _ = cli("benchmark", "tiny", "--seeds", "2", *tiny_table)
     assert code == 0
     assert "seed 0" not in out
 
@@ -66,8 +60,8 @@ def test_rows_are_trained_once_and_tables_written(cli, tmp_path, tiny_table):
 def test_failed_training_is_reported(cli, tmp_path, tiny_table):
     require_extra("plot")
     text = TABLES.replace("CartPole-v1", "Pendulum-v1")
-    (tiny_table / "benchmark.yaml").write_text(text.replace("a2c", "dqn"))
-    code, out, _ = cli("benchmark", "--seeds", "1")
+    (tmp_path / "tables.yaml").write_text(text.replace("a2c", "dqn"))
+    code, out, _ = cli("benchmark", "--seeds", "1", *tiny_table)
     assert code == 1
     assert "dqn/Pendulum-v1, seed 0: failed, see runs/benchmark/dqn-Pendulum-v1/seed-0.log" in out
     log = (tmp_path / "runs/benchmark/dqn-Pendulum-v1/seed-0.log").read_text()
@@ -81,3 +75,11 @@ def test_rows_are_listed(cli):
     code, _, err = cli("benchmark", "clasic")
     assert code == 2
     assert "Did you mean 'classic'" in err
+
+
+@pytest.mark.parametrize("text", ["[1]", "a: [{plan: ppo}]", "a: {b"])
+def test_file_without_tables_is_rejected(text, cli, tmp_path):
+    (tmp_path / "tables.yaml").write_text(text)
+    code, _, err = cli("benchmark", "--list", "--tables", "tables.yaml")
+    assert code == 2
+    assert "tables.yaml has no tables of rows" in err
