@@ -154,7 +154,7 @@ def test_importing_flowrl_imports_no_heavy_package():
         ("RecurrentPPO", 'Use PPO(env, model={"use_lstm": True}).'),
         ("VecNormalize", "Use PPO(env, normalize_observations=True, normalize_rewards=True)."),
         ("evaluate_policy", "Use algorithm.evaluate(episodes=10)."),
-        ("benchmark", ""),
+        ("benchmarks", ""),
     ],
 )
 def test_unknown_name_in_flowrl_has_a_hint(name, hint):

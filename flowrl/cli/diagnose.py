@@ -29,8 +29,8 @@ def diagnose_command(arguments: list[str]) -> int:
         if not (run_dir / "config.json").exists():
             raise ConfigError(f"diagnose: {run_dir} is not a run directory: it has no config.json")
         raise ConfigError(
-            f"diagnose: {run_dir} has no measurements: the run was shorter than two seconds, or "
-            "its setting monitor is off"
+            f"diagnose: {run_dir} has no measurements: it ended within two seconds of its first "
+            "step, or its setting monitor is off"
         )
     print(printable(format_activity(activities[-1])))
     return 0

@@ -16,6 +16,7 @@ from flowrl.cli.run_settings import (
 )
 from flowrl.cli.stop_options import add_stop_options, stop_rules_of
 from flowrl.settings import ConfigError
+from flowrl.trainer.plan_files import is_shipped
 from flowrl.trainer.tuned_examples import tuned_example
 
 
@@ -51,16 +52,17 @@ def train_command(arguments: list[str]) -> int:
         elif not first or first.startswith("-"):
             raise ConfigError("train: name a plan first, for example `flowrl train ppo`")
         else:
-            plan = first
+            plan = first if is_shipped(first) or not is_shipped(first.lower()) else first.lower()
             options, config = parse_plan_run(plan, arguments[1:])
         from flowrl.cli.training_run import start_run
 
         stop = stop_rules_of(options)
         example = tuned_example(plan, config.env) if plan is not None and options.tuned else None
-        if example is not None and options.display != "none":
-            print(f"settings tuned for {example.env}: {example} (--no-tuned: without them)")
+        note = ""
+        if example is not None:
+            note = f"settings tuned for {example.env}: {example} (--no-tuned: without them)"
         command = ["flowrl", "train", *arguments]
-        show = options.display, options.report
+        show = options.display, options.report, note
         return start_run(config, plan, stop, options.run_dir, command, *show)
     except ConfigError as error:
         names = [] if config is None else config.keys()

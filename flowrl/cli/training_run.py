@@ -39,6 +39,7 @@ def start_run(
     command: list[str],
     display: Display = "auto",
     report: bool = False,
+    note: str = "",
 ) -> int:
     """Train in a new run directory; return the exit code.
 
@@ -50,6 +51,7 @@ def start_run(
         command: the command line; a seed that the algorithm draws is added.
         display: how to show the progress.
         report: write report.html at the end.
+        note: line to print before the training starts.
 
     Raises:
         ConfigError: the settings are invalid.
@@ -74,6 +76,8 @@ def start_run(
         run = RunDirectory(run_dir or default_run_dir(name, config.env), config.logged_names)
         cleanup.callback(run.close)
         run.write_setup(config, command, tree, asdict(stop))
+        if note and display != "none":
+            print(note)
         exit_code = _train(algorithm, stop, run, command, display)
         if report:
             write_report([run.path], run.path / "report.html")

@@ -13,7 +13,8 @@ import gymnasium as gym
 from gymnasium.wrappers import AtariPreprocessing
 from pydantic import Field
 
-from flowrl.settings import ConfigError, Count, Fraction, Settings
+from flowrl.errors import ConfigError, check_installed
+from flowrl.settings import Count, Fraction, Settings
 
 FIRE = 1  # index of the action in the action sets that have it
 _IDS = re.compile(r"ALE/|\w+(NoFrameskip|Deterministic)-v\d")
@@ -47,15 +48,26 @@ class AtariSettings(Settings):
 
 def is_atari(env: Any) -> bool:
     """Return whether this is the id of an Atari game."""
-    return isinstance(env, str) and _IDS.match(env) is not None
+    if not isinstance(env, str):
+        return False
+    spec = gym.registry.get(env)
+    return _IDS.match(env) is not None or (
+        spec is not None and str(spec.entry_point).startswith("ale_py")
+    )
 
 
-def make_atari(env_id: str, settings: AtariSettings, **kwargs: Any) -> gym.Env:
-    """Create a preprocessed game.
+def is_unprocessed(env: Any) -> bool:
+    """Return whether an environment is an Atari game without any preprocessing of its frames."""
+    shape = getattr(getattr(env, "observation_space", None), "shape", None)
+    return shape == (210, 160, 3) and type(env.unwrapped).__module__.startswith("ale_py")
+
+
+def make_atari(env_id: str, settings: AtariSettings | None = None, **kwargs: Any) -> gym.Env:
+    """Create a preprocessed game, as training does for `env=env_id`.
 
     Args:
         env_id: its id in gymnasium's registry.
-        settings: the preprocessing.
+        settings: the preprocessing; None for the defaults.
         kwargs: arguments of the environment.
 
     Returns:
@@ -63,11 +75,21 @@ def make_atari(env_id: str, settings: AtariSettings, **kwargs: Any) -> gym.Env:
         `lives`.
 
     Raises:
-        ConfigError: an argument is a setting of `atari`.
+        ConfigError: an argument is a setting of `atari`, or the extra `atari` is not installed.
     """
+    check_installed("ale_py", f"the Atari environment {env_id!r}", extra="atari")
+    import ale_py
+
+    if env_id not in gym.registry:
+        gym.register_envs(ale_py)
+    settings = settings or AtariSettings()
     own = {"frameskip", "repeat_action_probability", "full_action_space"} & set(kwargs)
     if own:
         raise ConfigError(f"env_config: {min(own)!r} is a setting of atari, atari={{…}}")
+    if "obs_type" in kwargs:
+        raise ConfigError(
+            "env_config: 'obs_type' is for games without preprocessing: set atari=None"
+        )
     kwargs |= {"frameskip": 1, "full_action_space": settings.full_action_space}
     if settings.repeat_action_probability is not None:
         kwargs["repeat_action_probability"] = settings.repeat_action_probability

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import logging
 import re
 import traceback
 from collections.abc import Callable
@@ -13,7 +15,13 @@ from typing import Any, Literal, cast
 import gymnasium as gym
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
-from flowrl.envs.atari import AtariSettings, for_envpool, for_vector_entry_point, is_atari
+from flowrl.envs.atari import (
+    AtariSettings,
+    for_envpool,
+    for_vector_entry_point,
+    is_atari,
+    is_unprocessed,
+)
 from flowrl.envs.gymnasium_vector_env import GymnasiumVectorEnv
 from flowrl.envs.multi_agent import is_multi_agent
 from flowrl.envs.multi_agent_vector_env import DirectMultiAgentVectorEnv
@@ -30,6 +38,8 @@ from flowrl.envs.single_agent_adapter import SingleAgentAdapter
 from flowrl.envs.vector_env import DirectVectorEnv, VectorEnv
 from flowrl.errors import ConfigError, check_installed, install_hint
 from flowrl.seeding import derive_seed
+
+log = logging.getLogger("flowrl")
 
 VectorizationMode = Literal["flowrl", "sync", "async", "vector_entry_point", "envpool"]
 
@@ -128,6 +138,8 @@ class EnvFactory:
             creator_name(self._creator), self._worker_index,
         )  # fmt: skip
         first = envs.get(0)
+        if self._atari is not None and not self._worker_index and is_unprocessed(first):
+            _warn_of_unprocessed_frames()
         if isinstance(first, gym.vector.VectorEnv):
             self._check_horizon()
             self._check_drop()
@@ -238,6 +250,14 @@ def missing_package_error(error: Exception) -> ConfigError:
             "every machine that samples or evaluates"
         )
     return ConfigError(f"env: {error}")
+
+
+@functools.cache
+def _warn_of_unprocessed_frames() -> None:
+    log.warning(
+        "env: the frames of this Atari game are not preprocessed, because the environment was not "
+        'created by its id: set env="ALE/Pong-v5", or atari=None to train on frames as they are'
+    )
 
 
 def _is_gymnasium(env: Any) -> bool:

@@ -128,8 +128,14 @@ def _find_spec(env_id: str) -> None:
     except gym.error.Error as error:
         if ":" in env_id:
             return  # creating it imports the module that registers it
+        with suppress(ImportError):
+            import ale_py
+
+            gym.register_envs(ale_py)
         namespace = env_id.partition("/")[0] if "/" in env_id else None
-        if namespace in {None, *(spec.namespace for spec in gym.registry.values())}:
+        if f"ALE/{env_id}" in gym.registry:
+            hint = f" Did you mean 'ALE/{env_id}'?"
+        elif namespace in {None, *(spec.namespace for spec in gym.registry.values())}:
             hint = nearest(env_id, [*_CREATORS, *gym.registry])
         else:
             hint = (

@@ -247,7 +247,8 @@ class DirectVectorEnv:
         """Check what an environment returns; numpy would broadcast and cast wrong types."""
         self._check.check_structure(observation)
         for flag in flags:
-            if not isinstance(flag, (bool, np.bool_)):
+            is_number = isinstance(flag, (int, np.integer)) and flag in (0, 1)
+            if not isinstance(flag, (bool, np.bool_)) and not is_number:
                 raise ConfigError(
                     f"env: step() returned the flag {flag!r}: terminated and truncated are bools"
                 )

@@ -91,8 +91,9 @@ class Tracer:
         now = started + seconds
         if now < self._paused_until:
             return
+        before = time.thread_time()
         self._record(stage, started + self._offset, seconds, has_item)
-        self._burst_s += time.perf_counter() - now
+        self._burst_s += time.thread_time() - before
         if self._burst_s > BURST_S:
             self._paused_until = now + self._burst_s / MAX_OVERHEAD
             self._burst_s = 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import SkipValidation, model_validator
+from pydantic import BeforeValidator, SkipValidation, model_validator
 
 from flowrl.data import DEFAULT_POLICY_ID
 from flowrl.envs.atari import AtariSettings
@@ -23,6 +23,11 @@ DEFAULT_FRAGMENT_LENGTH = 200
 MULTIAGENT_KEYS = ("policies", "policy_mapping_fn", "policies_to_train", "count_steps_by")
 
 
+def _on_or_off(value: Any) -> Any:
+    """True and False switch an optional record on and off."""
+    return {True: {}, False: None}[value] if isinstance(value, bool) else value
+
+
 class WorkerConfig(PolicyConfig):
     """Settings of workers, and the default settings of their policies."""
 
@@ -34,7 +39,9 @@ class WorkerConfig(PolicyConfig):
 
     env_config: dict[str, Any] = setting({}, group="environment", in_evaluation=True)
     """Passed to the environment's creator; keyword arguments of an id or a class."""
-    atari: AtariSettings | None = setting(AtariSettings(), group="environment", in_evaluation=True)
+    atari: Annotated[AtariSettings | None, BeforeValidator(_on_or_off)] = setting(
+        AtariSettings(), group="environment", in_evaluation=True
+    )
     """Preprocessing of Atari games (ids ALE/… and …NoFrameskip-v4); None uses their frames as they
     are. Other environments are not affected."""
     vectorization_mode: VectorizationMode = setting(

@@ -57,6 +57,7 @@ def test_rows_are_trained_once_and_tables_written(cli, tmp_path, tiny_table):
     assert "seed 0" not in out
 
 
+@pytest.mark.slow
 def test_failed_training_is_reported(cli, tmp_path, tiny_table):
     require_extra("plot")
     text = TABLES.replace("CartPole-v1", "Pendulum-v1")

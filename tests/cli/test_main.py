@@ -241,9 +241,10 @@ def test_help_is_short_by_default_and_has_groups(cli):
 
 
 def test_names_are_suggested_ignoring_case(cli):
-    code, _, err = cli("train", "PPO")
+    code, _, err = cli("train", "PPPO")
     assert code == 2
     assert "Did you mean 'ppo'?" in err
+    assert cli("train", "PPO", "--run-dir", "r", *TWO_ITERATIONS)[0] == 0
     assert cli("--version") == cli("version")
 
 

@@ -11,7 +11,11 @@ require_extra("atari")
 from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
 
 from flowrl import DQN, PPO
+from flowrl.algorithms.ppo import PPOConfig
+from flowrl.cli.flags import settings_from_flags
+from flowrl.envs import make_atari
 from flowrl.envs.atari import AtariSettings, FireAfterReset, is_atari
+from flowrl.envs.env_factory import _warn_of_unprocessed_frames
 from flowrl.envs.registry import EnvContext, env_creator_for
 from flowrl.iter.stage import walk
 from flowrl.sampling.lost_lives import LostLives
@@ -240,6 +244,42 @@ def test_invalid_settings_are_rejected(changes, message):
             algorithm.train()
 
 
+def test_frames_without_preprocessing_are_a_warning(caplog):
+    _warn_of_unprocessed_frames.cache_clear()
+    env_creator_for(PONG)
+    with PPO(lambda: gym.make(PONG), **{**SMALL, "atari": None}) as algorithm:
+        algorithm.workers.local_worker()
+    assert caplog.text == ""
+    for _ in range(2):
+        with PPO(lambda: gym.make(PONG), **SMALL) as algorithm:
+            algorithm.workers.local_worker()
+    assert caplog.text.count("the frames of this Atari game are not preprocessed") == 1
+
+
+@pytest.mark.parametrize("value", [None, False, "null"])
+def test_preprocessing_can_be_switched_off(value):
+    if value == "null":
+        config = settings_from_flags(PPOConfig(env=PONG), ["--atari", "null"], "flowrl", {})
+    else:
+        config = PPOConfig(env=PONG, atari=value)
+    assert config.atari is None
+    assert config.completed().model.num_framestacks == 1
+    assert PPOConfig(env=PONG, atari=True).atari == AtariSettings()
+
+
+def test_environment_for_an_own_loop():
+    env = make_atari(PONG, AtariSettings(screen_size=42))
+    assert env.reset(seed=0)[0].shape == (42, 42, 1)
+    with pytest.raises(ConfigError, match="'obs_type' is for games without preprocessing"):
+        make_atari(PONG, obs_type="ram")
+
+
+def test_name_without_namespace_is_suggested():
+    with pytest.raises(ConfigError, match="Did you mean 'ALE/Breakout-v5'"):
+        env_creator_for("Breakout-v5")
+
+
 def test_ids():
-    assert all(map(is_atari, (PONG, "PongNoFrameskip-v4", "BreakoutDeterministic-v0")))
+    env_creator_for(PONG)
+    assert all(map(is_atari, (PONG, "PongNoFrameskip-v4", "BreakoutDeterministic-v0", "Pong-v4")))
     assert not any(map(is_atari, ("CartPole-v1", "MinAtar/Breakout-v1", None, Lives)))

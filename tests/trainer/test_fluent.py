@@ -16,7 +16,7 @@ def test_help_of_a_config_describes_every_setting():
     text = PPOConfig.__doc__
     assert text.startswith("Settings of PPO.\n")
     for info in PPOConfig.describe():
-        if info.name not in ("model", "exploration_config"):
+        if info.name not in ("model", "exploration_config", "atari"):
             assert f"    {info.name}: {info.type} = {info.default!r}" in text
     for name in ModelConfig.model_fields:
         assert f"    model.{name}: " in text

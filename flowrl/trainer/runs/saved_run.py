@@ -52,7 +52,9 @@ def read_config(run_dir: Path) -> tuple[dict[str, Any], list[str]]:
     file = run_dir / "config.json"
     if not file.is_file():
         reason = "it has no config.json" if run_dir.exists() else "there is no such folder"
-        raise ConfigError(f"{run_dir} is not a run directory: {reason}")
+        parent = run_dir.resolve().parent
+        hint = f". Did you mean {parent}?" if (parent / "config.json").is_file() else ""
+        raise ConfigError(f"{run_dir} is not a run directory: {reason}{hint}")
     try:
         settings = parse_json(file.read_text())
         code = [name for name, value in settings.items() if _contains_code(value)]

@@ -1,0 +1,35 @@
+"""Tuned examples still reach nine tenths of their recorded scores."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flowrl.benchmark.rows import benchmark_rows, shipped_tables
+from flowrl.benchmark.run import result_of, train
+from flowrl.benchmark.summary import interquartile_mean, read_results
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+MAX_SECONDS = 300  # of a training that is repeated here
+
+
+def recorded():
+    """Yield the rows that train in minutes, with their recorded scores."""
+    for row in benchmark_rows(shipped_tables()):
+        results = read_results(row, RESULTS)
+        if results and np.median([result["seconds"] for result in results]) <= MAX_SECONDS:
+            yield pytest.param(row, [result["score"] for result in results], id=row.name)
+
+
+def test_there_are_recorded_scores():
+    assert len(list(recorded())) >= 1
+
+
+@pytest.mark.seeds
+@pytest.mark.timeout(4 * MAX_SECONDS)
+@pytest.mark.parametrize(("row", "scores"), recorded())
+def test_score_is_near_the_recorded_one(row, scores, tmp_path):
+    run_dir = tmp_path / "run"
+    result = result_of(row, 7, run_dir, train(row, 7, run_dir))
+    expected = interquartile_mean(scores)
+    assert result["score"] >= expected - 0.1 * abs(expected)
