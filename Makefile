@@ -36,7 +36,7 @@ test: announce-test .venv/installed-test
 	$(BIN)/pytest
 
 slow: .venv/installed-test
-	$(BIN)/pytest -m slow --dist worksteal
+	$(BIN)/pytest -m slow
 
 lint: .venv/installed-test
 	$(BIN)/ruff check .

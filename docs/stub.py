@@ -54,7 +54,9 @@ def stub() -> str:
     for name, config in configs.items():
         parts += _algorithm(name, config, groups)
     declared = {class_name for name in configs for class_name in (name, f"{name}Config")}
-    imports = [f"import {module}" for module in {cls.__module__ for cls in records.values()}]
+    imports = [
+        f"import {module}" for module in sorted({cls.__module__ for cls in records.values()})
+    ]
     for module, names in flowrl.NAMES.items():
         for name in names:
             imports.append(f"from .{module} import {name} as {'_' * (name in declared)}{name}")

@@ -6,8 +6,8 @@ import collections.abc
 import typing
 from typing import Any, Literal, Self, TypedDict, Unpack
 
-import flowrl.policies.config
 import flowrl.envs.atari
+import flowrl.policies.config
 from .algorithms.a2c import A2C as _A2C
 from .algorithms.a2c import A2CConfig as _A2CConfig
 from .algorithms.a3c import A3C as _A3C

@@ -99,6 +99,7 @@ def test_threads_are_limited_when_an_algorithm_is_built():
         limit_threads(before[1])
 
 
+@pytest.mark.slow
 def test_threads_are_limited_on_workers(ray_session):
     config = A2CConfig(env="CartPole-v1", num_workers=1).resources(num_threads_per_process=2)
 

@@ -258,7 +258,7 @@ class ObservationCheck:
             low, high = (np.broadcast_to(limit, array.shape)[at] for limit in limits)
             return (
                 f"an observation outside its space: {name}{place} is {array[at]}, its bounds are "
-                f"{low} and {high} (the space is {self.space})"
+                f"{low} and {high}"
             )
         return f"an observation outside its space {self.space}"
 

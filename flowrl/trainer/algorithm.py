@@ -38,7 +38,7 @@ from flowrl.trainer.plan_building import Plan, PlanBuilder
 from flowrl.trainer.plan_files import PLAN_MODULE, plan_of_module
 from flowrl.trainer.plan_settings import plan_config
 from flowrl.trainer.runs.training_loop import Display, learn
-from flowrl.trainer.start_checks import check_start
+from flowrl.trainer.start_checks import check_start, warn_of_unused_policies
 
 log = logging.getLogger("flowrl")
 
@@ -278,6 +278,9 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
             "env_steps_per_s": plan_result["timesteps_this_iter"] / elapsed,
             "operators": {f"{name}_s": seconds for name, seconds in operator_s.items()},
         }
+        if self.iteration == 1 and self.config.samples:
+            policy_ids = self.workers.local_worker().policy_map
+            warn_of_unused_policies(self.plan.metrics.counters, policy_ids)
         self.monitor.update(result)
         result["diagnosis"] = self.diagnose().text
         if self._save_s:

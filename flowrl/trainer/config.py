@@ -233,8 +233,9 @@ class AlgorithmConfig(FluentSettings, ReportingConfig):
             raise ValueError("checkpoint_score_order needs a checkpoint_score_attribute")
         if self.sgd_minibatch_size > self.train_batch_size:
             raise ValueError(
-                f"sgd_minibatch_size={self.sgd_minibatch_size} is larger than "
-                f"train_batch_size={self.train_batch_size}: make it at most that"
+                f"train_batch_size={self.train_batch_size} is smaller than "
+                f"sgd_minibatch_size={self.sgd_minibatch_size}: set sgd_minibatch_size to at most "
+                f"{self.train_batch_size}"
             )
         return self
 

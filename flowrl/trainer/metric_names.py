@@ -73,6 +73,7 @@ def metric_hint(name: str, known: list[str]) -> str:
     group = "evaluation/" if name.startswith("evaluation/") else ""
     # SB3's returns are rollout/ep_rew_mean
     last = name.rpartition("/")[2] if group else name.removeprefix("rollout/")
+    aliases |= {"ep_rew_mean": "episode_reward_mean", "ep_len_mean": "episode_len_mean"}
     if last in aliases:
         return f" Did you mean {group + aliases[last]!r}?"
     if last in ("reward", "return", "score"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from flowrl.data import DEFAULT_POLICY_ID
@@ -53,6 +53,23 @@ def check_start(config: Any, workers: WorkerSet, stage: Stage) -> None:
     for policy_id, policy in policies.items():
         if isinstance(policy.config, PolicyConfig):
             _warn_about_unused_settings(config, policy_id, policy)
+
+
+def warn_of_unused_policies(counters: Mapping[str, float], policy_ids: Collection[str]) -> None:
+    """Warn of policies that no agent has used in the first iteration.
+
+    Args:
+        counters: of the plan.
+        policy_ids: ids of all policies.
+    """
+    name = "num_agent_steps_sampled"
+    unused = [policy_id for policy_id in policy_ids if not counters.get(f"{name}/{policy_id}")]
+    if unused and len(unused) < len(policy_ids):
+        log.warning(
+            "policies: no agent has used %s so far: does policy_mapping_fn return %s?",
+            " or ".join(map(repr, unused)),
+            "it" if len(unused) == 1 else "them",
+        )
 
 
 def _check_states(stage: Stage) -> None:

@@ -39,6 +39,7 @@ def test_result_of_a_training(tmp_path):
     assert learning_curve(run_dir) == curve
 
 
+@pytest.mark.slow
 def test_rows_are_trained_once_and_tables_written(cli, tmp_path, tiny_table):
     require_extra("plot")
     code, out, err = cli("benchmark", "tiny", "--seeds", "2", "--jobs", "2", *tiny_table)

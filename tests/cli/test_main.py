@@ -140,7 +140,7 @@ def test_reader_that_closes_the_pipe_causes_no_traceback():
         (["train", "ppo", "--num-workers", "-1"], "--num-workers: input should be greater"),
         (
             ["train", "ppo", "--train-batch-size", "64"],
-            "--sgd-minibatch-size 128 is larger than --train-batch-size 64",
+            "--train-batch-size 64 is smaller than --sgd-minibatch-size 128",
         ),
         (["train", "ppo", "--env", "CartPol-v1"], "CartPole-v1"),
         (["train", "ppo", "--stop-iters", "0"], "must be positive"),

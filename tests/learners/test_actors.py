@@ -230,7 +230,7 @@ def test_learner_thread_updates_on_actors():
         assert "num_learners=2" in stream.explain()
 
 
-@pytest.mark.parametrize("kind", [IMPALAConfig, APPOConfig])
+@pytest.mark.parametrize("kind", [IMPALAConfig, pytest.param(APPOConfig, marks=pytest.mark.slow)])
 def test_asynchronous_plans_train_with_learner_actors(kind):
     plan = kind.model_fields["plan"].default
     config = make_config(

@@ -132,6 +132,7 @@ class StepFails(gym.Wrapper):
         raise ArithmeticError("broken on purpose")
 
 
+@pytest.mark.slow
 def test_error_in_an_evaluation_is_raised(ray_session):
     broken_env = {
         "env": lambda context: StepFails(gym.make("CartPole-v1")),

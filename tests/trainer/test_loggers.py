@@ -56,6 +56,7 @@ def logged_iterations(database, run):
     return [value for _, value in metric_history(database, run, "training_iteration")]
 
 
+@pytest.mark.slow
 def test_mlflow_receives_every_result(database):
     with mlflow_config(database, run_name="mine", tags={"a": "b"}).build() as algorithm:
         results = [algorithm.train() for _ in range(3)]

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from torch import nn
 
+from flowrl import PPO
 from flowrl.algorithms.a2c import A2C, A2CConfig
 from flowrl.algorithms.sac import SACConfig
+from flowrl.envs import make_multi_agent
 from flowrl.ops import (
     ConcatBatches,
     ParallelRollouts,
@@ -25,6 +27,7 @@ from flowrl.settings import ConfigError
 from flowrl.trainer.algorithm import Algorithm
 from flowrl.trainer.config import AlgorithmConfig
 from flowrl.trainer.plan_settings import plan_config
+from flowrl.trainer.start_checks import warn_of_unused_policies
 
 TO_ZERO = [(0, 1e-3), (1000, 0.0)]
 PERCENT = [("0%", 1e-3), ("100%", 0.0)]
@@ -321,3 +324,22 @@ def test_own_defaults_of_an_algorithm_are_not_reported(caplog):
         with SACConfig(**settings, model=model).build() as algorithm:
             algorithm.train()
     assert not [text for text in caplog.messages if "no effect" in text]
+
+
+def test_policy_that_no_agent_uses_is_a_warning(caplog):
+    counters = {"num_agent_steps_sampled/a": 10, "num_agent_steps_sampled": 10}
+    warn_of_unused_policies(counters, ["a", "b", "c"])
+    assert "no agent has used 'b' or 'c' so far: does policy_mapping_fn return them?" in caplog.text
+    caplog.clear()
+    warn_of_unused_policies(counters, ["a"])
+    warn_of_unused_policies({}, ["a", "b"])  # the plan does not count them
+    assert caplog.text == ""
+
+
+def test_unused_policy_is_reported_by_training(caplog):
+    settings = {"train_batch_size": 32, "sgd_minibatch_size": 0, "num_sgd_iter": 1, "seed": 0}
+    two = {"policies": ["p", "q"], "policy_mapping_fn": lambda *args, **kwargs: "p"}
+    with PPO(make_multi_agent("CartPole-v1"), **two, **settings) as algorithm:
+        algorithm.train()
+        algorithm.train()
+    assert caplog.text.count("no agent has used 'q' so far") == 1

@@ -138,6 +138,7 @@ def test_failed_run_names_the_operator(tmp_path):
     assert "</script><b>" not in html
 
 
+@pytest.mark.slow
 def test_report_is_one_small_file(cli_main, tmp_path):
     for name in ("a", "b", "c"):
         run = write_run(tmp_path / "runs" / name, [float(i) for i in range(3000)])

@@ -16,6 +16,7 @@ from flowrl.trainer.metric_names import flatten_result, metric_hint, metric_valu
 from flowrl.trainer.runs.saved_run import read_config, read_results
 
 NUM_POINTS = 200  # of the mean curve of a group
+MAX_NAMED = 3  # settings in the name of a curve
 NUM_RESAMPLES = 1000  # of the bootstrap
 _OF_ONE_RUN = ("seed", "run_dir", "log_config")  # settings in which runs of one group may differ
 
@@ -80,7 +81,7 @@ def learning_curves(run_dirs: Sequence[Path], metric: str = "episode_reward_mean
     for runs in groups.values():
         values = [points for run_dir, _ in runs if len((points := _points(run_dir, metric))[0])]
         if values:
-            name = _name(runs[0][1], all_settings)
+            name = _name(runs[0][1], all_settings, runs[0][0])
             first, last = max(x[0] for x, _ in values), min(x[-1] for x, _ in values)
             groups_of_values = [values] if first <= last else [[one] for one in values]
             curves += [mean_curve(name, one) for one in groups_of_values]
@@ -102,8 +103,9 @@ def _plan_of(run_dir: Path, settings: dict[str, Any]) -> str:
     return str(settings.get("plan") or "").removesuffix(".py")
 
 
-def _name(settings: dict[str, Any], others: list[dict[str, Any]]) -> str:
-    """Return plan and environment of a group, and its settings that other groups do not have."""
+def _name(settings: dict[str, Any], others: list[dict[str, Any]], run_dir: Path) -> str:
+    """Return plan and environment of a group, and its settings that other groups do not have; if
+    these are many, the folder of its first run."""
     name = " ".join(filter(None, (settings["plan of the run"], str(settings.get("env") or ""))))
     differing = [
         f"{key}={value}"
@@ -111,7 +113,7 @@ def _name(settings: dict[str, Any], others: list[dict[str, Any]]) -> str:
         if key not in ("plan of the run", "env", "plan")
         and any(other.get(key) != value for other in others)
     ]
-    shown = ", ".join(differing[:3]) + (", …" if len(differing) > 3 else "")
+    shown = ", ".join(differing) if len(differing) <= MAX_NAMED else run_dir.name
     return f"{name or 'run'}{', ' * bool(shown)}{shown}"
 
 
