@@ -365,7 +365,7 @@ def test_evaluation_is_repeatable_and_leaves_filters_unchanged():
         (lambda c: c.training(num_workers=1), r"belongs to .rollouts\(\)"),
         (lambda c: c.rollouts(gamma=0.9), r"belongs to .training\(\)"),
         (lambda c: c.rollouts(num_workers=-1), "num_workers"),
-        (lambda c: c.training(train_batch_size=16), "sgd_minibatch_size=32 is larger"),
+        (lambda c: c.training(train_batch_size=16), "smaller than sgd_minibatch_size=32"),
         (lambda c: c.environment(env="CartPol-v1").build(), "CartPole-v1"),
         (lambda c: c.environment(env=7).build(), "env"),
         (lambda c: PPOConfig().build(), "no environment"),
