@@ -105,7 +105,8 @@ class RolloutWorker:
             length = math.ceil(steps_per_fragment / self.num_envs)
             self.config = config = config.updated(rollout_fragment_length=length)
         if config.clip_rewards is None:
-            self.config = config = config.updated(clip_rewards=self._envs.is_atari)
+            clips = self._envs.is_atari and not config.normalize_rewards
+            self.config = config = config.updated(clip_rewards=clips)
         self.clip_rewards = config.clip_rewards
         self.possible_agents = self._envs.slots.possible_agents
         self.policy_map = self._build_policies(policy_spec, policy_config or {})

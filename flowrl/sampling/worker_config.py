@@ -80,8 +80,9 @@ class WorkerConfig(PolicyConfig):
     "warn" does as "raise", but uses finite observations outside the bounds of a Box as they are,
     with one warning per worker."""
     clip_rewards: bool | Positive | None = setting(None, group="rollouts")
-    """Learn from the sign of rewards (True), or from rewards clipped to ± a number. None uses the
-    sign for preprocessed Atari games. Returns are those of the environment."""
+    """Learn from the sign of rewards (True), or from rewards clipped to ± a number, after
+    `normalize_rewards`. None uses the sign for preprocessed Atari games without that setting.
+    Returns are those of the environment."""
     collect_infos: bool = setting(False, group="rollouts")
     """Store the environments' infos in the column `infos`."""
     explore: bool = setting(True, group="exploration", in_evaluation=True)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from flowrl.algorithms.ppo import PPOTorchPolicy
-from flowrl.sampling import RolloutWorker
+from flowrl.sampling import RolloutWorker, SimpleListCollector
 
 from .fakes import CountEnv, ObservedValue
 
@@ -53,3 +53,21 @@ def test_postprocessing_without_return_value_raises():
 
     with pytest.raises(TypeError, match=r"ReturnsNone.postprocess_trajectory\(\) must return"):
         worker(ReturnsNone).sample()
+
+
+@pytest.mark.parametrize("path", ["columns", "agents", "rows"])
+@pytest.mark.parametrize(
+    ("clip", "expected"), [(True, [1, 1, 1]), (1.5, [1, 1.5, 1.5]), (None, [1, 2, 3])]
+)
+def test_clipped_rewards_are_learned_from_but_not_reported(path, clip, expected):
+    settings = {"clip_rewards": clip, "rollout_fragment_length": 6}
+    env = lambda context: CountEnv()  # noqa: E731 - rewards 1, 2, 3
+    if path == "agents":
+        settings |= {"policies": {"p"}, "policy_mapping_fn": lambda *args, **kwargs: "p"}
+    if path == "rows":
+        settings["sample_collector"] = SimpleListCollector
+    worker = RolloutWorker(env, PPOTorchPolicy, settings)
+    batch = worker.sample()
+    rows = batch.policy_batches["p"] if path == "agents" else batch
+    assert rows["rewards"].tolist() == expected * 2
+    assert [episode.episode_return for episode in worker.get_metrics()] == [6.0, 6.0]
