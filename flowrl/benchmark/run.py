@@ -28,7 +28,7 @@ PACKAGES = ("gymnasium", "numpy", "torch")
 
 
 def train(row: BenchmarkRow, seed: int, run_dir: Path) -> float:
-    """Train a row, or continue its training; return the seconds that it took in this process.
+    """Train a row, or continue its training; return its wall time in seconds, with its start.
 
     Raises:
         subprocess.CalledProcessError: the training failed.
@@ -121,8 +121,8 @@ def commit() -> str | None:
 def main() -> None:
     tables, name, seed, run_dir, result = sys.argv[1:]
     (row,) = rows_named([name], Path(tables))
-    started = train(row, int(seed), Path(run_dir))
-    values = result_of(row, int(seed), Path(run_dir), started)
+    seconds = train(row, int(seed), Path(run_dir))
+    values = result_of(row, int(seed), Path(run_dir), seconds)
     path = Path(result)
     temporary = path.with_suffix(f".{os.getpid()}")
     temporary.write_text(json.dumps(values) + "\n")
