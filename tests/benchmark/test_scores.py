@@ -27,7 +27,7 @@ def test_there_are_recorded_scores():
 
 @pytest.mark.seeds
 @pytest.mark.timeout(4 * MAX_SECONDS)
-@pytest.mark.parametrize(("row", "scores"), recorded())
+@pytest.mark.parametrize(("row", "scores"), list(recorded()))
 def test_score_is_near_the_recorded_one(row, scores, tmp_path):
     run_dir = tmp_path / "run"
     result = result_of(row, 7, run_dir, train(row, 7, run_dir))

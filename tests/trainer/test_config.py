@@ -293,7 +293,11 @@ INVALID = [
     (PPOConfig, {"exploration_config": {"type": "Boltzmann"}}, "exploration_config.type"),
     (DQNConfig, {"exploration_config": {"type": "EpsilonGreedy", "epsilon": 2.0}}, "at most 1"),
     # combinations
-    (PPOConfig, {"sgd_minibatch_size": 9000}, "larger than train_batch_size=4000"),
+    (
+        PPOConfig,
+        {"sgd_minibatch_size": 9000},
+        "train_batch_size=4000 is smaller than sgd_minibatch_size=9000",
+    ),
     (PPOConfig, {"soft_horizon": True}, "soft_horizon needs a horizon"),
     (PPOConfig, {"model": {"use_lstm": True, "use_attention": True}}, "one of them"),
     (PPOConfig, {"model": {"lstm_cell_size": 8}}, "lstm_cell_size needs use_lstm=True"),
