@@ -296,7 +296,7 @@ INVALID = [
     (
         PPOConfig,
         {"sgd_minibatch_size": 9000},
-        "train_batch_size=4000 is smaller than sgd_minibatch_size=9000",
+        "is smaller than sgd_minibatch_size=9000",
     ),
     (PPOConfig, {"soft_horizon": True}, "soft_horizon needs a horizon"),
     (PPOConfig, {"model": {"use_lstm": True, "use_attention": True}}, "one of them"),
