@@ -309,7 +309,7 @@ class _AlgorithmConfigRollouts(TypedDict, total=False):
     on_invalid_step: Literal["warn", "raise", "drop", "replace"]
     """What to do with observations and rewards that are not finite or outside their space. "raise" raises an error; "drop" drops the episode's rows of this fragment and recreates the environment; "replace" replaces non-finite numbers by 0 and clips the others to the space. "warn" does as "raise", but uses finite observations outside the bounds of a Box as they are, with one warning per worker."""
     clip_rewards: bool | float | None
-    """Learn from the sign of rewards (True), or from rewards clipped to ± a number. None uses the sign for preprocessed Atari games. Returns are those of the environment."""
+    """Learn from the sign of rewards (True), or from rewards clipped to ± a number, after `normalize_rewards`. None uses the sign for preprocessed Atari games without that setting. Returns are those of the environment."""
     collect_infos: bool
     """Store the environments' infos in the column `infos`."""
 
