@@ -47,7 +47,7 @@ docs: .venv/installed-test
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going docs docs/_build
 
 docs-test: .venv/installed-test
-	$(BIN)/pytest docs README.md
+	$(BIN)/pytest --dist loadfile docs README.md
 
 docs-serve: docs
 	$(BIN)/python -m http.server --directory docs/_build 8000

@@ -25,6 +25,6 @@ def copy_command(arguments: list[str]) -> int:
     except OSError as error:
         raise ConfigError(f"cannot write {options.file}: {error.strerror}") from error
     print(f"{options.file}: train it with `flowrl train {options.file}`")
-    for example in tuned_examples(options.plan):
-        print(f"the settings of {options.plan} that are tuned for {example.env}: {example.path}")
+    if any(tuned_examples(options.plan)):
+        print(f"settings of {options.plan} for single environments: `flowrl tuned {options.plan}`")
     return 0

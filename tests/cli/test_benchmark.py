@@ -21,6 +21,7 @@ def tiny_table(tmp_path):
     return ["--tables", "tables.yaml"]
 
 
+@pytest.mark.slow
 def test_result_of_a_training(tmp_path):
     row = BenchmarkRow("t", "a2c", "CartPole-v1", 256, {}, threshold=5.0)
     run_dir = tmp_path / "run"

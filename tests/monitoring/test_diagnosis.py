@@ -317,6 +317,7 @@ def test_figures_of_an_activity_equal_those_of_stats():
     assert between.counters["num_env_steps_sampled"] == 64
 
 
+@pytest.mark.slow
 def test_pull_that_has_not_ended_is_measured():
     class SlowLearner(PPO.policy_class):
         def learn_on_batch(self, batch):
@@ -356,6 +357,7 @@ class Measured(DefaultCallbacks):
         time.sleep(0.001)
 
 
+@pytest.mark.slow
 def test_seconds_of_callbacks_resets_and_operators_are_measured():
     class SlowReset(gym.Wrapper):
         def reset(self, **options):
