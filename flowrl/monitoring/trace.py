@@ -21,6 +21,7 @@ from flowrl.ops.concurrency import DequeueStage
 MIN_SPAN_S = 20e-6  # shorter pulls of a stage are left out
 MAX_EVENTS = 200_000
 MAX_OVERHEAD = 0.01  # recording may take this share of the time
+MAX_RECORD_S = 1e-4  # that recording a pull can take
 BURST_S = 5e-3  # of recording without a pause; then all stages pause, so that spans stay nested
 DRIVER, LEARNER, FIRST_WORKER = 1, 2, 10  # thread ids
 # part of sampling -> its name; shown one after the other, although they alternate
@@ -91,9 +92,9 @@ class Tracer:
         now = started + seconds
         if now < self._paused_until:
             return
-        before = time.thread_time()
         self._record(stage, started + self._offset, seconds, has_item)
-        self._burst_s += time.thread_time() - before
+        # this clock also runs while other threads have the processor
+        self._burst_s += min(time.perf_counter() - now, MAX_RECORD_S)
         if self._burst_s > BURST_S:
             self._paused_until = now + self._burst_s / MAX_OVERHEAD
             self._burst_s = 0.0
