@@ -1,4 +1,4 @@
-"""The rows of the benchmark: what is trained and which scores are known."""
+"""The rows of the benchmark: plans, environments and known scores."""
 
 from __future__ import annotations
 
@@ -40,9 +40,14 @@ class BenchmarkRow:
         """The name on the command line, such as `ppo/CartPole-v1`."""
         return f"{self.plan}/{self.env}"
 
+    @property
+    def file_stem(self) -> str:
+        """The name in files and folders, such as `ppo-ALE-Pong-v5`."""
+        return self.name.replace("/", "-")
+
     def file_name(self, seed: int) -> str:
         """Return the name of the file with the result of a seed."""
-        return f"{self.plan}-{self.env.replace('/', '-')}-seed{seed}.json"
+        return f"{self.file_stem}-seed{seed}.json"
 
 
 def shipped_tables() -> Path:
@@ -82,6 +87,5 @@ def rows_named(names: Sequence[str], file: Path) -> list[BenchmarkRow]:
 
 def result_files(row: BenchmarkRow, folder: Path) -> list[Path]:
     """Return the files with results of a row, by seed."""
-    prefix, suffix = row.file_name(0).split("-seed0")
-    found = folder.glob(f"{prefix}-seed*{suffix}")
+    found = folder.glob(f"{row.file_stem}-seed*.json")
     return sorted(found, key=lambda path: int(path.stem.rpartition("-seed")[2]))

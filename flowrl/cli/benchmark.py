@@ -81,7 +81,7 @@ def benchmark_command(arguments: list[str]) -> int:
 
 def _train(tables: Path, row: BenchmarkRow, seed: int, runs: Path, results: Path) -> bool:
     """Train a row with one seed in a process; return whether its result was written."""
-    run_dir = runs / f"{row.plan}-{row.env.replace('/', '-')}" / f"seed-{seed}"
+    run_dir = runs / row.file_stem / f"seed-{seed}"
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     path = results / row.file_name(seed)
     command = [sys.executable, "-m", "flowrl.benchmark.run", str(tables), row.name, str(seed)]
@@ -112,5 +112,4 @@ def _write_tables(tables: Path, results: Path) -> None:
         for row in rows:
             curves = [np.array(r["curve"], float)[:, :2].T for r in read_results(row, results)]
             curve = mean_curve(f"{row.plan} on {row.env}", [(c[0], c[1]) for c in curves])
-            file = row.file_name(0).replace("-seed0.json", ".svg")
-            draw([curve], "mean return", results / file)
+            draw([curve], "mean return", results / f"{row.file_stem}.svg")

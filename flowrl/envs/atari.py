@@ -62,6 +62,19 @@ def is_unprocessed(env: Any) -> bool:
     return shape == (210, 160, 3) and type(env.unwrapped).__module__.startswith("ale_py")
 
 
+def register_atari(env_id: str) -> None:
+    """Register the games of ale-py with gymnasium, if this one is not registered.
+
+    Raises:
+        ConfigError: the extra `atari` is not installed.
+    """
+    check_installed("ale_py", f"env: the Atari environment {env_id!r}", extra="atari")
+    import ale_py
+
+    if env_id not in gym.registry:
+        gym.register_envs(ale_py)
+
+
 def make_atari(env_id: str, settings: AtariSettings | None = None, **kwargs: Any) -> gym.Env:
     """Create a preprocessed game, as training does for `env=env_id`.
 
@@ -77,11 +90,7 @@ def make_atari(env_id: str, settings: AtariSettings | None = None, **kwargs: Any
     Raises:
         ConfigError: an argument is a setting of `atari`, or the extra `atari` is not installed.
     """
-    check_installed("ale_py", f"the Atari environment {env_id!r}", extra="atari")
-    import ale_py
-
-    if env_id not in gym.registry:
-        gym.register_envs(ale_py)
+    register_atari(env_id)
     settings = settings or AtariSettings()
     own = {"frameskip", "repeat_action_probability", "full_action_space"} & set(kwargs)
     if own:

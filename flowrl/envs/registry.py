@@ -16,7 +16,7 @@ from typing import Any
 import gymnasium as gym
 from gymnasium.wrappers import FilterObservation, TimeLimit
 
-from flowrl.envs.atari import AtariSettings, is_atari, make_atari
+from flowrl.envs.atari import AtariSettings, is_atari, make_atari, register_atari
 from flowrl.envs.time_limit import get_max_steps, set_max_steps
 from flowrl.errors import ConfigError, check_installed
 from flowrl.setting_values import nearest
@@ -108,11 +108,7 @@ def _find_spec(env_id: str) -> None:
         ConfigError: the id is unknown; the message suggests what to install or the nearest id.
     """
     if is_atari(env_id):
-        check_installed("ale_py", f"env: the Atari environment {env_id!r}", extra="atari")
-        import ale_py
-
-        if env_id not in gym.registry:
-            gym.register_envs(ale_py)
+        register_atari(env_id)
     if env_id.startswith("MinAtar/") and env_id not in gym.registry:
         check_installed("minatar", f"env: the environment {env_id!r}", extra="minatar")
         from minatar.gym import register_envs
@@ -128,10 +124,8 @@ def _find_spec(env_id: str) -> None:
     except gym.error.Error as error:
         if ":" in env_id:
             return  # creating it imports the module that registers it
-        with suppress(ImportError):
-            import ale_py
-
-            gym.register_envs(ale_py)
+        with suppress(ConfigError):  # ale-py is not installed
+            register_atari(f"ALE/{env_id}")
         namespace = env_id.partition("/")[0] if "/" in env_id else None
         if f"ALE/{env_id}" in gym.registry:
             hint = f" Did you mean 'ALE/{env_id}'?"

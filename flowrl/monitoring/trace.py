@@ -59,9 +59,9 @@ class Event(NamedTuple):
 class Tracer:
     """Records the pulls of a plan's stages, the fragments of its workers and its updates.
 
-    Quick pulls are sampled, as for `LocalIterator.stats`; where there are so many that recording
-    takes more than MAX_OVERHEAD of the time, it pauses after each BURST_S. Times of workers on
-    other machines depend on their clocks.
+    Quick pulls are sampled, as for `LocalIterator.stats`. If recording takes more than MAX_OVERHEAD
+    of the time, it pauses after each BURST_S. Times of workers on other machines depend on their
+    clocks.
 
     Args:
         plan: the plan; it must have started.

@@ -1,4 +1,4 @@
-"""The settings of a plan: the `config` of its file, and what is tuned for an environment."""
+"""The settings of a plan for an environment."""
 
 from __future__ import annotations
 

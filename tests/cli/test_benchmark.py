@@ -1,4 +1,4 @@
-"""`flowrl benchmark`: train rows over seeds, continue what was interrupted, write tables."""
+"""`flowrl benchmark`: train rows with several seeds, continue interrupted runs, write tables."""
 
 import json
 
