@@ -45,9 +45,17 @@ class BenchmarkRow:
         """The name in files and folders, such as `ppo-ALE-Pong-v5`."""
         return self.name.replace("/", "-")
 
-    def file_name(self, seed: int) -> str:
+    def file_name(self, seed: int, library: str = "flowrl") -> str:
         """Return the name of the file with the result of a seed."""
-        return f"{self.file_stem}-seed{seed}.json"
+        return f"{self._prefix(library)}-seed{seed}.json"
+
+    def result_files(self, folder: Path, library: str = "flowrl") -> list[Path]:
+        """Return the files with the results of a library, by seed."""
+        found = folder.glob(f"{self._prefix(library)}-seed*.json")
+        return sorted(found, key=lambda path: int(path.stem.rpartition("-seed")[2]))
+
+    def _prefix(self, library: str) -> str:
+        return self.file_stem if library == "flowrl" else f"{library}-{self.file_stem}"
 
 
 def shipped_tables() -> Path:
@@ -83,9 +91,3 @@ def rows_named(names: Sequence[str], file: Path) -> list[BenchmarkRow]:
                 "`flowrl benchmark --list` shows them"
             )
     return [row for row in rows if not names or {row.table, row.name} & set(names)]
-
-
-def result_files(row: BenchmarkRow, folder: Path) -> list[Path]:
-    """Return the files with results of a row, by seed."""
-    found = folder.glob(f"{row.file_stem}-seed*.json")
-    return sorted(found, key=lambda path: int(path.stem.rpartition("-seed")[2]))

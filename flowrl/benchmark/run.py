@@ -1,6 +1,6 @@
 """Train one row of the benchmark with one seed, evaluate it, and write the result.
 
-python -m flowrl.benchmark.run TABLES.yaml NAME SEED RUN_DIR RESULT.json
+python -m flowrl.benchmark.run LIBRARY TABLES.yaml NAME SEED RUN_DIR RESULT.json
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import platform
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from flowrl.benchmark.rows import BenchmarkRow, rows_named
+from flowrl.benchmark.sb3 import train_sb3
 from flowrl.process_usage import num_cores
 from flowrl.trainer.algorithm import Algorithm
 
@@ -27,8 +29,26 @@ MAX_POINTS = 100  # of a learning curve
 PACKAGES = ("gymnasium", "numpy", "torch")
 
 
-def train(row: BenchmarkRow, seed: int, run_dir: Path) -> float:
-    """Train a row, or continue its training; return its wall time in seconds, with its start.
+@dataclass(frozen=True)
+class Outcome:
+    """What a training gave.
+
+    Attributes:
+        curve: (env steps, mean return of the last 100 training episodes, seconds of training).
+        score, score_std: of the returns of EVALUATION_EPISODES evaluation episodes.
+        seconds: wall time of the training with its start, without the evaluation.
+        versions: package -> version.
+    """
+
+    curve: list[tuple[int, float, float]]
+    score: float
+    score_std: float
+    seconds: float
+    versions: dict[str, str]
+
+
+def train_flowrl(row: BenchmarkRow, seed: int, run_dir: Path) -> Outcome:
+    """Train a row in a process, or continue its training, and evaluate its last policy.
 
     Raises:
         subprocess.CalledProcessError: the training failed.
@@ -41,7 +61,18 @@ def train(row: BenchmarkRow, seed: int, run_dir: Path) -> float:
         command += ["--stop-timesteps", str(row.env_steps), "--run-dir", str(run_dir)]
     started = time.perf_counter()
     subprocess.run([*command, "--display", "none"], check=True)
-    return time.perf_counter() - started
+    seconds = time.perf_counter() - started
+    with Algorithm.from_checkpoint(run_dir) as algorithm:
+        evaluation = algorithm.evaluate(
+            episodes=EVALUATION_EPISODES, explore=row.explore, num_envs=10, seed=10_000 + seed
+        )
+    return Outcome(
+        learning_curve(run_dir),
+        evaluation["episode_reward_mean"],
+        evaluation["episode_reward_std"],
+        seconds,
+        {name: version(name) for name in PACKAGES},
+    )
 
 
 def learning_curve(run_dir: Path) -> list[tuple[int, float, float]]:
@@ -56,24 +87,19 @@ def learning_curve(run_dir: Path) -> list[tuple[int, float, float]]:
     return [point for point in points if math.isfinite(point[1])]
 
 
-def result_of(row: BenchmarkRow, seed: int, run_dir: Path, seconds: float) -> dict[str, Any]:
-    """Return the result of a training: its curve, its evaluation and its circumstances.
+def result_of(row: BenchmarkRow, seed: int, outcome: Outcome) -> dict[str, Any]:
+    """Return the result of a training for its file.
 
-    Keys: `score`, mean return of EVALUATION_EPISODES evaluation episodes; `score_std`; `best`,
-    highest mean return of 100 training episodes; `steps_to_threshold`, `seconds_to_threshold`: at
-    the first result that reaches the row's threshold (None: never); `seconds`: wall time of the
-    training with its start; `curve`: [env steps, mean return, seconds].
+    Keys: those of `Outcome`, the curve with at most MAX_POINTS; `best`, highest mean return of 100
+    training episodes; `steps_to_threshold`, `seconds_to_threshold`: at the first point of the curve
+    that reaches the row's threshold (None: never); where and when the training was run.
 
     Raises:
         ValueError: no episode has ended.
     """
-    curve = learning_curve(run_dir)
+    curve = outcome.curve
     if not curve:
         raise ValueError(f"{row.name}: no episode has ended within {row.env_steps:,} env steps")
-    with Algorithm.from_checkpoint(run_dir) as algorithm:
-        evaluation = algorithm.evaluate(
-            episodes=EVALUATION_EPISODES, explore=row.explore, num_envs=10, seed=10_000 + seed
-        )
     first = None
     if row.threshold is not None:
         first = next((point for point in curve if point[1] >= row.threshold), None)
@@ -84,17 +110,17 @@ def result_of(row: BenchmarkRow, seed: int, run_dir: Path, seconds: float) -> di
         "env": row.env,
         "seed": seed,
         "env_steps": curve[-1][0],
-        "score": evaluation["episode_reward_mean"],
-        "score_std": evaluation["episode_reward_std"],
+        "score": outcome.score,
+        "score_std": outcome.score_std,
         "best": max(mean for _, mean, _ in curve),
         "steps_to_threshold": None if first is None else first[0],
         "seconds_to_threshold": None if first is None else round(first[2], 1),
-        "seconds": round(seconds, 1),
+        "seconds": round(outcome.seconds, 1),
         "curve": [[steps, round(mean, 3), round(at, 1)] for steps, mean, at in shown],
         "date": date.today().isoformat(),
         "machine": f"{num_cores()} cores of {processor()}",
         "python": platform.python_version(),
-        "versions": {name: version(name) for name in PACKAGES},
+        "versions": outcome.versions,
         "commit": commit(),
     }
 
@@ -119,13 +145,15 @@ def commit() -> str | None:
 
 
 def main() -> None:
-    tables, name, seed, run_dir, result = sys.argv[1:]
+    library, tables, name, seed, run_dir, result = sys.argv[1:]
     (row,) = rows_named([name], Path(tables))
-    seconds = train(row, int(seed), Path(run_dir))
-    values = result_of(row, int(seed), Path(run_dir), seconds)
+    if library == "sb3":
+        outcome = Outcome(**train_sb3(row, int(seed), Path(run_dir), EVALUATION_EPISODES))
+    else:
+        outcome = train_flowrl(row, int(seed), Path(run_dir))
     path = Path(result)
     temporary = path.with_suffix(f".{os.getpid()}")
-    temporary.write_text(json.dumps(values) + "\n")
+    temporary.write_text(json.dumps(result_of(row, int(seed), outcome)) + "\n")
     temporary.replace(path)
 
 

@@ -9,9 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.benchmark.rows import BenchmarkRow, result_files
+from flowrl.benchmark.rows import BenchmarkRow, benchmark_rows
+from flowrl.trainer.runs.curve_drawing import draw
+from flowrl.trainer.runs.learning_curves import mean_curve
 
 NUM_RESAMPLES = 10_000
+LIBRARIES = {"flowrl": "", "sb3": " of SB3"}  # library -> what a table adds to the plan
 
 
 def interquartile_mean(scores: Sequence[float]) -> float:
@@ -34,9 +37,9 @@ def interval(scores: Sequence[float]) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def read_results(row: BenchmarkRow, folder: Path) -> list[dict[str, Any]]:
-    """Return the results of a row, by seed."""
-    return [json.loads(path.read_text()) for path in result_files(row, folder)]
+def read_results(row: BenchmarkRow, folder: Path, library: str = "flowrl") -> list[dict[str, Any]]:
+    """Return the results of a row with a library, by seed."""
+    return [json.loads(path.read_text()) for path in row.result_files(folder, library)]
 
 
 COLUMNS = (
@@ -45,13 +48,15 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def cells(row: BenchmarkRow, results: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the cells of a row of a table; see COLUMNS.
+def cells(
+    row: BenchmarkRow, results: Sequence[dict[str, Any]], library: str = "flowrl"
+) -> list[str]:
+    """Return the cells of a row of a table with the results of a library; see COLUMNS.
 
     Seconds and env steps to the threshold are medians over the seeds that reached it.
     """
     known = "; ".join(f"{source} {value:g}" for source, value in row.anchors.items())
-    start = [row.env, row.plan, f"{row.env_steps:,}", known]
+    start = [row.env, row.plan + LIBRARIES[library], f"{row.env_steps:,}", known]
     if not results:
         return [*start, "not run", "", "", "", "0"]
     scores = [result["score"] for result in results]
@@ -73,7 +78,31 @@ def cells(row: BenchmarkRow, results: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def markdown(rows: Sequence[BenchmarkRow], folder: Path) -> str:
-    """Return a table of rows in Markdown."""
-    lines = [COLUMNS, ["---"] * len(COLUMNS)]
-    lines += [cells(row, read_results(row, folder)) for row in rows]
+    """Return a table of rows in Markdown; rows of other libraries only with results."""
+    lines = [list(COLUMNS), ["---"] * len(COLUMNS)]
+    for row in rows:
+        for library in LIBRARIES:
+            results = read_results(row, folder, library)
+            if results or library == "flowrl":
+                lines.append(cells(row, results, library))
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def write_tables(tables: Path, folder: Path) -> None:
+    """Write a table, and a drawing of the learning curves of each row, for what has results."""
+    all_rows = benchmark_rows(tables)
+    for table in dict.fromkeys(row.table for row in all_rows):
+        rows = [row for row in all_rows if row.table == table and read_results(row, folder)]
+        if rows:
+            (folder / f"{table}.md").write_text(markdown(rows, folder))
+        for row in rows:
+            curves = []
+            for library, suffix in LIBRARIES.items():
+                runs = [
+                    np.array(one["curve"], float)[:, :2].T
+                    for one in read_results(row, folder, library)
+                ]
+                if runs:
+                    name = f"{row.plan}{suffix} on {row.env}"
+                    curves.append(mean_curve(name, [(steps, values) for steps, values in runs]))
+            draw(curves, "mean return", folder / f"{row.file_stem}.svg")

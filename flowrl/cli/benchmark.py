@@ -6,17 +6,15 @@ import shlex
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
-import numpy as np
-
-from flowrl.benchmark.rows import BenchmarkRow, benchmark_rows, rows_named, shipped_tables
-from flowrl.benchmark.summary import COLUMNS, cells, markdown, read_results
+from flowrl.benchmark import sb3
+from flowrl.benchmark.rows import BenchmarkRow, rows_named, shipped_tables
+from flowrl.benchmark.summary import COLUMNS, cells, read_results, write_tables
 from flowrl.cli.arguments import Parser, count
-from flowrl.cli.plot import draw
 from flowrl.errors import check_installed
 from flowrl.settings import ConfigError
-from flowrl.trainer.runs.learning_curves import mean_curve
 
 
 def benchmark_command(arguments: list[str]) -> int:
@@ -35,6 +33,11 @@ def benchmark_command(arguments: list[str]) -> int:
     parser.add_argument("--list", action="store_true", help="list the rows; train nothing")
     parser.add_argument("--seeds", type=count, default=5, help="runs per row (default: 5)")
     parser.add_argument("--jobs", type=count, default=1, help="runs at the same time (default: 1)")
+    parser.add_argument(
+        "--against", choices=("sb3",),
+        help="train Stable-Baselines3 with the settings of its zoo, too, after each run of flowrl; "
+        "installs it into RUNS/sb3-environment; its runs start again if they are interrupted",
+    )  # fmt: skip
     parser.add_argument(
         "--results", type=Path, default=Path("benchmarks/results"),
         help="folder of the results (default: benchmarks/results)",
@@ -62,54 +65,50 @@ def benchmark_command(arguments: list[str]) -> int:
             folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"benchmark: cannot create {error.filename}: {error.strerror}") from error
+    libraries = ["flowrl"]
+    if options.against:
+        for row in rows:
+            sb3.settings_of(row)  # raises before anything is trained
+        sb3.install(options.runs / sb3.ENVIRONMENT)
+        libraries.append(options.against)
     missing = [
-        (row, seed)
+        (row, seed, library)
         for row in rows
         for seed in range(options.seeds)
-        if not (results / row.file_name(seed)).exists()
+        for library in libraries
+        if not (results / row.file_name(seed, library)).exists()
     ]
     with ThreadPoolExecutor(options.jobs) as pool:
-        ended = list(
-            pool.map(lambda run: _train(tables, run[0], run[1], options.runs, results), missing)
-        )
-    _write_tables(tables, results)
+        train = partial(_train, tables=tables, runs=options.runs, results=results)
+        ended = list(pool.map(train, missing))
+    write_tables(tables, results)
     for row in rows:
-        texts = zip(COLUMNS, cells(row, read_results(row, results)), strict=True)
-        print("  ".join(f"{column}: {text}" for column, text in texts if text))
+        for library in libraries:
+            texts = cells(row, read_results(row, results, library), library)
+            named = zip(COLUMNS, texts, strict=True)
+            print("  ".join(f"{column}: {text}" for column, text in named if text))
     return 0 if all(ended) else 1
 
 
-def _train(tables: Path, row: BenchmarkRow, seed: int, runs: Path, results: Path) -> bool:
-    """Train a row with one seed in a process; return whether its result was written."""
-    run_dir = runs / row.file_stem / f"seed-{seed}"
+def _train(run: tuple[BenchmarkRow, int, str], *, tables: Path, runs: Path, results: Path) -> bool:
+    """Train a row with a seed and a library in a process; return whether its result was written."""
+    row, seed, library = run
+    run_dir = runs / row.file_stem / f"{'' if library == 'flowrl' else f'{library}-'}seed-{seed}"
     run_dir.parent.mkdir(parents=True, exist_ok=True)
-    path = results / row.file_name(seed)
-    command = [sys.executable, "-m", "flowrl.benchmark.run", str(tables), row.name, str(seed)]
-    command += [str(run_dir), str(path)]
+    path = results / row.file_name(seed, library)
+    command = [sys.executable, "-m", "flowrl.benchmark.run", library, str(tables), row.name]
+    command += [str(seed), str(run_dir), str(path)]
+    name = f"{row.name}{'' if library == 'flowrl' else f' with {library}'}, seed {seed}"
     log = run_dir.with_suffix(".log")
     with open(log, "a") as output:
         done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT)
     if done.returncode:
-        print(f"{row.name}, seed {seed}: failed, see {log}: {shlex.join(command)}", flush=True)
+        print(f"{name}: failed, see {log}: {shlex.join(command)}", flush=True)
         return False
-    (result,) = [one for one in read_results(row, results) if one["seed"] == seed]
+    (result,) = [one for one in read_results(row, results, library) if one["seed"] == seed]
     print(
-        f"{row.name}, seed {seed}: score {result['score']:.1f} after {result['env_steps']:,} env "
-        f"steps in {result['seconds']:.0f} s",
+        f"{name}: score {result['score']:.1f} after {result['env_steps']:,} env steps in "
+        f"{result['seconds']:.0f} s",
         flush=True,
     )
     return True
-
-
-def _write_tables(tables: Path, results: Path) -> None:
-    """Write a table and learning curves of each table that has results."""
-    all_rows = benchmark_rows(tables)
-    for table in dict.fromkeys(row.table for row in all_rows):
-        rows = [row for row in all_rows if row.table == table and read_results(row, results)]
-        if not rows:
-            continue
-        (results / f"{table}.md").write_text(markdown(rows, results))
-        for row in rows:
-            curves = [np.array(r["curve"], float)[:, :2].T for r in read_results(row, results)]
-            curve = mean_curve(f"{row.plan} on {row.env}", [(c[0], c[1]) for c in curves])
-            draw([curve], "mean return", results / f"{row.file_stem}.svg")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flowrl.benchmark.rows import benchmark_rows, shipped_tables
-from flowrl.benchmark.run import result_of, train
+from flowrl.benchmark.run import result_of, train_flowrl
 from flowrl.benchmark.summary import interquartile_mean, read_results
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -29,7 +29,6 @@ def test_there_are_recorded_scores():
 @pytest.mark.timeout(4 * MAX_SECONDS)
 @pytest.mark.parametrize(("row", "scores"), list(recorded()))
 def test_score_is_near_the_recorded_one(row, scores, tmp_path):
-    run_dir = tmp_path / "run"
-    result = result_of(row, 7, run_dir, train(row, 7, run_dir))
+    result = result_of(row, 7, train_flowrl(row, 7, tmp_path / "run"))
     expected = interquartile_mean(scores)
     assert result["score"] >= expected - 0.1 * abs(expected)

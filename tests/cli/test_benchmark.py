@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from flowrl.benchmark.rows import BenchmarkRow
-from flowrl.benchmark.run import learning_curve, result_of, train
+from flowrl.benchmark import sb3
+from flowrl.benchmark.rows import BenchmarkRow, benchmark_rows, shipped_tables
+from flowrl.benchmark.run import learning_curve, result_of, train_flowrl
 from tests.extras import require_extra
 
 TABLES = """
@@ -25,8 +26,8 @@ def tiny_table(tmp_path):
 def test_result_of_a_training(tmp_path):
     row = BenchmarkRow("t", "a2c", "CartPole-v1", 256, {}, threshold=5.0)
     run_dir = tmp_path / "run"
-    seconds = train(row, 3, run_dir)
-    result = result_of(row, 3, run_dir, seconds)
+    outcome = train_flowrl(row, 3, run_dir)
+    result = result_of(row, 3, outcome)
     curve = learning_curve(run_dir)
     assert [steps for steps, _, _ in curve][-1] == result["env_steps"] == 256
     assert result["best"] == max(mean for _, mean, _ in curve) >= 5
@@ -35,8 +36,8 @@ def test_result_of_a_training(tmp_path):
     assert (result["seed"], result["plan"], result["env"]) == (3, "a2c", "CartPole-v1")
     assert result["seconds"] >= result["seconds_to_threshold"]
     never = BenchmarkRow("t", "a2c", "CartPole-v1", 256, {}, threshold=1e9)
-    assert result_of(never, 3, run_dir, seconds)["steps_to_threshold"] is None
-    train(row, 3, run_dir)  # its training has ended: nothing is repeated
+    assert result_of(never, 3, outcome)["steps_to_threshold"] is None
+    train_flowrl(row, 3, run_dir)  # its training has ended: nothing is repeated
     assert learning_curve(run_dir) == curve
 
 
@@ -69,6 +70,49 @@ def test_failed_training_is_reported(cli, tmp_path, tiny_table):
     assert "dqn/Pendulum-v1, seed 0: failed, see runs/benchmark/dqn-Pendulum-v1/seed-0.log" in out
     log = (tmp_path / "runs/benchmark/dqn-Pendulum-v1/seed-0.log").read_text()
     assert "DQN is for Discrete actions" in log
+
+
+FAKE_PYTHON = """#!/bin/sh
+cp "$2" spec.json
+echo '{"curve": [[128, 20.0, 1.0], [256, 30.0, 2.0]], "score": 77.5, "score_std": 1.0,
+       "seconds": 2.5, "versions": {"torch": "0"}}' > "$3"
+"""
+
+
+@pytest.mark.slow
+def test_other_library_is_trained_beside(cli, tmp_path, monkeypatch):
+    require_extra("plot")
+    (tmp_path / "tables.yaml").write_text(TABLES.replace("a2c", "ppo"))
+    environment = tmp_path / "runs" / "benchmark" / sb3.ENVIRONMENT
+    (environment / "bin").mkdir(parents=True)
+    (environment / "ready").touch()
+    python = environment / "bin" / "python"
+    python.write_text(FAKE_PYTHON)
+    python.chmod(0o755)
+    options = ["--seeds", "1", "--against", "sb3", "--tables", "tables.yaml"]
+    code, out, err = cli("benchmark", "tiny", *options)
+    assert (code, err) == (0, "")
+    assert "ppo/CartPole-v1 with sb3, seed 0: score 77.5 after 256 env steps in 2 s" in out
+    spec = json.loads((tmp_path / "spec.json").read_text())
+    assert (spec["algorithm"], spec["env"], spec["env_steps"]) == ("ppo", "CartPole-v1", 256)
+    assert spec["settings"]["n_envs"] == 8
+    table = (tmp_path / "benchmarks/results/tiny.md").read_text().splitlines()
+    assert [line.split(" | ")[1] for line in table[2:]] == ["ppo", "ppo of SB3"]
+    assert "77.5" in table[3]
+    drawing = tmp_path / "benchmarks/results/ppo-CartPole-v1.svg"
+    assert drawing.stat().st_size > 1000
+
+
+def test_row_without_settings_of_the_other_library_is_rejected(cli, tiny_table, tmp_path):
+    code, _, err = cli("benchmark", "--against", "sb3", *tiny_table)
+    assert code == 2
+    assert "--against sb3 has no settings for a2c/CartPole-v1" in err
+    assert not (tmp_path / "runs" / "benchmark" / sb3.ENVIRONMENT).exists()
+
+
+def test_shipped_rows_have_settings_of_the_other_library():
+    for row in benchmark_rows(shipped_tables()):
+        assert sb3.settings_of(row)
 
 
 def test_rows_are_listed(cli):
