@@ -6,6 +6,7 @@ IndexedColumn stores each row once and builds the array when it is read.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -44,6 +45,11 @@ class IndexedColumn:
             arrays = [b.array() if isinstance(b, LazyColumn) else b for b in self._bases]
             self._bases = [np.concatenate(arrays) if len(arrays) > 1 else arrays[0]]
         return self._bases[0]  # type: ignore[return-value]
+
+    def shares_base(self, other: IndexedColumn) -> bool:
+        """Return whether positions of both columns name the same stored rows."""
+        mine, others = self._bases, other._bases
+        return len(mine) == len(others) and all(map(operator.is_, mine, others))
 
     @property
     def is_lazy(self) -> bool:

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import optree
 
+from flowrl.data.indexed_columns import NOTHING
 from flowrl.data.memmap import MemmapArrays
 from flowrl.data.sample_batch import SampleBatch
+from flowrl.replay.frame_table import FrameTable, is_stacked
 from flowrl.replay.output_pool import OutputPool
 from flowrl.replay.schema import (
     DONE_FLAGS,
@@ -33,9 +35,9 @@ class RingBuffer:
     """The last `capacity` rows, by row ids that count up from the first row ever stored.
 
     Each observation is stored once: `new_obs` of a row is the observation of the trajectory's next
-    row or, while that is not stored, one in a separate slot (see `SuccessorTable`). Trajectories
-    are found by the columns `eps_id`, `agent_index` and `t`; without `eps_id` and `t`, rows are not
-    linked.
+    row or, while that is not stored, one in a separate slot (see `SuccessorTable`). Of observations
+    that are stacks of frames, each frame is stored once (see `FrameTable`). Trajectories are found
+    by the columns `eps_id`, `agent_index` and `t`; without `eps_id` and `t`, rows are not linked.
 
     Args:
         capacity: maximum number of rows.
@@ -43,7 +45,8 @@ class RingBuffer:
 
     Attributes:
         num_added: rows ever stored.
-        columns: name -> leaves [slots, …]; `obs` has 2 * capacity slots.
+        columns: name -> leaves [slots, …]; `obs` has 2 * capacity slots, and is missing if a
+            FrameTable has the observations.
         row_bytes: bytes of a row.
     """
 
@@ -55,6 +58,7 @@ class RingBuffer:
         self._files = None if directory is None else MemmapArrays(directory)
         self._schema: ColumnSchema | None = None
         self._successors = SuccessorTable(capacity)
+        self._frames: FrameTable | None = None
         self._reserved_final = 0  # final slots with reserved disk space
         self._outputs: dict[tuple[str, int], OutputPool] = {}
 
@@ -119,9 +123,14 @@ class RingBuffer:
             for leaf, new_leaf in zip(leaves, new_leaves, strict=True):
                 leaf[slots] = new_leaf
         final_slots = self._successors.isolate(slots)
-        next_leaves: Any = optree.tree_leaves(batch[NEXT_OBS])
-        for leaf, next_leaf in zip(self.columns[OBS], next_leaves, strict=True):
-            leaf[final_slots] = next_leaf
+        if self._frames is not None:
+            # of rows for the same slot, the last one stays
+            kept, at = np.unique(slots[::-1], return_index=True)
+            self._write_frames(kept, batch.take_rows(len(slots) - 1 - at))
+        else:
+            next_leaves: Any = optree.tree_leaves(batch[NEXT_OBS])
+            for leaf, next_leaf in zip(self.columns[OBS], next_leaves, strict=True):
+                leaf[final_slots] = next_leaf
         self.num_added = max(self.num_added, int(slots.max()) + 1)
 
     def _write(self, batches: list[SampleBatch], counts: list[int]) -> None:
@@ -144,17 +153,44 @@ class RingBuffer:
                 np.concatenate(part, out=leaf[start : start + count])
         self.num_added += count
         final_slots = self._successors.append(first, count, ends)
-        for leaf, observations in zip(self.columns[OBS], final_leaves, strict=True):
-            leaf[final_slots] = observations
+        if self._frames is not None:
+            at = start
+            for batch in batches:
+                self._write_frames(np.arange(at, at + batch.count), batch)
+                at += batch.count
+        else:
+            for leaf, observations in zip(self.columns[OBS], final_leaves, strict=True):
+                leaf[final_slots] = observations
         if "eps_id" in self.columns and "t" in self.columns:
-            self._successors.link(self.columns, first, ends, self.num_added - self.capacity)
+            oldest = self.num_added - self.capacity
+            links = self._successors.link(self.columns, first, ends, oldest, self._continues)
+            if self._frames is not None:
+                for last, following in links:
+                    path = self.path(np.array([following]), self._frames.stack[0])
+                    self._frames.share(last, path[:, 0])
+
+    def _write_frames(self, slots: np.ndarray, batch: SampleBatch) -> None:
+        assert self._frames is not None
+        self._frames.write(slots, dict.__getitem__(batch, OBS), dict.__getitem__(batch, NEXT_OBS))
+
+    def _continues(self, last: int, slot: int) -> bool:
+        """Return whether the next observation of a row equals the observation of another."""
+        if self._frames is not None:
+            return self._frames.continues(last, slot)
+        final_slot = self._successors.next_slots[last]
+        return all(np.array_equal(leaf[final_slot], leaf[slot]) for leaf in self.columns[OBS])
 
     # -- memory ------------------------------------------------------------------------------------
 
     def _allocate(self, batch: SampleBatch) -> None:
         """Allocate columns like those of a batch; pages are touched when rows are written."""
         columns, treespecs = {}, {}
-        for name in sorted(stored_names(batch) - {NEXT_OBS}):
+        names = stored_names(batch) - {NEXT_OBS}
+        if is_stacked(dict.__getitem__(batch, OBS), dict.__getitem__(batch, NEXT_OBS)):
+            obs = batch[OBS]
+            self._frames = FrameTable(self.capacity, obs.shape[1:], obs.dtype, self._files)
+            names -= {OBS}
+        for name in sorted(names):
             treespecs[name] = treespec_of(batch[name])
             leaves: Any = optree.tree_leaves(batch[name])
             columns[name] = self._empty_leaves(name, leaves)
@@ -174,6 +210,10 @@ class RingBuffer:
     def _set_columns(self, columns: dict[str, list[np.ndarray]], treespecs: dict[str, Any]) -> None:
         self.columns = columns
         self.row_bytes = sum(leaf.strides[0] for leaves in columns.values() for leaf in leaves)
+        if self._frames is not None:
+            self.row_bytes += self._frames.row_bytes
+            example = np.empty((0, *self._frames.stack), self._frames.frames.dtype)
+            columns, treespecs = {**columns, OBS: [example]}, {**treespecs, OBS: None}
         self._schema = ColumnSchema(columns, treespecs)
 
     def _reserve(self, start: int, count: int, num_final: int) -> None:
@@ -211,9 +251,12 @@ class RingBuffer:
         for name in self.columns:
             if name not in columns:
                 batch[name] = self._take(name, ends if name in DONE_FLAGS else slots)
-        batch[NEXT_OBS] = self._take(
-            OBS, self._successors.next_slots.take(ends, mode="clip"), NEXT_OBS
-        )
+        if self._frames is not None:
+            batch[OBS] = self._take_stacks(OBS, self._frames.positions_of(slots))
+            batch[NEXT_OBS] = self._take_stacks(NEXT_OBS, self._frames.positions_of(ends, True))
+        else:
+            next_slots = self._successors.next_slots.take(ends, mode="clip")
+            batch[NEXT_OBS] = self._take(OBS, next_slots, NEXT_OBS)
         batch.update(columns)
         return SampleBatch.unchecked(batch)
 
@@ -225,6 +268,16 @@ class RingBuffer:
             return self._take_leaf(output or name, 0, leaves[0], slots)
         taken = [self._take_leaf(output or name, i, leaf, slots) for i, leaf in enumerate(leaves)]
         return optree.tree_unflatten(treespec, taken)
+
+    def _take_stacks(self, output: str, positions: np.ndarray) -> np.ndarray:
+        """Return stacks [n, k, …] of the frames at positions [n, k]."""
+        assert self._frames is not None
+        stacks = self._take_leaf(output, 0, self._frames.frames, positions.reshape(-1))
+        stacks = stacks.reshape(*positions.shape, *stacks.shape[1:])
+        nothing = positions == NOTHING
+        if nothing.any():
+            stacks[nothing] = 0
+        return stacks
 
     def _take_leaf(self, output: str, i: int, leaf: np.ndarray, slots: np.ndarray) -> np.ndarray:
         if leaf.strides[0] * len(slots) < POOLED_BYTES or leaf.dtype.hasobject:
@@ -245,6 +298,7 @@ class RingBuffer:
         rows, in_files = len(self), self._files is not None
         final_slots = self._successors.final_slots(rows)
         treespecs = self._schema.treespecs if self._schema is not None else {}
+        frames = {} if self._frames is None else {"frames": self._frames.state_dict(rows)}
         return {
             "capacity": self.capacity,
             "num_added": self.num_added,
@@ -255,6 +309,7 @@ class RingBuffer:
             "treespecs": {name: treespec_to_json(spec) for name, spec in treespecs.items()},
             "successors": self._successors.state_dict(rows),
             "final_observations": [leaf[final_slots] for leaf in self.columns.get(OBS, [])],
+            **frames,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -273,9 +328,13 @@ class RingBuffer:
         rows = min(int(state["num_added"]), self.capacity)
         final_slots = ring._successors.final_slots(rows)
         columns = {name: ring._empty_leaves(name, like) for name, like in state["columns"].items()}
+        if "frames" in state:
+            ring._frames = FrameTable.from_state(self.capacity, state["frames"], ring._files)
         if columns:
             treespecs = {
-                name: treespec_from_json(json) for name, json in state["treespecs"].items()
+                name: treespec_from_json(json)
+                for name, json in state["treespecs"].items()
+                if name in columns
             }
             ring._set_columns(columns, treespecs)
         if ring._files is not None:
@@ -292,7 +351,8 @@ class RingBuffer:
     def __getstate__(self) -> dict[str, Any]:
         attributes = dict(vars(self), _outputs={})
         if self._files is not None:  # a copy has its own files
-            attributes |= {"_files": self._files.directory, "columns": {}, "_schema": None}
+            attributes |= {"_files": self._files.directory, "columns": {}}
+            attributes |= {"_schema": None, "_frames": None}
             attributes["state"] = self.state_dict()
         return attributes
 

@@ -6,6 +6,7 @@ A *row id* counts up from the first row ever stored; a row's *slot* is its id mo
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import optree
 
 from flowrl.data.indexed_columns import NextRows
 from flowrl.data.sample_batch import SampleBatch
+from flowrl.replay.frame_table import is_stacked
 from flowrl.replay.schema import DONE_FLAGS, NEXT_OBS, OBS
 
 TrajectoryKey = tuple[int, int]  # episode, agent
@@ -86,8 +88,13 @@ class SuccessorTable:
     # -- linking the parts of trajectories ---------------------------------------------------------
 
     def link(
-        self, columns: dict[str, list[np.ndarray]], first: int, ends: np.ndarray, oldest: int
-    ) -> None:
+        self,
+        columns: dict[str, list[np.ndarray]],
+        first: int,
+        ends: np.ndarray,
+        oldest: int,
+        continues: Callable[[int, int], bool],
+    ) -> list[tuple[int, int]]:
         """Link new parts of trajectories with each other and with earlier parts.
 
         Args:
@@ -95,14 +102,19 @@ class SuccessorTable:
             first: row id of the first new row.
             ends: offsets [k] of the last rows of the parts.
             oldest: row id of the oldest stored row.
+            continues: returns whether the next observation of the row in one slot equals the
+                observation of the row in another.
+
+        Returns:
+            the slots (row, successor) of the new links.
         """
         if len(ends) == 1:  # a short fragment of one environment
             end = first + int(ends[0])
-            self._link_earlier(columns, first, oldest)
+            links = self._link_earlier(columns, first, oldest, continues)
             slot = end % self.capacity
             if not any(columns[flag][0][slot] for flag in DONE_FLAGS if flag in columns):
                 self._mark_unfinished(columns, end)
-            return
+            return links
         starts = np.empty_like(ends)
         starts[0] = 0
         starts[1:] = ends[:-1] + 1
@@ -127,17 +139,26 @@ class SuccessorTable:
         part, next_part = part[adjacent], next_part[adjacent]
         self._release(self.next_slots[end_slots[part]])
         self.next_slots[end_slots[part]] = start_slots[next_part]
+        links = list(zip(end_slots[part].tolist(), start_slots[next_part].tolist(), strict=True))
         unfinished[part] = False
         continued = first_steps > 0
         continued[next_part] = False
         for i in (unfinished | continued).nonzero()[0].tolist():
             if continued[i]:
-                self._link_earlier(columns, first + int(starts[i]), oldest)
+                links += self._link_earlier(columns, first + int(starts[i]), oldest, continues)
             if unfinished[i]:
                 self._mark_unfinished(columns, first + int(ends[i]))
+        return links
 
-    def _link_earlier(self, columns: dict[str, list[np.ndarray]], row: int, oldest: int) -> None:
-        """Link the last row of the trajectory's earlier part, if it is stored, with its next row.
+    def _link_earlier(
+        self,
+        columns: dict[str, list[np.ndarray]],
+        row: int,
+        oldest: int,
+        continues: Callable[[int, int], bool],
+    ) -> list[tuple[int, int]]:
+        """Link the last row of the trajectory's earlier part, if it is stored, with its next row;
+        return the new link, if there is one.
 
         If steps between them are missing (other agents acted, or rows were lost), the observations
         must be equal. For consecutive steps they may differ: running normalization changes them.
@@ -145,16 +166,15 @@ class SuccessorTable:
         slot = row % self.capacity
         step = columns["t"][0][slot]
         last_step, last_row = self._unfinished.pop(_key(columns, slot), (step, 0))
-        if last_step >= step or last_row < oldest:
-            return
         last_slot = last_row % self.capacity
-        final_slot = int(self.next_slots[last_slot])
-        if last_step + 1 == step or all(
-            np.array_equal(leaf[final_slot], leaf[slot]) for leaf in columns[OBS]
-        ):
-            self.next_slots[last_slot] = slot
-            self._free[self.num_free] = final_slot
-            self.num_free += 1
+        if last_step >= step or last_row < oldest:
+            return []
+        if last_step + 1 != step and not continues(last_slot, slot):
+            return []
+        self._free[self.num_free] = self.next_slots[last_slot]
+        self.num_free += 1
+        self.next_slots[last_slot] = slot
+        return [(last_slot, slot)]
 
     def _mark_unfinished(self, columns: dict[str, list[np.ndarray]], row: int) -> None:
         slot = row % self.capacity
@@ -204,7 +224,8 @@ def split_final_observations(
 
     Returns:
         The ordered batches; offsets [k], in all batches together, of the rows without a successor
-        among them; the observations that follow those rows, one array [k, …] per leaf.
+        among them; the observations that follow those rows, one array [k, …] per leaf; none if
+        observations are stacks of frames.
     """
     next_obs = list(map(dict.__getitem__, batches, itertools.repeat(NEXT_OBS)))
     obs = list(map(dict.__getitem__, batches, itertools.repeat(OBS)))
@@ -237,6 +258,10 @@ def _split_batch(batch: SampleBatch) -> tuple[SampleBatch, np.ndarray, list[np.n
         for flag in DONE_FLAGS:
             if flag in batch:
                 followed[:-1] &= ~batch[flag][:-1]
+    stored_obs, stored_next = dict.__getitem__(batch, OBS), dict.__getitem__(batch, NEXT_OBS)
+    if is_stacked(stored_obs, stored_next) and stored_obs.shares_base(stored_next):
+        followed[:-1] &= (stored_obs.index[1:] == stored_next.index[:-1]).all(1)
+        return batch, np.flatnonzero(~followed), []
     obs: Any = optree.tree_leaves(batch[OBS])
     next_obs: Any = optree.tree_leaves(batch[NEXT_OBS])
     for leaf, next_leaf in zip(obs, next_obs, strict=True):

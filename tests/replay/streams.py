@@ -3,7 +3,7 @@
 import numpy as np
 
 from flowrl.data import SampleBatch
-from flowrl.data.indexed_columns import NextRows
+from flowrl.data.indexed_columns import IndexedColumn, NextRows
 
 
 class FragmentStream:
@@ -71,6 +71,38 @@ class FragmentStream:
         base = np.concatenate([batch["obs"], batch["new_obs"][cuts]])
         columns = {"obs": base[: batch.count], "new_obs": NextRows(base, batch.count, cuts)}
         return SampleBatch.unchecked({**dict(batch.stored()), **columns})
+
+
+def with_stacks(batch, k, kind="stacked"):
+    """Return a fragment whose observations are the last k frames, the first one repeated.
+
+    `kind` is "stacked" (indexed columns with one base, as samplers make them), "separate" (with
+    bases of their own) or "arrays".
+    """
+    stacks = {}
+    for name in ("obs", "new_obs"):
+        episode, step = batch[name].T
+        steps = np.maximum(step[:, None] + np.arange(1 - k, 1), 0)
+        stacks[name] = np.stack([np.broadcast_to(episode[:, None], steps.shape), steps], 2)
+    if kind == "arrays":
+        return batch.with_columns(**stacks)
+    frames, index = np.unique(
+        np.concatenate(list(stacks.values())).reshape(-1, 2), axis=0, return_inverse=True
+    )
+    frames = frames.astype(np.float32)
+    obs, new_obs = index.reshape(2, batch.count, k)
+    bases = frames, frames if kind == "stacked" else frames.copy()
+    columns = {"obs": IndexedColumn(bases[0], obs), "new_obs": IndexedColumn(bases[1], new_obs)}
+    return SampleBatch.unchecked({**dict(batch.stored()), **columns})
+
+
+def check_stacks(drawn, k):
+    """Check that observations are the frames [episode, step] of the last k steps."""
+    for name, ahead in (("obs", 0), ("new_obs", drawn.get("n_steps", np.ones(drawn.count)))):
+        step = (drawn["t"] + ahead).astype(np.float32)
+        steps = np.maximum(step[:, None] + np.arange(1 - k, 1), 0)
+        np.testing.assert_array_equal(drawn[name][:, :, 1], steps)
+        np.testing.assert_array_equal(drawn[name][:, :, 0], drawn["eps_id"][:, None] + 0 * steps)
 
 
 def array_of(observations):

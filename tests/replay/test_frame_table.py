@@ -1,0 +1,170 @@
+"""FrameTable: replay buffers of stacked frames, compared with the frames that each row shows."""
+
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowrl.data import SampleBatch
+from flowrl.data.indexed_columns import NOTHING, IndexedColumn
+from flowrl.replay import PrioritizedReplayBuffer, ReplayBuffer, ReservoirReplayBuffer
+from tests.replay.streams import FragmentStream, check_stacks, with_stacks
+
+
+def check_uses(table):
+    """Check that exactly the frames that rows have are stored, each counted rightly."""
+    used, counts = np.unique(table.positions[table.positions != NOTHING], return_counts=True)
+    assert table.num_frames == len(used)
+    np.testing.assert_array_equal(table._uses[used], counts)
+    assert table._uses.sum() == counts.sum()
+    released = table._released[: table._num_released]
+    assert len(set(released.tolist()) | set(used.tolist())) == len(released) + len(used)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    envs=st.integers(1, 3),
+    lengths=st.lists(st.integers(1, 9), min_size=20, max_size=20),
+    fragments=st.lists(st.integers(1, 9), min_size=1, max_size=12),
+    capacity=st.integers(1, 40),
+    k=st.integers(2, 4),
+    n_step=st.integers(1, 3),
+    kinds=st.lists(st.sampled_from(["stacked", "separate", "arrays"]), min_size=12, max_size=12),
+)
+def test_drawn_stacks_are_the_last_frames(envs, lengths, fragments, capacity, k, n_step, kinds):
+    stream = FragmentStream(envs, lengths)
+    buffer = ReplayBuffer(capacity, n_step=n_step, seed=0)
+    kinds[0] = "stacked"  # the first batch decides how observations are stored
+    for steps, kind in zip(fragments, kinds, strict=False):
+        buffer.add(with_stacks(stream.fragment(steps), k, kind))
+        check_stacks(buffer.sample(30), k)
+    table = buffer._ring._frames
+    check_uses(table)
+    restored = ReplayBuffer(capacity, n_step=n_step, seed=1)
+    restored.load_state_dict(buffer.state_dict())
+    check_uses(restored._ring._frames)
+    for _ in range(2):
+        one, other = buffer.sample(20), restored.sample(20)
+        for name in one:
+            np.testing.assert_array_equal(one[name], other[name])
+        fragment = with_stacks(stream.fragment(3), k)
+        buffer.add(fragment)
+        restored.add(fragment)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    envs=st.integers(1, 3),
+    lengths=st.lists(st.integers(1, 9), min_size=20, max_size=20),
+    fragments=st.lists(st.integers(1, 9), min_size=1, max_size=12),
+    capacity=st.integers(1, 40),
+    k=st.integers(2, 4),
+)
+def test_each_frame_is_stored_once(envs, lengths, fragments, capacity, k):
+    stream = FragmentStream(envs, lengths)
+    buffer = ReplayBuffer(capacity, seed=0)
+    for steps in fragments:
+        buffer.add(with_stacks(stream.fragment(steps), k))
+    buffer.sample(1)
+    shown = {
+        (episode, max(step + i, 0))
+        for episode, step, _, _ in stream.rows[-capacity:]
+        for i in range(1 - k, 2)
+    }
+    if envs == 1 or len(stream.rows) <= capacity:
+        assert buffer._ring._frames.num_frames == len(shown)
+    else:
+        # the frames before a row may be those of a row that was overwritten when it was stored
+        assert buffer._ring._frames.num_frames <= len(shown) + envs * (k - 1)
+
+
+def test_memory_is_that_of_the_frames():
+    """100,000 steps of four environments in fragments of 16, in a buffer of 20,000 rows."""
+    stream = FragmentStream(4, [500] * 400)
+    buffer = ReplayBuffer(20_000, seed=0)
+    for _ in range(1_600):
+        buffer.add(with_stacks(stream.fragment(16), 4))
+    buffer.sample(1)
+    frames = buffer._ring._frames
+    assert len(buffer) == 20_000
+    assert 20_000 < frames.num_frames < 20_000 * 1.02
+    # slots that were ever written; a write has frames twice until fragments are linked
+    assert frames._end < 20_000 * 1.15
+
+
+@pytest.mark.parametrize("kind", [ReservoirReplayBuffer, PrioritizedReplayBuffer])
+def test_stacks_of_other_buffers(kind):
+    stream = FragmentStream(2, [7] * 100)
+    buffer = kind(30, seed=0)
+    for _ in range(20):
+        buffer.add(with_stacks(stream.fragment(5), 3))
+        check_stacks(buffer.sample(20), 3)
+    check_uses(buffer._ring._frames)
+
+
+def test_stacks_of_sequences():
+    stream = FragmentStream(1, [7] * 100)
+    buffer = ReplayBuffer(60, storage_unit="sequences", max_seq_len=4, burn_in=2, seed=0)
+    for _ in range(20):
+        fragment = with_stacks(stream.fragment(8), 3)
+        buffer.add(fragment)
+        check_stacks(buffer.sample(5), 3)
+    check_uses(buffer._ring._frames)
+
+
+def test_stacks_in_files(tmp_path):
+    stream = FragmentStream(2, [7] * 100)
+    buffer = ReplayBuffer(40, directory=tmp_path, seed=0)
+    for _ in range(10):
+        buffer.add(with_stacks(stream.fragment(6), 4))
+    check_stacks(buffer.sample(50), 4)
+    copied = pickle.loads(pickle.dumps(buffer))
+    check_stacks(copied.sample(50), 4)
+    check_uses(copied._ring._frames)
+
+
+def test_missing_frames_are_zeros():
+    """Without `eps_id`, rows are not linked."""
+    base = np.arange(1.0, 4.0)
+    columns = {
+        "obs": IndexedColumn(base, np.array([[NOTHING, 0], [0, 1]])),
+        "new_obs": IndexedColumn(base, np.array([[0, 1], [1, 2]])),
+    }
+    buffer = ReplayBuffer(4, seed=0)
+    buffer.add(SampleBatch.unchecked({**columns, "rewards": np.array([0.0, 1.0], np.float32)}))
+    drawn = buffer.sample(20)
+    second = drawn["rewards"].astype(int)
+    assert {0, 1} == set(second.tolist())
+    np.testing.assert_array_equal(drawn["obs"], np.array([[0, 1], [1, 2]])[second])
+    np.testing.assert_array_equal(drawn["new_obs"], np.array([[1, 2], [2, 3]])[second])
+    assert buffer._ring._frames.num_frames == 3
+
+
+def test_frames_that_normalization_changed_are_kept():
+    """The next observation of a fragment's last row may differ from the next fragment's first."""
+    stream = FragmentStream(1, [100])
+    buffer = ReplayBuffer(100, seed=0)
+    first, second = (with_stacks(stream.fragment(4), 3) for _ in range(2))
+    scaled = {
+        name: IndexedColumn(second_base, dict.__getitem__(second, name).index)
+        for second_base in [dict.__getitem__(second, "obs").base * np.float32(1.5)]
+        for name in ("obs", "new_obs")
+    }
+    buffer.add(first)
+    buffer.add(SampleBatch.unchecked({**dict(second.stored()), **scaled}))
+    drawn = buffer.sample(100)
+    expected = np.where(drawn["t"] < 4, 1.0, 1.5)[:, None] * np.maximum(
+        drawn["t"][:, None] + np.arange(-2, 1), 0
+    )
+    np.testing.assert_array_equal(drawn["obs"][:, :, 1], expected)
+    check_uses(buffer._ring._frames)
+
+
+def test_other_stacks_are_rejected():
+    stream = FragmentStream(1, [100])
+    buffer = ReplayBuffer(10)
+    buffer.add(with_stacks(stream.fragment(2), 3))
+    with pytest.raises(ValueError, match=r"column 'obs' has rows of float32 \[4, 2\]"):
+        buffer.add(with_stacks(stream.fragment(2), 4))
