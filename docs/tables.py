@@ -16,7 +16,7 @@ from gymnasium import spaces
 import flowrl
 from flowrl.algorithms.offline_config import OfflineConfig
 from flowrl.benchmark.rows import rows_named, shipped_tables
-from flowrl.benchmark.summary import markdown, read_results
+from flowrl.benchmark.summary import interquartile_mean, interval, markdown, read_results
 from flowrl.errors import ConfigError
 from flowrl.policies.policy_spec import PolicySpec
 from flowrl.sampling.policy_map import policy_class_and_config
@@ -218,10 +218,35 @@ def benchmark(table: str) -> str:
             markdown(rows, RESULTS),
             f"{days[0]}{f' to {days[-1]}' if len(days) > 1 else ''}; {'; '.join(places)}; "
             f"{packages}.",
+            f"![Learning curves](../../benchmarks/results/{table}.svg)",
         ]
     if missing:
         text.append(f"Not trained: {', '.join(missing)}.")
     return "\n\n".join(text)
+
+
+def benchmark_scores() -> str:
+    """Return the recorded scores of all tables, in short."""
+    lines = []
+    for row in rows_named([], shipped_tables()):
+        if results := read_results(row, RESULTS):
+            others = read_results(row, RESULTS, "sb3")
+            known = "; ".join(f"{source} {value:g}" for source, value in row.anchors.items())
+            lines.append([
+                row.env, f"`{row.plan}`", f"{row.env_steps:,}", _score(results), _score(others),
+                known, len(results),
+            ])  # fmt: skip
+    header = ["environment", "plan", "env steps", "score", "SB3 in the same run", "known", "seeds"]
+    return _table(header, lines)
+
+
+def _score(results: list[dict[str, Any]]) -> str:
+    """Return the interquartile mean over seeds with its 95 % interval."""
+    if not results:
+        return ""
+    values = [result["score"] for result in results]
+    low, high = interval(values)
+    return f"{interquartile_mean(values):.1f} ({low:.1f} to {high:.1f})"
 
 
 # -- operators ---------------------------------------------------------------------------------

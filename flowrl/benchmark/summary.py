@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from flowrl.benchmark.rows import BenchmarkRow, benchmark_rows
-from flowrl.trainer.runs.curve_drawing import draw
-from flowrl.trainer.runs.learning_curves import mean_curve
+from flowrl.trainer.runs.curve_drawing import draw_panels
+from flowrl.trainer.runs.learning_curves import Curve, mean_curve
 
 NUM_RESAMPLES = 10_000
 LIBRARIES = {"flowrl": "", "sb3": " of SB3"}  # library -> what a table adds to the plan
@@ -89,20 +89,23 @@ def markdown(rows: Sequence[BenchmarkRow], folder: Path) -> str:
 
 
 def write_tables(tables: Path, folder: Path) -> None:
-    """Write a table, and a drawing of the learning curves of each row, for what has results."""
+    """Write each table, and the learning curves of its rows, for what has results."""
     all_rows = benchmark_rows(tables)
     for table in dict.fromkeys(row.table for row in all_rows):
         rows = [row for row in all_rows if row.table == table and read_results(row, folder)]
         if rows:
             (folder / f"{table}.md").write_text(markdown(rows, folder))
-        for row in rows:
-            curves = []
-            for library, suffix in LIBRARIES.items():
-                runs = [
-                    np.array(one["curve"], float)[:, :2].T
-                    for one in read_results(row, folder, library)
-                ]
-                if runs:
-                    name = f"{row.plan}{suffix} on {row.env}"
-                    curves.append(mean_curve(name, [(steps, values) for steps, values in runs]))
-            draw(curves, "mean return", folder / f"{row.file_stem}.svg")
+            panels = [learning_curves(row, folder) for row in rows]
+            draw_panels(panels, "mean return", folder / f"{table}.svg")
+
+
+def learning_curves(row: BenchmarkRow, folder: Path) -> list[Curve]:
+    """Return the learning curve of each library with results of a row."""
+    curves = []
+    for library, suffix in LIBRARIES.items():
+        results = read_results(row, folder, library)
+        runs = [np.array(result["curve"], float)[:, :2].T for result in results]
+        if runs:
+            name = f"{row.plan}{suffix} on {row.env}"
+            curves.append(mean_curve(name, [(steps, values) for steps, values in runs]))
+    return curves

@@ -49,8 +49,7 @@ def test_rows_are_trained_once_and_tables_written(cli, tmp_path, tiny_table):
     folder = tmp_path / "benchmarks" / "results"
     names = sorted(path.name for path in folder.iterdir())
     assert names == [
-        "a2c-CartPole-v1-seed0.json", "a2c-CartPole-v1-seed1.json", "a2c-CartPole-v1.svg",
-        "tiny.md",
+        "a2c-CartPole-v1-seed0.json", "a2c-CartPole-v1-seed1.json", "tiny.md", "tiny.svg",
     ]  # fmt: skip
     scores = [json.loads((folder / name).read_text())["score"] for name in names[:2]]
     assert f"{sum(scores) / 2:.1f}" in (folder / "tiny.md").read_text()
@@ -99,7 +98,7 @@ def test_other_library_is_trained_beside(cli, tmp_path, monkeypatch):
     table = (tmp_path / "benchmarks/results/tiny.md").read_text().splitlines()
     assert [line.split(" | ")[1] for line in table[2:]] == ["ppo", "ppo of SB3"]
     assert "77.5" in table[3]
-    drawing = tmp_path / "benchmarks/results/ppo-CartPole-v1.svg"
+    drawing = tmp_path / "benchmarks/results/tiny.svg"
     assert drawing.stat().st_size > 1000
 
 

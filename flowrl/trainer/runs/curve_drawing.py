@@ -9,16 +9,33 @@ from flowrl.trainer.runs.learning_curves import Curve
 
 # distinguishable also with color vision deficiencies (Okabe and Ito)
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MAX_COLUMNS = 3  # of panels
 
 
 def draw(curves: list[Curve], metric: str, output: Path) -> None:
     """Draw curves into a file, in the format of its suffix."""
+    draw_panels([curves], metric, output)
+
+
+def draw_panels(panels: list[list[Curve]], metric: str, output: Path) -> None:
+    """Draw groups of curves side by side into a file, in the format of its suffix."""
+    from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    columns = min(len(panels), MAX_COLUMNS)
+    rows = -(-len(panels) // columns)
+    width, height = (7, 4.2) if len(panels) == 1 else (4.2, 3)
+    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
     FigureCanvasAgg(figure)  # no window system, whatever the user's settings are
-    axes: Any = figure.add_subplot()
+    for number, curves in enumerate(panels):
+        _draw_curves(figure.add_subplot(rows, columns, number + 1), curves, metric)
+    svg = output.suffix.lower() == ".svg"
+    with rc_context({"svg.hashsalt": "flowrl"}):  # the same file from the same curves
+        figure.savefig(output, metadata={"Date": None} if svg else None)
+
+
+def _draw_curves(axes: Any, curves: list[Curve], metric: str) -> None:
     for number, curve in enumerate(curves):
         color = COLORS[number % len(COLORS)]
         if len(curve.runs) == 1:
@@ -32,8 +49,8 @@ def draw(curves: list[Curve], metric: str, output: Path) -> None:
         )
     axes.set_xlabel("env steps")
     axes.set_ylabel(metric)
+    axes.locator_params(axis="x", nbins=5)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False, fontsize="small")
-    figure.savefig(output)
