@@ -295,6 +295,8 @@ SETTING_HINTS: dict[str, list[tuple[str, str]]] = {
     ],
     "stats_window_size": [("train_batch_size", "`metrics_num_episodes_for_smoothing`")],
     "track": [("train_batch_size", 'Use `log_to=["wandb"]`')],
+    "wandb": [("train_batch_size", 'Use `log_to=["wandb"]`')],
+    "mlflow": [("train_batch_size", 'Use `log_to=["mlflow"]`')],
     "capture_video": [
         ("train_batch_size", 'Use `evaluation_interval=10` and `evaluation_video_dir="videos"`')
     ],

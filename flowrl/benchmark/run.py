@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.benchmark.rows import BenchmarkRow, rows_named
-from flowrl.benchmark.sb3 import train_sb3
+from flowrl.benchmark.sb3 import run_process, train_sb3
 from flowrl.process_usage import num_cores
 from flowrl.trainer.algorithm import Algorithm
 
@@ -52,6 +52,7 @@ def train_flowrl(row: BenchmarkRow, seed: int, run_dir: Path) -> Outcome:
 
     Raises:
         subprocess.CalledProcessError: the training failed.
+        SystemExit: Ctrl-C; the training has saved a checkpoint.
     """
     command = [sys.executable, "-m", "flowrl"]
     if any(run_dir.glob("checkpoints/*")):
@@ -60,7 +61,7 @@ def train_flowrl(row: BenchmarkRow, seed: int, run_dir: Path) -> Outcome:
         command += ["train", row.plan, "--env", row.env, "--seed", str(seed)]
         command += ["--stop-timesteps", str(row.env_steps), "--run-dir", str(run_dir)]
     started = time.perf_counter()
-    subprocess.run([*command, "--display", "none"], check=True)
+    run_process([*command, "--display", "none"])
     seconds = time.perf_counter() - started
     with Algorithm.from_checkpoint(run_dir) as algorithm:
         evaluation = algorithm.evaluate(

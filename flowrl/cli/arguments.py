@@ -45,7 +45,9 @@ def json_object(text: str) -> dict[str, Any]:
     try:
         value = parse_json(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"not JSON ({error}): {text}") from None
+        raise argparse.ArgumentTypeError(
+            f"""not JSON ({error}), such as '{{"size": 5}}': {text}"""
+        ) from None
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"must be a JSON object, got {text}")
     return value
@@ -126,6 +128,16 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **kwargs: Any):
         super().__init__(**{"allow_abbrev": False, **kwargs})
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse arguments; options may be spelled with underscores, as settings may."""
+        words = sys.argv[1:] if args is None else args
+        return super().parse_known_args([self._spelled(word) for word in words], namespace)
+
+    def _spelled(self, word: str) -> str:
+        name, equals, value = word.partition("=")
+        dashed = name.replace("_", "-")
+        return f"{dashed}{equals}{value}" if dashed in self._option_string_actions else word
 
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError with the option, its value and what is expected."""

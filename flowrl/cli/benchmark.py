@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -78,10 +79,20 @@ def benchmark_command(arguments: list[str]) -> int:
         for library in libraries
         if not (results / row.file_name(seed, library)).exists()
     ]
+    interrupted = threading.Event()
+    train = partial(
+        _train, tables=tables, runs=options.runs, results=results, interrupted=interrupted
+    )
     with ThreadPoolExecutor(options.jobs) as pool:
-        train = partial(_train, tables=tables, runs=options.runs, results=results)
-        ended = list(pool.map(train, missing))
+        try:
+            ended = list(pool.map(train, missing))
+        except KeyboardInterrupt:  # the trainings receive it, too
+            interrupted.set()
+    if interrupted.is_set():
+        print("interrupted: the same command continues", flush=True)
+        return 130
     write_tables(tables, results)
+    print(f"results, tables and learning curves: {results}")
     for row in rows:
         for library in libraries:
             texts = cells(row, read_results(row, results, library), library)
@@ -90,8 +101,17 @@ def benchmark_command(arguments: list[str]) -> int:
     return 0 if all(ended) else 1
 
 
-def _train(run: tuple[BenchmarkRow, int, str], *, tables: Path, runs: Path, results: Path) -> bool:
+def _train(
+    run: tuple[BenchmarkRow, int, str],
+    *,
+    tables: Path,
+    runs: Path,
+    results: Path,
+    interrupted: threading.Event,
+) -> bool:
     """Train a row with a seed and a library in a process; return whether its result was written."""
+    if interrupted.is_set():
+        return False
     row, seed, library = run
     run_dir = runs / row.file_stem / f"{'' if library == 'flowrl' else f'{library}-'}seed-{seed}"
     run_dir.parent.mkdir(parents=True, exist_ok=True)
@@ -100,8 +120,12 @@ def _train(run: tuple[BenchmarkRow, int, str], *, tables: Path, runs: Path, resu
     command += [str(seed), str(run_dir), str(path)]
     name = f"{row.name}{'' if library == 'flowrl' else f' with {library}'}, seed {seed}"
     log = run_dir.with_suffix(".log")
+    print(f"{name}: training for {row.env_steps:,} env steps, log: {log}", flush=True)
     with open(log, "a") as output:
         done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT)
+    if done.returncode == 130:  # Ctrl-C
+        interrupted.set()
+        return False
     if done.returncode:
         print(f"{name}: failed, see {log}: {shlex.join(command)}", flush=True)
         return False

@@ -29,7 +29,7 @@ _USAGE = """usage: flowrl COMMAND …
   check PLAN                              Find mistakes in a plan without running it.
   diagnose RUN_DIR                        Say what limits a running or finished run.
   plans                                   List the shipped plans.
-  tuned [PLAN]                            List the environments with tuned settings.
+  tuned [PLAN|ENV]                        List the environments with tuned settings.
   benchmark [NAME …]                      Train tuned examples with several seeds; compare scores.
   checkpoint inspect PATH                 Verify a checkpoint and show its contents.
   watch RUN_DIR …                         Show runs on a local web page.

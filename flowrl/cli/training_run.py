@@ -221,20 +221,22 @@ def _train(
     print(describe_end(end, algorithm.last_result))
     is_complete = not end.exit_code
     if command[:1] == ["flowrl"]:
-        _print_next_commands(algorithm.config, run.path, end.checkpoint, command, is_complete)
+        _print_next_commands(algorithm.config, run.path, end.checkpoint, command, end.needs_limit)
         if can_repeat:
             repeated = shlex.join(_without_run_dir(command[1:]))
             print(f"repeat:        {program_name()} {repeated}")
     else:
         print(f"run directory: {format_path(run.path)}")
         if end.checkpoint is not None:
-            for way in ways_to_continue(algorithm, run.path, end.checkpoint, program_name()):
+            for way in ways_to_continue(
+                algorithm, run.path, end.checkpoint, program_name(), end.needs_limit
+            ):
                 print(f"continue:      {way}")
     return 1 if is_complete and end.checkpoint is None else end.exit_code
 
 
 def _print_next_commands(
-    config: Any, run_dir: Path, checkpoint: Path | None, command: list[str], is_complete: bool
+    config: Any, run_dir: Path, checkpoint: Path | None, command: list[str], needs_limit: bool
 ) -> None:
     named_by_flags = any(f"--{name.replace('_', '-')}" in command for name in CODE_SETTINGS)
     trust = " --trust" if named_by_flags or untrusted_code(config) is not None else ""
@@ -244,7 +246,7 @@ def _print_next_commands(
     path, program = shlex.quote(format_path(run_dir)), program_name()
     print(f"run directory: {format_path(run_dir)} ({name})")
     print(f"evaluate:      {program} evaluate {path}{trust} --episodes 100")
-    stop = " --stop-timesteps …" if is_complete else ""
+    stop = " --stop-timesteps …" if needs_limit else ""
     print(f"resume:        {program} resume {path}{trust}{stop}")
 
 

@@ -11,19 +11,24 @@ def tuned_command(arguments: list[str]) -> int:
     """Run the command; return the exit code.
 
     Raises:
-        ConfigError: there is no such plan.
+        ConfigError: there is no such plan, and no example of such an environment.
     """
     parser = Parser(
         prog="flowrl tuned",
         description="List the environments for which plans have tuned settings. `flowrl train "
         "PLAN --env ENV` uses them, unless --no-tuned is given.",
     )
-    parser.add_argument("plan", nargs="?", help="only those of this plan")
-    plan = parser.parse_args(arguments).plan
-    if plan is not None:
-        plan_path(plan)
+    parser.add_argument(
+        "name", nargs="?", metavar="PLAN|ENV", help="only those of this plan or environment"
+    )
+    name = parser.parse_args(arguments).name
+    examples = list(tuned_examples())
+    if name is not None:
+        examples = [example for example in examples if name in (example.plan, example.env)]
+        if not examples:
+            plan_path(name)
     rows = [("plan", "environment", "env steps", "file")]
-    for example in tuned_examples(plan or "*"):
+    for example in examples:
         steps = example.settings.get("total_timesteps")
         rows.append((example.plan, example.env, f"{steps:,}" if steps else "", str(example)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

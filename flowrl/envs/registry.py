@@ -16,6 +16,7 @@ from typing import Any
 import gymnasium as gym
 from gymnasium.wrappers import FilterObservation, TimeLimit
 
+from flowrl.envs import no_velocities
 from flowrl.envs.atari import AtariSettings, is_atari, make_atari, register_atari
 from flowrl.envs.time_limit import get_max_steps, set_max_steps
 from flowrl.errors import ConfigError, check_installed
@@ -109,6 +110,8 @@ def _find_spec(env_id: str) -> None:
     """
     if is_atari(env_id):
         register_atari(env_id)
+    if env_id == no_velocities.ENV_ID:
+        no_velocities.register()
     if env_id.startswith("MinAtar/") and env_id not in gym.registry:
         check_installed("minatar", f"env: the environment {env_id!r}", extra="minatar")
         from minatar.gym import register_envs

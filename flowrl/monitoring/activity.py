@@ -77,7 +77,8 @@ class WorkerActivity:
     Attributes:
         index: its `worker_index`: 0 in process, from 1 on actors.
         restarts: its restarts in the period.
-        period_s: seconds that the figures are about: between the ends of its last fragments.
+        period_s: seconds that the figures are about: between the ends of its last fragments; in
+            process, where it works in turn with the rest of the plan, the whole period.
         fragments, env_steps, num_bytes: what it returned.
         seconds: seconds per part of its work: `sample_s` in total, and in it `env_step_s` (with
             `reset_s`), `inference_s`, `collection_s`, `postprocess_s`; `weights_s`, loading
@@ -328,7 +329,7 @@ def activity_between(first: Snapshot, last: Snapshot) -> Activity:
         counters=_increases(first.counters, last.counters),
         stages=[_stage_activity(before.get(row["id"], {}), row, seconds) for row in last.stages],
         workers=[
-            _worker_activity(index, first.workers.get(index), report)
+            _worker_activity(index, first.workers.get(index), report, seconds)
             for index, report in sorted(last.workers.items())
         ],
         usage=_usage(first.usage, last.usage),
@@ -371,7 +372,7 @@ def _stage_activity(
 
 
 def _worker_activity(
-    index: int, before: Mapping[str, Any] | None, report: Mapping[str, Any]
+    index: int, before: Mapping[str, Any] | None, report: Mapping[str, Any], seconds: float
 ) -> WorkerActivity:
     restarts = 0
     if before is not None and before["incarnation"] != report["incarnation"]:
@@ -381,7 +382,7 @@ def _worker_activity(
     return WorkerActivity(
         index=index,
         restarts=restarts,
-        period_s=report["until"] - old["until"],
+        period_s=report["until"] - old["until"] if index else seconds,
         **{name: report[name] - old.get(name, 0) for name in _COUNTS},
         seconds=_increases(old.get("timings", {}), report["timings"]),
         callback_s=_increases(old.get("callback_s", {}), report["callback_s"]),

@@ -62,6 +62,14 @@ class NamedMetrics(dict[str, Any]):
         raise KeyError(f"a result has no metric {name!r}.{hint}")
 
 
+# what users write for the mean return
+_MEAN_RETURNS = {"score"} | {
+    f"{mean}{kind}"
+    for kind in ("reward", "return", "rewards", "returns")
+    for mean in ("", "mean_", "avg_", "average_", "ep_", "episode_", "mean_episode_")
+}
+
+
 def metric_hint(name: str, known: list[str]) -> str:
     """Return a sentence about the metric that was probably meant, with a space before it, or "".
 
@@ -76,7 +84,7 @@ def metric_hint(name: str, known: list[str]) -> str:
     aliases |= {"ep_rew_mean": "episode_reward_mean", "ep_len_mean": "episode_len_mean"}
     if last in aliases:
         return f" Did you mean {group + aliases[last]!r}?"
-    if last in ("reward", "return", "score"):
+    if last in _MEAN_RETURNS:
         return f" Did you mean {group + 'episode_reward_mean'!r}?"
     of_learners = f"learners/<policy>/{last}"
     if of_learners in METRICS and not group:

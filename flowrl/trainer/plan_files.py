@@ -58,6 +58,8 @@ def plan_path(plan: str) -> Path:
         return path.resolve()
     if path.suffix == ".py":
         raise ConfigError(f"plan: there is no file {plan!r}")
+    if path.with_suffix(".py").is_file():
+        raise ConfigError(f"plan: unknown plan {plan!r}. Did you mean the file '{plan}.py'?")
     known = sorted(shipped_plans())
     raise ConfigError(
         f"plan: unknown plan {plan!r}.{nearest(plan, known)} Shipped plans: {', '.join(known)}; "

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flowrl.envs.atari import is_atari
 from flowrl.trainer.plan_files import is_shipped
 from flowrl.trainer.run_files import read_run_file
 
@@ -54,7 +55,16 @@ def tuned_examples(plan: str = "*") -> Iterator[TunedExample]:
 
 
 def tuned_example(plan: str, env: Any) -> TunedExample | None:
-    """Return the tuned example of a shipped plan for an environment; None if there is none."""
+    """Return the tuned example of a shipped plan for an environment; None if there is none.
+
+    Games without an example of their own have that of the first game of their collection, such as
+    ALE/… or MinAtar/….
+    """
     if not isinstance(env, str) or not is_shipped(plan):
         return None
-    return next((example for example in tuned_examples(plan) if example.env == env), None)
+    examples = list(tuned_examples(plan))
+    exact = next((example for example in examples if example.env == env), None)
+    collection = "ALE" if is_atari(env) else env.rpartition("/")[0]
+    if exact is not None or not collection:
+        return exact
+    return next((one for one in examples if one.env.startswith(f"{collection}/")), None)

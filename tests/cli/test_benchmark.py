@@ -1,6 +1,7 @@
 """`flowrl benchmark`: train rows with several seeds, continue interrupted runs, write tables."""
 
 import json
+import subprocess
 
 import pytest
 
@@ -57,6 +58,25 @@ def test_rows_are_trained_once_and_tables_written(cli, tmp_path, tiny_table):
     code, out, _ = cli("benchmark", "tiny", "--seeds", "2", *tiny_table)
     assert code == 0
     assert "seed 0" not in out
+
+
+def test_interrupted_benchmark_trains_no_other_seed(cli, tmp_path, tiny_table, monkeypatch):
+    require_extra("plot")
+    started = []
+
+    def run(command, **options):
+        started.append(command)
+        return subprocess.CompletedProcess(command, 130)
+
+    monkeypatch.setattr("flowrl.cli.benchmark.subprocess.run", run)
+    code, out, _ = cli("benchmark", "tiny", "--seeds", "5", *tiny_table)
+    assert code == 130
+    assert out.splitlines() == [
+        "a2c/CartPole-v1, seed 0: training for 256 env steps, log: "
+        "runs/benchmark/a2c-CartPole-v1/seed-0.log",
+        "interrupted: the same command continues",
+    ]
+    assert len(started) == 1
 
 
 @pytest.mark.slow

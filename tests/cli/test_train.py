@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 
 import pytest
 
@@ -94,6 +95,23 @@ def test_algorithm_run_without_a_seed_can_be_resumed_and_repeated(cli, tmp_path)
     code, _, err = cli("resume", "r", "--plan", "other.py", "--stop-iters", "4")
     assert code in (1, 2)  # the checkpoint belongs to another algorithm
     assert "Traceback" not in err
+
+
+def test_options_may_have_underscores(cli):
+    code, _, err = cli("train", "a2c", "--stop_iters", "1", "--run_dir=r", "--num_workers", "0")
+    assert (code, err) == (0, "")
+    code, out, _ = cli("resume", "r", "--stop_iters=2")
+    assert code == 0
+    assert "reached: 2 iterations" in out
+
+
+def test_run_that_a_time_limit_ended_resumes_without_a_limit(cli):
+    for flags, hint in ((["--stop-time-s", "0.01"], "resume r"), (["--stop-iters", "1"], "r --st")):
+        out = cli("train", "a2c", "--run-dir", "r", *SMALL_BATCHES, *flags)[1]
+        (line,) = [line for line in out.splitlines() if line.startswith("resume:")]
+        assert hint in line
+        assert ("--stop-timesteps" in line) == (flags[0] == "--stop-iters")
+        shutil.rmtree("r")
 
 
 def test_tuned_settings_apply_to_their_environment_alone(cli, tmp_path):

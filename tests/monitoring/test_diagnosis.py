@@ -315,6 +315,9 @@ def test_figures_of_an_activity_equal_those_of_stats():
         busy_s = found.busy * between.seconds
         assert busy_s == pytest.approx(max(new["busy_s"] - old["busy_s"], 0), abs=1e-3)
     assert between.counters["num_env_steps_sampled"] == 64
+    # in process, sampling takes its share of the whole period, training included
+    (sampler,) = between.workers
+    assert sampler.period_s == between.seconds
 
 
 @pytest.mark.slow

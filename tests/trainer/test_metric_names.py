@@ -135,6 +135,11 @@ def test_operators_of_one_name_are_numbered_and_times_are_differences():
     assert times.since_last(stats(1.5, 2.0, 4.0))["TrainOneStep_2"] == 1.0
 
 
+@pytest.mark.parametrize("name", ["episode_reward", "mean_reward", "score", "ep_return"])
+def test_names_of_the_mean_return(name):
+    assert metric_hint(name, ["episode_reward_min"]) == " Did you mean 'episode_reward_mean'?"
+
+
 def test_names_of_evaluation_metrics_stay_in_their_group():
     name = "evaluation/env_runners/episode_return_mean"
     assert metric_hint(name, []) == " Did you mean 'evaluation/episode_reward_mean'?"

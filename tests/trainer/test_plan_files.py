@@ -116,6 +116,8 @@ def test_invalid_plans_are_rejected(my_plan):
         Algorithm.from_plan(sys)
     with pytest.raises(ConfigError, match="unknown plan"):
         Algorithm.from_plan("ppp")
+    with pytest.raises(ConfigError, match=r"Did you mean the file '.*/my_plan\.py'"):
+        Algorithm.from_plan(my_plan.__file__.removesuffix(".py"))
     with pytest.raises(ConfigError, match="plan: must be a name"):
         A2CConfig(plan=3)
     with pytest.raises(ConfigError, match="no file"):

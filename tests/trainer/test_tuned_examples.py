@@ -95,6 +95,25 @@ def test_list_of_examples(capsys):
     assert lines[1].split() == ["a2c", "CartPole-v1", "500,000", "a2c/CartPole-v1.yaml"]
     assert Path(lines[-1].removeprefix("in ")).is_dir()
     assert len(lines) == 3
+    assert main(["tuned", "Acrobot-v1"]) == 0
+    plans = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:-1]]
+    assert plans == ["dqn", "ppo"]
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ("ALE/Breakout-v5", "ALE/Breakout-v5"),
+        ("ALE/Qbert-v5", "ALE/Pong-v5"),
+        ("MinAtar/Seaquest-v1", "MinAtar/Breakout-v1"),
+        ("Blackjack-v1", None),
+        ("Other/Game-v0", None),
+    ],
+)
+def test_games_of_a_collection_share_settings(env, expected):
+    example = tuned_example("ppo", env)
+    assert (example and example.env) == expected
+    assert tuned_example("bc", env) is None
 
 
 def test_unknown_plan_has_no_examples(capsys):

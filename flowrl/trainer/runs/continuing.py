@@ -15,7 +15,9 @@ from flowrl.trainer.runs.formatting import format_path
 from flowrl.trainer.runs.saved_run import own_code
 
 
-def ways_to_continue(algorithm: Any, run_dir: Path, checkpoint: Path, program: str) -> list[str]:
+def ways_to_continue(
+    algorithm: Any, run_dir: Path, checkpoint: Path, program: str, needs_limit: bool
+) -> list[str]:
     """Return the Python expression that continues a run, and the command if there is one.
 
     Args:
@@ -23,6 +25,7 @@ def ways_to_continue(algorithm: Any, run_dir: Path, checkpoint: Path, program: s
         run_dir: its run directory.
         checkpoint: the newest checkpoint in it.
         program: how the user calls flowrl.
+        needs_limit: whether it ends at once without a larger limit.
     """
     cls, code = type(algorithm), own_code(read_manifest(checkpoint))
     needs_trust = _needs_trust(cls, checkpoint)
@@ -37,7 +40,8 @@ def ways_to_continue(algorithm: Any, run_dir: Path, checkpoint: Path, program: s
     if not code:
         registered = code_path(cls) in map(algorithm_path, algorithm_names())
         trust = " --trust" if needs_trust or not registered else ""
-        ways.append(f"{program} resume {shlex.quote(shown)}{trust} --stop-timesteps …")
+        stop = " --stop-timesteps …" if needs_limit else ""
+        ways.append(f"{program} resume {shlex.quote(shown)}{trust}{stop}")
     return ways
 
 

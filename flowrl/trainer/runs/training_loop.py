@@ -61,6 +61,12 @@ class RunEnd:
     checkpoint: Path | None
     seconds: float
 
+    @property
+    def needs_limit(self) -> bool:
+        """Whether the run ends at once when it is continued without a larger limit; time limits
+        count from there."""
+        return not self.exit_code and not self.reason.startswith("the time limit")
+
 
 def train_until(
     algorithm: Any, stop: StopRules, run: RunDirectory | None, display: Display = "auto"
@@ -371,7 +377,7 @@ def _train_in_run(
         end_text = describe_end(end, algorithm.last_result)
         print(f"{end_text}; run directory: {format_path(path)}")
         if end.checkpoint is not None:
-            for way in ways_to_continue(algorithm, path, end.checkpoint, "flowrl"):
+            for way in ways_to_continue(algorithm, path, end.checkpoint, "flowrl", end.needs_limit):
                 print(f"continue: {way}")
     return end
 
