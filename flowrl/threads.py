@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, Literal
 
 from threadpoolctl import ThreadpoolController
 
+Threads = int | Literal["auto"] | None
+"""Number of threads; None changes nothing. "auto" is 1, and in the process of an algorithm whose
+networks have convolutions as many as there are cores that no worker uses."""
 
-def limit_threads(count: int | None) -> None:
-    """Limit the threads of torch and of numpy's BLAS in this process; None changes nothing.
+
+def limit_threads(count: Threads) -> None:
+    """Limit the threads of torch and of numpy's BLAS in this process; "auto" means 1.
 
     Small networks lose more to synchronizing threads than they gain from them, and the workers of
     one machine share its cores. The limits stay in force until the next call. torch is limited
@@ -17,6 +21,7 @@ def limit_threads(count: int | None) -> None:
     """
     if count is None:
         return
+    count = 1 if count == "auto" else count
     ThreadpoolController().limit(limits=count, user_api="blas")
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.get_num_threads() != count:

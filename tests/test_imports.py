@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -58,7 +59,7 @@ def state():
 before = state()
 import flowrl
 names = [module.name for module in pkgutil.walk_packages(flowrl.__path__, "flowrl.")]
-names = [name for name in names if not name.endswith("__main__") and "_plans" not in name]
+names = [n for n in names if not n.endswith(("__main__", "sb3_script")) and "_plans" not in n]
 if "ray.tune" not in sys.modules:
     names.remove("flowrl.tune")
 for name in names:
@@ -81,6 +82,19 @@ def test_importing_every_module_changes_no_process_state():
     assert int(process.stdout) > 100
 
 
+class Images(gym.Env):
+    """An environment whose observations are images."""
+
+    observation_space = gym.spaces.Box(0, 255, (16, 16, 3), np.uint8)
+    action_space = gym.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        return self.observation_space.sample(), 0.0, False, False, {}
+
+
 def blas_threads():
     return {pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"}
 
@@ -97,6 +111,20 @@ def test_threads_are_limited_when_an_algorithm_is_built():
     finally:
         torch.set_num_threads(before[0])
         limit_threads(before[1])
+
+
+@pytest.mark.parametrize(
+    ("env", "num_workers", "expected"),
+    [("CartPole-v1", 0, 1), (Images, 0, 8), (Images, 3, 5), (Images, 20, 1)],
+)
+def test_convolutions_use_the_cores_that_no_worker_uses(env, num_workers, expected, monkeypatch):
+    limits = []
+    monkeypatch.setattr("flowrl.trainer.algorithm.num_cores", lambda: 8)
+    monkeypatch.setattr("flowrl.trainer.algorithm.limit_threads", limits.append)
+    algorithm = A2CConfig(env=env, num_workers=num_workers, horizon=5).build()
+    monkeypatch.setattr(algorithm._plan_builder, "build", lambda workers: None)
+    assert algorithm.plan is None  # the first access builds the plan; here it starts no workers
+    assert limits == ["auto", *([] if expected == 1 and num_workers == 0 else [expected])]
 
 
 @pytest.mark.slow

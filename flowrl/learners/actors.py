@@ -24,7 +24,7 @@ from flowrl.learners.learner import (
 )
 from flowrl.policies.policy import Policy
 from flowrl.sampling.worker_set import WorkerSet
-from flowrl.threads import limit_threads
+from flowrl.threads import Threads, limit_threads
 
 log = logging.getLogger("flowrl")
 
@@ -41,7 +41,7 @@ class LearnerActor:
         size: number of learners in the group.
         store_address: (host, port) of the TCPStore through which the learners find each other.
         device: torch device of this learner's networks, "cpu" or "cuda".
-        num_threads: see the setting `num_threads_per_process`.
+        num_threads: see the setting `num_threads_per_process`; "auto" is 1.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class LearnerActor:
         size: int,
         store_address: tuple[str, int],
         device: str,
-        num_threads: int | None,
+        num_threads: Threads,
     ):
         limit_threads(num_threads)
         self.policies: dict[str, Any] = {}

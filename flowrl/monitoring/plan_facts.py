@@ -89,7 +89,9 @@ def facts_of(plan: LocalIterator[Any], workers: WorkerSet, settings: Collection[
         num_cores=_cores_of_workers(),
         num_workers=workers.num_workers,
         num_envs=config.num_envs_per_worker,
-        num_threads=config.num_threads_per_process,
+        num_threads=1
+        if config.num_threads_per_process == "auto"
+        else config.num_threads_per_process,
         samples=any(isinstance(stage, Gather) for stage in walk(plan.stage)),
         horizon=config.horizon,
         callbacks=(config.callbacks_class or object).__name__,

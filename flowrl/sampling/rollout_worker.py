@@ -89,7 +89,8 @@ class RolloutWorker:
         if fragment_length is not None:
             config = config.updated(rollout_fragment_length=fragment_length)
         self.config = config
-        limit_threads(config.num_threads_per_process)
+        if worker_index or config.num_threads_per_process != "auto":  # else the algorithm does it
+            limit_threads(config.num_threads_per_process)
         self.worker_index = worker_index
         self.restart_count = restart_count
         self._num_workers = num_workers

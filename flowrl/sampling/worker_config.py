@@ -116,9 +116,10 @@ class WorkerConfig(PolicyConfig):
     )
     """Reserve resources for all workers together, on few nodes or on many (see Ray's placement
     groups). None places each worker wherever there is room."""
-    num_threads_per_process: Count | None = setting(1, group="resources")
+    num_threads_per_process: Count | Literal["auto"] | None = setting("auto", group="resources")
     """Threads of torch and of numpy's BLAS in this process and on each worker, limited when the
-    algorithm or the worker is built. None changes nothing."""
+    algorithm or the worker is built. "auto" is 1; for networks with convolutions, this process has
+    as many as there are cores that no worker uses. None changes nothing."""
     address: str | None = setting(None, group="resources")
     """Address of a running Ray cluster ("auto" finds it); None starts Ray on this machine."""
 

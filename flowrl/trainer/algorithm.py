@@ -20,7 +20,9 @@ from flowrl.ops import (
     synchronous_parallel_sample,
     train_one_step,
 )
+from flowrl.policies.models.encoders import has_convolutions
 from flowrl.policies.policy import Policy
+from flowrl.process_usage import num_cores
 from flowrl.sampling.callbacks import call
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.settings import ConfigError
@@ -101,6 +103,14 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         self._warned_about_left_out = False
         self._stopped = False
         self.setup(config)
+
+    def _use_free_cores(self) -> None:
+        """Use all cores that no worker uses for convolutions, if the threads are "auto"."""
+        if self.config.num_threads_per_process != "auto":
+            return
+        policies = self.workers.local_worker().policy_map.values()
+        if any(has_convolutions(getattr(policy, "model", None)) for policy in policies):
+            limit_threads(max(1, num_cores() - self.workers.num_workers))
 
     def __repr__(self) -> str:
         env = getattr(self.config.env, "__qualname__", None) or repr(self.config.env)
@@ -218,6 +228,7 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
     def plan(self) -> Plan:
         """The execution plan; built on the first access."""
         if self._plan is None:
+            self._use_free_cores()
             self._plan = self._plan_builder.build(self.workers)
         return self._plan
 
