@@ -16,7 +16,7 @@ from flowrl.benchmark.rows import BenchmarkRow
 from flowrl.errors import ConfigError
 from flowrl.trainer.tuned_examples import tuned_folder
 
-REQUIREMENT = "stable-baselines3==2.9.2"
+REQUIREMENTS = ("stable-baselines3==2.9.2", "sb3-contrib==2.9.2")
 ENVIRONMENT = "sb3-environment"  # folder of the virtual environment, among those of the rows
 # Packages that both environments have in the same versions, where they are installed.
 SHARED = (
@@ -55,7 +55,7 @@ def install(folder: Path) -> None:
     commands = [
         [sys.executable, "-m", "venv", str(folder)],
         [*_pip(folder), f"torch=={_installed('torch')}"],
-        [*_pip(folder), REQUIREMENT, *packages],
+        [*_pip(folder), *REQUIREMENTS, *packages],
     ]
     for command in commands:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

@@ -15,6 +15,7 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
+import sb3_contrib
 import stable_baselines3
 import torch
 from stable_baselines3.common.callbacks import BaseCallback
@@ -32,6 +33,7 @@ ALGORITHMS = {
     "dqn": stable_baselines3.DQN,
     "sac": stable_baselines3.SAC,
     "td3": stable_baselines3.TD3,
+    "ppo_lstm": sb3_contrib.RecurrentPPO,
 }
 
 
@@ -51,6 +53,13 @@ class SmallCnn(BaseFeaturesExtractor):
 
     def forward(self, observations: torch.Tensor) -> torch.Tensor:
         return self.layers(observations.permute(0, 3, 1, 2))
+
+
+class HiddenVelocities(gym.ObservationWrapper):
+    """Set the velocities of CartPole to zero."""
+
+    def observation(self, observation: np.ndarray) -> np.ndarray:
+        return observation * np.array([1, 0, 1, 0], np.float32)
 
 
 class Curve(BaseCallback):
@@ -89,6 +98,8 @@ def make_env(env: str, num_envs: int, seed: int, *, training: bool, frame_stack:
         from minatar.gym import register_envs
 
         register_envs()
+    if env == "CartPoleNoVel-v1":
+        return make_vec_env("CartPole-v1", num_envs, seed, wrapper_class=HiddenVelocities)
     return make_vec_env(env, num_envs, seed)
 
 
@@ -119,7 +130,8 @@ def main() -> None:
     env = make_env(spec["env"], num_envs, spec["seed"], training=True, frame_stack=frame_stack)
     if normalize:
         env = VecNormalize(env, gamma=settings.get("gamma", 0.99))
-    model = ALGORITHMS[spec["algorithm"]](
+    algorithm = ALGORITHMS[settings.pop("algorithm", spec["algorithm"])]
+    model = algorithm(
         env=env, seed=spec["seed"], device="cpu", **arguments_of(settings, env.action_space)
     )
     curve = Curve(spec["env_steps"], spec["started"])
