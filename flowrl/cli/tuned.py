@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from flowrl.cli.arguments import Parser
-from flowrl.trainer.plan_files import plan_path
-from flowrl.trainer.tuned_examples import tuned_examples, tuned_folder
+from flowrl.setting_values import nearest
+from flowrl.settings import ConfigError
+from flowrl.trainer.plan_files import is_shipped, shipped_plans
+from flowrl.trainer.tuned_examples import tuned_example, tuned_examples, tuned_folder
 
 
 def tuned_command(arguments: list[str]) -> int:
@@ -23,10 +25,17 @@ def tuned_command(arguments: list[str]) -> int:
     )
     name = parser.parse_args(arguments).name
     examples = list(tuned_examples())
-    if name is not None:
-        examples = [example for example in examples if name in (example.plan, example.env)]
+    if name is not None and not is_shipped(name):
+        found = [tuned_example(plan, name) for plan in shipped_plans()]
+        examples = [example for example in found if example is not None]
         if not examples:
-            plan_path(name)
+            known = [*shipped_plans(), *(example.env for example in tuned_examples())]
+            raise ConfigError(
+                f"tuned: no plan has settings for the environment {name!r}, and there is no such "
+                f"plan.{nearest(name, known)}"
+            )
+    elif name is not None:
+        examples = list(tuned_examples(name))
     rows = [("plan", "environment", "env steps", "file")]
     for example in examples:
         steps = example.settings.get("total_timesteps")

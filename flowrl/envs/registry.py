@@ -129,6 +129,8 @@ def _find_spec(env_id: str) -> None:
             return  # creating it imports the module that registers it
         with suppress(ConfigError):  # ale-py is not installed
             register_atari(f"ALE/{env_id}")
+        if env_id in gym.registry:  # a game by its old id, such as Breakout-v4
+            return
         namespace = env_id.partition("/")[0] if "/" in env_id else None
         if f"ALE/{env_id}" in gym.registry:
             hint = f" Did you mean 'ALE/{env_id}'?"

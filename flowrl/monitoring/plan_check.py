@@ -14,6 +14,7 @@ RULES: list[Callable[[CheckedPlan], Iterator[PlanProblem]]] = [
     training.target_without_update,
     training.unlimited_lag,
     training.untrained_workers,
+    wiring.no_report,
     wiring.unused_branch,
     wiring.half_a_queue,
     wiring.unread_child,

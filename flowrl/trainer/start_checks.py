@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
+
+from gymnasium import spaces
 
 from flowrl.data import DEFAULT_POLICY_ID
 from flowrl.data.serialization import ArrayStore, encode
@@ -30,6 +33,7 @@ _NOT_FOR_MODULES: tuple[str, ...] = (
     "conv_type", "conv_filters", "conv_activation", "post_fcnet_hiddens",
 )  # fmt: skip
 _NOT_FOR_IMAGES: tuple[str, ...] = ("fcnet_hiddens", "fcnet_activation")
+MAX_USUAL_OBSERVATION = 100.0  # bounds of well-known environments are below it
 _NO_UPDATES_AT_0 = ("lr", "actor_lr", "critic_lr", "clip_param")
 
 
@@ -53,6 +57,7 @@ def check_start(config: Any, workers: WorkerSet, stage: Stage) -> None:
     for policy_id, policy in policies.items():
         if isinstance(policy.config, PolicyConfig):
             _warn_about_unused_settings(config, policy_id, policy)
+            _warn_about_large_observations(policy_id, policy)
 
 
 def warn_of_unused_policies(counters: Mapping[str, float], policy_ids: Collection[str]) -> None:
@@ -162,6 +167,33 @@ def _warn_about_unused_settings(config: Any, policy_id: str, policy: Policy) -> 
             "policy %s: %s: no effect, because %s",
             policy_id, ", ".join(f"model.{name}" for name in unused), reason,
         )  # fmt: skip
+
+
+def _warn_about_large_observations(policy_id: str, policy: Policy) -> None:
+    """Warn if the bounds of float observations are far from the values that networks learn from."""
+    if policy.config.normalize_observations or policy.config.model.custom_model is not None:
+        return
+    for space in _boxes(policy.observation_space):
+        if space.dtype.kind != "f":
+            continue
+        limit = max(abs(float(space.low.min())), abs(float(space.high.max())))
+        if MAX_USUAL_OBSERVATION < limit < math.inf:
+            remedy = "return images as uint8" if is_image(space) else "scale them to about [-1, 1]"
+            log.warning(
+                "policy %s: observations may be as large as %g, from which networks learn badly: "
+                "%s, or set normalize_observations=True",
+                policy_id, limit, remedy,
+            )  # fmt: skip
+            return
+
+
+def _boxes(space: spaces.Space) -> Iterator[spaces.Box]:
+    """Yield the Boxes in a space."""
+    if isinstance(space, spaces.Box):
+        yield space
+    elif isinstance(space, (spaces.Dict, spaces.Tuple)):
+        for part in space.values() if isinstance(space, spaces.Dict) else space:
+            yield from _boxes(part)
 
 
 def _has_policy(config: Any, policy_id: str) -> bool:

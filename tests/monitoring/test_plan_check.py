@@ -53,6 +53,18 @@ def test_shipped_plans_have_no_problems(plan):
         assert check_plan(algorithm.plan.stage, algorithm.workers) == []
 
 
+def test_plan_without_a_report():
+    def plan(workers, config):
+        return ParallelRollouts(workers).for_each(TrainOneStep(workers))
+
+    assert "end it with `return StandardMetricsReporting" in problems_of(plan)["no_report"]
+
+    def with_own_report(workers, config):
+        return plan(workers, config).for_each(lambda item: {"timesteps_total": 1})
+
+    assert "no_report" not in problems_of(with_own_report)
+
+
 def test_plan_that_never_trains():
     def plan(workers, config):
         return report(ParallelRollouts(workers), workers, config)

@@ -277,6 +277,8 @@ def test_environment_for_an_own_loop():
 def test_name_without_namespace_is_suggested():
     with pytest.raises(ConfigError, match="Did you mean 'ALE/Breakout-v5'"):
         env_creator_for("Breakout-v5")
+    frames = env_creator_for("Breakout-v4")(EnvContext(atari=AtariSettings())).observation_space
+    assert frames.shape == (84, 84, 1)  # an old id of ale-py
 
 
 def test_ids():

@@ -27,7 +27,7 @@ from flowrl.settings import ConfigError
 from flowrl.trainer.algorithm import Algorithm
 from flowrl.trainer.config import AlgorithmConfig
 from flowrl.trainer.plan_settings import plan_config
-from flowrl.trainer.start_checks import warn_of_unused_policies
+from flowrl.trainer.start_checks import check_start, warn_of_unused_policies
 
 TO_ZERO = [(0, 1e-3), (1000, 0.0)]
 PERCENT = [("0%", 1e-3), ("100%", 0.0)]
@@ -324,6 +324,48 @@ def test_own_defaults_of_an_algorithm_are_not_reported(caplog):
         with SACConfig(**settings, model=model).build() as algorithm:
             algorithm.train()
     assert not [text for text in caplog.messages if "no effect" in text]
+
+
+class Large(gym.Env):
+    """Observations with the bounds 0 and 255."""
+
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, shape=(12, 12, 1), dtype="float32", high=255.0, nested=False):
+        box = gym.spaces.Box(0, high, shape, dtype)
+        self.observation_space = gym.spaces.Dict(a=box) if nested else box
+
+    def reset(self, *, seed=None, options=None):
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        return self.observation_space.sample(), 0.0, False, True, {}
+
+
+@pytest.mark.parametrize(
+    ("env_config", "settings", "remedy"),
+    [
+        ({}, {}, "return images as uint8"),
+        ({"shape": (3,)}, {}, "scale them"),
+        ({"shape": (3,), "nested": True}, {}, "scale them"),
+        ({"shape": (3,)}, {"normalize_observations": True}, None),
+        ({"dtype": "uint8"}, {}, None),
+        ({"high": 1.0}, {}, None),
+        ({"shape": (3,), "high": float("inf")}, {}, None),
+    ],
+)
+def test_large_observations_are_a_warning(env_config, settings, remedy, caplog):
+    model = {"conv_filters": [[4, 4, 2]], "post_fcnet_hiddens": [8]}
+    if "shape" in env_config:
+        model = {"fcnet_hiddens": [8]}
+    small = {"train_batch_size": 8, "num_sgd_iter": 1, "sgd_minibatch_size": 0, "seed": 0}
+    if env_config.get("high") == float("inf"):
+        env_config = env_config | {"high": np.inf}
+    with PPO(Large, env_config=env_config, model=model, **small, **settings) as algorithm:
+        check_start(algorithm.config, algorithm.workers, algorithm.plan.stage)
+    found = [text for text in caplog.messages if "observations may be as large as 255" in text]
+    assert len(found) == (remedy is not None)
+    assert all(remedy in text for text in found)
 
 
 def test_policy_that_no_agent_uses_is_a_warning(caplog):

@@ -98,6 +98,10 @@ def test_list_of_examples(capsys):
     assert main(["tuned", "Acrobot-v1"]) == 0
     plans = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:-1]]
     assert plans == ["dqn", "ppo"]
+    assert main(["tuned", "ALE/Qbert-v5"]) == 0
+    assert "ppo/Atari.yaml" in capsys.readouterr().out
+    assert main(["tuned", "Acrobot-v0"]) == 2
+    assert "Did you mean 'Acrobot-v1'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

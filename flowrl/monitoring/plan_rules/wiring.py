@@ -9,9 +9,11 @@ from flowrl.iter.gather import Gather
 from flowrl.iter.stage import walk
 from flowrl.iter.stages.branches import Duplicate, Union
 from flowrl.iter.stages.unary import ZipWithSource
+from flowrl.monitoring.operator_source import is_own
 from flowrl.monitoring.plan_rules.plan import CheckedPlan, PlanProblem
 from flowrl.ops.concurrency import DequeueStage, Enqueue
 from flowrl.ops.replay import ReplayStage
+from flowrl.ops.report import StandardMetricsReporting
 from flowrl.ops.rollout import (
     ConcatBatches,
     CountRollouts,
@@ -19,6 +21,18 @@ from flowrl.ops.rollout import (
     SelectExperiences,
     StandardizeFields,
 )
+
+
+def no_report(plan: CheckedPlan) -> Iterator[PlanProblem]:
+    """A plan that does not end in StandardMetricsReporting; an operator of the user may report."""
+    reports = any(stage.name == StandardMetricsReporting.__name__ for stage in plan.stages)
+    if not reports and not is_own(getattr(plan.end, "fn", plan.end)):
+        yield PlanProblem(
+            "no_report",
+            plan.end.line,
+            f"the plan ends in {plan.end} and yields no results: end it with "
+            "`return StandardMetricsReporting(…, workers, config)`",
+        )
 
 
 def unused_branch(plan: CheckedPlan) -> Iterator[PlanProblem]:
