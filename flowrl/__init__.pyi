@@ -275,7 +275,7 @@ class _AlgorithmConfigResources(TypedDict, total=False):
     placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] | None
     """Reserve resources for all workers together, on few nodes or on many (see Ray's placement groups). None places each worker wherever there is room."""
     num_threads_per_process: int | Literal["auto"] | None
-    """Threads of torch and of numpy's BLAS in this process and on each worker, limited when the algorithm or the worker is built. "auto" is 1; for networks with convolutions, this process has as many as there are cores that no worker uses. None changes nothing."""
+    """Threads of torch and of numpy's BLAS in this process and on each worker, limited when the algorithm or the worker is built. "auto" is 1; for networks with convolutions, this process has as many as there are cores that no worker uses, at most OMP_NUM_THREADS. None changes nothing."""
     address: str | None
     """Address of a running Ray cluster ("auto" finds it); None starts Ray on this machine."""
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any, Literal
 
 from threadpoolctl import ThreadpoolController
 
+from flowrl.process_usage import num_cores
+
 Threads = int | Literal["auto"] | None
 """Number of threads; None changes nothing. "auto" is 1, and in the process of an algorithm whose
-networks have convolutions as many as there are cores that no worker uses."""
+networks have convolutions `num_free_cores`."""
 
 
 def limit_threads(count: Threads) -> None:
@@ -26,3 +29,11 @@ def limit_threads(count: Threads) -> None:
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.get_num_threads() != count:
         torch.set_num_threads(count)
+
+
+def num_free_cores(num_workers: int) -> int:
+    """Return the number of cores that no worker uses, at least 1 and at most OMP_NUM_THREADS, which
+    Ray sets to the CPUs of a task or an actor."""
+    free = max(1, num_cores() - num_workers)
+    limit = os.environ.get("OMP_NUM_THREADS", "")
+    return min(free, int(limit)) if limit.isdecimal() and int(limit) else free

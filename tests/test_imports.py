@@ -14,7 +14,7 @@ from threadpoolctl import threadpool_info
 import flowrl
 from flowrl.algorithms.a2c import A2CConfig
 from flowrl.policies import Policy
-from flowrl.threads import limit_threads
+from flowrl.threads import limit_threads, num_free_cores
 from flowrl.trainer.registry import algorithm_class, algorithm_names, algorithm_path
 
 ROOT = Path(__file__).parents[1]
@@ -119,12 +119,20 @@ def test_threads_are_limited_when_an_algorithm_is_built():
 )
 def test_convolutions_use_the_cores_that_no_worker_uses(env, num_workers, expected, monkeypatch):
     limits = []
-    monkeypatch.setattr("flowrl.trainer.algorithm.num_cores", lambda: 8)
+    monkeypatch.setattr("flowrl.threads.num_cores", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("flowrl.trainer.algorithm.limit_threads", limits.append)
     algorithm = A2CConfig(env=env, num_workers=num_workers, horizon=5).build()
     monkeypatch.setattr(algorithm._plan_builder, "build", lambda workers: None)
     assert algorithm.plan is None  # the first access builds the plan; here it starts no workers
     assert limits == ["auto", *([] if expected == 1 and num_workers == 0 else [expected])]
+
+
+@pytest.mark.parametrize(("value", "expected"), [("2", 2), ("16", 8), ("0", 8), ("x", 8)])
+def test_free_cores_are_limited_by_the_environment(value, expected, monkeypatch):
+    monkeypatch.setattr("flowrl.threads.num_cores", lambda: 8)
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
+    assert num_free_cores(0) == expected
 
 
 @pytest.mark.slow

@@ -119,7 +119,8 @@ class WorkerConfig(PolicyConfig):
     num_threads_per_process: Count | Literal["auto"] | None = setting("auto", group="resources")
     """Threads of torch and of numpy's BLAS in this process and on each worker, limited when the
     algorithm or the worker is built. "auto" is 1; for networks with convolutions, this process has
-    as many as there are cores that no worker uses. None changes nothing."""
+    as many as there are cores that no worker uses, at most OMP_NUM_THREADS. None changes
+    nothing."""
     address: str | None = setting(None, group="resources")
     """Address of a running Ray cluster ("auto" finds it); None starts Ray on this machine."""
 

@@ -22,11 +22,10 @@ from flowrl.ops import (
 )
 from flowrl.policies.models.encoders import has_convolutions
 from flowrl.policies.policy import Policy
-from flowrl.process_usage import num_cores
 from flowrl.sampling.callbacks import call
 from flowrl.sampling.worker_set import WorkerSet
 from flowrl.settings import ConfigError
-from flowrl.threads import limit_threads
+from flowrl.threads import limit_threads, num_free_cores
 from flowrl.trainer.acting import ActsWithPolicies
 from flowrl.trainer.checkpointing import Checkpointing
 from flowrl.trainer.config import AlgorithmConfig
@@ -110,7 +109,7 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
             return
         policies = self.workers.local_worker().policy_map.values()
         if any(has_convolutions(getattr(policy, "model", None)) for policy in policies):
-            limit_threads(max(1, num_cores() - self.workers.num_workers))
+            limit_threads(num_free_cores(self.workers.num_workers))
 
     def __repr__(self) -> str:
         env = getattr(self.config.env, "__qualname__", None) or repr(self.config.env)
