@@ -246,6 +246,8 @@ def _score(results: list[dict[str, Any]]) -> str:
         return ""
     values = [result["score"] for result in results]
     low, high = interval(values)
+    if len(values) == 1:
+        return f"{values[0]:.1f} (1 seed)"
     return f"{interquartile_mean(values):.1f} ({low:.1f} to {high:.1f})"
 
 

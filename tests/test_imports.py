@@ -12,8 +12,9 @@ import torch
 from threadpoolctl import threadpool_info
 
 import flowrl
-from flowrl.algorithms.a2c import A2CConfig
+from flowrl.algorithms.a2c import A2C, A2CConfig
 from flowrl.policies import Policy
+from flowrl.settings import ConfigError
 from flowrl.threads import limit_threads, num_free_cores
 from flowrl.trainer.registry import algorithm_class, algorithm_names, algorithm_path
 
@@ -122,10 +123,26 @@ def test_convolutions_use_the_cores_that_no_worker_uses(env, num_workers, expect
     monkeypatch.setattr("flowrl.threads.num_cores", lambda: 8)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("flowrl.trainer.algorithm.limit_threads", limits.append)
-    algorithm = A2CConfig(env=env, num_workers=num_workers, horizon=5).build()
-    monkeypatch.setattr(algorithm._plan_builder, "build", lambda workers: None)
-    assert algorithm.plan is None  # the first access builds the plan; here it starts no workers
+    settings = {"horizon": 5, "train_batch_size": 8, "seed": 0}
+    algorithm = A2CConfig(env=env, num_workers=num_workers, **settings).build()
+    monkeypatch.setattr(type(algorithm.plan), "__next__", lambda plan: {})  # starts no workers
+    with pytest.raises(ConfigError, match="must end in"):
+        algorithm.train()
     assert limits == ["auto", *([] if expected == 1 and num_workers == 0 else [expected])]
+
+
+def test_resumed_algorithm_uses_the_free_cores(monkeypatch, tmp_path):
+    limits = []
+    monkeypatch.setattr("flowrl.trainer.algorithm.num_free_cores", lambda num_workers: 3)
+    monkeypatch.setattr("flowrl.trainer.algorithm.limit_threads", limits.append)
+    settings = {"horizon": 5, "train_batch_size": 8, "rollout_fragment_length": 4, "seed": 0}
+    with A2CConfig(env=Images, **settings).build() as algorithm:
+        algorithm.train()
+        algorithm.train()
+        algorithm.save(tmp_path / "checkpoint")
+    with A2C.from_checkpoint(tmp_path / "checkpoint", env=Images) as algorithm:
+        algorithm.train()
+    assert limits == ["auto", 3, "auto", 3]
 
 
 @pytest.mark.parametrize(("value", "expected"), [("2", 2), ("16", 8), ("0", 8), ("x", 8)])

@@ -28,6 +28,14 @@ def test_table_of_algorithms_is_the_generated_one(monkeypatch):
     sys.modules.pop("tables")
 
 
+def test_table_of_scores_is_the_generated_one(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    import tables
+
+    assert tables.benchmark_scores() in README
+    sys.modules.pop("tables")
+
+
 def test_number_of_plans():
     assert f"{len(shipped_plans())} plans are included" in README
 

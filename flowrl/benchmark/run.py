@@ -31,7 +31,7 @@ PACKAGES = ("gymnasium", "numpy", "torch")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a training gave.
+    """The result of a training.
 
     Attributes:
         curve: (env steps, mean return of the last 100 training episodes, seconds of training).

@@ -50,7 +50,6 @@ def install(folder: Path) -> None:
     if (folder / "ready").exists():
         return
     print(f"installing Stable-Baselines3 into {folder} …", flush=True)
-    # the public version: of torch's builds, the package index chooses
     packages = [f"{name}=={installed}" for name in SHARED if (installed := _installed(name))]
     commands = [
         [sys.executable, "-m", "venv", str(folder)],
@@ -69,7 +68,8 @@ def _pip(folder: Path) -> list[str]:
 
 
 def _installed(package: str) -> str | None:
-    """Return the public version of an installed package, without its build; None: not installed."""
+    """Return the version of an installed package without its build, such as +cpu, which the package
+    index chooses; None: it is not installed."""
     try:
         return version(package).partition("+")[0]
     except PackageNotFoundError:

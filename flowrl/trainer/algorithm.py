@@ -101,6 +101,7 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         self._monitor: Monitor | None = None
         self._warned_about_left_out = False
         self._stopped = False
+        self._has_trained = False  # in this process
         self.setup(config)
 
     def _use_free_cores(self) -> None:
@@ -227,7 +228,6 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
     def plan(self) -> Plan:
         """The execution plan; built on the first access."""
         if self._plan is None:
-            self._use_free_cores()
             self._plan = self._plan_builder.build(self.workers)
         return self._plan
 
@@ -257,6 +257,9 @@ class Algorithm(ActsWithPolicies, Checkpointing, OtherLibrariesNames):
         started = time.perf_counter()
         if self.last_result is None:
             check_start(self.config, self.workers, self.plan.stage)
+        if not self._has_trained:
+            self._use_free_cores()
+            self._has_trained = True
         if self.config.log_to:
             self._loggers.start()
         self.plan.start(self.config.seed)
