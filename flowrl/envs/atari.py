@@ -7,6 +7,7 @@ Mnih et al. 2015 for lost lives. gymnasium's AtariPreprocessing makes the frames
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from typing import Any
 
 import gymnasium as gym
@@ -18,6 +19,7 @@ from flowrl.settings import Count, Fraction, Settings
 
 FIRE = 1  # index of the action in the action sets that have it
 _IDS = re.compile(r"ALE/|\w+(NoFrameskip|Deterministic)-v\d")
+_OLD_IDS = re.compile(r"[A-Z]\w+-v[04]$")  # Breakout-v4, but also ids of other packages
 
 
 class AtariSettings(Settings):
@@ -50,6 +52,9 @@ def is_atari(env: Any) -> bool:
     """Return whether this is the id of an Atari game."""
     if not isinstance(env, str):
         return False
+    if _OLD_IDS.match(env) and env not in gym.registry:
+        with suppress(ConfigError):  # ale-py is not installed
+            register_atari(env)
     spec = gym.registry.get(env)
     return _IDS.match(env) is not None or (
         spec is not None and str(spec.entry_point).startswith("ale_py")

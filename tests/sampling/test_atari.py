@@ -282,6 +282,5 @@ def test_name_without_namespace_is_suggested():
 
 
 def test_ids():
-    env_creator_for(PONG)
     assert all(map(is_atari, (PONG, "PongNoFrameskip-v4", "BreakoutDeterministic-v0", "Pong-v4")))
     assert not any(map(is_atari, ("CartPole-v1", "MinAtar/Breakout-v1", None, Lives)))

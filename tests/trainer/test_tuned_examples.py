@@ -10,6 +10,7 @@ from flowrl.settings import ConfigError
 from flowrl.trainer.plan_files import load_plan, shipped_plans
 from flowrl.trainer.plan_settings import plan_config
 from flowrl.trainer.tuned_examples import tuned_example, tuned_examples, tuned_folder
+from tests.extras import require_extra
 
 EXAMPLES = list(tuned_examples())
 PLAN = """
@@ -118,6 +119,13 @@ def test_games_of_a_collection_share_settings(env, expected):
     example = tuned_example("ppo", env)
     assert (example and example.env) == expected
     assert tuned_example("bc", env) is None
+
+
+@pytest.mark.parametrize("env", ["Breakout-v4", "PongNoFrameskip-v4"])
+def test_old_ids_of_games_have_tuned_settings(env):
+    require_extra("atari")
+    assert tuned_example("ppo", env).env == "ALE/Pong-v5"
+    assert plan_config("ppo", env).train_batch_size == 1024
 
 
 def test_unknown_plan_has_no_examples(capsys):
