@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 from gymnasium import spaces
 
 from flowrl.data import DEFAULT_POLICY_ID
@@ -34,6 +34,7 @@ _NOT_FOR_MODULES: tuple[str, ...] = (
 )  # fmt: skip
 _NOT_FOR_IMAGES: tuple[str, ...] = ("fcnet_hiddens", "fcnet_activation")
 MAX_USUAL_OBSERVATION = 100.0  # bounds of well-known environments are below it
+UNLIMITED = 1e30  # some environments have the largest float instead of infinity as a bound
 _NO_UPDATES_AT_0 = ("lr", "actor_lr", "critic_lr", "clip_param")
 
 
@@ -176,8 +177,9 @@ def _warn_about_large_observations(policy_id: str, policy: Policy) -> None:
     for space in _boxes(policy.observation_space):
         if space.dtype.kind != "f":
             continue
-        limit = max(abs(float(space.low.min())), abs(float(space.high.max())))
-        if MAX_USUAL_OBSERVATION < limit < math.inf:
+        bounds = np.abs(np.append(space.low, space.high))
+        limit = float(bounds[bounds < UNLIMITED].max(initial=0))
+        if limit > MAX_USUAL_OBSERVATION:
             remedy = "return images as uint8" if is_image(space) else "scale them to about [-1, 1]"
             log.warning(
                 "policy %s: observations may be as large as %g, from which networks learn badly: "

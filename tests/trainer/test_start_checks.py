@@ -332,7 +332,8 @@ class Large(gym.Env):
     action_space = gym.spaces.Discrete(2)
 
     def __init__(self, shape=(12, 12, 1), dtype="float32", high=255.0, nested=False):
-        box = gym.spaces.Box(0, high, shape, dtype)
+        high = np.broadcast_to(np.asarray(high, dtype), shape)
+        box = gym.spaces.Box(np.zeros(shape, dtype), high, shape, dtype)
         self.observation_space = gym.spaces.Dict(a=box) if nested else box
 
     def reset(self, *, seed=None, options=None):
@@ -351,7 +352,9 @@ class Large(gym.Env):
         ({"shape": (3,)}, {"normalize_observations": True}, None),
         ({"dtype": "uint8"}, {}, None),
         ({"high": 1.0}, {}, None),
-        ({"shape": (3,), "high": float("inf")}, {}, None),
+        ({"shape": (3,), "high": np.inf}, {}, None),
+        ({"shape": (3,), "high": 3e38}, {}, None),
+        ({"shape": (3,), "high": [255, np.inf, 1]}, {}, "scale them"),
     ],
 )
 def test_large_observations_are_a_warning(env_config, settings, remedy, caplog):
@@ -359,8 +362,6 @@ def test_large_observations_are_a_warning(env_config, settings, remedy, caplog):
     if "shape" in env_config:
         model = {"fcnet_hiddens": [8]}
     small = {"train_batch_size": 8, "num_sgd_iter": 1, "sgd_minibatch_size": 0, "seed": 0}
-    if env_config.get("high") == float("inf"):
-        env_config = env_config | {"high": np.inf}
     with PPO(Large, env_config=env_config, model=model, **small, **settings) as algorithm:
         check_start(algorithm.config, algorithm.workers, algorithm.plan.stage)
     found = [text for text in caplog.messages if "observations may be as large as 255" in text]
