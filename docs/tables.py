@@ -16,7 +16,7 @@ from gymnasium import spaces
 import flowrl
 from flowrl.algorithms.offline_config import OfflineConfig
 from flowrl.benchmark.rows import rows_named, shipped_tables
-from flowrl.benchmark.summary import interquartile_mean, interval, markdown, read_results
+from flowrl.benchmark.summary import markdown, read_results, score_text
 from flowrl.errors import ConfigError
 from flowrl.policies.policy_spec import PolicySpec
 from flowrl.sampling.policy_map import policy_class_and_config
@@ -231,24 +231,18 @@ def benchmark_scores() -> str:
     for row in rows_named([], shipped_tables()):
         if results := read_results(row, RESULTS):
             others = read_results(row, RESULTS, "sb3")
-            known = "; ".join(f"{source} {value:g}" for source, value in row.anchors.items())
             lines.append([
                 row.env, f"`{row.plan}`", f"{row.env_steps:,}", _score(results), _score(others),
-                known, len(results),
+                row.known_scores,
             ])  # fmt: skip
-    header = ["environment", "plan", "env steps", "score", "SB3 in the same run", "known", "seeds"]
+    header = ["environment", "plan", "env steps", "score", "SB3, trained here", "known"]
     return _table(header, lines)
 
 
 def _score(results: list[dict[str, Any]]) -> str:
-    """Return the interquartile mean over seeds with its 95 % interval."""
-    if not results:
-        return ""
-    values = [result["score"] for result in results]
-    low, high = interval(values)
-    if len(values) == 1:
-        return f"{values[0]:.1f} (1 seed)"
-    return f"{interquartile_mean(values):.1f} ({low:.1f} to {high:.1f})"
+    """Return the score over seeds with their number."""
+    seeds = f"{len(results)} seed{'s' * (len(results) > 1)}"
+    return f"{score_text([one['score'] for one in results])}, {seeds}" if results else ""
 
 
 # -- operators ---------------------------------------------------------------------------------

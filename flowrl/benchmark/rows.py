@@ -41,21 +41,24 @@ class BenchmarkRow:
         return f"{self.plan}/{self.env}"
 
     @property
-    def file_stem(self) -> str:
-        """The name in files and folders, such as `ppo-ALE-Pong-v5`."""
-        return self.name.replace("/", "-")
+    def known_scores(self) -> str:
+        """The known scores with their sources, such as `SB3 zoo -74`."""
+        return "; ".join(f"{source} {value:g}" for source, value in self.anchors.items())
+
+    def file_stem(self, library: str = "flowrl") -> str:
+        """Return the name in files and folders, such as `ppo-ALE-Pong-v5`; with the name of another
+        library before it."""
+        stem = self.name.replace("/", "-")
+        return stem if library == "flowrl" else f"{library}-{stem}"
 
     def file_name(self, seed: int, library: str = "flowrl") -> str:
         """Return the name of the file with the result of a seed."""
-        return f"{self._prefix(library)}-seed{seed}.json"
+        return f"{self.file_stem(library)}-seed{seed}.json"
 
     def result_files(self, folder: Path, library: str = "flowrl") -> list[Path]:
         """Return the files with the results of a library, by seed."""
-        found = folder.glob(f"{self._prefix(library)}-seed*.json")
+        found = folder.glob(f"{self.file_stem(library)}-seed*.json")
         return sorted(found, key=lambda path: int(path.stem.rpartition("-seed")[2]))
-
-    def _prefix(self, library: str) -> str:
-        return self.file_stem if library == "flowrl" else f"{library}-{self.file_stem}"
 
 
 def shipped_tables() -> Path:

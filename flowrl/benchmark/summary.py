@@ -37,6 +37,12 @@ def interval(scores: Sequence[float]) -> tuple[float, float]:
     return float(low), float(high)
 
 
+def score_text(scores: Sequence[float]) -> str:
+    """Return the interquartile mean of scores with its interval, as tables show it."""
+    low, high = interval(scores)
+    return f"{interquartile_mean(scores):.1f} ({low:.1f} to {high:.1f})"
+
+
 def read_results(row: BenchmarkRow, folder: Path, library: str = "flowrl") -> list[dict[str, Any]]:
     """Return the results of a row with a library, by seed."""
     return [json.loads(path.read_text()) for path in row.result_files(folder, library)]
@@ -55,12 +61,10 @@ def cells(
 
     Seconds and env steps to the threshold are medians over the seeds that reached it.
     """
-    known = "; ".join(f"{source} {value:g}" for source, value in row.anchors.items())
-    start = [row.env, row.plan + LIBRARIES[library], f"{row.env_steps:,}", known]
+    start = [row.env, row.plan + LIBRARIES[library], f"{row.env_steps:,}", row.known_scores]
     if not results:
         return [*start, "not run", "", "", "", "0"]
     scores = [result["score"] for result in results]
-    low, high = interval(scores)
     reached = [r["steps_to_threshold"] for r in results if r["steps_to_threshold"] is not None]
     threshold = ""
     if row.threshold is not None:
@@ -69,7 +73,7 @@ def cells(
         threshold = f"{row.threshold:g}: {steps}{share}"
     return [
         *start,
-        f"{interquartile_mean(scores):.1f} ({low:.1f} to {high:.1f})",
+        score_text(scores),
         f"{min(scores):.1f}, {max(scores):.1f}",
         threshold,
         f"{np.median([result['seconds'] for result in results]):.0f}",
@@ -95,11 +99,11 @@ def write_tables(tables: Path, folder: Path) -> None:
         rows = [row for row in all_rows if row.table == table and read_results(row, folder)]
         if rows:
             (folder / f"{table}.md").write_text(markdown(rows, folder))
-            panels = [learning_curves(row, folder) for row in rows]
+            panels = [curves_of(row, folder) for row in rows]
             draw_panels(panels, "mean return", folder / f"{table}.svg")
 
 
-def learning_curves(row: BenchmarkRow, folder: Path) -> list[Curve]:
+def curves_of(row: BenchmarkRow, folder: Path) -> list[Curve]:
     """Return the learning curve of each library with results of a row."""
     curves = []
     for library, suffix in LIBRARIES.items():

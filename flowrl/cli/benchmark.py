@@ -56,8 +56,8 @@ def benchmark_command(arguments: list[str]) -> int:
     rows = rows_named(options.names, tables)
     if options.list:
         for row in rows:
-            known = ", ".join(f"{source} {value:g}" for source, value in row.anchors.items())
-            print(f"{row.table:8} {row.name:30} {row.env_steps:>12,} env steps   {known}")
+            steps = f"{row.env_steps:>12,} env steps"
+            print(f"{row.table:8} {row.name:30} {steps}   {row.known_scores}")
         return 0
     check_installed("matplotlib", "flowrl benchmark", extra="plot")
     results: Path = options.results
@@ -113,7 +113,7 @@ def _train(
     if interrupted.is_set():
         return False
     row, seed, library = run
-    run_dir = runs / row.file_stem / f"{'' if library == 'flowrl' else f'{library}-'}seed-{seed}"
+    run_dir = runs / row.file_stem(library) / f"seed-{seed}"
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     path = results / row.file_name(seed, library)
     command = [sys.executable, "-m", "flowrl.benchmark.run", library, str(tables), row.name]

@@ -13,7 +13,7 @@ def tuned_command(arguments: list[str]) -> int:
     """Run the command; return the exit code.
 
     Raises:
-        ConfigError: there is no such plan, and no example of such an environment.
+        ConfigError: the name is neither a plan nor an environment with tuned settings.
     """
     parser = Parser(
         prog="flowrl tuned",
@@ -31,8 +31,8 @@ def tuned_command(arguments: list[str]) -> int:
         if not examples:
             known = [*shipped_plans(), *(example.env for example in tuned_examples())]
             raise ConfigError(
-                f"tuned: no plan has settings for the environment {name!r}, and there is no such "
-                f"plan.{nearest(name, known)}"
+                f"tuned: {name!r} is neither a plan nor an environment with tuned settings."
+                f"{nearest(name, known)}"
             )
     elif name is not None:
         examples = list(tuned_examples(name))

@@ -57,8 +57,7 @@ def tuned_examples(plan: str = "*") -> Iterator[TunedExample]:
 def tuned_example(plan: str, env: Any) -> TunedExample | None:
     """Return the tuned example of a shipped plan for an environment; None if there is none.
 
-    Games without an example of their own have that of the first game of their collection, such as
-    ALE/… or MinAtar/….
+    A game without an example uses the first one of its collection, such as ALE/… or MinAtar/….
     """
     if not isinstance(env, str) or not is_shipped(plan):
         return None

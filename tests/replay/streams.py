@@ -76,8 +76,8 @@ class FragmentStream:
 def with_stacks(batch, k, kind="stacked"):
     """Return a fragment whose observations are the last k frames, the first one repeated.
 
-    `kind` is "stacked" (indexed columns with one base, as samplers make them), "separate" (with
-    bases of their own) or "arrays".
+    `kind` is "stacked" (indexed columns with one base, as samplers make them), "separate" (each
+    column has its own base) or "arrays".
     """
     stacks = {}
     for name in ("obs", "new_obs"):

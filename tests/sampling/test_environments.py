@@ -11,7 +11,7 @@ from gymnasium.wrappers import TimeLimit
 from flowrl import PPO
 from flowrl.envs.env_factory import EnvFactory
 from flowrl.envs.env_state import check_vector_env_state
-from flowrl.envs.registry import env_creator_for, env_id_of, register_env
+from flowrl.envs.registry import EnvContext, env_creator_for, env_id_of, register_env
 from flowrl.envs.time_limit import (
     get_elapsed_steps,
     get_max_steps,
@@ -261,3 +261,15 @@ def test_vector_environments_cannot_drop_invalid_steps(mode):
         RolloutWorker(lambda context: CountEnv(), Idle, {**settings, "vectorization_mode": mode})
     with pytest.raises(ConfigError, match='on_invalid_step="drop" recreates single'):
         RolloutWorker(lambda context: gym.vector.SyncVectorEnv([CountEnv] * 2), Idle, settings)
+
+
+def test_cartpole_without_velocities():
+    env = env_creator_for("CartPoleNoVel-v1")(EnvContext())
+    plain = gym.make("CartPole-v1")
+    expected, _ = plain.reset(seed=3)
+    observation, _ = env.reset(seed=3)
+    for action in (1, 0, 1):
+        np.testing.assert_array_equal(observation, expected * np.array([1, 0, 1, 0], np.float32))
+        assert observation.dtype == np.float32
+        observation, expected = env.step(action)[0], plain.step(action)[0]
+    assert env.spec.max_episode_steps == 500
