@@ -161,10 +161,9 @@ def sparkline(values: list[float], width: int) -> str:
     for i in range(count):
         part = values[i * len(values) // count : (i + 1) * len(values) // count]
         means.append(sum(part) / len(part))
-    low, high = min(means), max(means)
-    top = len(SPARKLINE) - 1
-    scale = top / (high - low) if high > low else 0.0
-    return "".join(SPARKLINE[round((value - low) * scale)] for value in means)
+    low, top = min(means), len(SPARKLINE) - 1
+    spread = max(means) - low
+    return "".join(SPARKLINE[round((m - low) / spread * top) if spread else 0] for m in means)
 
 
 def _operators(activity: Activity) -> RenderableType:
